@@ -1,0 +1,428 @@
+"""The embedded WebShop: reward, pages, actions, tasks, expert and shoppers."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import envs  # noqa: E402
+import worlds  # noqa: E402
+
+DATA = ROOT.parent / "shared" / "data" / "webshop"
+
+
+def data(name):
+    if not (DATA / name).exists():
+        pytest.skip(f"{DATA / name} is absent: the project does not ship it")
+    return json.loads((DATA / name).read_text(encoding="utf-8"))
+
+
+# ------------------------------------------------------------------------------ reward
+
+def test_reward_agrees_with_the_official_reward_on_all_vectors():
+    vectors = data("reward_vectors.json")
+    assert len(vectors) == 200
+    for v in vectors:
+        got = envs.webshop_reward(v["product"], v["goal"], v["options"], v["price"])
+        assert got == pytest.approx(v["reward"], abs=1e-12), v
+
+
+@pytest.mark.parametrize("a, b, score", [
+    ("Large", "x-large", 100),                # the shared words alone are one whole side
+    ("pack of 2", "pack of 6", 89),           # "of pack 2" : "of pack 6" = 16/18
+    ("24 inch", "28 inch", 86),               # "inch 24" : "inch 28" = 12/14
+    ("quick dry", "quick release", 71),       # "quick" : "quick dry" = 10/14
+    ("drip-free", "free drip", 100),          # non-word characters split, order is ignored
+    ("red", "blue", 29),                      # one shared letter: 2/7
+    ("caf\u00e9", "caf", 100),                # characters 128-255 are dropped
+    ("", "red", 0), ("!!", "!!", 0), ("black", "", 0),
+])
+def test_token_set_ratio_on_hand_worked_cases(a, b, score):
+    assert envs.token_set_ratio(a, b) == score
+
+
+def test_colours_are_normalised_to_their_first_plain_word():
+    assert envs.normalise_colour("rose gold") == "gold"
+    assert envs.normalise_colour("navy blue") == "blue"  # blue comes before navy in the list
+    assert envs.normalise_colour("teal") == "teal"
+
+
+KETTLE = {"name": "Enamel Kettle", "Title": "Enamel Kettle", "query": "kettle",
+          "product_category": "Home › Kitchen › Kettles", "Attributes": ["easy clean"],
+          "BulletPoints": ["Stays cool"], "Description": "Drip free."}
+WANT = {"name": "Enamel Kettle", "query": "kettle", "price_upper": 30.0,
+        "product_category": "Home › Kitchen › Kettles",
+        "attributes": ["easy clean", "drip free"], "goal_options": ["navy", "large"]}
+
+
+@pytest.mark.parametrize("product, goal, options, price, reward", [
+    ({}, {}, {"a": "navy", "b": "large"}, 30.0, 1.0),       # all of 2 + 2 + 1
+    ({}, {}, {"a": "navy", "b": "large"}, 30.01, 4 / 5),    # too dear
+    ({}, {}, {}, 20.0, 3 / 5),                              # no option
+    ({"Description": ""}, {}, {"a": "navy"}, 99.0, 2 / 5),  # one attribute, one option
+    # Type: no shared noun is worth nothing, although the query is the same.
+    ({"name": "Teapot"}, {}, {"a": "navy", "b": "large"}, 20.0, 0.0),
+    # One of two nouns is above 0.2: the type fits even in another category.
+    ({"name": "Kettle", "query": "x", "product_category": "y"}, {},
+     {"a": "navy", "b": "large"}, 20.0, 1.0),
+    # One of six nouns: 0.17 is not above 0.2, and nothing else fits: a half.
+    ({"query": "x", "product_category": "y"}, {"name": "Kettle Lid Spare Part Number Nine"},
+     {"a": "navy", "b": "large"}, 20.0, 0.5),
+    # A goal's options as (name, value) pairs: "size large" is closer to "large" than to "x-large".
+    ({}, {"goal_options": {"size": "large"}}, {"size": "large"}, 20.0, 1.0),
+    ({}, {"goal_options": {"size": "large"}}, {"size": "x-large"}, 20.0, 3 / 4),
+])
+def test_reward_on_hand_worked_cases(product, goal, options, price, reward):
+    got = envs.webshop_reward({**KETTLE, **product}, {**WANT, **goal}, options, price)
+    assert got == pytest.approx(reward, abs=1e-12)
+
+
+def test_shared_attribute_words_give_no_credit_for_another_type():
+    shop = envs.WebShop().world
+    jacket = next(p for p in shop.products if p["query"] == "rain jacket"
+                  and "light weight" in p["Attributes"])
+    gloves = next(g for g in shop.goals["train"] if g["query"] == "winter gloves"
+                  and "light weight" in g["name"].lower())
+    assert envs.webshop_reward(jacket, gloves, {}, 1.0, nouns=worlds.type_words) == 0
+
+
+# ------------------------------------------------------------------------------ pages and actions
+
+SMALL = worlds.ShopWorld(
+    products=[
+        {**KETTLE, "asin": "B0AAAAAAAA", "price": 36.0, "Attributes": ["easy clean", "bpa free"],
+         "BulletPoints": ["one", "two"], "options": {"color": ["navy", "sand"], "size": ["large"]}},
+        {**KETTLE, "asin": "B0BBBBBBBB", "Title": "Copper Kettle", "price": 20.5, "options": {}},
+        {**KETTLE, "asin": "B0CCCCCCCC", "Title": "Kettle", "price": 9.0, "options": {},
+         "BulletPoints": []}],
+    goals={"train": [{**WANT, "instruction": "i need a kettle"}], "test": []}, families=[])
+HEAD = "Instruction: [SEP] i need a kettle [SEP] Back to Search [SEP] "
+SEARCH = "WebShop [SEP] Instruction: [SEP] i need a kettle [SEP] Search"
+PAGE_1 = HEAD + ("Page 1 (Total results: 3) [SEP] Next > [SEP] B0CCCCCCCC [SEP] Kettle [SEP] $9.0 "
+                 "[SEP] B0AAAAAAAA [SEP] Enamel Kettle [SEP] $36.0")
+PAGE_2 = HEAD + ("Page 2 (Total results: 3) [SEP] < Prev [SEP] Next > [SEP] B0BBBBBBBB [SEP] "
+                 "Copper Kettle [SEP] $20.5")
+PAGE_3 = HEAD + "Page 3 (Total results: 3) [SEP] < Prev [SEP] Next >"
+ITEM = HEAD + ("< Prev [SEP] color [SEP] navy [SEP] sand [SEP] size [SEP] large [SEP] "
+               "Enamel Kettle [SEP] Price: $36.0 [SEP] Rating: N.A. [SEP] Description [SEP] "
+               "Features [SEP] Reviews [SEP] Attributes [SEP] Buy Now")
+DONE = "Thank you for shopping with us! [SEP] Your code:"
+
+
+def small_shop(*actions, view="full"):
+    """A shop of three kettles, two a page, after some actions; and the last observation."""
+    shop = envs.WebShop(view=view, world=SMALL, page_size=2)
+    observation = shop.reset("webshop-train-0")
+    for action in actions:
+        observation = shop.step(action).observation
+    return shop, observation
+
+
+OPEN = ("search[kettle]", "click[B0AAAAAAAA]")
+
+
+@pytest.mark.parametrize("actions, text", [
+    ((), SEARCH),
+    (("search[kettle]",), PAGE_1),
+    (("search[KETTLE]",), PAGE_1),
+    (("search[teapot]",), HEAD + "Page 1 (Total results: 0) [SEP] Next >"),
+    (("search[kettle]", "click[Next >]"), PAGE_2),
+    (("search[kettle]", "click[Next >]", "click[next >]"), PAGE_3),  # past the end
+    (("search[kettle]", "click[Next >]", "click[Next >]", "click[< Prev]"), PAGE_2),
+    (("search[kettle]", "click[Next >]", "click[< Prev]"), PAGE_1),
+    (("search[kettle]", "click[Back to Search]"), SEARCH),
+    (OPEN, ITEM),
+    ((*OPEN, "click[navy]", "click[Large]"), ITEM),  # chosen options are not shown
+    ((*OPEN, "click[< Prev]"), PAGE_1),
+    (("search[kettle]", "click[Next >]", "click[b0bbbbbbbb]", "click[< Prev]"), PAGE_2),
+    ((*OPEN, "click[Back to Search]"), SEARCH),
+    ((*OPEN, "click[Description]"), HEAD + "< Prev [SEP] Drip free."),
+    ((*OPEN, "click[Features]"), HEAD + "< Prev [SEP] one [SEP] two"),
+    ((*OPEN, "click[Reviews]"), HEAD + "< Prev"),
+    ((*OPEN, "click[Attributes]"), HEAD + "< Prev [SEP] easy clean [SEP] bpa free"),
+    ((*OPEN, "click[Reviews]", "click[< Prev]"), ITEM),
+    ((*OPEN, "click[Buy Now]"), DONE),
+])
+def test_text_of_every_kind_of_page(actions, text):
+    assert small_shop(*actions)[1] == text
+
+
+def test_pages_have_the_layout_of_the_recorded_ones():
+    texts = {x["label"][:2]: x["text"] for x in data("recorded_exchanges.json") if x["text"]}
+    pieces = texts["02"].split(" [SEP] ")
+    products = [{**KETTLE, "asin": asin, "Title": title, "price": float(price[1:]), "options": {}}
+                for asin, title, price in zip(*[iter(pieces[5:])] * 3)]
+    goal = {**WANT, "instruction": pieces[1]}
+    shop = envs.WebShop(world=replace(SMALL, products=products, goals={"train": [goal]}),
+                        page_size=10)
+    products[0].update(  # set late: two such sizes count as equal and would be refused
+        Description=texts["08"].split(" [SEP] ")[-1],
+        options={"flavor name": ["sea salt", "baker's choice"],
+                 "size": ["12 ounce (pack of 2)", "8 ounce (pack of 6)"]})
+    shop._search = lambda query: list(range(9))  # the order is Lucene's
+    assert shop.reset("webshop-train-0") == texts["01"]
+    for action, label in [("search[oat granola non gmo]", "02"), ("click[Next >]", "03"),
+                          ("click[< Prev]", "04"), ("click[B0HVDGAJ09]", "05"),
+                          ("click[baker's choice]", "06"), ("click[12 ounce (pack of 2)]", "07"),
+                          ("click[Description]", "08"), ("click[< Prev]", "09")]:
+        text = shop.step(action).observation
+        # That server runs without the button for attributes.
+        assert text.replace(" [SEP] Attributes [SEP] Buy", " [SEP] Buy") == texts[label]
+    assert texts["10"].startswith(shop.step("click[Buy Now]").observation)
+
+
+@pytest.mark.parametrize("before, action", [
+    ((), "click[Search]"),                            # not a button to click
+    ((), "click[Buy Now]"),                           # a button of another page
+    ((), "click[Back to Search]"),
+    ((), "Search[kettle]"),                           # names are case-sensitive
+    ((), " search[kettle]"),                          # nothing may come before the name
+    ((), "search[]"), ((), "search"), ((), "buy now"), ((), ""), ((), "[]"),
+    ((), "Thought: I should search."),                # a reply without an action
+    ((), "Thought: I should search.\nAction:"),
+    ((), "Thought: search[kettle]\nAction: look around"),
+    ((), "search[a] and click[b]"),                   # the name runs up to the last bracket
+    (("search[kettle]",), "search[copper]"),          # search belongs to the search page
+    (("search[kettle]",), "click[Search]"),
+    (("search[kettle]",), "click[< Prev]"),           # the first page has none
+    (("search[kettle]",), "click[B0BBBBBBBB]"),       # on the next page
+    (("search[kettle]",), "click[ B0AAAAAAAA]"),
+    (OPEN, "click[black]"),                           # no such option
+    (OPEN, "Click[Buy Now]"), (OPEN, "click[color]"), (OPEN, "click[Next >]"),
+    ((*OPEN, "click[Reviews]"), "click[Buy Now]"),
+])
+def test_an_invalid_action_keeps_the_page_and_the_reward(before, action):
+    shop, page = small_shop(*before)
+    assert shop.step(action) == envs.Step(page, 0.0, False)
+
+
+@pytest.mark.parametrize("reply", [
+    "search[kettle]", "search[kettle] please", "Thought: go\nAction: search[kettle]",
+    "Thought: Action: none\nAction:\n search[kettle]\n", "Action: search[kettle]\nObservation: x",
+])
+def test_an_action_is_read_from_every_form_of_reply(reply):
+    assert small_shop(reply)[1] == PAGE_1
+
+
+def test_purchase_ends_the_episode_with_the_reward_of_the_chosen_options():
+    # 2 attributes, price 36 > 30: navy and large are 2 of 5 points, attributes 2 more.
+    for actions, reward in [((), 2 / 5), (("click[navy]",), 3 / 5),
+                            (("click[navy]", "click[large]"), 4 / 5),
+                            (("click[navy]", "click[sand]", "click[large]"), 3 / 5)]:
+        shop, _ = small_shop(*OPEN, *actions)
+        assert shop.step("click[Buy Now]") == envs.Step(DONE, pytest.approx(reward), True)
+        with pytest.raises(RuntimeError, match="reset"):
+            shop.step("click[Buy Now]")
+
+
+def test_options_survive_a_sub_page_and_are_lost_on_the_way_to_the_results():
+    kept = [*OPEN, "click[navy]", "click[Description]", "click[< Prev]"]
+    assert small_shop(*kept)[0].step("click[Buy Now]").reward == pytest.approx(3 / 5)
+    lost = [*OPEN, "click[navy]", "click[< Prev]", "click[B0AAAAAAAA]"]
+    assert small_shop(*lost)[0].step("click[Buy Now]").reward == pytest.approx(2 / 5)
+
+
+def test_a_search_gives_at_most_fifty_results():
+    shop = envs.WebShop()
+    shop.reset("webshop-train-0")
+    text = shop.step(f"search[{' '.join(worlds.TYPES)}]").observation
+    assert "Page 1 (Total results: 50)" in text and len(worlds.read_results(text)) == 4
+    for _ in range(12):
+        text = shop.step("click[Next >]").observation
+    assert "Page 13" in text and len(worlds.read_results(text)) == 2
+    assert worlds.read_results(shop.step("click[Next >]").observation) == []
+
+
+def test_search_ranks_by_bm25():
+    # 3 texts of mean length 2; "b" is in two: idf = ln(1 + 1.5 / 2.5), "c" in one: ln(1 + 2.5/1.5).
+    # Text 1 (length 3): b 0.470 / (1 + 0.9 (0.6 + 0.4 * 3/2)) = 0.226, c 0.981 / 2.08 = 0.472;
+    # text 2 (length 1): b 0.470 / (1 + 0.9 (0.6 + 0.4 / 2)) = 0.273.
+    rank = envs.BM25(["A d", "a b c", "b"])
+    assert rank("B") == [2, 1] and rank("b c") == [1, 2] and rank("x") == []
+
+
+def test_the_short_view_leaves_out_what_was_shown_before():
+    shop, text = small_shop(view="short")
+    assert shop.prompt == "" and text == "WebShop | Instruction: | i need a kettle | Search"
+    page = ("Page 1 (Total results: 3) | Next > | B0CCCCCCCC | Kettle | $9.0 | "
+            "B0AAAAAAAA | Enamel Kettle | $36.0")
+    seen = "Page 1 (Total results: 3) (seen)"
+    for action, text in [("search[kettle]", page), ("search[kettle]", seen),
+                         ("click[B0AAAAAAAA]", ITEM[len(HEAD):].replace(" [SEP] ", " | ")),
+                         ("click[navy]", "< Prev (seen)"),
+                         ("click[< Prev]", seen),
+                         ("click[Back to Search]", "WebShop (seen)")]:
+        assert shop.step(action).observation == text
+
+
+def test_unknown_names_are_refused_with_the_choices():
+    for call, choices in [(lambda: envs.make("shop"), "webshop"),
+                          (lambda: envs.make("webshop", view="tiny"), "full, short"),
+                          (lambda: envs.make("webshop").tasks("dev"), "train, validation, test"),
+                          (lambda: envs.make("webshop").reset("webshop-test-250"), "unknown task"),
+                          (lambda: envs.make("webshop").reset("17"), "unknown task")]:
+        with pytest.raises(ValueError, match=choices):
+            call()
+    shop, _ = small_shop()
+    shop.close(), shop.close()
+    with pytest.raises(RuntimeError, match="reset"):
+        shop.step("search[kettle]")
+
+
+# ------------------------------------------------------------------------------ catalogue and goals
+
+def test_catalogue_is_built_of_near_twins():
+    world = worlds.shop_world()
+    assert len(world.products) == len({p["asin"] for p in world.products}) == 384
+    assert all(re.fullmatch("B0[A-Z0-9]{8}", p["asin"]) for p in world.products)
+    assert len({word for name in worlds.TYPES for word in name.split()}) == 24
+    for split, goals in world.goals.items():
+        for goal in goals:
+            twins = [p for p in world.products if p["Title"] == goal["name"]]
+            cheap = [p["price"] <= goal["price_upper"] for p in twins]
+            colour = [goal["goal_options"][0] in p["options"]["color"] for p in twins]
+            faults = sorted(zip(cheap, colour))
+            assert faults == [(False, False), (False, True), (True, False), (True, True)]
+            best = twins[[a and b for a, b in zip(cheap, colour)].index(True)]
+            options = dict(enumerate(goal["goal_options"]))
+            assert envs.webshop_reward(best, goal, options, best["price"], worlds.type_words) == 1
+
+
+def test_option_values_that_count_as_equal_are_refused():
+    twins = [{**SMALL.products[0], "options": {"size": ["large", "x-large"]}}]
+    with pytest.raises(ValueError, match="'large' and 'x-large' score 100"):
+        envs.WebShop(world=replace(SMALL, products=twins))
+
+
+def test_limits_follow_the_official_rule():
+    for goals in worlds.shop_world().goals.values():
+        for goal in goals:
+            good = min(p["price"] for p in worlds.shop_world().products
+                       if p["Title"] == goal["name"]
+                       and goal["goal_options"][0] in p["options"]["color"])
+            tens = [t for t in range(10, 1000, 10) if t > good][:4]
+            assert goal["price_upper"] in tens[1:]  # the larger of two of the first four
+            limit = f", and price lower than {goal['price_upper']:.2f} dollars"
+            assert goal["instruction"].endswith(limit)
+
+
+def test_splits_share_no_goal_and_unseen_shares_no_family():
+    goals = worlds.shop_world().goals
+    assert {k: len(v) for k, v in goals.items()} == {
+        "train": 600, "validation": 158, "test": 250, "unseen": 144}
+    keys = [worlds.goal_key(goal) for split in goals.values() for goal in split]
+    assert len(set(keys)) == len(keys) == 1152
+    assert len({goal["instruction"] for split in goals.values() for goal in split}) == 1152
+    families = {split: {goal["name"] for goal in goals[split]} for split in goals}
+    assert families["test"] <= families["train"] and len(families["train"]) == 84
+    assert len(families["unseen"]) == 12 and not families["unseen"] & families["train"]
+
+
+def test_the_world_is_the_same_in_every_process():
+    code = ("import envs, worlds, hashlib, json;"
+            "w = worlds.shop_world(); s = envs.WebShop('short');"
+            "text = json.dumps([w.products, w.goals, worlds.shoppers(s, 3, 50)]);"
+            "print(hashlib.sha256(text.encode()).hexdigest())")
+    seen = {subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, check=True,
+                           capture_output=True, env={"PYTHONHASHSEED": seed}).stdout
+            for seed in ("0", "1", "2")}
+    assert len(seen) == 1
+
+
+# ------------------------------------------------------------------------------ expert and others
+
+def play(shop, task, policy):
+    """The reward of one episode, at most max_steps replies."""
+    observation = shop.reset(task)
+    for _ in range(shop.max_steps):
+        step = shop.step(policy(observation))
+        observation = step.observation
+        if step.done:
+            break
+    return step.reward
+
+
+@pytest.mark.parametrize("view", ["full", "short"])
+@pytest.mark.parametrize("split", ["train", "validation", "test", "unseen"])
+def test_expert_replays_to_its_reward(view, split):
+    shop = envs.WebShop(view)
+    rewards = [play(shop, task, shop.expert()) for task in shop.tasks(split)]
+    assert mean(rewards) > 0.98
+    assert mean(r == shop.success for r in rewards) > 0.95
+
+
+def test_expert_has_thoughts_in_the_full_view_only():
+    full, short = envs.WebShop("full"), envs.WebShop("short")
+    replies = [shop.expert()(shop.reset("webshop-test-0")) for shop in (full, short)]
+    assert replies[0].startswith("Thought: I should search for a ")
+    assert replies[0].endswith(f"\nAction: {replies[1]}") and replies[1].startswith("search[")
+
+
+def test_expert_episodes_are_short_in_the_short_view():
+    shop, lengths = envs.WebShop("short"), []
+    for task in shop.tasks("validation"):
+        text, expert = [], shop.expert()
+        play(shop, task, lambda page: text.extend([page, expert(page)]) or text[-1])
+        lengths.append(sum(len(re.findall(r"\w+(?:\.\w+)?|[^\w\s]", t)) for t in text))
+    assert sorted(lengths)[len(lengths) // 2] < 260
+    assert mean(n <= 350 for n in lengths) > 0.96
+
+
+def test_fixed_policies_stay_far_below_the_expert():
+    shop = envs.WebShop()
+
+    def paste_and_buy_first(task):
+        page = shop.reset(task)
+        want = worlds.read_instruction(page)
+        page = shop.step(f"search[{page.split(' [SEP] ')[2]}]").observation
+        shop.step(f"click[{worlds.read_results(page)[0][0]}]")
+        for option in want["options"]:
+            shop.step(f"click[{option}]")
+        return shop.step("click[Buy Now]").reward
+
+    rng = random.Random(0)
+
+    def click_at_random(page):
+        if page.startswith("WebShop"):
+            return f"search[{worlds.read_instruction(page)['type']}]"
+        return f"click[{rng.choice(shop.clickables())}]"
+
+    tasks = shop.tasks("test")
+    pasted = [paste_and_buy_first(task) for task in tasks]
+    assert mean(pasted) < 0.85 and mean(r == 1 for r in pasted) < 0.4
+    assert mean(play(shop, task, click_at_random) for task in tasks) < 0.2
+
+
+def test_shoppers_visit_everything_make_mistakes_and_know_no_goal_of_a_split():
+    shop = envs.WebShop("short")
+    conversations = worlds.shoppers(shop, seed=0, n=1500)
+    goals = [goal for split in shop.world.goals.values() for goal in split]
+    first = " ".join(c[0]["content"] for c in conversations)
+    assert not any(goal["instruction"] in first for goal in goals)
+    assert conversations == worlds.shoppers(shop, seed=0, n=1500)
+    assert conversations[:50] != worlds.shoppers(shop, seed=1, n=50)
+
+    opened, wasted, bought, asked = set(), 0, 0, 0
+    for talk in conversations:
+        assert [m["role"] for m in talk] == ["user", "assistant"] * (len(talk) // 2)
+        assert len(talk) <= 2 * shop.max_steps
+        actions = [m["content"] for m in talk[1::2]]
+        opened |= set(re.findall(r"click\[(B0\w{8})\]", " ".join(actions)))
+        wasted += any(a == "click[Search]" or a.startswith("search[") and "WebShop" not in m
+                      for a, m in zip(actions, [m["content"] for m in talk[::2]]))
+        bought += actions[-1] == "click[Buy Now]"
+        want = worlds.read_instruction(talk[0]["content"])
+        asked += next(a for a in actions if a.startswith("search[")).find(want["type"]) > 0
+    assert opened == {p["asin"] for p in shop.world.products}
+    assert wasted > 0.1 * len(conversations)
+    assert 0.7 < bought / len(conversations) < 0.95
+    assert asked > 0.85 * len(conversations)
