@@ -1,0 +1,401 @@
+"""Tokens in, gradients out: encoding, log-probabilities, the losses, the optimiser loop.
+
+Nothing here knows an environment. Equation numbers are those of arXiv 2511.22254.
+"""
+
+import math
+import random
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import (AttentionInterface, get_constant_schedule_with_warmup,
+                          get_cosine_schedule_with_warmup)
+
+# ---------------------------------------------------------------------------------- encoding
+
+
+class Encoder:
+    """Conversations as token ids, turn by turn, from the tokenizer's own chat template.
+
+    A conversation grows at its end only: `start` gives the ids up to the agent's first reply,
+    `reply` those of a written reply, `observation` those between one reply and the next. The same
+    three pieces serve experts and rollouts, so the ids an agent sampled are never tokenised again.
+    Raises ValueError, naming the template's problem, if it rewrites earlier turns or if nothing
+    marks the end of a reply.
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.name = tokenizer.name_or_path or type(tokenizer).__name__
+        if not tokenizer.chat_template:
+            raise ValueError(f"{self.name}: the tokenizer has no chat template; use a chat model")
+        self.special = {t for t in tokenizer.all_special_tokens if t}
+        self.special |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
+        # What the template puts around a reply and around an observation, read off a conversation
+        # in which both are one unlikely word.
+        question, word = {"role": "user", "content": "question"}, "CONTENT"
+        answered = [question, {"role": "assistant", "content": word}]
+        prompt, full = self._render([question], True), self._render(answered, False)
+        if not full.startswith(prompt) or word not in full[len(prompt):]:
+            raise ValueError(f"{self.name}: its chat template rewrites a turn once it is answered; "
+                             "use a template without that (an Instruct model that does not think)")
+        self._prompt = prompt
+        self._before_reply, after = full[len(prompt):].split(word)
+        end = min((t for t in self.special if t in after), key=after.index, default=None)
+        if end is None:
+            raise ValueError(f"{self.name}: its chat template ends a reply with {after!r}, which "
+                             "holds no special token to stop at")
+        cut = after.index(end) + len(end)
+        self._end, self._end_token, self._after = after[:cut], end, after[cut:]
+        asked = self._render(answered + [{"role": "user", "content": word}], True)
+        self._before_observation, self._after_observation = asked[len(full):].split(word)
+        self.end_of_turn: int = tokenizer.convert_tokens_to_ids(end)
+        # Control tokens other than the end of a turn are never sampled: a reply cannot open a turn.
+        self.forbidden = sorted(set(tokenizer.convert_tokens_to_ids(sorted(self.special)))
+                                - {self.end_of_turn})
+        self.encode(answered + [{"role": "user", "content": "second"},
+                                {"role": "assistant", "content": "<think>a</think> b"},
+                                {"role": "user", "content": "third"},
+                                {"role": "assistant", "content": "c"}])
+
+    def _render(self, messages: list[dict], to_reply: bool) -> str:
+        messages = [{**m, "content": m["content"].strip()} for m in messages]
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=to_reply)
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _ids_after(self, context: str, before: str, content: str, after: str) -> list[int]:
+        """Ids of before + content + after as they follow `context`: some tokenizers look back.
+
+        Control tokens in `content`, which others wrote, are encoded as the plain text they are.
+        """
+        start = self._ids(context) if context else []
+        if any(token in content for token in self.special):
+            plain = self.tokenizer(content, add_special_tokens=False, split_special_tokens=True)
+            ids = self._ids(context + before) + plain["input_ids"] + self._ids(after)
+        else:
+            ids = self._ids(context + before + content + after)
+        if ids[:len(start)] != start:
+            raise ValueError(f"{self.name}: tokens of {context[-20:]!r} change with what follows; "
+                             "this tokenizer cannot encode a conversation turn by turn")
+        return ids[len(start):]
+
+    def start(self, messages: list[dict]) -> list[int]:
+        """Ids of the opening messages, up to where the agent's first reply begins."""
+        *earlier, last = messages
+        before, after = self._render(earlier + [{**last, "content": "CONTENT"}], True).split("CONTENT")
+        return self._ids_after("", before, last["content"].strip(), after)
+
+    def reply(self, text: str) -> list[int]:
+        """Ids of a reply written by an expert, the end-of-turn token included."""
+        return self._ids_after(self._prompt, self._before_reply, text.strip(), self._end)
+
+    def observation(self, text: str) -> list[int]:
+        """Ids that follow a reply's end-of-turn token, up to where the next reply begins."""
+        return self._ids_after(self._end_token, self._after + self._before_observation, text.strip(),
+                               self._after_observation)
+
+    def encode(self, messages: list[dict]) -> tuple[list[int], list[int]]:
+        """(ids, action_mask), both (l,): mask 1 on the tokens of each reply and its end of turn.
+
+        The conversation opens with user (or system) turns and then alternates. ValueError if the
+        template, given all of it at once, writes another text than turn by turn.
+        """
+        first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
+        ids, text = self.start(messages[:first]), self._render(messages[:first], True)
+        mask = [0] * len(ids)
+        for i, message in enumerate(messages[first:], first):
+            content = message["content"].strip()
+            if message["role"] == "assistant":
+                piece = self.reply(content)
+                text += self._before_reply + content + self._end
+            else:
+                piece = self.observation(content)
+                text += (self._after + self._before_observation + content
+                         + self._after_observation)
+            ids += piece
+            mask += [int(message["role"] == "assistant")] * len(piece)
+        if messages[-1]["role"] == "assistant":
+            text += self._after
+        whole = self._render(messages, messages[-1]["role"] != "assistant")
+        if text != whole:
+            at = next((i for i, (a, b) in enumerate(zip(text, whole)) if a != b), len(whole))
+            raise ValueError(f"{self.name}: its chat template rewrites earlier turns (near "
+                             f"{whole[max(0, at - 20):at + 20]!r}); use a template without that")
+        return ids, mask
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of a sampled reply, without its end-of-turn token."""
+        return self.tokenizer.decode([i for i in ids if i != self.end_of_turn]).strip()
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A trajectory as the model reads it: `ids` and `mask`, both of length l; mask 1 = action."""
+
+    ids: list[int]
+    mask: list[int]
+
+    @property
+    def action_tokens(self) -> int:
+        return sum(self.mask[1:])
+
+
+# --------------------------------------------------------------------------- log-probabilities
+
+
+def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None,
+                     scaling=None, lengths=None, slots=None, **_):
+    """Attention of several sequences laid end to end in one row; no padding, no mask tensor.
+
+    query (1, H, N, d), key and value (1, H_kv, N, d), N = sum(lengths); returns (1, N, H, d).
+    Training: each sequence attends causally to itself. Rollouts: `slots` lists, per sequence,
+    (cache, slot, past): its `past` earlier tokens are in the cache and these are added to it.
+    """
+    outputs = []
+    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2))
+    for i, (q, k, v) in enumerate(parts):
+        n, mask = q.shape[2], None
+        if slots is not None:
+            cache, slot, past = slots[i]
+            k, v = cache.append(module.layer_idx, slot, past, k, v)  # (1, H_kv, past + n, d)
+            if past and n > 1:  # new token j sees the past and the new tokens up to itself
+                mask = torch.ones(n, past + n, dtype=torch.bool, device=q.device).tril(past)
+        causal = n > 1 and mask is None
+        outputs.append(F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1]))
+    return torch.cat(outputs, 2).transpose(1, 2), None
+
+
+AttentionInterface.register("ragged", ragged_attention)
+
+
+def action_log_probs(model, sequences: list[Sequence]) -> Tensor:
+    """log pi(e|u) of each trajectory, (B,) float64, in nats.
+
+    Eq. (2), (5): the sum over action tokens t_k of log pi(t_k | t_<k); observations only condition.
+    The vocabulary projection runs at those positions alone. Sums are float64, because a few
+    hundred nats in float32 lose more than a late step changes.
+    """
+    device = next(model.parameters()).device
+    lengths = [len(s.ids) for s in sequences]
+    ids = torch.tensor([i for s in sequences for i in s.ids], device=device)             # (N,)
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])             # (N,)
+    keep, owner, offset = [], [], 0
+    for b, s in enumerate(sequences):  # the logits at k - 1 predict token k
+        at = [offset + k - 1 for k in range(1, len(s.ids)) if s.mask[k]]
+        keep, owner, offset = keep + at, owner + [b] * len(at), offset + len(s.ids)
+    keep = torch.tensor(keep, device=device)                                             # (A,)
+    logits = model(input_ids=ids[None], position_ids=positions[None], lengths=lengths,
+                   logits_to_keep=keep, use_cache=False).logits[0]                       # (A, V)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    per_token = -F.cross_entropy(logits, ids[keep + 1], reduction="none")                # (A,)
+    sums = torch.zeros(len(sequences), dtype=torch.float64, device=device)
+    return sums.index_add(0, torch.tensor(owner, device=device), per_token.double())     # (B,)
+
+
+# ------------------------------------------------------------------------------------- losses
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A preference between two sequences of a group, by index."""
+
+    kind: str
+    chosen: int
+    rejected: int
+    weight: float = 1.0      # of the DPO term
+    sft_weight: float = 0.0  # of the SFT term on the chosen trajectory
+
+
+@dataclass
+class Group:
+    """One instruction: its distinct sequences, each run through the model once, and its pairs."""
+
+    task: str
+    sequences: list[Sequence]
+    pairs: list[Pair] = field(default_factory=list)
+    reference: list[float] = field(default_factory=list)  # log pi_ref of each sequence, nats
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(s.ids) for s in self.sequences)
+
+
+def dpo_loss(policy_chosen, policy_rejected, reference_chosen, reference_rejected, beta):
+    """Eq. (7), per pair: all arguments (P,) log-probabilities in nats; returns (P,), (P,).
+
+    The second value is the margin, beta times the difference of the log-ratios.
+    """
+    # Eq. (7): L = -log sigma( beta log pi(e_w)/ref(e_w) - beta log pi(e_l)/ref(e_l) )
+    margin = beta * ((policy_chosen - reference_chosen) - (policy_rejected - reference_rejected))
+    return -F.logsigmoid(margin), margin
+
+
+def sft_objective(model, groups: list[Group]):
+    """Eq. (3)-(5) summed over the groups' trajectories: (), and no statistics."""
+    return -action_log_probs(model, [s for g in groups for s in g.sequences]).sum(), {}
+
+
+def preference_objective(model, groups: list[Group], beta, lambda_dpo=1.0, lambda_sft=0.0,
+                         log_prob="sum", sft_term="sum"):
+    """Eq. (9) summed over the groups' pairs: (), and statistics per kind of pair.
+
+    With lambda_dpo = 1 and every sft_weight 0 this is Eq. (7), the failure agent's loss.
+    Statistics: {kind: [pairs, chosen and rejected log-probability, margin, correct]}, sums.
+    """
+    sequences = [s for g in groups for s in g.sequences]
+    policy = action_log_probs(model, sequences)                                           # (T,)
+    reference = policy.new_tensor([r for g in groups for r in g.reference])               # (T,)
+    tokens = policy.new_tensor([s.action_tokens for s in sequences])                      # (T,)
+    chosen, rejected, pairs, first = [], [], [], 0
+    for g in groups:
+        chosen += [first + p.chosen for p in g.pairs]
+        rejected += [first + p.rejected for p in g.pairs]
+        pairs += g.pairs
+        first += len(g.sequences)
+    weight = policy.new_tensor([p.weight for p in pairs])                                 # (P,)
+    sft_weight = policy.new_tensor([p.sft_weight for p in pairs])                         # (P,)
+
+    scale = tokens if log_prob == "mean" else torch.ones_like(tokens)
+    pi, ref = policy / scale, reference / scale
+    dpo, margin = dpo_loss(pi[chosen], pi[rejected], ref[chosen], ref[rejected], beta)
+    # Eq. (9): L = lambda_DPO L_DPO + lambda_SFT E[-log pi(e_chosen|u)], failure pairs without SFT
+    sft = -policy[chosen] / (tokens[chosen] if sft_term == "mean" else 1)                 # (P,)
+    loss = (lambda_dpo * weight * dpo + lambda_sft * sft_weight * sft).sum()
+
+    columns = torch.stack([torch.ones_like(margin), policy[chosen], policy[rejected], margin,
+                           (margin > 0).double()], 1).detach()                            # (P, 5)
+    statistics = {}
+    for pair, row in zip(pairs, columns.tolist()):
+        add_statistics(statistics, {pair.kind: row})
+    return loss, statistics
+
+
+def count_action_tokens(batch: list[Group]) -> int:
+    """The divisor of the SFT phase: a batch's mean is per action token, as in ETO's trainer."""
+    return sum(s.action_tokens for g in batch for s in g.sequences)
+
+
+def add_statistics(total: dict, more: dict) -> None:
+    for kind, row in more.items():
+        total[kind] = [a + b for a, b in zip(total.get(kind, [0.0] * len(row)), row)]
+
+
+def mean_statistics(sums: list[float]) -> dict:
+    pairs, *rest = sums
+    names = ("chosen_log_prob", "rejected_log_prob", "margin", "accuracy")
+    return dict(pairs=int(pairs), **{name: value / pairs for name, value in zip(names, rest)})
+
+
+# ------------------------------------------------------------------------------ optimiser loop
+
+
+def packs(groups: list[Group], tokens: int) -> list[list[Group]]:
+    """Consecutive groups, whole, with at most `tokens` tokens together (or one larger group)."""
+    result, room = [], 0
+    for g in groups:
+        if not result or g.tokens > room:
+            result.append([])
+            room = tokens
+        result[-1].append(g)
+        room -= g.tokens
+    return result
+
+
+def batches(groups: list[Group], size: int, unit: str, rng: random.Random) -> list[list[Group]]:
+    """The groups shuffled and cut into batches of at most `size` pairs (or instructions).
+
+    An instruction's pairs stay together; one with more than `size` pairs is a batch of its own.
+    Nothing is left out: the last batch is smaller.
+    """
+    shuffled, result, room = rng.sample(groups, len(groups)), [], 0
+    for g in shuffled:
+        cost = len(g.pairs) if unit == "pairs" else 1
+        if not result or cost > room:
+            result.append([])
+            room = size
+        result[-1].append(g)
+        room -= cost
+    return result
+
+
+@torch.no_grad()
+def add_reference(model, groups: list[Group], tokens_per_forward: int, progress=None) -> None:
+    """Sets every group's reference log-probabilities to those of `model`, once per phase."""
+    model.eval()
+    for pack in packs(groups, tokens_per_forward):
+        values = iter(action_log_probs(model, [s for g in pack for s in g.sequences]).tolist())
+        for g in pack:
+            g.reference = [next(values) for _ in g.sequences]
+        if progress is not None:
+            progress.update(sum(g.tokens for g in pack))
+
+
+def fit(accelerator, model, epochs: list[list[list[Group]]], objective, normaliser, *, lr, warmup,
+        schedule, weight_decay, max_grad_norm, tokens_per_forward, log, progress=None):
+    """AdamW over epochs of batches of groups; returns the trained model, unwrapped.
+
+    objective(model, groups) -> (sum of losses, statistics); normaliser(batch) -> the divisor of
+    a whole batch's sum, over all accumulation steps and all ranks. warmup: share of the steps;
+    schedule: "cosine" or "constant" after it. log(dict) is called once per optimiser step.
+    FloatingPointError, naming the tasks, if the loss or the gradient stops being finite.
+    """
+    steps = sum(len(epoch) for epoch in epochs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay, fused=True)
+    shape = (get_cosine_schedule_with_warmup(optimizer, math.ceil(warmup * steps), steps)
+             if schedule == "cosine" else
+             get_constant_schedule_with_warmup(optimizer, math.ceil(warmup * steps)))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model.train()
+    rank, world, step = accelerator.process_index, accelerator.num_processes, 0
+    for number, epoch in enumerate(epochs, 1):
+        for batch in epoch:
+            started = time.perf_counter()
+            divisor, total, statistics = normaliser(batch), 0.0, {}
+            work = [packs(batch[r::world], tokens_per_forward) for r in range(world)]
+            passes = max(len(share) for share in work)
+            for i in range(passes):
+                # A rank with fewer passes runs one at weight 0, so that all ranks meet.
+                idle = i >= len(work[rank])
+                pack = batch[:1] if idle else work[rank][i]
+                with nullcontext() if i == passes - 1 else accelerator.no_sync(model):
+                    loss, sums = objective(model, pack)
+                    if not torch.isfinite(loss):
+                        raise FloatingPointError(f"loss {loss.item()} at step {step} on tasks "
+                                                 f"{', '.join(g.task for g in pack)}")
+                    # DDP averages over ranks, but the divisor already counts all of them.
+                    accelerator.backward(loss * (0 if idle else world / divisor))
+                if idle:
+                    continue
+                total += loss.item() / divisor
+                add_statistics(statistics, sums)
+            norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+            if not torch.isfinite(norm):
+                raise FloatingPointError(f"gradient norm {norm.item()} at step {step} on tasks "
+                                         f"{', '.join(g.task for g in batch)}")
+            used = shape.get_last_lr()[0]
+            optimizer.step()
+            shape.step()
+            optimizer.zero_grad()
+            step += 1
+            shares = gather_object([(total, statistics)])
+            total, statistics = sum(share[0] for share in shares), {}
+            for _, sums in shares:
+                add_statistics(statistics, sums)
+            tokens = sum(g.tokens for g in batch)
+            seconds = time.perf_counter() - started
+            log(dict(step=step, epoch=number, loss=total, lr=used, gradient_norm=norm.item(),
+                     tokens_per_second=round(tokens / seconds),
+                     kinds={kind: mean_statistics(sums) for kind, sums in statistics.items()}))
+            if progress is not None:
+                progress.update(tokens)
+    return accelerator.unwrap_model(model)

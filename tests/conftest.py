@@ -1,0 +1,81 @@
+"""Small models and tokenizers that the tests share; none of them is downloaded."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+torch.set_num_threads(1)
+
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+LLAMA2 = ("{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content.strip() }} [/INST]"
+          "{% else %} {{ m.content.strip() }} </s>{% endif %}{% endfor %}")
+LLAMA3 = ("<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>"
+          "\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}"
+          "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
+SYSTEM = "<|im_start|>system\nYou shop.<|im_end|>\n" + CHATML
+TEMPLATES = {  # name -> (template, control tokens, end of turn, pad)
+    "chatml": (CHATML, ["<|im_start|>", "<|im_end|>", "<|pad|>"], "<|im_end|>", "<|pad|>"),
+    "chatml pad=eos": (CHATML, ["<|im_start|>", "<|im_end|>"], "<|im_end|>", "<|im_end|>"),
+    "system": (SYSTEM, ["<|im_start|>", "<|im_end|>"], "<|im_end|>", "<|im_end|>"),
+    "llama2": (LLAMA2, ["<s>", "</s>"], "</s>", "</s>"),
+    "llama3": (LLAMA3, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
+                        "<|eot_id|>"], "<|eot_id|>", "<|eot_id|>"),
+}
+CONVERSATION = [
+    {"role": "user", "content": "find a red mug, price lower than 50.00 dollars"},
+    {"role": "assistant", "content": "Thought: I search.\nAction: search[red mug]"},
+    {"role": "user", "content": "Page 1 [SEP] B0AB [SEP] $36.0"},
+    {"role": "assistant", "content": "click[B0AB]"},
+    {"role": "user", "content": "red [SEP] blue [SEP] Buy Now"},
+    {"role": "assistant", "content": "click[Buy Now]"},
+]
+
+
+def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """A byte-level (Llama-2: metaspace) BPE tokenizer with the named chat template."""
+    template, special, eos, pad = TEMPLATES[name]
+    metaspace = name == "llama2"
+    tokenizer = Tokenizer(models.BPE(byte_fallback=metaspace))
+    if metaspace:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+        alphabet = [chr(c) for c in range(33, 127)] + ["▁", "\n"]
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    text = [m["content"] for m in CONVERSATION] + ["[INST] user assistant system You shop. [/INST]"]
+    tokenizer.train_from_iterator(text, trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=eos, pad_token=pad, chat_template=template,
+        additional_special_tokens=[t for t in special if t not in (eos, pad)])
+
+
+def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64) -> Qwen3ForCausalLM:
+    """A random Qwen3 with grouped keys and weights large enough that every token matters."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(vocab_size=vocab_size, hidden_size=32, intermediate_size=48,
+                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         head_dim=8, max_position_embeddings=512, eos_token_id=None,
+                         bos_token_id=None, pad_token_id=None)
+    model = Qwen3ForCausalLM._from_config(config, attn_implementation="ragged").to(dtype)
+    for parent in list(model.modules()):  # transformers' own norm computes in float32
+        for name, child in parent.named_children():
+            if type(child).__name__ == "Qwen3RMSNorm":
+                setattr(parent, name, torch.nn.RMSNorm(child.weight.shape, eps=1e-6, dtype=dtype))
+    for p in model.parameters():
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+@pytest.fixture(params=TEMPLATES)
+def tokenizer(request):
+    return make_tokenizer(request.param)

@@ -1,0 +1,304 @@
+"""Encoding, log-probabilities, losses and the optimiser loop, each against brute force."""
+
+import math
+import random
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import CHATML, CONVERSATION, LLAMA2, make_model, make_tokenizer
+
+import dpo
+
+VOCABULARY = 50
+
+
+def sequences(*lengths, seed=0, vocabulary=VOCABULARY):
+    """Random ids with alternating stretches of observation and action tokens."""
+    rng = random.Random(seed)
+    result = []
+    for n in lengths:
+        mask, action = [0, 0], False
+        while len(mask) < n:
+            action = not action
+            mask += [int(action)] * rng.randint(1, 5)
+        result.append(dpo.Sequence([rng.randrange(vocabulary) for _ in range(n)], mask[:n]))
+    return result
+
+
+def brute_force_log_prob(model, sequence):
+    """Eq. (2) literally: one full forward pass per action token, transformers' own attention."""
+    model.set_attn_implementation("sdpa")
+    total = torch.zeros((), dtype=torch.float64)
+    for k in range(1, len(sequence.ids)):
+        if sequence.mask[k]:
+            logits = model(torch.tensor([sequence.ids[:k]])).logits[0, -1]
+            total = total + logits[sequence.ids[k]] - torch.logsumexp(logits, 0)
+    model.set_attn_implementation("ragged")
+    return total
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+# ------------------------------------------------------------------------------------ encoding
+
+
+def test_turn_by_turn_ids_are_the_templates_own(tokenizer):
+    ids, mask = dpo.Encoder(tokenizer).encode(CONVERSATION)
+    whole = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
+    expected = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    # The text after the last end of turn ("\n" in ChatML) opens the next observation.
+    assert ids == expected[:len(ids)] and len(expected) - len(ids) <= 1
+    assert len(mask) == len(ids)
+
+
+def test_mask_covers_replies_and_their_end_of_turn_and_nothing_else(tokenizer):
+    encoder = dpo.Encoder(tokenizer)
+    ids, mask = encoder.encode(CONVERSATION)
+    runs, run = [], []
+    for i, m in zip(ids + [None], mask + [0]):
+        if m:
+            run.append(i)
+        elif run:
+            runs.append(run)
+            run = []
+    replies = [m["content"] for m in CONVERSATION if m["role"] == "assistant"]
+    assert len(runs) == len(replies)
+    for run, reply in zip(runs, replies):
+        assert run[-1] == tokenizer.eos_token_id and run.count(tokenizer.eos_token_id) == 1
+        assert tokenizer.decode(run[:-1]).strip() == reply
+
+
+def test_every_prefix_of_a_conversation_is_a_prefix_of_its_ids(tokenizer):
+    encoder = dpo.Encoder(tokenizer)
+    ids, mask = encoder.encode(CONVERSATION)
+    for n in range(1, len(CONVERSATION)):
+        part, part_mask = encoder.encode(CONVERSATION[:n + 1])
+        assert ids[:len(part)] == part and mask[:len(part)] == part_mask
+
+
+def test_start_reply_and_observation_concatenate_to_encode(tokenizer):
+    encoder = dpo.Encoder(tokenizer)
+    ids = encoder.start(CONVERSATION[:1])
+    for m in CONVERSATION[1:]:
+        ids = ids + (encoder.reply if m["role"] == "assistant" else encoder.observation)(m["content"])
+    assert ids == encoder.encode(CONVERSATION)[0]
+
+
+def test_control_tokens_in_an_observation_stay_text(tokenizer):
+    encoder = dpo.Encoder(tokenizer)
+    control = sorted(encoder.special)[0]
+    for text in (f"buy {control} now", control, f"a{tokenizer.eos_token}b"):
+        token = tokenizer.convert_tokens_to_ids([t for t in encoder.special if t in text][0])
+        for piece in (encoder.observation, lambda t: encoder.start([{"role": "user", "content": t}])):
+            assert piece(text).count(token) == piece("buy it now").count(token)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused():
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = CHATML.replace(  # as thinking models do
+        "{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+    with pytest.raises(ValueError, match="rewrites earlier turns"):
+        dpo.Encoder(tokenizer)
+    tokenizer.chat_template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+    with pytest.raises(ValueError, match="rewrites a turn"):
+        dpo.Encoder(tokenizer)
+
+
+def test_a_template_without_an_end_of_turn_token_is_refused():
+    tokenizer = make_tokenizer("llama2")
+    tokenizer.chat_template = LLAMA2.replace(" </s>", "\n")
+    with pytest.raises(ValueError, match="no special token"):
+        dpo.Encoder(tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        dpo.Encoder(tokenizer)
+
+
+# --------------------------------------------------------------------------- log-probabilities
+
+
+def test_packed_log_probs_equal_one_pass_per_token():
+    model, batch = make_model(VOCABULARY), sequences(9, 3, 23, 14)
+    ours = dpo.action_log_probs(model, batch)
+    theirs = torch.stack([brute_force_log_prob(model, s) for s in batch])
+    torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)
+    assert ours.dtype == torch.float64
+
+
+def test_gradient_of_packed_log_probs_equals_brute_force():
+    model, batch = make_model(VOCABULARY), sequences(9, 17)
+    weight = torch.tensor([0.3, -1.7], dtype=torch.float64)
+    ours = gradients(model, (dpo.action_log_probs(model, batch) * weight).sum())
+    theirs = gradients(model, sum(w * brute_force_log_prob(model, s) for w, s in zip(weight, batch)))
+    torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
+
+
+def test_observation_tokens_get_no_gradient():
+    """The logit of an observation token, as a target, has exactly no influence on the loss."""
+    model = make_model(VOCABULARY)
+    unseen = VOCABULARY - 1  # appears only as the last token, an observation
+    ids, mask = [3, 4, 5, 6, unseen], [0, 1, 1, 0, 0]
+    dpo.action_log_probs(model, [dpo.Sequence(ids, mask)]).sum().backward()
+    assert model.model.embed_tokens.weight.grad[unseen].abs().max() == 0
+    changed = dpo.Sequence([3, 4, 5, 6, 7], mask)
+    with torch.no_grad():
+        a, b = (dpo.action_log_probs(model, [s]) for s in (dpo.Sequence(ids, mask), changed))
+    assert torch.equal(a, b)
+
+
+def test_end_of_turn_is_trained(tokenizer):
+    encoder = dpo.Encoder(tokenizer)
+    model = make_model(len(tokenizer))
+    ids, mask = encoder.encode(CONVERSATION[:2])
+    model.zero_grad()
+    dpo.action_log_probs(model, [dpo.Sequence(ids, [0] * (len(ids) - 1) + [mask[-1]])]).sum().backward()
+    assert ids[-1] == encoder.end_of_turn
+    assert model.lm_head.weight.grad[encoder.end_of_turn].abs().max() > 0
+
+
+# ------------------------------------------------------------------------------------- losses
+
+
+def group(task="a", seed=0, pairs=None):
+    pairs = pairs or [dpo.Pair("expert>target", 0, 1, 0.5, 0.5),
+                      dpo.Pair("expert>failure", 0, 2, 0.5, 0.5),
+                      dpo.Pair("failure>failure", 2, 1, 1.0, 0.0)]
+    g = dpo.Group(task, sequences(11, 16, 7, seed=seed), pairs)
+    g.reference = [-20.0 - i for i in range(3)]
+    return g
+
+
+def test_identical_policy_and_reference_give_ln2():
+    model, g = make_model(VOCABULARY), group()
+    dpo.add_reference(model, [g], tokens_per_forward=20)
+    loss, statistics = dpo.preference_objective(model, [g], beta=0.1)
+    assert loss.item() == pytest.approx(math.log(2) * (0.5 + 0.5 + 1.0), abs=1e-12)
+    assert statistics["failure>failure"][3] == pytest.approx(0, abs=1e-12)
+
+
+def test_dpo_loss_by_hand():
+    # margin = 0.5 * ((-10 + 12) - (-9 + 8)) = 1.5; -log sigmoid(1.5) = log(1 + e^-1.5)
+    loss, margin = dpo.dpo_loss(*(torch.tensor([x]) for x in (-10.0, -9.0, -12.0, -8.0)), beta=0.5)
+    assert margin.item() == 1.5
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(-1.5)), abs=1e-7)
+
+
+@pytest.mark.parametrize("log_prob", ["sum", "mean"])
+@pytest.mark.parametrize("sft_term", ["sum", "mean"])
+def test_equation_9_and_its_gradient_equal_brute_force(log_prob, sft_term):
+    model, groups = make_model(VOCABULARY), [group("a", 1), group("b", 2)]
+    beta, lambda_dpo, lambda_sft = 0.3, 0.7, 0.2
+    ours, _ = dpo.preference_objective(model, groups, beta, lambda_dpo, lambda_sft, log_prob, sft_term)
+
+    theirs = 0.0
+    for g in groups:
+        for p in g.pairs:
+            w, l = g.sequences[p.chosen], g.sequences[p.rejected]
+            n_w, n_l = sum(w.mask[1:]), sum(l.mask[1:])
+            scale_w, scale_l = (n_w, n_l) if log_prob == "mean" else (1, 1)
+            pi_w, pi_l = brute_force_log_prob(model, w), brute_force_log_prob(model, l)
+            z = beta * ((pi_w - g.reference[p.chosen]) / scale_w
+                        - (pi_l - g.reference[p.rejected]) / scale_l)
+            theirs = theirs + lambda_dpo * p.weight * torch.log(1 + torch.exp(-z))
+            theirs = theirs - lambda_sft * p.sft_weight * pi_w / (n_w if sft_term == "mean" else 1)
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-9)
+    torch.testing.assert_close(gradients(model, ours), gradients(model, theirs), atol=1e-9, rtol=1e-9)
+
+
+def test_sft_loss_and_gradient_equal_brute_force():
+    model, batch = make_model(VOCABULARY), sequences(9, 13)
+    ours, _ = dpo.sft_objective(model, [dpo.Group("t", [s]) for s in batch])
+    theirs = -sum(brute_force_log_prob(model, s) for s in batch)
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-9)
+    torch.testing.assert_close(gradients(model, ours), gradients(model, theirs), atol=1e-9, rtol=1e-9)
+
+
+def test_statistics_are_sums_over_pairs():
+    model, g = make_model(VOCABULARY), group()
+    _, statistics = dpo.preference_objective(model, [g], beta=0.1)
+    logs = [brute_force_log_prob(model, s).item() for s in g.sequences]
+    pairs, chosen, rejected, margin, correct = statistics["failure>failure"]
+    assert (pairs, chosen, rejected) == (1, pytest.approx(logs[2]), pytest.approx(logs[1]))
+    assert margin == pytest.approx(0.1 * ((logs[2] + 22) - (logs[1] + 21)))
+    assert correct == (margin > 0)
+
+
+# ------------------------------------------------------------------------------ optimiser loop
+
+
+def trained(groups, epochs, tokens_per_forward, objective=dpo.sft_objective, **settings):
+    model, log = make_model(VOCABULARY, seed=3), []
+    options = dict(lr=1e-3, warmup=0.0, schedule="constant", weight_decay=0.0, max_grad_norm=1.0)
+    model = dpo.fit(Accelerator(cpu=True), model, epochs, objective,
+                    dpo.count_action_tokens if objective is dpo.sft_objective else
+                    lambda batch: sum(len(g.pairs) for g in batch),
+                    tokens_per_forward=tokens_per_forward, log=log.append,
+                    **{**options, **settings})
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), log
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 45])
+def test_micro_batches_give_the_full_batch_step(tokens):
+    from functools import partial
+    objective = partial(dpo.preference_objective, beta=0.1, lambda_sft=0.1)
+    groups = [group(str(i), seed=i) for i in range(4)]
+    epochs = [[groups[:3], groups[3:]]]
+    whole, log = trained(groups, epochs, 10_000, objective)
+    parts, log_parts = trained(groups, epochs, tokens, objective)
+    torch.testing.assert_close(whole, parts, atol=1e-9, rtol=0)
+    for a, b in zip(log, log_parts):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-10)
+        assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], abs=1e-9)
+
+
+def test_the_first_step_is_adamw_on_the_mean_gradient():
+    """One step by hand: AdamW's first step moves each weight by lr * g / (|g| + eps)."""
+    batch = [dpo.Group("t", [s]) for s in sequences(9, 13)]
+    after, log = trained(batch, [[batch]], 10_000, lr=1e-3, max_grad_norm=1e9)
+    model = make_model(VOCABULARY, seed=3)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    tokens = sum(sum(s.mask[1:]) for g in batch for s in g.sequences)
+    g = gradients(model, -sum(brute_force_log_prob(model, b.sequences[0]) for b in batch) / tokens)
+    torch.testing.assert_close(after, before - 1e-3 * g / (g.abs() + 1e-8), atol=1e-7, rtol=0)
+    assert log[0]["gradient_norm"] == pytest.approx(g.norm().item(), rel=1e-6)
+
+
+def test_learning_rate_schedules():
+    groups = [dpo.Group("t", [s]) for s in sequences(*[6] * 10)]
+    epochs = [[[g] for g in groups]]
+    _, log = trained(groups, epochs, 100, lr=1.0, warmup=0.2, schedule="constant")
+    assert [e["lr"] for e in log] == [0.0, 0.5] + [1.0] * 8
+    _, log = trained(groups, epochs, 100, lr=1.0, warmup=0.2, schedule="cosine")
+    expected = [0.0, 0.5] + [0.5 * (1 + math.cos(math.pi * i / 8)) for i in range(8)]
+    assert [e["lr"] for e in log] == pytest.approx(expected)
+
+
+def test_a_loss_that_is_not_finite_names_the_tasks():
+    bad = dpo.Group("webshop-train-7", sequences(8), [dpo.Pair("expert>target", 0, 0)])
+    bad.reference = [math.nan]
+    from functools import partial
+    with pytest.raises(FloatingPointError, match="webshop-train-7"):
+        trained([bad], [[[bad]]], 100, partial(dpo.preference_objective, beta=0.1))
+
+
+def test_batches_hold_every_group_once_and_keep_instructions_whole():
+    groups = [dpo.Group(str(i), [], [dpo.Pair("k", 0, 1)] * n)
+              for i, n in enumerate([3, 1, 2, 3, 9, 1, 1, 2])]
+    for seed in range(5):
+        made = dpo.batches(groups, 4, "pairs", random.Random(seed))
+        assert sorted(g.task for b in made for g in b) == sorted(g.task for g in groups)
+        for b in made:
+            assert sum(len(g.pairs) for g in b) <= 4 or len(b) == 1
+        made = dpo.batches(groups, 3, "instructions", random.Random(seed))
+        assert [len(b) for b in made] == [3, 3, 2]
+
+
+def test_packs_keep_order_and_fit():
+    groups = [dpo.Group(str(i), sequences(n)) for i, n in enumerate([5, 5, 30, 4, 6, 9])]
+    made = dpo.packs(groups, 12)
+    assert [[g.task for g in p] for p in made] == [["0", "1"], ["2"], ["3", "4"], ["5"]]
