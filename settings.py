@@ -1,0 +1,204 @@
+"""Every number of a run, once: its unit, its default and where the default comes from.
+
+The defaults are the paper's (arXiv 2511.22254). `PRESETS` replaces some of them for the tiny
+model, which starts from nothing and so needs larger steps; a flag on the command line beats both.
+Only the standard library is imported here, so that `run.sh` can refuse a mistyped flag with
+`python3 settings.py FLAGS` before it installs anything.
+"""
+
+import argparse
+import math
+import sys
+from dataclasses import asdict, dataclass, field, fields
+from typing import Literal, Optional, get_args, get_origin, get_type_hints
+
+
+def setting(default, help: str):
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Settings:
+    # What runs
+    env: Literal["webshop"] = setting("webshop", "environment")
+    method: Literal["sft", "eto", "coevolve"] = setting(
+        "coevolve", "sft: Eq. 3 only; eto: the loop without the failure agent; coevolve: the paper")
+    model: str = setting("tiny", "hub name or folder; tiny: a model trained from scratch in minutes")
+    seed: int = setting(0, "seed of everything random in the run")
+    out: Optional[str] = setting(None, "the run's folder [runs/ENV-METHOD-sSEED]")
+    quick: bool = setting(False, "the same path, cut to about a minute (too short to learn much)")
+    iterations: int = setting(3, "K, co-evolution iterations [App. B: 3; 5 on InterCodeSQL]")
+
+    # Data
+    train_tasks: int = setting(0, "training instructions, 0 = all [Table 1: 1,624 on WebShop]")
+    eval_tasks: int = setting(0, "tasks of each evaluated split, 0 = all [Table 1: 200]")
+    eval_splits: Literal["test", "validation"] = setting(
+        "test", "test: the test splits; validation: for tuning, so that no test task is looked at")
+    expert_min_reward: float = setting(
+        0.7, "experts at or below this reward are dropped; a reward of 1 stays [App. A: 0.7]")
+    view: Literal["full", "short"] = setting(
+        "full", "short: repeated text left out of observations, for a very small model [ours]")
+
+    # Supervised fine-tuning, Eq. (3)-(5)
+    sft_epochs: int = setting(3, "passes over the experts [App. B]")
+    sft_batch: int = setting(48, "trajectories per optimiser step [App. B]")
+    sft_lr: float = setting(1e-5, "peak learning rate [App. B]")
+    sft_warmup: float = setting(0.03, "share of steps of linear warm-up, then cosine [App. B]")
+
+    # Preference optimisation, Eq. (6)-(9)
+    dpo_epochs: int = setting(3, "passes over the pairs of an iteration [App. B]")
+    dpo_batch: int = setting(32, "batch_unit's per optimiser step [App. B]")
+    batch_unit: Literal["pairs", "instructions"] = setting(
+        "pairs", "what dpo_batch counts; an instruction's pairs stay together [App. B, ETO]")
+    dpo_lr: float = setting(1e-6, "learning rate in iteration 1 [App. B; ETO's script]")
+    dpo_lr_later: float = setting(5e-7, "learning rate in later iterations [App. B; ETO's script]")
+    dpo_warmup: float = setting(0.1, "share of steps of linear warm-up, then constant [ETO's script]")
+    beta: float = setting(0.1, "DPO's beta in iteration 1 [App. B; ETO's script]")
+    beta_later: float = setting(0.5, "DPO's beta in later iterations [App. B; ETO's script]")
+    lambda_dpo: float = setting(1.0, "weight of the DPO term of Eq. (9) [Section 4.3]")
+    lambda_sft: float = setting(0.1, "weight of the SFT term of Eq. (9) [Section 4.3]")
+    log_prob: Literal["sum", "mean"] = setting(
+        "sum", "log-probability of a trajectory: sum over action tokens, or per token [Eq. 2, 5, 7]")
+    sft_term: Literal["sum", "mean"] = setting(
+        "sum", "SFT term of Eq. (9): sum over action tokens, or per token [Eq. 9 as written]")
+    reference: Literal["phase", "sft"] = setting(
+        "phase", "pi_ref: the agent as it enters the phase, or after SFT [ETO]")
+    normalise: Literal["pairs", "weights"] = setting(
+        "pairs", "a batch's loss is divided by its pairs, or by the sum of their weights [ours]")
+
+    # Pairs
+    expert_beaten: Literal["swap", "drop"] = setting(
+        "swap", "prediction better than the expert: it is the chosen one, or no pair [Eq. 8, ETO]")
+    pair_weights: Literal["instruction", "none"] = setting(
+        "instruction", "an instruction's expert pairs share a weight of 1, or each has 1 [Sec. 4.3]")
+    d_fail: Literal["all", "cross", "buffer"] = setting(
+        "all", "D_fail: all pairs of failures of an instruction; only target x failure agent, the "
+        "literal Eq. 6; or all pairs over this and earlier iterations [Section 4.2]")
+    d_tgt_failures: Literal["cross", "hard", "none"] = setting(
+        "cross", "failure pairs in D_tgt: F_tgt x F_fail; those with a chosen reward of at least "
+        "hard_threshold; or none [Eq. 8]")
+    hard_threshold: float = setting(0.6, "a failure of at least this reward is hard [Table 2]")
+    cut_turns: int = setting(
+        5, "a rejected trajectory is cut at the expert's length + this many turns, -1 = never [ETO]")
+
+    # Exploration
+    rollouts: int = setting(1, "rollouts per instruction and agent [Section 5.2.1]")
+    temperature: float = setting(0.7, "of exploration, 0 = greedy; evaluation is greedy [ours]")
+    explore: Literal["once", "again"] = setting(
+        "once", "again: the trained failure agent explores anew before D_tgt is built [ours]")
+    max_tokens: int = setting(4096, "tokens of a trajectory; an episode ends when they are full [ours]")
+    too_long: Literal["drop", "cut"] = setting(
+        "drop", "a trajectory that filled max_tokens: makes no pairs, or is used up to its last "
+        "whole turn; either way it is counted [ours]")
+    max_new_tokens: int = setting(256, "tokens of one reply [ours]")
+    slots: int = setting(32, "episodes that run side by side; results do not depend on it [ours]")
+
+    # Optimiser and machine
+    weight_decay: float = setting(0.0, "AdamW's [ETO's script]")
+    max_grad_norm: float = setting(1.0, "gradient clipping [transformers' default, used by ETO]")
+    tokens_per_forward: int = setting(
+        4096, "tokens in one forward and backward pass; results do not depend on it [ours]")
+    threads: int = setting(0, "CPU threads of a process, 0 = the cores it may use / processes [ours]")
+
+
+# What replaces the paper's values for the tiny model. Tuned on the validation split (README).
+PRESETS = {
+    "tiny": dict(
+        train_tasks=500, view="short", max_tokens=768, max_new_tokens=32, slots=64,
+        sft_epochs=1, sft_batch=16, sft_lr=5e-4,
+        dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
+    ),
+    "quick": dict(train_tasks=48, eval_tasks=24, iterations=1, dpo_epochs=1),
+}
+
+
+class SettingsError(ValueError):
+    """A flag that does not exist or a value that cannot be; the text is one line for the user."""
+
+
+def check(s: Settings) -> Settings:
+    """`s` itself, or SettingsError naming every impossible value and what is possible."""
+    wrong = []
+
+    def need(names, holds, what):
+        for name in names.split():
+            value = getattr(s, name)
+            if not (math.isfinite(value) and holds(value)):
+                wrong.append(f"--{name.replace('_', '-')} {value}: {what}")
+
+    need("iterations sft_epochs sft_batch dpo_epochs dpo_batch rollouts max_tokens max_new_tokens "
+         "slots tokens_per_forward", lambda x: x >= 1, "must be at least 1")
+    need("train_tasks eval_tasks threads seed", lambda x: x >= 0, "must be 0 or more")
+    need("sft_lr dpo_lr dpo_lr_later beta beta_later max_grad_norm", lambda x: x > 0,
+         "must be above 0")
+    need("lambda_dpo lambda_sft weight_decay temperature", lambda x: x >= 0, "must be 0 or more")
+    need("sft_warmup dpo_warmup", lambda x: 0 <= x < 1, "must be in [0, 1)")
+    need("expert_min_reward hard_threshold", lambda x: 0 <= x <= 1, "must be in [0, 1]")
+    need("cut_turns", lambda x: x >= -1, "must be -1 (off) or more")
+    if s.lambda_dpo == 0 and s.lambda_sft == 0:
+        wrong.append("--lambda-dpo 0 --lambda-sft 0: nothing would be trained; raise one")
+    if s.max_new_tokens >= s.max_tokens:
+        wrong.append(f"--max-new-tokens {s.max_new_tokens}: must be below --max-tokens "
+                     f"{s.max_tokens}")
+    if s.explore == "again" and s.method != "coevolve":
+        wrong.append(f"--explore again: --method {s.method} has no failure agent")
+    if wrong:
+        raise SettingsError("; ".join(wrong))
+    return s
+
+
+def preset(argv: list[str]) -> dict:
+    """The values that stand in for the paper's, from --model and --quick in `argv`."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--model", default=Settings.model)
+    first.add_argument("--quick", nargs="?", const=True, default=False, type=_boolean)
+    seen = first.parse_known_args(argv)[0]
+    values = dict(PRESETS["tiny"]) if seen.model == "tiny" else {}
+    return {**values, **PRESETS["quick"]} if seen.quick else values
+
+
+def parse(argv: list[str]) -> Settings:
+    """Settings from the command line by transformers' HfArgumentParser; SettingsError if wrong."""
+    from transformers import HfArgumentParser
+
+    parser = HfArgumentParser(Settings, prog="coevolve.py", allow_abbrev=False)
+    return _parse(parser, argv)
+
+
+def precheck(argv: list[str]) -> Settings:
+    """The same with the standard library alone, for a machine without packages yet."""
+    parser = argparse.ArgumentParser(prog="run.sh ENV", allow_abbrev=False)
+    hints = get_type_hints(Settings)
+    for f in fields(Settings):
+        hint, flags = hints[f.name], {f"--{f.name}": 0, f"--{f.name.replace('_', '-')}": 0}
+        more = {"choices": get_args(hint)} if get_origin(hint) is Literal else {
+            "type": {bool: _boolean, Optional[str]: str}.get(hint, hint)}
+        if hint is bool:
+            more.update(nargs="?", const=True)
+        parser.add_argument(*flags, default=f.default, help=f.metadata["help"], **more)
+    return _parse(parser, argv)
+
+
+def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> Settings:
+    def refuse(message):
+        raise SettingsError(message)
+
+    parser.error = refuse
+    parser.set_defaults(**preset(argv))
+    values, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise SettingsError(f"unknown: {' '.join(unknown)}; --help lists every setting")
+    return check(Settings(**vars(values)))
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
+    return text.lower() in ("true", "1", "yes")
+
+
+if __name__ == "__main__":
+    try:
+        precheck(sys.argv[1:])
+    except SettingsError as error:
+        sys.exit(f"run.sh: {error}")  # run.sh turns every failure into exit status 2

@@ -1,0 +1,255 @@
+"""Pairs by hand; whole runs, repeated, killed and continued."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import coevolve
+import dpo
+from settings import Settings
+
+ROOT = Path(__file__).parent.parent
+
+
+def trajectory(agent, reward, rollout=0, iteration=1):
+    return dict(agent=agent, iteration=iteration, rollout=rollout, reward=reward)
+
+
+def expert(reward=1.0):
+    return trajectory("expert", reward, iteration=0)
+
+
+def target(*rewards):
+    return [trajectory("target", r, i) for i, r in enumerate(rewards)]
+
+
+def failure(*rewards):
+    return [trajectory("failure", r, i) for i, r in enumerate(rewards)]
+
+
+def brief(rows):
+    """(kind, chosen, rejected, weight, sft_weight); a side is agent, rollout, reward in short."""
+    side = lambda x: f"{x['agent'][0]}{x['rollout']}:{x['reward']}"
+    return [(r["kind"], side(r["chosen"]), side(r["rejected"]), r["weight"], r["sft_weight"])
+            for r in rows]
+
+
+ET, EF, FF = "expert>target", "expert>failure", "failure>failure"
+
+
+@pytest.mark.parametrize("expert_reward, own, other, rows", [
+    # Three pairs; the two expert pairs share a weight of 1, the failure pair has no SFT term.
+    (1.0, [0.5], [0.75], [(ET, "e0:1.0", "t0:0.5", .5, .5), (EF, "e0:1.0", "f0:0.75", .5, .5),
+                          (FF, "f0:0.75", "t0:0.5", 1.0, 0.0)]),
+    # Equal failures make no failure pair.
+    (1.0, [0.5], [0.5], [(ET, "e0:1.0", "t0:0.5", .5, .5), (EF, "e0:1.0", "f0:0.5", .5, .5)]),
+    # The target succeeds: a tie with the expert, and nothing for the failure to be compared with.
+    (1.0, [1.0], [0.25], [(EF, "e0:1.0", "f0:0.25", 1.0, 1.0)]),
+    (1.0, [1.0], [1.0], []),
+    # ETO: no failure agent.
+    (1.0, [0.5], [], [(ET, "e0:1.0", "t0:0.5", 1.0, 1.0)]),
+    # An expert at 0.75 is beaten by a success and by a better failure: they are the chosen ones.
+    (0.75, [1.0], [0.8], [(ET, "t0:1.0", "e0:0.75", .5, .5), (EF, "f0:0.8", "e0:0.75", .5, .5)]),
+    # An expert's equal is no pair, but it is a failure like any other.
+    (0.75, [0.75], [0.5], [(EF, "e0:0.75", "f0:0.5", 1.0, 1.0), (FF, "t0:0.75", "f0:0.5", 1.0, 0.0)]),
+    # A missing rollout of the target.
+    (1.0, [], [0.25], [(EF, "e0:1.0", "f0:0.25", 1.0, 1.0)]),
+    # Two rollouts each: four expert pairs of weight 1/4, failures paired across the agents only.
+    (1.0, [0.5, 0.25], [0.5, 1.0], [
+        (ET, "e0:1.0", "t0:0.5", 1 / 3, 1 / 3), (ET, "e0:1.0", "t1:0.25", 1 / 3, 1 / 3),
+        (EF, "e0:1.0", "f0:0.5", 1 / 3, 1 / 3), (FF, "f0:0.5", "t1:0.25", 1.0, 0.0)]),
+])
+def test_d_tgt_by_hand(expert_reward, own, other, rows):
+    found = coevolve.d_tgt(expert(expert_reward), target(*own), failure(*other), Settings())
+    assert brief(found) == rows
+    weights = [r["weight"] for r in found if r["kind"] != FF]
+    assert not weights or sum(weights) == pytest.approx(1.0)
+
+
+def test_d_tgt_settings():
+    pairs = lambda own, other, reward=1.0, **changed: brief(coevolve.d_tgt(
+        expert(reward), target(own), failure(other), replace(Settings(), **changed)))
+    assert pairs(1.0, 0.5, 0.75, expert_beaten="drop") == [(EF, "e0:0.75", "f0:0.5", 1.0, 1.0)]
+    assert [r[3] for r in pairs(0.5, 0.25, pair_weights="none")] == [1.0, 1.0, 1.0]
+    assert [r[0] for r in pairs(0.5, 0.25, d_tgt_failures="none")] == [ET, EF]
+    assert [r[0] for r in pairs(0.5, 0.25, d_tgt_failures="hard")] == [ET, EF]
+    assert [r[0] for r in pairs(0.6, 0.25, d_tgt_failures="hard")] == [ET, EF, FF]
+
+
+@pytest.mark.parametrize("own, other, rows", [
+    ([0.5], [0.75], ["f0:0.75>t0:0.5"]),
+    ([0.5], [0.5], []),
+    ([1.0], [0.5], []),                       # a success is no failure
+    ([], [0.5], []),
+    ([0.5, 0.25], [0.75, 1.0], ["t0:0.5>t1:0.25", "f0:0.75>t0:0.5", "f0:0.75>t1:0.25"]),
+])
+def test_d_fail_by_hand(own, other, rows):
+    found = brief(coevolve.d_fail(target(*own), failure(*other), [], Settings()))
+    assert [f"{w}>{l}" for _, w, l, _, _ in found] == rows
+    assert all((kind, weight, sft) == (FF, 1.0, 0.0) for kind, _, _, weight, sft in found)
+
+
+def test_d_fail_settings():
+    own, other = target(0.5, 0.25), failure(0.75)
+    cross = brief(coevolve.d_fail(own, other, [], replace(Settings(), d_fail="cross")))
+    assert [(w, l) for _, w, l, _, _ in cross] == [("f0:0.75", "t0:0.5"), ("f0:0.75", "t1:0.25")]
+    old = [trajectory("target", 0.1)]
+    buffer = brief(coevolve.d_fail(own[:1], other, old, replace(Settings(), d_fail="buffer")))
+    assert {(w, l) for _, w, l, _, _ in buffer} == {
+        ("f0:0.75", "t0:0.5"), ("t0:0.5", "t0:0.1"), ("f0:0.75", "t0:0.1")}
+
+
+def test_cut_keeps_whole_turns():
+    ids, mask = list(range(10)), [0, 0, 1, 1, 0, 1, 0, 0, 1, 1]
+    assert coevolve.cut(ids, mask, None) == dpo.Sequence(ids, mask)
+    assert coevolve.cut(ids, mask, 1) == dpo.Sequence(ids[:4], mask[:4])
+    assert coevolve.cut(ids, mask, 2) == dpo.Sequence(ids[:6], mask[:6])
+    assert coevolve.cut(ids, mask, 3) == coevolve.cut(ids, mask, 9) == dpo.Sequence(ids, mask)
+
+
+# ----------------------------------------------------------------------------------- whole runs
+
+
+def command(out, *more):
+    return [sys.executable, str(ROOT / "coevolve.py"), "--quick", "--seed", "5", "--out", str(out), *more]
+
+
+def finish(out, *more):
+    done = subprocess.run(command(out, *more), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def contents(run):
+    """Every file of a run by name, without what tells the time or where it is."""
+    files = {}
+    for path in sorted(run.rglob("*")):
+        name = str(path.relative_to(run))
+        if path.is_file() and name not in ("lock", "config.json", "phases.json", "curves.png"):
+            files[name] = path.read_bytes()
+    events = [json.loads(line) for line in files.pop("metrics.jsonl").splitlines()]
+    for event in events:
+        for timing in ("seconds", "tokens_per_second", "resident_mb"):
+            event.pop(timing, None)
+    return files, events
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    out = tmp_path_factory.mktemp("quick") / "run"
+    printed = finish(out)
+    return out, printed
+
+
+def test_a_quick_run_makes_the_files_of_the_contract(quick):
+    out, printed = quick
+    settings = json.loads((out / "config.json").read_text())["settings"]
+    assert settings["quick"] and settings["seed"] == 5
+    for name in ("result.json", "curves.png", "experts.jsonl", "sft-target/model.safetensors",
+                 "sft-failure/tokenizer.json", "iter1/target-agent/config.json",
+                 "iter1/failure-agent/model.safetensors", "eval-1-target-test.jsonl"):
+        assert (out / name).exists(), name
+    fields = {"task", "agent", "iteration", "rollout", "seed", "messages", "ids", "action_mask",
+              "reward", "steps", "ended"}
+    trajectories = {}
+    for name, agent in (("experts", "expert"), ("iter1/target", "target"), ("iter1/failure", "failure")):
+        for line in (out / f"{name}.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            assert set(row) == fields and row["agent"] == agent
+            assert len(row["ids"]) == len(row["action_mask"])
+            assert row["steps"] == sum(m["role"] == "assistant" for m in row["messages"])
+            trajectories[row["task"], agent] = row
+    tasks = {task for task, _ in trajectories}
+    assert len(trajectories) == 3 * len(tasks) == 3 * settings["train_tasks"]
+    # The pairs of the file are those of Eq. (6) and (8), counted here from the rewards alone.
+    expected = {("target", ET): 0, ("target", EF): 0, ("target", FF): 0, ("failure", FF): 0}
+    for task in tasks:
+        e, t, f = (trajectories[task, agent]["reward"] for agent in ("expert", "target", "failure"))
+        expected["target", ET] += e != t
+        expected["target", EF] += e != f
+        expected["target", FF] += t != f and t < 1 and f < 1
+        expected["failure", FF] += t != f and t < 1 and f < 1
+    found = dict.fromkeys(expected, 0)
+    for line in (out / "iter1/pairs.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        found[row["trains"], row["kind"]] += 1
+        assert row["chosen"]["reward"] > row["rejected"]["reward"]
+    assert found == expected and all(expected.values()), expected
+    assert "target" in printed
+
+
+def test_the_first_preference_step_logs_ln2(quick):
+    events = [json.loads(line) for line in (quick[0] / "metrics.jsonl").read_text().splitlines()]
+    first = next(e for e in events if e["event"] == "train" and e["phase"] == "iter1-failure")
+    assert first["loss"] == pytest.approx(0.6931471805599453, abs=1e-4)
+
+
+def test_equal_seeds_give_equal_runs_bit_for_bit(quick, tmp_path):
+    finish(tmp_path / "run")
+    assert contents(tmp_path / "run") == contents(quick[0])
+
+
+@pytest.mark.parametrize("after", ["experts", "iter1-pairs"])
+def test_a_killed_run_continues_to_the_same_result(quick, tmp_path, after):
+    """SIGKILL inside the phase that follows `after`, and once more a moment into the second try."""
+    out = tmp_path / "run"
+    for _ in range(2):
+        process = subprocess.Popen(command(out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        state, deadline = out / "phases.json", time.time() + 120
+        while not (state.exists() and after in json.loads(state.read_text())):
+            assert process.poll() is None and time.time() < deadline
+            time.sleep(0.01)
+        time.sleep(0.15)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert not (out / "result.json").exists()
+    finish(out)
+    assert contents(out) == contents(quick[0])
+
+
+def test_a_finished_run_says_so_and_trains_nothing(quick):
+    before = contents(quick[0])
+    assert "is finished" in finish(quick[0])
+    assert contents(quick[0]) == before
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--beta", "0.2"], "beta (0.1 -> 0.2)"),
+    (["--lambda-sft", "-1"], "--lambda-sft -1.0: must be 0 or more"),
+    (["--lamda", "1"], "unknown: --lamda 1"),
+    (["--method", "ppp"], "invalid choice: 'ppp'"),
+])
+def test_bad_settings_are_refused_in_one_line(quick, flags, message):
+    done = subprocess.run(command(quick[0], *flags), capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_changed_file_stops_the_run(quick, tmp_path):
+    import shutil
+    out = tmp_path / "run"
+    shutil.copytree(quick[0], out)
+    (out / "result.json").unlink()
+    with open(out / "iter1/target.jsonl", "a") as f:
+        f.write("{}\n")
+    done = subprocess.run(command(out), capture_output=True, text=True)
+    assert done.returncode == 2 and "iter1/target.jsonl is not what phase" in done.stderr
+    (out / "iter1/target.jsonl").unlink()
+    finish(out)  # computed again, and all that follows
+    assert contents(out) == contents(quick[0])
+
+
+@pytest.mark.parametrize("method, agents", [("sft", {"target"}), ("eto", {"target"})])
+def test_other_methods_share_the_sft_agent(quick, tmp_path, method, agents):
+    out = tmp_path / method
+    finish(out, "--method", method)
+    sft = "sft-target/model.safetensors"
+    assert (out / sft).read_bytes() == (quick[0] / sft).read_bytes()
+    assert not (out / "sft-failure").exists()
+    assert (out / "iter1/target-agent").exists() == (method == "eto")

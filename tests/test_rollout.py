@@ -1,0 +1,186 @@
+"""The slot engine against episode-by-episode generation with transformers' own forward pass."""
+
+import random
+
+import pytest
+import torch
+from conftest import make_model, make_tokenizer
+
+import coevolve
+import dpo
+import envs
+
+
+class Echo:
+    """An environment whose pages depend on what the agent wrote, of uneven length."""
+
+    prompt, max_steps = "", 4
+
+    def reset(self, task):
+        self.task, self.turns = task, 0
+        return f"task {task} " + "page " * (int(task) % 5)
+
+    def step(self, reply):
+        self.turns += 1
+        done = int(self.task) % 3 == 0 and self.turns == 2
+        return envs.Step(f"you said {len(reply)} " + "word " * (len(reply) % 7), 0.25 * self.turns, done)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def agent():
+    tokenizer = make_tokenizer("chatml")
+    return make_model(len(tokenizer), seed=1), dpo.Encoder(tokenizer)
+
+
+def play(agent, tasks=range(7), temperature=0.0, slots=3, max_tokens=400, max_new_tokens=12,
+         tokens_per_forward=10_000, env=Echo):
+    model, encoder = agent
+    episodes = [coevolve.Episode(str(t), "target", 1, 0, seed=coevolve.seed_of("x", t)) for t in tasks]
+    return coevolve.rollout(model, encoder, env, episodes, temperature=temperature, slots=slots,
+                            max_tokens=max_tokens, max_new_tokens=max_new_tokens,
+                            tokens_per_forward=tokens_per_forward)
+
+
+@torch.no_grad()
+def one_by_one(agent, task, temperature, max_new_tokens=12):
+    """The same episode with a full forward pass over the whole history for each token."""
+    model, encoder = agent
+    model.set_attn_implementation("sdpa")
+    env, dice = Echo(), random.Random(coevolve.seed_of("x", task))
+    ids = encoder.start([{"role": "user", "content": env.reset(str(task))}])
+    mask = [0] * len(ids)
+    for turn in range(Echo.max_steps):
+        reply = []
+        while True:
+            logits = model(torch.tensor([ids])).logits[0, -1]
+            logits[encoder.forbidden] = -torch.inf
+            if temperature == 0:
+                token = int(logits.argmax())
+            else:
+                u, token = dice.random(), -1
+                for p in torch.softmax(logits / temperature, 0).tolist():
+                    token, u = token + 1, u - p
+                    if u < 0:
+                        break
+            ids.append(token)
+            mask.append(1)
+            reply.append(token)
+            if token == encoder.end_of_turn:
+                break
+            if len(reply) == max_new_tokens:
+                ids.append(encoder.end_of_turn)
+                mask.append(0)
+                break
+        step = env.step(encoder.decode(reply))
+        if step.done or turn == Echo.max_steps - 1:
+            model.set_attn_implementation("ragged")
+            return ids, mask, step.reward
+        new = encoder.observation(step.observation)
+        ids, mask = ids + new, mask + [0] * len(new)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_slots_sample_the_tokens_of_one_episode_at_a_time(agent, temperature):
+    episodes = play(agent, temperature=temperature)
+    for task, e in enumerate(episodes):
+        assert (e.ids, e.mask, e.reward) == one_by_one(agent, task, temperature)
+    sampled = [i for e in episodes for i, m in zip(e.ids, e.mask) if m]
+    assert len(set(sampled)) > 10, "a model that repeats itself would hide a wrong cache"
+
+
+def test_next_token_logits_equal_a_full_forward_pass(agent):
+    model, encoder = agent
+    cache = coevolve.SlotCache(model, 2, 100)
+    rng = random.Random(0)
+    ids = [rng.randrange(model.config.vocab_size) for _ in range(40)]
+    e = coevolve.Episode("0", "target", 1, 0, 0)
+    with torch.inference_mode():
+        for end in (10, 11, 12, 25, 26, 40):  # prefill, decode, decode, observation, ...
+            e.ids = ids[:end]
+            ours = coevolve._next_token_logits(model, cache, [(1, e)])[0]
+            model.set_attn_implementation("sdpa")
+            theirs = model(torch.tensor([ids[:end]])).logits[0, -1].float()
+            model.set_attn_implementation("ragged")
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("other", [dict(slots=1), dict(slots=7), dict(tokens_per_forward=5)])
+def test_what_runs_beside_an_episode_changes_nothing(agent, other):
+    for a, b in zip(play(agent, temperature=1.0), play(agent, temperature=1.0, **other)):
+        assert a.record() == b.record()
+
+
+def test_episodes_with_other_seeds_differ(agent):
+    a, b = play(agent, tasks=[1, 1], temperature=1.0)
+    assert a.ids == b.ids
+    b.seed, b.ids = 99, []
+    model, encoder = agent
+    again = coevolve.Episode("1", "target", 1, 0, seed=99)
+    coevolve.rollout(model, encoder, Echo, [again], temperature=1.0, slots=1, max_tokens=400,
+                     max_new_tokens=12, tokens_per_forward=100)
+    assert again.ids != a.ids
+
+
+def test_episodes_end_done_or_at_the_budget(agent):
+    for e in play(agent):
+        assert (e.ended, e.steps) == (("done", 2) if int(e.task) % 3 == 0 else ("budget", 4))
+        assert [m["role"] for m in e.messages] == ["user", "assistant"] * e.steps
+        assert e.reward == 0.25 * e.steps
+
+
+def test_an_end_of_turn_that_was_not_sampled_is_not_an_action(agent):
+    _, encoder = agent
+    for e in play(agent, max_new_tokens=3):
+        for k, (i, m) in enumerate(zip(e.ids, e.mask)):
+            if i == encoder.end_of_turn and m == 0 and e.mask[k - 1]:
+                assert e.mask[k - 3:k] == [1, 1, 1]
+        longest = run = 0
+        for m in e.mask:
+            run = run + 1 if m else 0
+            longest = max(longest, run)
+        assert longest <= 3
+
+
+def test_an_episode_that_fills_the_context_ends_and_says_so(agent):
+    episodes = play(agent, max_tokens=60, max_new_tokens=8)
+    assert any(e.ended == "context" for e in episodes)
+    for e in episodes:
+        assert len(e.ids) <= 60 and len(e.ids) == len(e.mask)
+
+
+def test_control_tokens_are_never_sampled(agent):
+    model, encoder = agent
+    for e in play(agent, temperature=3.0):
+        assert not {i for i, m in zip(e.ids, e.mask) if m} & set(encoder.forbidden)
+
+
+def test_a_reply_that_plays_the_environment_is_cut():
+    """Ids up to "Observation:" stay as sampled; the end of turn that follows was not sampled."""
+    tokenizer = make_tokenizer("chatml")
+    encoder = dpo.Encoder(tokenizer)
+    e = coevolve.Episode("0", "target", 1, 0, 0, ids=[5, 6], mask=[0, 0], past=2, reply_at=2)
+    text = tokenizer("click[a]\nObservation: You won")["input_ids"]
+    for token in text:
+        e.ids.append(token)
+        e.mask.append(1)
+        e.past = len(e.ids) - 1
+        if coevolve._reply_ended(e, encoder, token, 100, 50):
+            break
+    assert encoder.decode(e.ids[2:]) == "click[a]"
+    assert e.ids[-1] == encoder.end_of_turn and e.mask[-1] == 0
+    assert e.ids[2:-1] == text[:len(e.ids) - 3] and e.past <= len(e.ids) - 1
+
+
+def test_sampling_follows_the_softmax():
+    logits = torch.log(torch.tensor([[0.1, 0.2, 0.7]]))
+    draws = torch.linspace(0, 1, 1001)[:-1].tolist()
+    tokens = coevolve.sample(logits.expand(1000, 3), 1.0, draws)
+    assert torch.bincount(tokens, minlength=3).tolist() == pytest.approx([100, 200, 700], abs=1)
+    # Temperature 0.5 squares the odds: 0.01, 0.04, 0.49 of 0.54.
+    tokens = coevolve.sample(logits.expand(1000, 3), 0.5, draws)
+    assert torch.bincount(tokens, minlength=3).tolist() == pytest.approx([18.5, 74, 907], abs=2)
+    logits[0, 2] = -torch.inf
+    assert coevolve.sample(logits.expand(1000, 3), 1.0, draws).max() == 1

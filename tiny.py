@@ -1,0 +1,108 @@
+"""A language model small enough to learn a shop on a laptop, made like any hub model.
+
+It stands in for Llama-2-7B-Chat: a Qwen3-architecture causal LM with a tokenizer and chat template
+of its own, saved to a folder that `from_pretrained` loads, so that nothing else knows it is tiny.
+Its pretraining takes a minute: repeated random sequences, which form the heads that copy, then the
+text of noisy shoppers, which shows the pages, mistakes and recoveries. It never sees an expert.
+"""
+
+import hashlib
+import os
+import random
+import shutil
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, set_seed
+
+import dpo
+import envs
+import worlds
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+
+MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=4, head_dim=32, max_position_embeddings=2048,
+             tie_word_embeddings=True)
+COPY_STEPS = 250      # batches of random sequences, repeated
+CONVERSATIONS = 4000  # noisy shoppers, each read EPOCHS times
+EPOCHS = 2
+BATCH, LR = 16, 2e-3
+QUICK = dict(copy_steps=60, conversations=600, epochs=1)
+
+
+def base(accelerator, run) -> Path:
+    """The pretrained tiny model's folder; made once and kept under the hash of what made it."""
+    quick = run.settings.quick
+    made_by = [Path(m.__file__).read_bytes() for m in (dpo, envs, worlds)]
+    made_by += [Path(__file__).read_bytes(), f"{quick} {torch.__version__}".encode()]
+    name = hashlib.sha256(b"".join(made_by)).hexdigest()[:16]
+    folder = Path(__file__).parent / ".cache" / f"tiny-{name}"
+    if folder.exists():
+        return folder
+    set_seed(0)
+    rng = random.Random(0)
+    shop = envs.make(run.settings.env, "short")
+    conversations = worlds.shoppers(shop, 0, QUICK["conversations"] if quick else CONVERSATIONS)
+    tokenizer = make_tokenizer([m["content"] for c in conversations for m in c])
+    config = Qwen3Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
+                         bos_token_id=None, pad_token_id=None, **MODEL)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
+                                             attn_implementation="ragged")
+    copies = [[copy_group(rng, len(tokenizer)) for _ in range(BATCH)]
+              for _ in range(QUICK["copy_steps"] if quick else COPY_STEPS)]
+    encoder = dpo.Encoder(tokenizer)
+    texts = [encoder.encode(c)[0] for c in conversations]
+    texts = [dpo.Group("text", [dpo.Sequence(ids, [1] * len(ids))]) for ids in texts]
+    rounds = [dpo.batches(texts, BATCH, "instructions", rng)
+              for _ in range(QUICK["epochs"] if quick else EPOCHS)]
+    for part, epochs in (("copying", [copies]), ("shoppers", rounds)):
+        losses = []
+        tokens = sum(g.tokens for epoch in epochs for batch in epoch for g in batch)
+        with run.bar(f"base: {part}", tokens, "token") as progress:
+            model = dpo.fit(
+                accelerator, model, epochs, dpo.sft_objective, dpo.count_action_tokens, lr=LR,
+                warmup=0.05, schedule="cosine", weight_decay=0.01, max_grad_norm=1.0,
+                tokens_per_forward=run.settings.tokens_per_forward,
+                log=lambda event: losses.append(event["loss"]), progress=progress)
+        run.say(f"base: {part:8} loss {losses[0]:.2f} -> {losses[-1]:.2f} nats per token")
+    if run.main:
+        temporary = folder.with_suffix(f".{os.getpid()}.tmp")
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        if folder.exists():  # another run was faster
+            shutil.rmtree(temporary)
+        else:
+            os.replace(temporary, folder)
+    accelerator.wait_for_everyone()
+    return folder
+
+
+def copy_group(rng: random.Random, vocabulary: int) -> dpo.Group:
+    """Random tokens, said twice; only the second time counts in the loss."""
+    once = [rng.randrange(vocabulary) for _ in range(rng.randint(10, 60))]
+    return dpo.Group("copy", [dpo.Sequence(once * 2, [0] * len(once) + [1] * len(once))])
+
+
+def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """One token per word, number or mark of `texts`; other words are spelled out."""
+    pattern = Regex(r"\w+(?:\.\w+)?|[^\w\s]")
+    split = pre_tokenizers.Split(pattern, behavior="removed", invert=True)
+    words = {word for text in texts for word, _ in split.pre_tokenize_str(text)}
+    letters = {chr(c) for c in range(33, 127)}
+    special = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|unknown|>"]
+    pieces = special + sorted(words | letters) + sorted("##" + c for c in letters)
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="<|unknown|>"))
+    tokenizer.pre_tokenizer = split
+    # "search [ red mug ]" back to "search[red mug]", the form that environments read.
+    tokenizer.decoder = decoders.Sequence([
+        decoders.WordPiece(cleanup=False), decoders.Fuse(), decoders.Replace(" [", "["),
+        decoders.Replace("[ ", "["), decoders.Replace(" ]", "]")])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<|unknown|>", eos_token="<|end|>",
+        additional_special_tokens=special[:3], chat_template=CHAT_TEMPLATE)
