@@ -9,6 +9,7 @@ stopped goes on after its last finished phase.
     python coevolve.py show RUN               read trajectories of a run side by side
 """
 
+import argparse
 import fcntl
 import hashlib
 import itertools
@@ -736,7 +737,12 @@ def mean(values) -> float:
 
 def main(argv: list[str]) -> None:
     if argv[:1] == ["show"]:
-        return report.show_main(argv[1:])
+        parser = argparse.ArgumentParser(prog="coevolve.py show", description=report.show.__doc__)
+        parser.add_argument("run", help="a run's folder")
+        parser.add_argument("tasks", nargs="*", help="task ids; none: the hardest negatives")
+        parser.add_argument("--count", type=int, default=3, help="how many, where none is named")
+        asked = parser.parse_args(argv[1:])
+        return print(report.show(asked.run, asked.tasks or None, asked.count))
     settings = parse(argv)
     disable_progress_bar()  # one bar per phase is ours; those of loading and saving are noise
     accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
@@ -757,6 +763,6 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (SettingsError, ValueError) as error:
+    except (SettingsError, report.RunError) as error:
         print(f"coevolve.py: {error}", file=sys.stderr)
         sys.exit(2)

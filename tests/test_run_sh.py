@@ -1,0 +1,136 @@
+"""run.sh on machines that lack something, made of a copy of the repository and a bare PATH."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOLS = "bash sh cat dirname grep mkdir rm sed touch uname".split()
+OLD = "exit 1"  # an interpreter whose version check fails
+# An interpreter without packages: the check of requirements.txt, read from stdin, finds nothing.
+BARE = f'case $1 in -) echo "torch (found none)"; exit 1 ;; esac\nexec "{sys.executable}" "$@"'
+NO_VENV = f'case "$*" in "-m venv"*) echo "No module named ensurepip"; exit 1 ;; esac\n{BARE}'
+FULL = f'case $1 in -) exit 0 ;; -m | -c) case "$*" in *version_info*) ;; *) echo "ran $*"; exit ;;\
+ esac ;; esac\nexec "{sys.executable}" "$@"'
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """machine(python3=SCRIPT, ...)(*arguments) runs run.sh with these interpreters alone."""
+    repo, bin_ = tmp_path / "a repo", tmp_path / "bin"
+    for folder in (repo, bin_, tmp_path / "home"):
+        folder.mkdir()
+    for name in ("run.sh", "requirements.txt", "settings.py"):
+        shutil.copy(ROOT / name, repo)
+    for tool in TOOLS:
+        (bin_ / tool).symlink_to(shutil.which(tool))
+
+    def build(**interpreters):
+        for name, script in interpreters.items():
+            (bin_ / name.replace("_", ".")).write_text(f"#!/bin/bash\n{script}\n")
+            (bin_ / name.replace("_", ".")).chmod(0o755)
+
+        def run(*arguments, **env):
+            home = str(tmp_path / "home")
+            done = subprocess.run(
+                [shutil.which("bash"), str(repo / "run.sh"), *arguments], cwd=tmp_path, text=True,
+                capture_output=True, timeout=60,
+                env={"PATH": str(bin_), "HOME": home, "PIP_CONFIG_FILE": os.devnull, **env})
+            run.venv = repo / ".venv"
+            return done
+
+        return run
+
+    return build
+
+
+def one_line(done):
+    """The last line on stderr of a run that was refused with exit status 2."""
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def test_without_a_command_usage_is_printed(machine):
+    run = machine(python3=BARE)
+    for arguments in ((), ("shop",)):
+        assert "bash run.sh webshop" in run(*arguments).stderr
+        assert run(*arguments).returncode == 2
+
+
+def test_unsupported_python_is_refused_in_one_line(machine):
+    done = machine(python3=OLD, python3_12=OLD)("webshop")
+    assert len(done.stderr.splitlines()) == 1
+    assert "not Python 3.10-3.13" in one_line(done) and "PYTHON=" in one_line(done)
+
+
+def test_machine_without_python_is_refused_in_one_line(machine):
+    done = machine()("test")
+    assert len(done.stderr.splitlines()) == 1 and "python3 is missing" in one_line(done)
+
+
+def test_a_supported_python_of_another_name_is_found(machine):
+    assert machine(python3=OLD, python3_11=BARE)("webshop", "--help").returncode == 0
+
+
+def test_python_named_by_the_user_is_the_only_one_tried(machine):
+    done = machine(python3=BARE, other=OLD)("webshop", "--help", PYTHON="other")
+    assert one_line(done).startswith("run.sh: other is missing or not Python")
+
+
+@pytest.mark.parametrize("flags", [["--betta", "1"], ["--beta", "-1"], ["--method", "ppo"]])
+def test_bad_flag_is_refused_before_anything_is_installed(machine, flags):
+    run = machine(python3=BARE)
+    done = run("webshop", *flags)
+    assert len(done.stderr.splitlines()) == 1 and flags[0] in one_line(done)
+    assert not run.venv.exists()
+
+
+def test_help_needs_no_installation(machine):
+    run = machine(python3=BARE)
+    done = run("webshop", "--help")
+    assert done.returncode == 0 and "--lambda-sft" in done.stdout and not run.venv.exists()
+
+
+def test_missing_venv_module_names_the_package_and_leaves_nothing(machine):
+    run = machine(python3=NO_VENV)
+    done = run("webshop")
+    assert "apt install python3-venv" in one_line(done) and "torch (found none)" in done.stderr
+    assert not run.venv.exists()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("ensurepip"), reason="no ensurepip here")
+def test_no_network_names_the_remedy_and_pips_log(machine):
+    run = machine(python3=BARE)
+    done = run("webshop", PIP_INDEX_URL="http://127.0.0.1:9", PIP_RETRIES="0")
+    assert "PIP_INDEX_URL" in one_line(done) and ".venv-install.log" in one_line(done)
+    assert "ERROR" in (run.venv.parent / ".venv-install.log").read_text()
+
+
+def test_half_made_environment_is_made_anew(machine):
+    run = machine(python3=NO_VENV)
+    run("test")
+    run.venv.mkdir()
+    (run.venv / "installing").touch()
+    (run.venv / "rest").touch()
+    assert "apt install python3-venv" in one_line(run("test")) and not run.venv.exists()
+
+
+def test_foreign_environment_is_left_alone(machine):
+    run = machine(python3=BARE)
+    run()
+    run.venv.mkdir()
+    assert "delete it" in one_line(run("test")) and run.venv.exists()
+
+
+def test_active_environment_that_satisfies_the_requirements_is_used(machine):
+    run = machine(python3=FULL)
+    done = run("test", "-k", "a name")
+    assert done.stdout == "ran -m pytest -q -o testpaths=tests -k a name\n" and done.returncode == 0
+    assert "coevolve.py --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
+    assert not run.venv.exists()
