@@ -745,7 +745,8 @@ def main(argv: list[str]) -> None:
         return print(report.show(asked.run, asked.tasks or None, asked.count))
     settings = parse(argv)
     disable_progress_bar()  # one bar per phase is ours; those of loading and saving are noise
-    accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
+    gpu = torch.cuda.is_available()  # not MPS: log-probabilities are summed in float64
+    accelerator = Accelerator(cpu=not gpu, mixed_precision="bf16" if gpu else "no")
     cores = len(os.sched_getaffinity(0)) // accelerator.num_processes
     torch.set_num_threads(settings.threads or max(1, cores))
     run = Run(settings, accelerator)

@@ -108,7 +108,7 @@ PRESETS = {
         sft_epochs=1, sft_batch=16, sft_lr=5e-4,
         dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
     ),
-    "quick": dict(train_tasks=48, eval_tasks=24, iterations=1, dpo_epochs=1),
+    "quick": dict(train_tasks=80, eval_tasks=40, iterations=1, dpo_epochs=1, sft_epochs=8),
 }
 
 

@@ -32,7 +32,7 @@ COPY_STEPS = 250      # batches of random sequences, repeated
 CONVERSATIONS = 4000  # noisy shoppers, each read EPOCHS times
 EPOCHS = 2
 BATCH, LR = 16, 2e-3
-QUICK = dict(copy_steps=60, conversations=600, epochs=1)
+QUICK = dict(copy_steps=100, conversations=1500, epochs=1)
 
 
 def base(accelerator, run) -> Path:
@@ -83,9 +83,9 @@ def base(accelerator, run) -> Path:
 
 
 def copy_group(rng: random.Random, vocabulary: int) -> dpo.Group:
-    """Random tokens, said twice; only the second time counts in the loss."""
-    once = [rng.randrange(vocabulary) for _ in range(rng.randint(10, 60))]
-    return dpo.Group("copy", [dpo.Sequence(once * 2, [0] * len(once) + [1] * len(once))])
+    """Random tokens, said four times; the first does not count in the loss."""
+    once = [rng.randrange(vocabulary) for _ in range(rng.randint(5, 20))]
+    return dpo.Group("copy", [dpo.Sequence(once * 4, [0] * len(once) + [1] * 3 * len(once))])
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
