@@ -30,7 +30,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 import dpo
@@ -416,12 +416,13 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
     `make_env()` gives each slot its environment. Rewards stay those of the last step.
     """
     model.eval()
-    waiting, cache = list(reversed(episodes)), SlotCache(model, min(slots, len(episodes)), max_tokens)
+    slots = min(slots, len(episodes))
+    waiting, cache = list(reversed(episodes)), SlotCache(model, slots, max_tokens)
     environments, playing, dice = {}, {}, {}  # by slot
     forbidden = torch.tensor(encoder.forbidden, dtype=torch.long, device=model.device)
     try:
         while waiting or playing:
-            for slot in range(min(slots, len(episodes))):
+            for slot in range(slots):
                 if slot not in playing and waiting:
                     if slot not in environments:
                         environments[slot] = make_env()
@@ -652,8 +653,8 @@ class Run:
 
     def rollout(self, phase: str, agent: Path, episodes: list[Episode], temperature) -> list[dict]:
         """The episodes' trajectories as rows, in order; each rank plays its share."""
-        s, rank, world = self.settings, self.accelerator.process_index, self.accelerator.num_processes
-        device, share = self.accelerator.device, episodes[rank::world]
+        s, device = self.settings, self.accelerator.device
+        share = episodes[self.accelerator.process_index::self.accelerator.num_processes]
         model = load_model(agent, torch.bfloat16 if device.type == "cuda" else torch.float32)
         encoder = dpo.Encoder(AutoTokenizer.from_pretrained(agent))
         with self.bar(phase, len(share), "episode") as progress:
@@ -701,6 +702,19 @@ def load_model(folder, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="ragged")
 
 
+def check_model(folder) -> None:
+    """SettingsError unless `folder` has a causal LM's config and a usable chat template."""
+    try:
+        architectures = AutoConfig.from_pretrained(folder).architectures or ["none"]
+        if not any(name.endswith("ForCausalLM") for name in architectures):
+            raise ValueError(f"its architecture is {', '.join(architectures)}, not a causal LM")
+        dpo.Encoder(AutoTokenizer.from_pretrained(folder))
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"--model {folder}: {str(error).splitlines()[0]}; give tiny, a hub name within reach, "
+            "or a folder with config, weights and tokenizer") from None
+
+
 def digest(path: Path) -> str:
     """sha256 over a file, or over the names and contents of a folder's files."""
     total = hashlib.sha256()
@@ -722,7 +736,8 @@ def write_text(path: Path, text: str) -> None:
 def resident_mb() -> int:
     """This process's resident memory in MB (0 where /proc is not there)."""
     statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20 if statm.exists() else 0
+    pages = int(statm.read_text().split()[1]) if statm.exists() else 0
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
 def seed_of(*parts) -> int:
@@ -754,6 +769,7 @@ def main(argv: list[str]) -> None:
         run.say(f"{run.path} is finished; what it holds:")
     else:
         run.base = tiny.base(accelerator, run) if settings.model == "tiny" else settings.model
+        check_model(run.base)
         coevolve(run)
         if run.main:
             write_text(run.path / "result.json", json.dumps(report.result(run.path), indent=1))

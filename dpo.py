@@ -90,7 +90,8 @@ class Encoder:
     def start(self, messages: list[dict]) -> list[int]:
         """Ids of the opening messages, up to where the agent's first reply begins."""
         *earlier, last = messages
-        before, after = self._render(earlier + [{**last, "content": "CONTENT"}], True).split("CONTENT")
+        probe = earlier + [{**last, "content": "CONTENT"}]
+        before, after = self._render(probe, True).rsplit("CONTENT", 1)
         return self._ids_after("", before, last["content"].strip(), after)
 
     def reply(self, text: str) -> list[int]:
@@ -99,8 +100,8 @@ class Encoder:
 
     def observation(self, text: str) -> list[int]:
         """Ids that follow a reply's end-of-turn token, up to where the next reply begins."""
-        return self._ids_after(self._end_token, self._after + self._before_observation, text.strip(),
-                               self._after_observation)
+        before = self._after + self._before_observation
+        return self._ids_after(self._end_token, before, text.strip(), self._after_observation)
 
     def encode(self, messages: list[dict]) -> tuple[list[int], list[int]]:
         """(ids, action_mask), both (l,): mask 1 on the tokens of each reply and its end of turn.

@@ -9,7 +9,7 @@ Only the standard library is imported here, so that `run.sh` can refuse a mistyp
 import argparse
 import math
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal, Optional, get_args, get_origin, get_type_hints
 
 
@@ -23,7 +23,7 @@ class Settings:
     env: Literal["webshop"] = setting("webshop", "environment")
     method: Literal["sft", "eto", "coevolve"] = setting(
         "coevolve", "sft: Eq. 3 only; eto: the loop without the failure agent; coevolve: the paper")
-    model: str = setting("tiny", "hub name or folder; tiny: a model trained from scratch in minutes")
+    model: str = setting("tiny", "hub name or folder; tiny: made from scratch in minutes")
     seed: int = setting(0, "seed of everything random in the run")
     out: Optional[str] = setting(None, "the run's folder [runs/ENV-METHOD-sSEED]")
     quick: bool = setting(False, "the same path, cut to about a minute (too short to learn much)")
@@ -52,13 +52,13 @@ class Settings:
         "pairs", "what dpo_batch counts; an instruction's pairs stay together [App. B, ETO]")
     dpo_lr: float = setting(1e-6, "learning rate in iteration 1 [App. B; ETO's script]")
     dpo_lr_later: float = setting(5e-7, "learning rate in later iterations [App. B; ETO's script]")
-    dpo_warmup: float = setting(0.1, "share of steps of linear warm-up, then constant [ETO's script]")
+    dpo_warmup: float = setting(0.1, "share of steps of warm-up, then constant [ETO's script]")
     beta: float = setting(0.1, "DPO's beta in iteration 1 [App. B; ETO's script]")
     beta_later: float = setting(0.5, "DPO's beta in later iterations [App. B; ETO's script]")
     lambda_dpo: float = setting(1.0, "weight of the DPO term of Eq. (9) [Section 4.3]")
     lambda_sft: float = setting(0.1, "weight of the SFT term of Eq. (9) [Section 4.3]")
     log_prob: Literal["sum", "mean"] = setting(
-        "sum", "log-probability of a trajectory: sum over action tokens, or per token [Eq. 2, 5, 7]")
+        "sum", "log-probability of a trajectory: sum over action tokens, or mean [Eq. 2, 5, 7]")
     sft_term: Literal["sum", "mean"] = setting(
         "sum", "SFT term of Eq. (9): sum over action tokens, or per token [Eq. 9 as written]")
     reference: Literal["phase", "sft"] = setting(
@@ -70,7 +70,7 @@ class Settings:
     expert_beaten: Literal["swap", "drop"] = setting(
         "swap", "prediction better than the expert: it is the chosen one, or no pair [Eq. 8, ETO]")
     pair_weights: Literal["instruction", "none"] = setting(
-        "instruction", "an instruction's expert pairs share a weight of 1, or each has 1 [Sec. 4.3]")
+        "instruction", "an instruction's expert pairs share a weight of 1, or have 1 each [4.3]")
     d_fail: Literal["all", "cross", "buffer"] = setting(
         "all", "D_fail: all pairs of failures of an instruction; only target x failure agent, the "
         "literal Eq. 6; or all pairs over this and earlier iterations [Section 4.2]")
@@ -79,14 +79,14 @@ class Settings:
         "hard_threshold; or none [Eq. 8]")
     hard_threshold: float = setting(0.6, "a failure of at least this reward is hard [Table 2]")
     cut_turns: int = setting(
-        5, "a rejected trajectory is cut at the expert's length + this many turns, -1 = never [ETO]")
+        5, "a rejected trajectory is cut at the expert's length + so many turns, -1 = off [ETO]")
 
     # Exploration
     rollouts: int = setting(1, "rollouts per instruction and agent [Section 5.2.1]")
     temperature: float = setting(0.7, "of exploration, 0 = greedy; evaluation is greedy [ours]")
     explore: Literal["once", "again"] = setting(
         "once", "again: the trained failure agent explores anew before D_tgt is built [ours]")
-    max_tokens: int = setting(4096, "tokens of a trajectory; an episode ends when they are full [ours]")
+    max_tokens: int = setting(4096, "tokens of a trajectory; it ends where they are full [ours]")
     too_long: Literal["drop", "cut"] = setting(
         "drop", "a trajectory that filled max_tokens: makes no pairs, or is used up to its last "
         "whole turn; either way it is counted [ours]")
@@ -98,7 +98,7 @@ class Settings:
     max_grad_norm: float = setting(1.0, "gradient clipping [transformers' default, used by ETO]")
     tokens_per_forward: int = setting(
         4096, "tokens in one forward and backward pass; results do not depend on it [ours]")
-    threads: int = setting(0, "CPU threads of a process, 0 = the cores it may use / processes [ours]")
+    threads: int = setting(0, "CPU threads of a process, 0 = its share of the cores [ours]")
 
 
 # What replaces the paper's values for the tiny model. Tuned on the validation split (README).
@@ -150,6 +150,7 @@ def check(s: Settings) -> Settings:
 def preset(argv: list[str]) -> dict:
     """The values that stand in for the paper's, from --model and --quick in `argv`."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.error = _refuse
     first.add_argument("--model", default=Settings.model)
     first.add_argument("--quick", nargs="?", const=True, default=False, type=_boolean)
     seen = first.parse_known_args(argv)[0]
@@ -167,10 +168,12 @@ def parse(argv: list[str]) -> Settings:
 
 def precheck(argv: list[str]) -> Settings:
     """The same with the standard library alone, for a machine without packages yet."""
-    parser = argparse.ArgumentParser(prog="run.sh ENV", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="run.sh ENV", usage="%(prog)s [settings]", allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     hints = get_type_hints(Settings)
     for f in fields(Settings):
-        hint, flags = hints[f.name], {f"--{f.name}": 0, f"--{f.name.replace('_', '-')}": 0}
+        hint, flags = hints[f.name], {f"--{f.name.replace('_', '-')}": 0, f"--{f.name}": 0}
         more = {"choices": get_args(hint)} if get_origin(hint) is Literal else {
             "type": {bool: _boolean, Optional[str]: str}.get(hint, hint)}
         if hint is bool:
@@ -180,15 +183,21 @@ def precheck(argv: list[str]) -> Settings:
 
 
 def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> Settings:
-    def refuse(message):
-        raise SettingsError(message)
-
-    parser.error = refuse
-    parser.set_defaults(**preset(argv))
+    parser.error = _refuse
+    ours = preset(argv)
+    parser.set_defaults(**ours)
+    if ours:
+        parser.epilog = ("Ours for this model, in place of the source's value in brackets: "
+                         + ", ".join(f"{name} {value} ({getattr(Settings, name)})"
+                                     for name, value in ours.items()))
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         raise SettingsError(f"unknown: {' '.join(unknown)}; --help lists every setting")
     return check(Settings(**vars(values)))
+
+
+def _refuse(message: str):
+    raise SettingsError(message)
 
 
 def _boolean(text: str) -> bool:

@@ -58,10 +58,11 @@ ET, EF, FF = "expert>target", "expert>failure", "failure>failure"
     # An expert at 0.75 is beaten by a success and by a better failure: they are the chosen ones.
     (0.75, [1.0], [0.8], [(ET, "t0:1.0", "e0:0.75", .5, .5), (EF, "f0:0.8", "e0:0.75", .5, .5)]),
     # An expert's equal is no pair, but it is a failure like any other.
-    (0.75, [0.75], [0.5], [(EF, "e0:0.75", "f0:0.5", 1.0, 1.0), (FF, "t0:0.75", "f0:0.5", 1.0, 0.0)]),
+    (0.75, [0.75], [0.5], [(EF, "e0:0.75", "f0:0.5", 1.0, 1.0),
+                           (FF, "t0:0.75", "f0:0.5", 1.0, 0.0)]),
     # A missing rollout of the target.
     (1.0, [], [0.25], [(EF, "e0:1.0", "f0:0.25", 1.0, 1.0)]),
-    # Two rollouts each: four expert pairs of weight 1/4, failures paired across the agents only.
+    # Two rollouts each, one a success: three expert pairs of weight 1/3; failures are paired across the agents only.
     (1.0, [0.5, 0.25], [0.5, 1.0], [
         (ET, "e0:1.0", "t0:0.5", 1 / 3, 1 / 3), (ET, "e0:1.0", "t1:0.25", 1 / 3, 1 / 3),
         (EF, "e0:1.0", "f0:0.5", 1 / 3, 1 / 3), (FF, "f0:0.5", "t1:0.25", 1.0, 0.0)]),
@@ -118,7 +119,8 @@ def test_cut_keeps_whole_turns():
 
 
 def command(out, *more):
-    return [sys.executable, str(ROOT / "coevolve.py"), "--quick", "--seed", "5", "--out", str(out), *more]
+    return [sys.executable, str(ROOT / "coevolve.py"), "--quick", "--seed", "5", "--out", str(out),
+            *more]
 
 
 def finish(out, *more):
@@ -159,7 +161,8 @@ def test_a_quick_run_makes_the_files_of_the_contract(quick):
     fields = {"task", "agent", "iteration", "rollout", "seed", "messages", "ids", "action_mask",
               "reward", "steps", "ended"}
     trajectories = {}
-    for name, agent in (("experts", "expert"), ("iter1/target", "target"), ("iter1/failure", "failure")):
+    for name, agent in (("experts", "expert"), ("iter1/target", "target"),
+                        ("iter1/failure", "failure")):
         for line in (out / f"{name}.jsonl").read_text().splitlines():
             row = json.loads(line)
             assert set(row) == fields and row["agent"] == agent
@@ -201,7 +204,8 @@ def test_a_killed_run_continues_to_the_same_result(quick, tmp_path, after):
     """SIGKILL inside the phase that follows `after`, and once more a moment into the second try."""
     out = tmp_path / "run"
     for _ in range(2):
-        process = subprocess.Popen(command(out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command(out), stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL)
         state, deadline = out / "phases.json", time.time() + 120
         while not (state.exists() and after in json.loads(state.read_text())):
             assert process.poll() is None and time.time() < deadline

@@ -85,7 +85,8 @@ def test_start_reply_and_observation_concatenate_to_encode(tokenizer):
     encoder = dpo.Encoder(tokenizer)
     ids = encoder.start(CONVERSATION[:1])
     for m in CONVERSATION[1:]:
-        ids = ids + (encoder.reply if m["role"] == "assistant" else encoder.observation)(m["content"])
+        piece = encoder.reply if m["role"] == "assistant" else encoder.observation
+        ids = ids + piece(m["content"])
     assert ids == encoder.encode(CONVERSATION)[0]
 
 
@@ -94,7 +95,8 @@ def test_control_tokens_in_an_observation_stay_text(tokenizer):
     control = sorted(encoder.special)[0]
     for text in (f"buy {control} now", control, f"a{tokenizer.eos_token}b"):
         token = tokenizer.convert_tokens_to_ids([t for t in encoder.special if t in text][0])
-        for piece in (encoder.observation, lambda t: encoder.start([{"role": "user", "content": t}])):
+        start = lambda text: encoder.start([{"role": "user", "content": text}])
+        for piece in (encoder.observation, start):
             assert piece(text).count(token) == piece("buy it now").count(token)
 
 
@@ -104,7 +106,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
         "{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
     with pytest.raises(ValueError, match="rewrites earlier turns"):
         dpo.Encoder(tokenizer)
-    tokenizer.chat_template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+    tokenizer.chat_template = CHATML.replace("assistant\n{% endif %}",
+                                             "assistant\n<think>{% endif %}")
     with pytest.raises(ValueError, match="rewrites a turn"):
         dpo.Encoder(tokenizer)
 
@@ -134,7 +137,8 @@ def test_gradient_of_packed_log_probs_equals_brute_force():
     model, batch = make_model(VOCABULARY), sequences(9, 17)
     weight = torch.tensor([0.3, -1.7], dtype=torch.float64)
     ours = gradients(model, (dpo.action_log_probs(model, batch) * weight).sum())
-    theirs = gradients(model, sum(w * brute_force_log_prob(model, s) for w, s in zip(weight, batch)))
+    log_probs = [brute_force_log_prob(model, s) for s in batch]
+    theirs = gradients(model, sum(w * x for w, x in zip(weight, log_probs)))
     torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
 
 
@@ -156,7 +160,8 @@ def test_end_of_turn_is_trained(tokenizer):
     model = make_model(len(tokenizer))
     ids, mask = encoder.encode(CONVERSATION[:2])
     model.zero_grad()
-    dpo.action_log_probs(model, [dpo.Sequence(ids, [0] * (len(ids) - 1) + [mask[-1]])]).sum().backward()
+    last_only = dpo.Sequence(ids, [0] * (len(ids) - 1) + [mask[-1]])
+    dpo.action_log_probs(model, [last_only]).sum().backward()
     assert ids[-1] == encoder.end_of_turn
     assert model.lm_head.weight.grad[encoder.end_of_turn].abs().max() > 0
 
@@ -193,7 +198,8 @@ def test_dpo_loss_by_hand():
 def test_equation_9_and_its_gradient_equal_brute_force(log_prob, sft_term):
     model, groups = make_model(VOCABULARY), [group("a", 1), group("b", 2)]
     beta, lambda_dpo, lambda_sft = 0.3, 0.7, 0.2
-    ours, _ = dpo.preference_objective(model, groups, beta, lambda_dpo, lambda_sft, log_prob, sft_term)
+    ours, _ = dpo.preference_objective(model, groups, beta, lambda_dpo, lambda_sft, log_prob,
+                                       sft_term)
 
     theirs = 0.0
     for g in groups:
@@ -207,7 +213,8 @@ def test_equation_9_and_its_gradient_equal_brute_force(log_prob, sft_term):
             theirs = theirs + lambda_dpo * p.weight * torch.log(1 + torch.exp(-z))
             theirs = theirs - lambda_sft * p.sft_weight * pi_w / (n_w if sft_term == "mean" else 1)
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-9)
-    torch.testing.assert_close(gradients(model, ours), gradients(model, theirs), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(gradients(model, ours), gradients(model, theirs),
+                               atol=1e-9, rtol=1e-9)
 
 
 def test_sft_loss_and_gradient_equal_brute_force():
@@ -215,7 +222,8 @@ def test_sft_loss_and_gradient_equal_brute_force():
     ours, _ = dpo.sft_objective(model, [dpo.Group("t", [s]) for s in batch])
     theirs = -sum(brute_force_log_prob(model, s) for s in batch)
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-9)
-    torch.testing.assert_close(gradients(model, ours), gradients(model, theirs), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(gradients(model, ours), gradients(model, theirs),
+                               atol=1e-9, rtol=1e-9)
 
 
 def test_statistics_are_sums_over_pairs():

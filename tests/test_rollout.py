@@ -23,7 +23,8 @@ class Echo:
     def step(self, reply):
         self.turns += 1
         done = int(self.task) % 3 == 0 and self.turns == 2
-        return envs.Step(f"you said {len(reply)} " + "word " * (len(reply) % 7), 0.25 * self.turns, done)
+        observation = f"you said {len(reply)} " + "word " * (len(reply) % 7)
+        return envs.Step(observation, 0.25 * self.turns, done)
 
     def close(self):
         pass
@@ -38,7 +39,8 @@ def agent():
 def play(agent, tasks=range(7), temperature=0.0, slots=3, max_tokens=400, max_new_tokens=12,
          tokens_per_forward=10_000, env=Echo):
     model, encoder = agent
-    episodes = [coevolve.Episode(str(t), "target", 1, 0, seed=coevolve.seed_of("x", t)) for t in tasks]
+    episodes = [coevolve.Episode(str(t), "target", 1, 0, seed=coevolve.seed_of("x", t))
+                for t in tasks]
     return coevolve.rollout(model, encoder, env, episodes, temperature=temperature, slots=slots,
                             max_tokens=max_tokens, max_new_tokens=max_new_tokens,
                             tokens_per_forward=tokens_per_forward)

@@ -1,0 +1,72 @@
+"""What is accepted and what is refused, with and without packages installed."""
+
+from dataclasses import fields
+
+import pytest
+
+from settings import PRESETS, Settings, SettingsError, parse, precheck
+
+REFUSED = {
+    "--lamda-sft 0.5": "unknown: --lamda-sft",
+    "--iter 3": "unknown: --iter",  # no abbreviations: a new setting must not change their meaning
+    "surplus": "unknown: surplus",
+    "--method dpo": "invalid choice: 'dpo'",
+    "--env webshopp": "invalid choice: 'webshopp'",
+    "--iterations three": "invalid int value: 'three'",
+    "--iterations 1.5": "invalid int value: '1.5'",
+    "--iterations 0": "--iterations 0: must be at least 1",
+    "--rollouts -1": "--rollouts -1: must be at least 1",
+    "--sft-lr 0": "--sft-lr 0.0: must be above 0",
+    "--dpo-lr nan": "--dpo-lr nan: must be above 0",
+    "--beta inf": "--beta inf: must be above 0",
+    "--beta -0.1": "--beta -0.1: must be above 0",
+    "--temperature -1": "must be 0 or more",
+    "--dpo-warmup 1": "must be in [0, 1)",
+    "--expert-min-reward 70": "must be in [0, 1]",
+    "--cut-turns -2": "must be -1 (off) or more",
+    "--lambda-dpo 0 --lambda-sft 0": "nothing would be trained",
+    "--max-new-tokens 768": "must be below --max-tokens 768",
+    "--explore again --method eto": "no failure agent",
+    "--quick maybe": "--quick",
+    "--beta": "expected one argument",
+    "--seed -1": "must be 0 or more",
+}
+
+
+@pytest.mark.parametrize("read", [parse, precheck])
+@pytest.mark.parametrize("line", REFUSED)
+def test_refused(read, line):
+    with pytest.raises(SettingsError) as error:
+        read(line.split())
+    assert REFUSED[line] in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("line", ["", "--quick", "--method eto --seed 3", "--lambda_sft 0.5",
+                                  "--model some/folder", "--quick --train-tasks 7", "--quick false"])
+def test_both_parsers_agree(line):
+    assert parse(line.split()) == precheck(line.split())
+
+
+def test_a_flag_beats_quick_and_quick_beats_the_tiny_preset():
+    assert parse([]).train_tasks == PRESETS["tiny"]["train_tasks"]
+    assert parse(["--quick"]).train_tasks == PRESETS["quick"]["train_tasks"]
+    assert parse(["--quick", "--train-tasks", "7"]).train_tasks == 7
+
+
+def test_another_model_gets_the_papers_values():
+    s = parse(["--model", "meta-llama/Llama-2-7b-chat-hf"])
+    assert (s.sft_epochs, s.sft_batch, s.sft_lr, s.sft_warmup) == (3, 48, 1e-5, 0.03)
+    assert (s.dpo_epochs, s.dpo_batch, s.dpo_lr, s.dpo_lr_later) == (3, 32, 1e-6, 5e-7)
+    assert (s.beta, s.beta_later, s.lambda_dpo, s.lambda_sft) == (0.1, 0.5, 1.0, 0.1)
+    assert (s.iterations, s.rollouts, s.view) == (3, 1, "full")
+
+
+def test_every_setting_says_where_its_value_comes_from():
+    for f in fields(Settings):
+        help = f.metadata["help"]
+        assert "[" in help or f.name in ("env", "method", "model", "seed", "quick", "eval_splits"), f
+
+
+def test_presets_name_settings():
+    for values in PRESETS.values():
+        assert set(values) <= {f.name for f in fields(Settings)}
