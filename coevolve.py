@@ -18,6 +18,7 @@ import os
 import platform
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -757,6 +758,7 @@ def main(argv: list[str]) -> None:
         parser.add_argument("tasks", nargs="*", help="task ids; none: the hardest negatives")
         parser.add_argument("--count", type=int, default=3, help="how many, where none is named")
         asked = parser.parse_args(argv[1:])
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # quiet when a pager closes early
         return print(report.show(asked.run, asked.tasks or None, asked.count))
     settings = parse(argv)
     disable_progress_bar()  # one bar per phase is ours; those of loading and saving are noise

@@ -28,18 +28,16 @@ CHAT_TEMPLATE = (
 MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=4, head_dim=32, max_position_embeddings=2048,
              tie_word_embeddings=True)
-COPY_STEPS = 250      # batches of random sequences, repeated
-CONVERSATIONS = 4000  # noisy shoppers, each read EPOCHS times
-EPOCHS = 2
-BATCH, LR = 16, 2e-3
-QUICK = dict(copy_steps=100, conversations=1500, epochs=1)
+# Batches of repeated random tokens, then noisy shoppers read `epochs` times; [ours, README].
+FULL = dict(copy_steps=500, conversations=8000, epochs=2, batch=16, lr=2e-3)
+QUICK = dict(copy_steps=150, conversations=1200, epochs=1, batch=8, lr=4e-3)
 
 
 def base(accelerator, run) -> Path:
     """The pretrained tiny model's folder; made once and kept under the hash of what made it."""
-    quick = run.settings.quick
+    plan = QUICK if run.settings.quick else FULL
     made_by = [Path(m.__file__).read_bytes() for m in (dpo, envs, worlds)]
-    made_by += [Path(__file__).read_bytes(), f"{quick} {torch.__version__}".encode()]
+    made_by += [Path(__file__).read_bytes(), f"{plan} {torch.__version__}".encode()]
     name = hashlib.sha256(b"".join(made_by)).hexdigest()[:16]
     folder = Path(__file__).parent / ".cache" / f"tiny-{name}"
     if folder.exists():
@@ -47,25 +45,25 @@ def base(accelerator, run) -> Path:
     set_seed(0)
     rng = random.Random(0)
     shop = envs.make(run.settings.env, "short")
-    conversations = worlds.shoppers(shop, 0, QUICK["conversations"] if quick else CONVERSATIONS)
+    conversations = worlds.shoppers(shop, 0, plan["conversations"])
     tokenizer = make_tokenizer([m["content"] for c in conversations for m in c])
     config = Qwen3Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
                          bos_token_id=None, pad_token_id=None, **MODEL)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
                                              attn_implementation="ragged")
-    copies = [[copy_group(rng, len(tokenizer)) for _ in range(BATCH)]
-              for _ in range(QUICK["copy_steps"] if quick else COPY_STEPS)]
+    copies = [[copy_group(rng, len(tokenizer)) for _ in range(plan["batch"])]
+              for _ in range(plan["copy_steps"])]
     encoder = dpo.Encoder(tokenizer)
     texts = [encoder.encode(c)[0] for c in conversations]
     texts = [dpo.Group("text", [dpo.Sequence(ids, [1] * len(ids))]) for ids in texts]
-    rounds = [dpo.batches(texts, BATCH, "instructions", rng)
-              for _ in range(QUICK["epochs"] if quick else EPOCHS)]
+    rounds = [dpo.batches(texts, plan["batch"], "instructions", rng)
+              for _ in range(plan["epochs"])]
     for part, epochs in (("copying", [copies]), ("shoppers", rounds)):
         losses = []
         tokens = sum(g.tokens for epoch in epochs for batch in epoch for g in batch)
         with run.bar(f"base: {part}", tokens, "token") as progress:
             model = dpo.fit(
-                accelerator, model, epochs, dpo.sft_objective, dpo.count_action_tokens, lr=LR,
+                accelerator, model, epochs, dpo.sft_objective, dpo.count_action_tokens, lr=plan["lr"],
                 warmup=0.05, schedule="cosine", weight_decay=0.01, max_grad_norm=1.0,
                 tokens_per_forward=run.settings.tokens_per_forward,
                 log=lambda event: losses.append(event["loss"]), progress=progress)
@@ -83,9 +81,9 @@ def base(accelerator, run) -> Path:
 
 
 def copy_group(rng: random.Random, vocabulary: int) -> dpo.Group:
-    """Random tokens, said four times; the first does not count in the loss."""
-    once = [rng.randrange(vocabulary) for _ in range(rng.randint(5, 20))]
-    return dpo.Group("copy", [dpo.Sequence(once * 4, [0] * len(once) + [1] * 3 * len(once))])
+    """Random tokens, said twice; only the second time counts in the loss."""
+    once = [rng.randrange(vocabulary) for _ in range(rng.randint(10, 60))]
+    return dpo.Group("copy", [dpo.Sequence(once * 2, [0] * len(once) + [1] * len(once))])
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
