@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import math
 import os
 import platform
 import random
@@ -22,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -30,6 +32,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -59,13 +62,9 @@ def coevolve(run: "Run") -> None:
     for i in range(1, s.iterations + 1):
         for agent in agents:
             explore(run, agent, i)
-        pairs = make_pairs(run, agents, i)                                       # Eq. (6), (8)
-        if "failure" in agents:
-            train_preferences(run, "failure", i, pairs)                          # Eq. (7)
-            if s.explore == "again":
-                explore(run, "failure", i, again=True)
-                pairs = make_pairs(run, agents, i, again=True)
-        train_preferences(run, "target", i, pairs)                               # Eq. (9)
+        make_pairs(run, agents, i)                                               # Eq. (6), (8)
+        for agent in reversed(agents):  # the failure agent first
+            train_preferences(run, agent, i)                                     # Eq. (7), (9)
         for agent in agents:
             evaluate(run, agent, i)
 
@@ -80,10 +79,7 @@ def collect_experts(run: "Run") -> None:
     def work(out: Path) -> dict:
         tokenizer, env = AutoTokenizer.from_pretrained(run.base), envs.make(s.env, s.view)
         encoder, rows, dropped = dpo.Encoder(tokenizer), [], {"reward": [], "too long": []}
-        tasks = env.tasks("train")
-        if s.train_tasks > len(tasks):
-            raise SettingsError(f"--train-tasks {s.train_tasks}: {s.env} has {len(tasks)}")
-        for task in tasks[:s.train_tasks or None]:
+        for task in env.tasks("train")[:s.train_tasks or None]:
             messages, reward = play_expert(env, task)
             ids, mask = encoder.encode(messages)
             if reward <= s.expert_min_reward and reward < env.success:
@@ -138,48 +134,44 @@ def train_sft(run: "Run", agent: str) -> None:
         rng = random.Random(seed_of(s.seed, "sft", agent))
         epochs = [dpo.batches(groups, s.sft_batch, "instructions", rng)
                   for _ in range(s.sft_epochs)]
-        return run.fit(f"sft-{agent}", run.base, out, epochs, dpo.sft_objective,
-                       dpo.count_action_tokens, lr=s.sft_lr, warmup=s.sft_warmup,
-                       schedule="cosine")
+        return run.train(f"sft-{agent}", run.base, out, epochs, dpo.sft_objective,
+                         dpo.count_action_tokens, lr=s.sft_lr, warmup=s.sft_warmup,
+                         schedule="cosine")
 
     run.phase(f"sft-{agent}", f"sft-{agent}", work)
 
 
-def explore(run: "Run", agent: str, i: int, again: bool = False) -> None:
-    """iter<i>/AGENT.jsonl: `rollouts` sampled episodes of an agent on every training task.
-
-    again: by the failure agent already trained in this iteration (--explore again).
-    """
-    s, suffix = run.settings, "-again" if again else ""
+def explore(run: "Run", agent: str, i: int) -> None:
+    """iter<i>/AGENT.jsonl: `rollouts` sampled episodes of an agent on every training task."""
+    s = run.settings
 
     def work(out: Path) -> dict:
         tasks = [e["task"] for e in run.read_jsonl("experts.jsonl")]
-        episodes = [Episode(task, agent + suffix, i, r, seed_of(s.seed, agent + suffix, i, task, r))
+        episodes = [Episode(task, agent, i, r, seed_of(s.seed, agent, i, task, r))
                     for task in tasks for r in range(s.rollouts)]
-        rows = run.rollout(f"explore-{agent}{suffix} {i}", run.agent(agent, i if again else i - 1),
-                           episodes, s.temperature)
+        rows = run.play(f"explore-{agent} {i}", run.agent(agent, i - 1), episodes, s.temperature)
         run.write_jsonl(out, rows)
-        hard = [s.hard_threshold <= r["reward"] < run.success for r in rows]
-        won = [r["reward"] >= run.success for r in rows]
-        run.log("exploration", agent=agent + suffix, iteration=i, trajectories=len(rows),
-                success=mean(won), negative=1 - mean(won) - mean(hard), hard_negative=mean(hard),
-                reward=mean(r["reward"] for r in rows))
-        return dict(episodes=len(rows), tokens=sum(len(r["ids"]) for r in rows),
-                    reward=mean(r["reward"] for r in rows), hard_negative=mean(hard))
+        hard = mean(s.hard_threshold <= r["reward"] < run.success for r in rows)
+        won = mean(r["reward"] >= run.success for r in rows)
+        reward = mean(r["reward"] for r in rows)
+        run.log("exploration", agent=agent, iteration=i, trajectories=len(rows), success=won,
+                negative=1 - won - hard, hard_negative=hard, reward=reward)
+        return dict(episodes=len(rows), tokens=sum(len(r["ids"]) for r in rows), reward=reward,
+                    hard_negative=hard)
 
-    run.phase(f"iter{i}-explore-{agent}{suffix}", f"iter{i}/{agent}{suffix}.jsonl", work)
+    run.phase(f"iter{i}-explore-{agent}", f"iter{i}/{agent}.jsonl", work)
 
 
 def evaluate(run: "Run", agent: str, i: int) -> None:
     """eval-<i>-AGENT-SPLIT.jsonl: greedy episodes on the evaluated splits after iteration i."""
     s = run.settings
-    for split in run.test_splits if s.eval_splits == "test" else ("validation",):
+    for split in run.splits:
         def work(out: Path) -> dict:
             env = envs.make(s.env, s.view)
             tasks = env.tasks(split)[:s.eval_tasks or None]
             env.close()
-            rows = run.rollout(f"evaluate-{agent} {i}", run.agent(agent, i),
-                               [Episode(task, agent, i, 0, 0) for task in tasks], temperature=0)
+            rows = run.play(f"evaluate-{agent} {i}", run.agent(agent, i),
+                            [Episode(task, agent, i, 0, 0) for task in tasks], temperature=0)
             run.write_jsonl(out, rows)
             rewards = [r["reward"] for r in rows]
             low, high = report.bootstrap_interval(rewards)
@@ -192,82 +184,78 @@ def evaluate(run: "Run", agent: str, i: int) -> None:
         run.phase(f"evaluate-{i}-{agent}-{split}", f"eval-{i}-{agent}-{split}.jsonl", work)
 
 
-def make_pairs(run: "Run", agents: tuple[str, ...], i: int, again: bool = False) -> str:
-    """iter<i>/pairs.jsonl: D_fail and D_tgt of the iteration; returns its path in the run.
-
-    again: D_tgt once more, with what the trained failure agent found (iter<i>/pairs-again.jsonl).
-    """
-    s, name = run.settings, f"iter{i}/pairs{'-again' if again else ''}.jsonl"
+def make_pairs(run: "Run", agents: tuple[str, ...], i: int) -> None:
+    """iter<i>/pairs.jsonl: D_fail and D_tgt of the iteration; what makes no pair is counted."""
+    s = run.settings
 
     def work(out: Path) -> dict:
-        rollouts = {agent: {} for agent in ("target", "failure")}  # agent -> task -> trajectories
-        dropped = {"too long": [], "no pair": []}
-        for agent in agents:
-            file = f"iter{i}/{agent}{'-again' if again and agent == 'failure' else ''}.jsonl"
-            for row in run.read_jsonl(file):
-                if row["ended"] == "context" and (s.too_long == "drop" or not row["steps"]):
-                    dropped["too long"].append(row["task"])
-                else:
-                    rollouts[agent].setdefault(row["task"], []).append(row)
+        dropped = {agent: Counter() for agent in agents}  # by reason, per agent trained
+        own, other = ({}, {})                             # task -> usable trajectories
+        for agent, rollouts in zip(agents, (own, other)):
+            unusable = usable_rollouts(run, agent, i, rollouts)
+            for trains in agents:
+                dropped[trains].update(unusable)
         earlier = {}  # with a buffer, D_fail also holds the failures of earlier iterations
         if s.d_fail == "buffer":
             for j, agent in itertools.product(range(1, i), agents):
-                for row in run.read_jsonl(f"iter{j}/{agent}.jsonl"):
-                    earlier.setdefault(row["task"], []).append(row)
-        rows = []
+                usable_rollouts(run, agent, j, earlier)
+        rows, kept = [], {agent: Counter() for agent in agents}
         for expert in run.read_jsonl("experts.jsonl"):
             task = expert["task"]
-            own, other = (rollouts[agent].get(task, []) for agent in ("target", "failure"))
-            new = [("target", pair) for pair in d_tgt(expert, own, other, s, run.success)]
-            if "failure" in agents and not again:
-                new += [("failure", pair) for pair in
-                        d_fail(own, other, earlier.get(task, []), s, run.success)]
-            if not new:
-                dropped["no pair"].append(task)
-            rows += [dict(task=task, trains=trains, **pair) for trains, pair in new]
+            mine, others = own.get(task, []), other.get(task, [])
+            new = {"target": d_tgt(expert, mine, others, s, dropped["target"], run.success)}
+            if "failure" in agents:
+                new["failure"] = d_fail(mine, others, earlier.get(task, []), s,
+                                        dropped["failure"], run.success)
+            for trains, pairs in new.items():
+                kept[trains].update(pair["kind"] for pair in pairs)
+                rows += [dict(task=task, trains=trains, **pair) for pair in pairs]
         run.write_jsonl(out, rows)
-        for reason, names in dropped.items():
-            run.log_dropped(f"iter{i}-pairs", reason, names)
         for trains in agents:
-            kept = {}
-            for row in rows:
-                if row["trains"] == trains:
-                    kept[row["kind"]] = kept.get(row["kind"], 0) + 1
-            if not (again and trains == "failure"):
-                run.log("pairs", iteration=i, trains=trains, kept=kept,
-                        dropped={reason: len(names) for reason, names in dropped.items()})
+            run.log("pairs", iteration=i, trains=trains, kept=kept[trains], dropped=dropped[trains])
         return dict(pairs=len(rows))
 
-    run.phase(f"iter{i}-pairs{'-again' if again else ''}", name, work)
-    return name
+    run.phase(f"iter{i}-pairs", f"iter{i}/pairs.jsonl", work)
 
 
-def train_preferences(run: "Run", agent: str, i: int, pairs_file: str) -> None:
+def usable_rollouts(run: "Run", agent: str, i: int, rollouts: dict[str, list]) -> Counter:
+    """Adds an agent's trajectories of an iteration to `rollouts` by task; counts those left out."""
+    left_out = Counter()
+    for row in run.read_jsonl(f"iter{i}/{agent}.jsonl"):
+        if row["ended"] == "context" and run.settings.too_long == "drop":
+            left_out["too long"] += 1
+        elif not any(row["action_mask"]):
+            left_out["no whole turn"] += 1
+        else:
+            rollouts.setdefault(row["task"], []).append(row)
+    return left_out
+
+
+def train_preferences(run: "Run", agent: str, i: int) -> None:
     """iter<i>/AGENT-agent: the agent after DPO on its pairs of this iteration, Eq. (7) or (9)."""
     s, first = run.settings, i == 1
     beta, lr = (s.beta, s.dpo_lr) if first else (s.beta_later, s.dpo_lr_later)
 
     def work(out: Path) -> dict:
         before = run.agent(agent, i - 1)
-        groups = preference_groups(run, agent, pairs_file)
+        groups = preference_groups(run, agent, i)
         if not groups:
-            run.log_dropped(f"iter{i}-{agent}", "no pairs: the agent stays as it is", ["all"])
+            run.say(f"iter{i}: no pairs for the {agent} agent, which stays as it is")
             if run.main:
                 shutil.copytree(before, out)
             return dict(steps=0)
         rng = random.Random(seed_of(s.seed, "dpo", agent, i))
         epochs = [dpo.batches(groups, s.dpo_batch, s.batch_unit, rng) for _ in range(s.dpo_epochs)]
-        # For the failure agent every sft_weight is 0 and this is Eq. (7).
-        objective = partial(dpo.preference_objective, beta=beta, lambda_dpo=s.lambda_dpo,
+        # Eq. (9), which is Eq. (7) for the failure agent: its pairs have no SFT weight.
+        objective = partial(dpo.preference_objective, beta=beta,
+                            lambda_dpo=s.lambda_dpo if agent == "target" else 1.0,
                             lambda_sft=s.lambda_sft, log_prob=s.log_prob, sft_term=s.sft_term)
 
-        def divisor(batch):
-            pairs = [p for g in batch for p in g.pairs]
-            return len(pairs) if s.normalise == "pairs" else sum(p.weight for p in pairs)
-
+        divisor = dpo.count_pairs if s.normalise == "pairs" else dpo.sum_weights
         reference = before if s.reference == "phase" else run.agent(agent, 0)
-        return run.fit(f"iter{i}-{agent}", before, out, epochs, objective, divisor, lr=lr,
-                       warmup=s.dpo_warmup, schedule="constant", reference=reference, groups=groups)
+        return run.train(f"iter{i}-{agent}", before, out, epochs, objective, divisor, lr=lr,
+                         warmup=s.dpo_warmup, schedule="constant", reference=reference,
+                         groups=groups)
 
     run.phase(f"iter{i}-{agent}", f"iter{i}/{agent}-agent", work)
 
@@ -275,56 +263,73 @@ def train_preferences(run: "Run", agent: str, i: int, pairs_file: str) -> None:
 # ----------------------------------------------------------------------------------- the pairs
 
 
-def d_tgt(expert: dict, own: list[dict], other: list[dict], s: Settings, success=1.0) -> list[dict]:
+def d_tgt(expert: dict, own: list[dict], other: list[dict], s: Settings, dropped: Counter,
+          success: float = 1.0) -> list[dict]:
     """The target's pairs for one instruction, Eq. (8), with the weights of Section 4.3.
 
-    expert, own (the target's rollouts), other (the failure agent's) are trajectories with a
-    reward in [0, 1]. Returns rows of pairs.jsonl without task and trains.
+    expert, own (the target's rollouts) and other (the failure agent's) are trajectories with a
+    reward in [0, 1]. Returns rows of pairs.jsonl without task and trains; counts in `dropped`,
+    by reason, the comparisons that make no pair.
     """
     pairs = []
-    for prediction in own + other:
-        kind = f"expert>{'target' if prediction in own else 'failure'}"
+    for kind, prediction in ([("expert>target", e) for e in own]
+                             + [("expert>failure", e) for e in other]):
         if prediction["reward"] < expert["reward"]:
             pairs.append((kind, expert, prediction))
-        elif prediction["reward"] > expert["reward"] and s.expert_beaten == "swap":
+        elif prediction["reward"] == expert["reward"]:
+            dropped["as good as the expert"] += 1
+        elif s.expert_beaten == "swap":
             pairs.append((kind, prediction, expert))
+        else:
+            dropped["better than the expert"] += 1
     # All expert-prediction pairs of an instruction weigh 1.0 together.
     weight = 1.0 / len(pairs) if pairs and s.pair_weights == "instruction" else 1.0
-    rows = [row_of(kind, w, l, weight, sft_weight=weight) for kind, w, l in pairs]
+    rows = [pair_row(kind, w, l, weight, sft_weight=weight) for kind, w, l in pairs]
     if s.d_tgt_failures == "none":
         return rows
     # F_tgt x F_fail: DPO alone, lambda_SFT = 0.
-    for kind, w, l in ordered(itertools.product(own, other), success):
-        if s.d_tgt_failures == "cross" or w["reward"] >= s.hard_threshold:
-            rows.append(row_of(kind, w, l, 1.0, sft_weight=0.0))
+    for w, l in ordered_failures(itertools.product(own, other), success, dropped):
+        if s.d_tgt_failures == "hard" and w["reward"] < s.hard_threshold:
+            dropped["no hard failure"] += 1
+        else:
+            rows.append(pair_row("failure>failure", w, l, 1.0, sft_weight=0.0))
     return rows
 
 
-def d_fail(own: list[dict], other: list[dict], earlier: list[dict], s: Settings,
-           success=1.0) -> list[dict]:
-    """The failure agent's pairs for one instruction, Eq. (6): a better failure is preferred."""
+def d_fail(own: list[dict], other: list[dict], earlier: list[dict], s: Settings, dropped: Counter,
+           success: float = 1.0) -> list[dict]:
+    """The failure agent's pairs for one instruction, Eq. (6): a better failure is preferred.
+
+    Arguments and result as for `d_tgt`; `earlier` are rollouts of earlier iterations.
+    """
     candidates = (itertools.product(own, other) if s.d_fail == "cross" else
                   itertools.combinations(own + other + earlier, 2))
-    return [row_of(kind, w, l, 1.0, sft_weight=0.0) for kind, w, l in ordered(candidates, success)]
+    return [pair_row("failure>failure", w, l, 1.0, sft_weight=0.0)
+            for w, l in ordered_failures(candidates, success, dropped)]
 
 
-def ordered(candidates, success: float):
+def ordered_failures(candidates, success: float, dropped: Counter):
     """Of two failures with different rewards, the better one first."""
     for a, b in candidates:
-        if a["reward"] < success and b["reward"] < success and a["reward"] != b["reward"]:
-            yield "failure>failure", *((a, b) if a["reward"] > b["reward"] else (b, a))
+        if max(a["reward"], b["reward"]) >= success:
+            dropped["not both failures"] += 1
+        elif a["reward"] == b["reward"]:
+            dropped["equal failures"] += 1
+        else:
+            yield (a, b) if a["reward"] > b["reward"] else (b, a)
 
 
-def row_of(kind: str, chosen: dict, rejected: dict, weight: float, sft_weight: float) -> dict:
-    name = lambda t: {key: t[key] for key in ("agent", "iteration", "rollout", "reward")}
-    return dict(kind=kind, chosen=name(chosen), rejected=name(rejected), weight=weight,
-                sft_weight=sft_weight)
+def pair_row(kind: str, chosen: dict, rejected: dict, weight: float, sft_weight: float) -> dict:
+    """A row of pairs.jsonl, which names its trajectories instead of repeating them."""
+    chosen, rejected = ({key: side[key] for key in ("agent", "iteration", "rollout", "reward")}
+                        for side in (chosen, rejected))
+    return dict(kind=kind, chosen=chosen, rejected=rejected, weight=weight, sft_weight=sft_weight)
 
 
-def preference_groups(run: "Run", agent: str, pairs_file: str) -> list[dpo.Group]:
+def preference_groups(run: "Run", agent: str, i: int) -> list[dpo.Group]:
     """pairs.jsonl as groups: an instruction's distinct trajectories, once each, and its pairs."""
     s = run.settings
-    pairs = [row for row in run.read_jsonl(pairs_file) if row["trains"] == agent]
+    pairs = [row for row in run.read_jsonl(f"iter{i}/pairs.jsonl") if row["trains"] == agent]
     named = {(p[side]["agent"], p[side]["iteration"])
              for p in pairs for side in ("chosen", "rejected")}
     trajectories = {}
@@ -332,25 +337,26 @@ def preference_groups(run: "Run", agent: str, pairs_file: str) -> list[dpo.Group
         file = "experts.jsonl" if who == "expert" else f"iter{iteration}/{who}.jsonl"
         for row in run.read_jsonl(file):
             trajectories[row["task"], who, iteration, row["rollout"]] = row
-    groups, places = {}, {}
+
+    groups, places, shortened = {}, {}, []
     for p in pairs:
         task = p["task"]
         group = groups.setdefault(task, dpo.Group(task, []))
-
-        def place(side, turns=None):  # the index in the group of a trajectory, cut after `turns`
+        # A rejected trajectory that wanders on long after the expert was done teaches little.
+        longest = trajectories[task, "expert", 0, 0]["steps"] + s.cut_turns
+        longest = longest if s.cut_turns >= 0 else math.inf
+        indices = []
+        for side in ("chosen", "rejected"):
             key = (task, p[side]["agent"], p[side]["iteration"], p[side]["rollout"])
             row = trajectories[key]
-            turns = turns if turns is not None and turns < row["steps"] else None
+            turns = longest if side == "rejected" and row["steps"] > longest else None
             if (key, turns) not in places:
                 places[key, turns] = len(group.sequences)
                 group.sequences.append(cut(row["ids"], row["action_mask"], turns))
-            return places[key, turns]
-
-        longest = None  # a rejected trajectory that wanders teaches little after this many turns
-        if s.cut_turns >= 0:
-            longest = trajectories[task, "expert", 0, 0]["steps"] + s.cut_turns
-        group.pairs.append(dpo.Pair(p["kind"], place("chosen"), place("rejected", longest),
-                                    p["weight"], p["sft_weight"]))
+                shortened += [task] if turns is not None else []
+            indices.append(places[key, turns])
+        group.pairs.append(dpo.Pair(p["kind"], *indices, p["weight"], p["sft_weight"]))
+    run.log_dropped(f"iter{i}-{agent}", "end of a rejected trajectory, --cut-turns", shortened)
     return list(groups.values())
 
 
@@ -420,6 +426,7 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
     slots = min(slots, len(episodes))
     waiting, cache = list(reversed(episodes)), SlotCache(model, slots, max_tokens)
     environments, playing, dice = {}, {}, {}  # by slot
+    vocabulary = len(encoder.tokenizer)
     forbidden = torch.tensor(encoder.forbidden, dtype=torch.long, device=model.device)
     try:
         while waiting or playing:
@@ -442,6 +449,7 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
                     room -= n
             logits = _next_token_logits(model, cache, [(slot, playing[slot]) for slot in chosen])
             logits[:, forbidden] = -torch.inf
+            logits[:, vocabulary:] = -torch.inf  # rows that only pad the embedding
             draws = [dice[slot].random() for slot in chosen] if temperature else None
             for slot, token in zip(chosen, sample(logits, temperature, draws).tolist()):
                 e = playing[slot]
@@ -497,16 +505,23 @@ def _read(e: Episode, ids: list[int], max_tokens: int) -> None:
 
 
 def _reply_ended(e: Episode, encoder, token: int, max_tokens: int, max_new_tokens: int) -> bool:
-    """Whether the reply is complete; an end of turn that was not sampled gets mask 0."""
+    """Whether the reply is complete; an end of turn that was not sampled gets mask 0.
+
+    A reply that fills the context is taken back and ends the episode at its last whole turn.
+    """
     if token == encoder.end_of_turn:
         return True
+    if len(e.ids) >= max_tokens - 1:
+        del e.ids[e.reply_at:], e.mask[e.reply_at:]
+        e.ended = "context"
+        return False
     reply = e.ids[e.reply_at:]
     if ":" in encoder.decode([token]) and "Observation:" in encoder.decode(reply[-8:]):
         ours = encoder.decode(reply).index("Observation:")  # what follows is the environment's
         while len(encoder.decode(e.ids[e.reply_at:])) > ours:
             e.ids.pop()
             e.mask.pop()
-    elif len(reply) < max_new_tokens and len(e.ids) < max_tokens - 1:
+    elif len(reply) < max_new_tokens:
         return False
     e.ids.append(encoder.end_of_turn)
     e.mask.append(0)
@@ -536,47 +551,63 @@ class Run:
 
     def __init__(self, settings: Settings, accelerator: Accelerator):
         self.settings, self.accelerator = settings, accelerator
-        self.main = accelerator.is_main_process
+        self.main, self.worked = accelerator.is_main_process, False
         self.path = Path(settings.out or
                          f"runs/{settings.env}-{settings.method}-s{settings.seed}")
+        env = envs.make(settings.env, settings.view)
+        self.success = env.success
+        self.splits = env.test_splits if settings.eval_splits == "test" else ("validation",)
+        self._check_task_counts(env)
+        env.close()
         if self.main:
+            self._lock()
+        accelerator.wait_for_everyone()
+        config, phases = self.path / "config.json", self.path / "phases.json"
+        before = json.loads(config.read_text()) if config.exists() else None
+        if before:
+            self._refuse_changes({**before["settings"], "out": settings.out}, asdict(settings))
+        if not phases.exists() and (self.path / "experts.jsonl").exists():
+            raise SettingsError(f"{self.path} holds trajectories but no phases.json; restore it or "
+                                "give another --out")
+        self.phases = json.loads(phases.read_text()) if phases.exists() else {}
+        self._drop_unfinished_events()
+        self.base = tiny.base(accelerator, self) if settings.model == "tiny" else settings.model
+        made_from = {"base": check_model(self.base, settings.max_tokens)}
+        if before:
+            self._refuse_changes({"base": before["base"]}, made_from)
+        elif self.main:
+            write_text(config, json.dumps(dict(settings=asdict(settings), **made_from,
+                                               commit=git_commit(), versions=versions()), indent=1))
+        accelerator.wait_for_everyone()
+
+    def _check_task_counts(self, env) -> None:
+        s = self.settings
+        for flag, asked, splits in (("train", s.train_tasks, ("train",)),
+                                    ("eval", s.eval_tasks, self.splits)):
+            for split in splits:
+                if asked > len(env.tasks(split)):
+                    raise SettingsError(f"--{flag}-tasks {asked}: {s.env} has "
+                                        f"{len(env.tasks(split))} {split} tasks; 0 takes all")
+
+    def _lock(self) -> None:
+        """Makes the folder and holds it for this process."""
+        try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.path / "lock", "w")
-            try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise SettingsError(f"{self.path}: another process is running in this folder; "
-                                    "wait for it or give another --out") from None
-            self._same_settings()
-        accelerator.wait_for_everyone()
-        state = self.path / "phases.json"
-        self.phases = json.loads(state.read_text()) if state.exists() else {}
-        self._truncate_log()
-        accelerator.wait_for_everyone()
-        env = envs.make(settings.env, settings.view)
-        self.success, self.test_splits = env.success, env.test_splits
-        env.close()
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SettingsError(f"{self.path}: another process is running in this folder; wait for "
+                                "it or give another --out") from None
+        except OSError as error:
+            raise SettingsError(f"--out {self.path}: {error.strerror}; give a folder that can be "
+                                "written") from None
 
-    def _same_settings(self) -> None:
-        config, now = self.path / "config.json", asdict(self.settings)
-        if config.exists():
-            before = json.loads(config.read_text())["settings"]
-            changed = [f"{name} ({before.get(name)} -> {now.get(name)})"
-                       for name in sorted({*before, *now} - {"out"})
-                       if before.get(name) != now.get(name)]
-            if changed:
-                raise SettingsError(f"{self.path} was made with other settings: "
-                                    f"{', '.join(changed)}; give another --out, or these again")
-            return
-        if any(self.path.glob("*.jsonl")):
-            raise SettingsError(f"{self.path} holds files but no config.json; give another --out")
-        packages = ("torch", "transformers", "accelerate", "numpy")
-        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
-                             cwd=Path(__file__).parent)
-        write_text(config, json.dumps(dict(
-            settings=now, commit=git.stdout.strip() or None,
-            versions={"python": platform.python_version(),
-                      **{name: version(name) for name in packages}}), indent=1))
+    def _refuse_changes(self, before: dict, now: dict) -> None:
+        changed = [f"{name} ({before.get(name)} -> {now.get(name)})"
+                   for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+        if changed:
+            raise SettingsError(f"{self.path} was made with other settings: {', '.join(changed)}; "
+                                "give another --out, or these again")
 
     # Phases
 
@@ -587,20 +618,13 @@ class Run:
         renaming, so a run killed at any moment has all of it or nothing.
         """
         path = self.path / output
-        if name in self.phases:
-            if path.exists() and digest(path) == self.phases[name]["sha256"]:
-                return
-            if path.exists():
-                raise SettingsError(f"{path} is not what phase {name} wrote; restore it, or delete "
-                                    "it to compute it and all that follows again")
-            later = list(self.phases)[list(self.phases).index(name):]
-            self.say(f"{path} is gone: computing it and all that follows again")
-            self.phases = {n: p for n, p in self.phases.items() if n not in later}
-            self._truncate_log()
+        if self._done(name, path):
+            return
+        self.worked = True
         started, temporary = time.perf_counter(), path.with_name(path.name + ".tmp")
         if self.main:
             path.parent.mkdir(exist_ok=True)
-            for old in (temporary, path):
+            for old in (temporary, path, self.path / "result.json"):
                 shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
         numbers = work(temporary)
@@ -614,34 +638,58 @@ class Run:
         self.phases[name] = dict(sha256=digest(path),
                                  metrics_bytes=(self.path / "metrics.jsonl").stat().st_size)
         write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
-        self.say(f"{name:24}{seconds:7.1f} s  " + "  ".join(
+        self.say(f"{name:26}{seconds:7.1f} s  " + "  ".join(
             f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value:,}"
             for key, value in numbers.items()))
 
-    def _truncate_log(self) -> None:
-        """Drops the events of phases that did not finish: their second run writes them again."""
+    def _done(self, name: str, path: Path) -> bool:
+        """Whether the phase is recorded and its output unchanged; forgets it if that is gone."""
+        if name not in self.phases:
+            return False
+        if path.exists():
+            if digest(path) == self.phases[name]["sha256"]:
+                return True
+            raise SettingsError(f"{path} is not what phase {name} wrote; restore it, or delete it "
+                                "to compute it and all that follows again")
+        self.say(f"{path} is gone: computing it and all that follows again")
+        names = list(self.phases)
+        self.phases = {n: self.phases[n] for n in names[:names.index(name)]}
         if self.main:
-            kept = max((p["metrics_bytes"] for p in self.phases.values()), default=0)
-            with open(self.path / "metrics.jsonl", "ab") as f:
-                f.truncate(kept)
+            write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
+        self._drop_unfinished_events()
+        return False
 
-    def fit(self, phase: str, before, out: Path, epochs, objective, normaliser, *, lr, warmup,
-            schedule, reference=None, groups=()) -> dict:
+    def _drop_unfinished_events(self) -> None:
+        """Cuts the log after the last finished phase: the others will write theirs again."""
+        if not self.main:
+            return
+        kept = max((p["metrics_bytes"] for p in self.phases.values()), default=0)
+        with open(self.path / "metrics.jsonl", "ab") as f:
+            if f.tell() < kept:
+                raise SettingsError(f"{f.name} is shorter than phases.json says; restore it, or "
+                                    "give another --out")
+            f.truncate(kept)
+
+    def train(self, phase: str, before, out: Path, epochs, objective, normaliser, *, lr, warmup,
+              schedule, reference=None, groups=()) -> dict:
         """Trains the agent in folder `before` into folder `out`; returns numbers for the log.
 
         reference: the folder of pi_ref, whose log-probabilities of `groups` are computed first.
         """
         s, last = self.settings, {}
         tokens = sum(g.tokens for epoch in epochs for batch in epoch for g in batch)
-        with self.bar(phase, tokens, "token") as progress:
-            if reference is not None:
+        if reference is not None:
+            total = sum(g.tokens for g in groups)
+            with self.bar(f"{phase} reference", total, "token") as progress, \
+                    self.accelerator.autocast():  # the same arithmetic as the policy's
                 dpo.add_reference(load_model(reference).to(self.accelerator.device), groups,
-                                  s.tokens_per_forward)
+                                  s.tokens_per_forward, progress)
 
-            def log(event):
-                last.update(event)
-                self.log("train", phase=phase, **event)
+        def log(event):
+            last.update(event)
+            self.log("train", phase=phase, **event)
 
+        with self.bar(phase, tokens, "token") as progress:
             model = dpo.fit(self.accelerator, load_model(before), epochs, objective, normaliser,
                             lr=lr, warmup=warmup, schedule=schedule, weight_decay=s.weight_decay,
                             max_grad_norm=s.max_grad_norm,
@@ -652,7 +700,7 @@ class Run:
         self.accelerator.free_memory()
         return dict(steps=last["step"], tokens=tokens, loss=last["loss"])
 
-    def rollout(self, phase: str, agent: Path, episodes: list[Episode], temperature) -> list[dict]:
+    def play(self, phase: str, agent: Path, episodes: list[Episode], temperature) -> list[dict]:
         """The episodes' trajectories as rows, in order; each rank plays its share."""
         s, device = self.settings, self.accelerator.device
         share = episodes[self.accelerator.process_index::self.accelerator.num_processes]
@@ -703,17 +751,37 @@ def load_model(folder, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="ragged")
 
 
-def check_model(folder) -> None:
-    """SettingsError unless `folder` has a causal LM's config and a usable chat template."""
+def check_model(folder, max_tokens: int) -> str:
+    """What identifies the model in `folder` (or on the hub); SettingsError if it cannot be used."""
     try:
-        architectures = AutoConfig.from_pretrained(folder).architectures or ["none"]
-        if not any(name.endswith("ForCausalLM") for name in architectures):
-            raise ValueError(f"its architecture is {', '.join(architectures)}, not a causal LM")
+        config = AutoConfig.from_pretrained(folder)
+        if not any(name.endswith("ForCausalLM") for name in config.architectures or []):
+            raise ValueError(f"its architecture is {config.architectures}, not a causal LM")
+        if max_tokens > config.max_position_embeddings:
+            raise ValueError(f"--max-tokens {max_tokens} is above its "
+                             f"{config.max_position_embeddings} positions")
+        local = Path(folder).is_dir()
+        if local and not any(Path(folder).glob("*.safetensors")):
+            raise ValueError("no *.safetensors file with weights in it")
         dpo.Encoder(AutoTokenizer.from_pretrained(folder))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TemplateError) as error:
         raise SettingsError(
             f"--model {folder}: {str(error).splitlines()[0]}; give tiny, a hub name within reach, "
             "or a folder with config, weights and tokenizer") from None
+    return digest(Path(folder)) if local else f"{folder} {config._commit_hash}"
+
+
+def git_commit() -> str | None:
+    if not shutil.which("git"):
+        return None
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
+                         cwd=Path(__file__).parent)
+    return git.stdout.strip() or None
+
+
+def versions() -> dict:
+    return {"python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers", "accelerate", "numpy")}}
 
 
 def digest(path: Path) -> str:
@@ -764,24 +832,27 @@ def main(argv: list[str]) -> None:
     disable_progress_bar()  # one bar per phase is ours; those of loading and saving are noise
     gpu = torch.cuda.is_available()  # not MPS: log-probabilities are summed in float64
     accelerator = Accelerator(cpu=not gpu, mixed_precision="bf16" if gpu else "no")
-    cores = len(os.sched_getaffinity(0)) // accelerator.num_processes
-    torch.set_num_threads(settings.threads or max(1, cores))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(settings.threads or max(1, cores // accelerator.num_processes))
     run = Run(settings, accelerator)
-    if (run.path / "result.json").exists():
-        run.say(f"{run.path} is finished; what it holds:")
+    coevolve(run)
+    if not run.main:
+        return
+    result, curves = run.path / "result.json", run.path / "curves.png"
+    if run.worked or not (result.exists() and curves.exists()):
+        report.figure(run.path, curves)
+        write_text(result, json.dumps(report.result(run.path), indent=1))
     else:
-        run.base = tiny.base(accelerator, run) if settings.model == "tiny" else settings.model
-        check_model(run.base)
-        coevolve(run)
-        if run.main:
-            write_text(run.path / "result.json", json.dumps(report.result(run.path), indent=1))
-            report.figure(run.path, run.path / "curves.png")
+        run.say(f"{run.path} was finished before; what it holds:")
     run.say(report.table(run.path))
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (SettingsError, report.RunError) as error:
+    except (SettingsError, report.RunError, FloatingPointError) as error:
         print(f"coevolve.py: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("coevolve.py: stopped; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)

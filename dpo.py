@@ -3,7 +3,6 @@
 Nothing here knows an environment. Equation numbers are those of arXiv 2511.22254.
 """
 
-import math
 import random
 import time
 from contextlib import nullcontext
@@ -41,7 +40,9 @@ class Encoder:
         question, word = {"role": "user", "content": "question"}, "CONTENT"
         answered = [question, {"role": "assistant", "content": word}]
         prompt, full = self._render([question], True), self._render(answered, False)
-        if not full.startswith(prompt) or word not in full[len(prompt):]:
+        asked = self._render(answered + [{"role": "user", "content": word}], True)
+        if not (full.startswith(prompt) and full[len(prompt):].count(word) == 1
+                and asked.startswith(full) and asked[len(full):].count(word) == 1):
             raise ValueError(f"{self.name}: its chat template rewrites a turn once it is answered; "
                              "use a template without that (an Instruct model that does not think)")
         self._prompt = prompt
@@ -52,7 +53,6 @@ class Encoder:
                              "holds no special token to stop at")
         cut = after.index(end) + len(end)
         self._end, self._end_token, self._after = after[:cut], end, after[cut:]
-        asked = self._render(answered + [{"role": "user", "content": word}], True)
         self._before_observation, self._after_observation = asked[len(full):].split(word)
         self.end_of_turn: int = tokenizer.convert_tokens_to_ids(end)
         # Control tokens other than the end of a turn are never sampled: a reply cannot open a turn.
@@ -79,7 +79,8 @@ class Encoder:
         start = self._ids(context) if context else []
         if any(token in content for token in self.special):
             plain = self.tokenizer(content, add_special_tokens=False, split_special_tokens=True)
-            ids = self._ids(context + before) + plain["input_ids"] + self._ids(after)
+            tail = self._ids("x" + after)[len(self._ids("x")):]
+            ids = self._ids(context + before) + plain["input_ids"] + tail
         else:
             ids = self._ids(context + before + content + after)
         if ids[:len(start)] != start:
@@ -153,13 +154,18 @@ class Sequence:
 
 
 def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None,
-                     scaling=None, lengths=None, slots=None, **_):
+                     scaling=None, lengths=None, slots=None, **others):
     """Attention of several sequences laid end to end in one row; no padding, no mask tensor.
 
     query (1, H, N, d), key and value (1, H_kv, N, d), N = sum(lengths); returns (1, N, H, d).
     Training: each sequence attends causally to itself. Rollouts: `slots` lists, per sequence,
     (cache, slot, past): its `past` earlier tokens are in the cache and these are added to it.
+    ValueError for attention of another form than softmax over all earlier tokens.
     """
+    for name in ("sliding_window", "softcap", "s_aux"):
+        if others.get(name) is not None:
+            raise ValueError(f"{type(module).__name__}: {name}={others[name]} is not supported; "
+                             "use a model with full attention (Llama, Qwen2, Qwen3)")
     outputs = []
     parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2))
     for i, (q, k, v) in enumerate(parts):
@@ -194,7 +200,7 @@ def action_log_probs(model, sequences: list[Sequence]) -> Tensor:
     for b, s in enumerate(sequences):  # the logits at k - 1 predict token k
         at = [offset + k - 1 for k in range(1, len(s.ids)) if s.mask[k]]
         keep, owner, offset = keep + at, owner + [b] * len(at), offset + len(s.ids)
-    keep = torch.tensor(keep, device=device)                                             # (A,)
+    keep = torch.tensor(keep, dtype=torch.long, device=device)                           # (A,)
     logits = model(input_ids=ids[None], position_ids=positions[None], lengths=lengths,
                    logits_to_keep=keep, use_cache=False).logits[0]                       # (A, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -268,10 +274,10 @@ def preference_objective(model, groups: list[Group], beta, lambda_dpo=1.0, lambd
 
     scale = tokens if log_prob == "mean" else torch.ones_like(tokens)
     pi, ref = policy / scale, reference / scale
-    dpo, margin = dpo_loss(pi[chosen], pi[rejected], ref[chosen], ref[rejected], beta)
+    preference, margin = dpo_loss(pi[chosen], pi[rejected], ref[chosen], ref[rejected], beta)
     # Eq. (9): L = lambda_DPO L_DPO + lambda_SFT E[-log pi(e_chosen|u)], failure pairs without SFT
     sft = -policy[chosen] / (tokens[chosen] if sft_term == "mean" else 1)                 # (P,)
-    loss = (lambda_dpo * weight * dpo + lambda_sft * sft_weight * sft).sum()
+    loss = (lambda_dpo * weight * preference + lambda_sft * sft_weight * sft).sum()
 
     columns = torch.stack([torch.ones_like(margin), policy[chosen], policy[rejected], margin,
                            (margin > 0).double()], 1).detach()                            # (P, 5)
@@ -284,6 +290,14 @@ def preference_objective(model, groups: list[Group], beta, lambda_dpo=1.0, lambd
 def count_action_tokens(batch: list[Group]) -> int:
     """The divisor of the SFT phase: a batch's mean is per action token, as in ETO's trainer."""
     return sum(s.action_tokens for g in batch for s in g.sequences)
+
+
+def count_pairs(batch: list[Group]) -> int:
+    return sum(len(g.pairs) for g in batch)
+
+
+def sum_weights(batch: list[Group]) -> float:
+    return sum(p.weight for g in batch for p in g.pairs)
 
 
 def add_statistics(total: dict, more: dict) -> None:
@@ -351,10 +365,10 @@ def fit(accelerator, model, epochs: list[list[list[Group]]], objective, normalis
     FloatingPointError, naming the tasks, if the loss or the gradient stops being finite.
     """
     steps = sum(len(epoch) for epoch in epochs)
+    rising = int(warmup * steps)  # rounded down: the first of them has rate 0, so one step has none
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay, fused=True)
-    shape = (get_cosine_schedule_with_warmup(optimizer, math.ceil(warmup * steps), steps)
-             if schedule == "cosine" else
-             get_constant_schedule_with_warmup(optimizer, math.ceil(warmup * steps)))
+    rate = (get_cosine_schedule_with_warmup(optimizer, rising, steps) if schedule == "cosine"
+            else get_constant_schedule_with_warmup(optimizer, rising))
     model, optimizer = accelerator.prepare(model, optimizer)
     model.train()
     rank, world, step = accelerator.process_index, accelerator.num_processes, 0
@@ -383,9 +397,9 @@ def fit(accelerator, model, epochs: list[list[list[Group]]], objective, normalis
             if not torch.isfinite(norm):
                 raise FloatingPointError(f"gradient norm {norm.item()} at step {step} on tasks "
                                          f"{', '.join(g.task for g in batch)}")
-            used = shape.get_last_lr()[0]
+            used = rate.get_last_lr()[0]
             optimizer.step()
-            shape.step()
+            rate.step()
             optimizer.zero_grad()
             step += 1
             shares = gather_object([(total, statistics)])

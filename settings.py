@@ -84,8 +84,6 @@ class Settings:
     # Exploration
     rollouts: int = setting(1, "rollouts per instruction and agent [Section 5.2.1]")
     temperature: float = setting(0.7, "of exploration, 0 = greedy; evaluation is greedy [ours]")
-    explore: Literal["once", "again"] = setting(
-        "once", "again: the trained failure agent explores anew before D_tgt is built [ours]")
     max_tokens: int = setting(4096, "tokens of a trajectory; it ends where they are full [ours]")
     too_long: Literal["drop", "cut"] = setting(
         "drop", "a trajectory that filled max_tokens: makes no pairs, or is used up to its last "
@@ -97,7 +95,7 @@ class Settings:
     weight_decay: float = setting(0.0, "AdamW's [ETO's script]")
     max_grad_norm: float = setting(1.0, "gradient clipping [transformers' default, used by ETO]")
     tokens_per_forward: int = setting(
-        4096, "tokens in one forward and backward pass; results do not depend on it [ours]")
+        4096, "tokens in one forward and backward pass; it changes rounding only [ours]")
     threads: int = setting(0, "CPU threads of a process, 0 = its share of the cores [ours]")
 
 
@@ -141,8 +139,6 @@ def check(s: Settings) -> Settings:
     if s.max_new_tokens >= s.max_tokens:
         wrong.append(f"--max-new-tokens {s.max_new_tokens}: must be below --max-tokens "
                      f"{s.max_tokens}")
-    if s.explore == "again" and s.method != "coevolve":
-        wrong.append(f"--explore again: --method {s.method} has no failure agent")
     if wrong:
         raise SettingsError("; ".join(wrong))
     return s

@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from accelerate.utils import broadcast_object_list
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, set_seed
 
@@ -40,7 +41,7 @@ def base(accelerator, run) -> Path:
     made_by += [Path(__file__).read_bytes(), f"{plan} {torch.__version__}".encode()]
     name = hashlib.sha256(b"".join(made_by)).hexdigest()[:16]
     folder = Path(__file__).parent / ".cache" / f"tiny-{name}"
-    if folder.exists():
+    if broadcast_object_list([folder.exists()])[0]:  # the first rank's answer, for all ranks
         return folder
     set_seed(0)
     rng = random.Random(0)
@@ -72,10 +73,10 @@ def base(accelerator, run) -> Path:
         temporary = folder.with_suffix(f".{os.getpid()}.tmp")
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        if folder.exists():  # another run was faster
-            shutil.rmtree(temporary)
-        else:
+        try:
             os.replace(temporary, folder)
+        except OSError:  # another run was faster
+            shutil.rmtree(temporary)
     accelerator.wait_for_everyone()
     return folder
 

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,13 +64,17 @@ ET, EF, FF = "expert>target", "expert>failure", "failure>failure"
                            (FF, "t0:0.75", "f0:0.5", 1.0, 0.0)]),
     # A missing rollout of the target.
     (1.0, [], [0.25], [(EF, "e0:1.0", "f0:0.25", 1.0, 1.0)]),
-    # Two rollouts each, one a success: three expert pairs of weight 1/3; failures are paired across the agents only.
+    # Two rollouts each, one a success: three expert pairs of weight 1/3; failures are paired
+    # across the agents only.
     (1.0, [0.5, 0.25], [0.5, 1.0], [
         (ET, "e0:1.0", "t0:0.5", 1 / 3, 1 / 3), (ET, "e0:1.0", "t1:0.25", 1 / 3, 1 / 3),
         (EF, "e0:1.0", "f0:0.5", 1 / 3, 1 / 3), (FF, "f0:0.5", "t1:0.25", 1.0, 0.0)]),
 ])
 def test_d_tgt_by_hand(expert_reward, own, other, rows):
-    found = coevolve.d_tgt(expert(expert_reward), target(*own), failure(*other), Settings())
+    dropped = Counter()
+    found = coevolve.d_tgt(expert(expert_reward), target(*own), failure(*other), Settings(),
+                           dropped)
+    assert len(found) + dropped.total() == len(own) + len(other) + len(own) * len(other)
     assert brief(found) == rows
     weights = [r["weight"] for r in found if r["kind"] != FF]
     assert not weights or sum(weights) == pytest.approx(1.0)
@@ -76,7 +82,7 @@ def test_d_tgt_by_hand(expert_reward, own, other, rows):
 
 def test_d_tgt_settings():
     pairs = lambda own, other, reward=1.0, **changed: brief(coevolve.d_tgt(
-        expert(reward), target(own), failure(other), replace(Settings(), **changed)))
+        expert(reward), target(own), failure(other), replace(Settings(), **changed), Counter()))
     assert pairs(1.0, 0.5, 0.75, expert_beaten="drop") == [(EF, "e0:0.75", "f0:0.5", 1.0, 1.0)]
     assert [r[3] for r in pairs(0.5, 0.25, pair_weights="none")] == [1.0, 1.0, 1.0]
     assert [r[0] for r in pairs(0.5, 0.25, d_tgt_failures="none")] == [ET, EF]
@@ -92,17 +98,19 @@ def test_d_tgt_settings():
     ([0.5, 0.25], [0.75, 1.0], ["t0:0.5>t1:0.25", "f0:0.75>t0:0.5", "f0:0.75>t1:0.25"]),
 ])
 def test_d_fail_by_hand(own, other, rows):
-    found = brief(coevolve.d_fail(target(*own), failure(*other), [], Settings()))
+    found = brief(coevolve.d_fail(target(*own), failure(*other), [], Settings(), Counter()))
     assert [f"{w}>{l}" for _, w, l, _, _ in found] == rows
     assert all((kind, weight, sft) == (FF, 1.0, 0.0) for kind, _, _, weight, sft in found)
 
 
 def test_d_fail_settings():
     own, other = target(0.5, 0.25), failure(0.75)
-    cross = brief(coevolve.d_fail(own, other, [], replace(Settings(), d_fail="cross")))
+    settings = replace(Settings(), d_fail="cross")
+    cross = brief(coevolve.d_fail(own, other, [], settings, Counter()))
     assert [(w, l) for _, w, l, _, _ in cross] == [("f0:0.75", "t0:0.5"), ("f0:0.75", "t1:0.25")]
     old = [trajectory("target", 0.1)]
-    buffer = brief(coevolve.d_fail(own[:1], other, old, replace(Settings(), d_fail="buffer")))
+    settings = replace(Settings(), d_fail="buffer")
+    buffer = brief(coevolve.d_fail(own[:1], other, old, settings, Counter()))
     assert {(w, l) for _, w, l, _, _ in buffer} == {
         ("f0:0.75", "t0:0.5"), ("t0:0.5", "t0:0.1"), ("f0:0.75", "t0:0.1")}
 
@@ -119,14 +127,21 @@ def test_cut_keeps_whole_turns():
 
 
 def command(out, *more):
-    return [sys.executable, str(ROOT / "coevolve.py"), "--quick", "--seed", "5", "--out", str(out),
-            *more]
+    """A quick run made quicker: what is tested here is that it all fits together."""
+    return [sys.executable, str(ROOT / "coevolve.py"), "--quick", "--train-tasks", "80",
+            "--eval-tasks", "10", "--seed", "5", "--out", str(out), *more]
 
 
 def finish(out, *more):
-    done = subprocess.run(command(out, *more), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command(out, *more), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def refused(out, *more):
+    done = subprocess.run(command(out, *more), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    return done.stderr
 
 
 def contents(run):
@@ -220,7 +235,7 @@ def test_a_killed_run_continues_to_the_same_result(quick, tmp_path, after):
 
 def test_a_finished_run_says_so_and_trains_nothing(quick):
     before = contents(quick[0])
-    assert "is finished" in finish(quick[0])
+    assert "was finished before" in finish(quick[0])
     assert contents(quick[0]) == before
 
 
@@ -229,24 +244,38 @@ def test_a_finished_run_says_so_and_trains_nothing(quick):
     (["--lambda-sft", "-1"], "--lambda-sft -1.0: must be 0 or more"),
     (["--lamda", "1"], "unknown: --lamda 1"),
     (["--method", "ppp"], "invalid choice: 'ppp'"),
+    (["--train-tasks", "601"], "webshop has 600 train tasks"),
 ])
 def test_bad_settings_are_refused_in_one_line(quick, flags, message):
-    done = subprocess.run(command(quick[0], *flags), capture_output=True, text=True)
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    assert message in refused(quick[0], *flags)
 
 
-def test_a_changed_file_stops_the_run(quick, tmp_path):
-    import shutil
+def test_bad_models_and_folders_are_refused_in_one_line(quick, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "can be written" in refused(tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    assert "--model" in refused(tmp_path / "a", "--model", str(tmp_path / "empty"))
+    shutil.copytree(quick[0] / "sft-target", tmp_path / "weightless")
+    (tmp_path / "weightless/model.safetensors").unlink()
+    assert "no *.safetensors" in refused(tmp_path / "a", "--model", str(tmp_path / "weightless"))
+    # Neither of them keeps a corrected command from using the folder.
+    assert not (tmp_path / "a/config.json").exists()
+
+
+def test_a_changed_file_stops_the_run_and_a_deleted_one_is_made_again(quick, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(quick[0], out)
-    (out / "result.json").unlink()
+    (out / "curves.png").unlink()
+    finish(out)
+    assert (out / "curves.png").exists()
     with open(out / "iter1/target.jsonl", "a") as f:
         f.write("{}\n")
-    done = subprocess.run(command(out), capture_output=True, text=True)
-    assert done.returncode == 2 and "iter1/target.jsonl is not what phase" in done.stderr
+    assert "iter1/target.jsonl is not what phase" in refused(out)
     (out / "iter1/target.jsonl").unlink()
     finish(out)  # computed again, and all that follows
     assert contents(out) == contents(quick[0])
+    (out / "metrics.jsonl").write_text("")
+    assert "metrics.jsonl is shorter" in refused(out)
 
 
 @pytest.mark.parametrize("method, agents", [("sft", {"target"}), ("eto", {"target"})])
@@ -257,3 +286,22 @@ def test_other_methods_share_the_sft_agent(quick, tmp_path, method, agents):
     assert (out / sft).read_bytes() == (quick[0] / sft).read_bytes()
     assert not (out / "sft-failure").exists()
     assert (out / "iter1/target-agent").exists() == (method == "eto")
+
+
+def test_another_architecture_and_template_run_the_whole_loop(tmp_path):
+    """A hub-format folder (Llama, grouped keys, Llama-2's template) with random weights."""
+    from conftest import make_tokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM
+    tokenizer = make_tokenizer("llama2")
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer) + 3, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    finish(tmp_path / "run", "--model", str(tmp_path / "model"), "--train-tasks", "4",
+           "--eval-tasks", "2", "--sft-epochs", "1", "--max-tokens", "4096",
+           "--max-new-tokens", "8", "--dpo-lr", "1e-3")
+    rows = [json.loads(line) for line in (tmp_path / "run/iter1/target.jsonl").open()]
+    assert {row["steps"] for row in rows} == {10} and all("[INST]" not in m["content"]
+                                                          for row in rows for m in row["messages"])

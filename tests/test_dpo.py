@@ -286,6 +286,21 @@ def test_learning_rate_schedules():
     assert [e["lr"] for e in log] == pytest.approx(expected)
 
 
+def test_a_phase_of_one_step_trains():
+    before = torch.cat([p.detach().flatten() for p in make_model(VOCABULARY, seed=3).parameters()])
+    batch = [dpo.Group("t", sequences(9))]
+    for schedule in ("constant", "cosine"):
+        after, _ = trained(batch, [[batch]], 100, warmup=0.1, schedule=schedule)
+        assert not torch.equal(after, before)
+
+
+def test_attention_of_another_form_is_refused():
+    model = make_model(VOCABULARY)
+    model.model.layers[0].self_attn.sliding_window = 4
+    with pytest.raises(ValueError, match="sliding_window=4 is not supported"):
+        dpo.action_log_probs(model, sequences(9))
+
+
 def test_a_loss_that_is_not_finite_names_the_tasks():
     bad = dpo.Group("webshop-train-7", sequences(8), [dpo.Pair("expert>target", 0, 0)])
     bad.reference = [math.nan]

@@ -26,7 +26,6 @@ REFUSED = {
     "--cut-turns -2": "must be -1 (off) or more",
     "--lambda-dpo 0 --lambda-sft 0": "nothing would be trained",
     "--max-new-tokens 768": "must be below --max-tokens 768",
-    "--explore again --method eto": "no failure agent",
     "--quick maybe": "--quick",
     "--beta": "expected one argument",
     "--seed -1": "must be 0 or more",
