@@ -7,6 +7,7 @@ stopped goes on after its last finished phase.
 
     python coevolve.py --env webshop          train and evaluate (run.sh does this)
     python coevolve.py show RUN               read trajectories of a run side by side
+    python coevolve.py compare RUN RUN ...    means over seeds, by method
 """
 
 import argparse
@@ -29,6 +30,8 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+# Threads that wait must sleep: spinning, they take a shared machine's cores from their own team.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -820,6 +823,8 @@ def mean(values) -> float:
 
 
 def main(argv: list[str]) -> None:
+    if argv[:1] == ["compare"]:
+        return print(report.compare(argv[1:]))
     if argv[:1] == ["show"]:
         parser = argparse.ArgumentParser(prog="coevolve.py show", description=report.show.__doc__)
         parser.add_argument("run", help="a run's folder")

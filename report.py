@@ -139,6 +139,33 @@ def table(run_dir) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def compare(run_dirs) -> str:
+    """Mean and standard deviation over runs of reward and success, by method, split, iteration.
+
+    One row per method, agent, split and iteration; `runs` counts the runs (seeds) in it. RunError
+    if a folder is not a run, or two runs share method and seed, which would count one twice.
+    """
+    values, seen = {}, {}
+    for run_dir in run_dirs:
+        found = result(run_dir)
+        key = tuple(found["settings"][name] for name in ("env", "method", "seed"))
+        if key in seen:
+            raise RunError(f"{run_dir} and {seen[key]} are both {key}; compare one of them")
+        seen[key] = run_dir
+        for e in found["evaluations"]:
+            row = (e["agent"], e["split"], key[1], e["iteration"])
+            values.setdefault(row, []).append((e["reward"], e["success"]))
+    rows = []
+    for (agent, split, method, iteration), pairs in sorted(values.items()):
+        cells = []
+        for column in np.array(pairs).T:  # (2, runs): rewards, success rates
+            spread = column.std(ddof=1) if len(column) > 1 else 0.0
+            cells.append(f"{column.mean():.3f} ± {spread:.3f}")
+        rows.append((agent, split, method, iteration, len(pairs), *cells))
+    return "\n".join(_section("Mean ± standard deviation over runs",
+                              "<agent <split <method iteration runs reward success", rows))
+
+
 def _with_both(exploration):
     """Each iteration's events, followed by both agents together where there are two."""
     for iteration in sorted({e["iteration"] for e in exploration}):

@@ -2,6 +2,7 @@
 # Sets up what is missing, then trains or tests:
 #   bash run.sh webshop [settings]     train and evaluate; --help lists the settings
 #   bash run.sh show RUN [tasks]       trajectories of a run, side by side
+#   bash run.sh compare RUN RUN ...    means over seeds, by method
 #   bash run.sh test [pytest options]  run the tests
 # An active environment that satisfies requirements.txt is used as it is; otherwise .venv is made
 # beside this file. PYTHON=/path/to/python3 chooses the interpreter. A relative path among the
@@ -91,8 +92,8 @@ except subprocess.CalledProcessError as error:  # its message is on the screen a
 
 command=${1:-}
 case $command in
-    webshop | show | test) shift ;;
-    *) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    webshop | show | compare | test) shift ;;
+    *) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
 
 python=
@@ -114,5 +115,5 @@ if [ "$command" = test ]; then
     cd "$here"
     exec "$python" -m pytest -q -o testpaths=tests "$@"
 fi
-if [ "$command" = show ]; then exec "$python" "$here/coevolve.py" show "$@"; fi
+if [ "$command" != webshop ]; then exec "$python" "$here/coevolve.py" "$command" "$@"; fi
 exec "$python" -c "$launch" "$here/coevolve.py" --env "$command" "$@"

@@ -262,3 +262,18 @@ def test_a_truncated_line_is_refused_with_file_and_line(run):
 def test_a_missing_file_is_refused_by_name(tmp_path):
     with pytest.raises(report.RunError, match="nothing.jsonl: no such file"):
         report.read_jsonl(tmp_path / "nothing.jsonl")
+
+
+def test_compare_over_seeds_by_hand(tmp_path):
+    """Rewards 0.5 and 0.7: mean 0.6, standard deviation 0.1 * sqrt(2)."""
+    for seed, reward in ((0, 0.5), (1, 0.7)):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"settings": {**SETTINGS, "seed": seed}}))
+        write_lines(folder / "metrics.jsonl", [
+            {"event": "evaluation", "agent": "target", "iteration": 1, "split": "test", "tasks": 2,
+             "reward": reward, "reward_low": 0, "reward_high": 1, "success": 0.5, "steps": 3}])
+    text = report.compare([tmp_path / "0", tmp_path / "1"])
+    assert row(text, "target", "test")[1:] == ["1", "2", "0.600", "±", "0.141", "0.500", "±", "0.000"]
+    with pytest.raises(report.RunError, match="compare one of them"):
+        report.compare([tmp_path / "0", tmp_path / "0"])
