@@ -77,7 +77,7 @@ def collect_experts(run: "Run") -> None:
     s = run.settings
 
     def work(out: Path) -> dict:
-        tokenizer, env = AutoTokenizer.from_pretrained(run.base), envs.make(s.env, s.view)
+        tokenizer, env = AutoTokenizer.from_pretrained(run.base), run.make_env()
         encoder, rows, dropped = dpo.Encoder(tokenizer), [], {"reward": [], "too long": []}
         tasks = env.tasks("train")
         if s.train_tasks > len(tasks):
@@ -174,7 +174,7 @@ def evaluate(run: "Run", agent: str, i: int) -> None:
     s = run.settings
     for split in run.test_splits if s.eval_splits == "test" else ("validation",):
         def work(out: Path) -> dict:
-            env = envs.make(s.env, s.view)
+            env = run.make_env()
             tasks = env.tasks(split)[:s.eval_tasks or None]
             env.close()
             rows = run.rollout(f"evaluate-{agent} {i}", run.agent(agent, i),
@@ -552,7 +552,7 @@ class Run:
         self.phases = json.loads(state.read_text()) if state.exists() else {}
         self._truncate_log()
         accelerator.wait_for_everyone()
-        env = envs.make(settings.env, settings.view)
+        env = self.make_env()
         self.success, self.test_splits = env.success, env.test_splits
         env.close()
 
@@ -576,6 +576,20 @@ class Run:
             settings=now, commit=git.stdout.strip() or None,
             versions={"python": platform.python_version(),
                       **{name: version(name) for name in packages}}), indent=1))
+
+    def make_env(self):
+        return envs.make(self.settings.env, self.settings.view, self.settings.webshop_url)
+
+    def try_env(self) -> None:
+        """Opens the last training task, so that what is missing shows now and not in hours.
+
+        One process alone: a WebShop server must not load its catalogue twice at once.
+        """
+        if self.main:
+            env = self.make_env()
+            env.reset(env.tasks("train")[:self.settings.train_tasks or None][-1])
+            env.close()
+        self.accelerator.wait_for_everyone()
 
     # Phases
 
@@ -658,10 +672,9 @@ class Run:
         model = load_model(agent, torch.bfloat16 if device.type == "cuda" else torch.float32)
         encoder = dpo.Encoder(AutoTokenizer.from_pretrained(agent))
         with self.bar(phase, len(share), "episode") as progress:
-            rollout(model.to(device), encoder, lambda: envs.make(s.env, s.view), share,
-                    temperature=temperature, slots=s.slots, max_tokens=s.max_tokens,
-                    max_new_tokens=s.max_new_tokens, tokens_per_forward=s.tokens_per_forward,
-                    progress=progress)
+            rollout(model.to(device), encoder, self.make_env, share, temperature=temperature,
+                    slots=s.slots, max_tokens=s.max_tokens, max_new_tokens=s.max_new_tokens,
+                    tokens_per_forward=s.tokens_per_forward, progress=progress)
         order = {(e.task, e.rollout): n for n, e in enumerate(episodes)}
         rows = gather_object([e.record() for e in share])
         return sorted(rows, key=lambda row: order[row["task"], row["rollout"]])
@@ -768,6 +781,7 @@ def main(argv: list[str]) -> None:
     if (run.path / "result.json").exists():
         run.say(f"{run.path} is finished; what it holds:")
     else:
+        run.try_env()
         run.base = tiny.base(accelerator, run) if settings.model == "tiny" else settings.model
         check_model(run.base)
         coevolve(run)
@@ -780,6 +794,6 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (SettingsError, report.RunError) as error:
+    except (SettingsError, report.RunError, envs.EnvError) as error:
         print(f"coevolve.py: {error}", file=sys.stderr)
         sys.exit(2)
