@@ -19,6 +19,7 @@ import math
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -76,14 +77,21 @@ def coevolve(run: "Run") -> None:
 
 
 def collect_experts(run: "Run") -> None:
-    """experts.jsonl: the scripted expert on every training task, kept above expert_min_reward."""
+    """experts.jsonl: expert trajectories of the training tasks, kept above expert_min_reward.
+
+    They are the scripted expert's, or those of --experts FILE.
+    """
     s = run.settings
 
     def work(out: Path) -> dict:
-        tokenizer, env = AutoTokenizer.from_pretrained(run.base), envs.make(s.env, s.view)
+        tokenizer, env = AutoTokenizer.from_pretrained(run.base), run.make_env()
         encoder, rows, dropped = dpo.Encoder(tokenizer), [], {"reward": [], "too long": []}
-        for task in env.tasks("train")[:s.train_tasks or None]:
-            messages, reward = play_expert(env, task)
+        if s.experts:
+            found = read_experts(s.experts, env)[:s.train_tasks or None]
+        else:
+            found = ((task, *play_expert(env, task))
+                     for task in env.tasks("train")[:s.train_tasks or None])
+        for task, messages, reward in found:
             ids, mask = encoder.encode(messages)
             if reward <= s.expert_min_reward and reward < env.success:
                 dropped["reward"].append(task)
@@ -119,6 +127,56 @@ def play_expert(env, task: str) -> tuple[list[dict], float]:
         observation = step.observation
         messages.append({"role": "user", "content": observation})
     return messages[:-1] if messages[-1]["role"] == "user" else messages, step.reward
+
+
+def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
+    """(task, messages, reward) of each trajectory in a file.
+
+    Takes our own experts.jsonl, or the format that ETO and IPR publish: a JSON list of `id` (its
+    last number is the task's), `conversations` of `from` (human or gpt) and `value`, and, if
+    known, `reward` (else 1). The rules that open a published conversation are replaced by the
+    environment's prompt, so that experts and rollouts open alike. SettingsError naming the entry.
+    """
+    def refuse(problem, entry=None):
+        where = f"--experts {path}" + ("" if entry is None else f", entry {entry}")
+        raise SettingsError(f"{where}: {problem}")
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        rows = json.loads(text) if text.lstrip().startswith("[") else report.read_jsonl(path)
+    except (OSError, ValueError) as error:
+        refuse(f"{error}; give ETO's JSON list or a run's experts.jsonl")
+    found, seen, roles = [], set(), {"human": "user", "gpt": "assistant"}
+    for n, row in enumerate(rows):
+        try:
+            if "conversations" in row:
+                number = re.search(r"(\d+)\D*$", str(row["id"]))[1]
+                task, reward = f"{env.name}-train-{int(number)}", row.get("reward", 1.0)
+                messages = [{"role": roles[turn["from"]], "content": turn["value"]}
+                            for turn in row["conversations"]]
+                if "Action:" not in messages[1]["content"]:  # the rules, and "OK"
+                    messages = messages[2:]
+                messages[:1] = opening(env, messages[0]["content"])
+            else:
+                task, messages, reward = row["task"], row["messages"], row["reward"]
+            while messages[-1]["role"] == "user":  # what followed the last action
+                messages.pop()
+            right = [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
+            right = right and all(isinstance(m["content"], str) for m in messages)
+            reward = float(reward)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            refuse(f"not a trajectory ({type(error).__name__}: {error})", n)
+        if not right:
+            refuse("its turns are not user and assistant in turn", n)
+        if not 0 <= reward <= 1:
+            refuse(f"reward {reward} is not in [0, 1]", n)
+        if task in seen:
+            refuse(f"{task} is there twice; keep one of them", n)
+        seen.add(task)
+        found.append((task, messages, reward))
+    if not found:
+        refuse("holds no trajectory")
+    return found
 
 
 def opening(env, observation: str) -> list[dict]:
@@ -170,7 +228,7 @@ def evaluate(run: "Run", agent: str, i: int) -> None:
     s = run.settings
     for split in run.splits:
         def work(out: Path) -> dict:
-            env = envs.make(s.env, s.view)
+            env = run.make_env()
             tasks = env.tasks(split)[:s.eval_tasks or None]
             env.close()
             rows = run.play(f"evaluate-{agent} {i}", run.agent(agent, i),
@@ -557,13 +615,16 @@ class Run:
         self.main, self.worked = accelerator.is_main_process, False
         self.path = Path(settings.out or
                          f"runs/{settings.env}-{settings.method}-s{settings.seed}")
-        env = envs.make(settings.env, settings.view)
+        env = self.make_env()
         self.success = env.success
         self.splits = env.test_splits if settings.eval_splits == "test" else ("validation",)
         self._check_task_counts(env)
-        env.close()
-        if self.main:
+        tasks = ([task for task, _, _ in read_experts(settings.experts, env)]
+                 if settings.experts else env.tasks("train"))
+        if self.main:  # alone: a WebShop server must not load its catalogue twice at once
             self._lock()
+            env.reset(tasks[:settings.train_tasks or None][-1])  # what is missing shows now
+        env.close()
         accelerator.wait_for_everyone()
         config, phases = self.path / "config.json", self.path / "phases.json"
         before = json.loads(config.read_text()) if config.exists() else None
@@ -585,8 +646,10 @@ class Run:
 
     def _check_task_counts(self, env) -> None:
         s = self.settings
-        for flag, asked, splits in (("train", s.train_tasks, ("train",)),
-                                    ("eval", s.eval_tasks, self.splits)):
+        counted = [("eval", s.eval_tasks, self.splits)]
+        if not s.experts:  # which otherwise say what the training tasks are
+            counted.append(("train", s.train_tasks, ("train",)))
+        for flag, asked, splits in counted:
             for split in splits:
                 if asked > len(env.tasks(split)):
                     raise SettingsError(f"--{flag}-tasks {asked}: {s.env} has "
@@ -611,6 +674,9 @@ class Run:
         if changed:
             raise SettingsError(f"{self.path} was made with other settings: {', '.join(changed)}; "
                                 "give another --out, or these again")
+
+    def make_env(self):
+        return envs.make(self.settings.env, self.settings.view, self.settings.webshop_url)
 
     # Phases
 
@@ -710,10 +776,9 @@ class Run:
         model = load_model(agent, torch.bfloat16 if device.type == "cuda" else torch.float32)
         encoder = dpo.Encoder(AutoTokenizer.from_pretrained(agent))
         with self.bar(phase, len(share), "episode") as progress:
-            rollout(model.to(device), encoder, lambda: envs.make(s.env, s.view), share,
-                    temperature=temperature, slots=s.slots, max_tokens=s.max_tokens,
-                    max_new_tokens=s.max_new_tokens, tokens_per_forward=s.tokens_per_forward,
-                    progress=progress)
+            rollout(model.to(device), encoder, self.make_env, share, temperature=temperature,
+                    slots=s.slots, max_tokens=s.max_tokens, max_new_tokens=s.max_new_tokens,
+                    tokens_per_forward=s.tokens_per_forward, progress=progress)
         order = {(e.task, e.rollout): n for n, e in enumerate(episodes)}
         rows = gather_object([e.record() for e in share])
         return sorted(rows, key=lambda row: order[row["task"], row["rollout"]])
@@ -855,7 +920,7 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (SettingsError, report.RunError, FloatingPointError) as error:
+    except (SettingsError, report.RunError, envs.EnvError, FloatingPointError) as error:
         print(f"coevolve.py: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -3,18 +3,25 @@
 Every environment has the same small interface (see `WebShop`): `tasks(split)`, `reset(task)`,
 `step(reply)`, `expert()`, `close()`, and the fields `name`, `test_splits`, `success`, `max_steps`
 and `prompt`. One object plays one episode at a time. The environment does not count steps: the
-rollout stops after `max_steps` replies, and an episode without a purchase keeps reward 0.
+rollout stops after `max_steps` replies, and an episode without a purchase keeps reward 0. An
+environment that breaks raises `EnvError`: the episode is void, and no failure of the agent's.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import sys
+import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
+from html.parser import HTMLParser
 from itertools import combinations
+from urllib.parse import urljoin, urlsplit
+
+import requests
 
 import worlds
 
@@ -26,10 +33,17 @@ class Step:
     done: bool
 
 
-def make(name: str, view: str = "full"):
-    """The environment called `name`; `view` is "full" (the official text) or "short"."""
+class EnvError(Exception):
+    """The environment broke, so the episode is void; the text is one line with the remedy."""
+
+
+def make(name: str, view: str = "full", url: str | None = None):
+    """The environment called `name`; `view` is "full" (the official text) or "short".
+
+    url: of a real WebShop server, http://host:port; None is the embedded shop.
+    """
     if name == "webshop":
-        return WebShop(view=view)
+        return WebShopServer(url, view=view) if url else WebShop(view=view)
     raise ValueError(f"unknown environment {name!r}; choose from: webshop")
 
 
@@ -116,6 +130,82 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
     return r_type * ((n_att + n_opt + r_price) / (len(goal["attributes"]) + len(wanted) + 1))
 
 
+# ------------------------------------------------------------------------------ any shop
+
+@dataclass(frozen=True)
+class Shown:
+    """What a page shows, whichever shop it is from."""
+    kind: str            # search | results | item | sub-page | done
+    pieces: list[str]    # visible text
+    links: dict          # lowercased text -> what lies behind a click on it
+    item: object = None  # the product of an item page or sub-page
+    reward: float = 0.0  # of the purchase, on the page "done"
+
+
+class Shop:
+    """What the embedded shop and a real server share: actions, budget and views.
+
+    Text and rules are the official text environment's, with two differences: a search is valid
+    on the search page only (as in WebShop's browser environment and its instruction), and the
+    page after a purchase ends at "Your code:", because the rest would show the goal and reward.
+    An invalid action keeps the page.
+
+    view="short" shortens the text for a very small model: pieces are joined by " | ", pages after
+    the first come without the instruction and "Back to Search" (it can still be clicked), and a
+    page that was shown before in the episode is its first piece and "(seen)".
+
+    A subclass says what a search finds (`_find`) and what a click leads to (`_follow`).
+    """
+    name = "webshop"
+    success = 1.0
+    max_steps = 10
+
+    def __init__(self, view: str):
+        if view not in ("full", "short"):
+            raise ValueError(f"unknown view {view!r}; choose from: full, short")
+        self.view = view
+        self.prompt = PROMPT if view == "full" else ""
+        self._shown = None
+
+    def step(self, reply: str) -> Step:
+        """Plays the reply's action; raises RuntimeError where no episode is running."""
+        shown = self._shown
+        if shown is None or shown.kind == "done":
+            raise RuntimeError("webshop: step() without a running episode; call reset(task) first")
+        match = re.match(r"(.+)\[(.+)\]", parse_reply(reply))
+        name, argument = (match[1], match[2].lower()) if match else ("", "")
+        if name == "search" and shown.kind == "search":
+            shown = self._find(argument)
+        elif name == "click" and argument in shown.links:
+            shown = self._follow(shown.links[argument])
+        return Step(self._show(shown), shown.reward, shown.kind == "done")
+
+    def clickables(self) -> list[str]:
+        """What click[...] takes on this page, lowercased. The "Search" button is not among it."""
+        return list(self._shown.links)
+
+    def close(self):
+        self._shown = None
+
+    def _begin(self, shown: Shown) -> str:
+        self._seen = set()
+        return self._show(shown)
+
+    def _show(self, shown: Shown) -> str:
+        self._shown = shown
+        if self.view == "full":
+            return " [SEP] ".join(shown.pieces)
+        pieces = shown.pieces if shown.kind in ("search", "done") else shown.pieces[3:]
+        text = " | ".join(pieces)
+        if (shown.kind, shown.item, text) in self._seen:
+            return f"{pieces[0]} (seen)"
+        self._seen.add((shown.kind, shown.item, text))
+        return text
+
+
+DONE = ["Thank you for shopping with us!", "Your code:"]
+
+
 # ------------------------------------------------------------------------------ the embedded shop
 
 class BM25:
@@ -157,35 +247,21 @@ class Page:
     sub: str = ""         # Description | Features | Reviews | Attributes
 
 
-class WebShop:
+class WebShop(Shop):
     """The embedded shop: WebShop's pages, actions and reward over a generated catalogue.
 
-    Text and rules are the official text environment's, with two differences: a search is valid
-    on the search page only (as in WebShop's browser environment and its instruction), and the
-    page after a purchase ends at "Your code:", because the rest would show the goal and reward.
-    An invalid action keeps the page. Item pages have the button "Attributes", which the official
-    server shows when it is started with attributes.
-
-    view="short" shortens the text for a very small model: pieces are joined by " | ", pages after
-    the first come without the instruction and "Back to Search" (it can still be clicked), and a
-    page that was shown before in the episode is its first piece and "(seen)".
+    Item pages have the button "Attributes", which the official server shows when it is started
+    with --attrs.
     """
-    name = "webshop"
     test_splits = ("test", "unseen")
-    success = 1.0
-    max_steps = 10
     max_results = 50
 
     def __init__(self, view: str = "full", world=None, page_size: int = 4):
         """`world`: see `worlds.ShopWorld`; WebShop itself shows 10 results a page."""
-        if view not in ("full", "short"):
-            raise ValueError(f"unknown view {view!r}; choose from: full, short")
-        self.view = view
-        self.prompt = PROMPT if view == "full" else ""
+        super().__init__(view)
         self.page_size = page_size
         self.world = world or worlds.shop_world()
         self._search = _search_engine(self.world)
-        self._page = None
 
     def tasks(self, split: str) -> list[str]:
         """Task ids of a split: train, validation, test (new goals), unseen (new families)."""
@@ -202,49 +278,24 @@ class WebShop:
 
     def start(self, goal: dict) -> str:
         """Starts an episode on a goal that need not belong to a split; the first observation."""
-        self._goal, self._seen, self._reward = goal, set(), 0.0
-        return self._show(Page())
-
-    def step(self, reply: str) -> Step:
-        """Plays the reply's action; raises RuntimeError where no episode is running."""
-        if self._page is None or self._page.kind == "done":
-            raise RuntimeError("webshop: step() without a running episode; call reset(task) first")
-        page = self._page
-        match = re.match(r"(.+)\[(.+)\]", parse_reply(reply))
-        name, argument = (match[1], match[2].lower()) if match else ("", "")
-        if name == "search" and page.kind == "search":
-            page = Page("results", query=argument)
-        elif name == "click":
-            page = self._links.get(argument, page)
-        if page.kind == "done":
-            product = self.world.products[page.item]
-            self._reward = webshop_reward(product, self._goal, dict(page.options),
-                                          product["price"], nouns=worlds.type_words)
-        return Step(self._show(page), self._reward, page.kind == "done")
-
-    def clickables(self) -> list[str]:
-        """What click[...] takes on this page, lowercased. The "Search" button is not among it."""
-        return list(self._links)
+        self._goal = goal
+        return self._begin(self._follow(Page()))
 
     def expert(self):
         """A scripted expert for the episode just reset: observation -> reply."""
         return worlds.shop_expert(thoughts=self.view == "full")
 
-    def close(self):
-        self._page = None
+    def _find(self, query: str) -> Shown:
+        return self._follow(Page("results", query=query))
 
-    def _show(self, page: Page) -> str:
-        self._page = page
-        pieces, self._links = self._render(page)
-        if self.view == "full":
-            return " [SEP] ".join(pieces)
-        if page.kind not in ("search", "done"):
-            pieces = pieces[3:]
-        text = " | ".join(pieces)
-        if (page.kind, page.item, text) in self._seen:
-            return f"{pieces[0]} (seen)"
-        self._seen.add((page.kind, page.item, text))
-        return text
+    def _follow(self, page: Page) -> Shown:
+        pieces, links = self._render(page)
+        reward = 0.0
+        if page.kind == "done":
+            product = self.world.products[page.item]
+            reward = webshop_reward(product, self._goal, dict(page.options), product["price"],
+                                    nouns=worlds.type_words)
+        return Shown(page.kind, pieces, links, page.item, reward)
 
     def _render(self, page: Page) -> tuple[list[str], dict[str, Page]]:
         """The page's visible pieces of text, and the page behind each clickable."""
@@ -253,7 +304,7 @@ class WebShop:
         if page.kind == "search":
             return ["WebShop", *head[:2], "Search"], {}
         if page.kind == "done":
-            return ["Thank you for shopping with us!", "Your code:"], {}
+            return DONE, {}
 
         if page.kind == "results":
             hits = self._search(page.query)[:self.max_results]
@@ -308,6 +359,232 @@ def _search_engine(world):
     rank = BM25([" ".join([p["Title"], p["Description"], *p["BulletPoints"][:1]])
                  for p in world.products])
     return lru_cache(maxsize=4096)(rank)
+
+
+# ------------------------------------------------------------------------------ a real server
+
+class WebShopServer(Shop):
+    """An official WebShop server, driven as a browser does: by its pages' links and forms.
+
+    A task is the number of one of the server's goals. Goal numbers mean the same on every server
+    with the same catalogue, but price limits are drawn when it starts: the instruction is read
+    from the page. Splits are those of WebShop's own baselines, test 0-499, validation 500-1499,
+    and as many training goals from 1500 on as the paper has; it evaluates on 200 test goals.
+    The catalogue of 1,000 products has 6,910 goals, all 1.18 million products have 12,087;
+    `reset` takes any goal number, whatever the split.
+
+    A server keeps of a session its goal only (the rest is in the URLs), so every episode on a goal
+    uses the same session, and the server, which slows down with each session, sees few of them.
+
+    Requests that fail are repeated, which is safe as pages carry all state. EnvError where that
+    does not help: no answer, errors, broken or huge pages, a link or redirect to another host.
+    Where the server itself has no page for its link (404, for an option name with a slash), the
+    click does nothing. Text of a model leaves as the search form's field and in no other way.
+    """
+    test_splits = ("test",)
+    splits = {"train": range(1500, 1500 + 1624), "validation": range(500, 1500),
+              "test": range(500)}
+    max_bytes = 10_000_000
+    max_query = 1000  # characters; a URL has to hold it and Lucene takes 1,024 words
+    slow = 3.0        # seconds of a purchase from which on the user is told
+    _loaded = set()   # servers that have answered this process
+
+    def __init__(self, url: str, view: str = "full", timeout: float = 60.0,
+                 load_timeout: float = 1200.0, waits: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)):
+        """url: http://host:port. Seconds without an answer that a request may take, the same for
+        the first one, which has the server load its catalogue, and between repetitions."""
+        super().__init__(view)
+        self.url = url.rstrip("/")
+        self.timeout, self.load_timeout, self.waits = timeout, load_timeout, waits
+        self._http = requests.Session()  # keeps its connection
+        self._http.trust_env = False     # no proxy may come between, and no saved password
+
+    def tasks(self, split: str) -> list[str]:
+        """Task ids of a split, train, validation or test, by goal number; makes no request."""
+        if split not in self.splits:
+            raise ValueError(f"unknown split {split!r}; choose from: {', '.join(self.splits)}")
+        return [f"webshop-{split}-{goal}" for goal in self.splits[split]]
+
+    def reset(self, task: str) -> str:
+        match = re.fullmatch(r"webshop-(\w+)-(\d+)", task)
+        if not match or match[1] not in self.splits:
+            raise ValueError(f"unknown task {task!r}; tasks(split) lists them")
+        self._task, self._instruction, self._shown = task, None, None
+        return self._begin(self._open("GET", f"{self.url}/coevolve_fixed_{int(match[2])}"))
+
+    def expert(self):
+        raise EnvError("the scripted expert knows the embedded shop's instructions only; for a "
+                       "WebShop server give expert trajectories with --experts FILE")
+
+    def close(self):
+        super().close()
+        self._http.close()
+
+    def _find(self, query: str) -> Shown:
+        # A slash would end in a 404, and <r>, <a>, <c>, <q> at the start are commands.
+        query = re.sub("^<([racq])>", r"\1", query.replace("/", " "))[:self.max_query]
+        return self._open("POST", self._form, data={"search_query": query})
+
+    def _follow(self, link) -> Shown:
+        return self._open(*link)
+
+    def _open(self, method: str, url: str, item=None, data=None) -> Shown:
+        """The page at `url`, or the page shown if there is none (404). item: of a product link."""
+        before, self._shown = self._shown, None  # a void episode has no page to go on from
+        started = time.monotonic()
+        found = self._load(method, url, data, opening=before is None)
+        if found is None:
+            return before
+        page = _Html(*found)
+        if page.reward is not None:
+            if time.monotonic() - started > self.slow:
+                _say_once(f"webshop: a purchase takes {self.url} more than {self.slow:g} s; it "
+                          "slows down with every session it has seen. Restart it before the next "
+                          "run (not within one: a restart draws new price limits)")
+            if not 0 <= page.reward <= 1:
+                self._fail("the reward of the purchase is not a number in [0, 1]")
+            return Shown("done", DONE, {}, reward=page.reward)
+        if page.instruction is None or (before is None and page.form is None):
+            self._fail("this is no page of a WebShop server; is the address right?")
+        if self._instruction not in (None, page.instruction):
+            self._fail("the instruction has changed; was the server restarted?")
+        self._instruction, self._form = page.instruction, page.form
+        if page.form is not None:
+            return Shown("search", page.pieces, {})
+        if "next >" in page.links:
+            return Shown("results", page.pieces, page.links)
+        return Shown("item", page.pieces, page.links, item or before.item)
+
+    def _load(self, method: str, url: str, data, opening: bool) -> tuple[str, str] | None:
+        """HTML and address of the page at `url`, None if there is none; repeats what failed."""
+        loading = self.url not in self._loaded
+        timeout = self.load_timeout if loading else self.timeout
+        for wait in (*self.waits, None):
+            try:
+                status, html, at = self._fetch(method, url, data, timeout)
+            except requests.RequestException as error:
+                problem = f"{type(error).__name__}; is the server running?"
+                if loading and isinstance(error, requests.ReadTimeout):
+                    break  # a second request would make it load its catalogue once more
+            else:
+                if status == 200 and "</html>" in html:
+                    self._loaded.add(self.url)
+                    return html, at
+                if status == 404 and not opening:
+                    return None
+                problem = f"HTTP {status}" if status != 200 else "a page that ends early"
+                if 300 <= status < 500:
+                    break
+            if wait is not None:
+                time.sleep(wait)
+        if opening and problem == "HTTP 500":
+            problem += (", its answer to a goal that its catalogue does not have; lower "
+                        "--train-tasks or --eval-tasks, or start it with more products")
+        self._fail(problem)
+
+    def _fetch(self, method: str, url: str, data, timeout: float) -> tuple[int, str, str]:
+        """Status, text and address after redirects; none of them may leave the server."""
+        for _ in range(5):
+            request = self._http.prepare_request(requests.Request(method, url, data=data))
+            if _host(request.url) != _host(self.url):
+                self._fail(f"refused to follow it to another host: {request.url[:200]}")
+            with self._http.send(request, stream=True, allow_redirects=False,
+                                 timeout=(min(10.0, timeout), timeout)) as response:
+                body = b""
+                for part in response.iter_content(1 << 16):
+                    body += part
+                    if len(body) > self.max_bytes:
+                        self._fail(f"a page of more than {self.max_bytes:,} bytes")
+                to = self._http.get_redirect_target(response)
+            if not to:
+                return response.status_code, body.decode("utf-8", "replace"), request.url
+            method, url, data = "GET", urljoin(request.url, to), None
+        self._fail("redirects without end")
+
+    def _fail(self, problem: str):
+        raise EnvError(f"{self._task} at {self.url}: {problem}")
+
+
+class _Html(HTMLParser):
+    """A page of an official server: its visible text, and where its links and forms lead.
+
+    pieces, instruction: text. links: lowercased text -> (method, address, product if it is a
+    product's link). form: where a search is posted to. reward: of a purchase (nan: unreadable).
+    """
+    HIDDEN = ("style", "script", "head", "title")
+
+    def __init__(self, html: str, url: str):
+        super().__init__()
+        self.pieces, self.links, self.form, self.reward = [], {}, None, None
+        self._url, self._action, self._options = url, url, {}
+        self._text = ""       # since the last tag or comment
+        self._hidden = 0      # open elements whose text is not shown
+        self._control = None  # the open button or product link: tag, method, address, its text
+        self._score = None    # the text since #reward or its <pre> began
+        self.feed(html)
+        self.close()
+        for value, link in self._options.items():
+            self.links.setdefault(value, link)  # a button beats an option of the same name
+        self.links.pop("search", None)
+        self.instruction = next((text for head, text in zip(self.pieces, self.pieces[1:])
+                                 if head == "Instruction:"), None)
+
+    def handle_starttag(self, tag, attrs):
+        self._end_text()
+        attrs = {name: value or "" for name, value in attrs}
+        classes = attrs.get("class", "").split()
+        self._hidden += tag in self.HIDDEN
+        if tag == "form":
+            self._action = urljoin(self._url, attrs.get("action", ""))
+        elif attrs.get("name") == "search_query":
+            self.form = self._action
+        elif attrs.get("type") == "radio":
+            link = "GET", urljoin(self._url, attrs.get("data-url", "")), None
+            self._options[attrs.get("value", "")] = link
+        if "btn" in classes:
+            self._control = [tag, "POST", self._action, ""]
+        elif "product-link" in classes:
+            self._control = [tag, "GET", urljoin(self._url, attrs.get("href", "")), ""]
+        if attrs.get("id") == "reward" or (tag == "pre" and self._score is not None):
+            self._score = ""
+
+    def handle_endtag(self, tag):
+        self._end_text()
+        self._hidden -= tag in self.HIDDEN
+        if self._control and tag == self._control[0]:
+            _, method, address, text = self._control
+            self.links[text.lower()] = method, address, text if method == "GET" else None
+            self._control = None
+        if tag == "pre" and self._score is not None:
+            number = re.fullmatch(r"\s*([\d.]+(e-\d+)?)\s*", self._score)
+            self.reward, self._score = float(number[1]) if number else math.nan, None
+
+    def handle_data(self, data):
+        self._text += data
+        if self._control:
+            self._control[3] += data
+        if self._score is not None:
+            self._score += data
+
+    def handle_comment(self, data):
+        self._end_text()
+
+    def _end_text(self):
+        """A piece ends at a tag; one of white space alone counts unless it holds a newline."""
+        text, self._text = self._text, ""
+        blank = not text.strip(" \t\n\f\r")
+        if text and not self._hidden and not (blank and "\n" in text):
+            self.pieces.append(text.strip())
+
+
+def _host(url: str) -> tuple:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+
+
+@lru_cache(maxsize=None)
+def _say_once(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 PROMPT = """\

@@ -11,6 +11,7 @@ import math
 import sys
 from dataclasses import dataclass, field, fields
 from typing import Literal, Optional, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 
 def setting(default, help: str):
@@ -26,6 +27,10 @@ class Settings:
     model: str = setting("tiny", "hub name or folder; tiny: made from scratch in minutes")
     seed: int = setting(0, "seed of everything random in the run")
     out: Optional[str] = setting(None, "the run's folder [runs/ENV-METHOD-sSEED]")
+    webshop_url: Optional[str] = setting(
+        None, "address of a real WebShop server, http://host:port [the embedded shop]")
+    experts: Optional[str] = setting(
+        None, "file of expert trajectories: ETO's JSON list or a run's experts.jsonl [scripted]")
     quick: bool = setting(False, "the same path, cut to about a minute (too short to learn much)")
     iterations: int = setting(3, "K, co-evolution iterations [App. B: 3; 5 on InterCodeSQL]")
 
@@ -134,6 +139,14 @@ def check(s: Settings) -> Settings:
     need("sft_warmup dpo_warmup", lambda x: 0 <= x < 1, "must be in [0, 1)")
     need("expert_min_reward hard_threshold", lambda x: 0 <= x <= 1, "must be in [0, 1]")
     need("cut_turns", lambda x: x >= -1, "must be -1 (off) or more")
+    if s.webshop_url is not None and not is_web_address(s.webshop_url):
+        wrong.append(f"--webshop-url {s.webshop_url}: must be http://host:port or https://host")
+    if s.webshop_url and not s.experts:
+        wrong.append("--webshop-url: give --experts FILE too; the scripted expert knows the "
+                     "embedded shop only")
+    if s.webshop_url and s.model == "tiny":
+        wrong.append("--webshop-url: the tiny model knows the embedded shop's words only; give "
+                     "another --model")
     if s.lambda_dpo == 0 and s.lambda_sft == 0:
         wrong.append("--lambda-dpo 0 --lambda-sft 0: nothing would be trained; raise one")
     if s.max_new_tokens >= s.max_tokens:
@@ -142,6 +155,16 @@ def check(s: Settings) -> Settings:
     if wrong:
         raise SettingsError("; ".join(wrong))
     return s
+
+
+def is_web_address(text: str) -> bool:
+    """Whether it is http(s)://host[:port][/path], with nothing else in it."""
+    try:
+        parts = urlsplit(text)
+        return bool(parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+                    and not (parts.username or parts.query or parts.fragment))
+    except ValueError:  # a port that is no number, a bracket left open
+        return False
 
 
 def preset(argv: list[str]) -> dict:

@@ -2,7 +2,7 @@
 
 It stands in for Llama-2-7B-Chat: a Qwen3-architecture causal LM with a tokenizer and chat template
 of its own, saved to a folder that `from_pretrained` loads, so that nothing else knows it is tiny.
-Its pretraining takes a minute: repeated random sequences, which form the heads that copy, then the
+Its pretraining takes minutes: repeated random sequences, which form the heads that copy, then the
 text of noisy shoppers, which shows the pages, mistakes and recoveries. It never sees an expert.
 """
 
@@ -64,9 +64,9 @@ def base(accelerator, run) -> Path:
         tokens = sum(g.tokens for epoch in epochs for batch in epoch for g in batch)
         with run.bar(f"base: {part}", tokens, "token") as progress:
             model = dpo.fit(
-                accelerator, model, epochs, dpo.sft_objective, dpo.count_action_tokens, lr=plan["lr"],
-                warmup=0.05, schedule="cosine", weight_decay=0.01, max_grad_norm=1.0,
-                tokens_per_forward=run.settings.tokens_per_forward,
+                accelerator, model, epochs, dpo.sft_objective, dpo.count_action_tokens,
+                lr=plan["lr"], warmup=0.05, schedule="cosine", weight_decay=0.01,
+                max_grad_norm=1.0, tokens_per_forward=run.settings.tokens_per_forward,
                 log=lambda event: losses.append(event["loss"]), progress=progress)
         run.say(f"base: {part:8} loss {losses[0]:.2f} -> {losses[-1]:.2f} nats per token")
     if run.main:

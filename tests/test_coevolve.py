@@ -15,7 +15,8 @@ import pytest
 
 import coevolve
 import dpo
-from settings import Settings
+import envs
+from settings import Settings, SettingsError
 
 ROOT = Path(__file__).parent.parent
 
@@ -121,6 +122,47 @@ def test_cut_keeps_whole_turns():
     assert coevolve.cut(ids, mask, 1) == dpo.Sequence(ids[:4], mask[:4])
     assert coevolve.cut(ids, mask, 2) == dpo.Sequence(ids[:6], mask[:6])
     assert coevolve.cut(ids, mask, 3) == coevolve.cut(ids, mask, 9) == dpo.Sequence(ids, mask)
+
+
+# --------------------------------------------------------------------------------- expert files
+
+
+def published(*turns, **more):
+    turns = turns or [("human", "rules"), ("gpt", "OK"), ("human", "Instruction: mug"),
+                      ("gpt", "Thought: t\nAction: search[mug]"), ("human", "done")]
+    return {"id": "webshop_17", "conversations": [{"from": f, "value": v} for f, v in turns], **more}
+
+
+def test_published_experts_open_like_our_rollouts(tmp_path):
+    env = envs.make("webshop", "full")
+    (tmp_path / "eto.json").write_text(json.dumps([published(reward=0.8)]))
+    assert coevolve.read_experts(tmp_path / "eto.json", env) == [("webshop-train-17", [
+        {"role": "user", "content": f"{env.prompt}\n\nInstruction: mug"},
+        {"role": "assistant", "content": "Thought: t\nAction: search[mug]"}], 0.8)]
+
+
+@pytest.mark.parametrize("text, message", [
+    ("", "holds no trajectory"),
+    ("[]", "holds no trajectory"),
+    ("[{", "give ETO's JSON list"),
+    ("{'a'", "not a whole JSON object"),
+    ("[1]", "entry 0: not a trajectory"),
+    ('{"task": "a"}', "entry 0: not a trajectory (KeyError: 'messages')"),
+    (json.dumps([published(("human", "x"), ("robot", "y"))]), "KeyError: 'robot'"),
+    (json.dumps([published(("human", "x"))]), "not a trajectory"),
+    (json.dumps([published(("human", "x"), ("gpt", "Action: a"), ("gpt", "Action: b"))]),
+     "not user and assistant in turn"),
+    (json.dumps([published(reward=70)]), "reward 70.0 is not in [0, 1]"),
+    (json.dumps([published(reward="nan")]), "reward nan is not in [0, 1]"),
+    (json.dumps([published(), published()]), "entry 1: webshop-train-17 is there twice"),
+    (json.dumps([published(("human", "x"), ("gpt", "Action: a"), ("human", None),
+                           ("gpt", "Action: b"))]), "not user and assistant in turn"),
+])
+def test_bad_expert_files_are_refused(tmp_path, text, message):
+    (tmp_path / "experts").write_text(text)
+    with pytest.raises(SettingsError) as error:
+        coevolve.read_experts(tmp_path / "experts", envs.make("webshop", "full"))
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 # ----------------------------------------------------------------------------------- whole runs

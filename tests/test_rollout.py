@@ -133,6 +133,21 @@ def test_episodes_end_done_or_at_the_budget(agent):
         assert e.reward == 0.25 * e.steps
 
 
+def test_an_environment_that_breaks_stops_the_rollout_and_is_closed(agent):
+    closed = []
+
+    class Broken(Echo):
+        def step(self, reply):
+            raise envs.EnvError("gone")
+
+        def close(self):
+            closed.append(self)
+
+    with pytest.raises(envs.EnvError, match="gone"):  # no trajectory with reward 0
+        play(agent, env=Broken)
+    assert len(closed) == 3
+
+
 def test_an_end_of_turn_that_was_not_sampled_is_not_an_action(agent):
     _, encoder = agent
     for e in play(agent, max_new_tokens=3):

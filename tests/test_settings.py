@@ -29,6 +29,11 @@ REFUSED = {
     "--quick maybe": "--quick",
     "--beta": "expected one argument",
     "--seed -1": "must be 0 or more",
+    "--webshop-url localhost:3000": "--webshop-url localhost:3000: must be http://host:port",
+    "--webshop-url ftp://shop:3000": "must be http://host:port",
+    "--webshop-url http://": "must be http://host:port",
+    "--webshop-url http://shop:port": "must be http://host:port",
+    "--webshop-url http://shop/?q=1": "must be http://host:port",
 }
 
 
@@ -41,7 +46,8 @@ def test_refused(read, line):
 
 
 @pytest.mark.parametrize("line", ["", "--quick", "--method eto --seed 3", "--lambda_sft 0.5",
-                                  "--model some/folder", "--quick --train-tasks 7", "--quick false"])
+                                  "--model some/folder", "--quick --train-tasks 7", "--quick false",
+                                  "--webshop-url http://127.0.0.1:3000/ --experts a --model b"])
 def test_both_parsers_agree(line):
     assert parse(line.split()) == precheck(line.split())
 

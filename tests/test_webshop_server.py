@@ -1,0 +1,487 @@
+"""The client of a real WebShop server: recorded exchanges, the embedded shop served, and faults."""
+
+import json
+import random
+import re
+import socket
+import sys
+import threading
+import time
+from html import escape
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import envs  # noqa: E402
+import worlds  # noqa: E402
+
+RECORDED = ROOT.parent / "shared" / "data" / "webshop" / "recorded_exchanges.json"
+
+
+@pytest.fixture
+def serve():
+    """serve(answer) -> a server on loopback; answer(method, path, form) -> (status, body, to).
+
+    It records `seen` (method, path, form) and `connections`; `faults` holds what goes wrong with
+    the next requests, one each.
+    """
+    servers = []
+
+    def start(answer):
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            wbufsize = 1 << 16  # one packet an answer
+
+            def setup(self):
+                super().setup()
+                server.connections += 1
+
+            def handle_one(self):
+                length = int(self.headers.get("Content-Length") or 0)
+                form = dict(parse_qsl(self.rfile.read(length).decode(), keep_blank_values=True))
+                server.seen.append((self.command, self.path, form))
+                fault = server.faults.pop(0) if server.faults else None
+                if fault == "close":
+                    self.close_connection = True
+                    return
+                if isinstance(fault, float):  # slow by so many seconds
+                    time.sleep(fault)
+                status, body, to = answer(self.command, self.path, form)
+                if isinstance(fault, tuple):
+                    status, body, to = fault
+                data = body.encode()
+                self.send_response(status)
+                if to:
+                    self.send_header("Location", to)
+                self.send_header("Content-Length", len(data))
+                self.end_headers()
+                if fault == "cut":
+                    self.close_connection = True
+                    self.wfile.write(data[:len(data) // 2])
+                else:
+                    self.wfile.write(data)
+
+            do_GET = do_POST = handle_one
+
+            def log_message(self, *_):
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, *_):
+                pass  # the client has gone, as it should
+
+        server = Server(("127.0.0.1", 0), Handler)
+        server.seen, server.faults, server.connections = [], [], 0
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def client(server, view="full", **changed):
+    quick = dict(timeout=0.5, load_timeout=2.0, waits=(0.01, 0.01))
+    return envs.WebShopServer(server.url, view, **{**quick, **changed})
+
+
+# ------------------------------------------------------------------------- the recorded exchanges
+
+@pytest.fixture
+def recorded(serve):
+    if not RECORDED.exists():
+        pytest.skip(f"{RECORDED} is absent: the project does not ship it")
+    text = re.sub(r"rec\d_fixed", "coevolve_fixed", RECORDED.read_text(encoding="utf-8"))
+    exchanges = json.loads(text)
+    answers = {(x["method"], x["url"], json.dumps(x["form"] or {})):
+               (x["status"], x["html"], x["location"]) for x in exchanges}
+    assert len(answers) == len(exchanges) == 14
+    missing = (404, "<h1>Not Found</h1>", None)
+    server = serve(lambda method, path, form: answers.get((method, path, json.dumps(form)),
+                                                          missing))
+    server.texts = {x["label"][:2]: x["text"] for x in exchanges if x["text"]}
+    return server
+
+
+def test_recorded_episode_gives_the_official_text_and_reward(recorded):
+    shop = client(recorded)
+    assert shop.reset("webshop-test-11") == recorded.texts["01"]
+    for action, label in [("search[oat granola non gmo]", "02"), ("click[Next >]", "03"),
+                          ("click[< Prev]", "04"), ("click[B0HVDGAJ09]", "05"),
+                          ("click[baker's choice]", "06"), ("click[12 ounce (pack of 2)]", "07"),
+                          ("click[Description]", "08"), ("click[< Prev]", "09")]:
+        assert shop.step(action) == envs.Step(recorded.texts[label], 0.0, False)
+    step = shop.step("click[Buy Now]")
+    assert step == envs.Step("Thank you for shopping with us! [SEP] Your code:", 0.8, True)
+    assert recorded.texts["10"].startswith(step.observation)
+
+
+def test_recorded_pages_offer_the_official_clickables(recorded):
+    shop = client(recorded)
+    shop.reset("webshop-test-11")
+    assert shop.clickables() == []
+    shop.step("search[oat granola non gmo]")
+    assert shop.clickables()[:3] == ["back to search", "next >", "b0hvdgaj09"]
+    assert len(shop.clickables()) == 2 + 9
+    shop.step("click[B0HVDGAJ09]")
+    assert set(shop.clickables()) == {
+        "back to search", "< prev", "description", "features", "reviews", "buy now", "sea salt",
+        "baker's choice", "12 ounce (pack of 2)", "8 ounce (pack of 6)"}
+
+
+def test_a_page_the_server_does_not_have_keeps_the_page(recorded):
+    shop = client(recorded)
+    first = shop.reset("webshop-test-11")
+    assert shop.step("search[24 inch/carry]") == envs.Step(first, 0.0, False)
+    assert shop.step("search[oat granola non gmo]").observation == recorded.texts["02"]
+
+
+def test_a_goal_out_of_range_is_named_with_the_remedy(recorded):
+    with pytest.raises(envs.EnvError, match="webshop-train-9999 at http://127.0.0.1.* catalogue "
+                                            "does not have; lower --train-tasks"):
+        client(recorded).reset("webshop-train-9999")
+
+
+# ------------------------------------------------------------- the embedded shop behind a server
+
+def as_html(shop, page, address):
+    """A page of the embedded shop with the controls of an official one."""
+    pieces, links = shop._render(page)
+    values = {v for p in shop.world.products for pool in p["options"].values() for v in pool}
+    if page.kind == "done":
+        score = shop._follow(page).reward
+        return (f"<html><body><h1>{pieces[0]}</h1><h3>{pieces[1]} </h3><p><pre>5954286D85</pre> "
+                f'(Paste it)</p><div style="display:none"><pre>{escape(str(shop._goal))}</pre>'
+                f'</div><h3 id="reward">Your score<pre>{score}</pre></h3></body></html>')
+    html = "<!DOCTYPE html>\n<html>\n<head><title>Shop</title>\n<script>1 < 2</script></head><body>"
+    for piece in pieces:
+        to = address(links[piece.lower()]) if piece.lower() in links else ""
+        text = escape(piece)
+        if piece == "Search":
+            html += (f'<form method="post" action="{address(page)}"><input id="search_input" '
+                     'name="search_query"><button class="btn btn-success"><i class="x"></i>Search'
+                     "</button></form>")
+        elif not to:
+            html += f"\n  <h4>{text}</h4><!-- <h5>hidden</h5> -->"
+        elif piece in values:
+            html += (f'\n<input type="radio" name="o" value="{text}" data-url="{to}">\n'
+                     f"<label>{text}</label>")
+        elif piece.startswith("B0"):
+            html += f'<h4><a class="product-link" href="{to}">{text}</a></h5>'
+        else:
+            html += (f'\n<form method="post" action="{to}">\n  <button class="btn btn-primary">'
+                     f"{text}</button></form>")
+    return html + "\n</body>\n</html>"
+
+
+@pytest.fixture
+def official(serve):
+    """The embedded shop's test goals behind the routes of a server."""
+    shop, pages = envs.WebShop(), [envs.Page()]
+    goals = shop.world.goals["test"]
+
+    def answer(method, path, form):
+        match = re.fullmatch(r"/coevolve_fixed_(\d+)(?:/(\d+))?", path)
+        if not match or int(match[1]) >= len(goals):
+            return 500, "<h1>Internal Server Error</h1>", None
+        shop._goal, page = goals[int(match[1])], pages[int(match[2] or 0)]
+
+        def address(page):
+            if page not in pages:
+                pages.append(page)
+            return f"/coevolve_fixed_{match[1]}/{pages.index(page)}"
+
+        if "search_query" in form:
+            return 302, "", address(envs.Page("results", query=form["search_query"].lower()))
+        return 200, as_html(shop, page, address), None
+
+    return serve(answer)
+
+
+def any_policy(shop, seed):
+    """Clicks at random, valid or not; on the search page, the shop's expert's search."""
+    rng, expert = random.Random(seed), worlds.shop_expert(thoughts=False)
+
+    def act(page):
+        if page.startswith("WebShop") and "(seen)" not in page:
+            return expert(page) if rng.random() < 0.9 else "click[Search]"
+        links = sorted(shop.clickables()) + ["nothing"]
+        return f"click[{rng.choice(links)}]" if links[1:] else "search[desk lamp]"
+    return act
+
+
+def episode(shop, task, act, turns=10):
+    """Everything the agent sees of one episode."""
+    page, steps = shop.reset(task), []
+    steps.append((page, sorted(shop.clickables())))
+    for _ in range(turns):
+        step = shop.step(act(page))
+        page = step.observation
+        steps.append((step, sorted(shop.clickables())))
+        if step.done:
+            break
+    return steps
+
+
+@pytest.mark.parametrize("view", ["full", "short"])
+def test_whole_episodes_equal_the_embedded_shops(official, view):
+    embedded, shop = envs.WebShop(view), client(official, view)
+    for n in range(12):
+        acts = [any_policy(s, n) if n % 2 else worlds.shop_expert(view == "full")
+                for s in (embedded, shop)]
+        a, b = (episode(s, f"webshop-test-{n}", act) for s, act in zip((embedded, shop), acts))
+        assert a == b
+    assert shop.prompt == embedded.prompt
+
+
+def test_interleaved_episodes_equal_episodes_one_at_a_time(official):
+    tasks = [f"webshop-test-{n}" for n in range(16)]
+    alone = [episode(s, t, worlds.shop_expert(True)) for t in tasks for s in [client(official)]]
+    shops, together = [client(official) for _ in tasks], [[] for _ in tasks]
+    experts = [worlds.shop_expert(True) for _ in tasks]
+    pages = [shop.reset(task) for shop, task in zip(shops, tasks)]
+    for steps, shop, page in zip(together, shops, pages):
+        steps.append((page, sorted(shop.clickables())))
+    for _ in range(10):
+        for n, shop in enumerate(shops):
+            last = together[n][-1][0]
+            if last != pages[n] and last.done:
+                continue
+            text = last if isinstance(last, str) else last.observation
+            step = shop.step(experts[n](text))
+            together[n].append((step, sorted(shop.clickables())))
+    assert together == alone
+
+
+def test_the_goal_on_the_page_after_a_purchase_stays_hidden(official):
+    steps = episode(client(official), "webshop-test-0", worlds.shop_expert(False))
+    assert steps[-1][0].done
+    assert steps[-1][0].observation == "Thank you for shopping with us! [SEP] Your code:"
+
+
+def test_episodes_on_a_goal_share_a_session_and_a_client_its_connection(official):
+    shop = client(official)
+    first, second = (episode(shop, "webshop-test-3", worlds.shop_expert(True)) for _ in range(2))
+    assert first == second
+    assert {path.split("/")[1] for _, path, _ in official.seen} == {"coevolve_fixed_3"}
+    assert official.connections == 1
+
+
+def test_tasks_name_goals_of_the_splits_without_a_request(official):
+    shop = client(official)
+    numbers = {s: [int(t.split("-")[2]) for t in shop.tasks(s)] for s in ("train", "validation",
+                                                                          "test")}
+    assert numbers["test"] == list(range(500)) and numbers["validation"] == list(range(500, 1500))
+    assert numbers["train"][0] == 1500 and len(numbers["train"]) == 1624
+    with pytest.raises(ValueError, match="train, validation, test"):
+        shop.tasks("unseen")
+    with pytest.raises(ValueError, match="unknown task"):
+        shop.reset("webshop-unseen-3")
+    assert official.seen == []
+
+
+def test_make_chooses_by_address():
+    assert isinstance(envs.make("webshop"), envs.WebShop)
+    shop = envs.make("webshop", "short", "http://127.0.0.1:3000/")
+    assert (shop.url, shop.view) == ("http://127.0.0.1:3000", "short")
+    with pytest.raises(envs.EnvError, match="--experts"):
+        shop.expert()
+    with pytest.raises(RuntimeError, match="reset"):
+        shop.step("search[lamp]")
+    shop.close(), shop.close()
+
+
+# ------------------------------------------------------------------------------ the page's text
+
+def test_text_of_a_page_by_hand():
+    page = envs._Html("""<!DOCTYPE html><html><head><title>T</title><style>p {}</style></head>
+      <body> <p>one <b>two</b>\n</p><p> </p><!-- no --><p>a &lt;b&gt; &amp; c<br>d</p>
+      <script>x</script></body></html>\n""", "http://shop/")
+    # White space without a newline is an empty piece, as " " before <p> and inside <p> </p>.
+    assert page.pieces == ["", "one", "two", "", "a <b> & c", "d"]
+
+
+def test_controls_of_a_page_by_hand():
+    page = envs._Html("""<h4>Instruction:<br>buy</h4>
+      <form method="post" action="/s"><button class="btn x">Back to <i>Search</i></button></form>
+      <form action="/d?a=1&amp;b=2"><button class="x btn">Description</button></form>
+      <span class="input-group-btn">no</span>
+      <a class="product-link" href="/item_page/B01">B01</a>
+      <input type="radio" name="kind" value="description" data-url="/1">
+      <input type="radio" name="kind" value="search" data-url="/2">
+      <input type="radio" name="kind" value="6' 2&quot;" data-url="/%7B'kind':%201%7D">""",
+                      "http://shop/a/b")
+    assert page.instruction == "buy" and page.form is None and page.reward is None
+    assert page.links == {
+        "back to search": ("POST", "http://shop/s", None),
+        "description": ("POST", "http://shop/d?a=1&b=2", None),  # not the option
+        "b01": ("GET", "http://shop/item_page/B01", "B01"),
+        "6' 2\"": ("GET", "http://shop/%7B'kind':%201%7D", None)}
+
+
+# ------------------------------------------------------------------------------ faults
+
+TASK = "webshop-test-1"
+PAGE = ("<html><h4>Instruction:<br>{}</h4><form action='{}'><input name='search_query'></form>"
+        "</html>")
+ONCE = {"500": (500, "", None), "503": (503, "", None), "no answer": "close", "cut": "cut",
+        "half a page": (200, "<html><body><h4>Instruc", None), "slow": 0.8}
+
+
+@pytest.mark.parametrize("fault", ONCE)
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_one_fault_changes_nothing(official, fault, at):
+    expected = episode(client(official), TASK, worlds.shop_expert(True))
+    shop = client(official)
+    if at == 0:
+        official.faults = [ONCE[fault]]
+    expert, turn = worlds.shop_expert(True), 0
+
+    def act(page):
+        nonlocal turn
+        turn += 1
+        if turn == at:
+            official.faults = [ONCE[fault]]
+        return expert(page)
+
+    assert episode(shop, TASK, act) == expected
+    assert official.faults == []
+
+
+@pytest.mark.parametrize("fault, says", [
+    ((500, "", None), "HTTP 500"), ("close", "is the server running"), ("cut", "running|early"),
+    ((200, "<html>", None), "ends early"), (0.8, "is the server running"),
+    ((403, "", None), "HTTP 403"), ((200, "<html>Hello</html>", None), "no page of a WebShop"),
+    ((200, "<html>" + "x" * 200_000 + "</html>", None), "more than 100,000 bytes"),
+    ((200, PAGE.format("buy another", "/"), None), "instruction has changed"),
+    ((200, '<html><p id="reward"><pre>1.5</pre></html>', None), "not a number in"),
+    ((200, '<html><p id="reward"><pre>won</pre></html>', None), "not a number in"),
+    ((302, "", "/again"), "redirects without end"),
+])
+def test_a_fault_that_stays_voids_the_episode_in_one_line(official, fault, says):
+    shop = client(official)
+    shop.reset(TASK)
+    shop.max_bytes = 100_000
+    official.faults = [fault] * 20
+    with pytest.raises(envs.EnvError, match=says) as error:
+        shop.step("search[desk lamp]")
+    assert TASK in str(error.value) and shop.url in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(official.faults) >= 20 - 6  # repetitions are bounded
+    with pytest.raises(RuntimeError, match="reset"):  # nothing of it can be used as a failure
+        shop.step("search[desk lamp]")
+    official.faults = []
+    assert shop.reset(TASK).startswith("WebShop")
+
+
+def test_nobody_there_is_said_with_the_address():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    shop = envs.WebShopServer(url, waits=(0.01,))
+    with pytest.raises(envs.EnvError, match=f"{TASK} at {url}: ConnectionError; is the server"):
+        shop.reset(TASK)
+
+
+def test_an_address_that_is_not_a_webshop_is_said_at_once(serve):
+    for answer in [(404, "<html></html>", None), (200, "<html>Welcome</html>", None)]:
+        server = serve(lambda *_, answer=answer: answer)
+        with pytest.raises(envs.EnvError, match="HTTP 404|no page of a WebShop"):
+            client(server).reset(TASK)
+        assert len(server.seen) == 1
+
+
+def test_the_first_request_has_time_and_is_not_repeated_while_the_catalogue_loads(official):
+    official.faults = [0.4]
+    assert client(official, timeout=0.1, load_timeout=5.0).reset(TASK).startswith("WebShop")
+    official.faults, official.seen[:] = [0.4], []
+    envs.WebShopServer._loaded.discard(official.url)
+    with pytest.raises(envs.EnvError, match="ReadTimeout"):
+        client(official, load_timeout=0.1).reset(TASK)
+    assert len(official.seen) == 1
+
+
+@pytest.mark.parametrize("to", ["http://127.0.0.2:{port}/x", "//localhost:{port}/x",
+                                "http://127.0.0.1:{other}/x", "https://127.0.0.1:{port}/x",
+                                "http://127.0.0.1:{port}@localhost:{other}/",
+                                "http://localhost:{other}\\@127.0.0.1:{port}/",
+                                "file:///etc/hosts"])
+@pytest.mark.parametrize("by", ["redirect", "form"])
+def test_no_other_host_is_asked(serve, official, to, by):
+    other = serve(lambda *_: (200, PAGE.format("buy", "/"), None))
+    to = to.format(port=official.server_port, other=other.server_port)
+    shop = client(official)
+    shop.reset(TASK)
+    if by == "form":  # the page sends the search elsewhere
+        official.faults = [(200, PAGE.format("buy", to), None)]
+        shop.reset(TASK)
+    else:
+        official.faults = [(302, "", to)]
+    with pytest.raises(envs.EnvError, match="another host"):
+        shop.step("search[secret]")
+    assert other.seen == [] and "secret" not in str(official.seen[-1][1])
+
+
+def test_no_proxy_comes_between(serve, official, monkeypatch):
+    proxy = serve(lambda *_: (200, "", None))
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, proxy.url)
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert client(official).reset(TASK).startswith("WebShop") and proxy.seen == []
+
+
+@pytest.mark.parametrize("query, sent", [
+    ("24 inch/carry", "24 inch carry"), ("<r> lamp", "r lamp"), ("<A>", "a"),
+    ("a <r> b", "a <r> b"),
+    ("http://other:80/x?y#z", "http:  other:80 x?y#z"), ("../../etc", ".. .. etc"),
+    ("&search_query=x", "&search_query=x"), ("x" * 5000, "x" * 1000), ("Größe é", "größe é"),
+])
+def test_a_query_leaves_as_the_forms_field_without_what_the_server_trips_over(official, query,
+                                                                              sent):
+    shop = client(official)
+    shop.reset(TASK)
+    shop.step(f"search[{query}]")
+    assert [(m, f) for m, _, f in official.seen] == [("GET", {}), ("POST", {"search_query": sent}),
+                                                    ("GET", {})]
+
+
+def test_an_invalid_action_asks_the_server_nothing(official):
+    shop = client(official)
+    page = shop.reset(TASK)
+    for action in ["click[Search]", "click[Buy Now]", "Search[lamp]", " search[lamp]", "lamp", ""]:
+        assert shop.step(action) == envs.Step(page, 0.0, False)
+    page = shop.step("search[desk lamp]").observation
+    assert shop.step("search[throw pillow]").observation == page
+    assert len(official.seen) == 3
+
+
+def test_a_server_that_slows_down_is_reported_once(official, capfd):
+    for _ in range(2):
+        shop = client(official)
+        shop.slow = 0.0
+        episode(shop, TASK, worlds.shop_expert(True))
+    line, = capfd.readouterr().err.splitlines()
+    assert official.url in line and "Restart it before the next run" in line
+
+
+def test_a_run_without_its_server_stops_before_anything_is_trained(tmp_path, monkeypatch):
+    coevolve = pytest.importorskip("coevolve")
+    monkeypatch.setattr(envs.time, "sleep", lambda seconds: None)
+    turns = [{"from": "human", "value": "page"}, {"from": "gpt", "value": "Action: click[a]"}]
+    experts = [{"id": f"webshop_{n}", "conversations": turns} for n in (1500, 1506, 9)]
+    (tmp_path / "file.json").write_text(json.dumps(experts))
+    with pytest.raises(envs.EnvError, match="webshop-train-1506 at http://127.0.0.1:9"):
+        coevolve.main(["--webshop-url", "http://127.0.0.1:9", "--train-tasks", "2", "--model", "m",
+                       "--experts", str(tmp_path / "file.json"), "--threads", "1",
+                       "--out", str(tmp_path)])
+    assert not list(tmp_path.glob("experts*"))
