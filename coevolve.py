@@ -613,8 +613,9 @@ class Run:
     def __init__(self, settings: Settings, accelerator: Accelerator):
         self.settings, self.accelerator = settings, accelerator
         self.main, self.worked = accelerator.is_main_process, False
+        quick = "-quick" if settings.quick else ""
         self.path = Path(settings.out or
-                         f"runs/{settings.env}-{settings.method}-s{settings.seed}")
+                         f"runs/{settings.env}-{settings.method}-s{settings.seed}{quick}")
         env = self.make_env()
         self.success = env.success
         self.splits = env.test_splits if settings.eval_splits == "test" else ("validation",)

@@ -26,7 +26,7 @@ class Settings:
         "coevolve", "sft: Eq. 3 only; eto: the loop without the failure agent; coevolve: the paper")
     model: str = setting("tiny", "hub name or folder; tiny: made from scratch in minutes")
     seed: int = setting(0, "seed of everything random in the run")
-    out: Optional[str] = setting(None, "the run's folder [runs/ENV-METHOD-sSEED]")
+    out: Optional[str] = setting(None, "the run's folder [runs/ENV-METHOD-sSEED, with --quick -quick]")
     webshop_url: Optional[str] = setting(
         None, "address of a real WebShop server, http://host:port [the embedded shop]")
     experts: Optional[str] = setting(
