@@ -643,6 +643,8 @@ class Run:
         elif self.main:
             write_text(config, json.dumps(dict(settings=asdict(settings), **made_from,
                                                commit=git_commit(), versions=versions()), indent=1))
+        if self.main and not phases.exists():  # before the first phase, which may be killed
+            write_text(phases, "{}")
         accelerator.wait_for_everyone()
 
     def _check_task_counts(self, env) -> None:

@@ -275,6 +275,18 @@ def test_a_killed_run_continues_to_the_same_result(quick, tmp_path, after):
     assert contents(out) == contents(quick[0])
 
 
+def test_a_run_killed_before_its_first_phase_was_recorded_continues(quick, tmp_path):
+    """The output of a phase is renamed first and recorded after; in between there is a moment."""
+    out = tmp_path / "run"
+    out.mkdir()
+    for name in ("config.json", "experts.jsonl"):
+        shutil.copy(quick[0] / name, out / name)
+    assert "no phases.json" in refused(out)
+    (out / "phases.json").write_text("{}")
+    finish(out)
+    assert contents(out) == contents(quick[0])
+
+
 def test_a_finished_run_says_so_and_trains_nothing(quick):
     before = contents(quick[0])
     assert "was finished before" in finish(quick[0])
