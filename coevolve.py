@@ -150,8 +150,7 @@ def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
     for n, row in enumerate(rows):
         try:
             if "conversations" in row:
-                number = re.search(r"(\d+)\D*$", str(row["id"]))[1]
-                task, reward = f"{env.name}-train-{int(number)}", row.get("reward", 1.0)
+                task, reward = env.published_task(str(row["id"])), row.get("reward", 1.0)
                 messages = [{"role": roles[turn["from"]], "content": turn["value"]}
                             for turn in row["conversations"]]
                 if "Action:" not in messages[1]["content"]:  # the rules, and "OK"
@@ -679,7 +678,8 @@ class Run:
                                 "give another --out, or these again")
 
     def make_env(self):
-        return envs.make(self.settings.env, self.settings.view, self.settings.webshop_url)
+        s = self.settings
+        return envs.make(s.env, s.view, webshop_url=s.webshop_url)
 
     # Phases
 

@@ -37,13 +37,13 @@ class EnvError(Exception):
     """The environment broke, so the episode is void; the text is one line with the remedy."""
 
 
-def make(name: str, view: str = "full", url: str | None = None):
+def make(name: str, view: str = "full", *, webshop_url: str | None = None):
     """The environment called `name`; `view` is "full" (the official text) or "short".
 
-    url: of a real WebShop server, http://host:port; None is the embedded shop.
+    webshop_url: of a real WebShop server, http://host:port; None is the embedded shop.
     """
     if name == "webshop":
-        return WebShopServer(url, view=view) if url else WebShop(view=view)
+        return WebShopServer(webshop_url, view) if webshop_url else WebShop(view)
     raise ValueError(f"unknown environment {name!r}; choose from: webshop")
 
 
@@ -180,6 +180,10 @@ class Shop:
             shown = self._follow(shown.links[argument])
         return Step(self._show(shown), shown.reward, shown.kind == "done")
 
+    def published_task(self, id: str) -> str:
+        """The task of a published expert trajectory: the last number of its id is the goal's."""
+        return f"webshop-train-{int(re.findall(r'[0-9]+', id)[-1])}"
+
     def clickables(self) -> list[str]:
         """What click[...] takes on this page, lowercased. The "Search" button is not among it."""
         return list(self._shown.links)
@@ -284,6 +288,10 @@ class WebShop(Shop):
     def expert(self):
         """A scripted expert for the episode just reset: observation -> reply."""
         return worlds.shop_expert(thoughts=self.view == "full")
+
+    def practice(self, seed: int, n: int) -> list[list[dict]]:
+        """n conversations of noisy shoppers, from which the tiny model learns the pages."""
+        return worlds.shoppers(self, seed, n)
 
     def _find(self, query: str) -> Shown:
         return self._follow(Page("results", query=query))

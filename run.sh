@@ -90,9 +90,10 @@ except subprocess.CalledProcessError as error:  # its message is on the screen a
     sys.exit(error.returncode if error.returncode > 0 else 128 - error.returncode)
 '
 
-command=${1:-}
+command=${1:-} environment=
 case $command in
-    webshop | show | compare | test) shift ;;
+    webshop | scienceworld | intercodesql) environment=$command; shift ;;
+    show | compare | test) shift ;;
     *) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
 
@@ -103,8 +104,8 @@ done
 [ -n "$python" ] || fail "${PYTHON:-python3} is missing or not Python 3.10-3.13;" \
     "install one of these, or name it: PYTHON=/path/to/python3.12 bash run.sh $command"
 
-if [ "$command" = webshop ]; then  # a mistyped setting is refused before anything is installed
-    "$python" "$here/settings.py" --env "$command" "$@" || exit 2
+if [ -n "$environment" ]; then  # a mistyped setting is refused before anything is installed
+    "$python" "$here/settings.py" --env "$environment" "$@" || exit 2
     for flag in "$@"; do case $flag in -h | --help) exit ;; esac; done
 fi
 if ! lacks=$(satisfied "$python"); then
@@ -115,5 +116,5 @@ if [ "$command" = test ]; then
     cd "$here"
     exec "$python" -m pytest -q -o testpaths=tests "$@"
 fi
-if [ "$command" != webshop ]; then exec "$python" "$here/coevolve.py" "$command" "$@"; fi
-exec "$python" -c "$launch" "$here/coevolve.py" --env "$command" "$@"
+if [ -z "$environment" ]; then exec "$python" "$here/coevolve.py" "$command" "$@"; fi
+exec "$python" -c "$launch" "$here/coevolve.py" --env "$environment" "$@"

@@ -104,9 +104,10 @@ class Settings:
     threads: int = setting(0, "CPU threads of a process, 0 = its share of the cores [ours]")
 
 
-# What replaces the paper's values for the tiny model. Tuned on the validation split (README).
+# What replaces the defaults, in this order: in an environment (the paper's), for the tiny model in
+# it (tuned on the validation split, README), with --quick.
 PRESETS = {
-    "tiny": dict(
+    "tiny webshop": dict(
         train_tasks=500, view="short", max_tokens=768, max_new_tokens=32, slots=64,
         sft_epochs=2, sft_batch=16, sft_lr=5e-4,
         dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
@@ -168,14 +169,15 @@ def is_web_address(text: str) -> bool:
 
 
 def preset(argv: list[str]) -> dict:
-    """The values that stand in for the paper's, from --model and --quick in `argv`."""
+    """The values that stand in for the defaults, from --env, --model and --quick in `argv`."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.error = _refuse
+    first.add_argument("--env", default=Settings.env)
     first.add_argument("--model", default=Settings.model)
     first.add_argument("--quick", nargs="?", const=True, default=False, type=_boolean)
     seen = first.parse_known_args(argv)[0]
-    values = dict(PRESETS["tiny"]) if seen.model == "tiny" else {}
-    return {**values, **PRESETS["quick"]} if seen.quick else values
+    names = [seen.env, f"{seen.model} {seen.env}"] + ["quick"] * seen.quick
+    return {name: value for n in names for name, value in PRESETS.get(n, {}).items()}
 
 
 def parse(argv: list[str]) -> Settings:
@@ -207,7 +209,7 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> Settings:
     ours = preset(argv)
     parser.set_defaults(**ours)
     if ours:
-        parser.epilog = ("Ours for this model, in place of the source's value in brackets: "
+        parser.epilog = ("For this environment and model, in place of the value in brackets: "
                          + ", ".join(f"{name} {value} ({getattr(Settings, name)})"
                                      for name, value in ours.items()))
     values, unknown = parser.parse_known_args(argv)

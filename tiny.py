@@ -1,9 +1,10 @@
-"""A language model small enough to learn a shop on a laptop, made like any hub model.
+"""A language model small enough to learn on a laptop, made like any hub model.
 
 It stands in for Llama-2-7B-Chat: a Qwen3-architecture causal LM with a tokenizer and chat template
 of its own, saved to a folder that `from_pretrained` loads, so that nothing else knows it is tiny.
-Its pretraining takes minutes: repeated random sequences, which form the heads that copy, then the
-text of noisy shoppers, which shows the pages, mistakes and recoveries. It never sees an expert.
+Its pretraining takes minutes: repeated random sequences, which form the heads that copy, then an
+environment's practice text (`env.practice`, noisy shoppers for one), which shows its pages, mistakes
+and recoveries. It never sees an expert.
 """
 
 import hashlib
@@ -29,24 +30,27 @@ CHAT_TEMPLATE = (
 MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=4, head_dim=32, max_position_embeddings=2048,
              tie_word_embeddings=True)
-# Batches of repeated random tokens, then noisy shoppers read `epochs` times; [ours, README].
-FULL = dict(copy_steps=500, conversations=8000, epochs=2, batch=16, lr=2e-3)
+# Batches of repeated random tokens, then an environment's practice text read `epochs` times; [ours,
+# README].
+FULL = {"webshop": dict(copy_steps=500, conversations=8000, epochs=2, batch=16, lr=2e-3)}
 QUICK = dict(copy_steps=150, conversations=1200, epochs=1, batch=8, lr=4e-3)
 
 
 def base(accelerator, run) -> Path:
     """The pretrained tiny model's folder; made once and kept under the hash of what made it."""
-    plan = QUICK if run.settings.quick else FULL
+    s = run.settings
+    plan = QUICK if s.quick else FULL[s.env]
     made_by = [Path(m.__file__).read_bytes() for m in (dpo, envs, worlds)]
-    made_by += [Path(__file__).read_bytes(), f"{plan} {torch.__version__}".encode()]
+    made_by += [Path(__file__).read_bytes(), f"{plan} {s.env} {s.view} {torch.__version__}".encode()]
     name = hashlib.sha256(b"".join(made_by)).hexdigest()[:16]
     folder = Path(__file__).parent / ".cache" / f"tiny-{name}"
     if broadcast_object_list([folder.exists()])[0]:  # the first rank's answer, for all ranks
         return folder
     set_seed(0)
     rng = random.Random(0)
-    shop = envs.make(run.settings.env, "short")
-    conversations = worlds.shoppers(shop, 0, plan["conversations"])
+    env = run.make_env()
+    conversations = env.practice(0, plan["conversations"])
+    env.close()
     tokenizer = make_tokenizer([m["content"] for c in conversations for m in c])
     config = Qwen3Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
                          bos_token_id=None, pad_token_id=None, **MODEL)
@@ -59,14 +63,14 @@ def base(accelerator, run) -> Path:
     texts = [dpo.Group("text", [dpo.Sequence(ids, [1] * len(ids))]) for ids in texts]
     rounds = [dpo.batches(texts, plan["batch"], "instructions", rng)
               for _ in range(plan["epochs"])]
-    for part, epochs in (("copying", [copies]), ("shoppers", rounds)):
+    for part, epochs in (("copying", [copies]), ("practice", rounds)):
         losses = []
         tokens = sum(g.tokens for epoch in epochs for batch in epoch for g in batch)
         with run.bar(f"base: {part}", tokens, "token") as progress:
             model = dpo.fit(
                 accelerator, model, epochs, dpo.sft_objective, dpo.count_action_tokens,
                 lr=plan["lr"], warmup=0.05, schedule="cosine", weight_decay=0.01,
-                max_grad_norm=1.0, tokens_per_forward=run.settings.tokens_per_forward,
+                max_grad_norm=1.0, tokens_per_forward=s.tokens_per_forward,
                 log=lambda event: losses.append(event["loss"]), progress=progress)
         run.say(f"base: {part:8} loss {losses[0]:.2f} -> {losses[-1]:.2f} nats per token")
     if run.main:

@@ -53,7 +53,7 @@ def test_both_parsers_agree(line):
 
 
 def test_a_flag_beats_quick_and_quick_beats_the_tiny_preset():
-    assert parse([]).train_tasks == PRESETS["tiny"]["train_tasks"]
+    assert parse([]).train_tasks == PRESETS["tiny webshop"]["train_tasks"]
     assert parse(["--quick"]).train_tasks == PRESETS["quick"]["train_tasks"]
     assert parse(["--quick", "--train-tasks", "7"]).train_tasks == 7
 

@@ -292,7 +292,7 @@ def test_tasks_name_goals_of_the_splits_without_a_request(official):
 
 def test_make_chooses_by_address():
     assert isinstance(envs.make("webshop"), envs.WebShop)
-    shop = envs.make("webshop", "short", "http://127.0.0.1:3000/")
+    shop = envs.make("webshop", "short", webshop_url="http://127.0.0.1:3000/")
     assert (shop.url, shop.view) == ("http://127.0.0.1:3000", "short")
     with pytest.raises(envs.EnvError, match="--experts"):
         shop.expert()
