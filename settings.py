@@ -21,7 +21,7 @@ def setting(default, help: str):
 @dataclass(frozen=True)
 class Settings:
     # What runs
-    env: Literal["webshop"] = setting("webshop", "environment")
+    env: Literal["webshop", "scienceworld"] = setting("webshop", "environment")
     method: Literal["sft", "eto", "coevolve"] = setting(
         "coevolve", "sft: Eq. 3 only; eto: the loop without the failure agent; coevolve: the paper")
     model: str = setting("tiny", "hub name or folder; tiny: made from scratch in minutes")
@@ -29,6 +29,10 @@ class Settings:
     out: Optional[str] = setting(None, "the run's folder [runs/ENV-METHOD-sSEED, with --quick -quick]")
     webshop_url: Optional[str] = setting(
         None, "address of a real WebShop server, http://host:port [the embedded shop]")
+    task_types: Literal["all", "short"] = setting(
+        "all", "ScienceWorld's task types: ETO's 24, or eight whose texts are short [ETO, ours]")
+    split_file: Optional[str] = setting(
+        None, "ScienceWorld: folder of published train_, dev_ and test_indices.json [by rule]")
     experts: Optional[str] = setting(
         None, "file of expert trajectories: ETO's JSON list or a run's experts.jsonl [scripted]")
     quick: bool = setting(False, "the same path, cut to about a minute (too short to learn much)")
@@ -112,6 +116,12 @@ PRESETS = {
         sft_epochs=2, sft_batch=16, sft_lr=5e-4,
         dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
     ),
+    "scienceworld": dict(expert_min_reward=1.0, slots=16),  # a slot has a simulator of its own
+    "tiny scienceworld": dict(
+        task_types="short", train_tasks=400, view="short", max_tokens=1280, max_new_tokens=24,
+        slots=4, sft_epochs=2, sft_batch=16, sft_lr=5e-4,
+        dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
+    ),
     "quick": dict(train_tasks=120, eval_tasks=40, iterations=1, dpo_epochs=1, sft_epochs=6,
                   sft_lr=1e-3),
 }
@@ -148,6 +158,10 @@ def check(s: Settings) -> Settings:
     if s.webshop_url and s.model == "tiny":
         wrong.append("--webshop-url: the tiny model knows the embedded shop's words only; give "
                      "another --model")
+    if s.env != "scienceworld" and (s.split_file or s.task_types != "all"):
+        wrong.append(f"--split-file, --task-types: --env {s.env} has no task types")
+    if s.env != "webshop" and s.webshop_url:
+        wrong.append(f"--webshop-url: --env {s.env} is no shop")
     if s.lambda_dpo == 0 and s.lambda_sft == 0:
         wrong.append("--lambda-dpo 0 --lambda-sft 0: nothing would be trained; raise one")
     if s.max_new_tokens >= s.max_tokens:

@@ -32,7 +32,8 @@ MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_at
              tie_word_embeddings=True)
 # Batches of repeated random tokens, then an environment's practice text read `epochs` times; [ours,
 # README].
-FULL = {"webshop": dict(copy_steps=500, conversations=8000, epochs=2, batch=16, lr=2e-3)}
+FULL = {"webshop": dict(copy_steps=500, conversations=8000, epochs=2, batch=16, lr=2e-3),
+        "scienceworld": dict(copy_steps=500, conversations=5000, epochs=1, batch=16, lr=2e-3)}
 QUICK = dict(copy_steps=150, conversations=1200, epochs=1, batch=8, lr=4e-3)
 
 
@@ -41,7 +42,7 @@ def base(accelerator, run) -> Path:
     s = run.settings
     plan = QUICK if s.quick else FULL[s.env]
     made_by = [Path(m.__file__).read_bytes() for m in (dpo, envs, worlds)]
-    made_by += [Path(__file__).read_bytes(), f"{plan} {s.env} {s.view} {torch.__version__}".encode()]
+    made_by += [Path(__file__).read_bytes(), f"{plan} {s.env} {s.view} {s.task_types} {torch.__version__}".encode()]
     name = hashlib.sha256(b"".join(made_by)).hexdigest()[:16]
     folder = Path(__file__).parent / ".cache" / f"tiny-{name}"
     if broadcast_object_list([folder.exists()])[0]:  # the first rank's answer, for all ranks
