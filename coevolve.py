@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -477,7 +478,7 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
             progress=None) -> list[Episode]:
     """Plays the episodes, `slots` side by side, and returns them in the order given.
 
-    Each turn of this loop runs the model once over whatever waits in the slots: one sampled token,
+    Each pass of this loop runs the model once over whatever waits in the slots: one sampled token,
     or a page that was just read. The cache is kept across turns and a finished slot takes the next
     episode at once. Every episode draws from its own seed, so what runs beside it changes nothing.
     `make_env()` gives each slot its environment. Rewards stay those of the last step.
@@ -486,8 +487,20 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
     slots = min(slots, len(episodes))
     waiting, cache = list(reversed(episodes)), SlotCache(model, slots, max_tokens)
     environments, playing, dice = {}, {}, {}  # by slot
+    asked, now = {}, 0  # slot -> (pass at which to read the environment's answer, the answer)
     vocabulary = len(encoder.tokenizer)
     forbidden = torch.tensor(encoder.forbidden, dtype=torch.long, device=model.device)
+    threads = ThreadPoolExecutor(slots)
+
+    def ask(slot, call, text):
+        asked[slot] = now + environments[slot].latency, threads.submit(call, text)
+
+    def free_if_ended(slot):
+        if playing[slot].ended:
+            del playing[slot]
+            if progress is not None:
+                progress.update()
+
     try:
         while waiting or playing:
             for slot in range(slots):
@@ -495,18 +508,29 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
                     if slot not in environments:
                         environments[slot] = make_env()
                     e = playing[slot] = waiting.pop()
-                    e.messages = opening(environments[slot], environments[slot].reset(e.task))
                     dice[slot] = random.Random(e.seed)
-                    _read(e, encoder.start(e.messages), max_tokens)
+                    ask(slot, environments[slot].reset, e.task)
+
+            # A slow environment works while others generate. Its answer is read a fixed number of
+            # passes later, not when it is there: batches, and so rounding, must not depend on time.
+            if len(asked) == len(playing):
+                now = max(now, min(due for due, _ in asked.values()))
+            for slot in [slot for slot, (due, _) in sorted(asked.items()) if due <= now]:
+                e, (_, answer) = playing[slot], asked.pop(slot)
+                _take(e, encoder, environments[slot], answer.result(), max_tokens)
+                free_if_ended(slot)
 
             # As many whole segments as fit in one pass; the slots left out are first next time.
             chosen, room = [], tokens_per_forward
-            for slot in sorted(playing, key=lambda slot: len(playing[slot].ids)
-                               - playing[slot].past):
+            for slot in sorted(playing.keys() - asked.keys(), key=lambda slot: (
+                    len(playing[slot].ids) - playing[slot].past, slot)):
                 n = len(playing[slot].ids) - playing[slot].past
                 if n <= room or not chosen:
                     chosen.append(slot)
                     room -= n
+            now += 1
+            if not chosen:
+                continue
             logits = _next_token_logits(model, cache, [(slot, playing[slot]) for slot in chosen])
             logits[:, forbidden] = -torch.inf
             logits[:, vocabulary:] = -torch.inf  # rows that only pad the embedding
@@ -516,12 +540,12 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
                 e.ids.append(token)
                 e.mask.append(1)
                 if _reply_ended(e, encoder, token, max_tokens, max_new_tokens):
-                    _act(e, encoder, environments[slot], max_tokens)
-                if e.ended:
-                    del playing[slot]
-                    if progress is not None:
-                        progress.update()
+                    reply = encoder.decode(e.ids[e.reply_at:])
+                    e.messages.append({"role": "assistant", "content": reply})
+                    ask(slot, environments[slot].step, reply)
+                free_if_ended(slot)
     finally:
+        threads.shutdown(cancel_futures=True)
         for env in environments.values():
             env.close()
     return episodes
@@ -589,18 +613,19 @@ def _reply_ended(e: Episode, encoder, token: int, max_tokens: int, max_new_token
     return True
 
 
-def _act(e: Episode, encoder, env, max_tokens: int) -> None:
-    """The reply goes to the environment, and its observation to the episode."""
-    reply = encoder.decode(e.ids[e.reply_at:])
-    step = env.step(reply)
-    e.messages.append({"role": "assistant", "content": reply})
-    e.reward, e.steps = step.reward, e.steps + 1
-    if step.done or e.steps == env.max_steps:
-        e.ended = "done" if step.done else "budget"
+def _take(e: Episode, encoder, env, answer, max_tokens: int) -> None:
+    """The episode reads what its environment answered: to `reset` a text, to `step` a Step."""
+    if isinstance(answer, str):
+        e.messages = opening(env, answer)
+        _read(e, encoder.start(e.messages), max_tokens)
         return
-    _read(e, encoder.observation(step.observation), max_tokens)
+    e.reward, e.steps = answer.reward, e.steps + 1
+    if answer.done or e.steps == env.max_steps:
+        e.ended = "done" if answer.done else "budget"
+        return
+    _read(e, encoder.observation(answer.observation), max_tokens)
     if not e.ended:
-        e.messages.append({"role": "user", "content": step.observation})
+        e.messages.append({"role": "user", "content": answer.observation})
 
 
 # ------------------------------------------------------------------------------ a run's folder

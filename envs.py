@@ -2,9 +2,12 @@
 
 Every environment has the same small interface (see `WebShop`): `tasks(split)`, `reset(task)`,
 `step(reply)`, `expert()`, `close()`, and the fields `name`, `test_splits`, `success`, `max_steps`
-and `prompt`. One object plays one episode at a time. The environment does not count steps: the
-rollout stops after `max_steps` replies, and an episode without a purchase keeps reward 0. An
-environment that breaks raises `EnvError`: the episode is void, and no failure of the agent's.
+(of the task just reset), `prompt` and `latency`: for how many passes of the model a rollout lets
+the environment work before it waits for the answer. One object plays one episode at a time. The
+environment does not count steps: the rollout stops after `max_steps` replies, and the reward is
+what it was then. An environment that breaks raises `EnvError`: the episode is void, and no failure
+of the agent's. `published_task` reads the ids of published experts; `practice` is the text that
+the tiny model starts from.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -19,6 +23,7 @@ import sys
 import time
 import weakref
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
@@ -175,6 +180,7 @@ class Shop:
     name = "webshop"
     success = 1.0
     max_steps = 10
+    latency = 0
 
     def __init__(self, view: str):
         if view not in ("full", "short"):
@@ -406,6 +412,7 @@ class WebShopServer(Shop):
     click does nothing. Text of a model leaves as the search form's field and in no other way.
     """
     test_splits = ("test",)
+    latency = 2
     splits = {"train": range(1500, 1500 + 1624), "validation": range(500, 1500),
               "test": range(500)}
     max_bytes = 10_000_000
@@ -679,6 +686,7 @@ class ScienceWorld:
     name = "scienceworld"
     test_splits = ("seen", "unseen")
     success = 1.0
+    latency = 3
     recycle = 200
     _idle = []  # simulators that no object uses
 
@@ -688,6 +696,7 @@ class ScienceWorld:
         if task_types not in ("all", "short"):
             raise ValueError(f"unknown task types {task_types!r}; choose from: all, short")
         self.view, self.max_steps = view, 100
+        self._made_of = view, task_types, split_file
         self.prompt = SCIENCE_PROMPT if view == "full" else ""
         self._splits = _science_splits(task_types, split_file)
         self._simulator = self._score = None
@@ -747,7 +756,16 @@ class ScienceWorld:
 
     def practice(self, seed: int, n: int) -> list[list[dict]]:
         """n conversations of noisy explorers, from which the tiny model learns the world."""
-        return worlds.explorers(self, seed, n)
+        def some(first):
+            env = ScienceWorld(*self._made_of)
+            found = [worlds.explorer(env, seed, k) for k in range(first, n, workers)]
+            env.close()
+            return found
+
+        workers = min(4, os.cpu_count() or 1)  # each has a simulator of its own
+        with ThreadPoolExecutor(workers) as threads:
+            parts = list(threads.map(some, range(workers)))
+        return [parts[k % workers][k // workers] for k in range(n)]
 
     def close(self):
         self._score = None

@@ -440,27 +440,25 @@ EXPLORERS = [
 ]
 
 
-def explorers(env, seed: int, n: int) -> list[list[dict]]:
-    """n conversations of explorers of mixed competence with `env` on its training tasks.
+def explorer(env, seed: int, k: int) -> list[dict]:
+    """Conversation number k of an explorer of random competence with `env` on a training task.
 
-    A conversation is a list of {"role", "content"} that ends with the explorer's last action. Few
-    of them solve the task; they lose their way and come back, and do what has no effect.
+    A list of {"role", "content"} that ends with the explorer's last action. Few solve their task;
+    they lose their way and come back, and do what has no effect.
     """
-    rng, tasks, conversations = random.Random(f"explorers-{seed}"), env.tasks("train"), []
-    while len(conversations) < n:
-        habits = rng.choices(EXPLORERS, [e["share"] for e in EXPLORERS])[0]
-        messages = [{"role": "user", "content": env.reset(rng.choice(tasks))}]
-        actions = _explorer_script(rng, science_actions(env.gold()), habits)
-        action = next(actions)
-        for _ in range(env.max_steps):
-            messages.append({"role": "assistant", "content": action})
-            step = env.step(action)
-            if step.done:
-                break
-            messages.append({"role": "user", "content": step.observation})
-            action = actions.send(step.observation)
-        conversations.append(messages if messages[-1]["role"] == "assistant" else messages[:-1])
-    return conversations
+    rng = random.Random(f"explorer-{seed}-{k}")
+    habits = rng.choices(EXPLORERS, [e["share"] for e in EXPLORERS])[0]
+    messages = [{"role": "user", "content": env.reset(rng.choice(env.tasks("train")))}]
+    actions = _explorer_script(rng, science_actions(env.gold()), habits)
+    action = next(actions)
+    for _ in range(env.max_steps):
+        messages.append({"role": "assistant", "content": action})
+        step = env.step(action)
+        if step.done:
+            return messages
+        messages.append({"role": "user", "content": step.observation})
+        action = actions.send(step.observation)
+    return messages[:-1]
 
 
 def _explorer_script(rng, solution, habits):

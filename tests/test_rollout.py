@@ -1,6 +1,7 @@
 """The slot engine against episode-by-episode generation with transformers' own forward pass."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import envs
 class Echo:
     """An environment whose pages depend on what the agent wrote, of uneven length."""
 
-    prompt, max_steps = "", 4
+    prompt, max_steps, latency = "", 4, 0
 
     def reset(self, task):
         self.task, self.turns = task, 0
@@ -113,6 +114,44 @@ def test_next_token_logits_equal_a_full_forward_pass(agent):
 def test_what_runs_beside_an_episode_changes_nothing(agent, other):
     for a, b in zip(play(agent, temperature=1.0), play(agent, temperature=1.0, **other)):
         assert a.record() == b.record()
+
+
+@pytest.mark.parametrize("latency, slots", [(0, 3), (1, 3), (3, 3), (50, 3), (2, 1)])
+def test_a_slow_environment_changes_nothing(agent, latency, slots):
+    class Slow(Echo):
+        def reset(self, task):
+            time.sleep(0.02 * int(task))
+            return super().reset(task)
+
+        def step(self, reply):
+            time.sleep(random.random() / 100)
+            return super().step(reply)
+
+    Slow.latency = latency
+    for a, b in zip(play(agent, temperature=1.0), play(agent, temperature=1.0, slots=slots,
+                                                       env=Slow)):
+        assert a.record() == b.record()
+
+
+def test_the_passes_of_the_model_do_not_depend_on_how_slow_the_environment_is(agent, monkeypatch):
+    model, encoder = agent
+    shapes, forward = [], coevolve._next_token_logits
+    monkeypatch.setattr(coevolve, "_next_token_logits", lambda model, cache, playing: (
+        shapes.append([(slot, len(e.ids)) for slot, e in playing]), forward(model, cache, playing)
+    )[1])
+    found = []
+    for longest in (0, 0.03):
+        class Slow(Echo):
+            latency = 2
+
+            def step(self, reply):
+                time.sleep(random.random() * longest)
+                return super().step(reply)
+
+        play(agent, temperature=1.0, env=Slow)
+        found.append(list(shapes))
+        shapes.clear()
+    assert found[0] == found[1] and len(found[0]) > 20
 
 
 def test_episodes_with_other_seeds_differ(agent):

@@ -204,8 +204,8 @@ def test_an_expert_looks_around_before_it_acts():
 
 
 def test_explorers_make_mistakes_and_sometimes_succeed(env):
-    talks = worlds.explorers(env, seed=0, n=24)
-    assert talks[:3] == worlds.explorers(env, seed=0, n=3)
+    talks = env.practice(seed=0, n=24)
+    assert talks[:3] == [worlds.explorer(env, 0, k) for k in range(3)] == env.practice(0, 3)
     for talk in talks:
         assert [m["role"] for m in talk] == ["user", "assistant"] * (len(talk) // 2)
     texts = ["\n".join(m["content"] for m in talk) for talk in talks]
