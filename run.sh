@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up what is missing, then trains or tests:
 #   bash run.sh webshop [settings]     train and evaluate; --help lists the settings
+#   bash run.sh scienceworld [settings]
 #   bash run.sh show RUN [tasks]       trajectories of a run, side by side
 #   bash run.sh compare RUN RUN ...    means over seeds, by method
 #   bash run.sh test [pytest options]  run the tests
@@ -94,7 +95,7 @@ command=${1:-} environment=
 case $command in
     webshop | scienceworld | intercodesql) environment=$command; shift ;;
     show | compare | test) shift ;;
-    *) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    *) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
 
 python=
