@@ -687,7 +687,7 @@ class ScienceWorld:
     test_splits = ("seen", "unseen")
     success = 1.0
     latency = 3
-    recycle = 200
+    recycle = 2000
     _idle = []  # simulators that no object uses
 
     def __init__(self, view: str = "full", task_types: str = "all", split_file: str | None = None):
@@ -822,7 +822,7 @@ class _Simulator:
     """A Java process with ScienceWorld in it; it ends with `stop`, this object or this process."""
     # Java's hash codes of objects vary, and with them the order in which the simulator goes through
     # its sets: with all equal, a task is the same world each time.
-    options = ["-Xmx400m", "-XX:+UseSerialGC", "-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2"]
+    options = ["-Xmx256m", "-XX:+UseSerialGC", "-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2"]
     seconds = 120  # a call may take before the process counts as dead
 
     def __init__(self):
