@@ -152,7 +152,9 @@ def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
         try:
             if "conversations" in row:
                 task, reward = env.published_task(str(row["id"])), row.get("reward", 1.0)
-                messages = [{"role": roles[turn["from"]], "content": turn["value"]}
+                # "Observation:" before what the environment said is ETO's; our rollouts have none.
+                messages = [{"role": roles[turn["from"]],
+                             "content": re.sub(r"^Observation:\s*", "", turn["value"])}
                             for turn in row["conversations"]]
                 if "Action:" not in messages[1]["content"]:  # the rules, and "OK"
                     messages = messages[2:]
@@ -644,6 +646,11 @@ class Run:
         self.success = env.success
         self.splits = env.test_splits if settings.eval_splits == "test" else ("validation",)
         self._check_task_counts(env)
+        self.say(f"{settings.env}: " + ", ".join(
+            f"{min(asked or math.inf, len(env.tasks(split)))} of {len(env.tasks(split))} {split}"
+            for asked, split in [(settings.train_tasks, "train"),
+                                 *((settings.eval_tasks, split) for split in self.splits)])
+            + " tasks")
         tasks = ([task for task, _, _ in read_experts(settings.experts, env)]
                  if settings.experts else env.tasks("train"))
         if self.main:  # alone: a WebShop server must not load its catalogue twice at once

@@ -709,8 +709,11 @@ class ScienceWorld:
 
     def published_task(self, id: str) -> str:
         """The task of a published expert trajectory: ETO's number of the type _ the variation."""
-        kind, number = map(int, re.fullmatch(r"\D*(\d+)_(\d+)", id).groups())
-        return f"scienceworld-train-{list(SCIENCE_TASKS)[kind]}-{number}"
+        match = re.fullmatch(r"\D*(\d+)_(\d+)", id)
+        kind = dict(enumerate(SCIENCE_TASKS)).get(int(match[1])) if match else None
+        if kind is None or int(match[2]) >= SCIENCE_TASKS[kind][0]:
+            raise ValueError(f"id {id!r} does not end in the numbers of a type and a variation")
+        return f"scienceworld-train-{kind}-{match[2]}"
 
     def reset(self, task: str) -> str:
         match = re.fullmatch(r"scienceworld-(\w+?)-([a-z0-9-]+)-(\d+)", task)

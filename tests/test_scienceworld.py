@@ -127,9 +127,23 @@ def test_published_ids_name_their_tasks(env):
     assert env.published_task("sciworld_0_12") == "scienceworld-train-boil-12"
     assert env.published_task("22_7") == "scienceworld-train-lifespan-shortest-lived-7"
     assert env.published_task("6_100") == "scienceworld-train-use-thermometer-100"
-    for wrong in ("7", "30_1", "x_y", ""):
-        with pytest.raises((ValueError, AttributeError, IndexError)):
+    for wrong in ("7", "30_1", "0_30", "x_y", ""):
+        with pytest.raises(ValueError, match="a type and a variation"):
             env.published_task(wrong)
+
+
+def test_published_experts_are_read_like_our_rollouts(tmp_path, env):
+    turns = [("human", "rules"), ("gpt", "OK"), ("human", "Your task is to boil water."),
+             ("gpt", "Thought: t\nAction: look around"), ("human", "Observation: This room"),
+             ("gpt", "Thought: t\nAction: wait"), ("human", "Observation: done")]
+    (tmp_path / "experts.json").write_text(json.dumps([{
+        "id": "0_3", "conversations": [{"from": who, "value": text} for who, text in turns]}]))
+    assert coevolve.read_experts(tmp_path / "experts.json", env) == [
+        ("scienceworld-train-boil-3", [
+            {"role": "user", "content": "Your task is to boil water."},
+            {"role": "assistant", "content": "Thought: t\nAction: look around"},
+            {"role": "user", "content": "This room"},
+            {"role": "assistant", "content": "Thought: t\nAction: wait"}], 1.0)]
 
 
 # ------------------------------------------------------------------------------ rules
