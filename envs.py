@@ -753,9 +753,8 @@ class ScienceWorld:
 
     def expert(self):
         """A scripted expert for the episode just reset, after `gold`: observation -> reply."""
-        timed = self._task[0].startswith(("identify-life-stages", "grow-fruit"))  # waits count
-        actions = self.gold() if timed else worlds.science_actions(self.gold())
-        return worlds.science_expert(actions, thoughts=self.view == "full")
+        return worlds.science_expert(self.gold(), thoughts=self.view == "full",
+                                     timed=self._task[0].startswith(("identify", "grow-fruit")))
 
     def practice(self, seed: int, n: int) -> list[list[dict]]:
         """n conversations of noisy explorers, from which the tiny model learns the world."""
@@ -772,9 +771,10 @@ class ScienceWorld:
 
     def close(self):
         self._score = None
-        if self._simulator:
+        if self._simulator and self._simulator.episodes < self.recycle:
             self._idle.append(self._simulator)
             self._simulator = None
+        self._stop()
 
     def _load(self, gold: bool = False):
         """Loads the task; its description, or its solution. Like the package's `reset`, looks."""

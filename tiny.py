@@ -33,7 +33,7 @@ MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_at
 # Batches of repeated random tokens, then an environment's practice text read `epochs` times; [ours,
 # README].
 FULL = {"webshop": dict(copy_steps=500, conversations=8000, epochs=2, batch=16, lr=2e-3),
-        "scienceworld": dict(copy_steps=500, conversations=5000, epochs=1, batch=16, lr=2e-3)}
+        "scienceworld": dict(copy_steps=500, conversations=4000, epochs=1, batch=16, lr=2e-3)}
 QUICK = dict(copy_steps=150, conversations=1200, epochs=1, batch=8, lr=4e-3)
 
 

@@ -383,16 +383,18 @@ def science_actions(gold: list[str]) -> list[str]:
     return actions
 
 
-def science_expert(actions: list[str], thoughts: bool):
-    """An expert that plays the actions, naming things as it has read them (see `as_shown`).
+def science_expert(gold: list[str], thoughts: bool, timed: bool = False):
+    """An expert that plays `science_actions`, naming things as it has read them (see `as_shown`).
 
-    Once the actions are over it only looks around.
+    timed: it plays the solution as it is, because each step counts or the names change. Once its
+    actions are over it only looks around.
     """
-    script, shown = iter(actions), []
+    script, shown = iter(gold if timed else science_actions(gold)), []
 
     def reply(observation: str) -> str:
         shown[:0] = things_in(observation)
-        action = as_shown(next(script, "look around"), shown)
+        action = next(script, "look around")
+        action = action if timed else as_shown(action, shown)
         return f"Thought: {_science_thought(action)}\nAction: {action}" if thoughts else action
     return reply
 
