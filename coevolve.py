@@ -445,13 +445,15 @@ class Episode:
     past: int = 0                                  # how many of `ids` are in the cache
     reply_at: int = 0                              # where the running reply begins
     reward: float = 0.0
+    raw_reward: float | None = None                # before clipping, where the environment clips
     steps: int = 0
     ended: str = ""                                # done, budget or context
 
     def record(self) -> dict:
         return dict(task=self.task, agent=self.agent, iteration=self.iteration,
                     rollout=self.rollout, seed=self.seed, messages=self.messages, ids=self.ids,
-                    action_mask=self.mask, reward=self.reward, steps=self.steps, ended=self.ended)
+                    action_mask=self.mask, reward=self.reward, steps=self.steps, ended=self.ended,
+                    **({} if self.raw_reward is None else {"raw_reward": self.raw_reward}))
 
 
 class SlotCache:
@@ -594,7 +596,7 @@ def _act(e: Episode, encoder, env, max_tokens: int) -> None:
     reply = encoder.decode(e.ids[e.reply_at:])
     step = env.step(reply)
     e.messages.append({"role": "assistant", "content": reply})
-    e.reward, e.steps = step.reward, e.steps + 1
+    e.reward, e.raw_reward, e.steps = step.reward, step.raw, e.steps + 1
     if step.done or e.steps == env.max_steps:
         e.ended = "done" if step.done else "budget"
         return
@@ -679,7 +681,8 @@ class Run:
 
     def make_env(self):
         s = self.settings
-        return envs.make(s.env, s.view, webshop_url=s.webshop_url)
+        return envs.make(s.env, s.view, webshop_url=s.webshop_url,
+                         intercode_data=s.intercode_data, mysql_url=s.mysql_url)
 
     # Phases
 
