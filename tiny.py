@@ -34,14 +34,15 @@ MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_at
 # Batches of repeated random tokens, then an environment's practice text read `epochs` times; [ours,
 # README].
 FULL = {"webshop": dict(copy_steps=500, conversations=8000, epochs=2, batch=16, lr=2e-3),
-        "intercodesql": dict(copy_steps=500, conversations=8000, epochs=2, batch=16, lr=2e-3)}
-QUICK = dict(copy_steps=150, conversations=1200, epochs=1, batch=8, lr=4e-3)
+        "intercodesql": dict(copy_steps=500, conversations=16000, epochs=1, batch=16, lr=2e-3)}
+QUICK = {"webshop": dict(copy_steps=150, conversations=1200, epochs=1, batch=8, lr=4e-3),
+         "intercodesql": dict(copy_steps=150, conversations=6000, epochs=1, batch=8, lr=2e-3)}
 
 
 def base(accelerator, run) -> Path:
     """The pretrained tiny model's folder; made once and kept under the hash of what made it."""
     s = run.settings
-    plan = QUICK if s.quick else FULL[s.env]
+    plan = (QUICK if s.quick else FULL)[s.env]
     made_by = [Path(m.__file__).read_bytes() for m in (dpo, envs, databases, worlds)]
     made_by += [Path(__file__).read_bytes(), f"{plan} {s.env} {s.view} {torch.__version__}".encode()]
     name = hashlib.sha256(b"".join(made_by)).hexdigest()[:16]
