@@ -48,7 +48,7 @@ REMEDY = "bash run.sh load-intercode makes users that may only read"
 _READS = re.compile(r"[\s(]*(select|with|show|desc|describe|explain)\b", re.I)
 _SHOWS = re.compile(r"\s*show\s+(?!(full\s+)?(tables|columns|fields|index|indexes|keys|databases|"
                     r"schemas|create\s+table|table\s+status|warnings)\b)", re.I)
-_GAP = r"(?:\s|/\*.*?\*/|(?:--\s|#)[^\n]*\n)*"
+_GAP = r"(?:\s|/\*.*?\*/|(?:--[\s\x00-\x1f]|#)[^\n]*\n)*"
 _REFUSED = re.compile(
     rf"/\*[!+]|/\*M!|@@|:=|\binto{_GAP}(?:outfile|dumpfile|@)|\bfor{_GAP}(?:update|share)\b|"
     rf"\block{_GAP}in{_GAP}share\b|"
@@ -218,9 +218,9 @@ class MySQL:
     query repeated, for no allowed query leaves anything behind; after three times, EnvError.
     """
     TIMED_OUT = {1969, 3024}  # MariaDB's and MySQL's limit
-    # Server gone, full or shutting down; 1317 and 1927 are a KILL that was not ours.
-    LOST = {1040, 1053, 1317, 1927, 2002, 2003, 2006, 2013, 2055}
     DENIED = {1044, 1045, 1049, 1698}
+    # What the server says when it is full, ends, or lost the client, or on a KILL not ours.
+    LOST = {1040, 1053, 1158, 1159, 1160, 1161, 1203, 1317, 1927}
 
     def __init__(self, name: str, url: str):
         self.name, self._url, self._connection, self._others = name, url, None, None
@@ -267,9 +267,9 @@ class MySQL:
             if code == 2013 and took > SECONDS + 2.5:  # the client's own limit, see `connect`
                 self._kill()
                 return INTERRUPTED
-            if code in self.LOST:
+            if self._lost(code):
                 raise
-            return f"{ERROR}{text or error}"
+            return f"{ERROR}{text}"
         except ValueError as error:  # text that is no UTF-8, in the query or in the result
             self._kill()
             return f"{ERROR}{error}"
@@ -277,6 +277,11 @@ class MySQL:
             self._kill()
             return TOO_LARGE
         return rows
+
+    def _lost(self, code) -> bool:
+        """Whether an error is the connection's; those of a query have a server's code."""
+        return code in self.LOST or not (isinstance(code, int)
+                                         and (1000 <= code < 2000 or code >= 3000))
 
     def _kill(self):
         """Ends what runs on this connection, and the connection; the next query opens another."""
@@ -308,7 +313,7 @@ class MySQL:
                 self._abandon()
                 if code in self.DENIED:
                     raise SettingsError(f"--mysql-url: {where}: {text}; {REMEDY}") from None
-                if code not in self.LOST or wait is None:
+                if not self._lost(code) or wait is None:
                     raise EnvError(f"{where}: {text or error}; is the server running and within "
                                    "reach?") from None
                 time.sleep(wait)
@@ -523,6 +528,9 @@ def compare_intercode(folder: str, mysql_url: str) -> dict:
 
 
 def main(argv: list[str]) -> None:
+    def refuse(message):
+        raise SettingsError(message)  # which hides a password in it
+
     parser = argparse.ArgumentParser(prog="databases.py", description="InterCode's databases")
     commands = parser.add_subparsers(dest="command", required=True)
     load = commands.add_parser("load-intercode", help=load_intercode.__doc__.split("\n")[0])
@@ -533,6 +541,7 @@ def main(argv: list[str]) -> None:
     compare.add_argument("data", help="the folder of ic_spider_dev.json and ic_spider_dbs.sql")
     for command in (load, compare):
         command.add_argument("--mysql-url", required=True, help="as later given for training")
+    parser.error = load.error = compare.error = refuse
     asked = parser.parse_args(argv)
     for flag in ("admin_url", "mysql_url"):
         if not is_mysql_address(getattr(asked, flag, asked.mysql_url)):

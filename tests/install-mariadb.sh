@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the MariaDB that tests/test_sql.py starts for itself, where that is possible without
 # asking; without it these tests are skipped, with the reason.
-if command -v mariadbd >/dev/null; then exit; fi
+if PATH=$PATH:/usr/sbin command -v mariadbd >/dev/null; then exit; fi
 sudo=()
 [ "$(id -u)" = 0 ] || sudo=(sudo -n)
 if command -v apt-get >/dev/null && "${sudo[@]}" true 2>/dev/null; then

@@ -3,6 +3,7 @@
 import datetime
 import decimal
 import json
+import os
 import random
 import re
 import shutil
@@ -550,7 +551,8 @@ ROOT_URL, URL = "mysql://root:@127.0.0.1:{}", "mysql://agent:s3cret@127.0.0.1:{}
 @pytest.fixture(scope="module")
 def mariadb(tmp_path_factory):
     """The port of a MariaDB of our own with InterCode's databases, d and other."""
-    server, install = shutil.which("mariadbd"), shutil.which("mariadb-install-db")
+    path = f"{os.environ['PATH']}:/usr/sbin"
+    server, install = (shutil.which(f"mariadb{name}", path=path) for name in ("d", "-install-db"))
     if not server or not install:
         pytest.skip("mariadbd is not installed (Debian: apt-get install mariadb-server)")
     pymysql = pytest.importorskip("pymysql", reason="PyMySQL is not installed")
@@ -577,6 +579,8 @@ def mariadb(tmp_path_factory):
                 break
             except pymysql.MySQLError:
                 time.sleep(0.2)
+        else:
+            pytest.fail((folder / "log").read_text()[-2000:])
         names = databases.load_intercode(DATA / "ic_spider_dbs.sql", ROOT_URL.format(port),
                                     URL.format(port))
         assert len(names) == 20
@@ -744,7 +748,7 @@ def test_a_lost_connection_is_opened_again(mariadb):
     env.close()
 
 
-@pytest.mark.parametrize("code", [1317, 1927, 2006, 2013])
+@pytest.mark.parametrize("code", [0, 1317, 1927, 2006, 2013])  # 0: PyMySQL's socket is gone
 def test_a_connection_lost_within_a_query_is_no_answer_of_the_agents(mariadb, monkeypatch, code):
     import pymysql
     fetch, failures = databases._fetch, []
@@ -915,6 +919,9 @@ def test_a_run_on_the_server_holds_no_password(mariadb, tmp_path, monkeypatch, c
       "--mysql-url", "mysql://b@h"], "README.md: no database in it"),
     (["load-intercode", "DUMP", "--admin-url", "mysql://a:s3cret@127.0.0.1:9", "--mysql-url",
       "mysql://b@h"], "mysql://127.0.0.1:9: "),
+    (["load-intercode", "DUMP", "--admin-urll", "mysql://a:s3cret@h"], "--admin-url"),
+    (["compare-intercode", "DUMP", "mysql://a:s3cret@h", "--mysql-url", "mysql://b@h"],
+     "unrecognized arguments: mysql://a:***@h"),
     (["compare-intercode", "nowhere", "--mysql-url", "mysql://b:s3cret@h"], "ic_spider_dev.json"),
 ])
 def test_commands_refuse_in_one_line(intercode, arguments, told):
