@@ -121,9 +121,9 @@ PRESETS = {
         dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
     ),
     "tiny intercodesql": dict(
-        view="short", max_tokens=512, max_new_tokens=48, slots=64,
-        sft_epochs=2, sft_batch=16, sft_lr=5e-4,
-        dpo_batch=16, dpo_lr=1e-4, dpo_lr_later=1e-4, beta=0.1, beta_later=0.1, lambda_sft=0.5,
+        train_tasks=500, view="short", max_tokens=512, max_new_tokens=48, slots=64,
+        sft_epochs=1, sft_batch=16, sft_lr=1e-4,
+        dpo_batch=16, dpo_lr=3e-5, dpo_lr_later=3e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
     ),
     "quick": dict(train_tasks=120, eval_tasks=40, iterations=1, dpo_epochs=1, sft_epochs=6,
                   sft_lr=1e-3),

@@ -34,7 +34,7 @@ MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_at
 # Batches of repeated random tokens, then an environment's practice text read `epochs` times; [ours,
 # README].
 FULL = {"webshop": dict(copy_steps=500, conversations=8000, epochs=2, batch=16, lr=2e-3),
-        "intercodesql": dict(copy_steps=500, conversations=16000, epochs=1, batch=16, lr=2e-3)}
+        "intercodesql": dict(copy_steps=500, conversations=24000, epochs=1, batch=16, lr=2e-3)}
 QUICK = {"webshop": dict(copy_steps=150, conversations=1200, epochs=1, batch=8, lr=4e-3),
          "intercodesql": dict(copy_steps=150, conversations=6000, epochs=1, batch=8, lr=2e-3)}
 
