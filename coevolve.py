@@ -448,13 +448,15 @@ class Episode:
     past: int = 0                                  # how many of `ids` are in the cache
     reply_at: int = 0                              # where the running reply begins
     reward: float = 0.0
+    raw_reward: float | None = None                # before clipping, where the environment clips
     steps: int = 0
     ended: str = ""                                # done, budget or context
 
     def record(self) -> dict:
         return dict(task=self.task, agent=self.agent, iteration=self.iteration,
                     rollout=self.rollout, seed=self.seed, messages=self.messages, ids=self.ids,
-                    action_mask=self.mask, reward=self.reward, steps=self.steps, ended=self.ended)
+                    action_mask=self.mask, reward=self.reward, steps=self.steps, ended=self.ended,
+                    **({} if self.raw_reward is None else {"raw_reward": self.raw_reward}))
 
 
 class SlotCache:
@@ -621,7 +623,7 @@ def _take(e: Episode, encoder, env, answer, max_tokens: int) -> None:
         e.messages = opening(env, answer)
         _read(e, encoder.start(e.messages), max_tokens)
         return
-    e.reward, e.steps = answer.reward, e.steps + 1
+    e.reward, e.raw_reward, e.steps = answer.reward, answer.raw, e.steps + 1
     if answer.done or e.steps == env.max_steps:
         e.ended = "done" if answer.done else "budget"
         return
@@ -711,11 +713,9 @@ class Run:
 
     def make_env(self):
         s = self.settings
-        try:
-            return envs.make(s.env, s.view, webshop_url=s.webshop_url, task_types=s.task_types,
-                             split_file=s.split_file)
-        except ValueError as error:
-            raise SettingsError(str(error)) from None
+        return envs.make(s.env, s.view, webshop_url=s.webshop_url, task_types=s.task_types,
+                         split_file=s.split_file, intercode_data=s.intercode_data,
+                         mysql_url=s.mysql_url)
 
     # Phases
 

@@ -2,8 +2,13 @@
 # Sets up what is missing, then trains or tests:
 #   bash run.sh webshop [settings]     train and evaluate; --help lists the settings
 #   bash run.sh scienceworld [settings]
+#   bash run.sh intercodesql [settings]
 #   bash run.sh show RUN [tasks]       trajectories of a run, side by side
 #   bash run.sh compare RUN RUN ...    means over seeds, by method
+#   bash run.sh load-intercode DUMP --admin-url URL --mysql-url URL
+#                                      InterCode's databases into a MySQL or MariaDB server
+#   bash run.sh compare-intercode FOLDER --mysql-url URL
+#                                      how far sqlite's answers to its questions equal a server's
 #   bash run.sh test [pytest options]  run the tests
 # An active environment that satisfies requirements.txt is used as it is; otherwise .venv is made
 # beside this file. PYTHON=/path/to/python3 chooses the interpreter. A relative path among the
@@ -61,7 +66,8 @@ install() {
         "$venv/bin/python" -m pip install --index-url https://download.pytorch.org/whl/cpu \
             "$(grep -o '^torch[^ ]*' "$here/requirements.txt")" >>"$log" 2>&1 || true
     fi
-    "$venv/bin/python" -m pip install -r "$here/requirements.txt" >>"$log" 2>&1 || {
+    "$venv/bin/python" -m pip install -r "$here/requirements.txt" \
+        -r "$here/requirements-optional.txt" >>"$log" 2>&1 || {
         rm "$venv/installing"
         fail "pip could not install the packages; check the network, or set PIP_INDEX_URL to an" \
              "index within reach, and run again (pip's output: $log)"; }
@@ -94,8 +100,8 @@ except subprocess.CalledProcessError as error:  # its message is on the screen a
 command=${1:-} environment=
 case $command in
     webshop | scienceworld | intercodesql) environment=$command; shift ;;
-    show | compare | test) shift ;;
-    *) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    show | compare | load-intercode | compare-intercode | test) shift ;;
+    *) sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
 
 python=
@@ -115,7 +121,8 @@ if ! lacks=$(satisfied "$python"); then
 fi
 if [ "$command" = test ]; then
     cd "$here"
-    exec "$python" -m pytest -q -o testpaths=tests "$@"
+    exec "$python" -m pytest -q -rs -o testpaths=tests "$@"
 fi
+if [[ $command = *-intercode ]]; then exec "$python" "$here/databases.py" "$command" "$@"; fi
 if [ -z "$environment" ]; then exec "$python" "$here/coevolve.py" "$command" "$@"; fi
 exec "$python" -c "$launch" "$here/coevolve.py" --env "$environment" "$@"

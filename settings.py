@@ -8,10 +8,12 @@ Only the standard library is imported here, so that `run.sh` can refuse a mistyp
 
 import argparse
 import math
+import os
+import re
 import sys
 from dataclasses import dataclass, field, fields
 from typing import Literal, Optional, get_args, get_origin, get_type_hints
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 
 def setting(default, help: str):
@@ -21,7 +23,7 @@ def setting(default, help: str):
 @dataclass(frozen=True)
 class Settings:
     # What runs
-    env: Literal["webshop", "scienceworld"] = setting("webshop", "environment")
+    env: Literal["webshop", "scienceworld", "intercodesql"] = setting("webshop", "environment")
     method: Literal["sft", "eto", "coevolve"] = setting(
         "coevolve", "sft: Eq. 3 only; eto: the loop without the failure agent; coevolve: the paper")
     model: str = setting("tiny", "hub name or folder; tiny: made from scratch in minutes")
@@ -33,6 +35,11 @@ class Settings:
         "all", "ScienceWorld's task types: ETO's 24, or eight whose texts are short [ETO, ours]")
     split_file: Optional[str] = setting(
         None, "ScienceWorld: folder of published train_, dev_ and test_indices.json [by rule]")
+    intercode_data: Optional[str] = setting(
+        None, "folder of InterCode's ic_spider_dev.json and ic_spider_dbs.sql [generated data]")
+    mysql_url: Optional[str] = setting(
+        None, "server of InterCode's databases, mysql://user:password@host:port; the password may "
+        "be in MYSQL_PWD instead [sqlite]")
     experts: Optional[str] = setting(
         None, "file of expert trajectories: ETO's JSON list or a run's experts.jsonl [scripted]")
     quick: bool = setting(False, "the same path, cut to about a minute (too short to learn much)")
@@ -111,6 +118,7 @@ class Settings:
 # What replaces the defaults, in this order: in an environment (the paper's), for the tiny model in
 # it (tuned on the validation split, README), with --quick.
 PRESETS = {
+    "intercodesql": dict(iterations=5, expert_min_reward=1.0),  # App. B; App. A
     "tiny webshop": dict(
         train_tasks=500, view="short", max_tokens=768, max_new_tokens=32, slots=64,
         sft_epochs=2, sft_batch=16, sft_lr=5e-4,
@@ -122,6 +130,11 @@ PRESETS = {
         sft_epochs=10, sft_batch=16, sft_lr=1e-3,
         dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
     ),
+    "tiny intercodesql": dict(
+        train_tasks=500, view="short", max_tokens=512, max_new_tokens=48, slots=64,
+        sft_epochs=1, sft_batch=16, sft_lr=1e-4,
+        dpo_batch=16, dpo_lr=3e-5, dpo_lr_later=3e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
+    ),
     "quick": dict(train_tasks=120, eval_tasks=40, iterations=1, dpo_epochs=1, sft_epochs=6,
                   sft_lr=1e-3),
 }
@@ -129,6 +142,9 @@ PRESETS = {
 
 class SettingsError(ValueError):
     """A flag that does not exist or a value that cannot be; the text is one line for the user."""
+
+    def __init__(self, text: str):  # without the password of an address
+        super().__init__(re.sub(r"(://[^:@/\s]*):(?!password@)\S*@", r"\1:***@", text))
 
 
 def check(s: Settings) -> Settings:
@@ -152,16 +168,24 @@ def check(s: Settings) -> Settings:
     need("cut_turns", lambda x: x >= -1, "must be -1 (off) or more")
     if s.webshop_url is not None and not is_web_address(s.webshop_url):
         wrong.append(f"--webshop-url {s.webshop_url}: must be http://host:port or https://host")
+    for flag, of in (("webshop_url", "webshop"), ("task_types", "scienceworld"),
+                     ("split_file", "scienceworld"), ("intercode_data", "intercodesql"),
+                     ("mysql_url", "intercodesql")):
+        if getattr(s, flag) != getattr(Settings, flag) and s.env != of:
+            wrong.append(f"--{flag.replace('_', '-')}: is for {of}, not for {s.env}")
+    if s.mysql_url is not None and not is_mysql_address(s.mysql_url):
+        wrong.append(f"--mysql-url {s.mysql_url}: must be {MYSQL_ADDRESS}")
+    if s.mysql_url and not s.intercode_data:
+        wrong.append("--mysql-url: give --intercode-data FOLDER too; the questions are there")
+    if s.intercode_data and s.model == "tiny":
+        wrong.append("--intercode-data: the tiny model knows the generated databases' words only; "
+                     "give another --model")
     if s.webshop_url and not s.experts:
         wrong.append("--webshop-url: give --experts FILE too; the scripted expert knows the "
                      "embedded shop only")
     if s.webshop_url and s.model == "tiny":
         wrong.append("--webshop-url: the tiny model knows the embedded shop's words only; give "
                      "another --model")
-    if s.env != "scienceworld" and (s.split_file or s.task_types != "all"):
-        wrong.append(f"--split-file, --task-types: --env {s.env} has no task types")
-    if s.env != "webshop" and s.webshop_url:
-        wrong.append(f"--webshop-url: --env {s.env} is no shop")
     if s.lambda_dpo == 0 and s.lambda_sft == 0:
         wrong.append("--lambda-dpo 0 --lambda-sft 0: nothing would be trained; raise one")
     if s.max_new_tokens >= s.max_tokens:
@@ -180,6 +204,14 @@ def is_web_address(text: str) -> bool:
                     and not (parts.username or parts.query or parts.fragment))
     except ValueError:  # a port that is no number, a bracket left open
         return False
+
+
+MYSQL_ADDRESS = "mysql://user:password@host:port, with / and @ in a password as %2F and %40"
+
+
+def is_mysql_address(text: str) -> bool:
+    """Whether it is mysql://user[:password]@host[:port], with nothing else in it."""
+    return bool(re.fullmatch(r"mysql://[^:@/\s]+(:[^@/\s]*)?@[^:@/\s]+(:\d{1,5})?/?", text))
 
 
 def preset(argv: list[str]) -> dict:
@@ -229,6 +261,11 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> Settings:
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         raise SettingsError(f"unknown: {' '.join(unknown)}; --help lists every setting")
+    if values.mysql_url is not None and is_mysql_address(values.mysql_url):
+        parts = re.fullmatch(r"(.+?//[^:@]+):(.*)(@.+)", values.mysql_url)
+        if parts:  # settings are logged and must not hold the password
+            values.mysql_url = parts[1] + parts[3]
+            os.environ["MYSQL_PWD"] = unquote(parts[2])
     return check(Settings(**vars(values)))
 
 

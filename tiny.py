@@ -18,6 +18,7 @@ from accelerate.utils import broadcast_object_list
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, set_seed
 
+import databases
 import dpo
 import envs
 import worlds
@@ -33,16 +34,20 @@ MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_at
 # Batches of repeated random tokens, then an environment's practice text read `epochs` times; [ours,
 # README].
 FULL = {"webshop": dict(copy_steps=500, conversations=8000, epochs=2, batch=16, lr=2e-3),
-        "scienceworld": dict(copy_steps=500, conversations=4000, epochs=1, batch=16, lr=2e-3)}
-QUICK = dict(copy_steps=150, conversations=1200, epochs=1, batch=8, lr=4e-3)
+        "scienceworld": dict(copy_steps=500, conversations=4000, epochs=1, batch=16, lr=2e-3),
+        "intercodesql": dict(copy_steps=500, conversations=24000, epochs=1, batch=16, lr=2e-3)}
+QUICK = {"webshop": dict(copy_steps=150, conversations=1200, epochs=1, batch=8, lr=4e-3),
+         "scienceworld": dict(copy_steps=150, conversations=200, epochs=1, batch=8, lr=4e-3),
+         "intercodesql": dict(copy_steps=150, conversations=6000, epochs=1, batch=8, lr=2e-3)}
 
 
 def base(accelerator, run) -> Path:
     """The pretrained tiny model's folder; made once and kept under the hash of what made it."""
     s = run.settings
-    plan = QUICK if s.quick else FULL[s.env]
-    made_by = [Path(m.__file__).read_bytes() for m in (dpo, envs, worlds)]
-    made_by += [Path(__file__).read_bytes(), f"{plan} {s.env} {s.view} {s.task_types} {torch.__version__}".encode()]
+    plan = (QUICK if s.quick else FULL)[s.env]
+    made_by = [Path(m.__file__).read_bytes() for m in (dpo, envs, databases, worlds)]
+    made_by += [Path(__file__).read_bytes(),
+                f"{plan} {s.env} {s.view} {s.task_types} {torch.__version__}".encode()]
     name = hashlib.sha256(b"".join(made_by)).hexdigest()[:16]
     folder = Path(__file__).parent / ".cache" / f"tiny-{name}"
     if broadcast_object_list([folder.exists()])[0]:  # the first rank's answer, for all ranks
@@ -93,8 +98,8 @@ def copy_group(rng: random.Random, vocabulary: int) -> dpo.Group:
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """One token per word, number or mark of `texts`; other words are spelled out."""
-    pattern = Regex(r"\w+(?:\.\w+)?|[^\w\s]")
+    """One token per word, quoted word, number or mark of `texts`; others are spelled out."""
+    pattern = Regex(r"'\w+'|\w+(?:\.\w+)?|[^\w\s]")
     split = pre_tokenizers.Split(pattern, behavior="removed", invert=True)
     words = {word for text in texts for word, _ in split.pre_tokenize_str(text)}
     letters = {chr(c) for c in range(33, 127)}

@@ -79,3 +79,12 @@ def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64) -> Qwen3ForC
 @pytest.fixture(params=TEMPLATES)
 def tokenizer(request):
     return make_tokenizer(request.param)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport():
+    """Tests of one file that are skipped for one reason make one closing line."""
+    report = (yield).get_result()
+    if report.skipped and isinstance(report.longrepr, tuple):
+        path, _, reason = report.longrepr
+        report.longrepr = path, None, reason

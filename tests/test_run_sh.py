@@ -25,7 +25,7 @@ def machine(tmp_path):
     repo, bin_ = tmp_path / "a repo", tmp_path / "bin"
     for folder in (repo, bin_, tmp_path / "home"):
         folder.mkdir()
-    for name in ("run.sh", "requirements.txt", "settings.py"):
+    for name in ("run.sh", "requirements.txt", "requirements-optional.txt", "settings.py"):
         shutil.copy(ROOT / name, repo)
     for tool in TOOLS:
         (bin_ / tool).symlink_to(shutil.which(tool))
@@ -131,6 +131,7 @@ def test_foreign_environment_is_left_alone(machine):
 def test_active_environment_that_satisfies_the_requirements_is_used(machine):
     run = machine(python3=FULL)
     done = run("test", "-k", "a name")
-    assert done.stdout == "ran -m pytest -q -o testpaths=tests -k a name\n" and done.returncode == 0
+    assert done.stdout == "ran -m pytest -q -rs -o testpaths=tests -k a name\n" and done.returncode == 0
     assert "coevolve.py --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
+    assert "databases.py" in run("load-intercode", "a").stderr  # of which there is no copy here
     assert not run.venv.exists()

@@ -344,10 +344,10 @@ def test_sixteen_episodes_side_by_side_are_as_one_at_a_time(env):
 # ------------------------------------------------------------------------------ settings
 
 @pytest.mark.parametrize("flags, problem", [
-    (["--env", "webshop", "--split-file", "x"], "--split-file, --task-types: --env webshop"),
-    (["--env", "webshop", "--task-types", "short"], "--task-types: --env webshop"),
+    (["--env", "webshop", "--split-file", "x"], "--split-file: is for scienceworld, not for web"),
+    (["--env", "webshop", "--task-types", "short"], "--task-types: is for scienceworld"),
     (["--env", "scienceworld", "--webshop-url", "http://h:1", "--experts", "f", "--model", "m"],
-     "--webshop-url: --env scienceworld"),
+     "--webshop-url: is for webshop, not for scienceworld"),
 ])
 def test_settings_of_another_environment_are_refused(flags, problem):
     for read in (settings.parse, settings.precheck):
