@@ -121,7 +121,7 @@ if ! lacks=$(satisfied "$python"); then
 fi
 if [ "$command" = test ]; then
     cd "$here"
-    exec "$python" -m pytest -q -rs -o testpaths=tests "$@"
+    exec "$python" -m pytest -q -rs -o testpaths=tests -n logical --maxprocesses 4 --dist loadfile "$@"
 fi
 if [[ $command = *-intercode ]]; then exec "$python" "$here/databases.py" "$command" "$@"; fi
 if [ -z "$environment" ]; then exec "$python" "$here/coevolve.py" "$command" "$@"; fi
