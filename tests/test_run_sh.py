@@ -131,8 +131,8 @@ def test_foreign_environment_is_left_alone(machine):
 def test_active_environment_that_satisfies_the_requirements_is_used(machine):
     run = machine(python3=FULL)
     done = run("test", "-k", "a name")
-    assert done.stdout == "ran -m pytest -q -rs -o testpaths=tests -n logical --maxprocesses 4 "
-                           "--dist loadfile -k a name\n" and done.returncode == 0
+    assert done.stdout == ("ran -m pytest -q -rs -o testpaths=tests -n logical --maxprocesses 4 "
+                           "--dist loadfile -k a name\n") and done.returncode == 0
     assert "coevolve.py --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
     assert "databases.py" in run("load-intercode", "a").stderr  # of which there is no copy here
     assert not run.venv.exists()
