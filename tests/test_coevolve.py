@@ -156,7 +156,7 @@ def test_published_experts_open_like_our_rollouts(tmp_path):
     (json.dumps([published(reward="nan")]), "reward nan is not in [0, 1]"),
     (json.dumps([published(), published()]), "entry 1: webshop-train-17 is there twice"),
     (json.dumps([published(("human", "x"), ("gpt", "Action: a"), ("human", None),
-                           ("gpt", "Action: b"))]), "not user and assistant in turn"),
+                           ("gpt", "Action: b"))]), "entry 0: not a trajectory (TypeError"),
 ])
 def test_bad_expert_files_are_refused(tmp_path, text, message):
     (tmp_path / "experts").write_text(text)
