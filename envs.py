@@ -837,10 +837,12 @@ class _Simulator:
         java, self.episodes = java_path(), 0
         try:
             # It ends when its standard input does, so also when this process is killed. In a group
-            # of its own, Ctrl-C reaches this process alone, which then stops it.
+            # of its own, Ctrl-C reaches this process alone, which then stops it. Where it runs lies
+            # its table of types; elsewhere it would write one.
             port, token, process = launch_gateway(
-                classpath=JAR_PATH, javaopts=self.options, java_path=java, die_on_exit=True,
-                enable_auth=True, return_proc=True, create_new_process_group=True)
+                classpath=JAR_PATH, cwd=str(Path(JAR_PATH).parent), javaopts=self.options,
+                java_path=java, die_on_exit=True, enable_auth=True, return_proc=True,
+                create_new_process_group=True)
         except (OSError, ValueError) as error:
             raise EnvError(f"{java} does not start the ScienceWorld simulator ({error}); try "
                            f"{java} -version") from None

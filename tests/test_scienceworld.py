@@ -233,11 +233,14 @@ TASKS = ["scienceworld-train-lifespan-longest-lived-0", "scienceworld-seen-find-
          "scienceworld-train-power-component-1"]
 
 
-def test_a_task_is_the_same_world_every_time(env):
+def test_a_task_is_the_same_world_every_time_and_leaves_no_file(env, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     first = [play(env, task, looking_round(task)) for task in TASKS]
     other = envs.make("scienceworld", "short")
+    other._simulator = envs._Simulator()
     assert [play(other, task, looking_round(task)) for task in TASKS[::-1]] == first[::-1]
     other.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_episode_whose_simulator_dies_goes_on(env):
