@@ -5,6 +5,7 @@
 #   bash run.sh show RUN [tasks]       trajectories of a run, side by side
 #   bash run.sh compare RUN RUN ...    means over seeds, by method
 #   bash run.sh test [pytest options]  run the tests
+#   bash run.sh bench [--quick]        what training and rollouts cost, beside other code
 # An active environment that satisfies requirements.txt is used as it is; otherwise .venv is made
 # beside this file. PYTHON=/path/to/python3 chooses the interpreter. A relative path among the
 # settings is relative to the folder you call this from.
@@ -94,8 +95,8 @@ except subprocess.CalledProcessError as error:  # its message is on the screen a
 command=${1:-} environment=
 case $command in
     webshop | scienceworld | intercodesql) environment=$command; shift ;;
-    show | compare | test) shift ;;
-    *) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    show | compare | test | bench) shift ;;
+    *) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
 
 python=
@@ -117,5 +118,6 @@ if [ "$command" = test ]; then
     cd "$here"
     exec "$python" -m pytest -q -o testpaths=tests "$@"
 fi
+if [ "$command" = bench ]; then exec "$python" "$here/tests/bench.py" "$@"; fi
 if [ -z "$environment" ]; then exec "$python" "$here/coevolve.py" "$command" "$@"; fi
 exec "$python" -c "$launch" "$here/coevolve.py" --env "$environment" "$@"
