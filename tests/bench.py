@@ -356,7 +356,7 @@ def generate_rollout(model, encoder, tasks, batch, logits=None) -> list[list[int
 def rollout_rows(quick: bool) -> list[dict]:
     encoder = dpo.Encoder(word_tokenizer())
     ours, theirs = make_player("ragged", encoder), make_player("sdpa", encoder)
-    many, some, few = (range(n) for n in ((4, 4, 1) if quick else (128, 32, 6)))
+    many, some, few = (range(n) for n in ((4, 4, 1) if quick else (192, 64, 12)))
     batch, slots = (4, 4) if quick else (32, 64)
 
     recorded, forward = {}, coevolve._next_token_logits
