@@ -468,12 +468,17 @@ class SlotCache:
         shape = (c.num_hidden_layers, 2, slots, c.num_key_value_heads, tokens, d)
         self.kv = torch.empty(shape, dtype=model.dtype, device=model.device)
 
-    def append(self, layer, slot, past, k, v):
-        """Adds k, v (1, H, n, d) after the slot's `past` tokens; returns all of its K and V."""
-        end = past + k.shape[2]
-        K, V = self.kv[layer, :, slot]
-        K[:, past:end], V[:, past:end] = k[0], v[0]
-        return K[None, :, :end], V[None, :, :end]
+    def place(self, segments: list[tuple[int, int, int]]) -> None:
+        """Where the tokens of the coming pass go: (slot, past, n), n after the slot's `past`."""
+        self.ends = [(slot, past + n) for slot, past, n in segments]
+        rows = [(slot, past + i) for slot, past, n in segments for i in range(n)]
+        self.slots, self.positions = torch.tensor(rows, device=self.kv.device).T          # (N,)
+
+    def append(self, layer: int, key, value):
+        """Adds key, value (1, H, N, d) of these tokens; all keys and all values, by segment."""
+        new = torch.cat((key, value)).permute(2, 0, 1, 3)                        # (N, 2, H, d)
+        self.kv[layer, :, self.slots, :, self.positions] = new
+        return [[x[slot, None, :, :end] for slot, end in self.ends] for x in self.kv[layer]]
 
 
 @torch.inference_mode()
@@ -560,11 +565,10 @@ def _next_token_logits(model, cache, playing) -> torch.Tensor:
     new = [e.ids[e.past:] for _, e in playing]
     device, lengths = model.device, [len(ids) for ids in new]
     ids = torch.tensor([i for part in new for i in part], device=device)              # (N,)
-    positions = torch.cat([torch.arange(e.past, len(e.ids), device=device) for _, e in playing])
+    cache.place([(slot, e.past, n) for (slot, e), n in zip(playing, lengths)])
     last = torch.tensor(lengths, device=device).cumsum(0) - 1                         # (S,)
-    logits = model(input_ids=ids[None], position_ids=positions[None], lengths=lengths,
-                   slots=[(cache, slot, e.past) for slot, e in playing],
-                   logits_to_keep=last, use_cache=False).logits[0]                    # (S, V)
+    logits = model(input_ids=ids[None], position_ids=cache.positions[None], lengths=lengths,
+                   cache=cache, logits_to_keep=last, use_cache=False).logits[0]       # (S, V)
     for _, e in playing:
         e.past = len(e.ids)
     return logits.float()

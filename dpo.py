@@ -154,30 +154,27 @@ class Sequence:
 
 
 def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None,
-                     scaling=None, lengths=None, slots=None, **others):
+                     scaling=None, lengths=None, cache=None, **others):
     """Attention of several sequences laid end to end in one row; no padding, no mask tensor.
 
     query (1, H, N, d), key and value (1, H_kv, N, d), N = sum(lengths); returns (1, N, H, d).
-    Training: each sequence attends causally to itself. Rollouts: `slots` lists, per sequence,
-    (cache, slot, past): its `past` earlier tokens are in the cache and these are added to it.
+    Training: each sequence attends causally to itself. Rollouts: `cache` adds these keys and
+    values to the earlier ones of each sequence, and gives all of them.
     ValueError for attention of another form than softmax over all earlier tokens.
     """
     for name in ("sliding_window", "softcap", "s_aux"):
         if others.get(name) is not None:
             raise ValueError(f"{type(module).__name__}: {name}={others[name]} is not supported; "
                              "use a model with full attention (Llama, Qwen2, Qwen3)")
+    keys, values = ((key.split(lengths, 2), value.split(lengths, 2)) if cache is None else
+                    cache.append(module.layer_idx, key, value))
     outputs = []
-    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2))
-    for i, (q, k, v) in enumerate(parts):
-        n, mask = q.shape[2], None
-        if slots is not None:
-            cache, slot, past = slots[i]
-            k, v = cache.append(module.layer_idx, slot, past, k, v)  # (1, H_kv, past + n, d)
-            if past and n > 1:  # new token j sees the past and the new tokens up to itself
-                mask = torch.ones(n, past + n, dtype=torch.bool, device=q.device).tril(past)
-        causal = n > 1 and mask is None
+    for q, k, v in zip(query.split(lengths, 2), keys, values):
+        n, past, mask = q.shape[2], k.shape[2] - q.shape[2], None
+        if past and n > 1:  # new token j sees the past and the new tokens up to itself
+            mask = torch.ones(n, past + n, dtype=torch.bool, device=q.device).tril(past)
         outputs.append(F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=scaling,
+            q, k, v, attn_mask=mask, is_causal=n > 1 and not past, scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1]))
     return torch.cat(outputs, 2).transpose(1, 2), None
 

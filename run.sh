@@ -10,6 +10,7 @@
 #   bash run.sh compare-intercode FOLDER --mysql-url URL
 #                                      how far sqlite's answers to its questions equal a server's
 #   bash run.sh test [pytest options]  run the tests
+#   bash run.sh bench [--quick]        what training and rollouts cost, beside other code
 # An active environment that satisfies requirements.txt is used as it is; otherwise .venv is made
 # beside this file. PYTHON=/path/to/python3 chooses the interpreter. A relative path among the
 # settings is relative to the folder you call this from.
@@ -100,8 +101,8 @@ except subprocess.CalledProcessError as error:  # its message is on the screen a
 command=${1:-} environment=
 case $command in
     webshop | scienceworld | intercodesql) environment=$command; shift ;;
-    show | compare | load-intercode | compare-intercode | test) shift ;;
-    *) sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    show | compare | load-intercode | compare-intercode | test | bench) shift ;;
+    *) sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
 
 python=
@@ -124,5 +125,6 @@ if [ "$command" = test ]; then
     exec "$python" -m pytest -q -rs -o testpaths=tests -n logical --maxprocesses 4 --dist loadfile "$@"
 fi
 if [[ $command = *-intercode ]]; then exec "$python" "$here/databases.py" "$command" "$@"; fi
+if [ "$command" = bench ]; then exec "$python" "$here/tests/bench.py" "$@"; fi
 if [ -z "$environment" ]; then exec "$python" "$here/coevolve.py" "$command" "$@"; fi
 exec "$python" -c "$launch" "$here/coevolve.py" --env "$environment" "$@"
