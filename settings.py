@@ -126,7 +126,7 @@ PRESETS = {
     ),
     "scienceworld": dict(expert_min_reward=1.0, slots=16),  # a slot has a simulator of its own
     "tiny scienceworld": dict(
-        task_types="short", view="short", max_tokens=1280, max_new_tokens=24, slots=4,
+        iterations=2, task_types="short", view="short", max_tokens=1280, max_new_tokens=24, slots=4,
         sft_epochs=10, sft_batch=16, sft_lr=1e-3,
         dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
     ),
