@@ -454,8 +454,7 @@ def environment_rows(quick: bool) -> list[dict]:
             java, inside = simulator_seconds() - java, sum(e.spent for e in made)
             rows.append(dict(
                 what=f"{env.name}, {slots} slots: environment's share",
-                text=f"{(java + inside) / (own + java):.1%} of CPU time; "
-                     f"{len(tasks) / wall:.2g} episodes/s of wall time",
+                text=f"{(java + inside) / (own + java):.1%} of CPU time",
                 slots=slots, episodes=len(tasks), wall_seconds=wall, java_seconds=java,
                 environment_seconds=inside, model_seconds=own - inside))
     return rows + [simulator_row(science(), quick)]
