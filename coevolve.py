@@ -1,9 +1,9 @@
 """Co-Evolving Agents: Learning from Failures as Hard Negatives (arXiv 2511.22254), in raw PyTorch.
 
 Read this file first: the loop, its phases, the pairs, the rollouts. `dpo.py` turns tokens into
-gradients, `envs.py` turns text into text, `settings.py` holds every number. Each phase reads files
-and writes one file or folder of the run, so every stage can be looked at, and a run that was
-stopped goes on after its last finished phase.
+gradients, `envs.py` turns text into text, `settings.py` holds every number, `runner.py` keeps a
+run's folder. Each phase reads files and writes one file or folder of the run, so every stage can be
+looked at, and a run that was stopped goes on where it was.
 
     python coevolve.py --env webshop          train and evaluate (run.sh does this)
     python coevolve.py show RUN               read trajectories of a run side by side
@@ -11,25 +11,19 @@ stopped goes on after its last finished phase.
 """
 
 import argparse
-import fcntl
 import hashlib
 import itertools
 import json
 import math
 import os
-import platform
 import random
-import re
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 # Threads that wait must sleep: spinning, they take a shared machine's cores from their own team.
@@ -37,22 +31,21 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from jinja2 import TemplateError
-from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 import dpo
 import envs
 import report
-import tiny
+from experts import play_expert, read_experts
+from runner import Run, load_model, write_text
 from settings import Settings, SettingsError, parse
 
 
 # ----------------------------------------------------------------------------------- the loop
 
 
-def coevolve(run: "Run") -> None:
+def coevolve(run: Run) -> None:
     """The method, Sections 4.1-4.3. ETO is the same loop without the failure agent."""
     s = run.settings
     agents = ("target", "failure") if s.method == "coevolve" else ("target",)
@@ -77,7 +70,7 @@ def coevolve(run: "Run") -> None:
 # ---------------------------------------------------------------------------------- the phases
 
 
-def collect_experts(run: "Run") -> None:
+def collect_experts(run: Run) -> None:
     """experts.jsonl: expert trajectories of the training tasks, kept above expert_min_reward.
 
     They are the scripted expert's, or those of --experts FILE.
@@ -115,79 +108,7 @@ def collect_experts(run: "Run") -> None:
     run.phase("experts", "experts.jsonl", work)
 
 
-def play_expert(env, task: str) -> tuple[list[dict], float]:
-    """The scripted expert's conversation on a task and its reward."""
-    observation = env.reset(task)
-    messages, act = opening(env, observation), env.expert()
-    for _ in range(env.max_steps):
-        reply = act(observation)
-        step = env.step(reply)
-        messages.append({"role": "assistant", "content": reply})
-        if step.done:
-            break
-        observation = step.observation
-        messages.append({"role": "user", "content": observation})
-    return messages[:-1] if messages[-1]["role"] == "user" else messages, step.reward
-
-
-def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
-    """(task, messages, reward) of each trajectory in a file.
-
-    Takes our own experts.jsonl, or the format that ETO and IPR publish: a JSON list of `id` (its
-    last number is the task's), `conversations` of `from` (human or gpt) and `value`, and, if
-    known, `reward` (else 1). The rules that open a published conversation are replaced by the
-    environment's prompt, so that experts and rollouts open alike. SettingsError naming the entry.
-    """
-    def refuse(problem, entry=None):
-        where = f"--experts {path}" + ("" if entry is None else f", entry {entry}")
-        raise SettingsError(f"{where}: {problem}")
-
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        rows = json.loads(text) if text.lstrip().startswith("[") else report.read_jsonl(path)
-    except (OSError, ValueError) as error:
-        refuse(f"{error}; give ETO's JSON list or a run's experts.jsonl")
-    found, seen, roles = [], set(), {"human": "user", "gpt": "assistant"}
-    for n, row in enumerate(rows):
-        try:
-            if "conversations" in row:
-                task, reward = env.published_task(str(row["id"])), row.get("reward", 1.0)
-                # "Observation:" before what the environment said is ETO's; our rollouts have none.
-                messages = [{"role": roles[turn["from"]],
-                             "content": re.sub(r"^Observation:\s*", "", turn["value"])}
-                            for turn in row["conversations"]]
-                if "Action:" not in messages[1]["content"]:  # the rules, and "OK"
-                    messages = messages[2:]
-                messages[:1] = opening(env, messages[0]["content"])
-            else:
-                task, messages, reward = row["task"], row["messages"], row["reward"]
-            while messages[-1]["role"] == "user":  # what followed the last action
-                messages.pop()
-            right = [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
-            right = right and all(isinstance(m["content"], str) for m in messages)
-            reward = float(reward)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            refuse(f"not a trajectory ({type(error).__name__}: {error})", n)
-        if not right:
-            refuse("its turns are not user and assistant in turn", n)
-        if not 0 <= reward <= 1:
-            refuse(f"reward {reward} is not in [0, 1]", n)
-        if task in seen:
-            refuse(f"{task} is there twice; keep one of them", n)
-        seen.add(task)
-        found.append((task, messages, reward))
-    if not found:
-        refuse("holds no trajectory")
-    return found
-
-
-def opening(env, observation: str) -> list[dict]:
-    """The turn an episode opens with: what the agent is told, then its first observation."""
-    content = f"{env.prompt}\n\n{observation}" if env.prompt else observation
-    return [{"role": "user", "content": content}]
-
-
-def train_sft(run: "Run", agent: str) -> None:
+def train_sft(run: Run, agent: str) -> None:
     """sft-AGENT: the base model fine-tuned on the experts' action tokens, Eq. (3)-(5)."""
     s = run.settings
 
@@ -204,7 +125,7 @@ def train_sft(run: "Run", agent: str) -> None:
     run.phase(f"sft-{agent}", f"sft-{agent}", work)
 
 
-def explore(run: "Run", agent: str, i: int) -> None:
+def explore(run: Run, agent: str, i: int) -> None:
     """iter<i>/AGENT.jsonl: `rollouts` sampled episodes of an agent on every training task."""
     s = run.settings
 
@@ -212,7 +133,7 @@ def explore(run: "Run", agent: str, i: int) -> None:
         tasks = [e["task"] for e in run.read_jsonl("experts.jsonl")]
         episodes = [Episode(task, agent, i, r, seed_of(s.seed, agent, i, task, r))
                     for task in tasks for r in range(s.rollouts)]
-        rows = run.play(f"explore-{agent} {i}", run.agent(agent, i - 1), episodes, s.temperature)
+        rows = play(run, f"explore-{agent} {i}", run.agent(agent, i - 1), episodes, s.temperature)
         run.write_jsonl(out, rows)
         hard = mean(s.hard_threshold <= r["reward"] < run.success for r in rows)
         won = mean(r["reward"] >= run.success for r in rows)
@@ -225,7 +146,7 @@ def explore(run: "Run", agent: str, i: int) -> None:
     run.phase(f"iter{i}-explore-{agent}", f"iter{i}/{agent}.jsonl", work)
 
 
-def evaluate(run: "Run", agent: str, i: int) -> None:
+def evaluate(run: Run, agent: str, i: int) -> None:
     """eval-<i>-AGENT-SPLIT.jsonl: greedy episodes on the evaluated splits after iteration i."""
     s = run.settings
     for split in run.splits:
@@ -233,7 +154,7 @@ def evaluate(run: "Run", agent: str, i: int) -> None:
             env = run.make_env()
             tasks = env.tasks(split)[:s.eval_tasks or None]
             env.close()
-            rows = run.play(f"evaluate-{agent} {i}", run.agent(agent, i),
+            rows = play(run, f"evaluate-{agent} {i}", run.agent(agent, i),
                             [Episode(task, agent, i, 0, 0) for task in tasks], temperature=0)
             run.write_jsonl(out, rows)
             rewards = [r["reward"] for r in rows]
@@ -247,7 +168,7 @@ def evaluate(run: "Run", agent: str, i: int) -> None:
         run.phase(f"evaluate-{i}-{agent}-{split}", f"eval-{i}-{agent}-{split}.jsonl", work)
 
 
-def make_pairs(run: "Run", agents: tuple[str, ...], i: int) -> None:
+def make_pairs(run: Run, agents: tuple[str, ...], i: int) -> None:
     """iter<i>/pairs.jsonl: D_fail and D_tgt of the iteration; what makes no pair is counted."""
     s = run.settings
 
@@ -281,7 +202,7 @@ def make_pairs(run: "Run", agents: tuple[str, ...], i: int) -> None:
     run.phase(f"iter{i}-pairs", f"iter{i}/pairs.jsonl", work)
 
 
-def usable_rollouts(run: "Run", agent: str, i: int, rollouts: dict[str, list]) -> Counter:
+def usable_rollouts(run: Run, agent: str, i: int, rollouts: dict[str, list]) -> Counter:
     """Adds an agent's trajectories of an iteration to `rollouts` by task; counts those left out."""
     left_out = Counter()
     for row in run.read_jsonl(f"iter{i}/{agent}.jsonl"):
@@ -294,7 +215,7 @@ def usable_rollouts(run: "Run", agent: str, i: int, rollouts: dict[str, list]) -
     return left_out
 
 
-def train_preferences(run: "Run", agent: str, i: int) -> None:
+def train_preferences(run: Run, agent: str, i: int) -> None:
     """iter<i>/AGENT-agent: the agent after DPO on its pairs of this iteration, Eq. (7) or (9)."""
     s, first = run.settings, i == 1
     beta, lr = (s.beta, s.dpo_lr) if first else (s.beta_later, s.dpo_lr_later)
@@ -389,7 +310,7 @@ def pair_row(kind: str, chosen: dict, rejected: dict, weight: float, sft_weight:
     return dict(kind=kind, chosen=chosen, rejected=rejected, weight=weight, sft_weight=sft_weight)
 
 
-def preference_groups(run: "Run", agent: str, i: int) -> list[dpo.Group]:
+def preference_groups(run: Run, agent: str, i: int) -> list[dpo.Group]:
     """pairs.jsonl as groups: an instruction's distinct trajectories, once each, and its pairs."""
     s = run.settings
     pairs = [row for row in run.read_jsonl(f"iter{i}/pairs.jsonl") if row["trains"] == agent]
@@ -624,7 +545,7 @@ def _reply_ended(e: Episode, encoder, token: int, max_tokens: int, max_new_token
 def _take(e: Episode, encoder, env, answer, max_tokens: int) -> None:
     """The episode reads what its environment answered: to `reset` a text, to `step` a Step."""
     if isinstance(answer, str):
-        e.messages = opening(env, answer)
+        e.messages = envs.opening(env, answer)
         _read(e, encoder.start(e.messages), max_tokens)
         return
     e.reward, e.raw_reward, e.steps = answer.reward, answer.raw, e.steps + 1
@@ -636,288 +557,19 @@ def _take(e: Episode, encoder, env, answer, max_tokens: int) -> None:
         e.messages.append({"role": "user", "content": answer.observation})
 
 
-# ------------------------------------------------------------------------------ a run's folder
-
-
-class Run:
-    """The run's folder and machine: phases that happen once, and the log."""
-
-    def __init__(self, settings: Settings, accelerator: Accelerator):
-        self.settings, self.accelerator = settings, accelerator
-        self.main, self.worked = accelerator.is_main_process, False
-        quick = "-quick" if settings.quick else ""
-        self.path = Path(settings.out or
-                         f"runs/{settings.env}-{settings.method}-s{settings.seed}{quick}")
-        env = self.make_env()
-        self.success = env.success
-        self.splits = env.test_splits if settings.eval_splits == "test" else ("validation",)
-        self._check_task_counts(env)
-        self.say(f"{settings.env}: " + ", ".join(
-            f"{min(asked or math.inf, len(env.tasks(split)))} of {len(env.tasks(split))} {split}"
-            for asked, split in [(settings.train_tasks, "train"),
-                                 *((settings.eval_tasks, split) for split in self.splits)])
-            + " tasks")
-        tasks = ([task for task, _, _ in read_experts(settings.experts, env)]
-                 if settings.experts else env.tasks("train"))
-        if self.main:  # alone: a WebShop server must not load its catalogue twice at once
-            self._lock()
-            env.reset(tasks[:settings.train_tasks or None][-1])  # what is missing shows now
-        env.close()
-        accelerator.wait_for_everyone()
-        config, phases = self.path / "config.json", self.path / "phases.json"
-        before = json.loads(config.read_text()) if config.exists() else None
-        if before:
-            self._refuse_changes({**before["settings"], "out": settings.out}, asdict(settings))
-        if not phases.exists() and (self.path / "experts.jsonl").exists():
-            raise SettingsError(f"{self.path} holds trajectories but no phases.json; restore it or "
-                                "give another --out")
-        self.phases = json.loads(phases.read_text()) if phases.exists() else {}
-        self._drop_unfinished_events()
-        self.base = tiny.base(accelerator, self) if settings.model == "tiny" else settings.model
-        made_from = {"base": check_model(self.base, settings.max_tokens)}
-        if before:
-            self._refuse_changes({"base": before["base"]}, made_from)
-        elif self.main:
-            write_text(config, json.dumps(dict(settings=asdict(settings), **made_from,
-                                               commit=git_commit(), versions=versions()), indent=1))
-        if self.main and not phases.exists():  # before the first phase, which may be killed
-            write_text(phases, "{}")
-        accelerator.wait_for_everyone()
-
-    def _check_task_counts(self, env) -> None:
-        s = self.settings
-        counted = [("eval", s.eval_tasks, self.splits)]
-        if not s.experts:  # which otherwise say what the training tasks are
-            counted.append(("train", s.train_tasks, ("train",)))
-        for flag, asked, splits in counted:
-            for split in splits:
-                if asked > len(env.tasks(split)):
-                    raise SettingsError(f"--{flag}-tasks {asked}: {s.env} has "
-                                        f"{len(env.tasks(split))} {split} tasks; 0 takes all")
-
-    def _lock(self) -> None:
-        """Makes the folder and holds it for this process."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.path / "lock", "w")
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SettingsError(f"{self.path}: another process is running in this folder; wait for "
-                                "it or give another --out") from None
-        except OSError as error:
-            raise SettingsError(f"--out {self.path}: {error.strerror}; give a folder that can be "
-                                "written") from None
-
-    def _refuse_changes(self, before: dict, now: dict) -> None:
-        changed = [f"{name} ({before.get(name)} -> {now.get(name)})"
-                   for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
-        if changed:
-            raise SettingsError(f"{self.path} was made with other settings: {', '.join(changed)}; "
-                                "give another --out, or these again")
-
-    def make_env(self):
-        s = self.settings
-        return envs.make(s.env, s.view, webshop_url=s.webshop_url, task_types=s.task_types,
-                         split_file=s.split_file, intercode_data=s.intercode_data,
-                         mysql_url=s.mysql_url)
-
-    # Phases
-
-    def phase(self, name: str, output: str, work) -> None:
-        """Runs work(temporary path) -> numbers for the log, unless it has been done before.
-
-        Done means: recorded with a hash of `output` that still holds. The output appears by
-        renaming, so a run killed at any moment has all of it or nothing.
-        """
-        path = self.path / output
-        if self._done(name, path):
-            return
-        self.worked = True
-        started, temporary = time.perf_counter(), path.with_name(path.name + ".tmp")
-        if self.main:
-            path.parent.mkdir(exist_ok=True)
-            for old in (temporary, path, self.path / "result.json"):
-                shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
-        self.accelerator.wait_for_everyone()
-        numbers = work(temporary)
-        self.accelerator.wait_for_everyone()
-        if not self.main:
-            return
-        os.replace(temporary, path)
-        seconds = time.perf_counter() - started
-        self.log("phase", phase=name, seconds=round(seconds, 2), resident_mb=resident_mb(),
-                 **numbers)
-        self.phases[name] = dict(sha256=digest(path),
-                                 metrics_bytes=(self.path / "metrics.jsonl").stat().st_size)
-        write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
-        self.say(f"{name:26}{seconds:7.1f} s  " + "  ".join(
-            f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value:,}"
-            for key, value in numbers.items()))
-
-    def _done(self, name: str, path: Path) -> bool:
-        """Whether the phase is recorded and its output unchanged; forgets it if that is gone."""
-        if name not in self.phases:
-            return False
-        if path.exists():
-            if digest(path) == self.phases[name]["sha256"]:
-                return True
-            raise SettingsError(f"{path} is not what phase {name} wrote; restore it, or delete it "
-                                "to compute it and all that follows again")
-        self.say(f"{path} is gone: computing it and all that follows again")
-        names = list(self.phases)
-        self.phases = {n: self.phases[n] for n in names[:names.index(name)]}
-        if self.main:
-            write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
-        self._drop_unfinished_events()
-        return False
-
-    def _drop_unfinished_events(self) -> None:
-        """Cuts the log after the last finished phase: the others will write theirs again."""
-        if not self.main:
-            return
-        kept = max((p["metrics_bytes"] for p in self.phases.values()), default=0)
-        with open(self.path / "metrics.jsonl", "ab") as f:
-            if f.tell() < kept:
-                raise SettingsError(f"{f.name} is shorter than phases.json says; restore it, or "
-                                    "give another --out")
-            f.truncate(kept)
-
-    def train(self, phase: str, before, out: Path, epochs, objective, normaliser, *, lr, warmup,
-              schedule, reference=None, groups=()) -> dict:
-        """Trains the agent in folder `before` into folder `out`; returns numbers for the log.
-
-        reference: the folder of pi_ref, whose log-probabilities of `groups` are computed first.
-        """
-        s, last = self.settings, {}
-        tokens = sum(g.tokens for epoch in epochs for batch in epoch for g in batch)
-        if reference is not None:
-            total = sum(g.tokens for g in groups)
-            with self.bar(f"{phase} reference", total, "token") as progress, \
-                    self.accelerator.autocast():  # the same arithmetic as the policy's
-                dpo.add_reference(load_model(reference).to(self.accelerator.device), groups,
-                                  s.tokens_per_forward, progress)
-
-        def log(event):
-            last.update(event)
-            self.log("train", phase=phase, **event)
-
-        with self.bar(phase, tokens, "token") as progress:
-            model = dpo.fit(self.accelerator, load_model(before), epochs, objective, normaliser,
-                            lr=lr, warmup=warmup, schedule=schedule, weight_decay=s.weight_decay,
-                            max_grad_norm=s.max_grad_norm,
-                            tokens_per_forward=s.tokens_per_forward, log=log, progress=progress)
-        if self.main:
-            model.save_pretrained(out)
-            AutoTokenizer.from_pretrained(before).save_pretrained(out)
-        self.accelerator.free_memory()
-        return dict(steps=last["step"], tokens=tokens, loss=last["loss"])
-
-    def play(self, phase: str, agent: Path, episodes: list[Episode], temperature) -> list[dict]:
-        """The episodes' trajectories as rows, in order; each rank plays its share."""
-        s, device = self.settings, self.accelerator.device
-        share = episodes[self.accelerator.process_index::self.accelerator.num_processes]
-        model = load_model(agent, torch.bfloat16 if device.type == "cuda" else torch.float32)
-        encoder = dpo.Encoder(AutoTokenizer.from_pretrained(agent))
-        with self.bar(phase, len(share), "episode") as progress:
-            rollout(model.to(device), encoder, self.make_env, share, temperature=temperature,
-                    slots=s.slots, max_tokens=s.max_tokens, max_new_tokens=s.max_new_tokens,
-                    tokens_per_forward=s.tokens_per_forward, progress=progress)
-        order = {(e.task, e.rollout): n for n, e in enumerate(episodes)}
-        rows = gather_object([e.record() for e in share])
-        return sorted(rows, key=lambda row: order[row["task"], row["rollout"]])
-
-    def agent(self, agent: str, i: int) -> Path:
-        """The folder of an agent's checkpoint after iteration i; 0 is after SFT."""
-        return self.path / (f"iter{i}/{agent}-agent" if i else f"sft-{agent}")
-
-    # Files and log
-
-    def read_jsonl(self, name: str) -> list[dict]:
-        return report.read_jsonl(self.path / name)
-
-    def write_jsonl(self, path: Path, rows: list[dict]) -> None:
-        if self.main:
-            write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-    def log(self, event: str, **fields) -> None:
-        if self.main:
-            with open(self.path / "metrics.jsonl", "a") as f:
-                f.write(json.dumps(dict(event=event, **fields)) + "\n")
-
-    def log_dropped(self, phase: str, reason: str, tasks: list[str]) -> None:
-        if tasks:
-            self.log("dropped", phase=phase, reason=reason, count=len(tasks), tasks=tasks[:10])
-
-    def bar(self, phase: str, total: int, unit: str):
-        return tqdm(total=total, unit=unit, desc=phase, leave=False, disable=not self.main,
-                    unit_scale=unit == "token", dynamic_ncols=True)
-
-    def say(self, line: str) -> None:
-        if self.main:
-            tqdm.write(line)
-
-
-def load_model(folder, dtype=torch.float32):
-    """A causal LM from a folder or hub name; fp32 to train: bf16 weights would not move at 1e-6."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="ragged")
-
-
-def check_model(folder, max_tokens: int) -> str:
-    """What identifies the model in `folder` (or on the hub); SettingsError if it cannot be used."""
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        if not any(name.endswith("ForCausalLM") for name in config.architectures or []):
-            raise ValueError(f"its architecture is {config.architectures}, not a causal LM")
-        if max_tokens > config.max_position_embeddings:
-            raise ValueError(f"--max-tokens {max_tokens} is above its "
-                             f"{config.max_position_embeddings} positions")
-        local = Path(folder).is_dir()
-        if local and not any(Path(folder).glob("*.safetensors")):
-            raise ValueError("no *.safetensors file with weights in it")
-        dpo.Encoder(AutoTokenizer.from_pretrained(folder))
-    except (OSError, ValueError, TemplateError) as error:
-        raise SettingsError(
-            f"--model {folder}: {str(error).splitlines()[0]}; give tiny, a hub name within reach, "
-            "or a folder with config, weights and tokenizer") from None
-    return digest(Path(folder)) if local else f"{folder} {config._commit_hash}"
-
-
-def git_commit() -> str | None:
-    if not shutil.which("git"):
-        return None
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
-                         cwd=Path(__file__).parent)
-    return git.stdout.strip() or None
-
-
-def versions() -> dict:
-    return {"python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers", "accelerate", "numpy")}}
-
-
-def digest(path: Path) -> str:
-    """sha256 over a file, or over the names and contents of a folder's files."""
-    total = hashlib.sha256()
-    for file in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
-        total.update(f"{file.name} {file.stat().st_size} ".encode())
-        with open(file, "rb") as f:
-            while block := f.read(1 << 20):
-                total.update(block)
-    return total.hexdigest()
-
-
-def write_text(path: Path, text: str) -> None:
-    """The whole text or nothing: written beside `path`, then renamed."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
-def resident_mb() -> int:
-    """This process's resident memory in MB (0 where /proc is not there)."""
-    statm = Path("/proc/self/statm")
-    pages = int(statm.read_text().split()[1]) if statm.exists() else 0
-    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+def play(run: Run, phase: str, agent: Path, episodes: list[Episode], temperature) -> list[dict]:
+    """The episodes' trajectories as rows, in order; each rank plays its share."""
+    s, device = run.settings, run.accelerator.device
+    share = episodes[run.accelerator.process_index::run.accelerator.num_processes]
+    model = load_model(agent, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    encoder = dpo.Encoder(AutoTokenizer.from_pretrained(agent))
+    with run.bar(phase, len(share), "episode") as progress:
+        rollout(model.to(device), encoder, run.make_env, share, temperature=temperature,
+                slots=s.slots, max_tokens=s.max_tokens, max_new_tokens=s.max_new_tokens,
+                tokens_per_forward=s.tokens_per_forward, progress=progress)
+    order = {(e.task, e.rollout): n for n, e in enumerate(episodes)}
+    rows = gather_object([e.record() for e in share])
+    return sorted(rows, key=lambda row: order[row["task"], row["rollout"]])
 
 
 def seed_of(*parts) -> int:

@@ -79,6 +79,12 @@ def parse_reply(reply: str) -> str:
     return action.strip() if marker else reply
 
 
+def opening(env, observation: str) -> list[dict]:
+    """The turn an episode opens with: what the agent is told, then its first observation."""
+    content = f"{env.prompt}\n\n{observation}" if env.prompt else observation
+    return [{"role": "user", "content": content}]
+
+
 # ------------------------------------------------------------------------------ WebShop's reward
 
 # The sixteen plain words of WebShop's colour list, in its (alphabetical) order.

@@ -33,6 +33,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import coevolve
 import dpo
 import envs
+import experts
 import tiny
 
 CUDA = torch.cuda.is_available()
@@ -329,7 +330,7 @@ def generate_rollout(model, encoder, tasks, batch, logits=None) -> list[list[int
     for first in range(0, len(tasks), batch):
         playing = {task: MockEnv() for task in tasks[first:first + batch]}
         for task, env in playing.items():
-            histories[task] = encoder.start(coevolve.opening(env, env.reset(str(task))))
+            histories[task] = encoder.start(envs.opening(env, env.reset(str(task))))
         while playing:
             before = [histories[task] for task in playing]
             width = max(map(len, before))
@@ -436,7 +437,7 @@ def environment_rows(quick: bool) -> list[dict]:
                                 (science, (1, 2, 4), 24)):
         env = make()
         tasks = env.tasks("train")[:tasks // 6 if quick else tasks]
-        played = [m for task in tasks for m in coevolve.play_expert(env, task)[0]]
+        played = [m for task in tasks for m in experts.play_expert(env, task)[0]]
         env.close()
         tokenizer = tiny.make_tokenizer([m["content"] for m in played])
         encoder = dpo.Encoder(tokenizer)

