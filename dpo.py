@@ -3,6 +3,7 @@
 Nothing here knows an environment. Equation numbers are those of arXiv 2511.22254.
 """
 
+import math
 import random
 import time
 from contextlib import nullcontext
@@ -12,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import (AttentionInterface, get_constant_schedule_with_warmup,
-                          get_cosine_schedule_with_warmup)
+from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface
+
+import scale
 
 # ---------------------------------------------------------------------------------- encoding
 
@@ -340,74 +343,118 @@ def batches(groups: list[Group], size: int, unit: str, rng: random.Random) -> li
     return result
 
 
+def share_out(groups: list[Group], ranks: int) -> list[list[Group]]:
+    """The groups dealt to ranks, longest first to the rank with the fewest tokens; order is kept.
+
+    All ranks wait for the slowest at every step, so the most tokens a rank has are what counts.
+    """
+    shares, tokens = [[] for _ in range(ranks)], [0] * ranks
+    for n in sorted(range(len(groups)), key=lambda n: -groups[n].tokens):
+        rank = tokens.index(min(tokens))
+        shares[rank].append(n)
+        tokens[rank] += groups[n].tokens
+    return [[groups[n] for n in sorted(share)] for share in shares]
+
+
 @torch.no_grad()
-def add_reference(model, groups: list[Group], tokens_per_forward: int, progress=None) -> None:
+def add_reference(accelerator, model, groups: list[Group], tokens_per_forward: int,
+                  progress=None) -> None:
     """Sets every group's reference log-probabilities to those of `model`, once per phase."""
     model.eval()
-    for pack in packs(groups, tokens_per_forward):
-        values = iter(action_log_probs(model, [s for g in pack for s in g.sequences]).tolist())
-        for g in pack:
-            g.reference = [next(values) for _ in g.sequences]
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    work = [packs(share, tokens_per_forward) for share in share_out(groups, ranks)]
+    found = {}
+    for i in range(max(len(share) for share in work)):
+        pack = work[rank][i] if i < len(work[rank]) else groups[:1]  # as in `fit`, all ranks meet
+        with scale.precision(accelerator, model):
+            values = action_log_probs(model, [s for g in pack for s in g.sequences]).tolist()
+        values = iter(values)
+        found.update({g.task: [next(values) for _ in g.sequences] for g in pack})
         if progress is not None:
-            progress.update(sum(g.tokens for g in pack))
+            progress.update(ranks * sum(g.tokens for g in pack))
+    for part in gather_object([found]):
+        found.update(part)
+    for g in groups:
+        g.reference = found[g.task]
+
+
+def schedule_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
+    """What the peak rate is multiplied by at step 0, 1, ...: a linear rise, then constant or cosine.
+
+    warmup: the share of the steps that rise, rounded down: the first of them has rate 0, so a
+    phase of one step has none.
+    """
+    rising = int(warmup * steps)
+    if step < rising:
+        return step / rising
+    return 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising))) \
+        if schedule == "cosine" else 1.0
 
 
 def fit(accelerator, model, epochs: list[list[list[Group]]], objective, normaliser, *, lr, warmup,
-        schedule, weight_decay, max_grad_norm, tokens_per_forward, log, progress=None):
-    """AdamW over epochs of batches of groups; returns the trained model, unwrapped.
+        schedule, weight_decay, max_grad_norm, tokens_per_forward, log, progress=None,
+        checkpoint=None) -> None:
+    """Trains a model of `scale.spread` in place: AdamW over epochs of batches of groups.
 
     objective(model, groups) -> (sum of losses, statistics); normaliser(batch) -> the divisor of
     a whole batch's sum, over all accumulation steps and all ranks. warmup: share of the steps;
     schedule: "cosine" or "constant" after it. log(dict) is called once per optimiser step.
+    checkpoint: a `scale.Checkpoint`, from which a phase that was stopped goes on.
     FloatingPointError, naming the tasks, if the loss or the gradient stops being finite.
     """
-    steps = sum(len(epoch) for epoch in epochs)
-    rising = int(warmup * steps)  # rounded down: the first of them has rate 0, so one step has none
+    batches = [(number, batch) for number, epoch in enumerate(epochs, 1) for batch in epoch]
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay, fused=True)
-    rate = (get_cosine_schedule_with_warmup(optimizer, rising, steps) if schedule == "cosine"
-            else get_constant_schedule_with_warmup(optimizer, rising))
-    model, optimizer = accelerator.prepare(model, optimizer)
     model.train()
-    rank, world, step = accelerator.process_index, accelerator.num_processes, 0
-    for number, epoch in enumerate(epochs, 1):
-        for batch in epoch:
-            started = time.perf_counter()
-            divisor, total, statistics = normaliser(batch), 0.0, {}
-            work = [packs(batch[r::world], tokens_per_forward) for r in range(world)]
-            passes = max(len(share) for share in work)
-            for i in range(passes):
-                # A rank with fewer passes runs one at weight 0, so that all ranks meet.
-                idle = i >= len(work[rank])
-                pack = batch[:1] if idle else work[rank][i]
-                with nullcontext() if i == passes - 1 else accelerator.no_sync(model):
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    done, events = checkpoint.restore(model, optimizer) if checkpoint else (0, [])
+    for event in events:
+        log(event)
+    if progress is not None:
+        progress.update(sum(g.tokens for _, batch in batches[:done] for g in batch))
+    for step, (number, batch) in enumerate(batches[done:], done + 1):
+        started = time.perf_counter()
+        rate = lr * schedule_factor(step - 1, len(batches), warmup, schedule)
+        divisor, total, statistics = normaliser(batch), 0.0, {}
+        work = [packs(share, tokens_per_forward) for share in share_out(batch, ranks)]
+        passes = max(len(share) for share in work)
+        for i in range(passes):
+            # A rank with fewer passes runs one at weight 0, so that all ranks meet.
+            idle = i >= len(work[rank])
+            pack = batch[:1] if idle else work[rank][i]
+            # DDP sums over ranks once a step; shards do at every pass, to keep one share each.
+            with nullcontext() if i == passes - 1 else accelerator.no_sync(model):
+                with scale.precision(accelerator, model):
                     loss, sums = objective(model, pack)
-                    if not torch.isfinite(loss):
-                        raise FloatingPointError(f"loss {loss.item()} at step {step} on tasks "
-                                                 f"{', '.join(g.task for g in pack)}")
-                    # DDP averages over ranks, but the divisor already counts all of them.
-                    accelerator.backward(loss * (0 if idle else world / divisor))
-                if idle:
-                    continue
-                total += loss.item() / divisor
-                add_statistics(statistics, sums)
-            norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-            if not torch.isfinite(norm):
-                raise FloatingPointError(f"gradient norm {norm.item()} at step {step} on tasks "
-                                         f"{', '.join(g.task for g in batch)}")
-            used = rate.get_last_lr()[0]
-            optimizer.step()
-            rate.step()
-            optimizer.zero_grad()
-            step += 1
-            shares = gather_object([(total, statistics)])
-            total, statistics = sum(share[0] for share in shares), {}
-            for _, sums in shares:
-                add_statistics(statistics, sums)
-            tokens = sum(g.tokens for g in batch)
-            seconds = time.perf_counter() - started
-            log(dict(step=step, epoch=number, loss=total, lr=used, gradient_norm=norm.item(),
+                if not torch.isfinite(loss):
+                    raise FloatingPointError(f"loss {loss.item()} at step {step} on tasks "
+                                             f"{', '.join(g.task for g in pack)}")
+                # The sum over ranks is divided by ranks, but the divisor counts all of them.
+                accelerator.backward(loss * (0 if idle else ranks / divisor))
+            if idle:
+                continue
+            total += loss.item() / divisor
+            add_statistics(statistics, sums)
+        norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"gradient norm {norm} at step {step} on tasks "
+                                     f"{', '.join(g.task for g in batch)}")
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        due = checkpoint is not None and checkpoint.due()  # the main rank's clock decides
+        shares = gather_object([(total, statistics, due)])
+        total, statistics = sum(share[0] for share in shares), {}
+        for _, sums, _ in shares:
+            add_statistics(statistics, sums)
+        tokens = sum(g.tokens for g in batch)
+        seconds = time.perf_counter() - started
+        event = dict(step=step, epoch=number, loss=total, lr=rate, gradient_norm=norm,
                      tokens_per_second=round(tokens / seconds),
-                     kinds={kind: mean_statistics(sums) for kind, sums in statistics.items()}))
-            if progress is not None:
-                progress.update(tokens)
-    return accelerator.unwrap_model(model)
+                     kinds={kind: mean_statistics(sums) for kind, sums in statistics.items()})
+        log(event)
+        events.append(event)
+        if progress is not None:
+            progress.update(tokens)
+        if shares[0][2]:
+            checkpoint.save(model, optimizer, step, events)

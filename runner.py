@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -22,9 +23,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import dpo
 import envs
 import report
+import scale
 import tiny
 from experts import read_experts
 from settings import Settings, SettingsError
+
+
+# Settings that change nothing in the files of a run, and so may change when it goes on.
+FREE = ("out", "checkpoint_minutes", "track")
 
 
 class Run:
@@ -33,6 +39,10 @@ class Run:
     def __init__(self, settings: Settings, accelerator: Accelerator):
         self.settings, self.accelerator = settings, accelerator
         self.main, self.worked = accelerator.is_main_process, False
+        large = accelerator.device.type == "cuda" and settings.model != "tiny"
+        self.shard, self.recompute = (
+            large if flag == "auto" else flag == "on"
+            for flag in (settings.shard, settings.gradient_checkpointing))
         quick = "-quick" if settings.quick else ""
         self.path = Path(settings.out or
                          f"runs/{settings.env}-{settings.method}-s{settings.seed}{quick}")
@@ -55,11 +65,13 @@ class Run:
         config, phases = self.path / "config.json", self.path / "phases.json"
         before = json.loads(config.read_text()) if config.exists() else None
         if before:
-            self._refuse_changes({**before["settings"], "out": settings.out}, asdict(settings))
+            now = asdict(settings)
+            self._refuse_changes({**before["settings"], **{n: now[n] for n in FREE}}, now)
         if not phases.exists() and (self.path / "experts.jsonl").exists():
             raise SettingsError(f"{self.path} holds trajectories but no phases.json; restore it or "
                                 "give another --out")
         self.phases = json.loads(phases.read_text()) if phases.exists() else {}
+        self.saving_works = any(name.startswith("sft-") for name in self.phases)
         self._drop_unfinished_events()
         self.base = tiny.base(accelerator, self) if settings.model == "tiny" else settings.model
         made_from = {"base": check_model(self.base, settings.max_tokens)}
@@ -176,29 +188,82 @@ class Run:
 
         reference: the folder of pi_ref, whose log-probabilities of `groups` are computed first.
         """
-        s, last = self.settings, {}
+        s, accelerator, last = self.settings, self.accelerator, {}
         tokens = sum(g.tokens for epoch in epochs for batch in epoch for g in batch)
+        model = self._load_to_train(reference or before)
         if reference is not None:
             total = sum(g.tokens for g in groups)
-            with self.bar(f"{phase} reference", total, "token") as progress, \
-                    self.accelerator.autocast():  # the same arithmetic as the policy's
-                dpo.add_reference(load_model(reference).to(self.accelerator.device), groups,
-                                  s.tokens_per_forward, progress)
+            with self.bar(f"{phase} reference", total, "token") as progress:
+                dpo.add_reference(accelerator, model, groups, s.tokens_per_forward, progress)
+            if reference != before:
+                del model
+                accelerator.free_memory()
+                model = self._load_to_train(before)
+        self._check_saving(model, before)
+        self.log("precision", phase=phase, processes=accelerator.num_processes, shards=self.shard,
+                 **scale.dtypes(accelerator, model))
 
         def log(event):
             last.update(event)
             self.log("train", phase=phase, **event)
 
+        checkpoint = scale.Checkpoint(accelerator, self.path / "checkpoint", self._inputs(phase),
+                                      s.checkpoint_minutes)
         with self.bar(phase, tokens, "token") as progress:
-            model = dpo.fit(self.accelerator, load_model(before), epochs, objective, normaliser,
-                            lr=lr, warmup=warmup, schedule=schedule, weight_decay=s.weight_decay,
-                            max_grad_norm=s.max_grad_norm,
-                            tokens_per_forward=s.tokens_per_forward, log=log, progress=progress)
-        if self.main:
-            model.save_pretrained(out)
-            AutoTokenizer.from_pretrained(before).save_pretrained(out)
-        self.accelerator.free_memory()
+            dpo.fit(accelerator, model, epochs, objective, normaliser, lr=lr, warmup=warmup,
+                    schedule=schedule, weight_decay=s.weight_decay, max_grad_norm=s.max_grad_norm,
+                    tokens_per_forward=s.tokens_per_forward, log=log, progress=progress,
+                    checkpoint=checkpoint)
+        self._save(model, before, out)
+        checkpoint.remove()
+        del model
+        accelerator.free_memory()
         return dict(steps=last["step"], tokens=tokens, loss=last["loss"])
+
+    def _load_to_train(self, folder):
+        return scale.spread(self.accelerator, load_model(folder), self.shard, self.recompute)
+
+    def _save(self, model, before, out: Path) -> None:
+        """The model and the tokenizer it came with, as `from_pretrained` reads them."""
+        scale.save(self.accelerator, model, out)
+        if self.main:
+            AutoTokenizer.from_pretrained(before).save_pretrained(out)
+
+    def _check_saving(self, model, before) -> None:
+        """Saves the first model once before it trains: what cannot be saved is known at once."""
+        if self.saving_works:
+            return
+        s, trial = self.settings, self.path / "trial"
+        if self.main:
+            numbers = sum(p.numel() for p in model.parameters())
+            agents = 2 if s.method == "coevolve" else 1
+            kept = 4 * numbers * agents * (1 + s.iterations * (s.method != "sft"))
+            needed = kept + 2 * 12 * numbers  # a checkpoint, while the next one is written
+            if needed > (free := shutil.disk_usage(self.path).free):
+                raise SettingsError(f"--out {self.path}: {free / 1e9:.1f} GB are free, and the "
+                                    f"run's checkpoints take {needed / 1e9:.1f} GB; give a folder "
+                                    "on another disk")
+        self._save(model, before, trial)
+        if self.main:
+            first, again = (load_model(folder).state_dict() for folder in (before, trial))
+            said = [dpo.Encoder(AutoTokenizer.from_pretrained(folder)).encode(
+                        [{"role": "user", "content": "find a mug"},
+                         {"role": "assistant", "content": "Action: search[mug]"}])
+                    for folder in (before, trial)]
+            wrong = [name for name in first if not torch.equal(first[name], again[name])]
+            if wrong or said[0] != said[1]:
+                raise SettingsError(f"--model {before}: saved and loaded again, "
+                                    f"{wrong[0] if wrong else 'its tokenizer'} is not the same; "
+                                    "use another model, or another version of transformers")
+            shutil.rmtree(trial)
+        self.saving_works = True
+        self.accelerator.wait_for_everyone()
+
+    def _inputs(self, phase: str) -> str:
+        """Identifies a phase and what it starts from: the phases before it, with their hashes."""
+        done = {name: recorded["sha256"] for name, recorded in self.phases.items()}
+        return broadcast_object_list(
+            [hashlib.sha256(json.dumps([phase, done]).encode()).hexdigest()])[0]
 
     def agent(self, agent: str, i: int) -> Path:
         """The folder of an agent's checkpoint after iteration i; 0 is after SFT."""

@@ -112,6 +112,15 @@ class Settings:
     max_grad_norm: float = setting(1.0, "gradient clipping [transformers' default, used by ETO]")
     tokens_per_forward: int = setting(
         4096, "tokens in one forward and backward pass; it changes rounding only [ours]")
+    shard: Literal["auto", "on", "off"] = setting(
+        "auto", "weights, gradients and moments shared out over the ranks (FSDP2); auto: on GPUs, "
+        "not for tiny [ours]")
+    gradient_checkpointing: Literal["auto", "on", "off"] = setting(
+        "auto", "layers are computed again in the backward pass; auto: as shard [ours]")
+    checkpoint_minutes: float = setting(
+        10, "minutes between checkpoints inside a training phase, 0 = after every step [ours]")
+    track: Optional[str] = setting(
+        None, "also log to a tracker of accelerate, such as tensorboard or wandb [files only]")
     threads: int = setting(0, "CPU threads of a process, 0 = its share of the cores [ours]")
 
 
@@ -159,7 +168,7 @@ def check(s: Settings) -> Settings:
 
     need("iterations sft_epochs sft_batch dpo_epochs dpo_batch rollouts max_tokens max_new_tokens "
          "slots tokens_per_forward", lambda x: x >= 1, "must be at least 1")
-    need("train_tasks eval_tasks threads seed", lambda x: x >= 0, "must be 0 or more")
+    need("train_tasks eval_tasks threads seed checkpoint_minutes", lambda x: x >= 0, "must be 0 or more")
     need("sft_lr dpo_lr dpo_lr_later beta beta_later max_grad_norm", lambda x: x > 0,
          "must be above 0")
     need("lambda_dpo lambda_sft weight_decay temperature", lambda x: x >= 0, "must be 0 or more")

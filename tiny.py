@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 import databases
 import dpo
 import envs
+import scale
 import worlds
 
 CHAT_TEMPLATE = (
@@ -62,6 +63,7 @@ def base(accelerator, run) -> Path:
                          bos_token_id=None, pad_token_id=None, **MODEL)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
                                              attn_implementation="ragged")
+    model = scale.spread(accelerator, model, shard=False)
     copies = [[copy_group(rng, len(tokenizer)) for _ in range(plan["batch"])]
               for _ in range(plan["copy_steps"])]
     encoder = dpo.Encoder(tokenizer)
@@ -73,15 +75,14 @@ def base(accelerator, run) -> Path:
         losses = []
         tokens = sum(g.tokens for epoch in epochs for batch in epoch for g in batch)
         with run.bar(f"base: {part}", tokens, "token") as progress:
-            model = dpo.fit(
-                accelerator, model, epochs, dpo.sft_objective, dpo.count_action_tokens,
-                lr=plan["lr"], warmup=0.05, schedule="cosine", weight_decay=0.01,
-                max_grad_norm=1.0, tokens_per_forward=s.tokens_per_forward,
-                log=lambda event: losses.append(event["loss"]), progress=progress)
+            dpo.fit(accelerator, model, epochs, dpo.sft_objective, dpo.count_action_tokens,
+                    lr=plan["lr"], warmup=0.05, schedule="cosine", weight_decay=0.01,
+                    max_grad_norm=1.0, tokens_per_forward=s.tokens_per_forward,
+                    log=lambda event: losses.append(event["loss"]), progress=progress)
         run.say(f"base: {part:8} loss {losses[0]:.2f} -> {losses[-1]:.2f} nats per token")
+    temporary = folder.with_suffix(f".{os.getpid()}.tmp")
+    scale.save(accelerator, model, temporary)
     if run.main:
-        temporary = folder.with_suffix(f".{os.getpid()}.tmp")
-        model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         try:
             os.replace(temporary, folder)

@@ -242,7 +242,7 @@ def train_rows(quick: bool) -> list[dict]:
     with torch.no_grad():
         for p in reference.parameters():
             p.add_(1e-4 * torch.randn_like(p))
-    dpo.add_reference(reference, groups, 4096)
+    dpo.add_reference(Accelerator(cpu=not CUDA), reference, groups, 4096)
     single = [dpo.Group(g.task, g.sequences, [p], g.reference) for g in groups for p in g.pairs]
     sequences = [s for g in groups for s in g.sequences]
 

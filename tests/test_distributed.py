@@ -1,4 +1,4 @@
-"""Two processes (DDP over gloo) train like one, also when one of them has nothing to do."""
+"""Several processes, weights whole or shared out (gloo), train like one; a stopped phase goes on."""
 
 import json
 import subprocess
@@ -6,49 +6,132 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+# Trains on five batches, of which the second has one instruction: the other ranks have nothing to
+# do. Then again, stopped after 1 and 3 steps and continued; then with tied embeddings.
 WORKER = """
 import json, sys
 from functools import partial
+from pathlib import Path
 sys.path[:0] = [{tests!r}, {root!r}]
-import torch
 from accelerate import Accelerator
 from conftest import make_model
 from test_dpo import VOCABULARY, group
-import dpo
+import dpo, scale
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-accelerator, log = Accelerator(cpu=True), []
-assert accelerator.num_processes == {world}
-epochs = [[[group(str(i), seed=i) for i in batch] for batch in ([0, 1, 2], [3], [4, 5])]]
-model = dpo.fit(accelerator, make_model(VOCABULARY, seed=3), epochs,
-                partial(dpo.preference_objective, beta=0.1, lambda_sft=0.1),
-                lambda batch: sum(len(g.pairs) for g in batch), lr=1e-3, warmup=0.0,
-                schedule="constant", weight_decay=0.0, max_grad_norm=1.0, tokens_per_forward=40,
-                log=log.append)
+folder, shard, accelerator = Path({folder!r}), {shard}, Accelerator(cpu=True)
+assert accelerator.num_processes == {ranks}
+groups = [group(str(i), seed=i) for i in range(6)]
+epochs = [[[groups[i] for i in batch] for batch in epoch]
+          for epoch in ([[0, 1, 2], [3], [4, 5]], [[5, 0, 1], [2]])]
+
+class Stopped(Exception):
+    pass
+
+def train(name, stop=0, tied=False):
+    model, log = make_model(VOCABULARY, seed=3), []
+    if tied:
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    model = scale.spread(accelerator, model, shard, recompute=shard)
+    assert isinstance(model, FSDPModule) == shard
+    assert isinstance(model, DistributedDataParallel) == (not shard and {ranks} > 1)
+    if shard:
+        local = sum(p.to_local().numel() for p in model.parameters())
+        assert local * {ranks} < 1.3 * sum(p.numel() for p in model.parameters())
+    for g in groups:
+        g.reference = []
+    dpo.add_reference(accelerator, model, groups, 40)
+
+    def note(event):
+        log.append(event)
+        if event["step"] == stop + 1 and stop:
+            raise Stopped  # the step's own checkpoint is not written any more
+
+    checkpoint = scale.Checkpoint(accelerator, folder / "checkpoint", "phase", 0)
+    try:
+        dpo.fit(accelerator, model, epochs, partial(dpo.preference_objective, beta=0.1,
+                lambda_sft=0.1), dpo.count_pairs, lr=1e-3, warmup=0.5, schedule="cosine",
+                weight_decay=0.01, max_grad_norm=1.0, tokens_per_forward=40, log=note,
+                checkpoint=checkpoint)
+    except Stopped:
+        assert [p.name for p in (folder / "checkpoint").iterdir()] == [f"step-{{stop}}"]
+        accelerator.wait_for_everyone()
+        return train(name)
+    accelerator.wait_for_everyone()
+    checkpoint.remove()
+    scale.save(accelerator, model, folder / name)
+    for event in log:
+        del event["tokens_per_second"]
+    return dict(log=log, reference=[g.reference for g in groups])
+
+found = dict(whole=train("whole"), after1=train("after1", stop=1), after3=train("after3", stop=3),
+             tied=train("tied", tied=True))
 if accelerator.is_main_process:
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    print(json.dumps(dict(log=log, weights=weights.tolist())))
+    print(json.dumps(found))
 """
 
 
-def run(world):
-    tests = Path(__file__).parent
-    code = WORKER.format(tests=str(tests), root=str(tests.parent), world=world)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world),
-              "--no_python", sys.executable] if world > 1 else []
-    done = subprocess.run([sys.executable, *launch, "-c", code], capture_output=True, text=True,
-                          timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """run(ranks, shard): name -> log, reference and saved weights of each training of WORKER."""
+    done = {}
+
+    def once(ranks, shard):
+        if (ranks, shard) in done:
+            return done[ranks, shard]
+        tests, folder = Path(__file__).parent, tmp_path_factory.mktemp("run")
+        code = WORKER.format(tests=str(tests), root=str(tests.parent), ranks=ranks, shard=shard,
+                             folder=str(folder))
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
+                  "--no_python", sys.executable] if ranks > 1 else []
+        ended = subprocess.run([sys.executable, *launch, "-c", code], capture_output=True,
+                               text=True, timeout=200)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        found = json.loads(ended.stdout.splitlines()[-1])
+        for name in found:
+            model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
+            found[name]["weights"] = model.state_dict()
+        return done.setdefault((ranks, shard), found)
+
+    return once
 
 
-def test_two_processes_equal_one():
-    """Batches of 3, 1 and 2 instructions: the second leaves the second process idle."""
-    one, two = run(1), run(2)
-    assert two["weights"] == pytest.approx(one["weights"], abs=1e-9)
-    for a, b in zip(one["log"], two["log"]):
+WAYS = pytest.mark.parametrize("ranks, shard", [(1, False), (2, False), (1, True), (2, True),
+                                                (3, True)])
+
+
+@WAYS
+@pytest.mark.parametrize("name", ["whole", "tied"])
+def test_ranks_whole_or_sharded_equal_one_process(run, ranks, shard, name):
+    """50 rows of the vocabulary on 3 ranks make uneven shards; shards also recompute activations."""
+    one, other = run(1, False)[name], run(ranks, shard)[name]
+    for a, b in zip(one["reference"], other["reference"], strict=True):
+        assert b == pytest.approx(a, abs=1e-9)
+    assert [e["step"] for e in one["log"]] == [1, 2, 3, 4, 5]
+    for a, b in zip(one["log"], other["log"], strict=True):
+        assert (a["step"], a["epoch"], a["lr"]) == (b["step"], b["epoch"], b["lr"])
         assert b["loss"] == pytest.approx(a["loss"], abs=1e-10)
         assert b["gradient_norm"] == pytest.approx(a["gradient_norm"], abs=1e-9)
         assert b["kinds"].keys() == a["kinds"].keys()
         for kind in a["kinds"]:
             assert b["kinds"][kind] == pytest.approx(a["kinds"][kind], abs=1e-9)
+    assert one["weights"].keys() == other["weights"].keys()
+    for parameter, weights in one["weights"].items():
+        torch.testing.assert_close(other["weights"][parameter], weights, atol=1e-9, rtol=0)
+    head, embedding = (other["weights"][p] for p in ("lm_head.weight", "model.embed_tokens.weight"))
+    assert torch.equal(head, embedding) == (name == "tied")
+
+
+@WAYS
+@pytest.mark.parametrize("stopped", ["after1", "after3"])
+def test_a_phase_that_was_stopped_goes_on_to_the_same_bits(run, ranks, shard, stopped):
+    whole, again = run(ranks, shard)["whole"], run(ranks, shard)[stopped]
+    assert again["log"] == whole["log"] and again["reference"] == whole["reference"]
+    for parameter, weights in whole["weights"].items():
+        assert torch.equal(again["weights"][parameter], weights)

@@ -180,7 +180,7 @@ def group(task="a", seed=0, pairs=None):
 
 def test_identical_policy_and_reference_give_ln2():
     model, g = make_model(VOCABULARY), group()
-    dpo.add_reference(model, [g], tokens_per_forward=20)
+    dpo.add_reference(Accelerator(cpu=True), model, [g], tokens_per_forward=20)
     loss, statistics = dpo.preference_objective(model, [g], beta=0.1)
     assert loss.item() == pytest.approx(math.log(2) * (0.5 + 0.5 + 1.0), abs=1e-12)
     assert statistics["failure>failure"][3] == pytest.approx(0, abs=1e-12)
@@ -242,11 +242,10 @@ def test_statistics_are_sums_over_pairs():
 def trained(groups, epochs, tokens_per_forward, objective=dpo.sft_objective, **settings):
     model, log = make_model(VOCABULARY, seed=3), []
     options = dict(lr=1e-3, warmup=0.0, schedule="constant", weight_decay=0.0, max_grad_norm=1.0)
-    model = dpo.fit(Accelerator(cpu=True), model, epochs, objective,
-                    dpo.count_action_tokens if objective is dpo.sft_objective else
-                    lambda batch: sum(len(g.pairs) for g in batch),
-                    tokens_per_forward=tokens_per_forward, log=log.append,
-                    **{**options, **settings})
+    dpo.fit(Accelerator(cpu=True), model, epochs, objective,
+            dpo.count_action_tokens if objective is dpo.sft_objective else
+            lambda batch: sum(len(g.pairs) for g in batch),
+            tokens_per_forward=tokens_per_forward, log=log.append, **{**options, **settings})
     return torch.cat([p.detach().flatten() for p in model.parameters()]), log
 
 

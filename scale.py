@@ -1,0 +1,159 @@
+"""What a model of billions of parameters needs: sharding over GPUs, and checkpoints inside a phase.
+
+Weights, gradients and AdamW's moments are fp32 everywhere; on a GPU the passes compute in bf16.
+"""
+
+import shutil
+import time
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+# ------------------------------------------------------------------------------------ sharding
+
+
+def spread(accelerator, model, shard: bool, recompute: bool = False):
+    """The fp32 model, ready to train on all ranks: whole on each (DDP), or shared out (FSDP2).
+
+    recompute: gradient checkpointing, which keeps a layer's input and computes the rest again.
+    ValueError for weights of less than 32 bits: at a learning rate of 1e-6 they do not move.
+    """
+    for name, p in model.named_parameters():
+        if torch.finfo(p.dtype).bits < 32:
+            raise ValueError(f"{name} is {p.dtype}; load the model in float32 to train it")
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    device = accelerator.device
+    if not shard:
+        model = model.to(device)
+        if accelerator.num_processes == 1:
+            return model
+        return DistributedDataParallel(model, [device] if device.type == "cuda" else None)
+    if not torch.distributed.is_initialized():  # a single process
+        torch.distributed.init_process_group(rank=0, world_size=1, store=torch.distributed.HashStore())
+    mesh = init_device_mesh(device.type, (accelerator.num_processes,))
+    bf16 = accelerator.mixed_precision == "bf16"
+    policy = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32 if bf16 else None)
+    # Gathered one at a time, in a pass and back. The outermost too: after a pass without gradients
+    # torch would keep its weights gathered, and lose part of their gradient in the next pass.
+    for part in [*model.get_decoder().layers, model]:
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    return model.to(device)  # the buffers, which are not sharded
+
+
+def precision(accelerator, model):
+    """The context in which a model of `spread` computes: bf16 where the accelerator says so."""
+    return (torch.autocast(accelerator.device.type, enabled=False)  # shards bring their own policy
+            if isinstance(model, FSDPModule) else accelerator.autocast())
+
+
+def dtypes(accelerator, model) -> dict[str, str]:
+    """The number formats of a model of `spread`; gradients and moments take that of the weights."""
+    weights = str(next(model.parameters()).dtype).removeprefix("torch.")
+    compute = "bfloat16" if accelerator.mixed_precision == "bf16" else weights
+    return dict(weights=weights, gradients=weights, moments=weights, compute=compute)
+
+
+def save(accelerator, model, folder: Path) -> None:
+    """Writes a model of `spread` as `from_pretrained` reads it; every rank has to call this."""
+    weights = get_model_state_dict(  # the main rank has them all, the others nothing
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
+
+
+# -------------------------------------------------------------------- checkpoints inside a phase
+
+
+class Checkpoint:
+    """The newest state inside a training phase: weights, moments, random state, position, log.
+
+    folder/step-N holds one file per shard; it appears by renaming, then the one before goes.
+    `inputs` identifies the phase and what it started from: a state of anything else is not used.
+    """
+
+    def __init__(self, accelerator, folder: Path, inputs: str, minutes: float):
+        self.accelerator, self.folder, self.inputs = accelerator, folder, inputs
+        self.seconds, self.saved_at = 60 * minutes, time.monotonic()
+
+    def due(self) -> bool:
+        return time.monotonic() - self.saved_at >= self.seconds
+
+    def save(self, model, optimizer, step: int, events: list[dict]) -> None:
+        """Every rank calls this after the same step. events: what the phase has logged so far."""
+        path, main = self.folder / f"step-{step}", self.accelerator.is_main_process
+        temporary = self.folder / "writing"
+        if main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        self.accelerator.wait_for_everyone()
+        file, parameters = self._file(model), list(model.parameters())
+        if main or isinstance(model, FSDPModule):
+            torch.save(dict(
+                inputs=self.inputs, ranks=self.accelerator.num_processes, step=step, events=events,
+                weights=[_local(p.detach()) for p in parameters],
+                moments=[{k: _local(v) for k, v in optimizer.state[p].items()} for p in parameters],
+                random=_random_state()), temporary / file)
+        self.accelerator.wait_for_everyone()
+        if main:
+            temporary.rename(path)
+            for old in self._saved():
+                if old != path:
+                    shutil.rmtree(old)
+        self.saved_at = time.monotonic()
+
+    def restore(self, model, optimizer) -> tuple[int, list[dict]]:
+        """Puts the newest state back; the steps it had made and their events, or 0 and none."""
+        self.accelerator.wait_for_everyone()
+        for path in reversed(self._saved()):
+            file = path / self._file(model)
+            if not file.exists():  # made with shards, or without
+                continue
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            same_ranks = state["ranks"] == self.accelerator.num_processes
+            if state["inputs"] != self.inputs or isinstance(model, FSDPModule) and not same_ranks:
+                continue
+            with torch.no_grad():
+                for p, weights, moments in zip(model.parameters(), state["weights"],
+                                               state["moments"]):
+                    _local(p).copy_(weights)
+                    optimizer.state[p] = {name: _like(p, value) for name, value in moments.items()}
+            torch.set_rng_state(state["random"][0])
+            if len(state["random"]) > 1:
+                torch.cuda.set_rng_state(state["random"][1])
+            return state["step"], state["events"]
+        return 0, []
+
+    def remove(self) -> None:
+        if self.accelerator.is_main_process:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _saved(self) -> list[Path]:
+        return sorted(self.folder.glob("step-*"), key=lambda path: int(path.name[5:]))
+
+    def _file(self, model) -> str:
+        sharded = isinstance(model, FSDPModule)
+        return f"shard-{self.accelerator.process_index}.pt" if sharded else "whole.pt"
+
+
+def _local(tensor):
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(p, value):
+    """A saved moment, or step count (), in the form in which AdamW keeps it for parameter p."""
+    value = value.to(_local(p).device, copy=True)
+    if not isinstance(p, DTensor) or not value.ndim:
+        return value
+    return DTensor.from_local(value, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+
+
+def _random_state() -> list[torch.Tensor]:
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_available()
+                                      else [])
