@@ -82,6 +82,11 @@ class Run:
                                                commit=git_commit(), versions=versions()), indent=1))
         if self.main and not phases.exists():  # before the first phase, which may be killed
             write_text(phases, "{}")
+        n = accelerator.num_processes
+        self.say(f"{n} process{'es' * (n > 1)} on {accelerator.device.type}"
+                 f"{', weights shared out' * self.shard}; weights and AdamW float32, passes "
+                 f"{'bfloat16' if accelerator.mixed_precision == 'bf16' else 'float32'}"
+                 f"{', gradient checkpointing' * self.recompute}")
         accelerator.wait_for_everyone()
 
     def _check_task_counts(self, env) -> None:
@@ -214,6 +219,8 @@ class Run:
                     schedule=schedule, weight_decay=s.weight_decay, max_grad_norm=s.max_grad_norm,
                     tokens_per_forward=s.tokens_per_forward, log=log, progress=progress,
                     checkpoint=checkpoint)
+        if checkpoint.resumed_at:
+            self.say(f"{phase} went on after step {checkpoint.resumed_at}")
         self._save(model, before, out)
         checkpoint.remove()
         del model

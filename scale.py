@@ -79,7 +79,7 @@ class Checkpoint:
 
     def __init__(self, accelerator, folder: Path, inputs: str, minutes: float):
         self.accelerator, self.folder, self.inputs = accelerator, folder, inputs
-        self.seconds, self.saved_at = 60 * minutes, time.monotonic()
+        self.seconds, self.saved_at, self.resumed_at = 60 * minutes, time.monotonic(), 0
 
     def due(self) -> bool:
         return time.monotonic() - self.saved_at >= self.seconds
@@ -126,6 +126,7 @@ class Checkpoint:
             torch.set_rng_state(state["random"][0])
             if len(state["random"]) > 1:
                 torch.cuda.set_rng_state(state["random"][1])
+            self.resumed_at = state["step"]
             return state["step"], state["events"]
         return 0, []
 

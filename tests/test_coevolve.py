@@ -172,7 +172,7 @@ def test_bad_expert_files_are_refused(tmp_path, text, message):
 def command(out, *more):
     """A quick run made quicker: what is tested here is that it all fits together."""
     return [sys.executable, str(ROOT / "coevolve.py"), "--quick", "--train-tasks", "60",
-            "--eval-tasks", "10", "--seed", "5", "--out", str(out), *more]
+            "--eval-tasks", "10", "--seed", "5", "--checkpoint-minutes", "0", "--out", str(out), *more]
 
 
 def finish(out, *more):
@@ -257,22 +257,25 @@ def test_equal_seeds_give_equal_runs_bit_for_bit(quick, tmp_path):
     assert contents(tmp_path / "run") == contents(quick[0])
 
 
-@pytest.mark.parametrize("after", ["experts", "iter1-pairs"])
-def test_a_killed_run_continues_to_the_same_result(quick, tmp_path, after):
-    """SIGKILL inside the phase that follows `after`, and once more a moment into the second try."""
+@pytest.mark.parametrize("phase, step", [("sft-target", 7), ("iter1-target", 3)])
+def test_a_killed_run_goes_on_inside_the_phase_to_the_same_result(quick, tmp_path, phase, step):
+    """SIGKILL in the middle of a training phase, and once more a moment into the second try."""
     out = tmp_path / "run"
     for _ in range(2):
         process = subprocess.Popen(command(out), stdout=subprocess.DEVNULL,
                                    stderr=subprocess.DEVNULL)
-        state, deadline = out / "phases.json", time.time() + 120
-        while not (state.exists() and after in json.loads(state.read_text())):
+        before = {"sft-target": "experts", "iter1-target": "iter1-failure"}[phase]
+        deadline = time.time() + 120
+        while not (before in (out / "phases.json").read_text() if (out / "phases.json").exists()
+                   else False) or not any(int(p.name[5:]) >= step
+                                          for p in out.glob("checkpoint/step-*")):
             assert process.poll() is None and time.time() < deadline
             time.sleep(0.01)
-        time.sleep(0.15)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        assert not (out / "result.json").exists()
-    finish(out)
+        assert not (out / "result.json").exists() and f'"{phase}"' not in (
+            out / "phases.json").read_text()
+    assert f"{phase} went on after step" in finish(out)
     assert contents(out) == contents(quick[0])
 
 
