@@ -20,6 +20,7 @@ import random
 import shutil
 import signal
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,7 +30,6 @@ from pathlib import Path
 # Threads that wait must sleep: spinning, they take a shared machine's cores from their own team.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -38,7 +38,8 @@ import dpo
 import envs
 import report
 from experts import play_expert, read_experts
-from runner import Run, load_model, write_text
+from plan import dry_run, slot_bytes
+from runner import Run, check_model, load_model, make_accelerator, make_env, write_text
 from settings import Settings, SettingsError, parse
 
 
@@ -413,6 +414,8 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
     episode at once. Every episode draws from its own seed, so what runs beside it changes nothing.
     `make_env()` gives each slot its environment. Rewards stay those of the last step.
     """
+    if not episodes:  # of a rank's share
+        return episodes
     model.eval()
     slots = min(slots, len(episodes))
     waiting, cache = list(reversed(episodes)), SlotCache(model, slots, max_tokens)
@@ -561,12 +564,19 @@ def play(run: Run, phase: str, agent: Path, episodes: list[Episode], temperature
     """The episodes' trajectories as rows, in order; each rank plays its share."""
     s, device = run.settings, run.accelerator.device
     share = episodes[run.accelerator.process_index::run.accelerator.num_processes]
-    model = load_model(agent, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    bf16 = run.accelerator.mixed_precision == "bf16"
+    model = load_model(agent, torch.bfloat16 if bf16 else torch.float32)
+    model, slots = model.to(device), s.slots
+    if device.type == "cuda":  # episodes that do not fit beside the replica wait
+        free = torch.cuda.mem_get_info(device)[0]
+        slots = max(1, min(slots, int(0.8 * free / (slot_bytes(model.config) * s.max_tokens))))
     encoder = dpo.Encoder(AutoTokenizer.from_pretrained(agent))
     with run.bar(phase, len(share), "episode") as progress:
-        rollout(model.to(device), encoder, run.make_env, share, temperature=temperature,
-                slots=s.slots, max_tokens=s.max_tokens, max_new_tokens=s.max_new_tokens,
+        rollout(model, encoder, run.make_env, share, temperature=temperature,
+                slots=slots, max_tokens=s.max_tokens, max_new_tokens=s.max_new_tokens,
                 tokens_per_forward=s.tokens_per_forward, progress=progress)
+    del model
+    run.accelerator.free_memory()
     order = {(e.task, e.rollout): n for n, e in enumerate(episodes)}
     rows = gather_object([e.record() for e in share])
     return sorted(rows, key=lambda row: order[row["task"], row["rollout"]])
@@ -595,12 +605,15 @@ def main(argv: list[str]) -> None:
         return print(report.show(asked.run, asked.tasks or None, asked.count))
     settings = parse(argv)
     disable_progress_bar()  # one bar per phase is ours; those of loading and saving are noise
-    gpu = torch.cuda.is_available()  # not MPS: log-probabilities are summed in float64
-    accelerator = Accelerator(cpu=not gpu, mixed_precision="bf16" if gpu else "no")
+    if settings.dry_run:
+        check_model(settings.model, settings.max_tokens, weights=False)
+        return dry_run(settings, partial(make_env, settings))
+    accelerator = make_accelerator(settings)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(settings.threads or max(1, cores // accelerator.num_processes))
     run = Run(settings, accelerator)
     coevolve(run)
+    accelerator.end_training()  # of trackers
     if not run.main:
         return
     result, curves = run.path / "result.json", run.path / "curves.png"
@@ -616,6 +629,8 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except (SettingsError, report.RunError, envs.EnvError, FloatingPointError) as error:
+        if os.environ.get("RANK", "0") != "0":  # what all ranks say is said once, by the first
+            time.sleep(5)
         print(f"coevolve.py: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

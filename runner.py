@@ -10,12 +10,13 @@ import shutil
 import subprocess
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -30,7 +31,7 @@ from settings import Settings, SettingsError
 
 
 # Settings that change nothing in the files of a run, and so may change when it goes on.
-FREE = ("out", "checkpoint_minutes", "track")
+FREE = ("out", "dry_run", "checkpoint_minutes", "track")
 
 
 class Run:
@@ -43,9 +44,7 @@ class Run:
         self.shard, self.recompute = (
             large if flag == "auto" else flag == "on"
             for flag in (settings.shard, settings.gradient_checkpointing))
-        quick = "-quick" if settings.quick else ""
-        self.path = Path(settings.out or
-                         f"runs/{settings.env}-{settings.method}-s{settings.seed}{quick}")
+        self.path, self.logged = run_path(settings), 0
         env = self.make_env()
         self.success = env.success
         self.splits = env.test_splits if settings.eval_splits == "test" else ("validation",)
@@ -74,12 +73,17 @@ class Run:
         self.saving_works = any(name.startswith("sft-") for name in self.phases)
         self._drop_unfinished_events()
         self.base = tiny.base(accelerator, self) if settings.model == "tiny" else settings.model
-        made_from = {"base": check_model(self.base, settings.max_tokens)}
+        check_model(self.base, settings.max_tokens)
+        made_from = {"base": self.first_says(lambda: identity(self.base))}
         if before:
             self._refuse_changes({"base": before["base"]}, made_from)
         elif self.main:
             write_text(config, json.dumps(dict(settings=asdict(settings), **made_from,
                                                commit=git_commit(), versions=versions()), indent=1))
+        if settings.track:
+            accelerator.init_trackers("coevolve", {
+                name: value for name, value in asdict(settings).items() if value is not None})
+            self.logged = (self.path / "metrics.jsonl").read_text().count("\n") if self.main else 0
         if self.main and not phases.exists():  # before the first phase, which may be killed
             write_text(phases, "{}")
         n = accelerator.num_processes
@@ -121,10 +125,7 @@ class Run:
                                 "give another --out, or these again")
 
     def make_env(self):
-        s = self.settings
-        return envs.make(s.env, s.view, webshop_url=s.webshop_url, task_types=s.task_types,
-                         split_file=s.split_file, intercode_data=s.intercode_data,
-                         mysql_url=s.mysql_url)
+        return make_env(self.settings)
 
     # Phases
 
@@ -269,8 +270,12 @@ class Run:
     def _inputs(self, phase: str) -> str:
         """Identifies a phase and what it starts from: the phases before it, with their hashes."""
         done = {name: recorded["sha256"] for name, recorded in self.phases.items()}
-        return broadcast_object_list(
-            [hashlib.sha256(json.dumps([phase, done]).encode()).hexdigest()])[0]
+        return self.first_says(
+            lambda: hashlib.sha256(json.dumps([phase, done]).encode()).hexdigest())
+
+    def first_says(self, answer):
+        """What `answer()` is on the main rank, on all ranks."""
+        return broadcast_object_list([answer() if self.main else None])[0]
 
     def agent(self, agent: str, i: int) -> Path:
         """The folder of an agent's checkpoint after iteration i; 0 is after SFT."""
@@ -289,6 +294,9 @@ class Run:
         if self.main:
             with open(self.path / "metrics.jsonl", "a") as f:
                 f.write(json.dumps(dict(event=event, **fields)) + "\n")
+            if self.settings.track:
+                self.logged += 1  # trackers want steps that rise
+                self.accelerator.log(dict(numbers(event, fields)), step=self.logged)
 
     def log_dropped(self, phase: str, reason: str, tasks: list[str]) -> None:
         if tasks:
@@ -303,13 +311,54 @@ class Run:
             tqdm.write(line)
 
 
+def make_accelerator(s: Settings) -> Accelerator:
+    """The processes, device and precision that this machine offers; SettingsError if not usable."""
+    gpu = torch.cuda.is_available()  # not MPS: log-probabilities are summed in float64
+    bf16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    try:
+        accelerator = Accelerator(
+            cpu=not gpu, mixed_precision="bf16" if bf16 else "no", log_with=s.track,
+            project_dir=run_path(s),
+            # One rank may play for hours longer than another. The launcher sees it if one dies.
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=7))])
+    except ValueError as error:  # of a tracker that does not exist
+        raise SettingsError(f"--track {s.track}: {error}") from None
+    if s.track and not accelerator.log_with:
+        raise SettingsError(f"--track {s.track}: its package is not installed; "
+                            f"pip install {s.track}")
+    if accelerator.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+        raise SettingsError(f"accelerate is configured for {accelerator.distributed_type}; run "
+                            "`accelerate config` without it: --shard shares out the weights")
+    return accelerator
+
+
+def run_path(s: Settings) -> Path:
+    return Path(s.out or f"runs/{s.env}-{s.method}-s{s.seed}{'-quick' * s.quick}")
+
+
+def numbers(prefix: str, fields: dict):
+    """(name, number) of all numbers in an event; its texts, such as the phase, lead the names."""
+    prefix = "/".join([prefix, *(v for v in fields.values() if isinstance(v, str))])
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            yield from numbers(f"{prefix}/{key}", value)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield f"{prefix}/{key}", value
+
+
+def make_env(s: Settings):
+    return envs.make(s.env, s.view, webshop_url=s.webshop_url, task_types=s.task_types,
+                     split_file=s.split_file, intercode_data=s.intercode_data,
+                     mysql_url=s.mysql_url)
+
+
 def load_model(folder, dtype=torch.float32):
     """A causal LM from a folder or hub name; fp32 to train: bf16 weights would not move at 1e-6."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="ragged")
 
 
-def check_model(folder, max_tokens: int) -> str:
-    """What identifies the model in `folder` (or on the hub); SettingsError if it cannot be used."""
+def check_model(folder, max_tokens: int, weights: bool = True) -> None:
+    """SettingsError if the model in `folder` (or on the hub) cannot be used."""
     try:
         config = AutoConfig.from_pretrained(folder)
         if not any(name.endswith("ForCausalLM") for name in config.architectures or []):
@@ -317,15 +366,19 @@ def check_model(folder, max_tokens: int) -> str:
         if max_tokens > config.max_position_embeddings:
             raise ValueError(f"--max-tokens {max_tokens} is above its "
                              f"{config.max_position_embeddings} positions")
-        local = Path(folder).is_dir()
-        if local and not any(Path(folder).glob("*.safetensors")):
+        if weights and Path(folder).is_dir() and not any(Path(folder).glob("*.safetensors")):
             raise ValueError("no *.safetensors file with weights in it")
         dpo.Encoder(AutoTokenizer.from_pretrained(folder))
     except (OSError, ValueError, TemplateError) as error:
         raise SettingsError(
             f"--model {folder}: {str(error).splitlines()[0]}; give tiny, a hub name within reach, "
             "or a folder with config, weights and tokenizer") from None
-    return digest(Path(folder)) if local else f"{folder} {config._commit_hash}"
+
+
+def identity(folder) -> str:
+    """A hash of a model's files, or the commit of one on the hub."""
+    return (digest(Path(folder)) if Path(folder).is_dir() else
+            f"{folder} {AutoConfig.from_pretrained(folder)._commit_hash}")
 
 
 def git_commit() -> str | None:

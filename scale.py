@@ -5,6 +5,7 @@ Weights, gradients and AdamW's moments are fp32 everywhere; on a GPU the passes 
 
 import shutil
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ def spread(accelerator, model, shard: bool, recompute: bool = False):
         if torch.finfo(p.dtype).bits < 32:
             raise ValueError(f"{name} is {p.dtype}; load the model in float32 to train it")
     if recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(model)
     device = accelerator.device
     if not shard:
         model = model.to(device)
@@ -44,6 +45,13 @@ def spread(accelerator, model, shard: bool, recompute: bool = False):
     for part in [*model.get_decoder().layers, model]:
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     return model.to(device)  # the buffers, which are not sharded
+
+
+def recompute_layers(model) -> None:
+    """Turns gradient checkpointing on."""
+    with warnings.catch_warnings():  # later versions of transformers give the method another name
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def precision(accelerator, model):

@@ -42,6 +42,9 @@ class Settings:
         "be in MYSQL_PWD instead [sqlite]")
     experts: Optional[str] = setting(
         None, "file of expert trajectories: ETO's JSON list or a run's experts.jsonl [scripted]")
+    dry_run: Optional[str] = setting(
+        None, "print memory, tokens and hours without loading weights, and stop: here, or for a "
+        "machine such as 8xH100 [off]")
     quick: bool = setting(False, "the same path, cut to about a minute (too short to learn much)")
     iterations: int = setting(3, "K, co-evolution iterations [App. B: 3; 5 on InterCodeSQL]")
 
@@ -195,6 +198,8 @@ def check(s: Settings) -> Settings:
     if s.webshop_url and s.model == "tiny":
         wrong.append("--webshop-url: the tiny model knows the embedded shop's words only; give "
                      "another --model")
+    if s.dry_run and s.model == "tiny":
+        wrong.append("--dry-run: the tiny model fits everywhere; give another --model")
     if s.lambda_dpo == 0 and s.lambda_sft == 0:
         wrong.append("--lambda-dpo 0 --lambda-sft 0: nothing would be trained; raise one")
     if s.max_new_tokens >= s.max_tokens:
