@@ -1,5 +1,6 @@
 """Pairs by hand; whole runs, repeated, killed and continued."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -13,10 +14,16 @@ from pathlib import Path
 
 import pytest
 
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.tracking import GeneralTracker, register_tracker_class
+from safetensors.torch import load_file
+
 import coevolve
 import dpo
 import envs
 import experts
+import report
 from settings import Settings, SettingsError
 
 ROOT = Path(__file__).parent.parent
@@ -346,20 +353,90 @@ def test_eto_is_the_same_run_without_the_failure_agent(quick, tmp_path):
     assert kinds == {ET}
 
 
-def test_another_architecture_and_template_run_the_whole_loop(tmp_path):
-    """A hub-format folder (Llama, grouped keys, Llama-2's template) with random weights."""
+@pytest.mark.parametrize("template, architecture, more", [
+    ("llama2", "Llama", dict(num_key_value_heads=4)),
+    ("chatml", "Qwen3", dict(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)),
+])
+def test_hub_folders_of_the_papers_models_run_the_whole_loop(tmp_path, template, architecture,
+                                                             more):
+    """Random weights, stored in bf16 as published. SFT at lr 1e-6 moves them and loses nothing."""
+    import transformers
     from conftest import make_tokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM
-    tokenizer = make_tokenizer("llama2")
-    model = LlamaForCausalLM(LlamaConfig(
+    tokenizer, base = make_tokenizer(template), tmp_path / "model"
+    config = getattr(transformers, f"{architecture}Config")(
         vocab_size=len(tokenizer) + 3, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id))
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    finish(tmp_path / "run", "--model", str(tmp_path / "model"), "--train-tasks", "4",
-           "--eval-tasks", "2", "--sft-epochs", "1", "--max-tokens", "4096",
-           "--max-new-tokens", "8", "--dpo-lr", "1e-3")
+        num_attention_heads=4, max_position_embeddings=4096, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, **more)
+    model = getattr(transformers, f"{architecture}ForCausalLM")(config).to(torch.bfloat16)
+    model.save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    finish(tmp_path / "run", "--model", str(base), "--train-tasks", "4", "--eval-tasks", "2",
+           "--sft-epochs", "1", "--max-tokens", "4096", "--max-new-tokens", "8",
+           "--sft-lr", "1e-6", "--sft-batch", "2", "--dpo-lr", "1e-3")
     rows = [json.loads(line) for line in (tmp_path / "run/iter1/target.jsonl").open()]
     assert {row["steps"] for row in rows} == {10}  # it never finds the shop's actions
     assert all(len(row["ids"]) == len(row["action_mask"]) for row in rows)
+    before, after = (load_file(folder / "model.safetensors")
+                     for folder in (base, tmp_path / "run/sft-target"))
+    assert before.keys() == after.keys()
+    for name, weights in after.items():
+        assert before[name].dtype == torch.bfloat16 and weights.dtype == torch.float32
+        if ".layers." in name:
+            changed = (weights != before[name].float()).float().mean()
+            assert changed > 0.99, name
+            assert (weights.bfloat16() != before[name]).float().mean() < 0.5  # bf16 would lose it
+
+
+def test_two_sharded_processes_train_like_one(quick, tmp_path):
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    python, *rest = command(tmp_path / "run", "--shard", "on", "--threads", "1")
+    done = subprocess.run([python, *launch, *rest], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 processes on cpu, weights shared out" in done.stdout
+    assert (tmp_path / "run/experts.jsonl").read_bytes() == (quick[0] / "experts.jsonl").read_bytes()
+    one, two = (report.read_jsonl(run / "metrics.jsonl") for run in (quick[0], tmp_path / "run"))
+    losses = [[e["loss"] for e in events if e.get("phase") == "sft-target" and e["event"] == "train"]
+              for events in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5) and len(losses[0]) > 5
+    played = [[(r["task"], r["seed"]) for r in report.read_jsonl(run / "iter1/target.jsonl")]
+              for run in (quick[0], tmp_path / "run")]
+    assert played[0] == played[1]
+
+
+def test_a_tracker_gets_every_number_of_the_log(tmp_path, monkeypatch):
+    """A tracker of accelerate's own kind, which keeps what it is given."""
+    given = []
+
+    class Recorder(GeneralTracker):
+        name, requires_logging_directory, main_process_only, tracker = "recorder", False, True, None
+
+        def __init__(self, run_name, **more):
+            super().__init__()
+
+        def store_init_configuration(self, values):
+            given.append(values)
+
+        def log(self, values, step, **more):
+            given.append((step, values))
+
+    register_tracker_class(Recorder)
+    coevolve.main(command(tmp_path / "run", "--method", "sft", "--track", "recorder")[2:]
+                  + ["--env", "webshop"])
+    config, *logged = given
+    assert config["method"] == "sft" and config["track"] == "recorder"
+    assert [step for step, _ in logged] == list(range(1, len(logged) + 1))
+    events = report.read_jsonl(tmp_path / "run/metrics.jsonl")
+    assert len(events) == len(logged)
+    for event, (_, values) in zip(events, logged):
+        if event["event"] == "train":
+            assert values["train/sft-target/loss"] == event["loss"]
+        if event["event"] == "evaluation":
+            assert values[f"evaluation/target/{event['split']}/reward"] == event["reward"]
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "wandbb"])
+def test_a_tracker_that_is_not_there_is_refused(quick, tmp_path, tracker):
+    if importlib.util.find_spec(tracker):
+        pytest.skip(f"{tracker} is installed")
+    assert f"--track {tracker}: " in refused(tmp_path / "run", "--track", tracker)
