@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from conftest import make_model
+from test_dpo import VOCABULARY, group
 from transformers import AutoModelForCausalLM
+
+import dpo
+import scale
 
 # Trains on five batches, of which the second has one instruction: the other ranks have nothing to
 # do. Then again, stopped after 1 and 3 steps and continued; then with tied embeddings.
@@ -135,3 +142,44 @@ def test_a_phase_that_was_stopped_goes_on_to_the_same_bits(run, ranks, shard, st
     assert again["log"] == whole["log"] and again["reference"] == whole["reference"]
     for parameter, weights in whole["weights"].items():
         assert torch.equal(again["weights"][parameter], weights)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_passes_in_bf16_move_fp32_weights(shard):
+    """At lr 1e-6 bf16 weights would stay as they are; losses agree with fp32 to bf16's rounding."""
+    losses = {}
+    for precision in ("no", "bf16"):
+        AcceleratorState._reset_state(True)
+        accelerator, log = Accelerator(cpu=True, mixed_precision=precision), []
+        model = make_model(VOCABULARY, seed=3, dtype=torch.float32)
+        before = {name: p.clone() for name, p in model.state_dict().items()}
+        model = scale.spread(accelerator, model, shard)
+        assert scale.dtypes(accelerator, model) == dict(
+            weights="float32", gradients="float32", moments="float32",
+            compute="float32" if precision == "no" else "bfloat16")
+        groups, seen = [group(str(i), seed=i) for i in range(3)], set()
+        dpo.add_reference(accelerator, model, groups, 1000)
+        head = model.get_output_embeddings()
+        head.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+        dpo.fit(accelerator, model, [[groups]], lambda *a: dpo.preference_objective(*a, beta=0.1),
+                dpo.count_pairs, lr=1e-6, warmup=0, schedule="constant", weight_decay=0.0,
+                max_grad_norm=1.0, tokens_per_forward=1000, log=log.append)
+        assert seen == {torch.float32 if precision == "no" else torch.bfloat16}
+        after = scale.get_model_state_dict(model, options=scale.StateDictOptions(
+            full_state_dict=True))
+        for name in before:
+            assert after[name].dtype == torch.float32
+            if ".layers." in name and before[name].ndim == 2:
+                assert (after[name] != before[name]).float().mean() > 0.99, name
+        losses[precision] = log[0]["loss"], [r for g in groups for r in g.reference]
+    AcceleratorState._reset_state(True)
+    assert losses["bf16"][1] == pytest.approx(losses["no"][1], rel=0.03)
+    assert losses["bf16"][1] != losses["no"][1]
+    # The first step's loss is ln 2 times the mean weight in either: the same arithmetic twice.
+    assert losses["bf16"][0] == pytest.approx(losses["no"][0], abs=1e-6)
+
+
+def test_weights_of_16_bits_are_refused():
+    model = make_model(VOCABULARY, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="embed_tokens.weight is torch.bfloat16; load the model in"):
+        scale.spread(Accelerator(cpu=True), model, shard=False)
