@@ -13,16 +13,33 @@ torch.set_num_threads(1)
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-LLAMA2 = ("{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content.strip() }} [/INST]"
-          "{% else %} {{ m.content.strip() }} </s>{% endif %}{% endfor %}")
-LLAMA3 = ("<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>"
-          "\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}"
-          "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
+# As the models publish them: Qwen3 (2507, Instruct) without its tools, Llama 2 and Llama 3.
+QWEN3 = ("{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\n' + messages[0].content + "
+         "'<|im_end|>\n' }}{%- endif %}{%- for m in messages %}{%- if m.role == 'user' or "
+         "(m.role == 'system' and not loop.first) %}{{- '<|im_start|>' + m.role + '\n' + m.content "
+         "+ '<|im_end|>' + '\n' }}{%- elif m.role == 'assistant' %}{{- '<|im_start|>' + m.role + "
+         "'\n' + m.content }}{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}")
+LLAMA2 = ("{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set rules = "
+          "'<<SYS>>\n' + messages[0]['content'].strip() + '\n<</SYS>>\n\n' %}{% else %}"
+          "{% set turns = messages %}{% set rules = '' %}{% endif %}{% for m in turns %}"
+          "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception("
+          "'roles must alternate') }}{% endif %}{% if loop.first %}{% set text = rules + m['content']"
+          " %}{% else %}{% set text = m['content'] %}{% endif %}{% if m['role'] == 'user' %}"
+          "{{ bos_token + '[INST] ' + text.strip() + ' [/INST]' }}{% else %}"
+          "{{ ' ' + text.strip() + ' ' + eos_token }}{% endif %}{% endfor %}")
+LLAMA3 = ("{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'] + "
+          "'<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' %}{% if loop.first %}"
+          "{% set text = bos_token + text %}{% endif %}{{ text }}{% endfor %}"
+          "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+          "{% endif %}")
 SYSTEM = "<|im_start|>system\nYou shop.<|im_end|>\n" + CHATML
 TEMPLATES = {  # name -> (template, control tokens, end of turn, pad)
     "chatml": (CHATML, ["<|im_start|>", "<|im_end|>", "<|pad|>"], "<|im_end|>", "<|pad|>"),
     "chatml pad=eos": (CHATML, ["<|im_start|>", "<|im_end|>"], "<|im_end|>", "<|im_end|>"),
     "system": (SYSTEM, ["<|im_start|>", "<|im_end|>"], "<|im_end|>", "<|im_end|>"),
+    "qwen3": (QWEN3, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_end|>",
+              "<|endoftext|>"),
     "llama2": (LLAMA2, ["<s>", "</s>"], "</s>", "</s>"),
     "llama3": (LLAMA3, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
                         "<|eot_id|>"], "<|eot_id|>", "<|eot_id|>"),
@@ -53,9 +70,10 @@ def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
     text = [m["content"] for m in CONVERSATION] + ["[INST] user assistant system You shop. [/INST]"]
     tokenizer.train_from_iterator(text, trainers.BpeTrainer(
         vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False))
+    bos = next((t for t in special if t in ("<s>", "<|begin_of_text|>")), None)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=eos, pad_token=pad, chat_template=template,
-        additional_special_tokens=[t for t in special if t not in (eos, pad)])
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad,
+        chat_template=template, additional_special_tokens=[t for t in special if t not in (bos, eos, pad)])
 
 
 def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64) -> Qwen3ForCausalLM:

@@ -56,6 +56,16 @@ def test_turn_by_turn_ids_are_the_templates_own(tokenizer):
     assert len(mask) == len(ids)
 
 
+def test_a_system_message_opens_the_conversation_where_the_template_has_one(tokenizer):
+    rules = [{"role": "system", "content": "You buy what is asked for."}]
+    ids, mask = dpo.Encoder(tokenizer).encode(rules + CONVERSATION)
+    whole = tokenizer.apply_chat_template(rules + CONVERSATION, tokenize=False)
+    assert rules[0]["content"] in whole
+    expected = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    assert ids == expected[:len(ids)] and len(expected) - len(ids) <= 1
+    assert sum(mask) == sum(dpo.Encoder(tokenizer).encode(CONVERSATION)[1])
+
+
 def test_mask_covers_replies_and_their_end_of_turn_and_nothing_else(tokenizer):
     encoder = dpo.Encoder(tokenizer)
     ids, mask = encoder.encode(CONVERSATION)
@@ -114,7 +124,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
 
 def test_a_template_without_an_end_of_turn_token_is_refused():
     tokenizer = make_tokenizer("llama2")
-    tokenizer.chat_template = LLAMA2.replace(" </s>", "\n")
+    tokenizer.chat_template = LLAMA2.replace("' ' + eos_token", "'\n'")
     with pytest.raises(ValueError, match="no special token"):
         dpo.Encoder(tokenizer)
     tokenizer.chat_template = None

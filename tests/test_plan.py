@@ -1,5 +1,6 @@
 """The dry run's numbers against torch's allocator, hand-worked sizes and real folders."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -125,3 +126,12 @@ def test_the_command_prints_the_plan_and_makes_nothing(folder, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "total, of 84.8" in done.stdout, done.stderr
     assert not done.stderr and not (tmp_path / "run").exists()
+
+
+def test_the_gpu_script_runs_its_path_anywhere(tmp_path):
+    done = subprocess.run([sys.executable, str(ROOT / "tests/gpu.py"), "--small", "--out",
+                           str(tmp_path / "gpu.json")], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads((tmp_path / "gpu.json").read_text())
+    assert rows["device"] in done.stdout and rows["training, tokens/s"] in done.stdout
+    assert float(rows["log-probability in bf16 against fp32, relative"]) < 0.01
