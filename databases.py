@@ -90,7 +90,11 @@ class Sqlite:
     def __init__(self, name: str, script: str):
         self.name = name
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        _template(script).backup(self._db)
+        try:
+            _template(script).backup(self._db)
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+            raise SettingsError(f"--intercode-data: database {name}: {error}; is the dump whole?"
+                                ) from None
         self._db.executescript("PRAGMA temp_store = MEMORY; PRAGMA query_only = ON;"
                                "PRAGMA hard_heap_limit = 500000000;")  # of the whole process
         if hasattr(self._db, "setlimit"):  # from Python 3.11
@@ -407,8 +411,12 @@ def spider_world(folder: str) -> worlds.SQLWorld:
         for split in ("train", "test"):
             found = _read_questions(folder / f"ic_spider_{split}.json")
             taken = folder / f"{split}_indices.json"
-            questions[split] = ({i: found[i] for i in json.loads(taken.read_text())}
-                                if taken.exists() else found)
+            try:
+                questions[split] = ({i: found[i] for i in json.loads(taken.read_bytes().decode())}
+                                    if taken.exists() else found)
+            except (ValueError, KeyError, TypeError) as error:
+                raise SettingsError(f"--intercode-data: {taken}: {type(error).__name__} {error}; it "
+                                    f"must list numbers of ic_spider_{split}.json") from None
     else:
         found = _read_questions(folder / "ic_spider_dev.json")
         order = sorted({q["db"] for q in found.values()})
@@ -418,7 +426,11 @@ def spider_world(folder: str) -> worlds.SQLWorld:
             dealt = [q for q in found.values() if split_of[q["db"]] == split]
             questions[split] = dict(enumerate(dealt))
     dump = folder / "ic_spider_dbs.sql"
-    scripts = sqlite_scripts(dump.read_text(encoding="utf-8")) if dump.exists() else {}
+    try:
+        scripts = sqlite_scripts(dump.read_text(encoding="utf-8")) if dump.exists() else {}
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise SettingsError(f"--intercode-data: {dump}: {type(error).__name__} {error}; it must be "
+                            "InterCode's dump") from None
     return worlds.SQLWorld(scripts, questions)
 
 
