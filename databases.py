@@ -17,6 +17,7 @@ import json
 import os
 import re
 import sqlite3
+import struct
 import sys
 import time
 from collections import Counter
@@ -373,6 +374,8 @@ def connect(url: str, **options):
             password=password_of(parts), charset="utf8mb4", autocommit=True, local_infile=False,
             connect_timeout=5, read_timeout=SECONDS + 3, write_timeout=SECONDS + 3,
             ssl_disabled=parts.hostname in ("localhost", "127.0.0.1", "::1")), **options})
+    except (IndexError, AssertionError, struct.error):  # PyMySQL on what is no handshake
+        raise pymysql.err.OperationalError(2013, "something else than MySQL answers") from None
     except (ImportError, RuntimeError) as error:  # no PyMySQL, or none for MySQL 8's passwords
         raise SettingsError(f"--mysql-url: {error}; pip install -r requirements-optional.txt, or "
                             "activate run.sh's .venv") from None
