@@ -11,6 +11,7 @@ looked at, and a run that was stopped goes on where it was.
 """
 
 import argparse
+import errno
 import hashlib
 import itertools
 import json
@@ -22,7 +23,8 @@ import signal
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +33,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from accelerate.utils import gather_object
+from safetensors import SafetensorError
+from tqdm import tqdm
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
@@ -80,12 +84,19 @@ def collect_experts(run: Run) -> None:
 
     def work(out: Path) -> dict:
         tokenizer, env = AutoTokenizer.from_pretrained(run.base), run.make_env()
-        encoder, rows, dropped = dpo.Encoder(tokenizer), [], {"reward": [], "too long": []}
-        if s.experts:
-            found = read_experts(s.experts, env)[:s.train_tasks or None]
-        else:
-            found = ((task, *play_expert(env, task))
-                     for task in env.tasks("train")[:s.train_tasks or None])
+        encoder, rows = dpo.Encoder(tokenizer), []
+        dropped = {"reward": [], "too long": [], LOST: []}
+
+        def played(tasks):
+            for task in tasks:
+                try:
+                    yield task, *play_expert(env, task)
+                except envs.EnvError as error:
+                    dropped[LOST].append(task)
+                    check_lost(len(dropped[LOST]), len(tasks), error)
+
+        found = (read_experts(s.experts, env)[:s.train_tasks or None] if s.experts else
+                 played(env.tasks("train")[:s.train_tasks or None]))
         for task, messages, reward in found:
             ids, mask = encoder.encode(messages)
             if reward <= s.expert_min_reward and reward < env.success:
@@ -163,6 +174,8 @@ def evaluate(run: Run, agent: str, i: int) -> None:
             scores = dict(reward=mean(rewards), reward_low=low, reward_high=high,
                           success=mean(r >= run.success for r in rewards),
                           steps=mean(r["steps"] for r in rows))
+            if len(rows) < len(tasks):  # a mean over fewer tasks says so
+                scores["lost"] = len(tasks) - len(rows)
             run.log("evaluation", agent=agent, iteration=i, split=split, tasks=len(rows), **scores)
             return dict(episodes=len(rows), tokens=sum(len(r["ids"]) for r in rows), **scores)
 
@@ -372,7 +385,7 @@ class Episode:
     reward: float = 0.0
     raw_reward: float | None = None                # before clipping, where the environment clips
     steps: int = 0
-    ended: str = ""                                # done, budget or context
+    ended: str = ""                                # done, budget, context or lost
 
     def record(self) -> dict:
         return dict(task=self.task, agent=self.agent, iteration=self.iteration,
@@ -412,7 +425,9 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
     Each pass of this loop runs the model once over whatever waits in the slots: one sampled token,
     or a page that was just read. The cache is kept across turns and a finished slot takes the next
     episode at once. Every episode draws from its own seed, so what runs beside it changes nothing.
-    `make_env()` gives each slot its environment. Rewards stay those of the last step.
+    `make_env()` gives each slot its environment. Rewards stay those of the last step. An episode
+    whose environment breaks ends "lost", which is no failure of the agent's; EnvError as
+    `check_lost` says, or where LOST_IN_A_ROW were lost before any environment answered again.
     """
     if not episodes:  # of a rank's share
         return episodes
@@ -420,6 +435,7 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
     slots = min(slots, len(episodes))
     waiting, cache = list(reversed(episodes)), SlotCache(model, slots, max_tokens)
     environments, playing, dice = {}, {}, {}  # by slot
+    broken = 0          # episodes lost since an environment last answered
     asked, now = {}, 0  # slot -> (pass at which to read the environment's answer, the answer)
     vocabulary = len(encoder.tokenizer)
     forbidden = torch.tensor(encoder.forbidden, dtype=torch.long, device=model.device)
@@ -450,7 +466,14 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
                 now = max(now, min(due for due, _ in asked.values()))
             for slot in [slot for slot, (due, _) in sorted(asked.items()) if due <= now]:
                 e, (_, answer) = playing[slot], asked.pop(slot)
-                _take(e, encoder, environments[slot], answer.result(), max_tokens)
+                try:
+                    _take(e, encoder, environments[slot], answer.result(), max_tokens)
+                    broken = 0
+                except envs.EnvError as error:
+                    e.ended, broken = "lost", broken + 1
+                    if broken == LOST_IN_A_ROW:
+                        raise
+                    check_lost(sum(e.ended == "lost" for e in episodes), len(episodes), error)
                 free_if_ended(slot)
 
             # As many whole segments as fit in one pass; the slots left out are first next time.
@@ -465,6 +488,9 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
             if not chosen:
                 continue
             logits = _next_token_logits(model, cache, [(slot, playing[slot]) for slot in chosen])
+            if not (logits < torch.inf).all():  # nor nan
+                tasks = ", ".join(playing[slot].task for slot in chosen)
+                raise FloatingPointError(f"logits that are no numbers on tasks {tasks}")
             logits[:, forbidden] = -torch.inf
             logits[:, vocabulary:] = -torch.inf  # rows that only pad the embedding
             draws = [dice[slot].random() for slot in chosen] if temperature else None
@@ -478,10 +504,24 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
                     ask(slot, environments[slot].step, reply)
                 free_if_ended(slot)
     finally:
-        threads.shutdown(cancel_futures=True)
-        for env in environments.values():
-            env.close()
+        threads.shutdown(wait=False, cancel_futures=True)
+        busy = wait([answer for _, answer in asked.values()], timeout=1).not_done
+        for slot, env in environments.items():
+            if slot not in asked or asked[slot][1] not in busy:  # nobody waits for one that hangs
+                env.close()
     return episodes
+
+
+# How many episodes may be lost: of all, but one in any case; and in a row, for then it is the world
+# that is gone and not a task that is special [ours].
+LOST_SHARE, LOST_IN_A_ROW, LOST = 0.01, 3, "the environment broke"
+
+
+def check_lost(lost: int, of: int, error: envs.EnvError) -> None:
+    """Tells of an episode that is lost; raises `error` where `lost` of `of` are too many."""
+    if lost == of or lost > max(1, LOST_SHARE * of):
+        raise error
+    tqdm.write(f"lost, and left out: {error}", file=sys.stderr)
 
 
 def _next_token_logits(model, cache, playing) -> torch.Tensor:
@@ -561,7 +601,7 @@ def _take(e: Episode, encoder, env, answer, max_tokens: int) -> None:
 
 
 def play(run: Run, phase: str, agent: Path, episodes: list[Episode], temperature) -> list[dict]:
-    """The episodes' trajectories as rows, in order; each rank plays its share."""
+    """The episodes' trajectories as rows, in order; each rank plays its share. No row is lost's."""
     s, device = run.settings, run.accelerator.device
     share = episodes[run.accelerator.process_index::run.accelerator.num_processes]
     bf16 = run.accelerator.mixed_precision == "bf16"
@@ -578,8 +618,14 @@ def play(run: Run, phase: str, agent: Path, episodes: list[Episode], temperature
     del model
     run.accelerator.free_memory()
     order = {(e.task, e.rollout): n for n, e in enumerate(episodes)}
-    rows = gather_object([e.record() for e in share])
-    return sorted(rows, key=lambda row: order[row["task"], row["rollout"]])
+    rows = sorted(gather_object([e.record() for e in share]),
+                  key=lambda row: order[row["task"], row["rollout"]])
+    lost = [row["task"] for row in rows if row["ended"] == "lost"]
+    run.log_dropped(phase, LOST, lost)
+    if lost:
+        run.say(f"{phase}: {len(rows) - len(lost)} of {len(rows)} episodes; {LOST} on "
+                f"{', '.join(lost)}")
+    return [row for row in rows if row["ended"] != "lost"]
 
 
 def seed_of(*parts) -> int:
@@ -625,14 +671,50 @@ def main(argv: list[str]) -> None:
     run.say(report.table(run.path))
 
 
+# What a disk that is full, broken or not ours says.
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES,
+              errno.EPERM}
+
+
+def one_line(error: Exception) -> str | None:
+    """What a user is told of an error that is theirs or the world's; None: it is a bug."""
+    if isinstance(error, (SettingsError, report.RunError)):
+        return str(error)
+    if isinstance(error, FloatingPointError):
+        return (f"{error}; all finished phases are kept; look at these tasks, or lower the learning "
+                "rate and give another --out")
+    if isinstance(error, (envs.EnvError, SafetensorError)) or (
+            isinstance(error, OSError) and error.errno in UNWRITABLE):
+        return f"{error}. The same command goes on when that is mended"
+    return None
+
+
+def end(line: str, status: int) -> None:
+    """Ends this process at once, with one line; it waits for no environment that hangs.
+
+    Nothing is lost by it: what was finished is on the disk, simulators end with their parent, and
+    servers see their connections close.
+    """
+    os.write(2, f"\rcoevolve.py: {line}\n".encode(errors="replace"))
+    with suppress(Exception):
+        sys.stdout.flush()
+    os._exit(status)
+
+
+def stop(number, _) -> None:  # by Ctrl-C or SIGTERM; of several ranks one speaks
+    if os.environ.get("RANK", "0") == "0":
+        end("stopped; the same command goes on from here", 128 + number)
+    os._exit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     try:
         main(sys.argv[1:])
-    except (SettingsError, report.RunError, envs.EnvError, FloatingPointError) as error:
+    except Exception as error:
+        if one_line(error) is None:
+            raise
         if os.environ.get("RANK", "0") != "0":  # what all ranks say is said once, by the first
             time.sleep(5)
-        print(f"coevolve.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("coevolve.py: stopped; the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
+        end(one_line(error), 2)

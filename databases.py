@@ -17,6 +17,7 @@ import json
 import os
 import re
 import sqlite3
+import struct
 import sys
 import time
 from collections import Counter
@@ -90,7 +91,11 @@ class Sqlite:
     def __init__(self, name: str, script: str):
         self.name = name
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        _template(script).backup(self._db)
+        try:
+            _template(script).backup(self._db)
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+            raise SettingsError(f"--intercode-data: database {name}: {error}; is the dump whole?"
+                                ) from None
         self._db.executescript("PRAGMA temp_store = MEMORY; PRAGMA query_only = ON;"
                                "PRAGMA hard_heap_limit = 500000000;")  # of the whole process
         if hasattr(self._db, "setlimit"):  # from Python 3.11
@@ -369,6 +374,8 @@ def connect(url: str, **options):
             password=password_of(parts), charset="utf8mb4", autocommit=True, local_infile=False,
             connect_timeout=5, read_timeout=SECONDS + 3, write_timeout=SECONDS + 3,
             ssl_disabled=parts.hostname in ("localhost", "127.0.0.1", "::1")), **options})
+    except (IndexError, AssertionError, struct.error):  # PyMySQL on what is no handshake
+        raise pymysql.err.OperationalError(2013, "something else than MySQL answers") from None
     except (ImportError, RuntimeError) as error:  # no PyMySQL, or none for MySQL 8's passwords
         raise SettingsError(f"--mysql-url: {error}; pip install -r requirements-optional.txt, or "
                             "activate run.sh's .venv") from None
@@ -407,8 +414,12 @@ def spider_world(folder: str) -> worlds.SQLWorld:
         for split in ("train", "test"):
             found = _read_questions(folder / f"ic_spider_{split}.json")
             taken = folder / f"{split}_indices.json"
-            questions[split] = ({i: found[i] for i in json.loads(taken.read_text())}
-                                if taken.exists() else found)
+            try:
+                questions[split] = ({i: found[i] for i in json.loads(taken.read_bytes().decode())}
+                                    if taken.exists() else found)
+            except (ValueError, KeyError, TypeError) as error:
+                raise SettingsError(f"--intercode-data: {taken}: {type(error).__name__} {error}; it "
+                                    f"must list numbers of ic_spider_{split}.json") from None
     else:
         found = _read_questions(folder / "ic_spider_dev.json")
         order = sorted({q["db"] for q in found.values()})
@@ -418,7 +429,11 @@ def spider_world(folder: str) -> worlds.SQLWorld:
             dealt = [q for q in found.values() if split_of[q["db"]] == split]
             questions[split] = dict(enumerate(dealt))
     dump = folder / "ic_spider_dbs.sql"
-    scripts = sqlite_scripts(dump.read_text(encoding="utf-8")) if dump.exists() else {}
+    try:
+        scripts = sqlite_scripts(dump.read_text(encoding="utf-8")) if dump.exists() else {}
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise SettingsError(f"--intercode-data: {dump}: {type(error).__name__} {error}; it must be "
+                            "InterCode's dump") from None
     return worlds.SQLWorld(scripts, questions)
 
 

@@ -1,13 +1,13 @@
 """Environments: text in, text out.
 
-Every environment has the same small interface (see `WebShop`): `tasks(split)`, `reset(task)`,
-`step(reply)`, `expert()`, `close()`, and the fields `name`, `test_splits`, `success`, `max_steps`
+Every environment has the same small interface (see `WebShop`): `tasks(split)`, `find(task)`, which
+raises ValueError for a task that does not exist, `reset(task)`, `step(reply)`, `expert()`, `close()`, and the fields `name`, `test_splits`, `success`, `max_steps`
 (of the task just reset), `prompt` and `latency`: for how many passes of the model a rollout lets
 the environment work before it waits for the answer. One object plays one episode at a time. The
 environment does not count steps: the rollout stops after `max_steps` replies, and the reward is
 what it was then. An environment that breaks raises `EnvError`: the episode is void, and no failure
-of the agent's. `published_task` reads the ids of published experts; `practice` is the text that
-the tiny model starts from.
+of the agent's. After `close`, `reset` starts afresh; `Resumed` does so. `published_task` reads the
+ids of published experts; `practice` is the text that the tiny model starts from.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
@@ -34,6 +35,7 @@ from urllib.parse import urljoin, urlsplit
 
 import numpy as np
 import requests
+import urllib3
 from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
 from py4j.protocol import Py4JError
 from scienceworld.constants import JAR_PATH
@@ -71,6 +73,57 @@ def make(name: str, view: str = "full", *, webshop_url: str | None = None,
         return InterCodeSQL(view, intercode_data, mysql_url)
     raise ValueError(f"unknown environment {name!r}; choose from: webshop, scienceworld, "
                      "intercodesql")
+
+
+class Resumed:
+    """An environment that, when it breaks, starts afresh and is played to where it was.
+
+    Worlds repeat exactly, so an episode that was disturbed is the one that would have been. EnvError
+    if that fails after all `waits`, or if the world is another one than before.
+    """
+    waits = (1.0, 5.0, 25.0)  # seconds before each repetition: a server's restart takes some [ours]
+
+    def __init__(self, env):
+        self._env, self._seen = env, []
+
+    def __getattr__(self, name):
+        return getattr(self._env, name)
+
+    def reset(self, task: str) -> str:
+        self._task, self._seen = task, []  # of the episode: (reply, what it led to)
+        return self._note(None, self._safely(lambda: self._env.reset(task)))
+
+    def step(self, reply: str) -> Step:
+        return self._note(reply, self._safely(lambda: self._env.step(reply)))
+
+    def expert(self):
+        return self._safely(self._env.expert)
+
+    def gold(self):
+        return self._safely(self._env.gold)
+
+    def _note(self, reply, answer):
+        self._seen.append((reply, answer))
+        return answer
+
+    def _safely(self, work):
+        for attempt, wait in enumerate((*self.waits, None)):
+            try:
+                if attempt:
+                    self._play_again()
+                return work()
+            except EnvError:
+                self._env.close()
+                if wait is None:
+                    raise
+                time.sleep(wait)
+
+    def _play_again(self):
+        for reply, before in self._seen:
+            now = self._env.reset(self._task) if reply is None else self._env.step(reply)
+            if now != before:
+                raise EnvError(f"{self._task}: it is not the world it was before it broke; was a "
+                               "server replaced? Restore it, or start a run with another --out")
 
 
 def parse_reply(reply: str) -> str:
@@ -306,12 +359,16 @@ class WebShop(Shop):
             raise ValueError(f"unknown split {split!r}; choose from: {', '.join(self.world.goals)}")
         return [f"webshop-{split}-{i}" for i in range(len(self.world.goals[split]))]
 
-    def reset(self, task: str) -> str:
-        match = re.fullmatch(r"webshop-(\w+)-(\d+)", task)
+    def find(self, task: str) -> dict:
+        """The task's goal; ValueError if there is none."""
+        match = re.fullmatch(r"webshop-(\w+)-(\d{1,9})", task)
         goals = self.world.goals.get(match[1], []) if match else []
         if not match or int(match[2]) >= len(goals):
             raise ValueError(f"unknown task {task!r}; tasks(split) lists them")
-        return self.start(goals[int(match[2])])
+        return goals[int(match[2])]
+
+    def reset(self, task: str) -> str:
+        return self.start(self.find(task))
 
     def start(self, goal: dict) -> str:
         """Starts an episode on a goal that need not belong to a split; the first observation."""
@@ -440,6 +497,7 @@ class WebShopServer(Shop):
         self.timeout, self.load_timeout, self.waits = timeout, load_timeout, waits
         self._http = requests.Session()  # keeps its connection
         self._http.trust_env = False     # no proxy may come between, and no saved password
+        self._http.headers["Accept-Encoding"] = "identity"  # nothing that unpacks to gigabytes
 
     def tasks(self, split: str) -> list[str]:
         """Task ids of a split, train, validation or test, by goal number; makes no request."""
@@ -447,12 +505,17 @@ class WebShopServer(Shop):
             raise ValueError(f"unknown split {split!r}; choose from: {', '.join(self.splits)}")
         return [f"webshop-{split}-{goal}" for goal in self.splits[split]]
 
-    def reset(self, task: str) -> str:
-        match = re.fullmatch(r"webshop-(\w+)-(\d+)", task)
+    def find(self, task: str) -> int:
+        """The task's goal number, which the server may not have; ValueError if it is no task."""
+        match = re.fullmatch(r"webshop-(\w+)-(\d{1,9})", task)
         if not match or match[1] not in self.splits:
             raise ValueError(f"unknown task {task!r}; tasks(split) lists them")
+        return int(match[2])
+
+    def reset(self, task: str) -> str:
+        goal = self.find(task)
         self._task, self._instruction, self._shown = task, None, None
-        return self._begin(self._open("GET", f"{self.url}/coevolve_fixed_{int(match[2])}"))
+        return self._begin(self._open("GET", f"{self.url}/coevolve_fixed_{goal}"))
 
     def expert(self):
         raise EnvError("the scripted expert knows the embedded shop's instructions only; for a "
@@ -477,7 +540,10 @@ class WebShopServer(Shop):
         found = self._load(method, url, data, opening=before is None)
         if found is None:
             return before
-        page = _Html(*found)
+        try:
+            page = _Html(*found)
+        except (ValueError, AssertionError) as error:  # an address, a number or a mark
+            self._fail(f"a page that cannot be read ({error})")
         if page.reward is not None:
             if time.monotonic() - started > self.slow:
                 _say_once(f"webshop: a purchase takes {self.url} more than {self.slow:g} s; it "
@@ -504,10 +570,14 @@ class WebShopServer(Shop):
         for wait in (*self.waits, None):
             try:
                 status, html, at = self._fetch(method, url, data, timeout)
-            except requests.RequestException as error:
+            except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
                 problem = f"{type(error).__name__}; is the server running?"
+                if isinstance(error, requests.ConnectionError):
+                    self._loaded.discard(self.url)  # started again, it loads its catalogue again
                 if loading and isinstance(error, requests.ReadTimeout):
                     break  # a second request would make it load its catalogue once more
+            except ValueError as error:
+                self._fail(f"a redirect that cannot be read ({error})")
             else:
                 if status == 200 and "</html>" in html:
                     self._loaded.add(self.url)
@@ -526,6 +596,7 @@ class WebShopServer(Shop):
 
     def _fetch(self, method: str, url: str, data, timeout: float) -> tuple[int, str, str]:
         """Status, text and address after redirects; none of them may leave the server."""
+        deadline = time.monotonic() + timeout
         for _ in range(5):
             request = self._http.prepare_request(requests.Request(method, url, data=data))
             if _host(request.url) != _host(self.url):
@@ -533,10 +604,12 @@ class WebShopServer(Shop):
             with self._http.send(request, stream=True, allow_redirects=False,
                                  timeout=(min(10.0, timeout), timeout)) as response:
                 body = b""
-                for part in response.iter_content(1 << 16):
+                while part := response.raw.read1(1 << 16):  # whatever is there
                     body += part
                     if len(body) > self.max_bytes:
                         self._fail(f"a page of more than {self.max_bytes:,} bytes")
+                    if time.monotonic() > deadline:
+                        raise requests.Timeout("a page that comes drop by drop")
                 to = self._http.get_redirect_target(response)
             if not to:
                 return response.status_code, body.decode("utf-8", "replace"), request.url
@@ -691,8 +764,8 @@ class ScienceWorld:
     The simulator runs in a Java process of the object's own, some 350 MB. `close` leaves it, warm,
     for the next object; it is replaced after `recycle` episodes and ends with this process at the
     latest. It is called directly: the package's `step` also asks for all valid actions and takes
-    ten times as long. Episodes can be repeated exactly, so an episode whose process died is played
-    again to where it was.
+    ten times as long. EnvError, and another process at the next `reset`, if it dies, does not answer
+    or fails at an action.
     """
     name = "scienceworld"
     test_splits = ("seen", "unseen")
@@ -726,19 +799,24 @@ class ScienceWorld:
             raise ValueError(f"id {id!r} does not end in the numbers of a type and a variation")
         return f"scienceworld-train-{kind}-{match[2]}"
 
-    def reset(self, task: str) -> str:
-        match = re.fullmatch(r"scienceworld-(\w+?)-([a-z0-9-]+)-(\d+)", task)
+    def find(self, task: str) -> tuple[str, int]:
+        """Type and variation of the task; ValueError if there is none."""
+        match = re.fullmatch(r"scienceworld-(\w+?)-([a-z0-9-]+)-(\d{1,9})", task)
         kind, number = (match[2], int(match[3])) if match else ("", 0)
         if match is None or match[1] not in self._splits or (
                 number >= SCIENCE_TASKS.get(kind, (0, 0))[0]):
             raise ValueError(f"unknown task {task!r}; tasks(split) lists them")
+        return kind, number
+
+    def reset(self, task: str) -> str:
+        kind, number = self.find(task)
         if self._simulator and self._simulator.episodes >= self.recycle:
             self._stop()
         self._task = kind, number
         self.max_steps = SCIENCE_TASKS[kind][1] or 100
-        self._actions = self._score = None  # nothing to play again
+        self._score = None
         description = self._safely(self._load)
-        self._actions, self._score = [], 0.0
+        self._score = 0.0
         return description
 
     def step(self, reply: str) -> Step:
@@ -747,7 +825,6 @@ class ScienceWorld:
             raise RuntimeError("scienceworld: step() without a running episode; call reset(task)")
         action = " ".join(parse_reply(reply).split())
         observation, score, done = self._safely(lambda: self._act(action))
-        self._actions.append(action)
         self._score = max(self._score, score)
         step = Step(observation, min(self._score, 1.0), done)
         if done:
@@ -757,9 +834,7 @@ class ScienceWorld:
     def gold(self) -> list[str]:
         """The simulator's own solution of the episode just reset, as actions."""
         if self._task not in _golds:
-            self._actions = None
             _golds[self._task] = self._safely(lambda: self._load(gold=True))
-            self._actions = []
         return _golds[self._task]
 
     def expert(self):
@@ -770,7 +845,7 @@ class ScienceWorld:
     def practice(self, seed: int, n: int) -> list[list[dict]]:
         """n conversations of noisy explorers, from which the tiny model learns the world."""
         def some(first):
-            env = ScienceWorld(*self._made_of)
+            env = Resumed(ScienceWorld(*self._made_of))
             found = [worlds.explorer(env, seed, k) for k in range(first, n, workers)]
             env.close()
             return found
@@ -803,25 +878,24 @@ class ScienceWorld:
         return observation, score, s.getCompleted() or score < 0
 
     def _safely(self, work):
-        """work() in a running simulator; in a new one, after what was played, if that one died."""
-        for attempt in range(3):
-            try:
-                if self._simulator is None:
-                    self._simulator = self._idle.pop() if self._idle else _Simulator()
-                    if self._actions is not None:
-                        self._load()
-                        for action in self._actions:
-                            self._act(action)
-                return work()
-            except Py4JError as error:
-                problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                self._stop()
-            except BaseException:  # it may be in the middle of a call
-                self._stop()
+        """work() in a running simulator, which is ended if it dies or is interrupted in a call."""
+        try:
+            while self._simulator is None and self._idle:
+                idle = self._idle.pop()
+                self._simulator = idle if idle.process.poll() is None else idle.stop()
+            self._simulator = self._simulator or _Simulator()
+            return work()
+        except BaseException as error:
+            problem = type(error).__name__
+            with suppress(Py4JError):  # to be told an error of Java's, it asks Java once more
+                problem = ": ".join([problem, *str(error).split("\n")[:2]])
+            self._score = None
+            self._stop()
+            if not isinstance(error, Py4JError):
                 raise
-        kind, number = self._task
-        raise EnvError(f"scienceworld {kind} {number}: the simulator died {attempt + 1} times "
-                       f"({problem}); is there memory for its Java process?")
+            kind, number = self._task
+            raise EnvError(f"scienceworld {kind} {number}: the simulator died ({problem[:200]}); is "
+                           "there memory for its Java process?") from None
 
     def _stop(self):
         if self._simulator:
@@ -854,6 +928,7 @@ class _Simulator:
                            f"{java} -version") from None
         self._gateway = JavaGateway(gateway_parameters=GatewayParameters(
             port=port, auth_token=token, auto_field=True, read_timeout=self.seconds))
+        self.process = process
         self.stop = weakref.finalize(self, _stop, self._gateway, process)  # or when Python ends
         self.interface = self._gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
 
@@ -895,6 +970,9 @@ def _science_splits(task_types: str, split_file: str | None) -> dict[str, list[t
         for split, name in files.items():
             listed = _read_split(_beside(Path(split_file), f"{name}_indices.json"))
             splits[split] = [task for task in listed if task[0] in types or task_types == "all"]
+            if not splits[split]:
+                raise SettingsError(f"--split-file {split_file}: {name}_indices.json has no task "
+                                    f"of --task-types {task_types}; give another list or types")
         listed = {task for split in files for task in splits[split]}
         splits["validation"] = [task for task in splits["validation"] if task not in listed]
     return splits
@@ -910,10 +988,12 @@ def _read_split(path: Path) -> list[tuple[str, int]]:
     try:
         for name, number in json.loads(path.read_text(encoding="utf-8")):
             kind = re.sub(r"^task-\d+[ab]?-|[()]", "", name).replace("mendellian", "mendelian")
-            if number not in range(SCIENCE_TASKS.get(kind, (0, 0))[0]):
+            if type(number) is not int or number not in range(SCIENCE_TASKS.get(kind, (0, 0))[0]):
                 raise ValueError(f"no task {name!r} with a variation {number!r}")
+            if (kind, number) in tasks:
+                raise ValueError(f"{name!r} with variation {number} is there twice")
             tasks.append((kind, number))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise SettingsError(f"--split-file {path}: {error}; it must be a JSON list of [task name, "
                             "variation]") from None
     return tasks
@@ -1038,14 +1118,19 @@ class InterCodeSQL:
         """The task of a published expert trajectory: the last number of its id, as in IPR's."""
         return f"{self.name}-train-{int(re.findall(r'[0-9]+', id)[-1])}"
 
-    def reset(self, task: str) -> str:
-        match = re.fullmatch(rf"{self.name}-(\w+)-(\d+)", task)
+    def find(self, task: str) -> dict:
+        """The task's question; ValueError if there is none, or no database for it."""
+        match = re.fullmatch(rf"{self.name}-(\w+)-(\d{{1,9}})", task)
         question = match and self.world.questions.get(match[1], {}).get(int(match[2]))
         if not question:
             raise ValueError(f"unknown task {task!r}; tasks(split) lists them")
         if not self.mysql_url and question["db"] not in self.world.databases:
             raise SettingsError(f"{task}: the dump has no database {question['db']}; give one that "
                                 "has as --intercode-data FOLDER/ic_spider_dbs.sql")
+        return question
+
+    def reset(self, task: str) -> str:
+        question = self.find(task)
         return self.start(question, self.world.databases.get(question["db"], ""))
 
     def start(self, question: dict, script: str) -> str:

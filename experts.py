@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from textwrap import shorten
 
 import envs
 import report
@@ -30,7 +31,8 @@ def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
     Takes our own experts.jsonl, or the format that ETO and IPR publish: a JSON list of `id` (its
     last number is the task's), `conversations` of `from` (human or gpt) and `value`, and, if
     known, `reward` (else 1). The rules that open a published conversation are replaced by the
-    environment's prompt, so that experts and rollouts open alike. SettingsError naming the entry.
+    environment's prompt, so that experts and rollouts open alike. SettingsError naming the entry,
+    also where `env` has no such task.
     """
     def refuse(problem, entry=None):
         where = f"--experts {path}" + ("" if entry is None else f", entry {entry}")
@@ -39,7 +41,7 @@ def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
     try:
         text = Path(path).read_text(encoding="utf-8")
         rows = json.loads(text) if text.lstrip().startswith("[") else report.read_jsonl(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         refuse(f"{error}; give ETO's JSON list or a run's experts.jsonl")
     found, seen, roles = [], set(), {"human": "user", "gpt": "assistant"}
     for n, row in enumerate(rows):
@@ -58,18 +60,20 @@ def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
             while messages[-1]["role"] == "user":  # what followed the last action
                 messages.pop()
             right = [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
-            right = right and all(isinstance(m["content"], str) for m in messages)
-            reward = float(reward)
+            messages = [{"role": m["role"], "content": m["content"]} for m in messages]
+            for m in messages:
+                m["content"].encode()  # a str without half of a surrogate pair
+            env.find(task)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            refuse(f"not a trajectory ({type(error).__name__}: {error})", n)
+            refuse(f"not a trajectory ({type(error).__name__}: {shorten(str(error), 200)})", n)
         if not right:
             refuse("its turns are not user and assistant in turn", n)
-        if not 0 <= reward <= 1:
-            refuse(f"reward {reward} is not in [0, 1]", n)
+        if type(reward) not in (int, float) or not 0 <= reward <= 1:
+            refuse(f"reward {shorten(repr(reward), 60)} is not a number in [0, 1]", n)
         if task in seen:
             refuse(f"{task} is there twice; keep one of them", n)
         seen.add(task)
-        found.append((task, messages, reward))
+        found.append((task, messages, float(reward)))
     if not found:
         refuse("holds no trajectory")
     return found

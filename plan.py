@@ -47,8 +47,6 @@ def dry_run(s: Settings, make_env) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16,
                                                  attn_implementation="ragged")
     numbers = sum(p.numel() for p in model.parameters())
-    layer = sum(p.numel() for p in model.get_decoder().layers[0].parameters())
-    outside = numbers - layer * len(model.get_decoder().layers)
     found = lengths(s, make_env, AutoTokenizer.from_pretrained(s.model))
     agents = 2 if s.method == "coevolve" else 1
 
@@ -58,14 +56,7 @@ def dry_run(s: Settings, make_env) -> None:
     share = found.action_tokens / found.tokens
     sequences = [dpo.Sequence([0] * n, [0] * (n - int(share * n)) + [1] * int(share * n))
                  for n in [longest // together] * together]
-    ranks = count if shard else 1
-    training = {
-        "weights, fp32": 4 * numbers / ranks,
-        "gradients, fp32": 4 * numbers / ranks,
-        "Adam's moments, fp32": 8 * numbers / ranks,
-        "bf16 weights and gradients of a pass": (
-            2 * (outside + 2 * layer) + 6 * max(outside, layer) if shard else 2 * numbers),
-        f"activations of {longest:,} tokens": activations(model, sequences, recompute)}
+    training = training_memory(model, sequences, count if shard else 0, recompute)
     slot = slot_bytes(config) * s.max_tokens
     exploring = {"bf16 replica": 2 * numbers, f"cache of {s.slots} slots": slot * s.slots}
 
@@ -94,6 +85,23 @@ def dry_run(s: Settings, make_env) -> None:
     if fit < 1:
         raise SettingsError("--dry-run: a bf16 replica and one episode do not fit a GPU; lower "
                             "--max-tokens, or use a smaller --model")
+
+
+def training_memory(model, sequences: list[dpo.Sequence], ranks: int,
+                    recompute: bool) -> dict[str, float]:
+    """Bytes on a GPU in a pass over `sequences`; ranks: that share out the weights, 0 if whole."""
+    numbers = sum(p.numel() for p in model.parameters())
+    layers = model.get_decoder().layers
+    layer = sum(p.numel() for p in layers[0].parameters())
+    outside = numbers - layer * len(layers)  # embeddings, mostly
+    # Shards are gathered for two layers at a time; gradients are made in bf16 and added in fp32.
+    gathered = 2 * (outside + 2 * layer) + 6 * max(outside, layer) if ranks else 2 * numbers
+    tokens = sum(len(s.ids) for s in sequences)
+    return {"weights, fp32": 4 * numbers / max(ranks, 1),
+            "gradients, fp32": 4 * numbers / max(ranks, 1),
+            "Adam's moments, fp32": 8 * numbers / max(ranks, 1),
+            "bf16 weights and gradients of a pass": gathered,
+            f"activations of {tokens:,} tokens": activations(model, sequences, recompute)}
 
 
 def machine(asked: str) -> tuple[int, str, int, float, float]:

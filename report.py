@@ -17,6 +17,18 @@ KINDS = ("expert>target", "expert>failure", "failure>failure")
 ENDINGS = {"done": "done", "budget": "out of steps", "context": "out of context"}
 
 
+NUMBER = (int, float)
+EVENTS = {  # what the tables read of an event, and its type
+    "evaluation": dict(iteration=int, agent=str, split=str, tasks=int, reward=NUMBER,
+                       reward_low=NUMBER, reward_high=NUMBER, success=NUMBER, steps=NUMBER),
+    "exploration": dict(iteration=int, agent=str, trajectories=int, reward=NUMBER, success=NUMBER,
+                        negative=NUMBER, hard_negative=NUMBER),
+    "pairs": dict(iteration=int, trains=str, kept=dict, dropped=dict),
+    "dropped": dict(phase=str, reason=str, count=int),
+    "phase": dict(phase=str, seconds=NUMBER),
+}
+
+
 class RunError(ValueError):
     """A folder or file that is not what a run writes; the text is one line for the user."""
 
@@ -46,17 +58,37 @@ def read_jsonl(path) -> list[dict]:
     if not path.is_file():
         raise RunError(f"{path}: no such file; is {path.parent} a run, and has it come that far?")
     objects = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                value = json.loads(line)
-            except ValueError:
+                value = json.loads(line.decode())
+            except (ValueError, RecursionError):
                 value = None
             if not isinstance(value, dict):
-                raise RunError(f"{path}, line {number}: not a whole JSON object: "
-                                 f"{textwrap.shorten(line, 40)!r}; delete the line or the file")
+                start = textwrap.shorten(line[:200].decode(errors="replace"), 40)
+                raise RunError(f"{path}, line {number}: not a whole JSON object: {start!r}; delete "
+                               "the line or the file")
             objects.append(value)
     return objects
+
+
+def read_object(path: Path, **needed: type) -> dict:
+    """The JSON object in a file; RunError unless it is whole and its `needed` fields are there."""
+    try:
+        value = json.loads(path.read_bytes().decode())
+    except (ValueError, RecursionError):
+        value = None
+    return need(path, value, **needed)
+
+
+def need(where, value, **fields: type) -> dict:
+    """`value`, a dict whose fields are of these types; else RunError, which names `where`."""
+    wrong = ["it"] if not isinstance(value, dict) else [
+        name for name, kind in fields.items() if not isinstance(value.get(name), kind)]
+    if wrong:
+        raise RunError(f"{where}: damaged ({', '.join(wrong)} is not what a run writes); restore "
+                       "it, or give another --out")
+    return value
 
 
 def result(run_dir) -> dict:
@@ -68,10 +100,8 @@ def result(run_dir) -> dict:
     if not config.is_file():
         raise RunError(f"{run_dir}: not a run, it has no config.json; name a folder like "
                          "runs/webshop-coevolve-s0")
-    try:
-        settings = json.loads(config.read_text(encoding="utf-8"))["settings"]
-    except (ValueError, KeyError, TypeError):
-        raise RunError(f"{config}: damaged; delete {run_dir} and run again") from None
+    settings = need(config, read_object(config, settings=dict)["settings"], env=str, method=str,
+                    model=str, seed=int, hard_threshold=NUMBER)
     events = _events(run_dir)
     return {"settings": {name: value for name, value in settings.items() if name != "out"},
             "evaluations": events("evaluation"), "exploration": events("exploration"),
@@ -80,11 +110,13 @@ def result(run_dir) -> dict:
 
 def _events(run_dir):
     """A function from an event's name to its objects in metrics.jsonl, the name left out."""
-    objects = read_jsonl(Path(run_dir) / "metrics.jsonl")
+    path = Path(run_dir) / "metrics.jsonl"
+    objects = read_jsonl(path)
 
     def events(name):
-        return [{key: value for key, value in each.items() if key != "event"}
-                for each in objects if each["event"] == name]
+        return [need(f"{path}, event {name}", {key: value for key, value in each.items()
+                                               if key != "event"}, **EVENTS[name])
+                for each in objects if each.get("event") == name]
 
     return events
 
@@ -103,7 +135,8 @@ def table(run_dir) -> str:
     parts = [f"{run_dir}: {settings['method']} on {settings['env']}, model {settings['model']}, "
              f"seed {settings['seed']}"]
 
-    rows = [(e["iteration"], e["agent"], e["split"], e["tasks"], f"{e['reward']:.3f}",
+    rows = [(e["iteration"], e["agent"], e["split"],
+             f"{e['tasks']} ({e['lost']} lost)" if "lost" in e else e["tasks"], f"{e['reward']:.3f}",
              f"[{e['reward_low']:.3f}, {e['reward_high']:.3f}]", _percent(e["success"]),
              f"{e['steps']:.1f}") for e in found["evaluations"]]
     parts += _section("Evaluation, greedy; reward with its 95% bootstrap interval over tasks",
@@ -335,14 +368,16 @@ def _trajectories(run_dir: Path) -> dict:
     """{task: {agent: trajectory}} of the experts and of the last iteration."""
     paths = [run_dir / "experts.jsonl"]
     for agent in AGENTS[1:]:
-        explored = list(run_dir.glob(f"iter*/{agent}.jsonl"))
+        explored = list(run_dir.glob(f"iter[0-9]*/{agent}.jsonl"))
         paths += sorted(explored, key=lambda path: _number(path.parent.name))[-1:]
-        evaluated = list(run_dir.glob(f"eval-*-{agent}-*.jsonl"))
+        evaluated = list(run_dir.glob(f"eval-[0-9]*-{agent}-*.jsonl"))
         last = max((_number(path.name) for path in evaluated), default=0)
         paths += sorted(path for path in evaluated if _number(path.name) == last)
     by_task = {}
     for path in paths:
         for each in read_jsonl(path):
+            need(path, each, task=str, agent=str, iteration=int, reward=NUMBER, steps=int,
+                 ended=str, messages=list)
             agents = by_task.setdefault(each["task"], {})
             # Of several rollouts: the failure agent's best failure, else the first.
             rank = (each["reward"] < 1, each["reward"]) if each["agent"] == "failure" else ()

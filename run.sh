@@ -82,6 +82,7 @@ import os, signal, subprocess, sys
 import psutil, torch
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import main
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 if not os.path.isfile(default_config_file):
     gpus = torch.cuda.device_count()
@@ -96,6 +97,9 @@ try:
     main()
 except subprocess.CalledProcessError as error:  # its message is on the screen already
     sys.exit(error.returncode if error.returncode > 0 else 128 - error.returncode)
+except ChildFailedError as error:  # of several processes; likewise
+    code = error.get_first_failure()[1].exitcode
+    sys.exit(code if code > 0 else 128 - code)
 '
 
 command=${1:-} environment=

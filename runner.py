@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version
@@ -18,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from jinja2 import TemplateError
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -58,19 +60,29 @@ class Run:
                  if settings.experts else env.tasks("train"))
         if self.main:  # alone: a WebShop server must not load its catalogue twice at once
             self._lock()
-            env.reset(tasks[:settings.train_tasks or None][-1])  # what is missing shows now
+            env.waits = ()
+            env.reset(tasks[:settings.train_tasks or None][-1])  # what is missing shows now, at once
         env.close()
         accelerator.wait_for_everyone()
         config, phases = self.path / "config.json", self.path / "phases.json"
-        before = json.loads(config.read_text()) if config.exists() else None
+        before = report.read_object(config, settings=dict, base=str) if config.exists() else None
+        results = [name for name in ("phases.json", "experts.jsonl", "result.json")
+                   if (self.path / name).exists()]
+        if results and not (before and phases.exists()):
+            lacks = "phases.json" if before else "config.json"
+            raise SettingsError(f"{self.path} holds {results[-1]} but no {lacks}; restore it or "
+                                "give another --out")
+        self.phases = report.read_object(phases) if phases.exists() else {}
+        for name, done in self.phases.items():
+            report.need(f"{phases}, {name}", done, sha256=str, metrics_sha256=str,
+                        metrics_bytes=int)
+        if not self.phases:  # nothing was finished with these settings
+            before = None
         if before:
             now = asdict(settings)
             self._refuse_changes({**before["settings"], **{n: now[n] for n in FREE}}, now)
-        if not phases.exists() and (self.path / "experts.jsonl").exists():
-            raise SettingsError(f"{self.path} holds trajectories but no phases.json; restore it or "
-                                "give another --out")
-        self.phases = json.loads(phases.read_text()) if phases.exists() else {}
         self.saving_works = any(name.startswith("sft-") for name in self.phases)
+        self.finished = []  # phases found or done by this process
         self._drop_unfinished_events()
         self.base = tiny.base(accelerator, self) if settings.model == "tiny" else settings.model
         check_model(self.base, settings.max_tokens)
@@ -153,40 +165,43 @@ class Run:
         seconds = time.perf_counter() - started
         self.log("phase", phase=name, seconds=round(seconds, 2), resident_mb=resident_mb(),
                  **numbers)
-        self.phases[name] = dict(sha256=digest(path),
-                                 metrics_bytes=(self.path / "metrics.jsonl").stat().st_size)
+        metrics = self.path / "metrics.jsonl"
+        self.phases[name] = dict(sha256=digest(path), metrics_sha256=digest(metrics),
+                                 metrics_bytes=metrics.stat().st_size)
         write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
         self.say(f"{name:26}{seconds:7.1f} s  " + "  ".join(
             f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value:,}"
             for key, value in numbers.items()))
 
     def _done(self, name: str, path: Path) -> bool:
-        """Whether the phase is recorded and its output unchanged; forgets it if that is gone."""
-        if name not in self.phases:
-            return False
-        if path.exists():
-            if digest(path) == self.phases[name]["sha256"]:
+        """Whether the phase is recorded and its output unchanged; else forgets all that follows."""
+        earlier = self.finished
+        self.finished = [*earlier, name]
+        found = name in self.phases and self.first_says(lambda: path.exists() and digest(path))
+        if found:
+            if found == self.phases[name]["sha256"]:
                 return True
             raise SettingsError(f"{path} is not what phase {name} wrote; restore it, or delete it "
                                 "to compute it and all that follows again")
-        self.say(f"{path} is gone: computing it and all that follows again")
-        names = list(self.phases)
-        self.phases = {n: self.phases[n] for n in names[:names.index(name)]}
-        if self.main:
-            write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
-        self._drop_unfinished_events()
+        if set(self.phases) - set(earlier):
+            self.say(f"{path} is gone: computing it and all that follows again")
+            self.phases = {n: self.phases[n] for n in earlier if n in self.phases}
+            if self.main:
+                write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
+            self._drop_unfinished_events()
         return False
 
     def _drop_unfinished_events(self) -> None:
         """Cuts the log after the last finished phase: the others will write theirs again."""
         if not self.main:
             return
-        kept = max((p["metrics_bytes"] for p in self.phases.values()), default=0)
-        with open(self.path / "metrics.jsonl", "ab") as f:
-            if f.tell() < kept:
-                raise SettingsError(f"{f.name} is shorter than phases.json says; restore it, or "
-                                    "give another --out")
-            f.truncate(kept)
+        last = max(self.phases.values(), key=lambda done: done["metrics_bytes"], default=None)
+        metrics = self.path / "metrics.jsonl"
+        with open(metrics, "ab") as f:
+            f.truncate(min(f.tell(), last["metrics_bytes"] if last else 0))
+        if last and digest(metrics) != last["metrics_sha256"]:
+            raise SettingsError(f"{metrics} is not what the finished phases wrote; restore it, or "
+                                "give another --out")
 
     def train(self, phase: str, before, out: Path, epochs, objective, normaliser, *, lr, warmup,
               schedule, reference=None, groups=()) -> dict:
@@ -347,9 +362,9 @@ def numbers(prefix: str, fields: dict):
 
 
 def make_env(s: Settings):
-    return envs.make(s.env, s.view, webshop_url=s.webshop_url, task_types=s.task_types,
-                     split_file=s.split_file, intercode_data=s.intercode_data,
-                     mysql_url=s.mysql_url)
+    return envs.Resumed(envs.make(
+        s.env, s.view, webshop_url=s.webshop_url, task_types=s.task_types,
+        split_file=s.split_file, intercode_data=s.intercode_data, mysql_url=s.mysql_url))
 
 
 def load_model(folder, dtype=torch.float32):
@@ -358,21 +373,52 @@ def load_model(folder, dtype=torch.float32):
 
 
 def check_model(folder, max_tokens: int, weights: bool = True) -> None:
-    """SettingsError if the model in `folder` (or on the hub) cannot be used."""
+    """SettingsError if the model in `folder` (or on the hub) cannot be used.
+
+    It is made without memory and runs on two sequences; no code but transformers' own is loaded.
+    weights: whether it has to have them.
+    """
+    local = Path(folder).is_dir()
     try:
-        config = AutoConfig.from_pretrained(folder)
+        for name in ("config.json", "tokenizer_config.json") if local else ():
+            if "auto_map" in json.loads((Path(folder) / name).read_text(encoding="utf-8")):
+                raise ValueError(f"its {name} has an auto_map, which names code to be run with it; "
+                                 "use a model without code of its own")
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if not any(name.endswith("ForCausalLM") for name in config.architectures or []):
             raise ValueError(f"its architecture is {config.architectures}, not a causal LM")
+        if not isinstance(getattr(config, "num_key_value_heads", None), int):
+            raise ValueError(f"{config.architectures[0]} has no num_key_value_heads; use one built "
+                             "like Llama, Qwen2 or Qwen3")
         if max_tokens > config.max_position_embeddings:
             raise ValueError(f"--max-tokens {max_tokens} is above its "
                              f"{config.max_position_embeddings} positions")
-        if weights and Path(folder).is_dir() and not any(Path(folder).glob("*.safetensors")):
-            raise ValueError("no *.safetensors file with weights in it")
-        dpo.Encoder(AutoTokenizer.from_pretrained(folder))
-    except (OSError, ValueError, TemplateError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        dpo.Encoder(tokenizer)
+        if tokenizer.vocab_size > config.vocab_size:
+            raise ValueError(f"its tokenizer has {tokenizer.vocab_size:,} tokens, its model "
+                             f"{config.vocab_size:,}; they do not belong together")
+        if not weights:
+            return
+        if local and not any(Path(folder).glob("*.safetensors")):
+            raise ValueError("no *.safetensors file with weights in it (files of other kinds may "
+                             "hold code and are not read)")
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="ragged", device_map="meta", output_loading_info=True,
+            use_safetensors=True, trust_remote_code=False)
+        if lacking := sorted(found["missing_keys"]) + sorted(map(str, found["mismatched_keys"])):
+            raise ValueError(f"{len(lacking)} of its weights are missing or of another size, such "
+                             f"as {lacking[0]}")
+        ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
+        with suppress(RuntimeError):  # an operation that meta tensors do not have
+            model(input_ids=ids, position_ids=ids, lengths=[2, 2], use_cache=False)
+    # What a file that is not what it says makes of the libraries that read it.
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError,
+            TemplateError, SafetensorError) as error:
+        problem = str(error).strip().splitlines() or [type(error).__name__]
         raise SettingsError(
-            f"--model {folder}: {str(error).splitlines()[0]}; give tiny, a hub name within reach, "
-            "or a folder with config, weights and tokenizer") from None
+            f"--model {folder}: {problem[0]}; give tiny, a hub name within reach, or a folder with "
+            "config, weights and tokenizer") from None
 
 
 def identity(folder) -> str:

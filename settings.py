@@ -7,7 +7,6 @@ Only the standard library is imported here, so that `run.sh` can refuse a mistyp
 """
 
 import argparse
-import math
 import os
 import re
 import sys
@@ -166,18 +165,23 @@ def check(s: Settings) -> Settings:
     def need(names, holds, what):
         for name in names.split():
             value = getattr(s, name)
-            if not (math.isfinite(value) and holds(value)):
+            if not (-1e18 < value < 1e18 and holds(value)):  # nan is neither
                 wrong.append(f"--{name.replace('_', '-')} {value}: {what}")
 
     need("iterations sft_epochs sft_batch dpo_epochs dpo_batch rollouts max_tokens max_new_tokens "
          "slots tokens_per_forward", lambda x: x >= 1, "must be at least 1")
-    need("train_tasks eval_tasks threads seed checkpoint_minutes", lambda x: x >= 0, "must be 0 or more")
+    need("train_tasks eval_tasks seed checkpoint_minutes", lambda x: x >= 0, "must be 0 or more")
+    need("threads", lambda x: 0 <= x <= 1024, "must be 0 to 1,024")
     need("sft_lr dpo_lr dpo_lr_later beta beta_later max_grad_norm", lambda x: x > 0,
          "must be above 0")
     need("lambda_dpo lambda_sft weight_decay temperature", lambda x: x >= 0, "must be 0 or more")
     need("sft_warmup dpo_warmup", lambda x: 0 <= x < 1, "must be in [0, 1)")
     need("expert_min_reward hard_threshold", lambda x: 0 <= x <= 1, "must be in [0, 1]")
     need("cut_turns", lambda x: x >= -1, "must be -1 (off) or more")
+    for name in "model out webshop_url split_file intercode_data mysql_url experts".split():
+        if (value := getattr(s, name)) is not None and not value.strip():
+            wrong.append(f"--{name.replace('_', '-')} {value!r}: is empty; give it a value or leave "
+                         "it out")
     if s.webshop_url is not None and not is_web_address(s.webshop_url):
         wrong.append(f"--webshop-url {s.webshop_url}: must be http://host:port or https://host")
     for flag, of in (("webshop_url", "webshop"), ("task_types", "scienceworld"),
@@ -214,7 +218,7 @@ def is_web_address(text: str) -> bool:
     """Whether it is http(s)://host[:port][/path], with nothing else in it."""
     try:
         parts = urlsplit(text)
-        return bool(parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        return bool(not re.search(r"[\s\\]", text) and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
                     and not (parts.username or parts.query or parts.fragment))
     except ValueError:  # a port that is no number, a bracket left open
         return False
@@ -225,7 +229,8 @@ MYSQL_ADDRESS = "mysql://user:password@host:port, with / and @ in a password as 
 
 def is_mysql_address(text: str) -> bool:
     """Whether it is mysql://user[:password]@host[:port], with nothing else in it."""
-    return bool(re.fullmatch(r"mysql://[^:@/\s]+(:[^@/\s]*)?@[^:@/\s]+(:\d{1,5})?/?", text))
+    match = re.fullmatch(r"mysql://[^:@/\s]+(?::[^@/\s]*)?@[^:@/\s]+(?::([0-9]{1,5}))?/?", text)
+    return bool(match) and 0 < int(match[1] or 3306) < 65536
 
 
 def preset(argv: list[str]) -> dict:

@@ -1,5 +1,7 @@
 """Small models and tokenizers that the tests share; none of them is downloaded."""
 
+import gc
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +12,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 torch.set_num_threads(1)
+
+import envs  # noqa: E402
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -106,3 +110,69 @@ def pytest_runtest_makereport():
     if report.skipped and isinstance(report.longrepr, tuple):
         path, _, reason = report.longrepr
         report.longrepr = path, None, reason
+
+
+class Toy:
+    """An environment of two replies, whose reward depends on what was written."""
+    name, prompt, test_splits, success, max_steps, latency = "toy", "", ("test",), 1.0, 2, 0
+
+    def tasks(self, split):
+        return [f"toy-{split}-{n}" for n in range(8)]
+
+    def find(self, task):
+        if not re.fullmatch(r"toy-\w+-\d", task):
+            raise ValueError(f"unknown task {task!r}")
+
+    def reset(self, task):
+        self.find(task)
+        self.task, self.replies = task, []
+        return f"task {task}: say the word"
+
+    def step(self, reply):
+        self.replies.append(reply)
+        done = len(self.replies) == self.max_steps
+        return envs.Step(f"you said {len(reply)}", self.reward() if done else 0.0, done)
+
+    def reward(self):
+        if self.replies == ["the word"] * 2:
+            return 1.0
+        return sum(map(ord, "".join(self.replies))) % 4 / 4
+
+    def expert(self):
+        return lambda observation: "the word"
+
+    def close(self):
+        self.replies = None
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory):
+    """The folder of a random model, fast enough for whole runs in a second."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = make_tokenizer("chatml")
+    make_model(len(tokenizer), dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def toy_run(small_model, tmp_path, monkeypatch):
+    """toy_run(environment, *flags) runs co-evolution with it in tmp_path/run, here and now."""
+    import coevolve
+
+    def run(env=Toy, *flags):
+        monkeypatch.setattr(envs, "make", lambda *_, **__: env())
+        monkeypatch.setattr(envs.Resumed, "waits", (0.0, 0.0))
+        small = ["--model", small_model, "--iterations", 1, "--sft-epochs", 1, "--dpo-epochs", 1,
+                 "--max-tokens", 256, "--max-new-tokens", 6, "--threads", 1, "--slots", 3,
+                 "--dpo-lr", 1e-3, "--out", tmp_path / "run"]
+        try:
+            coevolve.main([*map(str, small), *map(str, flags)])
+        except Exception as error:
+            error.with_traceback(None)  # whose frames would hold the run's lock
+            raise
+        finally:
+            gc.collect()
+        return tmp_path / "run"
+
+    return run

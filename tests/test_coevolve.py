@@ -155,13 +155,14 @@ def test_published_experts_open_like_our_rollouts(tmp_path):
     ("[{", "give ETO's JSON list"),
     ("{'a'", "not a whole JSON object"),
     ("[1]", "entry 0: not a trajectory"),
+    (json.dumps([published() | {"id": "webshop_9999"}]), "unknown task 'webshop-train-9999'"),
     ('{"task": "a"}', "entry 0: not a trajectory (KeyError: 'messages')"),
     (json.dumps([published(("human", "x"), ("robot", "y"))]), "KeyError: 'robot'"),
     (json.dumps([published(("human", "x"))]), "not a trajectory"),
     (json.dumps([published(("human", "x"), ("gpt", "Action: a"), ("gpt", "Action: b"))]),
      "not user and assistant in turn"),
-    (json.dumps([published(reward=70)]), "reward 70.0 is not in [0, 1]"),
-    (json.dumps([published(reward="nan")]), "reward nan is not in [0, 1]"),
+    (json.dumps([published(reward=70)]), "reward 70 is not a number in [0, 1]"),
+    (json.dumps([published(reward="nan")]), "reward 'nan' is not a number in [0, 1]"),
     (json.dumps([published(), published()]), "entry 1: webshop-train-17 is there twice"),
     (json.dumps([published(("human", "x"), ("gpt", "Action: a"), ("human", None),
                            ("gpt", "Action: b"))]), "entry 0: not a trajectory (TypeError"),
@@ -340,7 +341,7 @@ def test_a_changed_file_stops_the_run_and_a_deleted_one_is_made_again(quick, tmp
     finish(out)  # computed again, and all that follows
     assert contents(out) == contents(quick[0])
     (out / "metrics.jsonl").write_text("")
-    assert "metrics.jsonl is shorter" in refused(out)
+    assert "metrics.jsonl is not what" in refused(out)
 
 
 def test_eto_is_the_same_run_without_the_failure_agent(quick, tmp_path):

@@ -243,32 +243,72 @@ def test_a_task_is_the_same_world_every_time_and_leaves_no_file(env, tmp_path, m
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_episode_whose_simulator_dies_goes_on(env):
+@pytest.mark.parametrize("end", ["stop", "KILL", "STOP"])
+def test_an_episode_whose_simulator_dies_goes_on(env, end, monkeypatch):
+    """It is stopped, killed (as for memory), or hangs longer than a call may take."""
+    monkeypatch.setattr(envs.Resumed, "waits", (0.0,))
     task, actions = TASKS[1], looking_round(TASKS[1])
     undisturbed = play(env, task, actions)
-    seen = [env.reset(task)]
+    resumed = envs.Resumed(envs.make("scienceworld", "short"))
+    with monkeypatch.context() as patient:
+        patient.setattr(envs._Simulator, "seconds", 5)
+        resumed._env._simulator = envs._Simulator()
+    seen = [resumed.reset(task)]
     for n, action in enumerate(actions):
-        if n in (0, 3, 4, 9):
-            env._simulator.stop()
-        step = env.step(action)
+        if n in ((3,) if end == "STOP" else (0, 3, 4)):
+            simulator = resumed._env._simulator
+            if end == "stop":
+                simulator.stop()
+            else:
+                simulator.process.send_signal(getattr(signal, f"SIG{end}"))
+        step = resumed.step(action)
         seen += [step.observation, step.reward]
+    resumed.close()
     assert seen == undisturbed
 
 
-def test_a_simulator_that_always_dies_voids_the_episode(monkeypatch):
+def test_an_error_inside_the_simulator_voids_the_episode(env, monkeypatch):
+    """Java's exceptions come through at every repetition: the episode is lost, and no failure."""
+    monkeypatch.setattr(envs.Resumed, "waits", (0.0,))
+    act, calls = envs.ScienceWorld._act, []
+
+    def fails(self, action):
+        calls.append(action)
+        return act(self, None)  # which the simulator cannot read
+
+    monkeypatch.setattr(envs.ScienceWorld, "_act", fails)
+    resumed = envs.Resumed(env)
+    resumed.reset(TASKS[1])
+    with pytest.raises(envs.EnvError, match="find-animal 150: the simulator died .Py4JJavaError"):
+        resumed.step("look around")
+    assert len(calls) == 2
+    with pytest.raises(RuntimeError, match="reset"):  # nothing of it can be used as a failure
+        env.step("look around")
+    monkeypatch.undo()
+    assert env.reset(TASKS[1])
+
+
+def test_a_simulator_without_memory_voids_the_episode(monkeypatch):
     env = envs.make("scienceworld", "short")
-    start = envs._Simulator.__init__
-
-    def dies(self):
-        start(self)
-        self.stop()
-
-    monkeypatch.setattr(envs._Simulator, "__init__", dies)
-    with pytest.raises(envs.EnvError, match="find-animal 150: the simulator died 3 times.*memory"):
+    monkeypatch.setattr(envs.ScienceWorld, "_idle", [])
+    monkeypatch.setattr(envs._Simulator, "options", ["-Xmx12m", *envs._Simulator.options[1:]])
+    with pytest.raises(envs.EnvError, match="find-animal 150: the simulator died.*memory"):
         env.reset(TASKS[1])
     monkeypatch.setattr(envs._Simulator, "options", ["-no-such-option"])
     with pytest.raises(envs.EnvError, match="-version"):
         env.reset(TASKS[1])
+
+
+def test_a_simulator_that_died_while_it_was_idle_is_not_used(env, monkeypatch):
+    monkeypatch.setattr(envs.ScienceWorld, "_idle", [])
+    other = envs.make("scienceworld", "short")
+    other.reset(TASKS[1])
+    other.close()
+    dead, = envs.ScienceWorld._idle
+    dead.process.kill()
+    dead.process.wait()
+    assert other.reset(TASKS[1]) == env.reset(TASKS[1])
+    other.close()
 
 
 def simulators(parent):

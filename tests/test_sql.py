@@ -10,10 +10,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -548,6 +549,9 @@ def test_iprs_records_are_read(tmp_path):
 ROOT_URL, URL = "mysql://root:@127.0.0.1:{}", "mysql://agent:s3cret@127.0.0.1:{}"
 
 
+RUNNING, START = {}, {}  # port -> its process, what starts it again
+
+
 @pytest.fixture(scope="module")
 def mariadb(tmp_path_factory):
     """The port of a MariaDB of our own with InterCode's databases, d and other."""
@@ -566,12 +570,17 @@ def mariadb(tmp_path_factory):
     subprocess.run([install, "--no-defaults", f"--user={user}", f"--datadir={folder}/data",
                     "--auth-root-authentication-method=normal", "--skip-test-db"],
                    check=True, capture_output=True)
-    with open(folder / "log", "w") as log:
-        process = subprocess.Popen(
-            [server, "--no-defaults", f"--user={user}", f"--datadir={folder}/data",
-             f"--socket={folder}/s", f"--pid-file={folder}/pid", "--bind-address=127.0.0.1",
-             f"--port={port}", "--lower-case-table-names=1", "--skip-log-bin",
-             "--max-statement-time=2"], stdout=log, stderr=log)
+
+    def start():
+        with open(folder / "log", "a") as log:
+            RUNNING[port] = subprocess.Popen(
+                [server, "--no-defaults", f"--user={user}", f"--datadir={folder}/data",
+                 f"--socket={folder}/s", f"--pid-file={folder}/pid", "--bind-address=127.0.0.1",
+                 f"--port={port}", "--lower-case-table-names=1", "--skip-log-bin",
+                 "--max-statement-time=2"], stdout=log, stderr=log)
+
+    start()
+    START[port] = start
     try:
         for _ in range(300):
             try:
@@ -592,8 +601,8 @@ def mariadb(tmp_path_factory):
         yield port
         root.close()
     finally:
-        process.terminate()
-        process.wait(60)
+        RUNNING[port].terminate()
+        RUNNING[port].wait(60)
 
 
 def root_query(port, sql):
@@ -784,6 +793,44 @@ def test_a_connection_lost_within_a_query_is_no_answer_of_the_agents(mariadb, mo
     with pytest.raises(envs.EnvError, match="database d: gone; is the server running"):
         db.run("SELECT * FROM town")
     db.close()
+
+
+def test_an_episode_goes_on_when_its_server_is_killed_and_started_again(mariadb, monkeypatch):
+    monkeypatch.setattr(envs.Resumed, "waits", (2.0,) * 20)
+    env = envs.Resumed(envs.InterCodeSQL(data=str(DATA), mysql_url=URL.format(mariadb)))
+    task = env.tasks("test")[0]
+    env.reset(task)
+    shown = env.step(act("SHOW TABLES"))
+    RUNNING[mariadb].kill()
+    RUNNING[mariadb].wait()
+    with pytest.raises(envs.EnvError, match="is the server running"):
+        envs.InterCodeSQL(data=str(DATA), mysql_url=URL.format(mariadb)).reset(task)
+    again = threading.Timer(1, START[mariadb])
+    again.start()
+    assert env.step(act("SHOW TABLES")) == shown
+    env.step(act(env._question["gold"]))
+    assert env.step(act("submit")).reward == 1
+    again.join()
+    env.close()
+
+
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x05\0\0\0\x0a5.5",
+                                  b"\x00\0\0\0", b"\xff" * 50, b"\x4a\0\0\0\x0a" + b"5" * 73])
+def test_what_is_no_database_voids_the_episode(says, monkeypatch):
+    pytest.importorskip("pymysql", reason="PyMySQL is not installed")
+    monkeypatch.setattr(databases.time, "sleep", lambda seconds: None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def answer():
+            with suppress(OSError):
+                while True:
+                    with server.accept()[0] as connection:
+                        connection.sendall(says)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(envs.EnvError, match="is the server running") as error:
+            databases.MySQL("d", URL.format(server.getsockname()[1]))
+        assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
+        server.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_server_that_is_gone_voids_the_episode(monkeypatch):

@@ -1,5 +1,6 @@
 """The client of a real WebShop server: recorded exchanges, the embedded shop served, and faults."""
 
+import gzip
 import json
 import random
 import re
@@ -382,6 +383,85 @@ def test_a_fault_that_stays_voids_the_episode_in_one_line(official, fault, says)
         shop.step("search[desk lamp]")
     official.faults = []
     assert shop.reset(TASK).startswith("WebShop")
+
+
+@pytest.mark.parametrize("way", ["drops", "without end", "unpacks"])
+def test_a_page_without_end_does_not_hold_the_client(serve, way):
+    """Drops that come faster than the timeout; bytes without end; gigabytes when unpacked."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    head = b"HTTP/1.1 200 OK\r\n"
+    packed = gzip.compress(b"<html>" + b"x" * 50_000_000 + b"</html>")
+
+    def answer(connection):
+        try:
+            connection.recv(9999)
+            connection.sendall(head + (b"Content-Encoding: gzip\r\n" if way == "unpacks" else b"")
+                               + b"\r\n")
+            if way == "unpacks":
+                connection.sendall(packed)
+            while way != "unpacks":
+                connection.sendall(b"x" * (1 if way == "drops" else 1 << 16))
+                time.sleep(0.05 if way == "drops" else 0)
+        except OSError:
+            pass
+        connection.close()
+
+    def listen():
+        while True:
+            try:
+                connection = listening.accept()[0]
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=listen, daemon=True).start()
+    url, started = f"http://127.0.0.1:{listening.getsockname()[1]}", time.monotonic()
+    shop = envs.WebShopServer(url, timeout=0.3, load_timeout=0.3, waits=(0.01,))
+    shop.max_bytes = 1_000_000
+    says = {"drops": "Timeout", "without end": "more than 1,000,000 bytes", "unpacks": "ends early"}
+    with pytest.raises(envs.EnvError, match=says[way]):
+        shop.reset(TASK)
+    assert time.monotonic() - started < 20
+    listening.close()
+
+
+@pytest.mark.parametrize("to", ["http://[", "http://shop:99999/", "http://127.0.0.1:x/", "//[::1",
+                                "http://\udcff/", "\\\\evil\\x"])
+@pytest.mark.parametrize("by", ["redirect", "form"])
+def test_an_address_that_cannot_be_read_voids_the_episode(official, to, by):
+    shop = client(official)
+    shop.reset(TASK)
+    official.faults = [(302, "", to.encode("utf-8", "replace").decode("latin-1"))] * 9
+    if by == "form":
+        official.faults = [(200, PAGE.format("buy", to.encode("utf-8", "replace").decode()), None)]
+    try:
+        shop.reset(TASK)
+        shop.step("search[lamp]")  # may end at a page that is not there, which keeps the page
+    except envs.EnvError as error:
+        assert TASK in str(error) and "\n" not in str(error)
+    assert {path.split("/")[1] for _, path, _ in official.seen} <= {"coevolve_fixed_1", ""}
+
+
+def test_an_episode_goes_on_when_its_server_is_restarted(official, monkeypatch):
+    """The server is gone, then back with the same goal, then with another price limit."""
+    monkeypatch.setattr(envs.Resumed, "waits", (0.01, 0.01))
+    expected = episode(client(official), TASK, worlds.shop_expert(True))
+    for at in (1, 2, 4):
+        shop, expert, turns = envs.Resumed(client(official)), worlds.shop_expert(True), []
+
+        def act(page):
+            turns.append(page)
+            if len(turns) == at:
+                official.faults = ["close"] * 3  # one more than a request repeats
+            return expert(page)
+
+        assert episode(shop, TASK, act) == expected and official.faults == []
+        assert shop.url in envs.WebShopServer._loaded
+    shop = envs.Resumed(client(official))
+    shop.reset(TASK)
+    official.faults = ["close"] * 3 + [(200, PAGE.format("buy, price lower than 10", "/"), None)] * 9
+    with pytest.raises(envs.EnvError, match="was a server replaced"):
+        shop.step("search[desk lamp]")
 
 
 def test_nobody_there_is_said_with_the_address():
