@@ -379,7 +379,8 @@ def add_reference(accelerator, model, groups: list[Group], tokens_per_forward: i
 
 
 def schedule_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
-    """What the peak rate is multiplied by at step 0, 1, ...: a linear rise, then constant or cosine.
+    """What the peak rate is multiplied by at step 0, 1, ...: a linear rise, then constant or
+    cosine.
 
     warmup: the share of the steps that rise, rounded down: the first of them has rate 0, so a
     phase of one step has none.

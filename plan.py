@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: whether a run fits its GPUs, what it reads and writes, how long it takes.
+"""What `--dry-run` prints: if a run fits its GPUs, what it reads and writes, how long it takes.
 
 No weights are loaded. Memory of a training pass is that of the model's own code, run on tensors
 without data; hours follow from the experts' lengths and from two assumptions, which are printed.
@@ -158,7 +158,7 @@ def phases(s: Settings, found: Lengths, agents: int, numbers: int, slot: int, gp
 
     sft = agents * s.sft_epochs * found.experts * found.tokens
     explored = agents * s.rollouts * found.experts
-    # The target learns from expert and all rollouts of an instruction, the failure agent from these.
+    # The target learns from an instruction's expert and rollouts, the failure agent from these.
     read = found.experts * found.tokens * (1 + agents * s.rollouts * agents)
     rows = [("SFT", sft, hours_of_training(sft)),
             ("exploration", explored * found.tokens * iterations,
@@ -171,8 +171,8 @@ def phases(s: Settings, found: Lengths, agents: int, numbers: int, slot: int, gp
         return lines + ["hours are known for " + ", ".join(GPUS)]
     return lines + [f"{'together':34}{sum(row[2] for row in rows):9.2f} h, without evaluation and "
                     f"environments, at {ARITHMETIC:.0%} of the GPUs' bf16 rate in training and "
-                    f"{BANDWIDTH:.0%} of their bandwidth in rollouts (assumed), if agents' episodes "
-                    "are as long as experts'"]
+                    f"{BANDWIDTH:.0%} of their bandwidth in rollouts (assumed), if agents' "
+                    "episodes are as long as experts'"]
 
 
 def slot_bytes(config) -> int:

@@ -36,7 +36,8 @@ def spread(accelerator, model, shard: bool, recompute: bool = False):
             return model
         return DistributedDataParallel(model, [device] if device.type == "cuda" else None)
     if not torch.distributed.is_initialized():  # a single process
-        torch.distributed.init_process_group(rank=0, world_size=1, store=torch.distributed.HashStore())
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group(rank=0, world_size=1, store=store)
     mesh = init_device_mesh(device.type, (accelerator.num_processes,))
     bf16 = accelerator.mixed_precision == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32 if bf16 else None)

@@ -28,8 +28,8 @@ LLAMA2 = ("{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %
           "'<<SYS>>\n' + messages[0]['content'].strip() + '\n<</SYS>>\n\n' %}{% else %}"
           "{% set turns = messages %}{% set rules = '' %}{% endif %}{% for m in turns %}"
           "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception("
-          "'roles must alternate') }}{% endif %}{% if loop.first %}{% set text = rules + m['content']"
-          " %}{% else %}{% set text = m['content'] %}{% endif %}{% if m['role'] == 'user' %}"
+          "'roles must alternate') }}{% endif %}{% if loop.first %}{% set text = rules + "
+          "m['content'] %}{% else %}{% set text = m['content'] %}{% endif %}{% if m['role'] == 'user' %}"
           "{{ bos_token + '[INST] ' + text.strip() + ' [/INST]' }}{% else %}"
           "{{ ' ' + text.strip() + ' ' + eos_token }}{% endif %}{% endfor %}")
 LLAMA3 = ("{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'] + "
@@ -77,7 +77,8 @@ def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
     bos = next((t for t in special if t in ("<s>", "<|begin_of_text|>")), None)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad,
-        chat_template=template, additional_special_tokens=[t for t in special if t not in (bos, eos, pad)])
+        chat_template=template,
+        additional_special_tokens=[t for t in special if t not in (bos, eos, pad)])
 
 
 def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64) -> Qwen3ForCausalLM:

@@ -180,7 +180,8 @@ def test_bad_expert_files_are_refused(tmp_path, text, message):
 def command(out, *more):
     """A quick run made quicker: what is tested here is that it all fits together."""
     return [sys.executable, str(ROOT / "coevolve.py"), "--quick", "--train-tasks", "60",
-            "--eval-tasks", "10", "--seed", "5", "--checkpoint-minutes", "0", "--out", str(out), *more]
+            "--eval-tasks", "10", "--seed", "5", "--checkpoint-minutes", "0", "--out", str(out),
+            *more]
 
 
 def finish(out, *more):
@@ -394,13 +395,14 @@ def test_two_sharded_processes_train_like_one(quick, tmp_path):
     done = subprocess.run([python, *launch, *rest], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "2 processes on cpu, weights shared out" in done.stdout
-    assert (tmp_path / "run/experts.jsonl").read_bytes() == (quick[0] / "experts.jsonl").read_bytes()
-    one, two = (report.read_jsonl(run / "metrics.jsonl") for run in (quick[0], tmp_path / "run"))
-    losses = [[e["loss"] for e in events if e.get("phase") == "sft-target" and e["event"] == "train"]
-              for events in (one, two)]
+    runs = quick[0], tmp_path / "run"
+    assert runs[1].joinpath("experts.jsonl").read_bytes() == (
+        runs[0].joinpath("experts.jsonl").read_bytes())
+    losses = [[e["loss"] for e in report.read_jsonl(run / "metrics.jsonl")
+               if e["event"] == "train" and e["phase"] == "sft-target"] for run in runs]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5) and len(losses[0]) > 5
     played = [[(r["task"], r["seed"]) for r in report.read_jsonl(run / "iter1/target.jsonl")]
-              for run in (quick[0], tmp_path / "run")]
+              for run in runs]
     assert played[0] == played[1]
 
 

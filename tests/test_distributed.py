@@ -1,4 +1,4 @@
-"""Several processes, weights whole or shared out (gloo), train like one; a stopped phase goes on."""
+"""Several processes, weights whole or shared out (gloo), train like one; stopped ones go on."""
 
 import json
 import subprocess
@@ -116,7 +116,7 @@ WAYS = pytest.mark.parametrize("ranks, shard", [(1, False), (2, False), (1, True
 @WAYS
 @pytest.mark.parametrize("name", ["whole", "tied"])
 def test_ranks_whole_or_sharded_equal_one_process(run, ranks, shard, name):
-    """50 rows of the vocabulary on 3 ranks make uneven shards; shards also recompute activations."""
+    """50 rows of the vocabulary on 3 ranks make uneven shards; shards also recompute layers."""
     one, other = run(1, False)[name], run(ranks, shard)[name]
     for a, b in zip(one["reference"], other["reference"], strict=True):
         assert b == pytest.approx(a, abs=1e-9)
@@ -181,5 +181,5 @@ def test_passes_in_bf16_move_fp32_weights(shard):
 
 def test_weights_of_16_bits_are_refused():
     model = make_model(VOCABULARY, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="embed_tokens.weight is torch.bfloat16; load the model in"):
+    with pytest.raises(ValueError, match="embed_tokens.weight is torch.bfloat16; load the model"):
         scale.spread(Accelerator(cpu=True), model, shard=False)
