@@ -83,7 +83,7 @@ def test_python_named_by_the_user_is_the_only_one_tried(machine):
     assert one_line(done).startswith("run.sh: other is missing or not Python")
 
 
-@pytest.mark.parametrize("flags", [["--betta", "1"], ["--beta", "-1"], ["--method", "ppo"]])
+@pytest.mark.parametrize("flags", [["--betta", "1"], ["--beta", "-1"], ["--method", "dpo"]])
 def test_bad_flag_is_refused_before_anything_is_installed(machine, flags):
     run = machine(python3=BARE)
     done = run("webshop", *flags)
