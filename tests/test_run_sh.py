@@ -135,5 +135,6 @@ def test_active_environment_that_satisfies_the_requirements_is_used(machine):
                            "--dist loadfile -k a name\n") and done.returncode == 0
     assert "coevolve.py --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
     assert "databases.py" in run("load-intercode", "a").stderr  # of which there is no copy here
+    assert "study.py" in run("study", "webshop").stderr  # nor of that
     assert "tests/bench.py" in run("bench", "--quick").stderr  # nor of that
     assert not run.venv.exists()
