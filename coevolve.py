@@ -34,6 +34,7 @@ from accelerate.utils import gather_object
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+import chat
 import dpo
 import envs
 import ppo
@@ -53,6 +54,9 @@ def coevolve(run: Run) -> None:
     # The parameter-matched baseline of Section 5.4 has a second positive agent as its auxiliary.
     agents = {"coevolve": ("target", "failure"), "positive": ("target", "positive")}.get(
         s.method, ("target",))
+
+    if s.method == "chat":  # in-context learning: nothing is trained
+        return evaluate(run, "target", 0)
 
     collect_experts(run)
     for agent in agents:  # the same experts, another seed each
@@ -280,6 +284,8 @@ def evaluate(run: Run, agent: str, i: int) -> None:
             scores = dict(reward=mean(rewards), reward_low=low, reward_high=high,
                           success=mean(r >= run.success for r in rewards),
                           steps=mean(r["steps"] for r in rows))
+            if s.method == "chat":
+                scores.update(chat.cost(rows, s))
             run.log("evaluation", agent=agent, iteration=i, split=split, tasks=len(rows), **scores)
             return dict(episodes=len(rows), tokens=sum(len(r["ids"]) for r in rows), **scores)
 
@@ -722,6 +728,11 @@ def play(run: Run, phase: str, agent: Path, episodes: list[Episode], temperature
     """The episodes' trajectories as rows, in order; each rank plays its share."""
     s, device = run.settings, run.accelerator.device
     share = episodes[run.accelerator.process_index::run.accelerator.num_processes]
+    order = {(e.task, e.rollout): n for n, e in enumerate(episodes)}
+    if s.method == "chat":
+        with run.bar(phase, len(share), "episode") as progress:
+            rows = gather_object(chat.play(run, share, progress))
+        return sorted(rows, key=lambda row: order[row["task"], row["rollout"]])
     bf16 = run.accelerator.mixed_precision == "bf16"
     model = load_model(agent, torch.bfloat16 if bf16 else torch.float32)
     model, slots = model.to(device), s.slots
@@ -735,7 +746,6 @@ def play(run: Run, phase: str, agent: Path, episodes: list[Episode], temperature
                 tokens_per_forward=s.tokens_per_forward, progress=progress)
     del model
     run.accelerator.free_memory()
-    order = {(e.task, e.rollout): n for n, e in enumerate(episodes)}
     rows = gather_object([e.record() for e in share])
     return sorted(rows, key=lambda row: order[row["task"], row["rollout"]])
 
@@ -786,7 +796,8 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (SettingsError, report.RunError, envs.EnvError, FloatingPointError) as error:
+    except (SettingsError, report.RunError, envs.EnvError, chat.EndpointError,
+            FloatingPointError) as error:
         if os.environ.get("RANK", "0") != "0":  # what all ranks say is said once, by the first
             time.sleep(5)
         print(f"coevolve.py: {error}", file=sys.stderr)

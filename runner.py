@@ -73,8 +73,11 @@ class Run:
         self.saving_works = any(name.startswith("sft-") for name in self.phases)
         self._drop_unfinished_events()
         self.base = tiny.base(accelerator, self) if settings.model == "tiny" else settings.model
-        check_model(self.base, settings.max_tokens)
-        made_from = {"base": self.first_says(lambda: identity(self.base))}
+        if settings.method == "chat":
+            made_from = {"base": f"{self.base} {settings.model_name}"}
+        else:
+            check_model(self.base, settings.max_tokens)
+            made_from = {"base": self.first_says(lambda: identity(self.base))}
         if before:
             self._refuse_changes({"base": before["base"]}, made_from)
         elif self.main:

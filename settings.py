@@ -24,11 +24,13 @@ def setting(default, help: str):
 class Settings:
     # What runs
     env: Literal["webshop", "scienceworld", "intercodesql"] = setting("webshop", "environment")
-    method: Literal["sft", "rft", "dart", "ppo", "eto", "positive", "coevolve"] = setting(
+    method: Literal["sft", "rft", "dart", "ppo", "eto", "positive", "coevolve", "chat"] = setting(
         "coevolve", "sft: Eq. 3 only; rft: and again with sampled successes; dart: more of them "
         "where it is hard; ppo: from sft on; eto: the loop without the failure agent; positive: "
-        "with a second positive agent in its place; coevolve: the paper")
-    model: str = setting("tiny", "hub name or folder; tiny: made from scratch in minutes")
+        "with a second positive agent in its place; coevolve: the paper; chat: an endpoint, only "
+        "evaluated")
+    model: str = setting("tiny", "hub name or folder; tiny: made from scratch in minutes; "
+                         "https://host/v1: a chat endpoint, as --method chat")
     seed: int = setting(0, "seed of everything random in the run")
     out: Optional[str] = setting(None, "the run's folder [runs/ENV-METHOD-sSEED, with --quick -quick]")
     webshop_url: Optional[str] = setting(
@@ -135,6 +137,13 @@ class Settings:
     ppo_clip: float = setting(0.2, "ppo: the ratio is clipped to 1 +- this [Schulman et al. 2017]")
     ppo_kl: float = setting(0.05, "ppo: weight of the KL divergence from the SFT policy [ours]")
 
+    # In-context models, --model https://...
+    model_name: Optional[str] = setting(None, "chat: the model's name at the endpoint [-]")
+    key_variable: str = setting("OPENAI_API_KEY", "chat: environment variable with the key [ours]")
+    examples: int = setting(1, "chat: expert conversations shown first, 0 to 2 [not in the paper]")
+    price_in: float = setting(0.0, "chat: dollars per million tokens read, for the cost [-]")
+    price_out: float = setting(0.0, "chat: dollars per million tokens written [-]")
+
     # Optimiser and machine
     weight_decay: float = setting(0.0, "AdamW's [ETO's script]")
     max_grad_norm: float = setting(1.0, "gradient clipping [transformers' default, used by ETO]")
@@ -172,6 +181,7 @@ PRESETS = {
         sft_epochs=1, sft_batch=16, sft_lr=1e-4,
         dpo_batch=16, dpo_lr=3e-5, dpo_lr_later=3e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
     ),
+    "chat": dict(method="chat"),
     "quick": dict(train_tasks=120, eval_tasks=40, iterations=1, dpo_epochs=1, sft_epochs=6,
                   sft_lr=1e-3),
 }
@@ -228,8 +238,17 @@ def check(s: Settings) -> Settings:
     if s.webshop_url and s.model == "tiny":
         wrong.append("--webshop-url: the tiny model knows the embedded shop's words only; give "
                      "another --model")
-    if s.dry_run and s.model == "tiny":
-        wrong.append("--dry-run: the tiny model fits everywhere; give another --model")
+    if s.dry_run and (s.model == "tiny" or s.method == "chat"):
+        wrong.append("--dry-run: is for a model to be trained here; give another --model")
+    need("examples", lambda x: 0 <= x <= 2, "must be 0, 1 or 2")
+    need("price_in price_out", lambda x: x >= 0, "must be 0 or more")
+    if is_endpoint(s.model) and not is_web_address(s.model):
+        wrong.append(f"--model {s.model}: must be http://host:port/path or https://host/path")
+    if is_endpoint(s.model) != (s.method == "chat"):
+        wrong.append(f"--model {s.model} --method {s.method}: an endpoint takes --method chat and "
+                     "nothing else does")
+    if s.method == "chat" and not s.model_name:
+        wrong.append("--model-name: give the model's name at the endpoint")
     if s.failure_from and s.method != "coevolve":
         wrong.append(f"--failure-from: {s.method} has no failure agent; give --method coevolve")
     if s.explore_again and s.method not in ("coevolve", "positive"):
@@ -244,6 +263,10 @@ def check(s: Settings) -> Settings:
     if wrong:
         raise SettingsError("; ".join(wrong))
     return s
+
+
+def is_endpoint(model: str) -> bool:
+    return model.startswith(("http://", "https://"))
 
 
 def is_web_address(text: str) -> bool:
@@ -273,6 +296,7 @@ def preset(argv: list[str]) -> dict:
     first.add_argument("--quick", nargs="?", const=True, default=False, type=_boolean)
     seen = first.parse_known_args(argv)[0]
     names = [seen.env, f"{seen.model} {seen.env}"] + ["quick"] * seen.quick
+    names += ["chat"] * is_endpoint(seen.model)
     return {name: value for n in names for name, value in PRESETS.get(n, {}).items()}
 
 
