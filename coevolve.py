@@ -38,8 +38,10 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+import chat
 import dpo
 import envs
+import ppo
 import report
 from experts import play_expert, read_experts
 from plan import dry_run, slot_bytes
@@ -51,23 +53,48 @@ from settings import Settings, SettingsError, parse
 
 
 def coevolve(run: Run) -> None:
-    """The method, Sections 4.1-4.3. ETO is the same loop without the failure agent."""
+    """The method, Sections 4.1-4.3, and the paper's baselines: the same phases, fewer or others."""
     s = run.settings
-    agents = ("target", "failure") if s.method == "coevolve" else ("target",)
+    # The parameter-matched baseline of Section 5.4 has a second positive agent as its auxiliary.
+    agents = {"coevolve": ("target", "failure"), "positive": ("target", "positive")}.get(
+        s.method, ("target",))
+
+    if s.method == "chat":  # in-context learning: nothing is trained
+        return evaluate(run, "target", 0)
 
     collect_experts(run)
     for agent in agents:  # the same experts, another seed each
-        train_sft(run, agent)                                                    # Eq. (3)-(5)
+        if agent == "failure" and s.failure_from:
+            take_failure_agent(run)
+        else:
+            train_sft(run, agent)                                                # Eq. (3)-(5)
         evaluate(run, agent, 0)
     if s.method == "sft":
         return
 
-    for i in range(1, s.iterations + 1):
+    if s.method in ("rft", "dart"):  # successes join the experts
+        explore(run, "target", 1, s.samples)
+        if s.method == "dart":
+            explore_hard(run)
+        join_successes(run)
+        train_sft(run, "target", 1)
+        return evaluate(run, "target", 1)
+
+    if s.method == "ppo":
+        for i in range(1, s.iterations + 1):
+            explore(run, "target", i, s.ppo_rollouts)
+            train_ppo(run, i)
+            evaluate(run, "target", i)
+        return
+
+    for i in range(1, s.iterations + 1):  # ETO is this loop with the target alone
         for agent in agents:
-            explore(run, agent, i)
-        make_pairs(run, agents, i)                                               # Eq. (6), (8)
+            explore(run, agent, i, s.rollouts)
         for agent in reversed(agents):  # the failure agent first
+            make_pairs(run, agents, agent, i)                                    # Eq. (6), (8)
             train_preferences(run, agent, i)                                     # Eq. (7), (9)
+            if s.explore_again and agent != "target":
+                explore_again(run, agent, i)
         for agent in agents:
             evaluate(run, agent, i)
 
@@ -120,42 +147,136 @@ def collect_experts(run: Run) -> None:
     run.phase("experts", "experts.jsonl", work)
 
 
-def train_sft(run: Run, agent: str) -> None:
-    """sft-AGENT: the base model fine-tuned on the experts' action tokens, Eq. (3)-(5)."""
-    s = run.settings
+def train_sft(run: Run, agent: str, i: int = 0) -> None:
+    """sft-AGENT: the base model fine-tuned on the experts' action tokens, Eq. (3)-(5).
+
+    With i, iter<i>/AGENT-agent: the same from the base again, on the experts of iteration i.
+    """
+    s, output = run.settings, f"iter{i}/{agent}-agent" if i else f"sft-{agent}"
 
     def work(out: Path) -> dict:
-        experts = run.read_jsonl("experts.jsonl")
+        experts = run.read_jsonl(f"iter{i}/experts.jsonl" if i else "experts.jsonl")
         groups = [dpo.Group(e["task"], [dpo.Sequence(e["ids"], e["action_mask"])]) for e in experts]
-        rng = random.Random(seed_of(s.seed, "sft", agent))
+        rng = random.Random(seed_of(s.seed, "sft", agent, *[i] * (i > 0)))
         epochs = [dpo.batches(groups, s.sft_batch, "instructions", rng)
                   for _ in range(s.sft_epochs)]
-        return run.train(f"sft-{agent}", run.base, out, epochs, dpo.sft_objective,
-                         dpo.count_action_tokens, lr=s.sft_lr, warmup=s.sft_warmup,
-                         schedule="cosine")
+        return run.train(f"sft-{agent}" + f" {i}" * (i > 0), run.base, out, epochs,
+                         dpo.sft_objective, dpo.count_action_tokens, lr=s.sft_lr,
+                         warmup=s.sft_warmup, schedule="cosine")
 
-    run.phase(f"sft-{agent}", f"sft-{agent}", work)
+    run.phase(f"iter{i}-sft" if i else f"sft-{agent}", output, work)
 
 
-def explore(run: Run, agent: str, i: int) -> None:
-    """iter<i>/AGENT.jsonl: `rollouts` sampled episodes of an agent on every training task."""
+def take_failure_agent(run: Run) -> None:
+    """sft-failure: the last failure agent of the run --failure-from, in place of Eq. (3)-(5).
+
+    SettingsError if that run has none or if its tokenizer is another: its tokens train the target.
+    """
+    source = Path(run.settings.failure_from)
+    found = sorted(source.glob("iter*/failure-agent"), key=lambda p: int(p.parent.name[4:]))
+
+    def work(out: Path) -> dict:
+        if not found:
+            raise SettingsError(f"--failure-from {source}: no iter<i>/failure-agent in it; give the "
+                                "folder of a run of --method coevolve")
+        theirs, ours = (AutoTokenizer.from_pretrained(folder) for folder in (found[-1], run.base))
+        if (theirs.get_vocab(), theirs.chat_template) != (ours.get_vocab(), ours.chat_template):
+            raise SettingsError(f"--failure-from {source}: its tokenizer is not that of --model "
+                                f"{run.settings.model}; give a run that started from this model")
+        if run.main:
+            shutil.copytree(found[-1], out)
+        return {}
+
+    run.phase("sft-failure", "sft-failure", work)
+
+
+def explore(run: Run, agent: str, i: int, rollouts: int) -> None:
+    """iter<i>/AGENT.jsonl: so many sampled episodes of an agent on every training task."""
+    play_tasks(run, agent, agent, i, run.agent(agent, i - 1), lambda task: range(rollouts))
+
+
+def explore_again(run: Run, agent: str, i: int) -> None:
+    """iter<i>/AGENT-more.jsonl: as many more, by the agent as this iteration trained it."""
+    n = run.settings.rollouts
+    play_tasks(run, f"{agent}-more", agent, i, run.agent(agent, i), lambda task: range(n, 2 * n))
+
+
+def explore_hard(run: Run) -> None:
+    """iter1/target-more.jsonl: DART's additional episodes, more of them where the first failed.
+
+    Section 5.3: n rollouts estimate the difficulty "based on the fraction of successful rollouts",
+    which is multiplied by the budget N. So we read: N (1 - successes / n), rounded; an instruction
+    that always succeeds gets none.
+    """
+    s, successes = run.settings, Counter()
+    for row in run.read_jsonl("iter1/target.jsonl"):
+        successes[row["task"]] += row["reward"] >= run.success
+
+    def extra(task: str) -> range:
+        return range(s.samples, s.samples + dart_rollouts(successes[task], s.samples, s.dart_budget))
+
+    play_tasks(run, "target-more", "target", 1, run.agent("target", 0), extra)
+
+
+def dart_rollouts(successes: int, n: int, budget: int) -> int:
+    return round(budget * (1 - successes / n))
+
+
+def play_tasks(run: Run, name: str, agent: str, i: int, policy: Path, rollouts) -> None:
+    """iter<i>/NAME.jsonl: sampled episodes of `policy`; rollouts(task) are their numbers."""
     s = run.settings
 
     def work(out: Path) -> dict:
         tasks = [e["task"] for e in run.read_jsonl("experts.jsonl")]
         episodes = [Episode(task, agent, i, r, seed_of(s.seed, agent, i, task, r))
-                    for task in tasks for r in range(s.rollouts)]
-        rows = play(run, f"explore-{agent} {i}", run.agent(agent, i - 1), episodes, s.temperature)
+                    for task in tasks for r in rollouts(task)]
+        rows = play(run, f"explore-{name} {i}", policy, episodes, s.temperature)
         run.write_jsonl(out, rows)
         hard = mean(s.hard_threshold <= r["reward"] < run.success for r in rows)
         won = mean(r["reward"] >= run.success for r in rows)
         reward = mean(r["reward"] for r in rows)
-        run.log("exploration", agent=agent, iteration=i, trajectories=len(rows), success=won,
+        run.log("exploration", agent=name, iteration=i, trajectories=len(rows), success=won,
                 negative=1 - won - hard, hard_negative=hard, reward=reward)
         return dict(episodes=len(rows), tokens=sum(len(r["ids"]) for r in rows), reward=reward,
                     hard_negative=hard)
 
-    run.phase(f"iter{i}-explore-{agent}", f"iter{i}/{agent}.jsonl", work)
+    run.phase(f"iter{i}-explore-{name}", f"iter{i}/{name}.jsonl", work)
+
+
+def join_successes(run: Run) -> None:
+    """iter1/experts.jsonl: the experts and the sampled successes, for RFT and DART.
+
+    Of an instruction's trajectories with equal replies the first is kept, the expert before all.
+    """
+    s = run.settings
+
+    def work(out: Path) -> dict:
+        experts, sampled, dropped = run.read_jsonl("experts.jsonl"), {}, Counter()
+        for name in ["target"] + ["target-more"] * (s.method == "dart"):
+            dropped.update(usable_rollouts(run, name, 1, sampled))
+        rows = join(experts, sampled, run.success, dropped)
+        run.write_jsonl(out, rows)
+        run.log("joined", experts=len(experts), successes=len(rows) - len(experts), dropped=dropped)
+        return dict(experts=len(experts), successes=len(rows) - len(experts))
+
+    run.phase("iter1-experts", "iter1/experts.jsonl", work)
+
+
+def join(experts: list[dict], sampled: dict, success: float, dropped: Counter) -> list[dict]:
+    """`experts` followed by the new successes in `sampled` (task -> trajectories)."""
+    def actions(row):
+        return row["task"], *(m["content"] for m in row["messages"] if m["role"] == "assistant")
+
+    rows, known = list(experts), {actions(e) for e in experts}
+    for row in itertools.chain.from_iterable(sampled.values()):
+        if row["reward"] < success:
+            dropped["failure"] += 1
+        elif actions(row) in known:
+            dropped["known already"] += 1
+        else:
+            known.add(actions(row))
+            rows.append(row)
+    return rows
 
 
 def evaluate(run: Run, agent: str, i: int) -> None:
@@ -176,50 +297,55 @@ def evaluate(run: Run, agent: str, i: int) -> None:
                           steps=mean(r["steps"] for r in rows))
             if len(rows) < len(tasks):  # a mean over fewer tasks says so
                 scores["lost"] = len(tasks) - len(rows)
+            if s.method == "chat":
+                scores.update(chat.cost(rows, s))
             run.log("evaluation", agent=agent, iteration=i, split=split, tasks=len(rows), **scores)
             return dict(episodes=len(rows), tokens=sum(len(r["ids"]) for r in rows), **scores)
 
         run.phase(f"evaluate-{i}-{agent}-{split}", f"eval-{i}-{agent}-{split}.jsonl", work)
 
 
-def make_pairs(run: Run, agents: tuple[str, ...], i: int) -> None:
-    """iter<i>/pairs.jsonl: D_fail and D_tgt of the iteration; what makes no pair is counted."""
+def make_pairs(run: Run, agents: tuple[str, ...], trains: str, i: int) -> None:
+    """iter<i>/pairs-TRAINS.jsonl: the pairs that one agent learns from, D_fail or D_tgt.
+
+    What makes no pair is counted.
+    """
     s = run.settings
 
     def work(out: Path) -> dict:
-        dropped = {agent: Counter() for agent in agents}  # by reason, per agent trained
-        own, other = ({}, {})                             # task -> usable trajectories
+        dropped, (own, other, earlier) = Counter(), ({}, {}, {})  # task -> usable trajectories
         for agent, rollouts in zip(agents, (own, other)):
-            unusable = usable_rollouts(run, agent, i, rollouts)
-            for trains in agents:
-                dropped[trains].update(unusable)
-        earlier = {}  # with a buffer, D_fail also holds the failures of earlier iterations
-        if s.d_fail == "buffer":
+            again = s.explore_again and trains == "target" != agent
+            dropped.update(usable_rollouts(run, agent + "-more" * again, i, rollouts))
+        if s.d_fail == "buffer":  # D_fail also holds the failures of earlier iterations
             for j, agent in itertools.product(range(1, i), agents):
                 usable_rollouts(run, agent, j, earlier)
-        rows, kept = [], {agent: Counter() for agent in agents}
+        rows = []
         for expert in run.read_jsonl("experts.jsonl"):
             task = expert["task"]
-            mine, others = own.get(task, []), other.get(task, [])
-            new = {"target": d_tgt(expert, mine, others, s, dropped["target"], run.success)}
-            if "failure" in agents:
-                new["failure"] = d_fail(mine, others, earlier.get(task, []), s,
-                                        dropped["failure"], run.success)
-            for trains, pairs in new.items():
-                kept[trains].update(pair["kind"] for pair in pairs)
-                rows += [dict(task=task, trains=trains, **pair) for pair in pairs]
+            mine, others, old = (found.get(task, []) for found in (own, other, earlier))
+            if trains == "target":
+                pairs = d_tgt(expert, mine, others, s, dropped, run.success)
+            elif trains == "positive":
+                # Section 5.4: "trained in the same manner as ETO using only expert and the agent's
+                # own failures". What the target then learns from is not said; here both agents'
+                # trajectories, as beside a failure agent, so that nothing else differs.
+                pairs = d_tgt(expert, others, [], s, dropped, run.success)
+            else:
+                pairs = d_fail(mine, others, old, s, dropped, run.success)
+            rows += [dict(task=task, trains=trains, **pair) for pair in pairs]
         run.write_jsonl(out, rows)
-        for trains in agents:
-            run.log("pairs", iteration=i, trains=trains, kept=kept[trains], dropped=dropped[trains])
+        run.log("pairs", iteration=i, trains=trains, kept=Counter(row["kind"] for row in rows),
+                dropped=dropped)
         return dict(pairs=len(rows))
 
-    run.phase(f"iter{i}-pairs", f"iter{i}/pairs.jsonl", work)
+    run.phase(f"iter{i}-pairs-{trains}", f"iter{i}/pairs-{trains}.jsonl", work)
 
 
-def usable_rollouts(run: Run, agent: str, i: int, rollouts: dict[str, list]) -> Counter:
-    """Adds an agent's trajectories of an iteration to `rollouts` by task; counts those left out."""
+def usable_rollouts(run: Run, name: str, i: int, rollouts: dict[str, list]) -> Counter:
+    """Adds the trajectories of iter<i>/NAME.jsonl to `rollouts` by task; counts those left out."""
     left_out = Counter()
-    for row in run.read_jsonl(f"iter{i}/{agent}.jsonl"):
+    for row in run.read_jsonl(f"iter{i}/{name}.jsonl"):
         if row["ended"] == "context" and run.settings.too_long == "drop":
             left_out["too long"] += 1
         elif not any(row["action_mask"]):
@@ -243,19 +369,55 @@ def train_preferences(run: Run, agent: str, i: int) -> None:
                 shutil.copytree(before, out)
             return dict(steps=0)
         rng = random.Random(seed_of(s.seed, "dpo", agent, i))
-        epochs = [dpo.batches(groups, s.dpo_batch, s.batch_unit, rng) for _ in range(s.dpo_epochs)]
+        steps = s.dpo_steps if agent == "target" else 0
+        epochs = preference_epochs(groups, s, rng, steps)
         # Eq. (9), which is Eq. (7) for the failure agent: its pairs have no SFT weight.
         objective = partial(dpo.preference_objective, beta=beta,
-                            lambda_dpo=s.lambda_dpo if agent == "target" else 1.0,
+                            lambda_dpo=1.0 if agent == "failure" else s.lambda_dpo,
                             lambda_sft=s.lambda_sft, log_prob=s.log_prob, sft_term=s.sft_term)
 
         divisor = dpo.count_pairs if s.normalise == "pairs" else dpo.sum_weights
         reference = before if s.reference == "phase" else run.agent(agent, 0)
         return run.train(f"iter{i}-{agent}", before, out, epochs, objective, divisor, lr=lr,
-                         warmup=s.dpo_warmup, schedule="constant", reference=reference,
+                         warmup=s.dpo_warmup, schedule=s.dpo_schedule, reference=reference,
                          groups=groups)
 
     run.phase(f"iter{i}-{agent}", f"iter{i}/{agent}-agent", work)
+
+
+def preference_epochs(groups: list[dpo.Group], s: Settings, rng: random.Random, steps: int) -> list:
+    """dpo_epochs passes over the pairs, shuffled anew each, or as many as hold `steps` batches."""
+    epochs = []
+    while sum(map(len, epochs)) < steps if steps else len(epochs) < s.dpo_epochs:
+        batches = dpo.batches(groups, s.dpo_batch, s.batch_unit, rng)
+        epochs.append(batches[:steps - sum(map(len, epochs))] if steps else batches)
+    return epochs
+
+
+def train_ppo(run: Run, i: int) -> None:
+    """iter<i>/target-agent: the target after PPO on its own episodes of this iteration (ppo.py)."""
+    s = run.settings
+
+    def work(out: Path) -> dict:
+        before, rollouts = run.agent("target", i - 1), {}
+        dropped = usable_rollouts(run, "target", i, rollouts)
+        groups = ppo.groups(rollouts, dropped)
+        for policy, name in ((before, "old"), (run.agent("target", 0), "sft")):
+            with run.bar(f"ppo {i} {name}", sum(g.tokens for g in groups), "token") as progress, \
+                    run.accelerator.autocast():  # the same arithmetic as in training
+                model = load_model(policy).to(run.accelerator.device)
+                ppo.add_log_probs(model, groups, name, s.temperature, s.tokens_per_forward, progress)
+        run.log("ppo", iteration=i, episodes=sum(len(g.sequences) for g in groups),
+                kl=ppo.kl_of(groups), dropped=dropped)
+        rng = random.Random(seed_of(s.seed, "ppo", i))
+        epochs = [dpo.batches(groups, s.ppo_batch, "instructions", rng)
+                  for _ in range(s.ppo_epochs)]
+        objective = partial(ppo.objective, temperature=s.temperature, clip=s.ppo_clip, kl=s.ppo_kl)
+        return run.train(f"iter{i}-target", before, out, epochs, objective,
+                         dpo.count_action_tokens, lr=s.ppo_lr, warmup=s.dpo_warmup,
+                         schedule="constant")
+
+    run.phase(f"iter{i}-target", f"iter{i}/target-agent", work)
 
 
 # ----------------------------------------------------------------------------------- the pairs
@@ -266,12 +428,12 @@ def d_tgt(expert: dict, own: list[dict], other: list[dict], s: Settings, dropped
     """The target's pairs for one instruction, Eq. (8), with the weights of Section 4.3.
 
     expert, own (the target's rollouts) and other (the failure agent's) are trajectories with a
-    reward in [0, 1]. Returns rows of pairs.jsonl without task and trains; counts in `dropped`,
+    reward in [0, 1]. Returns rows of pairs-*.jsonl without task and trains; counts in `dropped`,
     by reason, the comparisons that make no pair.
     """
     pairs = []
-    for kind, prediction in ([("expert>target", e) for e in own]
-                             + [("expert>failure", e) for e in other]):
+    for prediction in own + other:
+        kind = f"expert>{prediction['agent']}"
         if prediction["reward"] < expert["reward"]:
             pairs.append((kind, expert, prediction))
         elif prediction["reward"] == expert["reward"]:
@@ -300,6 +462,8 @@ def d_fail(own: list[dict], other: list[dict], earlier: list[dict], s: Settings,
 
     Arguments and result as for `d_tgt`; `earlier` are rollouts of earlier iterations.
     """
+    if s.d_fail == "none":  # the failure agent stays as it is
+        return []
     candidates = (itertools.product(own, other) if s.d_fail == "cross" else
                   itertools.combinations(own + other + earlier, 2))
     return [pair_row("failure>failure", w, l, 1.0, sft_weight=0.0)
@@ -318,23 +482,23 @@ def ordered_failures(candidates, success: float, dropped: Counter):
 
 
 def pair_row(kind: str, chosen: dict, rejected: dict, weight: float, sft_weight: float) -> dict:
-    """A row of pairs.jsonl, which names its trajectories instead of repeating them."""
+    """A row of pairs-*.jsonl, which names its trajectories instead of repeating them."""
     chosen, rejected = ({key: side[key] for key in ("agent", "iteration", "rollout", "reward")}
                         for side in (chosen, rejected))
     return dict(kind=kind, chosen=chosen, rejected=rejected, weight=weight, sft_weight=sft_weight)
 
 
 def preference_groups(run: Run, agent: str, i: int) -> list[dpo.Group]:
-    """pairs.jsonl as groups: an instruction's distinct trajectories, once each, and its pairs."""
+    """pairs-AGENT.jsonl as groups: an instruction's distinct trajectories, once each, its pairs."""
     s = run.settings
-    pairs = [row for row in run.read_jsonl(f"iter{i}/pairs.jsonl") if row["trains"] == agent]
-    named = {(p[side]["agent"], p[side]["iteration"])
-             for p in pairs for side in ("chosen", "rejected")}
+    pairs = run.read_jsonl(f"iter{i}/pairs-{agent}.jsonl")
+    files = {f"iter{p[side]['iteration']}/{p[side]['agent']}"
+             + "-more" * (s.explore_again and p[side]["rollout"] >= s.rollouts)
+             for p in pairs for side in ("chosen", "rejected") if p[side]["agent"] != "expert"}
     trajectories = {}
-    for who, iteration in sorted({("expert", 0), *named}):
-        file = "experts.jsonl" if who == "expert" else f"iter{iteration}/{who}.jsonl"
-        for row in run.read_jsonl(file):
-            trajectories[row["task"], who, iteration, row["rollout"]] = row
+    for file in ("experts", *sorted(files)):
+        for row in run.read_jsonl(f"{file}.jsonl"):
+            trajectories[row["task"], row["agent"], row["iteration"], row["rollout"]] = row
 
     groups, places, shortened = {}, {}, []
     for p in pairs:
@@ -604,6 +768,11 @@ def play(run: Run, phase: str, agent: Path, episodes: list[Episode], temperature
     """The episodes' trajectories as rows, in order; each rank plays its share. No row is lost's."""
     s, device = run.settings, run.accelerator.device
     share = episodes[run.accelerator.process_index::run.accelerator.num_processes]
+    order = {(e.task, e.rollout): n for n, e in enumerate(episodes)}
+    if s.method == "chat":
+        with run.bar(phase, len(share), "episode") as progress:
+            rows = gather_object(chat.play(run, share, progress))
+        return sorted(rows, key=lambda row: order[row["task"], row["rollout"]])
     bf16 = run.accelerator.mixed_precision == "bf16"
     model = load_model(agent, torch.bfloat16 if bf16 else torch.float32)
     model, slots = model.to(device), s.slots
@@ -617,7 +786,6 @@ def play(run: Run, phase: str, agent: Path, episodes: list[Episode], temperature
                 tokens_per_forward=s.tokens_per_forward, progress=progress)
     del model
     run.accelerator.free_memory()
-    order = {(e.task, e.rollout): n for n, e in enumerate(episodes)}
     rows = sorted(gather_object([e.record() for e in share]),
                   key=lambda row: order[row["task"], row["rollout"]])
     lost = [row["task"] for row in rows if row["ended"] == "lost"]
@@ -683,7 +851,7 @@ def one_line(error: Exception) -> str | None:
     if isinstance(error, FloatingPointError):
         return (f"{error}; all finished phases are kept; look at these tasks, or lower the learning "
                 "rate and give another --out")
-    if isinstance(error, (envs.EnvError, SafetensorError)) or (
+    if isinstance(error, (envs.EnvError, chat.EndpointError, SafetensorError)) or (
             isinstance(error, OSError) and error.errno in UNWRITABLE):
         return f"{error}. The same command goes on when that is mended"
     return None

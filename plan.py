@@ -48,7 +48,7 @@ def dry_run(s: Settings, make_env) -> None:
                                                  attn_implementation="ragged")
     numbers = sum(p.numel() for p in model.parameters())
     found = lengths(s, make_env, AutoTokenizer.from_pretrained(s.model))
-    agents = 2 if s.method == "coevolve" else 1
+    agents = 2 if s.method in ("coevolve", "positive") else 1
 
     # One pass holds --tokens-per-forward, but an instruction's trajectories stay together.
     together = 1 + agents * s.rollouts

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-AGENTS = ("expert", "target", "failure")  # the order of columns
-KINDS = ("expert>target", "expert>failure", "failure>failure")
+AGENTS = ("expert", "target", "failure", "positive")  # the order of columns
+KINDS = ("expert>target", "expert>failure", "expert>positive", "failure>failure")
 ENDINGS = {"done": "done", "budget": "out of steps", "context": "out of context"}
 
 
@@ -150,11 +150,12 @@ def table(run_dir) -> str:
         f"Exploration; a negative has a reward below {threshold}, a hard one from {threshold} to 1",
         "iteration <agent trajectories success negative hard_negative reward", rows)
 
-    rows = [(e["iteration"], e["trains"], *(e["kept"].get(kind, 0) for kind in KINDS),
+    kinds = [kind for kind in KINDS if any(kind in e["kept"] for e in found["pairs"])]
+    rows = [(e["iteration"], e["trains"], *(e["kept"].get(kind, 0) for kind in kinds),
              sum(e["dropped"].values()), _counts(e["dropped"]))
             for e in found["pairs"]]
     parts += _section("Pairs kept, by kind, and dropped, by reason",
-                      f"iteration <trains {' '.join(KINDS)} dropped <reasons", rows)
+                      f"iteration <trains {' '.join(kinds)} dropped <reasons", rows)
 
     rows = [(e["phase"], e["reason"], e["count"]) for e in found["dropped"]]
     parts += _section("Trajectories dropped", "<phase <reason count", rows)
@@ -253,7 +254,7 @@ def _counts(counts: dict) -> str:
 # ---------------------------------------------------------------- the figure
 
 # Okabe and Ito's colours, told apart by colour-blind readers too.
-AGENT_COLOURS = {"target": "#0072B2", "failure": "#D55E00"}
+AGENT_COLOURS = {"target": "#0072B2", "failure": "#D55E00", "positive": "#CC79A7"}
 SHARES = {"success": ("success", "#009E73"), "hard_negative": ("hard negative", "#F0E442"),
           "negative": ("negative", "#999999")}
 LINES = (("-", "o"), ("--", "s"), (":", "^"))  # one per split
@@ -366,7 +367,7 @@ def show(run_dir, tasks=None, count: int = 3) -> str:
 
 def _trajectories(run_dir: Path) -> dict:
     """{task: {agent: trajectory}} of the experts and of the last iteration."""
-    paths = [run_dir / "experts.jsonl"]
+    paths = [run_dir / "experts.jsonl"] * (run_dir / "experts.jsonl").exists()  # chat has none
     for agent in AGENTS[1:]:
         explored = list(run_dir.glob(f"iter[0-9]*/{agent}.jsonl"))
         paths += sorted(explored, key=lambda path: _number(path.parent.name))[-1:]

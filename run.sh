@@ -5,6 +5,7 @@
 #   bash run.sh intercodesql [settings]
 #   bash run.sh show RUN [tasks]       trajectories of a run, side by side
 #   bash run.sh compare RUN RUN ...    means over seeds, by method
+#   bash run.sh study webshop [...]    methods x seeds and one report; --help lists what it takes
 #   bash run.sh load-intercode DUMP --admin-url URL --mysql-url URL
 #                                      InterCode's databases into a MySQL or MariaDB server
 #   bash run.sh compare-intercode FOLDER --mysql-url URL
@@ -105,8 +106,8 @@ except ChildFailedError as error:  # of several processes; likewise
 command=${1:-} environment=
 case $command in
     webshop | scienceworld | intercodesql) environment=$command; shift ;;
-    show | compare | load-intercode | compare-intercode | test | bench) shift ;;
-    *) sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    show | compare | study | load-intercode | compare-intercode | test | bench) shift ;;
+    *) sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
 
 python=
@@ -130,5 +131,6 @@ if [ "$command" = test ]; then
 fi
 if [[ $command = *-intercode ]]; then exec "$python" "$here/databases.py" "$command" "$@"; fi
 if [ "$command" = bench ]; then exec "$python" "$here/tests/bench.py" "$@"; fi
+if [ "$command" = study ]; then exec "$python" "$here/study.py" "$@"; fi
 if [ -z "$environment" ]; then exec "$python" "$here/coevolve.py" "$command" "$@"; fi
 exec "$python" -c "$launch" "$here/coevolve.py" --env "$environment" "$@"

@@ -85,8 +85,11 @@ class Run:
         self.finished = []  # phases found or done by this process
         self._drop_unfinished_events()
         self.base = tiny.base(accelerator, self) if settings.model == "tiny" else settings.model
-        check_model(self.base, settings.max_tokens)
-        made_from = {"base": self.first_says(lambda: identity(self.base))}
+        if settings.method == "chat":
+            made_from = {"base": f"{self.base} {settings.model_name}"}
+        else:
+            check_model(self.base, settings.max_tokens)
+            made_from = {"base": self.first_says(lambda: identity(self.base))}
         if before:
             self._refuse_changes({"base": before["base"]}, made_from)
         elif self.main:
@@ -259,7 +262,7 @@ class Run:
         s, trial = self.settings, self.path / "trial"
         if self.main:
             numbers = sum(p.numel() for p in model.parameters())
-            agents = 2 if s.method == "coevolve" else 1
+            agents = 2 if s.method in ("coevolve", "positive") else 1
             kept = 4 * numbers * agents * (1 + s.iterations * (s.method != "sft"))
             needed = kept + 2 * 12 * numbers  # a checkpoint, while the next one is written
             if needed > (free := shutil.disk_usage(self.path).free):

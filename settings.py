@@ -23,9 +23,13 @@ def setting(default, help: str):
 class Settings:
     # What runs
     env: Literal["webshop", "scienceworld", "intercodesql"] = setting("webshop", "environment")
-    method: Literal["sft", "eto", "coevolve"] = setting(
-        "coevolve", "sft: Eq. 3 only; eto: the loop without the failure agent; coevolve: the paper")
-    model: str = setting("tiny", "hub name or folder; tiny: made from scratch in minutes")
+    method: Literal["sft", "rft", "dart", "ppo", "eto", "positive", "coevolve", "chat"] = setting(
+        "coevolve", "sft: Eq. 3 only; rft: and again with sampled successes; dart: more of them "
+        "where it is hard; ppo: from sft on; eto: the loop without the failure agent; positive: "
+        "with a second positive agent in its place; coevolve: the paper; chat: an endpoint, only "
+        "evaluated")
+    model: str = setting("tiny", "hub name or folder; tiny: made from scratch in minutes; "
+                         "https://host/v1: a chat endpoint, as --method chat")
     seed: int = setting(0, "seed of everything random in the run")
     out: Optional[str] = setting(None, "the run's folder [runs/ENV-METHOD-sSEED, with --quick -quick]")
     webshop_url: Optional[str] = setting(
@@ -70,6 +74,11 @@ class Settings:
         "pairs", "what dpo_batch counts; an instruction's pairs stay together [App. B, ETO]")
     dpo_lr: float = setting(1e-6, "learning rate in iteration 1 [App. B; ETO's script]")
     dpo_lr_later: float = setting(5e-7, "learning rate in later iterations [App. B; ETO's script]")
+    dpo_steps: int = setting(
+        0, "optimiser steps of the target in each iteration, cycling over its pairs, for a "
+        "comparison at equal steps; 0 = dpo_epochs passes [ours]")
+    dpo_schedule: Literal["constant", "cosine"] = setting(
+        "constant", "learning rate after the warm-up [ETO's script]")
     dpo_warmup: float = setting(0.1, "share of steps of warm-up, then constant [ETO's script]")
     beta: float = setting(0.1, "DPO's beta in iteration 1 [App. B; ETO's script]")
     beta_later: float = setting(0.5, "DPO's beta in later iterations [App. B; ETO's script]")
@@ -89,9 +98,10 @@ class Settings:
         "swap", "prediction better than the expert: it is the chosen one, or no pair [Eq. 8, ETO]")
     pair_weights: Literal["instruction", "none"] = setting(
         "instruction", "an instruction's expert pairs share a weight of 1, or have 1 each [4.3]")
-    d_fail: Literal["all", "cross", "buffer"] = setting(
+    d_fail: Literal["all", "cross", "buffer", "none"] = setting(
         "all", "D_fail: all pairs of failures of an instruction; only target x failure agent, the "
-        "literal Eq. 6; or all pairs over this and earlier iterations [Section 4.2]")
+        "literal Eq. 6; all pairs over this and earlier iterations; or none: the failure agent is "
+        "frozen [Section 4.2]")
     d_tgt_failures: Literal["cross", "hard", "none"] = setting(
         "cross", "failure pairs in D_tgt: F_tgt x F_fail; those with a chosen reward of at least "
         "hard_threshold; or none [Eq. 8]")
@@ -100,6 +110,11 @@ class Settings:
         5, "a rejected trajectory is cut at the expert's length + so many turns, -1 = off [ETO]")
 
     # Exploration
+    failure_from: Optional[str] = setting(
+        None, "the failure agent starts as the last one of this run, also of another environment "
+        "[after SFT]")
+    explore_again: bool = setting(
+        False, "D_tgt is made of new rollouts of the failure agent, after its training [ours]")
     rollouts: int = setting(1, "rollouts per instruction and agent [Section 5.2.1]")
     temperature: float = setting(0.7, "of exploration, 0 = greedy; evaluation is greedy [ours]")
     max_tokens: int = setting(4096, "tokens of a trajectory; it ends where they are full [ours]")
@@ -108,6 +123,25 @@ class Settings:
         "whole turn; either way it is counted [ours]")
     max_new_tokens: int = setting(256, "tokens of one reply [ours]")
     slots: int = setting(32, "episodes that run side by side; results do not depend on it [ours]")
+
+    # Baselines
+    samples: int = setting(
+        5, "rft, dart: rollouts per instruction, DART's n [Section 5.3; RFT's is not given]")
+    dart_budget: int = setting(
+        10, "dart: N; an instruction gets N x (its share of failures) more rollouts [Section 5.3]")
+    ppo_rollouts: int = setting(4, "ppo: rollouts per instruction and iteration, 2 or more [ours]")
+    ppo_epochs: int = setting(2, "ppo: passes over an iteration's episodes [ours]")
+    ppo_batch: int = setting(16, "ppo: instructions per optimiser step, with all rollouts [ours]")
+    ppo_lr: float = setting(1e-6, "ppo: learning rate, constant after dpo_warmup [ours]")
+    ppo_clip: float = setting(0.2, "ppo: the ratio is clipped to 1 +- this [Schulman et al. 2017]")
+    ppo_kl: float = setting(0.05, "ppo: weight of the KL divergence from the SFT policy [ours]")
+
+    # In-context models, --model https://...
+    model_name: Optional[str] = setting(None, "chat: the model's name at the endpoint [-]")
+    key_variable: str = setting("OPENAI_API_KEY", "chat: environment variable with the key [ours]")
+    examples: int = setting(1, "chat: expert conversations shown first, 0 to 2 [not in the paper]")
+    price_in: float = setting(0.0, "chat: dollars per million tokens read, for the cost [-]")
+    price_out: float = setting(0.0, "chat: dollars per million tokens written [-]")
 
     # Optimiser and machine
     weight_decay: float = setting(0.0, "AdamW's [ETO's script]")
@@ -146,6 +180,7 @@ PRESETS = {
         sft_epochs=1, sft_batch=16, sft_lr=1e-4,
         dpo_batch=16, dpo_lr=3e-5, dpo_lr_later=3e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
     ),
+    "chat": dict(method="chat"),
     "quick": dict(train_tasks=120, eval_tasks=40, iterations=1, dpo_epochs=1, sft_epochs=6,
                   sft_lr=1e-3),
 }
@@ -169,12 +204,17 @@ def check(s: Settings) -> Settings:
                 wrong.append(f"--{name.replace('_', '-')} {value}: {what}")
 
     need("iterations sft_epochs sft_batch dpo_epochs dpo_batch rollouts max_tokens max_new_tokens "
-         "slots tokens_per_forward", lambda x: x >= 1, "must be at least 1")
-    need("train_tasks eval_tasks seed checkpoint_minutes", lambda x: x >= 0, "must be 0 or more")
+         "slots tokens_per_forward samples ppo_epochs ppo_batch", lambda x: x >= 1,
+         "must be at least 1")
+    need("ppo_rollouts", lambda x: x >= 2, "must be at least 2, to be compared with each other")
+    need("train_tasks eval_tasks seed checkpoint_minutes dpo_steps dart_budget",
+         lambda x: x >= 0, "must be 0 or more")
     need("threads", lambda x: 0 <= x <= 1024, "must be 0 to 1,024")
-    need("sft_lr dpo_lr dpo_lr_later beta beta_later max_grad_norm", lambda x: x > 0,
+    need("sft_lr dpo_lr dpo_lr_later ppo_lr ppo_clip beta beta_later max_grad_norm",
+         lambda x: x > 0,
          "must be above 0")
-    need("lambda_dpo lambda_sft weight_decay temperature", lambda x: x >= 0, "must be 0 or more")
+    need("lambda_dpo lambda_sft ppo_kl weight_decay temperature", lambda x: x >= 0,
+         "must be 0 or more")
     need("sft_warmup dpo_warmup", lambda x: 0 <= x < 1, "must be in [0, 1)")
     need("expert_min_reward hard_threshold", lambda x: 0 <= x <= 1, "must be in [0, 1]")
     need("cut_turns", lambda x: x >= -1, "must be -1 (off) or more")
@@ -202,8 +242,23 @@ def check(s: Settings) -> Settings:
     if s.webshop_url and s.model == "tiny":
         wrong.append("--webshop-url: the tiny model knows the embedded shop's words only; give "
                      "another --model")
-    if s.dry_run and s.model == "tiny":
-        wrong.append("--dry-run: the tiny model fits everywhere; give another --model")
+    if s.dry_run and (s.model == "tiny" or s.method == "chat"):
+        wrong.append("--dry-run: is for a model to be trained here; give another --model")
+    need("examples", lambda x: 0 <= x <= 2, "must be 0, 1 or 2")
+    need("price_in price_out", lambda x: x >= 0, "must be 0 or more")
+    if is_endpoint(s.model) and not is_web_address(s.model):
+        wrong.append(f"--model {s.model}: must be http://host:port/path or https://host/path")
+    if is_endpoint(s.model) != (s.method == "chat"):
+        wrong.append(f"--model {s.model} --method {s.method}: an endpoint takes --method chat and "
+                     "nothing else does")
+    if s.method == "chat" and not s.model_name:
+        wrong.append("--model-name: give the model's name at the endpoint")
+    if s.failure_from and s.method != "coevolve":
+        wrong.append(f"--failure-from: {s.method} has no failure agent; give --method coevolve")
+    if s.explore_again and s.method not in ("coevolve", "positive"):
+        wrong.append(f"--explore-again: {s.method} has no second agent; give --method coevolve")
+    if s.method == "ppo" and s.temperature == 0:
+        wrong.append("--temperature 0: equal rollouts teach PPO nothing; raise it")
     if s.lambda_dpo == 0 and s.lambda_sft == 0:
         wrong.append("--lambda-dpo 0 --lambda-sft 0: nothing would be trained; raise one")
     if s.max_new_tokens >= s.max_tokens:
@@ -212,6 +267,10 @@ def check(s: Settings) -> Settings:
     if wrong:
         raise SettingsError("; ".join(wrong))
     return s
+
+
+def is_endpoint(model: str) -> bool:
+    return model.startswith(("http://", "https://"))
 
 
 def is_web_address(text: str) -> bool:
@@ -242,6 +301,7 @@ def preset(argv: list[str]) -> dict:
     first.add_argument("--quick", nargs="?", const=True, default=False, type=_boolean)
     seen = first.parse_known_args(argv)[0]
     names = [seen.env, f"{seen.model} {seen.env}"] + ["quick"] * seen.quick
+    names += ["chat"] * is_endpoint(seen.model)
     return {name: value for n in names for name, value in PRESETS.get(n, {}).items()}
 
 

@@ -196,6 +196,10 @@ def refused(out, *more):
     return done.stderr
 
 
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def contents(run):
     """Every file of a run by name, without what tells the time or where it is."""
     files = {}
@@ -247,8 +251,7 @@ def test_a_quick_run_makes_the_files_of_the_contract(quick):
         expected["target", FF] += t != f and t < 1 and f < 1
         expected["failure", FF] += t != f and t < 1 and f < 1
     found = dict.fromkeys(expected, 0)
-    for line in (out / "iter1/pairs.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for row in rows_of(out / "iter1/pairs-target.jsonl") + rows_of(out / "iter1/pairs-failure.jsonl"):
         found[row["trains"], row["kind"]] += 1
         assert row["chosen"]["reward"] > row["rejected"]["reward"]
     assert found == expected and all(expected.values()), expected
@@ -351,7 +354,7 @@ def test_eto_is_the_same_run_without_the_failure_agent(quick, tmp_path):
     for same in ("sft-target/model.safetensors", "iter1/target.jsonl", "eval-0-target-test.jsonl"):
         assert (out / same).read_bytes() == (quick[0] / same).read_bytes()
     assert not list(out.rglob("*failure*"))
-    kinds = {json.loads(line)["kind"] for line in (out / "iter1/pairs.jsonl").open()}
+    kinds = {json.loads(line)["kind"] for line in (out / "iter1/pairs-target.jsonl").open()}
     assert kinds == {ET}
 
 

@@ -83,7 +83,7 @@ def test_python_named_by_the_user_is_the_only_one_tried(machine):
     assert one_line(done).startswith("run.sh: other is missing or not Python")
 
 
-@pytest.mark.parametrize("flags", [["--betta", "1"], ["--beta", "-1"], ["--method", "ppo"]])
+@pytest.mark.parametrize("flags", [["--betta", "1"], ["--beta", "-1"], ["--method", "dpo"]])
 def test_bad_flag_is_refused_before_anything_is_installed(machine, flags):
     run = machine(python3=BARE)
     done = run("webshop", *flags)
@@ -135,5 +135,6 @@ def test_active_environment_that_satisfies_the_requirements_is_used(machine):
                            "--dist loadfile -k a name\n") and done.returncode == 0
     assert "coevolve.py --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
     assert "databases.py" in run("load-intercode", "a").stderr  # of which there is no copy here
+    assert "study.py" in run("study", "webshop").stderr  # nor of that
     assert "tests/bench.py" in run("bench", "--quick").stderr  # nor of that
     assert not run.venv.exists()

@@ -34,6 +34,13 @@ REFUSED = {
     "--webshop-url http://": "must be http://host:port",
     "--webshop-url http://shop:port": "must be http://host:port",
     "--webshop-url http://shop/?q=1": "must be http://host:port",
+    "--model https://host/v1": "--model-name: give",
+    "--model https://me:secret@host/v1 --model-name m": "must be http://host:port/path",
+    "--model https://host/v1?key=1 --model-name m": "must be http://host:port/path",
+    "--model https://host/v1 --model-name m --method eto": "an endpoint takes --method chat",
+    "--method chat": "an endpoint takes --method chat and nothing else does",
+    "--examples 3": "must be 0, 1 or 2",
+    "--price-in -1": "must be 0 or more",
 }
 
 
@@ -47,7 +54,8 @@ def test_refused(read, line):
 
 @pytest.mark.parametrize("line", ["", "--quick", "--method eto --seed 3", "--lambda_sft 0.5",
                                   "--model some/folder", "--quick --train-tasks 7", "--quick false",
-                                  "--webshop-url http://127.0.0.1:3000/ --experts a --model b"])
+                                  "--webshop-url http://127.0.0.1:3000/ --experts a --model b",
+                                  "--model https://host/v1 --model-name m"])
 def test_both_parsers_agree(line):
     assert parse(line.split()) == precheck(line.split())
 

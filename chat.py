@@ -1,0 +1,162 @@
+"""In-context models: an OpenAI-compatible chat endpoint plays the episodes; nothing is trained.
+
+    export OPENAI_API_KEY=...
+    bash run.sh webshop --model https://api.openai.com/v1 --model-name gpt-4 --examples 1
+
+The key is read from the environment and stands in no file, log or message. Every finished episode
+is appended to chat.jsonl in the run's folder, so that a run which was stopped pays for none twice.
+"""
+
+import json
+import os
+import queue
+import random
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import requests
+
+import envs
+from experts import play_expert, read_experts
+from settings import SettingsError
+
+TRIES = 8
+PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # statuses that may be gone in a moment
+USAGE = ("requests", "retries", "prompt_tokens", "completion_tokens")
+
+
+class EndpointError(RuntimeError):
+    """The endpoint refused, or could not be reached after all tries; one line for the user."""
+
+
+class Endpoint:
+    """Calls the model: messages -> (reply, usage), with retries and growing waits between them.
+
+    usage: what the call took, by the names in USAGE. Tokens are those that the endpoint reports.
+    """
+
+    def __init__(self, s, sleep=time.sleep):
+        self.url, self.name, self.sleep = f"{s.model.rstrip('/')}/chat/completions", s.model_name, sleep
+        self.max_new_tokens = s.max_new_tokens
+        self.key = os.environ.get(s.key_variable, "").strip()
+        if re.search(r"[^!-~]", self.key):
+            raise SettingsError(f"the key in {s.key_variable} holds a character that no key has")
+
+    def __call__(self, messages: list[dict]) -> tuple[str, dict]:
+        body = dict(model=self.name, messages=messages, temperature=0, max_tokens=self.max_new_tokens)
+        for attempt in range(TRIES):
+            wait = min(2.0 ** attempt, 60) * random.uniform(0.5, 1)
+            try:
+                answer = requests.post(self.url, json=body, auth=self._sign, timeout=(10, 300),
+                                       allow_redirects=False)
+                problem = f"status {answer.status_code}: {answer.text[:200]}"
+                if answer.status_code == 200:
+                    reply = answer.json()["choices"][0]["message"]["content"] or ""
+                    used = answer.json().get("usage") or {}
+                    return reply, dict(requests=1, retries=attempt,
+                                       **{name: used.get(name, 0) for name in USAGE[2:]})
+                if answer.status_code not in PASSING:
+                    break
+                if re.fullmatch(r"\d+(\.\d+)?", answer.headers.get("Retry-After", "")):
+                    wait = min(float(answer.headers["Retry-After"]), 120)
+            except (requests.RequestException, ValueError, LookupError, TypeError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            if attempt < TRIES - 1:
+                self.sleep(wait)
+        problem = " ".join(problem.split())
+        raise EndpointError(f"{self.url}: {problem.replace(self.key, '***') if self.key else problem}"
+                            f" (attempt {attempt + 1}); the same command goes on from here")
+
+    def _sign(self, request):  # as `auth`, so that no .netrc takes its place
+        if self.key:
+            request.headers["Authorization"] = f"Bearer {self.key}"
+        return request
+
+
+def play(run, episodes: list, progress) -> list[dict]:
+    """Plays the episodes, `slots` at a time; their rows, with USAGE, in the order given."""
+    s, endpoint = run.settings, Endpoint(run.settings)
+    kept, lock, idle = run.path / "chat.jsonl", threading.Lock(), queue.SimpleQueue()
+    paid = {row["task"]: row for row in run.read_jsonl(kept.name)} if kept.exists() else {}
+    missing = [e for e in episodes if e.task not in paid]
+    shown = examples(run) if missing else []
+
+    def work(e) -> None:
+        env = idle.get() if not idle.empty() else run.make_env()
+        row = play_episode(e, env, endpoint, shown, s.max_tokens)
+        idle.put(env)
+        with lock, open(kept, "a") as f:
+            f.write(json.dumps(row) + "\n")
+        paid[e.task] = row
+        progress.update()
+
+    progress.update(len(episodes) - len(missing))
+    threads = ThreadPoolExecutor(s.slots)
+    try:
+        for _ in threads.map(work, missing):
+            pass
+    finally:
+        threads.shutdown(cancel_futures=True)
+        while not idle.empty():
+            idle.get().close()
+    return [paid[e.task] for e in episodes]
+
+
+def play_episode(e, env, endpoint, shown: list[dict], max_tokens: int) -> dict:
+    """One episode after the conversations `shown`; it ends as in `coevolve.rollout`."""
+    usage = dict.fromkeys(USAGE, 0)
+    e.messages = envs.opening(env, env.reset(e.task))
+    while not e.ended:
+        first, *rest = e.messages
+        reply, used = endpoint([*shown, without_prompt(first, env) if shown else first, *rest])
+        usage = {name: usage[name] + used[name] for name in USAGE}
+        reply = reply.split("Observation:")[0].strip()  # what follows is the environment's to say
+        e.messages.append({"role": "assistant", "content": reply})
+        step = env.step(reply)
+        e.reward, e.raw_reward, e.steps = step.reward, step.raw, e.steps + 1
+        if step.done or e.steps == env.max_steps:
+            e.ended = "done" if step.done else "budget"
+        elif used["prompt_tokens"] + used["completion_tokens"] >= max_tokens:
+            e.ended = "context"
+        else:
+            e.messages.append({"role": "user", "content": step.observation})
+    return {**e.record(), **usage}
+
+
+def without_prompt(message: dict, env) -> dict:
+    return {**message, "content": message["content"].removeprefix(env.prompt).strip()}
+
+
+def examples(run) -> list[dict]:
+    """The conversations of `examples` successful experts, drawn by the seed, one after another.
+
+    The environment's rules open the first of them only.
+    """
+    s, env, found = run.settings, run.make_env(), []
+    rng = random.Random(s.seed)
+    if s.experts:
+        experts = read_experts(s.experts, env)
+        experts = rng.sample(experts, len(experts))
+    else:
+        tasks = env.tasks("train")
+        experts = ((task, *play_expert(env, task)) for task in rng.sample(tasks, len(tasks)))
+    for _, messages, reward in experts if s.examples else ():
+        found += [messages] * (reward >= env.success)
+        if len(found) == s.examples:
+            break
+    env.close()
+    if len(found) < s.examples:
+        raise SettingsError(f"--examples {s.examples}: only {len(found)} experts succeed; give fewer")
+    return [without_prompt(m, env) if n and m is messages[0] else m
+            for n, messages in enumerate(found) for m in messages]
+
+
+def cost(rows: list[dict], s) -> dict:
+    """Sums of USAGE over rows of `play`, and the price in dollars where prices are given."""
+    total = {name: sum(row[name] for row in rows) for name in USAGE}
+    if s.price_in or s.price_out:
+        total["dollars"] = round((total["prompt_tokens"] * s.price_in
+                                  + total["completion_tokens"] * s.price_out) / 1e6, 6)
+    return total

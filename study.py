@@ -1,0 +1,496 @@
+"""A study: methods x seeds as ordinary runs, then one report on what differs between them.
+
+    bash run.sh study webshop                              all methods, five seeds, then the report
+    bash run.sh study webshop --methods eto coevolve --seeds 0 1 --beta 0.2
+    bash run.sh study webshop --report                     the report on what is there so far
+
+Each run is a folder like any other (`STUDY/METHOD-sSEED`): a study that was stopped goes on where
+it was. Seeds come before methods, so that every method has the same seeds at any moment. Settings
+that are not the study's own are given to every run. The report folder holds report.md, report.json,
+the figures and the hardest negatives as conversations.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import report
+from settings import SettingsError, parse
+
+# Beside the methods themselves: with as many optimiser steps of the target as co-evolution took on
+# the same seed, with as many rollouts too, and the values of Figure 4.
+METHODS = ("coevolve", "eto", "sft", "positive", "eto-steps", "eto-steps-rollouts",
+           "positive-steps", "rft", "dart", "ppo", "lambda-0.01", "lambda-0.1", "lambda-0.5")
+NAMES = {"coevolve": "co-evolution", "eto": "ETO", "sft": "SFT", "positive": "positive agent",
+         "eto-steps": "ETO, equal steps", "eto-steps-rollouts": "ETO, equal steps and rollouts",
+         "positive-steps": "positive agent, equal steps", "rft": "RFT", "dart": "RFT + DART",
+         "ppo": "PPO"}
+# What the paper says is ahead of what, and the same at equal cost, which it does not say.
+CLAIMS = [("coevolve", "eto", "Tables 3, 4"), ("coevolve", "eto-steps", "ours"),
+          ("coevolve", "eto-steps-rollouts", "ours"), ("coevolve", "positive", "Section 5.4"),
+          ("coevolve", "positive-steps", "ours"), ("positive", "eto", "ours"),
+          ("coevolve", "ppo", "Table 3"), ("coevolve", "dart", "Section 5.3"),
+          ("coevolve", "rft", "Table 3"), ("coevolve", "sft", "Table 3"), ("eto", "sft", "Table 3"),
+          ("ppo", "sft", "Table 3"), ("rft", "sft", "Table 3"), ("dart", "rft", "Section 5.3")]
+THRESHOLDS = (0.6, 0.7, 0.8)
+
+
+# --------------------------------------------------------------------------------- the runs
+
+
+def flags(method: str, folder: Path, seed: int) -> list[str]:
+    """The settings that make a run of `method`; at equal steps they depend on co-evolution's run."""
+    if method.startswith("lambda-"):
+        return ["--method", "coevolve", "--lambda-sft", method[len("lambda-"):]]
+    base, *equal = method.split("-")
+    if not equal:
+        return ["--method", base]
+    like = folder / f"coevolve-s{seed}"
+    settings = report.result(like)["settings"]
+    found = ["--method", base, "--dpo-steps", str(target_steps(like))]
+    return found + ["--rollouts", str(2 * settings["rollouts"])] * ("rollouts" in equal)
+
+
+def target_steps(run: Path) -> int:
+    """Optimiser steps of the target in an iteration of a run, the mean over iterations, rounded."""
+    steps = [e["steps"] for e in phases(run) if e["phase"].endswith("-target") and "steps" in e
+             and e["phase"].startswith("iter")]
+    if not steps:
+        raise report.RunError(f"{run}: the target was not trained in it; let co-evolution's run "
+                              "finish before those at equal steps")
+    return max(1, round(sum(steps) / len(steps)))
+
+
+def play(env: str, methods: list[str], seeds: list[int], folder: Path, more: list[str]) -> None:
+    """Makes the runs that are missing; those that are finished say so themselves and end."""
+    ours = {"lambda_sft": parse(["--env", env, *more]).lambda_sft}
+    for seed, method in itertools.product(seeds, methods):
+        if method.startswith("lambda-") and float(method[len("lambda-"):]) == ours["lambda_sft"]:
+            continue  # that is co-evolution as it is
+        command = [*flags(method, folder, seed), "--seed", str(seed), *more,
+                   "--out", str(folder / f"{method}-s{seed}")]
+        print(f"study: {' '.join(command)}", flush=True)
+        launch(env, command)
+
+
+def launch(env: str, command: list[str]) -> None:
+    run_sh = Path(__file__).parent / "run.sh"
+    done = subprocess.run(["bash", str(run_sh), env, *command],
+                          env={**os.environ, "PYTHON": sys.executable})
+    if done.returncode:
+        raise SettingsError(f"{command[-1]} ended with status {done.returncode}; once its reason is "
+                            "gone, the same command goes on from here")
+
+
+def finished(folder: Path) -> dict[str, dict[int, Path]]:
+    """method -> seed -> folder of the finished runs of a study, methods in the order of METHODS."""
+    runs = {}
+    for path in folder.glob("*-s*"):
+        method, _, seed = path.name.rpartition("-s")
+        if method in METHODS and seed.isdigit() and (path / "result.json").exists():
+            runs.setdefault(method, {})[int(seed)] = path
+    return {method: dict(sorted(runs[method].items())) for method in METHODS if method in runs}
+
+
+# ------------------------------------------------------------------------------ statistics
+
+
+def t_quantile(degrees: int) -> float:
+    """The 97.5% quantile of Student's t distribution.
+
+    With t = sqrt(v) tan(a), the probability of (0, t) is half of the integral of cos^(v-1) from 0
+    to a over that from 0 to pi/2.
+    """
+    angle = np.linspace(0, math.pi / 2, 200_001)
+    height = np.cos(angle) ** (degrees - 1)
+    area = np.concatenate([[0.0], np.cumsum((height[1:] + height[:-1]) / 2)])
+    return math.sqrt(degrees) * math.tan(float(np.interp(0.95, area / area[-1], angle)))
+
+
+def interval(values) -> dict:
+    """Mean and half the width of its 95% t interval (None for one value) over seeds."""
+    values = np.asarray(list(values), dtype=float)
+    n, half = len(values), None
+    if n > 1:
+        half = float(t_quantile(n - 1) * values.std(ddof=1) / math.sqrt(n))
+    return dict(n=n, mean=float(values.mean()), half=half)
+
+
+def paired(a: dict[int, float], b: dict[int, float]) -> dict | None:
+    """a - b on the seeds that both have: interval, on how many a is ahead, and what follows."""
+    seeds = sorted(a.keys() & b.keys())
+    if not seeds:
+        return None
+    found = interval([a[s] - b[s] for s in seeds])
+    sure = found["half"] is not None and abs(found["mean"]) > found["half"]
+    verdict = ("ahead" if found["mean"] > 0 else "behind") if sure else "undecided"
+    return dict(found, ahead=sum(a[s] > b[s] for s in seeds), seeds=seeds, verdict=verdict)
+
+
+# ------------------------------------------------------------------------- what a run holds
+
+
+def phases(run: Path) -> list[dict]:
+    return [e for e in report.read_jsonl(run / "metrics.jsonl") if e["event"] == "phase"]
+
+
+def scores(run: Path) -> dict[str, list[dict]]:
+    """split -> the target's evaluations, by iteration."""
+    found = {}
+    for e in report.result(run)["evaluations"]:
+        if e["agent"] == "target":
+            found.setdefault(e["split"], []).append(e)
+    return found
+
+
+def cost(run: Path) -> dict:
+    """Optimiser steps of the preference (or PPO) phases, the target's and all; rollouts."""
+    trained = [e for e in phases(run) if e["phase"].startswith("iter") and "steps" in e]
+    return dict(target_steps=sum(e["steps"] for e in trained if e["phase"].endswith("-target")),
+                all_steps=sum(e["steps"] for e in trained),
+                rollouts=sum(e["trajectories"] for e in report.result(run)["exploration"]))
+
+
+def explored(run: Path, agent: str | None = None) -> list[dict]:
+    """All explored trajectories of a run, or one agent's."""
+    return [row for path in sorted(run.glob("iter*/*.jsonl")) for row in
+            (report.read_jsonl(path) if path.stem.split("-")[0] in report.AGENTS[1:] else ())
+            if agent in (None, row["agent"])]
+
+
+def shares(rewards, threshold: float) -> dict:
+    """Table 2: success, negative (below the threshold) and hard negative, which sum to 1."""
+    rewards = np.asarray(rewards)
+    won, hard = rewards >= 1, (rewards >= threshold) & (rewards < 1)
+    return dict(success=float(won.mean()), negative=float((~won & ~hard).mean()),
+                hard_negative=float(hard.mean()))
+
+
+# ------------------------------------------------------------------- Figure 3: how failures differ
+
+
+def mean_distance(vectors: np.ndarray) -> float:
+    """Mean over all pairs of 1 - cos, of vectors (n, d), n >= 2."""
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    cosines = (unit @ unit.T)[np.triu_indices(len(unit), 1)]
+    return float(1 - cosines.mean())
+
+
+def distances(rows: list[dict], embed) -> list[float]:
+    """The mean pairwise distance of each instruction's failures, where it has two at least."""
+    by_task = {}
+    for row in rows:
+        if row["reward"] < 1:
+            by_task.setdefault(row["task"], []).append(row)
+    return [mean_distance(np.stack([embed(row) for row in found]))
+            for found in by_task.values() if len(found) > 1]
+
+
+def embedder(policy: Path, hub_name: str | None):
+    """A function from a trajectory to its embedding (d,): the last layer's mean hidden state.
+
+    By default `policy` reads its own tokens, and the mean is over action tokens; with a hub name,
+    that encoder reads the conversation as text, and the mean is over all tokens.
+    """
+    import torch
+    from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    name = hub_name or policy
+    model = (AutoModel.from_pretrained(name, dtype=dtype) if hub_name else
+             AutoModelForCausalLM.from_pretrained(name, dtype=dtype).base_model)
+    model = model.to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(name)
+
+    @torch.inference_mode()
+    def embed(row: dict) -> np.ndarray:
+        if hub_name:
+            text = "\n".join(m["content"] for m in row["messages"])
+            limit = getattr(model.config, "max_position_embeddings", None)
+            ids = tokenizer(text, truncation=limit is not None, max_length=limit)["input_ids"]
+            mask = [1] * len(ids)
+        else:
+            ids, mask = row["ids"], row["action_mask"]
+        states = model(input_ids=torch.tensor([ids], device=device)).last_hidden_state[0]  # (l, d)
+        chosen = torch.tensor(mask, device=device, dtype=torch.bool)
+        return states[chosen].float().mean(0).cpu().numpy()
+
+    return embed
+
+
+# ---------------------------------------------------------------------------------- the report
+
+
+def write_report(env: str, folder: Path, encoder: str | None) -> str:
+    """Writes folder/report from the finished runs; returns its Markdown. RunError without runs."""
+    runs = finished(folder)
+    if not runs:
+        raise report.RunError(f"{folder}: no finished run in it (METHOD-sSEED with result.json)")
+    out = folder / "report"
+    out.mkdir(exist_ok=True)
+    by_run = {(m, s): scores(path) for m, found in runs.items() for s, path in found.items()}
+    splits = list(next(iter(by_run.values())))
+    numbers = dict(environment=env, seeds={m: list(found) for m, found in runs.items()},
+                   main=main_table(runs, by_run, splits), paired=paired_table(runs, by_run, splits),
+                   table2=table2(runs), course=course(runs), curves=curves(runs, by_run, splits),
+                   figure3=figure3(runs, encoder), figure4=figure4(runs, by_run, splits))
+    (out / "report.json").write_text(json.dumps(numbers, indent=1))
+    draw(numbers, splits, out)
+    if "coevolve" in runs:
+        first = next(iter(runs["coevolve"].values()))
+        (out / "conversations.txt").write_text(report.show(first, None, 3))
+    text = markdown(numbers, splits)
+    (out / "report.md").write_text(text)
+    return text
+
+
+def final(by_run, method: str, split: str, key: str) -> dict[int, float]:
+    """seed -> the target's last evaluation."""
+    return {s: found[split][-1][key] for (m, s), found in by_run.items()
+            if m == method and split in found}
+
+
+def main_table(runs, by_run, splits) -> dict:
+    return {m: {**{f"{split} {key}": interval(final(by_run, m, split, key).values())
+                   for split in splits for key in ("reward", "success")},
+                **{key: float(np.mean([cost(path)[key] for path in found.values()]))
+                   for key in ("target_steps", "all_steps", "rollouts")}}
+            for m, found in runs.items()}
+
+
+def paired_table(runs, by_run, splits) -> list[dict]:
+    rows = []
+    for a, b, source in CLAIMS:
+        for split, key in itertools.product(splits, ("reward", "success")):
+            found = paired(final(by_run, a, split, key), final(by_run, b, split, key))
+            if found:
+                rows.append(dict(a=a, b=b, source=source, split=split, measure=key, **found))
+    return rows
+
+
+def table2(runs) -> dict:
+    """method -> threshold -> share -> interval over seeds, of all explored trajectories."""
+    found = {}
+    for m in (m for m in ("eto", "positive", "coevolve") if m in runs):
+        rewards = [[row["reward"] for row in explored(path)] for path in runs[m].values()]
+        found[m] = {str(t): {key: interval(shares(r, t)[key] for r in rewards)
+                             for key in ("success", "negative", "hard_negative")}
+                    for t in THRESHOLDS}
+    return found
+
+
+def course(runs) -> list[dict]:
+    """Iteration by iteration of co-evolution: explored rewards, hard negatives, pairs; means."""
+    table = {}
+    for path in runs.get("coevolve", {}).values():
+        found = report.result(path)
+        for e in found["exploration"]:
+            for key in ("reward", "success", "hard_negative"):
+                table.setdefault((e["iteration"], f"{e['agent']} {key}"), []).append(e[key])
+        for e in found["pairs"]:
+            for kind in report.KINDS:
+                if kind in e["kept"]:
+                    column = f"pairs of the {e['trains']}: {kind}"
+                    table.setdefault((e["iteration"], column), []).append(e["kept"][kind])
+    return [dict(iteration=i, **{name: float(np.mean(values)) for (j, name), values in
+                                 table.items() if j == i}) for i in sorted({i for i, _ in table})]
+
+
+def curves(runs, by_run, splits) -> dict:
+    """method -> split -> iteration -> interval over seeds of the target's reward."""
+    return {m: {split: {e["iteration"]: interval(
+        found[split][n]["reward"] for (method, _), found in by_run.items()
+        if method == m and len(found.get(split, ())) > n)
+        for n, e in enumerate(by_run[m, next(iter(runs[m]))].get(split, ()))} for split in splits}
+        for m in runs}
+
+
+def figure3(runs, encoder) -> dict:
+    """Distances of each instruction's failures, by agent, over the seeds that both methods have."""
+    if not {"eto", "coevolve"} <= runs.keys():
+        return {}
+    found = {"ETO": [], "co-evolution: target": [], "co-evolution: failure agent": []}
+    seeds = sorted(runs["eto"].keys() & runs["coevolve"].keys())
+    for seed in seeds:
+        # One encoder for both: the SFT agent, from which both methods start on this seed.
+        embed = embedder(runs["coevolve"][seed] / "sft-target", encoder)
+        for name, rows in zip(found, (explored(runs["eto"][seed], "target"),
+                                      explored(runs["coevolve"][seed], "target"),
+                                      explored(runs["coevolve"][seed], "failure"))):
+            found[name].append(distances(rows, embed))
+    means = {name: dict(enumerate(float(np.mean(d)) for d in lists if d)) for name, lists in found.items()}
+    pair = paired(means["co-evolution: failure agent"], means["ETO"])
+    return dict(encoder=encoder or "the SFT agent's hidden states", seeds=seeds,
+                distances={name: sum(lists, []) for name, lists in found.items()},
+                means={name: interval(m.values()) for name, m in means.items() if m},
+                failure_agent_minus_eto=pair and {**pair, "seeds": seeds})
+
+
+def figure4(runs, by_run, splits) -> dict:
+    """lambda_SFT -> split -> interval over seeds of co-evolution's final reward."""
+    values = {}
+    for m in (m for m in runs if m == "coevolve" or m.startswith("lambda-")):
+        for seed, path in runs[m].items():
+            weight = report.result(path)["settings"]["lambda_sft"]
+            for split in splits:
+                values.setdefault(weight, {}).setdefault(split, []).append(
+                    by_run[m, seed][split][-1]["reward"])
+    return {str(w): {split: interval(v) for split, v in values[w].items()} for w in sorted(values)}
+
+
+def text_of(x: dict | None, digits: int = 3) -> str:
+    if x is None:
+        return "-"
+    half = "± ?" if x["half"] is None else f"± {x['half']:.{digits}f}"
+    return f"{x['mean']:.{digits}f} {half}"
+
+
+def name_of(method: str) -> str:
+    return NAMES.get(method, f"co-evolution, lambda_SFT {method.removeprefix('lambda-')}")
+
+
+def table_of(header: list[str], rows) -> list[str]:
+    return ["| " + " | ".join(cells) + " |" for cells in
+            [header, ["---"] * len(header), *([str(c) for c in row] for row in rows)]] + [""]
+
+
+def markdown(n: dict, splits: list[str]) -> str:
+    lines = [f"# Study on {n['environment']}", "",
+             "Greedy evaluation of the target after its last iteration: mean over seeds ± half of "
+             "the 95% t interval, reward and, in brackets, success rate.", ""]
+    lines += table_of(["method", "seeds", *splits, "steps of the target", "of all agents",
+                       "rollouts"],
+                      [(name_of(m), " ".join(map(str, n["seeds"][m])),
+                        *(f"{text_of(row[f'{s} reward'])} ({text_of(row[f'{s} success'])})"
+                          for s in splits), *(f"{row[key]:,.0f}" for key in
+                                              ("target_steps", "all_steps", "rollouts")))
+                       for m, row in n["main"].items()])
+    lines += ["## Differences on the same seeds", "",
+              "\"ahead\" and \"behind\": the 95% interval does not hold 0.", ""]
+    lines += table_of(["difference", "split", "measure", "mean ± 95%", "ahead on", "verdict",
+                       "claimed in"],
+                      [(f"{name_of(r['a'])} - {name_of(r['b'])}", r["split"], r["measure"],
+                        text_of(r), f"{r['ahead']} of {r['n']}", r["verdict"], r["source"])
+                       for r in n["paired"]])
+    if n["table2"]:
+        lines += ["## Table 2: explored trajectories, all agents and iterations of a method", ""]
+        lines += table_of(["method", "threshold", "success", "negative", "hard negative"],
+                          [(name_of(m), t, *(text_of(x) for x in row.values()))
+                           for m, by in n["table2"].items() for t, row in by.items()])
+    if n["course"]:
+        lines += ["## Co-evolution, iteration by iteration", ""]
+        names = list(dict.fromkeys(name for row in n["course"] for name in row))
+        lines += table_of(names, [[f"{row[k]:.3g}" if k in row else "-" for k in names]
+                                  for row in n["course"]])
+    if n["figure3"]:
+        lines += ["## Figure 3: distance between the failures of an instruction (1 - cos), embedded "
+                  f"by {n['figure3']['encoder']}", "", "![](figure3.png)", ""]
+        lines += table_of(["agent", "mean of seeds ± 95%", "instructions"],
+                          [(name, text_of(x, 4), len(n["figure3"]["distances"][name]))
+                           for name, x in n["figure3"]["means"].items()])
+        if pair := n["figure3"]["failure_agent_minus_eto"]:
+            lines += [f"Failure agent - ETO: {text_of(pair, 4)}, {pair['verdict']}.", ""]
+    if len(n["figure4"]) > 1:
+        lines += ["## Figure 4: lambda_SFT", "", "![](figure4.png)", ""]
+        lines += table_of(["lambda_SFT", *splits], [(w, *(text_of(row[s]) for s in splits))
+                                                    for w, row in n["figure4"].items()])
+    lines += ["## Over iterations", "", "![](curves.png)", "",
+              "The hardest negatives beside expert and target: conversations.txt.", ""]
+    return "\n".join(lines)
+
+
+def draw(n: dict, splits: list[str], out: Path) -> None:
+    """curves.png, figure3.png and figure4.png of the numbers `n`, as far as they are there."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    def save(fig, name):
+        fig.savefig(out / name, format="png", dpi=150, metadata={"Software": None})
+        plt.close(fig)
+
+    size = dict(figsize=(4.6 * len(splits), 4), layout="constrained", squeeze=False)
+    fig, axes = plt.subplots(1, len(splits), **size)
+    for ax, split in zip(axes[0], splits):
+        for k, (m, by) in enumerate(n["curves"].items()):
+            x = list(by[split])
+            y = np.array([v["mean"] for v in by[split].values()])
+            half = np.array([v["half"] or 0 for v in by[split].values()])
+            style = dict(color=f"C{k % 10}", linestyle=("-", "--")[k // 10])
+            ax.plot(x, y, marker="o", markersize=4, label=name_of(m), **style)
+            ax.fill_between(x, y - half, y + half, color=style["color"], alpha=0.1, lw=0)
+        ax.set(title=split, xlabel="iteration (0: after SFT)", ylabel="reward, 95% over seeds")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.grid(alpha=0.3)
+    fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
+               frameon=False, fontsize=8)
+    save(fig, "curves.png")
+
+    if n["figure3"]:
+        found = n["figure3"]["distances"]
+        fig, (left, right) = plt.subplots(1, 2, figsize=(9.2, 4), layout="constrained")
+        edges = np.histogram_bin_edges(sum(found.values(), []), 30)
+        for name, values in found.items():
+            left.hist(values, edges, histtype="step", label=name)
+        left.set(xlabel="mean pairwise distance, 1 - cos", ylabel="instructions x seeds")
+        left.legend(frameon=False, fontsize=8)
+        right.boxplot(list(found.values()), showmeans=True)
+        right.set_xticks(range(1, len(found) + 1), [name.replace(": ", ":\n") for name in found],
+                         fontsize=8)
+        save(fig, "figure3.png")
+
+    if len(n["figure4"]) > 1:
+        fig, ax = plt.subplots(figsize=(4.6, 4), layout="constrained")
+        for split in splits:
+            rows = [(float(w), row[split]) for w, row in n["figure4"].items() if split in row]
+            ax.errorbar([w for w, _ in rows], [v["mean"] for _, v in rows],
+                        [v["half"] or 0 for _, v in rows], marker="o", capsize=3, label=split)
+        ax.set(xscale="log", xlabel="lambda_SFT", ylabel="reward, 95% over seeds")
+        ax.grid(alpha=0.3)
+        ax.legend(frameon=False)
+        save(fig, "figure4.png")
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="run.sh study", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("env", choices=("webshop", "scienceworld", "intercodesql"))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5, 6, 7],
+                        help="defaults were chosen with seeds 0 to 2 [3 4 5 6 7]")
+    parser.add_argument("--out", type=Path, help="the study's folder [runs/study-ENV]")
+    parser.add_argument("--report", action="store_true", help="no run, only the report")
+    parser.add_argument("--encoder", help="hub name of Figure 3's encoder [the SFT agent]")
+    asked, more = parser.parse_known_args(argv)
+    folder = asked.out or Path(f"runs/study-{asked.env}")
+    if {"--method", "--seed"} & set(more):
+        raise SettingsError("a study takes --methods and --seeds, not --method and --seed")
+    if not asked.report:
+        steps = [m for m in asked.methods if "-steps" in m]
+        if steps and "coevolve" not in asked.methods:
+            raise SettingsError(f"{steps[0]} takes its steps from co-evolution's runs; add "
+                                "coevolve to --methods")
+        play(asked.env, sorted(asked.methods, key=METHODS.index), asked.seeds, folder, more)
+    print(write_report(asked.env, folder, asked.encoder))
+    print(f"study: {folder / 'report'} holds this, the numbers and the figures")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (SettingsError, report.RunError) as error:
+        print(f"study.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("study.py: stopped; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,219 @@
+"""An endpoint of our own on loopback: what it is sent, what it costs, what happens when it fails."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+
+import chat
+import coevolve
+import envs
+import report
+from runner import Run
+from settings import Settings, SettingsError, check
+
+KEY = "sk-secret-0123456789"
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def endpoint(monkeypatch):
+    """endpoint.answer(messages) -> reply; endpoint.faults are answered first: (status, text,
+    headers) each, or None for a closed connection. endpoint.seen are the requests' bodies."""
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                server.seen.append((self.path, self.headers.get("Authorization"), body))
+                fault = server.faults.pop(0) if server.faults else False
+            if fault is None:
+                self.close_connection = True
+                return
+            status, text, headers = fault or (200, json.dumps(dict(
+                choices=[dict(message=dict(content=server.answer(body["messages"])))],
+                usage=dict(prompt_tokens=100, completion_tokens=7))), {})
+            data = text.encode()
+            self.send_response(status)
+            for name, value in {"Content-Length": len(data), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    lock, server = threading.Lock(), ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.seen, server.faults, server.answer = [], [], lambda messages: "c"
+    server.url = f"http://127.0.0.1:{server.server_port}/v1"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    yield server
+    server.shutdown()
+
+
+class Guess:
+    """Three turns at most; "c" pays 1 and ends, anything else pays 0."""
+
+    name, prompt, success, max_steps, latency, test_splits = "guess", "Guess.", 1.0, 3, 0, ("test",)
+
+    def tasks(self, split):
+        return [f"{split}-{i}" for i in range(4)]
+
+    def reset(self, task):
+        return f"letter {task}"
+
+    def step(self, reply):
+        return envs.Step(f"not {reply}", float(reply == "c"), reply == "c")
+
+    def expert(self):
+        replies = iter("ac")
+        return lambda observation: next(replies)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def run(endpoint, tmp_path, monkeypatch):
+    """run(**settings) -> the finished run."""
+    monkeypatch.setattr(envs, "make", lambda *_, **__: Guess())
+    monkeypatch.setattr(chat.time, "sleep", lambda seconds: None)
+
+    def start(**changed):
+        values = dict(method="chat", model=endpoint.url, model_name="m", slots=2, examples=0,
+                      out=str(tmp_path / "run"))
+        found = Run(check(Settings(**{**values, **changed})), Accelerator(cpu=True))
+        coevolve.coevolve(found)
+        return found
+
+    return start
+
+
+def settings(endpoint, **more):
+    return Settings(method="chat", model=endpoint.url, model_name="m", **more)
+
+
+def test_an_evaluation_has_the_rows_and_events_of_any_other(endpoint, run):
+    endpoint.answer = lambda messages: "c" if "test-1" in messages[0]["content"] else "x"
+    r = run(price_in=2.0, price_out=10.0)
+    rows = r.read_jsonl("eval-0-target-test.jsonl")
+    assert [(e["task"], e["reward"], e["steps"], e["ended"]) for e in rows] == [
+        ("test-0", 0.0, 3, "budget"), ("test-1", 1.0, 1, "done"),
+        ("test-2", 0.0, 3, "budget"), ("test-3", 0.0, 3, "budget")]
+    assert [m["role"] for m in rows[0]["messages"]] == ["user", "assistant"] * 3
+    score = report.result(r.path)["evaluations"][0]
+    assert (score["reward"], score["success"], score["tasks"]) == (0.25, 0.25, 4)
+    # Ten calls of 100 and 7 tokens: (1000 x 2 + 70 x 10) / a million dollars.
+    assert (score["requests"], score["prompt_tokens"], score["completion_tokens"]) == (10, 1000, 70)
+    assert score["retries"] == 0 and score["dollars"] == 0.0027
+    assert "test-1" in report.show(r.path, ["test-1"])
+
+
+def test_the_request_is_that_of_the_protocol(endpoint, run):
+    endpoint.answer = lambda messages: "Observation: I am the shop" if len(messages) == 1 else "c"
+    run(slots=1, max_new_tokens=50)
+    (path, authorization, body), (_, _, second) = endpoint.seen[:2]
+    assert path == "/v1/chat/completions" and authorization == f"Bearer {KEY}"
+    assert body == dict(model="m", temperature=0, max_tokens=50,
+                        messages=[dict(role="user", content="Guess.\n\nletter test-0")])
+    assert second["messages"][1:] == [dict(role="assistant", content=""),
+                                      dict(role="user", content="not ")]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_examples_are_expert_conversations_and_the_rules_stand_once(endpoint, run, count):
+    run(slots=1, examples=count)
+    messages = endpoint.seen[0][2]["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 2 * count + ["user"]
+    assert [m["content"] for m in messages[1:4]] == ["a", "not a", "c"]
+    assert "".join(m["content"] for m in messages).count("Guess.") == 1
+    assert messages[0]["content"].startswith("Guess.\n\nletter train-")
+    assert messages[-1]["content"] == "letter test-0"
+    openings = {m["content"] for m in messages if "letter train-" in m["content"]}
+    assert len(openings) == count
+
+
+@pytest.mark.parametrize("fault", [None, (429, "slow down", {"Retry-After": "7"}), (500, "", {}),
+                                   (200, "<html>", {}), (200, '{"choices": []}', {})])
+def test_what_may_pass_is_tried_again_with_growing_waits(endpoint, fault):
+    waits, endpoint.faults = [], [fault] * 3
+    reply, used = chat.Endpoint(settings(endpoint), waits.append)([dict(role="user", content="?")])
+    assert reply == "c" and used["retries"] == 3 and len(endpoint.seen) == 4
+    if fault and fault[2]:
+        assert waits == [7.0] * 3
+    else:
+        assert all(2 ** k / 2 <= wait <= 2 ** k for k, wait in enumerate(waits)) and len(waits) == 3
+
+
+@pytest.mark.parametrize("faults, tries, message", [
+    ([(401, f"Incorrect API key: {KEY}", {})], 1, "status 401: Incorrect API key: ***"),
+    ([(302, "", {"Location": "http://elsewhere"})], 1, "status 302"),
+    ([(400, "context\nlength", {})], 1, "status 400: context length"),
+    ([(503, "no", {})] * 8, 8, "status 503: no (attempt 8)"),
+    ([None] * 8, 8, "(attempt 8)"),
+])
+def test_what_does_not_pass_is_one_line_without_the_key(endpoint, faults, tries, message):
+    endpoint.faults = list(faults)
+    with pytest.raises(chat.EndpointError) as error:
+        chat.Endpoint(settings(endpoint), lambda seconds: None)([dict(role="user", content="?")])
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert KEY not in str(error.value) and len(endpoint.seen) == tries
+
+
+def test_a_key_that_no_header_can_hold_is_refused_without_being_shown(endpoint, monkeypatch):
+    monkeypatch.setenv("OTHER_KEY", "sk-\nsecret")
+    with pytest.raises(SettingsError, match="OTHER_KEY holds a character") as error:
+        chat.Endpoint(settings(endpoint, key_variable="OTHER_KEY"))
+    assert "secret" not in str(error.value)
+
+
+def test_a_server_without_a_key_gets_none(endpoint, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY")
+    chat.Endpoint(settings(endpoint))([dict(role="user", content="?")])
+    assert endpoint.seen[0][1] is None
+
+
+def test_an_episode_ends_where_the_context_is_full(endpoint, run):
+    endpoint.answer = lambda messages: "x"
+    rows = run(max_tokens=107, max_new_tokens=20).read_jsonl("eval-0-target-test.jsonl")
+    assert {(e["ended"], e["steps"]) for e in rows} == {("context", 1)}
+
+
+def test_a_stopped_run_goes_on_and_pays_for_no_episode_twice(endpoint, run):
+    def break_down(messages):  # while test-2 is played; test-3 meets it
+        if "test-2" in messages[0]["content"]:
+            endpoint.faults = [(401, "out of money", {})] * 9
+        return "c"
+
+    endpoint.answer = break_down
+    with pytest.raises(chat.EndpointError, match="out of money"):
+        run(slots=1)
+    endpoint.faults, paid = [], len(endpoint.seen)
+    endpoint.answer = lambda messages: "c"
+    r = run(slots=1)
+    asked = [body["messages"][0]["content"][-6:] for _, _, body in endpoint.seen[paid:]]
+    assert asked == ["test-3"] and len(r.read_jsonl("eval-0-target-test.jsonl")) == 4
+
+
+def test_the_key_is_nowhere_when_a_whole_command_has_run(endpoint, tmp_path):
+    endpoint.answer = lambda messages: "Thought: t\nAction: search[mug]"
+    command = [sys.executable, str(ROOT / "coevolve.py"), "--model", endpoint.url, "--model-name",
+               "m", "--eval-tasks", "2", "--examples", "1", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "prompt_tokens" in done.stdout and "unseen" in done.stdout
+    endpoint.faults = [(401, f"bad key {KEY}", {})] * 9
+    command[-1] = str(tmp_path / "refused")
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 2 and "bad key ***" in refused.stderr
+    texts = [done.stdout, done.stderr, refused.stdout, refused.stderr]
+    texts += [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(texts) > 8 and not any(KEY in text for text in texts)

@@ -1,0 +1,282 @@
+"""Every method and every ablation as a whole run: a random model in an environment of one reply."""
+
+import json
+import math
+import random
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import make_model, make_tokenizer
+
+import coevolve
+import dpo
+import envs
+from runner import Run
+from settings import Settings, SettingsError, check
+
+TASKS = 6
+
+
+class OneReply:
+    """Pays (sum of the reply's letters modulo 5) / 4: a random reply succeeds one time in five."""
+
+    name, prompt, success, max_steps, latency = "one reply", "", 1.0, 1, 0
+    test_splits = ("test",)
+    best = 4  # of (letters modulo 5); what agents write is capped here
+
+    def tasks(self, split):
+        return [f"{split}-{i}" for i in range(TASKS)]
+
+    def reset(self, task):
+        return f"say something, {task}"
+
+    def step(self, reply):
+        worth = sum(map(ord, reply)) % 5 if reply != "c" else 4  # "c" is the expert's
+        return envs.Step("thanks", min(worth, self.best if reply != "c" else 4) / 4, True)
+
+    def expert(self):
+        return lambda observation: "c"
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = make_tokenizer("chatml")
+    make_model(len(tokenizer), dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(model, tmp_path, monkeypatch):
+    """run(method, **settings) -> the finished run."""
+    monkeypatch.setattr(envs, "make", lambda *_, **__: OneReply())
+    monkeypatch.setattr("gc.collect", lambda: 0)  # accelerate's, after each phase: half the time
+
+    def start(method, out="run", **changed):
+        values = dict(model=str(model), out=str(tmp_path / out), method=method, iterations=1,
+                      train_tasks=TASKS, max_tokens=400, max_new_tokens=5, slots=8, rollouts=2,
+                      sft_epochs=1, sft_lr=1e-4, dpo_epochs=2, dpo_batch=4, dpo_lr=1e-4,
+                      dpo_lr_later=1e-4, temperature=1.5)
+        r = Run(check(Settings(**{**values, **changed})), Accelerator(cpu=True))
+        coevolve.coevolve(r)
+        return r
+
+    return start
+
+
+def events(run, name, **wanted):
+    found = [json.loads(line) for line in (run.path / "metrics.jsonl").open()]
+    return [e for e in found if e["event"] == name and all(e[k] == wanted[k] for k in wanted)]
+
+
+def weights(folder):
+    from safetensors.torch import load_file
+    return load_file(folder / "model.safetensors")
+
+
+def equal(a, b):
+    a, b = weights(a), weights(b)
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def pairs(run, agent, i=1):
+    return run.read_jsonl(f"iter{i}/pairs-{agent}.jsonl")
+
+
+# ------------------------------------------------------------------------------------- methods
+
+
+def test_sft_stops_after_its_evaluation(run):
+    r = run("sft")
+    assert sorted(p.name for p in r.path.iterdir() if p.is_dir()) == ["sft-target"]
+    assert [e["iteration"] for e in events(r, "evaluation")] == [0]
+
+
+def test_join_by_hand():
+    def row(task, reward, *replies, agent="target"):
+        turns = [{"role": "assistant", "content": text} for text in replies]
+        return dict(task=task, agent=agent, reward=reward, messages=[{"role": "user"}, *turns])
+
+    experts = [row("a", 1.0, "x", "y", agent="expert"), row("b", 1.0, "x", agent="expert")]
+    new, dropped = row("a", 1.0, "x"), Counter()
+    found = coevolve.join(experts, {
+        "a": [row("a", 0.9, "z"), row("a", 1.0, "x", "y"), new, row("a", 1.0, "x")],
+        "b": [row("b", 1.0, "x")]}, 1.0, dropped)
+    assert found == [*experts, new]
+    assert dropped == {"failure": 1, "known already": 3}
+
+
+def test_rft_adds_each_success_once(run):
+    r = run("rft", samples=6)
+    sampled = r.read_jsonl("iter1/target.jsonl")
+    assert Counter(e["task"] for e in sampled) == {f"train-{i}": 6 for i in range(TASKS)}
+    new = {(e["task"], e["messages"][1]["content"]) for e in sampled if e["reward"] == 1}
+    new -= {(f"train-{i}", "c") for i in range(TASKS)}
+    joined = r.read_jsonl("iter1/experts.jsonl")
+    assert new and len(joined) == TASKS + len(new)
+    assert {(e["task"], e["messages"][1]["content"]) for e in joined[TASKS:]} == new
+    assert [e["iteration"] for e in events(r, "evaluation")] == [0, 1]
+
+
+def test_rft_starts_from_the_base_again(run, monkeypatch):
+    """Where no sample succeeds, the second SFT is the first one (one batch: order is nothing)."""
+    monkeypatch.setattr(OneReply, "best", 3)
+    r = run("rft")
+    a, b = weights(r.path / "sft-target"), weights(r.path / "iter1/target-agent")
+    assert all(torch.allclose(a[name], b[name], atol=1e-7) for name in a)
+
+
+@pytest.mark.parametrize("successes, extra", [(0, 10), (1, 8), (4, 2), (5, 0)])
+def test_dart_gives_what_the_paper_gives(successes, extra):
+    assert coevolve.dart_rollouts(successes, n=5, budget=10) == extra
+
+
+def test_dart_samples_more_where_the_first_samples_failed(run):
+    r = run("dart", samples=4, dart_budget=8)
+    first, more = (r.read_jsonl(f"iter1/{name}.jsonl") for name in ("target", "target-more"))
+    failures, extra = Counter(), Counter(e["task"] for e in more)
+    for e in first:
+        failures[e["task"]] += e["reward"] < 1
+    assert len(set(failures.values())) > 1  # or the test would say little
+    assert all(extra[task] == 2 * n for task, n in failures.items())
+    assert min(e["rollout"] for e in more) == 4
+    assert len({(e["task"], e["seed"]) for e in first + more}) == len(first + more)
+    assert events(r, "joined")[0]["successes"] > 0
+
+
+def test_ppo_starts_at_the_sft_policy_and_moves(run):
+    r = run("ppo", iterations=2, ppo_rollouts=4, ppo_lr=1e-3)
+    kl = [e["kl"] for e in events(r, "ppo")]
+    assert kl[0] == pytest.approx(0, abs=1e-5) and kl[1] > 0.01
+    assert [e["episodes"] for e in events(r, "ppo")] == [4 * TASKS] * 2
+    assert [e["iteration"] for e in events(r, "evaluation")] == [0, 1, 2]
+
+
+def test_the_positive_agent_learns_like_eto_and_the_target_as_beside_a_failure_agent(run):
+    r = run("positive")
+    assert {p["kind"] for p in pairs(r, "positive")} == {"expert>positive"}
+    assert {p["kind"] for p in pairs(r, "target")} == {"expert>target", "expert>positive",
+                                                      "failure>failure"}
+    assert all(p["sft_weight"] > 0 for p in pairs(r, "positive"))
+    assert not list(r.path.rglob("*failure*"))
+    assert not equal(r.path / "sft-positive", r.path / "iter1/positive-agent")
+
+
+# ----------------------------------------------------------------------------------- ablations
+
+
+def test_a_frozen_failure_agent_stays_as_it_is(run):
+    r = run("coevolve", d_fail="none", iterations=2)
+    assert equal(r.path / "sft-failure", r.path / "iter2/failure-agent")
+    assert not equal(r.path / "sft-target", r.path / "iter2/target-agent")
+    assert "failure>failure" in {p["kind"] for p in pairs(r, "target", 2)}
+
+
+def test_a_failure_agent_of_another_run(run, model, tmp_path):
+    first = run("coevolve", out="first", iterations=2, seed=1)
+    r = run("coevolve", failure_from=str(first.path))
+    assert equal(first.path / "iter2/failure-agent", r.path / "sft-failure")
+    assert not equal(r.path / "sft-failure", r.path / "iter1/failure-agent")
+    with pytest.raises(SettingsError, match="no iter<i>/failure-agent"):
+        run("coevolve", out="second", failure_from=str(model))
+    other = make_tokenizer("chatml pad=eos")
+    other.save_pretrained(first.path / "iter2/failure-agent")
+    with pytest.raises(SettingsError, match="its tokenizer is not that of --model"):
+        run("coevolve", out="third", failure_from=str(first.path))
+
+
+def test_the_failure_agent_explores_again_before_d_tgt(run):
+    r = run("coevolve", explore_again=True, iterations=2, d_fail="buffer")
+    done = [name for name in r.phases if name.startswith("iter1")]
+    order = ["iter1-pairs-failure", "iter1-failure", "iter1-explore-failure-more",
+             "iter1-pairs-target", "iter1-target"]
+    assert [name for name in done if name in order] == order
+    rollouts = defaultdict(set)
+    for agent in ("target", "failure"):
+        for p in pairs(r, agent):
+            for side in (p["chosen"], p["rejected"]):
+                rollouts[agent, side["agent"]].add(side["rollout"])
+    assert rollouts["target", "failure"] <= {2, 3} and rollouts["failure", "failure"] <= {0, 1}
+    assert rollouts["target", "target"] <= {0, 1}
+    assert {p["chosen"]["iteration"] for p in pairs(r, "failure", 2)} == {1, 2}  # the buffer
+
+
+@pytest.mark.parametrize("steps", [2, 11])
+def test_steps_of_the_target_are_a_setting(run, steps):
+    r = run("coevolve", dpo_steps=steps)
+    assert len(events(r, "train", phase="iter1-target")) == steps
+    epochs = [e["epoch"] for e in events(r, "train", phase="iter1-failure")]
+    assert set(epochs) == {1, 2} and len(epochs) != steps
+
+
+def test_an_epoch_is_gone_through_before_the_next():
+    groups = [dpo.Group(str(i), [], [dpo.Pair("kind", 0, 1)]) for i in range(5)]
+    s = Settings(dpo_batch=2, dpo_epochs=2)
+    epochs = lambda steps: [[[g.task for g in b] for b in epoch] for epoch in
+                            coevolve.preference_epochs(groups, s, random.Random(0),
+                                                       steps)]
+    assert [len(e) for e in epochs(0)] == [3, 3] and [len(e) for e in epochs(7)] == [3, 3, 1]
+    assert all(sorted(sum(e, [])) == list("01234") for e in epochs(7)[:2])
+
+
+def test_beta_learning_rate_and_weights_reach_the_loss_in_each_iteration(run, monkeypatch):
+    seen = []
+    loss = dpo.preference_objective
+
+    def recorded(model, groups, **settings):
+        if not seen or seen[-1] != settings:
+            seen.append(settings)
+        return loss(model, groups, **settings)
+
+    monkeypatch.setattr(dpo, "preference_objective", recorded)
+    r = run("coevolve", iterations=2, beta=0.1, beta_later=0.5, dpo_lr=3e-5, dpo_lr_later=1e-5,
+            lambda_dpo=0.7, lambda_sft=0.3, log_prob="mean", sft_term="mean", dpo_warmup=0.0)
+    common = dict(lambda_sft=0.3, log_prob="mean", sft_term="mean")
+    assert seen == [dict(beta=0.1, lambda_dpo=1.0, **common), dict(beta=0.1, lambda_dpo=.7, **common),
+                    dict(beta=0.5, lambda_dpo=1.0, **common), dict(beta=0.5, lambda_dpo=.7, **common)]
+    for i, lr in ((1, 3e-5), (2, 1e-5)):
+        assert {e["lr"] for e in events(r, "train", phase=f"iter{i}-target")} == {lr}
+
+
+def test_the_learning_rate_may_fall_along_a_cosine(run):
+    r = run("eto", dpo_schedule="cosine", dpo_warmup=0.0, dpo_steps=4)
+    lr = [e["lr"] for e in events(r, "train", phase="iter1-target")]
+    assert lr == pytest.approx([1e-4 * (1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)])
+
+
+@pytest.mark.parametrize("reference, zero", [("phase", True), ("sft", False)])
+def test_the_reference_is_the_agent_entering_the_phase_or_the_sft_agent(run, reference, zero):
+    r = run("eto", iterations=2, reference=reference)
+    first = events(r, "train", phase="iter2-target", step=1)[0]["kinds"]["expert>target"]
+    assert (abs(first["margin"]) < 1e-5) == zero
+
+
+def test_rollouts_and_temperature(run):
+    r = run("eto", rollouts=3, temperature=0.0)
+    found = defaultdict(list)
+    for e in r.read_jsonl("iter1/target.jsonl"):
+        found[e["task"]].append(e["ids"])
+    assert all(len(ids) == 3 and ids[0] == ids[1] == ids[2] for ids in found.values())
+    r = run("eto", out="warm", rollouts=3)
+    assert len({tuple(e["ids"]) for e in r.read_jsonl("iter1/target.jsonl")}) > TASKS
+
+
+@pytest.mark.parametrize("changed, message", [
+    (dict(method="eto", failure_from="x"), "--failure-from: eto has no failure agent"),
+    (dict(method="eto", explore_again=True), "--explore-again: eto has no second agent"),
+    (dict(method="ppo", temperature=0.0), "--temperature 0"),
+    (dict(ppo_rollouts=1), "--ppo-rollouts 1: must be at least 2"),
+    (dict(samples=0), "--samples 0: must be at least 1"),
+    (dict(dpo_steps=-1), "--dpo-steps -1: must be 0 or more"),
+])
+def test_what_a_method_cannot_use_is_refused(changed, message):
+    with pytest.raises(SettingsError) as error:
+        check(Settings(**changed))
+    assert message in str(error.value)

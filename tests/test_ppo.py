@@ -1,0 +1,136 @@
+"""PPO by hand: advantages, the clipped objective, its gradient, and a bandit whose best is known."""
+
+import math
+import random
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import make_model
+from test_dpo import VOCABULARY, brute_force_log_prob, sequences
+
+import dpo
+import ppo
+
+
+class Table(torch.nn.Module):
+    """A policy that is a row of logits, whatever came before: its probabilities are known."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.tensor(logits, dtype=torch.float64))
+
+    def forward(self, input_ids, position_ids, lengths, logits_to_keep, use_cache):
+        return SimpleNamespace(logits=self.logits.expand(1, len(logits_to_keep), -1))
+
+
+def episodes(*tokens, advantages, old, sft):
+    """A group of episodes that read token 0 and then write the tokens given."""
+    found = [dpo.Sequence([0, *ids], [0] + [1] * len(ids)) for ids in tokens]
+    as_tensors = lambda rows: [torch.tensor(row, dtype=torch.float64).log() for row in rows]
+    return ppo.Rollouts("task", found, advantages=advantages, old=as_tensors(old),
+                        sft=as_tensors(sft))
+
+
+def test_leave_one_out_by_hand():
+    assert ppo.leave_one_out([1.0, 0.0]) == [1.0, -1.0]
+    assert ppo.leave_one_out([0.9, 0.6, 0.0]) == pytest.approx([0.9 - 0.3, 0.6 - 0.45, 0.0 - 0.75])
+    assert ppo.leave_one_out([0.5] * 4) == [0.0] * 4
+
+
+def test_an_instruction_with_a_single_rollout_is_left_out_and_counted():
+    row = dict(ids=[1, 2], action_mask=[0, 1], reward=0.5)
+    dropped = Counter()
+    groups = ppo.groups({"a": [row], "b": [row, {**row, "reward": 1.0}]}, dropped)
+    assert [(g.task, g.advantages) for g in groups] == [("b", [-0.5, 0.5])]
+    assert dropped == {"the only rollout of its instruction": 1}
+
+
+def test_the_objective_by_hand():
+    """pi = (1/2, 1/4, 1/4). Three tokens of an episode with advantage 1, one with advantage -2.
+
+    ratios, clip 0.2          A = 1                           A = -2
+    token 0: .5/.5   = 1      min(1, 1) = 1
+    token 1: .25/.2  = 1.25   min(1.25, 1.2) = 1.2
+    token 2: .25/.4  = 0.625  min(0.625, 0.8) = 0.625
+    token 1: .25/.2  = 1.25                                   min(-2.5, -2.4) = -2.5
+    """
+    model = Table([math.log(2), 0.0, 0.0])
+    group = episodes([0, 1, 2], [1], advantages=[1.0, -2.0], old=[[.5, .2, .4], [.2]],
+                     sft=[[.5, .25, .25], [.5]])
+    surrogate = 1 + 1.2 + 0.625 - 2.5
+    loss, _ = ppo.objective(model, [group], temperature=1.0, clip=0.2, kl=0.0)
+    assert loss.item() == pytest.approx(-surrogate)
+    loss, _ = ppo.objective(model, [group], temperature=1.0, clip=0.2, kl=0.1)
+    assert loss.item() == pytest.approx(-surrogate + 0.1 * math.log(2) ** 2 / 2)
+
+
+def test_clipped_tokens_have_no_gradient():
+    model = Table([math.log(2), 0.0, 0.0])
+    for advantage, old, moves in ((1.0, .2, False), (1.0, .4, True), (-1.0, .2, True),
+                                  (-1.0, .4, False)):
+        group = episodes([1], advantages=[advantage], old=[[old]], sft=[[.25]])
+        loss, _ = ppo.objective(model, [group], temperature=1.0, clip=0.2, kl=0.0)
+        model.zero_grad()
+        loss.backward()
+        assert bool(model.logits.grad.abs().max() > 0) == moves, (advantage, old)
+
+
+def test_the_kl_terms_gradient_is_that_of_the_divergence():
+    """All three actions as often as the policy takes them: 2, 1 and 1 of 4."""
+    model, sft = Table([math.log(2), 0.0, 0.0]), [0.2, 0.5, 0.3]
+    taken = [0, 0, 1, 2]
+    group = episodes(*([t] for t in taken), advantages=[0.0] * 4,
+                     old=[[[.5, .25, .25][t]] for t in taken], sft=[[sft[t]] for t in taken])
+    loss, _ = ppo.objective(model, [group], temperature=1.0, clip=0.2, kl=1.0)
+    (loss / 4).backward()
+    found = model.logits.grad.clone()
+    model.zero_grad()
+    log_pi = torch.log_softmax(model.logits, -1)
+    (log_pi.exp() * (log_pi - torch.tensor(sft, dtype=torch.float64).log())).sum().backward()
+    assert found.tolist() == pytest.approx(model.logits.grad.tolist())
+
+
+def test_token_log_probs_sum_to_those_of_the_trajectory():
+    model, found = make_model(VOCABULARY), sequences(9, 14, 5)
+    log_probs = ppo.token_log_probs(model, found, temperature=1.0)
+    sums = [part.sum().item() for part in log_probs.split([s.action_tokens for s in found])]
+    assert sums == pytest.approx([brute_force_log_prob(model, s).item() for s in found])
+
+
+def test_the_temperature_divides_the_logits():
+    model = Table([math.log(2), 0.0, 0.0])  # at temperature 1/2 the odds are 4 : 1 : 1
+    found = ppo.token_log_probs(model, [dpo.Sequence([0, 0, 1], [0, 1, 1])], temperature=0.5)
+    assert found.exp().tolist() == pytest.approx([4 / 6, 1 / 6])
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.5])
+def test_a_bandit_is_solved(kl):
+    """Three actions worth 0, 0.5 and 1. The best policy is known: proportional to
+    pi_SFT exp(reward / kl), which without the KL term is the best action alone."""
+    worth, sft = torch.tensor([0.0, 0.5, 1.0]), Table([1.0, 0.5, 0.0])
+    policy, rng = Table([1.0, 0.5, 0.0]), torch.Generator().manual_seed(0)
+    for i in range(40):
+        with torch.no_grad():
+            chances = torch.softmax(policy.logits, -1)
+        taken = torch.multinomial(chances, 64, replacement=True, generator=rng).tolist()
+        rows = [dict(ids=[0, t], action_mask=[0, 1], reward=worth[t].item()) for t in taken]
+        groups = ppo.groups({"bandit": rows}, Counter())
+        ppo.add_log_probs(policy, groups, "old", 1.0, 1000)
+        ppo.add_log_probs(sft, groups, "sft", 1.0, 1000)
+        epochs = [dpo.batches(groups, 16, "instructions", random.Random(i)) for _ in range(4)]
+        objective = partial(ppo.objective, temperature=1.0, clip=0.2, kl=kl)
+        dpo.fit(Accelerator(cpu=True), policy, epochs, objective, dpo.count_action_tokens, lr=0.05,
+                warmup=0.0, schedule="constant", weight_decay=0.0, max_grad_norm=1.0,
+                tokens_per_forward=1000, log=lambda event: None)
+    found = torch.softmax(policy.logits.detach(), -1)
+    best = torch.softmax(sft.logits.detach() + worth / kl, -1) if kl else torch.tensor([0., 0., 1.])
+    assert found.tolist() == pytest.approx(best.tolist(), abs=0.06)
+
+
+def test_the_divergence_is_counted_per_episode():
+    group = episodes([0, 1], [2], advantages=[0.0, 0.0], old=[[.5, .5], [.5]], sft=[[.25, .5], [.5]])
+    assert ppo.kl_of([group]) == pytest.approx(math.log(2) / 2)

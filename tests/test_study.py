@@ -1,0 +1,184 @@
+"""The study: statistics by hand, and a whole small one with its report."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import make_model, make_tokenizer
+from test_methods import OneReply
+
+import coevolve
+import envs
+import report
+import study
+from runner import Run
+from settings import SettingsError, check, parse
+
+
+@pytest.mark.parametrize("degrees, value", [  # any table of the t distribution
+    (1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (30, 2.042)])
+def test_t_quantiles_are_those_of_the_tables(degrees, value):
+    assert study.t_quantile(degrees) == pytest.approx(value, abs=6e-4)
+
+
+def test_interval_by_hand():
+    """1, 2, 3, 4, 5: mean 3, variance 2.5, half width 2.776 sqrt(2.5 / 5)."""
+    found = study.interval([1, 2, 3, 4, 5])
+    assert found["n"] == 5 and found["mean"] == 3
+    assert found["half"] == pytest.approx(2.7764 * math.sqrt(0.5), abs=1e-3)
+    assert study.interval([0.5]) == dict(n=1, mean=0.5, half=None)
+
+
+@pytest.mark.parametrize("a, b, mean, half, ahead, verdict", [
+    # Differences 0.1, 0.2, 0.3: variance 0.01, half width 4.303 x 0.1 / sqrt(3) = 0.2484.
+    ({3: .6, 4: .8, 5: 1.}, {3: .5, 4: .6, 5: .7}, 0.2, 0.2484, 3, "undecided"),
+    # Differences 0.2, 0.2, 0.3: variance 1/300, half width 4.303 x 0.05774 / sqrt(3) = 0.1434.
+    ({3: .7, 4: .8, 5: 1.}, {3: .5, 4: .6, 5: .7}, 7 / 30, 0.1434, 3, "ahead"),
+    ({3: .5, 4: .6, 5: .7}, {3: .7, 4: .8, 5: 1.}, -7 / 30, 0.1434, 0, "behind"),
+    # Only the seeds of both count: 0.2 and 0.0, half width 12.706 x 0.1.
+    ({3: .7, 4: .6, 9: 0.}, {3: .5, 4: .6, 5: .7}, 0.1, 1.2706, 1, "undecided"),
+])
+def test_paired_differences_by_hand(a, b, mean, half, ahead, verdict):
+    found = study.paired(a, b)
+    assert found["mean"] == pytest.approx(mean) and found["half"] == pytest.approx(half, abs=1e-3)
+    assert (found["ahead"], found["verdict"]) == (ahead, verdict)
+
+
+def test_one_seed_decides_nothing_and_none_gives_nothing():
+    assert study.paired({3: 1.0}, {3: 0.0})["verdict"] == "undecided"
+    assert study.paired({3: 1.0}, {4: 0.0}) is None
+
+
+def test_shares_of_table_2_by_hand():
+    rewards = [1.0, 1.0, 0.8, 0.7, 0.6, 0.59, 0.0, 0.0, 0.0, 0.0]
+    for threshold, negative, hard in ((0.6, 0.5, 0.3), (0.7, 0.6, 0.2), (0.8, 0.7, 0.1)):
+        assert study.shares(rewards, threshold) == pytest.approx(
+            dict(success=0.2, negative=negative, hard_negative=hard))
+
+
+def test_mean_distance_by_hand():
+    """Unit vectors at 0, 60 and 90 degrees: cosines 1/2, 0 and cos 30; lengths do not matter."""
+    vectors = np.array([[2.0, 0.0], [0.5, math.sqrt(0.75)], [0.0, 3.0]])
+    assert study.mean_distance(vectors) == pytest.approx(1 - (0.5 + 0 + math.sqrt(0.75)) / 3)
+    rows = [dict(task=t, reward=r, at=k) for t, r, k in
+            (("a", .5, 0), ("a", .5, 2), ("a", 1., 1), ("b", .5, 0), ("c", 1., 0), ("c", 1., 1))]
+    assert study.distances(rows, lambda row: vectors[row["at"]]) == pytest.approx([1.0])
+
+
+def test_the_embedding_is_the_mean_state_of_the_action_tokens(tmp_path):
+    from transformers import AutoModel
+    tokenizer = make_tokenizer("chatml")
+    make_model(len(tokenizer), dtype=torch.float32).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ids, mask = [5, 9, 11, 7, 30], [0, 1, 1, 0, 1]
+    states = AutoModel.from_pretrained(tmp_path)(torch.tensor([ids])).last_hidden_state[0]
+    expected = (states[1] + states[2] + states[4]) / 3
+    found = study.embedder(tmp_path, None)(dict(ids=ids, action_mask=mask))
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    row = dict(messages=[dict(content="find a mug"), dict(content="click")])
+    text = tokenizer("find a mug\nclick")["input_ids"]
+    expected = AutoModel.from_pretrained(tmp_path)(torch.tensor([text])).last_hidden_state[0].mean(0)
+    found = study.embedder(None, str(tmp_path))(row)
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A study of five methods on two seeds, in the environment of one reply; and its commands."""
+    folder, commands = tmp_path_factory.mktemp("study"), []
+    tokenizer = make_tokenizer("chatml")
+    make_model(len(tokenizer), dtype=torch.float32).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    more = ("--train-tasks 6 --iterations 2 --max-tokens 400 --max-new-tokens 5 --slots 8 "
+            "--sft-epochs 1 --sft-lr 1e-4 --dpo-epochs 1 --dpo-batch 4 --dpo-lr 1e-4 "
+            f"--temperature 1.5 --model {folder / 'model'}").split()
+
+    def launch(env, command):
+        commands.append(command)
+        run = Run(check(parse(["--env", env, *command])), Accelerator(cpu=True))
+        coevolve.coevolve(run)
+        (run.path / "result.json").write_text(json.dumps(report.result(run.path)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(envs, "make", lambda *_, **__: OneReply())
+        patch.setattr("gc.collect", lambda: 0)
+        patch.setattr(study, "launch", launch)
+        methods = ["lambda-0.1", "eto-steps-rollouts", "eto", "coevolve", "lambda-0.5"]
+        study.main(["webshop", "--methods", *methods, "--seeds", "0", "1", "--out",
+                    str(folder / "runs"), *more])
+    return folder / "runs", commands
+
+
+def test_a_study_runs_methods_by_seed_and_takes_steps_from_co_evolution(finished):
+    folder, commands = finished
+    # lambda-0.1 is the default of this model, so co-evolution itself.
+    assert [c[-1].rpartition("/")[2] for c in commands] == [
+        f"{m}-s{seed}" for seed in (0, 1)
+        for m in ("coevolve", "eto", "eto-steps-rollouts", "lambda-0.5")]
+    for seed in (0, 1):
+        events = report.read_jsonl(folder / f"coevolve-s{seed}" / "metrics.jsonl")
+        took = [sum(e["event"] == "train" and e["phase"] == f"iter{i}-target" for e in events)
+                for i in (1, 2)]
+        equal = report.read_jsonl(folder / f"eto-steps-rollouts-s{seed}" / "metrics.jsonl")
+        for i in (1, 2):
+            steps = sum(e["event"] == "train" and e["phase"] == f"iter{i}-target" for e in equal)
+            assert abs(steps - sum(took) / 2) <= 0.5
+        count = lambda es: sum(e["trajectories"] for e in es if e["event"] == "exploration")
+        assert count(equal) == count(events) == 2 * 2 * 6
+
+
+def test_the_report_holds_what_the_runs_hold(finished):
+    folder, _ = finished
+    numbers = json.loads((folder / "report/report.json").read_text())
+    rewards = {}
+    for method in ("coevolve", "eto"):
+        for seed in (0, 1):
+            rows = report.read_jsonl(folder / f"{method}-s{seed}/eval-2-target-test.jsonl")
+            rewards[method, seed] = sum(r["reward"] for r in rows) / len(rows)
+    found = numbers["main"]["coevolve"]["test reward"]
+    assert found["mean"] == pytest.approx((rewards["coevolve", 0] + rewards["coevolve", 1]) / 2)
+    pair = next(r for r in numbers["paired"] if (r["a"], r["b"], r["measure"]) ==
+                ("coevolve", "eto", "reward"))
+    assert pair["mean"] == pytest.approx(sum(
+        rewards["coevolve", s] - rewards["eto", s] for s in (0, 1)) / 2)
+    hard = []
+    for seed in (0, 1):
+        rows = [row for i in (1, 2) for agent in ("target", "failure")
+                for row in report.read_jsonl(folder / f"coevolve-s{seed}/iter{i}/{agent}.jsonl")]
+        hard.append(sum(0.7 <= r["reward"] < 1 for r in rows) / len(rows))
+    assert numbers["table2"]["coevolve"]["0.7"]["hard_negative"]["mean"] == pytest.approx(
+        sum(hard) / 2)
+    assert numbers["main"]["coevolve"]["rollouts"] == 24
+    assert list(numbers["figure4"]) == ["0.1", "0.5"]
+    assert numbers["figure3"]["means"].keys() == numbers["figure3"]["distances"].keys()
+    for name in ("curves", "figure3", "figure4"):
+        assert (folder / f"report/{name}.png").read_bytes().startswith(b"\x89PNG")
+    text = (folder / "report/report.md").read_text()
+    assert "co-evolution - ETO, equal steps and rollouts" in text and "Table 2" in text
+    assert "EXPERT" in (folder / "report/conversations.txt").read_text()
+
+
+def test_a_report_on_a_few_runs_leaves_out_what_it_cannot_say(finished, tmp_path):
+    (tmp_path / "eto-s0").symlink_to(finished[0] / "eto-s0")
+    study.main(["webshop", "--report", "--out", str(tmp_path)])
+    numbers = json.loads((tmp_path / "report/report.json").read_text())
+    assert not numbers["paired"] and not numbers["figure3"] and list(numbers["main"]) == ["eto"]
+
+
+@pytest.mark.parametrize("line, message", [
+    ("--methods eto-steps", "add coevolve to --methods"),
+    ("--seed 3", "--methods and --seeds"),
+    ("--report", "no finished run"),
+    ("--betta 1", "unknown: --betta"),
+])
+def test_what_a_study_cannot_do_is_refused(line, message, tmp_path):
+    with pytest.raises((SettingsError, report.RunError), match=message):
+        study.main(["webshop", *line.split(), "--out", str(tmp_path / "none")])
+
+
+def test_a_run_that_fails_stops_the_study_and_is_named(tmp_path):
+    with pytest.raises(SettingsError, match="eto-s0 ended with status 2"):
+        study.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")])
