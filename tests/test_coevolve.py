@@ -17,13 +17,14 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker, register_tracker_class
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import coevolve
 import dpo
 import envs
 import experts
 import report
+import runner
 from settings import Settings, SettingsError
 
 ROOT = Path(__file__).parent.parent
@@ -439,6 +440,38 @@ def test_a_tracker_gets_every_number_of_the_log(tmp_path, monkeypatch):
         if event["event"] == "evaluation":
             assert values[f"evaluation/target/{event['split']}/reward"] == event["reward"]
     AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("broken, message", [
+    ("disk", "GB are free, and the run's checkpoints take 0.0"),
+    ("weights", "saved and loaded again, model.embed_tokens.weight is not"),
+    ("tokenizer", "saved and loaded again, its tokenizer is not the same"),
+])
+def test_what_cannot_be_saved_is_known_before_the_first_step(quick, tmp_path, monkeypatch, broken,
+                                                             message):
+    """A full disk, weights that change on the way, a tokenizer that loses a token."""
+    save = runner.Run._save
+    if broken == "disk":
+        monkeypatch.setattr(runner.shutil, "disk_usage",
+                            lambda path: type("Usage", (), dict(free=1000)))
+
+    def save_badly(run, model, before, out):
+        save(run, model, before, out)
+        if broken == "weights":
+            weights = load_file(out / "model.safetensors")
+            weights["model.embed_tokens.weight"] += 1e-3
+            save_file(weights, out / "model.safetensors", {"format": "pt"})
+        if broken == "tokenizer":
+            text = (out / "tokenizer.json").read_text()
+            (out / "tokenizer.json").write_text(text.replace('"find"', '"fin_d"'))
+
+    monkeypatch.setattr(runner.Run, "_save", save_badly)
+    with pytest.raises(SettingsError) as refusal:
+        coevolve.main([*command(tmp_path / "run")[2:], "--env", "webshop"])
+    AcceleratorState._reset_state(True)
+    assert message in str(refusal.value)
+    events = report.read_jsonl(tmp_path / "run/metrics.jsonl")
+    assert events and not any(e["event"] == "train" for e in events)
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "wandbb"])

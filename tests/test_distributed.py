@@ -183,3 +183,21 @@ def test_weights_of_16_bits_are_refused():
     model = make_model(VOCABULARY, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="embed_tokens.weight is torch.bfloat16; load the model"):
         scale.spread(Accelerator(cpu=True), model, shard=False)
+
+
+def test_a_state_of_another_phase_or_number_of_ranks_is_not_used(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = scale.spread(accelerator, make_model(VOCABULARY), shard=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    dpo.sft_objective(model, [group()])[0].backward()
+    optimizer.step()
+    state = scale.Checkpoint(accelerator, tmp_path, "sft from these experts", 0)
+    state.save(model, optimizer, 1, [{"step": 1}])
+    state.save(model, optimizer, 2, [{"step": 1}, {"step": 2}])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]  # the newest alone
+    steps, events = state.restore(model, torch.optim.AdamW(model.parameters(), fused=True))
+    assert steps == len(events) == state.resumed_at == 2
+    other = scale.Checkpoint(accelerator, tmp_path, "sft from those experts", 0)
+    assert other.restore(model, optimizer) == (0, [])
+    shards = scale.spread(accelerator, make_model(VOCABULARY), shard=True)
+    assert state.restore(shards, torch.optim.AdamW(shards.parameters())) == (0, [])
