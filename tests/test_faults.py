@@ -1,5 +1,7 @@
 """Faults of the world and of the machine: no trajectory is made of them, and no work is lost."""
 
+import fcntl
+import io
 import json
 import os
 import random
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -236,3 +239,181 @@ def test_a_run_whose_world_was_gone_goes_on_to_the_undisturbed_result(toy_run, t
     assert "The same command goes on" in coevolve.one_line(error.value)
     assert not (run / "result.json").exists() and gone.calls < 60 + 3 * 3
     assert contents(toy_run()) == undisturbed
+
+
+# ------------------------------------------------------------------------------ the machine
+
+@contextmanager
+def disk_of(size):
+    """A disk on which no file can be larger than `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    out, err, sys.stdout, sys.stderr = sys.stdout, sys.stderr, io.StringIO(), io.StringIO()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        sys.stdout, sys.stderr = out, err
+
+
+def test_a_full_disk_stops_the_run_at_any_write_and_loses_nothing(toy_run):
+    run = toy_run()
+    undisturbed, met = contents(run), set()
+    shutil.rmtree(run)
+    for size in (100, 5000, 90_000):
+        try:
+            with disk_of(size):
+                toy_run()
+        except Exception as error:
+            line = coevolve.one_line(error)
+            assert line and "\n" not in line and "too large" in line, repr(error)
+            met |= set(re.findall(r"run/([\w./-]+)", line))
+        assert not (run / "result.json").exists()
+    assert {"config.json", "experts.jsonl.tmp", "sft-target.tmp"} == met, met
+    assert contents(toy_run()) == undisturbed
+
+
+RUN_FILES = ["config.json", "phases.json", "metrics.jsonl", "experts.jsonl", "iter1/target.jsonl",
+             "iter1/pairs.jsonl", "sft-target/model.safetensors", "sft-failure/tokenizer.json",
+             "iter1/target-agent/config.json", "eval-0-target-test.jsonl"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run of the toy, made once."""
+    return {}
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_a_damaged_run_file_is_named_and_nothing_overwritten(toy_run, finished, tmp_path, name):
+    run = tmp_path / "run"
+    if finished:
+        shutil.copytree(finished["run"], run)
+    else:
+        finished["run"] = shutil.copytree(toy_run(), tmp_path / "kept")
+    whole = (run / name).read_bytes()
+    half = whole[:len(whole) // 2]
+    edited = whole.replace(b"1", b"2", 1) if b"1" in whole else whole[:-9] + b"x" + whole[-8:]
+    for damaged in (half, edited, b"", b"\xff\xfe{", b"[]", b"[" * 10 ** 5, b'{"a": 1}\n'):
+        if damaged == edited and name in ("config.json", "phases.json"):
+            continue  # it may still be one
+        (run / name).write_bytes(damaged)
+        before = contents(run) if name != "metrics.jsonl" else None
+        with pytest.raises((SettingsError, coevolve.report.RunError)) as error:
+            toy_run()
+        line = coevolve.one_line(error.value)
+        assert str(run) in line and "\n" not in line and len(line) < 400
+        assert (name.split("/")[0] in line or "made with other settings" in line), line
+        assert name == "metrics.jsonl" or contents(run) == before
+    (run / name).write_bytes(whole)
+    assert contents(toy_run()) == contents(finished["run"])
+
+
+def test_a_forgotten_phase_is_done_again_with_all_that_follow(toy_run):
+    run = toy_run()
+    undisturbed = contents(run)
+    phases = json.loads((run / "phases.json").read_text())
+    del phases["iter1-pairs"]
+    (run / "phases.json").write_text(json.dumps(phases))
+    (run / "result.json").write_text("{")
+    assert contents(toy_run()) == undisturbed
+
+
+def test_the_second_of_two_runs_in_a_folder_is_refused(toy_run, tmp_path):
+    (tmp_path / "run").mkdir()
+    with open(tmp_path / "run/lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(SettingsError, match="another process is running in this folder"):
+            toy_run()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+
+
+def test_clocks_may_jump(toy_run, monkeypatch):
+    undisturbed = contents(run := toy_run())
+    shutil.rmtree(run)
+    monkeypatch.setattr(time, "time", lambda: random.choice([0.0, 1e9, 4e9]))
+    monkeypatch.setattr(time, "time_ns", lambda: random.choice([0, 10 ** 18]))
+    assert contents(toy_run()) == undisturbed
+    for path in ROOT.glob("*.py"):  # nor may anything else ask it
+        assert not re.search(r"\btime\.time\(|datetime\.|time_ns|st_mtime", path.read_text()), path
+
+
+# ------------------------------------------------------------------------------ processes
+
+# Runs coevolve.py with the toy in place of an environment; FAULT happens in one of its steps.
+WORKER = """
+import os, runpy, signal, sys, time
+sys.path[:0] = [{tests!r}, {root!r}]
+import envs
+from conftest import Toy
+
+class Faulty(Toy):
+    def step(self, reply):
+        {fault}
+        return super().step(reply)
+
+envs.make = lambda *_, **__: Faulty()
+envs.Resumed.waits = (0.0,)
+runpy.run_path({root!r} + "/coevolve.py", run_name="__main__")
+"""
+
+
+def worker(tmp_path, small_model, fault, *launcher):
+    """A process (or what `launcher` starts) with the toy, in tmp_path/run."""
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER.format(tests=str(ROOT / "tests"), root=str(ROOT), fault=fault))
+    flags = ["--model", small_model, "--iterations", 1, "--sft-epochs", 1, "--max-tokens", 256,
+             "--max-new-tokens", 6, "--threads", 1, "--slots", 3, "--out", tmp_path / "run"]
+    return subprocess.Popen([sys.executable, *launcher, *map(str, [script, *flags])],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process, seconds=100):
+    """What it said and its exit status, when all it started has ended too."""
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    out, err = process.communicate(timeout=seconds)
+    assert not psutil.wait_procs(family, timeout=10)[1]
+    return err, process.returncode
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_run_says_how_to_go_on(tmp_path, small_model, number, status):
+    """Also while an environment hangs."""
+    fault = f"open({str(tmp_path / 'hangs')!r}, 'w'); time.sleep(600)"
+    process = worker(tmp_path, small_model, fault)
+    while not (tmp_path / "hangs").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(number)
+    err, returned = ended(process)
+    assert returned == status and "Traceback" not in err
+    assert err.splitlines()[-1] == "coevolve.py: stopped; the same command goes on from here"
+
+
+@pytest.mark.parametrize("fault, says", [
+    ("raise envs.EnvError('the world is gone')", "the world is gone. The same command goes on"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+])
+def test_when_a_rank_dies_all_stop_with_its_message(tmp_path, small_model, fault, says):
+    only = "if os.environ['RANK'] == '1' and os.path.exists(PHASES): "
+    only = only.replace("PHASES", repr(str(tmp_path / "run" / "sft-target")))
+    process = worker(tmp_path, small_model, only + fault, "-m", "torch.distributed.run",
+                     "--standalone", "--nproc_per_node", "2")
+    time.sleep(5)
+    err, returned = ended(process)
+    assert returned != 0 and says in err
+    assert (tmp_path / "run" / "sft-target").exists() and not list((tmp_path / "run").glob("eval*"))
+
+
+def test_an_interrupted_simulator_leaves_no_orphan(tmp_path, small_model):
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "coevolve.py"), "--env", "scienceworld", "--model",
+         str(small_model), "--task-types", "short", "--view", "short", "--train-tasks", "3",
+         "--max-tokens", "500", "--out", str(tmp_path / "run")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not psutil.Process(process.pid).children():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    err, returned = ended(process)
+    assert returned == 130 and "Traceback" not in err
