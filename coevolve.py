@@ -111,8 +111,11 @@ def collect_experts(run: Run) -> None:
         for reason, names in dropped.items():
             run.log_dropped("experts", reason, names)
         if not rows:
-            raise SettingsError("no expert trajectory is left; lower --expert-min-reward or raise "
-                                "--max-tokens")
+            raise SettingsError(
+                f"no expert trajectory is left: {len(dropped['reward'])} at or below "
+                f"--expert-min-reward {s.expert_min_reward}, {len(dropped['too long'])} longer than "
+                f"--max-tokens {s.max_tokens}; lower the one, raise the other or give better "
+                "--experts")
         run.write_jsonl(out, rows)
         return dict(episodes=len(rows), tokens=sum(len(r["ids"]) for r in rows))
 

@@ -67,8 +67,8 @@ class Run:
         accelerator.wait_for_everyone()
         config, phases = self.path / "config.json", self.path / "phases.json"
         before = report.read_object(config, settings=dict, base=str) if config.exists() else None
-        results = [name for name in ("phases.json", "experts.jsonl", "result.json")
-                   if (self.path / name).exists()]
+        results = [name for name in ("metrics.jsonl", "phases.json", "experts.jsonl", "result.json")
+                   if (self.path / name).exists() and (self.path / name).stat().st_size]
         if results and not (before and phases.exists()):
             lacks = "phases.json" if before else "config.json"
             raise SettingsError(f"{self.path} holds {results[-1]} but no {lacks}; restore it or "
