@@ -7,6 +7,7 @@ Only the standard library is imported here, so that `run.sh` can refuse a mistyp
 """
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -158,6 +159,9 @@ class SettingsError(ValueError):
         super().__init__(re.sub(r"(://[^:@/\s]*):(?!password@)\S*@", r"\1:***@", text))
 
 
+LARGEST = 1e15  # of a number, so that none overflows later [ours]
+
+
 def check(s: Settings) -> Settings:
     """`s` itself, or SettingsError naming every impossible value and what is possible."""
     wrong = []
@@ -165,8 +169,9 @@ def check(s: Settings) -> Settings:
     def need(names, holds, what):
         for name in names.split():
             value = getattr(s, name)
-            if not (-1e18 < value < 1e18 and holds(value)):  # nan is neither
-                wrong.append(f"--{name.replace('_', '-')} {value}: {what}")
+            if not (math.isfinite(value) and holds(value) and value < LARGEST):
+                more = f", and below {LARGEST:g}" if value >= LARGEST else ""
+                wrong.append(f"--{name.replace('_', '-')} {value}: {what}{more}")
 
     need("iterations sft_epochs sft_batch dpo_epochs dpo_batch rollouts max_tokens max_new_tokens "
          "slots tokens_per_forward", lambda x: x >= 1, "must be at least 1")

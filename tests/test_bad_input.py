@@ -121,7 +121,7 @@ def test_the_table_holds_every_number():
     assert numbers == set(LEAST) and len(list(settings_cases())) > 150
 
 
-@pytest.mark.parametrize("flags, names", settings_cases(), ids=lambda x: " ".join(x)[:40])
+@pytest.mark.parametrize("flags, names", list(settings_cases()), ids=lambda x: " ".join(x)[:40])
 def test_a_wrong_setting_is_named(flags, names):
     for read in (settings.parse, settings.precheck):
         with pytest.raises(SettingsError) as error:

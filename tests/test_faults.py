@@ -25,7 +25,7 @@ from test_coevolve import command, contents
 import coevolve
 import dpo
 import envs
-import runner
+import settings
 from settings import SettingsError
 
 ROOT = Path(__file__).parent.parent
@@ -417,3 +417,120 @@ def test_an_interrupted_simulator_leaves_no_orphan(tmp_path, small_model):
     process.send_signal(signal.SIGINT)
     err, returned = ended(process)
     assert returned == 130 and "Traceback" not in err
+
+
+# ------------------------------------------------------------------------------ numerical health
+
+def test_a_loss_that_is_no_number_stops_the_phase_and_keeps_what_was_finished(toy_run, capfd):
+    with pytest.raises(FloatingPointError) as error:
+        toy_run(Toy, "--sft-lr", "1e14", "--sft-epochs", 3, "--sft-batch", 4, "--max-grad-norm", "1e14")
+    line = coevolve.one_line(error.value)
+    assert re.search(r"(loss|gradient norm) (nan|inf) at step \d on tasks toy-train-\d", line), line
+    assert "\n" not in line and "finished phases are kept" in line
+
+
+def test_the_last_good_checkpoint_is_kept(toy_run, tmp_path):
+    flags = ["--dpo-lr", "1e14", "--dpo-epochs", 3, "--dpo-batch", 4, "--max-grad-norm", "1e14"]
+    with pytest.raises(FloatingPointError, match="toy-train-"):
+        toy_run(Toy, *flags)
+    run = tmp_path / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*.safetensors")}
+    assert {path.parent.name for path in before} == {"sft-target", "sft-failure"}
+    assert not list(run.glob("iter1/*-agent")) and not (run / "result.json").exists()
+    with pytest.raises(FloatingPointError):  # the same again, from the same checkpoints
+        toy_run(Toy, *flags)
+    assert {path: path.read_bytes() for path in run.rglob("*.safetensors")} == before
+
+
+def scored(score):
+    """The toy whose agents earn score(task, replies); its experts earn 1."""
+    class Scored(Toy):
+        def reward(self):
+            return 1.0 if self.replies == ["the word"] * 2 else score(self.task, self.replies)
+    return Scored
+
+
+def test_without_failures_there_are_no_pairs_and_the_agents_stay(toy_run, capfd):
+    run = toy_run(scored(lambda task, replies: 1.0))
+    out = capfd.readouterr().out
+    assert "no pairs for the target agent, which stays as it is" in out
+    assert "no pairs for the failure agent, which stays as it is" in out
+    assert (run / "iter1/pairs.jsonl").read_text() == ""
+    for agent in ("target", "failure"):
+        assert ((run / f"iter1/{agent}-agent/model.safetensors").read_bytes()
+                == (run / f"sft-{agent}/model.safetensors").read_bytes())
+    found = {e["trains"]: e["dropped"] for e in events(run, "pairs")}
+    assert found == {"target": {"as good as the expert": 16, "not both failures": 8},
+                     "failure": {"not both failures": 8}}
+    assert [e["success"] for e in events(run, "evaluation")] == [1.0] * 4
+
+
+def test_failures_with_equal_rewards_train_the_target_alone(toy_run, capfd):
+    run = toy_run(scored(lambda task, replies: 0.5))
+    out = capfd.readouterr().out
+    assert "no pairs for the failure agent" in out and "no pairs for the target" not in out
+    found = {e["trains"]: (e["kept"], e["dropped"]) for e in events(run, "pairs")}
+    assert found == {"target": ({"expert>target": 8, "expert>failure": 8}, {"equal failures": 8}),
+                     "failure": ({}, {"equal failures": 8})}
+    assert ((run / "iter1/target-agent/model.safetensors").read_bytes()
+            != (run / "sft-target/model.safetensors").read_bytes())
+
+
+def test_agents_as_good_as_experts_of_half_a_reward_make_no_pairs(toy_run, capfd):
+    class Half(Toy):
+        def reward(self):
+            return 0.5
+
+    run = toy_run(Half, "--expert-min-reward", 0.1)
+    assert "no pairs for the target agent, which stays" in capfd.readouterr().out
+    assert (run / "result.json").exists()
+
+
+@pytest.mark.parametrize("flags", [["--train-tasks", 1, "--eval-tasks", 1],
+                                   ["--train-tasks", 1, "--rollouts", 4, "--dpo-batch", 1]])
+def test_one_instruction_is_enough(toy_run, flags):
+    run = toy_run(Toy, *flags)
+    assert len((run / "experts.jsonl").read_text().splitlines()) == 1
+    assert {e["trajectories"] for e in events(run, "exploration")} <= {1, 4}
+    assert all(e["tasks"] in (1, 8) for e in events(run, "evaluation"))
+
+
+# ------------------------------------------------------------------------------ secrets
+
+def test_secrets_are_in_no_file_and_no_line(small_model, tmp_path, monkeypatch):
+    """Whatever the environment holds; passwords in addresses are masked in every refusal."""
+    secrets = {"HF_TOKEN": "hf_canary1", "OPENAI_API_KEY": "sk-canary2", "MYSQL_PWD": "canary3",
+               "WANDB_API_KEY": "canary4"}
+    for n, how in enumerate(("pass", "raise envs.EnvError('gone')", "raise KeyError('a bug')")):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        with monkeypatch.context() as changed:
+            for name, value in secrets.items():
+                changed.setenv(name, value)
+            process = worker(folder, small_model, how)
+            out, err = process.communicate(timeout=200)
+        files = [path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()]
+        assert len(files) > 2 and (process.returncode == 0) == (how == "pass")
+        for text in (out.encode(), err.encode(), *files):
+            assert b"canary" not in text
+
+
+@pytest.mark.parametrize("flags", [
+    "--webshop-url http://user:canary@shop:3000 --experts f --model m",
+    "--webshop-url http://user:can%40ary@shop:3000", "--webshop-url ftp://u:canary@h",
+    "--webshop-url http://u:canary@h/?q --bogus",
+    "--env intercodesql --mysql-url mysql://agent:canary@h:1",
+    "--env intercodesql --mysql-url mysql://agent:can@ary@h:1",
+    "--env intercodesql --mysql-url mysql://agent:can/ary@h:1",
+    "--env intercodesql --mysql-url mysql://agent:canary@h:99999 --intercode-data d --model m",
+    "--mysql-url mysql://agent:canary@h:1", "--mysql-urll mysql://agent:canary@h:1",
+    "mysql://agent:canary@h:1", "--mysql-url=mysql://agent:canary@h:1 --seed x",
+    "--experts http://u:canary@h/f --seed -1", "--seed http://u:canary@h",
+    "--model https://u:canary@hub/m --max-tokens 0",
+])
+def test_a_refusal_masks_passwords(flags, monkeypatch):
+    monkeypatch.setenv("MYSQL_PWD", "")
+    for read in (settings.parse, settings.precheck):
+        with pytest.raises(SettingsError) as error:
+            read(flags.split())
+        assert "canary" not in str(error.value) and "ary@" not in str(error.value)
