@@ -11,7 +11,6 @@ looked at, and a run that was stopped goes on where it was.
 """
 
 import argparse
-import errno
 import hashlib
 import itertools
 import json
@@ -33,7 +32,6 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from accelerate.utils import gather_object
-from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -45,7 +43,8 @@ import ppo
 import report
 from experts import play_expert, read_experts
 from plan import dry_run, slot_bytes
-from runner import Run, check_model, load_model, make_accelerator, make_env, write_text
+from runner import (UNWRITABLE, Run, check_model, load_model, make_accelerator, make_env,
+                    write_text, writing)
 from settings import Settings, SettingsError, parse
 
 
@@ -139,8 +138,11 @@ def collect_experts(run: Run) -> None:
         for reason, names in dropped.items():
             run.log_dropped("experts", reason, names)
         if not rows:
-            raise SettingsError("no expert trajectory is left; lower --expert-min-reward or raise "
-                                "--max-tokens")
+            raise SettingsError(
+                f"no expert trajectory is left: {len(dropped['reward'])} at or below "
+                f"--expert-min-reward {s.expert_min_reward}, {len(dropped['too long'])} longer than "
+                f"--max-tokens {s.max_tokens}; lower the one, raise the other or give better "
+                "--experts")
         run.write_jsonl(out, rows)
         return dict(episodes=len(rows), tokens=sum(len(r["ids"]) for r in rows))
 
@@ -831,17 +833,15 @@ def main(argv: list[str]) -> None:
     if not run.main:
         return
     result, curves = run.path / "result.json", run.path / "curves.png"
-    if run.worked or not (result.exists() and curves.exists()):
-        report.figure(run.path, curves)
-        write_text(result, json.dumps(report.result(run.path), indent=1))
+    found = json.dumps(report.result(run.path), indent=1)
+    if not (result.exists() and result.read_bytes() == found.encode() and curves.exists()):
+        with writing(curves):
+            report.figure(run.path, curves)
+        write_text(result, found)
     else:
         run.say(f"{run.path} was finished before; what it holds:")
     run.say(report.table(run.path))
-
-
-# What a disk that is full, broken or not ours says.
-UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES,
-              errno.EPERM}
+    run.lock.close()
 
 
 def one_line(error: Exception) -> str | None:
@@ -851,7 +851,7 @@ def one_line(error: Exception) -> str | None:
     if isinstance(error, FloatingPointError):
         return (f"{error}; all finished phases are kept; look at these tasks, or lower the learning "
                 "rate and give another --out")
-    if isinstance(error, (envs.EnvError, chat.EndpointError, SafetensorError)) or (
+    if isinstance(error, (envs.EnvError, chat.EndpointError)) or (
             isinstance(error, OSError) and error.errno in UNWRITABLE):
         return f"{error}. The same command goes on when that is mended"
     return None

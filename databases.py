@@ -444,7 +444,7 @@ def _read_questions(path: Path) -> dict[int, dict]:
         return {i: dict(query=r["query"], gold=" ".join(r["gold"].split()),
                         db=r["db"] if "db" in r else r["extra"]["db"])
                 for i, r in enumerate(records)}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SettingsError(f"--intercode-data: {path}: {type(error).__name__} {error}; it must be "
                             "InterCode's list of records with query, gold and db") from None
 

@@ -38,6 +38,9 @@ class Encoder:
             raise ValueError(f"{self.name}: the tokenizer has no chat template; use a chat model")
         self.special = {t for t in tokenizer.all_special_tokens if t}
         self.special |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
+        special = set(tokenizer.convert_tokens_to_ids(sorted(self.special)))
+        self._control_ids = special - {tokenizer.unk_token_id}  # which stands for odd text
+        self._known = {}
         # What the template puts around a reply and around an observation, read off a conversation
         # in which both are one unlikely word.
         question, word = {"role": "user", "content": "question"}, "CONTENT"
@@ -59,8 +62,7 @@ class Encoder:
         self._before_observation, self._after_observation = asked[len(full):].split(word)
         self.end_of_turn: int = tokenizer.convert_tokens_to_ids(end)
         # Control tokens other than the end of a turn are never sampled: a reply cannot open a turn.
-        self.forbidden = sorted(set(tokenizer.convert_tokens_to_ids(sorted(self.special)))
-                                - {self.end_of_turn})
+        self.forbidden = sorted(special - {self.end_of_turn})
         self.encode(answered + [{"role": "user", "content": "second"},
                                 {"role": "assistant", "content": "<think>a</think> b"},
                                 {"role": "user", "content": "third"},
@@ -71,6 +73,15 @@ class Encoder:
         return self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=to_reply)
 
+    def _controls(self, ids: list[int]) -> list[int]:
+        return [i for i in ids if i in self._control_ids]
+
+    def _controls_in(self, template: str) -> list[int]:
+        """The control tokens of a text that nobody but the template wrote."""
+        if template not in self._known:
+            self._known[template] = self._controls(self._ids(template))
+        return self._known[template]
+
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -80,12 +91,14 @@ class Encoder:
         Control tokens in `content`, which others wrote, are encoded as the plain text they are.
         """
         start = self._ids(context) if context else []
-        if any(token in content for token in self.special):
+        ids = self._ids(context + before + content + after)
+        if self._controls(ids) != self._controls_in(context + before + after):
             plain = self.tokenizer(content, add_special_tokens=False, split_special_tokens=True)
             tail = self._ids("x" + after)[len(self._ids("x")):]
             ids = self._ids(context + before) + plain["input_ids"] + tail
-        else:
-            ids = self._ids(context + before + content + after)
+            if self._controls(plain["input_ids"]):
+                raise ValueError(f"{self.name}: it cannot encode its control tokens as plain text, "
+                                 "so that whoever writes them ends a turn; use another tokenizer")
         if ids[:len(start)] != start:
             raise ValueError(f"{self.name}: tokens of {context[-20:]!r} change with what follows; "
                              "this tokenizer cannot encode a conversation turn by turn")

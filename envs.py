@@ -966,6 +966,9 @@ def _science_splits(task_types: str, split_file: str | None) -> dict[str, list[t
                                    ("validation", develop[10:20]), ("unseen", test[:10])):
                 splits[split] += [(kind, numbers[i])] if i < len(numbers) else []
     if split_file:
+        if not Path(split_file).exists():
+            raise SettingsError(f"--split-file {split_file}: there is no such folder; give that of "
+                                "train_indices.json, dev_indices.json and test_indices.json")
         files = {"train": "train", "seen": "dev", "unseen": "test"}
         for split, name in files.items():
             listed = _read_split(_beside(Path(split_file), f"{name}_indices.json"))

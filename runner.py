@@ -1,5 +1,6 @@
 """A run: its folder, its machine and its log. What happens in which order is in `coevolve.py`."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -9,7 +10,7 @@ import platform
 import shutil
 import subprocess
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version
@@ -41,7 +42,7 @@ class Run:
 
     def __init__(self, settings: Settings, accelerator: Accelerator):
         self.settings, self.accelerator = settings, accelerator
-        self.main, self.worked = accelerator.is_main_process, False
+        self.main = accelerator.is_main_process
         large = accelerator.device.type == "cuda" and settings.model != "tiny"
         self.shard, self.recompute = (
             large if flag == "auto" else flag == "on"
@@ -66,8 +67,8 @@ class Run:
         accelerator.wait_for_everyone()
         config, phases = self.path / "config.json", self.path / "phases.json"
         before = report.read_object(config, settings=dict, base=str) if config.exists() else None
-        results = [name for name in ("phases.json", "experts.jsonl", "result.json")
-                   if (self.path / name).exists()]
+        results = [name for name in ("metrics.jsonl", "phases.json", "experts.jsonl", "result.json")
+                   if (self.path / name).exists() and (self.path / name).stat().st_size]
         if results and not (before and phases.exists()):
             lacks = "phases.json" if before else "config.json"
             raise SettingsError(f"{self.path} holds {results[-1]} but no {lacks}; restore it or "
@@ -153,14 +154,14 @@ class Run:
         path = self.path / output
         if self._done(name, path):
             return
-        self.worked = True
         started, temporary = time.perf_counter(), path.with_name(path.name + ".tmp")
         if self.main:
             path.parent.mkdir(exist_ok=True)
             for old in (temporary, path, self.path / "result.json"):
                 shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
-        numbers = work(temporary)
+        with writing(temporary):
+            numbers = work(temporary)
         self.accelerator.wait_for_everyone()
         if not self.main:
             return
@@ -310,7 +311,8 @@ class Run:
 
     def log(self, event: str, **fields) -> None:
         if self.main:
-            with open(self.path / "metrics.jsonl", "a") as f:
+            metrics = self.path / "metrics.jsonl"
+            with writing(metrics), open(metrics, "a") as f:
                 f.write(json.dumps(dict(event=event, **fields)) + "\n")
             if self.settings.track:
                 self.logged += 1  # trackers want steps that rise
@@ -457,8 +459,27 @@ def digest(path: Path) -> str:
 def write_text(path: Path, text: str) -> None:
     """The whole text or nothing: written beside `path`, then renamed."""
     temporary = path.with_name(path.name + ".part")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    with writing(path):
+        temporary.write_text(text)
+        os.replace(temporary, path)
+
+
+# What a disk that is full, broken or not ours says.
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES,
+              errno.EPERM}
+
+
+@contextmanager
+def writing(path: Path):
+    """Lets what a disk says name `path` where it names nothing itself: an OSError, UNWRITABLE."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(path)) from None
+    except OSError as error:
+        if error.errno not in UNWRITABLE or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def resident_mb() -> int:

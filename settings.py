@@ -7,6 +7,7 @@ Only the standard library is imported here, so that `run.sh` can refuse a mistyp
 """
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -193,6 +194,9 @@ class SettingsError(ValueError):
         super().__init__(re.sub(r"(://[^:@/\s]*):(?!password@)\S*@", r"\1:***@", text))
 
 
+LARGEST = 1e15  # of a number, so that none overflows later [ours]
+
+
 def check(s: Settings) -> Settings:
     """`s` itself, or SettingsError naming every impossible value and what is possible."""
     wrong = []
@@ -200,8 +204,9 @@ def check(s: Settings) -> Settings:
     def need(names, holds, what):
         for name in names.split():
             value = getattr(s, name)
-            if not (-1e18 < value < 1e18 and holds(value)):  # nan is neither
-                wrong.append(f"--{name.replace('_', '-')} {value}: {what}")
+            if not (math.isfinite(value) and holds(value) and value < LARGEST):
+                more = f", and below {LARGEST:g}" if value >= LARGEST else ""
+                wrong.append(f"--{name.replace('_', '-')} {value}: {what}{more}")
 
     need("iterations sft_epochs sft_batch dpo_epochs dpo_batch rollouts max_tokens max_new_tokens "
          "slots tokens_per_forward samples ppo_epochs ppo_batch", lambda x: x >= 1,
@@ -211,15 +216,14 @@ def check(s: Settings) -> Settings:
          lambda x: x >= 0, "must be 0 or more")
     need("threads", lambda x: 0 <= x <= 1024, "must be 0 to 1,024")
     need("sft_lr dpo_lr dpo_lr_later ppo_lr ppo_clip beta beta_later max_grad_norm",
-         lambda x: x > 0,
-         "must be above 0")
+         lambda x: x > 0, "must be above 0")
     need("lambda_dpo lambda_sft ppo_kl weight_decay temperature", lambda x: x >= 0,
          "must be 0 or more")
     need("sft_warmup dpo_warmup", lambda x: 0 <= x < 1, "must be in [0, 1)")
     need("expert_min_reward hard_threshold", lambda x: 0 <= x <= 1, "must be in [0, 1]")
     need("cut_turns", lambda x: x >= -1, "must be -1 (off) or more")
-    for name in "model out webshop_url split_file intercode_data mysql_url experts".split():
-        if (value := getattr(s, name)) is not None and not value.strip():
+    for name, value in vars(s).items():
+        if isinstance(value, str) and not value.strip():
             wrong.append(f"--{name.replace('_', '-')} {value!r}: is empty; give it a value or leave "
                          "it out")
     if s.webshop_url is not None and not is_web_address(s.webshop_url):

@@ -151,7 +151,9 @@ def small_model(tmp_path_factory):
     """The folder of a random model, fast enough for whole runs in a second."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = make_tokenizer("chatml")
-    make_model(len(tokenizer), dtype=torch.float32).save_pretrained(folder)
+    model = make_model(len(tokenizer), dtype=torch.float32)
+    model.config.max_position_embeddings = 4096
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

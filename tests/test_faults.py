@@ -1,5 +1,7 @@
 """Faults of the world and of the machine: no trajectory is made of them, and no work is lost."""
 
+import fcntl
+import io
 import json
 import os
 import random
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -22,7 +25,7 @@ from test_coevolve import command, contents
 import coevolve
 import dpo
 import envs
-import runner
+import settings
 from settings import SettingsError
 
 ROOT = Path(__file__).parent.parent
@@ -236,3 +239,298 @@ def test_a_run_whose_world_was_gone_goes_on_to_the_undisturbed_result(toy_run, t
     assert "The same command goes on" in coevolve.one_line(error.value)
     assert not (run / "result.json").exists() and gone.calls < 60 + 3 * 3
     assert contents(toy_run()) == undisturbed
+
+
+# ------------------------------------------------------------------------------ the machine
+
+@contextmanager
+def disk_of(size):
+    """A disk on which no file can be larger than `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    out, err, sys.stdout, sys.stderr = sys.stdout, sys.stderr, io.StringIO(), io.StringIO()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        sys.stdout, sys.stderr = out, err
+
+
+def test_a_full_disk_stops_the_run_at_any_write_and_loses_nothing(toy_run):
+    run = toy_run()
+    undisturbed, met = contents(run), set()
+    shutil.rmtree(run)
+    for size in (100, 5000, 90_000):
+        try:
+            with disk_of(size):
+                toy_run()
+        except Exception as error:
+            line = coevolve.one_line(error)
+            assert line and "\n" not in line and "too large" in line, repr(error)
+            met |= set(re.findall(r"run/([\w./-]+)", line))
+        assert not (run / "result.json").exists()
+    assert {"config.json", "experts.jsonl.tmp", "sft-target.tmp"} == met, met
+    assert contents(toy_run()) == undisturbed
+
+
+RUN_FILES = ["config.json", "phases.json", "metrics.jsonl", "experts.jsonl", "iter1/target.jsonl",
+             "iter1/pairs-target.jsonl", "sft-target/model.safetensors", "sft-failure/tokenizer.json",
+             "iter1/target-agent/config.json", "eval-0-target-test.jsonl"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run of the toy, made once."""
+    return {}
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_a_damaged_run_file_is_named_and_nothing_overwritten(toy_run, finished, tmp_path, name):
+    run = tmp_path / "run"
+    if finished:
+        shutil.copytree(finished["run"], run)
+    else:
+        finished["run"] = shutil.copytree(toy_run(), tmp_path / "kept")
+    whole = (run / name).read_bytes()
+    half = whole[:len(whole) // 2]
+    edited = whole.replace(b"1", b"2", 1) if b"1" in whole else whole[:-9] + b"x" + whole[-8:]
+    for damaged in (half, edited, b"", b"\xff\xfe{", b"[]", b"[" * 10 ** 5, b'{"a": 1}\n'):
+        if damaged == edited and name in ("config.json", "phases.json"):
+            continue  # it may still be one
+        (run / name).write_bytes(damaged)
+        before = contents(run) if name != "metrics.jsonl" else None
+        with pytest.raises((SettingsError, coevolve.report.RunError)) as error:
+            toy_run()
+        line = coevolve.one_line(error.value)
+        assert str(run) in line and "\n" not in line and len(line) < 400
+        assert (name.split("/")[0] in line or "made with other settings" in line), line
+        assert name == "metrics.jsonl" or contents(run) == before
+    (run / name).write_bytes(whole)
+    assert contents(toy_run()) == contents(finished["run"])
+
+
+def test_a_forgotten_phase_is_done_again_with_all_that_follow(toy_run):
+    run = toy_run()
+    undisturbed = contents(run)
+    phases = json.loads((run / "phases.json").read_text())
+    del phases["iter1-pairs-target"]
+    (run / "phases.json").write_text(json.dumps(phases))
+    (run / "result.json").write_text("{")
+    assert contents(toy_run()) == undisturbed
+
+
+def test_the_second_of_two_runs_in_a_folder_is_refused(toy_run, tmp_path):
+    (tmp_path / "run").mkdir()
+    with open(tmp_path / "run/lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(SettingsError, match="another process is running in this folder"):
+            toy_run()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+
+
+def test_clocks_may_jump(toy_run, monkeypatch):
+    undisturbed = contents(run := toy_run())
+    shutil.rmtree(run)
+    monkeypatch.setattr(time, "time", lambda: random.choice([0.0, 1e9, 4e9]))
+    monkeypatch.setattr(time, "time_ns", lambda: random.choice([0, 10 ** 18]))
+    assert contents(toy_run()) == undisturbed
+    for path in ROOT.glob("*.py"):  # nor may anything else ask it
+        assert not re.search(r"\btime\.time\(|datetime\.|time_ns|st_mtime", path.read_text()), path
+
+
+# ------------------------------------------------------------------------------ processes
+
+# Runs coevolve.py with the toy in place of an environment; FAULT happens in one of its steps.
+WORKER = """
+import os, runpy, signal, sys, time
+sys.path[:0] = [{tests!r}, {root!r}]
+import envs
+from conftest import Toy
+
+class Faulty(Toy):
+    def step(self, reply):
+        {fault}
+        return super().step(reply)
+
+envs.make = lambda *_, **__: Faulty()
+envs.Resumed.waits = (0.0,)
+runpy.run_path({root!r} + "/coevolve.py", run_name="__main__")
+"""
+
+
+def worker(tmp_path, small_model, fault, *launcher):
+    """A process (or what `launcher` starts) with the toy, in tmp_path/run."""
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER.format(tests=str(ROOT / "tests"), root=str(ROOT), fault=fault))
+    flags = ["--model", small_model, "--iterations", 1, "--sft-epochs", 1, "--max-tokens", 256,
+             "--max-new-tokens", 6, "--threads", 1, "--slots", 3, "--out", tmp_path / "run"]
+    return subprocess.Popen([sys.executable, *launcher, *map(str, [script, *flags])],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process, seconds=100):
+    """What it said and its exit status, when all it started has ended too."""
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    out, err = process.communicate(timeout=seconds)
+    assert not psutil.wait_procs(family, timeout=10)[1]
+    return err, process.returncode
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_run_says_how_to_go_on(tmp_path, small_model, number, status):
+    """Also while an environment hangs."""
+    fault = f"open({str(tmp_path / 'hangs')!r}, 'w'); time.sleep(600)"
+    process = worker(tmp_path, small_model, fault)
+    while not (tmp_path / "hangs").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(number)
+    err, returned = ended(process)
+    assert returned == status and "Traceback" not in err
+    assert err.splitlines()[-1] == "coevolve.py: stopped; the same command goes on from here"
+
+
+@pytest.mark.parametrize("fault, says", [
+    ("raise envs.EnvError('the world is gone')", "the world is gone. The same command goes on"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+])
+def test_when_a_rank_dies_all_stop_with_its_message(tmp_path, small_model, fault, says):
+    only = "if os.environ['RANK'] == '1' and os.path.exists(PHASES): "
+    only = only.replace("PHASES", repr(str(tmp_path / "run" / "sft-target")))
+    process = worker(tmp_path, small_model, only + fault, "-m", "torch.distributed.run",
+                     "--standalone", "--nproc_per_node", "2")
+    time.sleep(5)
+    err, returned = ended(process)
+    assert returned != 0 and says in err
+    assert (tmp_path / "run" / "sft-target").exists() and not list((tmp_path / "run").glob("eval*"))
+
+
+def test_an_interrupted_simulator_leaves_no_orphan(tmp_path, small_model):
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "coevolve.py"), "--env", "scienceworld", "--model",
+         str(small_model), "--task-types", "short", "--view", "short", "--train-tasks", "3",
+         "--max-tokens", "500", "--out", str(tmp_path / "run")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not psutil.Process(process.pid).children():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    err, returned = ended(process)
+    assert returned == 130 and "Traceback" not in err
+
+
+# ------------------------------------------------------------------------------ numerical health
+
+def test_a_loss_that_is_no_number_stops_the_phase_and_keeps_what_was_finished(toy_run, capfd):
+    with pytest.raises(FloatingPointError) as error:
+        toy_run(Toy, "--sft-lr", "1e14", "--sft-epochs", 3, "--sft-batch", 4, "--max-grad-norm", "1e14")
+    line = coevolve.one_line(error.value)
+    assert re.search(r"(loss|gradient norm) (nan|inf) at step \d on tasks toy-train-\d", line), line
+    assert "\n" not in line and "finished phases are kept" in line
+
+
+def test_the_last_good_checkpoint_is_kept(toy_run, tmp_path):
+    flags = ["--dpo-lr", "1e14", "--dpo-epochs", 3, "--dpo-batch", 4, "--max-grad-norm", "1e14"]
+    with pytest.raises(FloatingPointError, match="toy-train-"):
+        toy_run(Toy, *flags)
+    run = tmp_path / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*.safetensors")}
+    assert {path.parent.name for path in before} == {"sft-target", "sft-failure"}
+    assert not list(run.glob("iter1/*-agent")) and not (run / "result.json").exists()
+    with pytest.raises(FloatingPointError):  # the same again, from the same checkpoints
+        toy_run(Toy, *flags)
+    assert {path: path.read_bytes() for path in run.rglob("*.safetensors")} == before
+
+
+def scored(score):
+    """The toy whose agents earn score(task, replies); its experts earn 1."""
+    class Scored(Toy):
+        def reward(self):
+            return 1.0 if self.replies == ["the word"] * 2 else score(self.task, self.replies)
+    return Scored
+
+
+def test_without_failures_there_are_no_pairs_and_the_agents_stay(toy_run, capfd):
+    run = toy_run(scored(lambda task, replies: 1.0))
+    out = capfd.readouterr().out
+    assert "no pairs for the target agent, which stays as it is" in out
+    assert "no pairs for the failure agent, which stays as it is" in out
+    assert (run / "iter1/pairs-target.jsonl").read_text() == ""
+    for agent in ("target", "failure"):
+        assert ((run / f"iter1/{agent}-agent/model.safetensors").read_bytes()
+                == (run / f"sft-{agent}/model.safetensors").read_bytes())
+    found = {e["trains"]: e["dropped"] for e in events(run, "pairs")}
+    assert found == {"target": {"as good as the expert": 16, "not both failures": 8},
+                     "failure": {"not both failures": 8}}
+    assert [e["success"] for e in events(run, "evaluation")] == [1.0] * 4
+
+
+def test_failures_with_equal_rewards_train_the_target_alone(toy_run, capfd):
+    run = toy_run(scored(lambda task, replies: 0.5))
+    out = capfd.readouterr().out
+    assert "no pairs for the failure agent" in out and "no pairs for the target" not in out
+    found = {e["trains"]: (e["kept"], e["dropped"]) for e in events(run, "pairs")}
+    assert found == {"target": ({"expert>target": 8, "expert>failure": 8}, {"equal failures": 8}),
+                     "failure": ({}, {"equal failures": 8})}
+    assert ((run / "iter1/target-agent/model.safetensors").read_bytes()
+            != (run / "sft-target/model.safetensors").read_bytes())
+
+
+def test_agents_as_good_as_experts_of_half_a_reward_make_no_pairs(toy_run, capfd):
+    class Half(Toy):
+        def reward(self):
+            return 0.5
+
+    run = toy_run(Half, "--expert-min-reward", 0.1)
+    assert "no pairs for the target agent, which stays" in capfd.readouterr().out
+    assert (run / "result.json").exists()
+
+
+@pytest.mark.parametrize("flags", [["--train-tasks", 1, "--eval-tasks", 1],
+                                   ["--train-tasks", 1, "--rollouts", 4, "--dpo-batch", 1]])
+def test_one_instruction_is_enough(toy_run, flags):
+    run = toy_run(Toy, *flags)
+    assert len((run / "experts.jsonl").read_text().splitlines()) == 1
+    assert {e["trajectories"] for e in events(run, "exploration")} <= {1, 4}
+    assert all(e["tasks"] in (1, 8) for e in events(run, "evaluation"))
+
+
+# ------------------------------------------------------------------------------ secrets
+
+def test_secrets_are_in_no_file_and_no_line(small_model, tmp_path, monkeypatch):
+    """Whatever the environment holds; passwords in addresses are masked in every refusal."""
+    secrets = {"HF_TOKEN": "hf_canary1", "OPENAI_API_KEY": "sk-canary2", "MYSQL_PWD": "canary3",
+               "WANDB_API_KEY": "canary4"}
+    for n, how in enumerate(("pass", "raise envs.EnvError('gone')", "raise KeyError('a bug')")):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        with monkeypatch.context() as changed:
+            for name, value in secrets.items():
+                changed.setenv(name, value)
+            process = worker(folder, small_model, how)
+            out, err = process.communicate(timeout=200)
+        files = [path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()]
+        assert len(files) > 2 and (process.returncode == 0) == (how == "pass")
+        for text in (out.encode(), err.encode(), *files):
+            assert b"canary" not in text
+
+
+@pytest.mark.parametrize("flags", [
+    "--webshop-url http://user:canary@shop:3000 --experts f --model m",
+    "--webshop-url http://user:can%40ary@shop:3000", "--webshop-url ftp://u:canary@h",
+    "--webshop-url http://u:canary@h/?q --bogus",
+    "--env intercodesql --mysql-url mysql://agent:canary@h:1",
+    "--env intercodesql --mysql-url mysql://agent:can@ary@h:1",
+    "--env intercodesql --mysql-url mysql://agent:can/ary@h:1",
+    "--env intercodesql --mysql-url mysql://agent:canary@h:99999 --intercode-data d --model m",
+    "--mysql-url mysql://agent:canary@h:1", "--mysql-urll mysql://agent:canary@h:1",
+    "mysql://agent:canary@h:1", "--mysql-url=mysql://agent:canary@h:1 --seed x",
+    "--experts http://u:canary@h/f --seed -1", "--seed http://u:canary@h",
+    "--model https://u:canary@hub/m --max-tokens 0",
+])
+def test_a_refusal_masks_passwords(flags, monkeypatch):
+    monkeypatch.setenv("MYSQL_PWD", "")
+    for read in (settings.parse, settings.precheck):
+        with pytest.raises(SettingsError) as error:
+            read(flags.split())
+        assert "canary" not in str(error.value) and "ary@" not in str(error.value)
