@@ -3,6 +3,7 @@
 Weights, gradients and AdamW's moments are fp32 everywhere; on a GPU the passes compute in bf16.
 """
 
+import errno
 import shutil
 import time
 import warnings
@@ -103,11 +104,16 @@ class Checkpoint:
         self.accelerator.wait_for_everyone()
         file, parameters = self._file(model), list(model.parameters())
         if main or isinstance(model, FSDPModule):
-            torch.save(dict(
+            state = dict(
                 inputs=self.inputs, ranks=self.accelerator.num_processes, step=step, events=events,
                 weights=[_local(p.detach()) for p in parameters],
                 moments=[{k: _local(v) for k, v in optimizer.state[p].items()} for p in parameters],
-                random=_random_state()), temporary / file)
+                random=_random_state())
+            try:
+                torch.save(state, temporary / file)
+            except RuntimeError as error:  # which does not say what the disk said
+                raise OSError(errno.EIO, f"cannot be written, is the disk full? ({error})",
+                              str(temporary / file)) from None
         self.accelerator.wait_for_everyone()
         if main:
             temporary.rename(path)

@@ -1,6 +1,7 @@
 """Faults of the world and of the machine: no trajectory is made of them, and no work is lost."""
 
 import fcntl
+import gc
 import io
 import json
 import os
@@ -271,6 +272,23 @@ def test_a_full_disk_stops_the_run_at_any_write_and_loses_nothing(toy_run):
         assert not (run / "result.json").exists()
     assert {"config.json", "experts.jsonl.tmp", "sft-target.tmp"} == met, met
     assert contents(toy_run()) == undisturbed
+
+
+def test_a_disk_that_is_full_at_a_checkpoint_stops_the_phase_and_loses_nothing(toy_run):
+    flags = Toy, "--checkpoint-minutes", 0
+    run = toy_run(*flags)
+    undisturbed = contents(run)
+    weights = (run / "sft-target/model.safetensors").stat().st_size
+    shutil.rmtree(run)
+    try:
+        with disk_of(2 * weights):  # moments take twice as much
+            toy_run(*flags)
+    except OSError as error:
+        line = coevolve.one_line(error)
+    gc.collect()
+    assert "is the disk full?" in line and "checkpoint/writing/whole.pt" in line, line
+    assert "\n" not in line and not (run / "sft-target").exists()
+    assert contents(toy_run(*flags)) == undisturbed
 
 
 RUN_FILES = ["config.json", "phases.json", "metrics.jsonl", "experts.jsonl", "iter1/target.jsonl",
