@@ -620,7 +620,8 @@ class SlotCache:
             scores = torch.bmm(part, k[rows, :n].mT)
             if hidden is not None:
                 scores.masked_fill_(hidden, -torch.inf)
-            torch.bmm(scores.softmax(-1), v[rows, :n], out=result)
+            weights = scores.softmax(-1, torch.promote_types(scores.dtype, torch.float32))
+            torch.bmm(weights.to(v.dtype), v[rows, :n], out=result)
         for slot, past, n, mask in self.longer:
             new, end = slice(S, S + n), past + n
             keys[slot, :, past:end], values[slot, :, past:end] = key[:, new], value[:, new]
@@ -640,7 +641,8 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
 
     Each pass of this loop runs the model once over whatever waits in the slots: one sampled token,
     or a page that was just read. The cache is kept across turns and a finished slot takes the next
-    episode at once. Every episode draws from its own seed, so what runs beside it changes nothing.
+    episode at once, whose prompt it does not read again if the last one began with the same. Every
+    episode draws from its own seed, so what runs beside it changes nothing but rounding.
     `make_env()` gives each slot its environment. Rewards stay those of the last step. An episode
     whose environment breaks ends "lost", which is no failure of the agent's; EnvError as
     `check_lost` says, or where LOST_IN_A_ROW were lost before any environment answered again.
