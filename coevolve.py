@@ -25,12 +25,13 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 # Threads that wait must sleep: spinning, they take a shared machine's cores from their own team.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
+import torch.nn.functional as F
 from accelerate.utils import gather_object
 from tqdm import tqdm
 from transformers import AutoTokenizer
@@ -561,25 +562,77 @@ class Episode:
 
 
 class SlotCache:
-    """Keys and values of the episodes side by side, kept over all turns of an episode."""
+    """Keys and values of the episodes side by side, kept over all turns of an episode.
+
+    Bytes: layers x 2 x slots x key heads x tokens x width of a head x bytes of a number, so 19 GB
+    for 36 layers, 32 slots, 8 heads, 4,096 tokens, 128 wide, in bf16.
+    """
 
     def __init__(self, model, slots: int, tokens: int):
         c = model.config.get_text_config()
         d = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         shape = (c.num_hidden_layers, 2, slots, c.num_key_value_heads, tokens, d)
         self.kv = torch.empty(shape, dtype=model.dtype, device=model.device)
+        # Neighbouring slots can be read in one product, each as far as the longest of them: fewer
+        # launches for a GPU, where this has not been measured; a CPU waits for the keys it reads.
+        self.together = 1 if model.device.type == "cpu" else slots
+        if self.together > 1:
+            self.kv.zero_()  # hidden numbers count 0 times what they are, so they must be numbers
 
     def place(self, segments: list[tuple[int, int, int]]) -> None:
-        """Where the tokens of the coming pass go: (slot, past, n), n after the slot's `past`."""
-        self.ends = [(slot, past + n) for slot, past, n in segments]
-        rows = [(slot, past + i) for slot, past, n in segments for i in range(n)]
-        self.slots, self.positions = torch.tensor(rows, device=self.kv.device).T          # (N,)
+        """Where the coming tokens go: (slot, past, n), n after the slot's `past`; n = 1 first."""
+        device, heads = self.kv.device, self.kv.shape[3]
+        single = [(slot, past) for slot, past, n in segments if n == 1]
+        at = torch.tensor(single, dtype=torch.long, device=device).reshape(-1, 2)        # (S, 2)
+        self.slots, self.positions = at.T
+        self.runs, self.sizes, first = [], [], 0  # (rows of the cache, tokens, hidden); slots
+        while first < len(single):
+            end = first + 1
+            while (end < len(single) and single[end][0] == single[end - 1][0] + 1
+                   and end - first < self.together):
+                end += 1
+            slot, longest, hidden = single[first][0], max(p for _, p in single[first:end]) + 1, None
+            if end - first > 1:
+                own = self.positions[first:end].repeat_interleave(heads)[:, None, None]
+                hidden = torch.arange(longest, device=device) > own         # (rows, 1, longest)
+            rows = slice(slot * heads, (slot + end - first) * heads)
+            self.runs.append((rows, longest, hidden))
+            self.sizes.append((end - first) * heads)
+            first = end
+        # In a longer segment new token j sees the past and the new tokens up to itself.
+        self.longer = [(slot, past, n, None if not past else torch.ones(
+            n, past + n, dtype=torch.bool, device=device).tril(past))
+            for slot, past, n in segments[len(single):]]
 
-    def append(self, layer: int, key, value):
-        """Adds key, value (1, H, N, d) of these tokens; all keys and all values, by segment."""
-        new = torch.cat((key, value)).permute(2, 0, 1, 3)                        # (N, 2, H, d)
-        self.kv[layer, :, self.slots, :, self.positions] = new
-        return [[x[slot, None, :, :end] for slot, end in self.ends] for x in self.kv[layer]]
+    def attend(self, layer: int, query, key, value, scaling: float):
+        """Adds key and value (1, H_kv, N, d) of the tokens placed; their attention, (1, N, H, d).
+
+        query (1, H, N, d). Each token sees what its own slot holds, up to itself.
+        """
+        keys, values = self.kv[layer]                                     # (slots, H_kv, T, d)
+        (H, N, d), (query, key, value) = query.shape[1:], (query[0], key[0], value[0])
+        out, S = query.new_empty(N, H, d), len(self.slots)
+        keys[self.slots, :, self.positions] = key[:, :S].transpose(0, 1)
+        values[self.slots, :, self.positions] = value[:, :S].transpose(0, 1)
+        # Single tokens: the query heads that share a key head are rows of one product.
+        q = (query[:, :S] * scaling).transpose(0, 1).reshape(-1, H // keys.shape[1], d)
+        k, v = keys.flatten(0, 1), values.flatten(0, 1)                   # (slots H_kv, T, d)
+        parts = zip(self.runs, q.split(self.sizes), out[:S].view_as(q).split(self.sizes))
+        for (rows, n, hidden), part, result in parts:
+            scores = torch.bmm(part, k[rows, :n].mT)
+            if hidden is not None:
+                scores.masked_fill_(hidden, -torch.inf)
+            weights = scores.softmax(-1, torch.promote_types(scores.dtype, torch.float32))
+            torch.bmm(weights.to(v.dtype), v[rows, :n], out=result)
+        for slot, past, n, mask in self.longer:
+            new, end = slice(S, S + n), past + n
+            keys[slot, :, past:end], values[slot, :, past:end] = key[:, new], value[:, new]
+            out[new] = F.scaled_dot_product_attention(
+                query[None, :, new], keys[slot, None, :, :end], values[slot, None, :, :end],
+                attn_mask=mask, is_causal=mask is None, scale=scaling,
+                enable_gqa=H != keys.shape[1])[0].transpose(0, 1)
+            S += n
+        return out[None]
 
 
 @torch.inference_mode()
@@ -590,7 +643,8 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
 
     Each pass of this loop runs the model once over whatever waits in the slots: one sampled token,
     or a page that was just read. The cache is kept across turns and a finished slot takes the next
-    episode at once. Every episode draws from its own seed, so what runs beside it changes nothing.
+    episode at once, whose prompt it does not read again if the last one began with the same. Every
+    episode draws from its own seed, so what runs beside it changes nothing but rounding.
     `make_env()` gives each slot its environment. Rewards stay those of the last step. An episode
     whose environment breaks ends "lost", which is no failure of the agent's; EnvError as
     `check_lost` says, or where LOST_IN_A_ROW were lost before any environment answered again.
@@ -602,6 +656,7 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
     waiting, cache = list(reversed(episodes)), SlotCache(model, slots, max_tokens)
     environments, playing, dice = {}, {}, {}  # by slot
     broken = 0          # episodes lost since an environment last answered
+    left = {}           # slot -> the ids whose keys and values its last episode left in the cache
     asked, now = {}, 0  # slot -> (pass at which to read the environment's answer, the answer)
     vocabulary = len(encoder.tokenizer)
     forbidden = torch.tensor(encoder.forbidden, dtype=torch.long, device=model.device)
@@ -612,7 +667,8 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
 
     def free_if_ended(slot):
         if playing[slot].ended:
-            del playing[slot]
+            e = playing.pop(slot)
+            left[slot] = e.ids[:e.past]
             if progress is not None:
                 progress.update()
 
@@ -635,6 +691,8 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
                 try:
                     _take(e, encoder, environments[slot], answer.result(), max_tokens)
                     broken = 0
+                    if not e.steps:  # a prompt that the slot has read before is not read again
+                        e.past = dpo.shared_beginning(left.get(slot, []), e.ids[:-1])
                 except envs.EnvError as error:
                     e.ended, broken = "lost", broken + 1
                     if broken == LOST_IN_A_ROW:
@@ -695,9 +753,11 @@ def _next_token_logits(model, cache, playing) -> torch.Tensor:
     new = [e.ids[e.past:] for _, e in playing]
     device, lengths = model.device, [len(ids) for ids in new]
     ids = torch.tensor([i for part in new for i in part], device=device)              # (N,)
+    positions = torch.tensor([i for _, e in playing for i in range(e.past, len(e.ids))],
+                             device=device)                                           # (N,)
     cache.place([(slot, e.past, n) for (slot, e), n in zip(playing, lengths)])
     last = torch.tensor(lengths, device=device).cumsum(0) - 1                         # (S,)
-    logits = model(input_ids=ids[None], position_ids=cache.positions[None], lengths=lengths,
+    logits = model(input_ids=ids[None], position_ids=positions[None], lengths=lengths,
                    cache=cache, logits_to_keep=last, use_cache=False).logits[0]       # (S, V)
     for _, e in playing:
         e.past = len(e.ids)
@@ -738,7 +798,7 @@ def _reply_ended(e: Episode, encoder, token: int, max_tokens: int, max_new_token
         e.ended = "context"
         return False
     reply = e.ids[e.reply_at:]
-    if ":" in encoder.decode([token]) and "Observation:" in encoder.decode(reply[-8:]):
+    if _has_colon(encoder, token) and "Observation:" in encoder.decode(reply[-8:]):
         ours = encoder.decode(reply).index("Observation:")  # what follows is the environment's
         while len(encoder.decode(e.ids[e.reply_at:])) > ours:
             e.ids.pop()
@@ -749,6 +809,11 @@ def _reply_ended(e: Episode, encoder, token: int, max_tokens: int, max_new_token
     e.mask.append(0)
     e.past = min(e.past, len(e.ids) - 1)
     return True
+
+
+@lru_cache(maxsize=1 << 18)
+def _has_colon(encoder, token: int) -> bool:
+    return ":" in encoder.decode([token])
 
 
 def _take(e: Episode, encoder, env, answer, max_tokens: int) -> None:

@@ -170,56 +170,97 @@ class Sequence:
 
 
 def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None,
-                     scaling=None, lengths=None, cache=None, **others):
+                     scaling=None, lengths=None, rows=None, first=None, cache=None, **others):
     """Attention of several sequences laid end to end in one row; no padding, no mask tensor.
 
-    query (1, H, N, d), key and value (1, H_kv, N, d), N = sum(lengths); returns (1, N, H, d).
-    Training: each sequence attends causally to itself. Rollouts: `cache` adds these keys and
-    values to the earlier ones of each sequence, and gives all of them.
+    query (1, H, N, d), key and value (1, H_kv, N, d); returns (1, N, H, d). Each sequence, of its
+    length in `lengths`, attends causally to itself. rows and first: as `lay_out` says, where
+    sequences share tokens; else N = sum(lengths). Rollouts: `cache.attend` does it all.
     ValueError for attention of another form than softmax over all earlier tokens.
     """
     for name in ("sliding_window", "softcap", "s_aux"):
         if others.get(name) is not None:
             raise ValueError(f"{type(module).__name__}: {name}={others[name]} is not supported; "
                              "use a model with full attention (Llama, Qwen2, Qwen3)")
-    keys, values = ((key.split(lengths, 2), value.split(lengths, 2)) if cache is None else
-                    cache.append(module.layer_idx, key, value))
-    outputs = []
-    for q, k, v in zip(query.split(lengths, 2), keys, values):
-        n, past, mask = q.shape[2], k.shape[2] - q.shape[2], None
-        if past and n > 1:  # new token j sees the past and the new tokens up to itself
-            mask = torch.ones(n, past + n, dtype=torch.bool, device=q.device).tril(past)
-        outputs.append(F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=n > 1 and not past, scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1]))
-    return torch.cat(outputs, 2).transpose(1, 2), None
+    if cache is not None:
+        return cache.attend(module.layer_idx, query, key, value, scaling), None
+    if rows is not None:
+        query, key, value = (x.index_select(2, rows) for x in (query, key, value))
+    outputs = torch.cat([
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling,
+                                       enable_gqa=q.shape[1] != k.shape[1])
+        for q, k, v in zip(*(x.split(lengths, 2) for x in (query, key, value)))], 2)
+    return (outputs if first is None else outputs.index_select(2, first)).transpose(1, 2), None
 
 
 AttentionInterface.register("ragged", ragged_attention)
+
+
+def shared_beginning(a: list[int], b: list[int]) -> int:
+    """How many tokens both begin with."""
+    return next((k for k, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def lay_out(sequences: list[Sequence]) -> tuple[list[int], list[int]]:
+    """(rows, first): the model's rows, in which a beginning that sequences share is there once.
+
+    rows (M,): of all tokens of all sequences, end to end, the row of each; first (N,), N <= M: for
+    each row the first of the M that has it. The trajectories of an instruction share its prompt
+    and often their first turns. A share below 1/16 of a sequence would cost more than it saves.
+    """
+    rows, first, paths = [], [], []
+    for s in sequences:
+        known, path = max(((shared_beginning(s.ids, t.ids), path)
+                           for t, path in zip(sequences, paths)), default=(0, []))
+        known = known if 16 * known >= len(s.ids) else 0
+        first += range(len(rows) + known, len(rows) + len(s.ids))
+        paths.append(path[:known] + list(range(len(first) - len(s.ids) + known, len(first))))
+        rows += paths[-1]
+    return rows, first
+
+
+def token_log_probs(model, sequences: list[Sequence], temperature: float = 1.0) -> Tensor:
+    """log pi(t_k | t_<k) of every action token of every sequence, laid end to end, (A,), in nats.
+
+    A beginning that sequences share runs once, the vocabulary projection at action tokens alone.
+    temperature: what the logits were divided by when the tokens were sampled.
+    """
+    device = next(model.parameters()).device
+    rows, first = lay_out(sequences)                                                 # (M,), (N,)
+    ids = [i for s in sequences for i in s.ids]
+    positions = [k for s in sequences for k in range(len(s.ids))]
+    targets, which, offset = {}, [], 0  # row -> number of an action token; the number of each
+    for s in sequences:
+        which += [targets.setdefault(rows[offset + k], len(targets))
+                  for k in range(1, len(s.ids)) if s.mask[k]]
+        offset += len(s.ids)
+    before = [rows[first[row] - 1] for row in targets]  # the logits at k - 1 predict token k
+    target_ids = [ids[first[row]] for row in targets]
+    ids, positions, before, target_ids, which = (
+        torch.tensor(x, dtype=torch.long, device=device) for x in (
+            [ids[m] for m in first], [positions[m] for m in first], before, target_ids, which))
+    shared = {name: torch.tensor(x, device=device) for name, x in (("rows", rows), ("first", first))
+              if len(first) < len(rows)}
+    logits = model(input_ids=ids[None], position_ids=positions[None], **shared,
+                   lengths=[len(s.ids) for s in sequences], logits_to_keep=before,
+                   use_cache=False).logits[0]                                             # (U, V)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1:
+        logits = logits / temperature
+    return -F.cross_entropy(logits, target_ids, reduction="none")[which]                  # (A,)
 
 
 def action_log_probs(model, sequences: list[Sequence]) -> Tensor:
     """log pi(e|u) of each trajectory, (B,) float64, in nats.
 
     Eq. (2), (5): the sum over action tokens t_k of log pi(t_k | t_<k); observations only condition.
-    The vocabulary projection runs at those positions alone. Sums are float64, because a few
-    hundred nats in float32 lose more than a late step changes.
+    Sums are float64, because a few hundred nats in float32 lose more than a late step changes.
     """
-    device = next(model.parameters()).device
-    lengths = [len(s.ids) for s in sequences]
-    ids = torch.tensor([i for s in sequences for i in s.ids], device=device)             # (N,)
-    positions = torch.cat([torch.arange(n, device=device) for n in lengths])             # (N,)
-    keep, owner, offset = [], [], 0
-    for b, s in enumerate(sequences):  # the logits at k - 1 predict token k
-        at = [offset + k - 1 for k in range(1, len(s.ids)) if s.mask[k]]
-        keep, owner, offset = keep + at, owner + [b] * len(at), offset + len(s.ids)
-    keep = torch.tensor(keep, dtype=torch.long, device=device)                           # (A,)
-    logits = model(input_ids=ids[None], position_ids=positions[None], lengths=lengths,
-                   logits_to_keep=keep, use_cache=False).logits[0]                       # (A, V)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    per_token = -F.cross_entropy(logits, ids[keep + 1], reduction="none")                # (A,)
-    sums = torch.zeros(len(sequences), dtype=torch.float64, device=device)
-    return sums.index_add(0, torch.tensor(owner, device=device), per_token.double())     # (B,)
+    per_token = token_log_probs(model, sequences)                                         # (A,)
+    owner = torch.tensor([b for b, s in enumerate(sequences) for _ in range(s.action_tokens)],
+                         dtype=torch.long, device=per_token.device)
+    sums = torch.zeros(len(sequences), dtype=torch.float64, device=per_token.device)
+    return sums.index_add(0, owner, per_token.double())                                   # (B,)
 
 
 # ------------------------------------------------------------------------------------- losses

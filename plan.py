@@ -54,8 +54,9 @@ def dry_run(s: Settings, make_env) -> None:
     together = 1 + agents * s.rollouts
     longest = max(s.tokens_per_forward, together * s.max_tokens)
     share = found.action_tokens / found.tokens
-    sequences = [dpo.Sequence([0] * n, [0] * (n - int(share * n)) + [1] * int(share * n))
-                 for n in [longest // together] * together]
+    n = longest // together
+    sequences = [dpo.Sequence([k] * n, [0] * (n - int(share * n)) + [1] * int(share * n))
+                 for k in range(together)]  # without the prompt that they share: the worst case
     training = training_memory(model, sequences, count if shard else 0, recompute)
     slot = slot_bytes(config) * s.max_tokens
     exploring = {"bf16 replica": 2 * numbers, f"cache of {s.slots} slots": slot * s.slots}

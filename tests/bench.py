@@ -6,8 +6,9 @@ An alternative runs in turn with ours; the table shows the median of the ratios 
 and their range. Seconds are this process's CPU time on one thread, so that what else the machine
 runs counts little, with the simulators' where it says so, or device time on a GPU. An alternative
 must first give the same losses, gradients, tokens or observations, or the benchmark stops. The
-floor is the time of the matrix products that a task needs at the speed of a large one: a distinct
-trajectory once through the layers (three times to train), the vocabulary at action tokens alone.
+floor is the time of the matrix products that a task needs at the speed of a large one: a beginning
+that trajectories share once through the layers (three times to train), the vocabulary at action
+tokens alone.
 """
 
 import argparse
@@ -85,13 +86,13 @@ def peak_flops() -> float:
     return 2 * n ** 3 / min(seconds(lambda: a @ b) for _ in range(20))
 
 
-def forward_flops(model, lengths: list[int], projected: int) -> float:
-    """Operations of one pass over trajectories: 2 a multiply-add, `projected` tokens to logits."""
-    c, tokens = model.config, sum(lengths)
+def forward_flops(model, seen: list[int], projected: int) -> float:
+    """Operations of one pass, 2 a multiply-add: `seen` tokens, itself among them, by each token,
+    and `projected` tokens to logits."""
+    c = model.config
     weights = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
-    attended = sum(n * (n + 1) / 2 for n in lengths)  # pairs of a query and a key
-    attention = 2 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * attended
-    return 2 * (weights * tokens + attention + projected * c.hidden_size * c.vocab_size)
+    attention = 2 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * sum(seen)
+    return 2 * (weights * len(seen) + attention + projected * c.hidden_size * c.vocab_size)
 
 
 def compared(what, against, unit, amounts, times, floor=None, **differences) -> dict:
@@ -136,23 +137,29 @@ def make_model(attention: str) -> Qwen3ForCausalLM:
     return model.to(DEVICE)
 
 
-def make_groups(instructions: int, length=698, actions=112, rollouts=1) -> list[dpo.Group]:
+def make_groups(instructions: int, length=698, actions=112, rollouts=1, common=1 / 7):
     """Instructions with an expert and `rollouts` failures of each of two agents, in five turns.
 
-    `length` and `actions` are mean tokens of a trajectory. Pairs: the expert above each failure,
-    and each of one agent's failures above each of the other's.
+    `length` and `actions` are mean tokens of a trajectory, the first seventh of which is the
+    prompt; `common` is the share of `length` with which an instruction's trajectories begin alike.
+    Pairs: the expert above each failure, and each of one agent's failures above the other's.
     """
     rng, groups = random.Random(0), []
+
+    def trajectory():
+        scale, prompt = rng.uniform(0.8, 1.2), length // 7
+        action = round(scale * actions / 5)
+        page = round((scale * length - prompt - 5 * action) / 4)
+        mask = [0] * prompt + [1] * action + ([0] * page + [1] * action) * 4
+        return [rng.randrange(VOCABULARY) for _ in mask], mask
+
     for task in range(instructions):
-        prompt = [rng.randrange(VOCABULARY) for _ in range(length // 7)]
-        sequences = []
-        for _ in range(1 + 2 * rollouts):
-            scale = rng.uniform(0.8, 1.2)
-            action = round(scale * actions / 5)
-            page = round((scale * length - len(prompt) - 5 * action) / 4)
-            mask = [0] * len(prompt) + [1] * action + ([0] * page + [1] * action) * 4
-            ids = prompt + [rng.randrange(VOCABULARY) for _ in mask[len(prompt):]]
-            sequences.append(dpo.Sequence(ids, mask))
+        (ids, mask), alike = trajectory(), int(common * length)
+        sequences = [dpo.Sequence(ids, mask)]
+        for _ in range(2 * rollouts):
+            other, its_mask = trajectory()
+            sequences.append(dpo.Sequence(ids[:alike] + other[alike:],
+                                          mask[:alike] + its_mask[alike:]))
         failures = range(1, 1 + 2 * rollouts)
         pairs = [dpo.Pair("expert", 0, f) for f in failures]
         pairs += [dpo.Pair("failures", a, b) for a in failures[:rollouts]
@@ -236,7 +243,14 @@ def trl_step(batches: list[dict]):
 
 
 def train_rows(quick: bool) -> list[dict]:
-    groups = make_groups(2, 200, 32) if quick else make_groups(4)
+    """With the prompt alone in common; then with half of a trajectory, about as in real runs."""
+    return (step_rows("1/7 in common", 1 / 7, ("pair", "batch"), (1, 2, 3), quick)
+            + step_rows("1/2 in common", 1 / 2, ("pair",), (1,), quick))
+
+
+def step_rows(what, common, paddings, trl_batches, quick) -> list[dict]:
+    length, actions = (200, 32) if quick else (698, 112)
+    groups = make_groups(2 if quick else 4, length, actions, common=common)
     repeats, pairs = 0 if quick else 5, dpo.count_pairs(groups)
     reference = make_model("ragged")
     with torch.no_grad():
@@ -261,9 +275,9 @@ def train_rows(quick: bool) -> list[dict]:
     batches = {"pair": [pairs_batch([g]) for g in single], "batch": widest}
     rivals = {f"pair by pair, all logits, padded per {kind}": (off, functools.partial(
         step, theirs, optimizer, functools.partial(textbook_backward, theirs, made)))
-        for kind, made in batches.items()}
+        for kind, made in batches.items() if kind in paddings}
     if importlib.util.find_spec("trl") and importlib.util.find_spec("datasets"):
-        for size in (1,) if quick else (1, 2, 3):
+        for size in trl_batches[:1] if quick else trl_batches:
             trl = trl_step([pairs_batch(single[i:i + size]) for i in range(0, pairs, size)])
             off = dict(loss=check("losses of ours and TRL", abs(loss.item() - trl()), 1e-4))
             rivals[f"TRL, batch {size} x accumulation {pairs // size}"] = off, trl
@@ -271,10 +285,12 @@ def train_rows(quick: bool) -> list[dict]:
         print("bench: TRL is not installed, its rows are left out (pip install trl datasets)")
     times = in_turn(repeats, {"ours": lambda: our_step(ours, groups),
                               **{name: work for name, (_, work) in rivals.items()}})
-    floor = 3 * forward_flops(ours, [len(s.ids) for s in sequences],
-                              sum(s.action_tokens for s in sequences)) / peak_flops()
-    return [compared("train step", name, "pairs/s", (pairs, pairs), (times["ours"], times[name]),
-                     floor, **off) for name, (off, _) in rivals.items()]
+    once = [(k + 1, s.mask[k]) for g in groups for i, s in enumerate(g.sequences)
+            for k in range(int(common * length) if i else 0, len(s.ids))]
+    floor = 3 * forward_flops(ours, [n for n, _ in once], sum(m for _, m in once)) / peak_flops()
+    return [compared(f"train step, {what}", name, "pairs/s", (pairs, pairs),
+                     (times["ours"], times[name]), floor, **off)
+            for name, (off, _) in rivals.items()]
 
 
 # -------------------------------------------------------------------------------------- rollouts
@@ -394,7 +410,8 @@ def rollout_rows(quick: bool) -> list[dict]:
         **{name: functools.partial(generate_rollout, theirs, encoder, *how)
            for name, how in others.items()}})
     tokens = {tasks: sum(len(played[t].ids) for t in tasks) for tasks in (many, some, few)}
-    floor = forward_flops(ours, [len(e.ids) - 1 for e in played], len(said)) / peak_flops()
+    seen = [k + 1 for e in played for k in range(len(e.ids) - 1)]
+    floor = forward_flops(ours, seen, len(said)) / peak_flops()
     return [compared(f"rollout, {slots} slots", name, "tokens/s", (tokens[many], tokens[tasks]),
                      (times["ours"], times[name]), floor, **off[name])
             for name, (tasks, _) in others.items()]

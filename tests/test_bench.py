@@ -12,7 +12,7 @@ def test_operations_of_a_pass_by_hand():
     weights = 4 * (4 * 192 * 192 + 3 * 192 * 512)
     # Of 3 tokens one sees 1, one 2, one 3; scores and sums of values, 192 wide, in 4 layers.
     attention = 4 * 2 * 192 * (1 + 2 + 3)
-    assert bench.forward_flops(bench.make_model("sdpa"), [3], 2) == 2 * (
+    assert bench.forward_flops(bench.make_model("sdpa"), [1, 2, 3], 2) == 2 * (
         3 * weights + attention + 2 * 192 * 2048)
 
 
@@ -38,6 +38,14 @@ def test_mock_trajectories_have_the_stated_sizes_and_pairs():
     assert sum(lengths) / 100 == pytest.approx(698, rel=0.05)
     assert sum(actions) / 100 == pytest.approx(112, rel=0.05)
     assert all(len(g.sequences) == 5 and len(g.pairs) == 4 + 2 * 2 for g in groups)
+
+
+@pytest.mark.parametrize("common, alike", [(1 / 7, 99), (1 / 2, 349)])
+def test_mock_trajectories_of_an_instruction_begin_alike(common, alike):
+    for g in bench.make_groups(3, 698, 112, common=common):
+        assert len({tuple(s.ids[:alike]) for s in g.sequences}) == 1
+        assert len({tuple(s.mask[:alike]) for s in g.sequences}) == 1
+        assert len({tuple(s.ids[:alike + 3]) for s in g.sequences}) == 3
 
 
 def test_the_rollout_section_compares_equal_episodes_and_writes_its_rows(tmp_path, monkeypatch):

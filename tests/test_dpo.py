@@ -152,6 +152,36 @@ def test_gradient_of_packed_log_probs_equals_brute_force():
     torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
 
 
+def tree():
+    """Sequences that begin alike: after 12 tokens, after 5, one inside another, one alone."""
+    a, b, alone = sequences(20, 9, 15)
+    return [a, dpo.Sequence(a.ids[:12] + b.ids, a.mask[:12] + b.mask),
+            dpo.Sequence(a.ids[:5] + b.ids[3:], [0] * 5 + b.mask[3:]), alone,
+            dpo.Sequence(a.ids[:14], a.mask[:14]), dpo.Sequence(a.ids[:12] + b.ids[:4], [1] * 16)]
+
+
+def test_a_beginning_that_sequences_share_is_there_once():
+    a, b = [5, 6, 7, 8], [5, 6, 7, 9, 3]
+    both = [dpo.Sequence(ids, [0] * len(ids)) for ids in (a, b, [1, 6], a[:2])]
+    rows, first = dpo.lay_out(both)
+    assert rows == [0, 1, 2, 3] + [0, 1, 2, 4, 5] + [6, 7] + [0, 1]
+    assert first == [0, 1, 2, 3, 7, 8, 9, 10]
+    # One token of 17 that they share is less than it costs to share it.
+    rows, first = dpo.lay_out([dpo.Sequence(ids, [0] * 17) for ids in ([1] * 17, [1] + [2] * 16)])
+    assert rows == first == list(range(34))
+
+
+def test_shared_beginnings_change_neither_log_probs_nor_gradient():
+    model, batch = make_model(VOCABULARY), tree()
+    assert len(dpo.lay_out(batch)[1]) == 20 + 9 + 6 + 15  # the last two lie in the first two
+    weight = torch.tensor([0.3, -1.7, 0.9, 1.1, -0.4, 0.6], dtype=torch.float64)
+    together = dpo.action_log_probs(model, batch)
+    ours = gradients(model, (together * weight).sum())
+    apart = torch.stack([brute_force_log_prob(model, s) for s in batch])
+    torch.testing.assert_close(together, apart, atol=1e-9, rtol=0)
+    torch.testing.assert_close(ours, gradients(model, (apart * weight).sum()), atol=1e-9, rtol=1e-9)
+
+
 def test_observation_tokens_get_no_gradient():
     """The logit of an observation token, as a target, has exactly no influence on the loss."""
     model = make_model(VOCABULARY)

@@ -33,7 +33,8 @@ def model_of(layers, fake, **changed):
 
 
 def sequences(*lengths):
-    return [dpo.Sequence([1] * n, [0] * (n // 2) + [1] * (n - n // 2)) for n in lengths]
+    return [dpo.Sequence([k] * n, [0] * (n // 2) + [1] * (n - n // 2))
+            for k, n in enumerate(lengths)]
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -86,12 +86,42 @@ def one_by_one(agent, task, temperature, max_new_tokens=12):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_slots_sample_the_tokens_of_one_episode_at_a_time(agent, temperature):
+def test_slots_sample_the_tokens_of_one_episode_at_a_time(agent, temperature, together):
     episodes = play(agent, temperature=temperature)
     for task, e in enumerate(episodes):
         assert (e.ids, e.mask, e.reward) == one_by_one(agent, task, temperature)
     sampled = [i for e in episodes for i, m in zip(e.ids, e.mask) if m]
     assert len(set(sampled)) > 10, "a model that repeats itself would hide a wrong cache"
+
+
+@pytest.fixture(params=[1, 3])
+def together(request, monkeypatch):
+    """How many slots one product reads: on a CPU one, on a GPU all that lie side by side."""
+    made = coevolve.SlotCache.__init__
+
+    def make(self, *args):
+        made(self, *args)
+        self.together = request.param
+        self.kv.zero_()
+
+    monkeypatch.setattr(coevolve.SlotCache, "__init__", make)
+
+
+def test_slots_read_side_by_side_give_the_logits_of_full_forward_passes(agent, together):
+    model, _ = agent
+    cache, rng = coevolve.SlotCache(model, 6, 100), random.Random(0)
+    episodes = [coevolve.Episode("0", "target", 1, 0, 0) for _ in range(5)]
+    for n in ([9, 4, 7, 1, 2], [1] * 5, [1, 1, 5, 1, 1], [1, 3, 1, 1, 2], [1] * 5):
+        for e, more in zip(episodes, n):  # pages of several tokens beside single ones
+            e.ids += [rng.randrange(model.config.vocab_size) for _ in range(more)]
+        with torch.inference_mode():
+            playing = sorted(enumerate(episodes), key=lambda p: (len(p[1].ids) - p[1].past, p[0]))
+            ours = coevolve._next_token_logits(model, cache, playing)
+            model.set_attn_implementation("sdpa")
+            for row, (_, e) in zip(ours, playing):
+                theirs = model(torch.tensor([e.ids])).logits[0, -1].float()
+                torch.testing.assert_close(row, theirs, atol=1e-5, rtol=0)
+            model.set_attn_implementation("ragged")
 
 
 def test_next_token_logits_equal_a_full_forward_pass(agent):
@@ -114,6 +144,25 @@ def test_next_token_logits_equal_a_full_forward_pass(agent):
 def test_what_runs_beside_an_episode_changes_nothing(agent, other):
     for a, b in zip(play(agent, temperature=1.0), play(agent, temperature=1.0, **other)):
         assert a.record() == b.record()
+
+
+def test_a_prompt_is_read_once_by_a_slot_and_episodes_stay_the_same(agent, monkeypatch):
+    class Prompted(Echo):
+        prompt = "you shop " * 10
+
+    tasks, openings, forward = [3, 3, 4], [], coevolve._next_token_logits
+
+    def record(model, cache, playing):
+        openings.extend((e.past, e.ids[:]) for _, e in playing if 1 not in e.mask)
+        return forward(model, cache, playing)
+
+    monkeypatch.setattr(coevolve, "_next_token_logits", record)
+    played = play(agent, tasks=tasks, slots=1, env=Prompted, temperature=1.0)
+    (a, first), (b, second), (c, third) = openings
+    assert first == second and (a, b) == (0, len(first) - 1)  # the last token gives the logits
+    assert first[:c] == third[:c] and first[c] != third[c] and c > 20
+    for task, e in zip(tasks, played):
+        assert e.record() == play(agent, [task], env=Prompted, temperature=1.0)[0].record()
 
 
 @pytest.mark.parametrize("latency, slots", [(0, 3), (1, 3), (3, 3), (50, 3), (2, 1)])
