@@ -1,4 +1,4 @@
-"""PPO on whole episodes, a baseline of the paper. In a file of its own: the method needs none of it.
+"""PPO on whole episodes, a baseline of the paper; in a file of its own, as the method needs none.
 
 The paper says only that PPO "directly optimizes the SFT policy" for the reward (Section 5.1). Here:
 the reward comes at the end of an episode, all its action tokens share one advantage, and there is
@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import gather_object
 
 import dpo
+import scale
 
 
 @dataclass
@@ -63,18 +65,26 @@ def token_log_probs(model, sequences: list[dpo.Sequence], temperature: float) ->
 
 
 @torch.no_grad()
-def add_log_probs(model, groups: list[Rollouts], name: str, temperature: float,
+def add_log_probs(accelerator, model, groups: list[Rollouts], name: str, temperature: float,
                   tokens_per_forward: int, progress=None) -> None:
-    """Sets the field `name` (old or sft) of every group to the log-probabilities of `model`."""
+    """Sets the field `name` (old or sft) of every group by `model`, as `dpo.add_reference` does."""
     model.eval()
-    for pack in dpo.packs(groups, tokens_per_forward):
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    work = [dpo.packs(share, tokens_per_forward) for share in dpo.share_out(groups, ranks)]
+    found = {}
+    for i in range(max(len(share) for share in work)):
+        pack = work[rank][i] if i < len(work[rank]) else groups[:1]  # as in `fit`, all ranks meet
         sequences = [s for g in pack for s in g.sequences]
-        values = iter(token_log_probs(model, sequences, temperature).cpu().split(
-            [s.action_tokens for s in sequences]))
-        for g in pack:
-            setattr(g, name, [next(values) for _ in g.sequences])
+        with scale.precision(accelerator, model):
+            values = token_log_probs(model, sequences, temperature).cpu()
+        values = iter(values.split([s.action_tokens for s in sequences]))
+        found.update({g.task: [next(values) for _ in g.sequences] for g in pack})
         if progress is not None:
-            progress.update(sum(g.tokens for g in pack))
+            progress.update(ranks * sum(g.tokens for g in pack))
+    for part in gather_object([found]):
+        found.update(part)
+    for g in groups:
+        setattr(g, name, found[g.task])
 
 
 def kl_of(groups: list[Rollouts]) -> float:

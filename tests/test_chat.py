@@ -1,7 +1,6 @@
-"""An endpoint of our own on loopback: what it is sent, what it costs, what happens when it fails."""
+"""An endpoint of our own on loopback: what it is sent, what it costs, and how it fails."""
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -207,7 +206,7 @@ def test_the_key_is_nowhere_when_a_whole_command_has_run(endpoint, tmp_path):
     endpoint.answer = lambda messages: "Thought: t\nAction: search[mug]"
     command = [sys.executable, str(ROOT / "coevolve.py"), "--model", endpoint.url, "--model-name",
                "m", "--eval-tasks", "2", "--examples", "1", "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "prompt_tokens" in done.stdout and "unseen" in done.stdout
     endpoint.faults = [(401, f"bad key {KEY}", {})] * 9

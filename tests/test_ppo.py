@@ -1,4 +1,4 @@
-"""PPO by hand: advantages, the clipped objective, its gradient, and a bandit whose best is known."""
+"""PPO by hand: advantages, the clipped objective, its gradient, and a bandit with a known best."""
 
 import math
 import random
@@ -119,8 +119,8 @@ def test_a_bandit_is_solved(kl):
         taken = torch.multinomial(chances, 64, replacement=True, generator=rng).tolist()
         rows = [dict(ids=[0, t], action_mask=[0, 1], reward=worth[t].item()) for t in taken]
         groups = ppo.groups({"bandit": rows}, Counter())
-        ppo.add_log_probs(policy, groups, "old", 1.0, 1000)
-        ppo.add_log_probs(sft, groups, "sft", 1.0, 1000)
+        for model, name in ((policy, "old"), (sft, "sft")):
+            ppo.add_log_probs(Accelerator(cpu=True), model, groups, name, 1.0, 1000)
         epochs = [dpo.batches(groups, 16, "instructions", random.Random(i)) for _ in range(4)]
         objective = partial(ppo.objective, temperature=1.0, clip=0.2, kl=kl)
         dpo.fit(Accelerator(cpu=True), policy, epochs, objective, dpo.count_action_tokens, lr=0.05,
@@ -132,5 +132,6 @@ def test_a_bandit_is_solved(kl):
 
 
 def test_the_divergence_is_counted_per_episode():
-    group = episodes([0, 1], [2], advantages=[0.0, 0.0], old=[[.5, .5], [.5]], sft=[[.25, .5], [.5]])
+    group = episodes([0, 1], [2], advantages=[0.0, 0.0], old=[[.5, .5], [.5]],
+                     sft=[[.25, .5], [.5]])
     assert ppo.kl_of([group]) == pytest.approx(math.log(2) / 2)
