@@ -169,7 +169,7 @@ PRESETS = {
         train_tasks=500, view="short", max_tokens=768, max_new_tokens=32, slots=64,
         sft_epochs=2, sft_batch=16, sft_lr=5e-4,
         dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
-        ppo_lr=1e-4,
+        ppo_lr=1e-4,  # elsewhere not tuned
     ),
     "scienceworld": dict(expert_min_reward=1.0, slots=16),  # a slot has a simulator of its own
     "tiny scienceworld": dict(

@@ -25,18 +25,19 @@ import report
 from settings import SettingsError, parse
 
 # Beside the methods themselves: with as many optimiser steps of the target as co-evolution took on
-# the same seed, with as many rollouts too, and the values of Figure 4.
+# the same seed, with as many rollouts too; a failure agent that is not trained; Figure 4's values.
 METHODS = ("coevolve", "eto", "sft", "positive", "eto-steps", "eto-steps-rollouts",
-           "positive-steps", "rft", "dart", "ppo", "lambda-0.01", "lambda-0.1", "lambda-0.5")
+           "positive-steps", "frozen", "rft", "dart", "ppo", "lambda-0.01", "lambda-0.1", "lambda-0.5")
 NAMES = {"coevolve": "co-evolution", "eto": "ETO", "sft": "SFT", "positive": "positive agent",
          "eto-steps": "ETO, equal steps", "eto-steps-rollouts": "ETO, equal steps and rollouts",
-         "positive-steps": "positive agent, equal steps", "rft": "RFT", "dart": "RFT + DART",
+         "positive-steps": "positive agent, equal steps",
+         "frozen": "co-evolution, failure agent frozen", "rft": "RFT", "dart": "RFT + DART",
          "ppo": "PPO"}
 # What the paper says is ahead of what, and the same at equal cost, which it does not say.
 CLAIMS = [("coevolve", "eto", "Tables 3, 4"), ("coevolve", "eto-steps", "ours"),
           ("coevolve", "eto-steps-rollouts", "ours"), ("coevolve", "positive", "Section 5.4"),
-          ("coevolve", "positive-steps", "ours"), ("positive", "eto", "ours"),
-          ("coevolve", "ppo", "Table 3"), ("coevolve", "dart", "Section 5.3"),
+          ("coevolve", "positive-steps", "ours"), ("coevolve", "frozen", "ours"),
+          ("positive", "eto", "ours"), ("coevolve", "ppo", "Table 3"), ("coevolve", "dart", "Section 5.3"),
           ("coevolve", "rft", "Table 3"), ("coevolve", "sft", "Table 3"), ("eto", "sft", "Table 3"),
           ("ppo", "sft", "Table 3"), ("rft", "sft", "Table 3"), ("dart", "rft", "Section 5.3")]
 THRESHOLDS = (0.6, 0.7, 0.8)
@@ -49,6 +50,8 @@ def flags(method: str, folder: Path, seed: int) -> list[str]:
     """The settings that make a run of `method`; equal steps are those of co-evolution's run."""
     if method.startswith("lambda-"):
         return ["--method", "coevolve", "--lambda-sft", method[len("lambda-"):]]
+    if method == "frozen":
+        return ["--method", "coevolve", "--d-fail", "none"]
     base, *equal = method.split("-")
     if not equal:
         return ["--method", base]
