@@ -114,6 +114,8 @@ def test_an_evaluation_has_the_rows_and_events_of_any_other(endpoint, run):
     assert (score["requests"], score["prompt_tokens"], score["completion_tokens"]) == (10, 1000, 70)
     assert score["retries"] == 0 and score["dollars"] == 0.0027
     assert "test-1" in report.show(r.path, ["test-1"])
+    line = next(line for line in report.table(r.path).splitlines() if "1,000" in line)
+    assert line.split() == ["test", "10", "0", "1,000", "70", "0.00"]
 
 
 def test_the_request_is_that_of_the_protocol(endpoint, run):
