@@ -210,19 +210,20 @@ def explore_hard(run: Run) -> None:
     which is multiplied by the budget N. So we read: N (1 - successes / n), rounded; an instruction
     that always succeeds gets none.
     """
-    s, successes = run.settings, Counter()
+    s, played, successes = run.settings, Counter(), Counter()
     for row in run.read_jsonl("iter1/target.jsonl"):
+        played[row["task"]] += 1
         successes[row["task"]] += row["reward"] >= run.success
 
     def extra(task: str) -> range:
-        n = dart_rollouts(successes[task], s.samples, s.dart_budget)
+        n = dart_rollouts(successes[task], played[task], s.dart_budget)
         return range(s.samples, s.samples + n)
 
     play_tasks(run, "target-more", "target", 1, run.agent("target", 0), extra)
 
 
 def dart_rollouts(successes: int, n: int, budget: int) -> int:
-    return round(budget * (1 - successes / n))
+    return round(budget * (1 - successes / n)) if n else budget  # n = 0: all were lost
 
 
 def play_tasks(run: Run, name: str, agent: str, i: int, policy: Path, rollouts) -> None:

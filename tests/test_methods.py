@@ -136,6 +136,7 @@ def test_rft_starts_from_the_base_again(run, monkeypatch):
 @pytest.mark.parametrize("successes, extra", [(0, 10), (1, 8), (4, 2), (5, 0)])
 def test_dart_gives_what_the_paper_gives(successes, extra):
     assert coevolve.dart_rollouts(successes, n=5, budget=10) == extra
+    assert coevolve.dart_rollouts(0, n=0, budget=10) == 10  # no episode was finished
 
 
 def test_dart_samples_more_where_the_first_samples_failed(run):
