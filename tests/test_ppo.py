@@ -1,9 +1,13 @@
 """PPO by hand: advantages, the clipped objective, its gradient, and a bandit with a known best."""
 
+import json
 import math
 import random
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +18,7 @@ from test_dpo import VOCABULARY, brute_force_log_prob, sequences
 
 import dpo
 import ppo
+import scale
 
 
 class Table(torch.nn.Module):
@@ -135,3 +140,36 @@ def test_the_divergence_is_counted_per_episode():
     group = episodes([0, 1], [2], advantages=[0.0, 0.0], old=[[.5, .5], [.5]],
                      sft=[[.25, .5], [.5]])
     assert ppo.kl_of([group]) == pytest.approx(math.log(2) / 2)
+
+
+def train(shard):
+    """Five instructions of two episodes, two steps; the losses and all log-probabilities."""
+    accelerator, log = Accelerator(cpu=True), []
+    groups = [ppo.Rollouts(str(i), sequences(9 + i, 12, seed=i), advantages=[0.5 + i, -0.5 - i])
+              for i in range(5)]
+    for name, seed in (("old", 3), ("sft", 4)):
+        model = scale.spread(accelerator, make_model(VOCABULARY, seed=seed).float(), shard)
+        ppo.add_log_probs(accelerator, model, groups, name, 0.7, 40)
+    model = scale.spread(accelerator, make_model(VOCABULARY, seed=3).float(), shard)
+    objective = partial(ppo.objective, temperature=0.7, clip=0.2, kl=0.1)
+    dpo.fit(accelerator, model, [[groups[:1], groups[1:]]], objective, dpo.count_action_tokens,
+            lr=1e-3, warmup=0.0, schedule="constant", weight_decay=0.0, max_grad_norm=1.0,
+            tokens_per_forward=40, log=log.append)
+    return dict(loss=[e["loss"] for e in log], norm=[e["gradient_norm"] for e in log],
+                log_probs=[x for g in groups for part in g.old + g.sft for x in part.tolist()])
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_two_processes_train_like_one(shard):
+    """The first step has one instruction: the second process has nothing to do."""
+    tests = Path(__file__).parent
+    code = (f"import sys, json; sys.path[:0] = [{str(tests)!r}, {str(tests.parent)!r}]; "
+            f"import test_ppo; found = test_ppo.train({shard}); "
+            "import torch.distributed as d; d.get_rank() or print(json.dumps(found))")
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                           "--nproc_per_node", "2", "--no_python", sys.executable, "-c", code],
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    two, one = json.loads(done.stdout.splitlines()[-1]), train(False)
+    for name in one:
+        assert two[name] == pytest.approx(one[name], abs=2e-5), name
