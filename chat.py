@@ -38,14 +38,15 @@ class Endpoint:
     """
 
     def __init__(self, s, sleep=time.sleep):
-        self.url, self.name, self.sleep = f"{s.model.rstrip('/')}/chat/completions", s.model_name, sleep
-        self.max_new_tokens = s.max_new_tokens
+        self.url, self.sleep = f"{s.model.rstrip('/')}/chat/completions", sleep
+        self.name, self.max_new_tokens = s.model_name, s.max_new_tokens
         self.key = os.environ.get(s.key_variable, "").strip()
         if re.search(r"[^!-~]", self.key):
             raise SettingsError(f"the key in {s.key_variable} holds a character that no key has")
 
     def __call__(self, messages: list[dict]) -> tuple[str, dict]:
-        body = dict(model=self.name, messages=messages, temperature=0, max_tokens=self.max_new_tokens)
+        body = dict(model=self.name, messages=messages, temperature=0,
+                    max_tokens=self.max_new_tokens)
         for attempt in range(TRIES):
             wait = min(2.0 ** attempt, 60) * random.uniform(0.5, 1)
             try:
@@ -66,8 +67,10 @@ class Endpoint:
             if attempt < TRIES - 1:
                 self.sleep(wait)
         problem = " ".join(problem.split())
-        raise EndpointError(f"{self.url}: {problem.replace(self.key, '***') if self.key else problem}"
-                            f" (attempt {attempt + 1}); the same command goes on from here")
+        if self.key:
+            problem = problem.replace(self.key, "***")
+        raise EndpointError(f"{self.url}: {problem} (attempt {attempt + 1}); the same command goes "
+                            "on from here")
 
     def _sign(self, request):  # as `auth`, so that no .netrc takes its place
         if self.key:
@@ -148,7 +151,8 @@ def examples(run) -> list[dict]:
             break
     env.close()
     if len(found) < s.examples:
-        raise SettingsError(f"--examples {s.examples}: only {len(found)} experts succeed; give fewer")
+        raise SettingsError(f"--examples {s.examples}: only {len(found)} experts succeed; give "
+                            "fewer")
     return [without_prompt(m, env) if n and m is messages[0] else m
             for n, messages in enumerate(found) for m in messages]
 

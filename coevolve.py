@@ -180,8 +180,8 @@ def take_failure_agent(run: Run) -> None:
 
     def work(out: Path) -> dict:
         if not found:
-            raise SettingsError(f"--failure-from {source}: no iter<i>/failure-agent in it; give the "
-                                "folder of a run of --method coevolve")
+            raise SettingsError(f"--failure-from {source}: no iter<i>/failure-agent in it; give "
+                                "the folder of a run of --method coevolve")
         theirs, ours = (AutoTokenizer.from_pretrained(folder) for folder in (found[-1], run.base))
         if (theirs.get_vocab(), theirs.chat_template) != (ours.get_vocab(), ours.chat_template):
             raise SettingsError(f"--failure-from {source}: its tokenizer is not that of --model "
@@ -211,18 +211,20 @@ def explore_hard(run: Run) -> None:
     which is multiplied by the budget N. So we read: N (1 - successes / n), rounded; an instruction
     that always succeeds gets none.
     """
-    s, successes = run.settings, Counter()
+    s, played, successes = run.settings, Counter(), Counter()
     for row in run.read_jsonl("iter1/target.jsonl"):
+        played[row["task"]] += 1
         successes[row["task"]] += row["reward"] >= run.success
 
     def extra(task: str) -> range:
-        return range(s.samples, s.samples + dart_rollouts(successes[task], s.samples, s.dart_budget))
+        n = dart_rollouts(successes[task], played[task], s.dart_budget)
+        return range(s.samples, s.samples + n)
 
     play_tasks(run, "target-more", "target", 1, run.agent("target", 0), extra)
 
 
 def dart_rollouts(successes: int, n: int, budget: int) -> int:
-    return round(budget * (1 - successes / n))
+    return round(budget * (1 - successes / n)) if n else budget  # n = 0: all were lost
 
 
 def play_tasks(run: Run, name: str, agent: str, i: int, policy: Path, rollouts) -> None:
@@ -406,10 +408,12 @@ def train_ppo(run: Run, i: int) -> None:
         dropped = usable_rollouts(run, "target", i, rollouts)
         groups = ppo.groups(rollouts, dropped)
         for policy, name in ((before, "old"), (run.agent("target", 0), "sft")):
-            with run.bar(f"ppo {i} {name}", sum(g.tokens for g in groups), "token") as progress, \
-                    run.accelerator.autocast():  # the same arithmetic as in training
-                model = load_model(policy).to(run.accelerator.device)
-                ppo.add_log_probs(model, groups, name, s.temperature, s.tokens_per_forward, progress)
+            model = run.load_to_train(policy)  # the same arithmetic as in training
+            with run.bar(f"ppo {i} {name}", sum(g.tokens for g in groups), "token") as progress:
+                ppo.add_log_probs(run.accelerator, model, groups, name, s.temperature,
+                                  s.tokens_per_forward, progress)
+            del model
+            run.accelerator.free_memory()
         run.log("ppo", iteration=i, episodes=sum(len(g.sequences) for g in groups),
                 kl=ppo.kl_of(groups), dropped=dropped)
         rng = random.Random(seed_of(s.seed, "ppo", i))

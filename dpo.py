@@ -411,9 +411,12 @@ def share_out(groups: list[Group], ranks: int) -> list[list[Group]]:
 
 
 @torch.no_grad()
-def add_reference(accelerator, model, groups: list[Group], tokens_per_forward: int,
-                  progress=None) -> None:
-    """Sets every group's reference log-probabilities to those of `model`, once per phase."""
+def over_sequences(accelerator, model, groups: list[Group], tokens_per_forward: int, read,
+                   progress=None) -> list[list]:
+    """read(model, sequences) -> a value for each; the values of each group, worked out on all ranks.
+
+    model: of `scale.spread`. All ranks get all values.
+    """
     model.eval()
     rank, ranks = accelerator.process_index, accelerator.num_processes
     work = [packs(share, tokens_per_forward) for share in share_out(groups, ranks)]
@@ -421,15 +424,22 @@ def add_reference(accelerator, model, groups: list[Group], tokens_per_forward: i
     for i in range(max(len(share) for share in work)):
         pack = work[rank][i] if i < len(work[rank]) else groups[:1]  # as in `fit`, all ranks meet
         with scale.precision(accelerator, model):
-            values = action_log_probs(model, [s for g in pack for s in g.sequences]).tolist()
-        values = iter(values)
+            values = iter(read(model, [s for g in pack for s in g.sequences]))
         found.update({g.task: [next(values) for _ in g.sequences] for g in pack})
         if progress is not None:
             progress.update(ranks * sum(g.tokens for g in pack))
     for part in gather_object([found]):
         found.update(part)
-    for g in groups:
-        g.reference = found[g.task]
+    return [found[g.task] for g in groups]
+
+
+def add_reference(accelerator, model, groups: list[Group], tokens_per_forward: int,
+                  progress=None) -> None:
+    """Sets every group's reference log-probabilities to those of `model`, once per phase."""
+    found = over_sequences(accelerator, model, groups, tokens_per_forward,
+                           lambda *batch: action_log_probs(*batch).tolist(), progress)
+    for g, log_probs in zip(groups, found):
+        g.reference = log_probs
 
 
 def schedule_factor(step: int, steps: int, warmup: float, schedule: str) -> float:

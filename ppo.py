@@ -1,4 +1,4 @@
-"""PPO on whole episodes, a baseline of the paper. In a file of its own: the method needs none of it.
+"""PPO on whole episodes, a baseline of the paper; in a file of its own, as the method needs none.
 
 The paper says only that PPO "directly optimizes the SFT policy" for the reward (Section 5.1). Here:
 the reward comes at the end of an episode, all its action tokens share one advantage, and there is
@@ -10,7 +10,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 
 import dpo
 
@@ -42,39 +41,16 @@ def leave_one_out(rewards: list[float]) -> list[float]:
     return [r - (total - r) / (n - 1) for r in rewards]
 
 
-def token_log_probs(model, sequences: list[dpo.Sequence], temperature: float) -> torch.Tensor:
-    """log pi(t_k | t_<k) of every action token, laid end to end, (A,) in nats.
-
-    Of the policy that sampled, whose logits are divided by the temperature.
-    """
-    device = next(model.parameters()).device
-    lengths = [len(s.ids) for s in sequences]
-    ids = torch.tensor([i for s in sequences for i in s.ids], device=device)             # (N,)
-    positions = torch.cat([torch.arange(n, device=device) for n in lengths])             # (N,)
-    keep, offset = [], 0
-    for s in sequences:  # the logits at k - 1 predict token k
-        keep += [offset + k - 1 for k in range(1, len(s.ids)) if s.mask[k]]
-        offset += len(s.ids)
-    keep = torch.tensor(keep, dtype=torch.long, device=device)                           # (A,)
-    logits = model(input_ids=ids[None], position_ids=positions[None], lengths=lengths,
-                   logits_to_keep=keep, use_cache=False).logits[0]                       # (A, V)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    return -F.cross_entropy(logits, ids[keep + 1], reduction="none")                     # (A,)
-
-
-@torch.no_grad()
-def add_log_probs(model, groups: list[Rollouts], name: str, temperature: float,
+def add_log_probs(accelerator, model, groups: list[Rollouts], name: str, temperature: float,
                   tokens_per_forward: int, progress=None) -> None:
-    """Sets the field `name` (old or sft) of every group to the log-probabilities of `model`."""
-    model.eval()
-    for pack in dpo.packs(groups, tokens_per_forward):
-        sequences = [s for g in pack for s in g.sequences]
-        values = iter(token_log_probs(model, sequences, temperature).cpu().split(
-            [s.action_tokens for s in sequences]))
-        for g in pack:
-            setattr(g, name, [next(values) for _ in g.sequences])
-        if progress is not None:
-            progress.update(sum(g.tokens for g in pack))
+    """Sets the field `name` (old or sft) of every group by `model`, as `dpo.add_reference` does."""
+    def read(model, sequences):
+        return dpo.token_log_probs(model, sequences, temperature).cpu().split(
+            [s.action_tokens for s in sequences])
+
+    found = dpo.over_sequences(accelerator, model, groups, tokens_per_forward, read, progress)
+    for g, log_probs in zip(groups, found):
+        setattr(g, name, log_probs)
 
 
 def kl_of(groups: list[Rollouts]) -> float:
@@ -92,7 +68,7 @@ def objective(model, groups: list[Rollouts], temperature: float, clip: float, kl
     The gradient of the squared term over the policy's own samples is that of KL(pi || pi_SFT).
     """
     sequences = [s for g in groups for s in g.sequences]
-    new = token_log_probs(model, sequences, temperature)                                 # (A,)
+    new = dpo.token_log_probs(model, sequences, temperature)                                 # (A,)
     old, sft = (torch.cat([x for g in groups for x in getattr(g, name)]).to(new)
                 for name in ("old", "sft"))                                              # (A,)
     tokens = torch.tensor([s.action_tokens for s in sequences], device=new.device)

@@ -215,7 +215,7 @@ class Run:
         """
         s, accelerator, last = self.settings, self.accelerator, {}
         tokens = sum(g.tokens for epoch in epochs for batch in epoch for g in batch)
-        model = self._load_to_train(reference or before)
+        model = self.load_to_train(reference or before)
         if reference is not None:
             total = sum(g.tokens for g in groups)
             with self.bar(f"{phase} reference", total, "token") as progress:
@@ -223,7 +223,7 @@ class Run:
             if reference != before:
                 del model
                 accelerator.free_memory()
-                model = self._load_to_train(before)
+                model = self.load_to_train(before)
         self._check_saving(model, before)
         self.log("precision", phase=phase, processes=accelerator.num_processes, shards=self.shard,
                  **scale.dtypes(accelerator, model))
@@ -247,7 +247,7 @@ class Run:
         accelerator.free_memory()
         return dict(steps=last["step"], tokens=tokens, loss=last["loss"])
 
-    def _load_to_train(self, folder):
+    def load_to_train(self, folder):
         return scale.spread(self.accelerator, load_model(folder), self.shard, self.recompute)
 
     def _save(self, model, before, out: Path) -> None:

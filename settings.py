@@ -169,17 +169,20 @@ PRESETS = {
         train_tasks=500, view="short", max_tokens=768, max_new_tokens=32, slots=64,
         sft_epochs=2, sft_batch=16, sft_lr=5e-4,
         dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
+        ppo_lr=1e-4,  # elsewhere not tuned
     ),
     "scienceworld": dict(expert_min_reward=1.0, slots=16),  # a slot has a simulator of its own
     "tiny scienceworld": dict(
         iterations=2, task_types="short", view="short", max_tokens=1280, max_new_tokens=24, slots=4,
         sft_epochs=10, sft_batch=16, sft_lr=1e-3,
         dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
+        ppo_lr=1e-4,
     ),
     "tiny intercodesql": dict(
         train_tasks=500, view="short", max_tokens=512, max_new_tokens=48, slots=64,
         sft_epochs=1, sft_batch=16, sft_lr=1e-4,
         dpo_batch=16, dpo_lr=3e-5, dpo_lr_later=3e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
+        ppo_lr=1e-4,
     ),
     "chat": dict(method="chat"),
     "quick": dict(train_tasks=120, eval_tasks=40, iterations=1, dpo_epochs=1, sft_epochs=6,
@@ -248,6 +251,9 @@ def check(s: Settings) -> Settings:
                      "another --model")
     if s.dry_run and (s.model == "tiny" or s.method == "chat"):
         wrong.append("--dry-run: is for a model to be trained here; give another --model")
+    if s.dry_run and s.method in ("rft", "dart", "ppo"):
+        wrong.append(f"--dry-run: plans no {s.method}; give --method sft, eto, positive or "
+                     "coevolve")
     need("examples", lambda x: 0 <= x <= 2, "must be 0, 1 or 2")
     need("price_in price_out", lambda x: x >= 0, "must be 0 or more")
     if is_endpoint(s.model) and not is_web_address(s.model):

@@ -25,18 +25,19 @@ import report
 from settings import SettingsError, parse
 
 # Beside the methods themselves: with as many optimiser steps of the target as co-evolution took on
-# the same seed, with as many rollouts too, and the values of Figure 4.
+# the same seed, with as many rollouts too; a failure agent that is not trained; Figure 4's values.
 METHODS = ("coevolve", "eto", "sft", "positive", "eto-steps", "eto-steps-rollouts",
-           "positive-steps", "rft", "dart", "ppo", "lambda-0.01", "lambda-0.1", "lambda-0.5")
+           "positive-steps", "frozen", "rft", "dart", "ppo", "lambda-0.01", "lambda-0.1", "lambda-0.5")
 NAMES = {"coevolve": "co-evolution", "eto": "ETO", "sft": "SFT", "positive": "positive agent",
          "eto-steps": "ETO, equal steps", "eto-steps-rollouts": "ETO, equal steps and rollouts",
-         "positive-steps": "positive agent, equal steps", "rft": "RFT", "dart": "RFT + DART",
+         "positive-steps": "positive agent, equal steps",
+         "frozen": "co-evolution, failure agent frozen", "rft": "RFT", "dart": "RFT + DART",
          "ppo": "PPO"}
 # What the paper says is ahead of what, and the same at equal cost, which it does not say.
 CLAIMS = [("coevolve", "eto", "Tables 3, 4"), ("coevolve", "eto-steps", "ours"),
           ("coevolve", "eto-steps-rollouts", "ours"), ("coevolve", "positive", "Section 5.4"),
-          ("coevolve", "positive-steps", "ours"), ("positive", "eto", "ours"),
-          ("coevolve", "ppo", "Table 3"), ("coevolve", "dart", "Section 5.3"),
+          ("coevolve", "positive-steps", "ours"), ("coevolve", "frozen", "ours"),
+          ("positive", "eto", "ours"), ("coevolve", "ppo", "Table 3"), ("coevolve", "dart", "Section 5.3"),
           ("coevolve", "rft", "Table 3"), ("coevolve", "sft", "Table 3"), ("eto", "sft", "Table 3"),
           ("ppo", "sft", "Table 3"), ("rft", "sft", "Table 3"), ("dart", "rft", "Section 5.3")]
 THRESHOLDS = (0.6, 0.7, 0.8)
@@ -46,9 +47,11 @@ THRESHOLDS = (0.6, 0.7, 0.8)
 
 
 def flags(method: str, folder: Path, seed: int) -> list[str]:
-    """The settings that make a run of `method`; at equal steps they depend on co-evolution's run."""
+    """The settings that make a run of `method`; equal steps are those of co-evolution's run."""
     if method.startswith("lambda-"):
         return ["--method", "coevolve", "--lambda-sft", method[len("lambda-"):]]
+    if method == "frozen":
+        return ["--method", "coevolve", "--d-fail", "none"]
     base, *equal = method.split("-")
     if not equal:
         return ["--method", base]
@@ -85,8 +88,8 @@ def launch(env: str, command: list[str]) -> None:
     done = subprocess.run(["bash", str(run_sh), env, *command],
                           env={**os.environ, "PYTHON": sys.executable})
     if done.returncode:
-        raise SettingsError(f"{command[-1]} ended with status {done.returncode}; once its reason is "
-                            "gone, the same command goes on from here")
+        raise SettingsError(f"{command[-1]} ended with status {done.returncode}; once its reason "
+                            "is gone, the same command goes on from here")
 
 
 def finished(folder: Path) -> dict[str, dict[int, Path]]:
@@ -277,13 +280,22 @@ def paired_table(runs, by_run, splits) -> list[dict]:
 
 
 def table2(runs) -> dict:
-    """method -> threshold -> share -> interval over seeds, of all explored trajectories."""
-    found = {}
-    for m in (m for m in ("eto", "positive", "coevolve") if m in runs):
-        rewards = [[row["reward"] for row in explored(path)] for path in runs[m].values()]
-        found[m] = {str(t): {key: interval(shares(r, t)[key] for r in rewards)
-                             for key in ("success", "negative", "hard_negative")}
+    """method -> threshold -> share -> interval over seeds, of all explored trajectories.
+
+    Where both are there, co-evolution's share minus ETO's too, on the same seeds.
+    """
+    found, names = {}, ("success", "negative", "hard_negative")
+    rewards = {m: {seed: [row["reward"] for row in explored(path)]
+                   for seed, path in runs[m].items()}
+               for m in ("eto", "positive", "coevolve") if m in runs}
+    share = lambda m, t, key: {seed: shares(r, t)[key] for seed, r in rewards[m].items()}
+    for m in rewards:
+        found[m] = {str(t): {key: interval(share(m, t, key).values()) for key in names}
                     for t in THRESHOLDS}
+    if {"eto", "coevolve"} <= rewards.keys():
+        found["coevolve - eto"] = {str(t): {key: paired(share("coevolve", t, key),
+                                                        share("eto", t, key)) for key in names}
+                                   for t in THRESHOLDS}
     return found
 
 
@@ -326,12 +338,13 @@ def figure3(runs, encoder) -> dict:
                                       explored(runs["coevolve"][seed], "target"),
                                       explored(runs["coevolve"][seed], "failure"))):
             found[name].append(distances(rows, embed))
-    means = {name: dict(enumerate(float(np.mean(d)) for d in lists if d)) for name, lists in found.items()}
+    means = {name: {s: float(np.mean(d)) for s, d in zip(seeds, lists) if d}
+             for name, lists in found.items()}
     pair = paired(means["co-evolution: failure agent"], means["ETO"])
     return dict(encoder=encoder or "the SFT agent's hidden states", seeds=seeds,
                 distances={name: sum(lists, []) for name, lists in found.items()},
                 means={name: interval(m.values()) for name, m in means.items() if m},
-                failure_agent_minus_eto=pair and {**pair, "seeds": seeds})
+                failure_agent_minus_eto=pair)
 
 
 def figure4(runs, by_run, splits) -> dict:
@@ -383,7 +396,8 @@ def markdown(n: dict, splits: list[str]) -> str:
     if n["table2"]:
         lines += ["## Table 2: explored trajectories, all agents and iterations of a method", ""]
         lines += table_of(["method", "threshold", "success", "negative", "hard negative"],
-                          [(name_of(m), t, *(text_of(x) for x in row.values()))
+                          [(" - ".join(map(name_of, m.split(" - "))), t,
+                            *(text_of(x) for x in row.values()))
                            for m, by in n["table2"].items() for t, row in by.items()])
     if n["course"]:
         lines += ["## Co-evolution, iteration by iteration", ""]
@@ -391,8 +405,8 @@ def markdown(n: dict, splits: list[str]) -> str:
         lines += table_of(names, [[f"{row[k]:.3g}" if k in row else "-" for k in names]
                                   for row in n["course"]])
     if n["figure3"]:
-        lines += ["## Figure 3: distance between the failures of an instruction (1 - cos), embedded "
-                  f"by {n['figure3']['encoder']}", "", "![](figure3.png)", ""]
+        lines += ["## Figure 3: distance between the failures of an instruction, 1 - cos", "",
+                  f"Embedded by {n['figure3']['encoder']}.", "", "![](figure3.png)", ""]
         lines += table_of(["agent", "mean of seeds ± 95%", "instructions"],
                           [(name, text_of(x, 4), len(n["figure3"]["distances"][name]))
                            for name, x in n["figure3"]["means"].items()])
@@ -442,7 +456,8 @@ def draw(n: dict, splits: list[str], out: Path) -> None:
         edges = np.histogram_bin_edges(sum(found.values(), []), 30)
         for name, values in found.items():
             left.hist(values, edges, histtype="step", label=name)
-        left.set(xlabel="mean pairwise distance, 1 - cos", ylabel="instructions x seeds")
+        left.set(xlabel="mean pairwise distance, 1 - cos", ylabel="instructions x seeds",
+                 yscale="log")
         left.legend(frameon=False, fontsize=8)
         right.boxplot(list(found.values()), showmeans=True)
         right.set_xticks(range(1, len(found) + 1), [name.replace(": ", ":\n") for name in found],

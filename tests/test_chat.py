@@ -1,7 +1,6 @@
-"""An endpoint of our own on loopback: what it is sent, what it costs, what happens when it fails."""
+"""An endpoint of our own on loopback: what it is sent, what it costs, and how it fails."""
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -115,6 +114,8 @@ def test_an_evaluation_has_the_rows_and_events_of_any_other(endpoint, run):
     assert (score["requests"], score["prompt_tokens"], score["completion_tokens"]) == (10, 1000, 70)
     assert score["retries"] == 0 and score["dollars"] == 0.0027
     assert "test-1" in report.show(r.path, ["test-1"])
+    line = next(line for line in report.table(r.path).splitlines() if "1,000" in line)
+    assert line.split() == ["test", "10", "0", "1,000", "70", "0.00"]
 
 
 def test_the_request_is_that_of_the_protocol(endpoint, run):
@@ -207,7 +208,7 @@ def test_the_key_is_nowhere_when_a_whole_command_has_run(endpoint, tmp_path):
     endpoint.answer = lambda messages: "Thought: t\nAction: search[mug]"
     command = [sys.executable, str(ROOT / "coevolve.py"), "--model", endpoint.url, "--model-name",
                "m", "--eval-tasks", "2", "--examples", "1", "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "prompt_tokens" in done.stdout and "unseen" in done.stdout
     endpoint.faults = [(401, f"bad key {KEY}", {})] * 9

@@ -136,6 +136,7 @@ def test_rft_starts_from_the_base_again(run, monkeypatch):
 @pytest.mark.parametrize("successes, extra", [(0, 10), (1, 8), (4, 2), (5, 0)])
 def test_dart_gives_what_the_paper_gives(successes, extra):
     assert coevolve.dart_rollouts(successes, n=5, budget=10) == extra
+    assert coevolve.dart_rollouts(0, n=0, budget=10) == 10  # no episode was finished
 
 
 def test_dart_samples_more_where_the_first_samples_failed(run):
@@ -239,8 +240,8 @@ def test_beta_learning_rate_and_weights_reach_the_loss_in_each_iteration(run, mo
     r = run("coevolve", iterations=2, beta=0.1, beta_later=0.5, dpo_lr=3e-5, dpo_lr_later=1e-5,
             lambda_dpo=0.7, lambda_sft=0.3, log_prob="mean", sft_term="mean", dpo_warmup=0.0)
     common = dict(lambda_sft=0.3, log_prob="mean", sft_term="mean")
-    assert seen == [dict(beta=0.1, lambda_dpo=1.0, **common), dict(beta=0.1, lambda_dpo=.7, **common),
-                    dict(beta=0.5, lambda_dpo=1.0, **common), dict(beta=0.5, lambda_dpo=.7, **common)]
+    assert seen == [dict(beta=beta, lambda_dpo=weight, **common)
+                    for beta in (0.1, 0.5) for weight in (1.0, 0.7)]  # the failure agent's is 1
     for i, lr in ((1, 3e-5), (2, 1e-5)):
         assert {e["lr"] for e in events(r, "train", phase=f"iter{i}-target")} == {lr}
 
@@ -266,6 +267,20 @@ def test_rollouts_and_temperature(run):
     assert all(len(ids) == 3 and ids[0] == ids[1] == ids[2] for ids in found.values())
     r = run("eto", out="warm", rollouts=3)
     assert len({tuple(e["ids"]) for e in r.read_jsonl("iter1/target.jsonl")}) > TASKS
+
+
+def test_the_forking_guides_changes_apply():
+    root = Path(__file__).parent.parent
+    guide = (root / "README.md").read_text().split("```diff\n")[1].split("```")[0]
+    changes = guide.split("--- ")[1:]
+    assert len(changes) == 5
+    for change in changes:
+        head, *lines = change.splitlines()
+        name = head.split(":")[0]
+        old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] == sign) for sign in "-+")
+        source = (root / name).read_text()
+        assert source.count(old) == 1, head
+        compile(source.replace(old, new), name, "exec")
 
 
 @pytest.mark.parametrize("changed, message", [

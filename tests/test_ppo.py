@@ -1,9 +1,13 @@
-"""PPO by hand: advantages, the clipped objective, its gradient, and a bandit whose best is known."""
+"""PPO by hand: advantages, the clipped objective, its gradient, and a bandit with a known best."""
 
+import json
 import math
 import random
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +18,7 @@ from test_dpo import VOCABULARY, brute_force_log_prob, sequences
 
 import dpo
 import ppo
+import scale
 
 
 class Table(torch.nn.Module):
@@ -23,7 +28,7 @@ class Table(torch.nn.Module):
         super().__init__()
         self.logits = torch.nn.Parameter(torch.tensor(logits, dtype=torch.float64))
 
-    def forward(self, input_ids, position_ids, lengths, logits_to_keep, use_cache):
+    def forward(self, input_ids, logits_to_keep, **layout):
         return SimpleNamespace(logits=self.logits.expand(1, len(logits_to_keep), -1))
 
 
@@ -96,14 +101,14 @@ def test_the_kl_terms_gradient_is_that_of_the_divergence():
 
 def test_token_log_probs_sum_to_those_of_the_trajectory():
     model, found = make_model(VOCABULARY), sequences(9, 14, 5)
-    log_probs = ppo.token_log_probs(model, found, temperature=1.0)
+    log_probs = dpo.token_log_probs(model, found, temperature=1.0)
     sums = [part.sum().item() for part in log_probs.split([s.action_tokens for s in found])]
     assert sums == pytest.approx([brute_force_log_prob(model, s).item() for s in found])
 
 
 def test_the_temperature_divides_the_logits():
     model = Table([math.log(2), 0.0, 0.0])  # at temperature 1/2 the odds are 4 : 1 : 1
-    found = ppo.token_log_probs(model, [dpo.Sequence([0, 0, 1], [0, 1, 1])], temperature=0.5)
+    found = dpo.token_log_probs(model, [dpo.Sequence([0, 0, 1], [0, 1, 1])], temperature=0.5)
     assert found.exp().tolist() == pytest.approx([4 / 6, 1 / 6])
 
 
@@ -119,8 +124,8 @@ def test_a_bandit_is_solved(kl):
         taken = torch.multinomial(chances, 64, replacement=True, generator=rng).tolist()
         rows = [dict(ids=[0, t], action_mask=[0, 1], reward=worth[t].item()) for t in taken]
         groups = ppo.groups({"bandit": rows}, Counter())
-        ppo.add_log_probs(policy, groups, "old", 1.0, 1000)
-        ppo.add_log_probs(sft, groups, "sft", 1.0, 1000)
+        for model, name in ((policy, "old"), (sft, "sft")):
+            ppo.add_log_probs(Accelerator(cpu=True), model, groups, name, 1.0, 1000)
         epochs = [dpo.batches(groups, 16, "instructions", random.Random(i)) for _ in range(4)]
         objective = partial(ppo.objective, temperature=1.0, clip=0.2, kl=kl)
         dpo.fit(Accelerator(cpu=True), policy, epochs, objective, dpo.count_action_tokens, lr=0.05,
@@ -132,5 +137,39 @@ def test_a_bandit_is_solved(kl):
 
 
 def test_the_divergence_is_counted_per_episode():
-    group = episodes([0, 1], [2], advantages=[0.0, 0.0], old=[[.5, .5], [.5]], sft=[[.25, .5], [.5]])
+    group = episodes([0, 1], [2], advantages=[0.0, 0.0], old=[[.5, .5], [.5]],
+                     sft=[[.25, .5], [.5]])
     assert ppo.kl_of([group]) == pytest.approx(math.log(2) / 2)
+
+
+def train(shard):
+    """Five instructions of two episodes, two steps; the losses and all log-probabilities."""
+    accelerator, log = Accelerator(cpu=True), []
+    groups = [ppo.Rollouts(str(i), sequences(9 + i, 12, seed=i), advantages=[0.5 + i, -0.5 - i])
+              for i in range(5)]
+    for name, seed in (("old", 3), ("sft", 4)):
+        model = scale.spread(accelerator, make_model(VOCABULARY, seed=seed).float(), shard)
+        ppo.add_log_probs(accelerator, model, groups, name, 0.7, 40)
+    model = scale.spread(accelerator, make_model(VOCABULARY, seed=3).float(), shard)
+    objective = partial(ppo.objective, temperature=0.7, clip=0.2, kl=0.1)
+    dpo.fit(accelerator, model, [[groups[:1], groups[1:]]], objective, dpo.count_action_tokens,
+            lr=1e-3, warmup=0.0, schedule="constant", weight_decay=0.0, max_grad_norm=1.0,
+            tokens_per_forward=40, log=log.append)
+    return dict(loss=[e["loss"] for e in log], norm=[e["gradient_norm"] for e in log],
+                log_probs=[x for g in groups for part in g.old + g.sft for x in part.tolist()])
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_two_processes_train_like_one(shard):
+    """The first step has one instruction: the second process has nothing to do."""
+    tests = Path(__file__).parent
+    code = (f"import sys, json; sys.path[:0] = [{str(tests)!r}, {str(tests.parent)!r}]; "
+            f"import test_ppo; found = test_ppo.train({shard}); "
+            "import torch.distributed as d; d.get_rank() or print(json.dumps(found))")
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                           "--nproc_per_node", "2", "--no_python", sys.executable, "-c", code],
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    two, one = json.loads(done.stdout.splitlines()[-1]), train(False)
+    for name in one:
+        assert two[name] == pytest.approx(one[name], abs=2e-5), name

@@ -39,6 +39,7 @@ REFUSED = {
     "--model https://host/v1?key=1 --model-name m": "must be http://host:port/path",
     "--model https://host/v1 --model-name m --method eto": "an endpoint takes --method chat",
     "--method chat": "an endpoint takes --method chat and nothing else does",
+    "--dry-run 8xH100 --model a/b --method ppo": "--dry-run: plans no ppo",
     "--examples 3": "must be 0, 1 or 2",
     "--price-in -1": "must be 0 or more",
 }

@@ -80,7 +80,8 @@ def test_the_embedding_is_the_mean_state_of_the_action_tokens(tmp_path):
     assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
     row = dict(messages=[dict(content="find a mug"), dict(content="click")])
     text = tokenizer("find a mug\nclick")["input_ids"]
-    expected = AutoModel.from_pretrained(tmp_path)(torch.tensor([text])).last_hidden_state[0].mean(0)
+    states = AutoModel.from_pretrained(tmp_path)(torch.tensor([text])).last_hidden_state[0]
+    expected = states.mean(0)
     found = study.embedder(None, str(tmp_path))(row)
     assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
@@ -151,6 +152,9 @@ def test_the_report_holds_what_the_runs_hold(finished):
         hard.append(sum(0.7 <= r["reward"] < 1 for r in rows) / len(rows))
     assert numbers["table2"]["coevolve"]["0.7"]["hard_negative"]["mean"] == pytest.approx(
         sum(hard) / 2)
+    difference = numbers["table2"]["coevolve - eto"]["0.7"]["hard_negative"]["mean"]
+    assert difference == pytest.approx(sum(hard) / 2 - numbers["table2"]["eto"]["0.7"][
+        "hard_negative"]["mean"])
     assert numbers["main"]["coevolve"]["rollouts"] == 24
     assert list(numbers["figure4"]) == ["0.1", "0.5"]
     assert numbers["figure3"]["means"].keys() == numbers["figure3"]["distances"].keys()
