@@ -420,6 +420,7 @@ def test_when_a_rank_dies_all_stop_with_its_message(tmp_path, small_model, fault
     time.sleep(5)
     err, returned = ended(process)
     assert returned != 0 and says in err
+    assert "[rank0]" not in err and "coevolve.py\", line" not in err  # no traceback of ours
     assert (tmp_path / "run" / "sft-target").exists() and not list((tmp_path / "run").glob("eval*"))
 
 
