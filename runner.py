@@ -479,10 +479,6 @@ def writing(path: Path):
         yield
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error), str(path)) from None
-    except RuntimeError as error:
-        if "inline_container" not in str(error):  # torch.save's only word for it
-            raise
-        raise OSError(errno.EIO, "no more can be written", str(path)) from None
     except OSError as error:
         if error.errno not in UNWRITABLE or error.filename is not None:
             raise

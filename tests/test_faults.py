@@ -327,20 +327,17 @@ def test_a_damaged_run_file_is_named_and_nothing_overwritten(toy_run, finished, 
     assert contents(toy_run()) == contents(finished["run"])
 
 
-def test_a_checkpoint_inside_a_phase_that_is_damaged_or_finds_no_room_is_named(toy_run, tmp_path):
-    flags = ["--checkpoint-minutes", 0, "--sft-batch", 1]
-    with disk_of(230_000), pytest.raises(OSError) as error:  # the model has room, its moments not
+def test_a_damaged_checkpoint_inside_a_phase_is_named(toy_run, tmp_path):
+    flags = ["--checkpoint-minutes", 0, "--sft-batch", 1, "--sft-epochs", 9]
+    flags += ["--sft-lr", 1e14, "--max-grad-norm", 1e14]
+    with pytest.raises(FloatingPointError):  # after some steps
         toy_run(Toy, *flags)
-    assert "sft-target" in coevolve.one_line(error.value)
-    shutil.rmtree(tmp_path / "run")
-    with pytest.raises(FloatingPointError):
-        toy_run(Toy, *flags, "--sft-lr", 1e14, "--max-grad-norm", 1e14, "--sft-epochs", 9)
     file, = (tmp_path / "run/checkpoint").glob("*/*.pt")
     whole = file.read_bytes()
     for damaged in (b"", b"x", whole[:len(whole) // 2], b"x" + whole[1:]):
         file.write_bytes(damaged)
         with pytest.raises(SettingsError, match="damaged; delete .*checkpoint to begin the phase"):
-            toy_run(Toy, *flags, "--sft-lr", 1e14, "--max-grad-norm", 1e14, "--sft-epochs", 9)
+            toy_run(Toy, *flags)
 
 
 def test_a_forgotten_phase_is_done_again_with_all_that_follow(toy_run):
