@@ -913,6 +913,10 @@ def main(argv: list[str]) -> None:
     run.lock.close()
 
 
+# What gloo and NCCL say where the process at the other end has died.
+PEER_GONE = ("closed by peer", "reset by peer", "remote process exited", "Broken pipe")
+
+
 def one_line(error: Exception) -> str | None:
     """What a user is told of an error that is theirs or the world's; None: it is a bug."""
     if isinstance(error, (SettingsError, report.RunError)):
@@ -923,6 +927,9 @@ def one_line(error: Exception) -> str | None:
     if isinstance(error, (envs.EnvError, chat.EndpointError)) or (
             isinstance(error, OSError) and error.errno in UNWRITABLE):
         return f"{error}. The same command goes on when that is mended"
+    if isinstance(error, RuntimeError) and any(s in str(error) for s in PEER_GONE):
+        return (f"process {os.environ.get('RANK', '0')} ends because another of this run has ended; "
+                "its message says why")
     return None
 
 

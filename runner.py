@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import time
@@ -385,6 +386,8 @@ def check_model(folder, max_tokens: int, weights: bool = True) -> None:
     """
     local = Path(folder).is_dir()
     try:
+        if not local and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(folder)):  # of the hub
+            raise ValueError("there is no such folder")
         for name in ("config.json", "tokenizer_config.json") if local else ():
             if "auto_map" in json.loads((Path(folder) / name).read_text(encoding="utf-8")):
                 raise ValueError(f"its {name} has an auto_map, which names code to be run with it; "

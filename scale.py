@@ -8,6 +8,7 @@ import shutil
 import time
 import warnings
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -15,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+from settings import SettingsError
 
 # ------------------------------------------------------------------------------------ sharding
 
@@ -129,7 +132,11 @@ class Checkpoint:
             file = path / self._file(model)
             if not file.exists():  # made with shards, or without
                 continue
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            try:
+                state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            except (RuntimeError, OSError, ValueError, EOFError, UnpicklingError):
+                raise SettingsError(f"{file}: damaged; delete {self.folder} to begin the phase "
+                                    "again") from None
             same_ranks = state["ranks"] == self.accelerator.num_processes
             if state["inputs"] != self.inputs or isinstance(model, FSDPModule) and not same_ranks:
                 continue

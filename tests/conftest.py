@@ -172,8 +172,8 @@ def toy_run(small_model, tmp_path, monkeypatch):
         try:
             coevolve.main([*map(str, small), *map(str, flags)])
         except Exception as error:
-            error.with_traceback(None)  # whose frames would hold the run's lock
-            raise
+            error.__context__ = None  # frames would hold the run's lock
+            raise error.with_traceback(None)
         finally:
             gc.collect()
         return tmp_path / "run"

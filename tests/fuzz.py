@@ -63,14 +63,17 @@ SQL = envs.InterCodeSQL("full")
 
 
 def actions(rng):
-    reply = mutate(rng, rng.choice(REPLIES), REPLY_PIECES)
+    links = [f"Action: click[{link}]" for link in SHOP.clickables()] if SHOP._shown else []
+    reply = rng.choice(REPLIES + links * 3)
+    if rng.random() < 0.7:
+        reply = mutate(rng, reply, REPLY_PIECES + links)
     action, sql = envs.parse_reply(reply), envs.parse_sql_reply(reply)
     assert action in reply and (sql is None or sql and sql in reply and "\n" not in sql)
     if SHOP._shown is None or SHOP._shown.kind == "done" or rng.random() < 0.1:
         SHOP.reset(SHOP_TASK)
     step = SHOP.step(reply)
     assert isinstance(step.observation, str) and 0 <= step.reward <= 1
-    return f"shop: {SHOP._shown.kind}"
+    return SHOP._shown.kind
 
 
 def queries(rng):
@@ -101,6 +104,8 @@ PAGE_PIECES = ["<html>", "</html>", "<form action='http://[", "action='//h:99999
 
 def pages(rng):
     html = mutate(rng, rng.choice(PAGES), PAGE_PIECES)
+    if rng.random() < 0.7 and "Instruction:" not in html:  # without it, all else is refused unread
+        html = f"<h4>Instruction:<br>buy</h4>{html}"
     shop = envs.WebShopServer("http://127.0.0.1:9")
     shop._task, shop._instruction, shop._shown = "webshop-test-1", None, None
     if rng.random() < 0.5:

@@ -327,6 +327,19 @@ def test_a_damaged_run_file_is_named_and_nothing_overwritten(toy_run, finished, 
     assert contents(toy_run()) == contents(finished["run"])
 
 
+def test_a_damaged_checkpoint_inside_a_phase_is_named(toy_run, tmp_path):
+    flags = ["--checkpoint-minutes", 0, "--sft-batch", 1, "--sft-epochs", 9]
+    flags += ["--sft-lr", 1e14, "--max-grad-norm", 1e14]
+    with pytest.raises(FloatingPointError):  # after some steps
+        toy_run(Toy, *flags)
+    file, = (tmp_path / "run/checkpoint").glob("*/*.pt")
+    whole = file.read_bytes()
+    for damaged in (b"", b"x", whole[:len(whole) // 2], b"x" + whole[1:]):
+        file.write_bytes(damaged)
+        with pytest.raises(SettingsError, match="damaged; delete .*checkpoint to begin the phase"):
+            toy_run(Toy, *flags)
+
+
 def test_a_forgotten_phase_is_done_again_with_all_that_follow(toy_run):
     run = toy_run()
     undisturbed = contents(run)
@@ -420,6 +433,7 @@ def test_when_a_rank_dies_all_stop_with_its_message(tmp_path, small_model, fault
     time.sleep(5)
     err, returned = ended(process)
     assert returned != 0 and says in err
+    assert "[rank0]" not in err and "coevolve.py\", line" not in err  # no traceback of ours
     assert (tmp_path / "run" / "sft-target").exists() and not list((tmp_path / "run").glob("eval*"))
 
 

@@ -743,6 +743,22 @@ def test_a_server_without_a_time_limit_does_not_hold_the_agent(mariadb, monkeypa
     db.close()
 
 
+def test_the_server_itself_limits_time_and_rows(mariadb, monkeypatch):
+    """Not only the client: what is asked past all looks at the query ends on the server."""
+    monkeypatch.setattr(databases, "refusal", lambda sql: None)
+    db = databases.MySQL("d", URL.format(mariadb))
+    assert db.run("SELECT @@max_statement_time, @@sql_select_limit") == [
+        (float(databases.SECONDS), databases.MAX_ROWS + 1)]
+    million = "SELECT t0.site FROM " + ", ".join(f"town t{i}" for i in range(13))  # 3^13 rows
+    with db._connection.cursor() as cursor:  # a cursor that would take all there are
+        assert cursor.execute(million) == databases.MAX_ROWS + 1
+        with pytest.raises(Exception, match="max_statement_time exceeded"):
+            cursor.execute(HOLD + "SELECT COUNT(*) FROM r a, r b, r c")
+    assert db.run(million) == databases.TOO_LARGE
+    assert str(db.run("SELECT * FROM town")) == TOWNS  # and the next query is answered
+    db.close()
+
+
 @pytest.mark.parametrize("where", ["sqlite", "mariadb"])
 def test_no_state_leaks_into_the_next_episode(where, request, monkeypatch):
     monkeypatch.setattr(databases, "refusal", lambda sql: None)  # to leave as much as can be left
