@@ -77,7 +77,7 @@ def play(env: str, methods: list[str], seeds: list[int], folder: Path, more: lis
     for seed, method in itertools.product(seeds, methods):
         if method.startswith("lambda-") and float(method[len("lambda-"):]) == ours["lambda_sft"]:
             continue  # that is co-evolution as it is
-        command = [*flags(method, folder, seed), "--seed", str(seed), *more,
+        command = [*more, *flags(method, folder, seed), "--seed", str(seed),  # the last one counts
                    "--out", str(folder / f"{method}-s{seed}")]
         print(f"study: {' '.join(command)}", flush=True)
         launch(env, command)
@@ -154,9 +154,10 @@ def scores(run: Path) -> dict[str, list[dict]]:
 
 
 def cost(run: Path) -> dict:
-    """Optimiser steps of the preference (or PPO) phases, the target's and all; rollouts."""
+    """Optimiser steps after the first SFT, the target's and all agents'; rollouts."""
     trained = [e for e in phases(run) if e["phase"].startswith("iter") and "steps" in e]
-    return dict(target_steps=sum(e["steps"] for e in trained if e["phase"].endswith("-target")),
+    return dict(target_steps=sum(e["steps"] for e in trained
+                                 if e["phase"].endswith(("-target", "-sft"))),  # -sft: RFT's second
                 all_steps=sum(e["steps"] for e in trained),
                 rollouts=sum(e["trajectories"] for e in report.result(run)["exploration"]))
 
