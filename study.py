@@ -27,7 +27,8 @@ from settings import SettingsError, parse
 # Beside the methods themselves: with as many optimiser steps of the target as co-evolution took on
 # the same seed, with as many rollouts too; a failure agent that is not trained; Figure 4's values.
 METHODS = ("coevolve", "eto", "sft", "positive", "eto-steps", "eto-steps-rollouts",
-           "positive-steps", "frozen", "rft", "dart", "ppo", "lambda-0.01", "lambda-0.1", "lambda-0.5")
+           "positive-steps", "frozen", "rft", "dart", "ppo", "lambda-0.01", "lambda-0.1",
+           "lambda-0.5")
 NAMES = {"coevolve": "co-evolution", "eto": "ETO", "sft": "SFT", "positive": "positive agent",
          "eto-steps": "ETO, equal steps", "eto-steps-rollouts": "ETO, equal steps and rollouts",
          "positive-steps": "positive agent, equal steps",
@@ -37,8 +38,8 @@ NAMES = {"coevolve": "co-evolution", "eto": "ETO", "sft": "SFT", "positive": "po
 CLAIMS = [("coevolve", "eto", "Tables 3, 4"), ("coevolve", "eto-steps", "ours"),
           ("coevolve", "eto-steps-rollouts", "ours"), ("coevolve", "positive", "Section 5.4"),
           ("coevolve", "positive-steps", "ours"), ("coevolve", "frozen", "ours"),
-          ("positive", "eto", "ours"), ("coevolve", "ppo", "Table 3"), ("coevolve", "dart", "Section 5.3"),
-          ("coevolve", "rft", "Table 3"), ("coevolve", "sft", "Table 3"), ("eto", "sft", "Table 3"),
+          ("positive", "eto", "ours"), ("coevolve", "ppo", "Table 3"),
+          ("coevolve", "dart", "Section 5.3"), ("coevolve", "rft", "Table 3"), ("coevolve", "sft", "Table 3"), ("eto", "sft", "Table 3"),
           ("ppo", "sft", "Table 3"), ("rft", "sft", "Table 3"), ("dart", "rft", "Section 5.3")]
 THRESHOLDS = (0.6, 0.7, 0.8)
 
