@@ -39,8 +39,9 @@ CLAIMS = [("coevolve", "eto", "Tables 3, 4"), ("coevolve", "eto-steps", "ours"),
           ("coevolve", "eto-steps-rollouts", "ours"), ("coevolve", "positive", "Section 5.4"),
           ("coevolve", "positive-steps", "ours"), ("coevolve", "frozen", "ours"),
           ("positive", "eto", "ours"), ("coevolve", "ppo", "Table 3"),
-          ("coevolve", "dart", "Section 5.3"), ("coevolve", "rft", "Table 3"), ("coevolve", "sft", "Table 3"), ("eto", "sft", "Table 3"),
-          ("ppo", "sft", "Table 3"), ("rft", "sft", "Table 3"), ("dart", "rft", "Section 5.3")]
+          ("coevolve", "dart", "Section 5.3"), ("coevolve", "rft", "Table 3"),
+          ("coevolve", "sft", "Table 3"), ("eto", "sft", "Table 3"), ("ppo", "sft", "Table 3"),
+          ("rft", "sft", "Table 3"), ("dart", "rft", "Section 5.3")]
 THRESHOLDS = (0.6, 0.7, 0.8)
 
 
