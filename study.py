@@ -27,7 +27,8 @@ from settings import SettingsError, parse
 # Beside the methods themselves: with as many optimiser steps of the target as co-evolution took on
 # the same seed, with as many rollouts too; a failure agent that is not trained; Figure 4's values.
 METHODS = ("coevolve", "eto", "sft", "positive", "eto-steps", "eto-steps-rollouts",
-           "positive-steps", "frozen", "rft", "dart", "ppo", "lambda-0.01", "lambda-0.1", "lambda-0.5")
+           "positive-steps", "frozen", "rft", "dart", "ppo", "lambda-0.01", "lambda-0.1",
+           "lambda-0.5")
 NAMES = {"coevolve": "co-evolution", "eto": "ETO", "sft": "SFT", "positive": "positive agent",
          "eto-steps": "ETO, equal steps", "eto-steps-rollouts": "ETO, equal steps and rollouts",
          "positive-steps": "positive agent, equal steps",
@@ -37,9 +38,10 @@ NAMES = {"coevolve": "co-evolution", "eto": "ETO", "sft": "SFT", "positive": "po
 CLAIMS = [("coevolve", "eto", "Tables 3, 4"), ("coevolve", "eto-steps", "ours"),
           ("coevolve", "eto-steps-rollouts", "ours"), ("coevolve", "positive", "Section 5.4"),
           ("coevolve", "positive-steps", "ours"), ("coevolve", "frozen", "ours"),
-          ("positive", "eto", "ours"), ("coevolve", "ppo", "Table 3"), ("coevolve", "dart", "Section 5.3"),
-          ("coevolve", "rft", "Table 3"), ("coevolve", "sft", "Table 3"), ("eto", "sft", "Table 3"),
-          ("ppo", "sft", "Table 3"), ("rft", "sft", "Table 3"), ("dart", "rft", "Section 5.3")]
+          ("positive", "eto", "ours"), ("coevolve", "ppo", "Table 3"),
+          ("coevolve", "dart", "Section 5.3"), ("coevolve", "rft", "Table 3"),
+          ("coevolve", "sft", "Table 3"), ("eto", "sft", "Table 3"), ("ppo", "sft", "Table 3"),
+          ("rft", "sft", "Table 3"), ("dart", "rft", "Section 5.3")]
 THRESHOLDS = (0.6, 0.7, 0.8)
 
 
@@ -77,7 +79,7 @@ def play(env: str, methods: list[str], seeds: list[int], folder: Path, more: lis
     for seed, method in itertools.product(seeds, methods):
         if method.startswith("lambda-") and float(method[len("lambda-"):]) == ours["lambda_sft"]:
             continue  # that is co-evolution as it is
-        command = [*flags(method, folder, seed), "--seed", str(seed), *more,
+        command = [*more, *flags(method, folder, seed), "--seed", str(seed),  # the last one counts
                    "--out", str(folder / f"{method}-s{seed}")]
         print(f"study: {' '.join(command)}", flush=True)
         launch(env, command)
@@ -154,9 +156,10 @@ def scores(run: Path) -> dict[str, list[dict]]:
 
 
 def cost(run: Path) -> dict:
-    """Optimiser steps of the preference (or PPO) phases, the target's and all; rollouts."""
+    """Optimiser steps after the first SFT, the target's and all agents'; rollouts."""
     trained = [e for e in phases(run) if e["phase"].startswith("iter") and "steps" in e]
-    return dict(target_steps=sum(e["steps"] for e in trained if e["phase"].endswith("-target")),
+    return dict(target_steps=sum(e["steps"] for e in trained
+                                 if e["phase"].endswith(("-target", "-sft"))),  # -sft: RFT's second
                 all_steps=sum(e["steps"] for e in trained),
                 rollouts=sum(e["trajectories"] for e in report.result(run)["exploration"]))
 

@@ -95,7 +95,7 @@ def finished(tmp_path_factory):
     tokenizer.save_pretrained(folder / "model")
     more = ("--train-tasks 6 --iterations 2 --max-tokens 400 --max-new-tokens 5 --slots 8 "
             "--sft-epochs 1 --sft-lr 1e-4 --dpo-epochs 1 --dpo-batch 4 --dpo-lr 1e-4 "
-            f"--temperature 1.5 --model {folder / 'model'}").split()
+            f"--temperature 1.5 --rollouts 1 --model {folder / 'model'}").split()
 
     def launch(env, command):
         commands.append(command)
