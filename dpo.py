@@ -413,7 +413,7 @@ def share_out(groups: list[Group], ranks: int) -> list[list[Group]]:
 @torch.no_grad()
 def over_sequences(accelerator, model, groups: list[Group], tokens_per_forward: int, read,
                    progress=None) -> list[list]:
-    """read(model, sequences) -> a value for each; the values of each group, worked out on all ranks.
+    """read(model, sequences) -> a value for each; those of each group, found on all ranks.
 
     model: of `scale.spread`. All ranks get all values.
     """

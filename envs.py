@@ -1,8 +1,9 @@
 """Environments: text in, text out.
 
 Every environment has the same small interface (see `WebShop`): `tasks(split)`, `find(task)`, which
-raises ValueError for a task that does not exist, `reset(task)`, `step(reply)`, `expert()`, `close()`, and the fields `name`, `test_splits`, `success`, `max_steps`
-(of the task just reset), `prompt` and `latency`: for how many passes of the model a rollout lets
+raises ValueError for a task that does not exist, `reset(task)`, `step(reply)`, `expert()`,
+`close()`, and the fields `name`, `test_splits`, `success`, `max_steps` (of the task just reset),
+`prompt` and `latency`: for how many passes of the model a rollout lets
 the environment work before it waits for the answer. One object plays one episode at a time. The
 environment does not count steps: the rollout stops after `max_steps` replies, and the reward is
 what it was then. An environment that breaks raises `EnvError`: the episode is void, and no failure

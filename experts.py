@@ -1,4 +1,4 @@
-"""Expert trajectories: played by an environment's scripted expert, or read from a published file."""
+"""Expert trajectories: played by an environment's scripted expert, or read from a file."""
 
 import json
 import re

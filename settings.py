@@ -32,7 +32,8 @@ class Settings:
     model: str = setting("tiny", "hub name or folder; tiny: made from scratch in minutes; "
                          "https://host/v1: a chat endpoint, as --method chat")
     seed: int = setting(0, "seed of everything random in the run")
-    out: Optional[str] = setting(None, "the run's folder [runs/ENV-METHOD-sSEED, with --quick -quick]")
+    out: Optional[str] = setting(
+        None, "the run's folder [runs/ENV-METHOD-sSEED, with --quick -quick]")
     webshop_url: Optional[str] = setting(
         None, "address of a real WebShop server, http://host:port [the embedded shop]")
     task_types: Literal["all", "short"] = setting(
@@ -287,7 +288,8 @@ def is_web_address(text: str) -> bool:
     """Whether it is http(s)://host[:port][/path], with nothing else in it."""
     try:
         parts = urlsplit(text)
-        return bool(not re.search(r"[\s\\]", text) and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        return bool(not re.search(r"[\s\\]", text) and parts.scheme in ("http", "https")
+                    and parts.hostname and parts.port != 0
                     and not (parts.username or parts.query or parts.fragment))
     except ValueError:  # a port that is no number, a bracket left open
         return False

@@ -51,7 +51,7 @@ LEAST = {  # of every number, the least that is possible; above: that is not pos
     "seed": 0, "iterations": 1, "train_tasks": 0, "eval_tasks": 0, "sft_epochs": 1, "sft_batch": 1,
     "dpo_epochs": 1, "dpo_batch": 1, "rollouts": 1, "max_tokens": 1, "max_new_tokens": 1,
     "slots": 1, "tokens_per_forward": 1, "threads": 0, "cut_turns": -1, "expert_min_reward": 0,
-    "checkpoint_minutes": 0, "hard_threshold": 0, "sft_warmup": 0, "dpo_warmup": 0, "lambda_dpo": 0, "lambda_sft": 0,
+    "hard_threshold": 0, "sft_warmup": 0, "dpo_warmup": 0, "lambda_dpo": 0, "lambda_sft": 0,
     "weight_decay": 0, "temperature": 0, "sft_lr": "above 0", "dpo_lr": "above 0",
     "dpo_lr_later": "above 0", "beta": "above 0", "beta_later": "above 0",
     "max_grad_norm": "above 0", "checkpoint_minutes": 0, "dpo_steps": 0, "samples": 1,
