@@ -176,20 +176,20 @@ def our_step(model, groups) -> None:
             tokens_per_forward=4096, log=lambda event: None)
 
 
-def padded(rows: list[list[int]], width: int = 0) -> torch.Tensor:
-    width = max(width, *map(len, rows))
+def padded(rows: list[list[int]]) -> torch.Tensor:
+    width = max(map(len, rows))
     return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=DEVICE)
 
 
-def pairs_batch(groups, width: int = 0) -> dict:
+def pairs_batch(groups) -> dict:
     """Each pair of the groups: its sides' tensors, chosen before rejected, and references."""
     sides = [[(g.sequences[i], g.reference[i]) for g in groups for p in g.pairs
               for i in [getattr(p, side)]] for side in ("chosen", "rejected")]
     both = [s for side in sides for s, _ in side]
     chosen, rejected = (torch.tensor([r for _, r in side], device=DEVICE) for side in sides)
-    return dict(input_ids=padded([s.ids for s in both], width),
-                attention_mask=padded([[1] * len(s.ids) for s in both], width),
-                completion_mask=padded([s.mask for s in both], width),
+    return dict(input_ids=padded([s.ids for s in both]),
+                attention_mask=padded([[1] * len(s.ids) for s in both]),
+                completion_mask=padded([s.mask for s in both]),
                 ref_chosen_logps=chosen, ref_rejected_logps=rejected)
 
 
@@ -244,11 +244,11 @@ def trl_step(batches: list[dict]):
 
 def train_rows(quick: bool) -> list[dict]:
     """With the prompt alone in common; then with half of a trajectory, about as in real runs."""
-    return (step_rows("1/7 in common", 1 / 7, ("pair", "batch"), (1, 2, 3), quick)
-            + step_rows("1/2 in common", 1 / 2, ("pair",), (1,), quick))
+    return (step_rows("1/7 in common", 1 / 7, (1, 2), quick)
+            + step_rows("1/2 in common", 1 / 2, (1,), quick))
 
 
-def step_rows(what, common, paddings, trl_batches, quick) -> list[dict]:
+def step_rows(what: str, common: float, trl_batches: tuple, quick: bool) -> list[dict]:
     length, actions = (200, 32) if quick else (698, 112)
     groups = make_groups(2 if quick else 4, length, actions, common=common)
     repeats, pairs = 0 if quick else 5, dpo.count_pairs(groups)
@@ -263,8 +263,8 @@ def step_rows(what, common, paddings, trl_batches, quick) -> list[dict]:
     ours, theirs = make_model("ragged"), make_model("sdpa")
     loss = dpo.preference_objective(ours, groups, beta=BETA)[0] / pairs
     loss.backward()
-    widest = [pairs_batch([g], max(len(s.ids) for s in sequences)) for g in single]
-    loop_loss = textbook_backward(theirs, widest)
+    batches = [pairs_batch([g]) for g in single]
+    loop_loss = textbook_backward(theirs, batches)
     same = zip(ours.parameters(), theirs.parameters())
     off = dict(loss=check("losses", abs(loss.item() - loop_loss), 1e-5), gradient=check(
         "gradients", max((a.grad - b.grad).abs().max().item() for a, b in same), 1e-5))
@@ -272,10 +272,8 @@ def step_rows(what, common, paddings, trl_batches, quick) -> list[dict]:
         model.zero_grad()
 
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=LR, weight_decay=0.0)
-    batches = {"pair": [pairs_batch([g]) for g in single], "batch": widest}
-    rivals = {f"pair by pair, all logits, padded per {kind}": (off, functools.partial(
-        step, theirs, optimizer, functools.partial(textbook_backward, theirs, made)))
-        for kind, made in batches.items() if kind in paddings}
+    rivals = {"pair by pair, padded, all logits": (off, functools.partial(
+        step, theirs, optimizer, functools.partial(textbook_backward, theirs, batches)))}
     if importlib.util.find_spec("trl") and importlib.util.find_spec("datasets"):
         for size in trl_batches[:1] if quick else trl_batches:
             trl = trl_step([pairs_batch(single[i:i + size]) for i in range(0, pairs, size)])
