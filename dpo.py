@@ -8,6 +8,7 @@ import random
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -234,20 +235,22 @@ def token_log_probs(model, sequences: list[Sequence], temperature: float = 1.0) 
         which += [targets.setdefault(rows[offset + k], len(targets))
                   for k in range(1, len(s.ids)) if s.mask[k]]
         offset += len(s.ids)
-    before = [rows[first[row] - 1] for row in targets]  # the logits at k - 1 predict token k
+    kept = {}  # row -> number of the logits there, which predict the next tokens; it may be two
+    before = [kept.setdefault(rows[first[row] - 1], len(kept)) for row in targets]
     target_ids = [ids[first[row]] for row in targets]
-    ids, positions, before, target_ids, which = (
-        torch.tensor(x, dtype=torch.long, device=device) for x in (
-            [ids[m] for m in first], [positions[m] for m in first], before, target_ids, which))
-    shared = {name: torch.tensor(x, device=device) for name, x in (("rows", rows), ("first", first))
-              if len(first) < len(rows)}
-    logits = model(input_ids=ids[None], position_ids=positions[None], **shared,
-                   lengths=[len(s.ids) for s in sequences], logits_to_keep=before,
-                   use_cache=False).logits[0]                                             # (U, V)
+    tensor = partial(torch.tensor, dtype=torch.long, device=device)
+    shared = dict(rows=tensor(rows), first=tensor(first)) if len(first) < len(rows) else {}
+    logits = model(input_ids=tensor([[ids[m] for m in first]]),
+                   position_ids=tensor([[positions[m] for m in first]]),
+                   lengths=[len(s.ids) for s in sequences], **shared,
+                   logits_to_keep=tensor(list(kept)), use_cache=False).logits[0]          # (K, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1:
         logits = logits / temperature
-    return -F.cross_entropy(logits, target_ids, reduction="none")[which]                  # (A,)
+    if len(kept) < len(before):  # index_select, unlike [], adds its gradients in a fixed order
+        logits = logits.index_select(0, tensor(before))                                   # (U, V)
+    per_target = -F.cross_entropy(logits, tensor(target_ids), reduction="none")           # (U,)
+    return per_target.index_select(0, tensor(which))                                      # (A,)
 
 
 def action_log_probs(model, sequences: list[Sequence]) -> Tensor:

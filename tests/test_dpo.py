@@ -182,6 +182,21 @@ def test_shared_beginnings_change_neither_log_probs_nor_gradient():
     torch.testing.assert_close(ours, gradients(model, (apart * weight).sum()), atol=1e-9, rtol=1e-9)
 
 
+def test_a_row_that_predicts_several_tokens_is_projected_once(monkeypatch):
+    """Three sequences part at one token: gradients added to its row in any order would not be
+    the same bits each time."""
+    model, kept = make_model(VOCABULARY), []
+    forward = type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda self, logits_to_keep=0, **more: (
+        kept.append(logits_to_keep), forward(self, logits_to_keep=logits_to_keep, **more))[1])
+    begun = [dpo.Sequence([7, 8, 9, last, 4], [0, 0, 0, 1, 1]) for last in (1, 2, 3)]
+    log_probs = dpo.action_log_probs(model, begun)
+    assert len(kept[0]) == len(set(kept[0].tolist())) == 4  # the common row, and one for each 4
+    monkeypatch.undo()
+    for found, s in zip(log_probs, begun):
+        assert found.item() == pytest.approx(brute_force_log_prob(model, s).item(), abs=1e-9)
+
+
 def test_observation_tokens_get_no_gradient():
     """The logit of an observation token, as a target, has exactly no influence on the loss."""
     model = make_model(VOCABULARY)
