@@ -733,9 +733,9 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
                 free_if_ended(slot)
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
-        busy = wait([answer for _, answer in asked.values()], timeout=1).not_done
+        wait([answer for _, answer in asked.values() if not answer.done()], timeout=1)
         for slot, env in environments.items():
-            if slot not in asked or asked[slot][1] not in busy:  # nobody waits for one that hangs
+            if slot not in asked or asked[slot][1].done():  # nobody waits for one that hangs
                 env.close()
     return episodes
 
