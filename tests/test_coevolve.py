@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker, register_tracker_class
@@ -180,9 +179,9 @@ def test_bad_expert_files_are_refused(tmp_path, text, message):
 
 def command(out, *more):
     """A quick run made quicker: what is tested here is that it all fits together."""
-    return [sys.executable, str(ROOT / "coevolve.py"), "--quick", "--train-tasks", "60",
-            "--eval-tasks", "10", "--seed", "5", "--checkpoint-minutes", "0", "--out", str(out),
-            *more]
+    return [sys.executable, str(ROOT / "coevolve.py"), "--quick", "--train-tasks", "40",
+            "--eval-tasks", "6", "--sft-epochs", "3", "--seed", "5", "--checkpoint-minutes", "0",
+            "--out", str(out), *more]
 
 
 def finish(out, *more):
@@ -270,7 +269,7 @@ def test_equal_seeds_give_equal_runs_bit_for_bit(quick, tmp_path):
     assert contents(tmp_path / "run") == contents(quick[0])
 
 
-@pytest.mark.parametrize("phase, step", [("sft-target", 7), ("iter1-target", 3)])
+@pytest.mark.parametrize("phase, step", [("sft-target", 4), ("iter1-target", 2)])
 def test_a_killed_run_goes_on_inside_the_phase_to_the_same_result(quick, tmp_path, phase, step):
     """SIGKILL in the middle of a training phase, and once more a moment into the second try."""
     out = tmp_path / "run"
