@@ -851,10 +851,14 @@ def play(run: Run, phase: str, agent: Path, episodes: list[Episode], temperature
         free = torch.cuda.mem_get_info(device)[0]
         slots = max(1, min(slots, int(0.8 * free / (slot_bytes(model.config) * s.max_tokens))))
     encoder = dpo.Encoder(AutoTokenizer.from_pretrained(agent))
+    threads = torch.get_num_threads()
+    if device.type == "cpu" and model.num_parameters() < 10_000_000:
+        torch.set_num_threads(1)  # several would only wait for each other: 1.6 s against 3.6 s
     with run.bar(phase, len(share), "episode") as progress:
         rollout(model, encoder, run.make_env, share, temperature=temperature,
                 slots=slots, max_tokens=s.max_tokens, max_new_tokens=s.max_new_tokens,
                 tokens_per_forward=s.tokens_per_forward, progress=progress)
+    torch.set_num_threads(threads)
     del model
     run.accelerator.free_memory()
     rows = sorted(gather_object([e.record() for e in share]),
