@@ -43,10 +43,10 @@ import envs
 import ppo
 import report
 from experts import play_expert, read_experts
-from plan import dry_run, slot_bytes
+from plan import cache_shape, dry_run, slot_bytes
 from runner import (UNWRITABLE, Run, check_model, load_model, make_accelerator, make_env,
                     write_text, writing)
-from settings import Settings, SettingsError, parse
+from settings import Settings, SettingsError, agents_of, parse
 
 
 # ----------------------------------------------------------------------------------- the loop
@@ -56,8 +56,7 @@ def coevolve(run: Run) -> None:
     """The method, Sections 4.1-4.3, and the paper's baselines: the same phases, fewer or others."""
     s = run.settings
     # The parameter-matched baseline of Section 5.4 has a second positive agent as its auxiliary.
-    agents = {"coevolve": ("target", "failure"), "positive": ("target", "positive")}.get(
-        s.method, ("target",))
+    agents = agents_of(s.method)
 
     if s.method == "chat":  # in-context learning: nothing is trained
         return evaluate(run, "target", 0)
@@ -573,10 +572,8 @@ class SlotCache:
     """
 
     def __init__(self, model, slots: int, tokens: int):
-        c = model.config.get_text_config()
-        d = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        shape = (c.num_hidden_layers, 2, slots, c.num_key_value_heads, tokens, d)
-        self.kv = torch.empty(shape, dtype=model.dtype, device=model.device)
+        layers, heads, d = cache_shape(model.config)
+        self.kv = torch.empty((layers, 2, slots, heads, tokens, d), dtype=model.dtype, device=model.device)
         # Neighbouring slots can be read in one product, each as far as the longest of them: fewer
         # launches for a GPU, where this has not been measured; a CPU waits for the keys it reads.
         self.together = 1 if model.device.type == "cpu" else slots
@@ -837,13 +834,24 @@ def _take(e: Episode, encoder, env, answer, max_tokens: int) -> None:
 
 def play(run: Run, phase: str, agent: Path, episodes: list[Episode], temperature) -> list[dict]:
     """The episodes' trajectories as rows, in order; each rank plays its share. No row is lost's."""
-    s, device = run.settings, run.accelerator.device
+    s = run.settings
     share = episodes[run.accelerator.process_index::run.accelerator.num_processes]
     order = {(e.task, e.rollout): n for n, e in enumerate(episodes)}
-    if s.method == "chat":
-        with run.bar(phase, len(share), "episode") as progress:
-            rows = gather_object(chat.play(run, share, progress))
-        return sorted(rows, key=lambda row: order[row["task"], row["rollout"]])
+    with run.bar(phase, len(share), "episode") as progress:
+        rows = (chat.play(run, share, progress) if s.method == "chat" else
+                play_policy(run, agent, share, temperature, progress))
+    rows = sorted(gather_object(rows), key=lambda row: order[row["task"], row["rollout"]])
+    lost = [row["task"] for row in rows if row["ended"] == "lost"]
+    run.log_dropped(phase, LOST, lost)
+    if lost:
+        run.say(f"{phase}: {len(rows) - len(lost)} of {len(rows)} episodes; {LOST} on "
+                f"{', '.join(lost)}")
+    return [row for row in rows if row["ended"] != "lost"]
+
+
+def play_policy(run: Run, agent: Path, share: list[Episode], temperature, progress) -> list[dict]:
+    """The rows of `rollout` by the agent in a folder, which is in memory only meanwhile."""
+    s, device = run.settings, run.accelerator.device
     bf16 = run.accelerator.mixed_precision == "bf16"
     model = load_model(agent, torch.bfloat16 if bf16 else torch.float32)
     model, slots = model.to(device), s.slots
@@ -854,21 +862,13 @@ def play(run: Run, phase: str, agent: Path, episodes: list[Episode], temperature
     threads = torch.get_num_threads()
     if device.type == "cpu" and model.num_parameters() < 10_000_000:
         torch.set_num_threads(1)  # several would only wait for each other: 1.6 s against 3.6 s
-    with run.bar(phase, len(share), "episode") as progress:
-        rollout(model, encoder, run.make_env, share, temperature=temperature,
-                slots=slots, max_tokens=s.max_tokens, max_new_tokens=s.max_new_tokens,
-                tokens_per_forward=s.tokens_per_forward, progress=progress)
+    rollout(model, encoder, run.make_env, share, temperature=temperature, slots=slots,
+            max_tokens=s.max_tokens, max_new_tokens=s.max_new_tokens,
+            tokens_per_forward=s.tokens_per_forward, progress=progress)
     torch.set_num_threads(threads)
     del model
     run.accelerator.free_memory()
-    rows = sorted(gather_object([e.record() for e in share]),
-                  key=lambda row: order[row["task"], row["rollout"]])
-    lost = [row["task"] for row in rows if row["ended"] == "lost"]
-    run.log_dropped(phase, LOST, lost)
-    if lost:
-        run.say(f"{phase}: {len(rows) - len(lost)} of {len(rows)} episodes; {LOST} on "
-                f"{', '.join(lost)}")
-    return [row for row in rows if row["ended"] != "lost"]
+    return [e.record() for e in share]
 
 
 def seed_of(*parts) -> int:

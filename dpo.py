@@ -413,6 +413,17 @@ def share_out(groups: list[Group], ranks: int) -> list[list[Group]]:
     return [[groups[n] for n in sorted(share)] for share in shares]
 
 
+def passes(accelerator, groups: list[Group], tokens: int) -> list[tuple[list[Group], bool]]:
+    """This rank's (pack, idle) over its share of `groups`, as many as any other rank has.
+
+    A rank with fewer packs runs one group more, whose result does not count, so that all meet.
+    """
+    work = [packs(share, tokens) for share in share_out(groups, accelerator.num_processes)]
+    mine = work[accelerator.process_index]
+    missing = max(len(share) for share in work) - len(mine)
+    return [(pack, False) for pack in mine] + [(groups[:1], True)] * missing
+
+
 @torch.no_grad()
 def over_sequences(accelerator, model, groups: list[Group], tokens_per_forward: int, read,
                    progress=None) -> list[list]:
@@ -421,16 +432,13 @@ def over_sequences(accelerator, model, groups: list[Group], tokens_per_forward: 
     model: of `scale.spread`. All ranks get all values.
     """
     model.eval()
-    rank, ranks = accelerator.process_index, accelerator.num_processes
-    work = [packs(share, tokens_per_forward) for share in share_out(groups, ranks)]
     found = {}
-    for i in range(max(len(share) for share in work)):
-        pack = work[rank][i] if i < len(work[rank]) else groups[:1]  # as in `fit`, all ranks meet
+    for pack, _ in passes(accelerator, groups, tokens_per_forward):
         with scale.precision(accelerator, model):
             values = iter(read(model, [s for g in pack for s in g.sequences]))
         found.update({g.task: [next(values) for _ in g.sequences] for g in pack})
         if progress is not None:
-            progress.update(ranks * sum(g.tokens for g in pack))
+            progress.update(accelerator.num_processes * sum(g.tokens for g in pack))
     for part in gather_object([found]):
         found.update(part)
     return [found[g.task] for g in groups]
@@ -473,7 +481,7 @@ def fit(accelerator, model, epochs: list[list[list[Group]]], objective, normalis
     batches = [(number, batch) for number, epoch in enumerate(epochs, 1) for batch in epoch]
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay, fused=True)
     model.train()
-    rank, ranks = accelerator.process_index, accelerator.num_processes
+    ranks = accelerator.num_processes
     done, events = checkpoint.restore(model, optimizer) if checkpoint else (0, [])
     for event in events:
         log(event)
@@ -483,14 +491,10 @@ def fit(accelerator, model, epochs: list[list[list[Group]]], objective, normalis
         started = time.perf_counter()
         rate = lr * schedule_factor(step - 1, len(batches), warmup, schedule)
         divisor, total, statistics = normaliser(batch), 0.0, {}
-        work = [packs(share, tokens_per_forward) for share in share_out(batch, ranks)]
-        passes = max(len(share) for share in work)
-        for i in range(passes):
-            # A rank with fewer passes runs one at weight 0, so that all ranks meet.
-            idle = i >= len(work[rank])
-            pack = batch[:1] if idle else work[rank][i]
+        work = passes(accelerator, batch, tokens_per_forward)
+        for i, (pack, idle) in enumerate(work, 1):
             # DDP sums over ranks once a step; shards do at every pass, to keep one share each.
-            with nullcontext() if i == passes - 1 else accelerator.no_sync(model):
+            with nullcontext() if i == len(work) else accelerator.no_sync(model):
                 with scale.precision(accelerator, model):
                     loss, sums = objective(model, pack)
                 if not torch.isfinite(loss):

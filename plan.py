@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import dpo
 import scale
 from experts import play_expert, read_experts
-from settings import Settings, SettingsError
+from settings import Settings, SettingsError, agents_of
 
 # GPU -> bytes of memory, dense bf16 FLOP/s, bytes/s of memory [NVIDIA's data sheets]
 GPUS = {"A100": (79 << 30, 312e12, 2.0e12), "H100": (79 << 30, 989e12, 3.35e12),
@@ -48,7 +48,7 @@ def dry_run(s: Settings, make_env) -> None:
                                                  attn_implementation="ragged")
     numbers = sum(p.numel() for p in model.parameters())
     found = lengths(s, make_env, AutoTokenizer.from_pretrained(s.model))
-    agents = 2 if s.method in ("coevolve", "positive") else 1
+    agents = len(agents_of(s.method))
 
     # One pass holds --tokens-per-forward, but an instruction's trajectories stay together.
     together = 1 + agents * s.rollouts
@@ -72,8 +72,8 @@ def dry_run(s: Settings, make_env) -> None:
     lines += ["", f"experts: {found.experts:,}, on average {found.turns:.1f} replies, "
               f"{found.tokens:,.0f} tokens, {found.action_tokens:,.0f} of them in replies"]
     lines += phases(s, found, agents, numbers, slot, (count, flops, bandwidth), recompute)
-    kept = 4 * numbers * agents * (1 + s.iterations * (s.method != "sft"))
-    lines += [f"disk: {kept / 1e9:,.0f} GB of agents, {24 * numbers / 1e9:,.0f} GB for checkpoints "
+    kept, inside = scale.disk_bytes(s, numbers)
+    lines += [f"disk: {kept / 1e9:,.0f} GB of agents, {inside / 1e9:,.0f} GB for checkpoints "
               "inside a phase"]
     room = FITS * memory
     fit = int((room - 2 * numbers) // slot)
@@ -178,9 +178,14 @@ def phases(s: Settings, found: Lengths, agents: int, numbers: int, slot: int, gp
 
 def slot_bytes(config) -> int:
     """Bytes of keys and values, bf16, that a token takes in a slot of the rollout's cache."""
+    return 2 * 2 * math.prod(cache_shape(config))
+
+
+def cache_shape(config) -> tuple[int, int, int]:
+    """(layers, key heads, numbers of a head) of the keys, and of the values, of a token."""
     c = config.get_text_config()
     d = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    return 2 * 2 * c.num_hidden_layers * c.num_key_value_heads * d
+    return c.num_hidden_layers, c.num_key_value_heads, d
 
 
 class Live(TorchDispatchMode):

@@ -35,7 +35,7 @@ from settings import Settings, SettingsError
 
 
 # Settings that change nothing in the files of a run, and so may change when it goes on.
-FREE = ("out", "dry_run", "checkpoint_minutes", "track")
+FREE = ("out", "checkpoint_minutes", "track")
 
 
 class Run:
@@ -264,9 +264,7 @@ class Run:
         s, trial = self.settings, self.path / "trial"
         if self.main:
             numbers = sum(p.numel() for p in model.parameters())
-            agents = 2 if s.method in ("coevolve", "positive") else 1
-            kept = 4 * numbers * agents * (1 + s.iterations * (s.method != "sft"))
-            needed = kept + 2 * 12 * numbers  # a checkpoint, while the next one is written
+            needed = sum(scale.disk_bytes(s, numbers))
             if needed > (free := shutil.disk_usage(self.path).free):
                 raise SettingsError(f"--out {self.path}: {free / 1e9:.1f} GB are free, and the "
                                     f"run's checkpoints take {needed / 1e9:.1f} GB; give a folder "

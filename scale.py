@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from settings import SettingsError
+from settings import Settings, SettingsError, agents_of
 
 # ------------------------------------------------------------------------------------ sharding
 
@@ -81,6 +81,15 @@ def save(accelerator, model, folder: Path) -> None:
 
 
 # -------------------------------------------------------------------- checkpoints inside a phase
+
+
+def disk_bytes(s: Settings, numbers: int) -> tuple[int, int]:
+    """What a run with a model of so many numbers writes: its agents, and states inside a phase.
+
+    Agents are fp32; a state has weights and two moments, and is there while the next is written.
+    """
+    rounds = 1 + s.iterations * (s.method != "sft")
+    return 4 * numbers * len(agents_of(s.method)) * rounds, 2 * 12 * numbers
 
 
 class Checkpoint:

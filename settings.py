@@ -191,6 +191,14 @@ PRESETS = {
 }
 
 
+# Methods that train a second agent beside the target; the others train the target alone.
+SECOND_AGENT = {"coevolve": "failure", "positive": "positive"}
+
+
+def agents_of(method: str) -> tuple[str, ...]:
+    return ("target", SECOND_AGENT[method]) if method in SECOND_AGENT else ("target",)
+
+
 class SettingsError(ValueError):
     """A flag that does not exist or a value that cannot be; the text is one line for the user."""
 
@@ -266,7 +274,7 @@ def check(s: Settings) -> Settings:
         wrong.append("--model-name: give the model's name at the endpoint")
     if s.failure_from and s.method != "coevolve":
         wrong.append(f"--failure-from: {s.method} has no failure agent; give --method coevolve")
-    if s.explore_again and s.method not in ("coevolve", "positive"):
+    if s.explore_again and s.method not in SECOND_AGENT:
         wrong.append(f"--explore-again: {s.method} has no second agent; give --method coevolve")
     if s.method == "ppo" and s.temperature == 0:
         wrong.append("--temperature 0: equal rollouts teach PPO nothing; raise it")

@@ -265,11 +265,12 @@ def final(by_run, method: str, split: str, key: str) -> dict[int, float]:
 
 
 def main_table(runs, by_run, splits) -> dict:
+    costs = {m: [cost(path) for path in found.values()] for m, found in runs.items()}
     return {m: {**{f"{split} {key}": interval(final(by_run, m, split, key).values())
                    for split in splits for key in ("reward", "success")},
-                **{key: float(np.mean([cost(path)[key] for path in found.values()]))
+                **{key: float(np.mean([c[key] for c in costs[m]]))
                    for key in ("target_steps", "all_steps", "rollouts")}}
-            for m, found in runs.items()}
+            for m in runs}
 
 
 def paired_table(runs, by_run, splits) -> list[dict]:
