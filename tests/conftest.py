@@ -13,7 +13,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 sys.path.insert(0, str(Path(__file__).parent.parent))
 torch.set_num_threads(1)
 
+import coevolve  # noqa: E402
 import envs  # noqa: E402
+
+gc.freeze()  # as the program does: what was imported is no garbage
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -161,8 +164,6 @@ def small_model(tmp_path_factory):
 @pytest.fixture
 def toy_run(small_model, tmp_path, monkeypatch):
     """toy_run(environment, *flags) runs co-evolution with it in tmp_path/run, here and now."""
-    import coevolve
-
     def run(env=Toy, *flags):
         monkeypatch.setattr(envs, "make", lambda *_, **__: env())
         monkeypatch.setattr(envs.Resumed, "waits", (0.0, 0.0))

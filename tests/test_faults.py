@@ -351,6 +351,18 @@ def test_a_forgotten_phase_is_done_again_with_all_that_follow(toy_run):
     assert contents(toy_run()) == undisturbed
 
 
+def test_a_deleted_file_is_made_again_with_all_that_follows(toy_run, capfd):
+    run = toy_run()
+    undisturbed = contents(run)
+    (run / "curves.png").unlink()
+    toy_run()
+    assert (run / "curves.png").exists() and "gone" not in capfd.readouterr().out
+    (run / "iter1/target.jsonl").unlink()
+    toy_run()
+    assert "iter1/target.jsonl is gone: computing it and all that follows" in capfd.readouterr().out
+    assert contents(run) == undisturbed
+
+
 def test_the_second_of_two_runs_in_a_folder_is_refused(toy_run, tmp_path):
     (tmp_path / "run").mkdir()
     with open(tmp_path / "run/lock", "w") as lock:
