@@ -6,7 +6,8 @@
 
 Each run is a folder like any other (`STUDY/METHOD-sSEED`): a study that was stopped goes on where
 it was. Seeds come before methods, so that every method has the same seeds at any moment. Settings
-that are not the study's own are given to every run. The report folder holds report.md, report.json,
+that are not the study's own are given to every run; without a GPU a run has one thread. Of several
+runs side by side each writes to its own `METHOD-sSEED.log`. The report folder holds report.md, report.json,
 the figures and the hardest negatives as conversations.
 """
 
@@ -15,8 +16,11 @@ import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +47,7 @@ CLAIMS = [("coevolve", "eto", "Tables 3, 4"), ("coevolve", "eto-steps", "ours"),
           ("coevolve", "sft", "Table 3"), ("eto", "sft", "Table 3"), ("ppo", "sft", "Table 3"),
           ("rft", "sft", "Table 3"), ("dart", "rft", "Section 5.3")]
 THRESHOLDS = (0.6, 0.7, 0.8)
+GPU = shutil.which("nvidia-smi") is not None
 
 
 # --------------------------------------------------------------------------------- the runs
@@ -73,25 +78,41 @@ def target_steps(run: Path) -> int:
     return max(1, round(sum(steps) / len(steps)))
 
 
-def play(env: str, methods: list[str], seeds: list[int], folder: Path, more: list[str]) -> None:
-    """Makes the runs that are missing; those that are finished say so themselves and end."""
-    ours = {"lambda_sft": parse(["--env", env, *more]).lambda_sft}
-    for seed, method in itertools.product(seeds, methods):
-        if method.startswith("lambda-") and float(method[len("lambda-"):]) == ours["lambda_sft"]:
-            continue  # that is co-evolution as it is
+def play(env: str, methods: list[str], seeds: list[int], folder: Path, more: list[str],
+         jobs: int) -> None:
+    """Makes the runs that are missing, `jobs` at once; finished ones say so themselves and end."""
+    ours, started = parse(["--env", env, *more]).lambda_sft, {}
+    folder.mkdir(parents=True, exist_ok=True)  # for the logs
+
+    def one(seed, method):
+        if "-steps" in method:
+            started[seed, "coevolve"].result()
+        if any(run.done() and run.exception() for run in list(started.values())):
+            return  # the study ends
+        out = folder / f"{method}-s{seed}"
         command = [*more, *flags(method, folder, seed), "--seed", str(seed),  # the last one counts
-                   "--out", str(folder / f"{method}-s{seed}")]
+                   "--out", str(out)]
         print(f"study: {' '.join(command)}", flush=True)
-        launch(env, command)
+        launch(env, command, out.with_suffix(".log") if jobs > 1 else None)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for seed, method in itertools.product(seeds, methods):
+            if method != f"lambda-{ours:g}":  # which is co-evolution as it is
+                started[seed, method] = pool.submit(one, seed, method)
+    for run in started.values():
+        run.result()
 
 
-def launch(env: str, command: list[str]) -> None:
+def launch(env: str, command: list[str], log: Path | None) -> None:
+    """`run.sh ENV COMMAND`, its output in `log`, if any. SettingsError unless it ends with 0."""
     run_sh = Path(__file__).parent / "run.sh"
-    done = subprocess.run(["bash", str(run_sh), env, *command],
-                          env={**os.environ, "PYTHON": sys.executable})
+    with open(log, "a") if log else nullcontext() as to:
+        done = subprocess.run(["bash", str(run_sh), env, *command], stdout=to, stderr=to,
+                              env={**os.environ, "PYTHON": sys.executable})
     if done.returncode:
-        raise SettingsError(f"{command[-1]} ended with status {done.returncode}; once its reason "
-                            "is gone, the same command goes on from here")
+        said = f" ({log} says why)" if log else ""
+        raise SettingsError(f"{command[-1]} ended with status {done.returncode}{said}; once its "
+                            "reason is gone, the same command goes on from here")
 
 
 def finished(folder: Path) -> dict[str, dict[int, Path]]:
@@ -488,18 +509,25 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5, 6, 7],
                         help="defaults were chosen with seeds 0 to 2 [3 4 5 6 7]")
     parser.add_argument("--out", type=Path, help="the study's folder [runs/study-ENV]")
+    parser.add_argument("--jobs", type=int, default=1 if GPU else min(os.cpu_count(), 8),
+                        help="runs side by side [without a GPU one a core, at most 8]")
     parser.add_argument("--report", action="store_true", help="no run, only the report")
     parser.add_argument("--encoder", help="hub name of Figure 3's encoder [the SFT agent]")
     asked, more = parser.parse_known_args(argv)
     folder = asked.out or Path(f"runs/study-{asked.env}")
     if {"--method", "--seed"} & set(more):
         raise SettingsError("a study takes --methods and --seeds, not --method and --seed")
+    if asked.jobs < 1:
+        raise SettingsError(f"--jobs {asked.jobs}: give 1 or more")
     if not asked.report:
         steps = [m for m in asked.methods if "-steps" in m]
         if steps and "coevolve" not in asked.methods:
             raise SettingsError(f"{steps[0]} takes its steps from co-evolution's runs; add "
                                 "coevolve to --methods")
-        play(asked.env, sorted(asked.methods, key=METHODS.index), asked.seeds, folder, more)
+        if not GPU:  # also, the cores of a machine must not change what a study finds
+            more = ["--threads", "1", *more]
+        methods = sorted(asked.methods, key=METHODS.index)
+        play(asked.env, methods, asked.seeds, folder, more, asked.jobs)
     print(write_report(asked.env, folder, asked.encoder))
     print(f"study: {folder / 'report'} holds this, the numbers and the figures")
 

@@ -2,6 +2,9 @@
 
 import json
 import math
+import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -97,8 +100,9 @@ def finished(tmp_path_factory):
             "--sft-epochs 1 --sft-lr 1e-4 --dpo-epochs 1 --dpo-batch 4 --dpo-lr 1e-4 "
             f"--temperature 1.5 --rollouts 1 --model {folder / 'model'}").split()
 
-    def launch(env, command):
+    def launch(env, command, log):
         commands.append(command)
+        assert log is None
         run = Run(check(parse(["--env", env, *command])), Accelerator(cpu=True))
         coevolve.coevolve(run)
         (run.path / "result.json").write_text(json.dumps(report.result(run.path)))
@@ -108,7 +112,7 @@ def finished(tmp_path_factory):
         patch.setattr("gc.collect", lambda: 0)
         patch.setattr(study, "launch", launch)
         methods = ["lambda-0.1", "eto-steps-rollouts", "eto", "coevolve", "lambda-0.5"]
-        study.main(["webshop", "--methods", *methods, "--seeds", "0", "1", "--out",
+        study.main(["webshop", "--jobs", "1", "--methods", *methods, "--seeds", "0", "1", "--out",
                     str(folder / "runs"), *more])
     return folder / "runs", commands
 
@@ -177,6 +181,7 @@ def test_a_report_on_a_few_runs_leaves_out_what_it_cannot_say(finished, tmp_path
     ("--seed 3", "--methods and --seeds"),
     ("--report", "no finished run"),
     ("--betta 1", "unknown: --betta"),
+    ("--jobs 0", "--jobs 0: give 1 or more"),
 ])
 def test_what_a_study_cannot_do_is_refused(line, message, tmp_path):
     with pytest.raises((SettingsError, report.RunError), match=message):
@@ -185,4 +190,41 @@ def test_what_a_study_cannot_do_is_refused(line, message, tmp_path):
 
 def test_a_run_that_fails_stops_the_study_and_is_named(tmp_path):
     with pytest.raises(SettingsError, match="eto-s0 ended with status 2"):
-        study.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")])
+        study.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], None)
+    log = tmp_path / "eto-s0.log"
+    with pytest.raises(SettingsError, match=f"{log} says why"):
+        study.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], log)
+    assert "--beta -1" in log.read_text()
+
+
+def test_runs_go_side_by_side_but_not_before_those_whose_steps_they_take(tmp_path, monkeypatch):
+    two, events = threading.Barrier(2), []
+
+    def launch(env, command, log):
+        name = Path(command[-1]).name
+        events.append(f"{name} begins")
+        if name in ("coevolve-s3", "eto-s3"):
+            two.wait(timeout=20)  # neither comes to its end alone
+        if name == "eto-s3":
+            raise SettingsError("eto-s3 ended with status 2")
+        assert log == tmp_path / f"{name}.log"
+        time.sleep(0.1)
+        events.append(f"{name} ends")
+
+    monkeypatch.setattr(study, "launch", launch)
+    monkeypatch.setattr(study, "target_steps", lambda run: events.append(f"{run.name} is read") or 7)
+    monkeypatch.setattr(report, "result", lambda run: dict(settings=dict(rollouts=1)))
+    with pytest.raises(SettingsError, match="eto-s3 ended with status 2"):
+        study.play("webshop", ["coevolve", "eto", "eto-steps", "ppo"], [3, 4], tmp_path, [], 2)
+    # The run that had begun came to its end, and nothing was begun any more.
+    assert sorted(events) == ["coevolve-s3 begins", "coevolve-s3 ends", "eto-s3 begins"]
+    events.clear()
+    monkeypatch.setattr(study, "launch", lambda env, command, log: (
+        events.append(f"{Path(command[-1]).name} begins"), time.sleep(0.1),
+        events.append(f"{Path(command[-1]).name} ends")))
+    study.play("webshop", ["coevolve", "eto-steps", "ppo"], [3, 4], tmp_path, [], 3)
+    for seed in (3, 4):
+        order = [events.index(e) for e in (f"coevolve-s{seed} ends", f"coevolve-s{seed} is read",
+                                                f"eto-steps-s{seed} begins")]
+        assert order == sorted(order)
+    assert len(events) == 2 * 6 + 2
