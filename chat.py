@@ -23,12 +23,16 @@ from experts import play_expert, read_experts
 from settings import SettingsError
 
 TRIES = 8
-PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # statuses that may be gone in a moment
+PASSING = {408, 409, 425, 429}  # statuses that may be gone in a moment, as 500 and above
 USAGE = ("requests", "retries", "prompt_tokens", "completion_tokens")
 
 
 class EndpointError(RuntimeError):
     """The endpoint refused, or could not be reached after all tries; one line for the user."""
+
+
+class ContextFull(Exception):
+    """The endpoint says that the conversation is longer than its model can read."""
 
 
 class Endpoint:
@@ -40,7 +44,7 @@ class Endpoint:
     def __init__(self, s, sleep=time.sleep):
         self.url, self.sleep = f"{s.model.rstrip('/')}/chat/completions", sleep
         self.name, self.max_new_tokens = s.model_name, s.max_new_tokens
-        self.key = os.environ.get(s.key_variable, "").strip()
+        self.variable, self.key = s.key_variable, os.environ.get(s.key_variable, "").strip()
         if re.search(r"[^!-~]", self.key):
             raise SettingsError(f"the key in {s.key_variable} holds a character that no key has")
 
@@ -48,27 +52,36 @@ class Endpoint:
         body = dict(model=self.name, messages=messages, temperature=0,
                     max_tokens=self.max_new_tokens)
         for attempt in range(TRIES):
-            wait = min(2.0 ** attempt, 60) * random.uniform(0.5, 1)
+            wait, text = min(2.0 ** attempt, 60) * random.uniform(0.5, 1), ""
             try:
                 answer = requests.post(self.url, json=body, auth=self._sign, timeout=(10, 300),
                                        allow_redirects=False)
-                problem = f"status {answer.status_code}: {answer.text[:200]}"
+                text = answer.text.replace(self.key, "***") if self.key else answer.text
+                problem = f"status {answer.status_code}: {text[:200]}"
                 if answer.status_code == 200:
                     reply = answer.json()["choices"][0]["message"]["content"] or ""
+                    if isinstance(reply, list):  # of parts
+                        reply = "".join(part.get("text") or "" for part in reply)
                     used = answer.json().get("usage") or {}
                     return reply, dict(requests=1, retries=attempt,
-                                       **{name: used.get(name, 0) for name in USAGE[2:]})
-                if answer.status_code not in PASSING:
+                                       **{name: int(used.get(name) or 0) for name in USAGE[2:]})
+                if answer.status_code == 400 and re.search(
+                        "context.?(length|size|window)|too long", text, re.I):
+                    raise ContextFull
+                if answer.status_code not in PASSING and answer.status_code < 500:
                     break
                 if re.fullmatch(r"\d+(\.\d+)?", answer.headers.get("Retry-After", "")):
                     wait = min(float(answer.headers["Retry-After"]), 120)
-            except (requests.RequestException, ValueError, LookupError, TypeError) as error:
-                problem = f"{type(error).__name__}: {error}"
+            except (requests.RequestException, ValueError, LookupError, TypeError,
+                    AttributeError) as error:
+                problem = f"{type(error).__name__}: {error} {text[:200]}"
             if attempt < TRIES - 1:
                 self.sleep(wait)
         problem = " ".join(problem.split())
         if self.key:
             problem = problem.replace(self.key, "***")
+        else:
+            problem += f" (without a key: {self.variable} is not set)"
         raise EndpointError(f"{self.url}: {problem} (attempt {attempt + 1}); the same command goes "
                             "on from here")
 
@@ -82,12 +95,18 @@ def play(run, episodes: list, progress) -> list[dict]:
     """Plays the episodes, `slots` at a time; their rows, with USAGE, in the order given."""
     s, endpoint = run.settings, Endpoint(run.settings)
     kept, lock, idle = run.path / "chat.jsonl", threading.Lock(), queue.SimpleQueue()
+    if kept.exists():  # a line that was cut off is of an episode that was not finished
+        whole = kept.read_bytes()
+        kept.write_bytes(whole[:whole.rfind(b"\n") + 1])
     paid = {row["task"]: row for row in run.read_jsonl(kept.name)} if kept.exists() else {}
     missing = [e for e in episodes if e.task not in paid]
     shown = examples(run) if missing else []
 
     def work(e) -> None:
-        env = idle.get() if not idle.empty() else run.make_env()
+        try:
+            env = idle.get_nowait()
+        except queue.Empty:
+            env = run.make_env()
         row = play_episode(e, env, endpoint, shown, s.max_tokens)
         idle.put(env)
         with lock, open(kept, "a") as f:
@@ -113,7 +132,11 @@ def play_episode(e, env, endpoint, shown: list[dict], max_tokens: int) -> dict:
     e.messages = envs.opening(env, env.reset(e.task))
     while not e.ended:
         first, *rest = e.messages
-        reply, used = endpoint([*shown, without_prompt(first, env) if shown else first, *rest])
+        try:
+            reply, used = endpoint([*shown, without_prompt(first, env) if shown else first, *rest])
+        except ContextFull:
+            e.ended = "context"
+            break
         usage = {name: usage[name] + used[name] for name in USAGE}
         reply = reply.split("Observation:")[0].strip()  # what follows is the environment's to say
         e.messages.append({"role": "assistant", "content": reply})

@@ -26,7 +26,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 # Threads that wait must sleep: spinning, they take a shared machine's cores from their own team.
@@ -61,6 +61,8 @@ def coevolve(run: Run) -> None:
 
     if s.method == "chat":  # in-context learning: nothing is trained
         return evaluate(run, "target", 0)
+    if s.failure_from:
+        find_failure_agent(run)  # if it cannot be used, it is said now
 
     collect_experts(run)
     for agent in agents:  # the same experts, another seed each
@@ -155,42 +157,51 @@ def train_sft(run: Run, agent: str, i: int = 0) -> None:
 
     With i, iter<i>/AGENT-agent: the same from the base again, on the experts of iteration i.
     """
-    s, output = run.settings, f"iter{i}/{agent}-agent" if i else f"sft-{agent}"
+    s = run.settings
+    phase, experts, output, seeds = f"sft-{agent}", "experts.jsonl", f"sft-{agent}", ("sft", agent)
+    if i:
+        phase, experts, output, seeds = (f"iter{i}-sft", f"iter{i}/experts.jsonl",
+                                         f"iter{i}/{agent}-agent", ("sft", agent, i))
 
     def work(out: Path) -> dict:
-        experts = run.read_jsonl(f"iter{i}/experts.jsonl" if i else "experts.jsonl")
-        groups = [dpo.Group(e["task"], [dpo.Sequence(e["ids"], e["action_mask"])]) for e in experts]
-        rng = random.Random(seed_of(s.seed, "sft", agent, *[i] * (i > 0)))
+        groups = [dpo.Group(e["task"], [dpo.Sequence(e["ids"], e["action_mask"])]) 
+                  for e in run.read_jsonl(experts)]
+        rng = random.Random(seed_of(s.seed, *seeds))
         epochs = [dpo.batches(groups, s.sft_batch, "instructions", rng)
                   for _ in range(s.sft_epochs)]
-        return run.train(f"sft-{agent}" + f" {i}" * (i > 0), run.base, out, epochs,
-                         dpo.sft_objective, dpo.count_action_tokens, lr=s.sft_lr,
-                         warmup=s.sft_warmup, schedule="cosine")
+        return run.train(phase, run.base, out, epochs, dpo.sft_objective, dpo.count_action_tokens,
+                         lr=s.sft_lr, warmup=s.sft_warmup, schedule="cosine")
 
-    run.phase(f"iter{i}-sft" if i else f"sft-{agent}", output, work)
+    run.phase(phase, output, work)
 
 
 def take_failure_agent(run: Run) -> None:
-    """sft-failure: the last failure agent of the run --failure-from, in place of Eq. (3)-(5).
-
-    SettingsError if that run has none or if its tokenizer is another: its tokens train the target.
-    """
-    source = Path(run.settings.failure_from)
-    found = sorted(source.glob("iter*/failure-agent"), key=lambda p: int(p.parent.name[4:]))
-
+    """sft-failure: the last failure agent of the run --failure-from, in place of Eq. (3)-(5)."""
     def work(out: Path) -> dict:
-        if not found:
-            raise SettingsError(f"--failure-from {source}: no iter<i>/failure-agent in it; give "
-                                "the folder of a run of --method coevolve")
-        theirs, ours = (AutoTokenizer.from_pretrained(folder) for folder in (found[-1], run.base))
-        if (theirs.get_vocab(), theirs.chat_template) != (ours.get_vocab(), ours.chat_template):
-            raise SettingsError(f"--failure-from {source}: its tokenizer is not that of --model "
-                                f"{run.settings.model}; give a run that started from this model")
         if run.main:
-            shutil.copytree(found[-1], out)
+            shutil.copytree(find_failure_agent(run), out)
         return {}
 
     run.phase("sft-failure", "sft-failure", work)
+
+
+def find_failure_agent(run: Run) -> Path | None:
+    """The last failure agent of the run --failure-from; None if it has been taken before.
+
+    SettingsError if that run has none or if its tokenizer is another: its tokens train the target.
+    """
+    if "sft-failure" in run.phases:
+        return None
+    source = Path(run.settings.failure_from)
+    found = sorted(source.glob("iter*/failure-agent"), key=lambda p: int(p.parent.name[4:]))
+    if not found:
+        raise SettingsError(f"--failure-from {source}: no iter<i>/failure-agent in it; give "
+                            "the folder of a run of --method coevolve")
+    theirs, ours = (AutoTokenizer.from_pretrained(folder) for folder in (found[-1], run.base))
+    if (theirs.get_vocab(), theirs.chat_template) != (ours.get_vocab(), ours.chat_template):
+        raise SettingsError(f"--failure-from {source}: its tokenizer is not that of --model "
+                            f"{run.settings.model}; give a run that started from this model")
+    return found[-1]
 
 
 def explore(run: Run, agent: str, i: int, rollouts: int) -> None:
@@ -241,7 +252,7 @@ def play_tasks(run: Run, name: str, agent: str, i: int, policy: Path, rollouts) 
         won = mean(r["reward"] >= run.success for r in rows)
         reward = mean(r["reward"] for r in rows)
         run.log("exploration", agent=name, iteration=i, trajectories=len(rows), success=won,
-                negative=1 - won - hard, hard_negative=hard, reward=reward)
+                negative=1 - won - hard if rows else 0.0, hard_negative=hard, reward=reward)
         return dict(episodes=len(rows), tokens=sum(len(r["ids"]) for r in rows), reward=reward,
                     hard_negative=hard)
 
@@ -251,7 +262,8 @@ def play_tasks(run: Run, name: str, agent: str, i: int, policy: Path, rollouts) 
 def join_successes(run: Run) -> None:
     """iter1/experts.jsonl: the experts and the sampled successes, for RFT and DART.
 
-    Of an instruction's trajectories with equal replies the first is kept, the expert before all.
+    Of an instruction's trajectories with equal actions, whatever the thoughts before them, the
+    first is kept, the expert before all.
     """
     s = run.settings
 
@@ -270,7 +282,8 @@ def join_successes(run: Run) -> None:
 def join(experts: list[dict], sampled: dict, success: float, dropped: Counter) -> list[dict]:
     """`experts` followed by the new successes in `sampled` (task -> trajectories)."""
     def actions(row):
-        return row["task"], *(m["content"] for m in row["messages"] if m["role"] == "assistant")
+        return row["task"], *(" ".join(envs.parse_reply(m["content"]).split())
+                              for m in row["messages"] if m["role"] == "assistant")
 
     rows, known = list(experts), {actions(e) for e in experts}
     for row in itertools.chain.from_iterable(sampled.values()):
@@ -302,6 +315,8 @@ def evaluate(run: Run, agent: str, i: int) -> None:
                           steps=mean(r["steps"] for r in rows))
             if len(rows) < len(tasks):  # a mean over fewer tasks says so
                 scores["lost"] = len(tasks) - len(rows)
+            if full := sum(r["ended"] == "context" for r in rows):
+                scores["out_of_context"] = full
             if s.method == "chat":
                 scores.update(chat.cost(rows, s))
             run.log("evaluation", agent=agent, iteration=i, split=split, tasks=len(rows), **scores)
@@ -318,8 +333,9 @@ def make_pairs(run: Run, agents: tuple[str, ...], trains: str, i: int) -> None:
     s = run.settings
 
     def work(out: Path) -> dict:
-        dropped, (own, other, earlier) = Counter(), ({}, {}, {})  # task -> usable trajectories
-        for agent, rollouts in zip(agents, (own, other)):
+        dropped = Counter()
+        own, other, earlier = {}, {}, {}  # task -> usable trajectories: the target's, the second
+        for agent, rollouts in zip(agents, (own, other)):  # agent's, those of earlier iterations
             again = s.explore_again and trains == "target" != agent
             dropped.update(usable_rollouts(run, agent + "-more" * again, i, rollouts))
         if s.d_fail == "buffer":  # D_fail also holds the failures of earlier iterations
@@ -328,16 +344,16 @@ def make_pairs(run: Run, agents: tuple[str, ...], trains: str, i: int) -> None:
         rows = []
         for expert in run.read_jsonl("experts.jsonl"):
             task = expert["task"]
-            mine, others, old = (found.get(task, []) for found in (own, other, earlier))
+            of_target, of_second, old = (found.get(task, []) for found in (own, other, earlier))
             if trains == "target":
-                pairs = d_tgt(expert, mine, others, s, dropped, run.success)
+                pairs = d_tgt(expert, of_target, of_second, s, dropped, run.success)
             elif trains == "positive":
                 # Section 5.4: "trained in the same manner as ETO using only expert and the agent's
                 # own failures". What the target then learns from is not said; here both agents'
                 # trajectories, as beside a failure agent, so that nothing else differs.
-                pairs = d_tgt(expert, others, [], s, dropped, run.success)
+                pairs = d_tgt(expert, of_second, [], s, dropped, run.success)
             else:
-                pairs = d_fail(mine, others, old, s, dropped, run.success)
+                pairs = d_fail(of_target, of_second, old, s, dropped, run.success)
             rows += [dict(task=task, trains=trains, **pair) for pair in pairs]
         run.write_jsonl(out, rows)
         run.log("pairs", iteration=i, trains=trains, kept=Counter(row["kind"] for row in rows),
@@ -407,6 +423,12 @@ def train_ppo(run: Run, i: int) -> None:
         before, rollouts = run.agent("target", i - 1), {}
         dropped = usable_rollouts(run, "target", i, rollouts)
         groups = ppo.groups(rollouts, dropped)
+        if not groups:
+            run.log("ppo", iteration=i, episodes=0, kl=0.0, dropped=dropped)
+            run.say(f"iter{i}: no two rollouts of a task to compare; the target stays as it is")
+            if run.main:
+                shutil.copytree(before, out)
+            return dict(steps=0)
         for policy, name in ((before, "old"), (run.agent("target", 0), "sft")):
             model = run.load_to_train(policy)  # the same arithmetic as in training
             with run.bar(f"ppo {i} {name}", sum(g.tokens for g in groups), "token") as progress:
@@ -661,7 +683,8 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
     left = {}           # slot -> the ids whose keys and values its last episode left in the cache
     asked, now = {}, 0  # slot -> (pass at which to read the environment's answer, the answer)
     vocabulary = len(encoder.tokenizer)
-    forbidden = torch.tensor(encoder.forbidden, dtype=torch.long, device=model.device)
+    known = [t for t in encoder.forbidden if t < model.config.get_text_config().vocab_size]
+    forbidden = torch.tensor(known, dtype=torch.long, device=model.device)
     threads = ThreadPoolExecutor(slots)
 
     def ask(slot, call, text):
@@ -702,14 +725,14 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
                     check_lost(sum(e.ended == "lost" for e in episodes), len(episodes), error)
                 free_if_ended(slot)
 
-            # As many whole segments as fit in one pass; the slots left out are first next time.
+            # Every single token that waits, then pages while they fit, but one page in any case.
             chosen, room = [], tokens_per_forward
             for slot in sorted(playing.keys() - asked.keys(), key=lambda slot: (
                     len(playing[slot].ids) - playing[slot].past, slot)):
                 n = len(playing[slot].ids) - playing[slot].past
-                if n <= room or not chosen:
+                if n == 1 or n <= room or room == tokens_per_forward:
                     chosen.append(slot)
-                    room -= n
+                    room -= n if n > 1 else 0
             now += 1
             if not chosen:
                 continue
@@ -800,7 +823,7 @@ def _reply_ended(e: Episode, encoder, token: int, max_tokens: int, max_new_token
         e.ended = "context"
         return False
     reply = e.ids[e.reply_at:]
-    if _has_colon(encoder, token) and "Observation:" in encoder.decode(reply[-8:]):
+    if encoder.has_colon(token) and "Observation:" in encoder.decode(reply[-8:]):
         ours = encoder.decode(reply).index("Observation:")  # what follows is the environment's
         while len(encoder.decode(e.ids[e.reply_at:])) > ours:
             e.ids.pop()
@@ -811,11 +834,6 @@ def _reply_ended(e: Episode, encoder, token: int, max_tokens: int, max_new_token
     e.mask.append(0)
     e.past = min(e.past, len(e.ids) - 1)
     return True
-
-
-@lru_cache(maxsize=1 << 18)
-def _has_colon(encoder, token: int) -> bool:
-    return ":" in encoder.decode([token])
 
 
 def _take(e: Episode, encoder, env, answer, max_tokens: int) -> None:
@@ -835,12 +853,13 @@ def _take(e: Episode, encoder, env, answer, max_tokens: int) -> None:
 
 def play(run: Run, phase: str, agent: Path, episodes: list[Episode], temperature) -> list[dict]:
     """The episodes' trajectories as rows, in order; each rank plays its share. No row is lost's."""
-    s = run.settings
     share = episodes[run.accelerator.process_index::run.accelerator.num_processes]
     order = {(e.task, e.rollout): n for n, e in enumerate(episodes)}
     with run.bar(phase, len(share), "episode") as progress:
-        rows = (chat.play(run, share, progress) if s.method == "chat" else
-                play_policy(run, agent, share, temperature, progress))
+        if run.settings.method == "chat":  # one process asks, with as many threads as slots
+            rows = chat.play(run, episodes, progress) if run.main else []
+        else:
+            rows = play_policy(run, agent, share, temperature, progress)
     rows = sorted(gather_object(rows), key=lambda row: order[row["task"], row["rollout"]])
     lost = [row["task"] for row in rows if row["ended"] == "lost"]
     run.log_dropped(phase, LOST, lost)
@@ -858,7 +877,7 @@ def play_policy(run: Run, agent: Path, share: list[Episode], temperature, progre
     model, slots = model.to(device), s.slots
     if device.type == "cuda":  # episodes that do not fit beside the replica wait
         free = torch.cuda.mem_get_info(device)[0]
-        slots = max(1, min(slots, int(0.8 * free / (slot_bytes(model.config) * s.max_tokens))))
+        slots = max(1, min(slots, int(0.8 * free / (slot_bytes(model.config, model.dtype.itemsize) * s.max_tokens))))
     encoder = dpo.Encoder(AutoTokenizer.from_pretrained(agent))
     threads = torch.get_num_threads()
     if device.type == "cpu" and model.num_parameters() < 10_000_000:

@@ -8,7 +8,7 @@ import random
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,7 @@ class Encoder:
         special = set(tokenizer.convert_tokens_to_ids(sorted(self.special)))
         self._control_ids = special - {tokenizer.unk_token_id}  # which stands for odd text
         self._known = {}
+        self.has_colon = lru_cache(None)(lambda token: ":" in self.decode([token]))
         # What the template puts around a reply and around an observation, read off a conversation
         # in which both are one unlikely word.
         question, word = {"role": "user", "content": "question"}, "CONTENT"
@@ -400,7 +401,7 @@ def batches(groups: list[Group], size: int, unit: str, rng: random.Random) -> li
     return result
 
 
-def share_out(groups: list[Group], ranks: int) -> list[list[Group]]:
+def split_over_ranks(groups: list[Group], ranks: int) -> list[list[Group]]:
     """The groups dealt to ranks, longest first to the rank with the fewest tokens; order is kept.
 
     All ranks wait for the slowest at every step, so the most tokens a rank has are what counts.
@@ -413,12 +414,12 @@ def share_out(groups: list[Group], ranks: int) -> list[list[Group]]:
     return [[groups[n] for n in sorted(share)] for share in shares]
 
 
-def passes(accelerator, groups: list[Group], tokens: int) -> list[tuple[list[Group], bool]]:
+def micro_batches(accelerator, groups: list[Group], tokens: int) -> list[tuple[list[Group], bool]]:
     """This rank's (pack, idle) over its share of `groups`, as many as any other rank has.
 
     A rank with fewer packs runs one group more, whose result does not count, so that all meet.
     """
-    work = [packs(share, tokens) for share in share_out(groups, accelerator.num_processes)]
+    work = [packs(share, tokens) for share in split_over_ranks(groups, accelerator.num_processes)]
     mine = work[accelerator.process_index]
     missing = max(len(share) for share in work) - len(mine)
     return [(pack, False) for pack in mine] + [(groups[:1], True)] * missing
@@ -433,7 +434,7 @@ def over_sequences(accelerator, model, groups: list[Group], tokens_per_forward: 
     """
     model.eval()
     found = {}
-    for pack, _ in passes(accelerator, groups, tokens_per_forward):
+    for pack, _ in micro_batches(accelerator, groups, tokens_per_forward):
         with scale.precision(accelerator, model):
             values = iter(read(model, [s for g in pack for s in g.sequences]))
         found.update({g.task: [next(values) for _ in g.sequences] for g in pack})
@@ -491,7 +492,7 @@ def fit(accelerator, model, epochs: list[list[list[Group]]], objective, normalis
         started = time.perf_counter()
         rate = lr * schedule_factor(step - 1, len(batches), warmup, schedule)
         divisor, total, statistics = normaliser(batch), 0.0, {}
-        work = passes(accelerator, batch, tokens_per_forward)
+        work = micro_batches(accelerator, batch, tokens_per_forward)
         for i, (pack, idle) in enumerate(work, 1):
             # DDP sums over ranks once a step; shards do at every pass, to keep one share each.
             with nullcontext() if i == len(work) else accelerator.no_sync(model):

@@ -881,9 +881,10 @@ class ScienceWorld:
     def _safely(self, work):
         """work() in a running simulator, which is ended if it dies or is interrupted in a call."""
         try:
-            while self._simulator is None and self._idle:
-                idle = self._idle.pop()
-                self._simulator = idle if idle.process.poll() is None else idle.stop()
+            with suppress(IndexError):  # none is idle
+                while self._simulator is None:
+                    idle = self._idle.pop()
+                    self._simulator = idle if idle.process.poll() is None else idle.stop()
             self._simulator = self._simulator or _Simulator()
             return work()
         except BaseException as error:

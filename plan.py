@@ -176,9 +176,9 @@ def phases(s: Settings, found: Lengths, agents: int, numbers: int, slot: int, gp
                     "episodes are as long as experts'"]
 
 
-def slot_bytes(config) -> int:
-    """Bytes of keys and values, bf16, that a token takes in a slot of the rollout's cache."""
-    return 2 * 2 * math.prod(cache_shape(config))
+def slot_bytes(config, itemsize: int = 2) -> int:
+    """Bytes that a token takes in a slot of the rollout's cache, bf16 if not said otherwise."""
+    return 2 * itemsize * math.prod(cache_shape(config))
 
 
 def cache_shape(config) -> tuple[int, int, int]:

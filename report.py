@@ -136,7 +136,7 @@ def table(run_dir) -> str:
              f"seed {settings['seed']}"]
 
     rows = [(e["iteration"], e["agent"], e["split"],
-             f"{e['tasks']} ({e['lost']} lost)" if "lost" in e else e["tasks"], f"{e['reward']:.3f}",
+             _tasks(e), f"{e['reward']:.3f}",
              f"[{e['reward_low']:.3f}, {e['reward_high']:.3f}]", _percent(e["success"]),
              f"{e['steps']:.1f}") for e in found["evaluations"]]
     parts += _section("Evaluation, greedy; reward with its 95% bootstrap interval over tasks",
@@ -151,7 +151,7 @@ def table(run_dir) -> str:
     threshold = settings["hard_threshold"]
     rows = [(e["iteration"], e["agent"], e["trajectories"], _percent(e["success"]),
              _percent(e["negative"]), _percent(e["hard_negative"]), f"{e['reward']:.3f}")
-            for e in _with_both(found["exploration"])]
+            for e in _with_sum(found["exploration"])]
     parts += _section(
         f"Exploration; a negative has a reward below {threshold}, a hard one from {threshold} to 1",
         "iteration <agent trajectories success negative hard_negative reward", rows)
@@ -179,19 +179,33 @@ def table(run_dir) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+# Between the seeds of a method: what changes nothing, or rounding only.
+MAY_DIFFER = {"seed", "threads", "slots", "tokens_per_forward", "shard", "gradient_checkpointing",
+              "checkpoint_minutes", "track"}
+
+
 def compare(run_dirs) -> str:
     """Mean and standard deviation over runs of reward and success, by method, split, iteration.
 
     One row per method, agent, split and iteration; `runs` counts the runs (seeds) in it. RunError
-    if a folder is not a run, or two runs share method and seed, which would count one twice.
+    if a folder is not a run, if two runs share method and seed, which would count one twice, or if
+    they differ in a setting of both their methods, of which a mean would say nothing.
     """
-    values, seen = {}, {}
+    values, seen, first = {}, {}, {}
     for run_dir in run_dirs:
         found = result(run_dir)
         key = tuple(found["settings"][name] for name in ("env", "method", "seed"))
         if key in seen:
             raise RunError(f"{run_dir} and {seen[key]} are both {key}; compare one of them")
         seen[key] = run_dir
+        for like in ("", key[1]):  # any run; the first of its method
+            names = ("env", "model", "quick") if not like else found["settings"].keys() - MAY_DIFFER
+            other, settings = first.setdefault(like, (run_dir, found["settings"]))
+            for name in sorted(names):
+                if settings.get(name) != found["settings"].get(name):
+                    raise RunError(
+                        f"{run_dir} and {other} differ in {name} ({found['settings'].get(name)}, "
+                        f"{settings.get(name)}); compare runs that differ in method and seed")
         for e in found["evaluations"]:
             row = (e["agent"], e["split"], key[1], e["iteration"])
             values.setdefault(row, []).append((e["reward"], e["success"]))
@@ -206,15 +220,15 @@ def compare(run_dirs) -> str:
                               "<agent <split <method iteration runs reward success", rows))
 
 
-def _with_both(exploration):
-    """Each iteration's events, followed by both agents together where there are two."""
+def _with_sum(exploration):
+    """Each iteration's events, followed by all together where there are several."""
     for iteration in sorted({e["iteration"] for e in exploration}):
         events = [e for e in exploration if e["iteration"] == iteration]
         yield from events
         if len(events) < 2:
             continue
         n = sum(e["trajectories"] for e in events)
-        yield {"iteration": iteration, "agent": "both", "trajectories": n,
+        yield {"iteration": iteration, "agent": "all", "trajectories": n,
                **{key: sum(e[key] * e["trajectories"] for e in events) / max(n, 1)
                   for key in ("success", "negative", "hard_negative", "reward")}}
 
@@ -242,6 +256,12 @@ def _section(title: str, header: str, rows: list[tuple], width: int = 100) -> li
         else:
             lines.append(f"{text}  {row[-1].rjust(widths[-1])}")
     return ["\n".join(lines)]
+
+
+def _tasks(e: dict) -> str:
+    """How many, and of these (out of context) or beside them (lost) what did not go well."""
+    notes = [f"{e[key]} {key.replace('_', ' ')}" for key in ("lost", "out_of_context") if key in e]
+    return f"{e['tasks']} ({', '.join(notes)})" if notes else str(e["tasks"])
 
 
 def _percent(share: float) -> str:

@@ -78,8 +78,8 @@ class Run:
         for name, done in self.phases.items():
             report.need(f"{phases}, {name}", done, sha256=str, metrics_sha256=str,
                         metrics_bytes=int)
-        if not self.phases:  # nothing was finished with these settings
-            before = None
+        if not self.phases and not (self.path / "chat.jsonl").exists():
+            before = None  # nothing was finished with these settings, nor paid for
         if before:
             now = asdict(settings)
             self._refuse_changes({**before["settings"], **{n: now[n] for n in FREE}}, now)
@@ -164,9 +164,11 @@ class Run:
         with writing(temporary):
             numbers = work(temporary)
         self.accelerator.wait_for_everyone()
+        if self.main:
+            os.replace(temporary, path)
+        self.accelerator.wait_for_everyone()  # who reads it next finds it
         if not self.main:
             return
-        os.replace(temporary, path)
         seconds = time.perf_counter() - started
         self.log("phase", phase=name, seconds=round(seconds, 2), resident_mb=resident_mb(),
                  **numbers)
@@ -333,7 +335,8 @@ class Run:
 def make_accelerator(s: Settings) -> Accelerator:
     """The processes, device and precision that this machine offers; SettingsError if not usable."""
     gpu = torch.cuda.is_available()  # not MPS: log-probabilities are summed in float64
-    bf16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    # The tiny model computes alike everywhere, so that its results do not depend on the machine.
+    bf16 = gpu and s.model != "tiny" and torch.cuda.is_bf16_supported(including_emulation=False)
     try:
         accelerator = Accelerator(
             cpu=not gpu, mixed_precision="bf16" if bf16 else "no", log_with=s.track,
@@ -400,9 +403,10 @@ def check_model(folder, max_tokens: int, weights: bool = True) -> None:
             raise ValueError(f"--max-tokens {max_tokens} is above its "
                              f"{config.max_position_embeddings} positions")
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        dpo.Encoder(tokenizer)
-        if tokenizer.vocab_size > config.vocab_size:
-            raise ValueError(f"its tokenizer has {tokenizer.vocab_size:,} tokens, its model "
+        encoder = dpo.Encoder(tokenizer)
+        used = max(tokenizer.vocab_size, encoder.end_of_turn + 1)  # others beyond are never used
+        if used > config.vocab_size:
+            raise ValueError(f"its tokenizer has {used:,} tokens, its model "
                              f"{config.vocab_size:,}; they do not belong together")
         if not weights:
             return

@@ -128,6 +128,7 @@ class Checkpoint:
                               str(temporary / file)) from None
         self.accelerator.wait_for_everyone()
         if main:
+            shutil.rmtree(path, ignore_errors=True)  # of other inputs, not used
             temporary.rename(path)
             for old in self._saved():
                 if old != path:

@@ -185,9 +185,9 @@ PRESETS = {
         dpo_batch=16, dpo_lr=3e-5, dpo_lr_later=3e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
         ppo_lr=1e-4,
     ),
-    "chat": dict(method="chat"),
-    "quick": dict(train_tasks=120, eval_tasks=40, iterations=1, dpo_epochs=1, sft_epochs=6,
-                  sft_lr=1e-3),
+    "chat": dict(method="chat", max_tokens=100_000),  # with the examples; the endpoint knows better
+    "quick": dict(train_tasks=120, eval_tasks=40, iterations=1, sft_epochs=1, dpo_epochs=1),
+    "quick tiny": dict(sft_epochs=6, sft_lr=1e-3),
 }
 
 
@@ -276,8 +276,8 @@ def check(s: Settings) -> Settings:
         wrong.append(f"--failure-from: {s.method} has no failure agent; give --method coevolve")
     if s.explore_again and s.method not in SECOND_AGENT:
         wrong.append(f"--explore-again: {s.method} has no second agent; give --method coevolve")
-    if s.method == "ppo" and s.temperature == 0:
-        wrong.append("--temperature 0: equal rollouts teach PPO nothing; raise it")
+    if s.temperature == 0 and (s.rollouts > 1 or s.method in ("rft", "dart", "ppo")):
+        wrong.append("--temperature 0: all rollouts of an instruction would be the same; raise it")
     if s.lambda_dpo == 0 and s.lambda_sft == 0:
         wrong.append("--lambda-dpo 0 --lambda-sft 0: nothing would be trained; raise one")
     if s.max_new_tokens >= s.max_tokens:
@@ -320,7 +320,8 @@ def preset(argv: list[str]) -> dict:
     first.add_argument("--model", default=Settings.model)
     first.add_argument("--quick", nargs="?", const=True, default=False, type=_boolean)
     seen = first.parse_known_args(argv)[0]
-    names = [seen.env, f"{seen.model} {seen.env}"] + ["quick"] * seen.quick
+    names = [seen.env, f"{seen.model} {seen.env}"]
+    names += ["quick", f"quick {seen.model}"] if seen.quick else []
     names += ["chat"] * is_endpoint(seen.model)
     return {name: value for n in names for name, value in PRESETS.get(n, {}).items()}
 

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -53,19 +54,25 @@ GPU = shutil.which("nvidia-smi") is not None
 # --------------------------------------------------------------------------------- the runs
 
 
+def method_of(method: str) -> str:
+    """--method of a run in the study: `positive` of positive-steps."""
+    base = method.split("-")[0]
+    return "coevolve" if base in ("lambda", "frozen") else base
+
+
 def flags(method: str, folder: Path, seed: int) -> list[str]:
     """The settings that make a run of `method`; equal steps are those of co-evolution's run."""
+    found = ["--method", method_of(method)]
     if method.startswith("lambda-"):
-        return ["--method", "coevolve", "--lambda-sft", method[len("lambda-"):]]
+        found += ["--lambda-sft", method.removeprefix("lambda-")]
     if method == "frozen":
-        return ["--method", "coevolve", "--d-fail", "none"]
-    base, *equal = method.split("-")
-    if not equal:
-        return ["--method", base]
-    like = folder / f"coevolve-s{seed}"
-    settings = report.result(like)["settings"]
-    found = ["--method", base, "--dpo-steps", str(target_steps(like))]
-    return found + ["--rollouts", str(2 * settings["rollouts"])] * ("rollouts" in equal)
+        found += ["--d-fail", "none"]
+    if "-steps" in method:
+        like = folder / f"coevolve-s{seed}"
+        found += ["--dpo-steps", str(target_steps(like))]
+        if "-rollouts" in method:
+            found += ["--rollouts", str(2 * report.result(like)["settings"]["rollouts"])]
+    return found
 
 
 def target_steps(run: Path) -> int:
@@ -82,6 +89,8 @@ def play(env: str, methods: list[str], seeds: list[int], folder: Path, more: lis
          jobs: int) -> None:
     """Makes the runs that are missing, `jobs` at once; finished ones say so themselves and end."""
     ours, started = parse(["--env", env, *more]).lambda_sft, {}
+    for method in methods:  # what one of them refuses is said before all
+        parse(["--env", env, *more, "--method", method_of(method)])
     folder.mkdir(parents=True, exist_ok=True)  # for the logs
 
     def one(seed, method):
@@ -89,11 +98,11 @@ def play(env: str, methods: list[str], seeds: list[int], folder: Path, more: lis
             started[seed, "coevolve"].result()
         if any(run.done() and run.exception() for run in list(started.values())):
             return  # the study ends
-        out = folder / f"{method}-s{seed}"
+        name = f"{method}-s{seed}"
         command = [*more, *flags(method, folder, seed), "--seed", str(seed),  # the last one counts
-                   "--out", str(out)]
-        print(f"study: {' '.join(command)}", flush=True)
-        launch(env, command, out.with_suffix(".log") if jobs > 1 else None)
+                   "--out", str(folder / name)]
+        print(f"study: {SettingsError(' '.join(command))}", flush=True)  # without passwords
+        launch(env, command, folder / f"{name}.log" if jobs > 1 else None)
 
     with ThreadPoolExecutor(jobs) as pool:
         for seed, method in itertools.product(seeds, methods):
@@ -107,12 +116,26 @@ def launch(env: str, command: list[str], log: Path | None) -> None:
     """`run.sh ENV COMMAND`, its output in `log`, if any. SettingsError unless it ends with 0."""
     run_sh = Path(__file__).parent / "run.sh"
     with open(log, "a") if log else nullcontext() as to:
-        done = subprocess.run(["bash", str(run_sh), env, *command], stdout=to, stderr=to,
-                              env={**os.environ, "PYTHON": sys.executable})
-    if done.returncode:
+        child = subprocess.Popen(["bash", str(run_sh), env, *command], stdout=to, stderr=to,
+                                 env={**os.environ, "PYTHON": sys.executable})
+        running.add(child)
+        status = child.wait()
+        running.remove(child)
+    if status:
         said = f" ({log} says why)" if log else ""
-        raise SettingsError(f"{command[-1]} ended with status {done.returncode}{said}; once its "
+        raise SettingsError(f"{command[-1]} ended with status {status}{said}; once its "
                             "reason is gone, the same command goes on from here")
+
+
+running = set()  # processes of `launch`
+
+
+def stop(number, _) -> None:
+    """Ctrl-C and SIGTERM end the runs too; each goes on from where it was."""
+    for child in list(running):
+        child.terminate()
+    os.write(2, b"study.py: stopped; the same command goes on from here\n")
+    os._exit(128 + number)
 
 
 def finished(folder: Path) -> dict[str, dict[int, Path]]:
@@ -155,7 +178,7 @@ def paired(a: dict[int, float], b: dict[int, float]) -> dict | None:
     if not seeds:
         return None
     found = interval([a[s] - b[s] for s in seeds])
-    sure = found["half"] is not None and abs(found["mean"]) > found["half"]
+    sure = found["n"] > 2 and abs(found["mean"]) > found["half"]
     verdict = ("ahead" if found["mean"] > 0 else "behind") if sure else "undecided"
     return dict(found, ahead=sum(a[s] > b[s] for s in seeds), seeds=seeds, verdict=verdict)
 
@@ -214,7 +237,7 @@ def distances(rows: list[dict], embed) -> list[float]:
     """The mean pairwise distance of each instruction's failures, where it has two at least."""
     by_task = {}
     for row in rows:
-        if row["reward"] < 1:
+        if row["reward"] < 1 and any(row["action_mask"]):
             by_task.setdefault(row["task"], []).append(row)
     return [mean_distance(np.stack([embed(row) for row in found]))
             for found in by_task.values() if len(found) > 1]
@@ -241,8 +264,9 @@ def embedder(policy: Path, hub_name: str | None):
     def embed(row: dict) -> np.ndarray:
         if hub_name:
             text = "\n".join(m["content"] for m in row["messages"])
-            limit = getattr(model.config, "max_position_embeddings", None)
-            ids = tokenizer(text, truncation=limit is not None, max_length=limit)["input_ids"]
+            limit = min(getattr(model.config, "max_position_embeddings", 10 ** 9),
+                        tokenizer.model_max_length, 10 ** 9)  # the first holds some it cannot use
+            ids = tokenizer(text, truncation=True, max_length=limit)["input_ids"]
             mask = [1] * len(ids)
         else:
             ids, mask = row["ids"], row["action_mask"]
@@ -412,7 +436,9 @@ def markdown(n: dict, splits: list[str]) -> str:
                                               ("target_steps", "all_steps", "rollouts")))
                        for m, row in n["main"].items()])
     lines += ["## Differences on the same seeds", "",
-              "\"ahead\" and \"behind\": the 95% interval does not hold 0.", ""]
+              "\"ahead\" and \"behind\": of three seeds or more, and the 95% interval does not hold "
+              "0. Intervals are not corrected for their number: were there no differences, "
+              f"{len(n['paired']) / 20:.1f} of these {len(n['paired'])} would still not hold it.", ""]
     lines += table_of(["difference", "split", "measure", "mean ± 95%", "ahead on", "verdict",
                        "claimed in"],
                       [(f"{name_of(r['a'])} - {name_of(r['b'])}", r["split"], r["measure"],
@@ -441,8 +467,9 @@ def markdown(n: dict, splits: list[str]) -> str:
         lines += ["## Figure 4: lambda_SFT", "", "![](figure4.png)", ""]
         lines += table_of(["lambda_SFT", *splits], [(w, *(text_of(row[s]) for s in splits))
                                                     for w, row in n["figure4"].items()])
-    lines += ["## Over iterations", "", "![](curves.png)", "",
-              "The hardest negatives beside expert and target: conversations.txt.", ""]
+    lines += ["## Over iterations", "", "![](curves.png)", ""]
+    if "coevolve" in n["main"]:
+        lines += ["The hardest negatives beside expert and target: conversations.txt.", ""]
     return "\n".join(lines)
 
 
@@ -515,7 +542,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--encoder", help="hub name of Figure 3's encoder [the SFT agent]")
     asked, more = parser.parse_known_args(argv)
     folder = asked.out or Path(f"runs/study-{asked.env}")
-    if {"--method", "--seed"} & set(more):
+    if {"--method", "--seed"} & {flag.split("=")[0] for flag in more}:
         raise SettingsError("a study takes --methods and --seeds, not --method and --seed")
     if asked.jobs < 1:
         raise SettingsError(f"--jobs {asked.jobs}: give 1 or more")
@@ -526,18 +553,17 @@ def main(argv: list[str]) -> None:
                                 "coevolve to --methods")
         if not GPU:  # also, the cores of a machine must not change what a study finds
             more = ["--threads", "1", *more]
-        methods = sorted(asked.methods, key=METHODS.index)
-        play(asked.env, methods, asked.seeds, folder, more, asked.jobs)
+        methods, seeds = sorted(set(asked.methods), key=METHODS.index), dict.fromkeys(asked.seeds)
+        play(asked.env, methods, list(seeds), folder, more, asked.jobs)
     print(write_report(asked.env, folder, asked.encoder))
     print(f"study: {folder / 'report'} holds this, the numbers and the figures")
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     try:
         main(sys.argv[1:])
     except (SettingsError, report.RunError) as error:
         print(f"study.py: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("study.py: stopped; the same command goes on from here", file=sys.stderr)
-        sys.exit(130)

@@ -8,9 +8,11 @@ and recoveries. It never sees an expert.
 """
 
 import hashlib
+import inspect
 import os
 import random
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -32,8 +34,7 @@ CHAT_TEMPLATE = (
 MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=4, head_dim=32, max_position_embeddings=2048,
              tie_word_embeddings=True)
-# Batches of repeated random tokens, then an environment's practice text read `epochs` times; [ours,
-# README].
+# Batches of repeated random tokens, then an environment's practice text read `epochs` times [ours].
 FULL = {"webshop": dict(copy_steps=500, conversations=8000, epochs=2, batch=16, lr=2e-3),
         "scienceworld": dict(copy_steps=500, conversations=4000, epochs=1, batch=16, lr=2e-3),
         "intercodesql": dict(copy_steps=500, conversations=24000, epochs=1, batch=16, lr=2e-3)}
@@ -46,10 +47,13 @@ def base(accelerator, run) -> Path:
     """The pretrained tiny model's folder; made once and kept under the hash of what made it."""
     s = run.settings
     plan = (QUICK if s.quick else FULL)[s.env]
-    made_by = [Path(m.__file__).read_bytes() for m in (dpo, envs, databases, worlds)]
-    made_by += [Path(__file__).read_bytes(),
-                f"{plan} {s.env} {s.view} {s.task_types} {torch.__version__}".encode()]
-    name = hashlib.sha256(b"".join(made_by)).hexdigest()[:16]
+    # Of dpo.py what is used here: another preference loss needs no other base.
+    made_by = [inspect.getsource(part) for part in (
+        sys.modules[__name__], envs, databases, worlds, dpo.Encoder, dpo.Sequence, dpo.lay_out,
+        dpo.ragged_attention, dpo.token_log_probs, dpo.action_log_probs, dpo.sft_objective,
+        dpo.batches, dpo.packs, dpo.split_over_ranks, dpo.micro_batches, dpo.schedule_factor, dpo.fit)]
+    made_by += [f"{plan} {s.env} {s.view} {s.task_types} {torch.__version__}"]
+    name = hashlib.sha256("".join(made_by).encode()).hexdigest()[:16]
     folder = Path(__file__).parent / ".cache" / f"tiny-{name}"
     if broadcast_object_list([folder.exists()])[0]:  # the first rank's answer, for all ranks
         return folder

@@ -114,7 +114,7 @@ CONTRADICTIONS = {
     "--dry-run 8xH100": "--dry-run: is for a model to be trained here",
     "--method eto --failure-from r": "--failure-from: eto has no failure agent",
     "--method sft --explore-again": "--explore-again: sft has no second agent",
-    "--method ppo --temperature 0": "--temperature 0: equal rollouts teach PPO nothing",
+    "--method ppo --temperature 0": "--temperature 0: all rollouts of an instruction would be the same",
     "--model https://h/v1": "--model-name: give the model's name",
     "--model https://h/v1 --model-name m --method eto": "an endpoint takes --method chat",
     "--model https://u:p@h/v1 --model-name m": "must be http://host",

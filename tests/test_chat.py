@@ -157,7 +157,10 @@ def test_what_may_pass_is_tried_again_with_growing_waits(endpoint, fault):
 @pytest.mark.parametrize("faults, tries, message", [
     ([(401, f"Incorrect API key: {KEY}", {})], 1, "status 401: Incorrect API key: ***"),
     ([(302, "", {"Location": "http://elsewhere"})], 1, "status 302"),
-    ([(400, "context\nlength", {})], 1, "status 400: context length"),
+    ([(400, "no\nsuch model", {})], 1, "status 400: no such model"),
+    ([(200, '{"error": "we are sorry"}', {})] * 8, 8, "we are sorry"),
+    ([(529, "overloaded", {})] * 8, 8, "status 529: overloaded (attempt 8)"),
+    ([(401, "x" * 190 + KEY, {})], 1, "status 401: xxx"),
     ([(503, "no", {})] * 8, 8, "status 503: no (attempt 8)"),
     ([None] * 8, 8, "(attempt 8)"),
 ])
@@ -166,7 +169,51 @@ def test_what_does_not_pass_is_one_line_without_the_key(endpoint, faults, tries,
     with pytest.raises(chat.EndpointError) as error:
         chat.Endpoint(settings(endpoint), lambda seconds: None)([dict(role="user", content="?")])
     assert message in str(error.value) and "\n" not in str(error.value)
-    assert KEY not in str(error.value) and len(endpoint.seen) == tries
+    assert KEY[:5] not in str(error.value) and len(endpoint.seen) == tries
+
+
+@pytest.mark.parametrize("message, usage, tokens", [
+    (dict(content=[dict(type="text", text="c"), dict(type="text", text="d")]), {}, 0),
+    (dict(content="cd"), None, 0),
+    (dict(content="cd"), dict(prompt_tokens=5, completion_tokens=None), 5)])
+def test_answers_in_parts_and_without_usage_are_read(endpoint, message, usage, tokens):
+    endpoint.faults = [(200, json.dumps(dict(choices=[dict(message=message)], usage=usage)), {})]
+    reply, used = chat.Endpoint(settings(endpoint))([dict(role="user", content="?")])
+    assert reply == "cd" and used["prompt_tokens"] + used["completion_tokens"] == tokens
+
+
+def test_a_refusal_without_a_key_names_the_variable(endpoint, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY")
+    endpoint.faults = [(401, "who are you?", {})]
+    with pytest.raises(chat.EndpointError, match="OPENAI_API_KEY is not set"):
+        chat.Endpoint(settings(endpoint))([dict(role="user", content="?")])
+
+
+def test_a_conversation_longer_than_the_endpoint_reads_ends_the_episode(endpoint, run):
+    def answer(messages):
+        if len(messages) == 3:
+            full = "This model's maximum context length is 100 tokens"
+            endpoint.faults = [(400, full, {})]
+        return "x"
+
+    endpoint.answer = answer
+    r = run(slots=1)
+    rows = r.read_jsonl("eval-0-target-test.jsonl")
+    assert {(e["ended"], e["steps"]) for e in rows} == {("context", 2)}
+    assert "4 (4 out of context)" in report.table(r.path)
+
+
+def test_episodes_of_another_model_are_not_taken_for_this_ones(endpoint, run, tmp_path):
+    endpoint.answer = lambda messages: "c"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat, "cost", lambda rows, s: 1 / 0)  # the phase does not come to its end
+        with pytest.raises(ZeroDivisionError):
+            run()
+    with pytest.raises(SettingsError, match="model_name"):
+        run(model_name="another")
+    with open(tmp_path / "run/chat.jsonl", "a") as f:  # killed while it wrote
+        f.write('{"task": "te')
+    assert len(run().read_jsonl("eval-0-target-test.jsonl")) == 4 and len(endpoint.seen) == 4
 
 
 def test_a_key_that_no_header_can_hold_is_refused_without_being_shown(endpoint, monkeypatch):

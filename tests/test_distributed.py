@@ -199,5 +199,7 @@ def test_a_state_of_another_phase_or_number_of_ranks_is_not_used(tmp_path):
     assert steps == len(events) == state.resumed_at == 2
     other = scale.Checkpoint(accelerator, tmp_path, "sft from those experts", 0)
     assert other.restore(model, optimizer) == (0, [])
+    other.save(model, optimizer, 2, [{"step": 1}, {"step": 2}])  # takes the unused one's place
+    assert other.restore(model, optimizer)[0] == 2 and state.restore(model, optimizer) == (0, [])
     shards = scale.spread(accelerator, make_model(VOCABULARY), shard=True)
     assert state.restore(shards, torch.optim.AdamW(shards.parameters())) == (0, [])

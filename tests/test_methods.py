@@ -14,6 +14,7 @@ from conftest import make_model, make_tokenizer
 import coevolve
 import dpo
 import envs
+import ppo
 from runner import Run
 from settings import Settings, SettingsError, check
 
@@ -107,7 +108,8 @@ def test_join_by_hand():
     experts = [row("a", 1.0, "x", "y", agent="expert"), row("b", 1.0, "x", agent="expert")]
     new, dropped = row("a", 1.0, "x"), Counter()
     found = coevolve.join(experts, {
-        "a": [row("a", 0.9, "z"), row("a", 1.0, "x", "y"), new, row("a", 1.0, "x")],
+        "a": [row("a", 0.9, "z"), row("a", 1.0, "x", "Thought: I know it.\nAction: y"), new,
+              row("a", 1.0, "Thought: why not?\nAction:  x")],
         "b": [row("b", 1.0, "x")]}, 1.0, dropped)
     assert found == [*experts, new]
     assert dropped == {"failure": 1, "known already": 3}
@@ -191,6 +193,7 @@ def test_a_failure_agent_of_another_run(run, model, tmp_path):
     other.save_pretrained(first.path / "iter2/failure-agent")
     with pytest.raises(SettingsError, match="its tokenizer is not that of --model"):
         run("coevolve", out="third", failure_from=str(first.path))
+    assert not (r.path.parent / "third/sft-target").exists()  # said before anything is trained
 
 
 def test_the_failure_agent_explores_again_before_d_tgt(run):
@@ -246,6 +249,74 @@ def test_beta_learning_rate_and_weights_reach_the_loss_in_each_iteration(run, mo
         assert {e["lr"] for e in events(r, "train", phase=f"iter{i}-target")} == {lr}
 
 
+def test_ppos_settings_reach_its_objective_and_its_batches(run, monkeypatch):
+    seen, objective = [], ppo.objective
+    monkeypatch.setattr(ppo, "objective", lambda *a, **k: seen.append(k) or objective(*a, **k))
+    r = run("ppo", ppo_clip=0.3, ppo_kl=0.01, ppo_epochs=3, ppo_batch=2)
+    assert seen and all(k == dict(temperature=1.5, clip=0.3, kl=0.01) for k in seen)
+    steps = events(r, "train", phase="iter1-target")
+    assert {e["epoch"] for e in steps} == {1, 2, 3} and len(steps) == 3 * math.ceil(TASKS / 2)
+
+
+def test_ppo_without_two_rollouts_to_compare_leaves_the_agent_as_it_is(run, capsys):
+    sft = run("sft")
+    length = max(len(e["ids"]) for e in sft.read_jsonl("experts.jsonl"))
+    r = run("ppo", out="ppo", max_tokens=length, max_new_tokens=3)  # all fill the context
+    assert {e["ended"] for e in r.read_jsonl("iter1/target.jsonl")} == {"context"}
+    assert "no two rollouts" in capsys.readouterr().out
+    assert equal(r.path / "sft-target", r.path / "iter1/target-agent")
+
+
+@pytest.mark.parametrize("changed, divisor, instructions", [
+    ({}, "count_pairs", False), (dict(normalise="weights"), "sum_weights", False),
+    (dict(batch_unit="instructions", dpo_batch=2), "count_pairs", True)])
+def test_what_a_batch_counts_and_is_divided_by(run, monkeypatch, changed, divisor, instructions):
+    seen, fit = [], dpo.fit
+    monkeypatch.setattr(dpo, "fit", lambda a, m, epochs, objective, normaliser, **k: seen.append(
+        (epochs, normaliser)) or fit(a, m, epochs, objective, normaliser, **k))
+    run("coevolve", **changed)
+    epochs, normaliser = seen[-1]  # the target's
+    batch = max((b for epoch in epochs for b in epoch), key=len)
+    expected = dict(count_pairs=sum(len(g.pairs) for g in batch),
+                    sum_weights=sum(p.weight for g in batch for p in g.pairs))[divisor]
+    assert normaliser(batch) == pytest.approx(expected)
+    sizes = [len(b) for b in epochs[0][:-1]]
+    assert sizes == [2] * len(sizes) if instructions else any(
+        sum(len(g.pairs) for g in b) >= 4 > len(b) for b in epochs[0][:-1])
+
+
+@pytest.mark.parametrize("turns, kept", [(-1, 3), (0, 1), (1, 2), (5, 3)])
+def test_a_rejected_trajectory_ends_so_many_turns_after_the_experts(run, monkeypatch, turns, kept):
+    """The expert takes one turn, the agents all three."""
+    def step(self, reply):
+        self.turns = getattr(self, "turns", 0) + 1
+        done = reply == "c" or self.turns % 3 == 0
+        return envs.Step("go on", float(reply == "c"), done)
+
+    monkeypatch.setattr(OneReply, "max_steps", 3)
+    monkeypatch.setattr(OneReply, "step", step)
+    r = run("eto", cut_turns=turns, rollouts=1, slots=1)
+    groups = coevolve.preference_groups(r, "target", 1)
+    turns_of = lambda mask: sum(b > a for a, b in zip([0, *mask], mask))
+    rejected = [turns_of(g.sequences[p.rejected].mask) for g in groups for p in g.pairs]
+    assert rejected and max(rejected) == kept
+    assert {turns_of(g.sequences[p.chosen].mask) for g in groups for p in g.pairs} == {1}
+
+
+@pytest.mark.parametrize("too_long, pairs_made", [("drop", False), ("cut", True)])
+def test_trajectories_that_filled_the_context_make_pairs_or_not(run, monkeypatch, too_long,
+                                                                pairs_made):
+    """After one whole turn there is no room for a second."""
+    monkeypatch.setattr(OneReply, "max_steps", 9)
+    monkeypatch.setattr(OneReply, "step", lambda self, reply: envs.Step(
+        "thanks " * (reply != "c") * 30, float(reply == "c"), reply == "c"))
+    r = run("eto", too_long=too_long, max_tokens=100, rollouts=1)
+    ended = Counter(e["ended"] for e in r.read_jsonl("iter1/target.jsonl"))
+    assert ended["context"] > 0 and bool(pairs(r, "target")) == pairs_made
+    dropped = events(r, "pairs", trains="target")[0]["dropped"]
+    assert dropped.get("too long", 0) == (0 if pairs_made else ended["context"])
+
+
 def test_the_learning_rate_may_fall_along_a_cosine(run):
     r = run("eto", dpo_schedule="cosine", dpo_warmup=0.0, dpo_steps=4)
     lr = [e["lr"] for e in events(r, "train", phase="iter1-target")]
@@ -260,11 +331,9 @@ def test_the_reference_is_the_agent_entering_the_phase_or_the_sft_agent(run, ref
 
 
 def test_rollouts_and_temperature(run):
-    r = run("eto", rollouts=3, temperature=0.0)
-    found = defaultdict(list)
-    for e in r.read_jsonl("iter1/target.jsonl"):
-        found[e["task"]].append(e["ids"])
-    assert all(len(ids) == 3 and ids[0] == ids[1] == ids[2] for ids in found.values())
+    r = run("eto", rollouts=1, temperature=0.0, iterations=2, dpo_lr=1e-30)
+    cold = [[e["ids"] for e in r.read_jsonl(f"iter{i}/target.jsonl")] for i in (1, 2)]
+    assert cold[0] == cold[1] and len(cold[0]) == TASKS
     r = run("eto", out="warm", rollouts=3)
     assert len({tuple(e["ids"]) for e in r.read_jsonl("iter1/target.jsonl")}) > TASKS
 
@@ -287,6 +356,8 @@ def test_the_forking_guides_changes_apply():
     (dict(method="eto", failure_from="x"), "--failure-from: eto has no failure agent"),
     (dict(method="eto", explore_again=True), "--explore-again: eto has no second agent"),
     (dict(method="ppo", temperature=0.0), "--temperature 0"),
+    (dict(method="rft", temperature=0.0), "--temperature 0"),
+    (dict(method="eto", temperature=0.0, rollouts=2), "--temperature 0"),
     (dict(ppo_rollouts=1), "--ppo-rollouts 1: must be at least 2"),
     (dict(samples=0), "--samples 0: must be at least 1"),
     (dict(dpo_steps=-1), "--dpo-steps -1: must be 0 or more"),

@@ -145,7 +145,7 @@ def test_table_of_exploration_weighs_both_agents_by_their_trajectories(run):
     assert row(text, "1", "target", "300") == ["50.0%", "20.0%", "30.0%", "0.700"]
     # Both: success (300 x 0.5 + 100 x 0.1) / 400 = 0.40; negative (60 + 80) / 400 = 0.35;
     # hard (90 + 10) / 400 = 0.25; reward (210 + 30) / 400 = 0.6.
-    assert row(text, "1", "both") == ["400", "40.0%", "35.0%", "25.0%", "0.600"]
+    assert row(text, "1", "all") == ["400", "40.0%", "35.0%", "25.0%", "0.600"]
 
 
 def test_table_of_pairs_counts_kinds_and_reasons(run):
@@ -277,3 +277,30 @@ def test_compare_over_seeds_by_hand(tmp_path):
     assert row(text, "target", "test")[1:] == ["1", "2", "0.600", "±", "0.141", "0.500", "±", "0.000"]
     with pytest.raises(report.RunError, match="compare one of them"):
         report.compare([tmp_path / "0", tmp_path / "0"])
+
+
+@pytest.mark.parametrize("changed, says", [
+    (dict(env="intercodesql"), "differ in env"), (dict(model="other"), "differ in model"),
+    (dict(beta=0.5), "differ in beta (0.5, None)"), (dict(method="sft", beta=0.5), None),
+    (dict(threads=7), None)])
+def test_compare_refuses_to_average_what_differs_in_more_than_the_seed(tmp_path, changed, says):
+    for seed, more in ((0, {}), (1, changed)):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(
+            {"settings": {**SETTINGS, "seed": seed, **more}}))
+        write_lines(folder / "metrics.jsonl", [evaluation("target", 1, "test", .5, .4, .6, .3)])
+    runs = [tmp_path / "0", tmp_path / "1"]
+    if says is None:
+        assert "test" in report.compare(runs)
+    else:
+        with pytest.raises(report.RunError) as error:
+            report.compare(runs)
+        assert says in str(error.value)
+
+
+def test_episodes_out_of_context_stand_beside_the_number_of_tasks(run):
+    events = report.read_jsonl(run / "metrics.jsonl")
+    events[1].update(out_of_context=3, lost=1)
+    write_lines(run / "metrics.jsonl", events)
+    assert "200 (1 lost, 3 out of context)" in report.table(run)

@@ -94,6 +94,31 @@ def test_slots_sample_the_tokens_of_one_episode_at_a_time(agent, temperature, to
     assert len(set(sampled)) > 10, "a model that repeats itself would hide a wrong cache"
 
 
+def test_pages_longer_than_a_pass_hold_up_nobody(agent, monkeypatch):
+    """Single tokens of all slots go together, whatever --tokens-per-forward is."""
+    passes, forward = [], coevolve._next_token_logits
+
+    def counted(model, cache, playing):
+        passes.append([len(e.ids) - e.past for _, e in playing])
+        return forward(model, cache, playing)
+
+    monkeypatch.setattr(coevolve, "_next_token_logits", counted)
+    wide = play(agent, range(8), slots=4)
+    many = len(passes)
+    narrow = play(agent, range(8), slots=4, tokens_per_forward=1)
+    assert [e.ids for e in narrow] == [e.ids for e in wide]
+    pages = sum(n > 1 for new in passes for n in new) / 2
+    assert len(passes) - many < many + pages + 5  # one pass more a page, not one a token
+    assert all(sum(n > 1 for n in new) <= 1 for new in passes[many:])
+
+
+def test_control_tokens_beyond_the_models_vocabulary_are_no_harm(agent, monkeypatch):
+    model, encoder = agent
+    expected = play(agent)
+    monkeypatch.setattr(encoder, "forbidden", [*encoder.forbidden, model.config.vocab_size + 3])
+    assert [e.ids for e in play(agent)] == [e.ids for e in expected]
+
+
 @pytest.fixture(params=[1, 3])
 def together(request, monkeypatch):
     """How many slots one product reads: on a CPU one, on a GPU all that lie side by side."""

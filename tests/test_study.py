@@ -2,11 +2,14 @@
 
 import json
 import math
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from accelerate import Accelerator
@@ -66,8 +69,8 @@ def test_mean_distance_by_hand():
     """Unit vectors at 0, 60 and 90 degrees: cosines 1/2, 0 and cos 30; lengths do not matter."""
     vectors = np.array([[2.0, 0.0], [0.5, math.sqrt(0.75)], [0.0, 3.0]])
     assert study.mean_distance(vectors) == pytest.approx(1 - (0.5 + 0 + math.sqrt(0.75)) / 3)
-    rows = [dict(task=t, reward=r, at=k) for t, r, k in
-            (("a", .5, 0), ("a", .5, 2), ("a", 1., 1), ("b", .5, 0), ("c", 1., 0), ("c", 1., 1))]
+    rows = [dict(task=t, reward=r, at=k, action_mask=[k < 9]) for t, r, k in
+            (("a", .5, 9), ("a", .5, 0), ("a", .5, 2), ("a", 1., 1), ("b", .5, 0), ("c", 1., 0), ("c", 1., 1))]
     assert study.distances(rows, lambda row: vectors[row["at"]]) == pytest.approx([1.0])
 
 
@@ -186,6 +189,42 @@ def test_a_report_on_a_few_runs_leaves_out_what_it_cannot_say(finished, tmp_path
 def test_what_a_study_cannot_do_is_refused(line, message, tmp_path):
     with pytest.raises((SettingsError, report.RunError), match=message):
         study.main(["webshop", *line.split(), "--out", str(tmp_path / "none")])
+
+
+@pytest.mark.parametrize("line, message", [
+    ("--explore-again True", "--explore-again: eto has no second agent"),
+    ("--temperature 0", "--temperature 0: all rollouts"),
+])
+def test_what_one_method_refuses_is_said_before_any_run(line, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "launch", lambda *_: pytest.fail("a run was begun"))
+    with pytest.raises(SettingsError, match=message):
+        study.main(["webshop", *line.split(), "--out", str(tmp_path / "none")])
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_study_shows_no_password(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(study, "launch", lambda *_: None)
+    study.play("intercodesql", ["sft"], [3], tmp_path, [
+        "--mysql-url", "mysql://agent:canary@h:1", "--intercode-data", "d", "--model", "m"], 1)
+    said = capsys.readouterr().out
+    assert "--mysql-url" in said and "canary" not in said
+
+
+def test_a_study_that_is_stopped_ends_its_runs(tmp_path):
+    """SIGTERM, to the study alone, while two runs work."""
+    command = [sys.executable, str(Path(study.__file__)), "webshop", "--methods", "sft", "--seeds",
+               "3", "4", "--jobs", "2", "--quick", "--sft-epochs", "500", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    logs = [tmp_path / f"sft-s{seed}.log" for seed in (3, 4)]
+    deadline = time.monotonic() + 100
+    while not all(log.exists() and "webshop:" in log.read_text() for log in logs):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 143 and said.endswith("the same command goes on from here\n")
+    assert len(family) >= 2 and not psutil.wait_procs(family, timeout=30)[1]
 
 
 def test_a_run_that_fails_stops_the_study_and_is_named(tmp_path):
