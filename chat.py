@@ -127,7 +127,7 @@ def play(run, episodes: list, progress) -> list[dict]:
 
 
 def play_episode(e, env, endpoint, shown: list[dict], max_tokens: int) -> dict:
-    """One episode after the conversations `shown`; it ends as in `coevolve.rollout`."""
+    """One episode after the conversations `shown`; it ends as in `rollout`."""
     usage = dict.fromkeys(USAGE, 0)
     e.messages = envs.opening(env, env.reset(e.task))
     while not e.ended:

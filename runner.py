@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -25,6 +26,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import chat
 import dpo
 import envs
 import report
@@ -492,3 +494,43 @@ def resident_mb() -> int:
     statm = Path("/proc/self/statm")
     pages = int(statm.read_text().split()[1]) if statm.exists() else 0
     return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+# ------------------------------------------------------------------------------- how a run ends
+
+# What gloo and NCCL say where the process at the other end has died.
+PEER_GONE = ("closed by peer", "reset by peer", "remote process exited", "Broken pipe")
+
+
+def one_line(error: Exception) -> str | None:
+    """What a user is told of an error that is theirs or the world's; None: it is a bug."""
+    if isinstance(error, (SettingsError, report.RunError)):
+        return str(error)
+    if isinstance(error, FloatingPointError):
+        return (f"{error}; all finished phases are kept; look at these tasks, or lower the learning "
+                "rate and give another --out")
+    if isinstance(error, (envs.EnvError, chat.EndpointError)) or (
+            isinstance(error, OSError) and error.errno in UNWRITABLE):
+        return f"{error}. The same command goes on when that is mended"
+    if isinstance(error, RuntimeError) and any(s in str(error) for s in PEER_GONE):
+        return (f"process {os.environ.get('RANK', '0')} ends because another of this run has ended; "
+                "its message says why")
+    return None
+
+
+def end(line: str, status: int) -> None:
+    """Ends this process at once, with one line; it waits for no environment that hangs.
+
+    Nothing is lost by it: what was finished is on the disk, simulators end with their parent, and
+    servers see their connections close.
+    """
+    os.write(2, f"\rcoevolve.py: {line}\n".encode(errors="replace"))
+    with suppress(Exception):
+        sys.stdout.flush()
+    os._exit(status)
+
+
+def stop(number, _) -> None:  # by Ctrl-C or SIGTERM; of several ranks one speaks
+    if os.environ.get("RANK", "0") == "0":
+        end("stopped; the same command goes on from here", 128 + number)
+    os._exit(128 + number)

@@ -31,10 +31,10 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import coevolve
 import dpo
 import envs
 import experts
+import rollout
 import tiny
 
 CUDA = torch.cuda.is_available()
@@ -332,8 +332,8 @@ def make_player(attention: str, encoder) -> Qwen3ForCausalLM:
 
 
 def our_rollout(model, encoder, tasks, slots, make_env=MockEnv, reply_tokens=30):
-    episodes = [coevolve.Episode(str(t), "target", 1, 0, seed=0) for t in tasks]
-    return coevolve.rollout(model, encoder, make_env, episodes, temperature=0.0, slots=slots,
+    episodes = [rollout.Episode(str(t), "target", 1, 0, seed=0) for t in tasks]
+    return rollout.rollout(model, encoder, make_env, episodes, temperature=0.0, slots=slots,
                             max_tokens=1280, max_new_tokens=reply_tokens, tokens_per_forward=4096)
 
 
@@ -374,7 +374,7 @@ def rollout_rows(quick: bool) -> list[dict]:
     many, some, few = (range(n) for n in ((4, 4, 1) if quick else (192, 64, 12)))
     batch, slots = (4, 4) if quick else (32, 64)
 
-    recorded, forward = {}, coevolve._next_token_logits
+    recorded, forward = {}, rollout._next_token_logits
 
     def record(model, cache, playing):
         logits = forward(model, cache, playing)
@@ -382,9 +382,9 @@ def rollout_rows(quick: bool) -> list[dict]:
             recorded.setdefault(int(e.task), []).append(row)
         return logits
 
-    coevolve._next_token_logits = record
+    rollout._next_token_logits = record
     played = our_rollout(ours, encoder, many, slots)
-    coevolve._next_token_logits = forward
+    rollout._next_token_logits = forward
     said = [i for e in played for i, m in zip(e.ids, e.mask) if m]
     if len(set(said)) < 100:
         raise SystemExit("bench: the model says too few distinct tokens, which would hide a wrong "

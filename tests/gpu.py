@@ -22,10 +22,10 @@ from conftest import make_tokenizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
-import coevolve
 import dpo
 import envs
 import plan
+import rollout
 import runner
 import scale
 from settings import Settings
@@ -150,9 +150,9 @@ def rollouts(config, accelerator, slots, episodes, small) -> list[tuple]:
     device, tokenizer = accelerator.device, make_tokenizer("chatml")
     model = build(config, torch.float32 if small else torch.bfloat16, device)
     Pages.words = 20 if small else 300
-    played = [coevolve.Episode(str(n), "target", 1, 0, n) for n in range(episodes)]
+    played = [rollout.Episode(str(n), "target", 1, 0, n) for n in range(episodes)]
     started = time.perf_counter()
-    coevolve.rollout(model, dpo.Encoder(tokenizer), Pages, played, temperature=1.0, slots=slots,
+    rollout.rollout(model, dpo.Encoder(tokenizer), Pages, played, temperature=1.0, slots=slots,
                      max_tokens=4096, max_new_tokens=8 if small else 100, tokens_per_forward=4096)
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -179,7 +179,7 @@ def main(argv) -> None:
         sys.exit("gpu.py: this machine has no GPU; --small shows that the script works")
     config = (AutoConfig.from_pretrained(asked.model) if asked.model else
               Qwen3Config(**SMALL if asked.small else QWEN3_4B))
-    accelerator = runner.make_accelerator(Settings())
+    accelerator = runner.make_accelerator(Settings(model="of this size"))
     low, high = (100, 200) if asked.small else (2000, 4000)
     name = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "CPU"
     rows = [("device", name), ("torch", torch.__version__)]

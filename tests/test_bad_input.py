@@ -17,9 +17,9 @@ from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCaus
                           MistralConfig, MistralForCausalLM, T5Config, T5ForConditionalGeneration)
 
 import coevolve
-import databases
 import envs
 import experts
+import runner
 import settings
 from settings import Settings, SettingsError
 
@@ -29,7 +29,7 @@ HINTS = get_type_hints(Settings)
 
 def one_line(error) -> str:
     """What a user reads of an error; it must be theirs, whole and short."""
-    line = coevolve.one_line(error)
+    line = runner.one_line(error)
     assert line, repr(error)
     assert "\n" not in line and "Traceback" not in line and 20 < len(line) < 700, line
     return line

@@ -4,13 +4,11 @@ import fcntl
 import gc
 import io
 import json
-import os
 import random
 import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,11 +19,13 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import Toy, make_model, make_tokenizer
-from test_coevolve import command, contents
+from test_coevolve import contents
 
 import coevolve
 import dpo
 import envs
+import runner
+import rollout
 import settings
 from settings import SettingsError
 
@@ -96,8 +96,8 @@ def agent():
 
 
 def play(agent, env, tasks=range(8), slots=3):
-    episodes = [coevolve.Episode(f"toy-train-{n}", "target", 1, 0, seed=n) for n in tasks]
-    coevolve.rollout(*agent, lambda: envs.Resumed(env()), episodes, temperature=1.0, slots=slots,
+    episodes = [rollout.Episode(f"toy-train-{n}", "target", 1, 0, seed=n) for n in tasks]
+    rollout.rollout(*agent, lambda: envs.Resumed(env()), episodes, temperature=1.0, slots=slots,
                      max_tokens=200, max_new_tokens=6, tokens_per_forward=1000)
     return [e.record() for e in episodes]
 
@@ -139,20 +139,20 @@ def test_a_world_that_is_gone_stops_the_rollout(agent, slots, monkeypatch):
 def test_how_many_may_be_lost():
     error = envs.EnvError("broken")
     for lost, of in ((1, 2), (1, 100), (2, 200), (16, 1624)):
-        coevolve.check_lost(lost, of, error)
+        rollout.check_lost(lost, of, error)
     for lost, of in ((1, 1), (2, 3), (2, 199), (17, 1624)):
         with pytest.raises(envs.EnvError):
-            coevolve.check_lost(lost, of, error)
+            rollout.check_lost(lost, of, error)
 
 
 def test_many_losses_in_a_row_are_a_world_that_is_gone(agent, monkeypatch):
     monkeypatch.setattr(envs.Resumed, "waits", ())
-    monkeypatch.setattr(coevolve, "LOST_SHARE", 1.0)
+    monkeypatch.setattr(rollout, "LOST_SHARE", 1.0)
     calls = 9
     gone = breaking(*range(calls, 999))
     with pytest.raises(envs.EnvError):
         play(agent, gone, slots=1)
-    assert gone.calls == calls + coevolve.LOST_IN_A_ROW - 1
+    assert gone.calls == calls + rollout.LOST_IN_A_ROW - 1
 
 
 @pytest.mark.parametrize("error", [KeyError("a bug"), RuntimeError("a bug"), SettingsError("flag")])
@@ -170,7 +170,7 @@ def test_a_bug_or_a_wrong_setting_is_no_fault_of_the_world(agent, error, monkeyp
 
 def test_the_end_does_not_wait_for_an_environment_that_hangs(agent, monkeypatch):
     monkeypatch.setattr(envs.Resumed, "waits", ())
-    monkeypatch.setattr(coevolve, "LOST_IN_A_ROW", 1)
+    monkeypatch.setattr(rollout, "LOST_IN_A_ROW", 1)
     release, closed = threading.Event(), []
 
     class Hangs(Toy):
@@ -198,7 +198,7 @@ def test_logits_that_are_no_numbers_are_not_sampled(agent):
     model.lm_head.weight.data[:] = float("nan")
     for temperature in (0.0, 1.0):
         with pytest.raises(FloatingPointError, match="logits"):
-            coevolve.rollout(model, encoder, Toy, [coevolve.Episode("toy-train-0", "t", 1, 0, 0)],
+            rollout.rollout(model, encoder, Toy, [rollout.Episode("toy-train-0", "t", 1, 0, 0)],
                              temperature=temperature, slots=1, max_tokens=100, max_new_tokens=4,
                              tokens_per_forward=100)
 
@@ -223,7 +223,7 @@ def test_lost_tasks_are_named_and_the_mean_says_over_how_many(toy_run, capfd):
         f"toy-train-{n}" for n in (0, 1, 2, 3, 4, 6, 7)]
     for event in events(run, "evaluation"):
         assert (event["tasks"], event["lost"]) == (7, 1)
-    lost = [e for e in events(run, "dropped") if e["reason"] == coevolve.LOST]
+    lost = [e for e in events(run, "dropped") if e["reason"] == rollout.LOST]
     assert {(e["phase"], *e["tasks"]) for e in lost} >= {("experts", "toy-train-5"),
                                                          ("evaluate-target 0", "toy-test-2")}
     assert "7 of 8 episodes; the environment broke on toy-test-2" in said.out
@@ -238,7 +238,7 @@ def test_a_run_whose_world_was_gone_goes_on_to_the_undisturbed_result(toy_run, t
     gone = breaking(*range(60, 9999))
     with pytest.raises(envs.EnvError) as error:
         toy_run(gone)
-    assert "The same command goes on" in coevolve.one_line(error.value)
+    assert "The same command goes on" in runner.one_line(error.value)
     assert not (run / "result.json").exists() and gone.calls < 60 + 3 * 3
     assert contents(toy_run()) == undisturbed
 
@@ -267,7 +267,7 @@ def test_a_full_disk_stops_the_run_at_any_write_and_loses_nothing(toy_run):
             with disk_of(size):
                 toy_run()
         except Exception as error:
-            line = coevolve.one_line(error)
+            line = runner.one_line(error)
             assert line and "\n" not in line and "too large" in line, repr(error)
             met |= set(re.findall(r"run/([\w./-]+)", line))
         assert not (run / "result.json").exists()
@@ -285,7 +285,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_stops_the_phase_and_loses_nothing(t
         with disk_of(2 * weights):  # moments take twice as much
             toy_run(*flags)
     except OSError as error:
-        line = coevolve.one_line(error)
+        line = runner.one_line(error)
     gc.collect()
     assert "is the disk full?" in line and "checkpoint/writing/whole.pt" in line, line
     assert "\n" not in line and not (run / "sft-target").exists()
@@ -320,7 +320,7 @@ def test_a_damaged_run_file_is_named_and_nothing_overwritten(toy_run, finished, 
         before = contents(run) if name != "metrics.jsonl" else None
         with pytest.raises((SettingsError, coevolve.report.RunError)) as error:
             toy_run()
-        line = coevolve.one_line(error.value)
+        line = runner.one_line(error.value)
         assert str(run) in line and "\n" not in line and len(line) < 400
         assert (name.split("/")[0] in line or "made with other settings" in line), line
         assert name == "metrics.jsonl" or contents(run) == before
@@ -469,7 +469,7 @@ def test_an_interrupted_simulator_leaves_no_orphan(tmp_path, small_model):
 def test_a_loss_that_is_no_number_stops_the_phase_and_keeps_what_was_finished(toy_run, capfd):
     with pytest.raises(FloatingPointError) as error:
         toy_run(Toy, "--sft-lr", "1e14", "--sft-epochs", 3, "--sft-batch", 4, "--max-grad-norm", "1e14")
-    line = coevolve.one_line(error.value)
+    line = runner.one_line(error.value)
     assert re.search(r"(loss|gradient norm) (nan|inf) at step \d on tasks toy-train-\d", line), line
     assert "\n" not in line and "finished phases are kept" in line
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 import coevolve
 import dpo
 import plan
+import rollout
 import scale
 from settings import SettingsError, parse
 
@@ -68,7 +69,7 @@ def test_a_slot_holds_keys_and_values_of_every_layer():
     assert plan.slot_bytes(Qwen3Config(num_hidden_layers=36, num_attention_heads=32, head_dim=128,
                                        num_key_value_heads=8)) == 147_456
     model = model_of(3, fake=False).to(torch.bfloat16)
-    assert coevolve.SlotCache(model, 5, 100).kv.nbytes == 500 * plan.slot_bytes(model.config)
+    assert rollout.SlotCache(model, 5, 100).kv.nbytes == 500 * plan.slot_bytes(model.config)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from conftest import make_model, make_tokenizer
 import coevolve
 import dpo
 import envs
+import rollout
 
 
 class Echo:
@@ -40,9 +41,9 @@ def agent():
 def play(agent, tasks=range(7), temperature=0.0, slots=3, max_tokens=400, max_new_tokens=12,
          tokens_per_forward=10_000, env=Echo):
     model, encoder = agent
-    episodes = [coevolve.Episode(str(t), "target", 1, 0, seed=coevolve.seed_of("x", t))
+    episodes = [rollout.Episode(str(t), "target", 1, 0, seed=coevolve.seed_of("x", t))
                 for t in tasks]
-    return coevolve.rollout(model, encoder, env, episodes, temperature=temperature, slots=slots,
+    return rollout.rollout(model, encoder, env, episodes, temperature=temperature, slots=slots,
                             max_tokens=max_tokens, max_new_tokens=max_new_tokens,
                             tokens_per_forward=tokens_per_forward)
 
@@ -96,13 +97,13 @@ def test_slots_sample_the_tokens_of_one_episode_at_a_time(agent, temperature, to
 
 def test_pages_longer_than_a_pass_hold_up_nobody(agent, monkeypatch):
     """Single tokens of all slots go together, whatever --tokens-per-forward is."""
-    passes, forward = [], coevolve._next_token_logits
+    passes, forward = [], rollout._next_token_logits
 
     def counted(model, cache, playing):
         passes.append([len(e.ids) - e.past for _, e in playing])
         return forward(model, cache, playing)
 
-    monkeypatch.setattr(coevolve, "_next_token_logits", counted)
+    monkeypatch.setattr(rollout, "_next_token_logits", counted)
     wide = play(agent, range(8), slots=4)
     many = len(passes)
     narrow = play(agent, range(8), slots=4, tokens_per_forward=1)
@@ -122,26 +123,26 @@ def test_control_tokens_beyond_the_models_vocabulary_are_no_harm(agent, monkeypa
 @pytest.fixture(params=[1, 3])
 def together(request, monkeypatch):
     """How many slots one product reads: on a CPU one, on a GPU all that lie side by side."""
-    made = coevolve.SlotCache.__init__
+    made = rollout.SlotCache.__init__
 
     def make(self, *args):
         made(self, *args)
         self.together = request.param
         self.kv.zero_()
 
-    monkeypatch.setattr(coevolve.SlotCache, "__init__", make)
+    monkeypatch.setattr(rollout.SlotCache, "__init__", make)
 
 
 def test_slots_read_side_by_side_give_the_logits_of_full_forward_passes(agent, together):
     model, _ = agent
-    cache, rng = coevolve.SlotCache(model, 6, 100), random.Random(0)
-    episodes = [coevolve.Episode("0", "target", 1, 0, 0) for _ in range(5)]
+    cache, rng = rollout.SlotCache(model, 6, 100), random.Random(0)
+    episodes = [rollout.Episode("0", "target", 1, 0, 0) for _ in range(5)]
     for n in ([9, 4, 7, 1, 2], [1] * 5, [1, 1, 5, 1, 1], [1, 3, 1, 1, 2], [1] * 5):
         for e, more in zip(episodes, n):  # pages of several tokens beside single ones
             e.ids += [rng.randrange(model.config.vocab_size) for _ in range(more)]
         with torch.inference_mode():
             playing = sorted(enumerate(episodes), key=lambda p: (len(p[1].ids) - p[1].past, p[0]))
-            ours = coevolve._next_token_logits(model, cache, playing)
+            ours = rollout._next_token_logits(model, cache, playing)
             model.set_attn_implementation("sdpa")
             for row, (_, e) in zip(ours, playing):
                 theirs = model(torch.tensor([e.ids])).logits[0, -1].float()
@@ -151,14 +152,14 @@ def test_slots_read_side_by_side_give_the_logits_of_full_forward_passes(agent, t
 
 def test_next_token_logits_equal_a_full_forward_pass(agent):
     model, encoder = agent
-    cache = coevolve.SlotCache(model, 2, 100)
+    cache = rollout.SlotCache(model, 2, 100)
     rng = random.Random(0)
     ids = [rng.randrange(model.config.vocab_size) for _ in range(40)]
-    e = coevolve.Episode("0", "target", 1, 0, 0)
+    e = rollout.Episode("0", "target", 1, 0, 0)
     with torch.inference_mode():
         for end in (10, 11, 12, 25, 26, 40):  # prefill, decode, decode, observation, ...
             e.ids = ids[:end]
-            ours = coevolve._next_token_logits(model, cache, [(1, e)])[0]
+            ours = rollout._next_token_logits(model, cache, [(1, e)])[0]
             model.set_attn_implementation("sdpa")
             theirs = model(torch.tensor([ids[:end]])).logits[0, -1].float()
             model.set_attn_implementation("ragged")
@@ -175,13 +176,13 @@ def test_a_prompt_is_read_once_by_a_slot_and_episodes_stay_the_same(agent, monke
     class Prompted(Echo):
         prompt = "you shop " * 10
 
-    tasks, openings, forward = [3, 3, 4], [], coevolve._next_token_logits
+    tasks, openings, forward = [3, 3, 4], [], rollout._next_token_logits
 
     def record(model, cache, playing):
         openings.extend((e.past, e.ids[:]) for _, e in playing if 1 not in e.mask)
         return forward(model, cache, playing)
 
-    monkeypatch.setattr(coevolve, "_next_token_logits", record)
+    monkeypatch.setattr(rollout, "_next_token_logits", record)
     played = play(agent, tasks=tasks, slots=1, env=Prompted, temperature=1.0)
     (a, first), (b, second), (c, third) = openings
     assert first == second and (a, b) == (0, len(first) - 1)  # the last token gives the logits
@@ -209,8 +210,8 @@ def test_a_slow_environment_changes_nothing(agent, latency, slots):
 
 def test_the_passes_of_the_model_do_not_depend_on_how_slow_the_environment_is(agent, monkeypatch):
     model, encoder = agent
-    shapes, forward = [], coevolve._next_token_logits
-    monkeypatch.setattr(coevolve, "_next_token_logits", lambda model, cache, playing: (
+    shapes, forward = [], rollout._next_token_logits
+    monkeypatch.setattr(rollout, "_next_token_logits", lambda model, cache, playing: (
         shapes.append([(slot, len(e.ids)) for slot, e in playing]), forward(model, cache, playing)
     )[1])
     found = []
@@ -233,8 +234,8 @@ def test_episodes_with_other_seeds_differ(agent):
     assert a.ids == b.ids
     b.seed, b.ids = 99, []
     model, encoder = agent
-    again = coevolve.Episode("1", "target", 1, 0, seed=99)
-    coevolve.rollout(model, encoder, Echo, [again], temperature=1.0, slots=1, max_tokens=400,
+    again = rollout.Episode("1", "target", 1, 0, seed=99)
+    rollout.rollout(model, encoder, Echo, [again], temperature=1.0, slots=1, max_tokens=400,
                      max_new_tokens=12, tokens_per_forward=100)
     assert again.ids != a.ids
 
@@ -291,13 +292,13 @@ def test_a_reply_that_plays_the_environment_is_cut():
     """Ids up to "Observation:" stay as sampled; the end of turn that follows was not sampled."""
     tokenizer = make_tokenizer("chatml")
     encoder = dpo.Encoder(tokenizer)
-    e = coevolve.Episode("0", "target", 1, 0, 0, ids=[5, 6], mask=[0, 0], past=2, reply_at=2)
+    e = rollout.Episode("0", "target", 1, 0, 0, ids=[5, 6], mask=[0, 0], past=2, reply_at=2)
     text = tokenizer("click[a]\nObservation: You won")["input_ids"]
     for token in text:
         e.ids.append(token)
         e.mask.append(1)
         e.past = len(e.ids) - 1
-        if coevolve._reply_ended(e, encoder, token, 100, 50):
+        if rollout._reply_ended(e, encoder, token, 100, 50):
             break
     assert encoder.decode(e.ids[2:]) == "click[a]"
     assert e.ids[-1] == encoder.end_of_turn and e.mask[-1] == 0
@@ -307,10 +308,10 @@ def test_a_reply_that_plays_the_environment_is_cut():
 def test_sampling_follows_the_softmax():
     logits = torch.log(torch.tensor([[0.1, 0.2, 0.7]]))
     draws = torch.linspace(0, 1, 1001)[:-1].tolist()
-    tokens = coevolve.sample(logits.expand(1000, 3), 1.0, draws)
+    tokens = rollout.sample(logits.expand(1000, 3), 1.0, draws)
     assert torch.bincount(tokens, minlength=3).tolist() == pytest.approx([100, 200, 700], abs=1)
     # Temperature 0.5 squares the odds: 0.01, 0.04, 0.49 of 0.54.
-    tokens = coevolve.sample(logits.expand(1000, 3), 0.5, draws)
+    tokens = rollout.sample(logits.expand(1000, 3), 0.5, draws)
     assert torch.bincount(tokens, minlength=3).tolist() == pytest.approx([18.5, 74, 907], abs=2)
     logits[0, 2] = -torch.inf
-    assert coevolve.sample(logits.expand(1000, 3), 1.0, draws).max() == 1
+    assert rollout.sample(logits.expand(1000, 3), 1.0, draws).max() == 1

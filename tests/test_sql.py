@@ -27,6 +27,7 @@ import coevolve
 import databases
 import dpo
 import envs
+import rollout
 import settings
 import tiny
 import worlds
@@ -960,9 +961,9 @@ def test_sixteen_slots_play_the_episodes_of_one():
     model, encoder = make_model(len(tokenizer), seed=1), dpo.Encoder(tokenizer)
     records = []
     for slots in (1, 16):
-        episodes = [coevolve.Episode(task, "target", 1, 0, seed=n)
+        episodes = [rollout.Episode(task, "target", 1, 0, seed=n)
                     for n, task in enumerate(Scripted("short").tasks("train")[:24])]
-        records.append([e.record() for e in coevolve.rollout(
+        records.append([e.record() for e in rollout.rollout(
             model, encoder, partial(Scripted, "short"), episodes, temperature=1.0, slots=slots,
             max_tokens=512, max_new_tokens=4, tokens_per_forward=4096)])
     assert records[0] == records[1]
