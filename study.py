@@ -233,14 +233,14 @@ def mean_distance(vectors: np.ndarray) -> float:
     return float(1 - cosines.mean())
 
 
-def distances(rows: list[dict], embed) -> list[float]:
+def distances(rows: list[dict], embed) -> dict[str, float]:
     """The mean pairwise distance of each instruction's failures, where it has two at least."""
     by_task = {}
     for row in rows:
         if row["reward"] < 1 and any(row["action_mask"]):
             by_task.setdefault(row["task"], []).append(row)
-    return [mean_distance(np.stack([embed(row) for row in found]))
-            for found in by_task.values() if len(found) > 1]
+    return {task: mean_distance(np.stack([embed(row) for row in found]))
+            for task, found in by_task.items() if len(found) > 1}
 
 
 def embedder(policy: Path, hub_name: str | None):
@@ -375,7 +375,11 @@ def curves(runs, by_run, splits) -> dict:
 
 
 def figure3(runs, encoder) -> dict:
-    """Distances of each instruction's failures, by agent, over the seeds that both methods have."""
+    """Distances of each instruction's failures, by agent, over the seeds that both methods have.
+
+    The failure agent is compared with ETO on the instructions on which both failed twice or more:
+    elsewhere the one's are the harder ones.
+    """
     if not {"eto", "coevolve"} <= runs.keys():
         return {}
     found = {"ETO": [], "co-evolution: target": [], "co-evolution: failure agent": []}
@@ -387,11 +391,15 @@ def figure3(runs, encoder) -> dict:
                                       explored(runs["coevolve"][seed], "target"),
                                       explored(runs["coevolve"][seed], "failure"))):
             found[name].append(distances(rows, embed))
-    means = {name: {s: float(np.mean(d)) for s, d in zip(seeds, lists) if d}
-             for name, lists in found.items()}
-    pair = paired(means["co-evolution: failure agent"], means["ETO"])
+    means = {name: {s: float(np.mean([*d.values()])) for s, d in zip(seeds, by_seed) if d}
+             for name, by_seed in found.items()}
+    differences = [[b[task] - a[task] for task in a.keys() & b.keys()]
+                   for a, b in zip(found["ETO"], found["co-evolution: failure agent"])]
+    pair = paired({s: float(np.mean(d)) for s, d in zip(seeds, differences) if d},
+                  dict.fromkeys(seeds, 0.0))
     return dict(encoder=encoder or "the SFT agent's hidden states", seeds=seeds,
-                distances={name: sum(lists, []) for name, lists in found.items()},
+                distances={name: [x for d in by_seed for x in d.values()]
+                           for name, by_seed in found.items()},
                 means={name: interval(m.values()) for name, m in means.items() if m},
                 failure_agent_minus_eto=pair)
 
@@ -444,6 +452,7 @@ def markdown(n: dict, splits: list[str]) -> str:
                       [(f"{name_of(r['a'])} - {name_of(r['b'])}", r["split"], r["measure"],
                         text_of(r), f"{r['ahead']} of {r['n']}", r["verdict"], r["source"])
                        for r in n["paired"]])
+    lines += at_equal_cost(n["paired"])
     if n["table2"]:
         lines += ["## Table 2: explored trajectories, all agents and iterations of a method", ""]
         lines += table_of(["method", "threshold", "success", "negative", "hard negative"],
@@ -462,7 +471,8 @@ def markdown(n: dict, splits: list[str]) -> str:
                           [(name, text_of(x, 4), len(n["figure3"]["distances"][name]))
                            for name, x in n["figure3"]["means"].items()])
         if pair := n["figure3"]["failure_agent_minus_eto"]:
-            lines += [f"Failure agent - ETO: {text_of(pair, 4)}, {pair['verdict']}.", ""]
+            lines += ["Failure agent - ETO, where both failed at least twice: "
+                      f"{text_of(pair, 4)}, {pair['verdict']}.", ""]
     if len(n["figure4"]) > 1:
         lines += ["## Figure 4: lambda_SFT", "", "![](figure4.png)", ""]
         lines += table_of(["lambda_SFT", *splits], [(w, *(text_of(row[s]) for s in splits))
@@ -471,6 +481,20 @@ def markdown(n: dict, splits: list[str]) -> str:
     if "coevolve" in n["main"]:
         lines += ["The hardest negatives beside expert and target: conversations.txt.", ""]
     return "\n".join(lines)
+
+
+def at_equal_cost(rows: list[dict]) -> list[str]:
+    """Which differences survive: a line for each claim of `paired_table` at equal steps."""
+    found = {}
+    for r in rows:
+        if "-steps" in r["b"]:
+            name = f"{name_of(r['a'])} - {name_of(r['b'])}"
+            found.setdefault(name, {}).setdefault(r["verdict"], []).append(
+                f"{r['measure']} on {r['split']}")
+    lines = [f"- {name}: " + "; ".join(f"{verdict} in {', '.join(where)}"
+                                       for verdict, where in verdicts.items())
+             for name, verdicts in found.items()]
+    return ["At equal cost (steps of the target):", "", *lines, ""] if lines else []
 
 
 def draw(n: dict, splits: list[str], out: Path) -> None:

@@ -71,7 +71,17 @@ def test_mean_distance_by_hand():
     assert study.mean_distance(vectors) == pytest.approx(1 - (0.5 + 0 + math.sqrt(0.75)) / 3)
     rows = [dict(task=t, reward=r, at=k, action_mask=[k < 9]) for t, r, k in
             (("a", .5, 9), ("a", .5, 0), ("a", .5, 2), ("a", 1., 1), ("b", .5, 0), ("c", 1., 0), ("c", 1., 1))]
-    assert study.distances(rows, lambda row: vectors[row["at"]]) == pytest.approx([1.0])
+    assert study.distances(rows, lambda row: vectors[row["at"]]) == pytest.approx({"a": 1.0})
+
+
+def test_the_report_says_what_survives_at_equal_cost():
+    row = lambda b, split, verdict: dict(a="coevolve", b=b, split=split, measure="reward",
+                                         verdict=verdict)
+    assert study.at_equal_cost([row("eto", "test", "ahead")]) == []
+    assert study.at_equal_cost([row("eto-steps", "test", "undecided"), row("eto", "test", "ahead"),
+                                row("eto-steps", "unseen", "behind")])[2:] == [
+        "- co-evolution - ETO, equal steps: undecided in reward on test; behind in reward on unseen",
+        ""]
 
 
 def test_the_embedding_is_the_mean_state_of_the_action_tokens(tmp_path):
