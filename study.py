@@ -251,7 +251,9 @@ def embedder(policy: Path, hub_name: str | None):
     """
     import torch
     from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     name = hub_name or policy
