@@ -169,7 +169,7 @@ def examples(run) -> list[dict]:
         tasks = env.tasks("train")
         experts = ((task, *play_expert(env, task)) for task in rng.sample(tasks, len(tasks)))
     for _, messages, reward in experts if s.examples else ():
-        found += [messages] * (reward >= env.success)
+        found += [messages] * (reward >= envs.SUCCESS)
         if len(found) == s.examples:
             break
     env.close()

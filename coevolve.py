@@ -123,7 +123,7 @@ def collect_experts(run: Run) -> None:
                  played(env.tasks("train")[:s.train_tasks or None]))
         for task, messages, reward in found:
             ids, mask = encoder.encode(messages)
-            if reward <= s.expert_min_reward and reward < env.success:
+            if reward <= s.expert_min_reward and reward < envs.SUCCESS:
                 dropped["reward"].append(task)
             elif len(ids) > s.max_tokens:
                 dropped["too long"].append(task)
@@ -220,7 +220,7 @@ def explore_hard(run: Run) -> None:
     s, played, successes = run.settings, Counter(), Counter()
     for row in run.read_jsonl("iter1/target.jsonl"):
         played[row["task"]] += 1
-        successes[row["task"]] += row["reward"] >= run.success
+        successes[row["task"]] += row["reward"] >= envs.SUCCESS
 
     def extra(task: str) -> range:
         n = dart_rollouts(successes[task], played[task], s.dart_budget)
@@ -243,8 +243,8 @@ def play_tasks(run: Run, name: str, agent: str, i: int, policy: Path, rollouts) 
                     for task in tasks for r in rollouts(task)]
         rows = play(run, f"explore-{name} {i}", policy, episodes, s.temperature)
         run.write_jsonl(out, rows)
-        hard = mean(s.hard_threshold <= r["reward"] < run.success for r in rows)
-        won = mean(r["reward"] >= run.success for r in rows)
+        hard = mean(s.hard_threshold <= r["reward"] < envs.SUCCESS for r in rows)
+        won = mean(r["reward"] >= envs.SUCCESS for r in rows)
         reward = mean(r["reward"] for r in rows)
         run.log("exploration", agent=name, iteration=i, trajectories=len(rows), success=won,
                 negative=1 - won - hard if rows else 0.0, hard_negative=hard, reward=reward)
@@ -266,7 +266,7 @@ def join_successes(run: Run) -> None:
         experts, sampled, dropped = run.read_jsonl("experts.jsonl"), {}, Counter()
         for name in ["target"] + ["target-more"] * (s.method == "dart"):
             dropped.update(usable_rollouts(run, name, 1, sampled))
-        rows = join(experts, sampled, run.success, dropped)
+        rows = join(experts, sampled, dropped)
         run.write_jsonl(out, rows)
         run.log("joined", experts=len(experts), successes=len(rows) - len(experts), dropped=dropped)
         return dict(experts=len(experts), successes=len(rows) - len(experts))
@@ -274,7 +274,7 @@ def join_successes(run: Run) -> None:
     run.phase("iter1-experts", "iter1/experts.jsonl", work)
 
 
-def join(experts: list[dict], sampled: dict, success: float, dropped: Counter) -> list[dict]:
+def join(experts: list[dict], sampled: dict, dropped: Counter) -> list[dict]:
     """`experts` followed by the new successes in `sampled` (task -> trajectories)."""
     def actions(row):
         return row["task"], *(" ".join(envs.parse_reply(m["content"]).split())
@@ -282,7 +282,7 @@ def join(experts: list[dict], sampled: dict, success: float, dropped: Counter) -
 
     rows, known = list(experts), {actions(e) for e in experts}
     for row in itertools.chain.from_iterable(sampled.values()):
-        if row["reward"] < success:
+        if row["reward"] < envs.SUCCESS:
             dropped["failure"] += 1
         elif actions(row) in known:
             dropped["known already"] += 1
@@ -306,7 +306,7 @@ def evaluate(run: Run, agent: str, i: int) -> None:
             rewards = [r["reward"] for r in rows]
             low, high = report.bootstrap_interval(rewards)
             scores = dict(reward=mean(rewards), reward_low=low, reward_high=high,
-                          success=mean(r >= run.success for r in rewards),
+                          success=mean(r >= envs.SUCCESS for r in rewards),
                           steps=mean(r["steps"] for r in rows))
             if len(rows) < len(tasks):  # a mean over fewer tasks says so
                 scores["lost"] = len(tasks) - len(rows)
@@ -341,14 +341,14 @@ def make_pairs(run: Run, agents: tuple[str, ...], trains: str, i: int) -> None:
             task = expert["task"]
             of_target, of_second, old = (found.get(task, []) for found in (own, other, earlier))
             if trains == "target":
-                pairs = d_tgt(expert, of_target, of_second, s, dropped, run.success)
+                pairs = d_tgt(expert, of_target, of_second, s, dropped)
             elif trains == "positive":
                 # Section 5.4: "trained in the same manner as ETO using only expert and the agent's
                 # own failures". What the target then learns from is not said; here both agents'
                 # trajectories, as beside a failure agent, so that nothing else differs.
-                pairs = d_tgt(expert, of_second, [], s, dropped, run.success)
+                pairs = d_tgt(expert, of_second, [], s, dropped)
             else:
-                pairs = d_fail(of_target, of_second, old, s, dropped, run.success)
+                pairs = d_fail(of_target, of_second, old, s, dropped)
             rows += [dict(task=task, trains=trains, **pair) for pair in pairs]
         run.write_jsonl(out, rows)
         run.log("pairs", iteration=i, trains=trains, kept=Counter(row["kind"] for row in rows),
@@ -447,8 +447,8 @@ def train_ppo(run: Run, i: int) -> None:
 # ----------------------------------------------------------------------------------- the pairs
 
 
-def d_tgt(expert: dict, own: list[dict], other: list[dict], s: Settings, dropped: Counter,
-          success: float = 1.0) -> list[dict]:
+def d_tgt(expert: dict, own: list[dict], other: list[dict], s: Settings,
+          dropped: Counter) -> list[dict]:
     """The target's pairs for one instruction, Eq. (8), with the weights of Section 4.3.
 
     expert, own (the target's rollouts) and other (the failure agent's) are trajectories with a
@@ -472,7 +472,7 @@ def d_tgt(expert: dict, own: list[dict], other: list[dict], s: Settings, dropped
     if s.d_tgt_failures == "none":
         return rows
     # F_tgt x F_fail: DPO alone, lambda_SFT = 0.
-    for w, l in ordered_failures(itertools.product(own, other), success, dropped):
+    for w, l in ordered_failures(itertools.product(own, other), dropped):
         if s.d_tgt_failures == "hard" and w["reward"] < s.hard_threshold:
             dropped["no hard failure"] += 1
         else:
@@ -480,8 +480,8 @@ def d_tgt(expert: dict, own: list[dict], other: list[dict], s: Settings, dropped
     return rows
 
 
-def d_fail(own: list[dict], other: list[dict], earlier: list[dict], s: Settings, dropped: Counter,
-           success: float = 1.0) -> list[dict]:
+def d_fail(own: list[dict], other: list[dict], earlier: list[dict], s: Settings,
+           dropped: Counter) -> list[dict]:
     """The failure agent's pairs for one instruction, Eq. (6): a better failure is preferred.
 
     Arguments and result as for `d_tgt`; `earlier` are rollouts of earlier iterations.
@@ -491,13 +491,13 @@ def d_fail(own: list[dict], other: list[dict], earlier: list[dict], s: Settings,
     candidates = (itertools.product(own, other) if s.d_fail == "cross" else
                   itertools.combinations(own + other + earlier, 2))
     return [pair_row("failure>failure", w, l, 1.0, sft_weight=0.0)
-            for w, l in ordered_failures(candidates, success, dropped)]
+            for w, l in ordered_failures(candidates, dropped)]
 
 
-def ordered_failures(candidates, success: float, dropped: Counter):
+def ordered_failures(candidates, dropped: Counter):
     """Of two failures with different rewards, the better one first."""
     for a, b in candidates:
-        if max(a["reward"], b["reward"]) >= success:
+        if max(a["reward"], b["reward"]) >= envs.SUCCESS:
             dropped["not both failures"] += 1
         elif a["reward"] == b["reward"]:
             dropped["equal failures"] += 1

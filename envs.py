@@ -2,9 +2,9 @@
 
 Every environment has the same small interface (see `WebShop`): `tasks(split)`, `find(task)`, which
 raises ValueError for a task that does not exist, `reset(task)`, `step(reply)`, `expert()`,
-`close()`, and the fields `name`, `test_splits`, `success`, `max_steps` (of the task just reset),
-`prompt` and `latency`: for how many passes of the model a rollout lets
-the environment work before it waits for the answer. One object plays one episode at a time. The
+`close()`, and the fields `name`, `test_splits`, `max_steps` (of the task just reset), `prompt` and
+`latency`: for how many passes of the model a rollout lets the environment work before it waits for
+the answer. Rewards are in [0, 1], SUCCESS is 1. One object plays one episode at a time. The
 environment does not count steps: the rollout stops after `max_steps` replies, and the reward is
 what it was then. An environment that breaks raises `EnvError`: the episode is void, and no failure
 of the agent's. After `close`, `reset` starts afresh; `Resumed` does so. `published_task` reads the
@@ -45,6 +45,7 @@ import worlds
 from databases import INTERRUPTED, TOO_LARGE, EnvError, MySQL, Sqlite, spider_world
 from settings import SettingsError
 
+SUCCESS = 1.0  # the reward of a solved task; whatever is below is a failure
 
 logging.getLogger("py4j").setLevel(logging.CRITICAL)  # what it reports is caught and told here
 
@@ -243,7 +244,6 @@ class Shop:
     A subclass says what a search finds (`_find`) and what a click leads to (`_follow`).
     """
     name = "webshop"
-    success = 1.0
     max_steps = 10
     latency = 0
 
@@ -770,7 +770,6 @@ class ScienceWorld:
     """
     name = "scienceworld"
     test_splits = ("seen", "unseen")
-    success = 1.0
     latency = 3
     recycle = 2000
     _idle = []  # simulators that no object uses
@@ -1099,7 +1098,6 @@ class InterCodeSQL:
     and results come without brackets, DESC as names alone, at most SHORT_ROWS rows.
     """
     name = "intercodesql"
-    success = 1.0
     max_steps = 10
     latency = 0
 

@@ -52,7 +52,6 @@ class Run:
             for flag in (settings.shard, settings.gradient_checkpointing))
         self.path, self.logged = run_path(settings), 0
         env = self.make_env()
-        self.success = env.success
         self.splits = env.test_splits if settings.eval_splits == "test" else ("validation",)
         self._check_task_counts(env)
         self.say(f"{settings.env}: " + ", ".join(

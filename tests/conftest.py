@@ -118,7 +118,7 @@ def pytest_runtest_makereport():
 
 class Toy:
     """An environment of two replies, whose reward depends on what was written."""
-    name, prompt, test_splits, success, max_steps, latency = "toy", "", ("test",), 1.0, 2, 0
+    name, prompt, test_splits, max_steps, latency = "toy", "", ("test",), 2, 0
 
     def tasks(self, split):
         return [f"toy-{split}-{n}" for n in range(8)]

@@ -61,7 +61,7 @@ def endpoint(monkeypatch):
 class Guess:
     """Three turns at most; "c" pays 1 and ends, anything else pays 0."""
 
-    name, prompt, success, max_steps, latency, test_splits = "guess", "Guess.", 1.0, 3, 0, ("test",)
+    name, prompt, max_steps, latency, test_splits = "guess", "Guess.", 3, 0, ("test",)
 
     def tasks(self, split):
         return [f"{split}-{i}" for i in range(4)]

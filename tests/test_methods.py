@@ -24,7 +24,7 @@ TASKS = 6
 class OneReply:
     """Pays (sum of the reply's letters modulo 5) / 4: a random reply succeeds one time in five."""
 
-    name, prompt, success, max_steps, latency = "one reply", "", 1.0, 1, 0
+    name, prompt, max_steps, latency = "one reply", "", 1, 0
     test_splits = ("test",)
     best = 4  # of (letters modulo 5); what agents write is capped here
 
@@ -110,7 +110,7 @@ def test_join_by_hand():
     found = coevolve.join(experts, {
         "a": [row("a", 0.9, "z"), row("a", 1.0, "x", "Thought: I know it.\nAction: y"), new,
               row("a", 1.0, "Thought: why not?\nAction:  x")],
-        "b": [row("b", 1.0, "x")]}, 1.0, dropped)
+        "b": [row("b", 1.0, "x")]}, dropped)
     assert found == [*experts, new]
     assert dropped == {"failure": 1, "known already": 3}
 
