@@ -169,7 +169,8 @@ def examples(run) -> list[dict]:
         tasks = env.tasks("train")
         experts = ((task, *play_expert(env, task)) for task in rng.sample(tasks, len(tasks)))
     for _, messages, reward in experts if s.examples else ():
-        found += [messages] * (reward >= envs.SUCCESS)
+        if reward >= envs.SUCCESS:
+            found.append(messages)
         if len(found) == s.examples:
             break
     env.close()

@@ -264,7 +264,7 @@ def join_successes(run: Run) -> None:
 
     def work(out: Path) -> dict:
         experts, sampled, dropped = run.read_jsonl("experts.jsonl"), {}, Counter()
-        for name in ["target"] + ["target-more"] * (s.method == "dart"):
+        for name in ("target", "target-more") if s.method == "dart" else ("target",):
             dropped.update(usable_rollouts(run, name, 1, sampled))
         rows = join(experts, sampled, dropped)
         run.write_jsonl(out, rows)
@@ -331,8 +331,9 @@ def make_pairs(run: Run, agents: tuple[str, ...], trains: str, i: int) -> None:
         dropped = Counter()
         own, other, earlier = {}, {}, {}  # task -> usable trajectories: the target's, the second
         for agent, rollouts in zip(agents, (own, other)):  # agent's, those of earlier iterations
-            again = s.explore_again and trains == "target" != agent
-            dropped.update(usable_rollouts(run, agent + "-more" * again, i, rollouts))
+            again = s.explore_again and trains == "target" and agent != "target"
+            name = f"{agent}-more" if again else agent
+            dropped.update(usable_rollouts(run, name, i, rollouts))
         if s.d_fail == "buffer":  # D_fail also holds the failures of earlier iterations
             for j, agent in itertools.product(range(1, i), agents):
                 usable_rollouts(run, agent, j, earlier)
@@ -516,11 +517,13 @@ def preference_groups(run: Run, agent: str, i: int) -> list[dpo.Group]:
     """pairs-AGENT.jsonl as groups: an instruction's distinct trajectories, once each, its pairs."""
     s = run.settings
     pairs = run.read_jsonl(f"iter{i}/pairs-{agent}.jsonl")
-    files = {f"iter{p[side]['iteration']}/{p[side]['agent']}"
-             + "-more" * (s.explore_again and p[side]["rollout"] >= s.rollouts)
-             for p in pairs for side in ("chosen", "rejected") if p[side]["agent"] != "expert"}
+    files = {"experts"}
+    for side in (p[side] for p in pairs for side in ("chosen", "rejected")):
+        if side["agent"] != "expert":
+            again = s.explore_again and side["rollout"] >= s.rollouts  # as `explore_again` counts
+            files.add(f"iter{side['iteration']}/{side['agent']}{'-more' if again else ''}")
     trajectories = {}
-    for file in ("experts", *sorted(files)):
+    for file in files:
         for row in run.read_jsonl(f"{file}.jsonl"):
             trajectories[row["task"], row["agent"], row["iteration"], row["rollout"]] = row
 

@@ -393,7 +393,7 @@ def show(run_dir, tasks=None, count: int = 3) -> str:
 
 def _trajectories(run_dir: Path) -> dict:
     """{task: {agent: trajectory}} of the experts and of the last iteration."""
-    paths = [run_dir / "experts.jsonl"] * (run_dir / "experts.jsonl").exists()  # chat has none
+    paths = [path for path in [run_dir / "experts.jsonl"] if path.exists()]  # chat has none
     for agent in AGENTS[1:]:
         explored = list(run_dir.glob(f"iter[0-9]*/{agent}.jsonl"))
         paths += sorted(explored, key=lambda path: _number(path.parent.name))[-1:]

@@ -322,7 +322,7 @@ def preset(argv: list[str]) -> dict:
     seen = first.parse_known_args(argv)[0]
     names = [seen.env, f"{seen.model} {seen.env}"]
     names += ["quick", f"quick {seen.model}"] if seen.quick else []
-    names += ["chat"] * is_endpoint(seen.model)
+    names += ["chat"] if is_endpoint(seen.model) else []
     return {name: value for n in names for name, value in PRESETS.get(n, {}).items()}
 
 
