@@ -24,7 +24,7 @@ from settings import SettingsError
 
 TRIES = 8
 PASSING = {408, 409, 425, 429}  # statuses that may be gone in a moment, as 500 and above
-USAGE = ("requests", "retries", "prompt_tokens", "completion_tokens")
+USAGE = ("requests", "retries", "unreported", "prompt_tokens", "completion_tokens")
 
 
 class EndpointError(RuntimeError):
@@ -38,7 +38,8 @@ class ContextFull(Exception):
 class Endpoint:
     """Calls the model: messages -> (reply, usage), with retries and growing waits between them.
 
-    usage: what the call took, by the names in USAGE. Tokens are those that the endpoint reports.
+    usage: what the call took, by the names in USAGE. Tokens are those that the endpoint reports;
+    `unreported` is 1 where it reports none.
     """
 
     def __init__(self, s, sleep=time.sleep):
@@ -63,8 +64,8 @@ class Endpoint:
                     if isinstance(reply, list):  # of parts
                         reply = "".join(part.get("text") or "" for part in reply)
                     used = answer.json().get("usage") or {}
-                    return reply, dict(requests=1, retries=attempt,
-                                       **{name: int(used.get(name) or 0) for name in USAGE[2:]})
+                    return reply, dict(requests=1, retries=attempt, unreported=int(not used),
+                                       **{name: int(used.get(name) or 0) for name in USAGE[-2:]})
                 if answer.status_code == 400 and re.search(
                         "context.?(length|size|window)|too long", text, re.I):
                     raise ContextFull
@@ -182,9 +183,9 @@ def examples(run) -> list[dict]:
 
 
 def cost(rows: list[dict], s) -> dict:
-    """Sums of USAGE over rows of `play`, and the price in dollars where prices are given."""
+    """Sums of USAGE over rows of `play`; dollars, where prices are given and all tokens known."""
     total = {name: sum(row[name] for row in rows) for name in USAGE}
-    if s.price_in or s.price_out:
+    if (s.price_in or s.price_out) and not total["unreported"]:
         total["dollars"] = round((total["prompt_tokens"] * s.price_in
                                   + total["completion_tokens"] * s.price_out) / 1e6, 6)
     return total

@@ -142,11 +142,11 @@ def table(run_dir) -> str:
     parts += _section("Evaluation, greedy; reward with its 95% bootstrap interval over tasks",
                       "iteration <agent <split tasks reward interval success steps", rows)
 
-    rows = [(e["split"], f"{e['requests']:,}", f"{e['retries']:,}", f"{e['prompt_tokens']:,}",
-             f"{e['completion_tokens']:,}", f"{e['dollars']:.2f}" if "dollars" in e else "-")
+    rows = [(e["split"], f"{e['requests']:,}", f"{e['retries']:,}", f"{e['unreported']:,}",
+             f"{e['prompt_tokens']:,}", f"{e['completion_tokens']:,}", f"{e['dollars']:.2f}" if "dollars" in e else "-")
             for e in found["evaluations"] if "requests" in e]
-    parts += _section("What the endpoint took", "<split requests retries tokens_read "
-                      "tokens_written dollars", rows)
+    parts += _section("What the endpoint took", "<split requests retries "
+                      "without_usage tokens_read tokens_written dollars", rows)
 
     threshold = settings["hard_threshold"]
     rows = [(e["iteration"], e["agent"], e["trajectories"], _percent(e["success"]),

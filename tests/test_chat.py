@@ -115,7 +115,7 @@ def test_an_evaluation_has_the_rows_and_events_of_any_other(endpoint, run):
     assert score["retries"] == 0 and score["dollars"] == 0.0027
     assert "test-1" in report.show(r.path, ["test-1"])
     line = next(line for line in report.table(r.path).splitlines() if "1,000" in line)
-    assert line.split() == ["test", "10", "0", "1,000", "70", "0.00"]
+    assert line.split() == ["test", "10", "0", "0", "1,000", "70", "0.00"]
 
 
 def test_the_request_is_that_of_the_protocol(endpoint, run):
@@ -180,6 +180,9 @@ def test_answers_in_parts_and_without_usage_are_read(endpoint, message, usage, t
     endpoint.faults = [(200, json.dumps(dict(choices=[dict(message=message)], usage=usage)), {})]
     reply, used = chat.Endpoint(settings(endpoint))([dict(role="user", content="?")])
     assert reply == "cd" and used["prompt_tokens"] + used["completion_tokens"] == tokens
+    assert used["unreported"] == (not usage)
+    rows = [dict.fromkeys(chat.USAGE, 1) | used]
+    assert ("dollars" in chat.cost(rows, settings(endpoint, price_in=1.0))) == bool(usage)
 
 
 def test_a_refusal_without_a_key_names_the_variable(endpoint, monkeypatch):
