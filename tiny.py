@@ -7,11 +7,11 @@ environment's practice text (`env.practice`, noisy shoppers for one), which show
 and recoveries. It never sees an expert.
 """
 
+import fcntl
 import hashlib
 import inspect
 import os
 import random
-import shutil
 import sys
 from pathlib import Path
 
@@ -51,12 +51,25 @@ def base(accelerator, run) -> Path:
     made_by = [inspect.getsource(part) for part in (
         sys.modules[__name__], envs, databases, worlds, dpo.Encoder, dpo.Sequence, dpo.lay_out,
         dpo.ragged_attention, dpo.token_log_probs, dpo.action_log_probs, dpo.sft_objective,
-        dpo.batches, dpo.packs, dpo.split_over_ranks, dpo.micro_batches, dpo.schedule_factor, dpo.fit)]
+        dpo.batches, dpo.packs, dpo.split_over_ranks, dpo.micro_batches, dpo.schedule_factor,
+        dpo.fit)]
     made_by += [f"{plan} {s.env} {s.view} {s.task_types} {torch.__version__}"]
     name = hashlib.sha256("".join(made_by).encode()).hexdigest()[:16]
     folder = Path(__file__).parent / ".cache" / f"tiny-{name}"
     if broadcast_object_list([folder.exists()])[0]:  # the first rank's answer, for all ranks
         return folder
+    folder.parent.mkdir(exist_ok=True)
+    with open(folder.parent / "lock", "w") as lock:
+        if run.main:  # of runs that start together one makes it, and the others wait here
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not broadcast_object_list([folder.exists()])[0]:
+            pretrain(accelerator, run, plan, folder)
+    return folder
+
+
+def pretrain(accelerator, run, plan: dict, folder: Path) -> None:
+    """Makes the tokenizer of the environment's practice text and a model that has read it."""
+    s = run.settings
     set_seed(0)
     rng = random.Random(0)
     env = run.make_env()
@@ -88,12 +101,8 @@ def base(accelerator, run) -> Path:
     scale.save(accelerator, model, temporary)
     if run.main:
         tokenizer.save_pretrained(temporary)
-        try:
-            os.replace(temporary, folder)
-        except OSError:  # another run was faster
-            shutil.rmtree(temporary)
+        os.replace(temporary, folder)
     accelerator.wait_for_everyone()
-    return folder
 
 
 def copy_group(rng: random.Random, vocabulary: int) -> dpo.Group:

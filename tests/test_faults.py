@@ -15,6 +15,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -27,6 +28,7 @@ import envs
 import runner
 import rollout
 import settings
+import tiny
 from settings import SettingsError
 
 ROOT = Path(__file__).parent.parent
@@ -579,3 +581,24 @@ def test_a_refusal_masks_passwords(flags, monkeypatch):
         with pytest.raises(SettingsError) as error:
             read(flags.split())
         assert "canary" not in str(error.value) and "ary@" not in str(error.value)
+
+
+def test_of_runs_that_start_together_one_makes_the_base_model(tmp_path, monkeypatch):
+    made, found = [], []
+
+    def pretrain(accelerator, run, plan, folder):
+        time.sleep(0.3)
+        folder.mkdir()  # a second one would fail
+        made.append(folder)
+
+    monkeypatch.setattr(tiny, "__file__", str(tmp_path / "tiny.py"))
+    monkeypatch.setattr(tiny.inspect, "getsource", lambda part: "")
+    monkeypatch.setattr(tiny, "pretrain", pretrain)
+    run = SimpleNamespace(main=True, settings=settings.Settings())
+    threads = [threading.Thread(target=lambda: found.append(tiny.base(None, run)))
+               for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == made * 3 and len(made) == 1
