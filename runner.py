@@ -44,6 +44,11 @@ class Run:
     """The run's folder and machine: phases that happen once, and the log."""
 
     def __init__(self, settings: Settings, accelerator: Accelerator):
+        """Takes the folder, new or to go on in; SettingsError if it cannot be this run's.
+
+        The order is: what the environment lacks, the lock, a first request, changed settings, and
+        only then the base model, which may take minutes; settings are on disk before any phase.
+        """
         self.settings, self.accelerator = settings, accelerator
         self.main = accelerator.is_main_process
         large = accelerator.device.type == "cuda" and settings.model != "tiny"
@@ -51,22 +56,42 @@ class Run:
             large if flag == "auto" else flag == "on"
             for flag in (settings.shard, settings.gradient_checkpointing))
         self.path, self.logged = run_path(settings), 0
-        env = self.make_env()
-        self.splits = env.test_splits if settings.eval_splits == "test" else ("validation",)
+        self._try_environment()
+        before = self._find_earlier()
+        self.base = tiny.base(accelerator, self) if settings.model == "tiny" else settings.model
+        self._record(before)
+        if settings.track:
+            accelerator.init_trackers("coevolve", {
+                name: value for name, value in asdict(settings).items() if value is not None})
+            self.logged = (self.path / "metrics.jsonl").read_text().count("\n") if self.main else 0
+        n = accelerator.num_processes
+        self.say(f"{n} process{'es' * (n > 1)} on {accelerator.device.type}"
+                 f"{', weights shared out' * self.shard}; weights and AdamW float32, passes "
+                 f"{'bfloat16' if accelerator.mixed_precision == 'bf16' else 'float32'}"
+                 f"{', gradient checkpointing' * self.recompute}")
+        accelerator.wait_for_everyone()
+
+    def _try_environment(self) -> None:
+        """Its tasks are counted and, once the folder is ours, one is begun: faults show at once."""
+        s, env = self.settings, self.make_env()
+        self.splits = env.test_splits if s.eval_splits == "test" else ("validation",)
         self._check_task_counts(env)
-        self.say(f"{settings.env}: " + ", ".join(
+        self.say(f"{s.env}: " + ", ".join(
             f"{min(asked or math.inf, len(env.tasks(split)))} of {len(env.tasks(split))} {split}"
-            for asked, split in [(settings.train_tasks, "train"),
-                                 *((settings.eval_tasks, split) for split in self.splits)])
+            for asked, split in [(s.train_tasks, "train"),
+                                 *((s.eval_tasks, split) for split in self.splits)])
             + " tasks")
-        tasks = ([task for task, _, _ in read_experts(settings.experts, env)]
-                 if settings.experts else env.tasks("train"))
+        tasks = ([task for task, _, _ in read_experts(s.experts, env)] if s.experts
+                 else env.tasks("train"))
         if self.main:  # alone: a WebShop server must not load its catalogue twice at once
             self._lock()
             env.waits = ()
-            env.reset(tasks[:settings.train_tasks or None][-1])  # what is missing shows now, at once
+            env.reset(tasks[:s.train_tasks or None][-1])
         env.close()
-        accelerator.wait_for_everyone()
+        self.accelerator.wait_for_everyone()
+
+    def _find_earlier(self) -> dict | None:
+        """config.json of a run that goes on, its settings these; and its finished phases."""
         config, phases = self.path / "config.json", self.path / "phases.json"
         before = report.read_object(config, settings=dict, base=str) if config.exists() else None
         results = [name for name in ("metrics.jsonl", "phases.json", "experts.jsonl", "result.json")
@@ -82,34 +107,29 @@ class Run:
         if not self.phases and not (self.path / "chat.jsonl").exists():
             before = None  # nothing was finished with these settings, nor paid for
         if before:
-            now = asdict(settings)
+            now = asdict(self.settings)
             self._refuse_changes({**before["settings"], **{n: now[n] for n in FREE}}, now)
         self.saving_works = any(name.startswith("sft-") for name in self.phases)
         self.finished = []  # phases found or done by this process
         self._drop_unfinished_events()
-        self.base = tiny.base(accelerator, self) if settings.model == "tiny" else settings.model
-        if settings.method == "chat":
-            made_from = {"base": f"{self.base} {settings.model_name}"}
+        return before
+
+    def _record(self, before: dict | None) -> None:
+        """Writes config.json and phases.json of a new run; of an old one the model must be this."""
+        s = self.settings
+        if s.method == "chat":
+            made_from = {"base": f"{self.base} {s.model_name}"}
         else:
-            check_model(self.base, settings.max_tokens)
+            check_model(self.base, s.max_tokens)
             made_from = {"base": self.first_says(lambda: identity(self.base))}
         if before:
             self._refuse_changes({"base": before["base"]}, made_from)
         elif self.main:
-            write_text(config, json.dumps(dict(settings=asdict(settings), **made_from,
-                                               commit=git_commit(), versions=versions()), indent=1))
-        if settings.track:
-            accelerator.init_trackers("coevolve", {
-                name: value for name, value in asdict(settings).items() if value is not None})
-            self.logged = (self.path / "metrics.jsonl").read_text().count("\n") if self.main else 0
-        if self.main and not phases.exists():  # before the first phase, which may be killed
-            write_text(phases, "{}")
-        n = accelerator.num_processes
-        self.say(f"{n} process{'es' * (n > 1)} on {accelerator.device.type}"
-                 f"{', weights shared out' * self.shard}; weights and AdamW float32, passes "
-                 f"{'bfloat16' if accelerator.mixed_precision == 'bf16' else 'float32'}"
-                 f"{', gradient checkpointing' * self.recompute}")
-        accelerator.wait_for_everyone()
+            write_text(self.path / "config.json", json.dumps(
+                dict(settings=asdict(s), **made_from, commit=git_commit(), versions=versions()),
+                indent=1))
+        if self.main and not (self.path / "phases.json").exists():
+            write_text(self.path / "phases.json", "{}")
 
     def _check_task_counts(self, env) -> None:
         s = self.settings
