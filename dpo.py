@@ -206,9 +206,12 @@ def shared_beginning(a: list[int], b: list[int]) -> int:
 def lay_out(sequences: list[Sequence]) -> tuple[list[int], list[int]]:
     """(rows, first): the model's rows, in which a beginning that sequences share is there once.
 
-    rows (M,): of all tokens of all sequences, end to end, the row of each; first (N,), N <= M: for
-    each row the first of the M that has it. The trajectories of an instruction share its prompt
-    and often their first turns. A share below 1/16 of a sequence would cost more than it saves.
+        a b c  and  a b d    are the four rows    a b c d
+        rows  = [0, 1, 2, 0, 1, 3]   (M,): the row of each token of all sequences, end to end
+        first = [0, 1, 2, 5]         (N,): where each row first stands among these M
+
+    The trajectories of an instruction share its prompt and often their first turns. A share below
+    1/16 of a sequence would cost more than it saves.
     """
     rows, first, paths = [], [], []
     for s in sequences:
@@ -224,34 +227,36 @@ def lay_out(sequences: list[Sequence]) -> tuple[list[int], list[int]]:
 def token_log_probs(model, sequences: list[Sequence], temperature: float = 1.0) -> Tensor:
     """log pi(t_k | t_<k) of every action token of every sequence, laid end to end, (A,), in nats.
 
-    A beginning that sequences share runs once, the vocabulary projection at action tokens alone.
+    A beginning that sequences share runs once, and the vocabulary is projected for action tokens
+    alone: one that several sequences share is predicted once (U), and where two sequences part, one
+    row of logits predicts two tokens (K <= U <= A).
     temperature: what the logits were divided by when the tokens were sampled.
     """
     device = next(model.parameters()).device
     rows, first = lay_out(sequences)                                                 # (M,), (N,)
     ids = [i for s in sequences for i in s.ids]
     positions = [k for s in sequences for k in range(len(s.ids))]
-    targets, which, offset = {}, [], 0  # row -> number of an action token; the number of each
+    targets, target_of, offset = {}, [], 0  # row -> its number as a target; that of each token
     for s in sequences:
-        which += [targets.setdefault(rows[offset + k], len(targets))
-                  for k in range(1, len(s.ids)) if s.mask[k]]
+        target_of += [targets.setdefault(rows[offset + k], len(targets))
+                      for k in range(1, len(s.ids)) if s.mask[k]]
         offset += len(s.ids)
-    kept = {}  # row -> number of the logits there, which predict the next tokens; it may be two
-    before = [kept.setdefault(rows[first[row] - 1], len(kept)) for row in targets]
+    logits_at = {}  # row -> number of the logits there; a target's are at the row before it
+    logits_of = [logits_at.setdefault(rows[first[row] - 1], len(logits_at)) for row in targets]
     target_ids = [ids[first[row]] for row in targets]
     tensor = partial(torch.tensor, dtype=torch.long, device=device)
     shared = dict(rows=tensor(rows), first=tensor(first)) if len(first) < len(rows) else {}
     logits = model(input_ids=tensor([[ids[m] for m in first]]),
                    position_ids=tensor([[positions[m] for m in first]]),
                    lengths=[len(s.ids) for s in sequences], **shared,
-                   logits_to_keep=tensor(list(kept)), use_cache=False).logits[0]          # (K, V)
+                   logits_to_keep=tensor(list(logits_at)), use_cache=False).logits[0]     # (K, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1:
         logits = logits / temperature
-    if len(kept) < len(before):  # index_select, unlike [], adds its gradients in a fixed order
-        logits = logits.index_select(0, tensor(before))                                   # (U, V)
+    if len(logits_at) < len(logits_of):  # index_select, unlike [], adds gradients in a fixed order
+        logits = logits.index_select(0, tensor(logits_of))                                # (U, V)
     per_target = -F.cross_entropy(logits, tensor(target_ids), reduction="none")           # (U,)
-    return per_target.index_select(0, tensor(which))                                      # (A,)
+    return per_target.index_select(0, tensor(target_of))                                   # (A,)
 
 
 def action_log_probs(model, sequences: list[Sequence]) -> Tensor:
