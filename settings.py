@@ -159,7 +159,8 @@ class Settings:
         10, "minutes between checkpoints inside a training phase, 0 = after every step [ours]")
     track: Optional[str] = setting(
         None, "also log to a tracker of accelerate, such as tensorboard or wandb [files only]")
-    threads: int = setting(0, "CPU threads of a process, 0 = its share of the cores [ours]")
+    threads: int = setting(
+        0, "CPU threads of a process, 0 = its share of the cores; the tiny model plays in one [ours]")
 
 
 # What replaces the defaults, in this order: in an environment (the paper's), for the tiny model in

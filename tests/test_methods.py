@@ -3,8 +3,10 @@
 import json
 import math
 import random
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -338,18 +340,34 @@ def test_rollouts_and_temperature(run):
     assert len({tuple(e["ids"]) for e in r.read_jsonl("iter1/target.jsonl")}) > TASKS
 
 
-def test_the_forking_guides_changes_apply():
+def test_the_forking_guides_changes_apply_and_change_a_run(run, monkeypatch):
     root = Path(__file__).parent.parent
     guide = (root / "README.md").read_text().split("```diff\n")[1].split("```")[0]
     changes = guide.split("--- ")[1:]
     assert len(changes) == 5
-    for change in changes:
+
+    def written(r):
+        return list(r.phases), {path.relative_to(r.path): path.read_bytes()
+                                for path in r.path.rglob("*.*") if path.name != "metrics.jsonl"
+                                and path.suffix in (".jsonl", ".safetensors")}
+
+    before = written(run("coevolve", out="as it is"))
+    assert written(run("coevolve", out="again")) == before
+    for n, change in enumerate(changes):
         head, *lines = change.splitlines()
         name = head.split(":")[0]
         old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] == sign) for sign in "-+")
         source = (root / name).read_text()
         assert source.count(old) == 1, head
-        compile(source.replace(old, new), name, "exec")
+        changed = ModuleType("changed")
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "changed", changed)
+            exec(compile(source.replace(old, new), name, "exec"), changed.__dict__)
+            if name == "dpo.py":
+                patch.setattr(dpo, "dpo_loss", changed.dpo_loss)
+            else:
+                patch.setattr(coevolve, "coevolve", changed.coevolve)
+            assert written(run("coevolve", out=f"change {n}")) != before, head
 
 
 @pytest.mark.parametrize("changed, message", [
