@@ -357,7 +357,7 @@ def test_expert_replays_to_its_reward(view, split):
     shop = envs.WebShop(view)
     rewards = [play(shop, task, shop.expert()) for task in shop.tasks(split)]
     assert mean(rewards) > 0.98
-    assert mean(r == shop.success for r in rewards) > 0.95
+    assert mean(r == envs.SUCCESS for r in rewards) > 0.95
 
 
 def test_expert_has_thoughts_in_the_full_view_only():
