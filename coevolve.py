@@ -56,7 +56,7 @@ def coevolve(run: Run) -> None:
 
     if s.method == "chat":  # in-context learning: nothing is trained
         return evaluate(run, "target", 0)
-    if s.failure_from:
+    if s.failure_from and "sft-failure" not in run.phases:
         find_failure_agent(run)  # if it cannot be used, it is said now
 
     collect_experts(run)
@@ -159,7 +159,7 @@ def train_sft(run: Run, agent: str, i: int = 0) -> None:
                                          f"iter{i}/{agent}-agent", ("sft", agent, i))
 
     def work(out: Path) -> dict:
-        groups = [dpo.Group(e["task"], [dpo.Sequence(e["ids"], e["action_mask"])]) 
+        groups = [dpo.Group(e["task"], [dpo.Sequence(e["ids"], e["action_mask"])])
                   for e in run.read_jsonl(experts)]
         rng = random.Random(seed_of(s.seed, *seeds))
         epochs = [dpo.batches(groups, s.sft_batch, "instructions", rng)
@@ -180,13 +180,11 @@ def take_failure_agent(run: Run) -> None:
     run.phase("sft-failure", "sft-failure", work)
 
 
-def find_failure_agent(run: Run) -> Path | None:
-    """The last failure agent of the run --failure-from; None if it has been taken before.
+def find_failure_agent(run: Run) -> Path:
+    """The last failure agent of the run --failure-from.
 
     SettingsError if that run has none or if its tokenizer is another: its tokens train the target.
     """
-    if "sft-failure" in run.phases:
-        return None
     source = Path(run.settings.failure_from)
     found = sorted(source.glob("iter*/failure-agent"), key=lambda p: int(p.parent.name[4:]))
     if not found:
@@ -381,10 +379,8 @@ def train_preferences(run: Run, agent: str, i: int) -> None:
         before = run.agent(agent, i - 1)
         groups = preference_groups(run, agent, i)
         if not groups:
-            run.say(f"iter{i}: no pairs for the {agent} agent, which stays as it is")
-            if run.main:
-                shutil.copytree(before, out)
-            return dict(steps=0)
+            return stay(run, before, out,
+                        f"iter{i}: no pairs for the {agent} agent, which stays as it is")
         rng = random.Random(seed_of(s.seed, "dpo", agent, i))
         steps = s.dpo_steps if agent == "target" else 0
         epochs = preference_epochs(groups, s, rng, steps)
@@ -400,6 +396,14 @@ def train_preferences(run: Run, agent: str, i: int) -> None:
                          groups=groups)
 
     run.phase(f"iter{i}-{agent}", f"iter{i}/{agent}-agent", work)
+
+
+def stay(run: Run, before: Path, out: Path, why: str) -> dict:
+    """A training phase that has nothing to learn from: the agent is copied."""
+    run.say(why)
+    if run.main:
+        shutil.copytree(before, out)
+    return dict(steps=0)
 
 
 def preference_epochs(groups: list[dpo.Group], s: Settings, rng: random.Random, steps: int) -> list:
@@ -421,10 +425,8 @@ def train_ppo(run: Run, i: int) -> None:
         groups = ppo.groups(rollouts, dropped)
         if not groups:
             run.log("ppo", iteration=i, episodes=0, kl=0.0, dropped=dropped)
-            run.say(f"iter{i}: no two rollouts of a task to compare; the target stays as it is")
-            if run.main:
-                shutil.copytree(before, out)
-            return dict(steps=0)
+            return stay(run, before, out, f"iter{i}: no two rollouts of a task to compare; the "
+                                          "target stays as it is")
         for policy, name in ((before, "old"), (run.agent("target", 0), "sft")):
             model = run.load_to_train(policy)  # the same arithmetic as in training
             with run.bar(f"ppo {i} {name}", sum(g.tokens for g in groups), "token") as progress:

@@ -203,8 +203,13 @@ def agents_of(method: str) -> tuple[str, ...]:
 class SettingsError(ValueError):
     """A flag that does not exist or a value that cannot be; the text is one line for the user."""
 
-    def __init__(self, text: str):  # without the password of an address
-        super().__init__(re.sub(r"(://[^:@/\s]*):(?!password@)\S*@", r"\1:***@", text))
+    def __init__(self, text: str):
+        super().__init__(without_passwords(text))
+
+
+def without_passwords(text: str) -> str:
+    """`text`, the passwords of addresses in it replaced by ***."""
+    return re.sub(r"(://[^:@/\s]*):(?!password@)\S*@", r"\1:***@", text)
 
 
 LARGEST = 1e15  # of a number, so that none overflows later [ours]

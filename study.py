@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 import report
-from settings import SettingsError, parse
+from settings import SettingsError, parse, without_passwords
 
 # Beside the methods themselves: with as many optimiser steps of the target as co-evolution took on
 # the same seed, with as many rollouts too; a failure agent that is not trained; Figure 4's values.
@@ -101,7 +101,7 @@ def play(env: str, methods: list[str], seeds: list[int], folder: Path, more: lis
         name = f"{method}-s{seed}"
         command = [*more, *flags(method, folder, seed), "--seed", str(seed),  # the last one counts
                    "--out", str(folder / name)]
-        print(f"study: {SettingsError(' '.join(command))}", flush=True)  # without passwords
+        print(f"study: {without_passwords(' '.join(command))}", flush=True)
         launch(env, command, folder / f"{name}.log" if jobs > 1 else None)
 
     with ThreadPoolExecutor(jobs) as pool:
