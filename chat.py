@@ -60,11 +60,13 @@ class Endpoint:
                 text = answer.text.replace(self.key, "***") if self.key else answer.text
                 problem = f"status {answer.status_code}: {text[:200]}"
                 if answer.status_code == 200:
-                    reply = answer.json()["choices"][0]["message"]["content"] or ""
+                    choice = answer.json()["choices"][0]
+                    reply = choice["message"]["content"] or ""
                     if isinstance(reply, list):  # of parts
                         reply = "".join(part.get("text") or "" for part in reply)
                     used = answer.json().get("usage") or {}
                     return reply, dict(requests=1, retries=attempt, unreported=int(not used),
+                                       cut_replies=int(choice.get("finish_reason") == "length"),
                                        **{name: int(used.get(name) or 0) for name in USAGE[-2:]})
                 if answer.status_code == 400 and re.search(
                         "context.?(length|size|window)|too long", text, re.I):
@@ -139,6 +141,7 @@ def play_episode(e, env, endpoint, shown: list[dict], max_tokens: int) -> dict:
             e.ended = "context"
             break
         usage = {name: usage[name] + used[name] for name in USAGE}
+        e.cut_replies += used["cut_replies"]
         reply = reply.split("Observation:")[0].strip()  # what follows is the environment's to say
         e.messages.append({"role": "assistant", "content": reply})
         step = env.step(reply)

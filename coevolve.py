@@ -310,6 +310,8 @@ def evaluate(run: Run, agent: str, i: int) -> None:
                 scores["lost"] = len(tasks) - len(rows)
             if full := sum(r["ended"] == "context" for r in rows):
                 scores["out_of_context"] = full
+            if cut_off := sum(r["cut_replies"] > 0 for r in rows):
+                scores["with_cut_replies"] = cut_off
             if s.method == "chat":
                 scores.update(chat.cost(rows, s))
             run.log("evaluation", agent=agent, iteration=i, split=split, tasks=len(rows), **scores)
@@ -556,7 +558,6 @@ def cut(ids: list[int], mask: list[int], turns: int | None) -> dpo.Sequence:
     ends = [k + 1 for k in range(len(mask)) if mask[k] and (k + 1 == len(mask) or not mask[k + 1])]
     end = len(ids) if turns is None or turns >= len(ends) else ends[turns - 1]
     return dpo.Sequence(ids[:end], mask[:end])
-
 
 
 def seed_of(*parts) -> int:

@@ -259,8 +259,9 @@ def _section(title: str, header: str, rows: list[tuple], width: int = 100) -> li
 
 
 def _tasks(e: dict) -> str:
-    """How many, and of these (out of context) or beside them (lost) what did not go well."""
-    notes = [f"{e[key]} {key.replace('_', ' ')}" for key in ("lost", "out_of_context") if key in e]
+    """How many, and of these, or beside them (lost), how many did not go well."""
+    notes = [f"{e[key]} {key.replace('_', ' ')}"
+             for key in ("lost", "out_of_context", "with_cut_replies") if key in e]
     return f"{e['tasks']} ({', '.join(notes)})" if notes else str(e["tasks"])
 
 

@@ -40,12 +40,14 @@ class Episode:
     reward: float = 0.0
     raw_reward: float | None = None                # before clipping, where the environment clips
     steps: int = 0
+    cut_replies: int = 0                           # that filled max_new_tokens
     ended: str = ""                                # done, budget, context or lost
 
     def record(self) -> dict:
         return dict(task=self.task, agent=self.agent, iteration=self.iteration,
                     rollout=self.rollout, seed=self.seed, messages=self.messages, ids=self.ids,
-                    action_mask=self.mask, reward=self.reward, steps=self.steps, ended=self.ended,
+                    action_mask=self.mask, reward=self.reward, steps=self.steps,
+                    cut_replies=self.cut_replies, ended=self.ended,
                     **({} if self.raw_reward is None else {"raw_reward": self.raw_reward}))
 
 
@@ -344,6 +346,8 @@ def _reply_ended(e: Episode, encoder, token: int, max_tokens: int, max_new_token
             e.mask.pop()
     elif len(reply) < max_new_tokens:
         return False
+    else:
+        e.cut_replies += 1
     e.ids.append(encoder.end_of_turn)
     e.mask.append(0)
     e.past = min(e.past, len(e.ids) - 1)

@@ -46,8 +46,12 @@ CLAIMS = [("coevolve", "eto", "Tables 3, 4"), ("coevolve", "eto-steps", "ours"),
           ("positive", "eto", "ours"), ("coevolve", "ppo", "Table 3"),
           ("coevolve", "dart", "Section 5.3"), ("coevolve", "rft", "Table 3"),
           ("coevolve", "sft", "Table 3"), ("eto", "sft", "Table 3"), ("ppo", "sft", "Table 3"),
-          ("rft", "sft", "Table 3"), ("dart", "rft", "Section 5.3")]
+          ("rft", "sft", "Table 3"), ("dart", "rft", "Section 5.3"),
+          ("coevolve", "lambda-0.01", "Figure 4"), ("coevolve", "lambda-0.1", "Figure 4"),
+          ("coevolve", "lambda-0.5", "Figure 4")]
 THRESHOLDS = (0.6, 0.7, 0.8)
+MEASURES = ("reward", "success")
+SECOND = ("failure", "positive")
 GPU = shutil.which("nvidia-smi") is not None
 
 
@@ -190,11 +194,11 @@ def phases(run: Path) -> list[dict]:
     return [e for e in report.read_jsonl(run / "metrics.jsonl") if e["event"] == "phase"]
 
 
-def scores(run: Path) -> dict[str, list[dict]]:
-    """split -> the target's evaluations, by iteration."""
+def scores(run: Path, *agents: str) -> dict[str, list[dict]]:
+    """split -> an agent's evaluations, by iteration; of the two named no run has both."""
     found = {}
     for e in report.result(run)["evaluations"]:
-        if e["agent"] == "target":
+        if e["agent"] in agents:
             found.setdefault(e["split"], []).append(e)
     return found
 
@@ -289,10 +293,13 @@ def write_report(env: str, folder: Path, encoder: str | None) -> str:
         raise report.RunError(f"{folder}: no finished run in it (METHOD-sSEED with result.json)")
     out = folder / "report"
     out.mkdir(exist_ok=True)
-    by_run = {(m, s): scores(path) for m, found in runs.items() for s, path in found.items()}
+    by_run, second = ({(m, s): scores(path, *agents) for m, found in runs.items()
+                       for s, path in found.items()} for agents in (["target"], SECOND))
     splits = list(next(iter(by_run.values())))
     numbers = dict(environment=env, seeds={m: list(found) for m, found in runs.items()},
-                   main=main_table(runs, by_run, splits), paired=paired_table(runs, by_run, splits),
+                   main=main_table(runs, by_run, splits),
+                   second_agents=second_agents(runs, second, splits),
+                   paired=paired_table(runs, by_run, splits),
                    table2=table2(runs), course=course(runs), curves=curves(runs, by_run, splits),
                    figure3=figure3(runs, encoder), figure4=figure4(runs, by_run, splits))
     (out / "report.json").write_text(json.dumps(numbers, indent=1))
@@ -306,24 +313,34 @@ def write_report(env: str, folder: Path, encoder: str | None) -> str:
 
 
 def final(by_run, method: str, split: str, key: str) -> dict[int, float]:
-    """seed -> the target's last evaluation."""
+    """seed -> the last evaluation."""
     return {s: found[split][-1][key] for (m, s), found in by_run.items()
             if m == method and split in found}
 
 
+def finals(by_run, method: str, splits) -> dict:
+    """"SPLIT reward" and "SPLIT success" -> interval over seeds."""
+    return {f"{split} {key}": interval(final(by_run, method, split, key).values())
+            for split in splits for key in MEASURES}
+
+
 def main_table(runs, by_run, splits) -> dict:
     costs = {m: [cost(path) for path in found.values()] for m, found in runs.items()}
-    return {m: {**{f"{split} {key}": interval(final(by_run, m, split, key).values())
-                   for split in splits for key in ("reward", "success")},
+    return {m: {**finals(by_run, m, splits),
                 **{key: float(np.mean([c[key] for c in costs[m]]))
                    for key in ("target_steps", "all_steps", "rollouts")}}
             for m in runs}
 
 
+def second_agents(runs, second, splits) -> dict:
+    """method -> finals of its failure agent or second positive agent, where it has one."""
+    return {m: finals(second, m, splits) for m in runs if any(second[m, s] for s in runs[m])}
+
+
 def paired_table(runs, by_run, splits) -> list[dict]:
     rows = []
     for a, b, source in CLAIMS:
-        for split, key in itertools.product(splits, ("reward", "success")):
+        for split, key in itertools.product(splits, MEASURES):
             found = paired(final(by_run, a, split, key), final(by_run, b, split, key))
             if found:
                 rows.append(dict(a=a, b=b, source=source, split=split, measure=key, **found))
@@ -445,15 +462,25 @@ def markdown(n: dict, splits: list[str]) -> str:
                           for s in splits), *(f"{row[key]:,.0f}" for key in
                                               ("target_steps", "all_steps", "rollouts")))
                        for m, row in n["main"].items()])
+    if n["second_agents"]:
+        lines += ["The second agents, the failure agent or the second positive one:", ""]
+        lines += table_of(["method", *splits], [
+            (name_of(m), *(f"{text_of(row[f'{s} reward'])} ({text_of(row[f'{s} success'])})"
+                           for s in splits)) for m, row in n["second_agents"].items()])
     lines += ["## Differences on the same seeds", "",
-              "\"ahead\" and \"behind\": of three seeds or more, and the 95% interval does not hold "
-              "0. Intervals are not corrected for their number: were there no differences, "
-              f"{len(n['paired']) / 20:.1f} of these {len(n['paired'])} would still not hold it.", ""]
-    lines += table_of(["difference", "split", "measure", "mean ± 95%", "ahead on", "verdict",
-                       "claimed in"],
-                      [(f"{name_of(r['a'])} - {name_of(r['b'])}", r["split"], r["measure"],
-                        text_of(r), f"{r['ahead']} of {r['n']}", r["verdict"], r["source"])
-                       for r in n["paired"]])
+              "Mean ± half of the 95% interval, and on how many seeds the first is ahead. Bold: "
+              "three seeds or more, and the interval does not hold 0. Intervals are not corrected "
+              f"for their number: were there no differences, {len(n['paired']) / 20:.1f} of these "
+              f"{len(n['paired'])} would still not hold it.", ""]
+    claims = {}
+    for r in n["paired"]:
+        cell = text_of(r) if r["verdict"] == "undecided" else f"**{text_of(r)}**"
+        claims.setdefault((f"{name_of(r['a'])} - {name_of(r['b'])}", r["source"]), {})[
+            r["split"], r["measure"]] = f"{cell} ({r['ahead']} of {r['n']})"
+    columns = list(itertools.product(splits, MEASURES))
+    lines += table_of(["difference", *(f"{split}: {key}" for split, key in columns), "claimed in"],
+                      [(name, *(cells.get(c, "-") for c in columns), source)
+                       for (name, source), cells in claims.items()])
     lines += at_equal_cost(n["paired"])
     if n["table2"]:
         lines += ["## Table 2: explored trajectories, all agents and iterations of a method", ""]

@@ -59,7 +59,7 @@ def base(accelerator, run) -> Path:
     if broadcast_object_list([folder.exists()])[0]:  # the first rank's answer, for all ranks
         return folder
     folder.parent.mkdir(exist_ok=True)
-    with open(folder.parent / "lock", "w") as lock:
+    with open(f"{folder}.lock", "w") as lock:
         if run.main:  # of runs that start together one makes it, and the others wait here
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not broadcast_object_list([folder.exists()])[0]:

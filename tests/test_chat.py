@@ -172,6 +172,14 @@ def test_what_does_not_pass_is_one_line_without_the_key(endpoint, faults, tries,
     assert KEY[:5] not in str(error.value) and len(endpoint.seen) == tries
 
 
+def test_replies_that_the_endpoint_cut_are_counted(endpoint, run):
+    answer = dict(choices=[dict(message=dict(content="a b"), finish_reason="length")])
+    endpoint.faults = [(200, json.dumps(answer), {})]
+    r = run(slots=1)
+    assert [row["cut_replies"] for row in r.read_jsonl("eval-0-target-test.jsonl")] == [1, 0, 0, 0]
+    assert report.result(r.path)["evaluations"][0]["with_cut_replies"] == 1
+
+
 @pytest.mark.parametrize("message, usage, tokens", [
     (dict(content=[dict(type="text", text="c"), dict(type="text", text="d")]), {}, 0),
     (dict(content="cd"), None, 0),

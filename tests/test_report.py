@@ -301,6 +301,6 @@ def test_compare_refuses_to_average_what_differs_in_more_than_the_seed(tmp_path,
 
 def test_episodes_out_of_context_stand_beside_the_number_of_tasks(run):
     events = report.read_jsonl(run / "metrics.jsonl")
-    events[1].update(out_of_context=3, lost=1)
+    events[1].update(out_of_context=3, lost=1, with_cut_replies=2)
     write_lines(run / "metrics.jsonl", events)
-    assert "200 (1 lost, 3 out of context)" in report.table(run)
+    assert "200 (1 lost, 3 out of context, 2 with cut replies)" in report.table(run)

@@ -265,9 +265,12 @@ def test_an_environment_that_breaks_stops_the_rollout_and_is_closed(agent):
 def test_an_end_of_turn_that_was_not_sampled_is_not_an_action(agent):
     _, encoder = agent
     for e in play(agent, max_new_tokens=3):
+        cut = 0
         for k, (i, m) in enumerate(zip(e.ids, e.mask)):
             if i == encoder.end_of_turn and m == 0 and e.mask[k - 1]:
                 assert e.mask[k - 3:k] == [1, 1, 1]
+                cut += 1
+        assert cut == e.cut_replies > 0
         longest = run = 0
         for m in e.mask:
             run = run + 1 if m else 0
