@@ -12,11 +12,13 @@ import os
 import queue
 import random
 import re
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import requests
+from tqdm import tqdm
 
 import envs
 from experts import play_expert, read_experts
@@ -43,17 +45,17 @@ class Endpoint:
     """
 
     def __init__(self, s, sleep=time.sleep):
-        self.url, self.sleep = f"{s.model.rstrip('/')}/chat/completions", sleep
-        self.name, self.max_new_tokens = s.model_name, s.max_new_tokens
+        path = "/chat/completions"
+        self.url, self.sleep = s.model.rstrip("/").removesuffix(path) + path, sleep
+        self.body = dict(model=s.model_name, temperature=0, max_tokens=s.max_new_tokens)
         self.variable, self.key = s.key_variable, os.environ.get(s.key_variable, "").strip()
         if re.search(r"[^!-~]", self.key):
             raise SettingsError(f"the key in {s.key_variable} holds a character that no key has")
 
     def __call__(self, messages: list[dict]) -> tuple[str, dict]:
-        body = dict(model=self.name, messages=messages, temperature=0,
-                    max_tokens=self.max_new_tokens)
         for attempt in range(TRIES):
             wait, text = min(2.0 ** attempt, 60) * random.uniform(0.5, 1), ""
+            body = {**self.body, "messages": messages}
             try:
                 answer = requests.post(self.url, json=body, auth=self._sign, timeout=(10, 300),
                                        allow_redirects=False)
@@ -61,13 +63,18 @@ class Endpoint:
                 problem = f"status {answer.status_code}: {text[:200]}"
                 if answer.status_code == 200:
                     choice = answer.json()["choices"][0]
-                    reply = choice["message"]["content"] or ""
+                    reply = choice["message"].get("content") or ""
                     if isinstance(reply, list):  # of parts
                         reply = "".join(part.get("text") or "" for part in reply)
+                    if self.key:
+                        reply = str(reply).replace(self.key, "***")
                     used = answer.json().get("usage") or {}
-                    return reply, dict(requests=1, retries=attempt, unreported=int(not used),
+                    return str(reply), dict(requests=1, retries=attempt, unreported=int(not used),
                                        cut_replies=int(choice.get("finish_reason") == "length"),
-                                       **{name: int(used.get(name) or 0) for name in USAGE[-2:]})
+                                       **{name: max(0, int(used.get(name) or 0))
+                                          for name in USAGE[-2:]})
+                if answer.status_code == 400 and self._refused(body, text):
+                    continue
                 if answer.status_code == 400 and re.search(
                         "context.?(length|size|window)|too long", text, re.I):
                     raise ContextFull
@@ -75,18 +82,33 @@ class Endpoint:
                     break
                 if re.fullmatch(r"\d+(\.\d+)?", answer.headers.get("Retry-After", "")):
                     wait = min(float(answer.headers["Retry-After"]), 120)
-            except (requests.RequestException, ValueError, LookupError, TypeError,
-                    AttributeError) as error:
+            except (requests.RequestException, ValueError, LookupError, TypeError, AttributeError,
+                    OverflowError, RecursionError) as error:
                 problem = f"{type(error).__name__}: {error} {text[:200]}"
             if attempt < TRIES - 1:
                 self.sleep(wait)
         problem = " ".join(problem.split())
+        if problem.startswith("status 404"):
+            problem += " (most addresses end in /v1)"
         if self.key:
             problem = problem.replace(self.key, "***")
         else:
             problem += f" (without a key: {self.variable} is not set)"
         raise EndpointError(f"{self.url}: {problem} (attempt {attempt + 1}); the same command goes "
                             "on from here")
+
+    def _refused(self, body: dict, text: str) -> bool:
+        """Whether `text` refuses a parameter of `body`; from now on it is sent as asked for."""
+        if "max_completion_tokens" in text and "max_tokens" in body:
+            self.body = {"max_completion_tokens" if name == "max_tokens" else name: value
+                         for name, value in self.body.items()}
+        elif "temperature" in text and "temperature" in body:
+            if "temperature" in self.body:
+                tqdm.write(f"{self.url} takes no temperature: its own is used", file=sys.stderr)
+            self.body = {name: self.body[name] for name in self.body if name != "temperature"}
+        else:
+            return False
+        return True
 
     def _sign(self, request):  # as `auth`, so that no .netrc takes its place
         if self.key:
@@ -99,8 +121,7 @@ def play(run, episodes: list, progress) -> list[dict]:
     s, endpoint = run.settings, Endpoint(run.settings)
     kept, lock, idle = run.path / "chat.jsonl", threading.Lock(), queue.SimpleQueue()
     if kept.exists():  # a line that was cut off is of an episode that was not finished
-        whole = kept.read_bytes()
-        kept.write_bytes(whole[:whole.rfind(b"\n") + 1])
+        os.truncate(kept, kept.read_bytes().rfind(b"\n") + 1)
     paid = {row["task"]: row for row in run.read_jsonl(kept.name)} if kept.exists() else {}
     missing = [e for e in episodes if e.task not in paid]
     shown = examples(run) if missing else []

@@ -1,9 +1,11 @@
 """Co-Evolving Agents: Learning from Failures as Hard Negatives (arXiv 2511.22254), in raw PyTorch.
 
-Read this file first: the loop, its phases, the pairs, the rollouts. `dpo.py` turns tokens into
-gradients, `envs.py` turns text into text, `settings.py` holds every number, `runner.py` keeps a
-run's folder. Each phase reads files and writes one file or folder of the run, so every stage can be
-looked at, and a run that was stopped goes on where it was.
+Read this file first: the loop, its phases, the pairs. `dpo.py` turns tokens into gradients,
+`envs.py` turns text into text, `rollout.py` plays episodes, `settings.py` holds every number,
+`runner.py` keeps a run's folder. Each phase reads files and writes one file or folder of the run,
+so every stage can be looked at, and a run that was stopped goes on where it was.
+
+A task is the paper's instruction u. An episode is one play of it, and its record is a trajectory e.
 
     python coevolve.py --env webshop          train and evaluate (run.sh does this)
     python coevolve.py show RUN               read trajectories of a run side by side
@@ -54,7 +56,7 @@ def coevolve(run: Run) -> None:
     # The parameter-matched baseline of Section 5.4 has a second positive agent as its auxiliary.
     agents = agents_of(s.method)
 
-    if s.method == "chat":  # in-context learning: nothing is trained
+    if s.method in ("chat", "evaluate"):  # nothing is trained
         return evaluate(run, "target", 0)
     if s.failure_from and "sft-failure" not in run.phases:
         find_failure_agent(run)  # if it cannot be used, it is said now
@@ -131,7 +133,7 @@ def collect_experts(run: Run) -> None:
                 turns = sum(m["role"] == "assistant" for m in messages)
                 rows.append(dict(task=task, agent="expert", iteration=0, rollout=0, seed=0,
                                  messages=messages, ids=ids, action_mask=mask, reward=reward,
-                                 steps=turns, ended="done"))
+                                 steps=turns, cut_replies=0, ended="done"))
         env.close()
         for reason, names in dropped.items():
             run.log_dropped("experts", reason, names)
@@ -153,10 +155,12 @@ def train_sft(run: Run, agent: str, i: int = 0) -> None:
     With i, iter<i>/AGENT-agent: the same from the base again, on the experts of iteration i.
     """
     s = run.settings
-    phase, experts, output, seeds = f"sft-{agent}", "experts.jsonl", f"sft-{agent}", ("sft", agent)
-    if i:
-        phase, experts, output, seeds = (f"iter{i}-sft", f"iter{i}/experts.jsonl",
-                                         f"iter{i}/{agent}-agent", ("sft", agent, i))
+    if i == 0:
+        phase, experts, output = f"sft-{agent}", "experts.jsonl", f"sft-{agent}"
+        seeds = ("sft", agent)
+    else:
+        phase, experts, output = f"iter{i}-sft", f"iter{i}/experts.jsonl", f"iter{i}/{agent}-agent"
+        seeds = ("sft", agent, i)
 
     def work(out: Path) -> dict:
         groups = [dpo.Group(e["task"], [dpo.Sequence(e["ids"], e["action_mask"])])
@@ -329,27 +333,27 @@ def make_pairs(run: Run, agents: tuple[str, ...], trains: str, i: int) -> None:
 
     def work(out: Path) -> dict:
         dropped = Counter()
-        own, other, earlier = {}, {}, {}  # task -> usable trajectories: the target's, the second
-        for agent, rollouts in zip(agents, (own, other)):  # agent's, those of earlier iterations
+        target, second, earlier = {}, {}, {}  # task -> usable trajectories
+        for agent, rollouts in zip(agents, (target, second)):
             again = s.explore_again and trains == "target" and agent != "target"
             name = f"{agent}-more" if again else agent
             dropped.update(usable_rollouts(run, name, i, rollouts))
-        if s.d_fail == "buffer":  # D_fail also holds the failures of earlier iterations
+        if trains == "failure" and s.d_fail == "buffer":  # also failures of earlier iterations
             for j, agent in itertools.product(range(1, i), agents):
                 usable_rollouts(run, agent, j, earlier)
         rows = []
         for expert in run.read_jsonl("experts.jsonl"):
             task = expert["task"]
-            of_target, of_second, old = (found.get(task, []) for found in (own, other, earlier))
+            e_tgt, e_second, old = (found.get(task, []) for found in (target, second, earlier))
             if trains == "target":
-                pairs = d_tgt(expert, of_target, of_second, s, dropped)
+                pairs = d_tgt(expert, e_tgt, e_second, s, dropped)
             elif trains == "positive":
                 # Section 5.4: "trained in the same manner as ETO using only expert and the agent's
                 # own failures". What the target then learns from is not said; here both agents'
                 # trajectories, as beside a failure agent, so that nothing else differs.
-                pairs = d_tgt(expert, of_second, [], s, dropped)
+                pairs = d_tgt(expert, e_second, [], s, dropped)
             else:
-                pairs = d_fail(of_target, of_second, old, s, dropped)
+                pairs = d_fail(e_tgt, e_second, old, s, dropped)
             rows += [dict(task=task, trains=trains, **pair) for pair in pairs]
         run.write_jsonl(out, rows)
         run.log("pairs", iteration=i, trains=trains, kept=Counter(row["kind"] for row in rows),
@@ -452,16 +456,17 @@ def train_ppo(run: Run, i: int) -> None:
 # ----------------------------------------------------------------------------------- the pairs
 
 
-def d_tgt(expert: dict, own: list[dict], other: list[dict], s: Settings,
+def d_tgt(expert: dict, target: list[dict], failure: list[dict], s: Settings,
           dropped: Counter) -> list[dict]:
     """The target's pairs for one instruction, Eq. (8), with the weights of Section 4.3.
 
-    expert, own (the target's rollouts) and other (the failure agent's) are trajectories with a
-    reward in [0, 1]. Returns rows of pairs-*.jsonl without task and trains; counts in `dropped`,
-    by reason, the comparisons that make no pair.
+    expert, and this iteration's rollouts of the target and of the failure agent, are trajectories
+    with a reward in [0, 1]. Returns rows of pairs-*.jsonl without task and trains; counts in
+    `dropped`, by reason, the comparisons that make no pair.
     """
+    # Eq. (8): D_tgt = {e_exp > e_tgt} u {e_exp > e_fail} u {e_w > e_l in F_tgt x F_fail}, by reward
     pairs = []
-    for prediction in own + other:
+    for prediction in target + failure:
         kind = f"expert>{prediction['agent']}"
         if prediction["reward"] < expert["reward"]:
             pairs.append((kind, expert, prediction))
@@ -477,7 +482,7 @@ def d_tgt(expert: dict, own: list[dict], other: list[dict], s: Settings,
     if s.d_tgt_failures == "none":
         return rows
     # F_tgt x F_fail: DPO alone, lambda_SFT = 0.
-    for w, l in ordered_failures(itertools.product(own, other), dropped):
+    for w, l in ordered_failures(itertools.product(target, failure), dropped):
         if s.d_tgt_failures == "hard" and w["reward"] < s.hard_threshold:
             dropped["no hard failure"] += 1
         else:
@@ -485,16 +490,19 @@ def d_tgt(expert: dict, own: list[dict], other: list[dict], s: Settings,
     return rows
 
 
-def d_fail(own: list[dict], other: list[dict], earlier: list[dict], s: Settings,
+def d_fail(target: list[dict], failure: list[dict], earlier: list[dict], s: Settings,
            dropped: Counter) -> list[dict]:
-    """The failure agent's pairs for one instruction, Eq. (6): a better failure is preferred.
+    """The failure agent's pairs for one instruction, Eq. (6): the better failure is preferred.
 
-    Arguments and result as for `d_tgt`; `earlier` are rollouts of earlier iterations.
+    target, failure: this iteration's rollouts of the two agents; earlier: both agents' rollouts of
+    earlier iterations. Result and `dropped` as for `d_tgt`.
     """
     if s.d_fail == "none":  # the failure agent stays as it is
         return []
-    candidates = (itertools.product(own, other) if s.d_fail == "cross" else
-                  itertools.combinations(own + other + earlier, 2))
+    # Eq. (6): D_fail = {e_w > e_l in F_tgt x F_fail}; "all" has the pairs within one agent too,
+    # since the failure agent learns from failures "from both the target and itself" (Section 4.2).
+    candidates = (itertools.product(target, failure) if s.d_fail == "cross" else
+                  itertools.combinations(target + failure + earlier, 2))
     return [pair_row("failure>failure", w, l, 1.0, sft_weight=0.0)
             for w, l in ordered_failures(candidates, dropped)]
 
@@ -536,8 +544,9 @@ def preference_groups(run: Run, agent: str, i: int) -> list[dpo.Group]:
         task = p["task"]
         group = groups.setdefault(task, dpo.Group(task, []))
         # A rejected trajectory that wanders on long after the expert was done teaches little.
-        longest = trajectories[task, "expert", 0, 0]["steps"] + s.cut_turns
-        longest = longest if s.cut_turns >= 0 else math.inf
+        longest = math.inf
+        if s.cut_turns >= 0:
+            longest = trajectories[task, "expert", 0, 0]["steps"] + s.cut_turns
         indices = []
         for side in ("chosen", "rejected"):
             key = (task, p[side]["agent"], p[side]["iteration"], p[side]["rollout"])
@@ -558,6 +567,9 @@ def cut(ids: list[int], mask: list[int], turns: int | None) -> dpo.Sequence:
     ends = [k + 1 for k in range(len(mask)) if mask[k] and (k + 1 == len(mask) or not mask[k + 1])]
     end = len(ids) if turns is None or turns >= len(ends) else ends[turns - 1]
     return dpo.Sequence(ids[:end], mask[:end])
+
+
+# ------------------------------------------------------------------------------ start and end
 
 
 def seed_of(*parts) -> int:
@@ -584,6 +596,8 @@ def main(argv: list[str]) -> None:
     settings = parse(argv)
     disable_progress_bar()  # one bar per phase is ours; those of loading and saving are noise
     if settings.dry_run:
+        if os.environ.get("RANK", "0") != "0":
+            return
         check_model(settings.model, settings.max_tokens, weights=False)
         return dry_run(settings, partial(make_env, settings))
     accelerator = make_accelerator(settings)

@@ -311,7 +311,10 @@ def dpo_loss(policy_chosen, policy_rejected, reference_chosen, reference_rejecte
 
 
 def sft_objective(model, groups: list[Group]):
-    """Eq. (3)-(5) summed over the groups' trajectories: (), and no statistics."""
+    """Eq. (3)-(5) summed over the groups' trajectories: (), and no statistics.
+
+    Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A), A the tokens of thoughts and actions.
+    """
     return -action_log_probs(model, [s for g in groups for s in g.sequences]).sum(), {}
 
 
@@ -335,8 +338,8 @@ def preference_objective(model, groups: list[Group], beta, lambda_dpo=1.0, lambd
     weight = policy.new_tensor([p.weight for p in pairs])                                 # (P,)
     sft_weight = policy.new_tensor([p.sft_weight for p in pairs])                         # (P,)
 
-    scale = tokens if log_prob == "mean" else torch.ones_like(tokens)
-    pi, ref = policy / scale, reference / scale
+    length = tokens if log_prob == "mean" else torch.ones_like(tokens)
+    pi, ref = policy / length, reference / length
     preference, margin = dpo_loss(pi[chosen], pi[rejected], ref[chosen], ref[rejected], beta)
     # Eq. (9): L = lambda_DPO L_DPO + lambda_SFT E[-log pi(e_chosen|u)], failure pairs without SFT
     sft = -policy[chosen] / (tokens[chosen] if sft_term == "mean" else 1)                 # (P,)
@@ -499,14 +502,15 @@ def fit(accelerator, model, epochs: list[list[list[Group]]], objective, normalis
         divisor, total, statistics = normaliser(batch), 0.0, {}
         work = micro_batches(accelerator, batch, tokens_per_forward)
         for i, (pack, idle) in enumerate(work, 1):
-            # DDP sums over ranks once a step; shards do at every pass, to keep one share each.
+            # DDP all-reduces once a step; FSDP reduce-scatters after every pass, so that no rank
+            # holds whole gradients.
             with nullcontext() if i == len(work) else accelerator.no_sync(model):
                 with scale.precision(accelerator, model):
                     loss, sums = objective(model, pack)
                 if not torch.isfinite(loss):
                     raise FloatingPointError(f"loss {loss.item()} at step {step} on tasks "
                                              f"{', '.join(g.task for g in pack)}")
-                # The sum over ranks is divided by ranks, but the divisor counts all of them.
+                # Both average over ranks, but the divisor counts the pairs of all: undo it.
                 accelerator.backward(loss * (0 if idle else ranks / divisor))
             if idle:
                 continue

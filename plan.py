@@ -76,7 +76,7 @@ def dry_run(s: Settings, make_env) -> None:
     lines += [f"disk: {kept / 1e9:,.0f} GB of agents, {inside / 1e9:,.0f} GB for checkpoints "
               "inside a phase"]
     room = FITS * memory
-    fit = int((room - 2 * numbers) // slot)
+    fit = slots_that_fit(room - 2 * numbers, slot)
     if fit < s.slots:
         lines += [f"{s.slots} slots do not fit beside the replica: {max(fit, 0)} will be used"]
     print("\n".join(lines))
@@ -174,6 +174,11 @@ def phases(s: Settings, found: Lengths, agents: int, numbers: int, slot: int, gp
                     f"environments, at {ARITHMETIC:.0%} of the GPUs' bf16 rate in training and "
                     f"{BANDWIDTH:.0%} of their bandwidth in rollouts (assumed), if agents' "
                     "episodes are as long as experts'"]
+
+
+def slots_that_fit(free: float, slot: float) -> int:
+    """How many slots of a rollout's cache are made in so many bytes, which a pass needs as well."""
+    return int(0.8 * free // slot)
 
 
 def slot_bytes(config, itemsize: int = 2) -> int:

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 import chat
 import dpo
 import envs
-from plan import cache_shape, slot_bytes
+from plan import cache_shape, slot_bytes, slots_that_fit
 from runner import Run, load_model
 
 
@@ -62,18 +62,24 @@ def play(run: Run, phase: str, agent: Path, episodes: list[Episode], temperature
         if run.settings.method == "chat":  # one process asks, with as many threads as slots
             rows = chat.play(run, episodes, progress) if run.main else []
         else:
-            rows = play_policy(run, agent, share, temperature, progress)
+            rows = play_policy(run, agent, share, temperature, progress, len(episodes))
     rows = sorted(gather_object(rows), key=lambda row: order[row["task"], row["rollout"]])
     lost = [row["task"] for row in rows if row["ended"] == "lost"]
     run.log_dropped(phase, LOST, lost)
+    if too_many(len(lost), len(rows)):
+        raise envs.EnvError(f"{phase}: {len(lost)} of {len(rows)} episodes were lost")
     if lost:
         run.say(f"{phase}: {len(rows) - len(lost)} of {len(rows)} episodes; {LOST} on "
                 f"{', '.join(lost)}")
     return [row for row in rows if row["ended"] != "lost"]
 
 
-def play_policy(run: Run, agent: Path, share: list[Episode], temperature, progress) -> list[dict]:
-    """The rows of `rollout` by the agent in a folder, which is in memory only meanwhile."""
+def play_policy(run: Run, agent: Path, share: list[Episode], temperature, progress,
+                of: int) -> list[dict]:
+    """The rows of `rollout` by the agent in a folder, which is in memory only meanwhile.
+
+    of: episodes of the phase on all ranks, of which `share` is this one's.
+    """
     s, device = run.settings, run.accelerator.device
     bf16 = run.accelerator.mixed_precision == "bf16"
     model = load_model(agent, torch.bfloat16 if bf16 else torch.float32)
@@ -81,14 +87,14 @@ def play_policy(run: Run, agent: Path, share: list[Episode], temperature, progre
     if device.type == "cuda":  # episodes that do not fit beside the replica wait
         free = torch.cuda.mem_get_info(device)[0]
         slot = s.max_tokens * slot_bytes(model.config, model.dtype.itemsize)
-        slots = max(1, min(slots, int(0.8 * free / slot)))
+        slots = max(1, min(slots, slots_that_fit(free, slot)))
     encoder = dpo.Encoder(AutoTokenizer.from_pretrained(agent))
     threads = torch.get_num_threads()
     if device.type == "cpu" and model.num_parameters() < 10_000_000:
         torch.set_num_threads(1)  # several would only wait for each other: 1.6 s against 3.6 s
     rollout(model, encoder, run.make_env, share, temperature=temperature, slots=slots,
             max_tokens=s.max_tokens, max_new_tokens=s.max_new_tokens,
-            tokens_per_forward=s.tokens_per_forward, progress=progress)
+            tokens_per_forward=s.tokens_per_forward, progress=progress, of=of)
     torch.set_num_threads(threads)
     del model
     run.accelerator.free_memory()
@@ -167,10 +173,12 @@ class SlotCache:
         for slot, past, n, mask in self.longer:
             new, end = slice(S, S + n), past + n
             keys[slot, :, past:end], values[slot, :, past:end] = key[:, new], value[:, new]
+            k, v = keys[slot, None, :, :end], values[slot, None, :, :end]
+            if mask is not None and k.is_cuda:  # there a mask and fewer key heads have no kernel
+                k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
             out[new] = F.scaled_dot_product_attention(
-                query[None, :, new], keys[slot, None, :, :end], values[slot, None, :, :end],
-                attn_mask=mask, is_causal=mask is None, scale=scaling,
-                enable_gqa=H != keys.shape[1])[0].transpose(0, 1)
+                query[None, :, new], k, v, attn_mask=mask, is_causal=mask is None, scale=scaling,
+                enable_gqa=H != k.shape[1])[0].transpose(0, 1)
             S += n
         return out[None]
 
@@ -178,7 +186,7 @@ class SlotCache:
 @torch.inference_mode()
 def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, temperature: float,
             slots: int, max_tokens: int, max_new_tokens: int, tokens_per_forward: int,
-            progress=None) -> list[Episode]:
+            progress=None, of: int = 0) -> list[Episode]:
     """Plays the episodes, `slots` side by side, and returns them in the order given.
 
     Each turn of the loop is one forward pass over every slot with something new: one sampled token,
@@ -186,8 +194,8 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
     a prompt that begins like the last one's it reads the rest only. Every episode has its own
     random generator, so what runs beside it changes nothing but rounding. `make_env()` gives each
     slot its environment. An episode whose environment breaks ends "lost", which is no failure of
-    the agent's; EnvError is raised if `check_lost` says that too many are, or after LOST_IN_A_ROW
-    in succession.
+    the agent's; EnvError is raised if `check_lost` says that too many are, of these episodes or of
+    so many on all ranks (`of`), or after LOST_IN_A_ROW in succession.
     """
     if not episodes:  # of a rank's share
         return episodes
@@ -238,7 +246,7 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
                     e.ended, lost_in_a_row = "lost", lost_in_a_row + 1
                     if lost_in_a_row == LOST_IN_A_ROW:
                         raise
-                    check_lost(sum(e.ended == "lost" for e in episodes), len(episodes), error)
+                    check_lost(sum(e.ended == "lost" for e in episodes), of or len(episodes), error)
                 free_if_ended(slot)
 
             # Every single token that waits, then pages while they fit, but one page in any case.
@@ -282,9 +290,13 @@ def rollout(model, encoder: dpo.Encoder, make_env, episodes: list[Episode], *, t
 LOST_SHARE, LOST_IN_A_ROW, LOST = 0.01, 3, "the environment broke"
 
 
+def too_many(lost: int, of: int) -> bool:
+    return 0 < lost == of or lost > max(1, LOST_SHARE * of)
+
+
 def check_lost(lost: int, of: int, error: envs.EnvError) -> None:
     """Tells of an episode that is lost; raises `error` where `lost` of `of` are too many."""
-    if lost == of or lost > max(1, LOST_SHARE * of):
+    if too_many(lost, of):
         raise error
     tqdm.write(f"lost, and left out: {error}", file=sys.stderr)
 

@@ -79,10 +79,11 @@ install() {
 # `accelerate launch` with two changes: without an `accelerate config` of the user it is told what
 # it would otherwise guess aloud, and the exit status of a training process is passed on.
 launch='
-import os, signal, subprocess, sys
+import logging, os, signal, subprocess, sys
 import psutil, torch
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import main
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 if not os.path.isfile(default_config_file):
@@ -94,6 +95,7 @@ if not os.path.isfile(default_config_file):
 # Ctrl-C reaches the training process by itself, kill does not; either way wait until it has ended.
 signal.signal(signal.SIGINT, lambda *_: None)
 signal.signal(signal.SIGTERM, lambda *_: [p.terminate() for p in psutil.Process().children()])
+logging.disable(logging.ERROR)  # of several processes: what the training process said is enough
 try:
     main()
 except subprocess.CalledProcessError as error:  # its message is on the screen already
@@ -101,6 +103,8 @@ except subprocess.CalledProcessError as error:  # its message is on the screen a
 except ChildFailedError as error:  # of several processes; likewise
     code = error.get_first_failure()[1].exitcode
     sys.exit(code if code > 0 else 128 - code)
+except SignalException as error:  # of several processes, which the launcher has ended
+    sys.exit(128 + error.sigval)
 '
 
 command=${1:-} environment=
@@ -127,6 +131,7 @@ if ! lacks=$(satisfied "$python"); then
 fi
 if [ "$command" = test ]; then
     cd "$here"
+    export CUDA_VISIBLE_DEVICES=  # the tests compare to the bit, or nearly, on the CPU
     exec "$python" -m pytest -q -rs -o testpaths=tests -n logical --maxprocesses 4 --dist loadfile "$@"
 fi
 if [[ $command = *-intercode ]]; then exec "$python" "$here/databases.py" "$command" "$@"; fi

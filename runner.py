@@ -25,6 +25,7 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.hub import cached_file, extract_commit_hash
 
 import chat
 import dpo
@@ -72,7 +73,7 @@ class Run:
         accelerator.wait_for_everyone()
 
     def _try_environment(self) -> None:
-        """Its tasks are counted and, once the folder is ours, one is begun: faults show at once."""
+        """Counts its tasks and, once the folder is locked, begins one: faults show at once."""
         s, env = self.settings, self.make_env()
         self.splits = env.test_splits if s.eval_splits == "test" else ("validation",)
         self._check_task_counts(env)
@@ -124,10 +125,13 @@ class Run:
             made_from = {"base": self.first_says(lambda: identity(self.base))}
         if before:
             self._refuse_changes({"base": before["base"]}, made_from)
+            if before.get("code") != code_hash():
+                self.say(f"{self.path} was begun by other code: its finished phases stay as they "
+                         "are. Give another --out to compute all with this code")
         elif self.main:
             write_text(self.path / "config.json", json.dumps(
-                dict(settings=asdict(s), **made_from, commit=git_commit(), versions=versions()),
-                indent=1))
+                dict(settings=asdict(s), **made_from, code=code_hash(), commit=git_commit(),
+                     versions=versions()), indent=1))
         if self.main and not (self.path / "phases.json").exists():
             write_text(self.path / "phases.json", "{}")
 
@@ -320,6 +324,8 @@ class Run:
 
     def agent(self, agent: str, i: int) -> Path:
         """The folder of an agent's checkpoint after iteration i; 0 is after SFT."""
+        if self.settings.method == "evaluate":
+            return self.base
         return self.path / (f"iter{i}/{agent}-agent" if i else f"sft-{agent}")
 
     # Files and log
@@ -358,14 +364,20 @@ def make_accelerator(s: Settings) -> Accelerator:
     gpu = torch.cuda.is_available()  # not MPS: log-probabilities are summed in float64
     # The tiny model computes alike everywhere, so that its results do not depend on the machine.
     bf16 = gpu and s.model != "tiny" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if torch.cuda.device_count() and not gpu and s.model != "tiny":
+        raise SettingsError(f"{torch.cuda.device_count()} GPUs are here, but torch "
+                            f"{torch.__version__} cannot use them; update their driver, or set "
+                            "CUDA_VISIBLE_DEVICES= to train on the CPU")
     try:
         accelerator = Accelerator(
             cpu=not gpu, mixed_precision="bf16" if bf16 else "no", log_with=s.track,
             project_dir=run_path(s),
             # One rank may play for hours longer than another. The launcher sees it if one dies.
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=7))])
-    except ValueError as error:  # of a tracker that does not exist
-        raise SettingsError(f"--track {s.track}: {error}") from None
+    except ValueError as error:
+        if not s.track:
+            raise
+        raise SettingsError(f"--track {s.track}: {error}") from None  # there is no such tracker
     if s.track and not accelerator.log_with:
         raise SettingsError(f"--track {s.track}: its package is not installed; "
                             f"pip install {s.track}")
@@ -454,15 +466,23 @@ def check_model(folder, max_tokens: int, weights: bool = True) -> None:
 
 def identity(folder) -> str:
     """A hash of a model's files, or the commit of one on the hub."""
-    return (digest(Path(folder)) if Path(folder).is_dir() else
-            f"{folder} {AutoConfig.from_pretrained(folder)._commit_hash}")
+    if Path(folder).is_dir():
+        return digest(Path(folder))
+    return f"{folder} {extract_commit_hash(cached_file(folder, 'config.json'), None)}"
+
+
+def code_hash() -> str:
+    """A hash of this project's Python files, changed by every edit."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
 
 
 def git_commit() -> str | None:
+    """The commit of this copy, with -dirty if files differ from it."""
     if not shutil.which("git"):
         return None
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
-                         cwd=Path(__file__).parent)
+    git = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+                         capture_output=True, text=True, cwd=Path(__file__).parent)
     return git.stdout.strip() or None
 
 
@@ -497,7 +517,7 @@ UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, e
 
 @contextmanager
 def writing(path: Path):
-    """Lets what a disk says name `path` where it names nothing itself: an OSError, UNWRITABLE."""
+    """Adds `path` to an error of the disk (UNWRITABLE) that names no file."""
     try:
         yield
     except SafetensorError as error:
@@ -522,7 +542,7 @@ PEER_GONE = ("closed by peer", "reset by peer", "remote process exited", "Broken
 
 
 def one_line(error: Exception) -> str | None:
-    """What a user is told of an error that is theirs or the world's; None: it is a bug."""
+    """The message for an expected error, the user's or the machine's; None: it is a bug."""
     if isinstance(error, (SettingsError, report.RunError)):
         return str(error)
     if isinstance(error, FloatingPointError):
@@ -530,7 +550,7 @@ def one_line(error: Exception) -> str | None:
                 "rate and give another --out")
     if isinstance(error, (envs.EnvError, chat.EndpointError)) or (
             isinstance(error, OSError) and error.errno in UNWRITABLE):
-        return f"{error}. The same command goes on when that is mended"
+        return f"{error}. The same command goes on from here once that is mended"
     if isinstance(error, RuntimeError) and any(s in str(error) for s in PEER_GONE):
         return (f"process {os.environ.get('RANK', '0')} ends because another of this run has ended; "
                 "its message says why")

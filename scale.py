@@ -88,7 +88,7 @@ def disk_bytes(s: Settings, numbers: int) -> tuple[int, int]:
 
     Agents are fp32; a state has weights and two moments, and is there while the next is written.
     """
-    rounds = 1 + s.iterations * (s.method != "sft")
+    rounds = 1 + {"sft": 0, "rft": 1, "dart": 1}.get(s.method, s.iterations)
     return 4 * numbers * len(agents_of(s.method)) * rounds, 2 * 12 * numbers
 
 

@@ -24,11 +24,12 @@ def setting(default, help: str):
 class Settings:
     # What runs
     env: Literal["webshop", "scienceworld", "intercodesql"] = setting("webshop", "environment")
-    method: Literal["sft", "rft", "dart", "ppo", "eto", "positive", "coevolve", "chat"] = setting(
+    method: Literal["sft", "rft", "dart", "ppo", "eto", "positive", "coevolve", "evaluate",
+                    "chat"] = setting(
         "coevolve", "sft: Eq. 3 only; rft: and again with sampled successes; dart: more of them "
         "where it is hard; ppo: from sft on; eto: the loop without the failure agent; positive: "
-        "with a second positive agent in its place; coevolve: the paper; chat: an endpoint, only "
-        "evaluated")
+        "with a second positive agent in its place; coevolve: the paper; evaluate: --model as it "
+        "is; chat: an endpoint, only evaluated")
     model: str = setting("tiny", "hub name or folder; tiny: made from scratch in minutes; "
                          "https://host/v1: a chat endpoint, as --method chat")
     seed: int = setting(0, "seed of everything random in the run")
@@ -71,7 +72,7 @@ class Settings:
 
     # Preference optimisation, Eq. (6)-(9)
     dpo_epochs: int = setting(3, "passes over the pairs of an iteration [App. B]")
-    dpo_batch: int = setting(32, "batch_unit's per optimiser step [App. B]")
+    dpo_batch: int = setting(32, "pairs, or what batch_unit says, per optimiser step [App. B]")
     batch_unit: Literal["pairs", "instructions"] = setting(
         "pairs", "what dpo_batch counts; an instruction's pairs stay together [App. B, ETO]")
     dpo_lr: float = setting(1e-6, "learning rate in iteration 1 [App. B; ETO's script]")
@@ -124,7 +125,7 @@ class Settings:
         "drop", "a trajectory that filled max_tokens: makes no pairs, or is used up to its last "
         "whole turn; either way it is counted [ours]")
     max_new_tokens: int = setting(256, "tokens of one reply [ours]")
-    slots: int = setting(32, "episodes that run side by side; results do not depend on it [ours]")
+    slots: int = setting(32, "episodes that run side by side; it changes rounding only [ours]")
 
     # Baselines
     samples: int = setting(
@@ -258,7 +259,8 @@ def check(s: Settings) -> Settings:
     if s.intercode_data and s.model == "tiny":
         wrong.append("--intercode-data: the tiny model knows the generated databases' words only; "
                      "give another --model")
-    if s.webshop_url and not s.experts:
+    if s.webshop_url and not s.experts and not (
+            s.method == "evaluate" or s.method == "chat" and s.examples == 0):
         wrong.append("--webshop-url: give --experts FILE too; the scripted expert knows the "
                      "embedded shop only")
     if s.webshop_url and s.model == "tiny":
@@ -266,7 +268,7 @@ def check(s: Settings) -> Settings:
                      "another --model")
     if s.dry_run and (s.model == "tiny" or s.method == "chat"):
         wrong.append("--dry-run: is for a model to be trained here; give another --model")
-    if s.dry_run and s.method in ("rft", "dart", "ppo"):
+    if s.dry_run and s.method in ("rft", "dart", "ppo", "evaluate"):
         wrong.append(f"--dry-run: plans no {s.method}; give --method sft, eto, positive or "
                      "coevolve")
     need("examples", lambda x: 0 <= x <= 2, "must be 0, 1 or 2")
@@ -274,8 +276,8 @@ def check(s: Settings) -> Settings:
     if is_endpoint(s.model) and not is_web_address(s.model):
         wrong.append(f"--model {s.model}: must be http://host:port/path or https://host/path")
     if is_endpoint(s.model) != (s.method == "chat"):
-        wrong.append(f"--model {s.model} --method {s.method}: an endpoint takes --method chat and "
-                     "nothing else does")
+        wrong.append(f"--model {s.model} --method {s.method}: an endpoint needs --method chat, "
+                     "and chat an endpoint")
     if s.method == "chat" and not s.model_name:
         wrong.append("--model-name: give the model's name at the endpoint")
     if s.failure_from and s.method != "coevolve":
@@ -361,7 +363,7 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> Settings:
     ours = preset(argv)
     parser.set_defaults(**ours)
     if ours:
-        parser.epilog = ("For this environment and model, in place of the value in brackets: "
+        parser.epilog = ("Preset for this environment and model (the paper's value): "
                          + ", ".join(f"{name} {value} ({getattr(Settings, name)})"
                                      for name, value in ours.items()))
     values, unknown = parser.parse_known_args(argv)

@@ -1,17 +1,18 @@
 """A study: methods x seeds as ordinary runs, then one report on what differs between them.
 
     bash run.sh study webshop                              all methods, five seeds, then the report
-    bash run.sh study webshop --methods eto coevolve --seeds 0 1 --beta 0.2
+    bash run.sh study webshop --methods eto coevolve --beta 0.2 --out runs/study-beta-0.2
     bash run.sh study webshop --report                     the report on what is there so far
 
 Each run is a folder like any other (`STUDY/METHOD-sSEED`): a study that was stopped goes on where
 it was. Seeds come before methods, so that every method has the same seeds at any moment. Settings
 that are not the study's own are given to every run; without a GPU a run has one thread. Of several
-runs side by side each writes to its own `METHOD-sSEED.log`. The report folder holds report.md, report.json,
-the figures and the hardest negatives as conversations.
+runs side by side each writes to its own `METHOD-sSEED.log`. The report folder holds report.md,
+report.json, the figures and the hardest negatives as conversations.
 """
 
 import argparse
+import fcntl
 import itertools
 import json
 import math
@@ -30,18 +31,20 @@ import report
 from settings import SettingsError, parse, without_passwords
 
 # Beside the methods themselves: with as many optimiser steps of the target as co-evolution took on
-# the same seed, with as many rollouts too; a failure agent that is not trained; Figure 4's values.
-METHODS = ("coevolve", "eto", "sft", "positive", "eto-steps", "eto-steps-rollouts",
+# the same seed, with as many rollouts too (the positive agent has them anyway), with steps that
+# read as many tokens; a failure agent that is not trained; Figure 4's values.
+METHODS = ("coevolve", "eto", "sft", "positive", "eto-steps", "eto-steps-rollouts", "eto-tokens",
            "positive-steps", "frozen", "rft", "dart", "ppo", "lambda-0.01", "lambda-0.1",
            "lambda-0.5")
 NAMES = {"coevolve": "co-evolution", "eto": "ETO", "sft": "SFT", "positive": "positive agent",
          "eto-steps": "ETO, equal steps", "eto-steps-rollouts": "ETO, equal steps and rollouts",
-         "positive-steps": "positive agent, equal steps",
+         "eto-tokens": "ETO, equal tokens", "positive-steps": "positive agent, equal steps",
          "frozen": "co-evolution, failure agent frozen", "rft": "RFT", "dart": "RFT + DART",
          "ppo": "PPO"}
 # What the paper says is ahead of what, and the same at equal cost, which it does not say.
 CLAIMS = [("coevolve", "eto", "Tables 3, 4"), ("coevolve", "eto-steps", "ours"),
-          ("coevolve", "eto-steps-rollouts", "ours"), ("coevolve", "positive", "Section 5.4"),
+          ("coevolve", "eto-steps-rollouts", "ours"), ("coevolve", "eto-tokens", "ours"),
+          ("coevolve", "positive", "Section 5.4"),
           ("coevolve", "positive-steps", "ours"), ("coevolve", "frozen", "ours"),
           ("positive", "eto", "ours"), ("coevolve", "ppo", "Table 3"),
           ("coevolve", "dart", "Section 5.3"), ("coevolve", "rft", "Table 3"),
@@ -71,22 +74,40 @@ def flags(method: str, folder: Path, seed: int) -> list[str]:
         found += ["--lambda-sft", method.removeprefix("lambda-")]
     if method == "frozen":
         found += ["--d-fail", "none"]
-    if "-steps" in method:
-        like = folder / f"coevolve-s{seed}"
-        found += ["--dpo-steps", str(target_steps(like))]
+    if likes := equals(method):
+        like, *eto = [folder / f"{other}-s{seed}" for other in likes]
+        steps, tokens = mean_cost(like)
+        if eto:
+            eto_steps, eto_tokens = mean_cost(*eto)
+            steps = eto_steps * tokens / eto_tokens
+        found += ["--dpo-steps", str(max(1, round(steps)))]
         if "-rollouts" in method:
             found += ["--rollouts", str(2 * report.result(like)["settings"]["rollouts"])]
     return found
 
 
-def target_steps(run: Path) -> int:
-    """Optimiser steps of the target in an iteration of a run, the mean over iterations, rounded."""
-    steps = [e["steps"] for e in phases(run) if e["phase"].endswith("-target") and "steps" in e
-             and e["phase"].startswith("iter")]
-    if not steps:
-        raise report.RunError(f"{run}: the target was not trained in it; let co-evolution's run "
-                              "finish before those at equal steps")
-    return max(1, round(sum(steps) / len(steps)))
+def equals(method: str) -> tuple[str, ...]:
+    """Whose runs say how long the target trains: those at equal cost with co-evolution."""
+    return (("coevolve",) if "-steps" in method else
+            ("coevolve", "eto") if "-tokens" in method else ())
+
+
+def mean_cost(run: Path) -> tuple[float, float]:
+    """Optimiser steps and tokens of the target's training in an iteration, means over iterations.
+
+    Tokens are those of the trajectories, counted as often as they are read.
+    """
+    trained = [(e["steps"], e.get("tokens", 0)) for e in target_phases(run)]
+    if not sum(tokens for _, tokens in trained):
+        raise report.RunError(f"{run}: the target was not trained in it; let this run finish "
+                              "before those at equal cost")
+    return tuple(np.mean(trained, axis=0).tolist())
+
+
+def target_phases(run: Path) -> list[dict]:
+    """The target's training phases after the first SFT; -sft is RFT's second."""
+    return [e for e in phases(run) if e["phase"].startswith("iter") and "steps" in e
+            and e["phase"].endswith(("-target", "-sft"))]
 
 
 def play(env: str, methods: list[str], seeds: list[int], folder: Path, more: list[str],
@@ -98,8 +119,8 @@ def play(env: str, methods: list[str], seeds: list[int], folder: Path, more: lis
     folder.mkdir(parents=True, exist_ok=True)  # for the logs
 
     def one(seed, method):
-        if "-steps" in method:
-            started[seed, "coevolve"].result()
+        for other in equals(method):
+            started[seed, other].result()
         if any(run.done() and run.exception() for run in list(started.values())):
             return  # the study ends
         name = f"{method}-s{seed}"
@@ -110,7 +131,8 @@ def play(env: str, methods: list[str], seeds: list[int], folder: Path, more: lis
 
     with ThreadPoolExecutor(jobs) as pool:
         for seed, method in itertools.product(seeds, methods):
-            if method != f"lambda-{ours:g}":  # which is co-evolution as it is
+            same = method == f"lambda-{ours:g}" and "coevolve" in methods  # it is that run
+            if not same:
                 started[seed, method] = pool.submit(one, seed, method)
     for run in started.values():
         run.result()
@@ -118,7 +140,10 @@ def play(env: str, methods: list[str], seeds: list[int], folder: Path, more: lis
 
 def launch(env: str, command: list[str], log: Path | None) -> None:
     """`run.sh ENV COMMAND`, its output in `log`, if any. SettingsError unless it ends with 0."""
-    run_sh = Path(__file__).parent / "run.sh"
+    run_sh, lock = Path(__file__).parent / "run.sh", Path(command[-1]) / "lock"
+    if lock.exists():
+        with open(lock) as held:  # by a run that outlived a study that was killed: it ends first
+            fcntl.flock(held, fcntl.LOCK_EX)
     with open(log, "a") if log else nullcontext() as to:
         child = subprocess.Popen(["bash", str(run_sh), env, *command], stdout=to, stderr=to,
                                  env={**os.environ, "PYTHON": sys.executable})
@@ -150,6 +175,23 @@ def finished(folder: Path) -> dict[str, dict[int, Path]]:
         if method in METHODS and seed.isdigit() and (path / "result.json").exists():
             runs.setdefault(method, {})[int(seed)] = path
     return {method: dict(sorted(runs[method].items())) for method in METHODS if method in runs}
+
+
+def refuse_unlike(runs: dict[str, dict[int, Path]]) -> None:
+    """RunError if runs differ in more than the seed and what the study varies between methods."""
+    first = {}
+    for method, path in ((m, path) for m, found in runs.items() for path in found.values()):
+        own = {"method"}  # what `flags` gives this method
+        own |= {"lambda_sft"} if method.startswith("lambda-") else set()
+        own |= {"d_fail"} if method == "frozen" else set()
+        own |= {"rollouts"} if "-rollouts" in method else set()
+        for name, value in report.result(path)["settings"].items():
+            if name in report.MAY_DIFFER or (name == "dpo_steps" and equals(method)):
+                continue
+            other, before = first.setdefault((method if name in own else "", name), (path, value))
+            if value != before:
+                raise report.RunError(f"{path} and {other} differ in {name} ({value}, {before}); "
+                                      "give each study a folder of its own")
 
 
 # ------------------------------------------------------------------------------ statistics
@@ -204,11 +246,11 @@ def scores(run: Path, *agents: str) -> dict[str, list[dict]]:
 
 
 def cost(run: Path) -> dict:
-    """Optimiser steps after the first SFT, the target's and all agents'; rollouts."""
-    trained = [e for e in phases(run) if e["phase"].startswith("iter") and "steps" in e]
-    return dict(target_steps=sum(e["steps"] for e in trained
-                                 if e["phase"].endswith(("-target", "-sft"))),  # -sft: RFT's second
-                all_steps=sum(e["steps"] for e in trained),
+    """Steps after the first SFT, the target's and all agents'; the target's tokens; rollouts."""
+    return dict(target_steps=sum(e["steps"] for e in target_phases(run)),
+                all_steps=sum(e["steps"] for e in phases(run) if e["phase"].startswith("iter")
+                              and "steps" in e),
+                target_tokens=sum(e.get("tokens", 0) for e in target_phases(run)),
                 rollouts=sum(e["trajectories"] for e in report.result(run)["exploration"]))
 
 
@@ -283,6 +325,17 @@ def embedder(policy: Path, hub_name: str | None):
     return embed
 
 
+def check_encoder(hub_name: str) -> None:
+    """SettingsError, before any run, unless the encoder's configuration and tokenizer are there."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        AutoConfig.from_pretrained(hub_name), AutoTokenizer.from_pretrained(hub_name)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"--encoder {hub_name}: {str(error).splitlines()[0]}; give a hub name "
+                            "within reach, or a folder") from None
+
+
 # ---------------------------------------------------------------------------------- the report
 
 
@@ -291,6 +344,7 @@ def write_report(env: str, folder: Path, encoder: str | None) -> str:
     runs = finished(folder)
     if not runs:
         raise report.RunError(f"{folder}: no finished run in it (METHOD-sSEED with result.json)")
+    refuse_unlike(runs)
     out = folder / "report"
     out.mkdir(exist_ok=True)
     by_run, second = ({(m, s): scores(path, *agents) for m, found in runs.items()
@@ -328,7 +382,7 @@ def main_table(runs, by_run, splits) -> dict:
     costs = {m: [cost(path) for path in found.values()] for m, found in runs.items()}
     return {m: {**finals(by_run, m, splits),
                 **{key: float(np.mean([c[key] for c in costs[m]]))
-                   for key in ("target_steps", "all_steps", "rollouts")}}
+                   for key in ("target_steps", "all_steps", "target_tokens", "rollouts")}}
             for m in runs}
 
 
@@ -430,9 +484,10 @@ def figure4(runs, by_run, splits) -> dict:
         for seed, path in runs[m].items():
             weight = report.result(path)["settings"]["lambda_sft"]
             for split in splits:
-                values.setdefault(weight, {}).setdefault(split, []).append(
+                values.setdefault(weight, {}).setdefault(split, {})[seed] = (
                     by_run[m, seed][split][-1]["reward"])
-    return {str(w): {split: interval(v) for split, v in values[w].items()} for w in sorted(values)}
+    return {str(w): {split: interval(v.values()) for split, v in values[w].items()}
+            for w in sorted(values)}
 
 
 def text_of(x: dict | None, digits: int = 3) -> str:
@@ -455,12 +510,13 @@ def markdown(n: dict, splits: list[str]) -> str:
     lines = [f"# Study on {n['environment']}", "",
              "Greedy evaluation of the target after its last iteration: mean over seeds ± half of "
              "the 95% t interval, reward and, in brackets, success rate.", ""]
-    lines += table_of(["method", "seeds", *splits, "steps of the target", "of all agents",
-                       "rollouts"],
+    lines += table_of(["method", "seeds", *splits, "steps of the target", "steps of all agents",
+                       "M tokens in the target's training", "rollouts"],
                       [(name_of(m), " ".join(map(str, n["seeds"][m])),
                         *(f"{text_of(row[f'{s} reward'])} ({text_of(row[f'{s} success'])})"
-                          for s in splits), *(f"{row[key]:,.0f}" for key in
-                                              ("target_steps", "all_steps", "rollouts")))
+                          for s in splits), f"{row['target_steps']:,.0f}",
+                        f"{row['all_steps']:,.0f}", f"{row['target_tokens'] / 1e6:.2f}",
+                        f"{row['rollouts']:,.0f}")
                        for m, row in n["main"].items()])
     if n["second_agents"]:
         lines += ["The second agents, the failure agent or the second positive one:", ""]
@@ -493,7 +549,7 @@ def markdown(n: dict, splits: list[str]) -> str:
         names = list(dict.fromkeys(name for row in n["course"] for name in row))
         lines += table_of(names, [[f"{row[k]:.3g}" if k in row else "-" for k in names]
                                   for row in n["course"]])
-    if n["figure3"]:
+    if n["figure3"] and n["figure3"]["means"]:
         lines += ["## Figure 3: distance between the failures of an instruction, 1 - cos", "",
                   f"Embedded by {n['figure3']['encoder']}.", "", "![](figure3.png)", ""]
         lines += table_of(["agent", "mean of seeds ± 95%", "instructions"],
@@ -513,17 +569,18 @@ def markdown(n: dict, splits: list[str]) -> str:
 
 
 def at_equal_cost(rows: list[dict]) -> list[str]:
-    """Which differences survive: a line for each claim of `paired_table` at equal steps."""
+    """Which differences survive: for each claim at equal cost the verdict at equal epochs, then."""
+    verdict = {(r["a"], r["b"], r["measure"], r["split"]): r["verdict"] for r in rows}
     found = {}
-    for r in rows:
-        if "-steps" in r["b"]:
-            name = f"{name_of(r['a'])} - {name_of(r['b'])}"
-            found.setdefault(name, {}).setdefault(r["verdict"], []).append(
-                f"{r['measure']} on {r['split']}")
-    lines = [f"- {name}: " + "; ".join(f"{verdict} in {', '.join(where)}"
-                                       for verdict, where in verdicts.items())
-             for name, verdicts in found.items()]
-    return ["At equal cost (steps of the target):", "", *lines, ""] if lines else []
+    for (a, b, measure, split), then in verdict.items():
+        if equals(b):
+            before = verdict.get((a, method_of(b), measure, split), "not compared")
+            found.setdefault(f"{name_of(a)} - {name_of(b)}", {}).setdefault(
+                f"{before} at equal epochs, then {then}", []).append(f"{measure} on {split}")
+    lines = [f"- {name}: " + "; ".join(f"{change} in {', '.join(where)}"
+                                       for change, where in changes.items())
+             for name, changes in found.items()]
+    return ["What survives at equal cost:", "", *lines, ""] if lines else []
 
 
 def draw(n: dict, splits: list[str], out: Path) -> None:
@@ -555,8 +612,8 @@ def draw(n: dict, splits: list[str], out: Path) -> None:
                frameon=False, fontsize=8)
     save(fig, "curves.png")
 
-    if n["figure3"]:
-        found = n["figure3"]["distances"]
+    if n["figure3"] and n["figure3"]["means"]:
+        found = {name: d for name, d in n["figure3"]["distances"].items() if d}
         fig, (left, right) = plt.subplots(1, 2, figsize=(9.2, 4), layout="constrained")
         edges = np.histogram_bin_edges(sum(found.values(), []), 30)
         for name, values in found.items():
@@ -599,11 +656,14 @@ def main(argv: list[str]) -> None:
         raise SettingsError("a study takes --methods and --seeds, not --method and --seed")
     if asked.jobs < 1:
         raise SettingsError(f"--jobs {asked.jobs}: give 1 or more")
+    parse(["--env", asked.env, *more])
+    if asked.encoder:
+        check_encoder(asked.encoder)
     if not asked.report:
-        steps = [m for m in asked.methods if "-steps" in m]
-        if steps and "coevolve" not in asked.methods:
-            raise SettingsError(f"{steps[0]} takes its steps from co-evolution's runs; add "
-                                "coevolve to --methods")
+        for method, other in ((m, other) for m in asked.methods for other in equals(m)):
+            if other not in asked.methods:
+                raise SettingsError(f"{method} takes its steps from runs of {other}; add {other} "
+                                    "to --methods")
         if not GPU:  # also, the cores of a machine must not change what a study finds
             more = ["--threads", "1", *more]
         methods, seeds = sorted(set(asked.methods), key=METHODS.index), dict.fromkeys(asked.seeds)

@@ -79,13 +79,19 @@ def make_groups(vocabulary, count, low, high):
     return groups
 
 
-def forward_flops(config, lengths) -> float:
-    """FLOP of one forward pass: 2 a weight and token, and the attention of each token to half."""
+def forward_flops(config, sequences) -> float:
+    """FLOP of one forward pass: 2 a weight and token, and the attention of each token to half.
+
+    Embeddings are looked up, and the vocabulary is projected for action tokens alone.
+    """
     with FakeTensorMode():
-        weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        model = AutoModelForCausalLM.from_config(config)
+    weights = sum(p.numel() for p in model.get_decoder().layers.parameters())
+    head = model.get_output_embeddings().weight.numel()
     c = config
     attention = 2 * c.num_hidden_layers * c.num_attention_heads * c.head_dim
-    return sum(2 * weights * n + attention * n * n for n in lengths)
+    return sum(2 * weights * len(s.ids) + 2 * head * s.action_tokens + attention * len(s.ids) ** 2
+               for s in sequences)
 
 
 def training(config, accelerator, low, high, steps) -> list[tuple]:
@@ -121,9 +127,9 @@ def training(config, accelerator, low, high, steps) -> list[tuple]:
                   f"({predicted / peak - 1:+.0%})")]
     rates, shares = [], []
     for batch, seconds in list(zip(batches, times))[1:]:  # the first one warms up
-        lengths = [len(s.ids) for g in batch for s in g.sequences]
-        rates.append(sum(lengths) / seconds)
-        shares.append(3 * forward_flops(config, lengths) / seconds)
+        sequences = [s for g in batch for s in g.sequences]
+        rates.append(sum(len(s.ids) for s in sequences) / seconds)
+        shares.append(3 * forward_flops(config, sequences) / seconds)
     rows.append(("training, tokens/s", f"{median(rates):,.0f} ({min(rates):,.0f} to "
                                        f"{max(rates):,.0f})"))
     known = device.type == "cuda" and next(

@@ -159,6 +159,8 @@ def test_what_may_pass_is_tried_again_with_growing_waits(endpoint, fault):
     ([(302, "", {"Location": "http://elsewhere"})], 1, "status 302"),
     ([(400, "no\nsuch model", {})], 1, "status 400: no such model"),
     ([(200, '{"error": "we are sorry"}', {})] * 8, 8, "we are sorry"),
+    ([(404, "not here", {})], 1, "status 404: not here (most addresses end in /v1)"),
+    ([(200, "[" * 100_000, {})] * 8, 8, "(attempt 8)"),
     ([(529, "overloaded", {})] * 8, 8, "status 529: overloaded (attempt 8)"),
     ([(401, "x" * 190 + KEY, {})], 1, "status 401: xxx"),
     ([(503, "no", {})] * 8, 8, "status 503: no (attempt 8)"),
@@ -183,6 +185,7 @@ def test_replies_that_the_endpoint_cut_are_counted(endpoint, run):
 @pytest.mark.parametrize("message, usage, tokens", [
     (dict(content=[dict(type="text", text="c"), dict(type="text", text="d")]), {}, 0),
     (dict(content="cd"), None, 0),
+    (dict(content="cd"), dict(prompt_tokens=5, completion_tokens=-3), 5),
     (dict(content="cd"), dict(prompt_tokens=5, completion_tokens=None), 5)])
 def test_answers_in_parts_and_without_usage_are_read(endpoint, message, usage, tokens):
     endpoint.faults = [(200, json.dumps(dict(choices=[dict(message=message)], usage=usage)), {})]
@@ -191,6 +194,36 @@ def test_answers_in_parts_and_without_usage_are_read(endpoint, message, usage, t
     assert used["unreported"] == (not usage)
     rows = [dict.fromkeys(chat.USAGE, 1) | used]
     assert ("dollars" in chat.cost(rows, settings(endpoint, price_in=1.0))) == bool(usage)
+
+
+@pytest.mark.parametrize("message, reply", [
+    (dict(role="assistant", reasoning="so"), ""), (dict(content=None), ""), (dict(content=7), "7"),
+    (dict(content=f"your key is {KEY}"), "your key is ***")])
+def test_odd_contents_are_replies_too(endpoint, message, reply):
+    endpoint.faults = [(200, json.dumps(dict(choices=[dict(message=message)])), {})]
+    found, used = chat.Endpoint(settings(endpoint))([dict(role="user", content="?")])
+    assert found == reply and used["requests"] == 1 and len(endpoint.seen) == 1
+
+
+def test_parameters_that_a_model_refuses_are_sent_otherwise(endpoint, capsys):
+    endpoint.faults = [
+        (400, "Unsupported parameter: 'max_tokens' ... Use 'max_completion_tokens' instead.", {}),
+        (400, "Unsupported value: 'temperature' does not support 0 with this model.", {})]
+    model = chat.Endpoint(settings(endpoint, max_new_tokens=50), lambda seconds: 1 / 0)
+    for _ in range(2):
+        model([dict(role="user", content="?")])
+    assert "takes no temperature: its own is used" in capsys.readouterr().err
+    bodies = [{k: v for k, v in body.items() if k != "messages"} for _, _, body in endpoint.seen]
+    assert bodies == [dict(model="m", temperature=0, max_tokens=50),
+                      dict(model="m", temperature=0, max_completion_tokens=50),
+                      dict(model="m", max_completion_tokens=50)] + [
+                      dict(model="m", max_completion_tokens=50)]
+
+
+def test_an_address_may_name_the_whole_path(endpoint):
+    for address in (endpoint.url, f"{endpoint.url}/", f"{endpoint.url}/chat/completions"):
+        chat.Endpoint(Settings(method="chat", model=address, model_name="m"))([])
+    assert {path for path, _, _ in endpoint.seen} == {"/v1/chat/completions"}
 
 
 def test_a_refusal_without_a_key_names_the_variable(endpoint, monkeypatch):

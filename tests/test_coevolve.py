@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker, register_tracker_class
+from conftest import make_model, make_tokenizer
 from safetensors.torch import load_file, save_file
 
 import coevolve
@@ -230,7 +231,7 @@ def test_a_quick_run_makes_the_files_of_the_contract(quick):
                  "iter1/failure-agent/model.safetensors", "eval-1-target-test.jsonl"):
         assert (out / name).exists(), name
     fields = {"task", "agent", "iteration", "rollout", "seed", "messages", "ids", "action_mask",
-              "reward", "steps", "ended"}
+              "reward", "steps", "cut_replies", "ended"}
     trajectories = {}
     for name, agent in (("experts", "expert"), ("iter1/target", "target"),
                         ("iter1/failure", "failure")):
@@ -300,6 +301,25 @@ def test_a_finished_run_says_so_and_trains_nothing(quick):
     before = contents(quick[0])
     assert "was finished before" in finish(quick[0])
     assert contents(quick[0]) == before
+
+
+def test_a_hub_name_runs_from_the_cache(tmp_path):
+    """A cache as the hub's client keeps it, and no network; the commit identifies the model."""
+    commit, repo = "0123456789abcdef0123456789abcdef01234567", tmp_path / "hub/models--org--small"
+    tokenizer = make_tokenizer("chatml")
+    model = make_model(len(tokenizer), dtype=torch.float32)
+    model.config.max_position_embeddings = 4096
+    model.save_pretrained(repo / "snapshots" / commit)
+    tokenizer.save_pretrained(repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs/main").write_text(commit)
+    command = [sys.executable, str(ROOT / "coevolve.py"), "--model", "org/small", "--method", "sft",
+               "--train-tasks", "1", "--eval-tasks", "1", "--sft-epochs", "1", "--view", "short",
+               "--max-tokens", "1200", "--max-new-tokens", "2", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={
+        **os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads((tmp_path / "run/config.json").read_text())["base"] == f"org/small {commit}"
 
 
 def test_eto_is_the_same_run_without_the_failure_agent(quick, tmp_path):

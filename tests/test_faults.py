@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,6 +147,24 @@ def test_how_many_may_be_lost():
             rollout.check_lost(lost, of, error)
 
 
+def test_losses_are_counted_over_all_ranks(monkeypatch):
+    """200 episodes on four ranks: each may lose two, 1% of 200, but together they lost three."""
+    rows = [dict(task=str(n), rollout=0, ended="lost" if n < 3 else "done") for n in range(200)]
+    monkeypatch.setattr(rollout, "play_policy", lambda *_: rows[:50])
+    monkeypatch.setattr(rollout, "gather_object", lambda _: rows)
+    logged = []
+    run = SimpleNamespace(
+        accelerator=SimpleNamespace(process_index=0, num_processes=4), bar=lambda *_: nullcontext(),
+        settings=SimpleNamespace(method="eto"), say=lambda line: None,
+        log_dropped=lambda phase, reason, tasks: logged.append(len(tasks)))
+    episodes = [rollout.Episode(str(n), "target", 1, 0, 0) for n in range(200)]
+    with pytest.raises(envs.EnvError, match="explore: 3 of 200 episodes were lost"):
+        rollout.play(run, "explore", Path("agent"), episodes, 0.7)
+    rows[2]["ended"] = "done"
+    assert len(rollout.play(run, "explore", Path("agent"), episodes, 0.7)) == 198
+    assert logged == [3, 2]
+
+
 def test_many_losses_in_a_row_are_a_world_that_is_gone(agent, monkeypatch):
     monkeypatch.setattr(envs.Resumed, "waits", ())
     monkeypatch.setattr(rollout, "LOST_SHARE", 1.0)
@@ -229,7 +247,7 @@ def test_lost_tasks_are_named_and_the_mean_says_over_how_many(toy_run, capfd):
     assert {(e["phase"], *e["tasks"]) for e in lost} >= {("experts", "toy-train-5"),
                                                          ("evaluate-target 0", "toy-test-2")}
     assert "7 of 8 episodes; the environment broke on toy-test-2" in said.out
-    assert "7 (1 lost)" in said.out  # the closing table
+    assert "7 (1 lost" in said.out  # the closing table
     assert not any("toy-test-2" in path.read_text() for path in run.glob("eval-*.jsonl"))
 
 

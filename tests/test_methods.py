@@ -102,6 +102,26 @@ def test_sft_stops_after_its_evaluation(run):
     assert [e["iteration"] for e in events(r, "evaluation")] == [0]
 
 
+def test_a_checkpoint_is_evaluated_as_in_the_run_that_made_it(run):
+    first = run("eto", sft_lr=1e-2)
+    again = run("evaluate", "again", model=str(first.path / "iter1/target-agent"))
+    kept = ("task", "ids", "reward", "steps", "ended")
+    rows, expected = (([[row[key] for key in kept] for row in r.read_jsonl(name)]) for r, name in (
+        (again, "eval-0-target-test.jsonl"), (first, "eval-1-target-test.jsonl")))
+    assert rows == expected and len(rows) == TASKS
+    assert not [p.name for p in again.path.iterdir() if p.is_dir()]
+
+
+def test_a_run_continued_by_other_code_says_so(run, monkeypatch, capsys):
+    run("sft")
+    capsys.readouterr()
+    run("sft")
+    assert "by other code" not in capsys.readouterr().out
+    monkeypatch.setattr("runner.code_hash", lambda: "edited")
+    run("sft")
+    assert "by other code: its finished phases stay as they are" in capsys.readouterr().out
+
+
 def test_join_by_hand():
     def row(task, reward, *replies, agent="target"):
         turns = [{"role": "assistant", "content": text} for text in replies]
@@ -153,7 +173,12 @@ def test_dart_samples_more_where_the_first_samples_failed(run):
     assert all(extra[task] == 2 * n for task, n in failures.items())
     assert min(e["rollout"] for e in more) == 4
     assert len({(e["task"], e["seed"]) for e in first + more}) == len(first + more)
-    assert events(r, "joined")[0]["successes"] > 0
+    new = {(e["task"], e["messages"][1]["content"]) for e in first + more if e["reward"] == 1}
+    new -= {(f"train-{i}", "c") for i in range(TASKS)}
+    joined = r.read_jsonl("iter1/experts.jsonl")[TASKS:]
+    assert {(e["task"], e["messages"][1]["content"]) for e in joined} == new
+    assert len(joined) == len(new) == events(r, "joined")[0]["successes"]
+    assert any(e["rollout"] >= 4 for e in joined)  # of the second sampling
 
 
 def test_ppo_starts_at_the_sft_policy_and_moves(run):
@@ -161,6 +186,14 @@ def test_ppo_starts_at_the_sft_policy_and_moves(run):
     kl = [e["kl"] for e in events(r, "ppo")]
     assert kl[0] == pytest.approx(0, abs=1e-5) and kl[1] > 0.01
     assert [e["episodes"] for e in events(r, "ppo")] == [4 * TASKS] * 2
+    # The first step's ratios are 1 and its divergences 0: its loss is - sum of A over tokens.
+    rows, total, tokens = r.read_jsonl("iter1/target.jsonl"), 0.0, 0
+    for e in rows:
+        others = [o["reward"] for o in rows if o["task"] == e["task"] and o is not e]
+        total += sum(e["action_mask"]) * (e["reward"] - sum(others) / 3)
+        tokens += sum(e["action_mask"])
+    loss = events(r, "train", phase="iter1-target")[0]["loss"]
+    assert loss == pytest.approx(-total / tokens, abs=1e-6)
     assert [e["iteration"] for e in events(r, "evaluation")] == [0, 1, 2]
 
 

@@ -1,5 +1,6 @@
 """The study: statistics by hand, and a whole small one with its report."""
 
+import fcntl
 import json
 import math
 import subprocess
@@ -78,10 +79,54 @@ def test_the_report_says_what_survives_at_equal_cost():
     row = lambda b, split, verdict: dict(a="coevolve", b=b, split=split, measure="reward",
                                          verdict=verdict)
     assert study.at_equal_cost([row("eto", "test", "ahead")]) == []
-    assert study.at_equal_cost([row("eto-steps", "test", "undecided"), row("eto", "test", "ahead"),
-                                row("eto-steps", "unseen", "behind")])[2:] == [
-        "- co-evolution - ETO, equal steps: undecided in reward on test; behind in reward on unseen",
-        ""]
+    assert study.at_equal_cost([
+        row("eto-steps", "test", "undecided"), row("eto", "test", "ahead"),
+        row("eto", "unseen", "ahead"), row("eto-steps", "unseen", "undecided"),
+        row("eto-tokens", "test", "behind"), row("positive-steps", "test", "ahead")])[2:] == [
+        "- co-evolution - ETO, equal steps: ahead at equal epochs, then undecided in reward on "
+        "test, reward on unseen",
+        "- co-evolution - ETO, equal tokens: ahead at equal epochs, then behind in reward on test",
+        "- co-evolution - positive agent, equal steps: not compared at equal epochs, then ahead in "
+        "reward on test", ""]
+
+
+def write_run(folder, *trained, **settings):
+    """A run's folder with so many (steps, tokens) of the target's iterations, and no more."""
+    folder.mkdir(parents=True)
+    values = dict(env="webshop", method="eto", model="tiny", seed=3, hard_threshold=0.6, rollouts=2)
+    (folder / "config.json").write_text(json.dumps(dict(settings={**values, **settings})))
+    events = [dict(event="phase", phase=f"iter{i}-target", seconds=1, steps=steps, tokens=tokens)
+              for i, (steps, tokens) in enumerate(trained, 1)]
+    events += [dict(event="phase", phase=name, seconds=1, steps=100, tokens=10 ** 6)
+               for name in ("sft-target", "iter1-failure")]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    return folder
+
+
+def test_the_flags_of_each_method(tmp_path):
+    """Co-evolution: 40 and 30 steps over 900 and 500 tokens; ETO: 20 and 10 over 600 and 400.
+
+    So 35 steps an iteration; and 700 tokens an iteration, which ETO reads in 15 x 700 / 500 steps.
+    """
+    write_run(tmp_path / "coevolve-s3", (40, 900), (30, 500), method="coevolve")
+    write_run(tmp_path / "eto-s3", (20, 600), (10, 400))
+    expected = {
+        "coevolve": "--method coevolve", "eto": "--method eto", "sft": "--method sft",
+        "positive": "--method positive", "rft": "--method rft", "dart": "--method dart",
+        "ppo": "--method ppo", "frozen": "--method coevolve --d-fail none",
+        "lambda-0.01": "--method coevolve --lambda-sft 0.01",
+        "lambda-0.1": "--method coevolve --lambda-sft 0.1",
+        "lambda-0.5": "--method coevolve --lambda-sft 0.5",
+        "eto-steps": "--method eto --dpo-steps 35",
+        "eto-steps-rollouts": "--method eto --dpo-steps 35 --rollouts 4",
+        "eto-tokens": "--method eto --dpo-steps 21",
+        "positive-steps": "--method positive --dpo-steps 35"}
+    assert expected == {m: " ".join(study.flags(m, tmp_path, 3)) for m in study.METHODS}
+    assert study.cost(tmp_path / "coevolve-s3") == dict(
+        target_steps=70, all_steps=170, target_tokens=1400, rollouts=0)
+    write_run(tmp_path / "coevolve-s4", method="coevolve")
+    with pytest.raises(report.RunError, match="was not trained"):
+        study.flags("eto-steps", tmp_path, 4)
 
 
 def test_the_embedding_is_the_mean_state_of_the_action_tokens(tmp_path):
@@ -189,8 +234,46 @@ def test_a_report_on_a_few_runs_leaves_out_what_it_cannot_say(finished, tmp_path
     assert not numbers["paired"] and not numbers["figure3"] and list(numbers["main"]) == ["eto"]
 
 
+@pytest.mark.parametrize("method, changed, says", [
+    ("eto", dict(seed=9), None),
+    ("eto", dict(dpo_steps=9), "differ in dpo_steps (9, 0)"),
+    ("eto-steps", dict(dpo_steps=9), None),
+    ("eto", dict(rollouts=4), "differ in rollouts (4, 2)"),
+    ("eto-steps-rollouts", dict(rollouts=4, dpo_steps=9), None),
+    ("eto-steps", dict(rollouts=4, dpo_steps=9), "differ in rollouts (4, 2)"),
+    ("lambda-0.01", dict(method="coevolve", lambda_sft=0.3), None),
+    ("frozen", dict(method="coevolve", d_fail="none"), None),
+    ("frozen", dict(method="coevolve", lambda_sft=0.3), "differ in lambda_sft (0.3, 0.1)"),
+    ("coevolve", dict(method="coevolve", beta=0.2), "differ in beta (0.1, 0.2)")])
+def test_a_report_on_runs_of_different_settings_is_refused(tmp_path, method, changed, says):
+    same = dict(beta=0.1, lambda_sft=0.1, d_fail="all", dpo_steps=0)
+    for folder, more in ((tmp_path / "eto-s3", {}), (tmp_path / f"{method}-s9", changed)):
+        (write_run(folder, **{**same, **more}) / "result.json").write_text("{}")
+    if says is None:
+        return study.refuse_unlike(study.finished(tmp_path))
+    with pytest.raises(report.RunError) as error:
+        study.main(["webshop", "--report", "--out", str(tmp_path)])
+    assert says in str(error.value)
+
+
+def test_a_run_that_outlived_its_study_ends_before_the_study_goes_on(tmp_path):
+    """The lock of the run's folder is held for a second; a refused setting shows that it began."""
+    (tmp_path / "eto-s0").mkdir()
+    held = open(tmp_path / "eto-s0/lock", "w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    released = []
+    timer = threading.Timer(1, lambda: (released.append(1), held.close()))
+    timer.start()
+    with pytest.raises(SettingsError, match="eto-s0 ended with status 2"):
+        study.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], None)
+    assert released
+
+
 @pytest.mark.parametrize("line, message", [
     ("--methods eto-steps", "add coevolve to --methods"),
+    ("--methods eto-tokens coevolve", "add eto to --methods"),
+    ("--report --betta 1", "unknown: --betta"),
+    ("--encoder no/such/encoder", "--encoder no/such/encoder: "),
     ("--seed 3", "--methods and --seeds"),
     ("--report", "no finished run"),
     ("--betta 1", "unknown: --betta"),
@@ -261,7 +344,8 @@ def test_runs_go_side_by_side_but_not_before_those_whose_steps_they_take(tmp_pat
         events.append(f"{name} ends")
 
     monkeypatch.setattr(study, "launch", launch)
-    monkeypatch.setattr(study, "target_steps", lambda run: events.append(f"{run.name} is read") or 7)
+    monkeypatch.setattr(study, "mean_cost",
+                        lambda run: events.append(f"{run.name} is read") or (7, 700))
     monkeypatch.setattr(report, "result", lambda run: dict(settings=dict(rollouts=1)))
     with pytest.raises(SettingsError, match="eto-s3 ended with status 2"):
         study.play("webshop", ["coevolve", "eto", "eto-steps", "ppo"], [3, 4], tmp_path, [], 2)
@@ -277,3 +361,14 @@ def test_runs_go_side_by_side_but_not_before_those_whose_steps_they_take(tmp_pat
                                                 f"eto-steps-s{seed} begins")]
         assert order == sorted(order)
     assert len(events) == 2 * 6 + 2
+
+
+def test_figure_4_alone_has_all_its_points(tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr(study, "launch", lambda env, command, log: begun.append(command[-1]))
+    lambdas = ["lambda-0.01", "lambda-0.1", "lambda-0.5"]
+    study.play("webshop", lambdas, [3], tmp_path, [], 1)
+    assert [Path(b).name for b in begun] == [f"{m}-s3" for m in lambdas]
+    begun.clear()  # co-evolution is lambda-0.5 in the preset
+    study.play("webshop", ["coevolve", *lambdas], [3], tmp_path, [], 1)
+    assert [Path(b).name for b in begun] == [f"{m}-s3" for m in ["coevolve", *lambdas[:2]]]
