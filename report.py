@@ -143,7 +143,8 @@ def table(run_dir) -> str:
                       "iteration <agent <split tasks reward interval success steps", rows)
 
     rows = [(e["split"], f"{e['requests']:,}", f"{e['retries']:,}", f"{e['unreported']:,}",
-             f"{e['prompt_tokens']:,}", f"{e['completion_tokens']:,}", f"{e['dollars']:.2f}" if "dollars" in e else "-")
+             f"{e['prompt_tokens']:,}", f"{e['completion_tokens']:,}",
+             f"{e['dollars']:.2f}" if "dollars" in e else "-")
             for e in found["evaluations"] if "requests" in e]
     parts += _section("What the endpoint took", "<split requests retries "
                       "without_usage tokens_read tokens_written dollars", rows)
@@ -191,6 +192,8 @@ def compare(run_dirs) -> str:
     if a folder is not a run, if two runs share method and seed, which would count one twice, or if
     they differ in a setting of both their methods, of which a mean would say nothing.
     """
+    if not run_dirs:
+        raise RunError("compare: name the folders of two runs or more")
     values, seen, first = {}, {}, {}
     for run_dir in run_dirs:
         found = result(run_dir)

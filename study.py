@@ -646,7 +646,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5, 6, 7],
                         help="defaults were chosen with seeds 0 to 2 [3 4 5 6 7]")
     parser.add_argument("--out", type=Path, help="the study's folder [runs/study-ENV]")
-    parser.add_argument("--jobs", type=int, default=1 if GPU else min(os.cpu_count(), 8),
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parser.add_argument("--jobs", type=int, default=1 if GPU else min(cores, 8),
                         help="runs side by side [without a GPU one a core, at most 8]")
     parser.add_argument("--report", action="store_true", help="no run, only the report")
     parser.add_argument("--encoder", help="hub name of Figure 3's encoder [the SFT agent]")

@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate.utils import broadcast_object_list
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, set_seed
 
@@ -49,20 +48,20 @@ def base(accelerator, run) -> Path:
     plan = (QUICK if s.quick else FULL)[s.env]
     # Of dpo.py what is used here: another preference loss needs no other base.
     made_by = [inspect.getsource(part) for part in (
-        sys.modules[__name__], envs, databases, worlds, dpo.Encoder, dpo.Sequence, dpo.lay_out,
-        dpo.ragged_attention, dpo.token_log_probs, dpo.action_log_probs, dpo.sft_objective,
-        dpo.batches, dpo.packs, dpo.split_over_ranks, dpo.micro_batches, dpo.schedule_factor,
-        dpo.fit)]
+        sys.modules[__name__], envs, databases, worlds, dpo.Encoder, dpo.Sequence,
+        dpo.shared_beginning, dpo.lay_out, dpo.ragged_attention, dpo.token_log_probs,
+        dpo.action_log_probs, dpo.sft_objective, dpo.count_action_tokens, dpo.batches, dpo.packs,
+        dpo.split_over_ranks, dpo.micro_batches, dpo.schedule_factor, dpo.fit)]
     made_by += [f"{plan} {s.env} {s.view} {s.task_types} {torch.__version__}"]
     name = hashlib.sha256("".join(made_by).encode()).hexdigest()[:16]
     folder = Path(__file__).parent / ".cache" / f"tiny-{name}"
-    if broadcast_object_list([folder.exists()])[0]:  # the first rank's answer, for all ranks
+    if run.first_says(folder.exists):
         return folder
     folder.parent.mkdir(exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
         if run.main:  # of runs that start together one makes it, and the others wait here
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if not broadcast_object_list([folder.exists()])[0]:
+        if not run.first_says(folder.exists):
             pretrain(accelerator, run, plan, folder)
     return folder
 

@@ -612,7 +612,7 @@ def test_of_runs_that_start_together_one_makes_the_base_model(tmp_path, monkeypa
     monkeypatch.setattr(tiny, "__file__", str(tmp_path / "tiny.py"))
     monkeypatch.setattr(tiny.inspect, "getsource", lambda part: "")
     monkeypatch.setattr(tiny, "pretrain", pretrain)
-    run = SimpleNamespace(main=True, settings=settings.Settings())
+    run = SimpleNamespace(main=True, settings=settings.Settings(), first_says=lambda said: said())
     threads = [threading.Thread(target=lambda: found.append(tiny.base(None, run)))
                for _ in range(3)]
     for thread in threads:

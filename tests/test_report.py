@@ -275,6 +275,8 @@ def test_compare_over_seeds_by_hand(tmp_path):
              "reward": reward, "reward_low": 0, "reward_high": 1, "success": 0.5, "steps": 3}])
     text = report.compare([tmp_path / "0", tmp_path / "1"])
     assert row(text, "target", "test")[1:] == ["1", "2", "0.600", "±", "0.141", "0.500", "±", "0.000"]
+    with pytest.raises(report.RunError, match="name the folders"):
+        report.compare([])
     with pytest.raises(report.RunError, match="compare one of them"):
         report.compare([tmp_path / "0", tmp_path / "0"])
 
