@@ -62,7 +62,7 @@ def dry_run(s: Settings, make_env) -> None:
     exploring = {"bf16 replica": 2 * numbers, f"cache of {s.slots} slots": slot * s.slots}
 
     lines = [f"{s.model}: {numbers / 1e9:.2f} B parameters on {count} x {name}; "
-             f"{'shared out' if shard else 'whole on each'}, "
+             f"{'sharded' if shard else 'whole on each'}, "
              f"{'with' if recompute else 'without'} gradient checkpointing", "",
              f"{'GB per GPU':42}{'training':>10}{'exploring':>11}"]
     lines += [f"{part:42}{size / 1e9:10.1f}" for part, size in training.items()]

@@ -67,7 +67,7 @@ class Run:
             self.logged = (self.path / "metrics.jsonl").read_text().count("\n") if self.main else 0
         n = accelerator.num_processes
         self.say(f"{n} process{'es' * (n > 1)} on {accelerator.device.type}"
-                 f"{', weights shared out' * self.shard}; weights and AdamW float32, passes "
+                 f"{', weights sharded' * self.shard}; weights and AdamW float32, passes "
                  f"{'bfloat16' if accelerator.mixed_precision == 'bf16' else 'float32'}"
                  f"{', gradient checkpointing' * self.recompute}")
         accelerator.wait_for_everyone()
@@ -383,7 +383,7 @@ def make_accelerator(s: Settings) -> Accelerator:
                             f"pip install {s.track}")
     if accelerator.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         raise SettingsError(f"accelerate is configured for {accelerator.distributed_type}; run "
-                            "`accelerate config` without it: --shard shares out the weights")
+                            "`accelerate config` without it: --shard shards the weights")
     return accelerator
 
 
@@ -546,14 +546,14 @@ def one_line(error: Exception) -> str | None:
     if isinstance(error, (SettingsError, report.RunError)):
         return str(error)
     if isinstance(error, FloatingPointError):
-        return (f"{error}; all finished phases are kept; look at these tasks, or lower the learning "
-                "rate and give another --out")
+        return (f"{error}; all finished phases are kept; look at these tasks, or lower the "
+                "learning rate and give another --out")
     if isinstance(error, (envs.EnvError, chat.EndpointError)) or (
             isinstance(error, OSError) and error.errno in UNWRITABLE):
         return f"{error}. The same command goes on from here once that is mended"
     if isinstance(error, RuntimeError) and any(s in str(error) for s in PEER_GONE):
-        return (f"process {os.environ.get('RANK', '0')} ends because another of this run has ended; "
-                "its message says why")
+        return (f"process {os.environ.get('RANK', '0')} ends because another of this run has "
+                "ended; its message says why")
     return None
 
 

@@ -23,7 +23,7 @@ from settings import Settings, SettingsError, agents_of
 
 
 def spread(accelerator, model, shard: bool, recompute: bool = False):
-    """The fp32 model, ready to train on all ranks: whole on each (DDP), or shared out (FSDP2).
+    """The fp32 model, ready to train on all ranks: whole on each (DDP), or sharded (FSDP2).
 
     recompute: gradient checkpointing, which keeps a layer's input and computes the rest again.
     ValueError for weights of less than 32 bits: at a learning rate of 1e-6 they do not move.

@@ -152,7 +152,7 @@ class Settings:
     tokens_per_forward: int = setting(
         4096, "tokens in one forward and backward pass; it changes rounding only [ours]")
     shard: Literal["auto", "on", "off"] = setting(
-        "auto", "weights, gradients and moments shared out over the ranks (FSDP2); auto: on GPUs, "
+        "auto", "weights, gradients and moments sharded over the ranks (FSDP2); auto: on GPUs, "
         "not for tiny [ours]")
     gradient_checkpointing: Literal["auto", "on", "off"] = setting(
         "auto", "layers are computed again in the backward pass; auto: as shard [ours]")
@@ -161,7 +161,7 @@ class Settings:
     track: Optional[str] = setting(
         None, "also log to a tracker of accelerate, such as tensorboard or wandb [files only]")
     threads: int = setting(
-        0, "CPU threads of a process, 0 = its share of the cores; the tiny model plays in one [ours]")
+        0, "CPU threads of a process, 0 = its share of the cores; tiny models play in one [ours]")
 
 
 # What replaces the defaults, in this order: in an environment (the paper's), for the tiny model in
@@ -243,8 +243,8 @@ def check(s: Settings) -> Settings:
     need("cut_turns", lambda x: x >= -1, "must be -1 (off) or more")
     for name, value in vars(s).items():
         if isinstance(value, str) and not value.strip():
-            wrong.append(f"--{name.replace('_', '-')} {value!r}: is empty; give it a value or leave "
-                         "it out")
+            wrong.append(f"--{name.replace('_', '-')} {value!r}: is empty; give it a value or "
+                         "leave it out")
     if s.webshop_url is not None and not is_web_address(s.webshop_url):
         wrong.append(f"--webshop-url {s.webshop_url}: must be http://host:port or https://host")
     for flag, of in (("webshop_url", "webshop"), ("task_types", "scienceworld"),

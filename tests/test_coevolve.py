@@ -371,7 +371,7 @@ def test_two_sharded_processes_train_like_one(quick, tmp_path):
     python, *rest = command(tmp_path / "run", "--method", "eto", "--shard", "on", "--threads", "1")
     done = subprocess.run([python, *launch, *rest], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 processes on cpu, weights shared out" in done.stdout
+    assert "2 processes on cpu, weights sharded" in done.stdout
     runs = quick[0], tmp_path / "run"
     assert runs[1].joinpath("experts.jsonl").read_bytes() == (
         runs[0].joinpath("experts.jsonl").read_bytes())

@@ -1,4 +1,4 @@
-"""Several processes, weights whole or shared out (gloo), train like one; stopped ones go on."""
+"""Several processes, weights whole or sharded (gloo), train like one; stopped ones go on."""
 
 import json
 import subprocess

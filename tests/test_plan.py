@@ -103,7 +103,7 @@ def test_the_papers_models_fit_eight_gpus_and_a_7b_model_not_one(folder, capsys)
     llama = folder("llama2-7b")
     plan_of(llama, "8xH100")
     printed = capsys.readouterr().out
-    assert "6.74 B parameters on 8 x H100; shared out, with gradient checkpointing" in printed
+    assert "6.74 B parameters on 8 x H100; sharded, with gradient checkpointing" in printed
     for part, size in (("weights, fp32", 3.4), ("gradients, fp32", 3.4),
                        ("Adam's moments, fp32", 6.7), ("bf16 replica", 13.5),
                        ("cache of 32 slots", 68.7)):  # 32 x 4,096 x 32 layers x 2 x 4,096 x 2
