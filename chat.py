@@ -66,18 +66,18 @@ class Endpoint:
                     reply = choice["message"].get("content") or ""
                     if isinstance(reply, list):  # of parts
                         reply = "".join(part.get("text") or "" for part in reply)
-                    if self.key:
+                    if len(self.key) >= 16:  # shorter ones, such as EMPTY, are words and no secrets
                         reply = str(reply).replace(self.key, "***")
                     used = answer.json().get("usage") or {}
                     return str(reply), dict(requests=1, retries=attempt, unreported=int(not used),
                                        cut_replies=int(choice.get("finish_reason") == "length"),
                                        **{name: max(0, int(used.get(name) or 0))
                                           for name in USAGE[-2:]})
-                if answer.status_code == 400 and self._refused(body, text):
-                    continue
                 if answer.status_code == 400 and re.search(
                         "context.?(length|size|window)|too long", text, re.I):
                     raise ContextFull
+                if answer.status_code == 400 and self._refused(body, text):
+                    continue
                 if answer.status_code not in PASSING and answer.status_code < 500:
                     break
                 if re.fullmatch(r"\d+(\.\d+)?", answer.headers.get("Retry-After", "")):
@@ -88,7 +88,7 @@ class Endpoint:
             if attempt < TRIES - 1:
                 self.sleep(wait)
         problem = " ".join(problem.split())
-        if problem.startswith("status 404"):
+        if problem.startswith("status 404") and "/v1/" not in self.url:
             problem += " (most addresses end in /v1)"
         if self.key:
             problem = problem.replace(self.key, "***")
@@ -102,7 +102,7 @@ class Endpoint:
         if "max_completion_tokens" in text and "max_tokens" in body:
             self.body = {"max_completion_tokens" if name == "max_tokens" else name: value
                          for name, value in self.body.items()}
-        elif "temperature" in text and "temperature" in body:
+        elif "temperature" in body and re.search(r"temperature\W.{0,40}(support|allow)", text, re.S):
             if "temperature" in self.body:
                 tqdm.write(f"{self.url} takes no temperature: its own is used", file=sys.stderr)
             self.body = {name: self.body[name] for name in self.body if name != "temperature"}

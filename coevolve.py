@@ -314,7 +314,7 @@ def evaluate(run: Run, agent: str, i: int) -> None:
                 scores["lost"] = len(tasks) - len(rows)
             if full := sum(r["ended"] == "context" for r in rows):
                 scores["out_of_context"] = full
-            if cut_off := sum(r["cut_replies"] > 0 for r in rows):
+            if cut_off := sum(r.get("cut_replies", 0) > 0 for r in rows):
                 scores["with_cut_replies"] = cut_off
             if s.method == "chat":
                 scores.update(chat.cost(rows, s))

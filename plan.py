@@ -78,7 +78,7 @@ def dry_run(s: Settings, make_env) -> None:
     room = FITS * memory
     fit = slots_that_fit(room - 2 * numbers, slot)
     if fit < s.slots:
-        lines += [f"{s.slots} slots do not fit beside the replica: {max(fit, 0)} will be used"]
+        lines += [f"{s.slots} slots do not fit beside the replica: {max(fit, 1)} will be used"]
     print("\n".join(lines))
     if totals[0] > room:
         raise SettingsError(f"--dry-run: training takes {totals[0] / 1e9:.0f} GB of "

@@ -77,7 +77,8 @@ install() {
 }
 
 # `accelerate launch` with two changes: without an `accelerate config` of the user it is told what
-# it would otherwise guess aloud, and the exit status of a training process is passed on.
+# it would otherwise guess aloud, and what ends a training process is said once and its exit status
+# passed on.
 launch='
 import logging, os, signal, subprocess, sys
 import psutil, torch
@@ -87,7 +88,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 if not os.path.isfile(default_config_file):
-    gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     bf16 = gpus and torch.cuda.is_bf16_supported(including_emulation=False)
     sys.argv[1:1] = [f"--num_processes={gpus or 1}", "--num_machines=1", "--dynamo_backend=no",
                      "--mixed_precision=" + ("bf16" if bf16 else "no")]
@@ -101,7 +102,10 @@ try:
 except subprocess.CalledProcessError as error:  # its message is on the screen already
     sys.exit(error.returncode if error.returncode > 0 else 128 - error.returncode)
 except ChildFailedError as error:  # of several processes; likewise
-    code = error.get_first_failure()[1].exitcode
+    rank, failure = error.get_first_failure()
+    code = failure.exitcode
+    if code < 0:
+        print(f"run.sh: process {rank} was ended by signal {-code}", file=sys.stderr)
     sys.exit(code if code > 0 else 128 - code)
 except SignalException as error:  # of several processes, which the launcher has ended
     sys.exit(128 + error.sigval)

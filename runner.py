@@ -364,7 +364,7 @@ def make_accelerator(s: Settings) -> Accelerator:
     gpu = torch.cuda.is_available()  # not MPS: log-probabilities are summed in float64
     # The tiny model computes alike everywhere, so that its results do not depend on the machine.
     bf16 = gpu and s.model != "tiny" and torch.cuda.is_bf16_supported(including_emulation=False)
-    if torch.cuda.device_count() and not gpu and s.model != "tiny":
+    if torch.cuda.device_count() and not gpu and s.model != "tiny" and s.method != "chat":
         raise SettingsError(f"{torch.cuda.device_count()} GPUs are here, but torch "
                             f"{torch.__version__} cannot use them; update their driver, or set "
                             "CUDA_VISIBLE_DEVICES= to train on the CPU")

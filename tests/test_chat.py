@@ -159,7 +159,8 @@ def test_what_may_pass_is_tried_again_with_growing_waits(endpoint, fault):
     ([(302, "", {"Location": "http://elsewhere"})], 1, "status 302"),
     ([(400, "no\nsuch model", {})], 1, "status 400: no such model"),
     ([(200, '{"error": "we are sorry"}', {})] * 8, 8, "we are sorry"),
-    ([(404, "not here", {})], 1, "status 404: not here (most addresses end in /v1)"),
+    ([(404, "no such model", {})], 1, "status 404: no such model (attempt 1)"),
+    ([(400, "measure the temperature of water: bad request", {})], 1, "status 400: measure"),
     ([(200, "[" * 100_000, {})] * 8, 8, "(attempt 8)"),
     ([(529, "overloaded", {})] * 8, 8, "status 529: overloaded (attempt 8)"),
     ([(401, "x" * 190 + KEY, {})], 1, "status 401: xxx"),
@@ -224,6 +225,22 @@ def test_an_address_may_name_the_whole_path(endpoint):
     for address in (endpoint.url, f"{endpoint.url}/", f"{endpoint.url}/chat/completions"):
         chat.Endpoint(Settings(method="chat", model=address, model_name="m"))([])
     assert {path for path, _, _ in endpoint.seen} == {"/v1/chat/completions"}
+    endpoint.faults = [(404, "not here", {})]
+    with pytest.raises(chat.EndpointError, match="most addresses end in /v1"):
+        chat.Endpoint(Settings(method="chat", model=endpoint.url[:-3], model_name="m"))([])
+
+
+def test_a_short_key_is_no_secret_to_be_cut_out_of_replies(endpoint, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "x")
+    endpoint.answer = lambda messages: "search[fox box]"
+    assert chat.Endpoint(settings(endpoint))([])[0] == "search[fox box]"
+
+
+def test_a_full_context_is_no_refusal_of_a_parameter(endpoint):
+    endpoint.faults = [(400, "'max_tokens' or 'max_completion_tokens' is too large: 256. This model's "
+                        "maximum context length is 2048 tokens", {})]
+    with pytest.raises(chat.ContextFull):
+        chat.Endpoint(settings(endpoint))([])
 
 
 def test_a_refusal_without_a_key_names_the_variable(endpoint, monkeypatch):

@@ -303,6 +303,14 @@ def test_a_finished_run_says_so_and_trains_nothing(quick):
     assert contents(quick[0]) == before
 
 
+def test_gpus_that_torch_cannot_use_are_not_passed_over(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SettingsError, match="2 GPUs are here, but torch"):
+        runner.make_accelerator(Settings(model="org/large"))
+    runner.make_accelerator(Settings())
+    runner.make_accelerator(Settings(method="chat", model="http://h/v1"))
+
+
 def test_a_hub_name_runs_from_the_cache(tmp_path):
     """A cache as the hub's client keeps it, and no network; the commit identifies the model."""
     commit, repo = "0123456789abcdef0123456789abcdef01234567", tmp_path / "hub/models--org--small"

@@ -218,6 +218,11 @@ def test_the_report_holds_what_the_runs_hold(finished):
     assert difference == pytest.approx(sum(hard) / 2 - numbers["table2"]["eto"]["0.7"][
         "hard_negative"]["mean"])
     assert numbers["main"]["coevolve"]["rollouts"] == 24
+    second = [report.read_jsonl(folder / f"coevolve-s{seed}/eval-2-failure-test.jsonl")
+              for seed in (0, 1)]
+    assert numbers["second_agents"].keys() == {"coevolve", "lambda-0.5"}
+    assert numbers["second_agents"]["coevolve"]["test reward"]["mean"] == pytest.approx(
+        sum(r["reward"] for rows in second for r in rows) / sum(map(len, second)))
     assert list(numbers["figure4"]) == ["0.1", "0.5"]
     assert numbers["figure3"]["means"].keys() == numbers["figure3"]["distances"].keys()
     for name in ("curves", "figure3", "figure4"):
@@ -256,17 +261,18 @@ def test_a_report_on_runs_of_different_settings_is_refused(tmp_path, method, cha
     assert says in str(error.value)
 
 
-def test_a_run_that_outlived_its_study_ends_before_the_study_goes_on(tmp_path):
+def test_a_run_that_outlived_its_study_ends_before_the_study_goes_on(tmp_path, monkeypatch, capsys):
     """The lock of the run's folder is held for a second; a refused setting shows that it began."""
     (tmp_path / "eto-s0").mkdir()
     held = open(tmp_path / "eto-s0/lock", "w")
     fcntl.flock(held, fcntl.LOCK_EX)
-    released = []
-    timer = threading.Timer(1, lambda: (released.append(1), held.close()))
-    timer.start()
+    released, begun, popen = [], [], subprocess.Popen
+    threading.Timer(1, lambda: (released.append(1), held.close())).start()
+    monkeypatch.setattr(study.subprocess, "Popen", lambda *args, **more: (
+        begun.append(list(released)), popen(*args, **more))[1])
     with pytest.raises(SettingsError, match="eto-s0 ended with status 2"):
         study.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], None)
-    assert released
+    assert begun == [[1]] and "study: waits for the process" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("line, message", [
