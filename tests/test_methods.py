@@ -218,7 +218,7 @@ def test_a_frozen_failure_agent_stays_as_it_is(run):
 
 
 def test_a_failure_agent_of_another_run(run, model, tmp_path):
-    first = run("coevolve", out="first", iterations=2, seed=1)
+    first = run("coevolve", out="first", iterations=2, seed=1, env="intercodesql")  # and elsewhere
     r = run("coevolve", failure_from=str(first.path))
     assert equal(first.path / "iter2/failure-agent", r.path / "sft-failure")
     assert not equal(r.path / "sft-failure", r.path / "iter1/failure-agent")

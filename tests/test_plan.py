@@ -117,6 +117,14 @@ def test_the_papers_models_fit_eight_gpus_and_a_7b_model_not_one(folder, capsys)
     assert "4.02 B parameters on 1 x H200" in capsys.readouterr().out
 
 
+def test_of_several_processes_one_prints_the_plan(folder, monkeypatch, capsys):
+    flags = ["--model", folder("qwen3-4b"), "--dry-run", "8xH100"]
+    for rank, plans in (("1", 0), ("0", 1)):
+        monkeypatch.setenv("RANK", rank)
+        coevolve.main(flags)
+        assert capsys.readouterr().out.count("4.02 B parameters") == plans
+
+
 @pytest.mark.parametrize("machine", ["8xB9000", "8", "x"])
 def test_an_unknown_machine_is_refused(folder, machine):
     with pytest.raises(SettingsError, match=f"'{machine}' is no machine; name one"):
