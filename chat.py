@@ -66,10 +66,11 @@ class Endpoint:
                     reply = choice["message"].get("content") or ""
                     if isinstance(reply, list):  # of parts
                         reply = "".join(part.get("text") or "" for part in reply)
+                    reply = str(reply)
                     if len(self.key) >= 16:  # shorter ones, such as EMPTY, are words and no secrets
-                        reply = str(reply).replace(self.key, "***")
+                        reply = reply.replace(self.key, "***")
                     used = answer.json().get("usage") or {}
-                    return str(reply), dict(requests=1, retries=attempt, unreported=int(not used),
+                    return reply, dict(requests=1, retries=attempt, unreported=int(not used),
                                        cut_replies=int(choice.get("finish_reason") == "length"),
                                        **{name: max(0, int(used.get(name) or 0))
                                           for name in USAGE[-2:]})

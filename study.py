@@ -98,17 +98,11 @@ def mean_cost(run: Path) -> tuple[float, float]:
 
     Tokens are those of the trajectories, counted as often as they are read.
     """
-    trained = [(e["steps"], e.get("tokens", 0)) for e in target_phases(run)]
-    if not sum(tokens for _, tokens in trained):
+    taken = [(e["steps"], e.get("tokens", 0)) for e in of_target(trained(run))]
+    if not sum(tokens for _, tokens in taken):
         raise report.RunError(f"{run}: the target was not trained in it; let this run finish "
                               "before those at equal cost")
-    return tuple(np.mean(trained, axis=0).tolist())
-
-
-def target_phases(run: Path) -> list[dict]:
-    """The target's training phases after the first SFT; -sft is RFT's second."""
-    return [e for e in phases(run) if e["phase"].startswith("iter") and "steps" in e
-            and e["phase"].endswith(("-target", "-sft"))]
+    return tuple(np.mean(taken, axis=0).tolist())
 
 
 def play(env: str, methods: list[str], seeds: list[int], folder: Path, more: list[str],
@@ -192,8 +186,9 @@ def refuse_unlike(runs: dict[str, dict[int, Path]]) -> None:
         own |= {"d_fail"} if method == "frozen" else set()
         own |= {"rollouts"} if "-rollouts" in method else set()
         for path in found.values():
-            for name, value in report.result(path)["settings"].items():
-                if name in report.MAY_DIFFER or (name == "dpo_steps" and equals(method)):
+            config = report.read_object(path / "config.json", settings=dict)
+            for name, value in config["settings"].items():
+                if name in {"out", *report.MAY_DIFFER} or (name == "dpo_steps" and equals(method)):
                     continue
                 key = method if name in own else "", name
                 other, before = first.setdefault(key, (path, value))
@@ -240,8 +235,14 @@ def paired(a: dict[int, float], b: dict[int, float]) -> dict | None:
 # ------------------------------------------------------------------------- what a run holds
 
 
-def phases(run: Path) -> list[dict]:
-    return [e for e in report.read_jsonl(run / "metrics.jsonl") if e["event"] == "phase"]
+def trained(run: Path) -> list[dict]:
+    """The training phases after the first SFT."""
+    return [e for e in report.read_jsonl(run / "metrics.jsonl") if e["event"] == "phase"
+            and e["phase"].startswith("iter") and "steps" in e]
+
+
+def of_target(phases: list[dict]) -> list[dict]:
+    return [e for e in phases if e["phase"].endswith(("-target", "-sft"))]  # -sft: RFT's second
 
 
 def scores(run: Path, *agents: str) -> dict[str, list[dict]]:
@@ -255,10 +256,10 @@ def scores(run: Path, *agents: str) -> dict[str, list[dict]]:
 
 def cost(run: Path) -> dict:
     """Steps after the first SFT, the target's and all agents'; the target's tokens; rollouts."""
-    return dict(target_steps=sum(e["steps"] for e in target_phases(run)),
-                all_steps=sum(e["steps"] for e in phases(run) if e["phase"].startswith("iter")
-                              and "steps" in e),
-                target_tokens=sum(e.get("tokens", 0) for e in target_phases(run)),
+    of_all = trained(run)
+    return dict(target_steps=sum(e["steps"] for e in of_target(of_all)),
+                all_steps=sum(e["steps"] for e in of_all),
+                target_tokens=sum(e.get("tokens", 0) for e in of_target(of_all)),
                 rollouts=sum(e["trajectories"] for e in report.result(run)["exploration"]))
 
 
@@ -475,6 +476,8 @@ def figure3(runs, encoder) -> dict:
             found[name].append(distances(rows, embed))
     means = {name: {s: float(np.mean([*d.values()])) for s, d in zip(seeds, by_seed) if d}
              for name, by_seed in found.items()}
+    if not any(means.values()):  # no instruction on which an agent failed twice
+        return {}
     differences = [[b[task] - a[task] for task in a.keys() & b.keys()]
                    for a, b in zip(found["ETO"], found["co-evolution: failure agent"])]
     pair = paired({s: float(np.mean(d)) for s, d in zip(seeds, differences) if d},
@@ -510,6 +513,11 @@ def name_of(method: str) -> str:
     return NAMES.get(method, f"co-evolution, lambda_SFT {method.removeprefix('lambda-')}")
 
 
+def scores_of(row: dict, splits: list[str]) -> list[str]:
+    """Of `finals`, a cell for each split: reward and, in brackets, success rate."""
+    return [f"{text_of(row[f'{s} reward'])} ({text_of(row[f'{s} success'])})" for s in splits]
+
+
 def table_of(header: list[str], rows) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in
             [header, ["---"] * len(header), *([str(c) for c in row] for row in rows)]] + [""]
@@ -521,17 +529,14 @@ def markdown(n: dict, splits: list[str]) -> str:
              "the 95% t interval, reward and, in brackets, success rate.", ""]
     lines += table_of(["method", "seeds", *splits, "steps of the target", "steps of all agents",
                        "M tokens in the target's training", "rollouts"],
-                      [(name_of(m), " ".join(map(str, n["seeds"][m])),
-                        *(f"{text_of(row[f'{s} reward'])} ({text_of(row[f'{s} success'])})"
-                          for s in splits), f"{row['target_steps']:,.0f}",
-                        f"{row['all_steps']:,.0f}", f"{row['target_tokens'] / 1e6:.2f}",
-                        f"{row['rollouts']:,.0f}")
+                      [(name_of(m), " ".join(map(str, n["seeds"][m])), *scores_of(row, splits),
+                        f"{row['target_steps']:,.0f}", f"{row['all_steps']:,.0f}",
+                        f"{row['target_tokens'] / 1e6:.2f}", f"{row['rollouts']:,.0f}")
                        for m, row in n["main"].items()])
     if n["second_agents"]:
         lines += ["The second agents, the failure agent or the second positive one:", ""]
         lines += table_of(["method", *splits], [
-            (name_of(m), *(f"{text_of(row[f'{s} reward'])} ({text_of(row[f'{s} success'])})"
-                           for s in splits)) for m, row in n["second_agents"].items()])
+            (name_of(m), *scores_of(row, splits)) for m, row in n["second_agents"].items()])
     lines += ["## Differences on the same seeds", "",
               "Mean ± half of the 95% interval, and on how many seeds the first is ahead. Bold: "
               "three seeds or more, and the interval does not hold 0. Intervals are not corrected "
@@ -558,7 +563,7 @@ def markdown(n: dict, splits: list[str]) -> str:
         names = list(dict.fromkeys(name for row in n["course"] for name in row))
         lines += table_of(names, [[f"{row[k]:.3g}" if k in row else "-" for k in names]
                                   for row in n["course"]])
-    if n["figure3"] and n["figure3"]["means"]:
+    if n["figure3"]:
         lines += ["## Figure 3: distance between the failures of an instruction, 1 - cos", "",
                   f"Embedded by {n['figure3']['encoder']}.", "", "![](figure3.png)", ""]
         lines += table_of(["agent", "mean of seeds ± 95%", "instructions"],
@@ -621,7 +626,7 @@ def draw(n: dict, splits: list[str], out: Path) -> None:
                frameon=False, fontsize=8)
     save(fig, "curves.png")
 
-    if n["figure3"] and n["figure3"]["means"]:
+    if n["figure3"]:
         found = {name: d for name, d in n["figure3"]["distances"].items() if d}
         fig, (left, right) = plt.subplots(1, 2, figsize=(9.2, 4), layout="constrained")
         edges = np.histogram_bin_edges(sum(found.values(), []), 30)
