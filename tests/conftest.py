@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 sys.path.insert(0, str(Path(__file__).parent.parent))
 torch.set_num_threads(1)
 
-import coevolve  # noqa: E402
 import envs  # noqa: E402
 
 gc.freeze()  # as the program does: what was imported is no garbage
@@ -165,13 +164,15 @@ def small_model(tmp_path_factory):
 def toy_run(small_model, tmp_path, monkeypatch):
     """toy_run(environment, *flags) runs co-evolution with it in tmp_path/run, here and now."""
     def run(env=Toy, *flags):
-        monkeypatch.setattr(envs, "make", lambda *_, **__: env())
-        monkeypatch.setattr(envs.Resumed, "waits", (0.0, 0.0))
+        monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(env()))
+        monkeypatch.setattr(envs.Repaired, "waits", (0.0, 0.0))
         small = ["--model", small_model, "--iterations", 1, "--sft-epochs", 1, "--dpo-epochs", 1,
                  "--max-tokens", 256, "--max-new-tokens", 6, "--threads", 1, "--slots", 3,
                  "--dpo-lr", 1e-3, "--out", tmp_path / "run"]
+        import coevolve
+        from harness import start
         try:
-            coevolve.main([*map(str, small), *map(str, flags)])
+            start.main(coevolve.coevolve, [*map(str, small), *map(str, flags)])
         except Exception as error:
             error.__context__ = None  # frames would hold the run's lock
             raise error.with_traceback(None)

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,10 +19,9 @@ from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCaus
 
 import coevolve
 import envs
-import experts
-import runner
-import settings
-from settings import Settings, SettingsError
+from harness import start
+from harness import settings
+from harness.settings import Settings, SettingsError
 
 ROOT = Path(__file__).parent.parent
 HINTS = get_type_hints(Settings)
@@ -29,7 +29,7 @@ HINTS = get_type_hints(Settings)
 
 def one_line(error) -> str:
     """What a user reads of an error; it must be theirs, whole and short."""
-    line = runner.one_line(error)
+    line = start.one_line(error)
     assert line, repr(error)
     assert "\n" not in line and "Traceback" not in line and 20 < len(line) < 700, line
     return line
@@ -38,7 +38,7 @@ def one_line(error) -> str:
 def refused(*flags) -> str:
     """The line with which a run is refused that would start with these flags."""
     try:
-        coevolve.main([str(flag) for flag in flags])
+        start.main(coevolve.coevolve, [str(flag) for flag in flags])
     except Exception as error:
         line = one_line(error)
     gc.collect()  # of the run, which holds its folder
@@ -133,20 +133,18 @@ def test_the_table_holds_every_number():
 
 @pytest.mark.parametrize("flags, names", list(settings_cases()), ids=lambda x: " ".join(x)[:40])
 def test_a_wrong_setting_is_named(flags, names):
-    for read in (settings.parse, settings.precheck):
-        with pytest.raises(SettingsError) as error:
-            read(flags)
-        line = one_line(error.value)
-        assert names in line and flags[0] in line, line
+    with pytest.raises(SettingsError) as error:
+        settings.parse(flags)
+    line = one_line(error.value)
+    assert names in line and flags[0] in line, line
 
 
 @pytest.mark.parametrize("flags", CONTRADICTIONS)
 def test_settings_that_contradict_each_other_are_named(flags):
-    for read in (settings.parse, settings.precheck):
-        with pytest.raises(SettingsError) as error:
-            read(flags.split())
-        for part in CONTRADICTIONS[flags].split(", "):
-            assert part in one_line(error.value)
+    with pytest.raises(SettingsError) as error:
+        settings.parse(flags.split())
+    for part in CONTRADICTIONS[flags].split(", "):
+        assert part in one_line(error.value)
 
 
 # ------------------------------------------------------------------------------ experts files
@@ -234,8 +232,8 @@ def test_an_experts_file_that_is_wrong_is_named(case, shop, tmp_path):
     content, says = EXPERTS[case]
     path = tmp_path / "experts.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(SettingsError) as error:
-        experts.read_experts(path, shop)
+    with pytest.raises(envs.Refused) as error:
+        envs.read_experts(path, shop)
     line = one_line(error.value)
     assert says in line and f"--experts {path}" in line, line
 
@@ -247,14 +245,14 @@ def test_an_experts_file_that_is_wrong_is_named(case, shop, tmp_path):
 ])
 def test_experts_of_tasks_that_do_not_exist_are_refused(kind, id, says, tmp_path):
     (tmp_path / "f").write_text(json.dumps([eto(id=id)]))
-    with pytest.raises(SettingsError, match=says):
-        experts.read_experts(tmp_path / "f", envs.make(kind))
+    with pytest.raises(envs.Refused, match=says):
+        envs.read_experts(tmp_path / "f", envs.make(kind))
 
 
 def test_a_missing_experts_file_and_a_folder_are_named(shop, tmp_path):
     for path in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(SettingsError, match="--experts .*give ETO's JSON list") as error:
-            experts.read_experts(path, shop)
+        with pytest.raises(envs.Refused, match="--experts .*give ETO's JSON list") as error:
+            envs.read_experts(path, shop)
         one_line(error.value)
 
 
@@ -397,7 +395,7 @@ def test_a_folder_for_the_run_that_is_none_is_named(small_model, tmp_path):
 
 def test_another_runs_folder_is_refused_with_what_differs(small_model, tmp_path):
     out, more = tmp_path / "run", ["--method", "sft"]
-    coevolve.main([str(f) for f in flags(out, small_model, *more)])
+    start.main(coevolve.coevolve, [str(f) for f in flags(out, small_model, *more)])
     gc.collect()
     before = tree(out)
     for changed, names in [(["--env", "intercodesql"], "env (webshop -> intercodesql)"),
@@ -427,8 +425,8 @@ def test_experts_that_do_not_fit_are_refused_before_anything_is_trained(small_mo
     assert "1 longer than --max-tokens 8" in line
     assert not list((tmp_path / "run").glob("sft*"))
     # The same folder takes a corrected command, for nothing was done with the first one's.
-    coevolve.main([str(f) for f in flags(tmp_path / "run", small_model, "--experts", tmp_path / "e",
-                                         "--method", "sft")])
+    corrected = flags(tmp_path / "run", small_model, "--experts", tmp_path / "e", "--method", "sft")
+    start.main(coevolve.coevolve, [str(f) for f in corrected])
 
 
 @pytest.mark.parametrize("more, says", [
@@ -466,7 +464,7 @@ def test_a_split_file_that_is_wrong_is_named(case, tmp_path):
     for name in ("train", "dev", "test"):
         path = tmp_path / f"{name}_indices.json"
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(SettingsError) as error:
+    with pytest.raises(envs.Refused) as error:
         envs.make("scienceworld", split_file=str(tmp_path))
     assert says in one_line(error.value) and f"--split-file {tmp_path}" in one_line(error.value)
 
@@ -499,7 +497,7 @@ def test_data_of_databases_that_is_wrong_is_named(case, tmp_path):
     contents, says = DATA[case]
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(SettingsError) as error:
+    with pytest.raises(envs.Refused) as error:
         env = envs.make("intercodesql", intercode_data=str(tmp_path))
         env.reset(next(t for split in env.world.questions for t in env.tasks(split)))
     assert says in one_line(error.value)
@@ -510,12 +508,13 @@ def test_data_of_databases_that_is_wrong_is_named(case, tmp_path):
 @pytest.mark.parametrize("arguments, says", [
     (["--beta", "much"], "--beta: invalid float value: 'much'"),
     (["--experts", "/nowhere"], "--experts /nowhere: "),
-    (["show", "/nowhere"], "/nowhere: not a run"),
+    (["-m", "study.show", "/nowhere"], "/nowhere: not a run"),
 ])
 def test_the_command_ends_with_2_and_one_line(arguments, says, tmp_path):
-    out = [] if arguments[0] == "show" else ["--out", str(tmp_path / "run")]
-    done = subprocess.run([sys.executable, str(ROOT / "coevolve.py"), *arguments, *out], text=True,
-                          capture_output=True, cwd=tmp_path, timeout=300)
+    train = [str(ROOT / "coevolve.py"), "--out", str(tmp_path / "run")]
+    command = [*([] if arguments[0] == "-m" else train), *arguments]
+    done = subprocess.run([sys.executable, *command], text=True, capture_output=True, cwd=tmp_path,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300)
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert says in done.stderr
 

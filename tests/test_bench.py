@@ -3,8 +3,9 @@
 import json
 import sys
 
-import bench
 import pytest
+
+from bench import bench
 
 
 def test_operations_of_a_pass_by_hand():
@@ -44,7 +45,7 @@ def test_mock_trajectories_have_the_stated_sizes_and_pairs():
 def test_mock_trajectories_of_an_instruction_begin_alike(common, alike):
     for g in bench.make_groups(3, 698, 112, common=common):
         assert len({tuple(s.ids[:alike]) for s in g.sequences}) == 1
-        assert len({tuple(s.mask[:alike]) for s in g.sequences}) == 1
+        assert len({tuple(s.action_mask[:alike]) for s in g.sequences}) == 1
         assert len({tuple(s.ids[:alike + 3]) for s in g.sequences}) == 3
 
 

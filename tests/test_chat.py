@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
-import chat
 import coevolve
 import envs
-import report
-from runner import Run
-from settings import Settings, SettingsError, check
+from baselines import chat
+from dpo import Trajectory
+from harness import report
+from harness.run import Run
+from harness.settings import Settings, SettingsError, check
+from study import show
 
 KEY = "sk-secret-0123456789"
 ROOT = Path(__file__).parent.parent
@@ -83,7 +85,7 @@ class Guess:
 @pytest.fixture
 def run(endpoint, tmp_path, monkeypatch):
     """run(**settings) -> the finished run."""
-    monkeypatch.setattr(envs, "make", lambda *_, **__: Guess())
+    monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(Guess()))
     monkeypatch.setattr(chat.time, "sleep", lambda seconds: None)
 
     def start(**changed):
@@ -113,7 +115,7 @@ def test_an_evaluation_has_the_rows_and_events_of_any_other(endpoint, run):
     # Ten calls of 100 and 7 tokens: (1000 x 2 + 70 x 10) / a million dollars.
     assert (score["requests"], score["prompt_tokens"], score["completion_tokens"]) == (10, 1000, 70)
     assert score["retries"] == 0 and score["dollars"] == 0.0027
-    assert "test-1" in report.show(r.path, ["test-1"])
+    assert "test-1" in show.show(r.path, ["test-1"])
     line = next(line for line in report.table(r.path).splitlines() if "1,000" in line)
     assert line.split() == ["test", "10", "0", "0", "1,000", "70", "0.00"]
 
@@ -193,7 +195,7 @@ def test_answers_in_parts_and_without_usage_are_read(endpoint, message, usage, t
     reply, used = chat.Endpoint(settings(endpoint))([dict(role="user", content="?")])
     assert reply == "cd" and used["prompt_tokens"] + used["completion_tokens"] == tokens
     assert used["unreported"] == (not usage)
-    rows = [dict.fromkeys(chat.USAGE, 1) | used]
+    rows = [Trajectory(usage=dict.fromkeys(chat.USAGE, 1) | used)]
     assert ("dollars" in chat.cost(rows, settings(endpoint, price_in=1.0))) == bool(usage)
 
 

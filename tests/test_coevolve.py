@@ -22,16 +22,14 @@ from safetensors.torch import load_file, save_file
 import coevolve
 import dpo
 import envs
-import experts
-import report
-import runner
-from settings import Settings, SettingsError
+from harness import files, models, run as harness_run, start
+from harness.settings import Settings, SettingsError
 
 ROOT = Path(__file__).parent.parent
 
 
 def trajectory(agent, reward, rollout=0, iteration=1):
-    return dict(agent=agent, iteration=iteration, rollout=rollout, reward=reward)
+    return dpo.Trajectory(agent=agent, iteration=iteration, rollout=rollout, reward=reward)
 
 
 def expert(reward=1.0):
@@ -126,11 +124,13 @@ def test_d_fail_settings():
 
 
 def test_cut_keeps_whole_turns():
-    ids, mask = list(range(10)), [0, 0, 1, 1, 0, 1, 0, 0, 1, 1]
-    assert coevolve.cut(ids, mask, None) == dpo.Sequence(ids, mask)
-    assert coevolve.cut(ids, mask, 1) == dpo.Sequence(ids[:4], mask[:4])
-    assert coevolve.cut(ids, mask, 2) == dpo.Sequence(ids[:6], mask[:6])
-    assert coevolve.cut(ids, mask, 3) == coevolve.cut(ids, mask, 9) == dpo.Sequence(ids, mask)
+    mask = [0, 0, 1, 1, 0, 1, 0, 0, 1, 1]
+    whole = dpo.Trajectory("task", "target", ids=list(range(10)), action_mask=mask, reward=0.5)
+    first = lambda n: replace(whole, ids=whole.ids[:n], action_mask=mask[:n])
+    assert coevolve.cut(whole, None) == whole
+    assert coevolve.cut(whole, 1) == first(4)
+    assert coevolve.cut(whole, 2) == first(6)
+    assert coevolve.cut(whole, 3) == coevolve.cut(whole, 9) == whole
 
 
 # --------------------------------------------------------------------------------- expert files
@@ -145,7 +145,7 @@ def published(*turns, **more):
 def test_published_experts_open_like_our_rollouts(tmp_path):
     env = envs.make("webshop", "full")
     (tmp_path / "eto.json").write_text(json.dumps([published(reward=0.8)]))
-    assert experts.read_experts(tmp_path / "eto.json", env) == [("webshop-train-17", [
+    assert envs.read_experts(tmp_path / "eto.json", env) == [("webshop-train-17", [
         {"role": "user", "content": f"{env.prompt}\n\nInstruction: mug"},
         {"role": "assistant", "content": "Thought: t\nAction: search[mug]"}], 0.8)]
 
@@ -170,8 +170,8 @@ def test_published_experts_open_like_our_rollouts(tmp_path):
 ])
 def test_bad_expert_files_are_refused(tmp_path, text, message):
     (tmp_path / "experts").write_text(text)
-    with pytest.raises(SettingsError) as error:
-        experts.read_experts(tmp_path / "experts", envs.make("webshop", "full"))
+    with pytest.raises(envs.Refused) as error:
+        envs.read_experts(tmp_path / "experts", envs.make("webshop", "full"))
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -261,14 +261,15 @@ def test_a_quick_run_makes_the_files_of_the_contract(quick):
 
 def test_the_first_preference_step_logs_ln2(quick):
     events = [json.loads(line) for line in (quick[0] / "metrics.jsonl").read_text().splitlines()]
-    first = next(e for e in events if e["event"] == "train" and e["phase"] == "iter1-failure")
+    first = next(e for e in events if e["event"] == "train" and e["phase"] == "iter1/failure-agent")
     assert first["loss"] == pytest.approx(0.6931471805599453, abs=1e-4)
 
 
 def test_a_killed_run_goes_on_inside_the_phase_to_the_same_result(quick, tmp_path):
     """SIGKILL in the middle of SFT, and later in the middle of the target's preference training."""
     out = tmp_path / "run"
-    for phase, before, step in (("sft-target", "experts", 4), ("iter1-target", "iter1-failure", 2)):
+    for phase, before, step in (
+            ("sft-target", "experts.jsonl", 4), ("iter1/target-agent", "iter1/failure-agent", 2)):
         process = subprocess.Popen(command(out), stdout=subprocess.DEVNULL,
                                    stderr=subprocess.DEVNULL)
         deadline = time.time() + 120
@@ -281,7 +282,7 @@ def test_a_killed_run_goes_on_inside_the_phase_to_the_same_result(quick, tmp_pat
         process.wait()
         assert not (out / "result.json").exists() and f'"{phase}"' not in (
             out / "phases.json").read_text()
-    assert "iter1-target went on after step" in finish(out)
+    assert "iter1/target-agent went on after step" in finish(out)
     assert contents(out) == contents(quick[0])
 
 
@@ -306,9 +307,9 @@ def test_a_finished_run_says_so_and_trains_nothing(quick):
 def test_gpus_that_torch_cannot_use_are_not_passed_over(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SettingsError, match="2 GPUs are here, but torch"):
-        runner.make_accelerator(Settings(model="org/large"))
-    runner.make_accelerator(Settings())
-    runner.make_accelerator(Settings(method="chat", model="http://h/v1"))
+        models.make_accelerator(Settings(model="org/large"))
+    models.make_accelerator(Settings())
+    models.make_accelerator(Settings(method="chat", model="http://h/v1"))
 
 
 def test_a_hub_name_runs_from_the_cache(tmp_path):
@@ -383,10 +384,10 @@ def test_two_sharded_processes_train_like_one(quick, tmp_path):
     runs = quick[0], tmp_path / "run"
     assert runs[1].joinpath("experts.jsonl").read_bytes() == (
         runs[0].joinpath("experts.jsonl").read_bytes())
-    losses = [[e["loss"] for e in report.read_jsonl(run / "metrics.jsonl")
+    losses = [[e["loss"] for e in files.read_jsonl(run / "metrics.jsonl")
                if e["event"] == "train" and e["phase"] == "sft-target"] for run in runs]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5) and len(losses[0]) > 5
-    played = [[(r["task"], r["seed"]) for r in report.read_jsonl(run / "iter1/target.jsonl")]
+    played = [[(r["task"], r["seed"]) for r in files.read_jsonl(run / "iter1/target.jsonl")]
               for run in runs]
     assert played[0] == played[1]
 
@@ -408,12 +409,12 @@ def test_a_tracker_gets_every_number_of_the_log(tmp_path, monkeypatch):
             given.append((step, values))
 
     register_tracker_class(Recorder)
-    coevolve.main(command(tmp_path / "run", "--method", "sft", "--track", "recorder")[2:]
+    start.main(coevolve.coevolve, command(tmp_path / "run", "--method", "sft", "--track", "recorder")[2:]
                   + ["--env", "webshop"])
     config, *logged = given
     assert config["method"] == "sft" and config["track"] == "recorder"
     assert [step for step, _ in logged] == list(range(1, len(logged) + 1))
-    events = report.read_jsonl(tmp_path / "run/metrics.jsonl")
+    events = files.read_jsonl(tmp_path / "run/metrics.jsonl")
     assert len(events) == len(logged)
     for event, (_, values) in zip(events, logged):
         if event["event"] == "train":
@@ -431,9 +432,9 @@ def test_a_tracker_gets_every_number_of_the_log(tmp_path, monkeypatch):
 def test_what_cannot_be_saved_is_known_before_the_first_step(quick, tmp_path, monkeypatch, broken,
                                                              message):
     """A full disk, weights that change on the way, a tokenizer that loses a token."""
-    save = runner.Run._save
+    save = harness_run.Run._save
     if broken == "disk":
-        monkeypatch.setattr(runner.shutil, "disk_usage",
+        monkeypatch.setattr(harness_run.shutil, "disk_usage",
                             lambda path: type("Usage", (), dict(free=1000)))
 
     def save_badly(run, model, before, out):
@@ -446,12 +447,12 @@ def test_what_cannot_be_saved_is_known_before_the_first_step(quick, tmp_path, mo
             text = (out / "tokenizer.json").read_text()
             (out / "tokenizer.json").write_text(text.replace('"find"', '"fin_d"'))
 
-    monkeypatch.setattr(runner.Run, "_save", save_badly)
+    monkeypatch.setattr(harness_run.Run, "_save", save_badly)
     with pytest.raises(SettingsError) as refusal:
-        coevolve.main([*command(tmp_path / "run")[2:], "--env", "webshop"])
+        start.main(coevolve.coevolve, [*command(tmp_path / "run")[2:], "--env", "webshop"])
     AcceleratorState._reset_state(True)
     assert message in str(refusal.value)
-    events = report.read_jsonl(tmp_path / "run/metrics.jsonl")
+    events = files.read_jsonl(tmp_path / "run/metrics.jsonl")
     assert events and not any(e["event"] == "train" for e in events)
 
 
@@ -460,5 +461,5 @@ def test_a_tracker_that_is_not_there_is_refused(tmp_path, tracker):
     if importlib.util.find_spec(tracker):
         pytest.skip(f"{tracker} is installed")
     with pytest.raises(SettingsError, match=f"--track {tracker}: "):
-        coevolve.main(command(tmp_path / "run", "--track", tracker)[2:])
+        start.main(coevolve.coevolve, command(tmp_path / "run", "--track", tracker)[2:])
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,7 @@
 """Several processes, weights whole or sharded (gloo), train like one; stopped ones go on."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,12 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import make_model
 from test_dpo import VOCABULARY, group
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM
 
 import dpo
-import scale
+from engine import sharding
+from engine.checkpoint import Checkpoint, Damaged
 
 # Trains on five batches, of which the second has one instruction: the other ranks have nothing to
 # do. Then again, stopped after 1 and 3 steps and continued; then with tied embeddings.
@@ -26,7 +29,9 @@ sys.path[:0] = [{tests!r}, {root!r}]
 from accelerate import Accelerator
 from conftest import make_model
 from test_dpo import VOCABULARY, group
-import dpo, scale
+import dpo
+from engine import sharding
+from engine.checkpoint import Checkpoint
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -45,7 +50,7 @@ def train(name, stop=0, tied=False):
     if tied:
         model.config.tie_word_embeddings = True
         model.tie_weights()
-    model = scale.spread(accelerator, model, shard, recompute=shard)
+    model = sharding.shard_model(accelerator, model, shard, recompute=shard)
     assert isinstance(model, FSDPModule) == shard
     assert isinstance(model, DistributedDataParallel) == (not shard and {ranks} > 1)
     if shard:
@@ -60,7 +65,7 @@ def train(name, stop=0, tied=False):
         if event["step"] == stop + 1 and stop:
             raise Stopped  # the step's own checkpoint is not written any more
 
-    checkpoint = scale.Checkpoint(accelerator, folder / "checkpoint", "phase", 0)
+    checkpoint = Checkpoint(accelerator, folder / "checkpoint", "phase", 0)
     try:
         dpo.fit(accelerator, model, epochs, partial(dpo.preference_objective, beta=0.1,
                 lambda_sft=0.1), dpo.count_pairs, lr=1e-3, warmup=0.5, schedule="cosine",
@@ -72,7 +77,7 @@ def train(name, stop=0, tied=False):
         return train(name)
     accelerator.wait_for_everyone()
     checkpoint.remove()
-    scale.save(accelerator, model, folder / name)
+    sharding.save(accelerator, model, folder / name)
     for event in log:
         del event["tokens_per_second"]
     return dict(log=log, reference=[g.reference for g in groups])
@@ -153,8 +158,8 @@ def test_passes_in_bf16_move_fp32_weights(shard):
         accelerator, log = Accelerator(cpu=True, mixed_precision=precision), []
         model = make_model(VOCABULARY, seed=3, dtype=torch.float32)
         before = {name: p.clone() for name, p in model.state_dict().items()}
-        model = scale.spread(accelerator, model, shard)
-        assert scale.dtypes(accelerator, model) == dict(
+        model = sharding.shard_model(accelerator, model, shard)
+        assert sharding.dtypes(accelerator, model) == dict(
             weights="float32", gradients="float32", moments="float32",
             compute="float32" if precision == "no" else "bfloat16")
         groups, seen = [group(str(i), seed=i) for i in range(3)], set()
@@ -165,8 +170,7 @@ def test_passes_in_bf16_move_fp32_weights(shard):
                 dpo.count_pairs, lr=1e-6, warmup=0, schedule="constant", weight_decay=0.0,
                 max_grad_norm=1.0, tokens_per_forward=1000, log=log.append)
         assert seen == {torch.float32 if precision == "no" else torch.bfloat16}
-        after = scale.get_model_state_dict(model, options=scale.StateDictOptions(
-            full_state_dict=True))
+        after = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         for name in before:
             assert after[name].dtype == torch.float32
             if ".layers." in name and before[name].ndim == 2:
@@ -182,24 +186,57 @@ def test_passes_in_bf16_move_fp32_weights(shard):
 def test_weights_of_16_bits_are_refused():
     model = make_model(VOCABULARY, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="embed_tokens.weight is torch.bfloat16; load the model"):
-        scale.spread(Accelerator(cpu=True), model, shard=False)
+        sharding.shard_model(Accelerator(cpu=True), model, shard=False)
 
 
 def test_a_state_of_another_phase_or_number_of_ranks_is_not_used(tmp_path):
     accelerator = Accelerator(cpu=True)
-    model = scale.spread(accelerator, make_model(VOCABULARY), shard=False)
+    model = sharding.shard_model(accelerator, make_model(VOCABULARY), shard=False)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     dpo.sft_objective(model, [group()])[0].backward()
     optimizer.step()
-    state = scale.Checkpoint(accelerator, tmp_path, "sft from these experts", 0)
+    state = Checkpoint(accelerator, tmp_path, "sft from these experts", 0)
     state.save(model, optimizer, 1, [{"step": 1}])
     state.save(model, optimizer, 2, [{"step": 1}, {"step": 2}])
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]  # the newest alone
     steps, events = state.restore(model, torch.optim.AdamW(model.parameters(), fused=True))
     assert steps == len(events) == state.resumed_at == 2
-    other = scale.Checkpoint(accelerator, tmp_path, "sft from those experts", 0)
+    other = Checkpoint(accelerator, tmp_path, "sft from those experts", 0)
     assert other.restore(model, optimizer) == (0, [])
     other.save(model, optimizer, 2, [{"step": 1}, {"step": 2}])  # takes the unused one's place
     assert other.restore(model, optimizer)[0] == 2 and state.restore(model, optimizer) == (0, [])
-    shards = scale.spread(accelerator, make_model(VOCABULARY), shard=True)
+    shards = sharding.shard_model(accelerator, make_model(VOCABULARY), shard=True)
     assert state.restore(shards, torch.optim.AdamW(shards.parameters())) == (0, [])
+
+
+def saved(folder):
+    """(model, optimizer, checkpoint), the state after one step in the folder."""
+    accelerator = Accelerator(cpu=True)
+    model = sharding.shard_model(accelerator, make_model(VOCABULARY), shard=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    dpo.sft_objective(model, [group()])[0].backward()
+    optimizer.step()
+    checkpoint = Checkpoint(accelerator, folder, "sft", 0)
+    checkpoint.save(model, optimizer, 1, [{"step": 1}])
+    return model, optimizer, checkpoint
+
+
+def test_a_damaged_state_is_named_with_the_remedy(tmp_path):
+    model, optimizer, checkpoint = saved(tmp_path)
+    file = tmp_path / "step-1" / "whole.pt"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(Damaged) as error:
+        checkpoint.restore(model, optimizer)
+    assert str(error.value) == f"{file}: damaged; delete {tmp_path} to begin the phase again"
+
+
+def test_a_state_is_on_the_disk_before_it_counts_and_the_one_before_goes(tmp_path, monkeypatch):
+    model, optimizer, checkpoint = saved(tmp_path)
+    done, fsync, rename = [], os.fsync, Path.rename
+    name = lambda number: Path(os.readlink(f"/proc/self/fd/{number}")).name
+    monkeypatch.setattr(os, "fsync", lambda n: (done.append(name(n)), fsync(n)))
+    monkeypatch.setattr(Path, "rename", lambda self, to: (done.append(to.name), rename(self, to)))
+    monkeypatch.setattr("shutil.rmtree", lambda path, **_: done.append(f"without {path.name}"))
+    checkpoint.save(model, optimizer, 2, [{"step": 1}, {"step": 2}])
+    assert done == ["without writing", "whole.pt", "without step-2", "writing", "step-2",
+                    tmp_path.name, "without step-1"]

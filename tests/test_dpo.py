@@ -2,15 +2,22 @@
 
 import math
 import random
+from functools import partial
 
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
 from conftest import CHATML, CONVERSATION, LLAMA2, make_model, make_tokenizer
 
 import dpo
+from engine import packing, ranks, sharding
 
 VOCABULARY = 50
+
+
+def sequence(ids, action_mask):
+    return dpo.Trajectory(ids=ids, action_mask=action_mask)
 
 
 def sequences(*lengths, seed=0, vocabulary=VOCABULARY):
@@ -22,18 +29,18 @@ def sequences(*lengths, seed=0, vocabulary=VOCABULARY):
         while len(mask) < n:
             action = not action
             mask += [int(action)] * rng.randint(1, 5)
-        result.append(dpo.Sequence([rng.randrange(vocabulary) for _ in range(n)], mask[:n]))
+        result.append(sequence([rng.randrange(vocabulary) for _ in range(n)], mask[:n]))
     return result
 
 
-def brute_force_log_prob(model, sequence):
+def brute_force_log_prob(model, s):
     """Eq. (2) literally: one full forward pass per action token, transformers' own attention."""
     model.set_attn_implementation("sdpa")
     total = torch.zeros((), dtype=torch.float64)
-    for k in range(1, len(sequence.ids)):
-        if sequence.mask[k]:
-            logits = model(torch.tensor([sequence.ids[:k]])).logits[0, -1]
-            total = total + logits[sequence.ids[k]] - torch.logsumexp(logits, 0)
+    for k in range(1, len(s.ids)):
+        if s.action_mask[k]:
+            logits = model(torch.tensor([s.ids[:k]])).logits[0, -1]
+            total = total + logits[s.ids[k]] - torch.logsumexp(logits, 0)
     model.set_attn_implementation("ragged")
     return total
 
@@ -102,9 +109,10 @@ def test_start_reply_and_observation_concatenate_to_encode(tokenizer):
 
 def test_control_tokens_in_an_observation_stay_text(tokenizer):
     encoder = dpo.Encoder(tokenizer)
-    control = sorted(encoder.special)[0]
+    special = encoder.pieces.tokens.special
+    control = sorted(special)[0]
     for text in (f"buy {control} now", control, f"a{tokenizer.eos_token}b"):
-        token = tokenizer.convert_tokens_to_ids([t for t in encoder.special if t in text][0])
+        token = tokenizer.convert_tokens_to_ids([t for t in special if t in text][0])
         start = lambda text: encoder.start([{"role": "user", "content": text}])
         for piece in (encoder.observation, start):
             assert piece(text).count(token) == piece("buy it now").count(token)
@@ -132,6 +140,17 @@ def test_a_template_without_an_end_of_turn_token_is_refused():
         dpo.Encoder(tokenizer)
 
 
+def test_a_trajectorys_record_is_its_line_of_a_file():
+    t = dpo.Trajectory("u", "target", 1, 2, 7, ids=[5, 6], action_mask=[0, 1], file="target.jsonl")
+    assert list(t.record().items()) == [
+        ("task", "u"), ("agent", "target"), ("iteration", 1), ("rollout", 2), ("seed", 7),
+        ("messages", []), ("ids", [5, 6]), ("action_mask", [0, 1]), ("reward", 0.0), ("steps", 0),
+        ("cut_replies", 0), ("ended", "")]  # and not where it was read from
+    t.raw_reward, t.usage = -1.0, {"requests": 3}
+    assert list(t.record())[-2:] == ["raw_reward", "usage"]
+    assert dpo.Trajectory(**t.record(), file="target.jsonl") == t
+
+
 # --------------------------------------------------------------------------- log-probabilities
 
 
@@ -155,25 +174,25 @@ def test_gradient_of_packed_log_probs_equals_brute_force():
 def tree():
     """Sequences that begin alike: after 12 tokens, after 5, one inside another, one alone."""
     a, b, alone = sequences(20, 9, 15)
-    return [a, dpo.Sequence(a.ids[:12] + b.ids, a.mask[:12] + b.mask),
-            dpo.Sequence(a.ids[:5] + b.ids[3:], [0] * 5 + b.mask[3:]), alone,
-            dpo.Sequence(a.ids[:14], a.mask[:14]), dpo.Sequence(a.ids[:12] + b.ids[:4], [1] * 16)]
+    return [a, sequence(a.ids[:12] + b.ids, a.action_mask[:12] + b.action_mask),
+            sequence(a.ids[:5] + b.ids[3:], [0] * 5 + b.action_mask[3:]), alone,
+            sequence(a.ids[:14], a.action_mask[:14]), sequence(a.ids[:12] + b.ids[:4], [1] * 16)]
 
 
 def test_a_beginning_that_sequences_share_is_there_once():
     a, b = [5, 6, 7, 8], [5, 6, 7, 9, 3]
-    both = [dpo.Sequence(ids, [0] * len(ids)) for ids in (a, b, [1, 6], a[:2])]
-    rows, first = dpo.lay_out(both)
+    both = [sequence(ids, [0] * len(ids)) for ids in (a, b, [1, 6], a[:2])]
+    rows, first = packing.lay_out(both)
     assert rows == [0, 1, 2, 3] + [0, 1, 2, 4, 5] + [6, 7] + [0, 1]
     assert first == [0, 1, 2, 3, 7, 8, 9, 10]
     # One token of 17 that they share is less than it costs to share it.
-    rows, first = dpo.lay_out([dpo.Sequence(ids, [0] * 17) for ids in ([1] * 17, [1] + [2] * 16)])
+    rows, first = packing.lay_out([sequence(ids, [0] * 17) for ids in ([1] * 17, [1] + [2] * 16)])
     assert rows == first == list(range(34))
 
 
 def test_shared_beginnings_change_neither_log_probs_nor_gradient():
     model, batch = make_model(VOCABULARY), tree()
-    assert len(dpo.lay_out(batch)[1]) == 20 + 9 + 6 + 15  # the last two lie in the first two
+    assert len(packing.lay_out(batch)[1]) == 20 + 9 + 6 + 15  # the last two lie in the first two
     weight = torch.tensor([0.3, -1.7, 0.9, 1.1, -0.4, 0.6], dtype=torch.float64)
     together = dpo.action_log_probs(model, batch)
     ours = gradients(model, (together * weight).sum())
@@ -189,7 +208,7 @@ def test_a_row_that_predicts_several_tokens_is_projected_once(monkeypatch):
     forward = type(model).forward
     monkeypatch.setattr(type(model), "forward", lambda self, logits_to_keep=0, **more: (
         kept.append(logits_to_keep), forward(self, logits_to_keep=logits_to_keep, **more))[1])
-    begun = [dpo.Sequence([7, 8, 9, last, 4], [0, 0, 0, 1, 1]) for last in (1, 2, 3)]
+    begun = [sequence([7, 8, 9, last, 4], [0, 0, 0, 1, 1]) for last in (1, 2, 3)]
     log_probs = dpo.action_log_probs(model, begun)
     assert len(kept[0]) == len(set(kept[0].tolist())) == 4  # the common row, and one for each 4
     monkeypatch.undo()
@@ -202,11 +221,11 @@ def test_observation_tokens_get_no_gradient():
     model = make_model(VOCABULARY)
     unseen = VOCABULARY - 1  # appears only as the last token, an observation
     ids, mask = [3, 4, 5, 6, unseen], [0, 1, 1, 0, 0]
-    dpo.action_log_probs(model, [dpo.Sequence(ids, mask)]).sum().backward()
+    dpo.action_log_probs(model, [sequence(ids, mask)]).sum().backward()
     assert model.model.embed_tokens.weight.grad[unseen].abs().max() == 0
-    changed = dpo.Sequence([3, 4, 5, 6, 7], mask)
+    changed = sequence([3, 4, 5, 6, 7], mask)
     with torch.no_grad():
-        a, b = (dpo.action_log_probs(model, [s]) for s in (dpo.Sequence(ids, mask), changed))
+        a, b = (dpo.action_log_probs(model, [s]) for s in (sequence(ids, mask), changed))
     assert torch.equal(a, b)
 
 
@@ -215,7 +234,7 @@ def test_end_of_turn_is_trained(tokenizer):
     model = make_model(len(tokenizer))
     ids, mask = encoder.encode(CONVERSATION[:2])
     model.zero_grad()
-    last_only = dpo.Sequence(ids, [0] * (len(ids) - 1) + [mask[-1]])
+    last_only = sequence(ids, [0] * (len(ids) - 1) + [mask[-1]])
     dpo.action_log_probs(model, [last_only]).sum().backward()
     assert ids[-1] == encoder.end_of_turn
     assert model.lm_head.weight.grad[encoder.end_of_turn].abs().max() > 0
@@ -260,7 +279,7 @@ def test_equation_9_and_its_gradient_equal_brute_force(log_prob, sft_term):
     for g in groups:
         for p in g.pairs:
             w, l = g.sequences[p.chosen], g.sequences[p.rejected]
-            n_w, n_l = sum(w.mask[1:]), sum(l.mask[1:])
+            n_w, n_l = sum(w.action_mask[1:]), sum(l.action_mask[1:])
             scale_w, scale_l = (n_w, n_l) if log_prob == "mean" else (1, 1)
             pi_w, pi_l = brute_force_log_prob(model, w), brute_force_log_prob(model, l)
             z = beta * ((pi_w - g.reference[p.chosen]) / scale_w
@@ -306,7 +325,6 @@ def trained(groups, epochs, tokens_per_forward, objective=dpo.sft_objective, **s
 
 @pytest.mark.parametrize("tokens", [1, 20, 45])
 def test_micro_batches_give_the_full_batch_step(tokens):
-    from functools import partial
     objective = partial(dpo.preference_objective, beta=0.1, lambda_sft=0.1)
     groups = [group(str(i), seed=i) for i in range(4)]
     epochs = [[groups[:3], groups[3:]]]
@@ -324,7 +342,7 @@ def test_the_first_step_is_adamw_on_the_mean_gradient():
     after, log = trained(batch, [[batch]], 10_000, lr=1e-3, max_grad_norm=1e9)
     model = make_model(VOCABULARY, seed=3)
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
-    tokens = sum(sum(s.mask[1:]) for g in batch for s in g.sequences)
+    tokens = sum(sum(s.action_mask[1:]) for g in batch for s in g.sequences)
     g = gradients(model, -sum(brute_force_log_prob(model, b.sequences[0]) for b in batch) / tokens)
     torch.testing.assert_close(after, before - 1e-3 * g / (g.abs() + 1e-8), atol=1e-7, rtol=0)
     assert log[0]["gradient_norm"] == pytest.approx(g.norm().item(), rel=1e-6)
@@ -348,6 +366,32 @@ def test_a_phase_of_one_step_trains():
         assert not torch.equal(after, before)
 
 
+@pytest.mark.parametrize("model, options", [
+    ("Llama", dict(attention_dropout=0.3)), ("GPTNeoX", dict(hidden_dropout=0.3)),
+    ("Starcoder2", dict(residual_dropout=0.3, embedding_dropout=0.3, sliding_window=None)),
+    ("Mixtral", dict(router_jitter_noise=0.3, num_local_experts=3))])
+def test_training_drops_nothing_whatever_the_models_config_says(model, options):
+    """Else log pi and log pi_ref of the same weights differ, and the first loss is not ln 2."""
+    config = getattr(transformers, f"{model}Config")(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None,
+        **options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{model}ForCausalLM")._from_config(
+        config, attn_implementation="ragged")
+    accelerator, g, log = Accelerator(cpu=True), group(), []
+    model = sharding.shard_model(accelerator, model, shard=False).train()
+    with torch.no_grad():
+        once, again = (dpo.action_log_probs(model, g.sequences) for _ in range(2))
+    assert torch.equal(once, again)
+    assert vars(model.config).items() >= options.items()  # which is saved with the agent
+    dpo.add_reference(accelerator, model, [g], tokens_per_forward=100)
+    dpo.fit(accelerator, model, [[[g]]], partial(dpo.preference_objective, beta=0.1),
+            dpo.sum_weights, lr=1e-3, warmup=0.0, schedule="constant", weight_decay=0.0,
+            max_grad_norm=1.0, tokens_per_forward=100, log=log.append)
+    assert log[0]["loss"] == pytest.approx(math.log(2), abs=1e-9)
+
+
 def test_attention_of_another_form_is_refused():
     model = make_model(VOCABULARY)
     model.model.layers[0].self_attn.sliding_window = 4
@@ -358,7 +402,6 @@ def test_attention_of_another_form_is_refused():
 def test_a_loss_that_is_not_finite_names_the_tasks():
     bad = dpo.Group("webshop-train-7", sequences(8), [dpo.Pair("expert>target", 0, 0)])
     bad.reference = [math.nan]
-    from functools import partial
     with pytest.raises(FloatingPointError, match="webshop-train-7"):
         trained([bad], [[[bad]]], 100, partial(dpo.preference_objective, beta=0.1))
 
@@ -377,5 +420,5 @@ def test_batches_hold_every_group_once_and_keep_instructions_whole():
 
 def test_packs_keep_order_and_fit():
     groups = [dpo.Group(str(i), sequences(n)) for i, n in enumerate([5, 5, 30, 4, 6, 9])]
-    made = dpo.packs(groups, 12)
+    made = ranks.fill(groups, 12, lambda g: g.tokens)
     assert [[g.task for g in p] for p in made] == [["0", "1"], ["2"], ["3", "4"], ["5"]]

@@ -25,11 +25,10 @@ from test_coevolve import contents
 import coevolve
 import dpo
 import envs
-import runner
-import rollout
-import settings
-import tiny
-from settings import SettingsError
+from engine.checkpoint import Damaged
+from harness import files, settings, start, tiny
+from harness import play as playing
+from harness.settings import SettingsError
 
 ROOT = Path(__file__).parent.parent
 
@@ -64,9 +63,9 @@ def episode(env, task="toy-train-1", replies=("a", "bc")):
 
 @pytest.mark.parametrize("at", [(1,), (2,), (3,), (1, 2), (2, 3), (3, 4, 5)])
 def test_a_disturbed_episode_is_the_one_that_would_have_been(at, monkeypatch):
-    monkeypatch.setattr(envs.Resumed, "waits", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(envs.Repaired, "waits", (0.0, 0.0, 0.0))
     env = breaking(*at)
-    assert episode(envs.Resumed(env())) == episode(Toy())
+    assert episode(envs.Repaired(env())) == episode(Toy())
     assert env.calls > 3
 
 
@@ -74,19 +73,19 @@ def test_repetitions_wait_longer_each_time_and_are_bounded(monkeypatch):
     waited = []
     monkeypatch.setattr(envs.time, "sleep", waited.append)
     with pytest.raises(envs.EnvError, match="gone"):
-        episode(envs.Resumed(breaking(*range(2, 99))()))
-    assert waited == list(envs.Resumed.waits) == sorted(waited) and len(waited) == 3
+        episode(envs.Repaired(breaking(*range(2, 99))()))
+    assert waited == list(envs.Repaired.waits) == sorted(waited) and len(waited) == 4
 
 
 def test_a_world_that_has_changed_is_not_played_on(monkeypatch):
-    monkeypatch.setattr(envs.Resumed, "waits", (0.0,))
+    monkeypatch.setattr(envs.Repaired, "waits", (0.0,))
 
     class Replaced(breaking(2)):
         def reset(self, task):
             return f"{super().reset(task)}, after call {self.calls}"
 
     with pytest.raises(envs.EnvError, match="toy-train-1: it is not the world it was"):
-        episode(envs.Resumed(Replaced()))
+        episode(envs.Repaired(Replaced()))
 
 
 # ------------------------------------------------------------------------------ rollouts
@@ -98,14 +97,14 @@ def agent():
 
 
 def play(agent, env, tasks=range(8), slots=3):
-    episodes = [rollout.Episode(f"toy-train-{n}", "target", 1, 0, seed=n) for n in tasks]
-    rollout.rollout(*agent, lambda: envs.Resumed(env()), episodes, temperature=1.0, slots=slots,
+    episodes = [dpo.Trajectory(f"toy-train-{n}", "target", 1, 0, seed=n) for n in tasks]
+    playing.rollout(*agent, lambda: envs.Repaired(env()), episodes, temperature=1.0, slots=slots,
                      max_tokens=200, max_new_tokens=6, tokens_per_forward=1000)
     return [e.record() for e in episodes]
 
 
 def test_faults_change_no_episode(agent, monkeypatch):
-    monkeypatch.setattr(envs.Resumed, "waits", (0.0,) * 12)
+    monkeypatch.setattr(envs.Repaired, "waits", (0.0,) * 12)
     expected = play(agent, Toy)
     for seed in range(5):
         faults = random.Random(seed).sample(range(1, 40), 12)
@@ -124,7 +123,7 @@ class Hole(Toy):
 
 @pytest.mark.parametrize("slots", [1, 3, 8])
 def test_a_task_that_always_breaks_is_lost_and_no_failure(agent, slots, monkeypatch, capfd):
-    monkeypatch.setattr(envs.Resumed, "waits", (0.0,))
+    monkeypatch.setattr(envs.Repaired, "waits", (0.0,))
     expected, found = play(agent, Toy), play(agent, Hole, slots=slots)
     assert [row["ended"] for row in found] == ["done"] * 4 + ["lost"] + ["done"] * 3
     assert found[:4] + found[5:] == expected[:4] + expected[5:]
@@ -133,46 +132,53 @@ def test_a_task_that_always_breaks_is_lost_and_no_failure(agent, slots, monkeypa
 
 @pytest.mark.parametrize("slots", [1, 3, 8])
 def test_a_world_that_is_gone_stops_the_rollout(agent, slots, monkeypatch):
-    monkeypatch.setattr(envs.Resumed, "waits", (0.0,))
+    monkeypatch.setattr(envs.Repaired, "waits", (0.0,))
     with pytest.raises(envs.EnvError, match="gone"):
         play(agent, breaking(*range(9, 999)), slots=slots)
 
 
 def test_how_many_may_be_lost():
     error = envs.EnvError("broken")
+
+    def lose(lost, of):
+        losses = envs.Losses(of)
+        for n in range(lost):
+            losses.add(error)
+            losses.answered()
+
     for lost, of in ((1, 2), (1, 100), (2, 200), (16, 1624)):
-        rollout.check_lost(lost, of, error)
+        lose(lost, of)
     for lost, of in ((1, 1), (2, 3), (2, 199), (17, 1624)):
         with pytest.raises(envs.EnvError):
-            rollout.check_lost(lost, of, error)
+            lose(lost, of)
 
 
 def test_losses_are_counted_over_all_ranks(monkeypatch):
     """200 episodes on four ranks: each may lose two, 1% of 200, but together they lost three."""
-    rows = [dict(task=str(n), rollout=0, ended="lost" if n < 3 else "done") for n in range(200)]
-    monkeypatch.setattr(rollout, "play_policy", lambda *_: rows[:50])
-    monkeypatch.setattr(rollout, "gather_object", lambda _: rows)
+    rows = [dpo.Trajectory(str(n), ended="lost" if n < 3 else "done") for n in range(200)]
+    monkeypatch.setattr(playing, "play_share", lambda *_: rows[:50])
+    monkeypatch.setattr(playing, "gather_object", lambda _: rows)
     logged = []
     run = SimpleNamespace(
         accelerator=SimpleNamespace(process_index=0, num_processes=4), bar=lambda *_: nullcontext(),
-        settings=SimpleNamespace(method="eto"), say=lambda line: None,
+        running="explore", print_main=lambda line: None,
         log_dropped=lambda phase, reason, tasks: logged.append(len(tasks)))
-    episodes = [rollout.Episode(str(n), "target", 1, 0, 0) for n in range(200)]
+    episodes = [dpo.Trajectory(str(n), "target", 1, 0, 0) for n in range(200)]
     with pytest.raises(envs.EnvError, match="explore: 3 of 200 episodes were lost"):
-        rollout.play(run, "explore", Path("agent"), episodes, 0.7)
-    rows[2]["ended"] = "done"
-    assert len(rollout.play(run, "explore", Path("agent"), episodes, 0.7)) == 198
+        playing.play(run, Path("agent"), episodes, 0.7)
+    rows[2].ended = "done"
+    assert len(playing.play(run, Path("agent"), episodes, 0.7)) == 198
     assert logged == [3, 2]
 
 
 def test_many_losses_in_a_row_are_a_world_that_is_gone(agent, monkeypatch):
-    monkeypatch.setattr(envs.Resumed, "waits", ())
-    monkeypatch.setattr(rollout, "LOST_SHARE", 1.0)
+    monkeypatch.setattr(envs.Repaired, "waits", ())
+    monkeypatch.setattr(envs, "LOST_SHARE", 1.0)
     calls = 9
     gone = breaking(*range(calls, 999))
     with pytest.raises(envs.EnvError):
         play(agent, gone, slots=1)
-    assert gone.calls == calls + rollout.LOST_IN_A_ROW - 1
+    assert gone.calls == calls + envs.LOST_IN_A_ROW - 1
 
 
 @pytest.mark.parametrize("error", [KeyError("a bug"), RuntimeError("a bug"), SettingsError("flag")])
@@ -189,8 +195,8 @@ def test_a_bug_or_a_wrong_setting_is_no_fault_of_the_world(agent, error, monkeyp
 
 
 def test_the_end_does_not_wait_for_an_environment_that_hangs(agent, monkeypatch):
-    monkeypatch.setattr(envs.Resumed, "waits", ())
-    monkeypatch.setattr(rollout, "LOST_IN_A_ROW", 1)
+    monkeypatch.setattr(envs.Repaired, "waits", ())
+    monkeypatch.setattr(envs, "LOST_IN_A_ROW", 1)
     release, closed = threading.Event(), []
 
     class Hangs(Toy):
@@ -218,7 +224,7 @@ def test_logits_that_are_no_numbers_are_not_sampled(agent):
     model.lm_head.weight.data[:] = float("nan")
     for temperature in (0.0, 1.0):
         with pytest.raises(FloatingPointError, match="logits"):
-            rollout.rollout(model, encoder, Toy, [rollout.Episode("toy-train-0", "t", 1, 0, 0)],
+            playing.rollout(model, encoder, Toy, [dpo.Trajectory("toy-train-0", "t", 1, 0, 0)],
                              temperature=temperature, slots=1, max_tokens=100, max_new_tokens=4,
                              tokens_per_forward=100)
 
@@ -243,9 +249,9 @@ def test_lost_tasks_are_named_and_the_mean_says_over_how_many(toy_run, capfd):
         f"toy-train-{n}" for n in (0, 1, 2, 3, 4, 6, 7)]
     for event in events(run, "evaluation"):
         assert (event["tasks"], event["lost"]) == (7, 1)
-    lost = [e for e in events(run, "dropped") if e["reason"] == rollout.LOST]
-    assert {(e["phase"], *e["tasks"]) for e in lost} >= {("experts", "toy-train-5"),
-                                                         ("evaluate-target 0", "toy-test-2")}
+    lost = [e for e in events(run, "dropped") if e["reason"] == envs.LOST]
+    assert {(e["phase"], *e["tasks"]) for e in lost} >= {
+        ("experts.jsonl", "toy-train-5"), ("eval-0-target-test.jsonl", "toy-test-2")}
     assert "7 of 8 episodes; the environment broke on toy-test-2" in said.out
     assert "7 (1 lost" in said.out  # the closing table
     assert not any("toy-test-2" in path.read_text() for path in run.glob("eval-*.jsonl"))
@@ -258,7 +264,7 @@ def test_a_run_whose_world_was_gone_goes_on_to_the_undisturbed_result(toy_run, t
     gone = breaking(*range(60, 9999))
     with pytest.raises(envs.EnvError) as error:
         toy_run(gone)
-    assert "The same command goes on" in runner.one_line(error.value)
+    assert "The same command goes on" in start.one_line(error.value)
     assert not (run / "result.json").exists() and gone.calls < 60 + 3 * 3
     assert contents(toy_run()) == undisturbed
 
@@ -287,7 +293,7 @@ def test_a_full_disk_stops_the_run_at_any_write_and_loses_nothing(toy_run):
             with disk_of(size):
                 toy_run()
         except Exception as error:
-            line = runner.one_line(error)
+            line = start.one_line(error)
             assert line and "\n" not in line and "too large" in line, repr(error)
             met |= set(re.findall(r"run/([\w./-]+)", line))
         assert not (run / "result.json").exists()
@@ -305,7 +311,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_stops_the_phase_and_loses_nothing(t
         with disk_of(2 * weights):  # moments take twice as much
             toy_run(*flags)
     except OSError as error:
-        line = runner.one_line(error)
+        line = start.one_line(error)
     gc.collect()
     assert "is the disk full?" in line and "checkpoint/writing/whole.pt" in line, line
     assert "\n" not in line and not (run / "sft-target").exists()
@@ -338,9 +344,9 @@ def test_a_damaged_run_file_is_named_and_nothing_overwritten(toy_run, finished, 
             continue  # it may still be one
         (run / name).write_bytes(damaged)
         before = contents(run) if name != "metrics.jsonl" else None
-        with pytest.raises((SettingsError, coevolve.report.RunError)) as error:
+        with pytest.raises((SettingsError, files.RunError)) as error:
             toy_run()
-        line = runner.one_line(error.value)
+        line = start.one_line(error.value)
         assert str(run) in line and "\n" not in line and len(line) < 400
         assert (name.split("/")[0] in line or "made with other settings" in line), line
         assert name == "metrics.jsonl" or contents(run) == before
@@ -357,7 +363,7 @@ def test_a_damaged_checkpoint_inside_a_phase_is_named(toy_run, tmp_path):
     whole = file.read_bytes()
     for damaged in (b"", b"x", whole[:len(whole) // 2], b"x" + whole[1:]):
         file.write_bytes(damaged)
-        with pytest.raises(SettingsError, match="damaged; delete .*checkpoint to begin the phase"):
+        with pytest.raises(Damaged, match="damaged; delete .*checkpoint to begin the phase"):
             toy_run(Toy, *flags)
 
 
@@ -365,7 +371,7 @@ def test_a_forgotten_phase_is_done_again_with_all_that_follow(toy_run):
     run = toy_run()
     undisturbed = contents(run)
     phases = json.loads((run / "phases.json").read_text())
-    del phases["iter1-pairs-target"]
+    del phases["iter1/pairs-target.jsonl"]
     (run / "phases.json").write_text(json.dumps(phases))
     (run / "result.json").write_text("{")
     assert contents(toy_run()) == undisturbed
@@ -385,7 +391,7 @@ def test_a_deleted_file_is_made_again_with_all_that_follows(toy_run, capfd):
 
 def test_the_second_of_two_runs_in_a_folder_is_refused(toy_run, tmp_path):
     (tmp_path / "run").mkdir()
-    with open(tmp_path / "run/lock", "w") as lock:
+    with open(tmp_path / "run/lock", "w") as lock:  # as another process would
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(SettingsError, match="another process is running in this folder"):
             toy_run()
@@ -398,7 +404,9 @@ def test_clocks_may_jump(toy_run, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: random.choice([0.0, 1e9, 4e9]))
     monkeypatch.setattr(time, "time_ns", lambda: random.choice([0, 10 ** 18]))
     assert contents(toy_run()) == undisturbed
-    for path in ROOT.glob("*.py"):  # nor may anything else ask it
+    code = [path for folder in (".", "worlds", "engine", "harness", "baselines", "study")
+            for path in (ROOT / folder).glob("*.py")]
+    for path in code:  # nor may anything else ask it
         assert not re.search(r"\btime\.time\(|datetime\.|time_ns|st_mtime", path.read_text()), path
 
 
@@ -416,8 +424,8 @@ class Faulty(Toy):
         {fault}
         return super().step(reply)
 
-envs.make = lambda *_, **__: Faulty()
-envs.Resumed.waits = (0.0,)
+envs.make = lambda *_, **__: envs.Repaired(Faulty())
+envs.Repaired.waits = (0.0,)
 runpy.run_path({root!r} + "/coevolve.py", run_name="__main__")
 """
 
@@ -489,7 +497,7 @@ def test_an_interrupted_simulator_leaves_no_orphan(tmp_path, small_model):
 def test_a_loss_that_is_no_number_stops_the_phase_and_keeps_what_was_finished(toy_run, capfd):
     with pytest.raises(FloatingPointError) as error:
         toy_run(Toy, "--sft-lr", "1e14", "--sft-epochs", 3, "--sft-batch", 4, "--max-grad-norm", "1e14")
-    line = runner.one_line(error.value)
+    line = start.one_line(error.value)
     assert re.search(r"(loss|gradient norm) (nan|inf) at step \d on tasks toy-train-\d", line), line
     assert "\n" not in line and "finished phases are kept" in line
 
@@ -595,10 +603,9 @@ def test_secrets_are_in_no_file_and_no_line(small_model, tmp_path, monkeypatch):
 ])
 def test_a_refusal_masks_passwords(flags, monkeypatch):
     monkeypatch.setenv("MYSQL_PWD", "")
-    for read in (settings.parse, settings.precheck):
-        with pytest.raises(SettingsError) as error:
-            read(flags.split())
-        assert "canary" not in str(error.value) and "ary@" not in str(error.value)
+    with pytest.raises(SettingsError) as error:
+        settings.parse(flags.split())
+    assert "canary" not in str(error.value) and "ary@" not in str(error.value)
 
 
 def test_of_runs_that_start_together_one_makes_the_base_model(tmp_path, monkeypatch):
@@ -609,8 +616,8 @@ def test_of_runs_that_start_together_one_makes_the_base_model(tmp_path, monkeypa
         folder.mkdir()  # a second one would fail
         made.append(folder)
 
-    monkeypatch.setattr(tiny, "__file__", str(tmp_path / "tiny.py"))
-    monkeypatch.setattr(tiny.inspect, "getsource", lambda part: "")
+    monkeypatch.setattr(tiny, "ROOT", tmp_path)
+    monkeypatch.setattr(tiny, "practice", lambda run, n: [])
     monkeypatch.setattr(tiny, "pretrain", pretrain)
     run = SimpleNamespace(main=True, settings=settings.Settings(), first_says=lambda said: said())
     threads = [threading.Thread(target=lambda: found.append(tiny.base(None, run)))

@@ -16,9 +16,9 @@ from conftest import make_model, make_tokenizer
 import coevolve
 import dpo
 import envs
-import ppo
-from runner import Run
-from settings import Settings, SettingsError, check
+from baselines import ppo, rft
+from harness.run import Run
+from harness.settings import Settings, SettingsError, check
 
 TASKS = 6
 
@@ -59,7 +59,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def run(model, tmp_path, monkeypatch):
     """run(method, **settings) -> the finished run."""
-    monkeypatch.setattr(envs, "make", lambda *_, **__: OneReply())
+    monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(OneReply()))
     monkeypatch.setattr("gc.collect", lambda: 0)  # accelerate's, after each phase: half the time
 
     def start(method, out="run", **changed):
@@ -117,7 +117,7 @@ def test_a_run_continued_by_other_code_says_so(run, monkeypatch, capsys):
     capsys.readouterr()
     run("sft")
     assert "by other code" not in capsys.readouterr().out
-    monkeypatch.setattr("runner.code_hash", lambda: "edited")
+    monkeypatch.setattr("harness.files.code_hash", lambda: "edited")
     run("sft")
     assert "by other code: its finished phases stay as they are" in capsys.readouterr().out
 
@@ -125,11 +125,11 @@ def test_a_run_continued_by_other_code_says_so(run, monkeypatch, capsys):
 def test_join_by_hand():
     def row(task, reward, *replies, agent="target"):
         turns = [{"role": "assistant", "content": text} for text in replies]
-        return dict(task=task, agent=agent, reward=reward, messages=[{"role": "user"}, *turns])
+        return dpo.Trajectory(task, agent, reward=reward, messages=[{"role": "user"}, *turns])
 
     experts = [row("a", 1.0, "x", "y", agent="expert"), row("b", 1.0, "x", agent="expert")]
     new, dropped = row("a", 1.0, "x"), Counter()
-    found = coevolve.join(experts, {
+    found = rft.join(experts, {
         "a": [row("a", 0.9, "z"), row("a", 1.0, "x", "Thought: I know it.\nAction: y"), new,
               row("a", 1.0, "Thought: why not?\nAction:  x")],
         "b": [row("b", 1.0, "x")]}, dropped)
@@ -159,8 +159,8 @@ def test_rft_starts_from_the_base_again(run, monkeypatch):
 
 @pytest.mark.parametrize("successes, extra", [(0, 10), (1, 8), (4, 2), (5, 0)])
 def test_dart_gives_what_the_paper_gives(successes, extra):
-    assert coevolve.dart_rollouts(successes, n=5, budget=10) == extra
-    assert coevolve.dart_rollouts(0, n=0, budget=10) == 10  # no episode was finished
+    assert rft.dart_rollouts(successes, n=5, budget=10) == extra
+    assert rft.dart_rollouts(0, n=0, budget=10) == 10  # no episode was finished
 
 
 def test_dart_samples_more_where_the_first_samples_failed(run):
@@ -192,7 +192,7 @@ def test_ppo_starts_at_the_sft_policy_and_moves(run):
         others = [o["reward"] for o in rows if o["task"] == e["task"] and o is not e]
         total += sum(e["action_mask"]) * (e["reward"] - sum(others) / 3)
         tokens += sum(e["action_mask"])
-    loss = events(r, "train", phase="iter1-target")[0]["loss"]
+    loss = events(r, "train", phase="iter1/target-agent")[0]["loss"]
     assert loss == pytest.approx(-total / tokens, abs=1e-6)
     assert [e["iteration"] for e in events(r, "evaluation")] == [0, 1, 2]
 
@@ -234,8 +234,8 @@ def test_a_failure_agent_of_another_run(run, model, tmp_path):
 def test_the_failure_agent_explores_again_before_d_tgt(run):
     r = run("coevolve", explore_again=True, iterations=2, d_fail="buffer")
     done = [name for name in r.phases if name.startswith("iter1")]
-    order = ["iter1-pairs-failure", "iter1-failure", "iter1-explore-failure-more",
-             "iter1-pairs-target", "iter1-target"]
+    order = ["iter1/pairs-failure.jsonl", "iter1/failure-agent", "iter1/failure-more.jsonl",
+             "iter1/pairs-target.jsonl", "iter1/target-agent"]
     assert [name for name in done if name in order] == order
     rollouts = defaultdict(set)
     for agent in ("target", "failure"):
@@ -250,8 +250,8 @@ def test_the_failure_agent_explores_again_before_d_tgt(run):
 @pytest.mark.parametrize("steps", [2, 11])
 def test_steps_of_the_target_are_a_setting(run, steps):
     r = run("coevolve", dpo_steps=steps)
-    assert len(events(r, "train", phase="iter1-target")) == steps
-    epochs = [e["epoch"] for e in events(r, "train", phase="iter1-failure")]
+    assert len(events(r, "train", phase="iter1/target-agent")) == steps
+    epochs = [e["epoch"] for e in events(r, "train", phase="iter1/failure-agent")]
     assert set(epochs) == {1, 2} and len(epochs) != steps
 
 
@@ -281,7 +281,7 @@ def test_beta_learning_rate_and_weights_reach_the_loss_in_each_iteration(run, mo
     assert seen == [dict(beta=beta, lambda_dpo=weight, **common)
                     for beta in (0.1, 0.5) for weight in (1.0, 0.7)]  # the failure agent's is 1
     for i, lr in ((1, 3e-5), (2, 1e-5)):
-        assert {e["lr"] for e in events(r, "train", phase=f"iter{i}-target")} == {lr}
+        assert {e["lr"] for e in events(r, "train", phase=f"iter{i}/target-agent")} == {lr}
 
 
 def test_ppos_settings_reach_its_objective_and_its_batches(run, monkeypatch):
@@ -289,7 +289,7 @@ def test_ppos_settings_reach_its_objective_and_its_batches(run, monkeypatch):
     monkeypatch.setattr(ppo, "objective", lambda *a, **k: seen.append(k) or objective(*a, **k))
     r = run("ppo", ppo_clip=0.3, ppo_kl=0.01, ppo_epochs=3, ppo_batch=2)
     assert seen and all(k == dict(temperature=1.5, clip=0.3, kl=0.01) for k in seen)
-    steps = events(r, "train", phase="iter1-target")
+    steps = events(r, "train", phase="iter1/target-agent")
     assert {e["epoch"] for e in steps} == {1, 2, 3} and len(steps) == 3 * math.ceil(TASKS / 2)
 
 
@@ -333,9 +333,9 @@ def test_a_rejected_trajectory_ends_so_many_turns_after_the_experts(run, monkeyp
     r = run("eto", cut_turns=turns, rollouts=1, slots=1)
     groups = coevolve.preference_groups(r, "target", 1)
     turns_of = lambda mask: sum(b > a for a, b in zip([0, *mask], mask))
-    rejected = [turns_of(g.sequences[p.rejected].mask) for g in groups for p in g.pairs]
+    rejected = [turns_of(g.sequences[p.rejected].action_mask) for g in groups for p in g.pairs]
     assert rejected and max(rejected) == kept
-    assert {turns_of(g.sequences[p.chosen].mask) for g in groups for p in g.pairs} == {1}
+    assert {turns_of(g.sequences[p.chosen].action_mask) for g in groups for p in g.pairs} == {1}
 
 
 @pytest.mark.parametrize("too_long, pairs_made", [("drop", False), ("cut", True)])
@@ -354,14 +354,14 @@ def test_trajectories_that_filled_the_context_make_pairs_or_not(run, monkeypatch
 
 def test_the_learning_rate_may_fall_along_a_cosine(run):
     r = run("eto", dpo_schedule="cosine", dpo_warmup=0.0, dpo_steps=4)
-    lr = [e["lr"] for e in events(r, "train", phase="iter1-target")]
+    lr = [e["lr"] for e in events(r, "train", phase="iter1/target-agent")]
     assert lr == pytest.approx([1e-4 * (1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)])
 
 
 @pytest.mark.parametrize("reference, zero", [("phase", True), ("sft", False)])
 def test_the_reference_is_the_agent_entering_the_phase_or_the_sft_agent(run, reference, zero):
     r = run("eto", iterations=2, reference=reference)
-    first = events(r, "train", phase="iter2-target", step=1)[0]["kinds"]["expert>target"]
+    first = events(r, "train", phase="iter2/target-agent", step=1)[0]["kinds"]["expert>target"]
     assert (abs(first["margin"]) < 1e-5) == zero
 
 
@@ -375,7 +375,7 @@ def test_rollouts_and_temperature(run):
 
 def test_the_forking_guides_changes_apply_and_change_a_run(run, monkeypatch):
     root = Path(__file__).parent.parent
-    guide = (root / "README.md").read_text().split("```diff\n")[1].split("```")[0]
+    guide = (root / "docs/changing.md").read_text().split("```diff\n")[1].split("```")[0]
     changes = guide.split("--- ")[1:]
     assert len(changes) == 5
 
@@ -411,7 +411,7 @@ def test_the_forking_guides_changes_apply_and_change_a_run(run, monkeypatch):
     (dict(method="eto", temperature=0.0, rollouts=2), "--temperature 0"),
     (dict(ppo_rollouts=1), "--ppo-rollouts 1: must be at least 2"),
     (dict(samples=0), "--samples 0: must be at least 1"),
-    (dict(dpo_steps=-1), "--dpo-steps -1: must be 0 or more"),
+    (dict(dpo_steps=-1), "--dpo-steps -1: must be at least 0"),
 ])
 def test_what_a_method_cannot_use_is_refused(changed, message):
     with pytest.raises(SettingsError) as error:

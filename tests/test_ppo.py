@@ -14,11 +14,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import make_model
-from test_dpo import VOCABULARY, brute_force_log_prob, sequences
+from test_dpo import VOCABULARY, brute_force_log_prob, sequence, sequences
 
 import dpo
-import ppo
-import scale
+from baselines import ppo
+from engine import sharding
 
 
 class Table(torch.nn.Module):
@@ -34,7 +34,7 @@ class Table(torch.nn.Module):
 
 def episodes(*tokens, advantages, old, sft):
     """A group of episodes that read token 0 and then write the tokens given."""
-    found = [dpo.Sequence([0, *ids], [0] + [1] * len(ids)) for ids in tokens]
+    found = [sequence([0, *ids], [0] + [1] * len(ids)) for ids in tokens]
     as_tensors = lambda rows: [torch.tensor(row, dtype=torch.float64).log() for row in rows]
     return ppo.Rollouts("task", found, advantages=advantages, old=as_tensors(old),
                         sft=as_tensors(sft))
@@ -47,9 +47,9 @@ def test_leave_one_out_by_hand():
 
 
 def test_an_instruction_with_a_single_rollout_is_left_out_and_counted():
-    row = dict(ids=[1, 2], action_mask=[0, 1], reward=0.5)
+    one, other = (dpo.Trajectory(ids=[1, 2], action_mask=[0, 1], reward=r) for r in (0.5, 1.0))
     dropped = Counter()
-    groups = ppo.groups({"a": [row], "b": [row, {**row, "reward": 1.0}]}, dropped)
+    groups = ppo.groups({"a": [one], "b": [one, other]}, dropped)
     assert [(g.task, g.advantages) for g in groups] == [("b", [-0.5, 0.5])]
     assert dropped == {"the only rollout of its instruction": 1}
 
@@ -108,7 +108,7 @@ def test_token_log_probs_sum_to_those_of_the_trajectory():
 
 def test_the_temperature_divides_the_logits():
     model = Table([math.log(2), 0.0, 0.0])  # at temperature 1/2 the odds are 4 : 1 : 1
-    found = dpo.token_log_probs(model, [dpo.Sequence([0, 0, 1], [0, 1, 1])], temperature=0.5)
+    found = dpo.token_log_probs(model, [sequence([0, 0, 1], [0, 1, 1])], temperature=0.5)
     assert found.exp().tolist() == pytest.approx([4 / 6, 1 / 6])
 
 
@@ -122,8 +122,9 @@ def test_a_bandit_is_solved(kl):
         with torch.no_grad():
             chances = torch.softmax(policy.logits, -1)
         taken = torch.multinomial(chances, 64, replacement=True, generator=rng).tolist()
-        rows = [dict(ids=[0, t], action_mask=[0, 1], reward=worth[t].item()) for t in taken]
-        groups = ppo.groups({"bandit": rows}, Counter())
+        played = [dpo.Trajectory(ids=[0, t], action_mask=[0, 1], reward=worth[t].item())
+                  for t in taken]
+        groups = ppo.groups({"bandit": played}, Counter())
         for model, name in ((policy, "old"), (sft, "sft")):
             ppo.add_log_probs(Accelerator(cpu=True), model, groups, name, 1.0, 1000)
         epochs = [dpo.batches(groups, 16, "instructions", random.Random(i)) for _ in range(4)]
@@ -148,9 +149,9 @@ def train(shard):
     groups = [ppo.Rollouts(str(i), sequences(9 + i, 12, seed=i), advantages=[0.5 + i, -0.5 - i])
               for i in range(5)]
     for name, seed in (("old", 3), ("sft", 4)):
-        model = scale.spread(accelerator, make_model(VOCABULARY, seed=seed).float(), shard)
+        model = sharding.shard_model(accelerator, make_model(VOCABULARY, seed=seed).float(), shard)
         ppo.add_log_probs(accelerator, model, groups, name, 0.7, 40)
-    model = scale.spread(accelerator, make_model(VOCABULARY, seed=3).float(), shard)
+    model = sharding.shard_model(accelerator, make_model(VOCABULARY, seed=3).float(), shard)
     objective = partial(ppo.objective, temperature=0.7, clip=0.2, kl=0.1)
     dpo.fit(accelerator, model, [[groups[:1], groups[1:]]], objective, dpo.count_action_tokens,
             lr=1e-3, warmup=0.0, schedule="constant", weight_decay=0.0, max_grad_norm=1.0,
@@ -165,7 +166,8 @@ def test_two_processes_train_like_one(shard):
     tests = Path(__file__).parent
     code = (f"import sys, json; sys.path[:0] = [{str(tests)!r}, {str(tests.parent)!r}]; "
             f"import test_ppo; found = test_ppo.train({shard}); "
-            "import torch.distributed as d; d.get_rank() or print(json.dumps(found))")
+            "import torch.distributed as d; d.get_rank() or print(json.dumps(found)); "
+            "d.destroy_process_group()")
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
                            "--nproc_per_node", "2", "--no_python", sys.executable, "-c", code],
                           capture_output=True, text=True, timeout=120)

@@ -2,15 +2,15 @@
 
 import json
 import shutil
-import sys
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-import report  # noqa: E402
+from dpo import Trajectory
+from harness import report
+from harness.files import RunError, read_jsonl
+from study.compare import compare
+from study.show import show
 
 SETTINGS = {"env": "webshop", "method": "coevolve", "model": "tiny", "seed": 7, "out": None,
             "hard_threshold": 0.6}
@@ -33,15 +33,15 @@ METRICS = [
      "resident_mb": 700.0},
     evaluation("target", 0, "test", 0.5, 0.45, 0.55, 0.30),
     evaluation("failure", 0, "test", 0.49, 0.44, 0.54, 0.29),
-    {"event": "dropped", "phase": "iter1-explore-target", "reason": "context", "count": 2,
+    {"event": "dropped", "phase": "iter1/target.jsonl", "reason": "context", "count": 2,
      "tasks": ["webshop-train-1", "webshop-train-9"]},
     exploration("target", 300, 0.5, 0.2, 0.3, 0.7),
     exploration("failure", 100, 0.1, 0.8, 0.1, 0.3),
     {"event": "pairs", "iteration": 1, "trains": "target",
      "kept": {"expert>target": 12, "expert>failure": 30, "failure>failure": 5},
      "dropped": {"tied": 4, "too_long": 0, "no_failure": 7}},
-    {"event": "train", "phase": "iter1-target", "step": 1, "loss": 0.69},
-    {"event": "phase", "phase": "evaluate-1-target", "seconds": 3510.4, "tokens": 1000,
+    {"event": "train", "phase": "iter1/target-agent", "step": 1, "loss": 0.69},
+    {"event": "phase", "phase": "eval-1-target-test.jsonl", "seconds": 3510.4, "tokens": 1000,
      "episodes": 200, "resident_mb": 650.0},
     evaluation("target", 1, "test", 0.6, 0.55, 0.65, 0.42),
     evaluation("failure", 1, "test", 0.4, 0.35, 0.45, 0.12),
@@ -104,8 +104,27 @@ def test_interval_is_a_function_of_values_and_seed():
 
 
 def test_interval_of_nothing_is_refused():
-    with pytest.raises(report.RunError, match="no values"):
+    with pytest.raises(RunError, match="no values"):
         report.bootstrap_interval([])
+
+
+def episode(reward, steps=2, **more):
+    return Trajectory(task="t", reward=reward, steps=steps, ended="done", **more)
+
+
+def test_the_numbers_of_an_evaluation_by_hand():
+    rows = [episode(1.0), episode(0.5, 4), episode(0.0, 6)]
+    found = report.scores(rows, ["a", "b", "c"], None)
+    assert list(found) == ["reward", "reward_low", "reward_high", "success", "steps"]
+    assert (found["reward"], found["success"], found["steps"]) == (0.5, 1 / 3, 4)
+    assert 0 <= found["reward_low"] < 0.5 < found["reward_high"] <= 1
+    rows = [episode(1.0, cut_replies=2), replace(episode(0.0), ended="context")]
+    found = report.scores(rows, ["a", "b", "c"], None)
+    assert list(found.items())[-3:] == [("lost", 1), ("out_of_context", 1), ("with_cut_replies", 1)]
+
+
+def test_nothing_explored_has_shares_of_zero():
+    assert report.table2([], 0.6) == dict(success=0, negative=0, hard_negative=0, reward=0)
 
 
 def test_result_has_the_events_in_order_and_no_times(run):
@@ -156,7 +175,7 @@ def test_table_of_pairs_counts_kinds_and_reasons(run):
 def test_table_of_phases_ends_with_a_total(run):
     text = report.table(run)
     assert row(text, "sft-target") == ["0:01:30", "9,000", "100", "-", "700"]
-    assert row(text, "evaluate-1-target") == ["0:58:30", "1,000", "0", "200", "650"]
+    assert row(text, "eval-1-target-test.jsonl") == ["0:58:30", "1,000", "0", "200", "650"]
     assert row(text, "total") == ["1:00:00", "10,000", "3", "200", "700"]
 
 
@@ -175,6 +194,33 @@ def test_table_of_an_unfinished_run_leaves_out_what_is_not_there(run):
     assert "Evaluation" in text and "Exploration" not in text and "Pairs" not in text
 
 
+@pytest.mark.parametrize("number, changed", [
+    (1, dict(reward="much")), (1, dict(agent="nobody")), (4, dict(trajectories=None)),
+    (6, dict(kept=None)), (0, dict(seconds="long"))])
+def test_a_damaged_event_is_one_line_that_names_the_file(run, tmp_path, number, changed):
+    event = {**METRICS[number], **changed}
+    write_lines(run / "metrics.jsonl", [*METRICS[:number], event, *METRICS[number + 1:]])
+    said = []
+    for read in (report.table, lambda run: report.figure(run, tmp_path / "png"),
+                 lambda run: compare([run])):
+        try:
+            read(run)
+        except RunError as error:
+            said.append(str(error))
+    assert said
+    for line in said:
+        assert line.startswith(f"{run / 'metrics.jsonl'}: damaged (")
+        assert "\n" not in line and len(line) < 400
+
+
+def test_a_damaged_trajectory_is_one_line_that_names_the_file(run):
+    rows = read_jsonl(run / "iter10/target.jsonl")
+    del rows[1]["reward"]
+    write_lines(run / "iter10/target.jsonl", rows)
+    with pytest.raises(RunError, match="iter10/target.jsonl: damaged .KeyError: 'reward'"):
+        show(run)
+
+
 def test_figure_is_a_png_and_equal_runs_give_equal_bytes(run, tmp_path):
     for name in ("a.png", "b.png"):
         report.figure(run, tmp_path / name)
@@ -190,7 +236,7 @@ def test_figure_of_sft_alone_has_no_exploration(run, tmp_path):
 
 def test_figure_without_evaluations_is_refused(run, tmp_path):
     write_lines(run / "metrics.jsonl", METRICS[:1])
-    with pytest.raises(report.RunError, match="no evaluation"):
+    with pytest.raises(RunError, match="no evaluation"):
         report.figure(run, tmp_path / "none.png")
 
 
@@ -199,13 +245,13 @@ def order(text):
 
 
 def test_show_prefers_a_high_failure_above_a_lower_one_of_the_target(run):
-    assert order(report.show(run)) == ["webshop-train-1", "webshop-train-2", "webshop-train-4"]
-    assert order(report.show(run, count=1)) == ["webshop-train-1"]
+    assert order(show(run)) == ["webshop-train-1", "webshop-train-2", "webshop-train-4"]
+    assert order(show(run, count=1)) == ["webshop-train-1"]
 
 
 def test_show_puts_the_agents_of_the_last_iteration_side_by_side(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    text = report.show(run, ["webshop-train-1"])
+    text = show(run, ["webshop-train-1"])
     heads = next(line for line in text.splitlines() if line.startswith("EXPERT"))
     assert [part.strip() for part in heads.split("|")] == [
         "EXPERT", "TARGET, iteration 10", "FAILURE, iteration 10"]
@@ -217,19 +263,19 @@ def test_show_puts_the_agents_of_the_last_iteration_side_by_side(run, monkeypatc
 
 
 def test_show_prints_the_instruction_once(run):
-    assert " ".join(report.show(run, ["webshop-train-1"]).split()).count(WANT) == 1
+    assert " ".join(show(run, ["webshop-train-1"]).split()).count(WANT) == 1
 
 
 def test_show_without_a_failure_agent_has_two_columns(run):
     for path in run.glob("iter*/failure.jsonl"):
         path.unlink()
-    text = report.show(run, count=1)
+    text = show(run, count=1)
     assert "FAILURE" not in text and "TARGET" in text
     assert order(text) == ["webshop-train-3"]  # the target's highest failure, 0.5
 
 
 def test_show_finds_the_evaluation_of_a_test_task(run):
-    text = report.show(run, ["webshop-test-0"])
+    text = show(run, ["webshop-test-0"])
     assert "reward 0.300, 3 steps, out of steps" in text and "EXPERT" not in text
 
 
@@ -238,30 +284,30 @@ def test_show_takes_the_failure_agents_best_failure_of_several_rollouts(run):
     write_lines(run / "iter10" / "failure.jsonl", [
         trajectory("webshop-train-1", "failure", reward, ["click[x]"], 10, rollout)
         for rollout, reward in enumerate(rewards)])
-    assert "reward 0.800" in report.show(run, ["webshop-train-1"])
+    assert "reward 0.800" in show(run, ["webshop-train-1"])
 
 
 def test_show_refuses_an_unknown_task_and_names_known_ones(run):
-    with pytest.raises(report.RunError, match="webshop-train-99.*such as webshop-train-1"):
-        report.show(run, ["webshop-train-99"])
+    with pytest.raises(RunError, match="webshop-train-99.*such as webshop-train-1"):
+        show(run, ["webshop-train-99"])
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
-    for read in (report.result, report.table, report.show):
-        with pytest.raises(report.RunError, match="not a run"):
+    for read in (report.result, report.table, show):
+        with pytest.raises(RunError, match="not a run"):
             read(tmp_path)
 
 
 def test_a_truncated_line_is_refused_with_file_and_line(run):
     path = run / "metrics.jsonl"
     path.write_text(path.read_text()[:-9])
-    with pytest.raises(report.RunError, match=rf"metrics.jsonl, line {len(METRICS)}: not a whole JSON"):
+    with pytest.raises(RunError, match=rf"metrics.jsonl, line {len(METRICS)}: not a whole JSON"):
         report.result(run)
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path):
-    with pytest.raises(report.RunError, match="nothing.jsonl: no such file"):
-        report.read_jsonl(tmp_path / "nothing.jsonl")
+    with pytest.raises(RunError, match="nothing.jsonl: no such file"):
+        read_jsonl(tmp_path / "nothing.jsonl")
 
 
 def test_compare_over_seeds_by_hand(tmp_path):
@@ -273,12 +319,13 @@ def test_compare_over_seeds_by_hand(tmp_path):
         write_lines(folder / "metrics.jsonl", [
             {"event": "evaluation", "agent": "target", "iteration": 1, "split": "test", "tasks": 2,
              "reward": reward, "reward_low": 0, "reward_high": 1, "success": 0.5, "steps": 3}])
-    text = report.compare([tmp_path / "0", tmp_path / "1"])
-    assert row(text, "target", "test")[1:] == ["1", "2", "0.600", "±", "0.141", "0.500", "±", "0.000"]
-    with pytest.raises(report.RunError, match="name the folders"):
-        report.compare([])
-    with pytest.raises(report.RunError, match="compare one of them"):
-        report.compare([tmp_path / "0", tmp_path / "0"])
+    text = compare([tmp_path / "0", tmp_path / "1"])
+    assert row(text, "target", "test")[1:] == [
+        "1", "2", "0.600", "±", "0.141", "0.500", "±", "0.000"]
+    with pytest.raises(RunError, match="name the folders"):
+        compare([])
+    with pytest.raises(RunError, match="compare one of them"):
+        compare([tmp_path / "0", tmp_path / "0"])
 
 
 @pytest.mark.parametrize("changed, says", [
@@ -294,15 +341,15 @@ def test_compare_refuses_to_average_what_differs_in_more_than_the_seed(tmp_path,
         write_lines(folder / "metrics.jsonl", [evaluation("target", 1, "test", .5, .4, .6, .3)])
     runs = [tmp_path / "0", tmp_path / "1"]
     if says is None:
-        assert "test" in report.compare(runs)
+        assert "test" in compare(runs)
     else:
-        with pytest.raises(report.RunError) as error:
-            report.compare(runs)
+        with pytest.raises(RunError) as error:
+            compare(runs)
         assert says in str(error.value)
 
 
 def test_episodes_out_of_context_stand_beside_the_number_of_tasks(run):
-    events = report.read_jsonl(run / "metrics.jsonl")
+    events = read_jsonl(run / "metrics.jsonl")
     events[1].update(out_of_context=3, lost=1, with_cut_replies=2)
     write_lines(run / "metrics.jsonl", events)
     assert "200 (1 lost, 3 out of context, 2 with cut replies)" in report.table(run)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from conftest import make_model, make_tokenizer
 
-import coevolve
 import dpo
 import envs
-import rollout
+from engine.cache import SlotCache, next_token_logits, sample
+from harness.files import seed_of
+from harness.play import Slot, reply_ended, rollout
 
 
 class Echo:
@@ -41,11 +42,16 @@ def agent():
 def play(agent, tasks=range(7), temperature=0.0, slots=3, max_tokens=400, max_new_tokens=12,
          tokens_per_forward=10_000, env=Echo):
     model, encoder = agent
-    episodes = [rollout.Episode(str(t), "target", 1, 0, seed=coevolve.seed_of("x", t))
-                for t in tasks]
-    return rollout.rollout(model, encoder, env, episodes, temperature=temperature, slots=slots,
-                            max_tokens=max_tokens, max_new_tokens=max_new_tokens,
-                            tokens_per_forward=tokens_per_forward)
+    episodes = [dpo.Trajectory(str(t), "target", 1, 0, seed=seed_of("x", t)) for t in tasks]
+    return rollout(model, encoder, env, episodes, temperature=temperature, slots=slots,
+                   max_tokens=max_tokens, max_new_tokens=max_new_tokens,
+                   tokens_per_forward=tokens_per_forward)
+
+
+def watch(monkeypatch, note):
+    """Calls note(segments) before each pass of the model: (slot, past, new ids) of each."""
+    monkeypatch.setattr("harness.play.next_token_logits", lambda model, cache, segments: (
+        note(segments), next_token_logits(model, cache, segments))[1])
 
 
 @torch.no_grad()
@@ -53,7 +59,7 @@ def one_by_one(agent, task, temperature, max_new_tokens=12):
     """The same episode with a full forward pass over the whole history for each token."""
     model, encoder = agent
     model.set_attn_implementation("sdpa")
-    env, dice = Echo(), random.Random(coevolve.seed_of("x", task))
+    env, dice = Echo(), random.Random(seed_of("x", task))
     ids = encoder.start([{"role": "user", "content": env.reset(str(task))}])
     mask = [0] * len(ids)
     for turn in range(Echo.max_steps):
@@ -87,23 +93,18 @@ def one_by_one(agent, task, temperature, max_new_tokens=12):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_slots_sample_the_tokens_of_one_episode_at_a_time(agent, temperature, together):
+def test_slots_sample_the_tokens_of_one_episode_at_a_time(agent, temperature):
     episodes = play(agent, temperature=temperature)
     for task, e in enumerate(episodes):
-        assert (e.ids, e.mask, e.reward) == one_by_one(agent, task, temperature)
-    sampled = [i for e in episodes for i, m in zip(e.ids, e.mask) if m]
+        assert (e.ids, e.action_mask, e.reward) == one_by_one(agent, task, temperature)
+    sampled = [i for e in episodes for i, m in zip(e.ids, e.action_mask) if m]
     assert len(set(sampled)) > 10, "a model that repeats itself would hide a wrong cache"
 
 
 def test_pages_longer_than_a_pass_hold_up_nobody(agent, monkeypatch):
     """Single tokens of all slots go together, whatever --tokens-per-forward is."""
-    passes, forward = [], rollout._next_token_logits
-
-    def counted(model, cache, playing):
-        passes.append([len(e.ids) - e.past for _, e in playing])
-        return forward(model, cache, playing)
-
-    monkeypatch.setattr(rollout, "_next_token_logits", counted)
+    passes = []
+    watch(monkeypatch, lambda segments: passes.append([len(new) for _, _, new in segments]))
     wide = play(agent, range(8), slots=4)
     many = len(passes)
     narrow = play(agent, range(8), slots=4, tokens_per_forward=1)
@@ -120,50 +121,38 @@ def test_control_tokens_beyond_the_models_vocabulary_are_no_harm(agent, monkeypa
     assert [e.ids for e in play(agent)] == [e.ids for e in expected]
 
 
-@pytest.fixture(params=[1, 3])
-def together(request, monkeypatch):
-    """How many slots one product reads: on a CPU one, on a GPU all that lie side by side."""
-    made = rollout.SlotCache.__init__
-
-    def make(self, *args):
-        made(self, *args)
-        self.together = request.param
-        self.kv.zero_()
-
-    monkeypatch.setattr(rollout.SlotCache, "__init__", make)
-
-
-def test_slots_read_side_by_side_give_the_logits_of_full_forward_passes(agent, together):
+def test_slots_read_side_by_side_give_the_logits_of_full_forward_passes(agent):
     model, _ = agent
-    cache, rng = rollout.SlotCache(model, 6, 100), random.Random(0)
-    episodes = [rollout.Episode("0", "target", 1, 0, 0) for _ in range(5)]
+    cache, rng = SlotCache(model, 6, 100), random.Random(0)
+    held = [[] for _ in range(5)]
     for n in ([9, 4, 7, 1, 2], [1] * 5, [1, 1, 5, 1, 1], [1, 3, 1, 1, 2], [1] * 5):
-        for e, more in zip(episodes, n):  # pages of several tokens beside single ones
-            e.ids += [rng.randrange(model.config.vocab_size) for _ in range(more)]
+        # Pages of several tokens beside single ones, which come first.
+        segments = sorted(((slot, len(held[slot]), [
+            rng.randrange(model.config.vocab_size) for _ in range(more)])
+            for slot, more in enumerate(n)), key=lambda s: (len(s[2]), s[0]))
         with torch.inference_mode():
-            playing = sorted(enumerate(episodes), key=lambda p: (len(p[1].ids) - p[1].past, p[0]))
-            ours = rollout._next_token_logits(model, cache, playing)
+            ours = next_token_logits(model, cache, segments)
             model.set_attn_implementation("sdpa")
-            for row, (_, e) in zip(ours, playing):
-                theirs = model(torch.tensor([e.ids])).logits[0, -1].float()
+            for row, (slot, _, new) in zip(ours, segments):
+                held[slot] += new
+                theirs = model(torch.tensor([held[slot]])).logits[0, -1].float()
                 torch.testing.assert_close(row, theirs, atol=1e-5, rtol=0)
             model.set_attn_implementation("ragged")
 
 
 def test_next_token_logits_equal_a_full_forward_pass(agent):
     model, encoder = agent
-    cache = rollout.SlotCache(model, 2, 100)
-    rng = random.Random(0)
+    cache = SlotCache(model, 2, 100)
+    rng, past = random.Random(0), 0
     ids = [rng.randrange(model.config.vocab_size) for _ in range(40)]
-    e = rollout.Episode("0", "target", 1, 0, 0)
     with torch.inference_mode():
         for end in (10, 11, 12, 25, 26, 40):  # prefill, decode, decode, observation, ...
-            e.ids = ids[:end]
-            ours = rollout._next_token_logits(model, cache, [(1, e)])[0]
+            ours = next_token_logits(model, cache, [(1, past, ids[past:end])])[0]
             model.set_attn_implementation("sdpa")
             theirs = model(torch.tensor([ids[:end]])).logits[0, -1].float()
             model.set_attn_implementation("ragged")
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+            past = end
 
 
 @pytest.mark.parametrize("other", [dict(slots=1), dict(slots=7), dict(tokens_per_forward=5)])
@@ -176,13 +165,16 @@ def test_a_prompt_is_read_once_by_a_slot_and_episodes_stay_the_same(agent, monke
     class Prompted(Echo):
         prompt = "you shop " * 10
 
-    tasks, openings, forward = [3, 3, 4], [], rollout._next_token_logits
+    env, tasks, openings, held = Prompted(), [3, 3, 4], [], []
+    prompts = [agent[1].start(envs.opening(env, env.reset(str(task)))) for task in tasks]
 
-    def record(model, cache, playing):
-        openings.extend((e.past, e.ids[:]) for _, e in playing if 1 not in e.mask)
-        return forward(model, cache, playing)
+    def record(segments):
+        (_, past, new), = segments
+        held[past:] = new
+        if held in prompts:
+            openings.append((past, held[:]))
 
-    monkeypatch.setattr(rollout, "_next_token_logits", record)
+    watch(monkeypatch, record)
     played = play(agent, tasks=tasks, slots=1, env=Prompted, temperature=1.0)
     (a, first), (b, second), (c, third) = openings
     assert first == second and (a, b) == (0, len(first) - 1)  # the last token gives the logits
@@ -209,12 +201,9 @@ def test_a_slow_environment_changes_nothing(agent, latency, slots):
 
 
 def test_the_passes_of_the_model_do_not_depend_on_how_slow_the_environment_is(agent, monkeypatch):
-    model, encoder = agent
-    shapes, forward = [], rollout._next_token_logits
-    monkeypatch.setattr(rollout, "_next_token_logits", lambda model, cache, playing: (
-        shapes.append([(slot, len(e.ids)) for slot, e in playing]), forward(model, cache, playing)
-    )[1])
-    found = []
+    shapes, found = [], []
+    watch(monkeypatch, lambda segments: shapes.append([(slot, past + len(new))
+                                                       for slot, past, new in segments]))
     for longest in (0, 0.03):
         class Slow(Echo):
             latency = 2
@@ -234,9 +223,9 @@ def test_episodes_with_other_seeds_differ(agent):
     assert a.ids == b.ids
     b.seed, b.ids = 99, []
     model, encoder = agent
-    again = rollout.Episode("1", "target", 1, 0, seed=99)
-    rollout.rollout(model, encoder, Echo, [again], temperature=1.0, slots=1, max_tokens=400,
-                     max_new_tokens=12, tokens_per_forward=100)
+    again = dpo.Trajectory("1", "target", 1, 0, seed=99)
+    rollout(model, encoder, Echo, [again], temperature=1.0, slots=1, max_tokens=400,
+            max_new_tokens=12, tokens_per_forward=100)
     assert again.ids != a.ids
 
 
@@ -266,13 +255,13 @@ def test_an_end_of_turn_that_was_not_sampled_is_not_an_action(agent):
     _, encoder = agent
     for e in play(agent, max_new_tokens=3):
         cut = 0
-        for k, (i, m) in enumerate(zip(e.ids, e.mask)):
-            if i == encoder.end_of_turn and m == 0 and e.mask[k - 1]:
-                assert e.mask[k - 3:k] == [1, 1, 1]
+        for k, (i, m) in enumerate(zip(e.ids, e.action_mask)):
+            if i == encoder.end_of_turn and m == 0 and e.action_mask[k - 1]:
+                assert e.action_mask[k - 3:k] == [1, 1, 1]
                 cut += 1
         assert cut == e.cut_replies > 0
         longest = run = 0
-        for m in e.mask:
+        for m in e.action_mask:
             run = run + 1 if m else 0
             longest = max(longest, run)
         assert longest <= 3
@@ -282,39 +271,41 @@ def test_an_episode_that_fills_the_context_ends_and_says_so(agent):
     episodes = play(agent, max_tokens=60, max_new_tokens=8)
     assert any(e.ended == "context" for e in episodes)
     for e in episodes:
-        assert len(e.ids) <= 60 and len(e.ids) == len(e.mask)
+        assert len(e.ids) <= 60 and len(e.ids) == len(e.action_mask)
 
 
 def test_control_tokens_are_never_sampled(agent):
     model, encoder = agent
     for e in play(agent, temperature=3.0):
-        assert not {i for i, m in zip(e.ids, e.mask) if m} & set(encoder.forbidden)
+        assert not {i for i, m in zip(e.ids, e.action_mask) if m} & set(encoder.forbidden)
 
 
 def test_a_reply_that_plays_the_environment_is_cut():
     """Ids up to "Observation:" stay as sampled; the end of turn that follows was not sampled."""
     tokenizer = make_tokenizer("chatml")
     encoder = dpo.Encoder(tokenizer)
-    e = rollout.Episode("0", "target", 1, 0, 0, ids=[5, 6], mask=[0, 0], past=2, reply_at=2)
+    slot = Slot(0)
+    e = slot.playing = dpo.Trajectory(ids=[5, 6], action_mask=[0, 0])
+    slot.past = slot.reply_at = 2
     text = tokenizer("click[a]\nObservation: You won")["input_ids"]
     for token in text:
         e.ids.append(token)
-        e.mask.append(1)
-        e.past = len(e.ids) - 1
-        if rollout._reply_ended(e, encoder, token, 100, 50):
+        e.action_mask.append(1)
+        slot.past = len(e.ids) - 1
+        if reply_ended(slot, encoder, token, 100, 50):
             break
     assert encoder.decode(e.ids[2:]) == "click[a]"
-    assert e.ids[-1] == encoder.end_of_turn and e.mask[-1] == 0
-    assert e.ids[2:-1] == text[:len(e.ids) - 3] and e.past <= len(e.ids) - 1
+    assert e.ids[-1] == encoder.end_of_turn and e.action_mask[-1] == 0
+    assert e.ids[2:-1] == text[:len(e.ids) - 3] and slot.past <= len(e.ids) - 1
 
 
 def test_sampling_follows_the_softmax():
     logits = torch.log(torch.tensor([[0.1, 0.2, 0.7]]))
     draws = torch.linspace(0, 1, 1001)[:-1].tolist()
-    tokens = rollout.sample(logits.expand(1000, 3), 1.0, draws)
+    tokens = sample(logits.expand(1000, 3), 1.0, draws)
     assert torch.bincount(tokens, minlength=3).tolist() == pytest.approx([100, 200, 700], abs=1)
     # Temperature 0.5 squares the odds: 0.01, 0.04, 0.49 of 0.54.
-    tokens = rollout.sample(logits.expand(1000, 3), 0.5, draws)
+    tokens = sample(logits.expand(1000, 3), 0.5, draws)
     assert torch.bincount(tokens, minlength=3).tolist() == pytest.approx([18.5, 74, 907], abs=2)
     logits[0, 2] = -torch.inf
-    assert rollout.sample(logits.expand(1000, 3), 1.0, draws).max() == 1
+    assert sample(logits.expand(1000, 3), 1.0, draws).max() == 1

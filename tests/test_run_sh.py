@@ -12,11 +12,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = "bash sh cat dirname grep mkdir rm sed touch uname".split()
 OLD = "exit 1"  # an interpreter whose version check fails
-# An interpreter without packages: the check of requirements.txt, read from stdin, finds nothing.
-BARE = f'case $1 in -) echo "torch (found none)"; exit 1 ;; esac\nexec "{sys.executable}" "$@"'
+# An interpreter without packages: the check of requirements.txt finds nothing.
+BARE = (f'case $1 in */requirements.py) echo "torch (found none)"; exit 1 ;; esac\n'
+        f'exec "{sys.executable}" "$@"')
 NO_VENV = f'case "$*" in "-m venv"*) echo "No module named ensurepip"; exit 1 ;; esac\n{BARE}'
-FULL = f'case $1 in -) exit 0 ;; -m | -c) case "$*" in *version_info*) ;; *) echo "ran $*"; exit ;;\
- esac ;; esac\nexec "{sys.executable}" "$@"'
+# One that has all, and only says what else it would run.
+FULL = (f'case $* in */requirements.py*) ;; *version_info* | */settings.py*) '
+        f'exec "{sys.executable}" "$@" ;; *) echo "ran $*" ;; esac')
 
 
 @pytest.fixture
@@ -25,8 +27,9 @@ def machine(tmp_path):
     repo, bin_ = tmp_path / "a repo", tmp_path / "bin"
     for folder in (repo, bin_, tmp_path / "home"):
         folder.mkdir()
-    for name in ("run.sh", "requirements.txt", "requirements-optional.txt", "settings.py"):
-        shutil.copy(ROOT / name, repo)
+    (repo / "harness").mkdir()
+    for name in ("run.sh", "requirements.txt", "harness/requirements.py", "harness/settings.py"):
+        shutil.copy(ROOT / name, repo / name)
     for tool in TOOLS:
         (bin_ / tool).symlink_to(shutil.which(tool))
 
@@ -134,7 +137,8 @@ def test_active_environment_that_satisfies_the_requirements_is_used(machine):
     assert done.stdout == ("ran -m pytest -q -rs -o testpaths=tests -n logical --maxprocesses 4 "
                            "--dist loadfile -k a name\n") and done.returncode == 0
     assert "coevolve.py --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
-    assert "databases.py" in run("load-intercode", "a").stderr  # of which there is no copy here
-    assert "study.py" in run("study", "webshop").stderr  # nor of that
-    assert "tests/bench.py" in run("bench", "--quick").stderr  # nor of that
+    assert run("load-intercode", "a").stdout == "ran -m worlds.sql_spider load-intercode a\n"
+    assert run("study", "webshop").stdout == "ran -m study.runs webshop\n"
+    assert run("show", "runs/a").stdout == "ran -m study.show runs/a\n"
+    assert "bench/bench.py --quick" in run("bench", "--quick").stdout
     assert not run.venv.exists()

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -16,27 +17,30 @@ import torch
 from accelerate import Accelerator
 from conftest import make_model, make_tokenizer
 from test_methods import OneReply
+from transformers import AutoModel
 
 import coevolve
 import envs
-import report
-import study
-from runner import Run
-from settings import SettingsError, check, parse
+from dpo import Trajectory
+from harness import report
+from harness.files import ROOT, RunError, read_jsonl
+from harness.run import Run
+from harness.settings import SettingsError, parse
+from study import figure3, methods, numbers, page, runs
 
 
 @pytest.mark.parametrize("degrees, value", [  # any table of the t distribution
     (1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (30, 2.042)])
 def test_t_quantiles_are_those_of_the_tables(degrees, value):
-    assert study.t_quantile(degrees) == pytest.approx(value, abs=6e-4)
+    assert numbers.t_quantile(degrees) == pytest.approx(value, abs=6e-4)
 
 
 def test_interval_by_hand():
     """1, 2, 3, 4, 5: mean 3, variance 2.5, half width 2.776 sqrt(2.5 / 5)."""
-    found = study.interval([1, 2, 3, 4, 5])
+    found = numbers.interval([1, 2, 3, 4, 5])
     assert found["n"] == 5 and found["mean"] == 3
     assert found["half"] == pytest.approx(2.7764 * math.sqrt(0.5), abs=1e-3)
-    assert study.interval([0.5]) == dict(n=1, mean=0.5, half=None)
+    assert numbers.interval([0.5]) == dict(n=1, mean=0.5, half=None)
 
 
 @pytest.mark.parametrize("a, b, mean, half, ahead, verdict", [
@@ -49,37 +53,39 @@ def test_interval_by_hand():
     ({3: .7, 4: .6, 9: 0.}, {3: .5, 4: .6, 5: .7}, 0.1, 1.2706, 1, "undecided"),
 ])
 def test_paired_differences_by_hand(a, b, mean, half, ahead, verdict):
-    found = study.paired(a, b)
+    found = numbers.paired(a, b)
     assert found["mean"] == pytest.approx(mean) and found["half"] == pytest.approx(half, abs=1e-3)
     assert (found["ahead"], found["verdict"]) == (ahead, verdict)
 
 
 def test_one_seed_decides_nothing_and_none_gives_nothing():
-    assert study.paired({3: 1.0}, {3: 0.0})["verdict"] == "undecided"
-    assert study.paired({3: 1.0}, {4: 0.0}) is None
+    assert numbers.paired({3: 1.0}, {3: 0.0})["verdict"] == "undecided"
+    assert numbers.paired({3: 1.0}, {4: 0.0}) is None
 
 
 def test_shares_of_table_2_by_hand():
     rewards = [1.0, 1.0, 0.8, 0.7, 0.6, 0.59, 0.0, 0.0, 0.0, 0.0]
     for threshold, negative, hard in ((0.6, 0.5, 0.3), (0.7, 0.6, 0.2), (0.8, 0.7, 0.1)):
-        assert study.shares(rewards, threshold) == pytest.approx(
-            dict(success=0.2, negative=negative, hard_negative=hard))
+        assert report.table2([Trajectory(reward=r) for r in rewards], threshold) == pytest.approx(
+            dict(success=0.2, negative=negative, hard_negative=hard, reward=0.469))
 
 
 def test_mean_distance_by_hand():
     """Unit vectors at 0, 60 and 90 degrees: cosines 1/2, 0 and cos 30; lengths do not matter."""
     vectors = np.array([[2.0, 0.0], [0.5, math.sqrt(0.75)], [0.0, 3.0]])
-    assert study.mean_distance(vectors) == pytest.approx(1 - (0.5 + 0 + math.sqrt(0.75)) / 3)
-    rows = [dict(task=t, reward=r, at=k, action_mask=[k < 9]) for t, r, k in
-            (("a", .5, 9), ("a", .5, 0), ("a", .5, 2), ("a", 1., 1), ("b", .5, 0), ("c", 1., 0), ("c", 1., 1))]
-    assert study.distances(rows, lambda row: vectors[row["at"]]) == pytest.approx({"a": 1.0})
+    assert figure3.mean_distance(vectors) == pytest.approx(1 - (0.5 + 0 + math.sqrt(0.75)) / 3)
+    rows = [SimpleNamespace(task=t, reward=r, at=k, action_mask=[k < 9]) for t, r, k in (
+        ("a", .5, 9), ("a", .5, 0), ("a", .5, 2), ("a", 1., 1), ("b", .5, 0), ("c", 1., 0),
+        ("c", 1., 1))]
+    found = figure3.distances(rows, lambda rows: [vectors[row.at] for row in rows])
+    assert found == pytest.approx({"a": 1.0})
 
 
 def test_the_report_says_what_survives_at_equal_cost():
     row = lambda b, split, verdict: dict(a="coevolve", b=b, split=split, measure="reward",
                                          verdict=verdict)
-    assert study.at_equal_cost([row("eto", "test", "ahead")]) == []
-    assert study.at_equal_cost([
+    assert page.at_equal_cost([row("eto", "test", "ahead")]) == []
+    assert page.at_equal_cost([
         row("eto-steps", "test", "undecided"), row("eto", "test", "ahead"),
         row("eto", "unseen", "ahead"), row("eto-steps", "unseen", "undecided"),
         row("eto-tokens", "test", "behind"), row("positive-steps", "test", "ahead")])[2:] == [
@@ -95,10 +101,10 @@ def write_run(folder, *trained, **settings):
     folder.mkdir(parents=True)
     values = dict(env="webshop", method="eto", model="tiny", seed=3, hard_threshold=0.6, rollouts=2)
     (folder / "config.json").write_text(json.dumps(dict(settings={**values, **settings})))
-    events = [dict(event="phase", phase=f"iter{i}-target", seconds=1, steps=steps, tokens=tokens)
-              for i, (steps, tokens) in enumerate(trained, 1)]
+    events = [dict(event="phase", phase=f"iter{i}/target-agent", seconds=1, steps=steps,
+                   tokens=tokens) for i, (steps, tokens) in enumerate(trained, 1)]
     events += [dict(event="phase", phase=name, seconds=1, steps=100, tokens=10 ** 6)
-               for name in ("sft-target", "iter1-failure")]
+               for name in ("sft-target", "iter1/failure-agent")]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
     return folder
 
@@ -121,30 +127,47 @@ def test_the_flags_of_each_method(tmp_path):
         "eto-steps-rollouts": "--method eto --dpo-steps 35 --rollouts 4",
         "eto-tokens": "--method eto --dpo-steps 21",
         "positive-steps": "--method positive --dpo-steps 35"}
-    assert expected == {m: " ".join(study.flags(m, tmp_path, 3)) for m in study.METHODS}
-    assert study.cost(tmp_path / "coevolve-s3") == dict(
+    assert expected == {m: " ".join(methods.flags(m, tmp_path, 3)) for m in methods.METHODS}
+    assert numbers.cost(tmp_path / "coevolve-s3") == dict(
         target_steps=70, all_steps=170, target_tokens=1400, rollouts=0)
     write_run(tmp_path / "coevolve-s4", method="coevolve")
-    with pytest.raises(report.RunError, match="was not trained"):
-        study.flags("eto-steps", tmp_path, 4)
+    with pytest.raises(RunError, match="was not trained"):
+        methods.flags("eto-steps", tmp_path, 4)
 
 
 def test_the_embedding_is_the_mean_state_of_the_action_tokens(tmp_path):
-    from transformers import AutoModel
     tokenizer = make_tokenizer("chatml")
     make_model(len(tokenizer), dtype=torch.float32).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     ids, mask = [5, 9, 11, 7, 30], [0, 1, 1, 0, 1]
     states = AutoModel.from_pretrained(tmp_path)(torch.tensor([ids])).last_hidden_state[0]
     expected = (states[1] + states[2] + states[4]) / 3
-    found = study.embedder(tmp_path, None)(dict(ids=ids, action_mask=mask))
+    found, = figure3.embedder(tmp_path, None)([Trajectory(ids=ids, action_mask=mask)])
     assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
-    row = dict(messages=[dict(content="find a mug"), dict(content="click")])
+    row = Trajectory(messages=[dict(content="find a mug"), dict(content="click")])
     text = tokenizer("find a mug\nclick")["input_ids"]
     states = AutoModel.from_pretrained(tmp_path)(torch.tensor([text])).last_hidden_state[0]
     expected = states.mean(0)
-    found = study.embedder(None, str(tmp_path))(row)
+    found, = figure3.embedder(None, str(tmp_path))([row])
     assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [40, 8192])  # some passes, one pass
+def test_embeddings_of_many_are_those_of_one_at_a_time(tokens, tmp_path, monkeypatch):
+    tokenizer = make_tokenizer("chatml")
+    make_model(len(tokenizer), dtype=torch.float32).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(figure3, "TOKENS", tokens)
+    rng, prompt = np.random.default_rng(0), [5, 9, 11, 7, 30, 8, 6]  # which all share
+    rows = []
+    for n in (3, 30, 8, 21, 1, 13):
+        ids = [*prompt, *rng.integers(5, 40, n).tolist()]
+        rows.append(Trajectory(
+            ids=ids, action_mask=[0] * 7 + [int(k % 3 == 0) for k in range(n)],
+            messages=[dict(content="buy a mug " + " ".join(map(str, ids)))]))
+    for embed in (figure3.embedder(tmp_path, None), figure3.embedder(None, str(tmp_path))):
+        alone = np.stack([embed([row])[0] for row in rows])
+        assert np.abs(np.stack(embed(rows)) - alone).max() < 1e-5 < alone.std()
 
 
 @pytest.fixture(scope="module")
@@ -161,16 +184,16 @@ def finished(tmp_path_factory):
     def launch(env, command, log):
         commands.append(command)
         assert log is None
-        run = Run(check(parse(["--env", env, *command])), Accelerator(cpu=True))
+        run = Run(parse(["--env", env, *command]), Accelerator(cpu=True))
         coevolve.coevolve(run)
         (run.path / "result.json").write_text(json.dumps(report.result(run.path)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(envs, "make", lambda *_, **__: OneReply())
         patch.setattr("gc.collect", lambda: 0)
-        patch.setattr(study, "launch", launch)
+        patch.setattr(runs, "launch", launch)
         methods = ["lambda-0.1", "eto-steps-rollouts", "eto", "coevolve", "lambda-0.5"]
-        study.main(["webshop", "--jobs", "1", "--methods", *methods, "--seeds", "0", "1", "--out",
+        runs.main(["webshop", "--jobs", "1", "--methods", *methods, "--seeds", "0", "1", "--out",
                     str(folder / "runs"), *more])
     return folder / "runs", commands
 
@@ -182,12 +205,13 @@ def test_a_study_runs_methods_by_seed_and_takes_steps_from_co_evolution(finished
         f"{m}-s{seed}" for seed in (0, 1)
         for m in ("coevolve", "eto", "eto-steps-rollouts", "lambda-0.5")]
     for seed in (0, 1):
-        events = report.read_jsonl(folder / f"coevolve-s{seed}" / "metrics.jsonl")
-        took = [sum(e["event"] == "train" and e["phase"] == f"iter{i}-target" for e in events)
+        events = read_jsonl(folder / f"coevolve-s{seed}" / "metrics.jsonl")
+        took = [sum(e["event"] == "train" and e["phase"] == f"iter{i}/target-agent" for e in events)
                 for i in (1, 2)]
-        equal = report.read_jsonl(folder / f"eto-steps-rollouts-s{seed}" / "metrics.jsonl")
+        equal = read_jsonl(folder / f"eto-steps-rollouts-s{seed}" / "metrics.jsonl")
         for i in (1, 2):
-            steps = sum(e["event"] == "train" and e["phase"] == f"iter{i}-target" for e in equal)
+            steps = sum(e["event"] == "train" and e["phase"] == f"iter{i}/target-agent"
+                        for e in equal)
             assert abs(steps - sum(took) / 2) <= 0.5
         count = lambda es: sum(e["trajectories"] for e in es if e["event"] == "exploration")
         assert count(equal) == count(events) == 2 * 2 * 6
@@ -199,7 +223,7 @@ def test_the_report_holds_what_the_runs_hold(finished):
     rewards = {}
     for method in ("coevolve", "eto"):
         for seed in (0, 1):
-            rows = report.read_jsonl(folder / f"{method}-s{seed}/eval-2-target-test.jsonl")
+            rows = read_jsonl(folder / f"{method}-s{seed}/eval-2-target-test.jsonl")
             rewards[method, seed] = sum(r["reward"] for r in rows) / len(rows)
     found = numbers["main"]["coevolve"]["test reward"]
     assert found["mean"] == pytest.approx((rewards["coevolve", 0] + rewards["coevolve", 1]) / 2)
@@ -210,7 +234,7 @@ def test_the_report_holds_what_the_runs_hold(finished):
     hard = []
     for seed in (0, 1):
         rows = [row for i in (1, 2) for agent in ("target", "failure")
-                for row in report.read_jsonl(folder / f"coevolve-s{seed}/iter{i}/{agent}.jsonl")]
+                for row in read_jsonl(folder / f"coevolve-s{seed}/iter{i}/{agent}.jsonl")]
         hard.append(sum(0.7 <= r["reward"] < 1 for r in rows) / len(rows))
     assert numbers["table2"]["coevolve"]["0.7"]["hard_negative"]["mean"] == pytest.approx(
         sum(hard) / 2)
@@ -218,7 +242,7 @@ def test_the_report_holds_what_the_runs_hold(finished):
     assert difference == pytest.approx(sum(hard) / 2 - numbers["table2"]["eto"]["0.7"][
         "hard_negative"]["mean"])
     assert numbers["main"]["coevolve"]["rollouts"] == 24
-    second = [report.read_jsonl(folder / f"coevolve-s{seed}/eval-2-failure-test.jsonl")
+    second = [read_jsonl(folder / f"coevolve-s{seed}/eval-2-failure-test.jsonl")
               for seed in (0, 1)]
     assert numbers["second_agents"].keys() == {"coevolve", "lambda-0.5"}
     assert numbers["second_agents"]["coevolve"]["test reward"]["mean"] == pytest.approx(
@@ -234,7 +258,7 @@ def test_the_report_holds_what_the_runs_hold(finished):
 
 def test_a_report_on_a_few_runs_leaves_out_what_it_cannot_say(finished, tmp_path):
     (tmp_path / "eto-s0").symlink_to(finished[0] / "eto-s0")
-    study.main(["webshop", "--report", "--out", str(tmp_path)])
+    runs.main(["webshop", "--report", "--out", str(tmp_path)])
     numbers = json.loads((tmp_path / "report/report.json").read_text())
     assert not numbers["paired"] and not numbers["figure3"] and list(numbers["main"]) == ["eto"]
 
@@ -255,9 +279,9 @@ def test_a_report_on_runs_of_different_settings_is_refused(tmp_path, method, cha
     for folder, more in ((tmp_path / "eto-s3", {}), (tmp_path / f"{method}-s9", changed)):
         (write_run(folder, **{**same, **more}) / "result.json").write_text("{}")
     if says is None:
-        return study.refuse_unlike(study.finished(tmp_path))
-    with pytest.raises(report.RunError) as error:
-        study.main(["webshop", "--report", "--out", str(tmp_path)])
+        return methods.refuse_unlike(methods.finished(tmp_path))
+    with pytest.raises(RunError) as error:
+        runs.main(["webshop", "--report", "--out", str(tmp_path)])
     assert says in str(error.value)
 
 
@@ -268,10 +292,10 @@ def test_a_run_that_outlived_its_study_ends_before_the_study_goes_on(tmp_path, m
     fcntl.flock(held, fcntl.LOCK_EX)
     released, begun, popen = [], [], subprocess.Popen
     threading.Timer(1, lambda: (released.append(1), held.close())).start()
-    monkeypatch.setattr(study.subprocess, "Popen", lambda *args, **more: (
+    monkeypatch.setattr(runs.subprocess, "Popen", lambda *args, **more: (
         begun.append(list(released)), popen(*args, **more))[1])
     with pytest.raises(SettingsError, match="eto-s0 ended with status 2"):
-        study.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], None)
+        runs.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], None)
     assert begun == [[1]] and "study: waits for the process" in capsys.readouterr().out
 
 
@@ -286,8 +310,8 @@ def test_a_run_that_outlived_its_study_ends_before_the_study_goes_on(tmp_path, m
     ("--jobs 0", "--jobs 0: give 1 or more"),
 ])
 def test_what_a_study_cannot_do_is_refused(line, message, tmp_path):
-    with pytest.raises((SettingsError, report.RunError), match=message):
-        study.main(["webshop", *line.split(), "--out", str(tmp_path / "none")])
+    with pytest.raises((SettingsError, RunError), match=message):
+        runs.main(["webshop", *line.split(), "--out", str(tmp_path / "none")])
 
 
 @pytest.mark.parametrize("line, message", [
@@ -295,15 +319,15 @@ def test_what_a_study_cannot_do_is_refused(line, message, tmp_path):
     ("--temperature 0", "--temperature 0: all rollouts"),
 ])
 def test_what_one_method_refuses_is_said_before_any_run(line, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "launch", lambda *_: pytest.fail("a run was begun"))
+    monkeypatch.setattr(runs, "launch", lambda *_: pytest.fail("a run was begun"))
     with pytest.raises(SettingsError, match=message):
-        study.main(["webshop", *line.split(), "--out", str(tmp_path / "none")])
+        runs.main(["webshop", *line.split(), "--out", str(tmp_path / "none")])
     assert not (tmp_path / "none").exists()
 
 
 def test_a_study_shows_no_password(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(study, "launch", lambda *_: None)
-    study.play("intercodesql", ["sft"], [3], tmp_path, [
+    monkeypatch.setattr(runs, "launch", lambda *_: None)
+    runs.play("intercodesql", ["sft"], [3], tmp_path, [
         "--mysql-url", "mysql://agent:canary@h:1", "--intercode-data", "d", "--model", "m"], 1)
     said = capsys.readouterr().out
     assert "--mysql-url" in said and "canary" not in said
@@ -311,9 +335,10 @@ def test_a_study_shows_no_password(tmp_path, monkeypatch, capsys):
 
 def test_a_study_that_is_stopped_ends_its_runs(tmp_path):
     """SIGTERM, to the study alone, while two runs work."""
-    command = [sys.executable, str(Path(study.__file__)), "webshop", "--methods", "sft", "--seeds",
-               "3", "4", "--jobs", "2", "--quick", "--sft-epochs", "500", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "study.runs", "webshop", "--methods", "sft", "--seeds", "3",
+               "4", "--jobs", "2", "--quick", "--sft-epochs", "500", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True)
     logs = [tmp_path / f"sft-s{seed}.log" for seed in (3, 4)]
     deadline = time.monotonic() + 100
     while not all(log.exists() and "webshop:" in log.read_text() for log in logs):
@@ -328,10 +353,10 @@ def test_a_study_that_is_stopped_ends_its_runs(tmp_path):
 
 def test_a_run_that_fails_stops_the_study_and_is_named(tmp_path):
     with pytest.raises(SettingsError, match="eto-s0 ended with status 2"):
-        study.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], None)
+        runs.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], None)
     log = tmp_path / "eto-s0.log"
     with pytest.raises(SettingsError, match=f"{log} says why"):
-        study.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], log)
+        runs.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], log)
     assert "--beta -1" in log.read_text()
 
 
@@ -349,19 +374,19 @@ def test_runs_go_side_by_side_but_not_before_those_whose_steps_they_take(tmp_pat
         time.sleep(0.1)
         events.append(f"{name} ends")
 
-    monkeypatch.setattr(study, "launch", launch)
-    monkeypatch.setattr(study, "mean_cost",
+    monkeypatch.setattr(runs, "launch", launch)
+    monkeypatch.setattr(methods, "mean_cost",
                         lambda run: events.append(f"{run.name} is read") or (7, 700))
-    monkeypatch.setattr(report, "result", lambda run: dict(settings=dict(rollouts=1)))
+    monkeypatch.setattr(methods, "result", lambda run: dict(settings=dict(rollouts=1)))
     with pytest.raises(SettingsError, match="eto-s3 ended with status 2"):
-        study.play("webshop", ["coevolve", "eto", "eto-steps", "ppo"], [3, 4], tmp_path, [], 2)
+        runs.play("webshop", ["coevolve", "eto", "eto-steps", "ppo"], [3, 4], tmp_path, [], 2)
     # The run that had begun came to its end, and nothing was begun any more.
     assert sorted(events) == ["coevolve-s3 begins", "coevolve-s3 ends", "eto-s3 begins"]
     events.clear()
-    monkeypatch.setattr(study, "launch", lambda env, command, log: (
+    monkeypatch.setattr(runs, "launch", lambda env, command, log: (
         events.append(f"{Path(command[-1]).name} begins"), time.sleep(0.1),
         events.append(f"{Path(command[-1]).name} ends")))
-    study.play("webshop", ["coevolve", "eto-steps", "ppo"], [3, 4], tmp_path, [], 3)
+    runs.play("webshop", ["coevolve", "eto-steps", "ppo"], [3, 4], tmp_path, [], 3)
     for seed in (3, 4):
         order = [events.index(e) for e in (f"coevolve-s{seed} ends", f"coevolve-s{seed} is read",
                                                 f"eto-steps-s{seed} begins")]
@@ -371,10 +396,10 @@ def test_runs_go_side_by_side_but_not_before_those_whose_steps_they_take(tmp_pat
 
 def test_figure_4_alone_has_all_its_points(tmp_path, monkeypatch):
     begun = []
-    monkeypatch.setattr(study, "launch", lambda env, command, log: begun.append(command[-1]))
+    monkeypatch.setattr(runs, "launch", lambda env, command, log: begun.append(command[-1]))
     lambdas = ["lambda-0.01", "lambda-0.1", "lambda-0.5"]
-    study.play("webshop", lambdas, [3], tmp_path, [], 1)
+    runs.play("webshop", lambdas, [3], tmp_path, [], 1)
     assert [Path(b).name for b in begun] == [f"{m}-s3" for m in lambdas]
     begun.clear()  # co-evolution is lambda-0.5 in the preset
-    study.play("webshop", ["coevolve", *lambdas], [3], tmp_path, [], 1)
+    runs.play("webshop", ["coevolve", *lambdas], [3], tmp_path, [], 1)
     assert [Path(b).name for b in begun] == [f"{m}-s3" for m in ["coevolve", *lambdas[:2]]]

@@ -3,19 +3,18 @@
 import pytest
 
 import dpo
-import envs
-import tiny
-import worlds
+from harness import tiny
+from worlds.webshop import WebShop
 
 
 @pytest.fixture(scope="module")
 def shop():
-    return envs.make("webshop", "short")
+    return WebShop("short")
 
 
 @pytest.fixture(scope="module")
 def conversations(shop):
-    return worlds.shoppers(shop, 0, 300)
+    return shop.practice(0, 300, None)
 
 
 @pytest.fixture(scope="module")
@@ -47,4 +46,4 @@ def test_copies_train_on_what_was_said_before():
     [sequence] = tiny.copy_group(random.Random(1), 50).sequences
     n = len(sequence.ids) // 2
     assert sequence.ids == sequence.ids[:n] * 2
-    assert sequence.mask == [0] * n + [1] * n
+    assert sequence.action_mask == [0] * n + [1] * n

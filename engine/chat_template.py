@@ -1,0 +1,136 @@
+"""What a chat template writes around a reply and around an observation, and the ids of both.
+
+A conversation grows at its end only, so its text is a row of pieces:
+
+    opening | before_reply REPLY end | after before_observation OBSERVATION after_observation | ...
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+WORD = "CONTENT"  # stands for what others write; unlikely in a template
+ANSWERED = [{"role": "user", "content": "question"}, {"role": "assistant", "content": WORD}]
+# A conversation that shows the faults of a template, such as hiding what a model thought before.
+TRIAL = ANSWERED + [{"role": "user", "content": "second"},
+                    {"role": "assistant", "content": "<think>a</think> b"},
+                    {"role": "user", "content": "third"}, {"role": "assistant", "content": "c"}]
+
+
+def read_off(tokenizer) -> "Pieces":
+    """The pieces of its template, read off a conversation of a reply and an observation.
+
+    ValueError, naming the template's problem, if it has none, if a turn changes once it is
+    answered, or if nothing marks the end of a reply.
+    """
+    tokens = Tokens(tokenizer)
+    if not tokenizer.chat_template:
+        raise ValueError(f"{tokens.name}: the tokenizer has no chat template; use a chat model")
+    prompt, full = tokens.render(ANSWERED[:1], True), tokens.render(ANSWERED, False)
+    asked = tokens.render(ANSWERED + [{"role": "user", "content": WORD}], True)
+    if not (full.startswith(prompt) and full[len(prompt):].count(WORD) == 1
+            and asked.startswith(full) and asked[len(full):].count(WORD) == 1):
+        raise ValueError(f"{tokens.name}: its chat template rewrites a turn once it is answered; "
+                         "use a template without that (an Instruct model that does not think)")
+    before_reply, rest = full[len(prompt):].split(WORD)
+    end_token = min((t for t in tokens.special if t in rest), key=rest.index, default=None)
+    if end_token is None:
+        raise ValueError(f"{tokens.name}: its chat template ends a reply with {rest!r}, which "
+                         "holds no special token to stop at")
+    cut = rest.index(end_token) + len(end_token)
+    return Pieces(tokens, prompt, before_reply, rest[:cut], end_token, rest[cut:],
+                  *asked[len(full):].split(WORD))
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of a template's text, and the ids of what stands between them."""
+
+    tokens: "Tokens"
+    prompt: str              # an opening, up to `before_reply`
+    before_reply: str
+    end: str                 # of a reply, its end-of-turn token last
+    end_token: str
+    after: str               # what the template writes after that token
+    before_observation: str
+    after_observation: str   # up to where the next reply begins
+
+    @property
+    def end_of_turn(self) -> int:
+        return self.tokens.tokenizer.convert_tokens_to_ids(self.end_token)
+
+    @property
+    def forbidden(self) -> list[int]:
+        """Control tokens other than the end of a turn: with one of them a reply opens a turn."""
+        special = self.tokens.tokenizer.convert_tokens_to_ids(sorted(self.tokens.special))
+        return sorted(set(special) - {self.end_of_turn})
+
+    def ids_of_opening(self, messages: list[dict]) -> list[int]:
+        *earlier, last = messages
+        probe = earlier + [{**last, "content": WORD}]
+        before, after = self.tokens.render(probe, True).rsplit(WORD, 1)
+        return self.tokens.ids_after("", before, last["content"].strip(), after)
+
+    def ids_of_reply(self, text: str) -> list[int]:
+        return self.tokens.ids_after(self.prompt, self.before_reply, text.strip(), self.end)
+
+    def ids_of_observation(self, text: str) -> list[int]:
+        return self.tokens.ids_after(self.end_token, self.after + self.before_observation,
+                                     text.strip(), self.after_observation)
+
+    def check(self, messages: list[dict]) -> None:
+        """ValueError if the template, given all at once, writes another text than turn by turn."""
+        first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
+        text = self.tokens.render(messages[:first], True)
+        for m in messages[first:]:
+            content = m["content"].strip()
+            text += (self.before_reply + content + self.end if m["role"] == "assistant" else
+                     self.after + self.before_observation + content + self.after_observation)
+        acted_last = messages[-1]["role"] == "assistant"
+        text += self.after if acted_last else ""
+        whole = self.tokens.render(messages, not acted_last)
+        if text != whole:
+            at = next((i for i, (a, b) in enumerate(zip(text, whole)) if a != b), len(whole))
+            raise ValueError(f"{self.tokens.name}: its chat template rewrites earlier turns (near "
+                             f"{whole[max(0, at - 20):at + 20]!r}); use a template without that")
+
+
+class Tokens:
+    """A tokenizer for which a control token in a text that others wrote is plain text."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.name = tokenizer.name_or_path or type(tokenizer).__name__
+        self.special = {t for t in tokenizer.all_special_tokens if t}  # the control tokens' texts
+        self.special |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
+        special = set(tokenizer.convert_tokens_to_ids(sorted(self.special)))
+        self.control = special - {tokenizer.unk_token_id}  # their ids; unk stands for odd text
+        # The control tokens of a text that nobody but the template wrote.
+        self.controls_in = lru_cache(None)(lambda template: self.controls(self.ids(template)))
+
+    def render(self, messages: list[dict], to_reply: bool) -> str:
+        messages = [{**m, "content": m["content"].strip()} for m in messages]
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=to_reply)
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def controls(self, ids: list[int]) -> list[int]:
+        return [i for i in ids if i in self.control]
+
+    def ids_after(self, context: str, before: str, content: str, after: str) -> list[int]:
+        """Ids of before + content + after as they follow `context`: some tokenizers look back."""
+        start = self.ids(context) if context else []
+        ids = self.ids(context + before + content + after)
+        if self.controls(ids) != self.controls_in(context + before + after):
+            plain = self.tokenizer(content, add_special_tokens=False,
+                                   split_special_tokens=True)["input_ids"]
+            tail = self.ids("x" + after)[len(self.ids("x")):]
+            ids = self.ids(context + before) + plain + tail
+            if self.controls(plain):
+                raise ValueError(f"{self.name}: it cannot encode its control tokens as plain text, "
+                                 "so that whoever writes them ends a turn; use another tokenizer")
+        if ids[:len(start)] != start:
+            raise ValueError(f"{self.name}: tokens of {context[-20:]!r} change with what follows; "
+                             "this tokenizer cannot encode a conversation turn by turn")
+        return ids[len(start):]

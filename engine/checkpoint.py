@@ -1,0 +1,131 @@
+"""Checkpoints inside a training phase, from which one that was stopped goes on to the same bits."""
+
+import errno
+import os
+import shutil
+import time
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+class Damaged(Exception):
+    """A state that cannot be read; the text is one line, with the remedy."""
+
+
+class Checkpoint:
+    """The newest state inside a training phase: weights, moments, random state, position, log.
+
+    folder/step-N holds one file per shard; it appears by renaming once it is on the disk, then the
+    one before goes. `inputs` identifies the phase and what it started from: a state of anything
+    else is not used.
+    """
+
+    def __init__(self, accelerator, folder: Path, inputs: str, minutes: float):
+        self.accelerator, self.folder, self.inputs = accelerator, folder, inputs
+        self.seconds, self.saved_at, self.resumed_at = 60 * minutes, time.monotonic(), 0
+
+    def due(self) -> bool:
+        return time.monotonic() - self.saved_at >= self.seconds
+
+    def save(self, model, optimizer, step: int, events: list[dict]) -> None:
+        """Every rank calls this after the same step. events: what the phase has logged so far."""
+        path, main = self.folder / f"step-{step}", self.accelerator.is_main_process
+        temporary = self.folder / "writing"
+        if main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        self.accelerator.wait_for_everyone()
+        file, parameters = temporary / self._file(model), list(model.parameters())
+        if main or isinstance(model, FSDPModule):
+            state = dict(
+                inputs=self.inputs, ranks=self.accelerator.num_processes, step=step, events=events,
+                weights=[_local(p.detach()) for p in parameters],
+                moments=[{k: _local(v) for k, v in optimizer.state[p].items()} for p in parameters],
+                random=_random_state())
+            try:
+                torch.save(state, file)
+            except RuntimeError as error:  # which does not say what the disk said
+                raise OSError(errno.EIO, f"cannot be written, is the disk full? ({error})",
+                              str(file)) from None
+            _force(file)
+        self.accelerator.wait_for_everyone()
+        if main:
+            shutil.rmtree(path, ignore_errors=True)  # of other inputs, not used
+            _force(temporary)
+            temporary.rename(path)
+            _force(self.folder)
+            for old in self._saved():
+                if old != path:
+                    shutil.rmtree(old)
+        self.saved_at = time.monotonic()
+
+    def restore(self, model, optimizer) -> tuple[int, list[dict]]:
+        """Puts the newest state back; the steps it had made and their events, or 0 and none."""
+        self.accelerator.wait_for_everyone()
+        for path in reversed(self._saved()):
+            file = path / self._file(model)
+            if not file.exists():  # made with shards, or without
+                continue
+            try:
+                state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            except (RuntimeError, OSError, ValueError, EOFError, UnpicklingError):
+                raise Damaged(f"{file}: damaged; delete {self.folder} to begin the phase "
+                              "again") from None
+            same_ranks = state["ranks"] == self.accelerator.num_processes
+            if state["inputs"] != self.inputs or isinstance(model, FSDPModule) and not same_ranks:
+                continue
+            with torch.no_grad():
+                for p, weights, moments in zip(model.parameters(), state["weights"],
+                                               state["moments"]):
+                    _local(p).copy_(weights)
+                    optimizer.state[p] = {name: _like(p, value) for name, value in moments.items()}
+            torch.set_rng_state(state["random"][0])
+            if len(state["random"]) > 1:
+                torch.cuda.set_rng_state(state["random"][1])
+            self.resumed_at = state["step"]
+            return state["step"], state["events"]
+        return 0, []
+
+    def remove(self) -> None:
+        if self.accelerator.is_main_process:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _saved(self) -> list[Path]:
+        return sorted(self.folder.glob("step-*"), key=lambda path: int(path.name[5:]))
+
+    def _file(self, model) -> str:
+        sharded = isinstance(model, FSDPModule)
+        return f"shard-{self.accelerator.process_index}.pt" if sharded else "whole.pt"
+
+
+def _force(path: Path) -> None:
+    """Forces a file, or the names in a folder, to the disk; OSError with its name."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        os.close(number)
+
+
+def _local(tensor):
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(p, value):
+    """A saved moment, or step count (), in the form in which AdamW keeps it for parameter p."""
+    value = value.to(_local(p).device, copy=True)
+    if not isinstance(p, DTensor) or not value.ndim:
+        return value
+    return DTensor.from_local(value, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+
+
+def _random_state() -> list[torch.Tensor]:
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_available()
+                                      else [])

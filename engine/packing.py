@@ -1,0 +1,103 @@
+"""Several sequences in one row of the model, no padding; what they begin alike runs once.
+
+    a b c  and  a b d    are the four rows of the model    a b c d
+    rows  = [0, 1, 2, 0, 1, 3]   (M,): the row of each token of all sequences, end to end
+    first = [0, 1, 2, 5]         (N,): where each row first stands among these M
+
+The trajectories of an instruction share its prompt and often their first turns. A sequence is
+anything with `ids` and `action_mask`, both of its length.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What a forward pass takes, and where in its logits the action tokens are predicted.
+
+    U distinct targets serve the A action tokens of all sequences, since sequences share some of
+    them; K rows of logits predict them, since where two sequences part, one row predicts two
+    tokens (K <= U <= A). Only these rows are projected to the vocabulary.
+    """
+
+    ids: Tensor                # (1, N)
+    positions: Tensor          # (1, N)
+    attention: dict            # what `ragged_attention` needs
+    predicting: Tensor         # (K,) rows whose logits are wanted
+    logits_of: Tensor | None   # (U,) each target's row of these logits; None where K = U
+    targets: Tensor            # (U,) token ids
+    target_of: Tensor          # (A,) each action token's target
+
+
+def pack(sequences, device) -> Packed:
+    rows, first = lay_out(sequences)                                                 # (M,), (N,)
+    ids = [i for s in sequences for i in s.ids]
+    positions = [k for s in sequences for k in range(len(s.ids))]
+    targets, target_of, offset = {}, [], 0  # row -> its number as a target; that of each token
+    for s in sequences:
+        target_of += [targets.setdefault(rows[offset + k], len(targets))
+                      for k in range(1, len(s.ids)) if s.action_mask[k]]
+        offset += len(s.ids)
+    predicting = {}  # row -> number of the logits there; a target's are at the row before it
+    logits_of = [predicting.setdefault(rows[first[row] - 1], len(predicting)) for row in targets]
+    tensor = partial(torch.tensor, dtype=torch.long, device=device)
+    shared = dict(rows=tensor(rows), first=tensor(first)) if len(first) < len(rows) else {}
+    return Packed(
+        ids=tensor([[ids[m] for m in first]]),
+        positions=tensor([[positions[m] for m in first]]),
+        attention=dict(lengths=[len(s.ids) for s in sequences], **shared),
+        predicting=tensor(list(predicting)),
+        logits_of=tensor(logits_of) if len(predicting) < len(logits_of) else None,
+        targets=tensor([ids[first[row]] for row in targets]),
+        target_of=tensor(target_of))
+
+
+def lay_out(sequences) -> tuple[list[int], list[int]]:
+    """(rows, first), as above. A share below 1/16 of a sequence would cost more than it saves."""
+    rows, first, paths = [], [], []
+    for s in sequences:
+        known, path = max(((shared_beginning(s.ids, t.ids), path)
+                           for t, path in zip(sequences, paths)), default=(0, []))
+        known = known if 16 * known >= len(s.ids) else 0
+        first += range(len(rows) + known, len(rows) + len(s.ids))
+        paths.append(path[:known] + list(range(len(first) - len(s.ids) + known, len(first))))
+        rows += paths[-1]
+    return rows, first
+
+
+def shared_beginning(a: list[int], b: list[int]) -> int:
+    """How many tokens both begin with."""
+    return next((k for k, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None,
+                     scaling=None, lengths=None, rows=None, first=None, cache=None, **others):
+    """Attention of several sequences laid end to end in one row; no padding, no mask tensor.
+
+    query (1, H, N, d), key and value (1, H_kv, N, d); returns (1, N, H, d). Each sequence, of its
+    length in `lengths`, attends causally to itself. rows and first: as `lay_out` says, where
+    sequences share tokens; else N = sum(lengths). Rollouts: `cache.attend` does it all.
+    ValueError for attention of another form than softmax over all earlier tokens.
+    """
+    for name in ("sliding_window", "softcap", "s_aux"):
+        if others.get(name) is not None:
+            raise ValueError(f"{type(module).__name__}: {name}={others[name]} is not supported; "
+                             "use a model with full attention (Llama, Qwen2, Qwen3)")
+    if cache is not None:
+        return cache.attend(module.layer_idx, query, key, value, scaling), None
+    if rows is not None:
+        query, key, value = (x.index_select(2, rows) for x in (query, key, value))
+    outputs = torch.cat([
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling,
+                                       enable_gqa=q.shape[1] != k.shape[1])
+        for q, k, v in zip(*(x.split(lengths, 2) for x in (query, key, value)))], 2)
+    return (outputs if first is None else outputs.index_select(2, first)).transpose(1, 2), None
+
+
+AttentionInterface.register("ragged", ragged_attention)

@@ -1,0 +1,93 @@
+"""A model of billions of parameters on several GPUs, each of which holds a part of it.
+
+Weights, gradients and AdamW's moments are fp32 everywhere; on a GPU the passes compute in bf16.
+"""
+
+import warnings
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def shard_model(accelerator, model, shard: bool, recompute: bool = False):
+    """The fp32 model, ready to train on all ranks: whole on each (DDP), or sharded (FSDP2).
+
+    recompute: gradient checkpointing, which keeps a layer's input and computes the rest again.
+    ValueError for weights of less than 32 bits: at a learning rate of 1e-6 they do not move.
+    """
+    for name, p in model.named_parameters():
+        if torch.finfo(p.dtype).bits < 32:
+            raise ValueError(f"{name} is {p.dtype}; load the model in float32 to train it")
+    no_dropout(model)
+    if recompute:
+        recompute_layers(model)
+    device = accelerator.device
+    if not shard:
+        model = model.to(device)
+        if accelerator.num_processes == 1:
+            return model
+        return DistributedDataParallel(model, [device] if device.type == "cuda" else None)
+    if not torch.distributed.is_initialized():  # a single process
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group(rank=0, world_size=1, store=store)
+    mesh = init_device_mesh(device.type, (accelerator.num_processes,))
+    bf16 = accelerator.mixed_precision == "bf16"
+    policy = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32 if bf16 else None)
+    # Gathered one at a time, in a pass and back. The outermost too: after a pass without gradients
+    # torch would keep its weights gathered, and lose part of their gradient in the next pass.
+    for part in [*model.get_decoder().layers, model]:
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    return model.to(device)  # the buffers, which are not sharded
+
+
+def no_dropout(model) -> None:
+    """Sets every rate at which the model's code drops or jitters numbers to 0, not its config's.
+
+    Losses compare log pi with log pi_ref, so one trajectory has to have one probability: with
+    dropout the first DPO loss is not ln 2. Training mode stays on for gradient checkpointing.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):  # attention_dropout, router_jitter_noise
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(module, name, 0.0)
+
+
+def recompute_layers(model) -> None:
+    """Turns gradient checkpointing on."""
+    with warnings.catch_warnings():  # later versions of transformers give the method another name
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def precision(accelerator, model):
+    """The context in which a model of `shard_model` computes: bf16 if the accelerator says so."""
+    return (torch.autocast(accelerator.device.type, enabled=False)  # shards bring their own policy
+            if isinstance(model, FSDPModule) else accelerator.autocast())
+
+
+def dtypes(accelerator, model) -> dict[str, str]:
+    """The number formats of a model of `shard_model`; gradients and moments take the weights'."""
+    weights = str(next(model.parameters()).dtype).removeprefix("torch.")
+    compute = "bfloat16" if accelerator.mixed_precision == "bf16" else weights
+    return dict(weights=weights, gradients=weights, moments=weights, compute=compute)
+
+
+def clip_grad_norm(accelerator, model, largest: float) -> float:
+    """Scales the gradient down to the norm `largest`; the norm that it had."""
+    norm = accelerator.clip_grad_norm_(model.parameters(), largest)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def save(accelerator, model, folder: Path) -> None:
+    """Writes a model of `shard_model` as `from_pretrained` reads it; every rank has to call it."""
+    weights = get_model_state_dict(  # the main rank has them all, the others nothing
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)

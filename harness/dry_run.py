@@ -1,0 +1,231 @@
+"""What `--dry-run` prints: if a run fits its GPUs, what it reads and writes, how long it takes.
+
+No weights are loaded. Memory of a training pass is that of the model's own code, run on tensors
+without data; hours follow from the experts' lengths and from two assumptions, which are printed.
+"""
+
+import math
+import re
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import dpo
+import envs
+from engine import sharding
+from engine.cache import slot_bytes, slots_that_fit
+from harness.settings import Settings, SettingsError, agents_of, options_of
+
+# GPU -> bytes of memory, dense bf16 FLOP/s, bytes/s of memory [NVIDIA's data sheets]
+GPUS = {"A100": (79 << 30, 312e12, 2.0e12), "H100": (79 << 30, 989e12, 3.35e12),
+        "H200": (139 << 30, 989e12, 4.8e12)}
+ARITHMETIC, BANDWIDTH = 0.4, 0.5  # assumed shares of these peaks [ours]
+FITS = 0.92                       # share of a GPU's memory that a plan may take [ours]
+SAMPLE = 40                       # training tasks whose experts are played to know their lengths
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Means over expert trajectories: tokens, tokens of replies, replies."""
+
+    experts: int
+    tokens: float
+    action_tokens: float
+    turns: float
+
+
+def dry_run(s: Settings) -> None:
+    """Prints the plan; SettingsError, naming what to change, if it cannot fit."""
+    count, name, memory, flops, bandwidth = machine(s.dry_run)
+    config = AutoConfig.from_pretrained(s.model)
+    shard, recompute = (flag != "off" for flag in (s.shard, s.gradient_checkpointing))
+    with FakeTensorMode():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16,
+                                                 attn_implementation="ragged")
+    numbers = sum(p.numel() for p in model.parameters())
+    found = lengths(s, AutoTokenizer.from_pretrained(s.model))
+    agents = len(agents_of(s.method))
+
+    # One pass holds --tokens-per-forward, but an instruction's trajectories stay together.
+    together = 1 + agents * s.rollouts
+    longest = max(s.tokens_per_forward, together * s.max_tokens)
+    share = found.action_tokens / found.tokens
+    n = longest // together
+    written = int(share * n)
+    sequences = [dpo.Trajectory(ids=[k] * n, action_mask=[0] * (n - written) + [1] * written)
+                 for k in range(together)]  # without the prompt that they share: the worst case
+    training = training_memory(model, sequences, count if shard else 0, recompute)
+    slot = slot_bytes(config) * s.max_tokens
+    exploring = {"bf16 replica": 2 * numbers, f"cache of {s.slots} slots": slot * s.slots}
+
+    lines = [f"{s.model}: {numbers / 1e9:.2f} B parameters on {count} x {name}; "
+             f"{'sharded' if shard else 'whole on each'}, "
+             f"{'with' if recompute else 'without'} gradient checkpointing", "",
+             f"{'GB per GPU':42}{'training':>10}{'exploring':>11}"]
+    lines += [f"{part:42}{size / 1e9:10.1f}" for part, size in training.items()]
+    lines += [f"{part:42}{'':10}{size / 1e9:11.1f}" for part, size in exploring.items()]
+    totals = sum(training.values()), sum(exploring.values())
+    lines += [f"{f'total, of {memory / 1e9:.1f}':42}{totals[0] / 1e9:10.1f}{totals[1] / 1e9:11.1f}"]
+    lines += ["", f"experts: {found.experts:,}, on average {found.turns:.1f} replies, "
+              f"{found.tokens:,.0f} tokens, {found.action_tokens:,.0f} of them in replies"]
+    lines += phases(s, found, agents, numbers, slot, (count, flops, bandwidth), recompute)
+    kept, inside = disk_bytes(s, numbers)
+    lines += [f"disk: {kept / 1e9:,.0f} GB of agents, {inside / 1e9:,.0f} GB for checkpoints "
+              "inside a phase"]
+    room = FITS * memory
+    fit = slots_that_fit(room - 2 * numbers, slot)
+    if fit < s.slots:
+        lines += [f"{s.slots} slots do not fit beside the replica: {max(fit, 1)} will be used"]
+    print("\n".join(lines))
+    if totals[0] > room:
+        raise SettingsError(f"--dry-run: training takes {totals[0] / 1e9:.0f} GB of "
+                            f"{memory / 1e9:.0f}; use more GPUs, or lower --max-tokens")
+    if fit < 1:
+        raise SettingsError("--dry-run: a bf16 replica and one episode do not fit a GPU; lower "
+                            "--max-tokens, or use a smaller --model")
+
+
+def training_memory(model, sequences: list[dpo.Trajectory], ranks: int,
+                    recompute: bool) -> dict[str, float]:
+    """Bytes on a GPU in a pass over `sequences`; ranks: that share out the weights, 0 if whole."""
+    numbers = sum(p.numel() for p in model.parameters())
+    layers = model.get_decoder().layers
+    layer = sum(p.numel() for p in layers[0].parameters())
+    outside = numbers - layer * len(layers)  # embeddings, mostly
+    # Shards are gathered for two layers at a time; gradients are made in bf16 and added in fp32.
+    gathered = 2 * (outside + 2 * layer) + 6 * max(outside, layer) if ranks else 2 * numbers
+    tokens = sum(len(s.ids) for s in sequences)
+    return {"weights, fp32": 4 * numbers / max(ranks, 1),
+            "gradients, fp32": 4 * numbers / max(ranks, 1),
+            "Adam's moments, fp32": 8 * numbers / max(ranks, 1),
+            "bf16 weights and gradients of a pass": gathered,
+            f"activations of {tokens:,} tokens": activations(model, sequences, recompute)}
+
+
+def machine(asked: str) -> tuple[int, str, int, float, float]:
+    """(GPUs, name, bytes of memory, FLOP/s, bytes/s) of `here`, or of an 8xH100 somewhere else."""
+    elsewhere = re.fullmatch(rf"(\d+)x({'|'.join(GPUS)})", asked)
+    if elsewhere:
+        return int(elsewhere[1]), elsewhere[2], *GPUS[elsewhere[2]]
+    if asked != "here" or not torch.cuda.is_available():
+        why = "this machine has no GPU" if asked == "here" else f"{asked!r} is no machine"
+        raise SettingsError(f"--dry-run: {why}; name one to plan for, such as --dry-run 8xH100 "
+                            f"({', '.join(GPUS)})")
+    here = torch.cuda.get_device_properties(0)
+    known = next((name for name in GPUS if name in here.name), None)
+    speeds = GPUS[known][1:] if known else (math.nan, math.nan)
+    return torch.cuda.device_count(), here.name, here.total_memory, *speeds
+
+
+def lengths(s: Settings, tokenizer) -> Lengths:
+    """How long expert trajectories are; of scripted experts, from SAMPLE tasks spread evenly."""
+    env, encoder = envs.make(s.env, s.view, **options_of(s)), dpo.Encoder(tokenizer)
+    if s.experts:
+        conversations = [messages for _, messages, _ in envs.read_experts(s.experts, env)]
+        count = len(conversations[:s.train_tasks or None])
+        conversations = conversations[:count]
+    else:
+        tasks = env.tasks("train")[:s.train_tasks or None]
+        count = len(tasks)
+        conversations = [envs.converse(env, env.reset(task), env.expert())[0]
+                         for task in tasks[::-(-count // SAMPLE) or 1]]
+    env.close()
+    encoded = [encoder.encode(messages) for messages in conversations]
+    n = len(encoded)
+    return Lengths(count, sum(len(ids) for ids, _ in encoded) / n,
+                   sum(sum(mask) for _, mask in encoded) / n,
+                   sum(m["role"] == "assistant" for c in conversations for m in c) / n)
+
+
+def phases(s: Settings, found: Lengths, agents: int, numbers: int, slot: int, gpus,
+           recompute: bool) -> list[str]:
+    """Tokens and hours of the run's phases: 6 FLOP a parameter and token to train (8 if layers are
+    computed again), 2 to read; a sampled token reads all weights and half-full caches of the slots.
+    """
+    count, flops, bandwidth = gpus
+    iterations = s.iterations * (s.method != "sft")
+
+    def hours_of_training(tokens, references=0.0):
+        work = numbers * ((8 if recompute else 6) * tokens + 2 * references)
+        return work / (ARITHMETIC * flops * count) / 3600
+
+    def hours_of_playing(episodes):
+        passes = episodes * found.action_tokens / min(s.slots * count, episodes)
+        reading = 2 * numbers + min(s.slots, episodes) * slot * found.tokens / s.max_tokens / 2
+        prompts = 2 * numbers * episodes * found.tokens / (ARITHMETIC * flops * count)
+        return (passes * reading / (BANDWIDTH * bandwidth) + prompts) / 3600
+
+    sft = agents * s.sft_epochs * found.experts * found.tokens
+    explored = agents * s.rollouts * found.experts
+    # The target learns from an instruction's expert and rollouts, the failure agent from these.
+    read = found.experts * found.tokens * (1 + agents * s.rollouts * agents)
+    rows = [("SFT", sft, hours_of_training(sft)),
+            ("exploration", explored * found.tokens * iterations,
+             hours_of_playing(explored) * iterations),
+            ("preferences", read * s.dpo_epochs * iterations,
+             hours_of_training(read * s.dpo_epochs, read) * iterations)]
+    lines = [f"{phase:14}{tokens / 1e6:10.1f} M tokens" + f"{hours:10.2f} h" * (flops > 0)
+             for phase, tokens, hours in rows]
+    if not flops > 0:
+        return lines + ["hours are known for " + ", ".join(GPUS)]
+    return lines + [f"{'together':34}{sum(row[2] for row in rows):9.2f} h, without evaluation and "
+                    f"environments, at {ARITHMETIC:.0%} of the GPUs' bf16 rate in training and "
+                    f"{BANDWIDTH:.0%} of their bandwidth in rollouts (assumed), if agents' "
+                    "episodes are as long as experts'"]
+
+
+def disk_bytes(s: Settings, numbers: int) -> tuple[int, int]:
+    """What a run with a model of so many numbers writes: its agents, and states inside a phase.
+
+    Agents are fp32; a state has weights and two moments, and is there while the next is written.
+    """
+    rounds = 1 + {"sft": 0, "rft": 1, "dart": 1}.get(s.method, s.iterations)
+    return 4 * numbers * len(agents_of(s.method)) * rounds, 2 * 12 * numbers
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of tensors made inside it that are alive; `peak` is the most at once."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known = {t.untyped_storage()._cdata for t in known}  # made before
+        self.sizes, self.now, self.peak = {}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self.sizes and key not in self.known:
+                self.sizes[key] = storage.nbytes()
+                self.now += self.sizes[key]
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._gone, key)
+        return result
+
+    def _gone(self, key):
+        self.now -= self.sizes.pop(key)
+
+
+def activations(model, sequences: list[dpo.Trajectory], recompute: bool) -> int:
+    """Most bytes that a pass forward and back holds beside weights, gradients and moments.
+
+    model: of tensors without data (FakeTensorMode), in the format it computes in. Gradients of
+    weights count while they are made, since they are handed on at once.
+    """
+    if recompute:
+        sharding.recompute_layers(model)
+    model.train()
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with Live([*model.parameters(), *model.buffers()]) as live:
+            dpo.action_log_probs(model, sequences).sum().backward()
+    return live.peak

@@ -1,0 +1,232 @@
+"""The folder of a run: phases that happen once, their files, the log, and how it goes on."""
+
+import json
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from tqdm import tqdm
+
+import dpo
+from harness import files
+from harness.settings import Settings, SettingsError
+
+# Settings that change nothing in the files of a run, and so may change when it goes on.
+FREE = ("out", "checkpoint_minutes", "track")
+LAYOUT = 2  # of a run's folder: phases are named by what they write
+
+
+class Folder:
+    """What is on the disk of a run; every rank has one, the main one writes."""
+
+    def __init__(self, settings: Settings, accelerator: Accelerator):
+        self.settings, self.accelerator = settings, accelerator
+        self.main = accelerator.is_main_process
+        self.path = files.run_path(settings)
+        self.phases = {}    # the recorded ones: what each wrote -> its hash, and the log's
+        self.finished = []  # those found or done by this process
+        self.running = ""   # what the running phase writes
+        self.lock, self.logged = None, 0
+
+    # ------------------------------------------------------------------------------- opening
+
+    def take(self) -> None:
+        """Makes the folder and holds it for this process; SettingsError if it cannot be had."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock = files.held(self.path / "lock")
+        except OSError as error:
+            raise SettingsError(f"--out {self.path}: {error.strerror}; give a folder that can be "
+                                "written") from None
+        if self.lock is None:
+            raise SettingsError(f"{self.path}: another process is running in this folder; wait for "
+                                "it or give another --out")
+
+    def find_earlier(self) -> dict | None:
+        """config.json of a run that goes on, its settings these; and its finished phases."""
+        config, phases = self.path / "config.json", self.path / "phases.json"
+        before = files.read_object(config, settings=dict, base=str) if config.exists() else None
+        results = [name for name in ("metrics.jsonl", "phases.json", "experts.jsonl", "result.json")
+                   if (self.path / name).exists() and (self.path / name).stat().st_size]
+        if results and not (before and phases.exists()):
+            lacks = "phases.json" if before else "config.json"
+            raise SettingsError(f"{self.path} holds {results[-1]} but no {lacks}; restore it or "
+                                "give another --out")
+        self.phases = files.read_object(phases) if phases.exists() else {}
+        for name, done in self.phases.items():
+            files.need(f"{phases}, {name}", done, sha256=str, metrics_sha256=str,
+                       metrics_bytes=int)
+        if not self.phases and not (self.path / "chat.jsonl").exists():
+            before = None  # nothing was finished with these settings, nor paid for
+        if before and before.get("layout") != LAYOUT:
+            raise SettingsError(f"{self.path} was made by an earlier version of this program, "
+                                "whose files were laid out otherwise; give another --out")
+        if before:
+            now = asdict(self.settings)
+            self._refuse_changes({**before["settings"], **{n: now[n] for n in FREE}}, now)
+        self._drop_unfinished_events()
+        return before
+
+    def record(self, before: dict | None, base: str) -> None:
+        """Writes config.json and phases.json of a new run; of an old one the model must be this.
+
+        base: what identifies the model that it starts from.
+        """
+        if before:
+            self._refuse_changes({"base": before["base"]}, {"base": base})
+            if before.get("code") != files.code_hash():
+                self.print_main(
+                    f"{self.path} was begun by other code: its finished phases stay as they are. "
+                    "Give another --out to compute all with this code")
+        elif self.main:
+            files.write_text(self.path / "config.json", json.dumps(
+                dict(settings=asdict(self.settings), base=base, layout=LAYOUT,
+                     code=files.code_hash(), commit=files.git_commit(),
+                     versions=files.versions()), indent=1))
+        if self.main and not (self.path / "phases.json").exists():
+            files.write_text(self.path / "phases.json", "{}")
+        if self.settings.track:
+            self.accelerator.init_trackers("coevolve", {
+                name: value for name, value in asdict(self.settings).items() if value is not None})
+            self.logged = (self.path / "metrics.jsonl").read_text().count("\n") if self.main else 0
+
+    def _refuse_changes(self, before: dict, now: dict) -> None:
+        changed = [f"{name} ({before.get(name)} -> {now.get(name)})"
+                   for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+        if changed:
+            raise SettingsError(f"{self.path} was made with other settings: {', '.join(changed)}; "
+                                "give another --out, or these again")
+
+    # -------------------------------------------------------------------------------- phases
+
+    def phase(self, output: str, work, *args, **more) -> None:
+        """Runs work(run, temporary path, ...) -> numbers for the log, unless it was done before.
+
+        Done means: recorded with a hash of `output`, its name, that still holds. The output appears
+        by renaming, so a run killed at any moment has all of it or nothing.
+        """
+        path = self.path / output
+        if self._done(output):
+            return
+        started, temporary = time.perf_counter(), path.with_name(path.name + ".tmp")
+        if self.main:
+            path.parent.mkdir(exist_ok=True)
+            for old in (temporary, path, self.path / "result.json"):
+                shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+        self.accelerator.wait_for_everyone()
+        self.running = output
+        with files.writing(temporary):
+            numbers = work(self, temporary, *args, **more)
+        self.accelerator.free_memory()  # of models that nobody holds any more
+        self.accelerator.wait_for_everyone()
+        if self.main:
+            files.replace(temporary, path)
+        self.accelerator.wait_for_everyone()  # who reads it next finds it
+        if not self.main:
+            return
+        seconds = time.perf_counter() - started
+        resident = psutil.Process().memory_info().rss >> 20
+        self.log("phase", phase=output, seconds=round(seconds, 2), resident_mb=resident, **numbers)
+        metrics = self.path / "metrics.jsonl"
+        files.force(metrics)
+        self.phases[output] = dict(sha256=files.digest(path), metrics_sha256=files.digest(metrics),
+                                   metrics_bytes=metrics.stat().st_size)
+        files.write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
+        self.print_main(f"{output:28}{seconds:7.1f} s  " + "  ".join(
+            f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value:,}"
+            for key, value in numbers.items()))
+
+    def _done(self, output: str) -> bool:
+        """Whether the phase is recorded and its output unchanged; else forgets all that follows."""
+        path, earlier = self.path / output, self.finished
+        self.finished = [*earlier, output]
+        found = output in self.phases and self.first_says(
+            lambda: path.exists() and files.digest(path))
+        if found:
+            if found == self.phases[output]["sha256"]:
+                return True
+            raise SettingsError(f"{path} is not what its phase wrote; restore it, or delete it to "
+                                "compute it and all that follows again")
+        if set(self.phases) - set(earlier):
+            self.print_main(f"{path} is gone: computing it and all that follows again")
+            self.phases = {n: self.phases[n] for n in earlier if n in self.phases}
+            if self.main:
+                files.write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
+            self._drop_unfinished_events()
+        return False
+
+    def _drop_unfinished_events(self) -> None:
+        """Cuts the log after the last finished phase: the others will write theirs again."""
+        if not self.main:
+            return
+        last = max(self.phases.values(), key=lambda done: done["metrics_bytes"], default=None)
+        metrics = self.path / "metrics.jsonl"
+        with open(metrics, "ab") as f:
+            f.truncate(min(f.tell(), last["metrics_bytes"] if last else 0))
+        if last and files.digest(metrics) != last["metrics_sha256"]:
+            raise SettingsError(f"{metrics} is not what the finished phases wrote; restore it, or "
+                                "give another --out")
+
+    def first_says(self, answer):
+        """What `answer()` is on the main rank, on all ranks."""
+        return broadcast_object_list([answer() if self.main else None])[0]
+
+    # --------------------------------------------------------------------------- files and log
+
+    def refuse(self, why: str):
+        raise SettingsError(why)
+
+    def read_jsonl(self, name: str) -> list[dict]:
+        return files.read_jsonl(self.path / name)
+
+    def trajectories(self, name: str) -> list[dpo.Trajectory]:
+        """The trajectories in a file of the run."""
+        return [dpo.Trajectory(**row, file=name) for row in self.read_jsonl(name)]
+
+    def write_jsonl(self, path: Path, rows: list) -> None:
+        """Writes objects, or the records of trajectories, one a line."""
+        if self.main:
+            records = [row.record() if isinstance(row, dpo.Trajectory) else row for row in rows]
+            files.write_text(path, "".join(json.dumps(row) + "\n" for row in records))
+
+    def log(self, event: str, **fields) -> None:
+        """Appends an event to metrics.jsonl, and gives its numbers to the trackers."""
+        if self.main:
+            metrics = self.path / "metrics.jsonl"
+            with files.writing(metrics), open(metrics, "a") as f:
+                f.write(json.dumps(dict(event=event, **fields)) + "\n")
+            if self.settings.track:
+                self.logged += 1  # trackers want steps that rise
+                self.accelerator.log(dict(numbers(event, fields)), step=self.logged)
+
+    def log_dropped(self, phase: str, reason: str, tasks: list[str]) -> None:
+        if tasks:
+            self.log("dropped", phase=phase, reason=reason, count=len(tasks), tasks=tasks[:10])
+
+    def bar(self, phase: str, total: int, unit: str):
+        return tqdm(total=total, unit=unit, desc=phase, leave=False, disable=not self.main,
+                    unit_scale=unit == "token", dynamic_ncols=True)
+
+    def print_main(self, line: str) -> None:
+        if self.main:
+            tqdm.write(line)
+
+    def close(self) -> None:
+        """Ends trackers and gives the folder free."""
+        self.accelerator.end_training()
+        if self.main:
+            self.lock.release()
+
+
+def numbers(prefix: str, fields: dict):
+    """(name, number) of all numbers in an event; its texts, such as the phase, lead the names."""
+    prefix = "/".join([prefix, *(v for v in fields.values() if isinstance(v, str))])
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            yield from numbers(f"{prefix}/{key}", value)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield f"{prefix}/{key}", value

@@ -1,0 +1,125 @@
+"""Models and the machine they run on: what can be used, and loading it."""
+
+import json
+import re
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+from jinja2 import TemplateError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.hub import cached_file, extract_commit_hash
+
+import dpo
+from harness.files import digest, run_path
+from harness.settings import Settings, SettingsError
+
+
+def make_accelerator(s: Settings) -> Accelerator:
+    """The processes, device and precision that this machine offers; SettingsError if not usable."""
+    gpu = torch.cuda.is_available()  # not MPS: log-probabilities are summed in float64
+    # The tiny model computes alike everywhere, so that its results do not depend on the machine.
+    bf16 = gpu and s.model != "tiny" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if torch.cuda.device_count() and not gpu and s.model != "tiny" and s.method != "chat":
+        raise SettingsError(f"{torch.cuda.device_count()} GPUs are here, but torch "
+                            f"{torch.__version__} cannot use them; update their driver, or set "
+                            "CUDA_VISIBLE_DEVICES= to train on the CPU")
+    try:
+        accelerator = Accelerator(
+            cpu=not gpu, mixed_precision="bf16" if bf16 else "no", log_with=s.track,
+            project_dir=run_path(s),
+            # One rank may play for hours longer than another. The launcher sees it if one dies.
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=7))])
+    except ValueError as error:
+        if not s.track:
+            raise
+        raise SettingsError(f"--track {s.track}: {error}") from None  # there is no such tracker
+    if s.track and not accelerator.log_with:
+        raise SettingsError(f"--track {s.track}: its package is not installed; "
+                            f"pip install {s.track}")
+    if accelerator.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU"):
+        raise SettingsError(f"accelerate is configured for {accelerator.distributed_type}; run "
+                            "`accelerate config` without it: --shard shards the weights")
+    return accelerator
+
+
+def load_model(folder, dtype=torch.float32):
+    """A causal LM from a folder or hub name; fp32 to train: bf16 weights would not move at 1e-6."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="ragged")
+
+
+def check_model(folder, max_tokens: int, weights: bool = True) -> None:
+    """SettingsError if the model in `folder` (or on the hub) cannot be used.
+
+    It is made without memory and runs on two sequences; no code but transformers' own is loaded.
+    weights: whether it has to have them.
+    """
+    local = Path(folder).is_dir()
+    try:
+        if not local and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(folder)):  # of the hub
+            raise ValueError("there is no such folder")
+        for name in ("config.json", "tokenizer_config.json") if local else ():
+            if "auto_map" in json.loads((Path(folder) / name).read_text(encoding="utf-8")):
+                raise ValueError(f"its {name} has an auto_map, which names code to be run with it; "
+                                 "use a model without code of its own")
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if not any(name.endswith("ForCausalLM") for name in config.architectures or []):
+            raise ValueError(f"its architecture is {config.architectures}, not a causal LM")
+        if not isinstance(getattr(config, "num_key_value_heads", None), int):
+            raise ValueError(f"{config.architectures[0]} has no num_key_value_heads; use one built "
+                             "like Llama, Qwen2 or Qwen3")
+        if max_tokens > config.max_position_embeddings:
+            raise ValueError(f"--max-tokens {max_tokens} is above its "
+                             f"{config.max_position_embeddings} positions")
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        encoder = dpo.Encoder(tokenizer)
+        used = max(tokenizer.vocab_size, encoder.end_of_turn + 1)  # others beyond are never used
+        if used > config.vocab_size:
+            raise ValueError(f"its tokenizer has {used:,} tokens, its model "
+                             f"{config.vocab_size:,}; they do not belong together")
+        if not weights:
+            return
+        if local and not any(Path(folder).glob("*.safetensors")):
+            raise ValueError("no *.safetensors file with weights in it (files of other kinds may "
+                             "hold code and are not read)")
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="ragged", device_map="meta", output_loading_info=True,
+            use_safetensors=True, trust_remote_code=False)
+        if lacking := sorted(found["missing_keys"]) + sorted(map(str, found["mismatched_keys"])):
+            raise ValueError(f"{len(lacking)} of its weights are missing or of another size, such "
+                             f"as {lacking[0]}")
+        ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
+        with suppress(RuntimeError):  # an operation that meta tensors do not have
+            model(input_ids=ids, position_ids=ids, lengths=[2, 2], use_cache=False)
+    # What a file that is not what it says makes of the libraries that read it.
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError,
+            TemplateError, SafetensorError) as error:
+        problem = str(error).strip().splitlines() or [type(error).__name__]
+        raise SettingsError(
+            f"--model {folder}: {problem[0]}; give tiny, a hub name within reach, or a folder with "
+            "config, weights and tokenizer") from None
+
+
+def check_copy(folder, copy) -> None:
+    """SettingsError unless the weights and the tokenizer saved in `copy` are those of `folder`."""
+    first, again = (load_model(name).state_dict() for name in (folder, copy))
+    wrong = [name for name in first if not torch.equal(first[name], again[name])]
+    conversation = [{"role": "user", "content": "find a mug"},
+                    {"role": "assistant", "content": "Action: search[mug]"}]
+    said = [dpo.Encoder(AutoTokenizer.from_pretrained(name)).encode(conversation)
+            for name in (folder, copy)]
+    if wrong or said[0] != said[1]:
+        raise SettingsError(f"--model {folder}: saved and loaded again, "
+                            f"{wrong[0] if wrong else 'its tokenizer'} is not the same; use "
+                            "another model, or another version of transformers")
+
+
+def identity(folder) -> str:
+    """A hash of a model's files, or the commit of one on the hub."""
+    if Path(folder).is_dir():
+        return digest(Path(folder))
+    return f"{folder} {extract_commit_hash(cached_file(folder, 'config.json'), None)}"

@@ -1,0 +1,268 @@
+"""Episodes side by side: text to and from environments, tokens to and from a model.
+
+`play` gives the trajectories of a phase; `rollout` is the engine: one model, many slots, a cache of
+keys and values that is kept over all turns of an episode.
+"""
+
+import random
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import torch
+from accelerate.utils import gather_object
+from transformers import AutoTokenizer
+
+import envs
+from dpo import Encoder, Trajectory
+from engine.cache import SlotCache, next_token_logits, sample, slot_bytes, slots_that_fit
+from engine.packing import shared_beginning
+from harness.models import load_model
+from harness.run import Run
+
+
+def play(run: Run, folder: Path, trajectories: list[Trajectory],
+         temperature: float) -> list[Trajectory]:
+    """Plays what `trajectories` begin, in order, with the model in a folder.
+
+    Each rank plays its share, all get all. Lost episodes are left out and logged; EnvError where
+    they are too many.
+    """
+    processes, phase = run.accelerator.num_processes, run.running
+    share = trajectories[run.accelerator.process_index::processes]
+    order = {(t.task, t.rollout): n for n, t in enumerate(trajectories)}
+    with run.bar(phase, len(share), "episode") as progress:
+        played = play_share(run, folder, share, temperature, progress, len(trajectories))
+    played = sorted(gather_object(played), key=lambda t: order[t.task, t.rollout])
+    lost = [t.task for t in played if t.ended == "lost"]
+    run.log_dropped(phase, envs.LOST, lost)
+    if envs.too_many(len(lost), len(played)):
+        raise envs.EnvError(f"{phase}: {len(lost)} of {len(played)} episodes were lost")
+    if lost:
+        run.print_main(f"{phase}: {len(played) - len(lost)} of {len(played)} episodes; "
+                       f"{envs.LOST} on {', '.join(lost)}")
+    return [t for t in played if t.ended != "lost"]
+
+
+def play_share(run: Run, folder: Path, share: list[Trajectory], temperature: float, progress,
+               of: int) -> list[Trajectory]:
+    """`rollout` by the agent in a folder, which is in memory only meanwhile.
+
+    of: episodes of the phase on all ranks, of which `share` is this one's.
+    """
+    s, device = run.settings, run.accelerator.device
+    bf16 = run.accelerator.mixed_precision == "bf16"
+    model = load_model(folder, torch.bfloat16 if bf16 else torch.float32)
+    model, slots = model.to(device), s.slots
+    if device.type == "cuda":  # episodes that do not fit beside the replica wait
+        free = torch.cuda.mem_get_info(device)[0]
+        slot = s.max_tokens * slot_bytes(model.config, model.dtype.itemsize)
+        slots = max(1, min(slots, slots_that_fit(free, slot)))
+    encoder = Encoder(AutoTokenizer.from_pretrained(folder))
+    threads = torch.get_num_threads()
+    if device.type == "cpu" and model.num_parameters() < 10_000_000:
+        torch.set_num_threads(1)  # several would only wait for each other: 1.6 s against 3.6 s
+    rollout(model, encoder, run.make_env, share, temperature=temperature, slots=slots,
+            max_tokens=s.max_tokens, max_new_tokens=s.max_new_tokens,
+            tokens_per_forward=s.tokens_per_forward, progress=progress, of=of)
+    torch.set_num_threads(threads)
+    return share
+
+
+def usable_rollouts(run: Run, names: list[str], dropped: Counter) -> dict[str, list[Trajectory]]:
+    """task -> the trajectories of these files that can train; counts in `dropped` the others."""
+    found = {}
+    for t in (t for name in names for t in run.trajectories(name)):
+        if t.ended == "context" and run.settings.too_long == "drop":
+            dropped["too long"] += 1
+        elif not any(t.action_mask):
+            dropped["no whole turn"] += 1
+        else:
+            found.setdefault(t.task, []).append(t)
+    return found
+
+
+# ---------------------------------------------------------------------------------- the engine
+
+
+class Slot:
+    """A place in the cache: an environment, and the episode that is being played there."""
+
+    def __init__(self, number: int):
+        self.number, self.env = number, None
+        self.playing: Trajectory | None = None
+        self.past, self.left = 0, []  # tokens of the episode in the cache; the last one's ids there
+        self.reply_at = 0             # where the running reply begins
+        self.answer: Future | None = None  # of the environment
+        self.due = 0                  # the pass at which it is read
+
+    def begin(self, trajectory: Trajectory, make_env) -> None:
+        self.env = self.env or make_env()
+        self.playing, self.past = trajectory, 0
+        self.rng = random.Random(trajectory.seed)
+
+    def end(self) -> None:
+        self.left, self.playing = self.playing.ids[:self.past], None
+
+    @property
+    def waiting(self) -> int:
+        """How many tokens are to be read."""
+        return len(self.playing.ids) - self.past
+
+
+@torch.inference_mode()
+def rollout(model, encoder: Encoder, make_env, trajectories: list[Trajectory], *,
+            temperature: float, slots: int, max_tokens: int, max_new_tokens: int,
+            tokens_per_forward: int, progress=None, of: int = 0) -> list[Trajectory]:
+    """Plays the episodes, `slots` side by side, and returns them in the order given.
+
+    Each turn of the loop is one forward pass over every slot with something new: one sampled token,
+    or a page. A slot keeps its cache over an episode's turns and takes the next episode at once; of
+    a prompt that begins like the last one's it reads the rest only. Every episode has its own
+    random generator, so what runs beside it changes nothing but rounding. `make_env()` gives each
+    slot its environment. An episode whose environment breaks ends "lost", which is no failure of
+    the agent's; EnvError is raised where `envs.Losses` says that too many are, of these episodes or
+    of so many on all ranks (`of`).
+    """
+    if not trajectories:  # of a rank's share
+        return trajectories
+    model.eval()
+    places = [Slot(n) for n in range(min(slots, len(trajectories)))]
+    cache, losses = SlotCache(model, len(places), max_tokens), envs.Losses(of or len(trajectories))
+    queue, now = list(reversed(trajectories)), 0
+    forbidden = never_drawn(model, encoder)
+    threads = ThreadPoolExecutor(len(places))
+
+    def ask(slot, call, text):
+        slot.due, slot.answer = now + slot.env.latency, threads.submit(call, text)
+
+    def free_if_ended(slot):
+        if slot.playing.ended:
+            slot.end()
+            if progress is not None:
+                progress.update()
+
+    try:
+        while True:
+            for slot in places:
+                if slot.playing is None and queue:
+                    slot.begin(queue.pop(), make_env)
+                    ask(slot, slot.env.reset, slot.playing.task)
+            playing = [slot for slot in places if slot.playing]
+            if not playing:
+                return trajectories
+
+            # A slow environment works while others generate. Its answer is read a fixed number of
+            # passes later, not when it is there: batches, and so rounding, must not depend on time.
+            asked = [slot for slot in playing if slot.answer]
+            if len(asked) == len(playing):
+                now = max(now, min(slot.due for slot in asked))
+            for slot in [slot for slot in asked if slot.due <= now]:
+                answer, slot.answer = slot.answer, None
+                try:
+                    observe(slot, encoder, answer.result(), max_tokens)
+                    losses.answered()
+                except envs.EnvError as error:
+                    slot.playing.ended = "lost"
+                    losses.add(error)
+                free_if_ended(slot)
+
+            # Every single token that waits, then pages while they fit, but one page in any case.
+            chosen, room = [], tokens_per_forward
+            for slot in sorted((slot for slot in playing if slot.playing and not slot.answer),
+                               key=lambda slot: (slot.waiting, slot.number)):
+                n = slot.waiting
+                if n == 1 or n <= room or room == tokens_per_forward:
+                    chosen.append(slot)
+                    room -= n if n > 1 else 0
+            now += 1
+            if not chosen:
+                continue
+            logits = next_token_logits(
+                model, cache, [(slot.number, slot.past, slot.playing.ids[slot.past:])
+                               for slot in chosen])                                       # (S, V)
+            if not (logits < torch.inf).all():  # nor nan
+                tasks = ", ".join(slot.playing.task for slot in chosen)
+                raise FloatingPointError(f"logits that are no numbers on tasks {tasks}")
+            logits[:, forbidden] = -torch.inf
+            draws = [slot.rng.random() for slot in chosen] if temperature else None
+            for slot, token in zip(chosen, sample(logits, temperature, draws).tolist()):
+                slot.past = len(slot.playing.ids)
+                slot.playing.ids.append(token)
+                slot.playing.action_mask.append(1)
+                if reply_ended(slot, encoder, token, max_tokens, max_new_tokens):
+                    reply = encoder.decode(slot.playing.ids[slot.reply_at:])
+                    slot.playing.messages.append({"role": "assistant", "content": reply})
+                    ask(slot, slot.env.step, reply)
+                free_if_ended(slot)
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        wait([slot.answer for slot in places if slot.answer], timeout=1)
+        for slot in places:  # nobody waits for one that hangs
+            if slot.env and (slot.answer is None or slot.answer.done()):
+                slot.env.close()
+
+
+def never_drawn(model, encoder: Encoder) -> torch.Tensor:
+    """Ids that are not sampled: control tokens, and rows that only pad the embedding."""
+    size = model.config.get_text_config().vocab_size
+    ids = {t for t in encoder.forbidden if t < size} | {*range(len(encoder.tokenizer), size)}
+    return torch.tensor(sorted(ids), dtype=torch.long, device=model.device)
+
+
+def observe(slot: Slot, encoder: Encoder, answer, max_tokens: int) -> None:
+    """The episode reads what its environment answered: to `reset` a text, to `step` a Step."""
+    t = slot.playing
+    if isinstance(answer, str):
+        t.messages = envs.opening(slot.env, answer)
+        read(slot, encoder.start(t.messages), max_tokens)
+        # A prompt that the slot has read before is not read again.
+        slot.past = shared_beginning(slot.left, t.ids[:-1])
+        return
+    t.reward, t.raw_reward, t.steps = answer.reward, answer.raw, t.steps + 1
+    if answer.done or t.steps == slot.env.max_steps:
+        t.ended = "done" if answer.done else "budget"
+        return
+    read(slot, encoder.observation(answer.observation), max_tokens)
+    if not t.ended:
+        t.messages.append({"role": "user", "content": answer.observation})
+
+
+def read(slot: Slot, ids: list[int], max_tokens: int) -> None:
+    """The episode reads `ids`, or ends if no reply would fit after them."""
+    t = slot.playing
+    if len(t.ids) + len(ids) >= max_tokens:
+        t.ended = "context"
+        return
+    t.ids += ids
+    t.action_mask += [0] * len(ids)
+    slot.reply_at = len(t.ids)
+
+
+def reply_ended(slot: Slot, encoder: Encoder, token: int, max_tokens: int,
+                max_new_tokens: int) -> bool:
+    """Whether the reply is complete; an end of turn that was not sampled gets action_mask 0.
+
+    A reply that fills the context is taken back and ends the episode at its last whole turn.
+    """
+    t, at = slot.playing, slot.reply_at
+    if token == encoder.end_of_turn:
+        return True
+    if len(t.ids) >= max_tokens - 1:
+        del t.ids[at:], t.action_mask[at:]
+        t.ended = "context"
+        return False
+    reply = t.ids[at:]
+    if encoder.has_colon(token) and "Observation:" in encoder.decode(reply[-8:]):
+        ours = encoder.decode(reply).index("Observation:")  # what follows is the environment's
+        while len(encoder.decode(t.ids[at:])) > ours:
+            t.ids.pop()
+            t.action_mask.pop()
+    elif len(reply) < max_new_tokens:
+        return False
+    else:
+        t.cut_replies += 1
+    t.ids.append(encoder.end_of_turn)
+    t.action_mask.append(0)
+    slot.past = min(slot.past, len(t.ids) - 1)
+    return True

@@ -1,0 +1,307 @@
+"""What a person sees of a run: the numbers of an evaluation, the closing table, the curves.
+
+Table and curves are read back from the run's files, so they work on any finished or interrupted
+run.
+"""
+
+import textwrap
+from collections import defaultdict
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from envs import SUCCESS
+from harness.files import RunError, mean, read_jsonl, read_object
+
+AGENTS = ("expert", "target", "failure", "positive")  # the order of columns
+KINDS = ("expert>target", "expert>failure", "expert>positive", "failure>failure")
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def bootstrap_interval(values, seed: int = 0, samples: int = 1000) -> tuple[float, float]:
+    """(low, high): 95% percentile bootstrap interval of the mean of `values`, one per task.
+
+    The same values in the same order give the same interval. RunError if there are none.
+    """
+    values = np.asarray(values, dtype=float)  # (N,)
+    if values.size == 0:
+        raise RunError("bootstrap_interval: no values; evaluate at least one task")
+    drawn = np.random.default_rng(seed).integers(values.size, size=(samples, values.size))
+    low, high = np.percentile(values[drawn].mean(axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def scores(rows, tasks, settings) -> dict:
+    """The numbers of an evaluation: `rows` are the trajectories of `tasks` that were not lost.
+
+    Lost, cut and overlong episodes are counted where there are any: the means say so.
+    """
+    rewards = [row.reward for row in rows]
+    low, high = bootstrap_interval(rewards)
+    found = dict(reward=mean(rewards), reward_low=low, reward_high=high,
+                 success=mean(r >= SUCCESS for r in rewards), steps=mean(r.steps for r in rows))
+    counts = dict(lost=len(tasks) - len(rows),
+                  out_of_context=sum(r.ended == "context" for r in rows),
+                  with_cut_replies=sum(r.cut_replies > 0 for r in rows))
+    return {**found, **{name: n for name, n in counts.items() if n}}
+
+
+def table2(rows, hard_threshold: float) -> dict:
+    """The paper's Table 2: shares of explored trajectories, together 1, and their mean reward."""
+    hard = mean(hard_threshold <= r.reward < SUCCESS for r in rows)
+    won = mean(r.reward >= SUCCESS for r in rows)
+    return dict(success=won, negative=1 - won - hard if rows else 0.0, hard_negative=hard,
+                reward=mean(r.reward for r in rows))
+
+
+# ---------------------------------------------------------------- reading
+
+
+@contextmanager
+def reading(path):
+    """While the objects of a run's file are read: RunError, naming it, if one lacks something."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, RunError):
+            raise
+        raise RunError(f"{path}: damaged ({type(error).__name__}: {error}); restore it, or give "
+                       "another --out") from error
+
+
+def result(run_dir) -> dict:
+    """`settings`, `evaluations`, `exploration`, `pairs` and `dropped` of a run, in order.
+
+    No times and no --out in it: equal runs give equal bytes. RunError if it is not a run.
+    """
+    config = Path(run_dir) / "config.json"
+    if not config.is_file():
+        raise RunError(f"{run_dir}: not a run, it has no config.json; name a folder like "
+                       "runs/webshop-coevolve-s0")
+    settings, found = read_object(config, settings=dict)["settings"], events(run_dir)
+    return {"settings": {name: value for name, value in settings.items() if name != "out"},
+            "evaluations": found["evaluation"], "exploration": found["exploration"],
+            "pairs": found["pairs"], "dropped": found["dropped"]}
+
+
+def events(run_dir) -> dict[str, list[dict]]:
+    """The events of metrics.jsonl by name, in order."""
+    found = defaultdict(list)
+    for event in read_jsonl(Path(run_dir) / "metrics.jsonl"):
+        found[event.pop("event", None)].append(event)
+    return found
+
+
+# ---------------------------------------------------------------- the closing table
+
+
+def table(run_dir) -> str:
+    """Evaluations, exploration (the paper's Table 2), pairs, time and tokens, as plain text.
+
+    At most 100 columns, unless a name is very long. A part that the run has no events of is left
+    out. RunError if `run_dir` is not a run.
+    """
+    with reading(Path(run_dir) / "metrics.jsonl"):
+        return "\n\n".join(_sections(run_dir)) + "\n"
+
+
+def _sections(run_dir):
+    found = result(run_dir)
+    s, evaluations, pairs = found["settings"], found["evaluations"], found["pairs"]
+    yield f"{run_dir}: {s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}"
+
+    yield from section(
+        "Evaluation, greedy; reward with its 95% bootstrap interval over tasks",
+        "iteration <agent <split tasks reward interval success steps",
+        [(e["iteration"], e["agent"], e["split"], _tasks(e), f"{e['reward']:.3f}",
+          f"[{e['reward_low']:.3f}, {e['reward_high']:.3f}]", _percent(e["success"]),
+          f"{e['steps']:.1f}") for e in evaluations])
+
+    yield from section(
+        "What the endpoint took",
+        "<split requests retries without_usage tokens_read tokens_written dollars",
+        [(e["split"], f"{e['requests']:,}", f"{e['retries']:,}", f"{e['unreported']:,}",
+          f"{e['prompt_tokens']:,}", f"{e['completion_tokens']:,}",
+          f"{e['dollars']:.2f}" if "dollars" in e else "-")
+         for e in evaluations if "requests" in e])
+
+    threshold = s["hard_threshold"]
+    yield from section(
+        f"Exploration; a negative has a reward below {threshold}, a hard one from {threshold} to 1",
+        "iteration <agent trajectories success negative hard_negative reward",
+        [(e["iteration"], e["agent"], e["trajectories"], _percent(e["success"]),
+          _percent(e["negative"]), _percent(e["hard_negative"]), f"{e['reward']:.3f}")
+         for e in _with_sum(found["exploration"])])
+
+    kinds = [kind for kind in KINDS if any(kind in e["kept"] for e in pairs)]
+    yield from section(
+        "Pairs kept, by kind, and dropped, by reason",
+        f"iteration <trains {' '.join(kinds)} dropped <reasons",
+        [(e["iteration"], e["trains"], *(e["kept"].get(kind, 0) for kind in kinds),
+          sum(e["dropped"].values()), _counts(e["dropped"])) for e in pairs])
+
+    yield from section("Trajectories dropped", "<phase <reason count",
+                       [(e["phase"], e["reason"], e["count"]) for e in found["dropped"]])
+
+    phases = [{"tokens": 0, "episodes": 0, "resident_mb": 0, **e} for e in events(run_dir)["phase"]]
+    total = {"phase": "total", "resident_mb": max((p["resident_mb"] for p in phases), default=0),
+             **{key: sum(p[key] for p in phases) for key in ("seconds", "tokens", "episodes")}}
+    yield from section(
+        "Wall time and tokens", "<phase h:mm:ss tokens tokens/s episodes memory_MB",
+        [(p["phase"], _clock(p["seconds"]), f"{p['tokens']:,}",
+          f"{p['tokens'] / p['seconds']:,.0f}" if p["tokens"] and p["seconds"] else "-",
+          f"{p['episodes']:,}" if p["episodes"] else "-", f"{p['resident_mb']:,.0f}")
+         for p in (phases + [total] if phases else [])])
+
+
+def _with_sum(exploration):
+    """Each iteration's events, followed by all together where there are several."""
+    for iteration in sorted({e["iteration"] for e in exploration}):
+        agents = [e for e in exploration if e["iteration"] == iteration]
+        yield from agents
+        if len(agents) < 2:
+            continue
+        n = sum(e["trajectories"] for e in agents)
+        yield {"iteration": iteration, "agent": "all", "trajectories": n,
+               **{key: sum(e[key] * e["trajectories"] for e in agents) / max(n, 1)
+                  for key in ("success", "negative", "hard_negative", "reward")}}
+
+
+def section(title: str, header: str, rows: list[tuple], width: int = 100) -> list[str]:
+    """[title and aligned rows], or [] without rows; `<` marks a left-aligned column of `header`.
+
+    A last column of text is wrapped within `width`.
+    """
+    if not rows:
+        return []
+    names = header.split()
+    left = [name.startswith("<") for name in names]
+    cells = [[name.lstrip("<").replace("_", " ") for name in names],
+             *([str(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    before = sum(widths[:-1]) + 2 * (len(widths) - 1)
+    lines = [title]
+    for row in cells:
+        text = "  ".join(cell.ljust(w) if to_left else cell.rjust(w)
+                         for cell, w, to_left in zip(row[:-1], widths, left))
+        if left[-1]:
+            wrapped = textwrap.wrap(row[-1], max(width - before, 12)) or [""]
+            lines += [f"{text}  {wrapped[0]}".rstrip(), *(" " * before + w for w in wrapped[1:])]
+        else:
+            lines.append(f"{text}  {row[-1].rjust(widths[-1])}")
+    return ["\n".join(lines)]
+
+
+def _tasks(e: dict) -> str:
+    """How many, and of these, or beside them (lost), how many did not go well."""
+    notes = [f"{e[key]} {key.replace('_', ' ')}"
+             for key in ("lost", "out_of_context", "with_cut_replies") if key in e]
+    return f"{e['tasks']} ({', '.join(notes)})" if notes else str(e["tasks"])
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def _counts(counts: dict) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in counts.items() if n)
+
+
+# ---------------------------------------------------------------- the figure
+
+# Okabe and Ito's colours, told apart by colour-blind readers too.
+AGENT_COLOURS = {"target": "#0072B2", "failure": "#D55E00", "positive": "#CC79A7"}
+SHARES = {"success": ("success", "#009E73"), "hard_negative": ("hard negative", "#F0E442"),
+          "negative": ("negative", "#999999")}
+LINES = (("-", "o"), ("--", "s"), (":", "^"))  # one per split
+
+
+def figure(run_dir, path) -> None:
+    """Writes a PNG: reward and success per iteration, and what exploration was made of.
+
+    Bands are the 95% intervals over tasks. RunError if the run has no evaluation yet.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    found = result(run_dir)
+    s, exploration = found["settings"], found["exploration"]
+    if not found["evaluations"]:
+        raise RunError(f"{run_dir}: no evaluation in metrics.jsonl yet; let the run go on")
+    panels = 3 if exploration else 2
+    fig, axes = plt.subplots(1, panels, figsize=(4.4 * panels, 4), layout="constrained")
+    with reading(Path(run_dir) / "metrics.jsonl"):
+        _curves(*axes[:2], found["evaluations"])
+        if exploration:
+            _bars(axes[2], exploration)
+        fig.suptitle(f"{s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}")
+    handles, labels = axes[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False)
+    fig.savefig(path, format="png", dpi=150, metadata={"Software": None})
+    plt.close(fig)
+
+
+def _curves(reward, success, evaluations):
+    """A line over iterations for each agent and split: mean rewards, and success rates."""
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    splits = list(dict.fromkeys(e["split"] for e in evaluations))
+    agents = list(dict.fromkeys(e["agent"] for e in evaluations))
+    for agent in agents:
+        for split, (line, marker) in zip(splits, LINES):
+            curve = [e for e in evaluations if (e["agent"], e["split"]) == (agent, split)]
+            x = [e["iteration"] for e in curve]
+            style = dict(color=AGENT_COLOURS[agent], linestyle=line, marker=marker, markersize=5,
+                         label=f"{agent} agent, {split}")
+            reward.plot(x, [e["reward"] for e in curve], **style)
+            low, high = ([e[f"reward_{end}"] for e in curve] for end in ("low", "high"))
+            if len(curve) == 1:  # a band of one point has no width
+                reward.vlines(x, low, high, color=AGENT_COLOURS[agent], alpha=0.4)
+            else:
+                reward.fill_between(x, low, high, color=AGENT_COLOURS[agent], alpha=0.12, lw=0)
+            success.plot(x, [e["success"] for e in curve], **style)
+    reward.set(title="Reward, 95% interval over tasks", ylabel="mean reward")
+    success.set(title="Success rate", ylabel="share of tasks with reward 1")
+    success.yaxis.set_major_formatter(PercentFormatter(1))
+    for ax in (reward, success):
+        ax.set_xlabel("iteration (0: after SFT)")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.grid(alpha=0.3)
+
+
+def _bars(ax, exploration):
+    """Stacked bars of Table 2's shares, one per iteration and agent."""
+    from matplotlib.ticker import PercentFormatter
+
+    bottom = np.zeros(len(exploration))
+    iterations = [e["iteration"] for e in exploration]
+    agents = list(dict.fromkeys(e["agent"] for e in exploration))
+    width = 0.8 / len(agents)
+    x = np.array([e["iteration"] + width * (agents.index(e["agent"]) - (len(agents) - 1) / 2)
+                  for e in exploration])
+    for key, (label, colour) in SHARES.items():
+        heights = np.array([e[key] for e in exploration])
+        ax.bar(x, heights, 0.9 * width, bottom=bottom, color=colour, label=label)
+        for at, height, base in zip(x, heights, bottom):
+            if height > 0.06 and len(x) <= 10:  # a lower bar has no room for a number
+                ax.text(at, base + height / 2, f"{100 * height:.0f}", ha="center", va="center",
+                        fontsize=8)
+        bottom += heights
+    for at, event in zip(x, exploration):
+        ax.text(at, 1.01, event["agent"], ha="center", va="bottom", fontsize=7,
+                rotation=90 if len(x) > 6 else 0)
+    ax.set(title="Exploration on the training tasks\n", xlabel="iteration",
+           ylabel="share of trajectories", xticks=sorted(set(iterations)), ylim=(0, 1))
+    ax.yaxis.set_major_formatter(PercentFormatter(1))
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False,
+              handlelength=1, columnspacing=1)

@@ -1,0 +1,232 @@
+"""A run: what its phases work with. Which there are, and in which order, is in `coevolve.py`."""
+
+import hashlib
+import json
+import math
+import random
+import shutil
+from pathlib import Path
+
+from accelerate import Accelerator
+from transformers import AutoTokenizer
+
+import dpo
+import envs
+from engine import sharding
+from engine.checkpoint import Checkpoint
+from harness import files, models, tiny
+from harness.dry_run import disk_bytes
+from harness.folder import Folder
+from harness.settings import Settings, SettingsError, options_of
+
+
+class Run(Folder):
+    """A folder with an environment, a base model and a machine to train on."""
+
+    def __init__(self, settings: Settings, accelerator: Accelerator):
+        """Takes the folder, new or to go on in; SettingsError if it cannot be this run's.
+
+        The order is: what the environment lacks, the lock, a first request, changed settings, and
+        only then the base model, which may take minutes; settings are on disk before any phase.
+        """
+        super().__init__(settings, accelerator)
+        large = accelerator.device.type == "cuda" and settings.model != "tiny"
+        self.shard, self.recompute = (
+            large if flag == "auto" else flag == "on"
+            for flag in (settings.shard, settings.gradient_checkpointing))
+        self._try_environment()
+        before = self.find_earlier()
+        self.saving_works = any(name.startswith("sft-") for name in self.phases)
+        self.base = tiny.base(accelerator, self) if settings.model == "tiny" else settings.model
+        self.record(before, self._identity())
+        if settings.failure_from and "sft-failure" not in self.phases:
+            self.find_failure_agent()  # if it cannot be used, it is said now
+        n = accelerator.num_processes
+        self.print_main(
+            f"{n} process{'es' * (n > 1)} on {accelerator.device.type}"
+            f"{', weights sharded' * self.shard}; weights and AdamW float32, passes "
+            f"{'bfloat16' if accelerator.mixed_precision == 'bf16' else 'float32'}"
+            f"{', gradient checkpointing' * self.recompute}")
+        accelerator.wait_for_everyone()
+
+    def _identity(self) -> str:
+        """What says which model this is, once it is known to be usable."""
+        if self.settings.method == "chat":
+            return f"{self.base} {self.settings.model_name}"
+        models.check_model(self.base, self.settings.max_tokens)
+        return self.first_says(lambda: models.identity(self.base))
+
+    def _try_environment(self) -> None:
+        """Counts its tasks and, once the folder is locked, begins one: faults show at once."""
+        s, env = self.settings, self.make_env()
+        self.splits = env.test_splits if s.eval_splits == "test" else ("validation",)
+        self._check_task_counts(env)
+        asked = [(s.train_tasks, "train"), *((s.eval_tasks, split) for split in self.splits)]
+        self.print_main(f"{s.env}: " + ", ".join(
+            f"{min(count or math.inf, len(env.tasks(split)))} of {len(env.tasks(split))} {split}"
+            for count, split in asked) + " tasks")
+        tasks = ([task for task, _, _ in envs.read_experts(s.experts, env)] if s.experts
+                 else env.tasks("train"))
+        if self.main:  # alone: a WebShop server must not load its catalogue twice at once
+            self.take()
+            env.waits = ()
+            env.reset(tasks[:s.train_tasks or None][-1])
+        env.close()
+        self.accelerator.wait_for_everyone()
+
+    def _check_task_counts(self, env) -> None:
+        s = self.settings
+        counted = [("eval", s.eval_tasks, self.splits)]
+        if not s.experts:  # which otherwise say what the training tasks are
+            counted.append(("train", s.train_tasks, ("train",)))
+        for flag, asked, splits in counted:
+            for split in splits:
+                if asked > len(env.tasks(split)):
+                    raise SettingsError(f"--{flag}-tasks {asked}: {s.env} has "
+                                        f"{len(env.tasks(split))} {split} tasks; 0 takes all")
+
+    # ----------------------------------------------------------------- what the phases work with
+
+    def make_env(self) -> envs.Env:
+        """The run's environment, with the tasks that were made during the run."""
+        s = self.settings
+        env = envs.make(s.env, s.view, **options_of(s))
+        for row in self.added_tasks():
+            env.add(row["task"])
+        return env
+
+    def added_tasks(self) -> list[dict]:
+        """Rows {id, task} of the tasks.jsonl files that finished phases wrote, in their order."""
+        return [row for name in self.phases if Path(name).name == "tasks.jsonl"
+                for row in self.read_jsonl(name)]
+
+    def add_tasks(self, out: Path, tasks: list[dict]) -> list[str]:
+        """Writes a phase's tasks.jsonl: from then on every environment of the run has them too.
+
+        Returns their ids. ValueError, naming what is wrong, for one that the environment refuses.
+        """
+        env = self.make_env()
+        ids = [env.add(task) for task in tasks]
+        env.close()
+        self.write_jsonl(out, [dict(id=id, task=task) for id, task in zip(ids, tasks)])
+        return ids
+
+    def tasks(self, split: str) -> list[str]:
+        """The evaluated tasks of a split."""
+        env = self.make_env()
+        tasks = env.tasks(split)[:self.settings.eval_tasks or None]
+        env.close()
+        return tasks
+
+    def seed(self, *names) -> int:
+        return files.seed_of(self.settings.seed, *names)
+
+    def rng(self, *names) -> random.Random:
+        return random.Random(self.seed(*names))
+
+    def encoder(self) -> dpo.Encoder:
+        return dpo.Encoder(AutoTokenizer.from_pretrained(self.base))
+
+    def agent(self, agent: str, i: int) -> Path:
+        """The folder of an agent's checkpoint after iteration i; 0 is after SFT."""
+        if self.settings.method == "evaluate":
+            return self.base
+        return self.path / (f"iter{i}/{agent}-agent" if i else f"sft-{agent}")
+
+    # ------------------------------------------------------------------------------- training
+
+    def load(self, folder):
+        """The model in a folder, ready to train on all ranks."""
+        return sharding.shard_model(self.accelerator, models.load_model(folder), self.shard,
+                                    self.recompute)
+
+    def add_reference(self, model, groups: list[dpo.Group]) -> None:
+        with self.bar("reference", sum(g.tokens for g in groups), "token") as progress:
+            dpo.add_reference(self.accelerator, model, groups, self.settings.tokens_per_forward,
+                              progress)
+
+    def fit(self, model, before, out: Path, epochs, objective, normaliser, *, lr, warmup,
+            schedule) -> dict:
+        """Trains a model of `load`, which came from folder `before`, into folder `out`.
+
+        Returns numbers for the log. A checkpoint inside the phase is taken up again.
+        """
+        s, accelerator, phase, last = self.settings, self.accelerator, self.running, {}
+        self._check_saving(model, before)
+        self.log("precision", phase=phase, processes=accelerator.num_processes, shards=self.shard,
+                 **sharding.dtypes(accelerator, model))
+
+        def log(event):
+            last.update(event)
+            self.log("train", phase=phase, **event)
+
+        checkpoint = Checkpoint(accelerator, self.path / "checkpoint", self._inputs(phase),
+                                s.checkpoint_minutes)
+        tokens = sum(g.tokens for epoch in epochs for batch in epoch for g in batch)
+        with self.bar(phase, tokens, "token") as progress:
+            dpo.fit(accelerator, model, epochs, objective, normaliser, lr=lr, warmup=warmup,
+                    schedule=schedule, weight_decay=s.weight_decay, max_grad_norm=s.max_grad_norm,
+                    tokens_per_forward=s.tokens_per_forward, log=log, progress=progress,
+                    checkpoint=checkpoint)
+        if checkpoint.resumed_at:
+            self.print_main(f"{phase} went on after step {checkpoint.resumed_at}")
+        self._save(model, before, out)
+        checkpoint.remove()
+        return dict(steps=last["step"], tokens=tokens, loss=last["loss"])
+
+    def _inputs(self, phase: str) -> str:
+        """Identifies a phase and what it starts from: the phases before it, with their hashes."""
+        done = {name: recorded["sha256"] for name, recorded in self.phases.items()}
+        return self.first_says(
+            lambda: hashlib.sha256(json.dumps([phase, done]).encode()).hexdigest())
+
+    def _save(self, model, before, out: Path) -> None:
+        """The model and the tokenizer it came with, as `from_pretrained` reads them."""
+        sharding.save(self.accelerator, model, out)
+        if self.main:
+            AutoTokenizer.from_pretrained(before).save_pretrained(out)
+
+    def _check_saving(self, model, before) -> None:
+        """Saves the first model once before it trains: what cannot be saved is known at once."""
+        if self.saving_works:
+            return
+        trial = self.path / "trial"
+        if self.main:
+            numbers = sum(p.numel() for p in model.parameters())
+            needed = sum(disk_bytes(self.settings, numbers))
+            if needed > (free := shutil.disk_usage(self.path).free):
+                raise SettingsError(f"--out {self.path}: {free / 1e9:.1f} GB are free, and the "
+                                    f"run's checkpoints take {needed / 1e9:.1f} GB; give a folder "
+                                    "on another disk")
+        self._save(model, before, trial)
+        if self.main:
+            models.check_copy(before, trial)
+            shutil.rmtree(trial)
+        self.saving_works = True
+        self.accelerator.wait_for_everyone()
+
+    def keep_agent(self, before: Path, out: Path, why: str) -> dict:
+        """A training phase that has nothing to learn from: the agent is copied."""
+        self.print_main(f"{why}, which stays as it is")
+        if self.main:
+            shutil.copytree(before, out)
+        return dict(steps=0)
+
+    def take_failure_agent(self, out: Path) -> dict:
+        """The last failure agent of the run --failure-from, in place of Eq. (3)-(5)."""
+        if self.main:
+            shutil.copytree(self.find_failure_agent(), out)
+        return {}
+
+    def find_failure_agent(self) -> Path:
+        """SettingsError if that run has none, or another tokenizer: its tokens train the target."""
+        source = Path(self.settings.failure_from)
+        found = sorted(source.glob("iter*/failure-agent"), key=lambda p: int(p.parent.name[4:]))
+        if not found:
+            raise SettingsError(f"--failure-from {source}: no iter<i>/failure-agent in it; give "
+                                "the folder of a run of --method coevolve")
+        theirs, ours = (AutoTokenizer.from_pretrained(name) for name in (found[-1], self.base))
+        if (theirs.get_vocab(), theirs.chat_template) != (ours.get_vocab(), ours.chat_template):
+            raise SettingsError(f"--failure-from {source}: its tokenizer is not that of --model "
+                                f"{self.settings.model}; give a run that started from this model")
+        return found[-1]

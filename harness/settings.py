@@ -1,0 +1,416 @@
+"""Every number of a run, once: its unit, its default and where the default comes from.
+
+The defaults are the paper's (arXiv 2511.22254). `PRESETS` replaces some of them for the tiny
+model, which starts from nothing and so needs larger steps; a flag on the command line beats both.
+Only the standard library is imported here, so that `run.sh` can refuse a mistyped flag with
+`python3 harness/settings.py FLAGS` before it installs anything.
+"""
+
+import argparse
+import math
+import operator
+import os
+import re
+import sys
+from dataclasses import Field, dataclass, field, fields
+from typing import Literal, Optional, get_args, get_origin, get_type_hints
+from urllib.parse import unquote, urlsplit
+
+
+def setting(default, help: str, **limits):
+    """A field with its unit, source and limits.
+
+    env: the environment that it belongs to. at_least, at_most, above, below: bounds of its value.
+    """
+    return field(default=default, metadata=dict(help=help, **limits))
+
+
+@dataclass(frozen=True)
+class Settings:
+    # What runs
+    env: Literal["webshop", "scienceworld", "intercodesql"] = setting("webshop", "environment")
+    method: Literal["sft", "rft", "dart", "ppo", "eto", "positive", "coevolve", "evaluate",
+                    "chat"] = setting(
+        "coevolve", "sft: Eq. 3 only; rft: and again with sampled successes; dart: more of them "
+        "where it is hard; ppo: from sft on; eto: the loop without the failure agent; positive: "
+        "with a second positive agent in its place; coevolve: the paper; evaluate: --model as it "
+        "is; chat: an endpoint, only evaluated")
+    model: str = setting("tiny", "hub name or folder; tiny: made from scratch in minutes; "
+                         "https://host/v1: a chat endpoint, as --method chat")
+    seed: int = setting(0, "seed of everything random in the run", at_least=0)
+    out: Optional[str] = setting(
+        None, "the run's folder [runs/ENV-METHOD-sSEED, with --quick -quick]")
+    webshop_url: Optional[str] = setting(
+        None, "address of a real WebShop server, http://host:port [the embedded shop]",
+        env="webshop")
+    task_types: Literal["all", "short"] = setting(
+        "all", "ScienceWorld's task types: ETO's 24, or eight whose texts are short [ETO, ours]",
+        env="scienceworld")
+    split_file: Optional[str] = setting(
+        None, "ScienceWorld: folder of published train_, dev_ and test_indices.json [by rule]",
+        env="scienceworld")
+    intercode_data: Optional[str] = setting(
+        None, "folder of InterCode's ic_spider_dev.json and ic_spider_dbs.sql [generated data]",
+        env="intercodesql")
+    mysql_url: Optional[str] = setting(
+        None, "server of InterCode's databases, mysql://user:password@host:port; the password may "
+        "be in MYSQL_PWD instead [sqlite]", env="intercodesql")
+    experts: Optional[str] = setting(
+        None, "file of expert trajectories: ETO's JSON list or a run's experts.jsonl [scripted]")
+    dry_run: Optional[str] = setting(
+        None, "print memory, tokens and hours without loading weights, and stop: here, or for a "
+        "machine such as 8xH100 [off]")
+    quick: bool = setting(False, "the same path, cut to about a minute (too short to learn much)")
+    iterations: int = setting(
+        3, "K, co-evolution iterations [App. B: 3; 5 on InterCodeSQL]", at_least=1)
+
+    # Data
+    train_tasks: int = setting(
+        0, "training instructions, 0 = all [Table 1: 1,624 on WebShop]", at_least=0)
+    eval_tasks: int = setting(
+        0, "tasks of each evaluated split, 0 = all [Table 1: 200]", at_least=0)
+    eval_splits: Literal["test", "validation"] = setting(
+        "test", "test: the test splits; validation: for tuning, so that no test task is looked at")
+    expert_min_reward: float = setting(
+        0.7, "experts at or below this reward are dropped; a reward of 1 stays [App. A: 0.7]",
+        at_least=0, at_most=1)
+    view: Literal["full", "short"] = setting(
+        "full", "short: repeated text left out of observations, for a very small model [ours]")
+
+    # Supervised fine-tuning, Eq. (3)-(5)
+    sft_epochs: int = setting(3, "passes over the experts [App. B]", at_least=1)
+    sft_batch: int = setting(48, "trajectories per optimiser step [App. B]", at_least=1)
+    sft_lr: float = setting(1e-5, "peak learning rate [App. B]", above=0)
+    sft_warmup: float = setting(
+        0.03, "share of steps of linear warm-up, then cosine [App. B]", at_least=0, below=1)
+
+    # Preference optimisation, Eq. (6)-(9)
+    dpo_epochs: int = setting(3, "passes over the pairs of an iteration [App. B]", at_least=1)
+    dpo_batch: int = setting(
+        32, "pairs, or what batch_unit says, per optimiser step [App. B]", at_least=1)
+    batch_unit: Literal["pairs", "instructions"] = setting(
+        "pairs", "what dpo_batch counts; an instruction's pairs stay together [App. B, ETO]")
+    dpo_lr: float = setting(1e-6, "learning rate in iteration 1 [App. B; ETO's script]", above=0)
+    dpo_lr_later: float = setting(
+        5e-7, "learning rate in later iterations [App. B; ETO's script]", above=0)
+    dpo_steps: int = setting(
+        0, "optimiser steps of the target in each iteration, cycling over its pairs, for a "
+        "comparison at equal steps; 0 = dpo_epochs passes [ours]", at_least=0)
+    dpo_schedule: Literal["constant", "cosine"] = setting(
+        "constant", "learning rate after the warm-up [ETO's script]")
+    dpo_warmup: float = setting(
+        0.1, "share of steps of warm-up, then constant [ETO's script]", at_least=0, below=1)
+    beta: float = setting(0.1, "DPO's beta in iteration 1 [App. B; ETO's script]", above=0)
+    beta_later: float = setting(
+        0.5, "DPO's beta in later iterations [App. B; ETO's script]", above=0)
+    lambda_dpo: float = setting(1.0, "weight of the DPO term of Eq. (9) [Section 4.3]", at_least=0)
+    lambda_sft: float = setting(0.1, "weight of the SFT term of Eq. (9) [Section 4.3]", at_least=0)
+    log_prob: Literal["sum", "mean"] = setting(
+        "sum", "log-probability of a trajectory: sum over action tokens, or mean [Eq. 2, 5, 7]")
+    sft_term: Literal["sum", "mean"] = setting(
+        "sum", "SFT term of Eq. (9): sum over action tokens, or per token [Eq. 9 as written]")
+    reference: Literal["phase", "sft"] = setting(
+        "phase", "pi_ref: the agent as it enters the phase, or after SFT [ETO]")
+    normalise: Literal["pairs", "weights"] = setting(
+        "pairs", "a batch's loss is divided by its pairs, or by the sum of their weights [ours]")
+
+    # Pairs
+    expert_beaten: Literal["swap", "drop"] = setting(
+        "swap", "prediction better than the expert: it is the chosen one, or no pair [Eq. 8, ETO]")
+    pair_weights: Literal["instruction", "none"] = setting(
+        "instruction", "an instruction's expert pairs share a weight of 1, or have 1 each [4.3]")
+    d_fail: Literal["all", "cross", "buffer", "none"] = setting(
+        "all", "D_fail: all pairs of failures of an instruction; only target x failure agent, the "
+        "literal Eq. 6; all pairs over this and earlier iterations; or none: the failure agent is "
+        "frozen [Section 4.2]")
+    d_tgt_failures: Literal["cross", "hard", "none"] = setting(
+        "cross", "failure pairs in D_tgt: F_tgt x F_fail; those with a chosen reward of at least "
+        "hard_threshold; or none [Eq. 8]")
+    hard_threshold: float = setting(
+        0.6, "a failure of at least this reward is hard [Table 2]", at_least=0, at_most=1)
+    cut_turns: int = setting(
+        5, "a rejected trajectory is cut at the expert's length + so many turns, -1 = off [ETO]",
+        at_least=-1)
+
+    # Exploration
+    failure_from: Optional[str] = setting(
+        None, "the failure agent starts as the last one of this run, also of another environment "
+        "[after SFT]")
+    explore_again: bool = setting(
+        False, "D_tgt is made of new rollouts of the failure agent, after its training [ours]")
+    rollouts: int = setting(1, "rollouts per instruction and agent [Section 5.2.1]", at_least=1)
+    temperature: float = setting(
+        0.7, "of exploration, 0 = greedy; evaluation is greedy [ours]", at_least=0)
+    max_tokens: int = setting(
+        4096, "tokens of a trajectory; it ends where they are full [ours]", at_least=1)
+    too_long: Literal["drop", "cut"] = setting(
+        "drop", "a trajectory that filled max_tokens: makes no pairs, or is used up to its last "
+        "whole turn; either way it is counted [ours]")
+    max_new_tokens: int = setting(256, "tokens of one reply [ours]", at_least=1)
+    slots: int = setting(
+        32, "episodes that run side by side; it changes rounding only [ours]", at_least=1)
+
+    # Baselines
+    samples: int = setting(
+        5, "rft, dart: rollouts per instruction, DART's n [Section 5.3; RFT's is not given]",
+        at_least=1)
+    dart_budget: int = setting(
+        10, "dart: N; an instruction gets N x (its share of failures) more rollouts [Section 5.3]",
+        at_least=0)
+    ppo_rollouts: int = setting(
+        4, "ppo: rollouts per instruction and iteration, 2 or more [ours]", at_least=2)
+    ppo_epochs: int = setting(2, "ppo: passes over an iteration's episodes [ours]", at_least=1)
+    ppo_batch: int = setting(
+        16, "ppo: instructions per optimiser step, with all rollouts [ours]", at_least=1)
+    ppo_lr: float = setting(1e-6, "ppo: learning rate, constant after dpo_warmup [ours]", above=0)
+    ppo_clip: float = setting(
+        0.2, "ppo: the ratio is clipped to 1 +- this [Schulman et al. 2017]", above=0)
+    ppo_kl: float = setting(
+        0.05, "ppo: weight of the KL divergence from the SFT policy [ours]", at_least=0)
+
+    # In-context models, --model https://...
+    model_name: Optional[str] = setting(None, "chat: the model's name at the endpoint [-]")
+    key_variable: str = setting("OPENAI_API_KEY", "chat: environment variable with the key [ours]")
+    examples: int = setting(
+        1, "chat: expert conversations shown first, 0 to 2 [not in the paper]",
+        at_least=0, at_most=2)
+    price_in: float = setting(
+        0.0, "chat: dollars per million tokens read, for the cost [-]", at_least=0)
+    price_out: float = setting(0.0, "chat: dollars per million tokens written [-]", at_least=0)
+
+    # Optimiser and machine
+    weight_decay: float = setting(0.0, "AdamW's [ETO's script]", at_least=0)
+    max_grad_norm: float = setting(
+        1.0, "gradient clipping [transformers' default, used by ETO]", above=0)
+    tokens_per_forward: int = setting(
+        4096, "tokens in one forward and backward pass; it changes rounding only [ours]",
+        at_least=1)
+    shard: Literal["auto", "on", "off"] = setting(
+        "auto", "weights, gradients and moments sharded over the ranks (FSDP2); auto: on GPUs, "
+        "not for tiny [ours]")
+    gradient_checkpointing: Literal["auto", "on", "off"] = setting(
+        "auto", "layers are computed again in the backward pass; auto: as shard [ours]")
+    checkpoint_minutes: float = setting(
+        10, "minutes between checkpoints inside a training phase, 0 = after every step [ours]",
+        at_least=0)
+    track: Optional[str] = setting(
+        None, "also log to a tracker of accelerate, such as tensorboard or wandb [files only]")
+    threads: int = setting(
+        0, "CPU threads of a process, 0 = its share of the cores; tiny models play in one [ours]",
+        at_least=0, at_most=1024)
+
+
+# What replaces the defaults, in this order: in an environment (the paper's), for the tiny model in
+# it (tuned on the validation split, README), with --quick.
+PRESETS = {
+    "intercodesql": dict(iterations=5, expert_min_reward=1.0),  # App. B; App. A
+    "tiny webshop": dict(
+        train_tasks=500, view="short", max_tokens=768, max_new_tokens=32, slots=64,
+        sft_epochs=2, sft_batch=16, sft_lr=5e-4,
+        dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
+        ppo_lr=1e-4,  # elsewhere not tuned
+    ),
+    "scienceworld": dict(expert_min_reward=1.0, slots=16),  # a slot has a simulator of its own
+    "tiny scienceworld": dict(
+        iterations=2, task_types="short", view="short", max_tokens=1280, max_new_tokens=24, slots=4,
+        sft_epochs=10, sft_batch=16, sft_lr=1e-3,
+        dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
+        ppo_lr=1e-4,
+    ),
+    "tiny intercodesql": dict(
+        train_tasks=500, view="short", max_tokens=512, max_new_tokens=48, slots=64,
+        sft_epochs=1, sft_batch=16, sft_lr=1e-4,
+        dpo_batch=16, dpo_lr=3e-5, dpo_lr_later=3e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
+        ppo_lr=1e-4,
+    ),
+    "chat": dict(method="chat", max_tokens=100_000),  # with the examples; the endpoint knows better
+    "quick": dict(train_tasks=120, eval_tasks=40, iterations=1, sft_epochs=1, dpo_epochs=1),
+    "quick tiny": dict(sft_epochs=6, sft_lr=1e-3),
+}
+
+
+# Methods that train a second agent beside the target; the others train the target alone.
+SECOND_AGENT = {"coevolve": "failure", "positive": "positive"}
+
+
+def options_of(s: Settings) -> dict:
+    """The settings that belong to the environment of `s`, by name."""
+    return {f.name: getattr(s, f.name) for f in fields(Settings) if f.metadata.get("env") == s.env}
+
+
+def agents_of(method: str) -> tuple[str, ...]:
+    return ("target", SECOND_AGENT[method]) if method in SECOND_AGENT else ("target",)
+
+
+class SettingsError(ValueError):
+    """A flag that does not exist or a value that cannot be; the text is one line for the user."""
+
+    def __init__(self, text: str):
+        super().__init__(without_passwords(text))
+
+
+def without_passwords(text: str) -> str:
+    """`text`, the passwords of addresses in it replaced by ***."""
+    return re.sub(r"(://[^:@/\s]*):(?!password@)\S*@", r"\1:***@", text)
+
+
+LARGEST = 1e15  # of a number, so that none overflows later [ours]
+BOUNDS = (("at_least", "at least", operator.ge), ("at_most", "at most", operator.le),
+          ("above", "above", operator.gt), ("below", "below", operator.lt))
+
+
+def check(s: Settings) -> Settings:
+    """`s` itself, or SettingsError naming every impossible value and what is possible."""
+    wrong = [f"{flag(f.name)} {getattr(s, f.name)!r}: {problem}" for f in fields(Settings)
+             if (problem := out_of_bounds(f, s))]
+    wrong += [f"{flags}: {problem}" for holds, flags, problem in conflicts(s) if holds]
+    if wrong:
+        raise SettingsError("; ".join(wrong))
+    return s
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def out_of_bounds(f: Field, s: Settings) -> str | None:
+    """What is wrong with the value of one field, by its own limits; None if nothing is."""
+    value, limits = getattr(s, f.name), f.metadata
+    if isinstance(value, str) and not value.strip():
+        return "is empty; give it a value or leave it out"
+    if limits.get("env", s.env) != s.env and value != f.default:
+        return f"is for {limits['env']}, not for {s.env}"
+    if isinstance(value, (str, bool)) or value is None:
+        return None
+    bounds = [(words, limits[name], holds) for name, words, holds in BOUNDS if name in limits]
+    if not (math.isfinite(value) and value < LARGEST):
+        bounds.append(("below", LARGEST, operator.lt))
+    if all(holds(value, limit) for _, limit, holds in bounds):
+        return None
+    return "must be " + " and ".join(f"{words} {limit:g}" for words, limit, _ in bounds)
+
+
+def conflicts(s: Settings) -> list[tuple[bool, str, str]]:
+    """(whether it is so, flags, what is wrong) for all settings that do not go together."""
+    tiny, endpoint, no_experts = s.model == "tiny", is_endpoint(s.model), not s.experts
+    plays_alone = s.method == "evaluate" or s.method == "chat" and s.examples == 0
+    return [
+        (s.webshop_url is not None and not is_web_address(s.webshop_url),
+         f"--webshop-url {s.webshop_url}", "must be http://host:port or https://host"),
+        (bool(s.webshop_url) and no_experts and not plays_alone, "--webshop-url",
+         "give --experts FILE too; the scripted expert knows the embedded shop only"),
+        (bool(s.webshop_url) and tiny, "--webshop-url",
+         "the tiny model knows the embedded shop's words only; give another --model"),
+        (s.mysql_url is not None and not is_mysql_address(s.mysql_url),
+         f"--mysql-url {s.mysql_url}", f"must be {MYSQL_ADDRESS}"),
+        (bool(s.mysql_url) and not s.intercode_data, "--mysql-url",
+         "give --intercode-data FOLDER too; the questions are there"),
+        (bool(s.intercode_data) and tiny, "--intercode-data",
+         "the tiny model knows the generated databases' words only; give another --model"),
+        (bool(s.dry_run) and (tiny or s.method == "chat"), "--dry-run",
+         "is for a model to be trained here; give another --model"),
+        (bool(s.dry_run) and s.method in ("rft", "dart", "ppo", "evaluate"), "--dry-run",
+         f"plans no {s.method}; give --method sft, eto, positive or coevolve"),
+        (endpoint and not is_web_address(s.model), f"--model {s.model}",
+         "must be http://host:port/path or https://host/path"),
+        (endpoint != (s.method == "chat"), f"--model {s.model} --method {s.method}",
+         "an endpoint needs --method chat, and chat an endpoint"),
+        (s.method == "chat" and not s.model_name, "--model-name",
+         "give the model's name at the endpoint"),
+        (bool(s.failure_from) and s.method != "coevolve", "--failure-from",
+         f"{s.method} has no failure agent; give --method coevolve"),
+        (s.explore_again and s.method not in SECOND_AGENT, "--explore-again",
+         f"{s.method} has no second agent; give --method coevolve"),
+        (s.temperature == 0 and (s.rollouts > 1 or s.method in ("rft", "dart", "ppo")),
+         "--temperature 0", "all rollouts of an instruction would be the same; raise it"),
+        (s.lambda_dpo == 0 and s.lambda_sft == 0, "--lambda-dpo 0 --lambda-sft 0",
+         "nothing would be trained; raise one"),
+        (s.max_new_tokens >= s.max_tokens, f"--max-new-tokens {s.max_new_tokens}",
+         f"must be below --max-tokens {s.max_tokens}")]
+
+
+def is_endpoint(model: str) -> bool:
+    return model.startswith(("http://", "https://"))
+
+
+def is_web_address(text: str) -> bool:
+    """Whether it is http(s)://host[:port][/path], with nothing else in it."""
+    try:
+        parts = urlsplit(text)
+        return bool(not re.search(r"[\s\\]", text) and parts.scheme in ("http", "https")
+                    and parts.hostname and parts.port != 0
+                    and not (parts.username or parts.query or parts.fragment))
+    except ValueError:  # a port that is no number, a bracket left open
+        return False
+
+
+MYSQL_ADDRESS = "mysql://user:password@host:port, with / and @ in a password as %2F and %40"
+
+
+def is_mysql_address(text: str) -> bool:
+    """Whether it is mysql://user[:password]@host[:port], with nothing else in it."""
+    match = re.fullmatch(r"mysql://[^:@/\s]+(?::[^@/\s]*)?@[^:@/\s]+(?::([0-9]{1,5}))?/?", text)
+    return bool(match) and 0 < int(match[1] or 3306) < 65536
+
+
+def preset(argv: list[str]) -> dict:
+    """The values that stand in for the defaults, from --env, --model and --quick in `argv`."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.error = _refuse
+    first.add_argument("--env", default=Settings.env)
+    first.add_argument("--model", default=Settings.model)
+    first.add_argument("--quick", nargs="?", const=True, default=False, type=_boolean)
+    seen = first.parse_known_args(argv)[0]
+    names = [seen.env, f"{seen.model} {seen.env}"]
+    names += ["quick", f"quick {seen.model}"] if seen.quick else []
+    names += ["chat"] if is_endpoint(seen.model) else []
+    return {name: value for n in names for name, value in PRESETS.get(n, {}).items()}
+
+
+def parse(argv: list[str]) -> Settings:
+    """Settings from the command line; SettingsError, one line, if something is wrong with it."""
+    parser = argparse.ArgumentParser(
+        prog="run.sh ENV", usage="%(prog)s [settings]", allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.error = _refuse
+    hints = get_type_hints(Settings)
+    for f in fields(Settings):
+        hint = hints[f.name]
+        more = {"choices": get_args(hint)} if get_origin(hint) is Literal else {
+            "type": {bool: _boolean, Optional[str]: str}.get(hint, hint)}
+        if hint is bool:
+            more.update(nargs="?", const=True)
+        names = dict.fromkeys((flag(f.name), f"--{f.name}"))  # with - and with _
+        parser.add_argument(*names, default=f.default, help=f.metadata["help"], **more)
+    ours = preset(argv)
+    parser.set_defaults(**ours)
+    if ours:
+        parser.epilog = ("Preset for this environment and model (the paper's value): "
+                         + ", ".join(f"{name} {value} ({getattr(Settings, name)})"
+                                     for name, value in ours.items()))
+    values, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise SettingsError(f"unknown: {' '.join(unknown)}; --help lists every setting")
+    if values.mysql_url is not None and is_mysql_address(values.mysql_url):
+        parts = re.fullmatch(r"(.+?//[^:@]+):(.*)(@.+)", values.mysql_url)
+        if parts:  # settings are logged and must not hold the password
+            values.mysql_url = parts[1] + parts[3]
+            os.environ["MYSQL_PWD"] = unquote(parts[2])
+    return check(Settings(**vars(values)))
+
+
+def _refuse(message: str):
+    raise SettingsError(message)
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
+    return text.lower() in ("true", "1", "yes")
+
+
+if __name__ == "__main__":
+    try:
+        parse(sys.argv[1:])
+    except SettingsError as error:
+        sys.exit(f"run.sh: {error}")  # run.sh turns every failure into exit status 2

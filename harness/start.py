@@ -1,0 +1,109 @@
+"""How a run starts and ends: settings, machine, the loop that it is handed, report; one line."""
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+
+# Threads that wait must sleep: spinning, they take a shared machine's cores from their own team.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+import envs
+from engine.checkpoint import Damaged
+from harness import files, report
+from harness.dry_run import dry_run
+from harness.models import check_model, make_accelerator
+from harness.run import Run
+from harness.settings import SettingsError, parse, without_passwords
+
+
+def start(loop, argv: list[str]) -> None:
+    """Runs loop(run) with the settings in `argv`.
+
+    What the user or the machine did wrong, and a stop, end this process with one line.
+    """
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    gc.freeze()  # else each freeing of memory between phases walks all that was imported, 0.2 s
+    try:
+        main(loop, argv)
+    except Exception as error:
+        if one_line(error) is None:
+            raise
+        if os.environ.get("RANK", "0") != "0":  # what all ranks say is said once, by the first
+            time.sleep(5)
+        end(one_line(error), 2)
+
+
+def main(loop, argv: list[str]) -> None:
+    settings = parse(argv)
+    disable_progress_bar()  # one bar per phase is ours; those of loading and saving are noise
+    if settings.dry_run:
+        if os.environ.get("RANK", "0") == "0":
+            check_model(settings.model, settings.max_tokens, weights=False)
+            dry_run(settings)
+        return
+    accelerator = make_accelerator(settings)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(settings.threads or max(1, cores // accelerator.num_processes))
+    run = Run(settings, accelerator)
+    loop(run)
+    if run.main:
+        finish(run)
+    run.close()
+
+
+def finish(run: Run) -> None:
+    """Writes result.json and curves.png, and prints what the run's files hold."""
+    result, curves = run.path / "result.json", run.path / "curves.png"
+    found = json.dumps(report.result(run.path), indent=1)
+    if result.exists() and result.read_bytes() == found.encode() and curves.exists():
+        run.print_main(f"{run.path} was finished before; what it holds:")
+    else:
+        with files.writing(curves):
+            report.figure(run.path, curves)
+        files.write_text(result, found)
+    run.print_main(report.table(run.path))
+
+
+# What gloo and NCCL say where the process at the other end has died.
+PEER_GONE = ("closed by peer", "reset by peer", "remote process exited", "Broken pipe")
+
+
+def one_line(error: Exception) -> str | None:
+    """The message for an expected error, the user's or the machine's; None: it is a bug."""
+    if isinstance(error, (SettingsError, files.RunError, envs.Refused, Damaged)):
+        return without_passwords(str(error))
+    if isinstance(error, FloatingPointError):
+        return (f"{error}; all finished phases are kept; look at these tasks, or lower the "
+                "learning rate and give another --out")
+    if isinstance(error, envs.EnvError) or (
+            isinstance(error, OSError) and error.errno in files.UNWRITABLE):
+        return f"{error}. The same command goes on from here once that is mended"
+    if isinstance(error, RuntimeError) and any(s in str(error) for s in PEER_GONE):
+        return (f"process {os.environ.get('RANK', '0')} ends because another of this run has "
+                "ended; its message says why")
+    return None
+
+
+def end(line: str, status: int) -> None:
+    """Ends this process at once, with one line; it waits for no environment that hangs.
+
+    Nothing is lost by it: what was finished is on the disk, simulators end with their parent, and
+    servers see their connections close.
+    """
+    os.write(2, f"\rcoevolve.py: {line}\n".encode(errors="replace"))
+    with suppress(Exception):
+        sys.stdout.flush()
+    os._exit(status)
+
+
+def stop(number, _) -> None:  # by Ctrl-C or SIGTERM; of several ranks one speaks
+    if os.environ.get("RANK", "0") == "0":
+        end("stopped; the same command goes on from here", 128 + number)
+    os._exit(128 + number)

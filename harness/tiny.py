@@ -1,0 +1,139 @@
+"""A language model small enough to learn on a laptop, made like any hub model.
+
+It stands in for Llama-2-7B-Chat: a Qwen3-architecture causal LM with a tokenizer and chat template
+of its own, saved to a folder that `from_pretrained` loads, so that nothing else knows it is tiny.
+Its pretraining takes minutes: repeated random sequences, which form the heads that copy, then an
+environment's practice text (`env.practice`, noisy shoppers for one), which shows its pages, mistakes
+and recoveries. It never sees an expert.
+"""
+
+import hashlib
+import json
+import os
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, set_seed
+
+import dpo
+import envs
+from engine import sharding
+from harness.files import ROOT, held
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+
+MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=4, head_dim=32, max_position_embeddings=2048,
+             tie_word_embeddings=True)
+# Batches of repeated random tokens, then an environment's practice text read `epochs` times [ours].
+FULL = {"webshop": dict(copy_steps=500, conversations=8000, epochs=2, batch=16, lr=2e-3),
+        "scienceworld": dict(copy_steps=500, conversations=4000, epochs=1, batch=16, lr=2e-3),
+        "intercodesql": dict(copy_steps=500, conversations=24000, epochs=1, batch=16, lr=2e-3)}
+QUICK = {"webshop": dict(copy_steps=150, conversations=1200, epochs=1, batch=8, lr=4e-3),
+         "scienceworld": dict(copy_steps=150, conversations=200, epochs=1, batch=8, lr=4e-3),
+         "intercodesql": dict(copy_steps=150, conversations=6000, epochs=1, batch=8, lr=2e-3)}
+
+
+SAMPLE = 8  # conversations of practice text that say if it is still the same
+
+
+def base(accelerator, run) -> Path:
+    """The pretrained tiny model's folder; made once and kept under the hash of what made it.
+
+    That is the recipe, and a sample of the text; an edit that changes neither costs nothing.
+    """
+    s = run.settings
+    recipe = (QUICK if s.quick else FULL)[s.env]
+    made_by = [recipe, MODEL, CHAT_TEMPLATE, s.env, s.view, torch.__version__,
+               run.first_says(lambda: practice(run, SAMPLE))]
+    name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:16]
+    folder = ROOT / ".cache" / f"tiny-{name}"
+    if run.first_says(folder.exists):
+        return folder
+    folder.parent.mkdir(exist_ok=True)
+    # Of runs that start together one makes it, and the others wait here.
+    lock = held(Path(f"{folder}.lock"), wait=True) if run.main else None
+    if not run.first_says(folder.exists):
+        pretrain(accelerator, run, recipe, folder)
+    if lock:
+        lock.release()
+    return folder
+
+
+def practice(run, n: int) -> list[list[dict]]:
+    """n conversations of the environment's practice text."""
+    env = run.make_env()
+    conversations = env.practice(0, n, run.make_env)
+    env.close()
+    return conversations
+
+
+def pretrain(accelerator, run, recipe: dict, folder: Path) -> None:
+    """Makes the tokenizer of the environment's practice text and a model that has read it."""
+    s = run.settings
+    set_seed(0)
+    rng = random.Random(0)
+    conversations = practice(run, recipe["conversations"])
+    tokenizer = make_tokenizer([m["content"] for c in conversations for m in c])
+    config = Qwen3Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
+                         bos_token_id=None, pad_token_id=None, **MODEL)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
+                                             attn_implementation="ragged")
+    model = sharding.shard_model(accelerator, model, shard=False)
+    copies = [[copy_group(rng, len(tokenizer)) for _ in range(recipe["batch"])]
+              for _ in range(recipe["copy_steps"])]
+    encoder = dpo.Encoder(tokenizer)
+    texts = [encoder.encode(c)[0] for c in conversations]
+    groups = [text_group("text", ids, [1] * len(ids)) for ids in texts]
+    rounds = [dpo.batches(groups, recipe["batch"], "instructions", rng)
+              for _ in range(recipe["epochs"])]
+    for part, epochs in (("copying", [copies]), ("practice", rounds)):
+        losses = []
+        tokens = sum(g.tokens for epoch in epochs for batch in epoch for g in batch)
+        with run.bar(f"base: {part}", tokens, "token") as progress:
+            dpo.fit(accelerator, model, epochs, dpo.sft_objective, dpo.count_action_tokens,
+                    lr=recipe["lr"], warmup=0.05, schedule="cosine", weight_decay=0.01,
+                    max_grad_norm=1.0, tokens_per_forward=s.tokens_per_forward,
+                    log=lambda event: losses.append(event["loss"]), progress=progress)
+        run.print_main(f"base: {part:8} loss {losses[0]:.2f} -> {losses[-1]:.2f} nats per token")
+    temporary = folder.with_suffix(f".{os.getpid()}.tmp")
+    sharding.save(accelerator, model, temporary)
+    if run.main:
+        tokenizer.save_pretrained(temporary)
+        os.replace(temporary, folder)
+    accelerator.wait_for_everyone()
+
+
+def text_group(name: str, ids: list[int], action_mask: list[int]) -> dpo.Group:
+    return dpo.Group(name, [dpo.Trajectory(ids=ids, action_mask=action_mask)])
+
+
+def copy_group(rng: random.Random, vocabulary: int) -> dpo.Group:
+    """Random tokens, said twice; only the second time counts in the loss."""
+    once = [rng.randrange(vocabulary) for _ in range(rng.randint(10, 60))]
+    return text_group("copy", once * 2, [0] * len(once) + [1] * len(once))
+
+
+def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """One token per word, quoted word, number or mark of `texts`; others are spelled out."""
+    pattern = Regex(r"'\w+'|\w+(?:\.\w+)?|[^\w\s]")
+    split = pre_tokenizers.Split(pattern, behavior="removed", invert=True)
+    words = {word for text in texts for word, _ in split.pre_tokenize_str(text)}
+    letters = {chr(c) for c in range(33, 127)}
+    special = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|unknown|>"]
+    pieces = special + sorted(words | letters) + sorted("##" + c for c in letters)
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="<|unknown|>"))
+    tokenizer.pre_tokenizer = split
+    # "search [ red mug ]" back to "search[red mug]", the form that environments read.
+    tokenizer.decoder = decoders.Sequence([
+        decoders.WordPiece(cleanup=False), decoders.Fuse(), decoders.Replace(" [", "["),
+        decoders.Replace("[ ", "["), decoders.Replace(" ]", "]")])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<|unknown|>", eos_token="<|end|>",
+        additional_special_tokens=special[:3], chat_template=CHAT_TEMPLATE)

@@ -1,0 +1,132 @@
+"""Figure 3: how much the failures of an instruction differ, 1 - cos of their embeddings."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from engine.packing import pack
+from engine.ranks import fill
+from envs import SUCCESS
+from harness.settings import SettingsError
+from study.numbers import explored, interval, paired
+
+TOKENS = 8192  # in one forward pass
+
+
+def figure3(runs, encoder: str | None) -> dict:
+    """Distances of each instruction's failures, by agent, over the seeds that both methods have.
+
+    The failure agent is compared with ETO on the instructions on which both failed twice or more:
+    elsewhere the one's are the harder ones.
+    """
+    if not {"eto", "coevolve"} <= runs.keys():
+        return {}
+    found = {"ETO": [], "co-evolution: target": [], "co-evolution: failure agent": []}
+    seeds = sorted(runs["eto"].keys() & runs["coevolve"].keys())
+    for seed in seeds:
+        # One encoder for both: the SFT agent, from which both methods start on this seed.
+        embed = embedder(runs["coevolve"][seed] / "sft-target", encoder)
+        for name, (method, agent) in zip(found, (("eto", "target"), ("coevolve", "target"),
+                                                 ("coevolve", "failure"))):
+            found[name].append(distances(explored(runs[method][seed], agent), embed))
+    means = {name: {s: float(np.mean([*d.values()])) for s, d in zip(seeds, by_seed) if d}
+             for name, by_seed in found.items()}
+    if not any(means.values()):  # no instruction on which an agent failed twice
+        return {}
+    differences = [[b[task] - a[task] for task in a.keys() & b.keys()]
+                   for a, b in zip(found["ETO"], found["co-evolution: failure agent"])]
+    pair = paired({s: float(np.mean(d)) for s, d in zip(seeds, differences) if d},
+                  dict.fromkeys(seeds, 0.0))
+    return dict(encoder=encoder or "the SFT agent's hidden states", seeds=seeds,
+                distances={name: [x for d in by_seed for x in d.values()]
+                           for name, by_seed in found.items()},
+                means={name: interval(m.values()) for name, m in means.items() if m},
+                failure_agent_minus_eto=pair)
+
+
+def distances(rows: list, embed) -> dict[str, float]:
+    """The mean pairwise distance of each instruction's failures, where it has two at least."""
+    by_task = {}
+    for row in rows:
+        if row.reward < SUCCESS and any(row.action_mask):
+            by_task.setdefault(row.task, []).append(row)
+    by_task = {task: found for task, found in by_task.items() if len(found) > 1}
+    vectors = iter(embed([row for found in by_task.values() for row in found]))
+    return {task: mean_distance(np.stack([next(vectors) for _ in found]))
+            for task, found in by_task.items()}
+
+
+def mean_distance(vectors: np.ndarray) -> float:
+    """Mean over all pairs of 1 - cos, of vectors (n, d), n >= 2."""
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    cosines = (unit @ unit.T)[np.triu_indices(len(unit), 1)]
+    return float(1 - cosines.mean())
+
+
+# ------------------------------------------------------------------------------- embeddings
+
+
+def embedder(policy: Path, hub_name: str | None):
+    """A function from n trajectories to n embeddings (d,): the last layer's mean hidden states.
+
+    By default `policy` reads its own tokens, and the mean is over action tokens; with a hub name,
+    that encoder reads the conversation as text, and the mean is over all tokens.
+    """
+    disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    if hub_name:
+        model = AutoModel.from_pretrained(hub_name, dtype=dtype).to(device).eval()
+        return partial(read_texts, model, AutoTokenizer.from_pretrained(hub_name))
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=dtype, attn_implementation="ragged")
+    return partial(read_actions, model.base_model.to(device).eval())
+
+
+@torch.inference_mode()
+def read_actions(model, rows: list) -> list[np.ndarray]:
+    """Many trajectories a pass, no padding; those of an instruction share their beginning."""
+    found = []
+    for batch in fill(rows, TOKENS, lambda row: len(row.ids)):
+        packed = pack(batch, model.device)
+        states = model(input_ids=packed.ids, position_ids=packed.positions, use_cache=False,
+                       **packed.attention).last_hidden_state[0]                      # (N, d)
+        if "rows" in packed.attention:
+            states = states.index_select(0, packed.attention["rows"])                # (M, d)
+        for row, own in zip(batch, states.split([len(row.ids) for row in batch])):   # (l, d)
+            action = torch.tensor(row.action_mask, dtype=torch.bool, device=own.device)
+            found.append(own[action].float().mean(0).cpu().numpy())
+    return found
+
+
+@torch.inference_mode()
+def read_texts(model, tokenizer, rows: list) -> list[np.ndarray]:
+    """Many conversations a pass, of about equal lengths, padded on the right."""
+    limit = min(getattr(model.config, "max_position_embeddings", 10 ** 9),
+                tokenizer.model_max_length, 10 ** 9)  # the first holds some it cannot use
+    ids = [tokenizer("\n".join(m["content"] for m in row.messages), truncation=True,
+                     max_length=limit)["input_ids"] for row in rows]
+    found, pad = {}, tokenizer.pad_token_id or 0
+    for batch in fill(sorted(range(len(rows)), key=lambda n: len(ids[n])), TOKENS,
+                      lambda n: len(ids[n])):
+        longest = len(ids[batch[-1]])
+        tokens, mask = (torch.tensor(x, device=model.device) for x in (
+            [ids[n] + [pad] * (longest - len(ids[n])) for n in batch],
+            [[1] * len(ids[n]) + [0] * (longest - len(ids[n])) for n in batch]))     # (b, l)
+        states = model(input_ids=tokens, attention_mask=mask).last_hidden_state      # (b, l, d)
+        for n, own in zip(batch, states):
+            found[n] = own[:len(ids[n])].float().mean(0).cpu().numpy()
+    return [found[n] for n in range(len(rows))]
+
+
+def check_encoder(hub_name: str) -> None:
+    """SettingsError, before any run, unless the encoder's configuration and tokenizer are there."""
+    try:
+        AutoConfig.from_pretrained(hub_name), AutoTokenizer.from_pretrained(hub_name)
+    except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
+        problem = str(error).strip().splitlines() or [type(error).__name__]
+        raise SettingsError(f"--encoder {hub_name}: {problem[0]}; give a hub name within reach, or "
+                            "a folder") from None

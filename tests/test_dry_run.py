@@ -1,0 +1,147 @@
+"""The dry run's numbers against torch's allocator, hand-worked sizes and real folders."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_tokenizer
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+import coevolve
+import dpo
+from engine import cache, sharding
+from harness import dry_run, start
+from harness.settings import SettingsError, parse
+
+ROOT = Path(__file__).parent.parent
+QWEN = dict(vocab_size=500, hidden_size=64, intermediate_size=160, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=4096)
+
+
+def model_of(layers, fake, **changed):
+    config = Qwen3Config(num_hidden_layers=layers, **{**QWEN, **changed})
+    make = lambda: AutoModelForCausalLM.from_config(  # noqa: E731
+        config, dtype=torch.float32, attn_implementation="ragged")
+    if not fake:
+        return make()
+    with FakeTensorMode():
+        return make()
+
+
+def sequences(*lengths):
+    return [dpo.Trajectory(ids=[k] * n, action_mask=[0] * (n // 2) + [1] * (n - n // 2))
+            for k, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activations_equal_what_the_allocator_gave_out(recompute):
+    """torch's profiler saw every allocation of a real pass: its highest sum is the peak."""
+    planned = dry_run.activations(model_of(3, fake=True), sequences(400, 300), recompute)
+    model = model_of(3, fake=False)
+    if recompute:
+        sharding.recompute_layers(model)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
+                                profile_memory=True) as profile:
+        dpo.action_log_probs(model.train(), sequences(400, 300)).sum().backward()
+    now = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    assert planned == pytest.approx(peak, rel=0.1)
+
+
+def test_recomputing_keeps_one_input_a_layer():
+    tokens, hidden = 700, QWEN["hidden_size"]
+    sizes = [dry_run.activations(model_of(n, fake=True), sequences(400, 300), True) for n in (2, 6)]
+    assert sizes[1] - sizes[0] == 4 * tokens * hidden * 4
+
+
+def test_a_slot_holds_keys_and_values_of_every_layer():
+    """Qwen3-4B: 36 layers, 8 heads of 128, keys and values, 2 bytes: 147,456 bytes a token."""
+    assert cache.slot_bytes(Qwen3Config(num_hidden_layers=36, num_attention_heads=32, head_dim=128,
+                                       num_key_value_heads=8)) == 147_456
+    model = model_of(3, fake=False).to(torch.bfloat16)
+    assert cache.SlotCache(model, 5, 100).kv.nbytes == 500 * cache.slot_bytes(model.config)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """folder(name): a hub folder of that model's published size, without weights."""
+    def make(name):
+        if name == "qwen3-4b":
+            config = Qwen3Config(
+                architectures=["Qwen3ForCausalLM"], vocab_size=151936, hidden_size=2560,
+                intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+                num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+                max_position_embeddings=262144)
+        else:
+            config = LlamaConfig(
+                architectures=["LlamaForCausalLM"], vocab_size=32000, hidden_size=4096,
+                intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+                num_key_value_heads=32, max_position_embeddings=4096)
+        config.save_pretrained(tmp_path)
+        make_tokenizer("llama2" if name == "llama2-7b" else "chatml").save_pretrained(tmp_path)
+        return str(tmp_path)
+    return make
+
+
+def plan_of(folder, machine, *more):
+    s = parse(["--env", "webshop", "--model", folder, "--dry-run", machine, *more])
+    return dry_run.dry_run(s)
+
+
+def test_the_papers_models_fit_eight_gpus_and_a_7b_model_not_one(folder, capsys):
+    """7B: 6.74e9 parameters x 16 bytes / 8 GPUs = 13.5 GB; alone 108 GB, more than an H100 has."""
+    llama = folder("llama2-7b")
+    plan_of(llama, "8xH100")
+    printed = capsys.readouterr().out
+    assert "6.74 B parameters on 8 x H100; sharded, with gradient checkpointing" in printed
+    for part, size in (("weights, fp32", 3.4), ("gradients, fp32", 3.4),
+                       ("Adam's moments, fp32", 6.7), ("bf16 replica", 13.5),
+                       ("cache of 32 slots", 68.7)):  # 32 x 4,096 x 32 layers x 2 x 4,096 x 2
+        line = next(line for line in printed.splitlines() if line.startswith(part))
+        assert line.split()[-1] == str(size)
+    # 0.8 x (0.92 x 84.8 - 13.5) GB hold 24 of 2.147 GB.
+    assert "32 slots do not fit beside the replica: 24 will be used" in printed
+    with pytest.raises(SettingsError, match="training takes 117 GB of 85; use more GPUs"):
+        plan_of(llama, "1xH100")
+    plan_of(folder("qwen3-4b"), "1xH200")
+    assert "4.02 B parameters on 1 x H200" in capsys.readouterr().out
+
+
+def test_of_several_processes_one_prints_the_plan(folder, monkeypatch, capsys):
+    flags = ["--model", folder("qwen3-4b"), "--dry-run", "8xH100"]
+    for rank, plans in (("1", 0), ("0", 1)):
+        monkeypatch.setenv("RANK", rank)
+        start.main(coevolve.coevolve, flags)
+        assert capsys.readouterr().out.count("4.02 B parameters") == plans
+
+
+@pytest.mark.parametrize("machine", ["8xB9000", "8", "x"])
+def test_an_unknown_machine_is_refused(folder, machine):
+    with pytest.raises(SettingsError, match=f"'{machine}' is no machine; name one"):
+        plan_of(folder("qwen3-4b"), machine)
+
+
+def test_the_command_prints_the_plan_and_makes_nothing(folder, tmp_path):
+    command = [sys.executable, str(ROOT / "coevolve.py"), "--env", "webshop", "--dry-run",
+               "8xH100", "--model", folder("qwen3-4b"), "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "total, of 84.8" in done.stdout, done.stderr
+    assert not done.stderr and not (tmp_path / "run").exists()
+
+
+def test_the_gpu_script_runs_its_path_anywhere(tmp_path):
+    done = subprocess.run([sys.executable, str(ROOT / "bench/gpu.py"), "--small", "--out",
+                           str(tmp_path / "gpu.json")], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads((tmp_path / "gpu.json").read_text())
+    assert rows["device"] in done.stdout and rows["training, tokens/s"] in done.stdout
+    assert float(rows["log-probability in bf16 against fp32, relative"]) < 0.01

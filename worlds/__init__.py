@@ -1,0 +1,139 @@
+"""Environments as text, and what they share. Each is a file here; `webshop.py` is the one to read first.
+
+Nothing in this folder knows a tensor, a setting or a file of a run.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+
+class EnvError(Exception):
+    """The environment broke, so the episode is void; the text is one line with the remedy."""
+
+
+class Refused(ValueError):
+    """What the user gave cannot be used; the text is one line: object, value, remedy."""
+
+
+@dataclass(frozen=True)
+class Step:
+    observation: str  # the text the agent reads next
+    reward: float     # the episode's reward so far, in [0, 1]
+    done: bool
+    raw: float | None = None  # the reward before it was clipped to [0, 1], where that can differ
+
+
+class World:
+    """What all environments share: the view, and tasks by their ids, NAME-SPLIT-KEY.
+
+    A subclass has a `name`, the `rules`, which the full view says at the start of an episode, and
+    `splits`: split -> key -> what the task is, all the same in every process. Tasks made during a
+    run join those of one object by `add`; their split is "added", which no other object knows.
+    """
+    name: str
+    rules = ""
+    splits: dict[str, dict]
+
+    def __init__(self, view: str):
+        if view not in ("full", "short"):
+            raise ValueError(f"unknown view {view!r}; choose from: full, short")
+        self.view = view
+        self.prompt = self.rules if view == "full" else ""
+        self._added = []  # what the tasks are
+
+    def tasks(self, split: str) -> list[str]:
+        """Task ids of a split, in order; ValueError if there is no such split."""
+        if split == "added":
+            return [f"{self.name}-added-{n}" for n in range(len(self._added))]
+        if split not in self.splits:
+            raise Refused(f"{self.name}: unknown split {split!r}; choose from: "
+                          f"{', '.join(self.splits)}")
+        return [f"{self.name}-{split}-{key}" for key in self.splits[split]]
+
+    def find(self, task: str):
+        """What the task is; ValueError if there is none."""
+        match = re.fullmatch(rf"{self.name}-([a-z]+)-([a-z0-9-]+)", task)
+        split, key = match.groups() if match else ("", "")
+        if split == "added" and task in self.tasks("added"):
+            return self._added[int(key)]
+        found = self.definition(split, key) if split in self.splits else None
+        if found is None:
+            raise ValueError(f"unknown task {task!r}; tasks(split) lists them")
+        return found
+
+    def definition(self, split: str, key: str):
+        """What the task of this key in one of the splits is; None if there is none."""
+        return self.splits[split].get(key)
+
+    def add(self, task: dict) -> str:
+        """The id of a task made during a run, from now on one of this object's: NAME-added-N.
+
+        N counts from 0 in the order of adding; the same task again has the same id. ValueError
+        naming what is wrong with it; Refused by a world whose tasks are not ours to make.
+        """
+        new = copy.deepcopy(self.check(task))
+        if new not in self._added:
+            self._added.append(new)
+        return f"{self.name}-added-{self._added.index(new)}"
+
+    def check(self, task: dict):
+        """What a new task is, in the form that `find` gives; ValueError if it cannot be played."""
+        raise Refused(f"{self.name}: takes no new tasks")
+
+    def fields(self, task: dict, **kinds) -> dict:
+        """These fields of a new task; ValueError where one is missing or of another type."""
+        for field, kind in kinds.items():
+            if not isinstance(task, dict) or field not in task:
+                self.reject(f"it has no {field!r}; a task is an object of {', '.join(kinds)}")
+            if not isinstance(value := task[field], kind) or isinstance(value, bool):
+                self.reject(f"its {field!r} is {str(value)[:60]!r}, a {type(value).__name__}")
+            if value in ("", []):
+                self.reject(f"its {field!r} is empty")
+        return {field: task[field] for field in kinds}
+
+    def reject(self, problem: str):
+        raise ValueError(f"{self.name}: not a task to add: {problem}")
+
+
+# -------------------------------------------------------------------------------- conversations
+
+
+def parse_reply(reply: str) -> str:
+    """The action in a reply: what follows the last "Action:", else the reply as it is."""
+    _, marker, action = reply.rpartition("Action:")
+    return action.strip() if marker else reply
+
+
+def opening(env, observation: str) -> list[dict]:
+    """The turn an episode opens with: what the agent is told, then its first observation."""
+    content = f"{env.prompt}\n\n{observation}" if env.prompt else observation
+    return [{"role": "user", "content": content}]
+
+
+def converse(env, observation: str, act: Callable[[str], str]) -> tuple[list[dict], float]:
+    """The conversation of one who replies act(observation) until the episode ends, and its reward.
+
+    It ends with the last reply. Scripted experts, noisy players and tests all play like this.
+    """
+    messages = opening(env, observation)
+    for _ in range(env.max_steps):
+        messages.append({"role": "assistant", "content": act(observation)})
+        step = env.step(messages[-1]["content"])
+        if step.done:
+            return messages, step.reward
+        observation = step.observation
+        messages.append({"role": "user", "content": observation})
+    return messages[:-1], step.reward
+
+
+def practise(env, observation: str, actions: Generator[str, str, None]) -> list[dict]:
+    """The conversation of a noisy player, as practice text: pages and replies without the rules.
+
+    actions: yields a reply and is sent what it led to.
+    """
+    start = iter([None])  # what a generator has to be sent first
+    messages, _ = converse(env, observation, lambda page: actions.send(next(start, page)))
+    messages[0]["content"] = observation
+    return messages

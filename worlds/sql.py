@@ -1,0 +1,208 @@
+"""InterCodeSQL: questions about databases that the agent explores with SQL."""
+
+import re
+from collections import Counter
+
+import numpy as np
+
+from worlds import EnvError, Refused, Step, World
+from worlds import sql_players as players
+from worlds.sql_databases import INTERRUPTED, TOO_LARGE, MySQL, Sqlite
+from worlds.sql_questions import sql_world
+
+SHORT_ROWS = 8
+
+EXPLANATION = """\
+Your reply holds no action. Write "Action:" once, then the query on one line in a block of its own:
+Action:
+```sql
+SELECT ...
+```
+or, once the last result is the answer: Action: submit"""
+
+SQL_PROMPT = """\
+You answer a question with a MySQL database. You do not see the database: find out which tables it \
+has (SHOW TABLES), what their columns are (DESC table), and query them. Queries can only read.
+
+Each turn answer with a thought and one action. An action is one query, on one line:
+Thought: why you do it
+Action:
+```sql
+SHOW TABLES
+```
+or, when the result of your last query is the answer:
+Action: submit
+
+Submit hands in the result of the last query, so make it hold the rows and columns asked for, in \
+the order asked for, and nothing else. Results over 350 characters are shown cut. You have 10 \
+turns; without a submission the answer counts as wrong."""
+
+
+class InterCodeSQL(World):
+    """Questions about databases that the agent explores with SQL, then submits its last result.
+
+    Embedded: generated databases in sqlite. `intercode_data`: a folder with InterCode's ic_spider_dev.json
+    and ic_spider_dbs.sql, converted to sqlite, or with `mysql_url` the questions alone, over the
+    databases of a server. Observations are those of InterCode's ReAct agents: the rows as Python
+    prints them, cut at 350 characters. The submission is scored against the gold query, run live.
+
+    view="short" shortens the text for a very small model: replies are bare queries or "submit",
+    and results come without brackets, DESC as names alone, at most SHORT_ROWS rows.
+    """
+    name = "intercodesql"
+    max_steps = 10
+    latency = 0
+
+    def __init__(self, view: str = "full", intercode_data: str | None = None,
+                 mysql_url: str | None = None):
+        super().__init__(view)
+        self.mysql_url = mysql_url
+        self.prompt = SQL_PROMPT if view == "full" else ""
+        if intercode_data:
+            from worlds.sql_spider import spider_world
+            self.world = spider_world(intercode_data)
+        else:
+            self.world = sql_world()
+        # test: new databases; unseen: of nouns that no training task names
+        self.splits = {split: {str(n): question for n, question in questions.items()}
+                       for split, questions in self.world.questions.items()}
+        self.test_splits = tuple(s for s in ("test", "unseen") if s in self.world.questions)
+        self._db, self._running = None, False
+
+    def published_task(self, id: str) -> str:
+        """The task of a published expert trajectory: the last number of its id, as in IPR's."""
+        return f"{self.name}-train-{int(re.findall(r'[0-9]+', id)[-1])}"
+
+    def definition(self, split: str, key: str) -> dict | None:
+        """The task's question; Refused if there is no database for it."""
+        question = super().definition(split, key)
+        if question and not self.mysql_url and question["db"] not in self.world.databases:
+            raise Refused(f"{self.name}-{split}-{key}: the dump has no database "
+                          f"{question['db']}; give one that has as --intercode-data "
+                          "FOLDER/ic_spider_dbs.sql")
+        return question
+
+    def check(self, task: dict) -> dict:
+        self.need(task, "query gold db")
+        known = {q["db"] for questions in self.world.questions.values() for q in questions.values()}
+        if task["db"] not in known:
+            raise Refused(f"{self.name}: there is no database {task['db']!r} of this world")
+        return task
+
+    def reset(self, task: str) -> str:
+        question = self.find(task)
+        return self.start(question, self.world.databases.get(question["db"], ""))
+
+    def start(self, question: dict, script: str) -> str:
+        """Starts an episode on a question (db, query, gold) over the database `script` makes."""
+        self.close()
+        self._db = (MySQL(question["db"], self.mysql_url) if self.mysql_url else
+                    Sqlite(question["db"], script))
+        self._question, self._last, self._running = question, None, True
+        return question["query"]
+
+    def step(self, reply: str) -> Step:
+        """Plays the reply's query or submission; RuntimeError where no episode is running."""
+        if not self._running:
+            raise RuntimeError("intercodesql: step() without a running episode; call reset first")
+        sql = parse_sql_reply(reply) if self.view == "full" else reply.strip() or None
+        if sql is None:
+            return Step(EXPLANATION, 0.0, False)  # the last result stays the one to submit
+        if sql != "submit":
+            self._last = self._db.run(sql)
+            return Step(self._show(self._last, sql), 0.0, False)
+        self._running = False
+        gold = self._db.run(self._question["gold"])
+        if gold in (INTERRUPTED, TOO_LARGE):
+            raise EnvError(f"gold query of {self._question['query']!r}: {gold}")
+        raw = sql_reward(self._last, gold if isinstance(gold, list) else [])
+        return Step("submitted", min(max(raw, 0.0), 1.0), True, raw)
+
+    def expert(self):
+        """A scripted expert, which knows the gold query of the episode just reset."""
+        return players.sql_expert(self._question["gold"], thoughts=self.view == "full")
+
+    def practice(self, seed: int, n: int, make) -> list[list[dict]]:
+        """n conversations of noisy analysts, from which the tiny model learns the databases."""
+        return players.analysts(self, seed, n)
+
+    def close(self):
+        self._running = False
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+
+    def _show(self, result, sql) -> str:
+        if self.view == "short" and isinstance(result, list):
+            if re.match(r"\s*desc", sql, re.I):
+                result = [row[:1] for row in result]
+            lines = [" , ".join(repr(round(v, 2) if isinstance(v, float) else v) for v in row)
+                     for row in result[:SHORT_ROWS]]
+            if re.match(r"\s*(desc|show)", sql, re.I):
+                lines = [line.replace("'", "") for line in lines]
+            return " | ".join(lines + ["..."] * (len(result) > SHORT_ROWS)) or "empty"
+        text = str(result)
+        return text[:350] + "..." if len(text) > 350 else text
+
+
+# ------------------------------------------------------------------------------------- the reward
+
+
+def sql_reward(agent_rows, gold_rows) -> float:
+    """InterCode's reward for the last result, in [-1, 1], of two lists of rows; 0 for a text.
+
+    Rows are compared as text, so 1 and 1.0 differ. With rows in common
+        round(tau * |common| / |union|, 2)
+    over multisets, where tau is Kendall's tau-b between the common rows in the two orders; where
+    it is undefined (fewer than two distinct common rows) the share itself. Two empty lists: 1.
+    """
+    if not isinstance(agent_rows, list) or not isinstance(gold_rows, list):
+        return 0.0
+    agent, gold = ([str(tuple(row)) for row in rows] for rows in (agent_rows, gold_rows))
+    common = Counter(agent) & Counter(gold)
+    union = sum((Counter(agent) | Counter(gold)).values())
+    if not union:
+        return 1.0
+    share = sum(common.values()) / union
+    if len(common) < 2:
+        return share
+    tau = kendall_tau(_first_of(common, agent), _first_of(common, gold))
+    return float(np.round(tau * share, 2))
+
+
+def _first_of(common: Counter, rows: list[str]) -> list[str]:
+    """As many of the rows as `common` counts, the first ones, in their order."""
+    left, kept = Counter(common), []
+    for row in rows:
+        if left[row]:
+            left[row] -= 1
+            kept.append(row)
+    return kept
+
+
+def kendall_tau(a: list[str], b: list[str]) -> float:
+    """Kendall's tau-b between two lists of n texts, compared as texts; O(n^2) time, O(n) memory."""
+    x, y = (np.unique(texts, return_inverse=True)[1] for texts in (a, b))
+    concordant = ties_x = ties_y = 0  # concordant: minus the discordant pairs
+    for i in range(len(x) - 1):
+        dx, dy = np.sign(x[i + 1:] - x[i]), np.sign(y[i + 1:] - y[i])
+        concordant += int(dx @ dy)
+        ties_x += int((dx == 0).sum())
+        ties_y += int((dy == 0).sum())
+    pairs = len(x) * (len(x) - 1) // 2
+    # In this order the last bit, and so the rounding of a half, is scipy's.
+    tau = concordant / np.sqrt(pairs - ties_x) / np.sqrt(pairs - ties_y)
+    return float(np.clip(tau, -1, 1))
+
+
+def parse_sql_reply(reply: str) -> str | None:
+    """The query in a ReAct reply, "submit", or None where there is neither.
+
+    As InterCode's ReAct agents read it: after the first "Action:" either the word submit anywhere,
+    or the first line of the first fenced sql block.
+    """
+    _, marker, action = reply.partition("Action:")
+    if "submit" in action:
+        return "submit"
+    fence = re.search(r"```sql(.*?)```", action, re.S)
+    return (fence[1].strip().split("\n")[0] or None) if marker and fence else None

@@ -1,0 +1,378 @@
+"""The databases behind InterCodeSQL, and everything that keeps model-written SQL harmless.
+
+A back end is one database, open for one episode: `run(sql)` gives a list of row tuples, None where
+there is no result set, or an error text that starts with ERROR; `close()` is idempotent. It reads
+only, one statement at a time, within limits of time and size. `Sqlite` is embedded; `MySQL` is a
+MySQL or MariaDB server.
+"""
+
+import hashlib
+import os
+import re
+import sqlite3
+import struct
+import time
+from functools import lru_cache
+from urllib.parse import unquote, urlsplit
+
+from worlds import EnvError, Refused
+
+ERROR = "Error executing query: "
+MAX_ROWS, MAX_CHARACTERS = 10_000, 4_000_000  # of one result
+SECONDS = 2                                   # a query may run on a server
+VM_STEPS = 10_000_000                         # and in sqlite, where a count is reproducible
+INTERRUPTED = ERROR + "Query execution was interrupted (max_statement_time exceeded)"
+TOO_LARGE = f"{ERROR}The result has more than {MAX_ROWS:,} rows or too much text; add a LIMIT"
+REMEDY = "bash run.sh load-intercode makes users that may only read"
+
+
+# ------------------------------------------------------------------------------ the first look
+
+# What a query shows before it reaches a database. What it may hide from this look (in a comment
+# inside a name, say) is left to the database: read-only user or authorizer, limits.
+_READS = re.compile(r"[\s(]*(select|with|show|desc|describe|explain)\b", re.I)
+_SHOWS = re.compile(r"\s*show\s+(?!(full\s+)?(tables|columns|fields|index|indexes|keys|databases|"
+                    r"schemas|create\s+table|table\s+status|warnings)\b)", re.I)
+_GAP = r"(?:\s|/\*.*?\*/|(?:--[\s\x00-\x1f]|#)[^\n]*\n)*"
+_REFUSED = re.compile(
+    rf"/\*[!+]|/\*M!|@@|:=|\binto{_GAP}(?:outfile|dumpfile|@)|\bfor{_GAP}(?:update|share)\b|"
+    rf"\block{_GAP}in{_GAP}share\b|"
+    rf"\b(?:information_schema|performance_schema|mysql|sys)[`\"]?{_GAP}\.|"
+    r"\b(?:sleep|benchmark|\w+_lock|\w+_all_locks|is_\w+_lock|load_file|\w+_wait|"
+    rf"wait_for_executed_gtid_set|sys_\w+|lib_mysqludf\w*)`?{_GAP}\(", re.I | re.S)
+
+
+def refusal(sql: str) -> str | None:
+    """Why a query is not passed on to a database, as an error text; None if it is."""
+    if len(sql) > 5000:
+        return ERROR + "The query is longer than 5,000 characters"
+    if not _READS.match(sql) or _SHOWS.match(sql):
+        return ERROR + ("Only SELECT, WITH, SHOW (of tables, columns, indexes), DESC, DESCRIBE and "
+                        "EXPLAIN are allowed")
+    found = _REFUSED.search(sql)
+    return f"{ERROR}{found[0]!r} is not allowed" if found else None
+
+
+def naming(databases: list[str]) -> re.Pattern | None:
+    """What finds a query's mention of one of the databases, before a dot or in a SHOW."""
+    if not databases:
+        return None
+    names = f"[`\"]?\\b(?:{'|'.join(map(re.escape, databases))})\\b[`\"]?"
+    return re.compile(rf"{names}{_GAP}\.|^\s*show\b.*\b(?:from|in)\b{_GAP}{names}", re.I | re.S)
+
+
+# ------------------------------------------------------------------------------ sqlite
+
+class Sqlite:
+    """A database in memory, made by an SQL script, that answers as MySQL would."""
+
+    # Without any that reads files, makes long texts or draws random numbers.
+    FUNCTIONS = set("abs avg coalesce count date datetime dense_rank first_value group_concat "
+                    "ifnull iif instr lag last_value lead length like lower ltrim max min "
+                    "nullif rank replace round row_number rtrim strftime substr substring sum "
+                    "time total trim upper".split())
+
+    def __init__(self, name: str, script: str):
+        self.name = name
+        self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        try:
+            _template(script).backup(self._db)
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+            raise Refused(f"--intercode-data: database {name}: {error}; is the dump whole?"
+                                ) from None
+        self._db.executescript("PRAGMA temp_store = MEMORY; PRAGMA query_only = ON;"
+                               "PRAGMA hard_heap_limit = 500000000;")  # of the whole process
+        if hasattr(self._db, "setlimit"):  # from Python 3.11
+            self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 20_000)
+        self._tables = [t for t, in self._db.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'")]
+        self._columns = {t.lower(): self._describe(t) for t in self._tables}
+        self._db.set_authorizer(self._authorize)
+        self._db.set_progress_handler(self._count, 1000)
+
+    def run(self, sql: str):
+        sql = sql.strip().rstrip(";").strip()
+        if error := refusal(sql):
+            return error
+        if re.match(r"(show|desc|describe|explain)\b", sql, re.I):
+            return self._show(sql)
+        self._steps = 0
+        try:
+            rows = _fetch(self._db.execute(sql))
+            return TOO_LARGE if rows is None else rows
+        except MemoryError:
+            return INTERRUPTED
+        # Two statements are an sqlite3.Warning before Python 3.12; a NUL is a ValueError.
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+            return ERROR + self._as_mysql(str(error), sql)
+
+    def close(self):
+        self._db.close()
+
+    def _count(self):
+        self._steps += 1000
+        return self._steps > VM_STEPS
+
+    def _authorize(self, action, first, second, database, trigger):
+        allowed = (action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE)
+                   or action == sqlite3.SQLITE_READ and first.lower() in self._columns
+                   or action == sqlite3.SQLITE_FUNCTION and second.lower() in self.FUNCTIONS)
+        return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
+
+    def _show(self, sql):
+        if re.fullmatch(r"show\s+tables", sql, re.I):
+            return [(table,) for table in sorted(self._tables)]
+        asked = re.fullmatch(r"(?:desc|describe|explain|show\s+(?:columns|fields)\s+(?:from|in))"
+                             r"\s+`?(\w+)`?", sql, re.I)
+        if not asked:
+            return ERROR + self._as_mysql(f'near "{sql.split()[-1]}": syntax error', sql)
+        columns = self._columns.get(asked[1].lower())
+        if columns:
+            return list(columns)
+        return ERROR + self._as_mysql(f"no such table: {asked[1]}", sql)
+
+    def _describe(self, table):
+        """MySQL's six columns: Field, Type, Null, Key, Default, Extra."""
+        foreign = {row[3].lower() for row in
+                   self._db.execute(f'PRAGMA foreign_key_list("{table}")')}
+        return [(name, kind.lower(), "NO" if required or key else "YES",
+                 "PRI" if key else "MUL" if name.lower() in foreign else "", default, "")
+                for _, name, kind, required, default, key in
+                self._db.execute(f'PRAGMA table_info("{table}")')]
+
+    def _as_mysql(self, error, sql):
+        """MySQL's text for sqlite's."""
+        match = re.match(r"(no such table|no such column|ambiguous column name|no such function|"
+                         r"near|access to|misuse of aggregate)"
+                         r'(?:: |:? ?)"?(.*?)(?:" ?:? ?syntax error|\(\)| is prohibited)?$', error)
+        kind, name = match.groups() if match else ("", "")
+        clause = "field list"
+        for word in re.finditer(r"\b(from|on|where|group|having|order)\b|(?<![\w.])"
+                                + re.escape(name) + r"(?!\w)", sql, re.I):
+            if not word[1]:
+                break
+            clause = {"from": "from clause", "on": "on clause", "where": "where clause",
+                      "group": "group statement", "having": "having clause",
+                      "order": "order clause"}[word[1].lower()]
+        if kind == "no such table":
+            return f"Table '{self.name}.{name.split('.')[-1]}' doesn't exist"
+        if kind == "no such column":
+            return f"Unknown column '{name}' in '{clause}'"
+        if kind == "ambiguous column name":
+            return f"Column '{name}' in {clause} is ambiguous"
+        if kind == "no such function":
+            return f"FUNCTION {self.name}.{name} does not exist"
+        if kind == "misuse of aggregate":
+            return "Invalid use of group function"
+        if kind == "access to" or error.startswith(("not authorized", "unsafe use")):
+            return f"SELECT command denied to user for '{name or sql[:40]}'"
+        if kind == "near" or error.startswith(("incomplete input", "You can only execute one")):
+            at = sql.rfind(name) if name else len(sql)
+            return ("You have an error in your SQL syntax; check the manual that corresponds to "
+                    "your MySQL server version for the right syntax to use near "
+                    f"'{sql[at:]}' at line 1")
+        return INTERRUPTED[len(ERROR):] if error == "interrupted" else error
+
+
+@lru_cache(maxsize=256)
+def _template(script: str) -> sqlite3.Connection:
+    """The database that the script makes, to copy from: faster than to make it every episode."""
+    db = sqlite3.connect(":memory:", check_same_thread=False)
+    db.executescript(script)
+    return db
+
+
+def _fetch(cursor) -> list[tuple] | None:
+    """All rows of a cursor that yields them one by one; None where they are too many."""
+    rows, characters = [], 0
+    while row := cursor.fetchone():
+        rows.append(row)
+        characters += sum(len(v) for v in row if isinstance(v, (str, bytes)))
+        if len(rows) > MAX_ROWS or characters > MAX_CHARACTERS:
+            return None
+    return rows
+
+
+# ------------------------------------------------------------------------------ a server
+
+class MySQL:
+    """A database of a MySQL or MariaDB server, with a connection of its own.
+
+    The user is the one that `load_intercode` made for the database, or, where there is none, that
+    of the URL, who must hold no right but to read single databases (Refused); as it may read
+    other databases too, queries that name one are refused, unless a table here has the same name.
+
+    The server ends a query after SECONDS; should it not, the client stops listening soon after and
+    kills the query from another connection. EnvError where the connection is lost.
+    """
+    TIMED_OUT = {1969, 3024}  # MariaDB's and MySQL's limit
+    DENIED = {1044, 1045, 1049, 1698}
+    # What the server says when it is full, ends, or lost the client, or on a KILL not ours.
+    LOST = {1040, 1053, 1158, 1159, 1160, 1161, 1203, 1317, 1927}
+
+    def __init__(self, name: str, url: str):
+        self.name, self._url, self._connection, self._others = name, url, None, None
+        self._asked(self._connect)
+
+    def run(self, sql: str):
+        if error := refusal(sql):
+            return error
+        if self._others and (found := self._others.search(sql)):
+            return f"{ERROR}{found[0]!r} is not allowed"
+        return self._asked(lambda: self._run(sql))
+
+    def close(self):
+        if self._connection is not None and self._connection.open:
+            self._connection.close()
+        self._connection = None
+
+    def _connect(self):
+        if self._connection is not None:
+            return
+        self._user, self._others = reader(self._url, self.name)
+        self._connection = connect(self._url, user=self._user, database=self.name)
+        mariadb = "MariaDB" in self._connection.get_server_info()
+        limit = (f"max_statement_time = {SECONDS}" if mariadb else
+                 f"max_execution_time = {1000 * SECONDS}")
+        with self._connection.cursor() as cursor:
+            cursor.execute(f"SET SESSION {limit}, SESSION sql_select_limit = {MAX_ROWS + 1}")
+
+    def _run(self, sql):
+        import pymysql
+        self._connect()
+        started = time.monotonic()
+        cursor = self._connection.cursor(pymysql.cursors.SSCursor)  # rows stay on the server
+        try:
+            cursor.execute(sql)
+            if cursor.description is None:
+                return None
+            rows = _fetch(cursor)
+        except pymysql.MySQLError as error:
+            code, text = (*error.args, "", "")[:2]
+            took = time.monotonic() - started
+            if code in self.TIMED_OUT or code == 1317 and took > 0.9 * SECONDS:
+                return INTERRUPTED
+            if code == 2013 and took > SECONDS + 2.5:  # the client's own limit, see `connect`
+                self._kill()
+                return INTERRUPTED
+            if self._lost(code):
+                raise
+            return f"{ERROR}{text}"
+        except ValueError as error:  # text that is no UTF-8, in the query or in the result
+            self._kill()
+            return f"{ERROR}{error}"
+        if rows is None:
+            self._kill()
+            return TOO_LARGE
+        return rows
+
+    def _lost(self, code) -> bool:
+        """Whether an error is the connection's; those of a query have a server's code."""
+        return code in self.LOST or not (isinstance(code, int)
+                                         and (1000 <= code < 2000 or code >= 3000))
+
+    def _kill(self):
+        """Ends what runs on this connection, and the connection; the next query opens another."""
+        thread = self._connection.thread_id()
+        self._abandon()
+        with connect(self._url, user=self._user) as other, other.cursor() as cursor:
+            try:
+                cursor.execute(f"KILL {int(thread)}")
+            except Exception as error:
+                if error.args[:1] != (1094,):  # it has ended by itself
+                    raise
+
+    def _abandon(self):
+        """Closes the socket without a word to the server."""
+        if self._connection is not None:
+            if self._connection._result:  # or PyMySQL would go on reading it
+                self._connection._result.unbuffered_active = False
+            self._connection._force_close()
+            self._connection = None
+
+    def _asked(self, work):
+        """work(), what the server says of itself as an EnvError or, of rights, as Refused."""
+        import pymysql
+        where = f"{server_of(self._url)}, database {self.name}"
+        try:
+            return work()
+        except pymysql.MySQLError as error:
+            code, text = (*error.args, "", "")[:2]
+            self._abandon()
+            if code in self.DENIED:
+                raise Refused(f"--mysql-url: {where}: {text}; {REMEDY}") from None
+            raise EnvError(f"{where}: {text or error}; is the server running and within reach?"
+                           ) from None
+
+
+@lru_cache(maxsize=None)
+def reader(url: str, database: str) -> tuple[str, re.Pattern | None]:
+    """The user who reads `database`, and what finds a mention of others that it could read too."""
+    import pymysql
+    ours, given = database_user(url, database), unquote(urlsplit(url).username)
+    try:
+        connect(url, user=ours, database=database).close()
+        return ours, None
+    except pymysql.MySQLError as error:
+        if error.args[0] not in MySQL.DENIED:
+            raise
+    with connect(url, user=given, database=database) as connection:
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW GRANTS")
+            for grant, in cursor.fetchall():
+                if excess := excess_of(grant):
+                    raise Refused(f"--mysql-url: {given} holds {excess} on "
+                                        f"{server_of(url)}; {REMEDY}")
+            cursor.execute("SHOW DATABASES")
+            others = {name.lower() for name, in cursor.fetchall()} - {database.lower()}
+            cursor.execute("SHOW TABLES")
+            return given, naming(sorted(others - {name.lower() for name, in cursor.fetchall()}))
+
+
+def excess_of(grant: str) -> str | None:
+    """What a line of SHOW GRANTS gives beyond reading single databases; None for nothing."""
+    match = re.match(r"GRANT (.+?) ON (.+?) TO ", grant)
+    if not match:  # GRANT `role` TO ...
+        return "a role or another right that is not SELECT"
+    rights, on = match.groups()
+    too_much = set(re.split(", *", rights)) - {"USAGE", "SELECT", "SHOW VIEW", "SHOW DATABASES"}
+    if too_much:
+        return f"{sorted(too_much)[0]} on {on}"
+    if on == "*.*" and "SELECT" in rights:
+        return "SELECT on all databases, users and passwords among them"
+    return "GRANT OPTION" if grant.endswith("WITH GRANT OPTION") else None
+
+
+def connect(url: str, **options):
+    """A connection to mysql://user:password@host:port; the password may be in MYSQL_PWD instead."""
+    parts = urlsplit(url)
+    try:
+        import pymysql
+        # Silent for longer than a query may run, the server is taken for lost. TLS would cost an
+        # episode 20 ms; within one machine it protects nothing.
+        return pymysql.connect(**{**dict(
+            host=parts.hostname, port=parts.port or 3306, user=unquote(parts.username),
+            password=password_of(parts), charset="utf8mb4", autocommit=True, local_infile=False,
+            connect_timeout=5, read_timeout=SECONDS + 3, write_timeout=SECONDS + 3,
+            ssl_disabled=parts.hostname in ("localhost", "127.0.0.1", "::1")), **options})
+    except (IndexError, AssertionError, struct.error):  # PyMySQL on what is no handshake
+        raise pymysql.err.OperationalError(2013, "something else than MySQL answers") from None
+    except (ImportError, RuntimeError) as error:  # no PyMySQL, or none for MySQL 8's passwords
+        raise Refused(f"--mysql-url: {error}; pip install -r requirements-optional.txt, or "
+                            "activate run.sh's .venv") from None
+
+
+def password_of(parts) -> str:
+    return os.environ.get("MYSQL_PWD", "") if parts.password is None else unquote(parts.password)
+
+
+def server_of(url: str) -> str:
+    """The server's address without user and password, for messages."""
+    parts = urlsplit(url)
+    return f"mysql://{parts.hostname}:{parts.port or 3306}"
+
+
+def database_user(url: str, database: str) -> str:
+    """The user that may read `database` and nothing else; MySQL allows 32 characters."""
+    name = unquote(urlsplit(url).username)[:21]
+    return f"{name}_{hashlib.sha256(database.lower().encode()).hexdigest()[:10]}"

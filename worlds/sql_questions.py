@@ -1,0 +1,235 @@
+"""The generated databases and the questions about them: the same in every process and run."""
+
+import random
+import re
+import sqlite3
+from dataclasses import dataclass
+from functools import cache
+
+WORLD_SEED = 20251123  # ours; the world does not depend on a run's seed
+
+# A database has a table of places and one or two of people or things, each row at a place. Names
+# of tables and columns are one word each, and unique in the database, so that a small model can
+# copy them. A concept has three names, of which a question and a database may use different ones,
+# so that describing the table matters.
+PEOPLE = "doctor teacher driver singer farmer painter lawyer pilot nurse baker actor writer".split()
+THINGS = "car book phone boat lamp guitar camera kite bike clock radio sofa".split()
+SITES = "town school museum farm harbor hotel island valley market castle station park".split()
+HELD_OUT = {"baker", "actor", "writer", "clock", "radio", "sofa", "castle", "station", "park"}
+
+# kind -> (names of the name column, numeric concepts, text concepts)
+CONCEPTS = {
+    "people": (["name"],
+               [["age", "years"], ["salary", "pay", "wage"], ["score", "points", "marks"]],
+               [["country", "nation", "homeland"], ["grade", "rank", "level"]]),
+    "things": (["model"], [["price", "cost", "fee"], ["weight", "mass", "load"],
+                           ["speed", "pace", "tempo"]],
+               [["color", "shade", "tint"], ["brand", "maker", "label"]]),
+    "sites": (["site"], [["area", "size", "extent"], ["seats", "rooms", "places"]],
+              [["region", "zone", "district"]]),
+}
+VALUES = {  # of text concepts, by their first name
+    "country": ["France", "Spain", "Japan", "Brazil", "Egypt", "India"],
+    "grade": ["junior", "senior", "expert", "novice"],
+    "color": ["red", "blue", "green", "black", "white"],
+    "brand": ["Acme", "Zenith", "Orion", "Delta", "Vega"],
+    "region": ["north", "south", "east", "west"],
+}
+NAMES = {
+    "people": "Ann Bob Carl Dora Eva Finn Gina Hugo Ivan Jane Karl Lena Max Nora Otto Paul Rosa "
+              "Sven Tina Uwe".split(),
+    "things": "Alpha Beta Gamma Nova Astra Terra Luna Solar Turbo Prime Ultra Metro Polar Comet "
+              "Pixel Spark Storm Blaze Ember Frost".split(),
+    "sites": "Avon Brill Crewe Dover Esher Fowey Goole Hythe Ilam Jura Keld Leeds Masham Neath "
+             "Otley Poole Ryde Settle Thame Ware".split(),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class SQLWorld:
+    databases: dict[str, str]         # name -> the SQL script that makes it in sqlite
+    questions: dict[str, dict[int, dict]]  # split -> number -> query (in words), gold (SQL), db
+
+
+@dataclass(frozen=True)
+class Column:
+    concept: tuple[str, ...]  # its possible names
+    name: str                 # the one this database uses
+    values: tuple             # down the rows
+
+
+@dataclass(frozen=True)
+class Table:
+    name: str
+    noun: str                 # as a question says it, in the plural
+    key: str
+    label: Column             # the name of a person, thing or place
+    numbers: tuple[Column, ...]
+    texts: tuple[Column, ...]
+
+
+def draw_database(rng: random.Random, nouns: set) -> list[Table]:
+    """Tables of a random database over some of the nouns; the first is the place of the others."""
+    style = rng.choice(["{}", "{}s", "{}_info"])
+    people, things = ([n for n in pool if n in nouns] for pool in (PEOPLE, THINGS))
+    kinds = [("sites", rng.choice([n for n in SITES if n in nouns]))]
+    kinds += rng.sample([("people", rng.choice(people)), ("things", rng.choice(things))],
+                        rng.choice([1, 2]))
+    tables = []
+    for kind, noun in kinds:
+        label, numeric, textual = CONCEPTS[kind]
+        rows = rng.randint(12, 16)
+        places = len(tables[0].label.values) if tables else 0
+        numbers = [Column(tuple(names), rng.choice(names), tuple(rng.sample(range(10, 100), rows)))
+                   for names in rng.sample(numeric, 2)]
+        texts = [Column(tuple(names), rng.choice(names),
+                        tuple(rng.choices(VALUES[names[0]], k=rows)))
+                 for names in rng.sample(textual, min(2, len(textual)))]
+        key = f"{noun}_id"
+        if tables:  # every row is at a place; the column has the name of the place's key
+            at = tuple(rng.choices(range(1, places + 1), k=rows))
+            texts.append(Column((), tables[0].key, at))
+        tables.append(Table(style.format(noun), f"{noun}s", key,
+                            Column((), label[0], tuple(rng.sample(NAMES[kind], rows))),
+                            tuple(numbers), tuple(texts)))
+    return tables
+
+
+def database_script(tables: list[Table]) -> str:
+    script = []
+    for i, table in enumerate(tables):
+        columns = [table.label, *table.texts, *table.numbers]
+        kinds = ["int" if isinstance(c.values[0], int) else "varchar(20)" for c in columns]
+        lines = [f"{table.key} int PRIMARY KEY",
+                 *(f"{c.name} {kind}" for c, kind in zip(columns, kinds))]
+        if i:
+            lines.append(f"FOREIGN KEY ({tables[0].key}) REFERENCES {tables[0].name}")
+        rows = zip(range(1, len(table.label.values) + 1), *(c.values for c in columns))
+        script.append(f"CREATE TABLE {table.name} ({', '.join(lines)});\n"
+                      f"INSERT INTO {table.name} VALUES {', '.join(map(str, rows))};\n")
+    return "".join(script)
+
+
+# Question families: (weight, question, gold). {t} is a table, {n} its label; {a}, {b} numeric
+# columns; {c} a text column with the values {v} and {v2}; {x}, {y}, {z} numbers; {p} the place's
+# table, {k} its key, {e} its text column with the value {u}. Weight is on families whose near
+# misses earn a share of the reward. Compound questions are most of the tasks, but rare in the
+# practice text: how to put conditions together is what there is to learn from experts and failures.
+SIMPLE = [
+    (1, "how many {t} are there", "SELECT COUNT(*) FROM {t}"),
+    (1, "how many {t} have {c} {v}", "SELECT COUNT(*) FROM {t} WHERE {c} = {v}"),
+    (1, "what is the average {a} of {t}", "SELECT AVG({a}) FROM {t}"),
+    (1, "what is the highest {a} of {t} with {c} {v}",
+     "SELECT MAX({a}) FROM {t} WHERE {c} = {v}"),
+    (1, "what are the different values of {c} of {t}", "SELECT DISTINCT {c} FROM {t}"),
+    (1, "how many {t} are there for each {c}", "SELECT {c}, COUNT(*) FROM {t} GROUP BY {c}"),
+    (2, "list the {n} of {t} with {c} {v}", "SELECT {n} FROM {t} WHERE {c} = {v}"),
+    (3, "list the {n} of {t} with {a} above {x}", "SELECT {n} FROM {t} WHERE {a} > {x}"),
+    (3, "list the {n} of {t} with {a} below {x}", "SELECT {n} FROM {t} WHERE {a} < {x}"),
+    (2, "list the {n} and {b} of {t} with {a} above {x}",
+     "SELECT {n}, {b} FROM {t} WHERE {a} > {x}"),
+    (3, "list the {n} of the {z} {t} with the highest {a}",
+     "SELECT {n} FROM {t} ORDER BY {a} DESC LIMIT {z}"),
+    (2, "list the {n} of the {z} {t} with the lowest {a}",
+     "SELECT {n} FROM {t} ORDER BY {a} LIMIT {z}"),
+    (2, "list the {n} of {t} from the highest {a} to the lowest",
+     "SELECT {n} FROM {t} ORDER BY {a} DESC"),
+    (2, "list the {n} of {t} with {a} above the average",
+     "SELECT {n} FROM {t} WHERE {a} > (SELECT AVG({a}) FROM {t})"),
+    (2, "list the {n} of {t} in {p} with {e} {u}",
+     "SELECT {n} FROM {t} JOIN {p} USING ({k}) WHERE {e} = {u}"),
+]
+COMPOUND = [
+    (3, "list the {n} of {t} with {a} above {x} and {b} below {y}",
+     "SELECT {n} FROM {t} WHERE {a} > {x} AND {b} < {y}"),
+    (3, "list the {n} of {t} with {a} above {x} or {b} below {y}",
+     "SELECT {n} FROM {t} WHERE {a} > {x} OR {b} < {y}"),
+    (3, "list the {n} of {t} with {c} {v} or {v2}",
+     "SELECT {n} FROM {t} WHERE {c} = {v} OR {c} = {v2}"),
+    (3, "list the {n} of {t} with {c} {v} or {a} above {x}",
+     "SELECT {n} FROM {t} WHERE {c} = {v} OR {a} > {x}"),
+    (3, "list the {n} of {t} with {c} {v} or {a} above {x} or {b} below {y}",
+     "SELECT {n} FROM {t} WHERE {c} = {v} OR {a} > {x} OR {b} < {y}"),
+    (3, "list the {n} of {t} with {c} {v} or {v2} or {a} above {x}",
+     "SELECT {n} FROM {t} WHERE {c} = {v} OR {c} = {v2} OR {a} > {x}"),
+    (3, "list the {n} of the {z} {t} with the highest {a} and {b} above {x}",
+     "SELECT {n} FROM {t} WHERE {b} > {x} ORDER BY {a} DESC LIMIT {z}"),
+    (3, "list the {n} of {t} with {a} above {x} from the lowest {b} to the highest",
+     "SELECT {n} FROM {t} WHERE {a} > {x} ORDER BY {b}"),
+    (3, "list the {n} of {t} with {c} {v} or {a} above {x} from the highest {b} to the lowest",
+     "SELECT {n} FROM {t} WHERE {c} = {v} OR {a} > {x} ORDER BY {b} DESC"),
+    (2, "list the {n} of {t} in {p} with {e} {u} or {a} above {x}",
+     "SELECT {n} FROM {t} JOIN {p} USING ({k}) WHERE {e} = {u} OR {a} > {x}"),
+]
+
+
+def draw_question(rng: random.Random, tables: list[Table], compound: float) -> dict:
+    """query and gold of a random question, a compound one with the probability given.
+
+    The gold's result may be empty, or the same without its WHERE.
+    """
+    families = COMPOUND if rng.random() < compound else SIMPLE
+    _, query, gold = rng.choices(families, [family[0] for family in families])[0]
+    table = rng.choice(tables[1:] if "{p}" in gold else tables)
+    a, b = rng.sample(table.numbers, 2)
+    texts = [c for c in table.texts if c.concept]
+    c, place = rng.choice(texts), tables[0]
+    e = place.texts[0]
+    v, v2 = rng.sample(VALUES[c.concept[0]], 2)
+    parts = dict(n=table.label.name, v=f"'{v}'", v2=f"'{v2}'", u=f"'{rng.choice(e.values)}'",
+                 x=rng.randint(20, 80), y=rng.randint(20, 80), z=rng.randint(2, 5), k=place.key)
+    # Two thirds of the time, a question calls a column as the database does.
+    said = {s: rng.choice((*column.concept, *[column.name] * 3))
+            for s, column in zip("abce", (a, b, c, e))}
+    return dict(query=query.format(**parts, **said, t=table.noun, p=place.noun),
+                gold=gold.format(**parts, a=a.name, b=b.name, c=c.name, e=e.name, t=table.name,
+                                 p=place.name))
+
+
+@cache
+def sql_world() -> SQLWorld:
+    """360 databases with 5 questions each: train, validation, test (new databases), unseen.
+
+    unseen: databases over nouns that no training task names. Every gold has rows, at most 300
+    characters of them, and leaving its WHERE out would earn at most 0.7.
+    """
+    rng = random.Random(WORLD_SEED)
+    all_nouns = {*PEOPLE, *THINGS, *SITES}
+    databases, questions, drawn = {}, {}, set()
+    for split, count in (("train", 200), ("validation", 60), ("test", 60), ("unseen", 40)):
+        questions[split] = []
+        nouns = HELD_OUT if split == "unseen" else all_nouns - HELD_OUT
+        while len(questions[split]) < 5 * count:
+            tables = draw_database(rng, nouns)
+            script = database_script(tables)
+            if schema_key(script) in drawn:
+                continue
+            drawn.add(schema_key(script))
+            name = f"{tables[0].key[:-3]}_{len(databases) + 1}"
+            databases[name] = script
+            con, asked = sqlite3.connect(":memory:"), set()
+            con.executescript(script)
+            while len(asked) < 5:
+                question = draw_question(rng, tables, 0.7)
+                if question["query"] not in asked and _worth_asking(con, question["gold"]):
+                    asked.add(question["query"])
+                    questions[split].append(dict(question, db=name))
+            con.close()
+        rng.shuffle(questions[split])
+    return SQLWorld(databases, {s: dict(enumerate(found)) for s, found in questions.items()})
+
+
+def schema_key(script: str) -> frozenset:
+    """What a database is: its tables and their columns, in any order."""
+    return frozenset(frozenset(re.findall(r"\w+", line))
+                     for line in re.findall(r"CREATE TABLE .*", script))
+
+
+def _worth_asking(con, gold):
+    rows = con.execute(gold).fetchall()
+    if not rows or rows[0][0] is None or len(str(rows)) > 300:
+        return False
+    if " WHERE " not in gold:
+        return True
+    lazy = con.execute(re.sub(r" WHERE .*", "", gold)).fetchall()
+    return len(rows) / len(lazy) <= 0.7 and rows != lazy or len(rows) == 1 and rows != lazy

@@ -1,0 +1,357 @@
+"""WebShop: an agent searches a shop, opens pages, and buys what an instruction asks for.
+
+Read this environment first. `Shop` is what every shop does: it reads the action in a reply and shows
+a page as text. `WebShop` is the embedded one; `webshop_server.py` is a client of the official server.
+"""
+
+import math
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from functools import lru_cache
+from itertools import combinations
+
+from worlds import Step, World, parse_reply
+from worlds import webshop_catalogue as catalogue
+
+PROMPT = """\
+You are shopping on a web shop. Find and buy a product that fits the instruction: its kind, its \
+attributes, its options and its price.
+
+Each turn you read the current page. Its parts are separated by [SEP]. Answer with a thought and \
+one action:
+Thought: why you do it
+Action: the action
+
+There are two actions:
+search[words] - look for products; only on the search page
+click[text] - press a button, open a product by its number, or choose an option; the text must \
+be on the page
+
+Choose the wanted options before click[Buy Now], which ends the episode. You have 10 turns. \
+An action that the page does not offer does nothing and uses up a turn."""
+DONE = ["Thank you for shopping with us!", "Your code:"]
+
+
+# ---------------------------------------------------------------------------------------- any shop
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a page shows, whichever shop it is from."""
+    kind: str            # search | results | item | sub-page | done
+    pieces: list[str]    # visible text
+    links: dict          # lowercased text -> what lies behind a click on it
+    item: object = None  # the product of an item page or sub-page
+    reward: float = 0.0  # of the purchase, on the page "done"
+
+
+class Shop(World):
+    """What the embedded shop and a real server share: actions, budget and views.
+
+    Text and rules are the official text environment's, with two differences: a search is valid
+    on the search page only (as in WebShop's browser environment and its instruction), and the
+    page after a purchase ends at "Your code:", because the rest would show the goal and reward.
+    An invalid action keeps the page.
+
+    view="short" shortens the text for a very small model: pieces are joined by " | ", pages after
+    the first come without the instruction and "Back to Search" (it can still be clicked), and a
+    page that was shown before in the episode is its first piece and "(seen)".
+
+    A subclass says what a search finds (`_find`) and what a click leads to (`_follow`).
+    """
+    name = "webshop"
+    rules = PROMPT
+    max_steps = 10
+    latency = 0
+
+    def __init__(self, view: str):
+        super().__init__(view)
+        self._shown = None
+
+    def step(self, reply: str) -> Step:
+        """Plays the reply's action; raises RuntimeError where no episode is running."""
+        shown = self._shown
+        if shown is None or shown.kind == "done":
+            raise RuntimeError("webshop: step() without a running episode; call reset(task) first")
+        match = re.match(r"(.+)\[(.+)\]", parse_reply(reply))
+        name, argument = (match[1], match[2].lower()) if match else ("", "")
+        if name == "search" and shown.kind == "search":
+            shown = self._find(argument)
+        elif name == "click" and argument in shown.links:
+            shown = self._follow(shown.links[argument])
+        return Step(self._show(shown), shown.reward, shown.kind == "done")
+
+    def published_task(self, id: str) -> str:
+        """The task of a published expert trajectory: the last number of its id is the goal's."""
+        return f"webshop-train-{int(re.findall(r'[0-9]+', id)[-1])}"
+
+    def clickables(self) -> list[str]:
+        """What click[...] takes on this page, lowercased. The "Search" button is not among it."""
+        return list(self._shown.links)
+
+    def close(self):
+        self._shown = None
+
+    def _begin(self, shown: Shown) -> str:
+        self._seen = set()
+        return self._show(shown)
+
+    def _show(self, shown: Shown) -> str:
+        self._shown = shown
+        if self.view == "full":
+            return " [SEP] ".join(shown.pieces)
+        pieces = shown.pieces if shown.kind in ("search", "done") else shown.pieces[3:]
+        text = " | ".join(pieces)
+        if (shown.kind, shown.item, text) in self._seen:
+            return f"{pieces[0]} (seen)"
+        self._seen.add((shown.kind, shown.item, text))
+        return text
+
+
+
+
+# ------------------------------------------------------------------------------- the embedded shop
+
+
+@dataclass(frozen=True)
+class Page:
+    """Where the shopper is. As in WebShop's URLs, a page carries all navigation state."""
+    kind: str = "search"  # search | results | item | sub-page | done
+    query: str = ""
+    number: int = 1       # page of the results, from 1
+    item: int = -1        # product number
+    options: tuple[tuple[str, str], ...] = ()  # chosen (name, value)
+    sub: str = ""         # Description | Features | Reviews | Attributes
+
+
+class WebShop(Shop):
+    """The embedded shop: WebShop's pages, actions and reward over a generated catalogue.
+
+    A task is a goal: what `webshop_reward` takes, with its instruction. Splits: train, validation,
+    test (new goals) and unseen (new families of products). Item pages have the button "Attributes",
+    which the official server shows when it is started with --attrs.
+    """
+    test_splits = ("test", "unseen")
+    max_results = 50
+
+    def __init__(self, view: str = "full", world=None, page_size: int = 4):
+        """world: a `ShopWorld`; WebShop itself shows 10 results a page."""
+        super().__init__(view)
+        self.page_size = page_size
+        self.world = world or catalogue.shop_world()
+        self.splits = {split: {str(n): goal for n, goal in enumerate(goals)}
+                       for split, goals in self.world.goals.items()}
+        self._search = _search_engine(self.world)
+
+    def check(self, task: dict) -> dict:
+        goal = self.fields(task, instruction=str, name=str, query=str, product_category=str,
+                           attributes=list, goal_options=list, price_upper=(int, float))
+        for wanted in (*goal["attributes"], *goal["goal_options"]):
+            if not isinstance(wanted, str):
+                self.reject(f"it asks for {wanted!r}, which is no text")
+        queries = {product["query"] for product in self.world.products}
+        if goal["query"] not in queries:
+            self.reject(f"the shop has no {goal['query']!r}; choose from: "
+                        f"{', '.join(sorted(queries))}")
+        return goal
+
+    def reset(self, task: str) -> str:
+        return self.start(self.find(task))
+
+    def start(self, goal: dict) -> str:
+        """Starts an episode on a goal that need not belong to a split; the first observation."""
+        self._goal = goal
+        return self._begin(self._follow(Page()))
+
+    def expert(self):
+        """A scripted expert for the episode just reset: observation -> reply."""
+        return catalogue.shop_expert(thoughts=self.view == "full")
+
+    def practice(self, seed: int, n: int, make=None) -> list[list[dict]]:
+        """n conversations of noisy shoppers, from which the tiny model learns the pages."""
+        return catalogue.shoppers(self, seed, n)
+
+    def _find(self, query: str) -> Shown:
+        return self._follow(Page("results", query=query))
+
+    def _follow(self, page: Page) -> Shown:
+        pieces, links = self._render(page)
+        reward = 0.0
+        if page.kind == "done":
+            product = self.world.products[page.item]
+            reward = webshop_reward(product, self._goal, dict(page.options), product["price"],
+                                    nouns=catalogue.type_words)
+        return Shown(page.kind, pieces, links, page.item, reward)
+
+    def _render(self, page: Page) -> tuple[list[str], dict[str, Page]]:
+        """The page's visible pieces of text, and the page behind each clickable."""
+        head = ["Instruction:", self._goal["instruction"], "Back to Search"]
+        links = {"back to search": Page()}
+        if page.kind == "search":
+            return ["WebShop", *head[:2], "Search"], {}
+        if page.kind == "done":
+            return DONE, {}
+
+        if page.kind == "results":
+            hits = self._search(page.query)[:self.max_results]
+            pieces = [*head, f"Page {page.number} (Total results: {len(hits)})"]
+            if page.number > 1:
+                pieces.append("< Prev")
+                links["< prev"] = replace(page, number=page.number - 1)
+            pieces.append("Next >")  # always there; past the end the list is empty
+            links["next >"] = replace(page, number=page.number + 1)
+            first = (page.number - 1) * self.page_size
+            for i in hits[first:first + self.page_size]:
+                product = self.world.products[i]
+                pieces += [product["asin"], product["Title"], f"${float(product['price'])}"]
+                links[product["asin"].lower()] = replace(page, kind="item", item=i)
+            return pieces, links
+
+        product = self.world.products[page.item]
+        pieces = [*head, "< Prev"]
+        if page.kind == "sub-page":
+            links["< prev"] = replace(page, kind="item", sub="")  # chosen options are kept
+            pieces += {"Description": [product["Description"]], "Reviews": [],
+                       "Features": product["BulletPoints"],
+                       "Attributes": product["Attributes"]}[page.sub]
+            return pieces, links
+        links["< prev"] = replace(page, kind="results", item=-1, options=())  # options are lost
+        for sub in ("Description", "Features", "Reviews", "Attributes"):
+            links[sub.lower()] = replace(page, kind="sub-page", sub=sub)
+        links["buy now"] = replace(page, kind="done")
+        for name, values in product["options"].items():
+            pieces += [name, *values]
+            for value in values:
+                chosen = tuple({**dict(page.options), name: value}.items())
+                links[value] = replace(page, options=chosen)
+        pieces += [product["Title"], f"Price: ${float(product['price'])}", "Rating: N.A.",
+                   "Description", "Features", "Reviews", "Attributes", "Buy Now"]
+        return pieces, links
+
+
+# -------------------------------------------------------------------------------------- the search
+
+
+@lru_cache(maxsize=4)
+def _search_engine(world):
+    """Search over title, description and first bullet; not over options, so colours stay hidden.
+
+    ValueError if two option values or two attributes match in the reward: a wrong click would pay.
+    """
+    values = {v for p in world.products for pool in p["options"].values() for v in pool}
+    attributes = {attribute for p in world.products for attribute in p["Attributes"]}
+    for a, b in [*combinations(sorted(values), 2), *combinations(sorted(attributes), 2)]:
+        score = (token_set_ratio(a, b) if a in attributes else
+                 token_set_ratio(normalise_colour(a), normalise_colour(b)))
+        if score > 85:
+            raise ValueError(f"catalogue: {a!r} and {b!r} score {score} > 85; rename one of them")
+    rank = BM25([" ".join([p["Title"], p["Description"], *p["BulletPoints"][:1]])
+                 for p in world.products])
+    return lru_cache(maxsize=4096)(rank)
+
+
+class BM25:
+    """Ranking of Lucene's kind over short texts: k1 0.9, b 0.4 as WebShop sets them."""
+
+    def __init__(self, texts: list[str], k1: float = 0.9, b: float = 0.4):
+        counts = [Counter(self._words(text)) for text in texts]
+        lengths = [sum(count.values()) for count in counts]
+        mean = sum(lengths) / len(lengths)
+        found = Counter(word for count in counts for word in count)
+        self._weights = defaultdict(list)  # word -> [(document, its score for the word)]
+        for i, (count, length) in enumerate(zip(counts, lengths)):
+            for word, n in count.items():
+                idf = math.log(1 + (len(texts) - found[word] + 0.5) / (found[word] + 0.5))
+                tf = n / (n + k1 * (1 - b + b * length / mean))
+                self._weights[word].append((i, idf * tf))
+
+    @staticmethod
+    def _words(text):
+        return re.findall(r"\w+", text.lower())
+
+    def __call__(self, query: str) -> list[int]:
+        """Documents that share a word with the query, best first; ties in document order."""
+        scores = defaultdict(float)
+        for word in self._words(query):
+            for i, weight in self._weights.get(word, ()):
+                scores[i] += weight
+        return sorted(scores, key=lambda i: (-scores[i], i))
+
+
+# -------------------------------------------------------------------------------------- the reward
+
+# The sixteen plain words of WebShop's colour list, in its (alphabetical) order.
+COLOURS = ("beige black blue brown gold gray green grey navy orange pink purple red silver "
+           "white yellow").split()
+
+
+@lru_cache(maxsize=65536)
+def token_set_ratio(a: str, b: str) -> int:
+    """Similarity of two strings as word sets, 0-100, as in thefuzz 0.19 (difflib's ratio).
+
+    0.20 changed to 2 LCS / (len + len), which differs on a few strings near the threshold.
+    """
+    def words(text):  # characters 128-255 are dropped, other non-word characters split
+        return set(re.sub(r"\W", " ", re.sub("[\x80-\xff]", "", text)).lower().split())
+
+    words_a, words_b = words(a), words(b)
+    if not words_a or not words_b:
+        return 0
+    shared = " ".join(sorted(words_a & words_b))
+    full_a = f"{shared} {' '.join(sorted(words_a - words_b))}".strip()
+    full_b = f"{shared} {' '.join(sorted(words_b - words_a))}".strip()
+    pairs = [(shared, full_a), (shared, full_b), (full_a, full_b)]
+    return max(round(100 * SequenceMatcher(None, x, y).ratio()) if x else 0 for x, y in pairs)
+
+
+def normalise_colour(option: str) -> str:
+    """The first colour word inside an option value ("rose gold" is gold), else the value."""
+    return next((colour for colour in COLOURS if colour in option), option)
+
+
+def alphabetic_words(name: str) -> list[str]:
+    return [word.lower() for word in re.findall(r"\w+", name) if word.isalpha()]
+
+
+def webshop_reward(product: dict, goal: dict, options: dict, price: float,
+                   nouns=alphabetic_words) -> float:
+    """WebShop's reward in [0, 1] for buying `product` with the chosen `options` at `price`.
+
+    `product`: name, Title, query, product_category, Attributes, BulletPoints, Description.
+    `goal`: name, query, product_category, attributes, goal_options (list or dict), price_upper.
+    `nouns(name)` lists the words of a name that decide its type. The official code asks a tagger;
+    taking every alphabetic word, the default, needs none.
+
+        r_type * (n_att + n_opt + r_price) / (|A| + |O| + 1)
+    """
+    def parts(item):
+        return {part.strip() for part in item["product_category"].split("›")}
+
+    wanted, found = nouns(goal["name"]), nouns(product["name"])
+    title_score = len(set(wanted) & set(found)) / len(wanted) if wanted else 0.2
+    same_query = product["query"] == goal["query"]
+    same_category = len(parts(product) & parts(goal)) >= 2
+    r_type = 1.0 if same_query or same_category or title_score > 0.2 else 0.5
+    if title_score < 0.1:
+        r_type = 0.1
+    if title_score == 0:  # no shared noun is worth nothing, even with the same query
+        r_type = 0.0
+
+    texts = [product["Title"].lower(), " ".join(product["BulletPoints"]).lower(),
+             product["Description"].lower()]
+    n_att = sum(any(token_set_ratio(have, want) > 85 for have in product["Attributes"])
+                or any(want in text for text in texts) for want in goal["attributes"])
+
+    goal_options = goal["goal_options"]
+    if isinstance(goal_options, dict):
+        # The official code compares whole (name, value) pairs here, so that the name's letters
+        # count as well; only an entry that is itself a colour word is normalised.
+        goal_options = goal_options.items()
+    wanted = [str(normalise_colour(option)) for option in goal_options]
+    chosen = [normalise_colour(option) for option in options.values()]
+    n_opt = sum(any(token_set_ratio(have, want) > 85 for have in chosen) for want in wanted)
+
+    r_price = price <= goal["price_upper"]
+    return r_type * ((n_att + n_opt + r_price) / (len(goal["attributes"]) + len(wanted) + 1))

@@ -1,0 +1,367 @@
+"""The embedded shop's catalogue and goals, its scripted expert, and the noisy shoppers.
+
+All are the same in every process and for every run. The catalogue is built of near-twins so that a
+shopper has to read. Each of 12 product types has 8 families (pairs of attributes), and each family
+four products under one title: a good one, one that is 41-60 dollars dearer, one without the goals'
+colours, and one with both faults. Titles decide attributes, the results page decides the price, the
+item page decides the colour. Experts and shoppers read pages only, as agents do.
+"""
+
+import random
+import re
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+
+from worlds import practise
+
+WORLD_SEED = 20251122  # ours; the world does not depend on a run's seed
+
+# type -> (department, sizes, attributes). The types' words are disjoint: sharing one would give
+# a product of the wrong type a share of the reward.
+TYPES = {
+    "rain jacket": ("Clothing", ["small", "medium", "large"],
+                    ["quick dry", "light weight", "machine washable", "slim fit", "wind proof"]),
+    "yoga pants": ("Clothing", ["small", "medium", "large"],
+                   ["high waist", "quick dry", "machine washable", "slim fit",
+                    "moisture wicking"]),
+    "winter gloves": ("Clothing", ["small", "medium", "large"],
+                      ["touch screen", "wind proof", "light weight", "non slip", "fleece lined"]),
+    "bed sheets": ("Home", ["twin", "queen", "king"],
+                   ["machine washable", "eco friendly", "super soft", "fade resistant",
+                    "easy care"]),
+    "window curtains": ("Home", ["short", "regular", "tall"],
+                        ["noise reducing", "easy care", "eco friendly", "hand made",
+                         "energy saving"]),
+    "dog harness": ("Pets", ["small", "medium", "large"],
+                    ["heavy duty", "light weight", "quick release", "super soft", "night safe"]),
+    "desk lamp": ("Office", [], ["energy saving", "touch screen", "space saving", "eye caring",
+                                 "long lasting"]),
+    "phone case": ("Electronics", [], ["heavy duty", "non slip", "slim fit", "wireless charging",
+                                       "hand made"]),
+    "wall clock": ("Home", [], ["battery powered", "hand made", "night safe", "space saving",
+                                "noise reducing"]),
+    "coffee mug": ("Kitchen", [], ["dishwasher safe", "leak proof", "hand made", "lead free",
+                                   "eco friendly"]),
+    "travel bag": ("Luggage", [], ["water repellent", "light weight", "heavy duty", "carry on",
+                                   "space saving"]),
+    "office chair": ("Furniture", [], ["height adjustable", "heavy duty", "easy assemble",
+                                       "super soft", "space saving"]),
+}
+COLOUR_POOL = ["beige", "black", "blue", "brown", "gold", "green", "navy", "orange", "pink",
+               "purple", "red", "silver", "white", "yellow"]
+PLACES = ["at home", "on the road", "in the city", "for a gift", "for daily use", "in small rooms",
+          "for beginners", "all year round"]
+BULLETS = ["one year warranty", "packed without plastic", "designed with care", "tested by hand",
+           "ships within two days", "instructions included"]
+TEMPLATES = [
+    "i need a {type} that is {attributes} in {options}, and price lower than {limit} dollars",
+    "i am looking for a {attributes} {type} in {options}, and price lower than {limit} dollars",
+    "find me a {type} with {attributes}, i want {options}, and price lower than {limit} dollars",
+]
+# What an instruction asks for, read back from its text.
+_PATTERNS = [re.compile(template.format(type=r"(?P<type>\w+ \w+)", limit=r"(?P<limit>[\d.]+)",
+                                        attributes="(?P<attributes>.+?)",
+                                        options="(?P<options>.+?)"))
+             for template in TEMPLATES]
+_TYPE_WORDS = {word for name in TYPES for word in name.split()}
+
+
+def type_words(name: str) -> list[str]:
+    """The words of a product's name that say its type; the catalogue's "nouns" for the reward."""
+    return [word for word in re.findall("[a-z]+", name.lower()) if word in _TYPE_WORDS]
+
+
+@dataclass(frozen=True, eq=False)
+class ShopWorld:
+    products: list[dict]          # webshop_reward's product, with asin, price and options
+    goals: dict[str, list[dict]]  # split -> webshop_reward's goals, with the instruction
+    families: list[dict]          # what `draw_goal` takes; "held_out" marks the unseen ones
+
+
+@cache
+def shop_world() -> ShopWorld:
+    """384 products and 1,152 goals; 12 families (one a type) are held out as "unseen"."""
+    rng = random.Random(WORLD_SEED)
+    families, products = [], []
+    for name in TYPES:
+        pairs = rng.sample(list(combinations(TYPES[name][2], 2)), 8)
+        held_out = rng.randrange(8)
+        colours = rng.sample(COLOUR_POOL, 8)
+        for i, pair in enumerate(pairs):
+            family = _family(rng, name, list(pair), colours, i == held_out)
+            families.append(family)
+            products += _twins(rng, family)
+    rng.shuffle(products)  # equal scores rank by number, so the order must say nothing
+    used = set()
+    for product in products:
+        product["asin"] = _asin(rng, used)
+
+    seen, unseen, keys = [], [], set()
+    for family in families:
+        for _ in range(12):
+            goal = draw_goal(rng, family, keys)
+            keys.add(goal_key(goal))
+            (unseen if family["held_out"] else seen).append(goal)
+    rng.shuffle(seen)
+    goals = {"train": seen[:600], "validation": seen[600:758], "test": seen[758:],
+             "unseen": unseen}
+    return ShopWorld(products, goals, families)
+
+
+def _family(rng, name, attributes, colours, held_out):
+    # Goals ask for `colours`; the twins without them have the type's other four.
+    mine = rng.sample(colours, 4)
+    price = rng.choice([p for p in range(15, 70) if p % 10])
+    return dict(type=name, attributes=attributes, colours=mine, price=price, held_out=held_out,
+                others=[c for c in colours if c not in mine], sizes=TYPES[name][1])
+
+
+def _twins(rng, family):
+    name, attributes = family["type"], family["attributes"]
+    title = " ".join([*attributes, name]).title()
+    # Twins must rank alike in a search, so their indexed texts are of one length.
+    description = f"A {name} {rng.choice(PLACES)}."
+    bullets = rng.sample(BULLETS, 2)
+    twins = []
+    for dear in (False, True):
+        for colours in (family["colours"], family["others"]):
+            price = family["price"]
+            if colours is family["others"]:
+                price += rng.randint(-4, 4)
+            if dear:  # a limit is at most 40 dollars above the good twin's price
+                price = family["price"] + rng.randint(41, 60)
+            options = {"color": rng.sample(colours, 4)}
+            if family["sizes"]:
+                options["size"] = family["sizes"]
+            twins.append({
+                "name": title, "Title": title, "query": name,
+                "product_category": f"{TYPES[name][0]} › {name.title()}",
+                "Attributes": attributes, "BulletPoints": bullets, "Description": description,
+                "options": options, "price": float(price)})
+    return twins
+
+
+def _asin(rng, used):
+    while True:
+        asin = "B0" + "".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789", k=8))
+        if asin not in used:
+            used.add(asin)
+            return asin
+
+
+def goal_key(goal: dict) -> tuple:
+    """What a goal asks for; two goals with one key would differ in wording only."""
+    return (goal["query"], frozenset(goal["attributes"]), frozenset(goal["goal_options"]),
+            goal["price_upper"])
+
+
+def draw_goal(rng: random.Random, family: dict, taken: set) -> dict:
+    """A random goal of the family whose key is not in `taken`."""
+    while True:
+        attributes = rng.sample(family["attributes"], rng.choice([1, 2]))
+        options = [rng.choice(family["colours"])]
+        if family["sizes"] and rng.random() < 0.5:
+            options.append(rng.choice(family["sizes"]))
+        # WebShop's rule: the larger of two picks among the first four tens above the price.
+        tens = [float(t) for t in range(10, 1000, 10) if t > family["price"]][:4]
+        limit = max(rng.sample(tens, 2))
+        title = " ".join([*family["attributes"], family["type"]]).title()
+        goal = {"name": title, "query": family["type"],
+                "product_category": f"{TYPES[family['type']][0]} › {family['type'].title()}",
+                "attributes": attributes, "goal_options": options, "price_upper": limit}
+        if goal_key(goal) not in taken:
+            goal["instruction"] = rng.choice(TEMPLATES).format(
+                type=family["type"], attributes=" and ".join(attributes),
+                options=", ".join(options), limit=f"{limit:.2f}")
+            return goal
+
+
+# -------------------------------------------------------------------- reading the shop's pages
+
+
+def split_page(observation: str) -> list[str]:
+    return re.split(r" \[SEP\] | \| ", observation)
+
+
+def read_instruction(observation: str) -> dict:
+    """type, attributes, options (colour first) and limit, from the first page's text.
+
+    ValueError for an instruction that is in none of the TEMPLATES.
+    """
+    match = next(filter(None, (pattern.search(observation) for pattern in _PATTERNS)), None)
+    if match is None:
+        raise ValueError("the scripted expert reads the catalogue's own wordings only, not "
+                         f"{observation[:200]!r}")
+    return {"type": match["type"], "attributes": match["attributes"].split(" and "),
+            "options": match["options"].split(", "), "limit": float(match["limit"])}
+
+
+def read_results(observation: str) -> list[tuple[str, str, float]]:
+    """(asin, title, price) of the products on a results page."""
+    pieces = split_page(observation)
+    return [(asin, title, float(price[1:])) for asin, title, price
+            in zip(pieces, pieces[1:], pieces[2:]) if re.fullmatch("B0[A-Z0-9]{8}", asin)]
+
+
+def _best(results, want):
+    """The results within the limit that name the most wanted attributes, in order."""
+    def matches(title):
+        return sum(attribute in title.lower() for attribute in want["attributes"])
+    affordable = [r for r in results if r[2] <= want["limit"]]
+    most = max((matches(title) for _, title, _ in affordable), default=0)
+    return [r for r in affordable if matches(r[1]) == most]
+
+
+# ------------------------------------------------------------------------- the scripted expert
+
+
+def shop_expert(thoughts: bool):
+    """An expert that reads the pages only, full or short: observation -> reply.
+
+    Searches the type and attributes, opens the first result within the limit with the most
+    attributes, goes back for the next one if the colour is missing, clicks the options and buys.
+    """
+    script = None
+
+    def reply(observation: str) -> str:
+        nonlocal script
+        if script is None:
+            script = _expert_script(observation)
+            thought, action = next(script)
+        else:
+            thought, action = script.send(observation)
+        return f"Thought: {thought}\nAction: {action}" if thoughts else action
+    return reply
+
+
+def _expert_script(page):
+    want = read_instruction(page)
+    colour, attributes = want["options"][0], " and ".join(want["attributes"])
+    page = yield (f"I should search for a {want['type']} that is {attributes}.",
+                  f"search[{want['type']} {' '.join(want['attributes'])}]")
+    steps = 1
+    while True:
+        fits = _best(read_results(page), want)
+        for n, (asin, _, price) in enumerate(fits):
+            page = yield (f"{asin} is {attributes} and costs {price} dollars, which is within "
+                          f"{want['limit']:.2f}.", f"click[{asin}]")
+            steps += 1
+            more = 2 if n + 1 < len(fits) else 3  # < Prev, (Next >,) the next product
+            if colour in split_page(page) or steps + more + len(want["options"]) + 1 > 10:
+                for option in want["options"]:
+                    if option in split_page(page):
+                        yield f"I want {option}.", f"click[{option}]"
+                yield "The product is what I was asked for.", "click[Buy Now]"
+            yield f"It does not come in {colour}, so I go back to the results.", "click[< Prev]"
+            steps += 1
+        page = yield "Nothing else here fits, so I look at the next page.", "click[Next >]"
+        steps += 1
+
+
+# ------------------------------------------------------------------------------ noisy shoppers
+
+# The mixture of competence: chances of each habit. `share`: of all shoppers; `asked`: searches
+# for all it was asked (else for a part of it); `fits`: opens a result that fits (else any);
+# `colour`: goes back when the colour is missing; `right`: clicks an option as asked (else
+# another, or none); `buys`: buys what it has open (else goes on looking); `peeks`: reads a
+# sub-page; `slips`: does something invalid before an action.
+COMPETENCE = [
+    dict(share=0.35, asked=0.85, fits=0.8, colour=0.7, right=0.9, buys=0.95, peeks=0.1, slips=0.05),
+    dict(share=0.35, asked=0.6, fits=0.35, colour=0.2, right=0.75, buys=0.9, peeks=0.15, slips=0.1),
+    # Wanderers search for some product of the right type: so every product gets visited.
+    dict(share=0.30, asked=0.0, fits=0.0, colour=0.1, right=0.6, buys=0.6, peeks=0.4, slips=0.12),
+]
+
+
+def shoppers(shop, seed: int, n: int) -> list[list[dict]]:
+    """n conversations of shoppers of mixed competence in `shop` (a WebShop, any view).
+
+    A conversation is a list of {"role", "content"} that ends with the shopper's last action. The
+    instructions are new ones: of no split, and of no held-out family (whose products may be seen).
+    Each shopper acts on its instruction, makes mistakes and recovers, and often buys the wrong
+    product; from 1,500 shoppers on every product has been opened.
+    """
+    world = shop.world
+    rng = random.Random(f"shoppers-{seed}")
+    taken = {goal_key(goal) for goals in world.goals.values() for goal in goals}
+    families = [family for family in world.families if not family["held_out"]]
+    targets, conversations = [], []
+    for _ in range(n):
+        habits = rng.choices(COMPETENCE, [c["share"] for c in COMPETENCE])[0]
+        target = None
+        if not habits["asked"]:
+            targets = targets or rng.sample(world.products, len(world.products))
+            target = targets.pop()
+        family = rng.choice([f for f in families if not target or f["type"] == target["query"]])
+        goal = draw_goal(rng, family, taken)
+        page = shop.start(goal)
+        actions = _shopper_script(rng, page, habits, target)
+        conversations.append(practise(shop, page, _with_slips(rng, shop, habits, actions)))
+    return conversations
+
+
+def _with_slips(rng, shop, habits, actions):
+    """The actions, with invalid ones before some of them, after which the page is the same."""
+    action = next(actions)
+    while True:
+        while rng.random() < habits["slips"]:
+            yield _slip(rng, shop)
+        action = actions.send((yield action))
+
+
+def _slip(rng, shop):
+    """An action that this page does not take."""
+    links = shop.clickables()
+    clicks = [rng.choice(COLOUR_POOL), rng.choice(shop.world.products)["asin"], "Search",
+              "Buy Now", "Next >", "< Prev"]
+    slips = [f"click[{text}]" for text in clicks if text.lower() not in links]
+    if links:  # every page but the search page
+        slips.append(f"search[{rng.choice(list(TYPES))}]")
+    return rng.choice(slips)
+
+
+def _shopper_script(rng, page, habits, target):
+    want, opened = read_instruction(page), set()
+    while True:
+        if target:
+            query = " ".join([target["query"], *target["Attributes"]])
+        else:
+            words = [want["type"], *want["attributes"]]
+            if rng.random() > habits["asked"]:  # forgets a part, or mixes an attribute up
+                mixed_up = rng.choice(["", *TYPES[want["type"]][2]])
+                words[rng.randrange(1, len(words))] = mixed_up  # it always knows the type
+            query = " ".join(dict.fromkeys(word for word in words if word))
+        page = yield f"search[{query}]"
+        results = []
+        while True:
+            if "(seen)" not in page:
+                results = read_results(page)
+            if results and not target and rng.random() < 0.1:
+                page = yield "click[Next >]"
+                continue
+            fits = _best(results, want) if rng.random() < habits["fits"] else results
+            fits = [asin for asin, _, _ in fits if asin not in opened]
+            if not fits:
+                yield "click[Back to Search]"
+                break
+            asin = target["asin"] if target else rng.choice(fits)
+            target = None
+            opened.add(asin)
+            item = split_page((yield f"click[{asin}]"))
+            if rng.random() < habits["peeks"]:
+                yield f"click[{rng.choice(['Description', 'Features', 'Reviews', 'Attributes'])}]"
+                yield "click[< Prev]"
+            if want["options"][0] not in item and rng.random() < habits["colour"]:
+                page = yield "click[< Prev]"
+                continue
+            shown = [v for v in item if v in COLOUR_POOL or v in TYPES[want["type"]][1]]
+            for option in want["options"]:
+                if option in shown and rng.random() < habits["right"]:
+                    yield f"click[{option}]"
+                elif rng.random() < 0.5:
+                    yield f"click[{rng.choice(shown)}]"
+            if rng.random() < habits["buys"]:
+                yield "click[Buy Now]"
+            yield "click[Back to Search]"
+            break

@@ -1,0 +1,236 @@
+"""An official WebShop server, driven as a browser does: by its pages' links and forms."""
+
+import math
+import re
+import sys
+import time
+from functools import lru_cache
+from html.parser import HTMLParser
+from urllib.parse import urljoin, urlsplit
+
+import requests
+
+from worlds import EnvError
+from worlds.webshop import DONE, Shop, Shown
+
+
+class WebShopServer(Shop):
+    """An official WebShop server, driven as a browser does: by its pages' links and forms.
+
+    A task is the number of one of the server's goals. Goal numbers mean the same on every server
+    with the same catalogue, but price limits are drawn when it starts: the instruction is read
+    from the page. Splits are those of WebShop's own baselines, test 0-499, validation 500-1499,
+    and as many training goals from 1500 on as the paper has; it evaluates on 200 test goals.
+    The catalogue of 1,000 products has 6,910 goals, all 1.18 million products have 12,087;
+    `reset` takes any goal number, whatever the split.
+
+    A server keeps of a session its goal only (the rest is in the URLs), so every episode on a goal
+    uses the same session, and the server, which slows down with each session, sees few of them.
+
+    EnvError: no answer, errors, broken or huge pages, a link or redirect to another host.
+    Where the server itself has no page for its link (404, for an option name with a slash), the
+    click does nothing. Text of a model leaves as the search form's field and in no other way.
+    """
+    test_splits = ("test",)
+    latency = 2
+    splits = {split: {str(goal): goal for goal in goals} for split, goals in (
+        ("train", range(1500, 1500 + 1624)), ("validation", range(500, 1500)),
+        ("test", range(500)))}
+    max_bytes = 10_000_000
+    max_query = 1000  # characters; a URL has to hold it and Lucene takes 1,024 words
+    slow = 3.0        # seconds of a purchase from which on the user is told
+    _loaded = set()   # servers that have answered this process
+
+    def __init__(self, webshop_url: str, view: str = "full", timeout: float = 60.0,
+                 load_timeout: float = 1200.0):
+        """webshop_url: http://host:port. Seconds that a request may take, and the first one, which
+        has the server load its catalogue."""
+        super().__init__(view)
+        self.url, self.timeout, self.load_timeout = webshop_url.rstrip("/"), timeout, load_timeout
+        self._http = requests.Session()  # keeps its connection
+        self._http.trust_env = False     # no proxy may come between, and no saved password
+        self._http.headers["Accept-Encoding"] = "identity"  # what is sent is as large as it says
+
+    def definition(self, split: str, key: str) -> int | None:
+        """The task's goal number, which the server may not have."""
+        return int(key) if split in self.splits and re.fullmatch(r"\d{1,9}", key) else None
+
+    def reset(self, task: str) -> str:
+        goal = self.find(task)
+        self._task, self._instruction, self._shown = task, None, None
+        return self._begin(self._open("GET", f"{self.url}/coevolve_fixed_{goal}"))
+
+    def expert(self):
+        raise EnvError("the scripted expert knows the embedded shop's instructions only; for a "
+                       "WebShop server give expert trajectories with --experts FILE")
+
+    def close(self):
+        super().close()
+        self._http.close()
+
+    def _find(self, query: str) -> Shown:
+        # A slash would end in a 404, and <r>, <a>, <c>, <q> at the start are commands.
+        query = re.sub("^<([racq])>", r"\1", query.replace("/", " "))[:self.max_query]
+        return self._open("POST", self._form, data={"search_query": query})
+
+    def _follow(self, link) -> Shown:
+        return self._open(*link)
+
+    def _open(self, method: str, url: str, item=None, data=None) -> Shown:
+        """The page at `url`, or the page shown if there is none (404). item: of a product link."""
+        before, self._shown = self._shown, None  # a void episode has no page to go on from
+        started = time.monotonic()
+        found = self._load(method, url, data, opening=before is None)
+        if found is None:
+            return before
+        try:
+            page = _Html(*found)
+        except (ValueError, AssertionError) as error:  # an address, a number or a mark
+            self._fail(f"a page that cannot be read ({error})")
+        if page.reward is not None:
+            if time.monotonic() - started > self.slow:
+                _say_once(f"webshop: a purchase takes {self.url} more than {self.slow:g} s; it "
+                          "slows down with every session it has seen. Restart it before the next "
+                          "run (not within one: a restart draws new price limits)")
+            if not 0 <= page.reward <= 1:
+                self._fail("the reward of the purchase is not a number in [0, 1]")
+            return Shown("done", DONE, {}, reward=page.reward)
+        if page.instruction is None or (before is None and page.form is None):
+            self._fail("this is no page of a WebShop server; is the address right?")
+        if self._instruction not in (None, page.instruction):
+            self._fail("the instruction has changed; was the server restarted?")
+        self._instruction, self._form = page.instruction, page.form
+        if page.form is not None:
+            return Shown("search", page.pieces, {})
+        if "next >" in page.links:
+            return Shown("results", page.pieces, page.links)
+        return Shown("item", page.pieces, page.links, item or before.item)
+
+    def _load(self, method: str, url: str, data, opening: bool) -> tuple[str, str] | None:
+        """HTML and address of the page at `url`; None if there is none."""
+        timeout = self.timeout if self.url in self._loaded else self.load_timeout
+        try:
+            status, html, at = self._fetch(method, url, data, timeout)
+        except requests.RequestException as error:
+            if isinstance(error, requests.ConnectionError):
+                self._loaded.discard(self.url)  # started again, it loads its catalogue again
+            self._fail(f"{type(error).__name__}; is the server running?")
+        except ValueError as error:
+            self._fail(f"a redirect that cannot be read ({error})")
+        if status == 200 and "</html>" in html:
+            self._loaded.add(self.url)
+            return html, at
+        if status == 404 and not opening:
+            return None
+        problem = f"HTTP {status}" if status != 200 else "a page that ends early"
+        if opening and status == 500:
+            problem += (", its answer to a goal that its catalogue does not have; lower "
+                        "--train-tasks or --eval-tasks, or start it with more products")
+        self._fail(problem)
+
+    def _fetch(self, method: str, url: str, data, timeout: float) -> tuple[int, str, str]:
+        """Status, text and address after redirects; none of them may leave the server."""
+        deadline = time.monotonic() + timeout
+        for _ in range(5):
+            request = self._http.prepare_request(requests.Request(method, url, data=data))
+            if _host(request.url) != _host(self.url):
+                self._fail(f"refused to follow it to another host: {request.url[:200]}")
+            with self._http.send(request, stream=True, allow_redirects=False,
+                                 timeout=(min(10.0, timeout), timeout)) as response:
+                body = b""
+                for part in response.iter_content(1 << 16):
+                    body += part
+                    if len(body) > self.max_bytes:
+                        self._fail(f"a page of more than {self.max_bytes:,} bytes")
+                    if time.monotonic() > deadline:
+                        raise requests.Timeout("a page that comes too slowly")
+                to = self._http.get_redirect_target(response)
+            if not to:
+                return response.status_code, body.decode("utf-8", "replace"), request.url
+            method, url, data = "GET", urljoin(request.url, to), None
+        self._fail("redirects without end")
+
+    def _fail(self, problem: str):
+        raise EnvError(f"{self._task} at {self.url}: {problem}")
+
+
+class _Html(HTMLParser):
+    """A page of an official server: its visible text, and where its links and forms lead.
+
+    pieces, instruction: text. links: lowercased text -> (method, address, product if it is a
+    product's link). form: where a search is posted to. reward: of a purchase (nan: unreadable).
+    """
+    HIDDEN = ("style", "script", "head", "title")
+
+    def __init__(self, html: str, url: str):
+        super().__init__()
+        self.pieces, self.links, self.form, self.reward = [], {}, None, None
+        self._url, self._action, self._options = url, url, {}
+        self._text = ""       # since the last tag or comment
+        self._hidden = 0      # open elements whose text is not shown
+        self._control = None  # the open button or product link: tag, method, address, its text
+        self._score = None    # the text since #reward or its <pre> began
+        self.feed(html)
+        self.close()
+        for value, link in self._options.items():
+            self.links.setdefault(value, link)  # a button beats an option of the same name
+        self.links.pop("search", None)
+        self.instruction = next((text for head, text in zip(self.pieces, self.pieces[1:])
+                                 if head == "Instruction:"), None)
+
+    def handle_starttag(self, tag, attrs):
+        self._end_text()
+        attrs = {name: value or "" for name, value in attrs}
+        classes = attrs.get("class", "").split()
+        self._hidden += tag in self.HIDDEN
+        if tag == "form":
+            self._action = urljoin(self._url, attrs.get("action", ""))
+        elif attrs.get("name") == "search_query":
+            self.form = self._action
+        elif attrs.get("type") == "radio":
+            link = "GET", urljoin(self._url, attrs.get("data-url", "")), None
+            self._options[attrs.get("value", "")] = link
+        if "btn" in classes:
+            self._control = [tag, "POST", self._action, ""]
+        elif "product-link" in classes:
+            self._control = [tag, "GET", urljoin(self._url, attrs.get("href", "")), ""]
+        if attrs.get("id") == "reward" or (tag == "pre" and self._score is not None):
+            self._score = ""
+
+    def handle_endtag(self, tag):
+        self._end_text()
+        self._hidden -= tag in self.HIDDEN
+        if self._control and tag == self._control[0]:
+            _, method, address, text = self._control
+            self.links[text.lower()] = method, address, text if method == "GET" else None
+            self._control = None
+        if tag == "pre" and self._score is not None:
+            number = re.fullmatch(r"\s*([\d.]+(e-\d+)?)\s*", self._score)
+            self.reward, self._score = float(number[1]) if number else math.nan, None
+
+    def handle_data(self, data):
+        self._text += data
+        if self._control:
+            self._control[3] += data
+        if self._score is not None:
+            self._score += data
+
+    def handle_comment(self, data):
+        self._end_text()
+
+    def _end_text(self):
+        """A piece ends at a tag; one of white space alone counts unless it holds a newline."""
+        text, self._text = self._text, ""
+        blank = not text.strip(" \t\n\f\r")
+        if text and not self._hidden and not (blank and "\n" in text):
+            self.pieces.append(text.strip())
+
+
+def _host(url: str) -> tuple:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+
+
+@lru_cache(maxsize=None)
+def _say_once(line: str) -> None:
+    print(line, file=sys.stderr)
