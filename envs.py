@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from io import StringIO
 from pathlib import Path
 from textwrap import shorten
 from typing import Protocol
@@ -48,15 +49,15 @@ class Env(Protocol):
 def make(name: str, view: str = "full", **options) -> "Repaired":
     """The environment called `name`; `view` is "full" (the official text) or "short".
 
-    options: the settings that belong to it, such as webshop_url (see its class). Refused, naming
-    what is wrong with one of them.
+    options: the settings that belong to it, such as webshop_url (see its class); Refused, naming
+    what is wrong with one of them. What an environment needs is imported here and nowhere before.
     """
     if name == "webshop":
-        if options.get("webshop_url"):
+        if url := options.pop("webshop_url", None):
             from worlds.webshop_server import WebShopServer
-            return Repaired(WebShopServer(options["webshop_url"], view))
+            return Repaired(WebShopServer(url, view, **options))
         from worlds.webshop import WebShop
-        return Repaired(WebShop(view))
+        return Repaired(WebShop(view, **options))
     if name == "scienceworld":
         from worlds.scienceworld import ScienceWorld
         return Repaired(ScienceWorld(view, **options))
@@ -112,7 +113,7 @@ def read_experts(path: str, env: Env) -> list[tuple[str, list[dict], float]]:
         rows = json.loads(text) if listed else []
     except (OSError, ValueError, RecursionError) as error:
         refuse(f"{error}; {remedy}")
-    for n, line in enumerate([] if listed else text.splitlines(), 1):
+    for n, line in enumerate([] if listed else StringIO(text), 1):
         try:
             rows.append(dict(json.loads(line)))
         except (ValueError, TypeError, RecursionError):
@@ -183,9 +184,6 @@ class Repaired:
 
     def expert(self):
         return self._safely(self._env.expert)
-
-    def gold(self):
-        return self._safely(self._env.gold)
 
     def _note(self, reply, answer):
         self._seen.append((reply, answer))

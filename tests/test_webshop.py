@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import envs  # noqa: E402
-import worlds  # noqa: E402
+from worlds import webshop  # noqa: E402
+from worlds import webshop_catalogue as catalogue  # noqa: E402
+from worlds.webshop import WebShop  # noqa: E402
 
 DATA = ROOT.parent / "shared" / "data" / "webshop"
 
@@ -32,7 +34,7 @@ def test_reward_agrees_with_the_official_reward_on_all_vectors():
     vectors = data("reward_vectors.json")
     assert len(vectors) == 200
     for v in vectors:
-        got = envs.webshop_reward(v["product"], v["goal"], v["options"], v["price"])
+        got = webshop.webshop_reward(v["product"], v["goal"], v["options"], v["price"])
         assert got == pytest.approx(v["reward"], abs=1e-12), v
 
 
@@ -47,13 +49,13 @@ def test_reward_agrees_with_the_official_reward_on_all_vectors():
     ("", "red", 0), ("!!", "!!", 0), ("black", "", 0),
 ])
 def test_token_set_ratio_on_hand_worked_cases(a, b, score):
-    assert envs.token_set_ratio(a, b) == score
+    assert webshop.token_set_ratio(a, b) == score
 
 
 def test_colours_are_normalised_to_their_first_plain_word():
-    assert envs.normalise_colour("rose gold") == "gold"
-    assert envs.normalise_colour("navy blue") == "blue"  # blue comes before navy in the list
-    assert envs.normalise_colour("teal") == "teal"
+    assert webshop.normalise_colour("rose gold") == "gold"
+    assert webshop.normalise_colour("navy blue") == "blue"  # blue comes before navy in the list
+    assert webshop.normalise_colour("teal") == "teal"
 
 
 KETTLE = {"name": "Enamel Kettle", "Title": "Enamel Kettle", "query": "kettle",
@@ -82,22 +84,22 @@ WANT = {"name": "Enamel Kettle", "query": "kettle", "price_upper": 30.0,
     ({}, {"goal_options": {"size": "large"}}, {"size": "x-large"}, 20.0, 3 / 4),
 ])
 def test_reward_on_hand_worked_cases(product, goal, options, price, reward):
-    got = envs.webshop_reward({**KETTLE, **product}, {**WANT, **goal}, options, price)
+    got = webshop.webshop_reward({**KETTLE, **product}, {**WANT, **goal}, options, price)
     assert got == pytest.approx(reward, abs=1e-12)
 
 
 def test_shared_attribute_words_give_no_credit_for_another_type():
-    shop = envs.WebShop().world
+    shop = WebShop().world
     jacket = next(p for p in shop.products if p["query"] == "rain jacket"
                   and "light weight" in p["Attributes"])
     gloves = next(g for g in shop.goals["train"] if g["query"] == "winter gloves"
                   and "light weight" in g["name"].lower())
-    assert envs.webshop_reward(jacket, gloves, {}, 1.0, nouns=worlds.type_words) == 0
+    assert webshop.webshop_reward(jacket, gloves, {}, 1.0, nouns=catalogue.type_words) == 0
 
 
 # ------------------------------------------------------------------------------ pages and actions
 
-SMALL = worlds.ShopWorld(
+SMALL = catalogue.ShopWorld(
     products=[
         {**KETTLE, "asin": "B0AAAAAAAA", "price": 36.0, "Attributes": ["easy clean", "bpa free"],
          "BulletPoints": ["one", "two"], "options": {"color": ["navy", "sand"], "size": ["large"]}},
@@ -120,7 +122,7 @@ DONE = "Thank you for shopping with us! [SEP] Your code:"
 
 def small_shop(*actions, view="full"):
     """A shop of three kettles, two a page, after some actions; and the last observation."""
-    shop = envs.WebShop(view=view, world=SMALL, page_size=2)
+    shop = WebShop(view=view, world=SMALL, page_size=2)
     observation = shop.reset("webshop-train-0")
     for action in actions:
         observation = shop.step(action).observation
@@ -162,8 +164,7 @@ def test_pages_have_the_layout_of_the_recorded_ones():
     products = [{**KETTLE, "asin": asin, "Title": title, "price": float(price[1:]), "options": {}}
                 for asin, title, price in zip(*[iter(pieces[5:])] * 3)]
     goal = {**WANT, "instruction": pieces[1]}
-    shop = envs.WebShop(world=replace(SMALL, products=products, goals={"train": [goal]}),
-                        page_size=10)
+    shop = WebShop(world=replace(SMALL, products=products, goals={"train": [goal]}), page_size=10)
     products[0].update(  # set late: two such sizes count as equal and would be refused
         Description=texts["08"].split(" [SEP] ")[-1],
         options={"flavor name": ["sea salt", "baker's choice"],
@@ -232,21 +233,21 @@ def test_options_survive_a_sub_page_and_are_lost_on_the_way_to_the_results():
 
 
 def test_a_search_gives_at_most_fifty_results():
-    shop = envs.WebShop()
+    shop = WebShop()
     shop.reset("webshop-train-0")
-    text = shop.step(f"search[{' '.join(worlds.TYPES)}]").observation
-    assert "Page 1 (Total results: 50)" in text and len(worlds.read_results(text)) == 4
+    text = shop.step(f"search[{' '.join(catalogue.TYPES)}]").observation
+    assert "Page 1 (Total results: 50)" in text and len(catalogue.read_results(text)) == 4
     for _ in range(12):
         text = shop.step("click[Next >]").observation
-    assert "Page 13" in text and len(worlds.read_results(text)) == 2
-    assert worlds.read_results(shop.step("click[Next >]").observation) == []
+    assert "Page 13" in text and len(catalogue.read_results(text)) == 2
+    assert catalogue.read_results(shop.step("click[Next >]").observation) == []
 
 
 def test_search_ranks_by_bm25():
     # 3 texts of mean length 2; "b" is in two: idf = ln(1 + 1.5 / 2.5), "c" in one: ln(1 + 2.5/1.5).
     # Text 1 (length 3): b 0.470 / (1 + 0.9 (0.6 + 0.4 * 3/2)) = 0.226, c 0.981 / 2.08 = 0.472;
     # text 2 (length 1): b 0.470 / (1 + 0.9 (0.6 + 0.4 / 2)) = 0.273.
-    rank = envs.BM25(["A d", "a b c", "b"])
+    rank = webshop.BM25(["A d", "a b c", "b"])
     assert rank("B") == [2, 1] and rank("b c") == [1, 2] and rank("x") == []
 
 
@@ -281,10 +282,10 @@ def test_unknown_names_are_refused_with_the_choices():
 # ------------------------------------------------------------------------------ catalogue and goals
 
 def test_catalogue_is_built_of_near_twins():
-    world = worlds.shop_world()
+    world = catalogue.shop_world()
     assert len(world.products) == len({p["asin"] for p in world.products}) == 384
     assert all(re.fullmatch("B0[A-Z0-9]{8}", p["asin"]) for p in world.products)
-    assert len({word for name in worlds.TYPES for word in name.split()}) == 24
+    assert len({word for name in catalogue.TYPES for word in name.split()}) == 24
     for split, goals in world.goals.items():
         for goal in goals:
             twins = [p for p in world.products if p["Title"] == goal["name"]]
@@ -294,19 +295,20 @@ def test_catalogue_is_built_of_near_twins():
             assert faults == [(False, False), (False, True), (True, False), (True, True)]
             best = twins[[a and b for a, b in zip(cheap, colour)].index(True)]
             options = dict(enumerate(goal["goal_options"]))
-            assert envs.webshop_reward(best, goal, options, best["price"], worlds.type_words) == 1
+            assert webshop.webshop_reward(best, goal, options, best["price"],
+                                          catalogue.type_words) == 1
 
 
 def test_option_values_that_count_as_equal_are_refused():
     twins = [{**SMALL.products[0], "options": {"size": ["large", "x-large"]}}]
     with pytest.raises(ValueError, match="'large' and 'x-large' score 100"):
-        envs.WebShop(world=replace(SMALL, products=twins))
+        WebShop(world=replace(SMALL, products=twins))
 
 
 def test_limits_follow_the_official_rule():
-    for goals in worlds.shop_world().goals.values():
+    for goals in catalogue.shop_world().goals.values():
         for goal in goals:
-            good = min(p["price"] for p in worlds.shop_world().products
+            good = min(p["price"] for p in catalogue.shop_world().products
                        if p["Title"] == goal["name"]
                        and goal["goal_options"][0] in p["options"]["color"])
             tens = [t for t in range(10, 1000, 10) if t > good][:4]
@@ -316,10 +318,10 @@ def test_limits_follow_the_official_rule():
 
 
 def test_splits_share_no_goal_and_unseen_shares_no_family():
-    goals = worlds.shop_world().goals
+    goals = catalogue.shop_world().goals
     assert {k: len(v) for k, v in goals.items()} == {
         "train": 600, "validation": 158, "test": 250, "unseen": 144}
-    keys = [worlds.goal_key(goal) for split in goals.values() for goal in split]
+    keys = [catalogue.goal_key(goal) for split in goals.values() for goal in split]
     assert len(set(keys)) == len(keys) == 1152
     assert len({goal["instruction"] for split in goals.values() for goal in split}) == 1152
     families = {split: {goal["name"] for goal in goals[split]} for split in goals}
@@ -328,9 +330,9 @@ def test_splits_share_no_goal_and_unseen_shares_no_family():
 
 
 def test_the_world_is_the_same_in_every_process():
-    code = ("import envs, worlds, hashlib, json;"
-            "w = worlds.shop_world(); s = envs.WebShop('short');"
-            "text = json.dumps([w.products, w.goals, worlds.shoppers(s, 3, 50)]);"
+    code = ("import hashlib, json; from worlds import webshop, webshop_catalogue as catalogue;"
+            "w = catalogue.shop_world(); s = webshop.WebShop('short');"
+            "text = json.dumps([w.products, w.goals, catalogue.shoppers(s, 3, 50)]);"
             "print(hashlib.sha256(text.encode()).hexdigest())")
     seen = {subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, check=True,
                            capture_output=True, env={"PYTHONHASHSEED": seed}).stdout
@@ -354,21 +356,21 @@ def play(shop, task, policy):
 @pytest.mark.parametrize("view", ["full", "short"])
 @pytest.mark.parametrize("split", ["train", "validation", "test", "unseen"])
 def test_expert_replays_to_its_reward(view, split):
-    shop = envs.WebShop(view)
+    shop = WebShop(view)
     rewards = [play(shop, task, shop.expert()) for task in shop.tasks(split)]
     assert mean(rewards) > 0.98
     assert mean(r == envs.SUCCESS for r in rewards) > 0.95
 
 
 def test_expert_has_thoughts_in_the_full_view_only():
-    full, short = envs.WebShop("full"), envs.WebShop("short")
+    full, short = WebShop("full"), WebShop("short")
     replies = [shop.expert()(shop.reset("webshop-test-0")) for shop in (full, short)]
     assert replies[0].startswith("Thought: I should search for a ")
     assert replies[0].endswith(f"\nAction: {replies[1]}") and replies[1].startswith("search[")
 
 
 def test_expert_episodes_are_short_in_the_short_view():
-    shop, lengths = envs.WebShop("short"), []
+    shop, lengths = WebShop("short"), []
     for task in shop.tasks("validation"):
         text, expert = [], shop.expert()
         play(shop, task, lambda page: text.extend([page, expert(page)]) or text[-1])
@@ -378,13 +380,13 @@ def test_expert_episodes_are_short_in_the_short_view():
 
 
 def test_fixed_policies_stay_far_below_the_expert():
-    shop = envs.WebShop()
+    shop = WebShop()
 
     def paste_and_buy_first(task):
         page = shop.reset(task)
-        want = worlds.read_instruction(page)
+        want = catalogue.read_instruction(page)
         page = shop.step(f"search[{page.split(' [SEP] ')[2]}]").observation
-        shop.step(f"click[{worlds.read_results(page)[0][0]}]")
+        shop.step(f"click[{catalogue.read_results(page)[0][0]}]")
         for option in want["options"]:
             shop.step(f"click[{option}]")
         return shop.step("click[Buy Now]").reward
@@ -393,7 +395,7 @@ def test_fixed_policies_stay_far_below_the_expert():
 
     def click_at_random(page):
         if page.startswith("WebShop"):
-            return f"search[{worlds.read_instruction(page)['type']}]"
+            return f"search[{catalogue.read_instruction(page)['type']}]"
         return f"click[{rng.choice(shop.clickables())}]"
 
     tasks = shop.tasks("test")
@@ -403,13 +405,13 @@ def test_fixed_policies_stay_far_below_the_expert():
 
 
 def test_shoppers_visit_everything_make_mistakes_and_know_no_goal_of_a_split():
-    shop = envs.WebShop("short")
-    conversations = worlds.shoppers(shop, seed=0, n=1500)
+    shop = WebShop("short")
+    conversations = catalogue.shoppers(shop, seed=0, n=1500)
     goals = [goal for split in shop.world.goals.values() for goal in split]
     first = " ".join(c[0]["content"] for c in conversations)
     assert not any(goal["instruction"] in first for goal in goals)
-    assert conversations == worlds.shoppers(shop, seed=0, n=1500)
-    assert conversations[:50] != worlds.shoppers(shop, seed=1, n=50)
+    assert conversations == catalogue.shoppers(shop, seed=0, n=1500)
+    assert conversations[:50] != catalogue.shoppers(shop, seed=1, n=50)
 
     opened, wasted, bought, asked = set(), 0, 0, 0
     for talk in conversations:
@@ -420,7 +422,7 @@ def test_shoppers_visit_everything_make_mistakes_and_know_no_goal_of_a_split():
         wasted += any(a == "click[Search]" or a.startswith("search[") and "WebShop" not in m
                       for a, m in zip(actions, [m["content"] for m in talk[::2]]))
         bought += actions[-1] == "click[Buy Now]"
-        want = worlds.read_instruction(talk[0]["content"])
+        want = catalogue.read_instruction(talk[0]["content"])
         asked += next(a for a in actions if a.startswith("search[")).find(want["type"]) > 0
     assert opened == {p["asin"] for p in shop.world.products}
     assert wasted > 0.1 * len(conversations)

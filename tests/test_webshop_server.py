@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import envs  # noqa: E402
-import worlds  # noqa: E402
+from worlds import webshop_catalogue as catalogue  # noqa: E402
+from worlds.webshop import Page, WebShop  # noqa: E402
+from worlds.webshop_server import WebShopServer, _Html  # noqa: E402
 
 RECORDED = ROOT.parent / "shared" / "data" / "webshop" / "recorded_exchanges.json"
 
@@ -92,8 +94,8 @@ def serve():
 
 
 def client(server, view="full", **changed):
-    quick = dict(timeout=0.5, load_timeout=2.0, waits=(0.01, 0.01))
-    return envs.WebShopServer(server.url, view, **{**quick, **changed})
+    quick = dict(timeout=0.5, load_timeout=2.0)
+    return WebShopServer(server.url, view, **{**quick, **changed})
 
 
 # ------------------------------------------------------------------------- the recorded exchanges
@@ -188,7 +190,7 @@ def as_html(shop, page, address):
 @pytest.fixture
 def official(serve):
     """The embedded shop's test goals behind the routes of a server."""
-    shop, pages = envs.WebShop(), [envs.Page()]
+    shop, pages = WebShop(), [Page()]
     goals = shop.world.goals["test"]
 
     def answer(method, path, form):
@@ -203,7 +205,7 @@ def official(serve):
             return f"/coevolve_fixed_{match[1]}/{pages.index(page)}"
 
         if "search_query" in form:
-            return 302, "", address(envs.Page("results", query=form["search_query"].lower()))
+            return 302, "", address(Page("results", query=form["search_query"].lower()))
         return 200, as_html(shop, page, address), None
 
     return serve(answer)
@@ -211,7 +213,7 @@ def official(serve):
 
 def any_policy(shop, seed):
     """Clicks at random, valid or not; on the search page, the shop's expert's search."""
-    rng, expert = random.Random(seed), worlds.shop_expert(thoughts=False)
+    rng, expert = random.Random(seed), catalogue.shop_expert(thoughts=False)
 
     def act(page):
         if page.startswith("WebShop") and "(seen)" not in page:
@@ -236,9 +238,9 @@ def episode(shop, task, act, turns=10):
 
 @pytest.mark.parametrize("view", ["full", "short"])
 def test_whole_episodes_equal_the_embedded_shops(official, view):
-    embedded, shop = envs.WebShop(view), client(official, view)
+    embedded, shop = WebShop(view), client(official, view)
     for n in range(12):
-        acts = [any_policy(s, n) if n % 2 else worlds.shop_expert(view == "full")
+        acts = [any_policy(s, n) if n % 2 else catalogue.shop_expert(view == "full")
                 for s in (embedded, shop)]
         a, b = (episode(s, f"webshop-test-{n}", act) for s, act in zip((embedded, shop), acts))
         assert a == b
@@ -247,9 +249,9 @@ def test_whole_episodes_equal_the_embedded_shops(official, view):
 
 def test_interleaved_episodes_equal_episodes_one_at_a_time(official):
     tasks = [f"webshop-test-{n}" for n in range(16)]
-    alone = [episode(s, t, worlds.shop_expert(True)) for t in tasks for s in [client(official)]]
+    alone = [episode(s, t, catalogue.shop_expert(True)) for t in tasks for s in [client(official)]]
     shops, together = [client(official) for _ in tasks], [[] for _ in tasks]
-    experts = [worlds.shop_expert(True) for _ in tasks]
+    experts = [catalogue.shop_expert(True) for _ in tasks]
     pages = [shop.reset(task) for shop, task in zip(shops, tasks)]
     for steps, shop, page in zip(together, shops, pages):
         steps.append((page, sorted(shop.clickables())))
@@ -265,14 +267,14 @@ def test_interleaved_episodes_equal_episodes_one_at_a_time(official):
 
 
 def test_the_goal_on_the_page_after_a_purchase_stays_hidden(official):
-    steps = episode(client(official), "webshop-test-0", worlds.shop_expert(False))
+    steps = episode(client(official), "webshop-test-0", catalogue.shop_expert(False))
     assert steps[-1][0].done
     assert steps[-1][0].observation == "Thank you for shopping with us! [SEP] Your code:"
 
 
 def test_episodes_on_a_goal_share_a_session_and_a_client_its_connection(official):
     shop = client(official)
-    first, second = (episode(shop, "webshop-test-3", worlds.shop_expert(True)) for _ in range(2))
+    first, second = (episode(shop, "webshop-test-3", catalogue.shop_expert(True)) for _ in range(2))
     assert first == second
     assert {path.split("/")[1] for _, path, _ in official.seen} == {"coevolve_fixed_3"}
     assert official.connections == 1
@@ -292,7 +294,7 @@ def test_tasks_name_goals_of_the_splits_without_a_request(official):
 
 
 def test_make_chooses_by_address():
-    assert isinstance(envs.make("webshop"), envs.WebShop)
+    assert isinstance(envs.make("webshop"), WebShop)
     shop = envs.make("webshop", "short", webshop_url="http://127.0.0.1:3000/")
     assert (shop.url, shop.view) == ("http://127.0.0.1:3000", "short")
     with pytest.raises(envs.EnvError, match="--experts"):
@@ -305,7 +307,7 @@ def test_make_chooses_by_address():
 # ------------------------------------------------------------------------------ the page's text
 
 def test_text_of_a_page_by_hand():
-    page = envs._Html("""<!DOCTYPE html><html><head><title>T</title><style>p {}</style></head>
+    page = _Html("""<!DOCTYPE html><html><head><title>T</title><style>p {}</style></head>
       <body> <p>one <b>two</b>\n</p><p> </p><!-- no --><p>a &lt;b&gt; &amp; c<br>d</p>
       <script>x</script></body></html>\n""", "http://shop/")
     # White space without a newline is an empty piece, as " " before <p> and inside <p> </p>.
@@ -313,7 +315,7 @@ def test_text_of_a_page_by_hand():
 
 
 def test_controls_of_a_page_by_hand():
-    page = envs._Html("""<h4>Instruction:<br>buy</h4>
+    page = _Html("""<h4>Instruction:<br>buy</h4>
       <form method="post" action="/s"><button class="btn x">Back to <i>Search</i></button></form>
       <form action="/d?a=1&amp;b=2"><button class="x btn">Description</button></form>
       <span class="input-group-btn">no</span>
@@ -342,11 +344,11 @@ ONCE = {"500": (500, "", None), "503": (503, "", None), "no answer": "close", "c
 @pytest.mark.parametrize("fault", ONCE)
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_one_fault_changes_nothing(official, fault, at):
-    expected = episode(client(official), TASK, worlds.shop_expert(True))
+    expected = episode(client(official), TASK, catalogue.shop_expert(True))
     shop = client(official)
     if at == 0:
         official.faults = [ONCE[fault]]
-    expert, turn = worlds.shop_expert(True), 0
+    expert, turn = catalogue.shop_expert(True), 0
 
     def act(page):
         nonlocal turn
@@ -416,7 +418,7 @@ def test_a_page_without_end_does_not_hold_the_client(serve, way):
 
     threading.Thread(target=listen, daemon=True).start()
     url, started = f"http://127.0.0.1:{listening.getsockname()[1]}", time.monotonic()
-    shop = envs.WebShopServer(url, timeout=0.3, load_timeout=0.3, waits=(0.01,))
+    shop = WebShopServer(url, timeout=0.3, load_timeout=0.3, waits=(0.01,))
     shop.max_bytes = 1_000_000
     says = {"drops": "Timeout", "without end": "more than 1,000,000 bytes", "unpacks": "ends early"}
     with pytest.raises(envs.EnvError, match=says[way]):
@@ -443,10 +445,10 @@ def test_an_address_that_cannot_be_read_voids_the_episode(official, to, by):
 
 def test_an_episode_goes_on_when_its_server_is_restarted(official, monkeypatch):
     """The server is gone, then back with the same goal, then with another price limit."""
-    monkeypatch.setattr(envs.Resumed, "waits", (0.01, 0.01))
-    expected = episode(client(official), TASK, worlds.shop_expert(True))
+    monkeypatch.setattr(envs.Repaired, "waits", (0.01, 0.01))
+    expected = episode(client(official), TASK, catalogue.shop_expert(True))
     for at in (1, 2, 4):
-        shop, expert, turns = envs.Resumed(client(official)), worlds.shop_expert(True), []
+        shop, expert, turns = envs.Repaired(client(official)), catalogue.shop_expert(True), []
 
         def act(page):
             turns.append(page)
@@ -455,8 +457,8 @@ def test_an_episode_goes_on_when_its_server_is_restarted(official, monkeypatch):
             return expert(page)
 
         assert episode(shop, TASK, act) == expected and official.faults == []
-        assert shop.url in envs.WebShopServer._loaded
-    shop = envs.Resumed(client(official))
+        assert shop.url in WebShopServer._loaded
+    shop = envs.Repaired(client(official))
     shop.reset(TASK)
     official.faults = ["close"] * 3 + [(200, PAGE.format("buy, price lower than 10", "/"), None)] * 9
     with pytest.raises(envs.EnvError, match="was a server replaced"):
@@ -467,7 +469,7 @@ def test_nobody_there_is_said_with_the_address():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    shop = envs.WebShopServer(url, waits=(0.01,))
+    shop = WebShopServer(url, waits=(0.01,))
     with pytest.raises(envs.EnvError, match=f"{TASK} at {url}: ConnectionError; is the server"):
         shop.reset(TASK)
 
@@ -484,7 +486,7 @@ def test_the_first_request_has_time_and_is_not_repeated_while_the_catalogue_load
     official.faults = [0.4]
     assert client(official, timeout=0.1, load_timeout=5.0).reset(TASK).startswith("WebShop")
     official.faults, official.seen[:] = [0.4], []
-    envs.WebShopServer._loaded.discard(official.url)
+    WebShopServer._loaded.discard(official.url)
     with pytest.raises(envs.EnvError, match="ReadTimeout"):
         client(official, load_timeout=0.1).reset(TASK)
     assert len(official.seen) == 1
@@ -548,7 +550,7 @@ def test_a_server_that_slows_down_is_reported_once(official, capfd):
     for _ in range(2):
         shop = client(official)
         shop.slow = 0.0
-        episode(shop, TASK, worlds.shop_expert(True))
+        episode(shop, TASK, catalogue.shop_expert(True))
     line, = capfd.readouterr().err.splitlines()
     assert official.url in line and "Restart it before the next run" in line
 

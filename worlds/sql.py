@@ -1,4 +1,8 @@
-"""InterCodeSQL: questions about databases that the agent explores with SQL."""
+"""InterCodeSQL: an agent answers a question by exploring a database with SQL.
+
+The questions are in `sql_questions.py` (generated) and `sql_spider.py` (InterCode's own), the
+databases in `sql_databases.py`.
+"""
 
 import re
 from collections import Counter
@@ -6,9 +10,9 @@ from collections import Counter
 import numpy as np
 
 from worlds import EnvError, Refused, Step, World
-from worlds import sql_players as players
-from worlds.sql_databases import INTERRUPTED, TOO_LARGE, MySQL, Sqlite
-from worlds.sql_questions import sql_world
+from worlds.sql_databases import INTERRUPTED, TOO_LARGE, MySQL, Sqlite, refusal
+from worlds.sql_questions import analysts, sql_expert, sql_world
+from worlds.sql_spider import spider_world
 
 SHORT_ROWS = 8
 
@@ -20,7 +24,7 @@ SELECT ...
 ```
 or, once the last result is the answer: Action: submit"""
 
-SQL_PROMPT = """\
+PROMPT = """\
 You answer a question with a MySQL database. You do not see the database: find out which tables it \
 has (SHOW TABLES), what their columns are (DESC table), and query them. Queries can only read.
 
@@ -41,8 +45,10 @@ turns; without a submission the answer counts as wrong."""
 class InterCodeSQL(World):
     """Questions about databases that the agent explores with SQL, then submits its last result.
 
-    Embedded: generated databases in sqlite. `intercode_data`: a folder with InterCode's ic_spider_dev.json
-    and ic_spider_dbs.sql, converted to sqlite, or with `mysql_url` the questions alone, over the
+    A task is a question: query (in words), gold (SQL) and db, the database's name. Embedded:
+    generated databases in sqlite; splits train, validation, test (new databases) and unseen (of
+    nouns that no training task names). intercode_data: a folder with InterCode's ic_spider_dev.json
+    and ic_spider_dbs.sql, converted to sqlite, or with mysql_url the questions alone, over the
     databases of a server. Observations are those of InterCode's ReAct agents: the rows as Python
     prints them, cut at 350 characters. The submission is scored against the gold query, run live.
 
@@ -50,6 +56,7 @@ class InterCodeSQL(World):
     and results come without brackets, DESC as names alone, at most SHORT_ROWS rows.
     """
     name = "intercodesql"
+    rules = PROMPT
     max_steps = 10
     latency = 0
 
@@ -57,37 +64,34 @@ class InterCodeSQL(World):
                  mysql_url: str | None = None):
         super().__init__(view)
         self.mysql_url = mysql_url
-        self.prompt = SQL_PROMPT if view == "full" else ""
-        if intercode_data:
-            from worlds.sql_spider import spider_world
-            self.world = spider_world(intercode_data)
-        else:
-            self.world = sql_world()
-        # test: new databases; unseen: of nouns that no training task names
+        self.world = spider_world(intercode_data) if intercode_data else sql_world()
         self.splits = {split: {str(n): question for n, question in questions.items()}
                        for split, questions in self.world.questions.items()}
-        self.test_splits = tuple(s for s in ("test", "unseen") if s in self.world.questions)
+        self.test_splits = tuple(split for split in ("test", "unseen") if split in self.splits)
         self._db, self._running = None, False
 
     def published_task(self, id: str) -> str:
         """The task of a published expert trajectory: the last number of its id, as in IPR's."""
         return f"{self.name}-train-{int(re.findall(r'[0-9]+', id)[-1])}"
 
-    def definition(self, split: str, key: str) -> dict | None:
-        """The task's question; Refused if there is no database for it."""
-        question = super().definition(split, key)
-        if question and not self.mysql_url and question["db"] not in self.world.databases:
-            raise Refused(f"{self.name}-{split}-{key}: the dump has no database "
-                          f"{question['db']}; give one that has as --intercode-data "
-                          "FOLDER/ic_spider_dbs.sql")
+    def find(self, task: str) -> dict:
+        """The task's question; ValueError if there is none, Refused if no database for it."""
+        question = super().find(task)
+        if not self.mysql_url and question["db"] not in self.world.databases:
+            raise Refused(f"{task}: the dump has no database {question['db']}; give one that has "
+                          "as --intercode-data FOLDER/ic_spider_dbs.sql")
         return question
 
     def check(self, task: dict) -> dict:
-        self.need(task, "query gold db")
-        known = {q["db"] for questions in self.world.questions.values() for q in questions.values()}
-        if task["db"] not in known:
-            raise Refused(f"{self.name}: there is no database {task['db']!r} of this world")
-        return task
+        question = self.fields(task, query=str, gold=str, db=str)
+        question["gold"] = " ".join(question["gold"].split())  # a reply's query is one line
+        known = {*self.world.databases, *(q["db"] for split in self.world.questions.values()
+                                          for q in split.values())}
+        if question["db"] not in known:
+            self.reject(f"there is no database {question['db']!r}; a question of a split names one")
+        if error := refusal(question["gold"]):
+            self.reject(f"its gold query cannot be asked: {error}")
+        return question
 
     def reset(self, task: str) -> str:
         question = self.find(task)
@@ -120,11 +124,11 @@ class InterCodeSQL(World):
 
     def expert(self):
         """A scripted expert, which knows the gold query of the episode just reset."""
-        return players.sql_expert(self._question["gold"], thoughts=self.view == "full")
+        return sql_expert(self._question["gold"], thoughts=self.view == "full")
 
     def practice(self, seed: int, n: int, make) -> list[list[dict]]:
         """n conversations of noisy analysts, from which the tiny model learns the databases."""
-        return players.analysts(self, seed, n)
+        return analysts(self, seed, n)
 
     def close(self):
         self._running = False
@@ -145,7 +149,20 @@ class InterCodeSQL(World):
         return text[:350] + "..." if len(text) > 350 else text
 
 
-# ------------------------------------------------------------------------------------- the reward
+def parse_sql_reply(reply: str) -> str | None:
+    """The query in a ReAct reply, "submit", or None where there is neither.
+
+    As InterCode's ReAct agents read it: after the first "Action:" either the word submit anywhere,
+    or the first line of the first fenced sql block.
+    """
+    _, marker, action = reply.partition("Action:")
+    if "submit" in action:
+        return "submit"
+    fence = re.search(r"```sql(.*?)```", action, re.S)
+    return (fence[1].strip().split("\n")[0] or None) if marker and fence else None
+
+
+# -------------------------------------------------------------------------------------- the reward
 
 
 def sql_reward(agent_rows, gold_rows) -> float:
@@ -193,16 +210,3 @@ def kendall_tau(a: list[str], b: list[str]) -> float:
     # In this order the last bit, and so the rounding of a half, is scipy's.
     tau = concordant / np.sqrt(pairs - ties_x) / np.sqrt(pairs - ties_y)
     return float(np.clip(tau, -1, 1))
-
-
-def parse_sql_reply(reply: str) -> str | None:
-    """The query in a ReAct reply, "submit", or None where there is neither.
-
-    As InterCode's ReAct agents read it: after the first "Action:" either the word submit anywhere,
-    or the first line of the first fenced sql block.
-    """
-    _, marker, action = reply.partition("Action:")
-    if "submit" in action:
-        return "submit"
-    fence = re.search(r"```sql(.*?)```", action, re.S)
-    return (fence[1].strip().split("\n")[0] or None) if marker and fence else None

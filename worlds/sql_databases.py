@@ -3,7 +3,7 @@
 A back end is one database, open for one episode: `run(sql)` gives a list of row tuples, None where
 there is no result set, or an error text that starts with ERROR; `close()` is idempotent. It reads
 only, one statement at a time, within limits of time and size. `Sqlite` is embedded; `MySQL` is a
-MySQL or MariaDB server.
+database of a MySQL or MariaDB server.
 """
 
 import hashlib
@@ -24,9 +24,10 @@ VM_STEPS = 10_000_000                         # and in sqlite, where a count is 
 INTERRUPTED = ERROR + "Query execution was interrupted (max_statement_time exceeded)"
 TOO_LARGE = f"{ERROR}The result has more than {MAX_ROWS:,} rows or too much text; add a LIMIT"
 REMEDY = "bash run.sh load-intercode makes users that may only read"
+INSTALL = "pip install 'PyMySQL[rsa]>=1.1,<2', or activate run.sh's .venv"
 
 
-# ------------------------------------------------------------------------------ the first look
+# ---------------------------------------------------------------------------------- the first look
 
 # What a query shows before it reaches a database. What it may hide from this look (in a comment
 # inside a name, say) is left to the database: read-only user or authorizer, limits.
@@ -61,7 +62,8 @@ def naming(databases: list[str]) -> re.Pattern | None:
     return re.compile(rf"{names}{_GAP}\.|^\s*show\b.*\b(?:from|in)\b{_GAP}{names}", re.I | re.S)
 
 
-# ------------------------------------------------------------------------------ sqlite
+# ------------------------------------------------------------------------------------------ sqlite
+
 
 class Sqlite:
     """A database in memory, made by an SQL script, that answers as MySQL would."""
@@ -79,7 +81,7 @@ class Sqlite:
             _template(script).backup(self._db)
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
             raise Refused(f"--intercode-data: database {name}: {error}; is the dump whole?"
-                                ) from None
+                          ) from None
         self._db.executescript("PRAGMA temp_store = MEMORY; PRAGMA query_only = ON;"
                                "PRAGMA hard_heap_limit = 500000000;")  # of the whole process
         if hasattr(self._db, "setlimit"):  # from Python 3.11
@@ -193,17 +195,19 @@ def _fetch(cursor) -> list[tuple] | None:
     return rows
 
 
-# ------------------------------------------------------------------------------ a server
+# ---------------------------------------------------------------------------------------- a server
+
 
 class MySQL:
     """A database of a MySQL or MariaDB server, with a connection of its own.
 
     The user is the one that `load_intercode` made for the database, or, where there is none, that
-    of the URL, who must hold no right but to read single databases (Refused); as it may read
-    other databases too, queries that name one are refused, unless a table here has the same name.
+    of the URL, who must hold no right but to read single databases (Refused); as it may read other
+    databases too, queries that name one are refused, unless a table here has the same name.
 
     The server ends a query after SECONDS; should it not, the client stops listening soon after and
-    kills the query from another connection. EnvError where the connection is lost.
+    kills the query from another connection. A connection that is lost is an EnvError, never the
+    answer to a query.
     """
     TIMED_OUT = {1969, 3024}  # MariaDB's and MySQL's limit
     DENIED = {1044, 1045, 1049, 1698}
@@ -212,14 +216,14 @@ class MySQL:
 
     def __init__(self, name: str, url: str):
         self.name, self._url, self._connection, self._others = name, url, None, None
-        self._asked(self._connect)
+        self._ask(self._connect)
 
     def run(self, sql: str):
         if error := refusal(sql):
             return error
         if self._others and (found := self._others.search(sql)):
             return f"{ERROR}{found[0]!r} is not allowed"
-        return self._asked(lambda: self._run(sql))
+        return self._ask(lambda: self._run(sql))
 
     def close(self):
         if self._connection is not None and self._connection.open:
@@ -238,7 +242,7 @@ class MySQL:
             cursor.execute(f"SET SESSION {limit}, SESSION sql_select_limit = {MAX_ROWS + 1}")
 
     def _run(self, sql):
-        import pymysql
+        pymysql = driver()
         self._connect()
         started = time.monotonic()
         cursor = self._connection.cursor(pymysql.cursors.SSCursor)  # rows stay on the server
@@ -290,13 +294,12 @@ class MySQL:
             self._connection._force_close()
             self._connection = None
 
-    def _asked(self, work):
-        """work(), what the server says of itself as an EnvError or, of rights, as Refused."""
-        import pymysql
+    def _ask(self, work):
+        """work(), where an error beside the query is Refused for a user's rights, else EnvError."""
         where = f"{server_of(self._url)}, database {self.name}"
         try:
             return work()
-        except pymysql.MySQLError as error:
+        except driver().MySQLError as error:
             code, text = (*error.args, "", "")[:2]
             self._abandon()
             if code in self.DENIED:
@@ -308,12 +311,11 @@ class MySQL:
 @lru_cache(maxsize=None)
 def reader(url: str, database: str) -> tuple[str, re.Pattern | None]:
     """The user who reads `database`, and what finds a mention of others that it could read too."""
-    import pymysql
     ours, given = database_user(url, database), unquote(urlsplit(url).username)
     try:
         connect(url, user=ours, database=database).close()
         return ours, None
-    except pymysql.MySQLError as error:
+    except driver().MySQLError as error:
         if error.args[0] not in MySQL.DENIED:
             raise
     with connect(url, user=given, database=database) as connection:
@@ -321,8 +323,8 @@ def reader(url: str, database: str) -> tuple[str, re.Pattern | None]:
             cursor.execute("SHOW GRANTS")
             for grant, in cursor.fetchall():
                 if excess := excess_of(grant):
-                    raise Refused(f"--mysql-url: {given} holds {excess} on "
-                                        f"{server_of(url)}; {REMEDY}")
+                    raise Refused(f"--mysql-url: {given} holds {excess} on {server_of(url)}; "
+                                  f"{REMEDY}")
             cursor.execute("SHOW DATABASES")
             others = {name.lower() for name, in cursor.fetchall()} - {database.lower()}
             cursor.execute("SHOW TABLES")
@@ -343,11 +345,19 @@ def excess_of(grant: str) -> str | None:
     return "GRANT OPTION" if grant.endswith("WITH GRANT OPTION") else None
 
 
-def connect(url: str, **options):
-    """A connection to mysql://user:password@host:port; the password may be in MYSQL_PWD instead."""
-    parts = urlsplit(url)
+def driver():
+    """PyMySQL, which only a server needs; Refused where it is not installed."""
     try:
         import pymysql
+        return pymysql
+    except ImportError as error:
+        raise Refused(f"--mysql-url: {error}; {INSTALL}") from None
+
+
+def connect(url: str, **options):
+    """A connection to mysql://user:password@host:port; the password may be in MYSQL_PWD instead."""
+    parts, pymysql = urlsplit(url), driver()
+    try:
         # Silent for longer than a query may run, the server is taken for lost. TLS would cost an
         # episode 20 ms; within one machine it protects nothing.
         return pymysql.connect(**{**dict(
@@ -357,9 +367,8 @@ def connect(url: str, **options):
             ssl_disabled=parts.hostname in ("localhost", "127.0.0.1", "::1")), **options})
     except (IndexError, AssertionError, struct.error):  # PyMySQL on what is no handshake
         raise pymysql.err.OperationalError(2013, "something else than MySQL answers") from None
-    except (ImportError, RuntimeError) as error:  # no PyMySQL, or none for MySQL 8's passwords
-        raise Refused(f"--mysql-url: {error}; pip install -r requirements-optional.txt, or "
-                            "activate run.sh's .venv") from None
+    except RuntimeError as error:  # a PyMySQL that cannot take MySQL 8's passwords
+        raise Refused(f"--mysql-url: {error}; {INSTALL}") from None
 
 
 def password_of(parts) -> str:

@@ -1,7 +1,7 @@
-"""InterCode's own questions and databases, from its dump into sqlite or into a server.
+"""InterCode's own questions and databases (Spider's): into sqlite, or from its dump into a server.
 
-    python -m worlds.sql_spider load-intercode DUMP ...     users that may only read included
-    python -m worlds.sql_spider compare-intercode DATA ...  how far sqlite's answers equal a server's
+    python -m worlds.sql_spider load-intercode DUMP ...     into a server, with users that only read
+    python -m worlds.sql_spider compare-intercode DATA ...  how far sqlite answers as that server
 """
 
 import argparse
@@ -14,7 +14,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from worlds import EnvError, Refused
-from worlds.sql_databases import MySQL, Sqlite, connect, database_user, password_of, server_of
+from worlds.sql_databases import (MySQL, Sqlite, connect, database_user, driver, password_of,
+                                  server_of)
 from worlds.sql_questions import SQLWorld
 
 
@@ -37,8 +38,8 @@ def spider_world(folder: str) -> SQLWorld:
                 questions[split] = ({i: found[i] for i in json.loads(taken.read_bytes().decode())}
                                     if taken.exists() else found)
             except (ValueError, KeyError, TypeError) as error:
-                raise Refused(f"--intercode-data: {taken}: {type(error).__name__} {error}; it "
-                                    f"must list numbers of ic_spider_{split}.json") from None
+                raise Refused(f"--intercode-data: {taken}: {type(error).__name__} {error}; it must "
+                              f"list numbers of ic_spider_{split}.json") from None
     else:
         found = _read_questions(folder / "ic_spider_dev.json")
         order = sorted({q["db"] for q in found.values()})
@@ -52,7 +53,7 @@ def spider_world(folder: str) -> SQLWorld:
         scripts = sqlite_scripts(dump.read_text(encoding="utf-8")) if dump.exists() else {}
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise Refused(f"--intercode-data: {dump}: {type(error).__name__} {error}; it must be "
-                            "InterCode's dump") from None
+                      "InterCode's dump") from None
     return SQLWorld(scripts, questions)
 
 
@@ -65,7 +66,7 @@ def _read_questions(path: Path) -> dict[int, dict]:
                 for i, r in enumerate(records)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Refused(f"--intercode-data: {path}: {type(error).__name__} {error}; it must be "
-                            "InterCode's list of records with query, gold and db") from None
+                      "InterCode's list of records with query, gold and db") from None
 
 
 def sqlite_scripts(dump: str) -> dict[str, str]:
@@ -104,7 +105,6 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
     if not names:
         raise Refused(f"{dump}: no database in it; give InterCode's ic_spider_dbs.sql")
     try:
-        import pymysql
         with connect(admin_url, client_flag=1 << 16, read_timeout=600) as server, \
                 server.cursor() as cursor:  # the flag is MULTI_STATEMENTS
             cursor.execute("SELECT @@lower_case_table_names")
@@ -123,7 +123,7 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
                                   f"CREATE USER {user}@'%' IDENTIFIED BY {secret}",
                                   f"GRANT SELECT ON `{pattern}`.* TO {user}@'%'"):
                     cursor.execute(statement)
-    except pymysql.MySQLError as error:
+    except driver().MySQLError as error:
         raise EnvError(f"{server_of(admin_url)}: {error.args[-1]}; --admin-url needs a user that "
                        "may create databases and users") from None
     return names
@@ -163,7 +163,7 @@ def compare_intercode(folder: str, mysql_url: str) -> dict:
 
 def main(argv: list[str]) -> None:
     def refuse(message):
-        raise Refused(message)  # which hides a password in it
+        raise Refused(re.sub(r"(://[^:@/\s]*):\S*@", r"\1:***@", message))  # hides a password in it
 
     parser = argparse.ArgumentParser(prog="run.sh", description="InterCode's databases")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -178,8 +178,11 @@ def main(argv: list[str]) -> None:
     parser.error = load.error = compare.error = refuse
     asked = parser.parse_args(argv)
     for flag in ("admin_url", "mysql_url"):
-        if not is_mysql_address(getattr(asked, flag, asked.mysql_url)):
-            raise Refused(f"--{flag.replace('_', '-')} must be {MYSQL_ADDRESS}")
+        address = re.fullmatch(r"mysql://[^:@/\s]+(?::[^@/\s]*)?@[^:@/\s]+(?::([0-9]{1,5}))?/?",
+                               getattr(asked, flag, asked.mysql_url))
+        if not address or not 0 < int(address[1] or 3306) < 65536:
+            refuse(f"--{flag.replace('_', '-')} must be mysql://user:password@host:port, with / "
+                   "and @ in a password as %2F and %40")
     if asked.command == "load-intercode":
         names = load_intercode(asked.dump, asked.admin_url, asked.mysql_url)
         return print(f"{len(names)} databases, each with a user that may only read it")

@@ -1,7 +1,7 @@
 """WebShop: an agent searches a shop, opens pages, and buys what an instruction asks for.
 
-Read this environment first. `Shop` is what every shop does: it reads the action in a reply and shows
-a page as text. `WebShop` is the embedded one; `webshop_server.py` is a client of the official server.
+Read this environment first. `Shop` is what every shop does: it reads the action in a reply and
+shows a page as text. `WebShop` is the embedded one; `webshop_server.py` asks an official server.
 """
 
 import math
@@ -31,6 +31,7 @@ be on the page
 
 Choose the wanted options before click[Buy Now], which ends the episode. You have 10 turns. \
 An action that the page does not offer does nothing and uses up a turn."""
+
 DONE = ["Thank you for shopping with us!", "Your code:"]
 
 
@@ -110,8 +111,6 @@ class Shop(World):
         return text
 
 
-
-
 # ------------------------------------------------------------------------------- the embedded shop
 
 
@@ -151,6 +150,8 @@ class WebShop(Shop):
         for wanted in (*goal["attributes"], *goal["goal_options"]):
             if not isinstance(wanted, str):
                 self.reject(f"it asks for {wanted!r}, which is no text")
+        if not goal["price_upper"] > 0:
+            self.reject(f"its 'price_upper' is {goal['price_upper']}")
         queries = {product["query"] for product in self.world.products}
         if goal["query"] not in queries:
             self.reject(f"the shop has no {goal['query']!r}; choose from: "
@@ -169,7 +170,7 @@ class WebShop(Shop):
         """A scripted expert for the episode just reset: observation -> reply."""
         return catalogue.shop_expert(thoughts=self.view == "full")
 
-    def practice(self, seed: int, n: int, make=None) -> list[list[dict]]:
+    def practice(self, seed: int, n: int, make) -> list[list[dict]]:
         """n conversations of noisy shoppers, from which the tiny model learns the pages."""
         return catalogue.shoppers(self, seed, n)
 

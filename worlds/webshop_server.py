@@ -1,4 +1,4 @@
-"""An official WebShop server, driven as a browser does: by its pages' links and forms."""
+"""WebShop on an official server, of which this is a client."""
 
 import math
 import re
@@ -6,11 +6,12 @@ import sys
 import time
 from functools import lru_cache
 from html.parser import HTMLParser
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urljoin
 
 import requests
+import urllib3
 
-from worlds import EnvError
+from worlds import EnvError, Refused
 from worlds.webshop import DONE, Shop, Shown
 
 
@@ -27,9 +28,10 @@ class WebShopServer(Shop):
     A server keeps of a session its goal only (the rest is in the URLs), so every episode on a goal
     uses the same session, and the server, which slows down with each session, sees few of them.
 
-    EnvError: no answer, errors, broken or huge pages, a link or redirect to another host.
-    Where the server itself has no page for its link (404, for an option name with a slash), the
-    click does nothing. Text of a model leaves as the search form's field and in no other way.
+    EnvError at the first request that fails: no answer, errors, broken or huge pages, a link or
+    redirect to another host. Where the server itself has no page for its link (404, for an option
+    name with a slash), the click does nothing. Text of a model leaves as the search form's field
+    and in no other way.
     """
     test_splits = ("test",)
     latency = 2
@@ -40,20 +42,29 @@ class WebShopServer(Shop):
     max_query = 1000  # characters; a URL has to hold it and Lucene takes 1,024 words
     slow = 3.0        # seconds of a purchase from which on the user is told
     _loaded = set()   # servers that have answered this process
+    _loading = set()  # servers that did not, within load_timeout
 
     def __init__(self, webshop_url: str, view: str = "full", timeout: float = 60.0,
                  load_timeout: float = 1200.0):
-        """webshop_url: http://host:port. Seconds that a request may take, and the first one, which
-        has the server load its catalogue."""
+        """webshop_url: http://host:port. Seconds without an answer that a request may take, and the
+        same for the first one, which has the server load its catalogue."""
         super().__init__(view)
         self.url, self.timeout, self.load_timeout = webshop_url.rstrip("/"), timeout, load_timeout
         self._http = requests.Session()  # keeps its connection
         self._http.trust_env = False     # no proxy may come between, and no saved password
-        self._http.headers["Accept-Encoding"] = "identity"  # what is sent is as large as it says
+        self._http.headers["Accept-Encoding"] = "identity"  # a page is as large as it is sent
+        self._http.max_redirects = 5
+        # Whatever a page's links and redirects say, no other host is asked.
+        self._http.adapters.clear()
+        self._http.mount(urljoin(self.url, "/"), requests.adapters.HTTPAdapter())
 
     def definition(self, split: str, key: str) -> int | None:
         """The task's goal number, which the server may not have."""
-        return int(key) if split in self.splits and re.fullmatch(r"\d{1,9}", key) else None
+        return int(key) if re.fullmatch(r"[0-9]{1,9}", key) else None
+
+    def check(self, task: dict):
+        raise Refused(f"webshop at {self.url}: a server takes no new goals; leave out "
+                      "--webshop-url")
 
     def reset(self, task: str) -> str:
         goal = self.find(task)
@@ -61,8 +72,8 @@ class WebShopServer(Shop):
         return self._begin(self._open("GET", f"{self.url}/coevolve_fixed_{goal}"))
 
     def expert(self):
-        raise EnvError("the scripted expert knows the embedded shop's instructions only; for a "
-                       "WebShop server give expert trajectories with --experts FILE")
+        raise Refused("the scripted expert knows the embedded shop's instructions only; for a "
+                      "WebShop server give expert trajectories with --experts FILE")
 
     def close(self):
         super().close()
@@ -107,13 +118,23 @@ class WebShopServer(Shop):
         return Shown("item", page.pieces, page.links, item or before.item)
 
     def _load(self, method: str, url: str, data, opening: bool) -> tuple[str, str] | None:
-        """HTML and address of the page at `url`; None if there is none."""
-        timeout = self.timeout if self.url in self._loaded else self.load_timeout
+        """HTML and address of the page at `url` after redirects; None if there is none."""
+        first = self.url not in self._loaded
+        timeout = self.load_timeout if first else self.timeout
+        if self.url in self._loading:  # a second request would make it load its catalogue once more
+            self._fail(f"no answer to the first request in {self.load_timeout:,.0f} s, in which it "
+                       "loads its catalogue; start again when it has")
         try:
             status, html, at = self._fetch(method, url, data, timeout)
-        except requests.RequestException as error:
+        except requests.TooManyRedirects:
+            self._fail("redirects without end")
+        except requests.exceptions.InvalidSchema as error:  # no adapter, see __init__
+            self._fail(f"refused to follow it to another host: {str(error)[-200:]}")
+        except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
             if isinstance(error, requests.ConnectionError):
                 self._loaded.discard(self.url)  # started again, it loads its catalogue again
+            if first and isinstance(error, requests.ReadTimeout):
+                self._loading.add(self.url)
             self._fail(f"{type(error).__name__}; is the server running?")
         except ValueError as error:
             self._fail(f"a redirect that cannot be read ({error})")
@@ -129,26 +150,18 @@ class WebShopServer(Shop):
         self._fail(problem)
 
     def _fetch(self, method: str, url: str, data, timeout: float) -> tuple[int, str, str]:
-        """Status, text and address after redirects; none of them may leave the server."""
+        """Status, text and address of the page at `url`, within limits of time and size."""
         deadline = time.monotonic() + timeout
-        for _ in range(5):
-            request = self._http.prepare_request(requests.Request(method, url, data=data))
-            if _host(request.url) != _host(self.url):
-                self._fail(f"refused to follow it to another host: {request.url[:200]}")
-            with self._http.send(request, stream=True, allow_redirects=False,
-                                 timeout=(min(10.0, timeout), timeout)) as response:
-                body = b""
-                for part in response.iter_content(1 << 16):
-                    body += part
-                    if len(body) > self.max_bytes:
-                        self._fail(f"a page of more than {self.max_bytes:,} bytes")
-                    if time.monotonic() > deadline:
-                        raise requests.Timeout("a page that comes too slowly")
-                to = self._http.get_redirect_target(response)
-            if not to:
-                return response.status_code, body.decode("utf-8", "replace"), request.url
-            method, url, data = "GET", urljoin(request.url, to), None
-        self._fail("redirects without end")
+        with self._http.request(method, url, data=data, stream=True,
+                                timeout=(min(10.0, timeout), timeout)) as response:
+            body = b""
+            while part := response.raw.read1(1 << 16):  # whatever is there
+                body += part
+                if len(body) > self.max_bytes:
+                    self._fail(f"a page of more than {self.max_bytes:,} bytes")
+                if time.monotonic() > deadline:
+                    raise requests.Timeout("a page that comes drop by drop")
+            return response.status_code, body.decode("utf-8", "replace"), response.url
 
     def _fail(self, problem: str):
         raise EnvError(f"{self._task} at {self.url}: {problem}")
@@ -224,11 +237,6 @@ class _Html(HTMLParser):
         blank = not text.strip(" \t\n\f\r")
         if text and not self._hidden and not (blank and "\n" in text):
             self.pieces.append(text.strip())
-
-
-def _host(url: str) -> tuple:
-    parts = urlsplit(url)
-    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 @lru_cache(maxsize=None)
