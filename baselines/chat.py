@@ -103,7 +103,8 @@ class Endpoint:
         if "max_completion_tokens" in text and "max_tokens" in body:
             self.body = {"max_completion_tokens" if name == "max_tokens" else name: value
                          for name, value in self.body.items()}
-        elif "temperature" in body and re.search(r"temperature\W.{0,40}(support|allow)", text, re.S):
+        elif "temperature" in body and re.search(
+                r"temperature\W.{0,40}(support|allow)", text, re.S):
             if "temperature" in self.body:
                 tqdm.write(f"{self.url} takes no temperature: its own is used", file=sys.stderr)
             self.body = {name: self.body[name] for name in self.body if name != "temperature"}

@@ -92,8 +92,8 @@ def objective(model, groups: list[Rollouts], temperature: float, clip: float, kl
         L = sum_k  -min(rho_k A, clip(rho_k, 1 - clip, 1 + clip) A) + kl/2 (log pi/pi_SFT)^2
         rho_k = pi(t_k | t_<k) / pi_old(t_k | t_<k)
 
-    On a policy's own samples the squared term has the gradient of the tokens' KL(pi || pi_SFT), each
-    after a given beginning: what an early token does to later divergences is left out [ours].
+    On a policy's own samples the squared term has the gradient of the tokens' KL(pi || pi_SFT),
+    each after a given beginning: what an early token does to later divergences is left out [ours].
     """
     sequences = [s for g in groups for s in g.sequences]
     new = dpo.token_log_probs(model, sequences, temperature)                                 # (A,)

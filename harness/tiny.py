@@ -3,8 +3,8 @@
 It stands in for Llama-2-7B-Chat: a Qwen3-architecture causal LM with a tokenizer and chat template
 of its own, saved to a folder that `from_pretrained` loads, so that nothing else knows it is tiny.
 Its pretraining takes minutes: repeated random sequences, which form the heads that copy, then an
-environment's practice text (`env.practice`, noisy shoppers for one), which shows its pages, mistakes
-and recoveries. It never sees an expert.
+environment's practice text (`env.practice`, noisy shoppers for one), which shows its pages,
+mistakes and recoveries. It never sees an expert.
 """
 
 import hashlib
@@ -18,7 +18,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, set_seed
 
 import dpo
-import envs
 from engine import sharding
 from harness.files import ROOT, held
 

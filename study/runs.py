@@ -107,6 +107,8 @@ def main(argv: list[str]) -> None:
     if asked.jobs < 1:
         raise SettingsError(f"--jobs {asked.jobs}: give 1 or more")
     parse(["--env", asked.env, *more])
+    # Threads that wait must sleep: spinning, they take a busy machine's cores from their own team.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported
     if asked.encoder is not None:
         from study.figure3 import check_encoder  # with torch, which takes seconds
         check_encoder(asked.encoder)

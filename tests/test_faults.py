@@ -22,7 +22,6 @@ import pytest
 from conftest import Toy, make_model, make_tokenizer
 from test_coevolve import contents
 
-import coevolve
 import dpo
 import envs
 from engine.checkpoint import Damaged
