@@ -8,8 +8,6 @@ import sys
 import time
 from contextlib import suppress
 
-# Threads that wait must sleep: spinning, they take a shared machine's cores from their own team.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from transformers.utils.logging import disable_progress_bar
 
