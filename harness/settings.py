@@ -185,6 +185,9 @@ class Settings:
     tokens_per_forward: int = setting(
         4096, "tokens in one forward and backward pass; it changes rounding only [ours]",
         at_least=1)
+    bf16: Literal["auto", "on", "off"] = setting(
+        "auto", "passes compute in bf16, weights stay fp32; auto: on GPUs that have it, on CPUs "
+        "that have it (AVX512-BF16, AMX) from 10 M parameters on; not for tiny [ours]")
     shard: Literal["auto", "on", "off"] = setting(
         "auto", "weights, gradients and moments sharded over the ranks (FSDP2); auto: on GPUs, "
         "not for tiny [ours]")
