@@ -114,8 +114,8 @@ def check_model(folder, max_tokens: int, weights: bool = True) -> None:
             TemplateError, SafetensorError) as error:
         problem = str(error).strip().splitlines() or [type(error).__name__]
         raise SettingsError(
-            f"--model {folder}: {problem[0]}; give tiny, a hub name within reach, or a folder with "
-            "config, weights and tokenizer") from None
+            f"--model {folder}: {problem[0]}; give tiny, smollm2, a hub name within reach, or a "
+            "folder with config, weights and tokenizer") from None
 
 
 def check_copy(folder, copy) -> None:

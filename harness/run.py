@@ -14,7 +14,7 @@ import dpo
 import envs
 from engine import sharding
 from engine.checkpoint import Checkpoint
-from harness import files, models, tiny
+from harness import files, models, smollm2, tiny
 from harness.dry_run import disk_bytes
 from harness.folder import Folder
 from harness.settings import Settings, SettingsError, options_of
@@ -37,7 +37,9 @@ class Run(Folder):
         self._try_environment()
         before = self.find_earlier()
         self.saving_works = any(name.startswith("sft-") for name in self.phases)
-        self.base = tiny.base(accelerator, self) if settings.model == "tiny" else settings.model
+        self.base = (tiny.base(accelerator, self) if settings.model == "tiny" else
+                     self.first_says(smollm2.base) if settings.model == "smollm2" else
+                     settings.model)
         self.record(before, self._identity())
         if settings.failure_from and "sft-failure" not in self.phases:
             self.find_failure_agent()  # if it cannot be used, it is said now

