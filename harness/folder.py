@@ -126,19 +126,22 @@ class Folder:
         if self.main:
             files.replace(temporary, path)
         self.accelerator.wait_for_everyone()  # who reads it next finds it
-        if not self.main:
-            return
         seconds = time.perf_counter() - started
         resident = psutil.Process().memory_info().rss >> 20
         self.log("phase", phase=output, seconds=round(seconds, 2), resident_mb=resident, **numbers)
-        metrics = self.path / "metrics.jsonl"
-        files.force(metrics)
-        self.phases[output] = dict(sha256=files.digest(path), metrics_sha256=files.digest(metrics),
-                                   metrics_bytes=metrics.stat().st_size)
-        files.write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
+        self.phases[output] = self.first_says(lambda: self._entry(path))  # all ranks have it
+        if self.main:
+            files.write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
         self.print_main(f"{output:28}{seconds:7.1f} s  " + "  ".join(
             f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value:,}"
             for key, value in numbers.items()))
+
+    def _entry(self, path: Path) -> dict:
+        """What is recorded of a finished phase: hashes of what it wrote, and of the log so far."""
+        metrics = self.path / "metrics.jsonl"
+        files.force(metrics)
+        return dict(sha256=files.digest(path), metrics_sha256=files.digest(metrics),
+                    metrics_bytes=metrics.stat().st_size)
 
     def _done(self, output: str) -> bool:
         """Whether the phase is recorded and its output unchanged; else forgets all that follows."""
