@@ -1,7 +1,7 @@
-"""Environments: text in, text out. What one is, which there are, how experts come, what if one breaks.
+"""Environments: text in, text out. What one is, which there are, their experts, their repair.
 
-The three of the paper are in `worlds/`; `worlds/webshop.py` is the one to read first. A new one is a
-file there, a line in `make` and a name in the settings.
+The three of the paper are in `worlds/`; `worlds/webshop.py` is the one to read first. A new one is
+a file there, a line in `make` and a name in the settings.
 """
 
 import json
@@ -24,8 +24,8 @@ SUCCESS = 1.0  # the reward of a solved task; whatever is below is a failure
 class Env(Protocol):
     """One object plays one episode at a time. Rewards are in [0, 1]; worlds repeat exactly.
 
-    The environment does not count steps: a rollout stops after `max_steps` replies, and the reward is
-    what it was then. One that breaks raises EnvError, which is no failure of the agent's. After
+    The environment does not count steps: a rollout stops after `max_steps` replies, and the reward
+    is what it was then. One that breaks raises EnvError, which is no failure of the agent's. After
     `close`, `reset` starts afresh.
     """
 
@@ -163,9 +163,9 @@ def published(row: dict, env: Env) -> tuple[str, list[dict], float]:
 class Repaired:
     """An environment that, when it breaks, starts afresh and is played to where it was.
 
-    Worlds repeat exactly, so an episode that was disturbed is the one that would have been. EnvError
-    if that fails after all `waits`, or if the world is another one than before. This is the only
-    place that repeats anything: an environment raises EnvError at the first fault.
+    Worlds repeat exactly, so an episode that was disturbed is the one that would have been.
+    EnvError if that fails after all `waits`, or if the world is another one than before. This is
+    the only place that repeats anything: an environment raises EnvError at the first fault.
     """
     waits = (0.5, 1.0, 5.0, 25.0)  # seconds before each repetition: a server's restart takes some
 

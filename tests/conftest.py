@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 sys.path.insert(0, str(Path(__file__).parent.parent))
 torch.set_num_threads(1)
 
+import engine.packing  # noqa: E402, F401  registers the attention of all models here
 import envs  # noqa: E402
 
 gc.freeze()  # as the program does: what was imported is no garbage

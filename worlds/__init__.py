@@ -96,6 +96,9 @@ class World:
     def reject(self, problem: str):
         raise ValueError(f"{self.name}: not a task to add: {problem}")
 
+    def close(self) -> None:
+        """Ends what runs; after it `reset` starts afresh."""
+
 
 # -------------------------------------------------------------------------------- conversations
 
