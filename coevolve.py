@@ -23,7 +23,7 @@ import envs
 from baselines import chat, ppo, rft
 from dpo import Trajectory
 from harness.play import play, usable_rollouts
-from harness.report import scores, table2
+from harness.report import played, scores, table2
 from harness.run import Run
 from harness.settings import Settings, agents_of
 from harness.start import start
@@ -111,17 +111,13 @@ def collect_experts(run: Run, out: Path) -> dict:
     return played(experts)
 
 
-def played(trajectories: list[Trajectory]) -> dict:
-    return dict(episodes=len(trajectories), tokens=sum(len(t.ids) for t in trajectories))
-
-
 def train_sft(run: Run, out: Path, agent: str, i: int = 0) -> dict:
     """The base model fine-tuned on the experts' action tokens, Eq. (3)-(5)."""
     s, rng = run.settings, run.rng("sft", agent, *([i] if i else []))
     if agent == "failure" and s.failure_from:
         return run.take_failure_agent(out)
-    experts = run.trajectories(f"iter{i}/experts.jsonl" if i else "experts.jsonl")
-    groups = [dpo.Group(e.task, [e]) for e in experts]
+    groups = [dpo.Group(e.task, [e])
+              for e in run.trajectories(f"iter{i}/experts.jsonl" if i else "experts.jsonl")]
     epochs = [dpo.batches(groups, s.sft_batch, "instructions", rng) for _ in range(s.sft_epochs)]
     return run.fit(run.load(run.base), run.base, out, epochs, dpo.sft_objective,
                    dpo.count_action_tokens, lr=s.sft_lr, warmup=s.sft_warmup, schedule="cosine")

@@ -98,13 +98,11 @@ def read_experts(path: str, env: Env) -> list[tuple[str, list[dict], float]]:
 
     Takes our own experts.jsonl, or the format that ETO and IPR publish: a JSON list of `id` (its
     last number is the task's), `conversations` of `from` (human or gpt) and `value`, and, if
-    known, `reward` (else 1). The rules that open a published conversation are replaced by the
-    environment's prompt, so that experts and rollouts open alike. Refused naming the entry, also
-    where `env` has no such task.
+    known, `reward` (else 1). Its rules are replaced by the environment's prompt, so that experts
+    and rollouts open alike. Refused naming the entry, also where `env` has no such task.
     """
-    def refuse(problem, entry=None):
-        where = f"--experts {path}" + ("" if entry is None else f", entry {entry}")
-        raise Refused(f"{where}: {problem}")
+    def refuse(problem, where=""):
+        raise Refused(f"--experts {path}{where}: {problem}") from None
 
     remedy = "give ETO's JSON list or a run's experts.jsonl"
     try:
@@ -117,10 +115,10 @@ def read_experts(path: str, env: Env) -> list[tuple[str, list[dict], float]]:
         try:
             rows.append(dict(json.loads(line)))
         except (ValueError, TypeError, RecursionError):
-            raise Refused(f"--experts {path}, line {n}: not a whole JSON object: "
-                          f"{shorten(line[:200], 40)!r}; {remedy}") from None
+            refuse(f"not a whole JSON object: {shorten(line[:200], 40)!r}; {remedy}", f", line {n}")
     found = {}
     for n, row in enumerate(rows):
+        at = f", entry {n}"
         try:
             task, messages, reward = (published(row, env) if "conversations" in row else
                                       (row["task"], row["messages"], row["reward"]))
@@ -131,13 +129,13 @@ def read_experts(path: str, env: Env) -> list[tuple[str, list[dict], float]]:
                 m["content"].encode()  # a str without half of a surrogate pair
             env.find(task)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            refuse(f"not a trajectory ({type(error).__name__}: {shorten(str(error), 200)})", n)
+            refuse(f"not a trajectory ({type(error).__name__}: {shorten(str(error), 200)})", at)
         if [m["role"] for m in messages] != ["user", "assistant"] * (len(messages) // 2):
-            refuse("its turns are not user and assistant in turn", n)
+            refuse("its turns are not user and assistant in turn", at)
         if type(reward) not in (int, float) or not 0 <= reward <= SUCCESS:
-            refuse(f"reward {shorten(repr(reward), 60)} is not a number in [0, 1]", n)
+            refuse(f"reward {shorten(repr(reward), 60)} is not a number in [0, 1]", at)
         if task in found:
-            refuse(f"{task} is there twice; keep one of them", n)
+            refuse(f"{task} is there twice; keep one of them", at)
         found[task] = task, messages, float(reward)
     if not found:
         refuse("holds no trajectory")
@@ -151,8 +149,7 @@ def published(row: dict, env: Env) -> tuple[str, list[dict], float]:
     messages = [{"role": roles[turn["from"]],
                  "content": re.sub(r"^Observation:\s*", "", turn["value"])}
                 for turn in row["conversations"]]
-    if "Action:" not in messages[1]["content"]:  # the rules, and "OK"
-        messages = messages[2:]
+    messages = messages[0 if "Action:" in messages[1]["content"] else 2:]  # without rules and "OK"
     messages[:1] = opening(env, messages[0]["content"])
     return task, messages, row.get("reward", SUCCESS)
 

@@ -7,7 +7,12 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -91,3 +96,32 @@ def save(accelerator, model, folder: Path) -> None:
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
+
+
+def whole(accelerator, model, make):
+    """A model of `shard_model` as it plays, whole on each rank; every rank has to call it.
+
+    It is the live one where that is whole and plays in its own format, else a copy: make() gives a
+    model of the same shape, on its device and in the format it plays in.
+    """
+    if not isinstance(model, FSDPModule) and accelerator.mixed_precision != "bf16":
+        return accelerator.unwrap_model(model)
+    copy = make()
+    copy.load_state_dict(get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True)))
+    return copy
+
+
+def save_moments(accelerator, model, optimizer, file: Path) -> None:
+    """Writes AdamW's moments, whole; every rank has to call it."""
+    moments = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if accelerator.is_main_process:
+        torch.save(moments, file)
+
+
+def load_moments(model, optimizer, file: Path) -> None:
+    """Puts the moments of `save_moments` back, whatever the number of ranks was."""
+    moments = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    set_optimizer_state_dict(model, optimizer, moments,
+                             options=StateDictOptions(full_state_dict=True))

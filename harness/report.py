@@ -34,6 +34,11 @@ def bootstrap_interval(values, seed: int = 0, samples: int = 1000) -> tuple[floa
     return float(low), float(high)
 
 
+def played(trajectories) -> dict:
+    """How many episodes, and tokens in them."""
+    return dict(episodes=len(trajectories), tokens=sum(len(t.ids) for t in trajectories))
+
+
 def scores(rows, tasks, settings) -> dict:
     """The numbers of an evaluation: `rows` are the trajectories of `tasks` that were not lost.
 

@@ -19,7 +19,7 @@ from harness import files, report
 from harness.dry_run import dry_run
 from harness.models import check_model, make_accelerator
 from harness.run import Run
-from harness.settings import SettingsError, parse, without_passwords
+from harness.settings import EVOLVING, SettingsError, parse, without_passwords
 
 
 def start(loop, argv: list[str]) -> None:
@@ -42,6 +42,9 @@ def start(loop, argv: list[str]) -> None:
 
 def main(loop, argv: list[str]) -> None:
     settings = parse(argv)
+    if (settings.method in EVOLVING) != (loop.__name__ == "mutual"):
+        raise SettingsError(f"--method {settings.method}: start the other program, "
+                            f"{'mutual' if settings.method in EVOLVING else 'coevolve'}.py")
     disable_progress_bar()  # one bar per phase is ours; those of loading and saving are noise
     if settings.dry_run:
         if os.environ.get("RANK", "0") == "0":

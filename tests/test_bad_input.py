@@ -14,13 +14,20 @@ import pytest
 import torch
 from conftest import make_model, make_tokenizer
 from safetensors.torch import load_file, save_file
-from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM,
-                          MistralConfig, MistralForCausalLM, T5Config, T5ForConditionalGeneration)
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import coevolve
 import envs
-from harness import start
-from harness import settings
+from harness import settings, start
 from harness.settings import Settings, SettingsError
 
 ROOT = Path(__file__).parent.parent
@@ -57,9 +64,14 @@ LEAST = {  # of every number, the least that is possible; above: that is not pos
     "max_grad_norm": "above 0", "checkpoint_minutes": 0, "dpo_steps": 0, "samples": 1,
     "dart_budget": 0, "ppo_rollouts": 2, "ppo_epochs": 1, "ppo_batch": 1, "ppo_lr": "above 0",
     "ppo_clip": "above 0", "ppo_kl": 0, "examples": 0, "price_in": 0, "price_out": 0,
+    "start_tasks": 1, "grpo_steps": 1, "evolve_every": 1, "evaluate_every": 1, "step_tasks": 1,
+    "step_rollouts": 2, "grpo_batch": 1, "grpo_lr": "above 0", "grpo_temperature": "above 0",
+    "grpo_kl": 0, "clip_low": "above 0", "clip_high": "above 0", "window": 1,
+    "rare_below": "above 0", "rare_min": 1, "picks": 1, "explorer_episodes": 1,
+    "explorer_temperature": "above 0", "add_most": 0, "near_text": "above 0",
 }
 MOST = {"expert_min_reward": 1, "hard_threshold": 1, "sft_warmup": 0.999, "dpo_warmup": 0.999,
-        "threads": 1024, "examples": 2}
+        "threads": 1024, "examples": 2, "clip_low": 0.999, "rare_below": 100, "near_text": 1}
 
 
 def settings_cases():

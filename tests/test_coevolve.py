@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 import coevolve
 import dpo
 import envs
-from harness import files, models, run as harness_run, start
+from harness import files, models, start
+from harness import run as harness_run
 from harness.settings import Settings, SettingsError
 
 ROOT = Path(__file__).parent.parent

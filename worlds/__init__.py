@@ -82,6 +82,11 @@ class World:
         """What a new task is, in the form that `find` gives; ValueError if it cannot be played."""
         raise Refused(f"{self.name}: takes no new tasks")
 
+    def smith(self):
+        """Who makes tasks of what an agent finds here; Refused where nobody can."""
+        raise Refused(f"{self.name}: nobody here makes new tasks; --method evolve plays the "
+                      "built-in shop and databases")
+
     def fields(self, task: dict, **kinds) -> dict:
         """These fields of a new task; ValueError where one is missing or of another type."""
         for field, kind in kinds.items():

@@ -109,7 +109,7 @@ class InterCodeSQL(World):
         """Plays the reply's query or submission; RuntimeError where no episode is running."""
         if not self._running:
             raise RuntimeError("intercodesql: step() without a running episode; call reset first")
-        sql = parse_sql_reply(reply) if self.view == "full" else reply.strip() or None
+        sql = self.query_of(reply)
         if sql is None:
             return Step(EXPLANATION, 0.0, False)  # the last result stays the one to submit
         if sql != "submit":
@@ -122,9 +122,17 @@ class InterCodeSQL(World):
         raw = sql_reward(self._last, gold if isinstance(gold, list) else [])
         return Step("submitted", min(max(raw, 0.0), 1.0), True, raw)
 
+    def query_of(self, reply: str) -> str | None:
+        """The query in a reply, "submit", or None where there is neither."""
+        return parse_sql_reply(reply) if self.view == "full" else reply.strip() or None
+
     def expert(self):
         """A scripted expert, which knows the gold query of the episode just reset."""
         return sql_expert(self._question["gold"], thoughts=self.view == "full")
+
+    def smith(self):
+        from worlds.sql_smith import SQLSmith
+        return SQLSmith(self)
 
     def practice(self, seed: int, n: int, make) -> list[list[dict]]:
         """n conversations of noisy analysts, from which the tiny model learns the databases."""

@@ -170,6 +170,10 @@ class WebShop(Shop):
         """A scripted expert for the episode just reset: observation -> reply."""
         return catalogue.shop_expert(thoughts=self.view == "full")
 
+    def smith(self):
+        from worlds.webshop_smith import ShopSmith
+        return ShopSmith(self)
+
     def practice(self, seed: int, n: int, make) -> list[list[dict]]:
         """n conversations of noisy shoppers, from which the tiny model learns the pages."""
         return catalogue.shoppers(self, seed, n)
