@@ -359,9 +359,9 @@ MODELS = {  # what is done to a folder that is right -> what the line must say
     "another causal LM": (other(lambda v: GPT2LMHeadModel(GPT2Config(
         vocab_size=v, n_embd=32, n_layer=1, n_head=2))), "--model"),
     "sliding windows": (other(lambda v: MistralForCausalLM(MistralConfig(
-        **small(v), sliding_window=16))), "sliding_window=16 is not supported"),
+        **small(v), sliding_window=16))), "--max-tokens 2500 is above 16, its sliding window"),
     "too few positions": (other(lambda v: LlamaForCausalLM(LlamaConfig(
-        **{**small(v), "max_position_embeddings": 100}))), "--max-tokens 2500 is above its 100"),
+        **{**small(v), "max_position_embeddings": 100}))), "--max-tokens 2500 is above 100, its positions"),
     "another tokenizer's model": (of_another_tokenizer, "do not belong together"),
     "an empty folder": (lambda f: [p.unlink() for p in f.iterdir()], "--model"),
 }
