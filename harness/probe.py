@@ -75,6 +75,8 @@ def check_layers(config, max_tokens: int) -> None:
         if "logits_to_keep" not in signature(type(model).forward).parameters:
             raise ValueError(f"{name} cannot project chosen tokens alone: its forward takes no "
                              f"logits_to_keep; {OTHER}")
+        if not model.supports_gradient_checkpointing:
+            raise ValueError(f"{name} has no gradient checkpointing; {OTHER}")
         ids = torch.zeros(1, max_tokens, dtype=torch.long)
         with suppress(RuntimeError):  # an operation that meta tensors do not have
             model(input_ids=ids, position_ids=ids, lengths=[max_tokens],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import make_tokenizer
+from conftest import Toy, make_tokenizer
 from test_rollout import Echo
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -16,7 +16,8 @@ import dpo
 from engine import sharding
 from harness import probe
 from harness.models import CAUSAL_LMS
-from harness.play import never_drawn, rollout
+from harness.play import rollout
+from harness.settings import SettingsError
 
 DOCS = (Path(__file__).parent.parent / "docs" / "large_models.md").read_text(encoding="utf-8")
 LONGEST = 64  # tokens of an episode
@@ -77,7 +78,8 @@ REASONS = {  # heading in docs/large_models.md -> what the refusal says
     "capped scores, attention sinks": "softcap|s_aux",
     "attention more than once a layer": "attends more than once",
     "no choice of the tokens that are projected": "logits_to_keep",
-    "need for a mask": "no mask",
+    "no gradient checkpointing": "gradient checkpointing",
+    "code that packed texts break": "cannot read packed texts",
     "other numbers than in a plain pass": "log-probabilities that are"}
 ENCODER = dpo.Encoder(make_tokenizer("chatml"))
 
@@ -176,7 +178,7 @@ def assert_right(model):
     for e in episodes:
         with torch.no_grad():
             plain = log_probs(model, e.ids)[:-1]
-        plain[:, never_drawn(model, ENCODER)] = -torch.inf
+        plain[:, ENCODER.never_drawn(plain.shape[1])] = -torch.inf
         drawn = plain[range(len(plain)), e.ids[1:]]
         assert sum(e.action_mask) > 2
         assert ((plain.amax(-1) - drawn)[torch.tensor(e.action_mask[1:]) > 0] < 1e-4).all()
@@ -214,6 +216,19 @@ def test_a_family_is_right_or_refused_before_any_phase_and_listed(family):
     found = outcome(family)
     if f"transformers {transformers.__version__}" in DOCS:
         assert listed().get(family) == found, "python tests/test_families.py prints the lists"
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "mistral"])
+def test_other_families_run_the_whole_loop(family, toy_run, tmp_path):
+    """Layers elsewhere, no number of key heads; a sliding window as long as an episode."""
+    config = tiny(family, limit=256)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    ENCODER.tokenizer.save_pretrained(tmp_path / "model")
+    folder = toy_run(Toy, "--model", tmp_path / "model")
+    assert (folder / "result.json").exists()
+    with pytest.raises(SettingsError, match="is above 256, its sliding window|above 512, its posi"):
+        toy_run(Toy, "--model", tmp_path / "model", "--max-tokens", 600,
+                "--out", tmp_path / "other")
 
 
 if __name__ == "__main__":
