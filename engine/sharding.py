@@ -45,9 +45,15 @@ def shard_model(accelerator, model, shard: bool, recompute: bool = False):
     policy = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32 if bf16 else None)
     # Gathered one at a time, in a pass and back. The outermost too: after a pass without gradients
     # torch would keep its weights gathered, and lose part of their gradient in the next pass.
-    for part in [*model.get_decoder().layers, model]:
+    for part in [*layers_of(model), model]:
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     return model.to(device)  # the buffers, which are not sharded
+
+
+def layers_of(model) -> torch.nn.ModuleList:
+    """A model's layers; families keep them under different names."""
+    return next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList)
+                and len(module) == model.config.num_hidden_layers)
 
 
 def no_dropout(model) -> None:

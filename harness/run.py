@@ -55,6 +55,9 @@ class Run(Folder):
         if self.settings.method == "chat":
             return f"{self.base} {self.settings.model_name}"
         models.check_model(self.base, self.settings.max_tokens)
+        if not self.phases and (wrong := self.first_says(  # one rank holds the model meanwhile
+                lambda: models.wrong_numbers(self.base, self.settings.max_tokens))):
+            raise SettingsError(wrong)
         return self.first_says(lambda: models.identity(self.base))
 
     def _try_environment(self) -> None:

@@ -15,8 +15,14 @@ import torch
 from conftest import make_model, make_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -357,11 +363,19 @@ MODELS = {  # what is done to a folder that is right -> what the line must say
     "an encoder with a decoder": (other(lambda v: T5ForConditionalGeneration(T5Config(
         vocab_size=v, d_model=16, d_ff=16, num_layers=1, num_heads=2))), "not a causal LM"),
     "another causal LM": (other(lambda v: GPT2LMHeadModel(GPT2Config(
-        vocab_size=v, n_embd=32, n_layer=1, n_head=2))), "--model"),
+        vocab_size=v, n_embd=32, n_layer=1, n_head=2))), "--max-tokens 2500 is above 1024, its"),
+    "convolutions": (other(lambda v: Lfm2ForCausalLM(Lfm2Config(**small(v), layer_types=["conv"]))),
+                     "layers of type conv"),
+    "positions of its own": (other(lambda v: BartForCausalLM(BartConfig(
+        vocab_size=v, d_model=32, decoder_layers=1, decoder_attention_heads=4,
+        max_position_embeddings=4096))),
+        "nats off in training: the first numbers that differ are those of model.decoder."),
+    "attention twice a layer": (other(lambda v: DiffLlamaForCausalLM(DiffLlamaConfig(**small(v)))),
+                                "layer 0 attends more than once in a pass"),
     "sliding windows": (other(lambda v: MistralForCausalLM(MistralConfig(
-        **small(v), sliding_window=16))), "sliding_window=16 is not supported"),
+        **small(v), sliding_window=16))), "--max-tokens 2500 is above 16, its sliding window"),
     "too few positions": (other(lambda v: LlamaForCausalLM(LlamaConfig(
-        **{**small(v), "max_position_embeddings": 100}))), "--max-tokens 2500 is above its 100"),
+        **{**small(v), "max_position_embeddings": 100}))), "--max-tokens 2500 is above 100, its positions"),
     "another tokenizer's model": (of_another_tokenizer, "do not belong together"),
     "an empty folder": (lambda f: [p.unlink() for p in f.iterdir()], "--model"),
 }
