@@ -27,6 +27,7 @@ from harness.report import played, scores, table2
 from harness.run import Run
 from harness.settings import Settings, agents_of
 from harness.start import start
+from look.page import make_page
 
 # ----------------------------------------------------------------------------------- the loop
 
@@ -325,4 +326,5 @@ def cut(t: Trajectory, turns: int | None) -> Trajectory:
 
 
 if __name__ == "__main__":
-    start(coevolve, sys.argv[1:])  # parses, refuses, locks, resumes, reports, ends in one line
+    # parses, refuses, locks, resumes, reports, ends in one line
+    start(coevolve, sys.argv[1:], afterwards=[make_page])

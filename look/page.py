@@ -36,6 +36,12 @@ def write_page(run_dir, megabytes: float = MEGABYTES) -> Path:
     return path
 
 
+def make_page(run_dir, megabytes: float = MEGABYTES) -> str:
+    """`write_page`, and a line that says so."""
+    path = write_page(run_dir, megabytes)
+    return f"{path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser"
+
+
 def page(run_dir, megabytes: float = MEGABYTES) -> str:
     config = Path(run_dir) / "config.json"
     with reading(Path(run_dir) / "metrics.jsonl"):
@@ -141,10 +147,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--picture", type=Path, help="also a PNG of it, made by Chromium")
     parser.add_argument("--size", default="1280,1000", help="of the picture [%(default)s]")
     asked = parser.parse_args(argv)
-    path = write_page(asked.run, asked.megabytes)
-    print(f"{path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser")
+    print(make_page(asked.run, asked.megabytes))
     if asked.picture:
-        picture(path, asked.picture, asked.size)
+        picture(Path(asked.run) / "run.html", asked.picture, asked.size)
 
 
 if __name__ == "__main__":
