@@ -25,7 +25,8 @@ from harness.settings import EVOLVING, SettingsError, parse, without_passwords
 def start(loop, argv: list[str], afterwards=()) -> None:
     """Runs loop(run) with the settings in `argv`, then what is made of a finished run.
 
-    afterwards: functions of a run's folder that say in a line what they made. What the user or the machine did wrong, and a stop, end this process with one line.
+    afterwards: functions of the run's folder, which return a line that says what they made. What
+    the user or the machine did wrong, and a stop, end this process with one line.
     """
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)

@@ -1,4 +1,4 @@
-"""A trained agent at a terminal: it proposes a reply, says what it had in mind, and can be overruled."""
+"""A trained agent at a terminal: it proposes a reply and says what else it had in mind."""
 
 import torch
 from transformers import AutoTokenizer

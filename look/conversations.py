@@ -60,8 +60,8 @@ def conversations(run_dir, letters: float = math.inf, tasks: float = math.inf) -
                    [store.add(m) for m in run["messages"]] if told else None] for run in runs],
             pairs=found[task]["pairs"]))
     return dict(fields=FIELDS, pieces=list(store.pieces), texts=[*store.texts.values()],
-                tasks=listed, left_out=len(ranked) - len(listed), success=SUCCESS,
-                hard=settings.get("hard_threshold", SUCCESS), cut_turns=settings.get("cut_turns", -1))
+                tasks=listed, success=SUCCESS, hard=settings.get("hard_threshold", SUCCESS),
+                cut_turns=settings.get("cut_turns", -1))
 
 
 def outputs(run_dir: Path) -> list[str]:

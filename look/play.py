@@ -1,7 +1,7 @@
 """Play an environment in the terminal: `python -m look.play ENV [TASK]` (run.sh play).
 
-You read what the agent reads and reply as it does. With --agent RUN the trained agent plays, turn by
-turn, and shows what it had in mind; t takes over.
+You read what the agent reads and reply as it does. With --agent RUN the trained agent plays, turn
+by turn, and shows what it had in mind; t takes over.
 """
 
 import argparse
@@ -181,7 +181,7 @@ def agent_of(path: Path) -> tuple[Path, Path | str, str]:
 
 
 def settings_of(env: str, more: list[str], run: Path | None, folder) -> Settings:
-    """As for training, from the same flags; with an agent, its run's where the flags say nothing."""
+    """From the same flags as for training; with an agent its run's, where no flag says more."""
     flags, names = ["--env", env, "--method", "evaluate"], {
         flag.split("=")[0].lstrip("-").replace("-", "_") for flag in more if flag.startswith("-")}
     if run is None:
