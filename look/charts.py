@@ -37,6 +37,15 @@ def evaluation_curves(evaluations: list[dict]) -> list[dict]:
     return [chart for chart in made if chart]
 
 
+def grpo_curves(steps: list[dict]) -> list[dict]:
+    """Charts over the steps of GRPO: what was played, how far it is from where it began."""
+    return [chart for chart in (
+        lines(title, [dict(name=title, colour="target", dash=0, points=[
+            (e["step"], e[key], None, None) for e in steps if key in e])], "step", key == "success")
+        for title, key in (("Reward of its episodes", "reward"), ("Success", "success"),
+                           ("KL", "kl"), ("Tasks in D", "D"))) if chart]
+
+
 def training_curves(events: list[dict]) -> list[dict]:
     """For each training phase its name and charts of loss and, with pairs, margin and accuracy."""
     phases = {}
@@ -89,7 +98,8 @@ def lines(title: str, series: list[dict], x_label: str, percent: bool = False) -
     return dict(title=title, x_label=x_label, series=drawn, width=WIDTH, height=HEIGHT,
                 left=LEFT, right=WIDTH - RIGHT, bottom=HEIGHT - BOTTOM, top=TOP,
                 x_ticks=[dict(at=x(t), says=f"{t:,g}") for t in x_ticks],
-                y_ticks=[dict(at=y(t), says=f"{t:.0%}" if percent else f"{t:g}") for t in y_ticks])
+                y_ticks=[dict(at=y(t), says=f"{100 * t:g}%" if percent else f"{t:g}")
+                         for t in y_ticks])
 
 
 def scale(low: float, high: float, first: float, last: float):

@@ -50,7 +50,8 @@ def conversations(run_dir, letters: float = math.inf, tasks: float = math.inf) -
                 found[row["task"]]["pairs"].append(_pair(row, name, found, margins))
     ranked = sorted(found, key=lambda task: _interest(found[task]["runs"].values(), len(found)))
     says = _instructions({task: here["runs"] for task, here in found.items()})
-    store, listed = Texts(letters), []
+    store, listed = Texts(letters - sum(80 * len(here["runs"]) + 80 * len(here["pairs"])
+                                        for here in found.values())), []
     for task in ranked[:int(min(tasks, len(ranked)))]:
         runs = list(found[task]["runs"].values())
         told = store.room()
@@ -71,7 +72,8 @@ def outputs(run_dir: Path) -> list[str]:
     """
     phases = run_dir / "phases.json"
     if phases.exists():
-        names = [name for name in read_object(phases) if name.endswith(".jsonl")]
+        names = [name for phase in read_object(phases) for name in (phase, f"{phase}/episodes.jsonl")
+                 if name.endswith(".jsonl") and (run_dir / name).is_file()]
     else:
         paths = [*run_dir.glob("*.jsonl"), *run_dir.glob("iter[0-9]*/*.jsonl")]
         names = sorted((str(p.relative_to(run_dir)) for p in paths if p.name != "metrics.jsonl"),

@@ -172,7 +172,7 @@ function grow() {
 function row(task) {
   const squares = agents.filter(agent => task.course[agent]).map(agent => make("div", {},
     make("span", {className: "squares", role: "img", "aria-label": said(agent, task), title: said(agent, task)},
-      ...task.course[agent].map(([, reward]) => make("i", {className: grade(reward)})))));
+      ...task.course[agent].slice(-8).map(([, reward]) => make("i", {className: grade(reward)})))));
   return make("tr", {"data-task": task.id, "aria-current": current && current.id === task.id ? "true" : null,
     onclick: () => open(task)},
     make("td", {className: "left"}, make("button", {type: "button"}, ...visible(task.say || task.id)),
@@ -257,11 +257,11 @@ function map() { // agents x iterations: every trajectory of the task, to be sho
           .filter(n => runs[n].agent === agent && runs[n].iteration === i).map(chip)));
     return make("tr", {}, make("th", {scope: "row", className: agentClass(agent)}, ...visible(agent)), ...cells);
   });
-  return make("table", {className: "map", "aria-label": "Trajectories of this task, by agent and iteration"},
+  return make("div", {className: "map", tabIndex: 0, role: "region", "aria-label": "Trajectories of this task, by agent and iteration"}, make("table", {},
     make("thead", {}, make("tr", {}, make("th", {}, "iteration"),
       ...iterations.map(i => make("th", {scope: "col"}, head(i))),
       iterations.length > 1 ? make("th", {}, head("all")) : make("th"))),
-    make("tbody", {}, ...body));
+    make("tbody", {}, ...body)));
 }
 
 function focusOn(selector) {
