@@ -10,7 +10,6 @@ A task is the paper's instruction u. An episode is one play of it, and its recor
 """
 
 import itertools
-import math
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from harness.report import played, scores, table2
 from harness.run import Run
 from harness.settings import Settings, agents_of
 from harness.start import start
+from look.page import make_page
 
 # ----------------------------------------------------------------------------------- the loop
 
@@ -300,7 +300,7 @@ def preference_groups(run: Run, agent: str, i: int) -> list[dpo.Group]:
         group = groups.setdefault(task, dpo.Group(task, []))
         # A rejected trajectory that wanders on long after the expert was done teaches little.
         longest = (trajectories["experts.jsonl", task, 0].steps + s.cut_turns
-                   if s.cut_turns >= 0 else math.inf)
+                   if s.cut_turns >= 0 else float("inf"))
         indices = []
         for side in ("chosen", "rejected"):
             key = p[side]["file"], task, p[side]["rollout"]
@@ -325,4 +325,4 @@ def cut(t: Trajectory, turns: int | None) -> Trajectory:
 
 
 if __name__ == "__main__":
-    start(coevolve, sys.argv[1:])  # parses, refuses, locks, resumes, reports, ends in one line
+    start(coevolve, sys.argv[1:], afterwards=[make_page])  # parses, locks, resumes, reports

@@ -34,6 +34,7 @@ from harness.report import played as played_of
 from harness.run import Run
 from harness.settings import SIGNALS
 from harness.start import start
+from look.page import make_page
 
 # ----------------------------------------------------------------------------------- the loop
 
@@ -374,4 +375,4 @@ def first_tasks(run: Run, out: Path) -> dict:
 
 
 if __name__ == "__main__":
-    start(mutual, sys.argv[1:])  # parses, refuses, locks, resumes, reports, ends in one line
+    start(mutual, sys.argv[1:], afterwards=[make_page])  # parses, locks, resumes, reports

@@ -3,7 +3,9 @@
 #   bash run.sh webshop [settings]     train and evaluate; --help lists the settings
 #   bash run.sh scienceworld [settings]
 #   bash run.sh intercodesql [settings]
+#   bash run.sh page RUN               a run as a page, RUN/run.html; also while it goes on
 #   bash run.sh show RUN [tasks]       trajectories of a run, side by side
+#   bash run.sh play ENV [TASK]        play a task yourself; --agent RUN: with a trained agent
 #   bash run.sh compare RUN RUN ...    means over seeds, by method
 #   bash run.sh study webshop [...]    methods x seeds and one report; --help lists what it takes
 #   bash run.sh load-intercode DUMP --admin-url URL --mysql-url URL
@@ -58,9 +60,9 @@ install() {
 
 command=${1:-}
 case $command in
-    webshop | scienceworld | intercodesql | show | compare | study | load-intercode | \
-        compare-intercode | test | bench) shift ;;
-    *) sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    webshop | scienceworld | intercodesql | page | show | play | compare | study | \
+        load-intercode | compare-intercode | test | bench) shift ;;
+    *) sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
 
 python=
@@ -86,6 +88,7 @@ program() { PYTHONSAFEPATH=1 exec "$python" -m "$@"; }
 
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 case $command in
+    page | play) program "look.$command" "$@" ;;
     show | compare) program "study.$command" "$@" ;;
     study) program study.runs "$@" ;;
     *-intercode) program worlds.sql_spider "$command" "$@" ;;

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ import dpo
 import envs
 from engine import sharding
 from engine.checkpoint import Checkpoint
-from harness import files, models, tiny
+from harness import files, margins, models, tiny
 from harness.dry_run import disk_bytes
 from harness.folder import Folder
 from harness.settings import EVOLVING, Settings, SettingsError, options_of
@@ -174,6 +175,12 @@ class Run(Folder):
             dpo.add_reference(self.accelerator, model, groups, self.settings.tokens_per_forward,
                               progress)
 
+    def log_probs(self, model, groups: list[dpo.Group]) -> list[list[float]]:
+        """log pi(e|u) of the groups' trajectories, in nats."""
+        copies = [replace(g) for g in groups]
+        self.add_reference(model, copies)
+        return [g.reference for g in copies]
+
     def fit(self, model, before, out: Path, epochs, objective, normaliser, *, lr, warmup,
             schedule) -> dict:
         """Trains a model of `load`, which came from folder `before`, into folder `out`.
@@ -189,6 +196,10 @@ class Run(Folder):
             last.update(event)
             self.log("train", phase=phase, **event)
 
+        watched = margins.watched(epochs, s.margins)
+        # With another reference than the agent itself, its own log-probabilities are not known yet.
+        entered = ([g.reference for g in watched] if s.reference == "phase" or not watched else
+                   self.log_probs(model, watched))
         checkpoint = self.checkpoint()
         tokens = sum(g.tokens for epoch in epochs for batch in epoch for g in batch)
         with self.bar(phase, tokens, "token") as progress:
@@ -198,6 +209,11 @@ class Run(Folder):
                     checkpoint=checkpoint)
         if checkpoint.resumed_at:
             self.print_main(f"{phase} went on after step {checkpoint.resumed_at}")
+        left = self.log_probs(model, watched) if watched else []
+        beta = s.beta if phase.startswith("iter1/") else s.beta_later
+        for when, policy in (("before", entered), ("after", left)) if watched else ():
+            self.log("margins", phase=phase, when=when,
+                     pairs=margins.of_pairs(watched, policy, beta, s))
         self.save(model, before, out)
         checkpoint.remove()
         return dict(steps=last["step"], tokens=tokens, loss=last["loss"])

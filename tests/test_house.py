@@ -12,9 +12,10 @@ ROOT = Path(__file__).resolve().parents[1]
 MAY = {"worlds": "worlds", "engine": "engine", "envs": "worlds", "dpo": "engine",
        "harness": "harness envs dpo engine",
        "baselines": "baselines harness envs dpo engine",
-       "coevolve": "baselines harness envs dpo engine",
-       "mutual": "coevolve baselines harness envs dpo engine",
-       "study": "study harness envs dpo engine"}
+       "look": "look harness envs dpo engine",
+       "coevolve": "look baselines harness envs dpo engine",
+       "mutual": "coevolve look baselines harness envs dpo engine",
+       "study": "study look harness envs dpo engine"}
 TOP = {"coevolve", "dpo", "envs", "mutual"}
 OTHERS = ["tests", "bench"]  # which import what they like, and which nobody imports
 TEXT_ONLY = {"torch", "transformers", "accelerate", "tokenizers", "safetensors"}

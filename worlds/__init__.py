@@ -67,6 +67,18 @@ class World:
         """What the task of this key in one of the splits is; None if there is none."""
         return self.splits[split].get(key)
 
+    def actions(self) -> list[str]:
+        """Actions that can be played now, as far as the world lists them; for a person."""
+        return []
+
+    def forms(self) -> str:
+        """What the other actions look like now; for a person."""
+        return ""
+
+    def reply(self, action: str) -> str:
+        """A reply that does an action, which a person wrote as it is."""
+        return action if self.view == "short" or "Action:" in action else f"Action: {action}"
+
     def add(self, task: dict) -> str:
         """The id of a task made during a run, from now on one of this object's: NAME-added-N.
 

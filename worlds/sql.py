@@ -126,6 +126,13 @@ class InterCodeSQL(World):
         """The query in a reply, "submit", or None where there is neither."""
         return parse_sql_reply(reply) if self.view == "full" else reply.strip() or None
 
+    def forms(self) -> str:
+        return "SHOW TABLES; DESC table; SELECT ...; submit"
+
+    def reply(self, action: str) -> str:
+        bare = self.view == "full" and "Action:" not in action and action != "submit"
+        return f"Action:\n```sql\n{action}\n```" if bare else super().reply(action)
+
     def expert(self):
         """A scripted expert, which knows the gold query of the episode just reset."""
         return sql_expert(self._question["gold"], thoughts=self.view == "full")

@@ -92,6 +92,12 @@ class Shop(World):
         """What click[...] takes on this page, lowercased. The "Search" button is not among it."""
         return list(self._shown.links)
 
+    def actions(self) -> list[str]:
+        return [f"click[{text}]" for text in self.clickables()]
+
+    def forms(self) -> str:
+        return "search[words]" if self._shown.kind == "search" else ""
+
     def close(self):
         self._shown = None
 
