@@ -61,7 +61,7 @@ install() {
 add() {
     echo "run.sh: installing $1 into $venv" >&2
     { if command -v flock >/dev/null; then flock 9; fi
-      "$venv/bin/python" -m pip install --no-deps "$1" >>"$here/.venv-install.log" 2>&1
+      "$venv/bin/python" -m pip install --no-deps --retries 1 "$1" >>"$here/.venv-install.log" 2>&1
     } 9>"$here/.venv.lock"
 }
 

@@ -60,7 +60,7 @@ class Settings:
         "base", "category of BFCL's multi-turn tasks, or all four [ours]", env="bfcl")
     bfcl_split: Literal["ours", "published"] = setting(
         "ours", "ours: 100 tasks of a category train, 20 validate, 80 test; published: all 200 "
-        "test, so that start states of the training are among them", env="bfcl")
+        "test, so that start states of the training are among them [ours]", env="bfcl")
     bfcl_reward: Literal["all", "turns"] = setting(
         "all", "all: 1 where every turn passes BFCL's checks, else 0, so that failures tie and "
         "co-evolution has no pairs of failures; turns: the share of turns that pass [BFCL, ours]",
