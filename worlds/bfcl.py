@@ -5,14 +5,16 @@ The tasks are in `bfcl_tasks.py`; reading and making calls is in `bfcl_calls.py`
 
 import json
 
-from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import (
-    response_checker,
-    state_checker,
-)
-
 from worlds import Refused, Step, World
 from worlds.bfcl_calls import CLOSE, OPEN, Simulators, parse_calls, problem
-from worlds.bfcl_tasks import CATEGORIES, documents, splits, start_state
+from worlds.bfcl_tasks import (
+    CATEGORIES,
+    documents,
+    response_checker,
+    splits,
+    start_state,
+    state_checker,
+)
 
 MOST_REPLIES = 20  # with calls, in one turn of the user [BFCL]
 

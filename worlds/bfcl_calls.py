@@ -12,9 +12,14 @@ import threading
 from datetime import datetime, timedelta, timezone
 
 import mpmath
-from bfcl_eval.eval_checker.multi_turn_eval.func_source_code import trading_bot, travel_booking
 
-from worlds.bfcl_tasks import documents, simulator_class, start_state
+from worlds.bfcl_tasks import (
+    documents,
+    simulator_class,
+    start_state,
+    trading_bot,
+    travel_booking,
+)
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FORM = (f'a call is {OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE} with the name of a '
@@ -132,8 +137,8 @@ class Simulators:
             if hasattr(instance, "_load_scenario"):  # the maths one has no state
                 instance._load_scenario(copy.deepcopy(where["config"].get(name, {})),
                                         long_context=where["long_context"])
-        # A long context is shared between the instances of a process until it is copied.
-        self.instances = copy.deepcopy(self.instances)
+        if where["long_context"]:  # it is shared by all instances of the process
+            self.instances = copy.deepcopy(self.instances)
         self.functions = {name: getattr(instance, name)
                           for simulator, instance in self.instances.items()
                           for name in documents(simulator)}

@@ -1,7 +1,8 @@
 """The tasks of BFCL v3 multi-turn, as the package bfcl-eval brings them, and how they are split.
 
 Of the package this reads the data, makes the simulators and asks the two checks; it is installed
-without its dependencies, so nothing else of it is imported (and nothing that evaluates a text).
+without its dependencies, so nothing else of it is imported, and all of it here: its absence is
+said in one line.
 """
 
 import ast
@@ -24,6 +25,14 @@ try:
     from bfcl_eval.constants.executable_backend_config import (
         CLASS_FILE_PATH_MAPPING,
         MULTI_TURN_FUNC_DOC_FILE_MAPPING,
+    )
+    from bfcl_eval.eval_checker.multi_turn_eval.func_source_code import (  # noqa: F401
+        trading_bot,
+        travel_booking,
+    )
+    from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import (  # noqa: F401
+        response_checker,
+        state_checker,
     )
 except (PackageNotFoundError, ImportError):
     raise Refused(f"bfcl: the package {PACKAGE} is not here; {REMEDY}") from None
@@ -101,16 +110,15 @@ def splits(category: str, published: bool) -> dict[str, dict[str, dict]]:
     Tasks of one number, and those of equal start states, are on one side in all categories.
     published: `test` is all 200 tasks of a category, so that it shares start states with training.
     """
-    sides, mixed = _sides(), random.Random("the order of BFCL's tasks")
-    numbers = mixed.sample(range(200), 200)
-    wanted = CATEGORIES if category == "all" else (category,)
-
-    def of(side):
-        return {key: tasks(c)[key] for n in numbers if side in (None, sides[n])
-                for c in wanted for key in [f"{c.replace('_', '-')}-{n}"]}
-
-    found = {side: of(side) for side in SIZES}
-    return {**found, "test": of(None)} if published else found
+    wanted = [(c, n) for c in (CATEGORIES if category == "all" else (category,))
+              for n in range(200)]
+    random.Random("the order of BFCL's tasks").shuffle(wanted)
+    sides, found = _sides(), {side: {} for side in SIZES}
+    for c, n in wanted:
+        key = f"{c.replace('_', '-')}-{n}"
+        for side in {sides[n], "test"} if published else {sides[n]}:
+            found[side][key] = tasks(c)[key]
+    return found
 
 
 def _sides() -> list[str]:
