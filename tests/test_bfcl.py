@@ -388,12 +388,36 @@ def test_hostile_calls_are_observations_and_nothing_else(monkeypatch):
     assert reward("base-0", one_by_one(tasks("base")["base-0"])) == 1
 
 
+def test_odd_replies_and_arguments_are_observations():
+    """`bench/fuzz.py`'s mutations of replies, and calls of every function with whatever JSON has."""
+    from bench import fuzz
+    rng, pieces = random.Random(0), ["<tool_call>", "</tool_call>", "```json", "```", "<think>", "</think>",
+                                     '{"name": "ls", "arguments": {}}', '"name"', '"arguments"', "[", "]", "{", "}"]
+    keys = rng.sample(list(tasks("base")), 12) + rng.sample(list(tasks("long_context")), 6)
+    values = [*VALUES, 10 ** 19, -10 ** 19, 1e308, -0.0, "a\0", "\u2028", "é" * 50, [[]], {"a": []}, "2024-13-45"]
+    for key in keys:
+        env = env_of(key)
+        functions = list(env.functions(key).values())
+        for n in range(60):
+            calls = [dict(name=row["name"], arguments={
+                name: rng.choice(values) for name in row["parameters"]["properties"] if rng.random() < 0.9})
+                for row in rng.sample(functions, 3)]
+            reply = as_reply(calls) if n % 3 else fuzz.mutate(rng, as_reply(calls), pieces)
+            if n % 15 == 0:
+                env.reset(f"bfcl-test-{key}")
+            step = env.step(reply)
+            step.observation.encode()
+            assert step.reward == 0 and isinstance(step.done, bool)
+            if step.done:
+                env.reset(f"bfcl-test-{key}")
+
+
 MATHS = next(key for key in tasks("base") if "MathAPI" in start_state(key)["classes"])
 
 
 @pytest.mark.parametrize("name, arguments, found", [
     ("power", dict(base=10, exponent=10 ** 9), "at most 1000"), ("power", dict(base=2, exponent=1e308), "at most"),
-    ("power", dict(base=10 ** 19, exponent=1000), "4300 digits"), ("power", dict(base=0, exponent=-1), "Error"),
+    ("power", dict(base=10 ** 19, exponent=1000), "4300"), ("power", dict(base=0, exponent=-1), "Error"),
     ("logarithm", dict(value=2, base=3, precision=10 ** 9), "at most 1000"),
     ("logarithm", dict(value=2, base=3, precision="1000000000"), "at most 1000"),
     ("logarithm", dict(value=8, base=2, precision=5), "{'result': mpf('3.0')}"),
