@@ -3,6 +3,7 @@
 #   bash run.sh webshop [settings]     train and evaluate; --help lists the settings
 #   bash run.sh scienceworld [settings]
 #   bash run.sh intercodesql [settings]
+#   bash run.sh bfcl --model FOLDER_OR_HUB_NAME [settings]
 #   bash run.sh page RUN               a run as a page, RUN/run.html; also while it goes on
 #   bash run.sh show RUN [tasks]       trajectories of a run, side by side
 #   bash run.sh play ENV [TASK]        play a task yourself; --agent RUN: with a trained agent
@@ -58,11 +59,19 @@ install() {
     rm "$venv/installing"
 }
 
+# Adds package $1 to .venv, but none that it asks for: they would be others than those tested.
+add() {
+    echo "run.sh: installing $1 into $venv" >&2
+    { if command -v flock >/dev/null; then flock 9; fi
+      "$venv/bin/python" -m pip install --no-deps --retries 1 "$1" >>"$here/.venv-install.log" 2>&1
+    } 9>"$here/.venv.lock"
+}
+
 command=${1:-}
 case $command in
-    webshop | scienceworld | intercodesql | page | show | play | compare | study | \
+    webshop | scienceworld | intercodesql | bfcl | page | show | play | compare | study | \
         load-intercode | compare-intercode | test | bench) shift ;;
-    *) sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    *) sed -n '2,20s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
 
 python=
@@ -72,7 +81,7 @@ done
 [ -n "$python" ] || fail "${PYTHON:-python3} is missing or not Python 3.10-3.13;" \
     "install one of these, or name it: PYTHON=/path/to/python3.12 bash run.sh $command"
 
-case $command in webshop | scienceworld | intercodesql)
+case $command in webshop | scienceworld | intercodesql | bfcl)
     # A mistyped setting is refused before anything is installed; what is printed is the program.
     main=$("$python" "$here/harness/settings.py" --env "$command" "$@") || exit 2
     for flag in "$@"; do case $flag in -h | --help) echo "$main"; exit ;; esac; done
@@ -82,6 +91,13 @@ if ! lacks=$(satisfied "$python"); then
     python=$venv/bin/python
 fi
 
+case $command in bfcl | test)  # one more package; the tests do without it, if need be
+    package=$(sed -n 's/^# bfcl: \([^ ]*\).*/\1/p' "$here/requirements.txt")
+    if ! "$python" "$here/harness/requirements.py" <(echo "$package") >/dev/null 2>&1; then
+        { [ "$python" = "$venv/bin/python" ] && add "$package"; } || [ "$command" = test ] ||
+            fail "bfcl needs one more package: $python -m pip install --no-deps $package"
+    fi
+esac
 
 # Runs a program of ours in the folder you call this from; nothing is imported from there.
 program() { PYTHONSAFEPATH=1 exec "$python" -m "$@"; }

@@ -28,7 +28,8 @@ def setting(default, help: str, **limits):
 @dataclass(frozen=True)
 class Settings:
     # What runs
-    env: Literal["webshop", "scienceworld", "intercodesql"] = setting("webshop", "environment")
+    env: Literal["webshop", "scienceworld", "intercodesql", "bfcl"] = setting(
+        "webshop", "environment")
     method: Literal["sft", "rft", "dart", "ppo", "eto", "positive", "coevolve", "grpo", "evolve",
                     "evaluate", "chat"] = setting(
         "coevolve", "sft: Eq. 3 only; rft: and again with sampled successes; dart: more of them "
@@ -56,6 +57,15 @@ class Settings:
     mysql_url: Optional[str] = setting(
         None, "server of InterCode's databases, mysql://user:password@host:port; the password may "
         "be in MYSQL_PWD instead [sqlite]", env="intercodesql")
+    bfcl_category: Literal["base", "miss_func", "miss_param", "long_context", "all"] = setting(
+        "base", "category of BFCL's multi-turn tasks, or all four [ours]", env="bfcl")
+    bfcl_split: Literal["ours", "published"] = setting(
+        "ours", "ours: 100 tasks of a category train, 20 validate, 80 test; published: all 200 "
+        "test, so that start states of the training are among them [ours]", env="bfcl")
+    bfcl_reward: Literal["all", "turns"] = setting(
+        "all", "all: 1 where every turn passes BFCL's checks, else 0, so that failures tie and "
+        "co-evolution has no pairs of failures; turns: the share of turns that pass [BFCL, ours]",
+        env="bfcl")
     experts: Optional[str] = setting(
         None, "file of expert trajectories: ETO's JSON list or a run's experts.jsonl [scripted]")
     dry_run: Optional[str] = setting(
@@ -272,10 +282,13 @@ PRESETS = {
         ppo_lr=1e-4,
         step_tasks=16, grpo_lr=5e-5, near_text=1.0,
     ),
+    # Openings alone have up to 29,000 characters.
+    "bfcl": dict(max_tokens=16_384, max_new_tokens=1024, slots=16),
     "chat": dict(method="chat", max_tokens=100_000),  # with the examples; the endpoint knows better
     "quick": dict(train_tasks=120, eval_tasks=40, iterations=1, sft_epochs=1, dpo_epochs=1,
                   grpo_steps=4, evolve_every=2, evaluate_every=1, start_tasks=12),
     "quick tiny": dict(sft_epochs=6, sft_lr=1e-3),
+    "quick bfcl": dict(train_tasks=20, eval_tasks=20),
 }
 
 
@@ -359,6 +372,8 @@ def conflicts(s: Settings) -> list[tuple[bool, str, str]]:
          "give --intercode-data FOLDER too; the questions are there"),
         (bool(s.intercode_data) and tiny, "--intercode-data",
          "the tiny model knows the generated databases' words only; give another --model"),
+        (s.env == "bfcl" and tiny, "--model tiny",
+         "it cannot read the documents of functions; give another --model"),
         (bool(s.dry_run) and (tiny or s.method == "chat"), "--dry-run",
          "is for a model to be trained here; give another --model"),
         (bool(s.dry_run) and s.method in ("rft", "dart", "ppo", "evaluate"), "--dry-run",
@@ -422,7 +437,7 @@ def preset(argv: list[str]) -> dict:
     first.add_argument("--quick", nargs="?", const=True, default=False, type=_boolean)
     seen = first.parse_known_args(argv)[0]
     names = [seen.env, f"{seen.model} {seen.env}"]
-    names += ["quick", f"quick {seen.model}"] if seen.quick else []
+    names += ["quick", f"quick {seen.model}", f"quick {seen.env}"] if seen.quick else []
     names += ["chat"] if is_endpoint(seen.model) else []
     return {name: value for n in names for name, value in PRESETS.get(n, {}).items()}
 
