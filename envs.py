@@ -67,8 +67,7 @@ def make(name: str, view: str = "full", **options) -> "Repaired":
     if name == "bfcl":
         from worlds.bfcl import Bfcl
         return Repaired(Bfcl(view, **options))
-    raise ValueError(f"unknown environment {name!r}; choose from: webshop, scienceworld, "
-                     "intercodesql, bfcl")
+    raise ValueError(f"unknown environment {name!r}; webshop, scienceworld, intercodesql or bfcl?")
 
 
 # ------------------------------------------------------------------------------------- experts

@@ -185,7 +185,8 @@ def settings_of(env: str, more: list[str], run: Path | None, folder) -> Settings
     flags, names = ["--env", env, "--method", "evaluate"], {
         flag.split("=")[0].lstrip("-").replace("-", "_") for flag in more if flag.startswith("-")}
     if run is None:
-        return parse([*flags, *(["--model", "none"] if names & {*REAL} else []), *more])
+        real = env == "bfcl" or names & {*REAL}
+        return parse([*flags, *(["--model", "none"] if real else []), *more])
     before = read_object(run / "config.json", settings=dict)["settings"]
     if before["env"] != env:
         raise RunError(f"--agent {run}: it was trained on {before['env']}, not on {env}")
@@ -209,8 +210,9 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="run.sh play ENV [TASK]", allow_abbrev=False, description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="ENV: webshop, scienceworld or intercodesql. TASK: an id such as webshop-test-3, or "
-        "a split, of which\none is drawn. Other flags: as for run.sh ENV, such as --webshop-url.")
+        epilog="ENV: webshop, scienceworld, intercodesql or bfcl. TASK: an id such as "
+        "webshop-test-3, or a split,\nof which one is drawn. Other flags: as for run.sh ENV, such "
+        "as --webshop-url.")
     parser.add_argument("--agent", type=Path, help="a run, whose last target agent plays, or an "
                         "agent's folder in it, such as RUN/iter1/failure-agent")
     words = [word for word in argv[:2] if not word.startswith("-")]
