@@ -111,7 +111,12 @@ def table(run_dir) -> str:
 def _sections(run_dir):
     found = result(run_dir)
     s, evaluations, pairs = found["settings"], found["evaluations"], found["pairs"]
-    yield f"{run_dir}: {s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}"
+    about = read_object(Path(run_dir) / "config.json").get("tasks") or {}
+    split = about.get("split_by") or s.get("split_file") or "by rule"
+    first = f"{run_dir}: {s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}"
+    yield f"{first}, split {split}" + (
+        f"\n{about['overlap']} evaluated tasks were also trained on (--overlap keep)"
+        if about.get("overlap") else "")
 
     yield from section(
         "Evaluation, greedy; reward with its 95% bootstrap interval over tasks",
