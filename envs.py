@@ -1,7 +1,7 @@
-"""Environments: text in, text out. What one is, which there are, its experts, what if one breaks.
+"""Environments: text in, text out. What one is, which there are, their experts, their repair.
 
-The three of the paper are in `worlds/`; `worlds/webshop.py` is the one to read first. A new one is
-a file there, a line in `make` and a name in the settings.
+They are in `worlds/`; `worlds/webshop.py` is the one to read first. A new one is a file there, a
+line in `make` and a name in the settings.
 """
 
 import sys
@@ -68,8 +68,11 @@ def make(name: str, view: str = "full", protocol: str = "ours", prompts: str | N
     if name == "intercodesql":
         from worlds.sql import InterCodeSQL
         return Repaired(InterCodeSQL(view, **options), theirs)
+    if name == "bfcl":
+        from worlds.bfcl import Bfcl
+        return Repaired(Bfcl(view, **options))
     raise ValueError(f"unknown environment {name!r}; choose from: webshop, scienceworld, "
-                     "intercodesql")
+                     "intercodesql, bfcl")
 
 
 # ------------------------------------------------------------------------------------- experts

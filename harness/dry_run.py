@@ -94,7 +94,7 @@ def training_memory(model, sequences: list[dpo.Trajectory], ranks: int,
                     recompute: bool) -> dict[str, float]:
     """Bytes on a GPU in a pass over `sequences`; ranks: that share out the weights, 0 if whole."""
     numbers = sum(p.numel() for p in model.parameters())
-    layers = model.get_decoder().layers
+    layers = sharding.layers_of(model)
     layer = sum(p.numel() for p in layers[0].parameters())
     outside = numbers - layer * len(layers)  # embeddings, mostly
     # Shards are gathered for two layers at a time; gradients are made in bf16 and added in fp32.

@@ -26,6 +26,18 @@ def play(run: Run, folder: Path, trajectories: list[Trajectory],
          temperature: float) -> list[Trajectory]:
     """Plays what `trajectories` begin, in order, with the model in a folder.
 
+    It is in memory only meanwhile, in bf16 where the machine computes in it.
+    """
+    device, bf16 = run.accelerator.device, run.accelerator.mixed_precision == "bf16"
+    model = load_model(folder, torch.bfloat16 if bf16 else torch.float32).to(device)
+    encoder = Encoder(AutoTokenizer.from_pretrained(folder))
+    return play_with(run, model, encoder, run.make_env, trajectories, temperature)
+
+
+def play_with(run: Run, model, encoder: Encoder, make_env, trajectories: list[Trajectory],
+              temperature: float) -> list[Trajectory]:
+    """The same with a model that is whole on each rank, in environments of make_env().
+
     Each rank plays its share, all get all. Lost episodes are left out and logged; EnvError where
     they are too many.
     """
@@ -33,7 +45,8 @@ def play(run: Run, folder: Path, trajectories: list[Trajectory],
     share = trajectories[run.accelerator.process_index::processes]
     order = {(t.task, t.rollout): n for n, t in enumerate(trajectories)}
     with run.bar(phase, len(share), "episode") as progress:
-        played = play_share(run, folder, share, temperature, progress, len(trajectories))
+        played = play_share(run, model, encoder, make_env, share, temperature, progress,
+                            len(trajectories))
     played = sorted(gather_object(played), key=lambda t: order[t.task, t.rollout])
     lost = [t.task for t in played if t.ended == "lost"]
     run.log_dropped(phase, envs.LOST, lost)
@@ -45,25 +58,17 @@ def play(run: Run, folder: Path, trajectories: list[Trajectory],
     return [t for t in played if t.ended != "lost"]
 
 
-def play_share(run: Run, folder: Path, share: list[Trajectory], temperature: float, progress,
-               of: int) -> list[Trajectory]:
-    """`rollout` by the agent in a folder, which is in memory only meanwhile.
-
-    of: episodes of the phase on all ranks, of which `share` is this one's.
-    """
-    s, device = run.settings, run.accelerator.device
-    bf16 = run.accelerator.mixed_precision == "bf16"
-    model = load_model(folder, torch.bfloat16 if bf16 else torch.float32)
-    model, slots = model.to(device), s.slots
-    if device.type == "cuda":  # episodes that do not fit beside the replica wait
-        free = torch.cuda.mem_get_info(device)[0]
+def play_share(run: Run, model, encoder: Encoder, make_env, share: list[Trajectory],
+               temperature: float, progress, of: int) -> list[Trajectory]:
+    """`rollout` with as many slots and threads as pay. of: episodes of the phase on all ranks."""
+    s, slots, threads = run.settings, run.settings.slots, torch.get_num_threads()
+    if model.device.type == "cuda":  # episodes that do not fit beside the model wait
+        free = torch.cuda.mem_get_info(model.device)[0]
         slot = s.max_tokens * slot_bytes(model.config, model.dtype.itemsize)
         slots = max(1, min(slots, slots_that_fit(free, slot)))
-    encoder = Encoder(AutoTokenizer.from_pretrained(folder))
-    threads = torch.get_num_threads()
-    if device.type == "cpu" and model.num_parameters() < 10_000_000:
+    if model.device.type == "cpu" and model.num_parameters() < 10_000_000:
         torch.set_num_threads(1)  # several would only wait for each other: 1.6 s against 3.6 s
-    rollout(model, encoder, run.make_env, share, temperature=temperature, slots=slots,
+    rollout(model, encoder, make_env, share, temperature=temperature, slots=slots,
             max_tokens=s.max_tokens, max_new_tokens=s.max_new_tokens,
             tokens_per_forward=s.tokens_per_forward, stops=envs.STOPS[s.protocol],
             progress=progress, of=of)
@@ -152,7 +157,8 @@ def rollout(model, encoder: Encoder, make_env, trajectories: list[Trajectory], *
     places = [Slot(n) for n in range(min(slots, len(trajectories)))]
     cache, losses = SlotCache(model, len(places), max_tokens), envs.Losses(of or len(trajectories))
     queue, now = list(reversed(trajectories)), 0
-    forbidden = never_drawn(model, encoder)
+    never = torch.tensor(encoder.never_drawn(model.config.get_text_config().vocab_size),
+                         dtype=torch.long, device=model.device)
     threads = ThreadPoolExecutor(len(places))
 
     def ask(slot, call, text):
@@ -206,7 +212,7 @@ def rollout(model, encoder: Encoder, make_env, trajectories: list[Trajectory], *
             if not (logits < torch.inf).all():  # nor nan
                 tasks = ", ".join(slot.playing.task for slot in chosen)
                 raise FloatingPointError(f"logits that are no numbers on tasks {tasks}")
-            logits[:, forbidden] = -torch.inf
+            logits[:, never] = -torch.inf
             draws = [slot.rng.random() for slot in chosen] if temperature else None
             for slot, token in zip(chosen, sample(logits, temperature, draws).tolist()):
                 slot.past = len(slot.playing.ids)
@@ -223,13 +229,6 @@ def rollout(model, encoder: Encoder, make_env, trajectories: list[Trajectory], *
         for slot in places:  # nobody waits for one that hangs
             if slot.env and (slot.answer is None or slot.answer.done()):
                 slot.env.close()
-
-
-def never_drawn(model, encoder: Encoder) -> torch.Tensor:
-    """Ids that are not sampled: control tokens, and rows that only pad the embedding."""
-    size = model.config.get_text_config().vocab_size
-    ids = {t for t in encoder.forbidden if t < size} | {*range(len(encoder.tokenizer), size)}
-    return torch.tensor(sorted(ids), dtype=torch.long, device=model.device)
 
 
 def observe(slot: Slot, encoder: Encoder, answer, max_tokens: int) -> None:

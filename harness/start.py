@@ -19,19 +19,20 @@ from harness import files, report
 from harness.dry_run import dry_run
 from harness.models import check_model, make_accelerator
 from harness.run import Run
-from harness.settings import SettingsError, parse, without_passwords
+from harness.settings import EVOLVING, SettingsError, parse, without_passwords
 
 
-def start(loop, argv: list[str]) -> None:
-    """Runs loop(run) with the settings in `argv`.
+def start(loop, argv: list[str], afterwards=()) -> None:
+    """Runs loop(run) with the settings in `argv`, then what is made of a finished run.
 
-    What the user or the machine did wrong, and a stop, end this process with one line.
+    afterwards: functions of the run's folder, which return a line that says what they made. What
+    the user or the machine did wrong, and a stop, end this process with one line.
     """
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     gc.freeze()  # else each freeing of memory between phases walks all that was imported, 0.2 s
     try:
-        main(loop, argv)
+        main(loop, argv, afterwards)
     except Exception as error:
         if one_line(error) is None:
             raise
@@ -40,8 +41,11 @@ def start(loop, argv: list[str]) -> None:
         end(one_line(error), 2)
 
 
-def main(loop, argv: list[str]) -> None:
+def main(loop, argv: list[str], afterwards=()) -> None:
     settings = parse(argv)
+    if (settings.method in EVOLVING) != (loop.__name__ == "mutual"):
+        raise SettingsError(f"--method {settings.method}: start the other program, "
+                            f"{'mutual' if settings.method in EVOLVING else 'coevolve'}.py")
     disable_progress_bar()  # one bar per phase is ours; those of loading and saving are noise
     if settings.dry_run:
         if os.environ.get("RANK", "0") == "0":
@@ -55,6 +59,12 @@ def main(loop, argv: list[str]) -> None:
     loop(run)
     if run.main:
         finish(run)
+        for work in afterwards:
+            try:
+                run.print_main(work(run.path))
+            except Exception as error:  # whatever it is, the run is finished
+                run.print_main(f"{run.path} is finished, but {work.__name__} failed: "
+                               f"{type(error).__name__}: {' '.join(str(error).split())}")
     run.close()
 
 

@@ -80,6 +80,18 @@ class World:
         """What the agent reads after an action that led to `text`."""
         return self.theirs.observation(text) if self.theirs else text
 
+    def actions(self) -> list[str]:
+        """Actions that can be played now, as far as the world lists them; for a person."""
+        return []
+
+    def forms(self) -> str:
+        """What the other actions look like now; for a person."""
+        return ""
+
+    def reply(self, action: str) -> str:
+        """A reply that does an action, which a person wrote as it is."""
+        return action if self.view == "short" or "Action:" in action else f"Action: {action}"
+
     def add(self, task: dict) -> str:
         """The id of a task made during a run, from now on one of this object's: NAME-added-N.
 
@@ -95,6 +107,11 @@ class World:
         """What a new task is, in the form that `find` gives; ValueError if it cannot be played."""
         raise Refused(f"{self.name}: takes no new tasks")
 
+    def smith(self):
+        """Who makes tasks of what an agent finds here; Refused where nobody can."""
+        raise Refused(f"{self.name}: nobody here makes new tasks; --method evolve plays the "
+                      "built-in shop and databases")
+
     def fields(self, task: dict, **kinds) -> dict:
         """These fields of a new task; ValueError where one is missing or of another type."""
         for field, kind in kinds.items():
@@ -108,6 +125,9 @@ class World:
 
     def reject(self, problem: str):
         raise ValueError(f"{self.name}: not a task to add: {problem}")
+
+    def close(self) -> None:
+        """Ends what runs; after it `reset` starts afresh."""
 
 
 # -------------------------------------------------------------------------------- conversations

@@ -159,6 +159,14 @@ class ScienceWorld(World):
             self._score = None
         return step
 
+    def forms(self) -> str:
+        """The simulator's forms of actions, and the objects that it knows here."""
+        s = self._simulator.interface
+        forms, objects = self._safely(lambda: (list(s.getPossibleActions()),
+                                               list(s.getPossibleObjects())))
+        return (f"{'; '.join(form for form in forms if form != 'reset task')}\n"
+                f"OBJ is one of: {', '.join(objects)}")
+
     def gold(self) -> list[str]:
         """The simulator's own solution of the episode just reset, as actions."""
         if self._task not in _golds:

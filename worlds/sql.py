@@ -114,7 +114,7 @@ class InterCodeSQL(World):
         """Plays the reply's query or submission; RuntimeError where no episode is running."""
         if not self._running:
             raise RuntimeError("intercodesql: step() without a running episode; call reset first")
-        sql = parse_sql_reply(reply) if self.view == "full" else reply.strip() or None
+        sql = self.query_of(reply)
         if sql is None:  # the last result stays the one to submit
             return Step(self.theirs.no_action if self.theirs else EXPLANATION, 0.0, False)
         if sql != "submit":
@@ -127,9 +127,24 @@ class InterCodeSQL(World):
         raw = sql_reward(self._last, gold if isinstance(gold, list) else [])
         return Step("submitted", raw if self.theirs else min(max(raw, 0.0), 1.0), True, raw)
 
+    def query_of(self, reply: str) -> str | None:
+        """The query in a reply, "submit", or None where there is neither."""
+        return parse_sql_reply(reply) if self.view == "full" else reply.strip() or None
+
+    def forms(self) -> str:
+        return "SHOW TABLES; DESC table; SELECT ...; submit"
+
+    def reply(self, action: str) -> str:
+        bare = self.view == "full" and "Action:" not in action and action != "submit"
+        return f"Action:\n```sql\n{action}\n```" if bare else super().reply(action)
+
     def expert(self):
         """A scripted expert, which knows the gold query of the episode just reset."""
         return sql_expert(self._question["gold"], thoughts=self.view == "full")
+
+    def smith(self):
+        from worlds.sql_smith import SQLSmith
+        return SQLSmith(self)
 
     def practice(self, seed: int, n: int, make) -> list[list[dict]]:
         """n conversations of noisy analysts, from which the tiny model learns the databases."""

@@ -96,6 +96,12 @@ class Shop(World):
         """What click[...] takes on this page, lowercased. The "Search" button is not among it."""
         return list(self._shown.links)
 
+    def actions(self) -> list[str]:
+        return [f"click[{text}]" for text in self.clickables()]
+
+    def forms(self) -> str:
+        return "search[words]" if self._shown.kind == "search" else ""
+
     def close(self):
         self._shown = None
 
@@ -176,6 +182,10 @@ class WebShop(Shop):
     def expert(self):
         """A scripted expert for the episode just reset: observation -> reply."""
         return catalogue.shop_expert(thoughts=self.view == "full")
+
+    def smith(self):
+        from worlds.webshop_smith import ShopSmith
+        return ShopSmith(self)
 
     def practice(self, seed: int, n: int, make) -> list[list[dict]]:
         """n conversations of noisy shoppers, from which the tiny model learns the pages."""
