@@ -51,8 +51,10 @@ def dry_run(s: Settings) -> None:
     found = lengths(s, AutoTokenizer.from_pretrained(s.model))
     agents = len(agents_of(s.method))
 
-    # One pass holds --tokens-per-forward, but an instruction's trajectories stay together.
-    together = 1 + agents * s.rollouts
+    # One pass holds --tokens-per-forward, but an instruction's trajectories stay together: an
+    # expert and rollouts for the target, for the failure agent those of all iterations, perhaps.
+    rollouts = agents * s.rollouts
+    together = max(1 + rollouts, rollouts * s.iterations if buffered(s) else 0)
     longest = max(s.tokens_per_forward, together * s.max_tokens)
     share = found.action_tokens / found.tokens
     n = longest // together
@@ -88,6 +90,11 @@ def dry_run(s: Settings) -> None:
     if fit < 1:
         raise SettingsError("--dry-run: a bf16 replica and one episode do not fit a GPU; lower "
                             "--max-tokens, or use a smaller --model")
+
+
+def buffered(s: Settings) -> bool:
+    """Whether the failure agent learns from earlier iterations' rollouts, too."""
+    return s.method == "coevolve" and s.d_fail == "buffer"
 
 
 def training_memory(model, sequences: list[dpo.Trajectory], ranks: int,
@@ -163,8 +170,10 @@ def phases(s: Settings, found: Lengths, agents: int, numbers: int, slot: int, gp
 
     sft = agents * s.sft_epochs * found.experts * found.tokens
     explored = agents * s.rollouts * found.experts
-    # The target learns from an instruction's expert and rollouts, the failure agent from these.
-    read = found.experts * found.tokens * (1 + agents * s.rollouts * agents)
+    # The target learns from an instruction's expert and rollouts, the failure agent from these, or
+    # in iteration i from those of i iterations.
+    seen = (agents - 1) * ((iterations + 1) / 2 if buffered(s) else 1)
+    read = found.experts * found.tokens * (1 + agents * s.rollouts * (1 + seen))
     rows = [("SFT", sft, hours_of_training(sft)),
             ("exploration", explored * found.tokens * iterations,
              hours_of_playing(explored) * iterations),

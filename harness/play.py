@@ -55,6 +55,11 @@ def play_with(run: Run, model, encoder: Encoder, make_env, trajectories: list[Tr
     if lost:
         run.print_main(f"{phase}: {len(played) - len(lost)} of {len(played)} episodes; "
                        f"{envs.LOST} on {', '.join(lost)}")
+    full = [t.task for t in played if t.ended == "context"]
+    if 2 * len(full) > len(played):
+        run.log("full", phase=phase, episodes=len(full), of=len(played))
+        run.print_main(f"{phase}: {len(full)} of {len(played)} episodes filled --max-tokens "
+                       f"{run.settings.max_tokens} before they were over; raise --max-tokens")
     return [t for t in played if t.ended != "lost"]
 
 

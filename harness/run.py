@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -184,6 +185,7 @@ class Run(Folder):
         """
         s, accelerator, phase, last = self.settings, self.accelerator, self.running, {}
         self._check_saving(model, before)
+        self._warn_of_equal_agents(epochs)
         self.log("precision", phase=phase, processes=accelerator.num_processes, shards=self.shard,
                  **sharding.dtypes(accelerator, model))
 
@@ -267,6 +269,16 @@ class Run(Folder):
             shutil.rmtree(trial)
         self.saving_works = True
         self.accelerator.wait_for_everyone()
+
+    def _warn_of_equal_agents(self, epochs) -> None:
+        """Before a second agent's SFT: another seed orders its batches, and one has no order."""
+        if (re.fullmatch("sft-(?!target).*", self.running)
+                and all(len(batches) == 1 for batches in epochs)):
+            experts = len(epochs[0][0])
+            self.log("equal agents", phase=self.running, experts=experts)
+            self.print_main(f"{self.running}: all {experts} experts are in one batch, so that this "
+                            "agent is the target but for rounding; raise --train-tasks, or give "
+                            f"a --sft-batch below {experts}")
 
     def keep_agent(self, before: Path, out: Path, why: str) -> dict:
         """A training phase that has nothing to learn from: the agent is copied."""

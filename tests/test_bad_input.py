@@ -75,6 +75,7 @@ LEAST = {  # of every number, the least that is possible; above: that is not pos
     "grpo_kl": 0, "clip_low": "above 0", "clip_high": "above 0", "window": 1,
     "rare_below": "above 0", "rare_min": 1, "picks": 1, "explorer_episodes": 1,
     "explorer_temperature": "above 0", "add_most": 0, "near_text": "above 0",
+    "margins": 0,
 }
 MOST = {"expert_min_reward": 1, "hard_threshold": 1, "sft_warmup": 0.999, "dpo_warmup": 0.999,
         "threads": 1024, "examples": 2, "clip_low": 0.999, "rare_below": 100, "near_text": 1}

@@ -128,6 +128,10 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
                                              "assistant\n<think>{% endif %}")
     with pytest.raises(ValueError, match="rewrites a turn"):
         dpo.Encoder(tokenizer)
+    tokenizer.chat_template = CHATML + (  # as Phi-3's
+        "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}")
+    with pytest.raises(ValueError, match=r"ends a conversation with '<\|im_end\|>' and takes that"):
+        dpo.Encoder(tokenizer)
 
 
 def test_a_template_without_an_end_of_turn_token_is_refused():
