@@ -21,7 +21,7 @@ import dpo
 import envs
 from baselines import chat, ppo, rft
 from dpo import Trajectory
-from harness.play import play, usable_rollouts
+from harness.play import play, reopened, usable_rollouts
 from harness.report import played, scores, table2
 from harness.run import Run
 from harness.settings import Settings, agents_of
@@ -88,15 +88,18 @@ def collect_experts(run: Run, out: Path) -> dict:
     They are the scripted expert's, or those of --experts FILE.
     """
     s, env, encoder = run.settings, run.make_env(), run.encoder()
-    experts, dropped = [], {"reward": [], "too long": [], envs.LOST: []}
+    experts, dropped = [], {"reward": [], "too long": [], "evaluated too": [], envs.LOST: []}
+    first = len(envs.opening(env, ""))  # turns before an expert's first reply
     for task, messages, reward in envs.experts(env, s.experts, s.train_tasks, dropped[envs.LOST]):
-        ids, mask = encoder.encode(messages)
-        if reward <= s.expert_min_reward and reward < envs.SUCCESS:
+        ids, mask = encoder.encode(messages, first)
+        if task in run.left_out:
+            dropped["evaluated too"].append(task)
+        elif reward <= s.expert_min_reward and reward < envs.SUCCESS:
             dropped["reward"].append(task)
         elif len(ids) > s.max_tokens:
             dropped["too long"].append(task)
         else:
-            steps = sum(m["role"] == "assistant" for m in messages)
+            steps = sum(m["role"] == "assistant" for m in messages[first:])
             experts.append(Trajectory(task, "expert", messages=messages, ids=ids, action_mask=mask,
                                       reward=reward, steps=steps, ended="done"))
     env.close()
@@ -298,16 +301,18 @@ def preference_groups(run: Run, agent: str, i: int) -> list[dpo.Group]:
     for p in pairs:
         task = p["task"]
         group = groups.setdefault(task, dpo.Group(task, []))
+        expert = trajectories["experts.jsonl", task, 0]
         # A rejected trajectory that wanders on long after the expert was done teaches little.
-        longest = (trajectories["experts.jsonl", task, 0].steps + s.cut_turns
-                   if s.cut_turns >= 0 else float("inf"))
+        longest = expert.steps + s.cut_turns if s.cut_turns >= 0 else float("inf")
         indices = []
         for side in ("chosen", "rejected"):
             key = p[side]["file"], task, p[side]["rollout"]
             turns = (longest if side == "rejected" and trajectories[key].steps > longest else None)
             if (key, turns) not in places:
                 places[key, turns] = len(group.sequences)
-                group.sequences.append(cut(trajectories[key], turns))
+                t = trajectories[key]
+                group.sequences.append(
+                    cut(reopened(t, expert) if s.protocol == "eto" else t, turns))
                 shortened += [task] if turns is not None else []
             indices.append(places[key, turns])
         group.pairs.append(dpo.Pair(p["kind"], *indices, p["weight"], p["sft_weight"]))

@@ -37,7 +37,7 @@ class Encoder:
         self.pieces = chat_template.read_off(tokenizer)  # what surrounds a reply, an observation
         self.end_of_turn: int = self.pieces.end_of_turn
         self.forbidden: list[int] = self.pieces.forbidden  # never sampled: a reply opens no turn
-        self.has_colon = lru_cache(None)(lambda token: ":" in self.decode([token]))
+        self.text_of = lru_cache(None)(lambda token: tokenizer.decode([token]))
         self.encode(chat_template.TRIAL)  # a template's faults show at once
 
     def start(self, messages: list[dict]) -> list[int]:
@@ -52,12 +52,12 @@ class Encoder:
         """Ids that follow a reply's end-of-turn token, up to where the next reply begins."""
         return self.pieces.ids_of_observation(text)
 
-    def encode(self, messages: list[dict]) -> tuple[list[int], list[int]]:
+    def encode(self, messages: list[dict], first: int = 0) -> tuple[list[int], list[int]]:
         """(ids, action_mask), both (l,): mask 1 on the tokens of each reply and its end of turn.
 
-        The conversation opens with user (or system) turns and then alternates.
+        The conversation opens with `first` turns (0: those before a reply) and then alternates.
         """
-        first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
+        first = first or next(i for i, m in enumerate(messages) if m["role"] == "assistant")
         ids = self.start(messages[:first])
         action_mask = [0] * len(ids)
         for message in messages[first:]:
@@ -65,7 +65,7 @@ class Encoder:
             piece = (self.reply if acts else self.observation)(message["content"])
             ids += piece
             action_mask += [int(acts)] * len(piece)
-        self.pieces.check(messages)  # the template, given all at once, writes the same text
+        self.pieces.check(messages, first)  # the template, given all at once, writes the same text
         return ids, action_mask
 
     def never_drawn(self, vocabulary: int) -> list[int]:

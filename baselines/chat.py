@@ -17,8 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 import envs
 from dpo import Trajectory
 from harness.endpoint import USAGE, ContextFull, Endpoint
+from harness.play import before_stops
 from harness.run import Run
 from harness.settings import SettingsError
+from harness.tasks import check_openings, marks
 
 
 def play(run: Run, trajectories: list[Trajectory]) -> tuple[list[Trajectory], dict]:
@@ -35,14 +37,15 @@ def play_all(run: Run, trajectories: list[Trajectory]) -> list[Trajectory]:
         os.truncate(kept, kept.read_bytes().rfind(b"\n") + 1)
     paid = {t.task: t for t in run.trajectories(kept.name)} if kept.exists() else {}
     missing = [t for t in trajectories if t.task not in paid]
-    shown = examples(run) if missing else []
+    ours = s.protocol == "ours"  # ETO's has its examples in the opening
+    shown = examples(run) if missing and ours else []
 
     def work(t: Trajectory) -> None:
         try:
             env = idle.get_nowait()
         except queue.Empty:
             env = run.make_env()
-        play_episode(t, env, endpoint, shown, s.max_tokens)
+        play_episode(t, env, endpoint, shown, s.max_tokens, envs.STOPS[s.protocol])
         idle.put(env)
         with lock, open(kept, "a") as f:
             f.write(json.dumps(t.record()) + "\n")
@@ -62,10 +65,11 @@ def play_all(run: Run, trajectories: list[Trajectory]) -> list[Trajectory]:
     return [paid[t.task] for t in trajectories]
 
 
-def play_episode(t: Trajectory, env, endpoint, shown: list[dict], max_tokens: int) -> None:
-    """One episode after the conversations `shown`; it ends as in `rollout`."""
+def play_episode(t: Trajectory, env, endpoint, shown: list[dict], max_tokens: int,
+                 stops=envs.STOPS["ours"]) -> None:
+    """One episode after the conversations `shown`; it and its replies end as in `rollout`."""
     t.usage = dict.fromkeys(USAGE, 0)
-    t.messages = envs.opening(env, env.reset(t.task))
+    t.messages = envs.opening(env, env.reset(t.task), playing=True)
     while not t.ended:
         first, *rest = t.messages
         try:
@@ -75,7 +79,7 @@ def play_episode(t: Trajectory, env, endpoint, shown: list[dict], max_tokens: in
             break
         t.usage = {name: t.usage[name] + used[name] for name in USAGE}
         t.cut_replies += used["cut_replies"]
-        reply = reply.split("Observation:")[0].strip()  # what follows is the environment's to say
+        reply = before_stops(reply, stops).strip()
         t.messages.append({"role": "assistant", "content": reply})
         step = env.step(reply)
         t.reward, t.raw_reward, t.steps = step.reward, step.raw, t.steps + 1
@@ -94,10 +98,13 @@ def without_prompt(message: dict, env) -> dict:
 def examples(run: Run) -> list[dict]:
     """The conversations of `examples` successful experts, drawn by the seed, one after another.
 
-    The environment's rules open the first of them only.
+    None is of a task that is evaluated. The environment's rules open the first of them only.
     """
     s, env, found = run.settings, run.make_env(), []
-    rng = random.Random(s.seed)
+    rng, evaluated = random.Random(s.seed), set()
+    for split in run.splits if s.examples else ():
+        for task in run.tasks(split):
+            evaluated |= marks(env, task)
     if s.experts:
         experts = envs.read_experts(s.experts, env)
         experts = rng.sample(experts, len(experts))
@@ -105,15 +112,17 @@ def examples(run: Run) -> list[dict]:
         tasks = env.tasks("train")
         experts = ((task, *envs.converse(env, env.reset(task), env.expert()))
                    for task in rng.sample(tasks, len(tasks)))
-    for _, messages, reward in experts if s.examples else ():
-        if reward >= envs.SUCCESS:
+    for task, messages, reward in experts if s.examples else ():
+        if reward >= envs.SUCCESS and not marks(env, task) & evaluated:
+            if s.experts:
+                check_openings(run, [(task, messages, reward)])
             found.append(messages)
         if len(found) == s.examples:
             break
     env.close()
     if len(found) < s.examples:
-        raise SettingsError(f"--examples {s.examples}: only {len(found)} experts succeed; give "
-                            "fewer")
+        raise SettingsError(f"--examples {s.examples}: only {len(found)} experts succeed on tasks "
+                            "that are not evaluated; give fewer")
     return [without_prompt(m, env) if n and m is messages[0] else m
             for n, messages in enumerate(found) for m in messages]
 

@@ -86,9 +86,11 @@ class Pieces:
         return self.tokens.ids_after(self.end_token, self.after + self.before_observation,
                                      text.strip(), self.after_observation)
 
-    def check(self, messages: list[dict]) -> None:
-        """ValueError if the template, given all at once, writes another text than turn by turn."""
-        first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
+    def check(self, messages: list[dict], first: int) -> None:
+        """ValueError if the template, given all at once, writes another text than turn by turn.
+
+        first: how many turns the conversation opens with.
+        """
         text = self.tokens.render(messages[:first], True)
         for m in messages[first:]:
             content = m["content"].strip()

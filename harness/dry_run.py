@@ -142,11 +142,12 @@ def lengths(s: Settings, tokenizer) -> Lengths:
         conversations = [envs.converse(env, env.reset(task), env.expert())[0]
                          for task in tasks[::-(-count // SAMPLE) or 1]]
     env.close()
-    encoded = [encoder.encode(messages) for messages in conversations]
+    first = len(envs.opening(env, ""))
+    encoded = [encoder.encode(messages, first) for messages in conversations]
     n = len(encoded)
     return Lengths(count, sum(len(ids) for ids, _ in encoded) / n,
                    sum(sum(mask) for _, mask in encoded) / n,
-                   sum(m["role"] == "assistant" for c in conversations for m in c) / n)
+                   sum(m["role"] == "assistant" for c in conversations for m in c[first:]) / n)
 
 
 def phases(s: Settings, found: Lengths, agents: int, numbers: int, slot: int, gpus,

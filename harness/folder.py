@@ -31,6 +31,7 @@ class Folder:
         self.finished = []  # those found or done by this process
         self.running = ""   # what the running phase writes
         self.lock, self.logged = None, 0
+        self.about = {}     # the tasks: for config.json
 
     # ------------------------------------------------------------------------------- opening
 
@@ -84,7 +85,7 @@ class Folder:
                     "Give another --out to compute all with this code")
         elif self.main:
             files.write_text(self.path / "config.json", json.dumps(
-                dict(settings=asdict(self.settings), base=base, layout=LAYOUT,
+                dict(settings=asdict(self.settings), base=base, layout=LAYOUT, tasks=self.about,
                      code=files.code_hash(), commit=files.git_commit(),
                      versions=files.versions()), indent=1))
         if self.main and not (self.path / "phases.json").exists():

@@ -112,12 +112,21 @@ def table(run_dir) -> str:
     out. RunError if `run_dir` is not a run.
     """
     with reading(Path(run_dir) / "metrics.jsonl"):
-        return "\n\n".join([f"{run_dir}: {headline(result(run_dir)['settings'])}",
+        return "\n\n".join([f"{run_dir}: {headline(result(run_dir)['settings'])}{_data(run_dir)}",
                             *(section(*parts) for parts in sections(run_dir))]) + "\n"
 
 
 def headline(s: dict) -> str:
     return f"{s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}"
+
+
+def _data(run_dir) -> str:
+    """How the tasks were split, and how many were both trained on and evaluated."""
+    config = read_object(Path(run_dir) / "config.json", settings=dict)
+    about = config.get("tasks") or {"split_by": config["settings"].get("split_file") or "by rule"}
+    both = about.get("overlap")
+    return f", split {about['split_by']}" + (
+        f"\n{both} evaluated tasks were also trained on (--overlap keep)" if both else "")
 
 
 def sections(run_dir, growing: bool = False):

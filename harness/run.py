@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import random
 import re
 import shutil
@@ -21,6 +20,7 @@ from harness import files, margins, models, tiny
 from harness.dry_run import disk_bytes
 from harness.folder import Folder
 from harness.settings import EVOLVING, Settings, SettingsError, options_of
+from harness.tasks import check_openings, survey, trains
 
 
 class Run(Folder):
@@ -39,6 +39,8 @@ class Run(Folder):
             for flag in (settings.shard, settings.gradient_checkpointing))
         self._try_environment()
         before = self.find_earlier()
+        if settings.experts and trains(settings) and "experts.jsonl" not in self.phases:
+            self._check_openings()
         self.saving_works = any(name.startswith("sft-") for name in self.phases)
         self.base = tiny.base(accelerator, self) if settings.model == "tiny" else settings.model
         self.record(before, self._identity())
@@ -66,30 +68,23 @@ class Run(Folder):
         """Counts its tasks and, once the folder is locked, begins one: faults show at once."""
         s, env = self.settings, self.make_env()
         self.splits = env.test_splits if s.eval_splits == "test" else ("validation",)
-        self._check_task_counts(env)
-        asked = [(s.train_tasks, "train"), *((s.eval_tasks, split) for split in self.splits)]
-        self.print_main(f"{s.env}: " + ", ".join(
-            f"{min(count or math.inf, len(env.tasks(split)))} of {len(env.tasks(split))} {split}"
-            for count, split in asked) + " tasks")
-        tasks = ([task for task, _, _ in envs.read_experts(s.experts, env)] if s.experts
-                 else env.tasks("train"))
+        found = survey(s, env, self.splits)
+        self.left_out, self.about = found.left_out, found.record()
+        self.print_main(found.counts)
         if self.main:  # alone: a WebShop server must not load its catalogue twice at once
             self.take()
             env.waits = ()
-            env.reset(tasks[:s.train_tasks or None][-1])
+            for task in found.tried:
+                env.reset(task)
         env.close()
         self.accelerator.wait_for_everyone()
 
-    def _check_task_counts(self, env) -> None:
-        s = self.settings
-        counted = [("eval", s.eval_tasks, self.splits)]
-        if not s.experts:  # which otherwise say what the training tasks are
-            counted.append(("train", s.train_tasks, ("train",)))
-        for flag, asked, splits in counted:
-            for split in splits:
-                if asked > len(env.tasks(split)):
-                    raise SettingsError(f"--{flag}-tasks {asked}: {s.env} has "
-                                        f"{len(env.tasks(split))} {split} tasks; 0 takes all")
+    def _check_openings(self) -> None:
+        if self.main:
+            s, env = self.settings, self.make_env()
+            experts = envs.read_experts(s.experts, env)[:s.train_tasks or None]
+            check_openings(self, [e for e in experts if e[0] not in self.left_out])
+        self.accelerator.wait_for_everyone()
 
     # ----------------------------------------------------------------- what the phases work with
 
@@ -134,7 +129,7 @@ class Run(Folder):
         tasks = ([task for task, _, _ in envs.read_experts(s.experts, env)] if s.experts
                  else env.tasks("train"))
         env.close()
-        return tasks[:s.train_tasks or None]
+        return [task for task in tasks[:s.train_tasks or None] if task not in self.left_out]
 
     def definitions(self, tasks: list[str]) -> list:
         """What the tasks are."""

@@ -20,9 +20,12 @@ from urllib.parse import unquote, urlsplit
 def setting(default, help: str, **limits):
     """A field with its unit, source and limits.
 
-    env: the environment that it belongs to. at_least, at_most, above, below: bounds of its value.
+    env: the environments that it belongs to. at_least, at_most, above, below: bounds of its value.
     """
     return field(default=default, metadata=dict(help=help, **limits))
+
+
+PUBLISHED = ("webshop", "scienceworld", "intercodesql")  # environments of ETO's or IPR's
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,20 @@ class Settings:
         "all", "ScienceWorld's task types: ETO's 24, or eight whose texts are short [ETO, ours]",
         env="scienceworld")
     split_file: Optional[str] = setting(
-        None, "ScienceWorld: folder of published train_, dev_ and test_indices.json [by rule]",
-        env="scienceworld")
+        None, "folder of ETO's or IPR's train_, test_ and (ScienceWorld) dev_indices.json, as it "
+        "lies in their repository [by rule]", env=("scienceworld", "webshop"))
     intercode_data: Optional[str] = setting(
         None, "folder of InterCode's ic_spider_dev.json and ic_spider_dbs.sql [generated data]",
         env="intercodesql")
     mysql_url: Optional[str] = setting(
         None, "server of InterCode's databases, mysql://user:password@host:port; the password may "
         "be in MYSQL_PWD instead [sqlite]", env="intercodesql")
+    protocol: Literal["ours", "eto"] = setting(
+        "ours", "how an episode is told to an agent: by this project, or as ETO's code does (IPR's "
+        "on InterCodeSQL), with its lengths, stops, rates and rewards [ours]", env=PUBLISHED)
+    prompts: Optional[str] = setting(
+        None, "eto: folder of ETO's or IPR's prompts, eval_agent/prompt of their repository [-]",
+        env=PUBLISHED)
     bfcl_category: Literal["base", "miss_func", "miss_param", "long_context", "all"] = setting(
         "base", "category of BFCL's multi-turn tasks, or all four [ours]", env="bfcl")
     bfcl_split: Literal["ours", "published"] = setting(
@@ -82,6 +91,10 @@ class Settings:
         0, "tasks of each evaluated split, 0 = all [Table 1: 200]", at_least=0)
     eval_splits: Literal["test", "validation"] = setting(
         "test", "test: the test splits; validation: for tuning, so that no test task is looked at")
+    overlap: Literal["refuse", "drop", "keep"] = setting(
+        "refuse", "evaluated tasks that are also trained on: an error; their experts are left out; "
+        "or trained and evaluated all the same, as in the published lists, which share 21 (ETO) or "
+        "12 (IPR) of 200 test goals of WebShop and 54 of 194 seen tasks of ScienceWorld [ours]")
     expert_min_reward: float = setting(
         0.7, "experts at or below this reward are dropped; a reward of 1 stays [App. A: 0.7]",
         at_least=0, at_most=1)
@@ -228,7 +241,8 @@ class Settings:
     model_name: Optional[str] = setting(None, "chat: the model's name at the endpoint [-]")
     key_variable: str = setting("OPENAI_API_KEY", "chat: environment variable with the key [ours]")
     examples: int = setting(
-        1, "chat: expert conversations shown first, 0 to 2 [not in the paper]",
+        1, "conversations shown first, 0 to 2: chat: of experts [not in the paper]; eto: of the "
+        "prompts' examples, in every episode played [ETO; IPR shows none on WebShop]",
         at_least=0, at_most=2)
     price_in: float = setting(
         0.0, "chat: dollars per million tokens read, for the cost [-]", at_least=0)
@@ -282,6 +296,8 @@ PRESETS = {
         ppo_lr=1e-4,
         step_tasks=16, grpo_lr=5e-5, near_text=1.0,
     ),
+    # ETO's and IPR's scripts and agent configurations.
+    "eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5),
     # Openings alone have up to 29,000 characters.
     "bfcl": dict(max_tokens=16_384, max_new_tokens=1024, slots=16),
     "chat": dict(method="chat", max_tokens=100_000),  # with the examples; the endpoint knows better
@@ -300,7 +316,15 @@ SIGNALS = ("forgetting", "boundary", "rare")
 
 def options_of(s: Settings) -> dict:
     """The settings that belong to the environment of `s`, by name."""
-    return {f.name: getattr(s, f.name) for f in fields(Settings) if f.metadata.get("env") == s.env}
+    examples = dict(examples=s.examples) if s.protocol == "eto" else {}
+    return {f.name: getattr(s, f.name) for f in fields(Settings)
+            if s.env in environments(f.metadata)} | examples
+
+
+def environments(limits: dict) -> tuple[str, ...]:
+    """Those that a setting belongs to; none: it belongs to the run."""
+    found = limits.get("env", ())
+    return (found,) if isinstance(found, str) else found
 
 
 def agents_of(method: str) -> tuple[str, ...]:
@@ -343,8 +367,9 @@ def out_of_bounds(f: Field, s: Settings) -> str | None:
     value, limits = getattr(s, f.name), f.metadata
     if isinstance(value, str) and not value.strip():
         return "is empty; give it a value or leave it out"
-    if limits.get("env", s.env) != s.env and value != f.default:
-        return f"is for {limits['env']}, not for {s.env}"
+    its = environments(limits)
+    if its and s.env not in its and value != f.default:
+        return f"is for {' and '.join(its)}, not for {s.env}"
     if isinstance(value, (str, bool)) or value is None:
         return None
     bounds = [(words, limits[name], holds) for name, words, holds in BOUNDS if name in limits]
@@ -358,12 +383,21 @@ def out_of_bounds(f: Field, s: Settings) -> str | None:
 def conflicts(s: Settings) -> list[tuple[bool, str, str]]:
     """(whether it is so, flags, what is wrong) for all settings that do not go together."""
     tiny, endpoint, no_experts = s.model == "tiny", is_endpoint(s.model), not s.experts
-    plays_alone = s.method == "evaluate" or s.method == "chat" and s.examples == 0
+    plays_alone = s.method == "evaluate" or s.method == "chat" and (
+        s.examples == 0 or s.protocol == "eto")
     return [
         (s.webshop_url is not None and not is_web_address(s.webshop_url),
          f"--webshop-url {s.webshop_url}", "must be http://host:port or https://host"),
         (bool(s.webshop_url) and no_experts and not plays_alone, "--webshop-url",
          "give --experts FILE too; the scripted expert knows the embedded shop only"),
+        (s.env == "webshop" and bool(s.split_file) and not s.webshop_url, "--split-file",
+         "lists goals of a real server; give its --webshop-url too"),
+        ((s.protocol == "eto") != bool(s.prompts), "--protocol eto --prompts FOLDER",
+         "give both; the folder is eval_agent/prompt of ETO's or IPR's repository"),
+        (s.protocol == "eto" and (tiny or s.view == "short"), "--protocol eto",
+         "the tiny model and --view short know this project's texts only; give another --model"),
+        (s.protocol == "eto" and s.method in EVOLVING, f"--protocol eto --method {s.method}",
+         "its explorers know this project's texts only; leave out one of them"),
         (bool(s.webshop_url) and tiny, "--webshop-url",
          "the tiny model knows the embedded shop's words only; give another --model"),
         (s.mysql_url is not None and not is_mysql_address(s.mysql_url),
@@ -434,12 +468,17 @@ def preset(argv: list[str]) -> dict:
     first.error = _refuse
     first.add_argument("--env", default=Settings.env)
     first.add_argument("--model", default=Settings.model)
+    first.add_argument("--method", default=Settings.method)
+    first.add_argument("--protocol", default=Settings.protocol)
     first.add_argument("--quick", nargs="?", const=True, default=False, type=_boolean)
     seen = first.parse_known_args(argv)[0]
-    names = [seen.env, f"{seen.model} {seen.env}"]
+    names = [seen.env, f"{seen.model} {seen.env}", seen.protocol]
     names += ["quick", f"quick {seen.model}", f"quick {seen.env}"] if seen.quick else []
     names += ["chat"] if is_endpoint(seen.model) else []
-    return {name: value for n in names for name, value in PRESETS.get(n, {}).items()}
+    values = {name: value for n in names for name, value in PRESETS.get(n, {}).items()}
+    if seen.method in ("rft", "dart", "ppo"):  # which play a task several times
+        values.pop("temperature", None)
+    return values
 
 
 def parse(argv: list[str]) -> Settings:

@@ -6,6 +6,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from dpo import Encoder, Trajectory
 from engine.cache import SlotCache, next_token_logits
+from envs import STOPS
 from harness.models import load_model
 from harness.play import Slot, never_drawn, observe, reply_ended
 from harness.settings import Settings
@@ -46,7 +47,8 @@ class Agent:
             slot.past = len(t.ids)
             t.ids.append(tokens[0].item())
             t.action_mask.append(1)
-            if reply_ended(slot, self.encoder, t.ids[-1], s.max_tokens, s.max_new_tokens):
+            if reply_ended(slot, self.encoder, t.ids[-1], s.max_tokens, s.max_new_tokens,
+                           STOPS[s.protocol]):
                 self.proposed = self.encoder.decode(t.ids[slot.reply_at:])
                 return self.proposed, self.told(t.ids[slot.reply_at:], minds)
             if t.ended:

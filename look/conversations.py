@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from envs import SUCCESS
+from envs import SUCCESS, first_reply
 from harness.files import read_jsonl, read_object
 from harness.report import events, reading, result
 
@@ -100,7 +100,9 @@ def number(value) -> float:
 def trajectory(row: dict, key: tuple, name: str) -> dict:
     agent, iteration, rollout = key
     raw = row.get("raw_reward")
-    messages = [(text(m["role"]) == "assistant", text(m["content"])) for m in row["messages"]]
+    first = first_reply(row["messages"], int(row["steps"]))
+    messages = [(text(m["role"]) == "assistant" and n >= first, text(m["content"]))
+                for n, m in enumerate(row["messages"])]
     return dict(agent=agent, iteration=iteration, rollout=rollout, reward=number(row["reward"]),
                 raw=None if raw is None else number(raw), steps=int(row["steps"]),
                 cut=int(row.get("cut_replies", 0)), ended=text(row["ended"]), joined=False,

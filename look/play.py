@@ -81,7 +81,7 @@ def play(env, task: str, agent=None) -> str:
     if rules and not env.prompt and mine:
         say("\nThe rules, which this view does not tell the agent:")
         say(rules, "  ")
-    say("\n" + envs.opening(env, observation)[0]["content"])
+    say("\n" + "\n\n".join(m["content"] for m in envs.opening(env, observation, playing=True)))
     if agent:
         agent.begin(env, task, observation)
     for turn in range(1, env.max_steps + 1):

@@ -30,6 +30,9 @@ class Guess:
     def tasks(self, split):
         return [f"{split}-{i}" for i in range(4)]
 
+    def find(self, task):
+        return task
+
     def reset(self, task):
         return f"letter {task}"
 

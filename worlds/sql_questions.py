@@ -55,6 +55,7 @@ NAMES = {
 class SQLWorld:
     databases: dict[str, str]         # name -> the SQL script that makes it in sqlite
     questions: dict[str, dict[int, dict]]  # split -> number -> query (in words), gold (SQL), db
+    split_by: str = "by rule"         # or the folder of published lists
 
 
 @dataclass(frozen=True)

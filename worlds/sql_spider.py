@@ -28,8 +28,9 @@ def spider_world(folder: str) -> SQLWorld:
     test_indices.json, where they are, say which to take in which order. The dump
     FOLDER/ic_spider_dbs.sql is needed for sqlite only.
     """
-    folder, questions = Path(folder), {}
+    folder, questions, split_by = Path(folder), {}, "by rule"
     if (folder / "ic_spider_train.json").exists():
+        split_by = str(folder)
         for split in ("train", "test"):
             found = _read_questions(folder / f"ic_spider_{split}.json")
             taken = folder / f"{split}_indices.json"
@@ -53,7 +54,7 @@ def spider_world(folder: str) -> SQLWorld:
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise Refused(f"--intercode-data: {dump}: {type(error).__name__} {error}; it must be "
                       "InterCode's dump") from None
-    return SQLWorld(scripts, questions)
+    return SQLWorld(scripts, questions, split_by)
 
 
 def _read_questions(path: Path) -> dict[int, dict]:
