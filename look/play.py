@@ -18,7 +18,7 @@ from harness.files import RunError, read_jsonl, read_object
 from harness.settings import Settings, SettingsError, options_of, parse, without_passwords
 
 # Of a run's settings, those that its agent plays with.
-PLAYED_WITH = ("view", "max_tokens", "max_new_tokens")
+PLAYED_WITH = ("view", "max_tokens", "max_new_tokens", "examples")
 # Settings that name a real environment, which the tiny model's presets are not for.
 REAL = ("webshop_url", "intercode_data", "mysql_url")
 

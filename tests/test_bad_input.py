@@ -123,7 +123,7 @@ CONTRADICTIONS = {
     "--env webshop --mysql-url mysql://a@h": "is for intercodesql, not for webshop",
     "--env webshop --intercode-data d": "is for intercodesql, not for webshop",
     "--env intercodesql --task-types short": "is for scienceworld, not for intercodesql",
-    "--env intercodesql --split-file f": "is for scienceworld, not for intercodesql",
+    "--env intercodesql --split-file f": "is for scienceworld and webshop, not for intercodesql",
     "--env intercodesql --mysql-url mysql://a@h --model m": "give --intercode-data FOLDER too",
     "--env intercodesql --intercode-data d": "the tiny model knows the generated databases' words",
     "--env intercodesql --intercode-data d --model m --mysql-url h": "must be mysql://user",
@@ -447,10 +447,12 @@ def test_another_runs_folder_is_refused_with_what_differs(small_model, tmp_path)
 
 
 def test_experts_that_do_not_fit_are_refused_before_anything_is_trained(small_model, tmp_path):
-    (tmp_path / "e").write_text(json.dumps(ours(reward=0.5)))
+    expert = ours(reward=0.5)
+    expert["messages"][0]["content"] = envs.make("webshop", "short").reset(expert["task"])
+    (tmp_path / "e").write_text(json.dumps(expert))
     line = refused(*flags(tmp_path / "run", small_model, "--experts", tmp_path / "e"))
     assert "1 at or below --expert-min-reward 0.7" in line
-    (tmp_path / "e").write_text(json.dumps(ours()))
+    (tmp_path / "e").write_text(json.dumps(expert | {"reward": 1.0}))
     line = refused(*flags(tmp_path / "run", small_model, "--experts", tmp_path / "e",
                           "--max-tokens", 8))
     assert "1 longer than --max-tokens 8" in line

@@ -435,7 +435,7 @@ def test_eight_episodes_side_by_side_are_as_one_at_a_time(env):
 # ------------------------------------------------------------------------------ settings
 
 @pytest.mark.parametrize("flags, problem", [
-    (["--env", "webshop", "--split-file", "x"], "--split-file 'x': is for scienceworld, not for"),
+    (["--env", "webshop", "--split-file", "x"], "--split-file: lists goals of a real server"),
     (["--env", "webshop", "--task-types", "short"], "--task-types 'short': is for scienceworld"),
     (["--env", "scienceworld", "--webshop-url", "http://h:1", "--experts", "f", "--model", "m"],
      "--webshop-url 'http://h:1': is for webshop, not for scienceworld"),
