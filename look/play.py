@@ -8,7 +8,6 @@ import argparse
 import os
 import random
 import shutil
-import signal
 import sys
 import textwrap
 from pathlib import Path
@@ -145,8 +144,10 @@ def act(env, agent: bool, told: list) -> str | None:
             return None
         if line == "?":
             say(getattr(env, "rules", "") or "This environment has no rules to tell.", "  ")
-        elif line.isdigit() and 0 < int(line) <= len(actions):
-            return env.reply(actions[int(line) - 1])
+        elif line and line.isdecimal() and actions:
+            if 0 < int(line) <= len(actions):
+                return env.reply(actions[int(line) - 1])
+            say(f"there are {len(actions)} of them")
         elif line:
             return env.reply(line)
 
@@ -205,8 +206,6 @@ def choose_task(env, asked: str | None) -> str:
 
 
 def main(argv: list[str]) -> None:
-    for stream in (sys.stdin, sys.stdout):
-        stream.reconfigure(errors="replace")
     parser = argparse.ArgumentParser(
         prog="run.sh play ENV [TASK]", allow_abbrev=False, description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -245,7 +244,8 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for stream in (sys.stdin, sys.stdout):  # whatever is typed or shown, it goes on
+        stream.reconfigure(errors="replace")
     try:
         main(sys.argv[1:])
     except (SettingsError, RunError, envs.Refused, envs.EnvError) as error:
