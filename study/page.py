@@ -91,8 +91,8 @@ def markdown(n: dict, splits: list[str]) -> str:
 
 def blocks(n: dict, splits: list[str]):
     """The report's parts in order: heading, text, list, figure, table (header, rows), intervals."""
-    yield ("text", "Greedy evaluation of the target after its last iteration: mean over seeds ± half "
-           "of the 95% t interval, reward and, in brackets, success rate.")
+    yield ("text", "Greedy evaluation of the target after its last iteration: mean over seeds ± "
+           "half of the 95% t interval, reward and, in brackets, success rate.")
     yield ("table", ["method", "seeds", *splits, "steps of the target", "steps of all agents",
                      "M tokens in the target's training", "rollouts"],
            [(name_of(m), " ".join(map(str, n["seeds"][m])), *scores_of(row, splits),
@@ -104,9 +104,9 @@ def blocks(n: dict, splits: list[str]):
         yield ("table", ["method", *splits], [(name_of(m), *scores_of(row, splits))
                                               for m, row in n["second_agents"].items()])
     yield "heading", "Differences on the same seeds"
-    yield ("text", "Mean ± half of the 95% interval, and on how many seeds the first is ahead. Bold: "
-           "three seeds or more, and the interval does not hold 0. Intervals are not corrected "
-           f"for their number: were there no differences, {len(n['paired']) / 20:.1f} of these "
+    yield ("text", "Mean ± half of the 95% interval, and on how many seeds the first is ahead. "
+           "Bold: three seeds or more, and the interval does not hold 0. Intervals are not "
+           f"corrected for their number: were there no differences, {len(n['paired']) / 20:.1f} of these "
            f"{len(n['paired'])} would still not hold it.")
     claims = {}
     for r in n["paired"]:

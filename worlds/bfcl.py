@@ -71,8 +71,8 @@ class Bfcl(World):
         self._running = False
 
     def published_task(self, id: str):
-        raise Refused("bfcl: nobody publishes trajectories in ETO's form, whose replies name actions; "
-                      "give a run's experts.jsonl")
+        raise Refused("bfcl: nobody publishes trajectories in ETO's form, whose replies name "
+                      "actions; give a run's experts.jsonl")
 
     def check(self, task: dict) -> dict:
         """A new task: the start state of a training task, other turns and other calls."""
