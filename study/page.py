@@ -106,8 +106,8 @@ def blocks(n: dict, splits: list[str]):
     yield "heading", "Differences on the same seeds"
     yield ("text", "Mean ± half of the 95% interval, and on how many seeds the first is ahead. "
            "Bold: three seeds or more, and the interval does not hold 0. Intervals are not "
-           f"corrected for their number: were there no differences, {len(n['paired']) / 20:.1f} of these "
-           f"{len(n['paired'])} would still not hold it.")
+           f"corrected for their number: were there no differences, {len(n['paired']) / 20:.1f} "
+           f"of these {len(n['paired'])} would still not hold it.")
     claims = {}
     for r in n["paired"]:
         ahead = f" ({r['ahead']} of {r['n']})"
