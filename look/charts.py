@@ -6,7 +6,7 @@ import re
 from harness.report import AGENTS, KINDS
 
 WIDTH, HEIGHT = 340, 220
-LEFT, RIGHT, TOP, BOTTOM = 44, 8, 10, 34  # margins of the plot
+LEFT, RIGHT, TOP, BOTTOM = 44, 14, 10, 34  # margins of the plot
 MOST_POINTS = 40  # of a curve; more are averaged
 
 

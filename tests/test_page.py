@@ -410,6 +410,12 @@ def test_a_task_opens_with_its_conversations_side_by_side(run, browser):
     assert [p[0] for p in pairs] == ["expert 1>target 0.20", "expert 1>failure 0.90",
                                      "failure 0.90>target 0.20"]
     assert pairs[0][3:6] == ["0.50", "0.50", "0.00 \u2192 0.25"]
+    # A page that is cut off can be read whole, and only there is a button for it.
+    cut = "[...document.querySelectorAll('.all')].filter(e => !e.hidden).length"
+    assert browser.js("document.querySelectorAll('.talk .page').length") == 8
+    assert browser.js(cut) == 1
+    browser.js("[...document.querySelectorAll('.all')].find(e => !e.hidden).click()")
+    assert browser.js("document.querySelectorAll('.page.clamped').length") == 7
     browser.js("document.querySelectorAll('.pairs tbody button')[2].click()")
     heads_now = browser.js(heads)
     assert len(heads_now) == 2 and "chosen" in heads_now[0] and "rejected" in heads_now[1]
@@ -489,9 +495,12 @@ def test_the_keyboard_is_enough(run, browser):
     browser.key("Escape", "ArrowDown", "Enter")
     assert browser.js("document.activeElement.closest('tr').dataset.task") == "webshop-test-0"
     assert browser.js(chosen) == "webshop-test-0"
-    for _ in range(4):
+    browser.key("Tab")  # the list is one stop, whatever its length
+    assert browser.js("document.activeElement.id") == "detail"
+    for _ in range(5):
         browser.key("Tab")
-    assert browser.js("document.activeElement.matches('button, a, select, input, [tabindex]')")
+        assert browser.js("document.activeElement.matches('#detail button, #detail summary, "
+                          "#detail [tabindex]')")
 
 
 @needs_browser
