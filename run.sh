@@ -71,7 +71,7 @@ command=${1:-}
 case $command in
     webshop | scienceworld | intercodesql | bfcl | page | show | play | compare | study | \
         load-intercode | compare-intercode | test | bench) shift ;;
-    *) sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    *) sed -n '2,20s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
 
 python=

@@ -6,7 +6,7 @@ import re
 from harness.report import AGENTS, KINDS
 
 WIDTH, HEIGHT = 340, 220
-LEFT, RIGHT, TOP, BOTTOM = 44, 8, 10, 34  # margins of the plot
+LEFT, RIGHT, TOP, BOTTOM = 44, 14, 10, 34  # margins of the plot
 MOST_POINTS = 40  # of a curve; more are averaged
 
 
@@ -46,12 +46,11 @@ def grpo_curves(steps: list[dict]) -> list[dict]:
                            ("KL", "kl"), ("Tasks in D", "D"))) if chart]
 
 
-def training_curves(events: list[dict]) -> list[dict]:
+def training_curves(events: list[dict], grpo: list[dict]) -> list[dict]:
     """For each training phase its name and charts of loss and, with pairs, margin and accuracy."""
-    phases = {}
+    found, phases = [dict(phase="GRPO", charts=grpo_curves(grpo))] if grpo else [], {}
     for e in events:
         phases.setdefault(e["phase"], []).append(e)
-    found = []
     for phase, steps in phases.items():
         charts = [lines("Loss", [dict(name="loss", colour="other", dash=0, points=[
             (e["step"], e["loss"], None, None) for e in steps])], "step")]

@@ -8,6 +8,7 @@ import argparse
 import base64
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -55,9 +56,7 @@ def page(run_dir, megabytes: float = MEGABYTES) -> str:
             curves=charts.evaluation_curves(found["evaluations"]),
             mixes=charts.exploration_bars(found["exploration"]), made=made,
             made_legend=made_legend, tables=tables, times=times, times_legend=times_legend,
-            training=[*([dict(phase="GRPO", charts=charts.grpo_curves(log["grpo"]))]
-                        if log["grpo"] else []),
-                      *charts.training_curves(log["train"])], status=status(run_dir, log))
+            training=charts.training_curves(log["train"], log["grpo"]), status=status(run_dir, log))
     data = conversations(run_dir, letters=1e6 * megabytes)
     lacking = sum(any(row[-1] is None for row in task["runs"]) for task in data["tasks"])
     settings = {**found["settings"], **read_object(config).get("versions", {})}
@@ -124,16 +123,19 @@ def _allowed(source: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def picture(path: Path, image: Path, size: str = "1280,1000") -> None:
-    """What a browser shows of a page; RunError where there is none."""
+def picture(path: Path, image: Path, size: str) -> None:
+    """A PNG of a page's tasks, at 3/4 of its size; RunError without a browser."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if not browser:
         raise RunError(f"--picture {image}: there is no Chromium here; on Debian or Ubuntu: "
                        "apt-get install chromium")
     with tempfile.TemporaryDirectory() as home:
+        copy = Path(home, "picture.html")
+        copy.write_text(path.read_text().replace("<body>", '<body class="picture">', 1))
+        root = ["--no-sandbox"] * (os.geteuid() == 0)  # for whom it refuses to start otherwise
         done = subprocess.run(
-            [browser, *QUIET, "--no-sandbox", f"--user-data-dir={home}", f"--window-size={size}",
-             f"--screenshot={image.resolve()}", path.resolve().as_uri()],
+            [browser, *QUIET, *root, f"--user-data-dir={home}/profile", f"--window-size={size}",
+             "--force-device-scale-factor=0.75", f"--screenshot={image.resolve()}", copy.as_uri()],
             capture_output=True, text=True, timeout=120)
     if done.returncode or not image.exists():
         raise RunError(f"--picture {image}: {browser} ended with status {done.returncode}: "
@@ -147,7 +149,7 @@ def main(argv: list[str]) -> None:
                         help="of conversations; those of the least telling tasks are left out "
                         "[%(default)s]")
     parser.add_argument("--picture", type=Path, help="also a PNG of it, made by Chromium")
-    parser.add_argument("--size", default="1280,1000", help="of the picture [%(default)s]")
+    parser.add_argument("--size", default="1440,1240", help="of the window [%(default)s]")
     asked = parser.parse_args(argv)
     print(make_page(asked.run, asked.megabytes))
     if asked.picture:

@@ -23,14 +23,14 @@ needs_browser = pytest.mark.skipif(not CHROMIUM, reason="no Chromium; apt-get in
 # Everything that could leave its place: markup, the end of the script that holds the data, quotes,
 # characters that show nothing or turn the direction of reading, half of a surrogate pair.
 HOSTILE = ("<script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\">"
-           "</script></title><!-- ' \" ` & &amp; {{ 7*7 }} {% raw %} \u2028 \u2029 \x00 \x1b[31m \x07 "
-           "\u202e gnirts \ufeff \ud800 \U0001f600 javascript:alert(1) " + "x" * 300)
+           "</script></title><!-- ' \" ` & &amp; {{ 7*7 }} {% raw %} \u2028 \u2029 \x00 \x1b[31m "
+           "\x07 \u202e gnirts \ufeff \ud800 \U0001f600 javascript:alert(1) " + "x" * 300)
 TASKS = [f"webshop-train-{i}" for i in range(4)]
 
 
 def pair(task, kind, chosen, rejected, trains="target", weight=0.5):
-    sides = [dict(file="", agent=agent, iteration=0 if agent == "expert" else 1, rollout=0, reward=r)
-             for agent, r in (chosen, rejected)]
+    sides = [dict(file="", agent=agent, iteration=int(agent != "expert"), rollout=0, reward=reward)
+             for agent, reward in (chosen, rejected)]
     return dict(task=task, trains=trains, kind=kind, chosen=sides[0], rejected=sides[1],
                 weight=weight, sft_weight=weight)
 
@@ -50,8 +50,8 @@ def run(tmp_path):
     write_lines(folder / "experts.jsonl", [trajectory(t, "expert", 1.0, script, 0) for t in TASKS])
     for i, of_tasks in rewards.items():
         for k, agent in enumerate(("target", "failure")):
-            rows = [trajectory(t, agent, r[k], [*script[:k + 1], f"Thought: hm\nAction: {agent}"], i)
-                    for t, r in zip(TASKS, of_tasks)]
+            replies = [*script[:k + 1], f"Thought: hm\nAction: {agent}"]
+            rows = [trajectory(t, agent, r[k], replies, i) for t, r in zip(TASKS, of_tasks)]
             if agent == "failure":
                 rows[0]["messages"][4]["content"] = HOSTILE
                 rows[0]["messages"][3]["content"] = HOSTILE  # its second reply
@@ -84,7 +84,7 @@ def run(tmp_path):
 
 
 def data_of(html: str) -> dict:
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html)[1])
+    return json.loads(re.search(r' id="data">(.*?)</script>', html)[1])
 
 
 # -------------------------------------------------------------------------- what it is made of
@@ -144,7 +144,8 @@ def test_the_task_is_told_by_what_others_do_not_say(run):
         rows = read_jsonl(run / file)
         for n, row in enumerate(rows):
             row["messages"][0]["content"] = (
-                f"Rules of the shop\n\nWebShop [SEP] Instruction: [SEP] buy {file} {n} [SEP] Search")
+                f"Rules of the shop\n\nWebShop [SEP] Instruction: [SEP] buy {file} {n} [SEP] "
+                "Search")
         write_lines(run / file, rows)
     assert [t["say"] for t in conversations(run)["tasks"]][0] == "buy experts.jsonl 3"
 
@@ -409,6 +410,12 @@ def test_a_task_opens_with_its_conversations_side_by_side(run, browser):
     assert [p[0] for p in pairs] == ["expert 1>target 0.20", "expert 1>failure 0.90",
                                      "failure 0.90>target 0.20"]
     assert pairs[0][3:6] == ["0.50", "0.50", "0.00 \u2192 0.25"]
+    # A page that is cut off can be read whole, and only there is a button for it.
+    cut = "[...document.querySelectorAll('.all')].filter(e => !e.hidden).length"
+    assert browser.js("document.querySelectorAll('.talk .page').length") == 8
+    assert browser.js(cut) == 1
+    browser.js("[...document.querySelectorAll('.all')].find(e => !e.hidden).click()")
+    assert browser.js("document.querySelectorAll('.page.clamped').length") == 7
     browser.js("document.querySelectorAll('.pairs tbody button')[2].click()")
     heads_now = browser.js(heads)
     assert len(heads_now) == 2 and "chosen" in heads_now[0] and "rejected" in heads_now[1]
@@ -448,9 +455,10 @@ CONTRAST = """(() => {
   const light = colour => { const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map(x => x / 255)
     .map(x => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
     return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-  const behind = e => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
+  const behind = e => { for (; e; e = e.parentElement) {
+    const c = getComputedStyle(e).backgroundColor;
     if (!/, 0\\)$/.test(c)) return c; } return "rgb(255, 255, 255)"; };
-  return [...document.querySelectorAll("h1, h3, .note, td, .action, .page, .agent, .chip, .here, kbd")]
+  return [...document.querySelectorAll("h1, h3, .note, td, .action, .page, .agent, .chip, .here")]
     .filter(e => e.textContent.trim() && e.getClientRects().length).map(e => {
       const [a, b] = [light(getComputedStyle(e).color), light(behind(e))];
       return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), e.className || e.tagName]; })
@@ -487,9 +495,12 @@ def test_the_keyboard_is_enough(run, browser):
     browser.key("Escape", "ArrowDown", "Enter")
     assert browser.js("document.activeElement.closest('tr').dataset.task") == "webshop-test-0"
     assert browser.js(chosen) == "webshop-test-0"
-    for _ in range(4):
+    browser.key("Tab")  # the list is one stop, whatever its length
+    assert browser.js("document.activeElement.id") == "detail"
+    for _ in range(5):
         browser.key("Tab")
-    assert browser.js("document.activeElement.matches('button, a, select, input, [tabindex]')")
+        assert browser.js("document.activeElement.matches('#detail button, #detail summary, "
+                          "#detail [tabindex]')")
 
 
 @needs_browser

@@ -127,7 +127,7 @@ def test_it_works_with_a_pipe_and_mistakes_are_one_line():
 
 @pytest.fixture
 def trained(small_model, tmp_path):
-    """A run in the shop, one step each: nobody learns anything in it, but all its files are there."""
+    """A run in the shop: nobody learns anything in it, but all its files are there."""
     import coevolve
     from harness import start
 

@@ -135,6 +135,12 @@ class Bfcl(World):
             said = f"{self._documents([known[name] for name in shown])}\n\n{said}"
         return Step(said, 0.0, False)
 
+    def forms(self) -> str:
+        return '{"name": ..., "arguments": {...}}, a call; or words, which hand over to the user'
+
+    def reply(self, action: str) -> str:
+        return f"{OPEN}\n{action}\n{CLOSE}" if action.startswith("{") else action
+
     def expert(self):
         """Replies with the ground truth of the episode just reset, a call at a time."""
         replies = iter(script(self._task["calls"]))
