@@ -71,8 +71,7 @@ def make(name: str, view: str = "full", protocol: str = "ours", prompts: str | N
     if name == "bfcl":
         from worlds.bfcl import Bfcl
         return Repaired(Bfcl(view, **options))
-    raise ValueError(f"unknown environment {name!r}; choose from: webshop, scienceworld, "
-                     "intercodesql, bfcl")
+    raise ValueError(f"unknown environment {name!r}; webshop, scienceworld, intercodesql or bfcl?")
 
 
 # ------------------------------------------------------------------------------------- experts

@@ -91,7 +91,7 @@ if ! lacks=$(satisfied "$python"); then
     python=$venv/bin/python
 fi
 
-case $command in bfcl | test)  # one more package; the tests do without it, if need be
+case "$command ${1:-}" in bfcl* | test* | "play bfcl")  # one more package; the tests can do without
     package=$(sed -n 's/^# bfcl: \([^ ]*\).*/\1/p' "$here/requirements.txt")
     if ! "$python" "$here/harness/requirements.py" <(echo "$package") >/dev/null 2>&1; then
         { [ "$python" = "$venv/bin/python" ] && add "$package"; } || [ "$command" = test ] ||

@@ -300,6 +300,7 @@ class Run(Folder):
         if not found:
             raise SettingsError(f"--failure-from {source}: no iter<i>/failure-agent in it; give "
                                 "the folder of a run of --method coevolve")
+        models.check_model(found[-1], self.settings.max_tokens)
         theirs, ours = (AutoTokenizer.from_pretrained(name) for name in (found[-1], self.base))
         if (theirs.get_vocab(), theirs.chat_template) != (ours.get_vocab(), ours.chat_template):
             raise SettingsError(f"--failure-from {source}: its tokenizer is not that of --model "

@@ -8,7 +8,7 @@ from dpo import Encoder, Trajectory
 from engine.cache import SlotCache, next_token_logits
 from envs import STOPS
 from harness.models import load_model
-from harness.play import Slot, never_drawn, observe, reply_ended
+from harness.play import Slot, observe, reply_ended
 from harness.settings import Settings
 
 
@@ -17,12 +17,14 @@ class Agent:
 
     def __init__(self, folder, s: Settings):
         disable_progress_bar()
-        gpu = torch.cuda.is_available()
         self.settings, self.encoder = s, Encoder(AutoTokenizer.from_pretrained(folder))
-        model = load_model(folder, torch.bfloat16 if gpu else torch.float32)
-        self.model = model.to("cuda" if gpu else "cpu").eval()
+        self.model = load_model(folder).eval()
+        if torch.cuda.is_available():  # in the precision of a run's rollouts
+            tiny = self.model.num_parameters() < 10_000_000
+            self.model = self.model.to("cuda", torch.float32 if tiny else torch.bfloat16)
         self.cache = SlotCache(self.model, 1, s.max_tokens)
-        self.forbidden = never_drawn(self.model, self.encoder)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        self.never = torch.tensor(self.encoder.never_drawn(vocabulary), device=self.model.device)
 
     def begin(self, env, task: str, observation: str) -> None:
         self.slot, self.proposed = Slot(0), None
@@ -41,7 +43,7 @@ class Agent:
         while True:
             logits = next_token_logits(self.model, self.cache,
                                        [(0, slot.past, t.ids[slot.past:])])               # (1, V)
-            logits[:, self.forbidden] = -torch.inf
+            logits[:, self.never] = -torch.inf
             p, tokens = logits[0].softmax(-1).topk(min(3, logits.shape[1]))
             minds.append(list(zip(tokens.tolist(), p.tolist())))
             slot.past = len(t.ids)

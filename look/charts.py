@@ -130,6 +130,19 @@ def ticks(low: float, high: float, whole: bool = False) -> list[float]:
     return [round(k * step, 10) for k in range(first, last + 1)] or [low]
 
 
+def intervals(title: str, rows: list[tuple]) -> dict:
+    """Differences with their intervals over a line at 0: (label, mean, half or None, sure)."""
+    ends = [end for _, mean, half, _ in rows for end in (mean - (half or 0), mean + (half or 0))]
+    low, high = min(0.0, *ends), max(0.0, *ends)
+    x = scale(low, high, 1, 99)
+    return dict(title=title, zero=x(0.0), low=f"{low:+.3f}" if low else "0",
+                high=f"{high:+.3f}" if high else "0",
+                rows=[dict(label=label, x=x(mean), low=x(mean - (half or 0)),
+                           high=x(mean + (half or 0)), sure=sure,
+                           says=f"{label}: {mean:+.3f}" + (f" \u00b1 {half:.3f}" if half else ""))
+                      for label, mean, half, sure in rows])
+
+
 # ---------------------------------------------------------------------------------- bars
 
 

@@ -72,7 +72,8 @@ def outputs(run_dir: Path) -> list[str]:
     """
     phases = run_dir / "phases.json"
     if phases.exists():
-        names = [name for phase in read_object(phases) for name in (phase, f"{phase}/episodes.jsonl")
+        names = [name for phase in read_object(phases)
+                 for name in (phase, f"{phase}/episodes.jsonl")
                  if name.endswith(".jsonl") and (run_dir / name).is_file()]
     else:
         paths = [*run_dir.glob("*.jsonl"), *run_dir.glob("iter[0-9]*/*.jsonl")]

@@ -55,8 +55,9 @@ def page(run_dir, megabytes: float = MEGABYTES) -> str:
             curves=charts.evaluation_curves(found["evaluations"]),
             mixes=charts.exploration_bars(found["exploration"]), made=made,
             made_legend=made_legend, tables=tables, times=times, times_legend=times_legend,
-            training=[dict(phase="GRPO", charts=charts.grpo_curves(log["grpo"]))] * bool(log["grpo"])
-            + charts.training_curves(log["train"]), status=status(run_dir, log))
+            training=[*([dict(phase="GRPO", charts=charts.grpo_curves(log["grpo"]))]
+                        if log["grpo"] else []),
+                      *charts.training_curves(log["train"])], status=status(run_dir, log))
     data = conversations(run_dir, letters=1e6 * megabytes)
     lacking = sum(any(row[-1] is None for row in task["runs"]) for task in data["tasks"])
     settings = {**found["settings"], **read_object(config).get("versions", {})}

@@ -8,7 +8,6 @@ import argparse
 import os
 import random
 import shutil
-import signal
 import sys
 import textwrap
 from pathlib import Path
@@ -145,8 +144,10 @@ def act(env, agent: bool, told: list) -> str | None:
             return None
         if line == "?":
             say(getattr(env, "rules", "") or "This environment has no rules to tell.", "  ")
-        elif line.isdigit() and 0 < int(line) <= len(actions):
-            return env.reply(actions[int(line) - 1])
+        elif line and line.isdecimal() and actions:
+            if 0 < int(line) <= len(actions):
+                return env.reply(actions[int(line) - 1])
+            say(f"there are {len(actions)} of them")
         elif line:
             return env.reply(line)
 
@@ -185,7 +186,8 @@ def settings_of(env: str, more: list[str], run: Path | None, folder) -> Settings
     flags, names = ["--env", env, "--method", "evaluate"], {
         flag.split("=")[0].lstrip("-").replace("-", "_") for flag in more if flag.startswith("-")}
     if run is None:
-        return parse([*flags, *(["--model", "none"] if names & {*REAL} else []), *more])
+        real = env == "bfcl" or names & {*REAL}
+        return parse([*flags, *(["--model", "none"] if real else []), *more])
     before = read_object(run / "config.json", settings=dict)["settings"]
     if before["env"] != env:
         raise RunError(f"--agent {run}: it was trained on {before['env']}, not on {env}")
@@ -204,13 +206,12 @@ def choose_task(env, asked: str | None) -> str:
 
 
 def main(argv: list[str]) -> None:
-    for stream in (sys.stdin, sys.stdout):
-        stream.reconfigure(errors="replace")
     parser = argparse.ArgumentParser(
         prog="run.sh play ENV [TASK]", allow_abbrev=False, description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="ENV: webshop, scienceworld or intercodesql. TASK: an id such as webshop-test-3, or "
-        "a split, of which\none is drawn. Other flags: as for run.sh ENV, such as --webshop-url.")
+        epilog="ENV: webshop, scienceworld, intercodesql or bfcl. TASK: an id such as "
+        "webshop-test-3, or a split,\nof which one is drawn. Other flags: as for run.sh ENV, such "
+        "as --webshop-url.")
     parser.add_argument("--agent", type=Path, help="a run, whose last target agent plays, or an "
                         "agent's folder in it, such as RUN/iter1/failure-agent")
     words = [word for word in argv[:2] if not word.startswith("-")]
@@ -243,7 +244,8 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for stream in (sys.stdin, sys.stdout):  # whatever is typed or shown, it goes on
+        stream.reconfigure(errors="replace")
     try:
         main(sys.argv[1:])
     except (SettingsError, RunError, envs.Refused, envs.EnvError) as error:

@@ -545,7 +545,6 @@ def test_tasks_and_options_that_do_not_exist_are_refused():
     for task in ("bfcl-train-base-1000", f"bfcl-train-base-{held}", "bfcl-train-miss-func-127", "webshop-train-0"):
         with pytest.raises(ValueError, match="unknown task"):
             env.find(task)
-    assert env.published_task("multi_turn_base_127") == "bfcl-train-base-127"
     for option in ("category", "split", "reward"):
         with pytest.raises(envs.Refused, match=f"--bfcl-{option} x: choose from"):
             envs.make("bfcl", **{f"bfcl_{option}": "x"})
@@ -561,6 +560,18 @@ def test_without_the_package_one_line_says_how_to_get_it():
     assert told == ("bfcl: the package bfcl-eval==2026.3.23 is not here; pip install --no-deps "
                     "bfcl-eval==2026.3.23\n")
     assert f"# bfcl: {bfcl_tasks.PACKAGE} " in (ROOT / "requirements.txt").read_text()
+
+
+def test_experts_are_a_runs_and_no_list_of_etos(tmp_path):
+    env, file = envs.make("bfcl"), tmp_path / "experts.jsonl"
+    rows = list(envs.experts(env, None, 3, []))
+    file.write_text("".join(json.dumps(dict(task=task, messages=messages, reward=earned)) + "\n"
+                            for task, messages, earned in rows))
+    assert [tuple(row) for row in envs.read_experts(str(file), env)] == rows
+    file.write_text(json.dumps([dict(id="multi_turn_base_127", conversations=[
+        {"from": {"user": "human"}.get(m["role"], "gpt"), "value": m["content"]} for m in rows[0][1]])]))
+    with pytest.raises(envs.Refused, match="nobody publishes trajectories"):
+        envs.read_experts(str(file), env)
 
 
 # ------------------------------------------------------------------------------------ new tasks

@@ -81,6 +81,7 @@ REASONS = {  # heading in docs/large_models.md -> what the refusal says
     "no gradient checkpointing": "gradient checkpointing",
     "code that packed texts break": "cannot read packed texts",
     "other numbers than in a plain pass": "log-probabilities that are"}
+check_numbers = probe.check_numbers
 ENCODER = dpo.Encoder(make_tokenizer("chatml"))
 
 
@@ -219,13 +220,20 @@ def test_a_family_is_right_or_refused_before_any_phase_and_listed(family):
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "mistral"])
-def test_other_families_run_the_whole_loop(family, toy_run, tmp_path):
-    """Layers elsewhere, no number of key heads; a sliding window as long as an episode."""
+def test_other_families_run_the_whole_loop(family, toy_run, tmp_path, monkeypatch):
+    """Layers elsewhere, no number of key heads; a sliding window as long as an episode. The
+    numbers are compared once, before the first phase."""
+    compared = []
+    monkeypatch.setattr(probe, "check_numbers", lambda model, longest: (
+        compared.append(longest), check_numbers(model, longest)))
     config = tiny(family, limit=256)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     ENCODER.tokenizer.save_pretrained(tmp_path / "model")
     folder = toy_run(Toy, "--model", tmp_path / "model")
-    assert (folder / "result.json").exists()
+    assert (folder / "result.json").exists() and compared == [256]
+    (folder / "result.json").unlink()
+    toy_run(Toy, "--model", tmp_path / "model")
+    assert (folder / "result.json").exists() and compared == [256]
     with pytest.raises(SettingsError, match="is above 256, its sliding window|above 512, its posi"):
         toy_run(Toy, "--model", tmp_path / "model", "--max-tokens", 600,
                 "--out", tmp_path / "other")

@@ -110,7 +110,7 @@ class World:
     def smith(self):
         """Who makes tasks of what an agent finds here; Refused where nobody can."""
         raise Refused(f"{self.name}: nobody here makes new tasks; --method evolve plays the "
-                      "built-in shop and databases")
+                      "built-in shop, the built-in databases and bfcl")
 
     def fields(self, task: dict, **kinds) -> dict:
         """These fields of a new task; ValueError where one is missing or of another type."""

@@ -70,9 +70,9 @@ class Bfcl(World):
         self.share_of_turns = bfcl_reward == "turns"
         self._running = False
 
-    def published_task(self, id: str) -> str:
-        """The task of an expert trajectory: BFCL's own id, such as multi_turn_base_12."""
-        return f"{self.name}-train-{id.removeprefix('multi_turn_').replace('_', '-')}"
+    def published_task(self, id: str):
+        raise Refused("bfcl: nobody publishes trajectories in ETO's form, whose replies name "
+                      "actions; give a run's experts.jsonl")
 
     def check(self, task: dict) -> dict:
         """A new task: the start state of a training task, other turns and other calls."""

@@ -87,7 +87,7 @@ def _calls_in(block: str) -> list[dict | str | None]:
     """The calls in a block; None in place of what is none, a text for one that cannot be read."""
     try:
         value = json.loads(block, parse_int=lambda digits: (
-            int(digits) if len(digits) <= DIGITS else math.nan))
+            int(digits) if len(digits) <= DIGITS + 1 else math.nan))
     except ValueError:
         return [None]
     except RecursionError:
@@ -111,7 +111,8 @@ def problem(call: dict) -> str | None:
 def _unusable(value, depth: int) -> str | None:
     if depth > DEEPEST:
         return "nested too deeply"
-    if isinstance(value, float) and not math.isfinite(value):
+    long = isinstance(value, int) and abs(value) >= 10 ** DIGITS
+    if long or isinstance(value, float) and not math.isfinite(value):
         return f"a number that is infinite, none, or of more than {DIGITS} digits"
     if isinstance(value, str):
         try:
@@ -170,8 +171,8 @@ class Simulators:
                                  if not key.startswith("_")})
                          for name, instance in self.instances.items()]
                         + ([files.pwd()] if files else []))
-        except RecursionError:  # a directory inside itself
-            return "endless"
+        except RecursionError:  # directories in directories, a thousand deep
+            return "too deep"
 
 
 def _written(result) -> str:
@@ -197,7 +198,7 @@ def _in_order(result):
 
 
 def _paths(files) -> int:
-    """Paths below the root and below where one is, counted up to a few more than MOST_PATHS."""
+    """Paths below the root, and below where one is; of those beyond MOST_PATHS only some."""
     found, left = 0, [files.root, files._current_dir]
     while left and found <= MOST_PATHS:
         inside = getattr(left.pop(), "contents", {}).values()

@@ -1,8 +1,8 @@
 """The tasks of BFCL v3 multi-turn, as the package bfcl-eval brings them, and how they are split.
 
-Of the package this reads the data, makes the simulators and asks the two checks; it is installed
-without its dependencies, so nothing else of it is imported, and all of it here: its absence is
-said in one line.
+Of the package we use the data, the simulators and the two checks of a turn. It is installed without
+its dependencies, so nothing else of it is imported, and all of it here: where it is absent, one
+line says so.
 """
 
 import ast
@@ -21,7 +21,7 @@ PACKAGE = "bfcl-eval==2026.3.23"  # others hold other ground truths
 REMEDY = f"pip install --no-deps {PACKAGE}"
 
 try:
-    found = version("bfcl-eval")
+    installed = version("bfcl-eval")
     from bfcl_eval.constants.executable_backend_config import (
         CLASS_FILE_PATH_MAPPING,
         MULTI_TURN_FUNC_DOC_FILE_MAPPING,
@@ -36,8 +36,8 @@ try:
     )
 except (PackageNotFoundError, ImportError):
     raise Refused(f"bfcl: the package {PACKAGE} is not here; {REMEDY}") from None
-if found != PACKAGE.partition("==")[2]:
-    raise Refused(f"bfcl: bfcl-eval {found} is here, not {PACKAGE}; {REMEDY}")
+if installed != PACKAGE.partition("==")[2]:
+    raise Refused(f"bfcl: bfcl-eval {installed} is here, not {PACKAGE}; {REMEDY}")
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
 SIZES = {"train": 100, "validation": 20, "test": 80}  # of a category's 200 tasks [ours]
