@@ -54,6 +54,7 @@ def play_all(run: Run, trajectories: list[Trajectory]) -> list[Trajectory]:
             env = idle.get_nowait()
         except queue.Empty:
             env = run.make_env()
+
         def ask(messages):
             reply, used = endpoint(messages)
             append(run.path / REQUESTS, dict(phase=run.running, task=t.task, **{
