@@ -4,7 +4,8 @@
     bash run.sh webshop --model https://api.openai.com/v1 --model-name gpt-4 --examples 1
 
 The key is read from the environment and stands in no file, log or message. Every finished episode
-is appended to chat.jsonl in the run's folder, so that a run which was stopped pays for none twice.
+is appended to chat.jsonl in the run's folder, so that a run which was stopped pays for none twice,
+and every answered request to chat-requests.jsonl, so that those of a broken episode count as well.
 """
 
 import json
@@ -22,33 +23,47 @@ from harness.run import Run
 from harness.settings import SettingsError
 from harness.tasks import check_openings, marks
 
+REQUESTS = "chat-requests.jsonl"
+
 
 def play(run: Run, trajectories: list[Trajectory]) -> tuple[list[Trajectory], dict]:
     """Plays the episodes, `slots` at a time, from one process; all get them, and what they took."""
     played = run.first_says(lambda: play_all(run, trajectories))
-    return played, cost(played, run.settings)
+    asked = run.first_says(lambda: requests(run))
+    return played, cost(played, run.settings, asked)
 
 
 def play_all(run: Run, trajectories: list[Trajectory]) -> list[Trajectory]:
     """The episodes in the order given, those that an earlier process paid for among them."""
     s, endpoint = run.settings, Endpoint(run.settings)
     kept, lock, idle = run.path / "chat.jsonl", threading.Lock(), queue.SimpleQueue()
-    if kept.exists():  # a line that was cut off is of an episode that was not finished
-        os.truncate(kept, kept.read_bytes().rfind(b"\n") + 1)
+    for file in (kept, run.path / REQUESTS):  # a line that was cut off was not finished
+        if file.exists():
+            os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
     paid = {t.task: t for t in run.trajectories(kept.name)} if kept.exists() else {}
     missing = [t for t in trajectories if t.task not in paid]
     ours = s.protocol == "ours"  # ETO's has its examples in the opening
     shown = examples(run) if missing and ours else []
+
+    def append(file, row):
+        with lock, open(file, "a") as f:
+            f.write(json.dumps(row) + "\n")
 
     def work(t: Trajectory) -> None:
         try:
             env = idle.get_nowait()
         except queue.Empty:
             env = run.make_env()
-        play_episode(t, env, endpoint, shown, s.max_tokens, envs.STOPS[s.protocol])
+
+        def ask(messages):
+            reply, used = endpoint(messages)
+            append(run.path / REQUESTS, dict(phase=run.running, task=t.task, **{
+                name: used[name] for name in USAGE}))
+            return reply, used
+
+        play_episode(t, env, ask, shown, s.max_tokens, envs.STOPS[s.protocol])
         idle.put(env)
-        with lock, open(kept, "a") as f:
-            f.write(json.dumps(t.record()) + "\n")
+        append(kept, t.record())
         paid[t.task] = t
         progress.update()
 
@@ -127,9 +142,21 @@ def examples(run: Run) -> list[dict]:
             for n, messages in enumerate(found) for m in messages]
 
 
-def cost(played: list[Trajectory], s) -> dict:
-    """Sums of USAGE over episodes; dollars, where prices are given and all tokens known."""
-    total = {name: sum(t.usage[name] for t in played) for name in USAGE}
+def requests(run: Run) -> list[dict]:
+    """What the answered requests of the running phase took, also those of episodes that broke."""
+    if not (run.path / REQUESTS).exists():
+        return []
+    return [row for row in run.read_jsonl(REQUESTS) if row["phase"] == run.running]
+
+
+def cost(played: list[Trajectory], s, asked: list[dict] = ()) -> dict:
+    """Sums of USAGE over the requests `asked`, or where they are not known over the episodes.
+
+    With dollars, where prices are given and all tokens known.
+    """
+    known = {row["task"] for row in asked}
+    rows = [*asked, *(t.usage for t in played if t.task not in known)]
+    total = {name: sum(row[name] for row in rows) for name in USAGE}
     if (s.price_in or s.price_out) and not total["unreported"]:
         total["dollars"] = round((total["prompt_tokens"] * s.price_in
                                   + total["completion_tokens"] * s.price_out) / 1e6, 6)

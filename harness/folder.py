@@ -30,7 +30,7 @@ class Folder:
         self.phases = {}    # the recorded ones: what each wrote -> its hash, and the log's
         self.finished = []  # those found or done by this process
         self.running = ""   # what the running phase writes
-        self.lock, self.logged = None, 0
+        self.lock = None
         self.about = {}     # the tasks: for config.json
 
     # ------------------------------------------------------------------------------- opening
@@ -61,7 +61,8 @@ class Folder:
         for name, done in self.phases.items():
             files.need(f"{phases}, {name}", done, sha256=str, metrics_sha256=str,
                        metrics_bytes=int)
-        if not self.phases and not (self.path / "chat.jsonl").exists():
+        paid = any((self.path / name).exists() for name in ("chat.jsonl", "chat-requests.jsonl"))
+        if not self.phases and not paid:
             before = None  # nothing was finished with these settings, nor paid for
         if before and before.get("layout") != LAYOUT:
             raise SettingsError(f"{self.path} was made by an earlier version of this program, "
@@ -93,7 +94,6 @@ class Folder:
         if self.settings.track:
             self.accelerator.init_trackers("coevolve", {
                 name: value for name, value in asdict(self.settings).items() if value is not None})
-            self.logged = (self.path / "metrics.jsonl").read_text().count("\n") if self.main else 0
 
     def _refuse_changes(self, before: dict, now: dict) -> None:
         changed = [f"{name} ({before.get(name)} -> {now.get(name)})"
@@ -204,8 +204,19 @@ class Folder:
             with files.writing(metrics), open(metrics, "a") as f:
                 f.write(json.dumps(dict(event=event, **fields)) + "\n")
             if self.settings.track:
-                self.logged += 1  # trackers want steps that rise
-                self.accelerator.log(dict(numbers(event, fields)), step=self.logged)
+                self._track(dict(numbers(event, fields)), place(fields, len(self.phases)))
+
+    def _track(self, values: dict, x: int) -> None:
+        """Gives the trackers an event's numbers, at its optimiser step or iteration x."""
+        for tracker in self.accelerator.trackers:
+            if tracker.name != "wandb":
+                tracker.log(values, step=x)
+                continue
+            # Its own steps may only rise, over all that is logged: x is a number like the others.
+            for name in {name.rpartition("/")[0] for name in values}:
+                tracker.tracker.define_metric(f"{name}/*", step_metric=f"{name}/x")
+                values = {**values, f"{name}/x": x}
+            tracker.log(values)
 
     def log_dropped(self, phase: str, reason: str, tasks: list[str]) -> None:
         if tasks:
@@ -224,6 +235,11 @@ class Folder:
         self.accelerator.end_training()
         if self.main:
             self.lock.release()
+
+
+def place(fields: dict, phases: int) -> int:
+    """Where an event stands: at its optimiser step, its iteration, or after so many phases."""
+    return fields.get("step", fields.get("iteration", phases))
 
 
 def numbers(prefix: str, fields: dict):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def make_accelerator(s: Settings) -> Accelerator:
         raise SettingsError(f"--track {s.track}: {error}") from None  # there is no such tracker
     if s.track and not accelerator.log_with:
         raise SettingsError(f"--track {s.track}: its package is not installed; "
-                            f"pip install {s.track}")
+                            f"{sys.executable} -m pip install {s.track}")
     if accelerator.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         raise SettingsError(f"accelerate is configured for {accelerator.distributed_type}; run "
                             "`accelerate config` without it: --shard shards the weights")

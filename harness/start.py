@@ -81,6 +81,9 @@ def finish(run: Run) -> None:
     run.print_main(report.table(run.path))
 
 
+# A study says it of itself, and not each of its runs too.
+GOES_ON = "PART_OF_A_STUDY" not in os.environ
+
 # What gloo and NCCL say where the process at the other end has died.
 PEER_GONE = ("closed by peer", "reset by peer", "remote process exited", "Broken pipe")
 
@@ -94,7 +97,8 @@ def one_line(error: Exception) -> str | None:
                 "learning rate and give another --out")
     if isinstance(error, envs.EnvError) or (
             isinstance(error, OSError) and error.errno in files.UNWRITABLE):
-        return f"{error}. The same command goes on from here once that is mended"
+        return f"{error}. The same command goes on from here once that is mended" if GOES_ON else (
+            str(error))
     if isinstance(error, RuntimeError) and any(s in str(error) for s in PEER_GONE):
         return (f"process {os.environ.get('RANK', '0')} ends because another of this run has "
                 "ended; its message says why")
@@ -115,5 +119,5 @@ def end(line: str, status: int) -> None:
 
 def stop(number, _) -> None:  # by Ctrl-C or SIGTERM; of several ranks one speaks
     if os.environ.get("RANK", "0") == "0":
-        end("stopped; the same command goes on from here", 128 + number)
+        end(f"stopped{'; the same command goes on from here' * GOES_ON}", 128 + number)
     os._exit(128 + number)

@@ -111,11 +111,11 @@ def marks(env, task: str) -> set[str]:
 
     None for a task that this environment does not have, such as one made during another run.
     """
+    find, wording = (getattr(env, name, lambda task: None) for name in ("find", "wording"))
     try:
-        what = env.find(task)
+        what, wording = find(task), wording(task)
     except ValueError:
         return set()
-    wording = env.wording(task) if hasattr(env, "wording") else None
     found = {task if what is None else repr(what)}
     return found | ({" ".join(wording.lower().split())} if wording else set())
 

@@ -69,7 +69,8 @@ def launch(env: str, command: list[str], log: Path | None) -> None:
         free.release()
     with open(log, "a") if log else nullcontext() as to:
         child = subprocess.Popen(["bash", str(ROOT / "run.sh"), env, *command], stdout=to,
-                                 stderr=to, env={**os.environ, "PYTHON": sys.executable})
+                                 stderr=to, env={**os.environ, "PYTHON": sys.executable,
+                                                 "PART_OF_A_STUDY": "1"})
         running.add(child)
         status = child.wait()
         running.remove(child)

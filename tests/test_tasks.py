@@ -15,6 +15,7 @@ from harness import tasks
 from harness.folder import Folder
 from harness.report import table
 from harness.settings import Settings, SettingsError, options_of
+from worlds.webshop import WebShop
 from worlds.webshop_server import WebShopServer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -280,6 +281,27 @@ def test_what_is_set_aside():
     science = SimpleNamespace(prompt="", theirs=None)
     assert envs.opens_otherwise(science, talk({"role": "user", "content": "Task Description:\nBoil."}),
                                 "Boil.") is None
+
+
+def test_a_server_that_is_replaced_between_two_episodes_is_noticed(official):  # noqa: F811
+    """New price limits for 15 of 24 goals, at the same address."""
+    goals = WebShop().world.goals["test"]  # those behind the server's routes
+    before = list(goals)
+    make = lambda: WebShopServer(official.url)
+    shop = make()
+    for n in range(6):
+        shop.reset(f"webshop-test-{n}")
+    goals[:] = [dict(g, instruction=g["instruction"].replace("lower than ", "lower than 1"))
+                if n % 8 < 5 else g for n, g in enumerate(before)]
+    try:
+        with pytest.raises(envs.EnvError, match="was a server replaced. Goal . was "):
+            for n in range(6, 14):  # goals that it meets for the first time
+                shop.reset(f"webshop-test-{n}")
+        with pytest.raises(envs.EnvError, match="webshop-test-3 at .* was a server replaced"):
+            make().reset("webshop-test-3")
+        make().reset("webshop-test-5")  # whose limit is the same
+    finally:
+        goals[:] = before
 
 
 class Told(Toy):

@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from functools import lru_cache
+from itertools import islice
 from html.parser import HTMLParser
 from urllib.parse import urljoin
 
@@ -33,6 +34,8 @@ class WebShopServer(Shop):
 
     A server keeps of a session its goal only (the rest is in the URLs), so every episode on a goal
     uses the same session, and the server, which slows down with each session, sees few of them.
+    EnvError where it was replaced: a goal that this process has met before reads otherwise now.
+    Before one that is met for the first time another one is read again.
 
     EnvError at the first request that fails: no answer, errors, broken or huge pages, a link or
     redirect to another host. Where the server itself has no page for its link (404, for an option
@@ -44,6 +47,7 @@ class WebShopServer(Shop):
     max_bytes = 10_000_000
     max_query = 1000  # characters; a URL has to hold it and Lucene takes 1,024 words
     slow = 3.0        # seconds of a purchase from which on the user is told
+    _known = {}       # server -> goal -> the instruction that this process has read
     _loaded = set()   # servers that have answered this process
     _loading = set()  # servers that did not, within load_timeout
 
@@ -84,7 +88,26 @@ class WebShopServer(Shop):
     def reset(self, task: str) -> str:
         goal = self.find(task)
         self._task, self._instruction, self._shown, self._form = task, None, None, None
-        return self._begin(self._open("GET", f"{self.url}/coevolve_fixed_{goal}"))
+        known = self._known.setdefault(self.url, {})
+        if known and goal not in known:  # one that is known says whether it is the same server
+            self._check(known, list(islice(known, 8))[len(known) % min(8, len(known))])
+        page = self._begin(self._open("GET", f"{self.url}/coevolve_fixed_{goal}"))
+        if known.setdefault(goal, self._instruction) != self._instruction:
+            self._check(known, goal)
+        return page
+
+    def _check(self, known: dict[int, str], goal: int) -> None:
+        """EnvError unless the goal's instruction is what this process has read before."""
+        found = self._load("GET", f"{self.url}/coevolve_fixed_{goal}", None, opening=True)
+        try:
+            now = _Html(*found).instruction
+        except (ValueError, AssertionError):
+            now = None
+        if now != known[goal]:
+            self._shown = None
+            self._fail(f"was a server replaced? Goal {goal} was {known[goal][-80:]!r} and is "
+                       f"{str(now)[-80:]!r}; a start draws new price limits, and no phase must mix "
+                       "two of them")
 
     def wording(self, task: str) -> None:
         """Its pages say it."""
