@@ -5,8 +5,8 @@ import re
 import sys
 import time
 from functools import lru_cache
-from itertools import islice
 from html.parser import HTMLParser
+from itertools import islice
 from urllib.parse import urljoin
 
 import requests
