@@ -10,7 +10,6 @@ A task is the paper's instruction u. An episode is one play of it, and its recor
 """
 
 import itertools
-import math
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -22,11 +21,12 @@ import dpo
 import envs
 from baselines import chat, ppo, rft
 from dpo import Trajectory
-from harness.play import play, usable_rollouts
-from harness.report import scores, table2
+from harness.play import play, reopened, usable_rollouts
+from harness.report import played, scores, table2
 from harness.run import Run
 from harness.settings import Settings, agents_of
 from harness.start import start
+from look.page import make_page
 
 # ----------------------------------------------------------------------------------- the loop
 
@@ -88,15 +88,18 @@ def collect_experts(run: Run, out: Path) -> dict:
     They are the scripted expert's, or those of --experts FILE.
     """
     s, env, encoder = run.settings, run.make_env(), run.encoder()
-    experts, dropped = [], {"reward": [], "too long": [], envs.LOST: []}
+    experts, dropped = [], {"reward": [], "too long": [], "evaluated too": [], envs.LOST: []}
+    first = len(envs.opening(env, ""))  # turns before an expert's first reply
     for task, messages, reward in envs.experts(env, s.experts, s.train_tasks, dropped[envs.LOST]):
-        ids, mask = encoder.encode(messages)
-        if reward <= s.expert_min_reward and reward < envs.SUCCESS:
+        ids, mask = encoder.encode(messages, first)
+        if task in run.left_out:
+            dropped["evaluated too"].append(task)
+        elif reward <= s.expert_min_reward and reward < envs.SUCCESS:
             dropped["reward"].append(task)
         elif len(ids) > s.max_tokens:
             dropped["too long"].append(task)
         else:
-            steps = sum(m["role"] == "assistant" for m in messages)
+            steps = sum(m["role"] == "assistant" for m in messages[first:])
             experts.append(Trajectory(task, "expert", messages=messages, ids=ids, action_mask=mask,
                                       reward=reward, steps=steps, ended="done"))
     env.close()
@@ -111,17 +114,13 @@ def collect_experts(run: Run, out: Path) -> dict:
     return played(experts)
 
 
-def played(trajectories: list[Trajectory]) -> dict:
-    return dict(episodes=len(trajectories), tokens=sum(len(t.ids) for t in trajectories))
-
-
 def train_sft(run: Run, out: Path, agent: str, i: int = 0) -> dict:
     """The base model fine-tuned on the experts' action tokens, Eq. (3)-(5)."""
     s, rng = run.settings, run.rng("sft", agent, *([i] if i else []))
     if agent == "failure" and s.failure_from:
         return run.take_failure_agent(out)
-    experts = run.trajectories(f"iter{i}/experts.jsonl" if i else "experts.jsonl")
-    groups = [dpo.Group(e.task, [e]) for e in experts]
+    groups = [dpo.Group(e.task, [e])
+              for e in run.trajectories(f"iter{i}/experts.jsonl" if i else "experts.jsonl")]
     epochs = [dpo.batches(groups, s.sft_batch, "instructions", rng) for _ in range(s.sft_epochs)]
     return run.fit(run.load(run.base), run.base, out, epochs, dpo.sft_objective,
                    dpo.count_action_tokens, lr=s.sft_lr, warmup=s.sft_warmup, schedule="cosine")
@@ -302,16 +301,18 @@ def preference_groups(run: Run, agent: str, i: int) -> list[dpo.Group]:
     for p in pairs:
         task = p["task"]
         group = groups.setdefault(task, dpo.Group(task, []))
+        expert = trajectories["experts.jsonl", task, 0]
         # A rejected trajectory that wanders on long after the expert was done teaches little.
-        longest = (trajectories["experts.jsonl", task, 0].steps + s.cut_turns
-                   if s.cut_turns >= 0 else math.inf)
+        longest = expert.steps + s.cut_turns if s.cut_turns >= 0 else float("inf")
         indices = []
         for side in ("chosen", "rejected"):
             key = p[side]["file"], task, p[side]["rollout"]
             turns = (longest if side == "rejected" and trajectories[key].steps > longest else None)
             if (key, turns) not in places:
                 places[key, turns] = len(group.sequences)
-                group.sequences.append(cut(trajectories[key], turns))
+                t = trajectories[key]
+                group.sequences.append(
+                    cut(reopened(t, expert) if s.protocol == "eto" else t, turns))
                 shortened += [task] if turns is not None else []
             indices.append(places[key, turns])
         group.pairs.append(dpo.Pair(p["kind"], *indices, p["weight"], p["sft_weight"]))
@@ -329,4 +330,4 @@ def cut(t: Trajectory, turns: int | None) -> Trajectory:
 
 
 if __name__ == "__main__":
-    start(coevolve, sys.argv[1:])  # parses, refuses, locks, resumes, reports, ends in one line
+    start(coevolve, sys.argv[1:], afterwards=[make_page])  # parses, locks, resumes, reports

@@ -37,7 +37,7 @@ class Encoder:
         self.pieces = chat_template.read_off(tokenizer)  # what surrounds a reply, an observation
         self.end_of_turn: int = self.pieces.end_of_turn
         self.forbidden: list[int] = self.pieces.forbidden  # never sampled: a reply opens no turn
-        self.has_colon = lru_cache(None)(lambda token: ":" in self.decode([token]))
+        self.text_of = lru_cache(None)(lambda token: tokenizer.decode([token]))
         self.encode(chat_template.TRIAL)  # a template's faults show at once
 
     def start(self, messages: list[dict]) -> list[int]:
@@ -52,12 +52,12 @@ class Encoder:
         """Ids that follow a reply's end-of-turn token, up to where the next reply begins."""
         return self.pieces.ids_of_observation(text)
 
-    def encode(self, messages: list[dict]) -> tuple[list[int], list[int]]:
+    def encode(self, messages: list[dict], first: int = 0) -> tuple[list[int], list[int]]:
         """(ids, action_mask), both (l,): mask 1 on the tokens of each reply and its end of turn.
 
-        The conversation opens with user (or system) turns and then alternates.
+        The conversation opens with `first` turns (0: those before a reply) and then alternates.
         """
-        first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
+        first = first or next(i for i, m in enumerate(messages) if m["role"] == "assistant")
         ids = self.start(messages[:first])
         action_mask = [0] * len(ids)
         for message in messages[first:]:
@@ -65,8 +65,13 @@ class Encoder:
             piece = (self.reply if acts else self.observation)(message["content"])
             ids += piece
             action_mask += [int(acts)] * len(piece)
-        self.pieces.check(messages)  # the template, given all at once, writes the same text
+        self.pieces.check(messages, first)  # the template, given all at once, writes the same text
         return ids, action_mask
+
+    def never_drawn(self, vocabulary: int) -> list[int]:
+        """Ids that are not sampled: control tokens, and rows that only pad the embedding."""
+        return sorted({i for i in self.forbidden if i < vocabulary}
+                      | {*range(len(self.tokenizer), vocabulary)})
 
     def decode(self, ids: list[int]) -> str:
         """The text of a sampled reply, without its end-of-turn token."""
@@ -106,16 +111,19 @@ class Trajectory:
 # --------------------------------------------------------------------------- log-probabilities
 
 
-def token_log_probs(model, sequences: list[Trajectory], temperature: float = 1.0) -> Tensor:
+def token_log_probs(model, sequences: list[Trajectory], temperature: float = 1.0,
+                    never: list[int] = ()) -> Tensor:
     """log pi(t_k | t_<k) of every action token of every sequence, laid end to end, (A,), in nats.
 
-    temperature: what the logits were divided by when the tokens were sampled.
+    temperature: what the logits were divided by when the tokens were sampled. never: ids that were
+    not drawn then (`Encoder.never_drawn`), so that log pi is of the distribution sampled from.
     """
     p = packing.pack(sequences, next(model.parameters()).device)
     logits = model(input_ids=p.ids, position_ids=p.positions, **p.attention,
                    logits_to_keep=p.predicting, use_cache=False).logits[0]                # (K, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits if temperature == 1 else logits / temperature
+    logits = logits.index_fill(1, p.targets.new_tensor(never), -torch.inf) if never else logits
     if p.logits_of is not None:  # index_select, unlike [], adds gradients in a fixed order
         logits = logits.index_select(0, p.logits_of)                                      # (U, V)
     log_probs = -F.cross_entropy(logits, p.targets, reduction="none")                     # (U,)
@@ -268,16 +276,18 @@ def schedule_factor(step: int, steps: int, warmup: float, schedule: str) -> floa
 
 def fit(accelerator, model, epochs: list[list[list[Group]]], objective, normaliser, *, lr, warmup,
         schedule, weight_decay, max_grad_norm, tokens_per_forward, log, progress=None,
-        checkpoint=None) -> None:
+        checkpoint=None, optimizer=None) -> None:
     """Trains a model of `sharding.shard_model` in place: AdamW over epochs of batches of groups.
 
     objective(model, groups) -> (sum of losses, statistics); normaliser(batch) -> the divisor of
     a whole batch's sum, over all accumulation steps and all ranks. log(dict) is called once per
-    optimiser step. checkpoint: of engine/, from which a phase that was stopped goes on.
-    FloatingPointError, naming the tasks, if the loss or the gradient stops being finite.
+    optimiser step. checkpoint: of engine/, from which a phase that was stopped goes on. optimizer:
+    one whose moments go on. FloatingPointError, naming the tasks, if the loss or the gradient stops
+    being finite.
     """
     steps = [(number, batch) for number, epoch in enumerate(epochs, 1) for batch in epoch]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay, fused=True)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), weight_decay=weight_decay,
+                                               fused=True)
     model.train()
     done, events = checkpoint.restore(model, optimizer) if checkpoint else (0, [])
     for event in events:

@@ -1,31 +1,28 @@
-"""Environments: text in, text out. What one is, which there are, how experts come, what if one breaks.
+"""Environments: text in, text out. What one is, which there are, their experts, their repair.
 
-The three of the paper are in `worlds/`; `worlds/webshop.py` is the one to read first. A new one is a
-file there, a line in `make` and a name in the settings.
+They are in `worlds/`; `worlds/webshop.py` is the one to read first. A new one is a file there, a
+line in `make` and a name in the settings.
 """
 
-import json
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from io import StringIO
-from pathlib import Path
-from textwrap import shorten
 from typing import Protocol
 
 from tqdm import tqdm
 
-from worlds import EnvError, Refused, Step, converse, opening, parse_reply  # noqa: F401
+from worlds import EnvError, Refused, Step, converse, first_reply, opening, parse_reply  # noqa
+from worlds.published import STOPS, opens_otherwise, read_experts, read_prompts  # noqa: F401
 
 SUCCESS = 1.0  # the reward of a solved task; whatever is below is a failure
 
 
 class Env(Protocol):
-    """One object plays one episode at a time. Rewards are in [0, 1]; worlds repeat exactly.
+    """One object plays one episode at a time. Worlds repeat exactly. Rewards are in [0, 1]; by
+    ETO's protocol they begin at -1.
 
-    The environment does not count steps: a rollout stops after `max_steps` replies, and the reward is
-    what it was then. One that breaks raises EnvError, which is no failure of the agent's. After
+    The environment does not count steps: a rollout stops after `max_steps` replies, and the reward
+    is what it was then. One that breaks raises EnvError, which is no failure of the agent's. After
     `close`, `reset` starts afresh.
     """
 
@@ -33,10 +30,12 @@ class Env(Protocol):
     test_splits: tuple[str, ...]
     max_steps: int  # of the task just reset
     prompt: str     # the rules, said once at the start of an episode
+    split_by: str   # "by rule", or the folder of published lists
     latency: int    # passes of the model for which a rollout lets it work before it waits
 
     def tasks(self, split: str) -> list[str]: ...    # ids; ValueError: no such split
     def find(self, task: str): ...                   # what it is; ValueError: no such task
+    def wording(self, task: str) -> str | None: ...  # its instruction, where that says which it is
     def add(self, task: dict) -> str: ...            # the id of a task made during the run
     def reset(self, task: str) -> str: ...           # the first observation
     def step(self, reply: str) -> Step: ...          # observation, reward so far, done
@@ -46,26 +45,33 @@ class Env(Protocol):
     def close(self) -> None: ...
 
 
-def make(name: str, view: str = "full", **options) -> "Repaired":
+def make(name: str, view: str = "full", protocol: str = "ours", prompts: str | None = None,
+         examples: int = 1, **options) -> "Repaired":
     """The environment called `name`; `view` is "full" (the official text) or "short".
 
-    options: the settings that belong to it, such as webshop_url (see its class); Refused, naming
-    what is wrong with one of them. What an environment needs is imported here and nowhere before.
+    protocol "eto": it talks as ETO's code does, by the texts in the folder `prompts` and so many of
+    their examples. options: the settings that belong to it, such as webshop_url (see its class);
+    Refused, naming what is wrong with one of them. What an environment needs is imported here and
+    nowhere before.
     """
+    theirs = read_prompts(prompts, name, examples) if protocol == "eto" else None
     if name == "webshop":
-        if url := options.pop("webshop_url", None):
+        url, lists = options.pop("webshop_url", None), options.pop("split_file", None)
+        if url:
             from worlds.webshop_server import WebShopServer
-            return Repaired(WebShopServer(url, view, **options))
+            return Repaired(WebShopServer(url, view, lists, **options), theirs)
         from worlds.webshop import WebShop
-        return Repaired(WebShop(view, **options))
+        return Repaired(WebShop(view, **options), theirs)
     if name == "scienceworld":
         from worlds.scienceworld import ScienceWorld
-        return Repaired(ScienceWorld(view, **options))
+        return Repaired(ScienceWorld(view, **options), theirs)
     if name == "intercodesql":
         from worlds.sql import InterCodeSQL
-        return Repaired(InterCodeSQL(view, **options))
-    raise ValueError(f"unknown environment {name!r}; choose from: webshop, scienceworld, "
-                     "intercodesql")
+        return Repaired(InterCodeSQL(view, **options), theirs)
+    if name == "bfcl":
+        from worlds.bfcl import Bfcl
+        return Repaired(Bfcl(view, **options))
+    raise ValueError(f"unknown environment {name!r}; webshop, scienceworld, intercodesql or bfcl?")
 
 
 # ------------------------------------------------------------------------------------- experts
@@ -93,84 +99,22 @@ def experts(env: Env, file: str | None, count: int,
         yield task, *played
 
 
-def read_experts(path: str, env: Env) -> list[tuple[str, list[dict], float]]:
-    """(task, messages, reward) of each trajectory in a file.
-
-    Takes our own experts.jsonl, or the format that ETO and IPR publish: a JSON list of `id` (its
-    last number is the task's), `conversations` of `from` (human or gpt) and `value`, and, if
-    known, `reward` (else 1). The rules that open a published conversation are replaced by the
-    environment's prompt, so that experts and rollouts open alike. Refused naming the entry, also
-    where `env` has no such task.
-    """
-    def refuse(problem, entry=None):
-        where = f"--experts {path}" + ("" if entry is None else f", entry {entry}")
-        raise Refused(f"{where}: {problem}")
-
-    remedy = "give ETO's JSON list or a run's experts.jsonl"
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        listed = text.lstrip().startswith("[")
-        rows = json.loads(text) if listed else []
-    except (OSError, ValueError, RecursionError) as error:
-        refuse(f"{error}; {remedy}")
-    for n, line in enumerate([] if listed else StringIO(text), 1):
-        try:
-            rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError, RecursionError):
-            raise Refused(f"--experts {path}, line {n}: not a whole JSON object: "
-                          f"{shorten(line[:200], 40)!r}; {remedy}") from None
-    found = {}
-    for n, row in enumerate(rows):
-        try:
-            task, messages, reward = (published(row, env) if "conversations" in row else
-                                      (row["task"], row["messages"], row["reward"]))
-            while messages[-1]["role"] == "user":  # what followed the last action
-                messages.pop()
-            messages = [{"role": m["role"], "content": m["content"]} for m in messages]
-            for m in messages:
-                m["content"].encode()  # a str without half of a surrogate pair
-            env.find(task)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            refuse(f"not a trajectory ({type(error).__name__}: {shorten(str(error), 200)})", n)
-        if [m["role"] for m in messages] != ["user", "assistant"] * (len(messages) // 2):
-            refuse("its turns are not user and assistant in turn", n)
-        if type(reward) not in (int, float) or not 0 <= reward <= SUCCESS:
-            refuse(f"reward {shorten(repr(reward), 60)} is not a number in [0, 1]", n)
-        if task in found:
-            refuse(f"{task} is there twice; keep one of them", n)
-        found[task] = task, messages, float(reward)
-    if not found:
-        refuse("holds no trajectory")
-    return list(found.values())
-
-
-def published(row: dict, env: Env) -> tuple[str, list[dict], float]:
-    """Task, messages and reward of an entry of ETO's or IPR's list."""
-    task, roles = env.published_task(str(row["id"])), {"human": "user", "gpt": "assistant"}
-    # "Observation:" before what the environment said is ETO's; our rollouts have none.
-    messages = [{"role": roles[turn["from"]],
-                 "content": re.sub(r"^Observation:\s*", "", turn["value"])}
-                for turn in row["conversations"]]
-    if "Action:" not in messages[1]["content"]:  # the rules, and "OK"
-        messages = messages[2:]
-    messages[:1] = opening(env, messages[0]["content"])
-    return task, messages, row.get("reward", SUCCESS)
-
-
 # ------------------------------------------------------------------------------- if one breaks
 
 
 class Repaired:
     """An environment that, when it breaks, starts afresh and is played to where it was.
 
-    Worlds repeat exactly, so an episode that was disturbed is the one that would have been. EnvError
-    if that fails after all `waits`, or if the world is another one than before. This is the only
-    place that repeats anything: an environment raises EnvError at the first fault.
+    Worlds repeat exactly, so an episode that was disturbed is the one that would have been.
+    EnvError if that fails after all `waits`, or if the world is another one than before. This is
+    the only place that repeats anything: an environment raises EnvError at the first fault.
     """
     waits = (0.5, 1.0, 5.0, 25.0)  # seconds before each repetition: a server's restart takes some
 
-    def __init__(self, env):
+    def __init__(self, env, theirs=None):
         self._env, self._seen = env, []
+        if theirs:
+            env.theirs = theirs
 
     def __getattr__(self, name):
         return getattr(self._env, name)

@@ -3,7 +3,10 @@
 #   bash run.sh webshop [settings]     train and evaluate; --help lists the settings
 #   bash run.sh scienceworld [settings]
 #   bash run.sh intercodesql [settings]
+#   bash run.sh bfcl --model FOLDER_OR_HUB_NAME [settings]
+#   bash run.sh page RUN               a run as a page, RUN/run.html; also while it goes on
 #   bash run.sh show RUN [tasks]       trajectories of a run, side by side
+#   bash run.sh play ENV [TASK]        play a task yourself; --agent RUN: with a trained agent
 #   bash run.sh compare RUN RUN ...    means over seeds, by method
 #   bash run.sh study webshop [...]    methods x seeds and one report; --help lists what it takes
 #   bash run.sh load-intercode DUMP --admin-url URL --mysql-url URL
@@ -56,11 +59,19 @@ install() {
     rm "$venv/installing"
 }
 
+# Adds package $1 to .venv, but none that it asks for: they would be others than those tested.
+add() {
+    echo "run.sh: installing $1 into $venv" >&2
+    { if command -v flock >/dev/null; then flock 9; fi
+      "$venv/bin/python" -m pip install --no-deps --retries 1 "$1" >>"$here/.venv-install.log" 2>&1
+    } 9>"$here/.venv.lock"
+}
+
 command=${1:-}
 case $command in
-    webshop | scienceworld | intercodesql | show | compare | study | load-intercode | \
-        compare-intercode | test | bench) shift ;;
-    *) sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    webshop | scienceworld | intercodesql | bfcl | page | show | play | compare | study | \
+        load-intercode | compare-intercode | test | bench) shift ;;
+    *) sed -n '2,20s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
 
 python=
@@ -70,22 +81,30 @@ done
 [ -n "$python" ] || fail "${PYTHON:-python3} is missing or not Python 3.10-3.13;" \
     "install one of these, or name it: PYTHON=/path/to/python3.12 bash run.sh $command"
 
-case $command in webshop | scienceworld | intercodesql)
-    # A mistyped setting is refused before anything is installed.
-    "$python" "$here/harness/settings.py" --env "$command" "$@" || exit 2
-    for flag in "$@"; do case $flag in -h | --help) exit ;; esac; done
+case $command in webshop | scienceworld | intercodesql | bfcl)
+    # A mistyped setting is refused before anything is installed; what is printed is the program.
+    main=$("$python" "$here/harness/settings.py" --env "$command" "$@") || exit 2
+    for flag in "$@"; do case $flag in -h | --help) echo "$main"; exit ;; esac; done
 esac
 if ! lacks=$(satisfied "$python"); then
     { if command -v flock >/dev/null; then flock 9; fi; install "$lacks"; } 9>"$here/.venv.lock"
     python=$venv/bin/python
 fi
 
+case "$command ${1:-}" in bfcl* | test* | "play bfcl")  # one more package; the tests can do without
+    package=$(sed -n 's/^# bfcl: \([^ ]*\).*/\1/p' "$here/requirements.txt")
+    if ! "$python" "$here/harness/requirements.py" <(echo "$package") >/dev/null 2>&1; then
+        { [ "$python" = "$venv/bin/python" ] && add "$package"; } || [ "$command" = test ] ||
+            fail "bfcl needs one more package: $python -m pip install --no-deps $package"
+    fi
+esac
 
 # Runs a program of ours in the folder you call this from; nothing is imported from there.
 program() { PYTHONSAFEPATH=1 exec "$python" -m "$@"; }
 
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 case $command in
+    page | play) program "look.$command" "$@" ;;
     show | compare) program "study.$command" "$@" ;;
     study) program study.runs "$@" ;;
     *-intercode) program worlds.sql_spider "$command" "$@" ;;
@@ -95,5 +114,5 @@ case $command in
         export CUDA_VISIBLE_DEVICES=  # the tests compare to the bit, or nearly, on the CPU
         exec "$python" -m pytest -q -rs -o testpaths=tests -n logical --maxprocesses 4 \
             --dist loadfile "$@" ;;
-    *) exec "$python" "$here/harness/launch.py" "$here/coevolve.py" --env "$command" "$@" ;;
+    *) exec "$python" "$here/harness/launch.py" "$here/$main" --env "$command" "$@" ;;
 esac

@@ -4,145 +4,66 @@
     bash run.sh webshop --model https://api.openai.com/v1 --model-name gpt-4 --examples 1
 
 The key is read from the environment and stands in no file, log or message. Every finished episode
-is appended to chat.jsonl in the run's folder, so that a run which was stopped pays for none twice.
+is appended to chat.jsonl in the run's folder, so that a run which was stopped pays for none twice,
+and every answered request to chat-requests.jsonl, so that those of a broken episode count as well.
 """
 
 import json
 import os
 import queue
 import random
-import re
-import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-
-import requests
-from tqdm import tqdm
 
 import envs
 from dpo import Trajectory
+from harness.endpoint import USAGE, ContextFull, Endpoint
+from harness.play import before_stops
 from harness.run import Run
 from harness.settings import SettingsError
+from harness.tasks import check_openings, marks
 
-TRIES = 8
-PASSING = {408, 409, 425, 429}  # statuses that may be gone in a moment, as 500 and above
-USAGE = ("requests", "retries", "unreported", "prompt_tokens", "completion_tokens")
-
-
-class EndpointError(envs.EnvError):
-    """The endpoint refused, or could not be reached after all tries; one line for the user."""
-
-
-class ContextFull(Exception):
-    """The endpoint says that the conversation is longer than its model can read."""
-
-
-class Endpoint:
-    """Calls the model: messages -> (reply, usage), with retries and growing waits between them.
-
-    usage: what the call took, by the names in USAGE. Tokens are those that the endpoint reports;
-    `unreported` is 1 where it reports none.
-    """
-
-    def __init__(self, s, sleep=time.sleep):
-        path = "/chat/completions"
-        self.url, self.sleep = s.model.rstrip("/").removesuffix(path) + path, sleep
-        self.body = dict(model=s.model_name, temperature=0, max_tokens=s.max_new_tokens)
-        self.variable, self.key = s.key_variable, os.environ.get(s.key_variable, "").strip()
-        if re.search(r"[^!-~]", self.key):
-            raise SettingsError(f"the key in {s.key_variable} holds a character that no key has")
-
-    def __call__(self, messages: list[dict]) -> tuple[str, dict]:
-        for attempt in range(TRIES):
-            wait, text = min(2.0 ** attempt, 60) * random.uniform(0.5, 1), ""
-            body = {**self.body, "messages": messages}
-            try:
-                answer = requests.post(self.url, json=body, auth=self._sign, timeout=(10, 300),
-                                       allow_redirects=False)
-                text = answer.text.replace(self.key, "***") if self.key else answer.text
-                problem = f"status {answer.status_code}: {text[:200]}"
-                if answer.status_code == 200:
-                    choice = answer.json()["choices"][0]
-                    reply = choice["message"].get("content") or ""
-                    if isinstance(reply, list):  # of parts
-                        reply = "".join(part.get("text") or "" for part in reply)
-                    reply = str(reply)
-                    if len(self.key) >= 16:  # shorter ones, such as EMPTY, are words and no secrets
-                        reply = reply.replace(self.key, "***")
-                    used = answer.json().get("usage") or {}
-                    return reply, dict(requests=1, retries=attempt, unreported=int(not used),
-                                       cut_replies=int(choice.get("finish_reason") == "length"),
-                                       **{name: max(0, int(used.get(name) or 0))
-                                          for name in USAGE[-2:]})
-                if answer.status_code == 400 and re.search(
-                        "context.?(length|size|window)|too long", text, re.I):
-                    raise ContextFull
-                if answer.status_code == 400 and self._refused(body, text):
-                    continue
-                if answer.status_code not in PASSING and answer.status_code < 500:
-                    break
-                if re.fullmatch(r"\d+(\.\d+)?", answer.headers.get("Retry-After", "")):
-                    wait = min(float(answer.headers["Retry-After"]), 120)
-            except (requests.RequestException, ValueError, LookupError, TypeError, AttributeError,
-                    OverflowError, RecursionError) as error:
-                problem = f"{type(error).__name__}: {error} {text[:200]}"
-            if attempt < TRIES - 1:
-                self.sleep(wait)
-        problem = " ".join(problem.split())
-        if problem.startswith("status 404") and "/v1/" not in self.url:
-            problem += " (most addresses end in /v1)"
-        if self.key:
-            problem = problem.replace(self.key, "***")
-        else:
-            problem += f" (without a key: {self.variable} is not set)"
-        raise EndpointError(f"{self.url}: {problem} (attempt {attempt + 1})")
-
-    def _refused(self, body: dict, text: str) -> bool:
-        """Whether `text` refuses a parameter of `body`; from now on it is sent as asked for."""
-        if "max_completion_tokens" in text and "max_tokens" in body:
-            self.body = {"max_completion_tokens" if name == "max_tokens" else name: value
-                         for name, value in self.body.items()}
-        elif "temperature" in body and re.search(
-                r"temperature\W.{0,40}(support|allow)", text, re.S):
-            if "temperature" in self.body:
-                tqdm.write(f"{self.url} takes no temperature: its own is used", file=sys.stderr)
-            self.body = {name: self.body[name] for name in self.body if name != "temperature"}
-        else:
-            return False
-        return True
-
-    def _sign(self, request):  # as `auth`, so that no .netrc takes its place
-        if self.key:
-            request.headers["Authorization"] = f"Bearer {self.key}"
-        return request
+REQUESTS = "chat-requests.jsonl"
 
 
 def play(run: Run, trajectories: list[Trajectory]) -> tuple[list[Trajectory], dict]:
     """Plays the episodes, `slots` at a time, from one process; all get them, and what they took."""
     played = run.first_says(lambda: play_all(run, trajectories))
-    return played, cost(played, run.settings)
+    asked = run.first_says(lambda: requests(run))
+    return played, cost(played, run.settings, asked)
 
 
 def play_all(run: Run, trajectories: list[Trajectory]) -> list[Trajectory]:
     """The episodes in the order given, those that an earlier process paid for among them."""
     s, endpoint = run.settings, Endpoint(run.settings)
     kept, lock, idle = run.path / "chat.jsonl", threading.Lock(), queue.SimpleQueue()
-    if kept.exists():  # a line that was cut off is of an episode that was not finished
-        os.truncate(kept, kept.read_bytes().rfind(b"\n") + 1)
+    for file in (kept, run.path / REQUESTS):  # a line that was cut off was not finished
+        if file.exists():
+            os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
     paid = {t.task: t for t in run.trajectories(kept.name)} if kept.exists() else {}
     missing = [t for t in trajectories if t.task not in paid]
-    shown = examples(run) if missing else []
+    ours = s.protocol == "ours"  # ETO's has its examples in the opening
+    shown = examples(run) if missing and ours else []
+
+    def append(file, row):
+        with lock, open(file, "a") as f:
+            f.write(json.dumps(row) + "\n")
 
     def work(t: Trajectory) -> None:
         try:
             env = idle.get_nowait()
         except queue.Empty:
             env = run.make_env()
-        play_episode(t, env, endpoint, shown, s.max_tokens)
+
+        def ask(messages):
+            reply, used = endpoint(messages)
+            append(run.path / REQUESTS, dict(phase=run.running, task=t.task, **{
+                name: used[name] for name in USAGE}))
+            return reply, used
+
+        play_episode(t, env, ask, shown, s.max_tokens, envs.STOPS[s.protocol])
         idle.put(env)
-        with lock, open(kept, "a") as f:
-            f.write(json.dumps(t.record()) + "\n")
+        append(kept, t.record())
         paid[t.task] = t
         progress.update()
 
@@ -159,10 +80,11 @@ def play_all(run: Run, trajectories: list[Trajectory]) -> list[Trajectory]:
     return [paid[t.task] for t in trajectories]
 
 
-def play_episode(t: Trajectory, env, endpoint, shown: list[dict], max_tokens: int) -> None:
-    """One episode after the conversations `shown`; it ends as in `rollout`."""
+def play_episode(t: Trajectory, env, endpoint, shown: list[dict], max_tokens: int,
+                 stops=envs.STOPS["ours"]) -> None:
+    """One episode after the conversations `shown`; it and its replies end as in `rollout`."""
     t.usage = dict.fromkeys(USAGE, 0)
-    t.messages = envs.opening(env, env.reset(t.task))
+    t.messages = envs.opening(env, env.reset(t.task), playing=True)
     while not t.ended:
         first, *rest = t.messages
         try:
@@ -172,7 +94,7 @@ def play_episode(t: Trajectory, env, endpoint, shown: list[dict], max_tokens: in
             break
         t.usage = {name: t.usage[name] + used[name] for name in USAGE}
         t.cut_replies += used["cut_replies"]
-        reply = reply.split("Observation:")[0].strip()  # what follows is the environment's to say
+        reply = before_stops(reply, stops).strip()
         t.messages.append({"role": "assistant", "content": reply})
         step = env.step(reply)
         t.reward, t.raw_reward, t.steps = step.reward, step.raw, t.steps + 1
@@ -191,10 +113,13 @@ def without_prompt(message: dict, env) -> dict:
 def examples(run: Run) -> list[dict]:
     """The conversations of `examples` successful experts, drawn by the seed, one after another.
 
-    The environment's rules open the first of them only.
+    None is of a task that is evaluated. The environment's rules open the first of them only.
     """
     s, env, found = run.settings, run.make_env(), []
-    rng = random.Random(s.seed)
+    rng, evaluated = random.Random(s.seed), set()
+    for split in run.splits if s.examples else ():
+        for task in run.tasks(split):
+            evaluated |= marks(env, task)
     if s.experts:
         experts = envs.read_experts(s.experts, env)
         experts = rng.sample(experts, len(experts))
@@ -202,22 +127,36 @@ def examples(run: Run) -> list[dict]:
         tasks = env.tasks("train")
         experts = ((task, *envs.converse(env, env.reset(task), env.expert()))
                    for task in rng.sample(tasks, len(tasks)))
-    for _, messages, reward in experts if s.examples else ():
-        if reward >= envs.SUCCESS:
+    for task, messages, reward in experts if s.examples else ():
+        if reward >= envs.SUCCESS and not marks(env, task) & evaluated:
+            if s.experts:
+                check_openings(run, [(task, messages, reward)])
             found.append(messages)
         if len(found) == s.examples:
             break
     env.close()
     if len(found) < s.examples:
-        raise SettingsError(f"--examples {s.examples}: only {len(found)} experts succeed; give "
-                            "fewer")
+        raise SettingsError(f"--examples {s.examples}: only {len(found)} experts succeed on tasks "
+                            "that are not evaluated; give fewer")
     return [without_prompt(m, env) if n and m is messages[0] else m
             for n, messages in enumerate(found) for m in messages]
 
 
-def cost(played: list[Trajectory], s) -> dict:
-    """Sums of USAGE over episodes; dollars, where prices are given and all tokens known."""
-    total = {name: sum(t.usage[name] for t in played) for name in USAGE}
+def requests(run: Run) -> list[dict]:
+    """What the answered requests of the running phase took, also those of episodes that broke."""
+    if not (run.path / REQUESTS).exists():
+        return []
+    return [row for row in run.read_jsonl(REQUESTS) if row["phase"] == run.running]
+
+
+def cost(played: list[Trajectory], s, asked: list[dict] = ()) -> dict:
+    """Sums of USAGE over the requests `asked`, or where they are not known over the episodes.
+
+    With dollars, where prices are given and all tokens known.
+    """
+    known = {row["task"] for row in asked}
+    rows = [*asked, *(t.usage for t in played if t.task not in known)]
+    total = {name: sum(row[name] for row in rows) for name in USAGE}
     if (s.price_in or s.price_out) and not total["unreported"]:
         total["dollars"] = round((total["prompt_tokens"] * s.price_in
                                   + total["completion_tokens"] * s.price_out) / 1e6, 6)

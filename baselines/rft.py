@@ -6,7 +6,7 @@ from pathlib import Path
 
 import envs
 from dpo import Trajectory
-from harness.play import usable_rollouts
+from harness.play import reopened, usable_rollouts
 from harness.run import Run
 
 
@@ -37,7 +37,11 @@ def join_successes(run: Run, out: Path) -> dict:
     """The experts and the sampled successes."""
     names = ["iter1/target.jsonl"] + ["iter1/target-more.jsonl"] * (run.settings.method == "dart")
     experts, dropped = run.trajectories("experts.jsonl"), Counter()
-    joined = join(experts, usable_rollouts(run, names, dropped), dropped)
+    sampled = usable_rollouts(run, names, dropped)
+    if run.settings.protocol == "eto":
+        of = {e.task: e for e in experts}
+        sampled = {task: [reopened(t, of[task]) for t in found] for task, found in sampled.items()}
+    joined = join(experts, sampled, dropped)
     new = len(joined) - len(experts)
     run.write_jsonl(out, joined)
     run.log("joined", experts=len(experts), successes=new, dropped=dropped)

@@ -16,6 +16,7 @@ class SlotCache:
 
     def __init__(self, model, slots: int, tokens: int):
         layers, heads, d = cache_shape(model.config)
+        self.tokens = tokens
         self.kv = torch.empty((layers, 2, slots, heads, tokens, d), dtype=model.dtype,
                               device=model.device)
 
@@ -26,6 +27,7 @@ class SlotCache:
         token come first.
         """
         device = self.kv.device
+        self.seen = set()  # layers of this pass that attended
         self.single = [(slot, past) for slot, past, n in segments if n == 1]
         at = torch.tensor(self.single, dtype=torch.long, device=device).reshape(-1, 2)   # (S, 2)
         self.slots, self.positions = at.T
@@ -37,8 +39,13 @@ class SlotCache:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float):
         """Adds key and value (1, H_kv, N, d) of the tokens placed; their attention, (1, N, H, d).
 
-        query (1, H, N, d). Each token sees what its own slot holds, up to itself.
+        query (1, H, N, d). Each token sees what its own slot holds, up to itself. ValueError if
+        a layer attends twice in a pass: it has one place for its keys.
         """
+        if layer in self.seen:
+            raise ValueError(f"layer {layer} attends more than once in a pass, and the cache holds "
+                             "one set of keys a layer; use a model such as Llama, Qwen2 or Qwen3")
+        self.seen.add(layer)
         keys, values = self.kv[layer]                                     # (slots, H_kv, T, d)
         H, N, d = query.shape[1:]
         query, key, value = query[0], key[0], value[0]
@@ -112,4 +119,5 @@ def cache_shape(config) -> tuple[int, int, int]:
     """(layers, key heads, numbers of a head) of the keys, and of the values, of a token."""
     c = config.get_text_config()
     d = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    return c.num_hidden_layers, c.num_key_value_heads, d
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    return c.num_hidden_layers, heads, d

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 WORD = "CONTENT"  # stands for what others write; unlikely in a template
+UNKNOWN = " \ue000"  # a character for private use, which no vocabulary has
 ANSWERED = [{"role": "user", "content": "question"}, {"role": "assistant", "content": WORD}]
 # A conversation that shows the faults of a template, such as hiding what a model thought before.
 TRIAL = ANSWERED + [{"role": "user", "content": "second"},
@@ -27,6 +28,10 @@ def read_off(tokenizer) -> "Pieces":
         raise ValueError(f"{tokens.name}: the tokenizer has no chat template; use a chat model")
     prompt, full = tokens.render(ANSWERED[:1], True), tokens.render(ANSWERED, False)
     asked = tokens.render(ANSWERED + [{"role": "user", "content": WORD}], True)
+    last = next((t for t in tokens.special if full.endswith(t)), "")
+    if not asked.startswith(full) and asked.startswith(full.removesuffix(last)):
+        raise ValueError(f"{tokens.name}: its chat template ends a conversation with {last!r} and "
+                         "takes that back when it goes on; use a template without it")
     if not (full.startswith(prompt) and full[len(prompt):].count(WORD) == 1
             and asked.startswith(full) and asked[len(full):].count(WORD) == 1):
         raise ValueError(f"{tokens.name}: its chat template rewrites a turn once it is answered; "
@@ -37,8 +42,12 @@ def read_off(tokenizer) -> "Pieces":
         raise ValueError(f"{tokens.name}: its chat template ends a reply with {rest!r}, which "
                          "holds no special token to stop at")
     cut = rest.index(end_token) + len(end_token)
-    return Pieces(tokens, prompt, before_reply, rest[:cut], end_token, rest[cut:],
-                  *asked[len(full):].split(WORD))
+    if tokenizer.unk_token and tokenizer.unk_token in asked:
+        tokens.unknown = None  # as a mark of turns it may not stand for characters as well
+    pieces = Pieces(tokens, prompt, before_reply, rest[:cut], end_token, rest[cut:],
+                    *asked[len(full):].split(WORD))
+    pieces.ids_of_observation(" ".join(sorted(tokens.special)) + UNKNOWN)  # the worst page
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -77,9 +86,11 @@ class Pieces:
         return self.tokens.ids_after(self.end_token, self.after + self.before_observation,
                                      text.strip(), self.after_observation)
 
-    def check(self, messages: list[dict]) -> None:
-        """ValueError if the template, given all at once, writes another text than turn by turn."""
-        first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
+    def check(self, messages: list[dict], first: int) -> None:
+        """ValueError if the template, given all at once, writes another text than turn by turn.
+
+        first: how many turns the conversation opens with.
+        """
         text = self.tokens.render(messages[:first], True)
         for m in messages[first:]:
             content = m["content"].strip()
@@ -95,15 +106,18 @@ class Pieces:
 
 
 class Tokens:
-    """A tokenizer for which a control token in a text that others wrote is plain text."""
+    """A tokenizer for which a control token in a text that others wrote is plain text.
+
+    Also the one that it names unknown, which in many is the end of a text or of a turn.
+    """
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.name = tokenizer.name_or_path or type(tokenizer).__name__
         self.special = {t for t in tokenizer.all_special_tokens if t}  # the control tokens' texts
         self.special |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
-        special = set(tokenizer.convert_tokens_to_ids(sorted(self.special)))
-        self.control = special - {tokenizer.unk_token_id}  # their ids; unk stands for odd text
+        self.control = set(tokenizer.convert_tokens_to_ids(sorted(self.special)))  # their ids
+        self.unknown = tokenizer.unk_token_id  # may stand for characters without an id
         # The control tokens of a text that nobody but the template wrote.
         self.controls_in = lru_cache(None)(lambda template: self.controls(self.ids(template)))
 
@@ -125,11 +139,16 @@ class Tokens:
         if self.controls(ids) != self.controls_in(context + before + after):
             plain = self.tokenizer(content, add_special_tokens=False,
                                    split_special_tokens=True)["input_ids"]
-            tail = self.ids("x" + after)[len(self.ids("x")):]
-            ids = self.ids(context + before) + plain + tail
-            if self.controls(plain):
-                raise ValueError(f"{self.name}: it cannot encode its control tokens as plain text, "
+            found = set(self.controls(plain))
+            same = plain == self.ids(content)  # nothing in it is a control token's text
+            if found - {self.unknown} or (
+                    same and self.tokenizer.unk_token and self.tokenizer.unk_token in content):
+                raise ValueError(f"{self.name}: it cannot encode its control tokens as plain text "
+                                 f"({', '.join(self.tokenizer.convert_ids_to_tokens([*found]))}), "
                                  "so that whoever writes them ends a turn; use another tokenizer")
+            if not (found and same):  # which are characters that it does not know
+                tail = self.ids("x" + after)[len(self.ids("x")):]
+                ids = self.ids(context + before) + plain + tail
         if ids[:len(start)] != start:
             raise ValueError(f"{self.name}: tokens of {context[-20:]!r} change with what follows; "
                              "this tokenizer cannot encode a conversation turn by turn")

@@ -83,12 +83,12 @@ def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
     query (1, H, N, d), key and value (1, H_kv, N, d); returns (1, N, H, d). Each sequence, of its
     length in `lengths`, attends causally to itself. rows and first: as `lay_out` says, where
     sequences share tokens; else N = sum(lengths). Rollouts: `cache.attend` does it all.
-    ValueError for attention of another form than softmax over all earlier tokens.
+    ValueError, naming the layer's class, for attention of another form than softmax over all
+    earlier tokens.
     """
-    for name in ("sliding_window", "softcap", "s_aux"):
-        if others.get(name) is not None:
-            raise ValueError(f"{type(module).__name__}: {name}={others[name]} is not supported; "
-                             "use a model with full attention (Llama, Qwen2, Qwen3)")
+    if other := other_form(key, value, attention_mask, lengths, cache, **others):
+        raise ValueError(f"{type(module).__name__} {other}; use a model with full attention in all "
+                         "layers, such as Llama, Qwen2 or Qwen3")
     if cache is not None:
         return cache.attend(module.layer_idx, query, key, value, scaling), None
     if rows is not None:
@@ -97,7 +97,30 @@ def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
         F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling,
                                        enable_gqa=q.shape[1] != k.shape[1])
         for q, k, v in zip(*(x.split(lengths, 2) for x in (query, key, value)))], 2)
-    return (outputs if first is None else outputs.index_select(2, first)).transpose(1, 2), None
+    outputs = outputs if first is None else outputs.index_select(2, first)
+    return outputs.transpose(1, 2).contiguous(), None
+
+
+def other_form(key, value, attention_mask, lengths, cache, sliding_window=None, softcap=None,
+               s_aux=None, **others) -> str | None:
+    """What makes this call no softmax attention over all earlier tokens; None if it is one."""
+    if lengths is None:
+        return "is not told where sequences begin: the model's code hands on no arguments"
+    if attention_mask is not None:
+        return "gets a mask of the model's own"
+    longest = cache.tokens if cache else max(lengths)
+    if sliding_window is not None and sliding_window < longest:
+        return f"sees only the last {sliding_window:,} of {longest:,} tokens (sliding_window)"
+    if softcap is not None:
+        return f"caps its scores (softcap={softcap})"
+    if s_aux is not None:
+        return "has attention sinks (s_aux)"
+    if key.shape[-1] != value.shape[-1]:
+        return f"has keys of {key.shape[-1]} and values of {value.shape[-1]} numbers"
+    if cache and key.shape[1::2] != cache.kv.shape[3::2]:
+        return "has {} key heads of {} numbers where its config says {} of {}".format(
+            *key.shape[1::2], *cache.kv.shape[3::2])
+    return None
 
 
 AttentionInterface.register("ragged", ragged_attention)

@@ -7,7 +7,12 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -40,9 +45,15 @@ def shard_model(accelerator, model, shard: bool, recompute: bool = False):
     policy = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32 if bf16 else None)
     # Gathered one at a time, in a pass and back. The outermost too: after a pass without gradients
     # torch would keep its weights gathered, and lose part of their gradient in the next pass.
-    for part in [*model.get_decoder().layers, model]:
+    for part in [*layers_of(model), model]:
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     return model.to(device)  # the buffers, which are not sharded
+
+
+def layers_of(model) -> torch.nn.ModuleList:
+    """A model's layers; families keep them under different names."""
+    return next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList)
+                and len(module) == model.config.num_hidden_layers)
 
 
 def no_dropout(model) -> None:
@@ -91,3 +102,32 @@ def save(accelerator, model, folder: Path) -> None:
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
+
+
+def whole(accelerator, model, make):
+    """A model of `shard_model` as it plays, whole on each rank; every rank has to call it.
+
+    It is the live one where that is whole and plays in its own format, else a copy: make() gives a
+    model of the same shape, on its device and in the format it plays in.
+    """
+    if not isinstance(model, FSDPModule) and accelerator.mixed_precision != "bf16":
+        return accelerator.unwrap_model(model)
+    copy = make()
+    copy.load_state_dict(get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True)))
+    return copy
+
+
+def save_moments(accelerator, model, optimizer, file: Path) -> None:
+    """Writes AdamW's moments, whole; every rank has to call it."""
+    moments = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if accelerator.is_main_process:
+        torch.save(moments, file)
+
+
+def load_moments(model, optimizer, file: Path) -> None:
+    """Puts the moments of `save_moments` back, whatever the number of ranks was."""
+    moments = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    set_optimizer_state_dict(model, optimizer, moments,
+                             options=StateDictOptions(full_state_dict=True))

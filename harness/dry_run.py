@@ -9,6 +9,7 @@ import re
 import weakref
 from dataclasses import dataclass
 
+import psutil
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +27,8 @@ GPUS = {"A100": (79 << 30, 312e12, 2.0e12), "H100": (79 << 30, 989e12, 3.35e12),
         "H200": (139 << 30, 989e12, 4.8e12)}
 ARITHMETIC, BANDWIDTH = 0.4, 0.5  # assumed shares of these peaks [ours]
 FITS = 0.92                       # share of a GPU's memory that a plan may take [ours]
+CPU, PROGRAM = "CPU", 0.5e9       # bytes of Python and its libraries [measured]
+OF_A_PASS = "bf16 weights and gradients of a pass"
 SAMPLE = 40                       # training tasks whose experts are played to know their lengths
 
 
@@ -42,31 +45,42 @@ class Lengths:
 def dry_run(s: Settings) -> None:
     """Prints the plan; SettingsError, naming what to change, if it cannot fit."""
     count, name, memory, flops, bandwidth = machine(s.dry_run)
-    config = AutoConfig.from_pretrained(s.model)
-    shard, recompute = (flag != "off" for flag in (s.shard, s.gradient_checkpointing))
+    config, cpu = AutoConfig.from_pretrained(s.model), name == CPU
+    auto = "off" if cpu else "on"
+    shard, recompute = (flag.replace("auto", auto) == "on"
+                        for flag in (s.shard, s.gradient_checkpointing))
+    dtype, width = (torch.float32, 4) if cpu else (torch.bfloat16, 2)
     with FakeTensorMode():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16,
-                                                 attn_implementation="ragged")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="ragged")
     numbers = sum(p.numel() for p in model.parameters())
     found = lengths(s, AutoTokenizer.from_pretrained(s.model))
     agents = len(agents_of(s.method))
 
-    # One pass holds --tokens-per-forward, but an instruction's trajectories stay together.
-    together = 1 + agents * s.rollouts
-    longest = max(s.tokens_per_forward, together * s.max_tokens)
+    # One pass holds --tokens-per-forward, but an instruction's trajectories stay together: an
+    # expert and rollouts for the target, for the failure agent those of all iterations, perhaps.
+    rollouts = agents * s.rollouts
+    together = max(1 + rollouts, rollouts * s.iterations if buffered(s) else 0)
+    # On a GPU all must fit as long as it may get; a CPU's memory has to hold what is usual.
+    usual = math.ceil(found.tokens) if cpu else s.max_tokens
+    longest = max(s.tokens_per_forward, together * usual)
     share = found.action_tokens / found.tokens
     n = longest // together
     written = int(share * n)
     sequences = [dpo.Trajectory(ids=[k] * n, action_mask=[0] * (n - written) + [1] * written)
                  for k in range(together)]  # without the prompt that they share: the worst case
     training = training_memory(model, sequences, count if shard else 0, recompute)
-    slot = slot_bytes(config) * s.max_tokens
-    exploring = {"bf16 replica": 2 * numbers, f"cache of {s.slots} slots": slot * s.slots}
+    slot = slot_bytes(config, width) * s.max_tokens
+    exploring = {f"{'fp32' if cpu else 'bf16'} replica": width * numbers,
+                 f"cache of {s.slots} slots": slot * s.slots}
+    if cpu:  # which computes in the format of the weights, beside the program itself
+        del training[OF_A_PASS]
+        training |= (program := {"the program": PROGRAM})
+        exploring |= program
 
     lines = [f"{s.model}: {numbers / 1e9:.2f} B parameters on {count} x {name}; "
              f"{'sharded' if shard else 'whole on each'}, "
              f"{'with' if recompute else 'without'} gradient checkpointing", "",
-             f"{'GB per GPU':42}{'training':>10}{'exploring':>11}"]
+             f"{'GB of memory' if cpu else 'GB per GPU':42}{'training':>10}{'exploring':>11}"]
     lines += [f"{part:42}{size / 1e9:10.1f}" for part, size in training.items()]
     lines += [f"{part:42}{'':10}{size / 1e9:11.1f}" for part, size in exploring.items()]
     totals = sum(training.values()), sum(exploring.values())
@@ -78,6 +92,17 @@ def dry_run(s: Settings) -> None:
     lines += [f"disk: {kept / 1e9:,.0f} GB of agents, {inside / 1e9:,.0f} GB for checkpoints "
               "inside a phase"]
     room = FITS * memory
+    if cpu:
+        more = sum(size for part, size in training.items() if part.startswith("activations"))
+        lines += [f"activations are of {longest:,} tokens in a pass; {together} trajectories of "
+                  f"--max-tokens {s.max_tokens:,}, which one pass may hold, take "
+                  f"{more / longest * together * s.max_tokens / 1e9:,.1f} GB"]
+        print("\n".join(lines))
+        if max(totals) > room:
+            raise SettingsError(f"--dry-run: it takes {max(totals) / 1e9:.0f} GB of this machine's "
+                                f"{memory / 1e9:.0f}; lower --max-tokens, --tokens-per-forward or "
+                                "--slots, or use a smaller --model")
+        return
     fit = slots_that_fit(room - 2 * numbers, slot)
     if fit < s.slots:
         lines += [f"{s.slots} slots do not fit beside the replica: {max(fit, 1)} will be used"]
@@ -90,11 +115,16 @@ def dry_run(s: Settings) -> None:
                             "--max-tokens, or use a smaller --model")
 
 
+def buffered(s: Settings) -> bool:
+    """Whether the failure agent learns from earlier iterations' rollouts, too."""
+    return s.method == "coevolve" and s.d_fail == "buffer"
+
+
 def training_memory(model, sequences: list[dpo.Trajectory], ranks: int,
                     recompute: bool) -> dict[str, float]:
     """Bytes on a GPU in a pass over `sequences`; ranks: that share out the weights, 0 if whole."""
     numbers = sum(p.numel() for p in model.parameters())
-    layers = model.get_decoder().layers
+    layers = sharding.layers_of(model)
     layer = sum(p.numel() for p in layers[0].parameters())
     outside = numbers - layer * len(layers)  # embeddings, mostly
     # Shards are gathered for two layers at a time; gradients are made in bf16 and added in fp32.
@@ -103,19 +133,23 @@ def training_memory(model, sequences: list[dpo.Trajectory], ranks: int,
     return {"weights, fp32": 4 * numbers / max(ranks, 1),
             "gradients, fp32": 4 * numbers / max(ranks, 1),
             "Adam's moments, fp32": 8 * numbers / max(ranks, 1),
-            "bf16 weights and gradients of a pass": gathered,
+            OF_A_PASS: gathered,
             f"activations of {tokens:,} tokens": activations(model, sequences, recompute)}
 
 
 def machine(asked: str) -> tuple[int, str, int, float, float]:
-    """(GPUs, name, bytes of memory, FLOP/s, bytes/s) of `here`, or of an 8xH100 somewhere else."""
+    """(GPUs, name, bytes of memory, FLOP/s, bytes/s) of `here`, or of an 8xH100 somewhere else.
+
+    Where there is no GPU, `here` is the CPU with the machine's memory; its speed is not known.
+    """
     elsewhere = re.fullmatch(rf"(\d+)x({'|'.join(GPUS)})", asked)
     if elsewhere:
         return int(elsewhere[1]), elsewhere[2], *GPUS[elsewhere[2]]
-    if asked != "here" or not torch.cuda.is_available():
-        why = "this machine has no GPU" if asked == "here" else f"{asked!r} is no machine"
-        raise SettingsError(f"--dry-run: {why}; name one to plan for, such as --dry-run 8xH100 "
-                            f"({', '.join(GPUS)})")
+    if asked != "here":
+        raise SettingsError(f"--dry-run: {asked!r} is no machine; name one to plan for, such as "
+                            f"--dry-run 8xH100 ({', '.join(GPUS)}), or here")
+    if not torch.cuda.is_available():
+        return 1, CPU, psutil.virtual_memory().total, math.nan, math.nan
     here = torch.cuda.get_device_properties(0)
     known = next((name for name in GPUS if name in here.name), None)
     speeds = GPUS[known][1:] if known else (math.nan, math.nan)
@@ -135,11 +169,12 @@ def lengths(s: Settings, tokenizer) -> Lengths:
         conversations = [envs.converse(env, env.reset(task), env.expert())[0]
                          for task in tasks[::-(-count // SAMPLE) or 1]]
     env.close()
-    encoded = [encoder.encode(messages) for messages in conversations]
+    first = len(envs.opening(env, ""))
+    encoded = [encoder.encode(messages, first) for messages in conversations]
     n = len(encoded)
     return Lengths(count, sum(len(ids) for ids, _ in encoded) / n,
                    sum(sum(mask) for _, mask in encoded) / n,
-                   sum(m["role"] == "assistant" for c in conversations for m in c) / n)
+                   sum(m["role"] == "assistant" for c in conversations for m in c[first:]) / n)
 
 
 def phases(s: Settings, found: Lengths, agents: int, numbers: int, slot: int, gpus,
@@ -162,8 +197,10 @@ def phases(s: Settings, found: Lengths, agents: int, numbers: int, slot: int, gp
 
     sft = agents * s.sft_epochs * found.experts * found.tokens
     explored = agents * s.rollouts * found.experts
-    # The target learns from an instruction's expert and rollouts, the failure agent from these.
-    read = found.experts * found.tokens * (1 + agents * s.rollouts * agents)
+    # The target learns from an instruction's expert and rollouts, the failure agent from these, or
+    # in iteration i from those of i iterations.
+    seen = (agents - 1) * ((iterations + 1) / 2 if buffered(s) else 1)
+    read = found.experts * found.tokens * (1 + agents * s.rollouts * (1 + seen))
     rows = [("SFT", sft, hours_of_training(sft)),
             ("exploration", explored * found.tokens * iterations,
              hours_of_playing(explored) * iterations),

@@ -25,14 +25,19 @@ class RunError(ValueError):
 # --------------------------------------------------------------------------------- reading
 
 
-def read_jsonl(path) -> list[dict]:
-    """The objects of a JSON-lines file; RunError naming file and line where one is not whole."""
+def read_jsonl(path, growing: bool = False) -> list[dict]:
+    """The objects of a JSON-lines file; RunError naming file and line where one is not whole.
+
+    growing: a last line without its end is still being written, and left out.
+    """
     path = Path(path)
     if not path.is_file():
         raise RunError(f"{path}: no such file; is {path.parent} a run, and has it come that far?")
     objects = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
+            if growing and not line.endswith(b"\n"):
+                break
             try:
                 value = json.loads(line.decode())
             except (ValueError, RecursionError):

@@ -30,7 +30,8 @@ class Folder:
         self.phases = {}    # the recorded ones: what each wrote -> its hash, and the log's
         self.finished = []  # those found or done by this process
         self.running = ""   # what the running phase writes
-        self.lock, self.logged = None, 0
+        self.lock = None
+        self.about = {}     # the tasks: for config.json
 
     # ------------------------------------------------------------------------------- opening
 
@@ -60,7 +61,8 @@ class Folder:
         for name, done in self.phases.items():
             files.need(f"{phases}, {name}", done, sha256=str, metrics_sha256=str,
                        metrics_bytes=int)
-        if not self.phases and not (self.path / "chat.jsonl").exists():
+        paid = any((self.path / name).exists() for name in ("chat.jsonl", "chat-requests.jsonl"))
+        if not self.phases and not paid:
             before = None  # nothing was finished with these settings, nor paid for
         if before and before.get("layout") != LAYOUT:
             raise SettingsError(f"{self.path} was made by an earlier version of this program, "
@@ -84,7 +86,7 @@ class Folder:
                     "Give another --out to compute all with this code")
         elif self.main:
             files.write_text(self.path / "config.json", json.dumps(
-                dict(settings=asdict(self.settings), base=base, layout=LAYOUT,
+                dict(settings=asdict(self.settings), base=base, layout=LAYOUT, tasks=self.about,
                      code=files.code_hash(), commit=files.git_commit(),
                      versions=files.versions()), indent=1))
         if self.main and not (self.path / "phases.json").exists():
@@ -92,7 +94,6 @@ class Folder:
         if self.settings.track:
             self.accelerator.init_trackers("coevolve", {
                 name: value for name, value in asdict(self.settings).items() if value is not None})
-            self.logged = (self.path / "metrics.jsonl").read_text().count("\n") if self.main else 0
 
     def _refuse_changes(self, before: dict, now: dict) -> None:
         changed = [f"{name} ({before.get(name)} -> {now.get(name)})"
@@ -126,19 +127,22 @@ class Folder:
         if self.main:
             files.replace(temporary, path)
         self.accelerator.wait_for_everyone()  # who reads it next finds it
-        if not self.main:
-            return
         seconds = time.perf_counter() - started
         resident = psutil.Process().memory_info().rss >> 20
         self.log("phase", phase=output, seconds=round(seconds, 2), resident_mb=resident, **numbers)
-        metrics = self.path / "metrics.jsonl"
-        files.force(metrics)
-        self.phases[output] = dict(sha256=files.digest(path), metrics_sha256=files.digest(metrics),
-                                   metrics_bytes=metrics.stat().st_size)
-        files.write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
+        self.phases[output] = self.first_says(lambda: self._entry(path))  # all ranks have it
+        if self.main:
+            files.write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
         self.print_main(f"{output:28}{seconds:7.1f} s  " + "  ".join(
             f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value:,}"
             for key, value in numbers.items()))
+
+    def _entry(self, path: Path) -> dict:
+        """What is recorded of a finished phase: hashes of what it wrote, and of the log so far."""
+        metrics = self.path / "metrics.jsonl"
+        files.force(metrics)
+        return dict(sha256=files.digest(path), metrics_sha256=files.digest(metrics),
+                    metrics_bytes=metrics.stat().st_size)
 
     def _done(self, output: str) -> bool:
         """Whether the phase is recorded and its output unchanged; else forgets all that follows."""
@@ -200,8 +204,19 @@ class Folder:
             with files.writing(metrics), open(metrics, "a") as f:
                 f.write(json.dumps(dict(event=event, **fields)) + "\n")
             if self.settings.track:
-                self.logged += 1  # trackers want steps that rise
-                self.accelerator.log(dict(numbers(event, fields)), step=self.logged)
+                self._track(dict(numbers(event, fields)), place(fields, len(self.phases)))
+
+    def _track(self, values: dict, x: int) -> None:
+        """Gives the trackers an event's numbers, at its optimiser step or iteration x."""
+        for tracker in self.accelerator.trackers:
+            if tracker.name != "wandb":
+                tracker.log(values, step=x)
+                continue
+            # Its own steps may only rise, over all that is logged: x is a number like the others.
+            for name in {name.rpartition("/")[0] for name in values}:
+                tracker.tracker.define_metric(f"{name}/*", step_metric=f"{name}/x")
+                values = {**values, f"{name}/x": x}
+            tracker.log(values)
 
     def log_dropped(self, phase: str, reason: str, tasks: list[str]) -> None:
         if tasks:
@@ -220,6 +235,11 @@ class Folder:
         self.accelerator.end_training()
         if self.main:
             self.lock.release()
+
+
+def place(fields: dict, phases: int) -> int:
+    """Where an event stands: at its optimiser step, its iteration, or after so many phases."""
+    return fields.get("step", fields.get("iteration", phases))
 
 
 def numbers(prefix: str, fields: dict):

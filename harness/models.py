@@ -2,7 +2,7 @@
 
 import json
 import re
-from contextlib import suppress
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,9 +12,11 @@ from accelerate.utils import InitProcessGroupKwargs
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 import dpo
+from harness import probe
 from harness.files import digest, run_path
 from harness.settings import Settings, SettingsError
 
@@ -42,7 +44,7 @@ def make_accelerator(s: Settings) -> Accelerator:
         raise SettingsError(f"--track {s.track}: {error}") from None  # there is no such tracker
     if s.track and not accelerator.log_with:
         raise SettingsError(f"--track {s.track}: its package is not installed; "
-                            f"pip install {s.track}")
+                            f"{sys.executable} -m pip install {s.track}")
     if accelerator.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         raise SettingsError(f"accelerate is configured for {accelerator.distributed_type}; run "
                             "`accelerate config` without it: --shard shards the weights")
@@ -69,7 +71,7 @@ def load_model(folder, dtype=torch.float32):
 def check_model(folder, max_tokens: int, weights: bool = True) -> None:
     """SettingsError if the model in `folder` (or on the hub) cannot be used.
 
-    It is made without memory and runs on two sequences; no code but transformers' own is loaded.
+    No code but transformers' own is loaded, and no weights; `wrong_numbers` needs them.
     weights: whether it has to have them.
     """
     local = Path(folder).is_dir()
@@ -81,14 +83,10 @@ def check_model(folder, max_tokens: int, weights: bool = True) -> None:
                 raise ValueError(f"its {name} has an auto_map, which names code to be run with it; "
                                  "use a model without code of its own")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        if not any(name.endswith("ForCausalLM") for name in config.architectures or []):
+        if not {*CAUSAL_LMS.values()} & {*(config.architectures or [])}:
             raise ValueError(f"its architecture is {config.architectures}, not a causal LM")
-        if not isinstance(getattr(config, "num_key_value_heads", None), int):
-            raise ValueError(f"{config.architectures[0]} has no num_key_value_heads; use one built "
-                             "like Llama, Qwen2 or Qwen3")
-        if max_tokens > config.max_position_embeddings:
-            raise ValueError(f"--max-tokens {max_tokens} is above its "
-                             f"{config.max_position_embeddings} positions")
+        probe.check_config(config, max_tokens)
+        probe.check_layers(config, max_tokens)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         encoder = dpo.Encoder(tokenizer)
         used = max(tokenizer.vocab_size, encoder.end_of_turn + 1)  # others beyond are never used
@@ -100,22 +98,31 @@ def check_model(folder, max_tokens: int, weights: bool = True) -> None:
         if local and not any(Path(folder).glob("*.safetensors")):
             raise ValueError("no *.safetensors file with weights in it (files of other kinds may "
                              "hold code and are not read)")
-        model, found = AutoModelForCausalLM.from_pretrained(
+        _, found = AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation="ragged", device_map="meta", output_loading_info=True,
             use_safetensors=True, trust_remote_code=False)
         if lacking := sorted(found["missing_keys"]) + sorted(map(str, found["mismatched_keys"])):
             raise ValueError(f"{len(lacking)} of its weights are missing or of another size, such "
                              f"as {lacking[0]}")
-        ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
-        with suppress(RuntimeError):  # an operation that meta tensors do not have
-            model(input_ids=ids, position_ids=ids, lengths=[2, 2], use_cache=False)
     # What a file that is not what it says makes of the libraries that read it.
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError,
             TemplateError, SafetensorError) as error:
-        problem = str(error).strip().splitlines() or [type(error).__name__]
-        raise SettingsError(
-            f"--model {folder}: {problem[0]}; give tiny, smollm2, a hub name within reach, or a "
-            "folder with config, weights and tokenizer") from None
+        problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        remedy = "" if "; " in problem else ("; give tiny, smollm2, a hub name within reach, or a "
+                                             "folder with config, weights and tokenizer")
+        raise SettingsError(f"--model {folder}: {problem}{remedy}") from None
+
+
+def wrong_numbers(folder, max_tokens: int) -> str | None:
+    """What `probe.check_numbers` refuses the model in `folder` for; on the CPU, in fp32.
+
+    There rounding is far smaller than any fault, and the device is no part of what is asked.
+    """
+    try:
+        probe.check_numbers(load_model(folder), max_tokens)
+    except ValueError as error:
+        return f"--model {folder}: {error}"
+    return None
 
 
 def check_copy(folder, copy) -> None:

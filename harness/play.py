@@ -7,6 +7,7 @@ keys and values that is kept over all turns of an episode.
 import random
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +26,18 @@ def play(run: Run, folder: Path, trajectories: list[Trajectory],
          temperature: float) -> list[Trajectory]:
     """Plays what `trajectories` begin, in order, with the model in a folder.
 
+    It is in memory only meanwhile, in bf16 where the machine computes in it.
+    """
+    device, bf16 = run.accelerator.device, run.accelerator.mixed_precision == "bf16"
+    model = load_model(folder, torch.bfloat16 if bf16 else torch.float32).to(device)
+    encoder = Encoder(AutoTokenizer.from_pretrained(folder))
+    return play_with(run, model, encoder, run.make_env, trajectories, temperature)
+
+
+def play_with(run: Run, model, encoder: Encoder, make_env, trajectories: list[Trajectory],
+              temperature: float) -> list[Trajectory]:
+    """The same with a model that is whole on each rank, in environments of make_env().
+
     Each rank plays its share, all get all. Lost episodes are left out and logged; EnvError where
     they are too many.
     """
@@ -32,7 +45,8 @@ def play(run: Run, folder: Path, trajectories: list[Trajectory],
     share = trajectories[run.accelerator.process_index::processes]
     order = {(t.task, t.rollout): n for n, t in enumerate(trajectories)}
     with run.bar(phase, len(share), "episode") as progress:
-        played = play_share(run, folder, share, temperature, progress, len(trajectories))
+        played = play_share(run, model, encoder, make_env, share, temperature, progress,
+                            len(trajectories))
     played = sorted(gather_object(played), key=lambda t: order[t.task, t.rollout])
     lost = [t.task for t in played if t.ended == "lost"]
     run.log_dropped(phase, envs.LOST, lost)
@@ -41,30 +55,28 @@ def play(run: Run, folder: Path, trajectories: list[Trajectory],
     if lost:
         run.print_main(f"{phase}: {len(played) - len(lost)} of {len(played)} episodes; "
                        f"{envs.LOST} on {', '.join(lost)}")
+    full = [t.task for t in played if t.ended == "context"]
+    if 2 * len(full) > len(played):
+        run.log("full", phase=phase, episodes=len(full), of=len(played))
+        run.print_main(f"{phase}: {len(full)} of {len(played)} episodes filled --max-tokens "
+                       f"{run.settings.max_tokens} before they were over; raise --max-tokens")
     return [t for t in played if t.ended != "lost"]
 
 
-def play_share(run: Run, folder: Path, share: list[Trajectory], temperature: float, progress,
-               of: int) -> list[Trajectory]:
-    """`rollout` by the agent in a folder, which is in memory only meanwhile.
-
-    of: episodes of the phase on all ranks, of which `share` is this one's.
-    """
-    s, device = run.settings, run.accelerator.device
-    bf16 = run.accelerator.mixed_precision == "bf16"
-    model = load_model(folder, torch.bfloat16 if bf16 else torch.float32)
-    model, slots = model.to(device), s.slots
-    if device.type == "cuda":  # episodes that do not fit beside the replica wait
-        free = torch.cuda.mem_get_info(device)[0]
+def play_share(run: Run, model, encoder: Encoder, make_env, share: list[Trajectory],
+               temperature: float, progress, of: int) -> list[Trajectory]:
+    """`rollout` with as many slots and threads as pay. of: episodes of the phase on all ranks."""
+    s, slots, threads = run.settings, run.settings.slots, torch.get_num_threads()
+    if model.device.type == "cuda":  # episodes that do not fit beside the model wait
+        free = torch.cuda.mem_get_info(model.device)[0]
         slot = s.max_tokens * slot_bytes(model.config, model.dtype.itemsize)
         slots = max(1, min(slots, slots_that_fit(free, slot)))
-    encoder = Encoder(AutoTokenizer.from_pretrained(folder))
-    threads = torch.get_num_threads()
-    if device.type == "cpu" and model.num_parameters() < 10_000_000:
+    if model.device.type == "cpu" and model.num_parameters() < 10_000_000:
         torch.set_num_threads(1)  # several would only wait for each other: 1.6 s against 3.6 s
-    rollout(model, encoder, run.make_env, share, temperature=temperature, slots=slots,
+    rollout(model, encoder, make_env, share, temperature=temperature, slots=slots,
             max_tokens=s.max_tokens, max_new_tokens=s.max_new_tokens,
-            tokens_per_forward=s.tokens_per_forward, progress=progress, of=of)
+            tokens_per_forward=s.tokens_per_forward, stops=envs.STOPS[s.protocol],
+            progress=progress, of=of)
     torch.set_num_threads(threads)
     return share
 
@@ -80,6 +92,24 @@ def usable_rollouts(run: Run, names: list[str], dropped: Counter) -> dict[str, l
         else:
             found.setdefault(t.task, []).append(t)
     return found
+
+
+def reopened(t: Trajectory, like: Trajectory) -> Trajectory:
+    """The trajectory's replies after the opening of another one of its task.
+
+    So ETO trains: the example that a rollout was shown is left out, and the sides of a pair share
+    the expert's first turn.
+    """
+    old, new = t.action_mask.index(1), like.action_mask.index(1)
+    turns, others = (envs.first_reply(x.messages, x.steps) for x in (t, like))
+    return replace(t, ids=like.ids[:new] + t.ids[old:],
+                   action_mask=like.action_mask[:new] + t.action_mask[old:],
+                   messages=like.messages[:others] + t.messages[turns:])
+
+
+def before_stops(reply: str, stops) -> str:
+    """The reply up to where one of the texts begins."""
+    return reply[:min((reply.index(stop) for stop in stops if stop in reply), default=len(reply))]
 
 
 # ---------------------------------------------------------------------------------- the engine
@@ -113,12 +143,14 @@ class Slot:
 @torch.inference_mode()
 def rollout(model, encoder: Encoder, make_env, trajectories: list[Trajectory], *,
             temperature: float, slots: int, max_tokens: int, max_new_tokens: int,
-            tokens_per_forward: int, progress=None, of: int = 0) -> list[Trajectory]:
+            tokens_per_forward: int, stops=envs.STOPS["ours"], progress=None,
+            of: int = 0) -> list[Trajectory]:
     """Plays the episodes, `slots` side by side, and returns them in the order given.
 
     Each turn of the loop is one forward pass over every slot with something new: one sampled token,
     or a page. A slot keeps its cache over an episode's turns and takes the next episode at once; of
-    a prompt that begins like the last one's it reads the rest only. Every episode has its own
+    a prompt that begins like the last one's it reads the rest only. A reply ends before one of the
+    texts in `stops`, since what follows is the environment's to say. Every episode has its own
     random generator, so what runs beside it changes nothing but rounding. `make_env()` gives each
     slot its environment. An episode whose environment breaks ends "lost", which is no failure of
     the agent's; EnvError is raised where `envs.Losses` says that too many are, of these episodes or
@@ -130,7 +162,8 @@ def rollout(model, encoder: Encoder, make_env, trajectories: list[Trajectory], *
     places = [Slot(n) for n in range(min(slots, len(trajectories)))]
     cache, losses = SlotCache(model, len(places), max_tokens), envs.Losses(of or len(trajectories))
     queue, now = list(reversed(trajectories)), 0
-    forbidden = never_drawn(model, encoder)
+    never = torch.tensor(encoder.never_drawn(model.config.get_text_config().vocab_size),
+                         dtype=torch.long, device=model.device)
     threads = ThreadPoolExecutor(len(places))
 
     def ask(slot, call, text):
@@ -184,13 +217,13 @@ def rollout(model, encoder: Encoder, make_env, trajectories: list[Trajectory], *
             if not (logits < torch.inf).all():  # nor nan
                 tasks = ", ".join(slot.playing.task for slot in chosen)
                 raise FloatingPointError(f"logits that are no numbers on tasks {tasks}")
-            logits[:, forbidden] = -torch.inf
+            logits[:, never] = -torch.inf
             draws = [slot.rng.random() for slot in chosen] if temperature else None
             for slot, token in zip(chosen, sample(logits, temperature, draws).tolist()):
                 slot.past = len(slot.playing.ids)
                 slot.playing.ids.append(token)
                 slot.playing.action_mask.append(1)
-                if reply_ended(slot, encoder, token, max_tokens, max_new_tokens):
+                if reply_ended(slot, encoder, token, max_tokens, max_new_tokens, stops):
                     reply = encoder.decode(slot.playing.ids[slot.reply_at:])
                     slot.playing.messages.append({"role": "assistant", "content": reply})
                     ask(slot, slot.env.step, reply)
@@ -203,18 +236,11 @@ def rollout(model, encoder: Encoder, make_env, trajectories: list[Trajectory], *
                 slot.env.close()
 
 
-def never_drawn(model, encoder: Encoder) -> torch.Tensor:
-    """Ids that are not sampled: control tokens, and rows that only pad the embedding."""
-    size = model.config.get_text_config().vocab_size
-    ids = {t for t in encoder.forbidden if t < size} | {*range(len(encoder.tokenizer), size)}
-    return torch.tensor(sorted(ids), dtype=torch.long, device=model.device)
-
-
 def observe(slot: Slot, encoder: Encoder, answer, max_tokens: int) -> None:
     """The episode reads what its environment answered: to `reset` a text, to `step` a Step."""
     t = slot.playing
     if isinstance(answer, str):
-        t.messages = envs.opening(slot.env, answer)
+        t.messages = envs.opening(slot.env, answer, playing=True)
         read(slot, encoder.start(t.messages), max_tokens)
         # A prompt that the slot has read before is not read again.
         slot.past = shared_beginning(slot.left, t.ids[:-1])
@@ -240,7 +266,7 @@ def read(slot: Slot, ids: list[int], max_tokens: int) -> None:
 
 
 def reply_ended(slot: Slot, encoder: Encoder, token: int, max_tokens: int,
-                max_new_tokens: int) -> bool:
+                max_new_tokens: int, stops=envs.STOPS["ours"]) -> bool:
     """Whether the reply is complete; an end of turn that was not sampled gets action_mask 0.
 
     A reply that fills the context is taken back and ends the episode at its last whole turn.
@@ -253,9 +279,11 @@ def reply_ended(slot: Slot, encoder: Encoder, token: int, max_tokens: int,
         t.ended = "context"
         return False
     reply = t.ids[at:]
-    if encoder.has_colon(token) and "Observation:" in encoder.decode(reply[-8:]):
-        ours = encoder.decode(reply).index("Observation:")  # what follows is the environment's
-        while len(encoder.decode(t.ids[at:])) > ours:
+    decode, tail = encoder.tokenizer.decode, reply[-1 - max(map(len, stops)):]
+    if (any(stop[-1] in encoder.text_of(token) for stop in stops)
+            and any(stop in decode(tail) for stop in stops)):
+        ours = before_stops(decode(reply), stops)
+        while len(decode(t.ids[at:])) > len(ours):
             t.ids.pop()
             t.action_mask.pop()
     elif len(reply) < max_new_tokens:

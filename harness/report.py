@@ -34,6 +34,11 @@ def bootstrap_interval(values, seed: int = 0, samples: int = 1000) -> tuple[floa
     return float(low), float(high)
 
 
+def played(trajectories) -> dict:
+    """How many episodes, and tokens in them."""
+    return dict(episodes=len(trajectories), tokens=sum(len(t.ids) for t in trajectories))
+
+
 def scores(rows, tasks, settings) -> dict:
     """The numbers of an evaluation: `rows` are the trajectories of `tasks` that were not lost.
 
@@ -72,25 +77,27 @@ def reading(path):
                        "another --out") from error
 
 
-def result(run_dir) -> dict:
+def result(run_dir, growing: bool = False) -> dict:
     """`settings`, `evaluations`, `exploration`, `pairs` and `dropped` of a run, in order.
 
     No times and no --out in it: equal runs give equal bytes. RunError if it is not a run.
+    growing: it may be going on, as for `read_jsonl`.
     """
     config = Path(run_dir) / "config.json"
     if not config.is_file():
         raise RunError(f"{run_dir}: not a run, it has no config.json; name a folder like "
                        "runs/webshop-coevolve-s0")
-    settings, found = read_object(config, settings=dict)["settings"], events(run_dir)
+    settings = read_object(config, settings=dict)["settings"]
+    found = events(run_dir, growing)
     return {"settings": {name: value for name, value in settings.items() if name != "out"},
             "evaluations": found["evaluation"], "exploration": found["exploration"],
             "pairs": found["pairs"], "dropped": found["dropped"]}
 
 
-def events(run_dir) -> dict[str, list[dict]]:
+def events(run_dir, growing: bool = False) -> dict[str, list[dict]]:
     """The events of metrics.jsonl by name, in order."""
     found = defaultdict(list)
-    for event in read_jsonl(Path(run_dir) / "metrics.jsonl"):
+    for event in read_jsonl(Path(run_dir) / "metrics.jsonl", growing):
         found[event.pop("event", None)].append(event)
     return found
 
@@ -105,22 +112,40 @@ def table(run_dir) -> str:
     out. RunError if `run_dir` is not a run.
     """
     with reading(Path(run_dir) / "metrics.jsonl"):
-        return "\n\n".join(_sections(run_dir)) + "\n"
+        return "\n\n".join([f"{run_dir}: {headline(result(run_dir)['settings'])}{_data(run_dir)}",
+                            *(section(*parts) for parts in sections(run_dir))]) + "\n"
 
 
-def _sections(run_dir):
-    found = result(run_dir)
+def headline(s: dict) -> str:
+    return f"{s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}"
+
+
+def _data(run_dir) -> str:
+    """How the tasks were split, and how many were both trained on and evaluated."""
+    config = read_object(Path(run_dir) / "config.json", settings=dict)
+    about = config.get("tasks") or {"split_by": config["settings"].get("split_file") or "by rule"}
+    both = about.get("overlap")
+    return f", split {about['split_by']}" + (
+        f"\n{both} evaluated tasks were also trained on (--overlap keep)" if both else "")
+
+
+def sections(run_dir, growing: bool = False):
+    """(title, header, rows) of each part of the table that has rows, as `section` takes them."""
+    yield from (parts for parts in _sections(run_dir, growing) if parts[2])
+
+
+def _sections(run_dir, growing):
+    found = result(run_dir, growing)
     s, evaluations, pairs = found["settings"], found["evaluations"], found["pairs"]
-    yield f"{run_dir}: {s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}"
 
-    yield from section(
+    yield (
         "Evaluation, greedy; reward with its 95% bootstrap interval over tasks",
         "iteration <agent <split tasks reward interval success steps",
         [(e["iteration"], e["agent"], e["split"], _tasks(e), f"{e['reward']:.3f}",
           f"[{e['reward_low']:.3f}, {e['reward_high']:.3f}]", _percent(e["success"]),
           f"{e['steps']:.1f}") for e in evaluations])
 
-    yield from section(
+    yield (
         "What the endpoint took",
         "<split requests retries without_usage tokens_read tokens_written dollars",
         [(e["split"], f"{e['requests']:,}", f"{e['retries']:,}", f"{e['unreported']:,}",
@@ -129,7 +154,7 @@ def _sections(run_dir):
          for e in evaluations if "requests" in e])
 
     threshold = s["hard_threshold"]
-    yield from section(
+    yield (
         f"Exploration; a negative has a reward below {threshold}, a hard one from {threshold} to 1",
         "iteration <agent trajectories success negative hard_negative reward",
         [(e["iteration"], e["agent"], e["trajectories"], _percent(e["success"]),
@@ -137,19 +162,20 @@ def _sections(run_dir):
          for e in _with_sum(found["exploration"])])
 
     kinds = [kind for kind in KINDS if any(kind in e["kept"] for e in pairs)]
-    yield from section(
+    yield (
         "Pairs kept, by kind, and dropped, by reason",
         f"iteration <trains {' '.join(kinds)} dropped <reasons",
         [(e["iteration"], e["trains"], *(e["kept"].get(kind, 0) for kind in kinds),
           sum(e["dropped"].values()), _counts(e["dropped"])) for e in pairs])
 
-    yield from section("Trajectories dropped", "<phase <reason count",
-                       [(e["phase"], e["reason"], e["count"]) for e in found["dropped"]])
+    yield ("Trajectories dropped", "<phase <reason count",
+           [(e["phase"], e["reason"], e["count"]) for e in found["dropped"]])
 
-    phases = [{"tokens": 0, "episodes": 0, "resident_mb": 0, **e} for e in events(run_dir)["phase"]]
+    phases = [{"tokens": 0, "episodes": 0, "resident_mb": 0, **e}
+              for e in events(run_dir, growing)["phase"]]
     total = {"phase": "total", "resident_mb": max((p["resident_mb"] for p in phases), default=0),
              **{key: sum(p[key] for p in phases) for key in ("seconds", "tokens", "episodes")}}
-    yield from section(
+    yield (
         "Wall time and tokens", "<phase h:mm:ss tokens tokens/s episodes memory_MB",
         [(p["phase"], _clock(p["seconds"]), f"{p['tokens']:,}",
           f"{p['tokens'] / p['seconds']:,.0f}" if p["tokens"] and p["seconds"] else "-",
@@ -170,17 +196,15 @@ def _with_sum(exploration):
                   for key in ("success", "negative", "hard_negative", "reward")}}
 
 
-def section(title: str, header: str, rows: list[tuple], width: int = 100) -> list[str]:
-    """[title and aligned rows], or [] without rows; `<` marks a left-aligned column of `header`.
+def columns(header: str) -> list[tuple[str, bool]]:
+    """The names in a header, and whether a column is aligned to the left, which `<` marks."""
+    return [(name.lstrip("<").replace("_", " "), name.startswith("<")) for name in header.split()]
 
-    A last column of text is wrapped within `width`.
-    """
-    if not rows:
-        return []
-    names = header.split()
-    left = [name.startswith("<") for name in names]
-    cells = [[name.lstrip("<").replace("_", " ") for name in names],
-             *([str(value) for value in row] for row in rows)]
+
+def section(title: str, header: str, rows: list[tuple], width: int = 100) -> str:
+    """Title and aligned rows. A last column of text is wrapped within `width`."""
+    names, left = zip(*columns(header))
+    cells = [names, *([str(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     before = sum(widths[:-1]) + 2 * (len(widths) - 1)
     lines = [title]
@@ -192,7 +216,7 @@ def section(title: str, header: str, rows: list[tuple], width: int = 100) -> lis
             lines += [f"{text}  {wrapped[0]}".rstrip(), *(" " * before + w for w in wrapped[1:])]
         else:
             lines.append(f"{text}  {row[-1].rjust(widths[-1])}")
-    return ["\n".join(lines)]
+    return "\n".join(lines)
 
 
 def _tasks(e: dict) -> str:
@@ -244,7 +268,7 @@ def figure(run_dir, path) -> None:
         _curves(*axes[:2], found["evaluations"])
         if exploration:
             _bars(axes[2], exploration)
-        fig.suptitle(f"{s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}")
+        fig.suptitle(headline(s))
     handles, labels = axes[0].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False)
     fig.savefig(path, format="png", dpi=150, metadata={"Software": None})

@@ -2,22 +2,25 @@
 
 import hashlib
 import json
-import math
 import random
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import dpo
 import envs
 from engine import sharding
 from engine.checkpoint import Checkpoint
-from harness import files, models, smollm2, tiny
+from harness import files, margins, models, smollm2, tiny
 from harness.dry_run import disk_bytes
 from harness.folder import Folder
-from harness.settings import Settings, SettingsError, options_of
+from harness.settings import EVOLVING, Settings, SettingsError, options_of
+from harness.tasks import check_openings, survey, trains
 
 
 class Run(Folder):
@@ -36,6 +39,8 @@ class Run(Folder):
             for flag in (settings.shard, settings.gradient_checkpointing))
         self._try_environment()
         before = self.find_earlier()
+        if settings.experts and trains(settings) and "experts.jsonl" not in self.phases:
+            self._check_openings()
         self.saving_works = any(name.startswith("sft-") for name in self.phases)
         self.base = (tiny.base(accelerator, self) if settings.model == "tiny" else
                      self.first_says(smollm2.base) if settings.model == "smollm2" else
@@ -56,36 +61,32 @@ class Run(Folder):
         if self.settings.method == "chat":
             return f"{self.base} {self.settings.model_name}"
         models.check_model(self.base, self.settings.max_tokens)
+        if not self.phases and (wrong := self.first_says(  # one rank holds the model meanwhile
+                lambda: models.wrong_numbers(self.base, self.settings.max_tokens))):
+            raise SettingsError(wrong)
         return self.first_says(lambda: models.identity(self.base))
 
     def _try_environment(self) -> None:
         """Counts its tasks and, once the folder is locked, begins one: faults show at once."""
         s, env = self.settings, self.make_env()
         self.splits = env.test_splits if s.eval_splits == "test" else ("validation",)
-        self._check_task_counts(env)
-        asked = [(s.train_tasks, "train"), *((s.eval_tasks, split) for split in self.splits)]
-        self.print_main(f"{s.env}: " + ", ".join(
-            f"{min(count or math.inf, len(env.tasks(split)))} of {len(env.tasks(split))} {split}"
-            for count, split in asked) + " tasks")
-        tasks = ([task for task, _, _ in envs.read_experts(s.experts, env)] if s.experts
-                 else env.tasks("train"))
+        found = survey(s, env, self.splits)
+        self.left_out, self.about = found.left_out, found.record()
+        self.print_main(found.counts)
         if self.main:  # alone: a WebShop server must not load its catalogue twice at once
             self.take()
             env.waits = ()
-            env.reset(tasks[:s.train_tasks or None][-1])
+            for task in found.tried:
+                env.reset(task)
         env.close()
         self.accelerator.wait_for_everyone()
 
-    def _check_task_counts(self, env) -> None:
-        s = self.settings
-        counted = [("eval", s.eval_tasks, self.splits)]
-        if not s.experts:  # which otherwise say what the training tasks are
-            counted.append(("train", s.train_tasks, ("train",)))
-        for flag, asked, splits in counted:
-            for split in splits:
-                if asked > len(env.tasks(split)):
-                    raise SettingsError(f"--{flag}-tasks {asked}: {s.env} has "
-                                        f"{len(env.tasks(split))} {split} tasks; 0 takes all")
+    def _check_openings(self) -> None:
+        if self.main:
+            s, env = self.settings, self.make_env()
+            experts = envs.read_experts(s.experts, env)[:s.train_tasks or None]
+            check_openings(self, [e for e in experts if e[0] not in self.left_out])
+        self.accelerator.wait_for_everyone()
 
     # ----------------------------------------------------------------- what the phases work with
 
@@ -97,10 +98,14 @@ class Run(Folder):
             env.add(row["task"])
         return env
 
+    def smith(self):
+        """Who makes tasks in an environment of its own; see `worlds/`."""
+        return self.make_env().smith()
+
     def added_tasks(self) -> list[dict]:
         """Rows {id, task} of the tasks.jsonl files that finished phases wrote, in their order."""
         return [row for name in self.phases if Path(name).name == "tasks.jsonl"
-                for row in self.read_jsonl(name)]
+                for row in self.read_jsonl(name) if "task" in row]
 
     def add_tasks(self, out: Path, tasks: list[dict]) -> list[str]:
         """Writes a phase's tasks.jsonl: from then on every environment of the run has them too.
@@ -120,6 +125,21 @@ class Run(Folder):
         env.close()
         return tasks
 
+    def training_tasks(self) -> list[str]:
+        """The training tasks that the settings name, by the experts' file or the environment."""
+        env, s = self.make_env(), self.settings
+        tasks = ([task for task, _, _ in envs.read_experts(s.experts, env)] if s.experts
+                 else env.tasks("train"))
+        env.close()
+        return [task for task in tasks[:s.train_tasks or None] if task not in self.left_out]
+
+    def definitions(self, tasks: list[str]) -> list:
+        """What the tasks are."""
+        env = self.make_env()
+        found = [env.find(task) for task in tasks]
+        env.close()
+        return found
+
     def seed(self, *names) -> int:
         return files.seed_of(self.settings.seed, *names)
 
@@ -129,10 +149,16 @@ class Run(Folder):
     def encoder(self) -> dpo.Encoder:
         return dpo.Encoder(AutoTokenizer.from_pretrained(self.base))
 
+    def vocabulary(self) -> int:
+        """Rows of the model's logits, some of which may only pad its embedding."""
+        return AutoConfig.from_pretrained(self.base).get_text_config().vocab_size
+
     def agent(self, agent: str, i: int) -> Path:
         """The folder of an agent's checkpoint after iteration i; 0 is after SFT."""
         if self.settings.method == "evaluate":
             return self.base
+        if not i and self.settings.method in EVOLVING and self.settings.warm_start == "none":
+            return Path(self.base)
         return self.path / (f"iter{i}/{agent}-agent" if i else f"sft-{agent}")
 
     # ------------------------------------------------------------------------------- training
@@ -147,6 +173,12 @@ class Run(Folder):
             dpo.add_reference(self.accelerator, model, groups, self.settings.tokens_per_forward,
                               progress)
 
+    def log_probs(self, model, groups: list[dpo.Group]) -> list[list[float]]:
+        """log pi(e|u) of the groups' trajectories, in nats."""
+        copies = [replace(g) for g in groups]
+        self.add_reference(model, copies)
+        return [g.reference for g in copies]
+
     def fit(self, model, before, out: Path, epochs, objective, normaliser, *, lr, warmup,
             schedule) -> dict:
         """Trains a model of `load`, which came from folder `before`, into folder `out`.
@@ -155,6 +187,7 @@ class Run(Folder):
         """
         s, accelerator, phase, last = self.settings, self.accelerator, self.running, {}
         self._check_saving(model, before)
+        self._warn_of_equal_agents(epochs)
         self.log("precision", phase=phase, processes=accelerator.num_processes, shards=self.shard,
                  **sharding.dtypes(accelerator, model))
 
@@ -162,8 +195,11 @@ class Run(Folder):
             last.update(event)
             self.log("train", phase=phase, **event)
 
-        checkpoint = Checkpoint(accelerator, self.path / "checkpoint", self._inputs(phase),
-                                s.checkpoint_minutes)
+        watched = margins.watched(epochs, s.margins)
+        # With another reference than the agent itself, its own log-probabilities are not known yet.
+        entered = ([g.reference for g in watched] if s.reference == "phase" or not watched else
+                   self.log_probs(model, watched))
+        checkpoint = self.checkpoint()
         tokens = sum(g.tokens for epoch in epochs for batch in epoch for g in batch)
         with self.bar(phase, tokens, "token") as progress:
             dpo.fit(accelerator, model, epochs, objective, normaliser, lr=lr, warmup=warmup,
@@ -172,9 +208,38 @@ class Run(Folder):
                     checkpoint=checkpoint)
         if checkpoint.resumed_at:
             self.print_main(f"{phase} went on after step {checkpoint.resumed_at}")
-        self._save(model, before, out)
+        left = self.log_probs(model, watched) if watched else []
+        beta = s.beta if phase.startswith("iter1/") else s.beta_later
+        for when, policy in (("before", entered), ("after", left)) if watched else ():
+            self.log("margins", phase=phase, when=when,
+                     pairs=margins.of_pairs(watched, policy, beta, s))
+        self.save(model, before, out)
         checkpoint.remove()
         return dict(steps=last["step"], tokens=tokens, loss=last["loss"])
+
+    def fit_step(self, model, optimizer, batches: list, objective, lr: float) -> list[dict]:
+        """One optimiser step for each batch, moments kept; what `dpo.fit` logs of each."""
+        s, events = self.settings, []
+        dpo.fit(self.accelerator, model, [batches], objective, dpo.count_action_tokens, lr=lr,
+                warmup=0.0, schedule="constant", weight_decay=s.weight_decay,
+                max_grad_norm=s.max_grad_norm, tokens_per_forward=s.tokens_per_forward,
+                log=events.append, optimizer=optimizer)
+        return events
+
+    def checkpoint(self) -> Checkpoint:
+        """The state inside the running phase."""
+        return Checkpoint(self.accelerator, self.path / "checkpoint", self._inputs(self.running),
+                          self.settings.checkpoint_minutes)
+
+    def whole(self, model):
+        """A model of `load` as it plays, whole on each rank."""
+        def make():
+            bf16 = self.accelerator.mixed_precision == "bf16"
+            return AutoModelForCausalLM.from_config(
+                model.config, dtype=torch.bfloat16 if bf16 else torch.float32,
+                attn_implementation="ragged").to(self.accelerator.device)
+
+        return sharding.whole(self.accelerator, model, make)
 
     def _inputs(self, phase: str) -> str:
         """Identifies a phase and what it starts from: the phases before it, with their hashes."""
@@ -182,7 +247,7 @@ class Run(Folder):
         return self.first_says(
             lambda: hashlib.sha256(json.dumps([phase, done]).encode()).hexdigest())
 
-    def _save(self, model, before, out: Path) -> None:
+    def save(self, model, before, out: Path) -> None:
         """The model and the tokenizer it came with, as `from_pretrained` reads them."""
         sharding.save(self.accelerator, model, out)
         if self.main:
@@ -200,12 +265,22 @@ class Run(Folder):
                 raise SettingsError(f"--out {self.path}: {free / 1e9:.1f} GB are free, and the "
                                     f"run's checkpoints take {needed / 1e9:.1f} GB; give a folder "
                                     "on another disk")
-        self._save(model, before, trial)
+        self.save(model, before, trial)
         if self.main:
             models.check_copy(before, trial)
             shutil.rmtree(trial)
         self.saving_works = True
         self.accelerator.wait_for_everyone()
+
+    def _warn_of_equal_agents(self, epochs) -> None:
+        """Before a second agent's SFT: another seed orders its batches, and one has no order."""
+        if (re.fullmatch("sft-(?!target).*", self.running)
+                and all(len(batches) == 1 for batches in epochs)):
+            experts = len(epochs[0][0])
+            self.log("equal agents", phase=self.running, experts=experts)
+            self.print_main(f"{self.running}: all {experts} experts are in one batch, so that this "
+                            "agent is the target but for rounding; raise --train-tasks, or give "
+                            f"a --sft-batch below {experts}")
 
     def keep_agent(self, before: Path, out: Path, why: str) -> dict:
         """A training phase that has nothing to learn from: the agent is copied."""
@@ -227,6 +302,7 @@ class Run(Folder):
         if not found:
             raise SettingsError(f"--failure-from {source}: no iter<i>/failure-agent in it; give "
                                 "the folder of a run of --method coevolve")
+        models.check_model(found[-1], self.settings.max_tokens)
         theirs, ours = (AutoTokenizer.from_pretrained(name) for name in (found[-1], self.base))
         if (theirs.get_vocab(), theirs.chat_template) != (ours.get_vocab(), ours.chat_template):
             raise SettingsError(f"--failure-from {source}: its tokenizer is not that of --model "

@@ -21,21 +21,26 @@ from urllib.parse import unquote, urlsplit
 def setting(default, help: str, **limits):
     """A field with its unit, source and limits.
 
-    env: the environment that it belongs to. at_least, at_most, above, below: bounds of its value.
+    env: the environments that it belongs to. at_least, at_most, above, below: bounds of its value.
     """
     return field(default=default, metadata=dict(help=help, **limits))
+
+
+PUBLISHED = ("webshop", "scienceworld", "intercodesql")  # environments of ETO's or IPR's
 
 
 @dataclass(frozen=True)
 class Settings:
     # What runs
-    env: Literal["webshop", "scienceworld", "intercodesql"] = setting("webshop", "environment")
-    method: Literal["sft", "rft", "dart", "ppo", "eto", "positive", "coevolve", "evaluate",
-                    "chat"] = setting(
+    env: Literal["webshop", "scienceworld", "intercodesql", "bfcl"] = setting(
+        "webshop", "environment")
+    method: Literal["sft", "rft", "dart", "ppo", "eto", "positive", "coevolve", "grpo", "evolve",
+                    "evaluate", "chat"] = setting(
         "coevolve", "sft: Eq. 3 only; rft: and again with sampled successes; dart: more of them "
         "where it is hard; ppo: from sft on; eto: the loop without the failure agent; positive: "
-        "with a second positive agent in its place; coevolve: the paper; evaluate: --model as it "
-        "is; chat: an endpoint, only evaluated")
+        "with a second positive agent in its place; coevolve: the paper; grpo: on a fixed set of "
+        "tasks; evolve: on one that grows from the agent's weaknesses (arXiv 2604.15840); "
+        "evaluate: --model as it is; chat: an endpoint, only evaluated")
     model: str = setting("tiny", "hub name or folder; tiny: made from scratch in minutes; smollm2: "
                          "SmolLM2-135M-Instruct, fetched with pip; https://host/v1: a chat "
                          "endpoint, as --method chat")
@@ -49,14 +54,29 @@ class Settings:
         "all", "ScienceWorld's task types: ETO's 24, or eight whose texts are short [ETO, ours]",
         env="scienceworld")
     split_file: Optional[str] = setting(
-        None, "ScienceWorld: folder of published train_, dev_ and test_indices.json [by rule]",
-        env="scienceworld")
+        None, "folder of ETO's or IPR's train_, test_ and (ScienceWorld) dev_indices.json, as it "
+        "lies in their repository [by rule]", env=("scienceworld", "webshop"))
     intercode_data: Optional[str] = setting(
         None, "folder of InterCode's ic_spider_dev.json and ic_spider_dbs.sql [generated data]",
         env="intercodesql")
     mysql_url: Optional[str] = setting(
         None, "server of InterCode's databases, mysql://user:password@host:port; the password may "
         "be in MYSQL_PWD instead [sqlite]", env="intercodesql")
+    protocol: Literal["ours", "eto"] = setting(
+        "ours", "how an episode is told to an agent: by this project, or as ETO's code does (IPR's "
+        "on InterCodeSQL), with its lengths, stops, rates and rewards [ours]", env=PUBLISHED)
+    prompts: Optional[str] = setting(
+        None, "eto: folder of ETO's or IPR's prompts, eval_agent/prompt of their repository [-]",
+        env=PUBLISHED)
+    bfcl_category: Literal["base", "miss_func", "miss_param", "long_context", "all"] = setting(
+        "base", "category of BFCL's multi-turn tasks, or all four [ours]", env="bfcl")
+    bfcl_split: Literal["ours", "published"] = setting(
+        "ours", "ours: 100 tasks of a category train, 20 validate, 80 test; published: all 200 "
+        "test, so that start states of the training are among them [ours]", env="bfcl")
+    bfcl_reward: Literal["all", "turns"] = setting(
+        "all", "all: 1 where every turn passes BFCL's checks, else 0, so that failures tie and "
+        "co-evolution has no pairs of failures; turns: the share of turns that pass [BFCL, ours]",
+        env="bfcl")
     experts: Optional[str] = setting(
         None, "file of expert trajectories: ETO's JSON list or a run's experts.jsonl [scripted]")
     dry_run: Optional[str] = setting(
@@ -73,6 +93,10 @@ class Settings:
         0, "tasks of each evaluated split, 0 = all [Table 1: 200]", at_least=0)
     eval_splits: Literal["test", "validation"] = setting(
         "test", "test: the test splits; validation: for tuning, so that no test task is looked at")
+    overlap: Literal["refuse", "drop", "keep"] = setting(
+        "refuse", "evaluated tasks that are also trained on: an error; their experts are left out; "
+        "or trained and evaluated all the same, as in the published lists, which share 21 (ETO) or "
+        "12 (IPR) of 200 test goals of WebShop and 54 of 194 seen tasks of ScienceWorld [ours]")
     expert_min_reward: float = setting(
         0.7, "experts at or below this reward are dropped; a reward of 1 stays [App. A: 0.7]",
         at_least=0, at_most=1)
@@ -133,6 +157,9 @@ class Settings:
     cut_turns: int = setting(
         5, "a rejected trajectory is cut at the expert's length + so many turns, -1 = off [ETO]",
         at_least=-1)
+    margins: int = setting(
+        256, "instructions whose pairs are measured again after training, for who looks at them: "
+        "those with the hardest negatives; 0 = none [ours]", at_least=0)
 
     # Exploration
     failure_from: Optional[str] = setting(
@@ -170,11 +197,54 @@ class Settings:
     ppo_kl: float = setting(
         0.05, "ppo: weight of the KL divergence from the SFT policy [ours]", at_least=0)
 
+    # Agent and tasks evolve together, --method grpo and evolve (arXiv 2604.15840), known from a
+    # summary [S] and public notes [D]; AE is AgentEvolver's config, the likeliest for the rest.
+    warm_start: Literal["sft", "none"] = setting(
+        "sft", "grpo, evolve: from the model after SFT, or from the model as it is [D: as it is]")
+    start_from: Literal["explore", "train"] = setting(
+        "explore", "start tasks: made by unguided exploration, or the first training tasks [S]")
+    start_tasks: int = setting(100, "so many start tasks, at most [D]", at_least=1)
+    grpo_steps: int = setting(120, "T, training steps [D]", at_least=1)
+    evolve_every: int = setting(10, "E, steps between two evolutions of the tasks [D]", at_least=1)
+    evaluate_every: int = setting(2, "evaluation after so many times E steps [D: 20]", at_least=1)
+    step_tasks: int = setting(32, "B, tasks a step [D, AE]", at_least=1)
+    step_rollouts: int = setting(8, "K, episodes of a task in a step [D, AE]", at_least=2)
+    grpo_batch: int = setting(8, "tasks per optimiser step, so B / 8 of them a step [AE]",
+                              at_least=1)
+    grpo_lr: float = setting(1e-6, "grpo: learning rate, constant [D, AE]", above=0)
+    grpo_temperature: float = setting(0.9, "of training episodes [D, AE]", above=0)
+    grpo_kl: float = setting(1e-3, "beta, weight of the KL to the first policy [D, AE]", at_least=0)
+    clip_low: float = setting(0.2, "the ratio is clipped to 1 - this [AE: verl's default]",
+                              above=0, below=1)
+    clip_high: float = setting(0.28, "and to 1 + this [AE]", above=0)
+    signals: str = setting(
+        "forgetting,boundary,rare", "those that lead exploration, of these three [S]")
+    window: int = setting(5, "W, visits of a task that forgetting looks back on [ours]", at_least=1)
+    attempt: Literal["group", "episode"] = setting(
+        "group", "what forgetting compares: scores of a step's group, or single episodes [ours]")
+    rare_below: float = setting(
+        2.0, "theta, percent of episodes below which a pattern is rare [ours]", above=0,
+        at_most=100)
+    rare_min: int = setting(1, "episodes that hold a rare pattern, at least [S: 1, D: 2]",
+                            at_least=1)
+    picks: int = setting(8, "picked signals of each kind, at most [ours]", at_least=1)
+    explorer: str = setting(
+        "policy", "who explores again: policy, random (no signals), or https://host/v1 [D]")
+    explorer_model: Optional[str] = setting(None, "the explorer's name at its endpoint [-]")
+    explorer_episodes: int = setting(6, "episodes of the explorer for a pick [ours]", at_least=1)
+    explorer_temperature: float = setting(1.1, "of the policy as explorer [ours; AE: 1]", above=0)
+    add_most: int = setting(20, "tasks that join in one evolution, at most [ours]", at_least=0)
+    near_text: float = setting(
+        0.8, "a proposal is refused whose words are those of another task to this share, 1 = all "
+        "[AE: Jaccard of word sets]", above=0, at_most=1)
+    verify: bool = setting(True, "proposed tasks join only if their solution replays [S]")
+
     # In-context models, --model https://...
     model_name: Optional[str] = setting(None, "chat: the model's name at the endpoint [-]")
     key_variable: str = setting("OPENAI_API_KEY", "chat: environment variable with the key [ours]")
     examples: int = setting(
-        1, "chat: expert conversations shown first, 0 to 2 [not in the paper]",
+        1, "conversations shown first, 0 to 2: chat: of experts [not in the paper]; eto: of the "
+        "prompts' examples, in every episode played [ETO; IPR shows none on WebShop]",
         at_least=0, at_most=2)
     price_in: float = setting(
         0.0, "chat: dollars per million tokens read, for the cost [-]", at_least=0)
@@ -222,6 +292,7 @@ PRESETS = {
         sft_epochs=2, sft_batch=16, sft_lr=5e-4,
         dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
         ppo_lr=1e-4,  # elsewhere not tuned
+        step_tasks=16, grpo_lr=5e-5, near_text=1.0,
     ),
     "scienceworld": dict(expert_min_reward=1.0, slots=16),  # a slot has a simulator of its own
     "tiny scienceworld": dict(
@@ -229,12 +300,14 @@ PRESETS = {
         sft_epochs=10, sft_batch=16, sft_lr=1e-3,
         dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
         ppo_lr=1e-4,
+        step_tasks=16, grpo_lr=5e-5, near_text=1.0,
     ),
     "tiny intercodesql": dict(
         train_tasks=500, view="short", max_tokens=512, max_new_tokens=48, slots=64,
         sft_epochs=1, sft_batch=16, sft_lr=1e-4,
         dpo_batch=16, dpo_lr=3e-5, dpo_lr_later=3e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
         ppo_lr=1e-4,
+        step_tasks=16, grpo_lr=5e-5, near_text=1.0,
     ),
     "smollm2 webshop": dict(
         **SMOLLM2, iterations=2, train_tasks=100, eval_tasks=50, dpo_epochs=1,
@@ -248,20 +321,36 @@ PRESETS = {
         **SMOLLM2, iterations=3, train_tasks=120, eval_tasks=100, dpo_epochs=2, rollouts=2,
         view="short", max_tokens=768, max_new_tokens=64, tokens_per_forward=2048,
     ),
+    # ETO's and IPR's scripts and agent configurations.
+    "eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5),
+    # Openings alone have up to 29,000 characters.
+    "bfcl": dict(max_tokens=16_384, max_new_tokens=1024, slots=16),
     "chat": dict(method="chat", max_tokens=100_000),  # with the examples; the endpoint knows better
-    "quick": dict(train_tasks=120, eval_tasks=40, iterations=1, sft_epochs=1, dpo_epochs=1),
+    "quick": dict(train_tasks=120, eval_tasks=40, iterations=1, sft_epochs=1, dpo_epochs=1,
+                  grpo_steps=4, evolve_every=2, evaluate_every=1, start_tasks=12),
     "quick tiny": dict(sft_epochs=6, sft_lr=1e-3),
     "quick smollm2": dict(train_tasks=8, eval_tasks=4),
+    "quick bfcl": dict(train_tasks=20, eval_tasks=20),
 }
 
 
 # Methods that train a second agent beside the target; the others train the target alone.
 SECOND_AGENT = {"coevolve": "failure", "positive": "positive"}
+EVOLVING = ("grpo", "evolve")  # methods of mutual.py
+SIGNALS = ("forgetting", "boundary", "rare")
 
 
 def options_of(s: Settings) -> dict:
     """The settings that belong to the environment of `s`, by name."""
-    return {f.name: getattr(s, f.name) for f in fields(Settings) if f.metadata.get("env") == s.env}
+    examples = dict(examples=s.examples) if s.protocol == "eto" else {}
+    return {f.name: getattr(s, f.name) for f in fields(Settings)
+            if s.env in environments(f.metadata)} | examples
+
+
+def environments(limits: dict) -> tuple[str, ...]:
+    """Those that a setting belongs to; none: it belongs to the run."""
+    found = limits.get("env", ())
+    return (found,) if isinstance(found, str) else found
 
 
 def agents_of(method: str) -> tuple[str, ...]:
@@ -304,8 +393,9 @@ def out_of_bounds(f: Field, s: Settings) -> str | None:
     value, limits = getattr(s, f.name), f.metadata
     if isinstance(value, str) and not value.strip():
         return "is empty; give it a value or leave it out"
-    if limits.get("env", s.env) != s.env and value != f.default:
-        return f"is for {limits['env']}, not for {s.env}"
+    its = environments(limits)
+    if its and s.env not in its and value != f.default:
+        return f"is for {' and '.join(its)}, not for {s.env}"
     if isinstance(value, (str, bool)) or value is None:
         return None
     bounds = [(words, limits[name], holds) for name, words, holds in BOUNDS if name in limits]
@@ -319,12 +409,21 @@ def out_of_bounds(f: Field, s: Settings) -> str | None:
 def conflicts(s: Settings) -> list[tuple[bool, str, str]]:
     """(whether it is so, flags, what is wrong) for all settings that do not go together."""
     tiny, endpoint, no_experts = s.model == "tiny", is_endpoint(s.model), not s.experts
-    plays_alone = s.method == "evaluate" or s.method == "chat" and s.examples == 0
+    plays_alone = s.method == "evaluate" or s.method == "chat" and (
+        s.examples == 0 or s.protocol == "eto")
     return [
         (s.webshop_url is not None and not is_web_address(s.webshop_url),
          f"--webshop-url {s.webshop_url}", "must be http://host:port or https://host"),
         (bool(s.webshop_url) and no_experts and not plays_alone, "--webshop-url",
          "give --experts FILE too; the scripted expert knows the embedded shop only"),
+        (s.env == "webshop" and bool(s.split_file) and not s.webshop_url, "--split-file",
+         "lists goals of a real server; give its --webshop-url too"),
+        ((s.protocol == "eto") != bool(s.prompts), "--protocol eto --prompts FOLDER",
+         "give both; the folder is eval_agent/prompt of ETO's or IPR's repository"),
+        (s.protocol == "eto" and (tiny or s.view == "short"), "--protocol eto",
+         "the tiny model and --view short know this project's texts only; give another --model"),
+        (s.protocol == "eto" and s.method in EVOLVING, f"--protocol eto --method {s.method}",
+         "its explorers know this project's texts only; leave out one of them"),
         (bool(s.webshop_url) and tiny, "--webshop-url",
          "the tiny model knows the embedded shop's words only; give another --model"),
         (s.mysql_url is not None and not is_mysql_address(s.mysql_url),
@@ -333,6 +432,8 @@ def conflicts(s: Settings) -> list[tuple[bool, str, str]]:
          "give --intercode-data FOLDER too; the questions are there"),
         (bool(s.intercode_data) and tiny, "--intercode-data",
          "the tiny model knows the generated databases' words only; give another --model"),
+        (s.env == "bfcl" and tiny, "--model tiny",
+         "it cannot read the documents of functions; give another --model"),
         (bool(s.dry_run) and (tiny or s.method == "chat"), "--dry-run",
          "is for a model to be trained here; give another --model"),
         (bool(s.dry_run) and s.method in ("rft", "dart", "ppo", "evaluate"), "--dry-run",
@@ -351,6 +452,14 @@ def conflicts(s: Settings) -> list[tuple[bool, str, str]]:
          "--temperature 0", "all rollouts of an instruction would be the same; raise it"),
         (s.lambda_dpo == 0 and s.lambda_sft == 0, "--lambda-dpo 0 --lambda-sft 0",
          "nothing would be trained; raise one"),
+        (not set(s.signals.split(",")) <= set(SIGNALS), f"--signals {s.signals}",
+         f"give some of {','.join(SIGNALS)}"),
+        (s.explorer not in ("policy", "random") and not is_web_address(s.explorer),
+         f"--explorer {s.explorer}", "give policy, random or https://host/v1"),
+        (is_endpoint(s.explorer) and not s.explorer_model, "--explorer-model",
+         "give the explorer's name at its endpoint"),
+        (s.method not in EVOLVING and s.explorer != "policy", "--explorer",
+         f"{s.method} explores nothing; give --method evolve"),
         (s.max_new_tokens >= s.max_tokens, f"--max-new-tokens {s.max_new_tokens}",
          f"must be below --max-tokens {s.max_tokens}")]
 
@@ -385,12 +494,17 @@ def preset(argv: list[str]) -> dict:
     first.error = _refuse
     first.add_argument("--env", default=Settings.env)
     first.add_argument("--model", default=Settings.model)
+    first.add_argument("--method", default=Settings.method)
+    first.add_argument("--protocol", default=Settings.protocol)
     first.add_argument("--quick", nargs="?", const=True, default=False, type=_boolean)
     seen = first.parse_known_args(argv)[0]
-    names = [seen.env, f"{seen.model} {seen.env}"]
-    names += ["quick", f"quick {seen.model}"] if seen.quick else []
+    names = [seen.env, f"{seen.model} {seen.env}", seen.protocol]
+    names += ["quick", f"quick {seen.model}", f"quick {seen.env}"] if seen.quick else []
     names += ["chat"] if is_endpoint(seen.model) else []
-    return {name: value for n in names for name, value in PRESETS.get(n, {}).items()}
+    values = {name: value for n in names for name, value in PRESETS.get(n, {}).items()}
+    if seen.method in ("rft", "dart", "ppo"):  # which play a task several times
+        values.pop("temperature", None)
+    return values
 
 
 def parse(argv: list[str]) -> Settings:
@@ -436,7 +550,8 @@ def _boolean(text: str) -> bool:
 
 
 if __name__ == "__main__":
-    try:
-        parse(sys.argv[1:])
+    try:  # run.sh starts the program whose name is printed
+        settings = parse(sys.argv[1:])
+        print("mutual.py" if settings.method in EVOLVING else "coevolve.py")
     except SettingsError as error:
         sys.exit(f"run.sh: {error}")  # run.sh turns every failure into exit status 2

@@ -18,19 +18,20 @@ from harness import files, report, smollm2
 from harness.dry_run import dry_run
 from harness.models import check_model, make_accelerator
 from harness.run import Run
-from harness.settings import SettingsError, parse, without_passwords
+from harness.settings import EVOLVING, SettingsError, parse, without_passwords
 
 
-def start(loop, argv: list[str]) -> None:
-    """Runs loop(run) with the settings in `argv`.
+def start(loop, argv: list[str], afterwards=()) -> None:
+    """Runs loop(run) with the settings in `argv`, then what is made of a finished run.
 
-    What the user or the machine did wrong, and a stop, end this process with one line.
+    afterwards: functions of the run's folder, which return a line that says what they made. What
+    the user or the machine did wrong, and a stop, end this process with one line.
     """
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     gc.freeze()  # else each freeing of memory between phases walks all that was imported, 0.2 s
     try:
-        main(loop, argv)
+        main(loop, argv, afterwards)
     except Exception as error:
         if one_line(error) is None:
             raise
@@ -39,8 +40,11 @@ def start(loop, argv: list[str]) -> None:
         end(one_line(error), 2)
 
 
-def main(loop, argv: list[str]) -> None:
+def main(loop, argv: list[str], afterwards=()) -> None:
     settings = parse(argv)
+    if (settings.method in EVOLVING) != (loop.__name__ == "mutual"):
+        raise SettingsError(f"--method {settings.method}: start the other program, "
+                            f"{'mutual' if settings.method in EVOLVING else 'coevolve'}.py")
     disable_progress_bar()  # one bar per phase is ours; those of loading and saving are noise
     if settings.dry_run:
         if os.environ.get("RANK", "0") == "0":
@@ -56,6 +60,12 @@ def main(loop, argv: list[str]) -> None:
     loop(run)
     if run.main:
         finish(run)
+        for work in afterwards:
+            try:
+                run.print_main(work(run.path))
+            except Exception as error:  # whatever it is, the run is finished
+                run.print_main(f"{run.path} is finished, but {work.__name__} failed: "
+                               f"{type(error).__name__}: {' '.join(str(error).split())}")
     run.close()
 
 
@@ -72,6 +82,9 @@ def finish(run: Run) -> None:
     run.print_main(report.table(run.path))
 
 
+# A study says it of itself, and not each of its runs too.
+GOES_ON = "PART_OF_A_STUDY" not in os.environ
+
 # What gloo and NCCL say where the process at the other end has died.
 PEER_GONE = ("closed by peer", "reset by peer", "remote process exited", "Broken pipe")
 
@@ -85,7 +98,8 @@ def one_line(error: Exception) -> str | None:
                 "learning rate and give another --out")
     if isinstance(error, envs.EnvError) or (
             isinstance(error, OSError) and error.errno in files.UNWRITABLE):
-        return f"{error}. The same command goes on from here once that is mended"
+        return f"{error}. The same command goes on from here once that is mended" if GOES_ON else (
+            str(error))
     if isinstance(error, RuntimeError) and any(s in str(error) for s in PEER_GONE):
         return (f"process {os.environ.get('RANK', '0')} ends because another of this run has "
                 "ended; its message says why")
@@ -106,5 +120,5 @@ def end(line: str, status: int) -> None:
 
 def stop(number, _) -> None:  # by Ctrl-C or SIGTERM; of several ranks one speaks
     if os.environ.get("RANK", "0") == "0":
-        end("stopped; the same command goes on from here", 128 + number)
+        end(f"stopped{'; the same command goes on from here' * GOES_ON}", 128 + number)
     os._exit(128 + number)

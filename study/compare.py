@@ -48,8 +48,8 @@ def compare(run_dirs) -> str:
             spread = column.std(ddof=1) if len(column) > 1 else 0.0
             cells.append(f"{column.mean():.3f} ± {spread:.3f}")
         rows.append((agent, split, method, iteration, len(pairs), *cells))
-    return "\n".join(section("Mean ± standard deviation over runs",
-                             "<agent <split <method iteration runs reward success", rows))
+    return section("Mean ± standard deviation over runs",
+                   "<agent <split <method iteration runs reward success", rows) if rows else ""
 
 
 if __name__ == "__main__":

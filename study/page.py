@@ -1,12 +1,17 @@
-"""A study's report: report.md, report.json, figures, the hardest negatives as conversations."""
+"""A study's report: Markdown, a page, JSON, figures, the hardest negatives as conversations."""
 
+import base64
 import itertools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from harness.files import RunError
+from look import charts
+from look.conversations import conversations
+from look.page import render
 from study import numbers
 from study.figure3 import figure3
 from study.methods import MEASURES, SECOND, equals, finished, method_of, name_of, refuse_unlike
@@ -38,6 +43,7 @@ def write_report(env: str, folder: Path, encoder: str | None) -> str:
         (out / "conversations.txt").write_text(show(first, None, 3))
     text = markdown(found, splits)
     (out / "report.md").write_text(text)
+    (out / "report.html").write_text(html(found, splits, runs, out))
     return text
 
 
@@ -53,68 +59,100 @@ def scores_of(row: dict, splits: list[str]) -> list[str]:
     return [f"{text_of(row[f'{s} reward'])} ({text_of(row[f'{s} success'])})" for s in splits]
 
 
-def table_of(header: list[str], rows) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in
-            [header, ["---"] * len(header), *([str(c) for c in row] for row in rows)]] + [""]
+@dataclass(frozen=True)
+class Bold:
+    """A cell, part of which stands out."""
+    strong: str
+    rest: str
+
+    def __str__(self):
+        return f"**{self.strong}**{self.rest}"
 
 
 def markdown(n: dict, splits: list[str]) -> str:
-    lines = [f"# Study on {n['environment']}", "",
-             "Greedy evaluation of the target after its last iteration: mean over seeds ± half of "
-             "the 95% t interval, reward and, in brackets, success rate.", ""]
-    lines += table_of(["method", "seeds", *splits, "steps of the target", "steps of all agents",
-                       "M tokens in the target's training", "rollouts"],
-                      [(name_of(m), " ".join(map(str, n["seeds"][m])), *scores_of(row, splits),
-                        f"{row['target_steps']:,.0f}", f"{row['all_steps']:,.0f}",
-                        f"{row['target_tokens'] / 1e6:.2f}", f"{row['rollouts']:,.0f}")
-                       for m, row in n["main"].items()])
-    if n["second_agents"]:
-        lines += ["The second agents, the failure agent or the second positive one:", ""]
-        lines += table_of(["method", *splits], [
-            (name_of(m), *scores_of(row, splits)) for m, row in n["second_agents"].items()])
-    lines += ["## Differences on the same seeds", "",
-              "Mean ± half of the 95% interval, and on how many seeds the first is ahead. Bold: "
-              "three seeds or more, and the interval does not hold 0. Intervals are not corrected "
-              f"for their number: were there no differences, {len(n['paired']) / 20:.1f} of these "
-              f"{len(n['paired'])} would still not hold it.", ""]
-    claims = {}
-    for r in n["paired"]:
-        cell = text_of(r) if r["verdict"] == "undecided" else f"**{text_of(r)}**"
-        claims.setdefault((f"{name_of(r['a'])} - {name_of(r['b'])}", r["source"]), {})[
-            r["split"], r["measure"]] = f"{cell} ({r['ahead']} of {r['n']})"
-    columns = list(itertools.product(splits, MEASURES))
-    lines += table_of(["difference", *(f"{split}: {key}" for split, key in columns), "claimed in"],
-                      [(name, *(cells.get(c, "-") for c in columns), source)
-                       for (name, source), cells in claims.items()])
-    lines += at_equal_cost(n["paired"])
-    if n["table2"]:
-        lines += ["## Table 2: explored trajectories, all agents and iterations of a method", ""]
-        lines += table_of(["method", "threshold", "success", "negative", "hard negative"],
-                          [(" - ".join(map(name_of, m.split(" - "))), t,
-                            *(text_of(x) for x in row.values()))
-                           for m, by in n["table2"].items() for t, row in by.items()])
-    if n["course"]:
-        lines += ["## Co-evolution, iteration by iteration", ""]
-        names = list(dict.fromkeys(name for row in n["course"] for name in row))
-        lines += table_of(names, [[f"{row[k]:.3g}" if k in row else "-" for k in names]
-                                  for row in n["course"]])
-    if n["figure3"]:
-        lines += ["## Figure 3: distance between the failures of an instruction, 1 - cos", "",
-                  f"Embedded by {n['figure3']['encoder']}.", "", "![](figure3.png)", ""]
-        lines += table_of(["agent", "mean of seeds ± 95%", "instructions"],
-                          [(name, text_of(x, 4), len(n["figure3"]["distances"][name]))
-                           for name, x in n["figure3"]["means"].items()])
-        if pair := n["figure3"]["failure_agent_minus_eto"]:
-            lines += ["Failure agent - ETO, where both failed at least twice: "
-                      f"{text_of(pair, 4)}, {pair['verdict']}.", ""]
-    if len(n["figure4"]) > 1:
-        lines += ["## Figure 4: lambda_SFT", "", "![](figure4.png)", ""]
-        lines += table_of(["lambda_SFT", *splits], [(w, *(text_of(row[s]) for s in splits))
-                                                    for w, row in n["figure4"].items()])
-    lines += ["## Over iterations", "", "![](curves.png)", ""]
+    lines = [f"# Study on {n['environment']}", ""]
+    for kind, *what in blocks(n, splits):
+        if kind == "heading":
+            lines += [f"## {what[0]}", ""]
+        elif kind == "text":
+            lines += [what[0], ""]
+        elif kind == "list":
+            lines += [*(f"- {line}" for line in what[0]), ""]
+        elif kind == "figure":
+            lines += [f"![]({what[0]})", ""]
+        elif kind == "table":
+            header, rows = what
+            cells = [header, ["---"] * len(header), *([str(c) for c in row] for row in rows)]
+            lines += ["| " + " | ".join(row) + " |" for row in cells] + [""]
     if "coevolve" in n["main"]:
         lines += ["The hardest negatives beside expert and target: conversations.txt.", ""]
     return "\n".join(lines)
+
+
+def blocks(n: dict, splits: list[str]):
+    """The report's parts in order: heading, text, list, figure, table (header, rows), intervals."""
+    yield ("text", "Greedy evaluation of the target after its last iteration: mean over seeds ± "
+           "half of the 95% t interval, reward and, in brackets, success rate.")
+    yield ("table", ["method", "seeds", *splits, "steps of the target", "steps of all agents",
+                     "M tokens in the target's training", "rollouts"],
+           [(name_of(m), " ".join(map(str, n["seeds"][m])), *scores_of(row, splits),
+             f"{row['target_steps']:,.0f}", f"{row['all_steps']:,.0f}",
+             f"{row['target_tokens'] / 1e6:.2f}", f"{row['rollouts']:,.0f}")
+            for m, row in n["main"].items()])
+    if n["second_agents"]:
+        yield "text", "The second agents, the failure agent or the second positive one:"
+        yield ("table", ["method", *splits], [(name_of(m), *scores_of(row, splits))
+                                              for m, row in n["second_agents"].items()])
+    yield "heading", "Differences on the same seeds"
+    yield ("text", "Mean ± half of the 95% interval, and on how many seeds the first is ahead. "
+           "Bold: three seeds or more, and the interval does not hold 0. Intervals are not "
+           f"corrected for their number: were there no differences, {len(n['paired']) / 20:.1f} "
+           f"of these {len(n['paired'])} would still not hold it.")
+    claims = {}
+    for r in n["paired"]:
+        ahead = f" ({r['ahead']} of {r['n']})"
+        claims.setdefault((difference(r), r["source"]), {})[r["split"], r["measure"]] = (
+            text_of(r) + ahead if r["verdict"] == "undecided" else Bold(text_of(r), ahead))
+    columns = list(itertools.product(splits, MEASURES))
+    yield ("table",
+           ["difference", *(f"{split}: {key}" for split, key in columns), "claimed in"],
+           [(name, *(cells.get(c, "-") for c in columns), source)
+            for (name, source), cells in claims.items()])
+    yield "intervals", n["paired"]
+    if survivors := at_equal_cost(n["paired"]):
+        yield "text", survivors[0]
+        yield "list", [line.removeprefix("- ") for line in survivors[2:-1]]
+    if n["table2"]:
+        yield "heading", "Table 2: explored trajectories, all agents and iterations of a method"
+        yield ("table", ["method", "threshold", "success", "negative", "hard negative"],
+               [(" - ".join(map(name_of, m.split(" - "))), t, *(text_of(x) for x in row.values()))
+                for m, by in n["table2"].items() for t, row in by.items()])
+    if n["course"]:
+        yield "heading", "Co-evolution, iteration by iteration"
+        names = list(dict.fromkeys(name for row in n["course"] for name in row))
+        yield ("table", names, [[f"{row[k]:.3g}" if k in row else "-" for k in names]
+                                for row in n["course"]])
+    if n["figure3"]:
+        yield "heading", "Figure 3: distance between the failures of an instruction, 1 - cos"
+        yield "text", f"Embedded by {n['figure3']['encoder']}."
+        yield "figure", "figure3.png"
+        yield ("table", ["agent", "mean of seeds ± 95%", "instructions"],
+               [(name, text_of(x, 4), len(n["figure3"]["distances"][name]))
+                for name, x in n["figure3"]["means"].items()])
+        if pair := n["figure3"]["failure_agent_minus_eto"]:
+            yield ("text", "Failure agent - ETO, where both failed at least twice: "
+                   f"{text_of(pair, 4)}, {pair['verdict']}.")
+    if len(n["figure4"]) > 1:
+        yield "heading", "Figure 4: lambda_SFT"
+        yield "figure", "figure4.png"
+        yield ("table", ["lambda_SFT", *splits], [(w, *(text_of(row[s]) for s in splits))
+                                                  for w, row in n["figure4"].items()])
+    yield "heading", "Over iterations"
+    yield "figure", "curves.png"
+
+
+def difference(r: dict) -> str:
+    return f"{name_of(r['a'])} - {name_of(r['b'])}"
 
 
 def at_equal_cost(rows: list[dict]) -> list[str]:
@@ -124,12 +162,33 @@ def at_equal_cost(rows: list[dict]) -> list[str]:
     for (a, b, measure, split), then in verdict.items():
         if equals(b):
             before = verdict.get((a, method_of(b), measure, split), "not compared")
-            found.setdefault(f"{name_of(a)} - {name_of(b)}", {}).setdefault(
+            found.setdefault(difference(dict(a=a, b=b)), {}).setdefault(
                 f"{before} at equal epochs, then {then}", []).append(f"{measure} on {split}")
     lines = [f"- {name}: " + "; ".join(f"{change} in {', '.join(where)}"
                                        for change, where in changes.items())
              for name, changes in found.items()]
     return ["What survives at equal cost:", "", *lines, ""] if lines else []
+
+
+def html(n: dict, splits: list[str], runs: dict, out: Path) -> str:
+    """The report as a page: the same parts, figures in it, intervals drawn, conversations."""
+    # Of co-evolution's first run, as in conversations.txt.
+    example = next(iter(runs["coevolve"].values())) if "coevolve" in runs else None
+    data = conversations(example, letters=2e6, tasks=60) if example else dict(tasks=[])
+    figures = {path.name: "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+               for path in out.glob("*.png")}
+    drawn = {}
+    for r in n["paired"]:
+        drawn.setdefault(f"{r['split']}: {r['measure']}", []).append(
+            (difference(r), r["mean"], r["half"], r["verdict"] != "undecided"))
+    return render("report.html.j2", data, title=f"Study on {n['environment']}",
+                  left_first=lambda names: [(name, not k) for k, name in enumerate(names)],
+                  blocks=list(blocks(n, splits)), figures=figures,
+                  intervals=[charts.intervals(*column) for column in drawn.items()],
+                  example=example and example.name, has_tasks=bool(data["tasks"]),
+                  pages=[(f"{name_of(m)}, seed {seed}", f"../{path.name}/run.html")
+                         for m, found in runs.items() for seed, path in found.items()
+                         if (path / "run.html").exists()])
 
 
 def draw(n: dict, splits: list[str], out: Path) -> None:

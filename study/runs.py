@@ -69,7 +69,8 @@ def launch(env: str, command: list[str], log: Path | None) -> None:
         free.release()
     with open(log, "a") if log else nullcontext() as to:
         child = subprocess.Popen(["bash", str(ROOT / "run.sh"), env, *command], stdout=to,
-                                 stderr=to, env={**os.environ, "PYTHON": sys.executable})
+                                 stderr=to, env={**os.environ, "PYTHON": sys.executable,
+                                                 "PART_OF_A_STUDY": "1"})
         running.add(child)
         status = child.wait()
         running.remove(child)
@@ -90,7 +91,7 @@ def stop(number, _) -> None:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="run.sh study", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("env", choices=("webshop", "scienceworld", "intercodesql"))
+    parser.add_argument("env", choices=("webshop", "scienceworld", "intercodesql", "bfcl"))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5, 6, 7],
                         help="defaults were chosen with seeds 0 to 2 [3 4 5 6 7]")

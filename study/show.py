@@ -9,7 +9,7 @@ import textwrap
 from itertools import zip_longest
 from pathlib import Path
 
-from envs import SUCCESS
+from envs import SUCCESS, first_reply
 from harness.files import RunError, read_jsonl
 from harness.report import AGENTS, reading, result
 
@@ -82,9 +82,8 @@ def _side_by_side(task: str, agents: dict, width: int, told: set) -> str:
     """
     column = max((width - 3 * (len(agents) - 1)) // len(agents), 20)
     opening = []
-    for message in next(iter(agents.values()))["messages"]:
-        if message["role"] == "assistant":
-            break
+    shown = next(iter(agents.values()))
+    for message in shown["messages"][:first_reply(shown["messages"], shown["steps"])]:
         opening += [line for line in message["content"].splitlines() if line not in told]
     told.update(opening)
     # The instruction stands on top; environments repeat it on every page.
@@ -98,7 +97,8 @@ def _side_by_side(task: str, agents: dict, width: int, told: set) -> str:
                       *_wrap(f"reward {each['reward']:.3f}, {steps}, "
                              f"{ENDINGS.get(each['ended'], each['ended'])}", column),
                       "-" * column])
-        turns.append(_turns(each["messages"], column, known))
+        first = first_reply(each["messages"], each["steps"])
+        turns.append(_turns(each["messages"][first:], column, known))
     lines = ["=" * width, task, *(part for line in opening for part in _wrap(line, width)), ""]
     for cells in [heads, *zip_longest(*turns, fillvalue=())]:
         lines += [" | ".join(text.ljust(column) for text in row).rstrip()

@@ -1,8 +1,11 @@
 """Small models and tokenizers that the tests share; none of them is downloaded."""
 
 import gc
+import json
 import re
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 torch.set_num_threads(1)
 torch.cpu.get_capabilities = dict  # every CPU computes in fp32 here, whatever the model
 
+import engine.packing  # noqa: E402, F401  registers the attention of all models here
 import envs  # noqa: E402
 
 gc.freeze()  # as the program does: what was imported is no garbage
@@ -182,3 +186,43 @@ def toy_run(small_model, tmp_path, monkeypatch):
         return tmp_path / "run"
 
     return run
+
+
+KEY = "sk-secret-0123456789"  # of the endpoint
+
+
+@pytest.fixture
+def endpoint(monkeypatch):
+    """endpoint.answer(messages) -> reply; endpoint.faults are answered first: (status, text,
+    headers) each, or None for a closed connection. endpoint.seen are the requests' bodies."""
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                server.seen.append((self.path, self.headers.get("Authorization"), body))
+                fault = server.faults.pop(0) if server.faults else False
+            if fault is None:
+                self.close_connection = True
+                return
+            status, text, headers = fault or (200, json.dumps(dict(
+                choices=[dict(message=dict(content=server.answer(body["messages"])))],
+                usage=dict(prompt_tokens=100, completion_tokens=7))), {})
+            data = text.encode()
+            self.send_response(status)
+            for name, value in {"Content-Length": len(data), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    lock, server = threading.Lock(), ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.seen, server.faults, server.answer = [], [], lambda messages: "c"
+    server.url = f"http://127.0.0.1:{server.server_port}/v1"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    yield server
+    server.shutdown()

@@ -14,13 +14,26 @@ import pytest
 import torch
 from conftest import make_model, make_tokenizer
 from safetensors.torch import load_file, save_file
-from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM,
-                          MistralConfig, MistralForCausalLM, T5Config, T5ForConditionalGeneration)
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import coevolve
 import envs
-from harness import start
-from harness import settings
+from harness import settings, start
 from harness.settings import Settings, SettingsError
 
 ROOT = Path(__file__).parent.parent
@@ -57,9 +70,15 @@ LEAST = {  # of every number, the least that is possible; above: that is not pos
     "max_grad_norm": "above 0", "checkpoint_minutes": 0, "dpo_steps": 0, "samples": 1,
     "dart_budget": 0, "ppo_rollouts": 2, "ppo_epochs": 1, "ppo_batch": 1, "ppo_lr": "above 0",
     "ppo_clip": "above 0", "ppo_kl": 0, "examples": 0, "price_in": 0, "price_out": 0,
+    "start_tasks": 1, "grpo_steps": 1, "evolve_every": 1, "evaluate_every": 1, "step_tasks": 1,
+    "step_rollouts": 2, "grpo_batch": 1, "grpo_lr": "above 0", "grpo_temperature": "above 0",
+    "grpo_kl": 0, "clip_low": "above 0", "clip_high": "above 0", "window": 1,
+    "rare_below": "above 0", "rare_min": 1, "picks": 1, "explorer_episodes": 1,
+    "explorer_temperature": "above 0", "add_most": 0, "near_text": "above 0",
+    "margins": 0,
 }
 MOST = {"expert_min_reward": 1, "hard_threshold": 1, "sft_warmup": 0.999, "dpo_warmup": 0.999,
-        "threads": 1024, "examples": 2}
+        "threads": 1024, "examples": 2, "clip_low": 0.999, "rare_below": 100, "near_text": 1}
 
 
 def settings_cases():
@@ -104,13 +123,17 @@ CONTRADICTIONS = {
     "--env webshop --mysql-url mysql://a@h": "is for intercodesql, not for webshop",
     "--env webshop --intercode-data d": "is for intercodesql, not for webshop",
     "--env intercodesql --task-types short": "is for scienceworld, not for intercodesql",
-    "--env intercodesql --split-file f": "is for scienceworld, not for intercodesql",
+    "--env intercodesql --split-file f": "is for scienceworld and webshop, not for intercodesql",
     "--env intercodesql --mysql-url mysql://a@h --model m": "give --intercode-data FOLDER too",
     "--env intercodesql --intercode-data d": "the tiny model knows the generated databases' words",
     "--env intercodesql --intercode-data d --model m --mysql-url h": "must be mysql://user",
     "--env intercodesql --intercode-data d --model m --mysql-url mysql://a@h:70000": "mysql://user",
     "--env intercodesql --intercode-data d --model m --mysql-url mysql://a@h:0": "mysql://user",
     "--env intercodesql --intercode-data d --model m --mysql-url http://a@h": "mysql://user",
+    "--env bfcl": "--model tiny: it cannot read the documents of functions; give another --model",
+    "--env webshop --bfcl-split published": "is for bfcl, not for webshop",
+    "--env intercodesql --bfcl-category all": "is for bfcl, not for intercodesql",
+    "--env scienceworld --bfcl-reward turns": "is for bfcl, not for scienceworld",
     "--dry-run 8xH100": "--dry-run: is for a model to be trained here",
     "--method eto --failure-from r": "--failure-from: eto has no failure agent",
     "--method sft --explore-again": "--explore-again: sft has no second agent",
@@ -345,11 +368,19 @@ MODELS = {  # what is done to a folder that is right -> what the line must say
     "an encoder with a decoder": (other(lambda v: T5ForConditionalGeneration(T5Config(
         vocab_size=v, d_model=16, d_ff=16, num_layers=1, num_heads=2))), "not a causal LM"),
     "another causal LM": (other(lambda v: GPT2LMHeadModel(GPT2Config(
-        vocab_size=v, n_embd=32, n_layer=1, n_head=2))), "--model"),
+        vocab_size=v, n_embd=32, n_layer=1, n_head=2))), "--max-tokens 2500 is above 1024, its"),
+    "convolutions": (other(lambda v: Lfm2ForCausalLM(Lfm2Config(**small(v), layer_types=["conv"]))),
+                     "layers of type conv"),
+    "positions of its own": (other(lambda v: BartForCausalLM(BartConfig(
+        vocab_size=v, d_model=32, decoder_layers=1, decoder_attention_heads=4,
+        max_position_embeddings=4096))),
+        "nats off in training: the first numbers that differ are those of model.decoder."),
+    "attention twice a layer": (other(lambda v: DiffLlamaForCausalLM(DiffLlamaConfig(**small(v)))),
+                                "layer 0 attends more than once in a pass"),
     "sliding windows": (other(lambda v: MistralForCausalLM(MistralConfig(
-        **small(v), sliding_window=16))), "sliding_window=16 is not supported"),
+        **small(v), sliding_window=16))), "--max-tokens 2500 is above 16, its sliding window"),
     "too few positions": (other(lambda v: LlamaForCausalLM(LlamaConfig(
-        **{**small(v), "max_position_embeddings": 100}))), "--max-tokens 2500 is above its 100"),
+        **{**small(v), "max_position_embeddings": 100}))), "--max-tokens 2500 is above 100, its positions"),
     "another tokenizer's model": (of_another_tokenizer, "do not belong together"),
     "an empty folder": (lambda f: [p.unlink() for p in f.iterdir()], "--model"),
 }
@@ -416,10 +447,12 @@ def test_another_runs_folder_is_refused_with_what_differs(small_model, tmp_path)
 
 
 def test_experts_that_do_not_fit_are_refused_before_anything_is_trained(small_model, tmp_path):
-    (tmp_path / "e").write_text(json.dumps(ours(reward=0.5)))
+    expert = ours(reward=0.5)
+    expert["messages"][0]["content"] = envs.make("webshop", "short").reset(expert["task"])
+    (tmp_path / "e").write_text(json.dumps(expert))
     line = refused(*flags(tmp_path / "run", small_model, "--experts", tmp_path / "e"))
     assert "1 at or below --expert-min-reward 0.7" in line
-    (tmp_path / "e").write_text(json.dumps(ours()))
+    (tmp_path / "e").write_text(json.dumps(expert | {"reward": 1.0}))
     line = refused(*flags(tmp_path / "run", small_model, "--experts", tmp_path / "e",
                           "--max-tokens", 8))
     assert "1 longer than --max-tokens 8" in line

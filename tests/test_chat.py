@@ -3,61 +3,23 @@
 import json
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
+from conftest import KEY
 
 import coevolve
 import envs
 from baselines import chat
 from dpo import Trajectory
+from harness import endpoint as endpoints
 from harness import report
 from harness.run import Run
 from harness.settings import Settings, SettingsError, check
 from study import show
 
-KEY = "sk-secret-0123456789"
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture
-def endpoint(monkeypatch):
-    """endpoint.answer(messages) -> reply; endpoint.faults are answered first: (status, text,
-    headers) each, or None for a closed connection. endpoint.seen are the requests' bodies."""
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with lock:
-                server.seen.append((self.path, self.headers.get("Authorization"), body))
-                fault = server.faults.pop(0) if server.faults else False
-            if fault is None:
-                self.close_connection = True
-                return
-            status, text, headers = fault or (200, json.dumps(dict(
-                choices=[dict(message=dict(content=server.answer(body["messages"])))],
-                usage=dict(prompt_tokens=100, completion_tokens=7))), {})
-            data = text.encode()
-            self.send_response(status)
-            for name, value in {"Content-Length": len(data), **headers}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_):
-            pass
-
-    lock, server = threading.Lock(), ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    server.seen, server.faults, server.answer = [], [], lambda messages: "c"
-    server.url = f"http://127.0.0.1:{server.server_port}/v1"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    yield server
-    server.shutdown()
 
 
 class Guess:
@@ -67,6 +29,9 @@ class Guess:
 
     def tasks(self, split):
         return [f"{split}-{i}" for i in range(4)]
+
+    def find(self, task):
+        return task
 
     def reset(self, task):
         return f"letter {task}"
@@ -86,7 +51,7 @@ class Guess:
 def run(endpoint, tmp_path, monkeypatch):
     """run(**settings) -> the finished run."""
     monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(Guess()))
-    monkeypatch.setattr(chat.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(endpoints.time, "sleep", lambda seconds: None)
 
     def start(**changed):
         values = dict(method="chat", model=endpoint.url, model_name="m", slots=2, examples=0,
@@ -148,7 +113,7 @@ def test_examples_are_expert_conversations_and_the_rules_stand_once(endpoint, ru
                                    (200, "<html>", {}), (200, '{"choices": []}', {})])
 def test_what_may_pass_is_tried_again_with_growing_waits(endpoint, fault):
     waits, endpoint.faults = [], [fault] * 3
-    reply, used = chat.Endpoint(settings(endpoint), waits.append)([dict(role="user", content="?")])
+    reply, used = endpoints.Endpoint(settings(endpoint), waits.append)([dict(role="user", content="?")])
     assert reply == "c" and used["retries"] == 3 and len(endpoint.seen) == 4
     if fault and fault[2]:
         assert waits == [7.0] * 3
@@ -171,8 +136,8 @@ def test_what_may_pass_is_tried_again_with_growing_waits(endpoint, fault):
 ])
 def test_what_does_not_pass_is_one_line_without_the_key(endpoint, faults, tries, message):
     endpoint.faults = list(faults)
-    with pytest.raises(chat.EndpointError) as error:
-        chat.Endpoint(settings(endpoint), lambda seconds: None)([dict(role="user", content="?")])
+    with pytest.raises(endpoints.EndpointError) as error:
+        endpoints.Endpoint(settings(endpoint), lambda seconds: None)([dict(role="user", content="?")])
     assert message in str(error.value) and "\n" not in str(error.value)
     assert KEY[:5] not in str(error.value) and len(endpoint.seen) == tries
 
@@ -192,10 +157,10 @@ def test_replies_that_the_endpoint_cut_are_counted(endpoint, run):
     (dict(content="cd"), dict(prompt_tokens=5, completion_tokens=None), 5)])
 def test_answers_in_parts_and_without_usage_are_read(endpoint, message, usage, tokens):
     endpoint.faults = [(200, json.dumps(dict(choices=[dict(message=message)], usage=usage)), {})]
-    reply, used = chat.Endpoint(settings(endpoint))([dict(role="user", content="?")])
+    reply, used = endpoints.Endpoint(settings(endpoint))([dict(role="user", content="?")])
     assert reply == "cd" and used["prompt_tokens"] + used["completion_tokens"] == tokens
     assert used["unreported"] == (not usage)
-    rows = [Trajectory(usage=dict.fromkeys(chat.USAGE, 1) | used)]
+    rows = [Trajectory(usage=dict.fromkeys(endpoints.USAGE, 1) | used)]
     assert ("dollars" in chat.cost(rows, settings(endpoint, price_in=1.0))) == bool(usage)
 
 
@@ -204,7 +169,7 @@ def test_answers_in_parts_and_without_usage_are_read(endpoint, message, usage, t
     (dict(content=f"your key is {KEY}"), "your key is ***")])
 def test_odd_contents_are_replies_too(endpoint, message, reply):
     endpoint.faults = [(200, json.dumps(dict(choices=[dict(message=message)])), {})]
-    found, used = chat.Endpoint(settings(endpoint))([dict(role="user", content="?")])
+    found, used = endpoints.Endpoint(settings(endpoint))([dict(role="user", content="?")])
     assert found == reply and used["requests"] == 1 and len(endpoint.seen) == 1
 
 
@@ -212,7 +177,7 @@ def test_parameters_that_a_model_refuses_are_sent_otherwise(endpoint, capsys):
     endpoint.faults = [
         (400, "Unsupported parameter: 'max_tokens' ... Use 'max_completion_tokens' instead.", {}),
         (400, "Unsupported value: 'temperature' does not support 0 with this model.", {})]
-    model = chat.Endpoint(settings(endpoint, max_new_tokens=50), lambda seconds: 1 / 0)
+    model = endpoints.Endpoint(settings(endpoint, max_new_tokens=50), lambda seconds: 1 / 0)
     for _ in range(2):
         model([dict(role="user", content="?")])
     assert "takes no temperature: its own is used" in capsys.readouterr().err
@@ -225,31 +190,31 @@ def test_parameters_that_a_model_refuses_are_sent_otherwise(endpoint, capsys):
 
 def test_an_address_may_name_the_whole_path(endpoint):
     for address in (endpoint.url, f"{endpoint.url}/", f"{endpoint.url}/chat/completions"):
-        chat.Endpoint(Settings(method="chat", model=address, model_name="m"))([])
+        endpoints.Endpoint(Settings(method="chat", model=address, model_name="m"))([])
     assert {path for path, _, _ in endpoint.seen} == {"/v1/chat/completions"}
     endpoint.faults = [(404, "not here", {})]
-    with pytest.raises(chat.EndpointError, match="most addresses end in /v1"):
-        chat.Endpoint(Settings(method="chat", model=endpoint.url[:-3], model_name="m"))([])
+    with pytest.raises(endpoints.EndpointError, match="most addresses end in /v1"):
+        endpoints.Endpoint(Settings(method="chat", model=endpoint.url[:-3], model_name="m"))([])
 
 
 def test_a_short_key_is_no_secret_to_be_cut_out_of_replies(endpoint, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "x")
     endpoint.answer = lambda messages: "search[fox box]"
-    assert chat.Endpoint(settings(endpoint))([])[0] == "search[fox box]"
+    assert endpoints.Endpoint(settings(endpoint))([])[0] == "search[fox box]"
 
 
 def test_a_full_context_is_no_refusal_of_a_parameter(endpoint):
     endpoint.faults = [(400, "'max_tokens' or 'max_completion_tokens' is too large: 256. This model's "
                         "maximum context length is 2048 tokens", {})]
-    with pytest.raises(chat.ContextFull):
-        chat.Endpoint(settings(endpoint))([])
+    with pytest.raises(endpoints.ContextFull):
+        endpoints.Endpoint(settings(endpoint))([])
 
 
 def test_a_refusal_without_a_key_names_the_variable(endpoint, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY")
     endpoint.faults = [(401, "who are you?", {})]
-    with pytest.raises(chat.EndpointError, match="OPENAI_API_KEY is not set"):
-        chat.Endpoint(settings(endpoint))([dict(role="user", content="?")])
+    with pytest.raises(endpoints.EndpointError, match="OPENAI_API_KEY is not set"):
+        endpoints.Endpoint(settings(endpoint))([dict(role="user", content="?")])
 
 
 def test_a_conversation_longer_than_the_endpoint_reads_ends_the_episode(endpoint, run):
@@ -282,13 +247,13 @@ def test_episodes_of_another_model_are_not_taken_for_this_ones(endpoint, run, tm
 def test_a_key_that_no_header_can_hold_is_refused_without_being_shown(endpoint, monkeypatch):
     monkeypatch.setenv("OTHER_KEY", "sk-\nsecret")
     with pytest.raises(SettingsError, match="OTHER_KEY holds a character") as error:
-        chat.Endpoint(settings(endpoint, key_variable="OTHER_KEY"))
+        endpoints.Endpoint(settings(endpoint, key_variable="OTHER_KEY"))
     assert "secret" not in str(error.value)
 
 
 def test_a_server_without_a_key_gets_none(endpoint, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY")
-    chat.Endpoint(settings(endpoint))([dict(role="user", content="?")])
+    endpoints.Endpoint(settings(endpoint))([dict(role="user", content="?")])
     assert endpoint.seen[0][1] is None
 
 
@@ -305,7 +270,7 @@ def test_a_stopped_run_goes_on_and_pays_for_no_episode_twice(endpoint, run):
         return "c"
 
     endpoint.answer = break_down
-    with pytest.raises(chat.EndpointError, match="out of money"):
+    with pytest.raises(endpoints.EndpointError, match="out of money"):
         run(slots=1)
     endpoint.faults, paid = [], len(endpoint.seen)
     endpoint.answer = lambda messages: "c"

@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 import coevolve
 import dpo
 import envs
-from harness import files, models, run as harness_run, start
+from harness import files, models, start
+from harness import run as harness_run
 from harness.settings import Settings, SettingsError
 
 ROOT = Path(__file__).parent.parent
@@ -206,7 +207,8 @@ def contents(run):
     files = {}
     for path in sorted(run.rglob("*")):
         name = str(path.relative_to(run))
-        if path.is_file() and name not in ("lock", "config.json", "phases.json", "curves.png"):
+        if path.is_file() and name not in ("lock", "config.json", "phases.json", "curves.png",
+                                            "run.html"):
             files[name] = path.read_bytes()
     events = [json.loads(line) for line in files.pop("metrics.jsonl").splitlines()]
     for event in events:
@@ -432,7 +434,7 @@ def test_a_tracker_gets_every_number_of_the_log(tmp_path, monkeypatch):
 def test_what_cannot_be_saved_is_known_before_the_first_step(quick, tmp_path, monkeypatch, broken,
                                                              message):
     """A full disk, weights that change on the way, a tokenizer that loses a token."""
-    save = harness_run.Run._save
+    save = harness_run.Run.save
     if broken == "disk":
         monkeypatch.setattr(harness_run.shutil, "disk_usage",
                             lambda path: type("Usage", (), dict(free=1000)))
@@ -447,7 +449,7 @@ def test_what_cannot_be_saved_is_known_before_the_first_step(quick, tmp_path, mo
             text = (out / "tokenizer.json").read_text()
             (out / "tokenizer.json").write_text(text.replace('"find"', '"fin_d"'))
 
-    monkeypatch.setattr(harness_run.Run, "_save", save_badly)
+    monkeypatch.setattr(harness_run.Run, "save", save_badly)
     with pytest.raises(SettingsError) as refusal:
         start.main(coevolve.coevolve, [*command(tmp_path / "run")[2:], "--env", "webshop"])
     AcceleratorState._reset_state(True)

@@ -128,6 +128,10 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
                                              "assistant\n<think>{% endif %}")
     with pytest.raises(ValueError, match="rewrites a turn"):
         dpo.Encoder(tokenizer)
+    tokenizer.chat_template = CHATML + (  # as Phi-3's
+        "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}")
+    with pytest.raises(ValueError, match=r"ends a conversation with '<\|im_end\|>' and takes that"):
+        dpo.Encoder(tokenizer)
 
 
 def test_a_template_without_an_end_of_turn_token_is_refused():
@@ -395,7 +399,7 @@ def test_training_drops_nothing_whatever_the_models_config_says(model, options):
 def test_attention_of_another_form_is_refused():
     model = make_model(VOCABULARY)
     model.model.layers[0].self_attn.sliding_window = 4
-    with pytest.raises(ValueError, match="sliding_window=4 is not supported"):
+    with pytest.raises(ValueError, match="Qwen3Attention sees only the last 4 of 9 tokens"):
         dpo.action_log_probs(model, sequences(9))
 
 

@@ -1,6 +1,7 @@
 """The dry run's numbers against torch's allocator, hand-worked sizes and real folders."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,18 @@ def test_the_papers_models_fit_eight_gpus_and_a_7b_model_not_one(folder, capsys)
         plan_of(llama, "1xH100")
     plan_of(folder("qwen3-4b"), "1xH200")
     assert "4.02 B parameters on 1 x H200" in capsys.readouterr().out
+
+
+def test_a_buffer_of_failures_is_planned_for_as_it_is_in_the_last_iteration(folder, capsys):
+    """Three iterations of two rollouts: six trajectories in a pass, and 1 + 2 + 3 times two read;
+    without it an expert and two, and three times two."""
+    qwen, read = folder("qwen3-4b"), {}
+    for d_fail, tokens in (("all", 3 * 4096), ("buffer", 6 * 4096)):
+        plan_of(qwen, "8xH100", "--iterations", "3", "--d-fail", d_fail)
+        printed = capsys.readouterr().out
+        assert f"activations of {tokens:,} tokens" in printed
+        read[d_fail] = float(re.search(r"preferences +([\d.]+) M", printed)[1])
+    assert read["buffer"] / read["all"] == pytest.approx((3 * 3 + 12) / (3 * 3 + 6), rel=1e-2)
 
 
 def test_of_several_processes_one_prints_the_plan(folder, monkeypatch, capsys):

@@ -1,14 +1,13 @@
-"""A little of `fuzz.py`, and the inputs with which it, or thinking about it, found something."""
+"""A little of `bench/fuzz.py`, and inputs with which it, or thinking about it, found something."""
 
 import random
 
-import fuzz
 import pytest
 
 import envs
-import experts
-import report
-from settings import SettingsError
+from bench import fuzz
+from harness import files
+from worlds.webshop_server import WebShopServer
 
 
 @pytest.mark.parametrize("parse", fuzz.PARSERS, ids=lambda parse: parse.__name__)
@@ -24,7 +23,7 @@ def test_odd_inputs_keep_the_contract(parse):
     '<h3 id="reward"><pre>' + "9" * 400 + "</pre></h3>",
 ])
 def test_a_page_that_cannot_be_read_voids_the_episode(html):
-    shop = envs.WebShopServer("http://127.0.0.1:9")
+    shop = WebShopServer("http://127.0.0.1:9")
     shop._task = shop._instruction = shop._shown = None
     shop._load = lambda *_, **__: (f"<html>{html}</html>", "http://127.0.0.1:9/")
     with pytest.raises(envs.EnvError):
@@ -35,8 +34,8 @@ def test_a_page_that_cannot_be_read_voids_the_episode(html):
                                   '{"a": ' + "9" * 5000 + "}"])
 def test_lines_that_are_no_objects_are_refused(text, tmp_path):
     (tmp_path / "f").write_bytes(text.encode())
-    with pytest.raises(report.RunError) as error:
-        report.read_jsonl(tmp_path / "f")
+    with pytest.raises(files.RunError) as error:
+        files.read_jsonl(tmp_path / "f")
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
-    with pytest.raises(SettingsError):
-        experts.read_experts(tmp_path / "f", envs.make("webshop"))
+    with pytest.raises(envs.Refused):
+        envs.read_experts(tmp_path / "f", envs.make("webshop"))

@@ -33,6 +33,9 @@ class OneReply:
     def tasks(self, split):
         return [f"{split}-{i}" for i in range(TASKS)]
 
+    def find(self, task):
+        return task
+
     def reset(self, task):
         return f"say something, {task}"
 
@@ -182,7 +185,7 @@ def test_dart_samples_more_where_the_first_samples_failed(run):
 
 
 def test_ppo_starts_at_the_sft_policy_and_moves(run):
-    r = run("ppo", iterations=2, ppo_rollouts=4, ppo_lr=1e-3)
+    r = run("ppo", iterations=2, ppo_rollouts=4, ppo_lr=1e-2)
     kl = [e["kl"] for e in events(r, "ppo")]
     assert kl[0] == pytest.approx(0, abs=1e-5) and kl[1] > 0.01
     assert [e["episodes"] for e in events(r, "ppo")] == [4 * TASKS] * 2
@@ -215,6 +218,19 @@ def test_a_frozen_failure_agent_stays_as_it_is(run):
     assert equal(r.path / "sft-failure", r.path / "iter2/failure-agent")
     assert not equal(r.path / "sft-target", r.path / "iter2/target-agent")
     assert "failure>failure" in {p["kind"] for p in pairs(r, "target", 2)}
+
+
+@pytest.mark.parametrize("batch, equal_agents", [(TASKS, True), (TASKS // 2, False)])
+def test_two_agents_whose_experts_fit_one_batch_are_said_to_be_equal(run, capsys, batch,
+                                                                     equal_agents):
+    """Their seeds shuffle batches, and there is one: they differ by the order of sums alone."""
+    r = run("coevolve", sft_batch=batch, sft_epochs=2)
+    found = [weights(r.path / f"sft-{agent}") for agent in ("target", "failure")]
+    apart = max((found[0][name] - found[1][name]).abs().max().item() for name in found[0])
+    assert (apart < 1e-6) == equal_agents
+    said = "sft-failure: all 6 experts are in one batch" in capsys.readouterr().out
+    assert said == equal_agents
+    assert [e["experts"] for e in events(r, "equal agents")] == [TASKS] * equal_agents
 
 
 def test_a_failure_agent_of_another_run(run, model, tmp_path):
@@ -288,7 +304,9 @@ def test_ppos_settings_reach_its_objective_and_its_batches(run, monkeypatch):
     seen, objective = [], ppo.objective
     monkeypatch.setattr(ppo, "objective", lambda *a, **k: seen.append(k) or objective(*a, **k))
     r = run("ppo", ppo_clip=0.3, ppo_kl=0.01, ppo_epochs=3, ppo_batch=2)
-    assert seen and all(k == dict(temperature=1.5, clip=0.3, kl=0.01) for k in seen)
+    never = r.encoder().forbidden  # the model's embedding has no rows that only pad it
+    assert never and seen and all(
+        k == dict(temperature=1.5, never=never, clip=0.3, kl=0.01) for k in seen)
     steps = events(r, "train", phase="iter1/target-agent")
     assert {e["epoch"] for e in steps} == {1, 2, 3} and len(steps) == 3 * math.ceil(TASKS / 2)
 
@@ -339,9 +357,9 @@ def test_a_rejected_trajectory_ends_so_many_turns_after_the_experts(run, monkeyp
 
 
 @pytest.mark.parametrize("too_long, pairs_made", [("drop", False), ("cut", True)])
-def test_trajectories_that_filled_the_context_make_pairs_or_not(run, monkeypatch, too_long,
+def test_trajectories_that_filled_the_context_make_pairs_or_not(run, monkeypatch, capsys, too_long,
                                                                 pairs_made):
-    """After one whole turn there is no room for a second."""
+    """After one whole turn there is no room for a second. A phase of which most end so says it."""
     monkeypatch.setattr(OneReply, "max_steps", 9)
     monkeypatch.setattr(OneReply, "step", lambda self, reply: envs.Step(
         "thanks " * (reply != "c") * 30, float(reply == "c"), reply == "c"))
@@ -350,6 +368,16 @@ def test_trajectories_that_filled_the_context_make_pairs_or_not(run, monkeypatch
     assert ended["context"] > 0 and bool(pairs(r, "target")) == pairs_made
     dropped = events(r, "pairs", trains="target")[0]["dropped"]
     assert dropped.get("too long", 0) == (0 if pairs_made else ended["context"])
+    printed = capsys.readouterr().out
+    for e in events(r, "phase"):
+        if "episodes" in e and e["phase"] != "experts.jsonl":
+            full = [t["ended"] for t in r.read_jsonl(e["phase"])].count("context")
+            line = (f"{e['phase']}: {full} of {e['episodes']} episodes filled --max-tokens 100 "
+                    "before they were over; raise --max-tokens")
+            assert (line in printed) == (full > e["episodes"] / 2)
+            assert [found["episodes"] for found in events(r, "full", phase=e["phase"])] == (
+                [full] if full > e["episodes"] / 2 else [])
+    assert "episodes filled --max-tokens 100" in printed
 
 
 def test_the_learning_rate_may_fall_along_a_cosine(run):

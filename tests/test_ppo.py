@@ -32,12 +32,12 @@ class Table(torch.nn.Module):
         return SimpleNamespace(logits=self.logits.expand(1, len(logits_to_keep), -1))
 
 
-def episodes(*tokens, advantages, old, sft):
+def episodes(*tokens, advantages, old, ref):
     """A group of episodes that read token 0 and then write the tokens given."""
     found = [sequence([0, *ids], [0] + [1] * len(ids)) for ids in tokens]
     as_tensors = lambda rows: [torch.tensor(row, dtype=torch.float64).log() for row in rows]
     return ppo.Rollouts("task", found, advantages=advantages, old=as_tensors(old),
-                        sft=as_tensors(sft))
+                        ref=as_tensors(ref))
 
 
 def test_leave_one_out_by_hand():
@@ -65,11 +65,11 @@ def test_the_objective_by_hand():
     """
     model = Table([math.log(2), 0.0, 0.0])
     group = episodes([0, 1, 2], [1], advantages=[1.0, -2.0], old=[[.5, .2, .4], [.2]],
-                     sft=[[.5, .25, .25], [.5]])
+                     ref=[[.5, .25, .25], [.5]])
     surrogate = 1 + 1.2 + 0.625 - 2.5
-    loss, _ = ppo.objective(model, [group], temperature=1.0, clip=0.2, kl=0.0)
+    loss, _ = ppo.objective(model, [group], temperature=1.0, never=[], clip=0.2, kl=0.0)
     assert loss.item() == pytest.approx(-surrogate)
-    loss, _ = ppo.objective(model, [group], temperature=1.0, clip=0.2, kl=0.1)
+    loss, _ = ppo.objective(model, [group], temperature=1.0, never=[], clip=0.2, kl=0.1)
     assert loss.item() == pytest.approx(-surrogate + 0.1 * math.log(2) ** 2 / 2)
 
 
@@ -77,8 +77,8 @@ def test_clipped_tokens_have_no_gradient():
     model = Table([math.log(2), 0.0, 0.0])
     for advantage, old, moves in ((1.0, .2, False), (1.0, .4, True), (-1.0, .2, True),
                                   (-1.0, .4, False)):
-        group = episodes([1], advantages=[advantage], old=[[old]], sft=[[.25]])
-        loss, _ = ppo.objective(model, [group], temperature=1.0, clip=0.2, kl=0.0)
+        group = episodes([1], advantages=[advantage], old=[[old]], ref=[[.25]])
+        loss, _ = ppo.objective(model, [group], temperature=1.0, never=[], clip=0.2, kl=0.0)
         model.zero_grad()
         loss.backward()
         assert bool(model.logits.grad.abs().max() > 0) == moves, (advantage, old)
@@ -89,8 +89,8 @@ def test_the_kl_terms_gradient_is_that_of_the_divergence():
     model, sft = Table([math.log(2), 0.0, 0.0]), [0.2, 0.5, 0.3]
     taken = [0, 0, 1, 2]
     group = episodes(*([t] for t in taken), advantages=[0.0] * 4,
-                     old=[[[.5, .25, .25][t]] for t in taken], sft=[[sft[t]] for t in taken])
-    loss, _ = ppo.objective(model, [group], temperature=1.0, clip=0.2, kl=1.0)
+                     old=[[[.5, .25, .25][t]] for t in taken], ref=[[sft[t]] for t in taken])
+    loss, _ = ppo.objective(model, [group], temperature=1.0, never=[], clip=0.2, kl=1.0)
     (loss / 4).backward()
     found = model.logits.grad.clone()
     model.zero_grad()
@@ -112,6 +112,14 @@ def test_the_temperature_divides_the_logits():
     assert found.exp().tolist() == pytest.approx([4 / 6, 1 / 6])
 
 
+def test_what_is_never_drawn_has_no_part_in_a_log_probability():
+    model = Table([math.log(2), 0.0, 5.0])  # the third is never drawn: 2 : 1 is left
+    found = dpo.token_log_probs(model, [sequence([0, 0, 1], [0, 1, 1])], never=[2])
+    assert found.exp().tolist() == pytest.approx([2 / 3, 1 / 3])
+    found.sum().backward()
+    assert model.logits.grad[2] == 0
+
+
 @pytest.mark.parametrize("kl", [0.0, 0.5])
 def test_a_bandit_is_solved(kl):
     """Three actions worth 0, 0.5 and 1. The best policy is known: proportional to
@@ -125,10 +133,10 @@ def test_a_bandit_is_solved(kl):
         played = [dpo.Trajectory(ids=[0, t], action_mask=[0, 1], reward=worth[t].item())
                   for t in taken]
         groups = ppo.groups({"bandit": played}, Counter())
-        for model, name in ((policy, "old"), (sft, "sft")):
-            ppo.add_log_probs(Accelerator(cpu=True), model, groups, name, 1.0, 1000)
+        for model, name in ((policy, "old"), (sft, "ref")):
+            ppo.add_log_probs(Accelerator(cpu=True), model, groups, name, 1.0, [], 1000)
         epochs = [dpo.batches(groups, 16, "instructions", random.Random(i)) for _ in range(4)]
-        objective = partial(ppo.objective, temperature=1.0, clip=0.2, kl=kl)
+        objective = partial(ppo.objective, temperature=1.0, never=[], clip=0.2, kl=kl)
         dpo.fit(Accelerator(cpu=True), policy, epochs, objective, dpo.count_action_tokens, lr=0.05,
                 warmup=0.0, schedule="constant", weight_decay=0.0, max_grad_norm=1.0,
                 tokens_per_forward=1000, log=lambda event: None)
@@ -139,7 +147,7 @@ def test_a_bandit_is_solved(kl):
 
 def test_the_divergence_is_counted_per_episode():
     group = episodes([0, 1], [2], advantages=[0.0, 0.0], old=[[.5, .5], [.5]],
-                     sft=[[.25, .5], [.5]])
+                     ref=[[.25, .5], [.5]])
     assert ppo.kl_of([group]) == pytest.approx(math.log(2) / 2)
 
 
@@ -148,16 +156,16 @@ def train(shard):
     accelerator, log = Accelerator(cpu=True), []
     groups = [ppo.Rollouts(str(i), sequences(9 + i, 12, seed=i), advantages=[0.5 + i, -0.5 - i])
               for i in range(5)]
-    for name, seed in (("old", 3), ("sft", 4)):
+    for name, seed in (("old", 3), ("ref", 4)):
         model = sharding.shard_model(accelerator, make_model(VOCABULARY, seed=seed).float(), shard)
-        ppo.add_log_probs(accelerator, model, groups, name, 0.7, 40)
+        ppo.add_log_probs(accelerator, model, groups, name, 0.7, [], 40)
     model = sharding.shard_model(accelerator, make_model(VOCABULARY, seed=3).float(), shard)
-    objective = partial(ppo.objective, temperature=0.7, clip=0.2, kl=0.1)
+    objective = partial(ppo.objective, temperature=0.7, never=[], clip=0.2, kl=0.1)
     dpo.fit(accelerator, model, [[groups[:1], groups[1:]]], objective, dpo.count_action_tokens,
             lr=1e-3, warmup=0.0, schedule="constant", weight_decay=0.0, max_grad_norm=1.0,
             tokens_per_forward=40, log=log.append)
     return dict(loss=[e["loss"] for e in log], norm=[e["gradient_norm"] for e in log],
-                log_probs=[x for g in groups for part in g.old + g.sft for x in part.tolist()])
+                log_probs=[x for g in groups for part in g.old + g.ref for x in part.tolist()])
 
 
 @pytest.mark.parametrize("shard", [False, True])

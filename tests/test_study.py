@@ -3,6 +3,7 @@
 import fcntl
 import json
 import math
+import re
 import subprocess
 import sys
 import threading
@@ -254,6 +255,13 @@ def test_the_report_holds_what_the_runs_hold(finished):
     text = (folder / "report/report.md").read_text()
     assert "co-evolution - ETO, equal steps and rollouts" in text and "Table 2" in text
     assert "EXPERT" in (folder / "report/conversations.txt").read_text()
+    html = (folder / "report/report.html").read_text()
+    for said in ("co-evolution - ETO, equal steps and rollouts", "Table 2", "the hardest negatives",
+                 *(row.split("|")[2].strip() for row in text.splitlines() if "± 0." in row)):
+        assert re.sub(r"\*\*(.*?)\*\*", r"\1", said).replace("±", "&#177;") in re.sub(
+            "</?strong>", "", html)
+    assert html.count('src="data:image/png;base64,') == 3  # curves, figures 3 and 4
+    assert html.count('class="whisker') == len(numbers["paired"])
 
 
 def test_a_report_on_a_few_runs_leaves_out_what_it_cannot_say(finished, tmp_path):

@@ -18,7 +18,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import coevolve  # noqa: E402
 import envs  # noqa: E402
+from harness import start  # noqa: E402
 from worlds import webshop_catalogue as catalogue  # noqa: E402
 from worlds.webshop import Page, WebShop  # noqa: E402
 from worlds.webshop_server import WebShopServer, _Html  # noqa: E402
@@ -91,6 +93,11 @@ def serve():
     for server in servers:
         server.shutdown()
         server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch):
+    monkeypatch.setattr(envs.Repaired, "waits", (0.01, 0.01))
 
 
 def client(server, view="full", **changed):
@@ -294,10 +301,11 @@ def test_tasks_name_goals_of_the_splits_without_a_request(official):
 
 
 def test_make_chooses_by_address():
-    assert isinstance(envs.make("webshop"), WebShop)
+    assert isinstance(envs.make("webshop")._env, WebShop)
     shop = envs.make("webshop", "short", webshop_url="http://127.0.0.1:3000/")
+    assert isinstance(shop._env, WebShopServer)
     assert (shop.url, shop.view) == ("http://127.0.0.1:3000", "short")
-    with pytest.raises(envs.EnvError, match="--experts"):
+    with pytest.raises(envs.Refused, match="--experts"):
         shop.expert()
     with pytest.raises(RuntimeError, match="reset"):
         shop.step("search[lamp]")
@@ -345,7 +353,7 @@ ONCE = {"500": (500, "", None), "503": (503, "", None), "no answer": "close", "c
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_one_fault_changes_nothing(official, fault, at):
     expected = episode(client(official), TASK, catalogue.shop_expert(True))
-    shop = client(official)
+    shop = envs.Repaired(client(official))
     if at == 0:
         official.faults = [ONCE[fault]]
     expert, turn = catalogue.shop_expert(True), 0
@@ -380,7 +388,7 @@ def test_a_fault_that_stays_voids_the_episode_in_one_line(official, fault, says)
         shop.step("search[desk lamp]")
     assert TASK in str(error.value) and shop.url in str(error.value)
     assert "\n" not in str(error.value)
-    assert len(official.faults) >= 20 - 6  # repetitions are bounded
+    assert len(official.faults) >= 20 - 6  # redirects are bounded
     with pytest.raises(RuntimeError, match="reset"):  # nothing of it can be used as a failure
         shop.step("search[desk lamp]")
     official.faults = []
@@ -418,7 +426,7 @@ def test_a_page_without_end_does_not_hold_the_client(serve, way):
 
     threading.Thread(target=listen, daemon=True).start()
     url, started = f"http://127.0.0.1:{listening.getsockname()[1]}", time.monotonic()
-    shop = WebShopServer(url, timeout=0.3, load_timeout=0.3, waits=(0.01,))
+    shop = WebShopServer(url, timeout=0.3, load_timeout=0.3)
     shop.max_bytes = 1_000_000
     says = {"drops": "Timeout", "without end": "more than 1,000,000 bytes", "unpacks": "ends early"}
     with pytest.raises(envs.EnvError, match=says[way]):
@@ -443,9 +451,8 @@ def test_an_address_that_cannot_be_read_voids_the_episode(official, to, by):
         assert TASK in str(error) and "\n" not in str(error)
 
 
-def test_an_episode_goes_on_when_its_server_is_restarted(official, monkeypatch):
+def test_an_episode_goes_on_when_its_server_is_restarted(official):
     """The server is gone, then back with the same goal, then with another price limit."""
-    monkeypatch.setattr(envs.Repaired, "waits", (0.01, 0.01))
     expected = episode(client(official), TASK, catalogue.shop_expert(True))
     for at in (1, 2, 4):
         shop, expert, turns = envs.Repaired(client(official)), catalogue.shop_expert(True), []
@@ -453,14 +460,14 @@ def test_an_episode_goes_on_when_its_server_is_restarted(official, monkeypatch):
         def act(page):
             turns.append(page)
             if len(turns) == at:
-                official.faults = ["close"] * 3  # one more than a request repeats
+                official.faults = ["close"] * 2
             return expert(page)
 
         assert episode(shop, TASK, act) == expected and official.faults == []
         assert shop.url in WebShopServer._loaded
     shop = envs.Repaired(client(official))
     shop.reset(TASK)
-    official.faults = ["close"] * 3 + [(200, PAGE.format("buy, price lower than 10", "/"), None)] * 9
+    official.faults = ["close"] + [(200, PAGE.format("buy, price lower than 10", "/"), None)] * 9
     with pytest.raises(envs.EnvError, match="was a server replaced"):
         shop.step("search[desk lamp]")
 
@@ -469,7 +476,7 @@ def test_nobody_there_is_said_with_the_address():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    shop = WebShopServer(url, waits=(0.01,))
+    shop = WebShopServer(url)
     with pytest.raises(envs.EnvError, match=f"{TASK} at {url}: ConnectionError; is the server"):
         shop.reset(TASK)
 
@@ -489,6 +496,8 @@ def test_the_first_request_has_time_and_is_not_repeated_while_the_catalogue_load
     WebShopServer._loaded.discard(official.url)
     with pytest.raises(envs.EnvError, match="ReadTimeout"):
         client(official, load_timeout=0.1).reset(TASK)
+    with pytest.raises(envs.EnvError, match="start again when it has"):
+        envs.Repaired(client(official)).reset(TASK)
     assert len(official.seen) == 1
 
 
@@ -555,14 +564,12 @@ def test_a_server_that_slows_down_is_reported_once(official, capfd):
     assert official.url in line and "Restart it before the next run" in line
 
 
-def test_a_run_without_its_server_stops_before_anything_is_trained(tmp_path, monkeypatch):
-    coevolve = pytest.importorskip("coevolve")
-    monkeypatch.setattr(envs.time, "sleep", lambda seconds: None)
+def test_a_run_without_its_server_stops_before_anything_is_trained(tmp_path):
     turns = [{"from": "human", "value": "page"}, {"from": "gpt", "value": "Action: click[a]"}]
     experts = [{"id": f"webshop_{n}", "conversations": turns} for n in (1500, 1506, 9)]
     (tmp_path / "file.json").write_text(json.dumps(experts))
     with pytest.raises(envs.EnvError, match="webshop-train-1506 at http://127.0.0.1:9"):
-        coevolve.main(["--webshop-url", "http://127.0.0.1:9", "--train-tasks", "2", "--model", "m",
-                       "--experts", str(tmp_path / "file.json"), "--threads", "1",
-                       "--out", str(tmp_path)])
+        start.main(coevolve.coevolve, [
+            "--webshop-url", "http://127.0.0.1:9", "--train-tasks", "2", "--model", "m",
+            "--threads", "1", "--experts", str(tmp_path / "file.json"), "--out", str(tmp_path)])
     assert not list(tmp_path.glob("experts*"))

@@ -20,7 +20,7 @@ class Refused(ValueError):
 @dataclass(frozen=True)
 class Step:
     observation: str  # the text the agent reads next
-    reward: float     # the episode's reward so far, in [0, 1]
+    reward: float     # the episode's reward so far, in [0, 1]; by ETO's protocol from -1
     done: bool
     raw: float | None = None  # the reward before it was clipped to [0, 1], where that can differ
 
@@ -35,6 +35,8 @@ class World:
     name: str
     rules = ""
     splits: dict[str, dict]
+    split_by = "by rule"  # or the folder of published lists
+    theirs = None         # `published.Theirs`, where an episode is to be as in ETO's code
 
     def __init__(self, view: str):
         if view not in ("full", "short"):
@@ -67,6 +69,29 @@ class World:
         """What the task of this key in one of the splits is; None if there is none."""
         return self.splits[split].get(key)
 
+    def wording(self, task: str) -> str | None:
+        """A task's instruction, where that is known without playing it and no other task's."""
+
+    def action(self, reply: str) -> str | None:
+        """The action in a reply; None where there is none, which by our own reading is never so."""
+        return self.theirs.action(reply) if self.theirs else parse_reply(reply)
+
+    def said(self, text: str) -> str:
+        """What the agent reads after an action that led to `text`."""
+        return self.theirs.observation(text) if self.theirs else text
+
+    def actions(self) -> list[str]:
+        """Actions that can be played now, as far as the world lists them; for a person."""
+        return []
+
+    def forms(self) -> str:
+        """What the other actions look like now; for a person."""
+        return ""
+
+    def reply(self, action: str) -> str:
+        """A reply that does an action, which a person wrote as it is."""
+        return action if self.view == "short" or "Action:" in action else f"Action: {action}"
+
     def add(self, task: dict) -> str:
         """The id of a task made during a run, from now on one of this object's: NAME-added-N.
 
@@ -82,6 +107,11 @@ class World:
         """What a new task is, in the form that `find` gives; ValueError if it cannot be played."""
         raise Refused(f"{self.name}: takes no new tasks")
 
+    def smith(self):
+        """Who makes tasks of what an agent finds here; Refused where nobody can."""
+        raise Refused(f"{self.name}: nobody here makes new tasks; --method evolve plays the "
+                      "built-in shop, the built-in databases and bfcl")
+
     def fields(self, task: dict, **kinds) -> dict:
         """These fields of a new task; ValueError where one is missing or of another type."""
         for field, kind in kinds.items():
@@ -96,6 +126,9 @@ class World:
     def reject(self, problem: str):
         raise ValueError(f"{self.name}: not a task to add: {problem}")
 
+    def close(self) -> None:
+        """Ends what runs; after it `reset` starts afresh."""
+
 
 # -------------------------------------------------------------------------------- conversations
 
@@ -106,21 +139,38 @@ def parse_reply(reply: str) -> str:
     return action.strip() if marker else reply
 
 
-def opening(env, observation: str) -> list[dict]:
-    """The turn an episode opens with: what the agent is told, then its first observation."""
+def opening(env, observation: str, playing: bool = False) -> list[dict]:
+    """The turns an episode opens with: what the agent is told, then its first observation.
+
+    playing: as an agent reads it, which in ETO's protocol has an example that none is trained on.
+    """
+    if theirs := getattr(env, "theirs", None):
+        return theirs.opening(observation, playing)
     content = f"{env.prompt}\n\n{observation}" if env.prompt else observation
     return [{"role": "user", "content": content}]
+
+
+def first_reply(messages: list[dict], steps: int) -> int:
+    """Where the first of so many replies stands: the number of turns that come before it.
+
+    "OK" and the replies of examples are no replies of the episode.
+    """
+    acted = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+    return acted[-steps] if 0 < steps <= len(acted) else len(messages)
 
 
 def converse(env, observation: str, act: Callable[[str], str]) -> tuple[list[dict], float]:
     """The conversation of one who replies act(observation) until the episode ends, and its reward.
 
-    It ends with the last reply. Scripted experts, noisy players and tests all play like this.
+    It ends with the last reply. Scripted experts, noisy players and tests all play like this; what
+    they read is the bare text of the environment.
     """
+    theirs = getattr(env, "theirs", None)
     messages = opening(env, observation)
     for _ in range(env.max_steps):
-        messages.append({"role": "assistant", "content": act(observation)})
-        step = env.step(messages[-1]["content"])
+        said = act(theirs.bare(observation) if theirs else observation)
+        messages.append({"role": "assistant", "content": said})
+        step = env.step(said)
         if step.done:
             return messages, step.reward
         observation = step.observation

@@ -1,6 +1,5 @@
 """ScienceWorld: elementary science experiments in a house, in its simulator, a Java program."""
 
-import json
 import logging
 import os
 import random
@@ -20,7 +19,8 @@ from py4j.java_gateway import GatewayParameters, JavaGateway, find_jar_path
 from py4j.protocol import Py4JError
 from scienceworld.constants import JAR_PATH
 
-from worlds import EnvError, Refused, Step, World, parse_reply, practise
+from worlds import EnvError, Refused, Step, World, practise
+from worlds.published import read_lists
 
 logging.getLogger("py4j").setLevel(logging.CRITICAL)  # what it reports is caught and told here
 
@@ -73,8 +73,9 @@ class ScienceWorld(World):
 
     Simplification "easy". An episode opens with the task's description. Its reward is the highest
     score so far / 100, at least 0; a wrong `focus on` ends it with a score of -100, so with what
-    had been reached before. Steps are capped by task type. view="short" leaves out the prompt and
-    the experts' thoughts; the observations are the simulator's in both.
+    had been reached before (by ETO's protocol -1 if it is the first action). Steps are capped by
+    task type. view="short" leaves out the prompt and the experts' thoughts; the observations are
+    the simulator's in both.
 
     A task is a type and the number of one of its variations. By rule, of ETO's 24 types (or
     task_types="short": eight whose texts are short): at most 120 of the simulator's training
@@ -103,6 +104,7 @@ class ScienceWorld(World):
             raise ValueError(f"unknown task types {task_types!r}; choose from: all, short")
         self.splits = {split: {f"{kind}-{number}": (kind, number) for kind, number in tasks}
                        for split, tasks in _splits(task_types, split_file).items()}
+        self.split_by = split_file or self.split_by
         self._simulator = self._score = None
 
     def published_task(self, id: str) -> str:
@@ -137,19 +139,33 @@ class ScienceWorld(World):
         self._score = None
         description = self._safely(self._load)
         self._score = 0.0
+        if self.theirs:  # a wrong first focus scores -1
+            self._score, description = -1.0, f"Task Description:\n{description}"
         return description
 
     def step(self, reply: str) -> Step:
         """Plays the reply's action; raises RuntimeError where no episode is running."""
         if self._score is None:
             raise RuntimeError("scienceworld: step() without a running episode; call reset(task)")
-        action = " ".join(parse_reply(reply).split())
+        action = self.action(reply)
+        if action is None:  # by which ETO's code also forgets what had been reached
+            self._score = 0.0
+            return Step(self.theirs.no_action, 0.0, False)
+        action = action if self.theirs else " ".join(action.split())
         observation, score, done = self._safely(lambda: self._act(action))
         self._score = max(self._score, score)
-        step = Step(observation, min(self._score, 1.0), done)
+        step = Step(self.said(observation), min(self._score, 1.0), done)
         if done:
             self._score = None
         return step
+
+    def forms(self) -> str:
+        """The simulator's forms of actions, and the objects that it knows here."""
+        s = self._simulator.interface
+        forms, objects = self._safely(lambda: (list(s.getPossibleActions()),
+                                               list(s.getPossibleObjects())))
+        return (f"{'; '.join(form for form in forms if form != 'reset task')}\n"
+                f"OBJ is one of: {', '.join(objects)}")
 
     def gold(self) -> list[str]:
         """The simulator's own solution of the episode just reset, as actions."""
@@ -332,13 +348,11 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
                                    ("validation", develop[10:20]), ("unseen", test[:10])):
                 splits[split] += [(kind, numbers[i])] if i < len(numbers) else []
     if split_file:
-        if not Path(split_file).exists():
-            raise Refused(f"--split-file {split_file}: there is no such folder; give that of "
-                          "train_indices.json, dev_indices.json and test_indices.json")
         files = {"train": "train", "seen": "dev", "unseen": "test"}
+        lists = read_lists(split_file, files, _listed, "a JSON list of [task name, variation]",
+                           twice=False)
         for split, name in files.items():
-            listed = _read_split(_beside(Path(split_file), f"{name}_indices.json"))
-            splits[split] = [task for task in listed if task[0] in types or task_types == "all"]
+            splits[split] = [t for t in lists[split] if t[0] in types or task_types == "all"]
             if not splits[split]:
                 raise Refused(f"--split-file {split_file}: {name}_indices.json has no task of "
                               f"--task-types {task_types}; give another list or types")
@@ -347,25 +361,13 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
     return splits
 
 
-def _beside(path: Path, name: str) -> Path:
-    return path / name if path.is_dir() else path.with_name(name)
-
-
-def _read_split(path: Path) -> list[tuple[str, int]]:
-    """A published list of [task name, variation]; a name may have ETO's prefix and parentheses."""
-    tasks = []
-    try:
-        for name, number in json.loads(path.read_text(encoding="utf-8")):
-            kind = re.sub(r"^task-\d+[ab]?-|[()]", "", name).replace("mendellian", "mendelian")
-            if type(number) is not int or not _is_task(kind, number):
-                raise ValueError(f"no task {name!r} with a variation {number!r}")
-            if (kind, number) in tasks:
-                raise ValueError(f"{name!r} with variation {number} is there twice")
-            tasks.append((kind, number))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise Refused(f"--split-file {path}: {error}; it must be a JSON list of [task name, "
-                      "variation]") from None
-    return tasks
+def _listed(entry) -> tuple[str, int]:
+    """A published [task name, variation]; a name may have ETO's prefix and parentheses."""
+    name, number = entry
+    kind = re.sub(r"^task-\d+[ab]?-|[()]", "", name).replace("mendellian", "mendelian")
+    if type(number) is not int or not _is_task(kind, number):
+        raise ValueError(f"no task {name!r} with a variation {number!r}")
+    return kind, number
 
 
 # ----------------------------------------------------------------------------- the scripted expert

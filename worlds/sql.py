@@ -67,6 +67,7 @@ class InterCodeSQL(World):
         self.world = spider_world(intercode_data) if intercode_data else sql_world()
         self.splits = {split: {str(n): question for n, question in questions.items()}
                        for split, questions in self.world.questions.items()}
+        self.split_by = self.world.split_by
         self.test_splits = tuple(split for split in ("test", "unseen") if split in self.splits)
         self._db, self._running = None, False
 
@@ -81,6 +82,10 @@ class InterCodeSQL(World):
             raise Refused(f"{task}: the dump has no database {question['db']}; give one that has "
                           "as --intercode-data FOLDER/ic_spider_dbs.sql")
         return question
+
+    def wording(self, task: str) -> str:
+        question = self.find(task)
+        return f"{question['db']}: {question['query']}"
 
     def check(self, task: dict) -> dict:
         question = self.fields(task, query=str, gold=str, db=str)
@@ -109,22 +114,37 @@ class InterCodeSQL(World):
         """Plays the reply's query or submission; RuntimeError where no episode is running."""
         if not self._running:
             raise RuntimeError("intercodesql: step() without a running episode; call reset first")
-        sql = parse_sql_reply(reply) if self.view == "full" else reply.strip() or None
-        if sql is None:
-            return Step(EXPLANATION, 0.0, False)  # the last result stays the one to submit
+        sql = self.query_of(reply)
+        if sql is None:  # the last result stays the one to submit
+            return Step(self.theirs.no_action if self.theirs else EXPLANATION, 0.0, False)
         if sql != "submit":
             self._last = self._db.run(sql)
-            return Step(self._show(self._last, sql), 0.0, False)
+            return Step(self.said(self._show(self._last, sql)), 0.0, False)
         self._running = False
         gold = self._db.run(self._question["gold"])
         if gold in (INTERRUPTED, TOO_LARGE):
             raise EnvError(f"gold query of {self._question['query']!r}: {gold}")
         raw = sql_reward(self._last, gold if isinstance(gold, list) else [])
-        return Step("submitted", min(max(raw, 0.0), 1.0), True, raw)
+        return Step("submitted", raw if self.theirs else min(max(raw, 0.0), 1.0), True, raw)
+
+    def query_of(self, reply: str) -> str | None:
+        """The query in a reply, "submit", or None where there is neither."""
+        return parse_sql_reply(reply) if self.view == "full" else reply.strip() or None
+
+    def forms(self) -> str:
+        return "SHOW TABLES; DESC table; SELECT ...; submit"
+
+    def reply(self, action: str) -> str:
+        bare = self.view == "full" and "Action:" not in action and action != "submit"
+        return f"Action:\n```sql\n{action}\n```" if bare else super().reply(action)
 
     def expert(self):
         """A scripted expert, which knows the gold query of the episode just reset."""
         return sql_expert(self._question["gold"], thoughts=self.view == "full")
+
+    def smith(self):
+        from worlds.sql_smith import SQLSmith
+        return SQLSmith(self)
 
     def practice(self, seed: int, n: int, make) -> list[list[dict]]:
         """n conversations of noisy analysts, from which the tiny model learns the databases."""
@@ -146,6 +166,8 @@ class InterCodeSQL(World):
                 lines = [line.replace("'", "") for line in lines]
             return " | ".join(lines + ["..."] * (len(result) > SHORT_ROWS)) or "empty"
         text = str(result)
+        if self.theirs and isinstance(result, str) and "Unknown" not in text:
+            text += "\n"  # IPR's environment ends most error texts so
         return text[:350] + "..." if len(text) > 350 else text
 
 

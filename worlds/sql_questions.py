@@ -55,6 +55,7 @@ NAMES = {
 class SQLWorld:
     databases: dict[str, str]         # name -> the SQL script that makes it in sqlite
     questions: dict[str, dict[int, dict]]  # split -> number -> query (in words), gold (SQL), db
+    split_by: str = "by rule"         # or the folder of published lists
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def sql_world() -> SQLWorld:
             con.executescript(script)
             while len(asked) < 5:
                 question = draw_question(rng, tables, 0.7)
-                if question["query"] not in asked and _worth_asking(con, question["gold"]):
+                if question["query"] not in asked and worth_asking(con, question["gold"]):
                     asked.add(question["query"])
                     questions[split].append(dict(question, db=name))
             con.close()
@@ -231,7 +232,7 @@ def schema_key(script: str) -> frozenset:
                      for line in re.findall(r"CREATE TABLE .*", script))
 
 
-def _worth_asking(con, gold):
+def worth_asking(con, gold):
     rows = con.execute(gold).fetchall()
     if not rows or rows[0][0] is None or len(str(rows)) > 300:
         return False

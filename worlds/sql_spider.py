@@ -14,8 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from worlds import EnvError, Refused
-from worlds.sql_databases import (MySQL, Sqlite, connect, database_user, driver, password_of,
-                                  server_of)
+from worlds import sql_databases as databases
 from worlds.sql_questions import SQLWorld
 
 
@@ -29,8 +28,9 @@ def spider_world(folder: str) -> SQLWorld:
     test_indices.json, where they are, say which to take in which order. The dump
     FOLDER/ic_spider_dbs.sql is needed for sqlite only.
     """
-    folder, questions = Path(folder), {}
+    folder, questions, split_by = Path(folder), {}, "by rule"
     if (folder / "ic_spider_train.json").exists():
+        split_by = str(folder)
         for split in ("train", "test"):
             found = _read_questions(folder / f"ic_spider_{split}.json")
             taken = folder / f"{split}_indices.json"
@@ -54,7 +54,7 @@ def spider_world(folder: str) -> SQLWorld:
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise Refused(f"--intercode-data: {dump}: {type(error).__name__} {error}; it must be "
                       "InterCode's dump") from None
-    return SQLWorld(scripts, questions)
+    return SQLWorld(scripts, questions, split_by)
 
 
 def _read_questions(path: Path) -> dict[int, dict]:
@@ -104,28 +104,29 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
     names = re.findall(r"^USE `(\w+)`;", text, re.M)
     if not names:
         raise Refused(f"{dump}: no database in it; give InterCode's ic_spider_dbs.sql")
+    where = databases.server_of(admin_url)
     try:
-        with connect(admin_url, client_flag=1 << 16, read_timeout=600) as server, \
+        with databases.connect(admin_url, client_flag=1 << 16, read_timeout=600) as server, \
                 server.cursor() as cursor:  # the flag is MULTI_STATEMENTS
             cursor.execute("SELECT @@lower_case_table_names")
             if cursor.fetchone() == (0,):
-                raise EnvError(f"{server_of(admin_url)} tells upper from lower case in table "
-                               "names, on which 169 of the gold queries fail; set the server up "
-                               "anew with --lower-case-table-names=1 from its first start")
+                raise EnvError(f"{where} tells upper from lower case in table names, on which 169 "
+                               "of the gold queries fail; set the server up anew with "
+                               "--lower-case-table-names=1 from its first start")
             cursor.execute(text)
             while cursor.nextset():
                 pass
             for name in names:
-                user = server.escape(database_user(mysql_url, name))
+                user = server.escape(databases.database_user(mysql_url, name))
                 pattern = name.replace("_", r"\_")  # in a GRANT _ stands for any character
-                secret = server.escape(password_of(urlsplit(mysql_url)))
+                secret = server.escape(databases.password_of(urlsplit(mysql_url)))
                 for statement in (f"DROP USER IF EXISTS {user}@'%'",
                                   f"CREATE USER {user}@'%' IDENTIFIED BY {secret}",
                                   f"GRANT SELECT ON `{pattern}`.* TO {user}@'%'"):
                     cursor.execute(statement)
-    except driver().MySQLError as error:
-        raise EnvError(f"{server_of(admin_url)}: {error.args[-1]}; --admin-url needs a user that "
-                       "may create databases and users") from None
+    except databases.driver().MySQLError as error:
+        raise EnvError(f"{where}: {error.args[-1]}; --admin-url needs a user that may create "
+                       "databases and users") from None
     return names
 
 
@@ -143,8 +144,8 @@ def compare_intercode(folder: str, mysql_url: str) -> dict:
 
     world = spider_world(folder)
     counts, failed = dict(questions=0, ran=0, same_text=0, same_values=0), []
-    server = {db: MySQL(db, mysql_url) for db in world.databases}
-    embedded = {db: Sqlite(db, script) for db, script in world.databases.items()}
+    server = {db: databases.MySQL(db, mysql_url) for db in world.databases}
+    embedded = {db: databases.Sqlite(db, script) for db, script in world.databases.items()}
     for question in (q for split in world.questions.values() for q in split.values()):
         a, b = (dbs[question["db"]].run(question["gold"]) for dbs in (server, embedded))
         counts["questions"] += 1

@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 from functools import lru_cache
 from itertools import combinations
 
-from worlds import Step, World, parse_reply
+from worlds import Step, World
 from worlds import webshop_catalogue as catalogue
 
 PROMPT = """\
@@ -52,9 +52,9 @@ class Shop(World):
     """What the embedded shop and a real server share: actions, budget and views.
 
     Text and rules are the official text environment's, with two differences: a search is valid
-    on the search page only (as in WebShop's browser environment and its instruction), and the
-    page after a purchase ends at "Your code:", because the rest would show the goal and reward.
-    An invalid action keeps the page.
+    on the search page only (as in WebShop's browser environment and its instruction; not by ETO's
+    protocol), and the page after a purchase ends at "Your code:", because the rest would show the
+    goal and reward. An invalid action keeps the page.
 
     view="short" shortens the text for a very small model: pieces are joined by " | ", pages after
     the first come without the instruction and "Back to Search" (it can still be clicked), and a
@@ -76,13 +76,17 @@ class Shop(World):
         shown = self._shown
         if shown is None or shown.kind == "done":
             raise RuntimeError("webshop: step() without a running episode; call reset(task) first")
-        match = re.match(r"(.+)\[(.+)\]", parse_reply(reply))
+        action = self.action(reply)
+        if action is None:
+            return Step(self.theirs.no_action, 0.0, False)
+        match = re.match(r"(.+)\[(.+)\]", action)
         name, argument = (match[1], match[2].lower()) if match else ("", "")
-        if name == "search" and shown.kind == "search":
+        # The text environment that ETO plays takes a search on every page.
+        if name == "search" and (shown.kind == "search" or self.theirs):
             shown = self._find(argument)
         elif name == "click" and argument in shown.links:
             shown = self._follow(shown.links[argument])
-        return Step(self._show(shown), shown.reward, shown.kind == "done")
+        return Step(self.said(self._show(shown)), shown.reward, shown.kind == "done")
 
     def published_task(self, id: str) -> str:
         """The task of a published expert trajectory: the last number of its id is the goal's."""
@@ -91,6 +95,12 @@ class Shop(World):
     def clickables(self) -> list[str]:
         """What click[...] takes on this page, lowercased. The "Search" button is not among it."""
         return list(self._shown.links)
+
+    def actions(self) -> list[str]:
+        return [f"click[{text}]" for text in self.clickables()]
+
+    def forms(self) -> str:
+        return "search[words]" if self._shown.kind == "search" else ""
 
     def close(self):
         self._shown = None
@@ -158,6 +168,9 @@ class WebShop(Shop):
                         f"{', '.join(sorted(queries))}")
         return goal
 
+    def wording(self, task: str) -> str:
+        return self.find(task)["instruction"]  # with its price limit, without which it is another
+
     def reset(self, task: str) -> str:
         return self.start(self.find(task))
 
@@ -169,6 +182,10 @@ class WebShop(Shop):
     def expert(self):
         """A scripted expert for the episode just reset: observation -> reply."""
         return catalogue.shop_expert(thoughts=self.view == "full")
+
+    def smith(self):
+        from worlds.webshop_smith import ShopSmith
+        return ShopSmith(self)
 
     def practice(self, seed: int, n: int, make) -> list[list[dict]]:
         """n conversations of noisy shoppers, from which the tiny model learns the pages."""

@@ -6,13 +6,18 @@ import sys
 import time
 from functools import lru_cache
 from html.parser import HTMLParser
+from itertools import islice
 from urllib.parse import urljoin
 
 import requests
 import urllib3
 
 from worlds import EnvError, Refused
+from worlds.published import read_lists
 from worlds.webshop import DONE, Shop, Shown
+
+RULE = {"train": range(1500, 1500 + 1624), "validation": range(500, 1500), "test": range(500)}
+LIMIT = re.compile(r",?( and)? price lower than [\d,]+(\.\d+)? dollars", re.I)
 
 
 class WebShopServer(Shop):
@@ -20,13 +25,17 @@ class WebShopServer(Shop):
 
     A task is the number of one of the server's goals. Goal numbers mean the same on every server
     with the same catalogue, but price limits are drawn when it starts: the instruction is read
-    from the page. Splits are those of WebShop's own baselines, test 0-499, validation 500-1499,
-    and as many training goals from 1500 on as the paper has; it evaluates on 200 test goals.
-    The catalogue of 1,000 products has 6,910 goals, all 1.18 million products have 12,087;
-    `reset` takes any goal number, whatever the split.
+    from the page. By rule splits are those of WebShop's own baselines, test 0-499, validation
+    500-1499, and as many training goals from 1500 on as the paper has. split_file: the folder of
+    ETO's or IPR's train_indices.json and test_indices.json instead, their 200 test goals among
+    them; validation is then the rule's without the listed goals. The catalogue of 1,000 products
+    has 6,910 goals, all 1.18 million products have 12,087; `reset` takes any goal number, whatever
+    the split.
 
     A server keeps of a session its goal only (the rest is in the URLs), so every episode on a goal
     uses the same session, and the server, which slows down with each session, sees few of them.
+    EnvError where it was replaced: a goal that this process has met before reads otherwise now.
+    Before one that is met for the first time another one is read again.
 
     EnvError at the first request that fails: no answer, errors, broken or huge pages, a link or
     redirect to another host. Where the server itself has no page for its link (404, for an option
@@ -35,20 +44,26 @@ class WebShopServer(Shop):
     """
     test_splits = ("test",)
     latency = 2
-    splits = {split: {str(goal): goal for goal in goals} for split, goals in (
-        ("train", range(1500, 1500 + 1624)), ("validation", range(500, 1500)),
-        ("test", range(500)))}
     max_bytes = 10_000_000
     max_query = 1000  # characters; a URL has to hold it and Lucene takes 1,024 words
     slow = 3.0        # seconds of a purchase from which on the user is told
+    _known = {}       # server -> goal -> the instruction that this process has read
     _loaded = set()   # servers that have answered this process
     _loading = set()  # servers that did not, within load_timeout
 
-    def __init__(self, webshop_url: str, view: str = "full", timeout: float = 60.0,
-                 load_timeout: float = 1200.0):
+    def __init__(self, webshop_url: str, view: str = "full", split_file: str | None = None,
+                 timeout: float = 60.0, load_timeout: float = 1200.0):
         """webshop_url: http://host:port. Seconds without an answer that a request may take, and the
         same for the first one, which has the server load its catalogue."""
         super().__init__(view)
+        lists = dict(RULE)
+        if split_file:
+            self.split_by = split_file
+            lists |= read_lists(split_file, {"train": "train", "test": "test"}, _goal,
+                                "a JSON list of goal numbers", twice=True)
+            listed = {*lists["train"], *lists["test"]}
+            lists["validation"] = [goal for goal in lists["validation"] if goal not in listed]
+        self.splits = {split: {str(goal): goal for goal in goals} for split, goals in lists.items()}
         self.url, self.timeout, self.load_timeout = webshop_url.rstrip("/"), timeout, load_timeout
         self._http = requests.Session()  # keeps its connection
         self._http.trust_env = False     # no proxy may come between, and no saved password
@@ -62,14 +77,40 @@ class WebShopServer(Shop):
         """The task's goal number, which the server may not have."""
         return int(key) if re.fullmatch(r"[0-9]{1,9}", key) else None
 
+    def lasting(self, text: str) -> str:
+        """`text` without the price limit, which each start of the server draws anew."""
+        return LIMIT.sub("", text)
+
     def check(self, task: dict):
         raise Refused(f"webshop at {self.url}: a server takes no new goals; leave out "
                       "--webshop-url")
 
     def reset(self, task: str) -> str:
         goal = self.find(task)
-        self._task, self._instruction, self._shown = task, None, None
-        return self._begin(self._open("GET", f"{self.url}/coevolve_fixed_{goal}"))
+        self._task, self._instruction, self._shown, self._form = task, None, None, None
+        known = self._known.setdefault(self.url, {})
+        if known and goal not in known:  # one that is known says whether it is the same server
+            self._check(known, list(islice(known, 8))[len(known) % min(8, len(known))])
+        page = self._begin(self._open("GET", f"{self.url}/coevolve_fixed_{goal}"))
+        if known.setdefault(goal, self._instruction) != self._instruction:
+            self._check(known, goal)
+        return page
+
+    def _check(self, known: dict[int, str], goal: int) -> None:
+        """EnvError unless the goal's instruction is what this process has read before."""
+        found = self._load("GET", f"{self.url}/coevolve_fixed_{goal}", None, opening=True)
+        try:
+            now = _Html(*found).instruction
+        except (ValueError, AssertionError):
+            now = None
+        if now != known[goal]:
+            self._shown = None
+            self._fail(f"was a server replaced? Goal {goal} was {known[goal][-80:]!r} and is "
+                       f"{str(now)[-80:]!r}; a start draws new price limits, and no phase must mix "
+                       "two of them")
+
+    def wording(self, task: str) -> None:
+        """Its pages say it."""
 
     def expert(self):
         raise Refused("the scripted expert knows the embedded shop's instructions only; for a "
@@ -110,7 +151,7 @@ class WebShopServer(Shop):
             self._fail("this is no page of a WebShop server; is the address right?")
         if self._instruction not in (None, page.instruction):
             self._fail("the instruction has changed; was the server restarted?")
-        self._instruction, self._form = page.instruction, page.form
+        self._instruction, self._form = page.instruction, page.form or self._form
         if page.form is not None:
             return Shown("search", page.pieces, {})
         if "next >" in page.links:
@@ -165,6 +206,13 @@ class WebShopServer(Shop):
 
     def _fail(self, problem: str):
         raise EnvError(f"{self._task} at {self.url}: {problem}")
+
+
+def _goal(entry) -> int:
+    """The number of a goal, of a published list."""
+    if type(entry) is not int or not 0 <= entry < 10 ** 9:
+        raise ValueError(f"{str(entry)[:60]!r} is no number of a goal")
+    return entry
 
 
 class _Html(HTMLParser):

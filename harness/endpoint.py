@@ -1,0 +1,111 @@
+"""An OpenAI-compatible chat endpoint: messages in, a reply out, with retries and what it took.
+
+The key is read from the environment and stands in no file, log or message.
+"""
+
+import os
+import random
+import re
+import sys
+import time
+
+import requests
+from tqdm import tqdm
+
+import envs
+from harness.settings import SettingsError
+
+TRIES = 8
+PASSING = {408, 409, 425, 429}  # statuses that may be gone in a moment, as 500 and above
+USAGE = ("requests", "retries", "unreported", "prompt_tokens", "completion_tokens")
+
+
+class EndpointError(envs.EnvError):
+    """The endpoint refused, or could not be reached after all tries; one line for the user."""
+
+
+class ContextFull(Exception):
+    """The endpoint says that the conversation is longer than its model can read."""
+
+
+class Endpoint:
+    """Calls the model: messages -> (reply, usage), with retries and growing waits between them.
+
+    usage: what the call took, by the names in USAGE. Tokens are those that the endpoint reports;
+    `unreported` is 1 where it reports none.
+    """
+
+    def __init__(self, s, sleep=None, url=None, name=None, temperature=0, max_tokens=None):
+        """s: settings; url, name and the others in place of its model's."""
+        path = "/chat/completions"
+        self.url = (url or s.model).rstrip("/").removesuffix(path) + path
+        self.sleep = sleep or time.sleep
+        self.body = dict(model=name or s.model_name, temperature=temperature,
+                         max_tokens=max_tokens or s.max_new_tokens)
+        self.variable, self.key = s.key_variable, os.environ.get(s.key_variable, "").strip()
+        if re.search(r"[^!-~]", self.key):
+            raise SettingsError(f"the key in {s.key_variable} holds a character that no key has")
+
+    def __call__(self, messages: list[dict]) -> tuple[str, dict]:
+        for attempt in range(TRIES):
+            wait, text = min(2.0 ** attempt, 60) * random.uniform(0.5, 1), ""
+            body = {**self.body, "messages": messages}
+            try:
+                answer = requests.post(self.url, json=body, auth=self._sign, timeout=(10, 300),
+                                       allow_redirects=False)
+                text = answer.text.replace(self.key, "***") if self.key else answer.text
+                problem = f"status {answer.status_code}: {text[:200]}"
+                if answer.status_code == 200:
+                    choice = answer.json()["choices"][0]
+                    reply = choice["message"].get("content") or ""
+                    if isinstance(reply, list):  # of parts
+                        reply = "".join(part.get("text") or "" for part in reply)
+                    reply = str(reply)
+                    if len(self.key) >= 16:  # shorter ones, such as EMPTY, are words and no secrets
+                        reply = reply.replace(self.key, "***")
+                    used = answer.json().get("usage") or {}
+                    return reply, dict(requests=1, retries=attempt, unreported=int(not used),
+                                       cut_replies=int(choice.get("finish_reason") == "length"),
+                                       **{name: max(0, int(used.get(name) or 0))
+                                          for name in USAGE[-2:]})
+                if answer.status_code == 400 and re.search(
+                        "context.?(length|size|window)|too long", text, re.I):
+                    raise ContextFull
+                if answer.status_code == 400 and self._refused(body, text):
+                    continue
+                if answer.status_code not in PASSING and answer.status_code < 500:
+                    break
+                if re.fullmatch(r"\d+(\.\d+)?", answer.headers.get("Retry-After", "")):
+                    wait = min(float(answer.headers["Retry-After"]), 120)
+            except (requests.RequestException, ValueError, LookupError, TypeError, AttributeError,
+                    OverflowError, RecursionError) as error:
+                problem = f"{type(error).__name__}: {error} {text[:200]}"
+            if attempt < TRIES - 1:
+                self.sleep(wait)
+        problem = " ".join(problem.split())
+        if problem.startswith("status 404") and "/v1/" not in self.url:
+            problem += " (most addresses end in /v1)"
+        if self.key:
+            problem = problem.replace(self.key, "***")
+        else:
+            problem += f" (without a key: {self.variable} is not set)"
+        raise EndpointError(f"{self.url}: {problem} (attempt {attempt + 1})")
+
+    def _refused(self, body: dict, text: str) -> bool:
+        """Whether `text` refuses a parameter of `body`; from now on it is sent as asked for."""
+        if "max_completion_tokens" in text and "max_tokens" in body:
+            self.body = {"max_completion_tokens" if name == "max_tokens" else name: value
+                         for name, value in self.body.items()}
+        elif "temperature" in body and re.search(
+                r"temperature\W.{0,40}(support|allow)", text, re.S):
+            if "temperature" in self.body:
+                tqdm.write(f"{self.url} takes no temperature: its own is used", file=sys.stderr)
+            self.body = {name: self.body[name] for name in self.body if name != "temperature"}
+        else:
+            return False
+        return True
+
+    def _sign(self, request):  # as `auth`, so that no .netrc takes its place
+        if self.key:
+            request.headers["Authorization"] = f"Bearer {self.key}"
+        return request

@@ -1,0 +1,91 @@
+"""A trained agent at a terminal: it proposes a reply and says what else it had in mind."""
+
+import torch
+from transformers import AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from dpo import Encoder, Trajectory
+from engine.cache import SlotCache, next_token_logits
+from envs import STOPS
+from harness.models import load_model
+from harness.play import Slot, observe, reply_ended
+from harness.settings import Settings
+
+
+class Agent:
+    """A trained agent that proposes its greedy replies, as in evaluations, and can be overruled."""
+
+    def __init__(self, folder, s: Settings):
+        disable_progress_bar()
+        self.settings, self.encoder = s, Encoder(AutoTokenizer.from_pretrained(folder))
+        self.model = load_model(folder).eval()
+        if torch.cuda.is_available():  # in the precision of a run's rollouts
+            tiny = self.model.num_parameters() < 10_000_000
+            self.model = self.model.to("cuda", torch.float32 if tiny else torch.bfloat16)
+        self.cache = SlotCache(self.model, 1, s.max_tokens)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        self.never = torch.tensor(self.encoder.never_drawn(vocabulary), device=self.model.device)
+
+    def begin(self, env, task: str, observation: str) -> None:
+        self.slot, self.proposed = Slot(0), None
+        self.slot.env = env
+        self.slot.begin(Trajectory(task), None)
+        observe(self.slot, self.encoder, observation, self.settings.max_tokens)
+
+    @property
+    def full(self) -> bool:
+        return self.slot.playing.ended == "context"
+
+    @torch.inference_mode()
+    def propose(self) -> tuple[str | None, str]:
+        """Its reply, None where that would fill its context, and what it had in mind."""
+        slot, t, s, minds = self.slot, self.slot.playing, self.settings, []
+        while True:
+            logits = next_token_logits(self.model, self.cache,
+                                       [(0, slot.past, t.ids[slot.past:])])               # (1, V)
+            logits[:, self.never] = -torch.inf
+            p, tokens = logits[0].softmax(-1).topk(min(3, logits.shape[1]))
+            minds.append(list(zip(tokens.tolist(), p.tolist())))
+            slot.past = len(t.ids)
+            t.ids.append(tokens[0].item())
+            t.action_mask.append(1)
+            if reply_ended(slot, self.encoder, t.ids[-1], s.max_tokens, s.max_new_tokens,
+                           STOPS[s.protocol]):
+                self.proposed = self.encoder.decode(t.ids[slot.reply_at:])
+                return self.proposed, self.told(t.ids[slot.reply_at:], minds)
+            if t.ended:
+                return None, ""
+
+    def take(self, reply: str, step) -> None:
+        """What was played in its turn, by whomever, and what that led to."""
+        slot, t = self.slot, self.slot.playing
+        if reply != self.proposed:
+            del t.ids[slot.reply_at:], t.action_mask[slot.reply_at:]
+            t.ids += self.encoder.reply(reply)
+            t.action_mask += [0] * (len(t.ids) - slot.reply_at)
+            slot.past = min(slot.past, slot.reply_at)
+        self.proposed = None
+        if not step.done and len(t.ids) < self.settings.max_tokens:
+            observe(slot, self.encoder, step, self.settings.max_tokens)
+        elif not step.done:
+            t.ended = "context"
+
+    def told(self, ids: list[int], minds: list) -> str:
+        """The three best tokens where the action begins, and where it was least sure."""
+        def best(n):
+            return ", ".join(f"{self.encoder.tokenizer.decode([token])!r} {p:.1%}"
+                             for token, p in minds[n])
+
+        first = first_of_action(self.encoder.tokenizer.decode, ids[:len(minds)])
+        doubt = min(range(first, len(minds)), key=lambda n: minds[n][0][1])
+        return f"The action begins with {best(first)}" + (
+            f"\nLeast sure: {best(doubt)}" if doubt != first else "")
+
+
+def first_of_action(decode, ids: list[int]) -> int:
+    """Which token is the first of the action: after the last "Action:", or of the reply."""
+    whole = decode(ids)
+    if "Action:" not in whole:
+        return 0
+    spoken = whole.rindex("Action:") + len("Action:")
+    return next((n for n in range(len(ids)) if decode(ids[:n + 1])[spoken:].strip()), 0)

@@ -1,0 +1,378 @@
+"""CoEvolve: Training LLM Agents via Agent-Data Mutual Evolution (arXiv 2604.15840), in raw PyTorch.
+
+The second system, beside `coevolve.py`: an agent is trained by GRPO on a set of tasks D, and D
+grows out of what its own episodes show to be weak. Every E steps: signals -> picks ->
+re-exploration -> new tasks with a solution -> verification by replay -> D. What a pattern of
+actions is, how a find becomes a task and how it is verified belongs to an environment: its smith,
+beside it in `worlds/`.
+
+`--method evolve` is all of it, `--method grpo` trains on the start tasks alone. No code of the
+paper could be had: what the notes on it leave open is a setting, marked so.
+
+    python mutual.py --env webshop --method evolve          (run.sh does this)
+"""
+
+import itertools
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import coevolve
+import dpo
+import envs
+from baselines.ppo import Rollouts, add_log_probs, kl_of, of_tokens
+from dpo import Trajectory
+from engine import sharding
+from harness import explorer
+from harness.files import mean
+from harness.play import play_with
+from harness.report import played as played_of
+from harness.run import Run
+from harness.settings import SIGNALS
+from harness.start import start
+from look.page import make_page
+
+# ----------------------------------------------------------------------------------- the loop
+
+
+def mutual(run: Run) -> None:
+    """The agent changes its tasks, and they change it. Iteration i is a segment of E steps."""
+    s, phase = run.settings, run.phase
+    if s.warm_start == "sft":
+        phase("experts.jsonl", coevolve.collect_experts)
+        phase("sft-target", coevolve.train_sft, "target")
+    coevolve.evaluations(run, "target", 0)
+
+    if s.start_from == "train":
+        phase("iter0/tasks.jsonl", first_tasks)
+    else:
+        evolve(run, 0)  # unguided: what becomes of it is D_0
+    segments = -(-s.grpo_steps // s.evolve_every)
+    for i in range(1, segments + 1):
+        phase(f"iter{i}/target-agent", train, i)
+        if i % s.evaluate_every == 0 or i == segments:
+            coevolve.evaluations(run, "target", i)
+        if s.method == "evolve" and i < segments:
+            phase(f"iter{i}/signals.jsonl", find_signals, i)
+            evolve(run, i)
+
+
+def evolve(run: Run, i: int) -> None:
+    run.phase(f"iter{i}/explored.jsonl", explore, i)
+    run.phase(f"iter{i}/proposals.jsonl", propose, i)
+    run.phase(f"iter{i}/tasks.jsonl", join, i)
+
+
+def task_set(run: Run, i: int) -> list[str]:
+    """D after the evolution of segment i: ids, in the order in which they joined."""
+    names = [f"iter{j}/tasks.jsonl" for j in range(i + 1)]
+    return [row["id"] for name in names if name in run.phases for row in run.read_jsonl(name)]
+
+
+# ------------------------------------------------------------------------------------- GRPO
+
+
+def advantages(rewards: list[float]) -> list[float]:
+    """A_k = (R_k - mean R) / (std R + 1e-6) of a group, std with K - 1; empty where all are equal.
+
+    One advantage for all action tokens of an episode; a group of equals teaches nothing.
+    """
+    rewards = torch.tensor(rewards, dtype=torch.float64)                                     # (K,)
+    if len(rewards) < 2 or (rewards == rewards[0]).all():
+        return []
+    return ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).tolist()
+
+
+def objective(model, groups: list[Rollouts], temperature: float, never: list[int], low: float,
+              high: float, beta: float):
+    """GRPO's loss summed over all action tokens of the groups: (), and no statistics.
+
+        rho_j = pi(t_j|.) / pi_old(t_j|.)        d_j = log pi_ref(t_j|.) - log pi(t_j|.)
+        L = - sum_j [ min(rho_j A, clip(rho_j, 1 - low, 1 + high) A) - beta (exp(d_j) - d_j - 1) ]
+
+    All three are at the sampling temperature and over the tokens that the sampler may draw (`never`
+    are the others): a token that is never drawn is never pushed down, and each negative advantage
+    would raise it. k3 = exp(d) - d - 1 estimates KL(pi || pi_ref) from samples of pi.
+    """
+    new, old, ref, advantage = of_tokens(model, groups, temperature, never)                  # (A,)
+    ratio = (new - old).exp()
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    d = ref - new
+    return -(surrogate - beta * (d.exp() - d - 1)).sum(), {}
+
+
+def train(run: Run, out: Path, i: int) -> dict:
+    """Segment i: E steps of GRPO, played from the live weights; with moments and episodes in `out`.
+
+    A step plays K episodes of each of B tasks and takes several optimiser steps on them.
+    """
+    s, tasks = run.settings, task_set(run, i - 1)
+    before = run.agent("target", i - 1)
+    never = run.encoder().never_drawn(run.vocabulary())
+    reference, model = run.load(run.agent("target", 0)), run.load(before)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=s.weight_decay, fused=True)
+    if i > 1:  # moments are kept over the run
+        sharding.load_moments(model, optimizer, before / "moments.pt")
+    loss = partial(objective, temperature=s.grpo_temperature, never=never, low=s.clip_low,
+                   high=s.clip_high, beta=s.grpo_kl)
+    first, last = (i - 1) * s.evolve_every + 1, min(i * s.evolve_every, s.grpo_steps)
+    batches = itertools.islice(batches_of(run, i), first - 1, last)
+    checkpoint, encoder, episodes = run.checkpoint(), run.encoder(), []
+    _, done = checkpoint.restore(model, optimizer)  # what the steps made before logged and played
+    for event in done:
+        episodes += [Trajectory(**row) for row in event["episodes"]]
+        run.log("grpo", **event["log"])
+    for step, batch in enumerate(batches, first):
+        if step < first + len(done):
+            continue
+        starts = [Trajectory(task, "target", step, k, run.seed("grpo", step, task, k))
+                  for task in batch for k in range(s.step_rollouts)]
+        played = play_with(run, run.whole(model), encoder, run.make_env, starts,
+                           s.grpo_temperature)
+        groups, log = groups_of(run, played), dict(step=step, tasks=len(batch), D=len(tasks))
+        for policy, name in ((reference, "ref"), (model, "old")):
+            add_log_probs(run.accelerator, policy, groups, name, s.grpo_temperature, never,
+                          s.tokens_per_forward)
+        updates = run.fit_step(model, optimizer, dpo.batches(
+            groups, s.grpo_batch, "instructions", run.rng("grpo", step)), loss, s.grpo_lr)
+        log |= dict(skipped=len(batch) - len(groups), kl=kl_of(groups), updates=len(updates),
+                    reward=mean(t.reward for t in played),
+                    success=mean(t.reward >= envs.SUCCESS for t in played),
+                    tokens=sum(len(t.ids) for t in played),
+                    loss=mean(update["loss"] for update in updates))
+        run.log("grpo", **log)
+        episodes += played
+        done.append(dict(log=log, episodes=[t.record() for t in played]))
+        if run.first_says(checkpoint.due):
+            checkpoint.save(model, optimizer, step, done)
+    run.save(model, before, out)
+    sharding.save_moments(run.accelerator, model, optimizer, out / "moments.pt")
+    checkpoint.remove()
+    run.write_jsonl(out / "episodes.jsonl", episodes)
+    return dict(**played_of(episodes), reward=done[-1]["log"]["reward"], tasks=len(tasks))
+
+
+def batches_of(run: Run, i: int) -> Iterator[list[str]]:
+    """The tasks of step 1, 2, ... up to segment i: passes over D, shuffled by the run's seed.
+
+    Tasks that join enter the next pass. No task is twice in a step, so one of a small D is smaller.
+    """
+    s, queue = run.settings, []
+    for step in itertools.count(1):
+        tasks = task_set(run, (step - 1) // s.evolve_every)
+        batch = []
+        while len(batch) < min(s.step_tasks, len(tasks)):
+            if not queue:
+                queue = run.rng("pass", step).sample(tasks, len(tasks))
+                queue.sort(key=lambda task: task in batch, reverse=True)  # they come last
+            batch.append(queue.pop())
+        yield batch
+
+
+def groups_of(run: Run, played: list[Trajectory]) -> list[Rollouts]:
+    """The episodes by task, with advantages; those of equal rewards are left out."""
+    by_task = defaultdict(list)
+    for t in played:
+        if any(t.action_mask) and (t.ended != "context" or run.settings.too_long == "cut"):
+            by_task[t.task].append(t)
+    groups = [Rollouts(task, found, advantages=advantages([t.reward for t in found]))
+              for task, found in by_task.items()]
+    return [g for g in groups if g.advantages]
+
+
+# ----------------------------------------------------------------------------------- the signals
+# A visit of a task is a step whose batch has it; y = 1 for an episode of reward 1, else 0.
+
+
+def forgetting(scores: dict[str, list[float]], visited: set[str], window: int) -> dict[str, int]:
+    """F: tasks visited since the last evolution with s_now < 0.5, and s >= 0.5 among the `window`
+    visits before; with the number of visits since that success.
+
+    scores: of each task, visit by visit: the mean y of the group, or y of single episodes.
+    """
+    found = {}
+    for task in visited:
+        *before, now = scores[task]
+        wins = [n for n, score in enumerate(reversed(before[-window:]), 1) if score >= 0.5]
+        if now < 0.5 and wins:
+            found[task] = wins[0]
+    return found
+
+
+def boundary(latest: dict[str, list[int]]) -> dict[str, int]:
+    """B: tasks with 0 < sum of y < K in their latest group, one step and one policy; the sum."""
+    return {task: sum(y) for task, y in latest.items() if 0 < sum(y) < len(y)}
+
+
+def rare(patterns: list[set[str]], below: float, least: int) -> dict[str, int]:
+    """P: patterns of executed actions in at least `least` episodes, but below `below` percent.
+
+    patterns: those of each episode since the last evolution. With the number of episodes.
+    """
+    counts = Counter(p for held in patterns for p in held)
+    return {p: n for p, n in counts.items() if n >= least and n < below / 100 * len(patterns)}
+
+
+def find_signals(run: Run, out: Path, i: int) -> dict:
+    """Every signal of segment i with its evidence, and which of them are picked."""
+    s, smith, asked = run.settings, run.smith(), run.settings.signals.split(",")
+    history = {j: run.trajectories(f"iter{j}/target-agent/episodes.jsonl")
+               for j in range(1, i + 1)}
+    scores, groups = defaultdict(list), {}
+    for (_, task), visit in itertools.groupby(
+            (t for episodes in history.values() for t in episodes),
+            key=lambda t: (t.iteration, t.task)):
+        groups[task] = list(visit)  # the latest stays
+        y = [int(t.reward >= envs.SUCCESS) for t in groups[task]]
+        scores[task] += y if s.attempt == "episode" else [sum(y) / len(y)]
+    window = history[i]
+    visited = {t.task for t in window}
+    held = [smith.patterns(t.task, replies_of(t)) for t in window]
+
+    rows = [dict(signal="forgetting", task=task, visits_ago=n, **evidence(groups[task]),
+                 success_then=last_success(history, task))
+            for task, n in forgetting(scores, visited, s.window).items()]
+    rows += [dict(signal="boundary", task=task, successes=n, **evidence(groups[task]))
+             for task, n in boundary({task: [int(t.reward >= envs.SUCCESS) for t in groups[task]]
+                                      for task in visited}).items()]
+    for pattern, n in rare(held, s.rare_below, s.rare_min).items():
+        holding = sorted((t for t, p in zip(window, held) if pattern in p), key=lambda t: t.reward)
+        rows.append(dict(signal="rare", pattern=pattern, episodes=n, task=holding[0].task,
+                         **evidence(holding)))
+    rows = [row for row in rows if row["signal"] in asked]
+    rows.sort(key=lambda row: (SIGNALS.index(row["signal"]), row["task"], row.get("pattern", "")))
+    for row in rows:
+        row["picked"] = False
+    picked = set()
+    for kind in SIGNALS:
+        found = [row for row in rows if row["signal"] == kind]
+        for row in run.rng("picks", i, kind).sample(found, len(found)):
+            own = sum(r["picked"] for r in found)
+            if own < s.picks and row["task"] not in picked:  # one in several signals is picked once
+                picked.add(row["task"])
+                row["picked"] = True
+    counts = Counter(row["signal"] for row in rows)
+    run.write_jsonl(out, rows)
+    run.log("signals", iteration=i, **{kind: counts[kind] for kind in SIGNALS}, picked=len(picked),
+            patterns=len(set().union(*held)))
+    return dict(**{kind: counts[kind] for kind in SIGNALS}, picked=len(picked))
+
+
+def evidence(episodes: list[Trajectory]) -> dict:
+    """A failure among the episodes, and a success, as the conversations that they were."""
+    failed = next((t.messages for t in episodes if t.reward < envs.SUCCESS), None)
+    won = next((t.messages for t in episodes if t.reward >= envs.SUCCESS), None)
+    return dict(failure=failed, success=won)
+
+
+def last_success(history: dict[int, list[Trajectory]], task: str) -> list[dict] | None:
+    won = [t.messages for episodes in history.values() for t in episodes
+           if t.task == task and t.reward >= envs.SUCCESS]
+    return won[-1] if won else None
+
+
+def replies_of(t: Trajectory) -> list[str]:
+    return [m["content"] for m in t.messages if m["role"] == "assistant"]
+
+
+# ----------------------------------------------------------------------- from signals to tasks
+
+
+def explore(run: Run, out: Path, i: int) -> dict:
+    """Episodes of the explorer, who goes back to what was picked; for D_0 to all training tasks."""
+    s, picks = run.settings, []
+    if i == 0:  # one in six becomes a task that is new, or more [ours]
+        tasks = run.training_tasks()
+        starts = [(tasks[n % len(tasks)], "start", n // len(tasks))
+                  for n in range(6 * s.start_tasks)]
+    else:
+        picks = [row for row in run.read_jsonl(f"iter{i}/signals.jsonl") if row["picked"]]
+        if s.explorer == "random":  # as many episodes, without a signal
+            pool, rng = task_set(run, i - 1), run.rng("random", i)
+            picks = [dict(task=task, signal="random")
+                     for task in rng.sample(pool, min(len(picks), len(pool)))]
+        starts = [(row["task"], row["signal"], n) for row in picks
+                  for n in range(s.explorer_episodes)]
+    episodes = [Trajectory(task, kind, i, n, run.seed("explore", i, task, n))
+                for task, kind, n in starts]
+    known = [row["text"] for row in proposed(run, i)]
+    played, taken = explorer.explore(run, episodes, picks, known, run.agent("target", i))
+    run.write_jsonl(out, played)
+    run.log("explored", iteration=i, episodes=len(played), **taken,
+            tokens=sum(len(t.ids) for t in played))
+    return played_of(played)
+
+
+def propose(run: Run, out: Path, i: int) -> dict:
+    """What the explored episodes become: proposals, each with its verdict and the reason for it."""
+    s, smith, rng, rows = run.settings, run.smith(), run.rng("propose", i), []
+    known = {smith.key(task) for task in run.definitions(task_set(run, i - 1))} if i else set()
+    most = s.add_most if i else s.start_tasks
+    texts = [set(row["text"].lower().split()) for row in proposed(run, i)]
+    explored = run.trajectories(f"iter{i}/explored.jsonl")
+    for t in rng.sample(explored, len(explored)):
+        for proposal in explorer.abstract(smith, t, rng):
+            rows.append(dict(signal=t.agent, source=t.task, **proposal))
+    added = 0
+    for row in rows:
+        reason = (refusal(smith, row, known, texts, s.near_text) or
+                  ("enough were added" if added == most else None) or
+                  (smith.verify(row) if s.verify else None))
+        row |= dict(verdict="refused" if reason else "added", reason=reason)
+        if reason is None:
+            known.add(smith.key(row["task"]))
+            texts.append(set(row["text"].lower().split()))
+            added += 1
+    run.write_jsonl(out, rows)
+    reasons = Counter(row["reason"] for row in rows if row["reason"])
+    kinds = Counter(row["signal"] for row in rows if not row["reason"])
+    run.log("proposals", iteration=i, proposals=len(rows), added=added, kinds=kinds,
+            refused=reasons)
+    return dict(proposals=len(rows), added=added)
+
+
+def proposed(run: Run, i: int) -> list[dict]:
+    """The proposals that were added before evolution i."""
+    return [row for j in range(i) for row in run.read_jsonl(f"iter{j}/proposals.jsonl")
+            if row["verdict"] == "added"]
+
+
+def refusal(smith, proposal: dict, known: set[str], texts: list[set[str]],
+            near_text: float) -> str | None:
+    """Why a proposal cannot join, before its solution is played; None if it may."""
+    task, words = proposal["task"], set(proposal["text"].lower().split())
+    if task is None:
+        return "not of the form that was asked for"
+    if reason := smith.refusal(task):
+        return reason
+    if smith.key(task) in known:
+        return "known already"
+    if any(len(words & other) >= near_text * len(words | other) for other in texts):  # Jaccard
+        return "a text that is there already"
+    return None
+
+
+def join(run: Run, out: Path, i: int) -> dict:
+    """The tasks that join D."""
+    found = [row for row in run.read_jsonl(f"iter{i}/proposals.jsonl")
+             if row["verdict"] == "added"]
+    ids = run.add_tasks(out, [row["task"] for row in found])
+    if i == 0 and not ids:
+        run.refuse("no start task came of the unguided exploration; give --start-from train, or a "
+                   "--model that finds something")
+    return dict(tasks=len(ids))
+
+
+def first_tasks(run: Run, out: Path) -> dict:
+    """D_0 of --start-from train: tasks of the training split, in their order."""
+    tasks = run.training_tasks()[:run.settings.start_tasks]
+    run.write_jsonl(out, [dict(id=task) for task in tasks])
+    return dict(tasks=len(tasks))
+
+
+if __name__ == "__main__":
+    start(mutual, sys.argv[1:], afterwards=[make_page])  # parses, locks, resumes, reports

@@ -1,0 +1,775 @@
+"""BFCL multi-turn: calls and verdicts against the package's own, the turns, hostile replies, splits."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_model, make_tokenizer
+
+pytest.importorskip("bfcl_eval", reason="without bfcl-eval; run.sh bfcl says how to get it")
+from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_utils as package  # noqa: E402
+from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import (  # noqa: E402
+    multi_turn_checker,
+)
+
+import coevolve  # noqa: E402
+import envs  # noqa: E402
+from harness import start  # noqa: E402
+from worlds import bfcl_tasks  # noqa: E402
+from worlds.bfcl import DONE, MISSING, MOST_REPLIES, Bfcl, as_reply, script  # noqa: E402
+from worlds.bfcl_calls import MOST_CALLS, Simulators, failed, parse_calls  # noqa: E402
+from worlds.bfcl_smith import useful  # noqa: E402
+from worlds.bfcl_tasks import CATEGORIES, MORE_FUNCTIONS, SIZES, start_state, tasks  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path(package.__file__).parents[2]
+ROWS = {}      # the package's id -> its test entry
+TRUTHS = {}    # the package's id -> its ground truth
+for category in CATEGORIES:
+    name = f"BFCL_v4_multi_turn_{category}.json"
+    for folder, found in (("data", ROWS), ("data/possible_answer", TRUTHS)):
+        for line in (PACKAGE / folder / name).read_text().splitlines():
+            row = json.loads(line)
+            found[row["id"]] = row if found is ROWS else row["ground_truth"]
+
+
+def package_id(key):
+    category, _, number = key.rpartition("-")
+    return f"multi_turn_{category.replace('-', '_')}_{number}"
+
+
+def forget():
+    """The package keeps its simulators under the name of the model and the task."""
+    for name in [name for name in vars(package) if name.endswith("_instance")]:
+        del vars(package)[name]
+
+
+def as_python(call):
+    given = ", ".join(f"{name}={value!r}" for name, value in call["arguments"].items())
+    return f"{call['name']}({given})"
+
+
+def verdict(key, turns):
+    """What the package says of replies, each a list of calls, turn by turn."""
+    forget()
+    id = package_id(key)
+    said = [[[as_python(call) for call in reply] for reply in turn] for turn in turns]
+    return multi_turn_checker(said, TRUTHS[id], ROWS[id], id.rpartition("_")[0], "m")["valid"]
+
+
+ENVS = {(category, reward): Bfcl("short", category, "published", reward)
+        for category in CATEGORIES for reward in ("all", "turns")}
+
+
+def env_of(key, reward="all"):
+    return ENVS[key.rpartition("-")[0].replace("-", "_"), reward]
+
+
+def play(env, task, replies):
+    """The last step of an episode of these replies."""
+    env.reset(task)
+    for reply in replies:
+        step = env.step(reply)
+        if step.done:
+            return step
+    return step
+
+
+def reward(key, turns, counts="all"):
+    replies = [reply for turn in turns for reply in (*map(as_reply, turn), "so much for this")]
+    step = play(env_of(key, counts), f"bfcl-test-{key}", replies)
+    assert step.done
+    return step.reward
+
+
+def all_tasks():
+    return [(key, task) for category in CATEGORIES for key, task in tasks(category).items()]
+
+
+def one_by_one(task):
+    """The replies of the ground truth, a call each where these are not too many."""
+    return [[[call] for call in turn] if len(turn) <= MOST_REPLIES else [turn]
+            for turn in task["calls"]]
+
+
+def block(name, /, **arguments):
+    return as_reply([dict(name=name, arguments=arguments)])
+
+
+# --------------------------------------------------------------------------- against the package
+
+
+def state(value):
+    """The public attributes of simulators, in a form that compares files with files."""
+    if hasattr(value, "__dict__"):
+        return type(value).__name__, {name: state(inner) for name, inner in vars(value).items()
+                                      if name[0] != "_" and name != "parent"}
+    if isinstance(value, dict):
+        return [(name, state(inner)) for name, inner in value.items()]
+    return [state(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def test_every_call_of_the_ground_truths_returns_and_leaves_what_the_packages_executor_does():
+    made = 0
+    for key, task in all_tasks():
+        forget()
+        id, ours = package_id(key), Simulators(task["start"])
+        for theirs, calls in zip(TRUTHS[id], task["calls"], strict=True):
+            results, instances = package.execute_multi_turn_func_call(
+                theirs, ROWS[id]["initial_config"], ROWS[id]["involved_classes"], "m", id,
+                long_context="long_context" in id)
+            assert [ours.run(call) for call in calls] == results, key
+            assert {name: state(instance) for name, instance in ours.instances.items()} == {
+                name: state(instance) for name, instance in instances.items()}, key
+            made += len(calls)
+    assert made == 4625
+
+
+def test_ground_truths_are_right_and_without_their_last_call_wrong():
+    for n, (key, task) in enumerate(all_tasks()):
+        turns = one_by_one(task)
+        assert reward(key, turns) == 1 and verdict(key, turns), key
+        if n % 8 == 0:
+            assert reward(key, [[turn] if turn else [] for turn in task["calls"]]) == 1, key
+            assert reward(key, [[] for _ in turns]) == 0, key
+        last = next(turn for turn in reversed(turns) if turn)
+        last[-1] = last[-1][:-1]
+        turns = [[reply for reply in turn if reply] for turn in turns]
+        assert reward(key, turns) == 0 and not verdict(key, turns), key
+
+
+def test_extra_reads_and_unknown_functions_change_nothing_and_the_wrong_turn_does():
+    for key, task in all_tasks()[::8]:
+        reads = [dict(name=name, arguments={}) for name in
+                 ("ls", "list_users", "ticket_get_login_status", "get_current_time", "no_such")]
+        turns = [[[*reads, *reply] for reply in turn] + [reads] for turn in one_by_one(task)]
+        assert reward(key, turns) == 1 and verdict(key, turns), key
+        calls = [call for turn in task["calls"] for call in turn]
+        turns = [[calls], *([] for _ in task["calls"][1:])]
+        assert reward(key, turns) == verdict(key, turns), key
+
+
+VALUES = ["", " ", "x", 0, 1, -1, 2.5, True, None, [], ["a"], {}, {"a": 1}, "..", "/", "AAPL"]
+
+
+def damaged(rng, key, task):
+    """The replies of the ground truth after one to three random changes."""
+    turns = json.loads(json.dumps(task["calls"]))
+    functions = [row for name in start_state(key)["classes"]
+                 for row in bfcl_tasks.documents(name).values()]
+    for _ in range(rng.randint(1, 3)):
+        places = [(turn, n) for turn in turns for n in range(len(turn))]
+        if not places:
+            break
+        turn, n = rng.choice(places)
+        call, new = turn[n], rng.choice(functions)
+        new = dict(name=new["name"], arguments={argument: rng.choice(VALUES) for argument in
+                                                new["parameters"]["properties"]})
+        argument = rng.choice([*call["arguments"], "unknown"])
+        rng.choice([
+            lambda: turn.pop(n), lambda: rng.choice(turns).append(turn.pop(n)),
+            lambda: rng.shuffle(turn), lambda: turn.insert(n, dict(call)),
+            lambda: turn.insert(n, new), lambda: call.update(name=new["name"]),
+            lambda: call["arguments"].update({argument: rng.choice(VALUES)}),
+            lambda: call["arguments"].pop(argument, None)])()
+    return one_by_one(dict(calls=turns))
+
+
+def test_random_damages_are_judged_as_the_package_judges_them():
+    rng, found = random.Random(0), Counter()
+    for _ in range(400):
+        key, task = rng.choice(all_tasks())
+        turns = damaged(rng, key, task)
+        mine, share = reward(key, turns), reward(key, turns, "turns")
+        assert mine == verdict(key, turns), (key, turns)
+        assert (share == 1) == (mine == 1) and 0 <= share <= 1
+        found["right" if mine else "partly" if share else "wrong"] += 1
+    assert min(found["right"], found["partly"], found["wrong"]) > 40, found
+
+
+def test_one_episode_leaves_nothing_to_the_next():
+    """Long contexts are shared between the package's simulators."""
+    keys = [key for key in tasks("long_context") if "TravelAPI" in start_state(key)["classes"]]
+    before = [Simulators(key).states() for key in keys]
+    for key in keys:
+        simulators = Simulators(key)
+        for card in simulators.instances["TravelAPI"].credit_card_list.values():
+            card["balance"] = -1
+        assert simulators.states() not in before
+    assert [Simulators(key).states() for key in keys] == before
+    key = keys[0]
+    for _ in range(2):  # a wrong answer first, on the same object
+        assert reward(key, [[] for _ in tasks("long_context")[key]["calls"]]) == 0
+        assert reward(key, one_by_one(tasks("long_context")[key])) == 1
+
+
+# ------------------------------------------------------------------------------------- the turns
+
+
+FILES = "bfcl-test-base-0"  # four turns about files, the first of three calls
+
+
+def test_a_reply_with_calls_is_answered_with_results_and_one_without_with_the_next_turn():
+    env = env_of("base-0")
+    texts, truth = env.find(FILES)["turns"], env.find(FILES)["calls"]
+    opening = env.reset(FILES)
+    assert opening.endswith(f"</tools>\n\n{texts[0]}") and "mkdir(dir_name: string): " in opening
+    step = env.step(as_reply(truth[0]))
+    assert step.observation == "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in (
+        '{"current_working_directory": "document"}', "None",
+        "{\"result\": \"'final_report.pdf' moved to 'temp/final_report.pdf'\"}"))
+    for n, calls in enumerate(truth[1:], 1):
+        assert env.step("I have done it.") == envs.Step(texts[n], 0.0, False)
+        for call in calls:
+            assert not env.step(as_reply([call])).done
+    assert env.step("") == envs.Step("The conversation is over.", 1.0, True)
+    with pytest.raises(RuntimeError, match="without a running episode"):
+        env.step("")
+    env.reset(FILES)
+    env.close()
+    with pytest.raises(RuntimeError, match="without a running episode"):
+        env.step("")
+
+
+def test_twenty_replies_with_calls_are_a_turns_and_the_next_ends_the_episode():
+    env, calls = env_of("base-0"), env_of("base-0").find(FILES)["calls"]
+    env.reset(FILES)
+    assert env.max_steps == 4 * (MOST_REPLIES + 1)
+    for turn in calls:
+        for _ in range(MOST_REPLIES - 1):
+            assert not env.step(block("ls")).done
+        assert not env.step(as_reply(turn)).done
+        step = env.step("done")
+    assert step.done and step.reward == 1
+    for counts, share in (("all", 0.0), ("turns", 0.25)):
+        env = env_of("base-0", counts)
+        env.reset(FILES)
+        env.step(as_reply(calls[0]))
+        env.step("done")
+        for _ in range(MOST_REPLIES):
+            assert not env.step(block("no_such")).done
+        step = env.step(as_reply(calls[1]))
+        assert step.done and step.reward == share and "More than 20 replies" in step.observation
+
+
+def test_a_missing_function_is_documented_in_its_turn_and_can_be_called_before():
+    env = env_of("miss-func-0")  # sort, in the fourth of five turns
+    task = env.find("bfcl-test-miss-func-0")
+    assert task["hidden"] == {"3": ["sort"]} and task["calls"][2] == []
+    assert "\nsort(" not in env.reset("bfcl-test-miss-func-0")
+    for n in (1, 2):
+        assert env.step("done").observation == task["turns"][n]
+    shown = env.step(MISSING).observation
+    assert shown.startswith("<tools>\nsort(file_name: string): ")
+    assert shown.endswith(f"</tools>\n\n{MORE_FUNCTIONS}") and shown.count("\n") == 4
+    assert "not defined" not in env.step(block("sort", file_name="x")).observation
+    hidden = [name for task in tasks("miss_func").values() for names in task["hidden"].values()
+              for name in names]
+    assert len(hidden) >= 200
+    full = Bfcl("full", "miss_func").reset("bfcl-train-miss-func-127")
+    documents = full.partition("</tools>")[0].splitlines()[1:]
+    assert {"name", "description", "parameters"} <= json.loads(documents[0]).keys()
+
+
+def test_the_expert_calls_one_at_a_time_ends_turns_in_words_and_is_right():
+    env = envs.make("bfcl", bfcl_category="all")
+    for task in env.tasks("validation"):
+        messages, earned = envs.converse(env, env.reset(task), env.expert())
+        replies = [m["content"] for m in messages if m["role"] == "assistant"]
+        assert earned == 1 and replies == script(env.find(task)["calls"])
+        assert messages[0]["content"].startswith(env.prompt) and len(replies) <= env.max_steps
+        assert sum(reply in (DONE, MISSING) for reply in replies) == len(env.find(task)["turns"])
+    crowded = tasks("long_context")["long-context-38"]["calls"]  # 34 calls in a turn
+    assert max(map(len, crowded)) == 34 and max(len(parse_calls(r)) for r in script(crowded)) == 2
+
+
+def test_the_share_of_turns_counts_turns_with_a_ground_truth_at_the_end():
+    key = next(key for key, task in tasks("miss_param").items()
+               if sum(map(bool, task["calls"])) == 4)
+    turns = one_by_one(tasks("miss_param")[key])
+    wrong = [n for n, turn in enumerate(turns) if turn][-1]
+    turns[wrong] = []
+    assert reward(key, turns) == 0 and reward(key, turns, "turns") == 0.75
+
+
+# ------------------------------------------------------------------------------- calls as JSON
+
+
+LS = dict(name="ls", arguments={})
+TEXT = json.dumps(LS)
+CD = dict(name="cd", arguments={"folder": "a"})
+
+
+@pytest.mark.parametrize("reply, calls", [
+    (f"<tool_call>{TEXT}</tool_call>", [LS]), (f"I look.\n<tool_call>\n{TEXT}\n</tool_call> So.", [LS]),
+    (as_reply([LS, CD]), [LS, CD]), (f"<tool_call>{json.dumps([LS, CD])}</tool_call>", [LS, CD]),
+    (f"```json\n{TEXT}\n```", [LS]), (f"First\n```json\n{TEXT}\n```\nthen\n```json\n[{TEXT}]```", [LS, LS]),
+    (TEXT, [LS]), (f"  [{TEXT}, {TEXT}]\n", [LS, LS]),
+    (f"<think>maybe {as_reply([CD])}</think>\n{as_reply([LS])}", [LS]), (f"thoughts</think>{TEXT}", [LS]),
+    (f"```json\n{TEXT}\n``` or <tool_call>{json.dumps(CD)}</tool_call>", [CD]),
+    # no call: words, half a form, another form
+    ("", []), ("ls()", []), ("[ls()]", []), ("3", []), ("[]", []), ("{}", []), ("null", []), ('"ls"', []),
+    (f"I call {TEXT}", []), (f"<tool_call>{TEXT}", []), (f"<think>{as_reply([LS])}", []),
+    (f"```\n{TEXT}\n```", []), ('{"name": "ls"}', []), ('{"name": "ls", "arguments": {}, "id": 1}', []),
+    ('{"name": "ls", "parameters": {}}', []), ("<tool_call>ls()</tool_call>", []),
+    ("<tool_call>{'name': 'ls', 'arguments': {}}</tool_call>", []), (f"{TEXT} {TEXT}", []),
+    ('{"function": {"name": "ls", "arguments": {}}}', []), (f"[[{TEXT}]]", []),
+])
+def test_the_form_of_a_call(reply, calls):
+    assert parse_calls(reply) == calls
+
+
+def test_what_is_no_call_beside_one_is_a_result_in_its_place():
+    found = parse_calls(f"{as_reply([LS])}<tool_call>cd a</tool_call>{as_reply([CD])}")
+    assert found[0] == LS and found[1].startswith("Error: not a call") and found[2] == CD
+    found = parse_calls(json.dumps([LS] * 70))
+    assert found[:-1] == [LS] * MOST_CALLS and "at most 50 calls" in found[-1]
+
+
+DEEP = "[" * 100_000
+HOSTILE = {
+    **{block(name, **arguments): "is not defined" for name, arguments in [
+        ("__init__", {}), ("__class__", {}), ("__eq__", {"other": 1}), ("_load_scenario", {"scenario": {}}),
+        ("_navigate_to_directory", {"path": "/"}), ("__import__", {"name": "os"}), ("eval", {}), ("exit", {}),
+        ("__import__('os').getcwd", {}), ("GorillaFileSystem.ls", {}), ("ls.__globals__", {}), ("self", {}),
+        ("ｌｓ", {}), ("ls ", {}), ("ls\u200b", {}), ("LS", {}), ("\ud800", {}), ("", {}), ("ls()", {}),
+        ("root", {}), ("_api_description", {}), ("place_order", {}), ("x" * 10_000, {})]},
+    **{json.dumps(dict(name=name, arguments=arguments)): "a call is <tool_call>" for name, arguments in [
+        ("cd", ["document"]), ("cd", "document"), ("cd", None), ("cd", 1), (1, {}), (None, {}), (["cd"], {}),
+        ({"cd": 1}, {})]},
+    **{block("cd", **arguments): found for arguments, found in [
+        ({"0": "document"}, "unexpected keyword"), ({"dir": "document"}, "unexpected keyword"),
+        ({"self": 1, "folder": "document"}, "multiple values"), ({}, "missing 1 required"),
+        ({"folder": ["document"]}, "Error during"), ({"folder": {"a": 1}}, "Error during"),
+        ({"folder": 5}, "Error during"), ({"folder": None}, "Error during"),
+        ({"folder": "\ud800"}, "surrogate"), ({"\ud800": "a"}, "surrogate"),
+        ({"folder": 10 ** 20}, "20 digits"), ({"folder": float("nan")}, "infinite"),
+        ({"folder": [float("inf")]}, "infinite"), ({"folder": "document/../../etc"}, "Unsupported path"),
+        ({"folder": "__import__('os')"}, "No such")]},
+    '{"name": "cd", "arguments": {"folder": 1e999}}': "infinite",
+    '{"name": "cd", "arguments": {"folder": %s}}' % ("9" * 5000): "20 digits",
+    '{"name": "cd", "arguments": {"folder": %s}}' % ("[" * 30 + "]" * 30): "too deep",
+    '{"name": "cd", "arguments": {"folder": %s}}' % ("[" * 950 + "]" * 950): "too deep",
+    DEEP: "too deep", '{"a":' * 20_000: "too deep", f"<tool_call>{DEEP[:50_000]}</tool_call>": "too deep",
+    f"<tool_call>{DEEP}</tool_call>": "at most 100000", block("echo", content="x" * 9_000_000): "at most 100000",
+    json.dumps([LS] * 100_000): "at most 100000", "<tool_call>" * 500_000: None, "```json" * 500_000: None,
+    "```json\n```" * 200_000: None, "\0": None, "</tool_response>": None,
+}
+
+
+def test_hostile_calls_are_observations_and_nothing_else(monkeypatch):
+    def reached(*_):
+        raise AssertionError("a text was evaluated")
+
+    monkeypatch.setattr("builtins.eval", reached)
+    monkeypatch.setattr("builtins.exec", reached)
+    monkeypatch.setattr(package, "execute_multi_turn_func_call", reached)
+    env = env_of("base-0")
+    env.reset(FILES)
+    before = env.world.states()
+    for reply, found in HOSTILE.items():
+        env.reset(FILES)
+        started = time.monotonic()
+        step = env.step(reply)
+        assert time.monotonic() - started < 10, reply[:100]
+        step.observation.encode()
+        assert (found or env.find(FILES)["turns"][1]) in step.observation, reply[:100]
+        assert (step.reward, step.done) == (0.0, False) and len(step.observation) < 500
+        assert env.world.states() == before, reply[:100]
+    assert reward("base-0", one_by_one(tasks("base")["base-0"])) == 1
+
+
+def test_odd_replies_and_arguments_are_observations():
+    """`bench/fuzz.py`'s mutations of replies, and calls of every function with whatever JSON has."""
+    from bench import fuzz
+    rng, pieces = random.Random(0), ["<tool_call>", "</tool_call>", "```json", "```", "<think>", "</think>",
+                                     '{"name": "ls", "arguments": {}}', '"name"', '"arguments"', "[", "]", "{", "}"]
+    keys = rng.sample(list(tasks("base")), 12) + rng.sample(list(tasks("long_context")), 6)
+    values = [*VALUES, 10 ** 19, -10 ** 19, 1e308, -0.0, "a\0", "\u2028", "é" * 50, [[]], {"a": []}, "2024-13-45"]
+    for key in keys:
+        env = env_of(key)
+        functions = list(env.functions(key).values())
+        for n in range(60):
+            calls = [dict(name=row["name"], arguments={
+                name: rng.choice(values) for name in row["parameters"]["properties"] if rng.random() < 0.9})
+                for row in rng.sample(functions, 3)]
+            reply = as_reply(calls) if n % 3 else fuzz.mutate(rng, as_reply(calls), pieces)
+            if n % 15 == 0:
+                env.reset(f"bfcl-test-{key}")
+            step = env.step(reply)
+            step.observation.encode()
+            assert step.reward == 0 and isinstance(step.done, bool)
+            if step.done:
+                env.reset(f"bfcl-test-{key}")
+
+
+MATHS = next(key for key in tasks("base") if "MathAPI" in start_state(key)["classes"])
+
+
+@pytest.mark.parametrize("name, arguments, found", [
+    ("power", dict(base=10, exponent=10 ** 9), "at most 1000"), ("power", dict(base=2, exponent=1e308), "at most"),
+    ("power", dict(base=10 ** 19, exponent=1000), "4300"), ("power", dict(base=0, exponent=-1), "Error"),
+    ("logarithm", dict(value=2, base=3, precision=10 ** 9), "at most 1000"),
+    ("logarithm", dict(value=2, base=3, precision="1000000000"), "at most 1000"),
+    ("logarithm", dict(value=8, base=2, precision=5), "{'result': mpf('3.0')}"),
+    ("square_root", dict(number=2, precision=10 ** 9), "at most 1000"),
+    ("square_root", dict(number=2, precision=5), "Decimal('1.4142')"),
+    ("round_number", dict(number=5, decimal_places=-10 ** 9), "at most 1000"),
+    ("round_number", dict(number=5.5, decimal_places=None), '{"result": 6}'),
+    ("multiply", dict(a="a", b=10 ** 9), "must be numbers"), ("mean", dict(numbers=[1e308] * 2), "Infinity")])
+def test_numbers_that_would_take_the_machine_are_refused(name, arguments, found):
+    if "4300" in found and not hasattr(sys, "get_int_max_str_digits"):
+        pytest.skip("an early Python, without that limit")
+    started = time.monotonic()
+    assert found in Simulators(MATHS).run(dict(name=name, arguments=arguments))
+    assert time.monotonic() - started < 5
+
+
+def test_a_file_system_that_holds_itself_or_doubles_ends_in_errors():
+    env, copied = env_of("base-0"), block("cp", source="a", destination="a")
+    env.reset(FILES)
+    env.step(block("mkdir", dir_name="a") + copied)  # the package's: a in itself
+    assert "beyond 5000 paths" in env.step(block("find") + block("du")).observation
+    assert env.world.states() and not env.step("next").done
+    env.reset(FILES)
+    for n in range(MOST_REPLIES):
+        reply = "".join(block("cp", source="document", destination=f"d{n}{m}")
+                        + block("mv", source=f"d{n}{m}", destination="document") for m in range(5))
+        step = env.step(reply + block("find"))
+    assert "beyond 5000 paths" in step.observation and env.step("next").reward == 0
+
+
+def test_precision_is_that_of_the_call_while_others_count_beside_it():
+    calls = {n: dict(name="logarithm", arguments=dict(value=10, base=3, precision=n)) for n in range(5, 40)}
+    want = {n: Simulators(MATHS).run(call) for n, call in calls.items()}
+    assert len(set(want.values())) == len(calls)
+    wrong = []
+
+    def work():
+        simulators = Simulators(MATHS)
+        wrong.extend(n for _ in range(20) for n, call in calls.items() if simulators.run(call) != want[n])
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_task_is_the_same_in_every_process_zone_and_at_any_time():
+    code = """if True:
+        import hashlib, json
+        from worlds.bfcl import Bfcl, script
+        env, told = Bfcl("short", "all"), []
+        for task in env.tasks("train")[::4]:
+            told.append(env.reset(task))
+            for reply in script(env.find(task)["calls"]):
+                told.append(env.step(reply).observation)
+        from worlds.bfcl_calls import Simulators
+        from worlds.bfcl_tasks import tasks
+        for key in tasks("base"):
+            s = Simulators(key)
+            told += [s.run(dict(name=name, arguments=arguments)) for name, arguments in [
+                ("trading_login", dict(username="a", password="b")), ("fund_account", dict(amount=5)),
+                ("get_transaction_history", {})]]
+            for ticket in s.instances["TicketAPI"].ticket_queue if "TicketAPI" in s.instances else ():
+                told.append(s.run(dict(name="edit_ticket", arguments=dict(
+                    ticket_id=ticket.get("id"), updates={c: c for c in "qwertyuiop"}))))
+            if "TravelAPI" in s.instances:
+                travel = s.instances["TravelAPI"]
+                told.append(s.run(dict(name="verify_traveler_information", arguments=dict(
+                    first_name=travel.user_first_name, last_name=travel.user_last_name,
+                    date_of_birth="2007-01-01", passport_number="US1"))))
+                for card in travel.credit_card_list:
+                    told.append(s.run(dict(name="book_flight", arguments=dict(
+                        access_token=travel.access_token, card_id=card, travel_date="2024-01-01",
+                        travel_from="SFO", travel_to="LAX", travel_class="royal"))))
+        kinds = ["Invalid fields", "Must be one of {", "at least 18", "2024-09-0"]
+        print([any(kind in text for text in told) for kind in kinds],
+              hashlib.sha256(json.dumps(told).encode()).hexdigest())"""
+    said = {subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, check=True,
+                           capture_output=True, env={**os.environ, "TZ": zone, "PYTHONHASHSEED": seed}).stdout
+            for zone, seed in [("UTC", "0"), ("Asia/Kathmandu", "1"), ("America/St_Johns", "2")]}
+    assert len(said) == 1 and said.pop().startswith("[True, True, True, True]")
+
+
+# --------------------------------------------------------------------------------------- splits
+
+
+@pytest.mark.parametrize("category", [*CATEGORIES, "all"])
+def test_splits_have_their_sizes_all_domains_and_no_start_state_on_two_sides(category):
+    env, times = envs.make("bfcl", bfcl_category=category), 4 if category == "all" else 1
+    assert {split: len(env.tasks(split)) for split in env.splits} == {
+        split: times * size for split, size in SIZES.items()}
+    sides, first = {}, {}
+    for split in env.splits:
+        rows = [start_state(env.find(task)["start"]) for task in env.tasks(split)]
+        sides[split] = {json.dumps(row["config"], sort_keys=True) for row in rows}
+        first[split] = Counter(row["classes"][0] for row in rows)
+        domains = Counter(c for row in rows[:20] for c in row["classes"])  # the first are a mixture
+        assert min(domains[c] for c in ("GorillaFileSystem", "TradingBot", "TravelAPI",
+                                        "VehicleControlAPI")) >= 1
+    assert not sides["train"] & sides["test"] and not sides["train"] & sides["validation"]
+    assert not sides["validation"] & sides["test"]
+    for name, count in first["train"].items():  # as many as their share, but for one or two
+        assert abs(first["test"][name] - 0.8 * count) <= 2 * times, name
+
+
+def test_a_number_is_on_one_side_in_all_categories_and_splits_are_what_they_were():
+    sides = [{task.rpartition("-")[2] for task in envs.make("bfcl", bfcl_category=c).tasks("test")}
+             for c in CATEGORIES]
+    assert all(side == sides[0] for side in sides)
+    assert envs.make("bfcl").tasks("train")[:3] == [
+        "bfcl-train-base-127", "bfcl-train-base-177", "bfcl-train-base-15"]
+
+
+def test_the_published_split_tests_all_and_trains_on_ours():
+    ours, published = envs.make("bfcl"), envs.make("bfcl", bfcl_split="published")
+    assert published.tasks("train") == ours.tasks("train") and len(set(published.tasks("test"))) == 200
+    assert published.test_splits == ("test",)
+
+
+def test_tasks_and_options_that_do_not_exist_are_refused():
+    env = envs.make("bfcl")
+    held = env.tasks("test")[0].rpartition("-")[2]
+    for task in ("bfcl-train-base-1000", f"bfcl-train-base-{held}", "bfcl-train-miss-func-127", "webshop-train-0"):
+        with pytest.raises(ValueError, match="unknown task"):
+            env.find(task)
+    for option in ("category", "split", "reward"):
+        with pytest.raises(envs.Refused, match=f"--bfcl-{option} x: choose from"):
+            envs.make("bfcl", **{f"bfcl_{option}": "x"})
+    with pytest.raises(envs.Refused, match="the tiny model cannot"):
+        env.practice(0, 1, None)
+
+
+def test_without_the_package_one_line_says_how_to_get_it():
+    code = ("import sys; sys.modules['bfcl_eval'] = None\nimport envs\n"
+            "try: envs.make('bfcl')\nexcept envs.Refused as error: print(error)")
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, check=True,
+                          capture_output=True).stdout
+    assert told == ("bfcl: the package bfcl-eval==2026.3.23 is not here; pip install --no-deps "
+                    "bfcl-eval==2026.3.23\n")
+    assert f"# bfcl: {bfcl_tasks.PACKAGE} " in (ROOT / "requirements.txt").read_text()
+
+
+def test_experts_are_a_runs_and_no_list_of_etos(tmp_path):
+    env, file = envs.make("bfcl"), tmp_path / "experts.jsonl"
+    rows = list(envs.experts(env, None, 3, []))
+    file.write_text("".join(json.dumps(dict(task=task, messages=messages, reward=earned)) + "\n"
+                            for task, messages, earned in rows))
+    assert [tuple(row) for row in envs.read_experts(str(file), env)] == rows
+    file.write_text(json.dumps([dict(id="multi_turn_base_127", conversations=[
+        {"from": {"user": "human"}.get(m["role"], "gpt"), "value": m["content"]} for m in rows[0][1]])]))
+    with pytest.raises(envs.Refused, match="nobody publishes trajectories"):
+        envs.read_experts(str(file), env)
+
+
+# ------------------------------------------------------------------------------------ new tasks
+
+
+def smiths_task(env, n=0):
+    return dict(start=env.find(env.tasks("train")[n])["start"], turns=["What is here?"],
+                calls=[[dict(name="ls", arguments={})]])
+
+
+def file_env():
+    """An environment, and the number of a training task about files."""
+    env = envs.make("bfcl")
+    n = next(n for n, task in enumerate(env.tasks("train"))
+             if "GorillaFileSystem" in start_state(env.find(task)["start"])["classes"])
+    return env, n
+
+
+def test_a_task_made_during_a_run_is_played_and_its_faults_are_named():
+    env, n = file_env()
+    task = smiths_task(env, n)
+    id = env.add(task)
+    assert id == "bfcl-added-0" == env.add(json.loads(json.dumps(task)))
+    messages, earned = envs.converse(env, env.reset(id), env.expert())
+    assert earned == 1 and len(messages) == 4
+    held = env.find(env.tasks("test")[0])["start"]
+    for wrong, named in [
+            ({"start": held}, "no start state of a training task"), ({"start": "x"}, "no start state"),
+            ({"turns": []}, "lists of calls"), ({"turns": [" "]}, "must be a text"), ({"calls": [[]]}, "holds a call"),
+            ({"calls": [5]}, "lists of calls"), ({"calls": [["ls()"]]}, "is no call"), ({"calls": "x"}, "a str"),
+            ({"calls": [[dict(name="_load_scenario", arguments={})]]}, "no function '_load_scenario'"),
+            ({"calls": [[dict(name="ls", arguments=[])]]}, "a call is"), ({"calls": [[dict(name=3, arguments={})]]}, "3")]:
+        with pytest.raises(ValueError, match="bfcl: not a task to add: .*" + named):
+            env.add({**task, **wrong})
+    with pytest.raises(ValueError, match="has no 'calls'"):
+        env.add(dict(start="a", turns=[]))
+
+
+def explored(rng, env, task):
+    """Replies of somebody who calls what the ground truth does, and others, and leaves things out."""
+    names = env.functions(env.find(task)["start"])
+    pool = [call for key in tasks("base") for turn in tasks("base")[key]["calls"] for call in turn
+            if call["name"] in names]
+    calls = [call for turn in env.find(task)["calls"] for call in turn if rng.random() < 0.7]
+    for _ in range(rng.randint(1, 5)):
+        calls.insert(rng.randint(0, len(calls)), rng.choice(pool))
+    return [as_reply([call]) for call in calls]
+
+
+def test_what_was_done_becomes_tasks_that_verify_and_are_new():
+    env = envs.make("bfcl", "short")
+    smith, rng, verdicts, kept = env.smith(), random.Random(0), Counter(), []
+    for task in env.tasks("train")[:40]:
+        replies = explored(rng, env, task)
+        made = [call for reply in replies for call in parse_calls(reply)]
+        simulators = Simulators(env.find(task)["start"])
+        names = [call["name"] for call in made if not failed(simulators.run(call))]
+        assert smith.patterns(task, replies) == {
+            *names, *(f"{a}, {b}" for a, b in zip(names, names[1:]))}
+        for proposal in smith.finds(task, replies, rng):
+            assert proposal["template"] and proposal["text"] and json.dumps(proposal)
+            reason = smith.refusal(proposal["task"]) or smith.verify(proposal)
+            verdicts[reason] += 1
+            kept += [] if reason else [proposal]
+    assert verdicts[None] > 30 and verdicts[None] > 0.8 * verdicts.total(), verdicts
+    assert any(len(p["task"]["turns"]) > 1 for p in kept)
+    for proposal in kept[:20]:
+        id = env.add(proposal["task"])
+        assert envs.converse(env, env.reset(id), env.expert())[1] == 1
+        assert smith.key(env.find(id)) == smith.key(proposal["task"])
+    assert len({smith.key(env.find(task)) for task in env.tasks("train")}) == 100
+
+
+def test_planted_proposals_are_refused():
+    env, n = file_env()
+    smith, task = env.smith(), env.tasks("train")[n]
+    test = env.find(env.tasks("test")[3])
+    start = env.find(task)["start"]
+    assert smith.refusal(smiths_task(env, n)) is None
+    assert smith.refusal({**smiths_task(env, n), "start": test["start"]}) == "a start state of no training task"
+    assert smith.refusal(env.find(task)) == "a task of a split"
+    said = smiths_task(env, n)
+    assert smith.refusal({**said, "turns": [test["turns"][0]]}) == "a task of a split"
+    assert "no function" in smith.refusal({**said, "calls": [[dict(name="nope", arguments={})]]})
+    same = [key for key in tasks("base") if start_state(key)["classes"] == start_state(start)["classes"]]
+    other = next(tasks("base")[key] for key in same if f"bfcl-train-{key}" not in env.tasks("train"))
+    assert smith.refusal(dict(start=start, turns=["x"] * len(other["turns"]), calls=other["calls"])) == (
+        "a task of a split")
+
+
+def test_a_solution_that_does_not_prove_its_task_is_refused():
+    env, n = file_env()
+    smith, start = env.smith(), env.find(env.tasks("train")[n])["start"]
+
+    def proposal(*calls, solution=None):
+        calls = [dict(name=name, arguments=arguments) for name, arguments in calls]
+        return dict(text="x", task=dict(start=start, turns=["x"], calls=[calls]),
+                    solution=solution or script([calls]))
+
+    make, look = ("mkdir", dict(dir_name="new")), ("ls", {})
+    assert smith.verify(proposal(make, look)) is None and smith.verify(proposal(make)) is None
+    assert smith.verify(proposal(look, look)) is None  # results are counted
+    assert smith.verify(proposal(make, ("cat", dict(file_name="none")))) == "a call of its solution fails"
+    assert smith.verify(proposal(make, solution=["I am done"])) == "its solution earns 0.00"
+    assert smith.verify(proposal(make, look, solution=script([[dict(name="ls", arguments={})]]))) == (
+        "its solution earns 0.00")
+    again = [[dict(name="pwd", arguments={})], [dict(name=name, arguments=arguments) for name, arguments in
+                                                (("cd", dict(folder=".")), ("pwd", {}))]]
+    assert smith.verify(dict(text="x", task=dict(start=start, turns=["x", "y"], calls=again),
+                             solution=script(again))) == "it is solved without its last call"
+    outside = [dict(name="get_outside_temperature_from_google", arguments={})]
+    cars = next(key for key in smith.starts if "VehicleControlAPI" in start_state(key)["classes"])
+    assert smith.verify(dict(text="x", task=dict(start=cars, turns=["x"], calls=[outside]),
+                             solution=script([outside]))) is None  # what is drawn is drawn again
+
+
+def test_looks_that_led_to_nothing_are_left_out():
+    def row(name, result, changed=False, **arguments):
+        return dict(name=name, arguments=arguments), json.dumps(result), changed
+
+    rows = [row("pwd", {"path": "/"}), row("ls", {"found": ["notes"]}), row("cd", {"now": "notes"}, True, folder="notes"),
+            row("find", {"id": 7123}), row("du", {"size": 5}), row("send", {}, True, text="it is 7123"), row("ls", {})]
+    assert [call["name"] for call, _, _ in useful(rows)] == ["ls", "cd", "find", "send", "ls"]
+    assert [call["name"] for call, _, _ in useful(rows[:2])] == ["ls"] and useful([]) == []
+
+
+def test_an_explorers_words_and_calls_become_a_task_or_nothing():
+    env, n = file_env()
+    smith, task, rng = env.smith(), env.tasks("train")[n], random.Random(0)
+    make = dict(name="mkdir", arguments={"dir_name": "new"})
+    for actions in ([make], [json.dumps(make)], [as_reply([make])]):
+        found = smith.written(task, dict(query="A new folder, please.", action_sequence=actions), rng)
+        assert found["task"] == dict(start=env.find(task)["start"], turns=["A new folder, please."], calls=[[make]])
+        assert smith.refusal(found["task"]) is None and smith.verify(found) is None and "template" not in found
+    for actions in ([], ["mkdir(dir_name='new')"], [5], [None], [[make, "x"]], [DEEP]):
+        found = smith.written(task, dict(query="x", action_sequence=actions), rng)
+        assert found is None or found["task"]["calls"] == [[make]]
+
+
+# ----------------------------------------------------------------------------------- whole runs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random model with room for documents of functions."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = make_tokenizer("chatml")
+    found = make_model(len(tokenizer), dtype=torch.float32)
+    found.config.max_position_embeddings = 8192
+    found.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def small(out, *more):
+    return ["--env", "bfcl", "--view", "short", "--train-tasks", "1", "--eval-tasks", "1", "--iterations", "1",
+            "--sft-epochs", "1", "--dpo-epochs", "1", "--max-tokens", "8000", "--max-new-tokens", "4", "--slots", "2",
+            "--threads", "1", "--out", str(out), *map(str, more)]
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_trains_on_ground_truths_and_failures_that_tie_make_no_pairs(model, tmp_path):
+    start.main(coevolve.coevolve, small(tmp_path / "run", "--model", model))
+    experts = rows_of(tmp_path / "run/experts.jsonl")
+    assert [row["reward"] for row in experts] == [1.0] and "<tool_call>" in str(experts[0])
+    assert rows_of(tmp_path / "run/iter1/pairs-failure.jsonl") == []
+    pairs = rows_of(tmp_path / "run/iter1/pairs-target.jsonl")
+    assert pairs and {pair["kind"] for pair in pairs} == {"expert>target", "expert>failure"}
+    counts = [row for row in rows_of(tmp_path / "run/metrics.jsonl") if row["event"] == "pairs"]
+    assert len(rows_of(tmp_path / "run/eval-1-target-test.jsonl")) == 1
+    assert "equal failures" in str(counts)
+
+
+def test_a_chat_endpoint_plays_it(tmp_path, monkeypatch):
+    env = envs.make("bfcl", "short")
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            messages = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
+            task = next(t for t in env.tasks("test") if messages[0]["content"].endswith(env.find(t)["turns"][0]))
+            reply = script(env.find(task)["calls"])[len(messages) // 2]
+            data = json.dumps(dict(choices=[dict(message=dict(content=reply))],
+                                   usage=dict(prompt_tokens=100, completion_tokens=7))).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    start.main(coevolve.coevolve, small(tmp_path / "run", "--model", f"http://127.0.0.1:{server.server_port}/v1",
+                                        "--model-name", "m", "--examples", "0", "--eval-tasks", "5"))
+    server.shutdown()
+    assert [row["reward"] for row in rows_of(tmp_path / "run/eval-0-target-test.jsonl")] == [1.0] * 5

@@ -1,0 +1,81 @@
+"""The house: which room imports which, what stands on the top level, how long it may get."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# room -> the rooms that it may import; nothing is imported upwards
+MAY = {"worlds": "worlds", "engine": "engine", "envs": "worlds", "dpo": "engine",
+       "harness": "harness envs dpo engine",
+       "baselines": "baselines harness envs dpo engine",
+       "look": "look harness envs dpo engine",
+       "coevolve": "look baselines harness envs dpo engine",
+       "mutual": "coevolve look baselines harness envs dpo engine",
+       "study": "study look harness envs dpo engine"}
+TOP = {"coevolve", "dpo", "envs", "mutual"}
+OTHERS = ["tests", "bench"]  # which import what they like, and which nobody imports
+TEXT_ONLY = {"torch", "transformers", "accelerate", "tokenizers", "safetensors"}
+
+
+def files(room: str) -> list[Path]:
+    return [ROOT / f"{room}.py"] if room in TOP else sorted((ROOT / room).glob("**/*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """The first part of the name of all that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}, line {node.lineno}: a relative import"
+            names.add(node.module.split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("room", [room for room in MAY if all(map(Path.exists, files(room)))])
+def test_a_room_imports_only_the_rooms_below_it(room):
+    assert files(room)
+    for path in files(room):
+        ours = imported(path) & {*MAY, *OTHERS, "conftest"}
+        assert ours <= set(MAY[room].split()), path
+        if room == "worlds":
+            assert not imported(path) & TEXT_ONLY, path
+
+
+def test_the_top_level_holds_the_method():
+    """Three files, and one for a second system when it comes."""
+    found = {path.stem for path in ROOT.glob("*.py")}
+    assert TOP - {"mutual"} <= found <= TOP
+    lines = {name: len((ROOT / f"{name}.py").read_text(encoding="utf-8").splitlines())
+             for name in ("coevolve", "dpo", "envs")}
+    assert sum(lines.values()) <= 900, lines
+
+
+def test_every_room_is_a_package_of_the_list():
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages == {*MAY, "bench"} - TOP
+
+
+def test_no_line_is_longer_than_100_characters():
+    """But in tables of the tests, a case a line."""
+    paths = [path for room in (*MAY, "bench") for path in files(room) if path.exists()]
+    assert len(paths) > 40
+    long = [f"{path.relative_to(ROOT)}:{number}: {len(line)}" for path in paths
+            for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
+            if len(line) > 100]
+    assert long == []
+
+
+@pytest.mark.parametrize("module", ["worlds.webshop", "envs"])
+def test_the_shop_needs_nothing_that_other_environments_need(module):
+    code = (f"import sys, {module}\n"
+            "print(*({'py4j', 'scienceworld', 'requests', 'urllib3', 'pymysql', 'sqlite3', 'numpy',"
+            " 'torch'} & set(sys.modules)))")
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, check=True,
+                          capture_output=True).stdout
+    assert told.split() == []

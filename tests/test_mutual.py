@@ -1,0 +1,609 @@
+"""Agent and tasks that evolve together: advantages, objective, signals, new tasks, the whole loop."""
+
+import copy
+import json
+import math
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import make_model, make_tokenizer
+
+import dpo
+import envs
+import mutual
+from baselines.ppo import Rollouts, add_log_probs
+from harness import explorer
+from harness.run import Run
+from harness.settings import Settings, SettingsError, check
+from worlds import Step, World
+
+ROOT = Path(__file__).parent.parent
+
+# ------------------------------------------------------------------------------------- GRPO
+
+
+@pytest.mark.parametrize("rewards, expected", [
+    # mean 0.5, squares 4 x 0.25, over K - 1 = 3: std 0.57735
+    ([0.0, 1.0, 0.0, 1.0], [-0.866024, 0.866024, -0.866024, 0.866024]),
+    ([1.0, 0.0], [0.707106, -0.707106]),
+    ([0.5, 0.5, 0.5], []),  # equals teach nothing
+    ([0.7], []), ([], []),
+])
+def test_advantages_by_hand(rewards, expected):
+    assert mutual.advantages(rewards) == pytest.approx(expected, abs=2e-6)
+
+
+def test_advantages_sum_to_zero():
+    rng = random.Random(0)
+    for _ in range(100):
+        found = mutual.advantages([rng.choice([0, 0.25, 0.7, 1]) for _ in range(8)])
+        assert abs(sum(found)) < 1e-9
+
+
+@pytest.fixture(scope="module")
+def agent():
+    tokenizer = make_tokenizer("chatml")
+    return make_model(len(tokenizer) + 5, seed=1), dpo.Encoder(tokenizer)
+
+
+def sampled(encoder, n, seed=0, length=9):
+    """n trajectories of random words after one prompt, as the sampler may draw them."""
+    rng, never = random.Random(seed), set(encoder.forbidden)
+    free = [i for i in range(len(encoder.tokenizer)) if i not in never]
+    start = encoder.start([dict(role="user", content="find a mug")])
+    return [dpo.Trajectory("task", ids=start + (reply := rng.choices(free, k=length)),
+                           action_mask=[0] * len(start) + [1] * len(reply)) for _ in range(n)]
+
+
+def policies(agent, seeds=(2, 3), n=4):
+    """A group with log-probabilities of two other models as old and ref."""
+    model, encoder = agent
+    never = encoder.never_drawn(model.config.vocab_size)
+    group = Rollouts("task", sampled(encoder, n), advantages=[1.0, -2.0, 0.5, 0.0][:n])
+    for seed, name in zip(seeds, ("old", "ref")):
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for p in other.parameters():
+                p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed),
+                                        dtype=p.dtype)
+        add_log_probs(Accelerator(cpu=True), other, [group], name, 0.9, never, 4096)
+    return model, group, never
+
+
+def by_hand(model, group, never, low, high, beta, temperature=0.9):
+    """The loss as one loop over tokens in float64, from plain passes over whole sequences."""
+    total = torch.zeros((), dtype=torch.float64)
+    for t, advantage, old, ref in zip(group.sequences, group.advantages, group.old, group.ref):
+        logits = model(input_ids=torch.tensor([t.ids]), lengths=[len(t.ids)]).logits[0].double()
+        logits = logits / temperature
+        allowed = [i for i in range(logits.shape[1]) if i not in set(never)]
+        k = 0
+        for j in range(1, len(t.ids)):
+            if not t.action_mask[j]:
+                continue
+            new = logits[j - 1][t.ids[j]] - torch.logsumexp(logits[j - 1][allowed], 0)
+            ratio = math.e ** (new - old[k])
+            clipped = min(max(ratio.item(), 1 - low), 1 + high)
+            surrogate = ratio * advantage
+            if clipped != ratio.item() and clipped * advantage < surrogate.item():
+                surrogate = torch.tensor(clipped * advantage, dtype=torch.float64)
+            d = ref[k] - new
+            total = total - surrogate + beta * (math.e ** d - d - 1)
+            k += 1
+    return total
+
+
+@pytest.mark.parametrize("low, high, beta", [(0.2, 0.28, 1e-3), (0.01, 0.02, 0.5), (0.5, 3.0, 0)])
+def test_the_objective_is_the_loop_over_tokens(agent, low, high, beta):
+    model, group, never = policies(agent)
+    loss, _ = mutual.objective(model, [group], 0.9, never, low, high, beta)
+    expected = by_hand(model, group, never, low, high, beta)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    gradients = [torch.autograd.grad(x, model.lm_head.weight, retain_graph=True)[0]
+                 for x in (loss, expected)]
+    assert torch.allclose(*gradients, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("advantage, ratio, expected", [
+    (1.0, 2.0, 1.28), (1.0, 1.1, 1.1), (1.0, 0.5, 0.5),     # a gain is clipped above alone
+    (-1.0, 2.0, -2.0), (-1.0, 0.9, -0.9), (-1.0, 0.5, -0.8),  # a loss below alone
+])
+def test_both_bounds_for_both_signs(agent, monkeypatch, advantage, ratio, expected):
+    log = torch.tensor([math.log(ratio)])
+    monkeypatch.setattr(mutual, "of_tokens", lambda *_: (
+        log, torch.zeros(1), log, torch.tensor([advantage])))
+    assert mutual.objective(None, [], 1.0, [], 0.2, 0.28, 1.0)[0].item() == pytest.approx(-expected)
+
+
+def test_the_gradient_of_k3_at_the_reference_is_zero(agent):
+    model, group, never = policies(agent)
+    group.advantages = [0.0] * 4
+    for name in ("old", "ref"):
+        add_log_probs(Accelerator(cpu=True), model, [group], name, 0.9, never, 4096)
+    loss, _ = mutual.objective(model, [group], 0.9, never, 0.2, 0.28, 1.0)
+    gradient = torch.autograd.grad(loss, model.lm_head.weight)[0]
+    assert loss.item() == pytest.approx(0, abs=1e-10) and gradient.abs().max() < 1e-6
+
+
+def test_log_probabilities_are_those_of_the_distribution_sampled_from(agent):
+    """Over the words that may be drawn they sum to 1; what is never drawn has none of it."""
+    model, encoder = agent
+    never = encoder.never_drawn(model.config.vocab_size)
+    start = encoder.start([dict(role="user", content="find a mug")])
+    total, size = 0.0, model.config.vocab_size
+    for token in range(size):
+        t = dpo.Trajectory(ids=[*start, token], action_mask=[0] * len(start) + [1])
+        p = dpo.token_log_probs(model, [t], 0.9, never).exp().item()
+        assert (p == 0) == (token in never), token
+        total += p
+    assert total == pytest.approx(1.0) and len(never) > 5  # control tokens and padded rows
+
+
+# ------------------------------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize("scores, window, found", [
+    ([1.0, 0.0], 5, 1), ([0.5, 0.0], 5, 1),      # 0.5 counts as solved
+    ([1.0, 0.5], 5, None),                       # and so it is not forgotten at 0.5
+    ([1.0, 0.49], 5, 1), ([0.0, 0.0], 5, None),  # never solved
+    ([0.0], 5, None), ([1.0], 5, None),          # one visit
+    ([1.0, 0, 0, 0, 0, 0], 5, 5), ([1.0, 0, 0, 0, 0, 0, 0], 5, None),  # outside the window
+    ([1.0, 0, 0, 0], 2, None), ([1.0, 0.0, 1.0, 0.0], 5, 1),
+])
+def test_forgetting(scores, window, found):
+    assert mutual.forgetting({"a": scores, "b": [1.0, 0.0]}, {"a"}, window) == (
+        {} if found is None else {"a": found})
+
+
+@pytest.mark.parametrize("y, found", [([0, 0, 0], None), ([1, 0, 0], 1), ([1, 1, 0], 2),
+                                      ([1, 1, 1], None)])
+def test_boundary(y, found):
+    assert mutual.boundary({"a": y}) == ({} if found is None else {"a": found})
+
+
+def test_rare():
+    held = [{"p"}] * 2 + [{"q"}] * 3 + [{"r"}] * 95
+    assert mutual.rare(held, 3.0, 1) == {"p": 2}           # 3 of 100 is at the threshold
+    assert mutual.rare(held, 3.1, 1) == {"p": 2, "q": 3}
+    assert mutual.rare(held, 3.1, 3) == {"q": 3} and mutual.rare([], 3.1, 1) == {}
+
+
+# ----------------------------------------------------------------------------------- new tasks
+
+
+@pytest.fixture(scope="module")
+def databases():
+    env = envs.make("intercodesql", "short")
+    return env, env.smith()
+
+
+@pytest.fixture(scope="module")
+def shop():
+    env = envs.make("webshop", "short")
+    return env, env.smith()
+
+
+def replies_of(env, task):
+    messages, _ = envs.converse(env, env.reset(task), env.expert())
+    return [m["content"] for m in messages if m["role"] == "assistant"]
+
+
+def test_every_gold_query_inverts_to_a_question_with_the_same_rows(databases):
+    env, smith = databases
+    rng, same = random.Random(0), 0
+    for split in ("train", "validation", "test", "unseen"):
+        for task in env.tasks(split):
+            question = env.find(task)
+            text = smith.question(question["db"], question["gold"], rng)
+            assert text, question
+            same += text == question["query"]
+    assert same > 300  # of 1,800: a column may be called as stored or by a synonym
+
+
+def test_a_damaged_query_is_of_no_family(databases):
+    env, smith = databases
+    for task in env.tasks("train")[:50]:
+        question = env.find(task)
+        for damaged in (question["gold"] + " LIMIT 3 OFFSET 1", "SELECT", question["gold"] + " x",
+                        question["gold"].replace("SELECT", "SELECT nothing,", 1)):
+            assert smith.question(question["db"], damaged, random.Random(0)) is None
+
+
+def test_a_run_query_becomes_a_task_that_its_solution_solves(databases):
+    env, smith = databases
+    rng, verdicts = random.Random(1), Counter()
+    for task in env.tasks("train")[:60]:
+        for found in smith.finds(task, ["SHOW TABLES", "SELECT nonsense", env.find(task)["gold"]],
+                                 rng):
+            verdicts[smith.verify(found)] += 1
+    assert verdicts == {None: 60}
+
+
+def test_solutions_that_do_not_prove_a_question_are_refused(databases):
+    env, smith = databases
+    question = env.find(env.tasks("train")[0])
+    whole = smith.proposal(question["query"], question["gold"], question["db"])
+    assert smith.verify(whole) is None
+    assert "does not end" in smith.verify({**whole, "solution": whole["solution"][:-1]})
+    assert "earns" in smith.verify({**whole, "solution": ["SHOW TABLES", "submit"]})
+    table = smith.proposal("x", "SELECT * FROM nowhere", question["db"])
+    assert smith.verify(table)
+    for gold in ("SELECT 1 WHERE 1 = 0", "SELECT"):  # no rows; no query
+        assert smith.verify(smith.proposal("x", gold, question["db"]))
+
+
+def test_planted_questions_are_refused(databases):
+    env, smith = databases
+    for split in ("validation", "test", "unseen"):
+        for task in env.tasks(split)[:40]:
+            assert smith.refusal(env.find(task)) == "a database of no training task"
+    train = env.find(env.tasks("train")[0])
+    assert smith.refusal(train) == "a question of a split"
+    assert smith.refusal({**train, "query": "other words"}) == "a question of a split"
+    assert smith.refusal({**train, "gold": train["gold"] + "  ", "query": "x"})
+    assert smith.refusal({**train, "query": "x", "gold": "SELECT 1"}) is None
+
+
+def test_a_purchase_becomes_a_goal_that_its_actions_solve(shop):
+    env, smith = shop
+    rng, kept, refused = random.Random(0), 0, Counter()
+    for task in env.tasks("train")[:150]:
+        for found in smith.finds(task, replies_of(env, task), rng):
+            reason = smith.refusal(found["task"])
+            refused[reason] += 1
+            if reason is None:
+                assert smith.verify(found) is None
+                assert env.add(found["task"]) and found["text"] == found["task"]["instruction"]
+                kept += 1
+    assert kept > 50 and refused["a goal of a split"] > 20
+
+
+def test_goals_of_splits_and_of_held_out_families_are_refused(shop):
+    env, smith = shop
+    for split in ("train", "validation", "test", "unseen"):
+        for task in env.tasks(split)[:40]:
+            goal = env.find(task)
+            assert smith.refusal(goal) == "a goal of a split"
+            other = smith.refusal({**goal, "price_upper": goal["price_upper"] + 7})
+            assert (other == "a held-out family") == (split == "unseen"), (split, other)
+
+
+def test_solutions_that_do_not_prove_a_goal_are_refused(shop):
+    env, smith = shop
+    task = env.tasks("train")[0]
+    solution = replies_of(env, task)
+    found, = smith.finds(task, solution, random.Random(3))
+    assert smith.verify(found) is None
+    assert smith.verify({**found, "solution": solution[:-1]}) == "its solution earns 0.00"
+    other = {**found["task"], "goal_options": ["mauve"]}
+    assert "earns" in smith.verify({**found, "task": other})
+    assert "goes on" in smith.verify({**found, "solution": solution + ["click[buy now]"]})
+
+
+def test_patterns_count_what_was_carried_out_alone(shop, databases):
+    env, smith = shop
+    task = env.tasks("train")[0]
+    assert smith.patterns(task, ["click[buy now]", "nonsense", "search[desk"]) == set()
+    assert {"buy as asked", "choose what was asked"} <= smith.patterns(task, replies_of(env, task))
+    env, smith = databases
+    task = env.tasks("train")[0]
+    assert smith.patterns(task, ["SELECT nonsense", "SHOW TABLES", "submit"]) == set()
+    assert len(smith.patterns(task, [env.find(task)["gold"]])) == 1
+
+
+# ----------------------------------------------------------------------------------- the loop
+
+
+class Letters(World):
+    """Pays (sum of the reply's letters and the task's number, modulo 5) / 4; any number is a task."""
+    name, test_splits, max_steps, latency = "letters", ("test",), 1, 0
+    splits = {"train": {str(n): n for n in range(6)}, "test": {str(n): n for n in range(6, 9)}}
+
+    def check(self, task):
+        return self.fields(task, number=int)["number"]
+
+    def reset(self, task):
+        self.number = self.find(task)
+        return f"say something, {self.number}"
+
+    def step(self, reply):
+        return Step("thanks", (sum(map(ord, reply)) + self.number) % 5 / 4, True)
+
+    def expert(self):
+        return lambda observation: "c"
+
+    def smith(self):
+        return Smith()
+
+
+class Smith:
+    """A reply is a find: a task of the number that it adds up to, beyond the training tasks."""
+
+    def patterns(self, task, replies):
+        return {f"{len(reply)} letters" for reply in replies}
+
+    def finds(self, task, replies, rng):
+        number = 10 + sum(map(ord, replies[0])) % 40 if replies else 10
+        return [dict(text=f"say {number}", task=dict(number=number), solution=replies)]
+
+    def key(self, task):
+        return str(task)
+
+    def refusal(self, task):
+        number = task if isinstance(task, int) else task["number"]
+        return "a number of a split" if number % 7 == 0 else None
+
+    def verify(self, proposal):
+        return "odd" if proposal["task"]["number"] % 2 else None
+
+
+Smith.key = lambda self, task: str(task if isinstance(task, int) else task["number"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = make_tokenizer("chatml")
+    make_model(len(tokenizer), dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(model, tmp_path, monkeypatch):
+    """run(method, **settings) -> the finished run."""
+    monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(Letters("short")))
+
+    def start(method, out="run", **changed):
+        values = dict(model=str(model), out=str(tmp_path / out), method=method, max_tokens=400,
+                      max_new_tokens=4, slots=8, warm_start="none", start_tasks=5, grpo_steps=6,
+                      evolve_every=2, evaluate_every=1, step_tasks=3, step_rollouts=4,
+                      grpo_batch=2, grpo_lr=1e-4, grpo_temperature=1.5, explorer_temperature=1.5,
+                      expert_min_reward=0.0, near_text=1.0, picks=2, explorer_episodes=2,
+                      checkpoint_minutes=0)
+        r = Run(check(Settings(**{**values, **changed})), Accelerator(cpu=True))
+        mutual.mutual(r)
+        r.lock.release()
+        return r
+
+    return start
+
+
+def weights(r, i):
+    return (r.path / f"iter{i}/target-agent/model.safetensors").read_bytes()
+
+
+def events(r, name):
+    found = [json.loads(line) for line in (r.path / "metrics.jsonl").open()]
+    return [e for e in found if e["event"] == name]
+
+
+def test_the_task_set_grows_from_signals(run):
+    r = run("evolve")
+    files = [f"iter{i}/{name}.jsonl" for i in (1, 2) for name in
+             ("signals", "explored", "proposals", "tasks")]
+    assert all((r.path / name).exists() for name in files)
+    sizes = [len(mutual.task_set(r, i)) for i in range(3)]
+    assert 0 < sizes[0] <= 5 and sizes[2] > sizes[0]
+    numbers = [row["task"]["number"] for row in r.added_tasks()]
+    assert len(set(numbers)) == len(numbers) == sizes[2]
+    assert not any(n % 2 or n % 7 == 0 for n in numbers)  # what the smith refused
+    rows = [row for i in range(3) for row in r.read_jsonl(f"iter{i}/proposals.jsonl")]
+    assert {"odd", "a number of a split", "known already"} <= {row["reason"] for row in rows}
+    assert [e["step"] for e in events(r, "grpo")] == [1, 2, 3, 4, 5, 6]
+    assert {e["D"] for e in events(r, "grpo")} == set(sizes)
+
+
+def test_signals_have_their_evidence_and_a_task_is_picked_once(run):
+    r = run("evolve", rare_below=60.0)
+    rows = [row for i in (1, 2) for row in r.read_jsonl(f"iter{i}/signals.jsonl")]
+    assert {"boundary", "rare"} <= {row["signal"] for row in rows}
+    for row in rows:
+        if row["signal"] == "boundary":
+            assert row["failure"] and row["success"]
+    for i in (1, 2):
+        picked = [row["task"] for row in r.read_jsonl(f"iter{i}/signals.jsonl") if row["picked"]]
+        assert len(picked) == len(set(picked)) > 0
+        visited = {t.task for t in r.trajectories(f"iter{i}/target-agent/episodes.jsonl")}
+        assert set(picked) <= visited
+
+
+def test_without_new_tasks_evolution_is_grpo_bit_for_bit(run):
+    a, b = run("evolve", "a", add_most=0), run("grpo", "b")
+    assert weights(a, 3) == weights(b, 3)
+    assert weights(a, 3) != weights(run("grpo", "c", seed=1), 3)
+
+
+def test_the_first_step_starts_at_the_reference(run):
+    kl = [e["kl"] for e in events(run("grpo"), "grpo")]
+    assert kl[0] == pytest.approx(0, abs=1e-5) and abs(kl[-1]) > 1e-6
+
+
+def test_each_pass_visits_every_task_and_no_step_one_twice(run):
+    r = run("grpo", start_from="train", start_tasks=5, step_tasks=3, grpo_steps=10)
+    steps = {}
+    for i in range(1, 6):
+        for t in r.trajectories(f"iter{i}/target-agent/episodes.jsonl"):
+            steps.setdefault(t.iteration, []).append(t.task)
+    visits = Counter()
+    for tasks in steps.values():
+        assert set(Counter(tasks).values()) == {4} and len(set(tasks)) == 3
+        visits.update(set(tasks))
+    assert set(visits.values()) == {6} and len(visits) == 5  # 30 visits of 5 tasks
+
+
+def test_random_exploration_has_no_signal_and_as_many_episodes(run):
+    a, b = run("evolve", "a"), run("evolve", "b", explorer="random")
+    counts = [[e["episodes"] for e in events(r, "explored")] for r in (a, b)]
+    assert counts[0][:2] == counts[1][:2]
+    assert {t.agent for t in b.trajectories("iter1/explored.jsonl")} == {"random"}
+
+
+def test_without_verification_proposals_join_as_they_come(run):
+    r = run("evolve", verify=False)
+    assert any(row["task"]["number"] % 2 for row in r.added_tasks())
+
+
+# ------------------------------------------------------------------------ an explorer elsewhere
+
+
+ANSWERS = {  # of the explorer, by what it is asked for: context, action, proposals
+    "well": ('```json\n{"where": "here", "try": "more"}\n```', "SHOW TABLES",
+             '```json\n[{"intent": "i", "query": "how many are there", "confidence": 0.9, '
+             '"action_sequence": ["SHOW TABLES", "SELECT COUNT(*) FROM TABLE", "submit"]}]\n```'),
+    "prose": ("It should try harder.", "Let me think about it.", "I would ask about tables."),
+    "badly": ('```json\n["where"]\n```', "DROP TABLE x; --",
+              '```json\n[{"query": 7}, "x", {"query": "q", "action_sequence": "submit"}, '
+              '{"query": "q", "action_sequence": ["DROP TABLE x", "submit"]}]\n```'),
+}
+
+
+@pytest.fixture
+def explorer_at(endpoint, tmp_path, monkeypatch):
+    """explorer_at(answers) -> proposals of one pick on the databases, the episode, the requests."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+    def explore(answers):
+        env = envs.make("intercodesql", "short")
+        task = env.tasks("train")[0]
+        question = env.find(task)
+        table = env.world.databases[question["db"]].split("CREATE TABLE ")[1].split()[0]
+
+        def answer(messages):
+            last = messages[0]["content"]
+            kind = 0 if "it is weak" in last else 2 if "Write new tasks" in last else 1
+            return answers[kind].replace("FROM TABLE", f"FROM {table}")
+
+        endpoint.answer = answer
+        s = Settings(env="intercodesql", view="short", method="evolve", explorer=endpoint.url,
+                     explorer_model="m", max_new_tokens=64)
+        r = SimpleNamespace(settings=s, make_env=lambda: envs.make("intercodesql", "short"),
+                            first_says=lambda said: said(), running="explored",
+                            bar=lambda *_: nullcontext(SimpleNamespace(update=lambda: None)))
+        starts = [dpo.Trajectory(task, "boundary", 1, 0)]
+        pick = dict(task=task, signal="boundary", success=[], failure=[])
+        (t,), taken = explorer.explore(r, starts, [pick], ["a known text"], Path("agent"))
+        return explorer.abstract(env.smith(), t, random.Random(0)), t, taken
+
+    return explore
+
+
+def test_an_explorer_that_answers_well_proposes_a_task_that_verifies(explorer_at, endpoint):
+    rows, t, taken = explorer_at(ANSWERS["well"])
+    smith = envs.make("intercodesql", "short").smith()
+    assert [row["text"] for row in rows] == ["how many are there"]
+    assert smith.refusal(rows[0]["task"]) is None and smith.verify(rows[0]) is None
+    assert taken["requests"] == len(endpoint.seen) == 12 and t.steps == 10  # context, ten, abstract
+    assert taken["prompt_tokens"] == 12 * 100 and t.usage["unreadable"] == 0
+    assert "a known text" in json.dumps(endpoint.seen[-1])
+
+
+def test_an_explorer_that_writes_prose_proposes_nothing(explorer_at):
+    rows, t, taken = explorer_at(ANSWERS["prose"])
+    assert rows == [] and t.usage["unreadable"] == 2 and taken["requests"] == 12
+
+
+def test_proposals_of_another_form_are_counted_and_never_mended(explorer_at):
+    rows, t, _ = explorer_at(ANSWERS["badly"])
+    assert [row["task"] for row in rows] == [None] * 4 and t.usage["unreadable"] == 1
+    assert {mutual.refusal(None, row, set(), [], 1.0) for row in rows} == {
+        "not of the form that was asked for"}
+    assert all(m["role"] != "user" or "Error" in m["content"] for m in t.messages[1:])
+
+
+def test_an_explorer_that_fails_first_is_asked_again_and_counted(explorer_at, endpoint):
+    endpoint.faults = [(500, "", {}), (429, "", {"Retry-After": "0"}), (200, "{", {})]
+    rows, t, taken = explorer_at(ANSWERS["well"])
+    assert len(rows) == 1 and taken["retries"] == 3
+
+
+def test_an_explorer_that_is_gone_ends_the_phase_with_one_line(explorer_at, endpoint):
+    endpoint.faults = [(500, "", {})] * 99
+    with pytest.raises(envs.EnvError, match="status 500"):
+        explorer_at(ANSWERS["well"])
+
+
+# ----------------------------------------------------------------------------------- processes
+
+
+KILLED = """
+import sys
+sys.path[:0] = [{tests!r}, {root!r}]
+import envs, runpy
+from test_mutual import Letters
+envs.make = lambda *_, **__: envs.Repaired(Letters("short"))
+runpy.run_path({root!r} + "/mutual.py", run_name="__main__")
+"""
+
+
+def files_of(run):
+    return {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*") if p.is_file()
+            and p.suffix in (".jsonl", ".safetensors") and p.name != "metrics.jsonl"}
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(model, tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.format(tests=str(ROOT / "tests"), root=str(ROOT)))
+    flags = dict(method="evolve", model=model, max_tokens=400, max_new_tokens=4, slots=8,
+                 warm_start="none", start_tasks=5, grpo_steps=6, evolve_every=2, step_tasks=3,
+                 step_rollouts=4, grpo_batch=2, grpo_lr=1e-4, near_text=1.0,
+                 checkpoint_minutes=0, threads=1)
+    command = [sys.executable, str(script), *(
+        x for name, value in flags.items() for x in (f"--{name}", str(value)))]
+
+    def finish(out, kills=0):
+        rng = random.Random(5)
+        for _ in range(kills):
+            process = subprocess.Popen([*command, "--out", str(out)], stdout=subprocess.DEVNULL,
+                                       stderr=subprocess.DEVNULL)
+            while process.poll() is None and not (out / "metrics.jsonl").exists():
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0.1, 1.5))
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return files_of(out)
+
+    assert finish(tmp_path / "killed", kills=4) == finish(tmp_path / "whole")
+
+
+def test_two_sharded_processes_learn_like_one(model, tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(KILLED.format(tests=str(ROOT / "tests"), root=str(ROOT)))
+    flags = ["--method", "grpo", "--model", str(model), "--max-tokens", "400", "--threads", "1",
+             "--max-new-tokens", "4", "--slots", "8", "--warm-start", "none", "--start-from",
+             "train", "--grpo-steps", "4", "--evolve-every", "2", "--step-tasks", "3",
+             "--step-rollouts", "4", "--grpo-batch", "2", "--grpo-lr", "1e-5"]
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    for out, launcher, more in (("one", [], []), ("two", two, ["--shard", "on"])):
+        done = subprocess.run([sys.executable, *launcher, str(script), *flags, *more, "--out",
+                               str(tmp_path / out)], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+    losses = [[json.loads(line) for line in (tmp_path / out / "metrics.jsonl").open()]
+              for out in ("one", "two")]
+    losses = [[e["loss"] for e in found if e["event"] == "grpo"] for found in losses]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4) and len(losses[0]) == 4
+
+
+@pytest.mark.parametrize("changed, message", [
+    (dict(signals="forgetting,rear"), "--signals forgetting,rear: give some of"),
+    (dict(explorer="gpt"), "--explorer gpt: give policy, random or https://host/v1"),
+    (dict(explorer="https://h/v1"), "--explorer-model: give"),
+    (dict(method="eto", explorer="random"), "--explorer: eto explores nothing"),
+    (dict(step_rollouts=1), "--step-rollouts 1: must be at least 2"),
+])
+def test_what_cannot_be_is_refused(changed, message):
+    with pytest.raises(SettingsError) as error:
+        check(Settings(**{"method": "evolve", **changed}))
+    assert message in str(error.value)

@@ -1,0 +1,210 @@
+"""Playing at a terminal: a person by a pipe, a trained agent, and who has the turn."""
+
+import gc
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import envs
+from harness.files import ROOT, RunError, read_jsonl
+from harness.settings import SettingsError
+from look import play
+from look.agent import first_of_action
+from look.play import main
+
+
+@pytest.fixture
+def typed(monkeypatch, capsys):
+    """typed(lines)(*argv): what is printed when these lines are typed; the end of input follows."""
+    def prepare(*lines):
+        waiting = list(lines)
+
+        def read(prompt):
+            print(prompt, end="")
+            if not waiting:
+                raise EOFError
+            return waiting.pop(0)
+
+        monkeypatch.setattr("builtins.input", read)
+
+        def run(*argv):
+            main([str(word) for word in argv])
+            assert "Traceback" not in (said := capsys.readouterr().out)
+            return said
+
+        return run
+
+    return prepare
+
+
+def expert(task, view="full", env="webshop"):
+    world = envs.make(env, view)
+    messages, reward = envs.converse(world, world.reset(task), world.expert())
+    world.close()
+    return [m["content"] for m in messages if m["role"] == "assistant"], reward, messages
+
+
+def test_a_person_plays_what_the_agent_reads_to_the_reward(typed):
+    replies, reward, messages = expert("webshop-test-3", view="short")
+    said = " ".join(typed(*replies)("webshop", "webshop-test-3").split())
+    assert f"done after {len(replies)} turns: reward {reward:.3f}, a success" in said
+    for message in messages:
+        assert " ".join(message["content"].split()) in said
+    assert "You are shopping on a web shop." in said  # which this view does not tell the agent
+
+
+def test_actions_can_be_chosen_by_number(typed):
+    said = typed("search[mug]", "3", "q")("webshop", "webshop-test-3")
+    assert "1 click[back to search]   2 click[next >]   3 click[b0" in said
+    assert "7 click[buy now]" in said
+    assert "left after 2 turns: reward 0.000" in said
+    assert "possible:\n  search[words]" in said
+
+
+def test_the_official_text_is_a_flag_away(typed):
+    said = typed("q")("webshop", "webshop-test-3", "--view", "full")
+    assert "[SEP] Instruction: [SEP]" in said and said.count("You are shopping") == 1
+
+
+@pytest.mark.parametrize("view", ["full", "short"])
+def test_queries_are_typed_as_they_are(typed, view):
+    replies, reward, _ = expert("intercodesql-test-3", "short", "intercodesql")
+    said = typed(*replies)("intercodesql", "intercodesql-test-3", "--view", view)
+    assert f"done after {len(replies)} turns: reward 1.000, a success" in said
+    assert said.count("SHOW TABLES; DESC table; SELECT ...; submit") == 1  # and not every turn
+
+
+def test_the_simulator_says_what_is_possible(typed):
+    said = typed("look around", "q")("scienceworld", "seen")
+    assert "activate OBJ" in said and "OBJ is one of: agent" in said
+    assert "reset task" not in said and "left after 1 turn" in said
+
+
+def test_the_end_of_the_input_ends_the_game(typed):
+    assert "left after 0 turns: reward 0.000" in typed()("webshop", "test")
+
+
+def test_steps_run_out(typed):
+    said = typed(*["click[nothing]"] * 10)("webshop", "webshop-test-3")
+    assert "out of turns after 10 turns: reward 0.000, no success" in said
+
+
+def test_what_a_terminal_would_obey_is_named(capsys):
+    play.say("a\x1b[31mred\x07 \u202e\x00 b\ttab")
+    assert capsys.readouterr().out == "a<1B>[31mred<07> <202E><00> b tab\n"
+
+
+@pytest.mark.parametrize("argv, said", [
+    ([], "name an environment"), (["shop"], "invalid choice: 'shop'"),
+    (["webshop", "webshop-test-9999"], "unknown task .*such as webshop-test-0"),
+    (["webshop", "moon"], "unknown split 'moon'"),
+    (["webshop", "--betta", "1"], "unknown: --betta 1"),
+    (["webshop", "--mysql-url", "mysql://a@b"], "is for intercodesql, not for webshop"),
+    (["intercodesql", "--intercode-data", "/nowhere"], "/nowhere")])
+def test_mistakes_are_told(argv, said):
+    with pytest.raises((SettingsError, envs.Refused), match=said):
+        main(argv)
+
+
+def test_it_works_with_a_pipe_and_mistakes_are_one_line():
+    def run(*argv, typed=""):
+        return subprocess.run([sys.executable, "-m", "look.play", *argv], input=typed.encode(),
+                              capture_output=True, cwd=ROOT, env={**os.environ, "LC_ALL": "C"})
+
+    done = run("webshop", "webshop-test-3", typed="search[m\xfcg mug]\n\n99\n3\nclick[Buy Now]\n")
+    assert done.returncode == 0 and b"done after 3 turns: reward" in done.stdout
+    assert b"your action: search[" in done.stdout
+    done = run("webshop", "--agent", "/nowhere")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(b"play: --agent /nowhere: neither a run nor an agent")
+
+
+# ----------------------------------------------------------------------------------- the agent
+
+
+@pytest.fixture
+def trained(small_model, tmp_path):
+    """A run in the shop: nobody learns anything in it, but all its files are there."""
+    import coevolve
+    from harness import start
+
+    start.main(coevolve.coevolve, [
+        "--env", "webshop", "--model", str(small_model), "--train-tasks", "2", "--eval-tasks", "3",
+        "--iterations", "1", "--sft-epochs", "1", "--dpo-epochs", "1", "--view", "short",
+        "--max-tokens", "1024", "--max-new-tokens", "8", "--threads", "1", "--out",
+        str(tmp_path / "run")])
+    gc.collect()
+    return tmp_path / "run"
+
+
+def proposals(said):
+    return [line[4:] for line in said.splitlines() if line.startswith("    ")]
+
+
+def test_the_agent_plays_as_in_its_evaluation_and_says_what_it_had_in_mind(trained, typed):
+    for row in read_jsonl(trained / "eval-1-target-test.jsonl")[:2]:
+        said = typed()("webshop", row["task"], "--agent", trained)
+        replies = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+        assert " ".join(" ".join(proposals(said)).split()) == " ".join(
+            play.visible(" ".join(replies)).split())
+        assert f"reward {row['reward']:.3f}" in said.splitlines()[-1]
+    told = [line for line in said.splitlines() if line.startswith("The action begins with ")]
+    assert len(told) == row["steps"]
+    best = [float(part) for part in re.findall(r"(\d+\.\d)%", told[0])]
+    assert len(best) == 3 and best == sorted(best, reverse=True) and sum(best) <= 100.1
+
+
+def test_the_person_takes_over_and_gives_back(trained, typed):
+    task = read_jsonl(trained / "eval-1-target-test.jsonl")[0]["task"]
+    said = typed("t", "search[mug]", "3", "", "", "q")("webshop", task, "--agent", trained)
+    turns = said.split("--- turn ")[1:]
+    assert "your action" in turns[0] and "Page 1 (Total results" in turns[0]
+    assert "The action begins" not in turns[1]  # it is the person's now
+    assert "The action begins" in turns[2] and "Enter plays it" in turns[2]
+    assert "left after 3 turns" in said
+
+
+def test_the_agent_reads_what_the_person_did(trained, typed, monkeypatch):
+    """After two of a person's turns its context is what `Encoder.encode` makes of the messages."""
+    from look.agent import Agent
+
+    seen, propose = [], Agent.propose
+
+    def spy(self):
+        if len(seen) < 2:
+            seen.append((list(self.slot.playing.ids), self.encoder))
+        return propose(self)
+
+    monkeypatch.setattr(Agent, "propose", spy)
+    typed("t", "search[mug]", "3", "", "q")("webshop", "webshop-test-0", "--agent", trained)
+    world = envs.make("webshop", "short")
+    messages = envs.opening(world, world.reset("webshop-test-0"))
+    for action in ("search[mug]", 2):
+        action = action if isinstance(action, str) else world.actions()[action]
+        messages += [{"role": "assistant", "content": action},
+                     {"role": "user", "content": world.step(action).observation}]
+    ids, encoder = seen[1]
+    messages.append({"role": "assistant", "content": "x"})
+    expected = encoder.encode(messages)[0]
+    assert ids == expected[:len(ids)] and len(expected) - len(ids) == len(encoder.reply("x"))
+
+
+def test_any_agent_of_a_run_can_be_named(trained):
+    assert play.agent_of(trained)[1:] == (trained / "iter1/target-agent", "iter1/target-agent")
+    run, folder, name = play.agent_of(trained / "iter1/failure-agent")
+    assert (run, folder, name) == (trained, trained / "iter1/failure-agent", "iter1/failure-agent")
+    assert play.agent_of(trained / "sft-target")[0] == trained
+    with pytest.raises(RunError, match="was trained on webshop, not on intercodesql"):
+        main(["intercodesql", "--agent", str(trained)])
+
+
+@pytest.mark.parametrize("text, token", [
+    ("click[x]", 0), ("Thought: so\nAction: click[x]", 3), ("Action:", 0)])
+def test_where_the_action_of_a_reply_begins(text, token):
+    pieces = {"click[x]": ["click", "[x]"], "Action:": ["Action:"],
+              "Thought: so\nAction: click[x]": ["Thought: ", "so\nAction", ": ", "click", "[x]"]}
+    words = pieces[text]
+    assert first_of_action(lambda ids: "".join(words[n] for n in ids), range(len(words))) == token

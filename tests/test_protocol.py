@@ -1,0 +1,580 @@
+"""--protocol eto: what an agent reads, by the texts of a prompt folder, and what is trained on it.
+
+The folder here is our own, of the form that ETO and IPR publish. Where ETO_REPOSITORY or
+IPR_REPOSITORY names a copy of theirs, their own environments play the same replies beside ours.
+"""
+
+import importlib.util
+import json
+import os
+import random
+import re
+import sys
+import types
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_model, make_tokenizer
+
+import envs
+from baselines import chat, rft
+from dpo import Encoder, Trajectory
+from harness import play
+from harness.settings import Settings, SettingsError, check, options_of, parse
+from worlds import first_reply
+from worlds.published import read_prompts
+from worlds.sql import sql_reward
+from worlds.webshop import WebShop
+
+ROOT = Path(__file__).resolve().parents[1]
+CHAT = [("user", "Observation:\nWebShop [SEP] Instruction: [SEP] a hat [SEP] Search"),
+        ("assistant", "Thought: I search.\nAction: search[hat]"),
+        ("user", "Observation:\nInstruction: [SEP] a hat [SEP] B0HAT"),
+        ("assistant", "Thought: I buy.\nAction: click[B0HAT]")]
+RULES = {"webshop": "You shop.\n\nAction: click[something]", "sciworld": "You experiment.\nwait",
+         "intercode_sql": "You query."}
+
+
+def said(turns):
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prompt")
+    for kind in ("instructions", "icl_examples"):
+        (folder / kind).mkdir()
+    for name, text in RULES.items():
+        (folder / f"instructions/{name}_inst.txt").write_text(text)
+        (folder / f"icl_examples/{name}_icl.json").write_text(
+            json.dumps([said(CHAT), said([("user", "2nd"), ("assistant", "Action: b")])]))
+    return str(folder)
+
+
+def make(name, prompts, **options):
+    return envs.make(name, protocol="eto", prompts=prompts, **options)
+
+
+def conversation(env, task, replies):
+    """What an agent that says these replies has read and said."""
+    messages, reward = envs.opening(env, env.reset(task), playing=True), 0.0
+    for reply in replies:
+        step = env.step(reply)
+        messages += said([("assistant", reply), ("user", step.observation)])
+        reward = step.reward
+        if step.done:
+            break
+    return messages, reward
+
+
+# ------------------------------------------------------------------------------ by hand
+
+
+def test_an_episode_in_the_shop_turn_by_turn(prompts):
+    env, ours = make("webshop", prompts), envs.make("webshop")
+    task, replies = "webshop-test-0", [
+        "I just say it: search[lamp]", "Thought: t\nAction: search[desk lamp]\nAction: search[rug]",
+        "Thought: t\nAction:click[x]", "Action: search[wall clock]", "Action: click[nothing]"]
+    page = ours.reset(task)
+    results = ours.step("Action: search[desk lamp]").observation
+    ours.reset(task)
+    clocks = ours.step("Action: search[wall clock]").observation
+    no = "Observation: Invalid format. The input must contains 'Action: '"
+    assert conversation(env, task, replies) == (said(
+        [("user", RULES["webshop"]), ("assistant", "OK"), *CHAT, ("user", page),
+         ("assistant", replies[0]), ("user", no),
+         ("assistant", replies[1]), ("user", f"Observation:\n{results}"),
+         ("assistant", replies[2]), ("user", no),
+         ("assistant", replies[3]), ("user", f"Observation:\n{clocks}"),  # off the search page
+         ("assistant", replies[4]), ("user", f"Observation:\n{clocks}")]), 0.0)
+
+
+def test_our_own_protocol_is_as_it_was():
+    env = envs.make("webshop")
+    page = env.reset("webshop-test-0")
+    assert envs.opening(env, page, playing=True) == [
+        {"role": "user", "content": f"{env.prompt}\n\n{page}"}]
+    first = env.step("Action: search[rug]\nAction: search[desk lamp]").observation  # the last one
+    assert first.startswith("Instruction:") and "Lamp" in first
+    assert env.step("Action: search[wall clock]").observation == first  # off the search page
+    assert env.step("click[Back to Search]").observation == page        # the bare reply is played
+
+
+def test_the_examples_are_as_many_as_asked_for(prompts):
+    counts = [len(envs.opening(make("webshop", prompts, examples=n), "page", True)) for n in range(3)]
+    assert counts == [3, 7, 9]
+    env = make("webshop", prompts, examples=0)
+    assert envs.opening(env, "page", True) == said(
+        [("user", RULES["webshop"]), ("assistant", "OK"), ("user", "page")])
+
+
+def test_experts_open_without_the_example_and_say_what_ours_say(prompts):
+    env, ours = make("webshop", prompts), envs.make("webshop")
+    for n in range(6):
+        task = f"webshop-train-{n}"
+        messages, reward = envs.converse(env, env.reset(task), env.expert())
+        own, own_reward = envs.converse(ours, ours.reset(task), ours.expert())
+        bare = [m["content"].removeprefix("Observation:\n") for m in messages[3:]]
+        assert (bare, reward) == ([m["content"] for m in own[1:]], own_reward)
+        assert messages[:3] == said([("user", RULES["webshop"]), ("assistant", "OK"),
+                                     ("user", own[0]["content"].removeprefix(f"{ours.prompt}\n\n"))])
+
+
+def test_what_the_databases_say(prompts):
+    env = make("intercodesql", prompts)
+    task = env.tasks("train")[0]
+    question = env.find(task)
+    fence = "Action: \n```sql\n{}\n```"
+    messages, reward = conversation(env, task, [
+        "submit it", fence.format("SHOW TABLES"), fence.format("SELECT FROM x"),
+        fence.format("SELECT nothing FROM nowhere"), fence.format(question["gold"]), "Action: submit."])
+    answers = [m["content"] for m in messages[7::2]]
+    assert messages[6]["content"] == question["query"] and reward == 1.0
+    assert answers[0] == "submit it"
+    read = [m["content"] for m in messages[8::2]]
+    assert read[0].startswith("Observation: I don't understand your input.\n Your input")
+    assert read[1].startswith("Observation: [(") and not read[1].endswith("\n")
+    assert read[2].startswith("Observation: Error executing query: You have an error")
+    assert read[2].endswith("\n") and read[3].startswith("Observation: Error executing query:")
+
+
+@pytest.fixture(scope="module")
+def science(prompts):
+    env = make("scienceworld", prompts)
+    yield env
+    env.close()
+
+
+def test_science_opens_with_its_heading_and_a_wrong_first_focus_is_minus_1(science):
+    task = "scienceworld-train-find-animal-0"
+    messages, reward = conversation(science, task, ["Action: focus on air"])
+    assert messages[:2] == said([("user", RULES["sciworld"]), ("assistant", "OK")])
+    assert messages[6]["content"].startswith("Task Description:\nYour task is to find a(n) animal.")
+    assert messages[-1]["content"].startswith("Observation: ") and reward == -1.0
+    expert = envs.opening(science, messages[6]["content"])
+    assert expert[2]["content"].startswith("Your task is to find")
+    # Not the first: what had been reached before. One without an action forgets it.
+    assert conversation(science, task, ["Action: look around", "Action: focus on air"])[1] >= 0
+    reached = conversation(science, task, ["Action: teleport to kitchen"] * 2)[1]
+    assert reached > 0
+    assert conversation(science, task, ["Action: teleport to kitchen"] * 2 + ["wait", "wait1"]) == (
+        conversation(science, task, ["Action: teleport to kitchen"] * 2 + ["wait", "wait1"])[0], 0.0)
+    ours = envs.make("scienceworld")
+    ours.reset(task)
+    assert ours.step("Action: focus on air").reward == 0.0
+    ours.close()
+
+
+# ------------------------------------------------------------------------------ published experts
+
+
+def entry(turns, id="webshop_17", **more):
+    roles = {"user": "human", "assistant": "gpt"}
+    return {"id": id, "conversations": [{"from": roles[r], "value": v} for r, v in turns], **more}
+
+
+PUBLISHED = [("user", "their rules"), ("assistant", "OK"), ("user", "WebShop [SEP] Instruction: [SEP] x"),
+             ("assistant", "Thought: t\nAction: search[x]"), ("user", "Observation: [SEP] B0"),
+             ("assistant", "Thought: t\nAction: click[buy now]"), ("user", "Observation: done")]
+
+
+def test_published_experts_stay_as_their_file_has_them(prompts, tmp_path):
+    (tmp_path / "f").write_text(json.dumps([entry(PUBLISHED), entry(PUBLISHED[2:], "webshop_18")]))
+    env = make("webshop", prompts)
+    (_, whole, _), (_, without, _) = envs.read_experts(tmp_path / "f", env)
+    assert whole == said(PUBLISHED[:-1])
+    assert without == said([("user", RULES["webshop"]), ("assistant", "OK"), *PUBLISHED[2:-1]])
+
+
+def test_experts_of_a_run_by_the_other_protocol_are_read_in_this_ones(prompts, tmp_path):
+    theirs, ours = make("webshop", prompts), envs.make("webshop")
+    task = "webshop-train-3"
+    rows = [(task, *envs.converse(env, env.reset(task), env.expert())) for env in (theirs, ours)]
+    for n, (name, messages, reward) in enumerate(rows):
+        (tmp_path / str(n)).write_text(json.dumps(dict(task=name, messages=messages, reward=reward)))
+    for n in (0, 1):
+        assert envs.read_experts(tmp_path / str(n), theirs) == [rows[0]]
+        assert envs.read_experts(tmp_path / str(n), ours) == [rows[1]]
+
+
+@pytest.mark.parametrize("template", ["chatml", "llama2", "llama3", "qwen3"])
+def test_ok_is_no_action_and_experts_are_encoded_as_rollouts_are(template):
+    encoder = Encoder(make_tokenizer(template))
+    messages = said(PUBLISHED[:-1])
+    ids, mask = encoder.encode(messages, 3)
+    assert ids[:len(encoder.start(messages[:3]))] == encoder.start(messages[:3])
+    grown = [*encoder.start(messages[:3]), *encoder.reply(messages[3]["content"]),
+             *encoder.observation(messages[4]["content"]), *encoder.reply(messages[5]["content"])]
+    assert ids == grown and mask.index(1) == len(encoder.start(messages[:3]))
+    assert sum(mask) == len(encoder.reply(messages[3]["content"])
+                            + encoder.reply(messages[5]["content"]))
+
+
+# ------------------------------------------------------------------------------ rollouts
+
+
+@pytest.fixture(scope="module")
+def agent():
+    tokenizer = make_tokenizer("chatml")
+    model = make_model(len(tokenizer))
+    model.config.max_position_embeddings = 8192
+    return model, Encoder(tokenizer)
+
+
+def play_scripted(agent, monkeypatch, env, tasks, replies, **more):
+    """Episodes of a model that says `replies`, whatever it reads, and an end of turn after each."""
+    model, encoder = agent
+    script = [token for reply in replies for token in
+              encoder.tokenizer(reply, add_special_tokens=False)["input_ids"] + [encoder.end_of_turn]]
+    script, said = iter(script * len(tasks)), []
+
+    def scripted(logits, temperature, draws):
+        said.append(next(script))
+        return torch.tensor(said[-1:])
+
+    monkeypatch.setattr(play, "sample", scripted)
+    return play.rollout(model, encoder, lambda: env, [Trajectory(t, "target", 1) for t in tasks], **{
+        **dict(temperature=0, slots=1, max_tokens=8000, max_new_tokens=512, tokens_per_forward=4096,
+               stops=envs.STOPS["eto"]), **more})
+
+
+def test_a_rollout_reads_what_their_agent_reads_and_trains_without_the_example(agent, monkeypatch,
+                                                                              prompts):
+    env, (_, encoder) = make("webshop", prompts), agent
+    replies = ["no action", "Thought: t\nAction: search[desk lamp]", "Action: search[wall clock]"] + [
+        "Action: click[next >]"] * 7
+    tasks = ["webshop-train-0", "webshop-train-1"]
+    rows = play_scripted(agent, monkeypatch, env, tasks, replies)
+    for row in rows:
+        expected, _ = conversation(env, row.task, replies)
+        assert row.messages == expected[:-1] and row.ended == "budget" and row.steps == 10
+        text = encoder.tokenizer.decode(row.ids)
+        assert text.count("You shop.") == 1 and "B0HAT" in text
+
+        messages, reward = envs.converse(env, env.reset(row.task), env.expert())
+        ids, mask = encoder.encode(messages, 3)
+        expert = Trajectory(row.task, "expert", messages=messages, ids=ids, action_mask=mask,
+                            reward=reward, steps=len(messages[3::2]))
+        trained = play.reopened(row, expert)
+        assert trained.messages == messages[:3] + row.messages[first_reply(row.messages, 10):]
+        assert "B0HAT" not in encoder.tokenizer.decode(trained.ids)
+        assert [trained.ids, trained.action_mask] == list(encoder.encode(trained.messages, 3))
+        assert sum(trained.action_mask) == sum(row.action_mask)
+        assert play.reopened(expert, expert) == expert
+
+
+def test_only_successes_without_the_example_join_the_experts(agent, monkeypatch, prompts):
+    """As join_successes does it."""
+    env = make("webshop", prompts)
+    task = "webshop-train-0"
+    messages, reward = envs.converse(env, env.reset(task), env.expert())
+    replies = [m["content"] for m in messages[3::2]]
+    row, = play_scripted(agent, monkeypatch, env, [task], ["Action: click[oh]"] + replies)
+    assert row.reward == reward and row.ended == "done"
+    ids, mask = agent[1].encode(messages, 3)
+    expert = Trajectory(task, "expert", messages=messages, ids=ids, action_mask=mask, steps=len(replies))
+    row.reward = 1.0
+    joined = rft.join([expert], {task: [play.reopened(row, expert)]}, Counter())
+    assert len(joined) == 2 and joined[1].messages[:3] == messages[:3]
+
+
+@pytest.mark.parametrize("reply, kept, ours", [
+    ("Action: a\nObservation: b", "Action: a", "Action: a"),
+    ("Action: a\nTask: b", "Action: a", "Action: a\nTask: b"),
+    ("Action: a\n--- b", "Action: a", "Action: a\n--- b"),
+    ("Observation: b", "Observation: b", ""),
+    ("x Observation: b", "x Observation: b", "x"),
+    ("a: b-c --- d", "a: b-c --- d", "a: b-c --- d"),
+])
+def test_a_reply_ends_where_theirs_ends(agent, monkeypatch, prompts, reply, kept, ours):
+    env = make("webshop", prompts)
+    for stops, text in (("eto", kept), ("ours", ours)):
+        row, = play_scripted(agent, monkeypatch, env, ["webshop-train-0"], [reply] * 11,
+                             stops=envs.STOPS[stops])
+        said = [m["content"] for m in row.messages[7::2]]
+        assert said[0] == text
+        t = Trajectory("webshop-train-0")
+        used = dict.fromkeys((*chat.USAGE, "cut_replies"), 0)
+        chat.play_episode(t, env, lambda messages: (reply, used), [], 10 ** 6, envs.STOPS[stops])
+        assert [m["content"] for m in t.messages[7::2]] == [text] * 10
+
+
+# ------------------------------------------------------------------------------ settings
+
+
+def test_one_setting_brings_their_numbers():
+    flags = ["--env", "scienceworld", "--model", "m", "--protocol", "eto", "--prompts", "p"]
+    s = parse(flags)
+    assert (s.max_new_tokens, s.temperature, s.sft_lr, s.examples) == (512, 0.0, 2e-5, 1)
+    assert options_of(s) == dict(task_types="all", split_file=None, protocol="eto", prompts="p",
+                                 examples=1)
+    assert parse([*flags, "--temperature", "0.7"]).temperature == 0.7
+    assert parse([*flags, "--method", "rft"]).temperature == 0.7
+    default = parse(["--env", "scienceworld", "--model", "m"])
+    assert (default.max_new_tokens, default.temperature, default.sft_lr) == (256, 0.7, 1e-5)
+
+
+@pytest.mark.parametrize("values, says", [
+    (dict(protocol="eto"), "give both"), (dict(prompts="p"), "give both"),
+    (dict(protocol="eto", prompts="p", model="tiny"), "the tiny model"),
+    (dict(protocol="eto", prompts="p", view="short"), "--view short"),
+    (dict(split_file="f"), "give its --webshop-url too"),
+])
+def test_what_does_not_go_together_is_refused(values, says):
+    with pytest.raises(SettingsError, match=says):
+        check(Settings(**{"model": "m", **values}))
+
+
+@pytest.mark.parametrize("file, text, says", [
+    ("instructions/webshop_inst.txt", None, "webshop_inst.txt"),
+    ("icl_examples/webshop_icl.json", None, "webshop_icl.json"),
+    ("icl_examples/webshop_icl.json", "{", "webshop_icl.json: JSONDecodeError"),
+    ("icl_examples/webshop_icl.json", "[]", "has 0 examples; give --examples 0"),
+    ("icl_examples/webshop_icl.json", "[[1]]", "TypeError"),
+    ("icl_examples/webshop_icl.json", '[[{"role": "user", "content": "x"}]]', "user and assistant"),
+    ("icl_examples/webshop_icl.json", '[[{"role": "user"}]]', "KeyError"),
+    ("icl_examples/webshop_icl.json", '[[{"role": "user", "content": 3}]]', "TypeError"),
+])
+def test_a_folder_without_prompts_is_named(tmp_path, file, text, says):
+    for kind, name in (("instructions", "webshop_inst.txt"), ("icl_examples", "webshop_icl.json")):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / name).write_text(json.dumps([said(CHAT)]))
+    path = tmp_path / file
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(envs.Refused, match=re.escape(says)) as error:
+        make("webshop", str(tmp_path))
+    assert str(error.value).startswith(f"--prompts {tmp_path}: ") and "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------------------ beside their code
+
+
+def repository(variable):
+    path = os.environ.get(variable)
+    if not path or not (Path(path) / "eval_agent/envs").is_dir():
+        pytest.skip(f"{variable} names no copy of their repository")
+    return Path(path)
+
+
+def their_code(root, name, monkeypatch):
+    """Their module eval_agent.envs.NAME, with what it imports and does not use here left out."""
+    def empty(module, **names):
+        found = types.ModuleType(module)
+        found.__dict__.update({"__path__": [], **names})
+        monkeypatch.setitem(sys.modules, module, found)
+
+    def load(module, path):
+        spec = importlib.util.spec_from_file_location(module, root / path)
+        found = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, module, found)
+        spec.loader.exec_module(found)
+        return found
+
+    for module in ("eval_agent", "eval_agent.utils", "webshop", "webshop.web_agent_site"):
+        empty(module)
+    empty("webshop.web_agent_site.envs", WebAgentTextEnv=object)
+    empty("eval_agent.tasks", WebShopTask=object, SciWorldTask=object, IntercodeSQLTask=object)
+    load("eval_agent.utils.datatypes", "eval_agent/utils/datatypes.py")
+    templates = load("eval_agent.prompt.templates", "eval_agent/prompt/templates.py")
+    empty("eval_agent.prompt", prompt_with_icl=templates.prompt_with_icl)
+    base = load("eval_agent.envs.base", "eval_agent/envs/base.py")
+    empty("eval_agent.envs", BaseEnv=base.BaseEnv)
+    return load(f"eval_agent.envs.{name}", f"eval_agent/envs/{name}.py")
+
+
+def their_options(root, stem, **more):
+    return dict(icl_format="conversation", max_steps=10,
+                instruction_path=root / f"eval_agent/prompt/instructions/{stem}_inst.txt",
+                icl_path=root / f"eval_agent/prompt/icl_examples/{stem}_icl.json", **more)
+
+
+def assert_same(env, task, theirs, replies):
+    """Our environment and theirs on the same replies: turn by turn, how it ends, the reward."""
+    _, state = theirs.reset()
+    assert envs.opening(env, env.reset(task), playing=True) == state.history
+    messages, steps = list(state.history), 0
+    for reply in replies:
+        step, (_, state) = env.step(reply), theirs.step(reply)
+        steps += 1
+        messages.append({"role": "assistant", "content": reply})
+        assert state.history[:len(messages)] == messages
+        over = step.done or steps == env.max_steps
+        assert state.finished == over
+        if over:
+            reward = 0 if state.reward is None else state.reward
+            assert step.reward == reward and (step.reward == 1.0) == (reward == 1.0)
+            return step.reward
+        messages.append({"role": "user", "content": step.observation})
+        assert state.history == messages
+    return None
+
+
+class OfficialShop:
+    """The catalogue of the embedded shop as the official text environment plays it."""
+
+    def __init__(self):
+        self.shop = WebShop()
+
+    def reset(self, session):
+        self.observation = self.shop.reset(f"webshop-test-{session}")
+
+    def step(self, action):
+        found = re.match(r"(.+)\[(.+)\]", action)
+        name, argument = found.groups() if found else (action, None)
+        argument = argument and argument.lower()
+        shown = self.shop._shown
+        if name == "search" and argument:
+            shown = self.shop._find(argument)
+        elif name == "click" and argument in shown.links and argument != "search":
+            shown = self.shop._follow(shown.links[argument])
+        return self.shop._show(shown), shown.reward, shown.kind == "done", None
+
+
+def odd_replies(rng, right, links):
+    """A player who mostly does what is right, and otherwise all that a model may write."""
+    for reply in right:
+        while rng.random() < 0.35:
+            yield rng.choice([
+                "", "hm", "Action:", "Action: ", "Action:click[buy now]", "search[rug]", "click[Search]",
+                "Thought: a\nAction: search[rug]\nAction: search[lamp]", "Action: search[ ]",
+                "Action:  search[lamp]", "Action: search[wall clock] now", "action: search[rug]",
+                f"Action: click[{rng.choice(links())}]", "Action: click[next >]\nThought: so",
+                "Action: click[< Prev]", "Action: search[a] and click[b]", " Action: search[dog harness] ",
+                "Thought: Action: search[rug]\nObservation: x", "Action: \nsearch[lamp]"])
+        yield reply
+
+
+@pytest.mark.parametrize("variable", ["ETO_REPOSITORY", "IPR_REPOSITORY"])
+def test_the_shop_beside_their_code(variable, monkeypatch):
+    root, rng = repository(variable), random.Random(0)
+    code, official = their_code(root, "webshop_env", monkeypatch), OfficialShop()
+    env = make("webshop", str(root / "eval_agent/prompt"), examples=1 - (variable[0] == "I"))
+    rewards = []
+    for n in range(60):
+        task = f"webshop-test-{n}"
+        plain = envs.make("webshop")
+        script = [m["content"] for m in envs.converse(plain, plain.reset(task), plain.expert())[0][1::2]]
+        theirs = code.WebShopEnv(types.SimpleNamespace(session_id=n), official,
+                                 **their_options(root, "webshop"))
+        replies = odd_replies(rng, script * 4, lambda: env.clickables() or ["x"])
+        rewards.append(assert_same(env, task, theirs, replies))
+    assert None not in rewards and {0, 1.0} < set(rewards)
+
+
+class OfficialScience:
+    """The simulator as their jar shows it: the description has a heading."""
+
+    def __init__(self):
+        self.world = envs.make("scienceworld")
+
+    def load(self, kind, number, simplificationStr, generateGoldPath):
+        self.task = f"scienceworld-train-{kind}-{number}"
+
+    def reset(self):
+        self.world.reset(self.task)
+        self.server = self.world._simulator.interface
+        return "", {"taskDesc": self.server.freeActionTaskDesc()}
+
+    def step(self, action):
+        observation = self.server.step(action)
+        score, done = self.server.getScore(), self.server.getCompleted()
+        return observation, 0, done or score < 0, {"raw_score": score}
+
+
+def test_science_beside_their_code(monkeypatch, tmp_path):
+    root, rng = repository("ETO_REPOSITORY"), random.Random(1)
+    monkeypatch.chdir(root)  # where it looks for its step caps
+    code, official = their_code(root, "sciworld_env", monkeypatch), OfficialScience()
+    env = make("scienceworld", str(root / "eval_agent/prompt"))
+    rewards = []
+    for kind, number in (("find-animal", 0), ("find-plant", 3), ("lifespan-longest-lived", 1),
+                         ("find-non-living-thing", 2), ("power-component", 1)):
+        for k in range(4):
+            task = f"scienceworld-train-{kind}-{number}"
+            env.reset(task)
+            right = [f"Thought: t\nAction: {a}" for a in env.gold()]
+            if k == 3:
+                right = ["Action: focus on air"]
+            names = {"find-animal": "task-3-find-animal", "find-plant": "task-3-find-plant",
+                     "lifespan-longest-lived": "task-6-lifespan-(longest-lived)",
+                     "find-non-living-thing": "task-3-find-non-living-thing",
+                     "power-component": "task-2-power-component"}
+            theirs = code.SciWorldEnv(
+                types.SimpleNamespace(sub_task_name=names[kind], variation_idx=number), official,
+                **their_options(root, "sciworld"))
+            official.load = lambda *_, **__: setattr(official, "task", task)
+            replies = right if k in (0, 3) else odd_replies(rng, right * 40, lambda: [
+                "x", "look around", "air"])
+            rewards.append(assert_same(env, task, theirs, replies))
+    env.close(), official.world.close()
+    assert {1.0, -1.0} < set(rewards)
+
+
+class OfficialQueries:
+    """InterCode's environment over the generated databases."""
+
+    def __init__(self):
+        self.world = envs.make("intercodesql")
+
+    def reset(self, task):
+        self.query = self.world.reset(task)
+        self.gold, self.last = self.world.find(task)["gold"], None
+
+    def step(self, action):
+        if action == "submit":
+            gold = self.world._db.run(self.gold)
+            return "", sql_reward(self.last, gold), True, None
+        self.last = self.world._db.run(action)
+        return self.last, 0, False, None
+
+
+def test_databases_beside_their_code(monkeypatch):
+    root, rng = repository("IPR_REPOSITORY"), random.Random(2)
+    code, official = their_code(root, "intercode_sql_env", monkeypatch), OfficialQueries()
+    env, rewards = make("intercodesql", str(root / "eval_agent/prompt")), []
+    for task in env.tasks("test")[:60]:
+        gold = env.find(task)["gold"]
+        table = re.search(r"FROM (\w+)", gold)[1]
+        replies = []
+        while len(replies) < 12:
+            query = rng.choice([gold, "SHOW TABLES", f"DESC {table}", f"SELECT * FROM {table}", "SELECT",
+                                f"SELECT nothing FROM {table}", f"SELECT * FROM {table} ORDER BY 1 DESC",
+                                f"SELECT * FROM ({gold}) AS t ORDER BY 1 DESC", "SELECT * FROM nowhere", "", f"{gold}\nLIMIT 1", gold])
+            replies.append(rng.choice([f"Thought: t\nAction: \n```sql\n{query}\n```"] * 6 + [
+                query, "Action: submit", "Action:submit.", f"Action: {query}", "I submit", "",
+                f"Action: ```sql\n{query}\n```\nAction: submit", f"```sql\n{query}\n```",
+                f"Action:\n```sql {query} ```\nAction:\n```sql\nSHOW TABLES\n```"]))
+        theirs = code.IntercodeSQLEnv(types.SimpleNamespace(task_id=task, env=official),
+                                      **their_options(root, "intercode_sql"))
+        rewards.append(assert_same(env, task, theirs, replies))
+    assert None not in rewards and {-1.0, 0, 1.0} < set(rewards)
+
+
+@pytest.mark.parametrize("variable, env, goals", [
+    ("ETO_REPOSITORY", "webshop", (1823, 880, 200)), ("IPR_REPOSITORY", "webshop", (1624, 857, 200)),
+    ("ETO_REPOSITORY", "scienceworld", (1483, None, 194))])
+def test_their_lists_are_read_as_they_lie_there(variable, env, goals):
+    stem = {"webshop": "webshop", "scienceworld": "sciworld"}[env]
+    folder = repository(variable) / f"eval_agent/data/{stem}"
+    more = dict(webshop_url="http://127.0.0.1:9") if env == "webshop" else {}
+    world = envs.make(env, split_file=str(folder), **more)
+    train, validation, test = goals
+    assert len(world.tasks("train")) == train and world.split_by == str(folder)
+    assert len(world.tasks(world.test_splits[0])) == test
+    assert validation is None or len(world.tasks("validation")) == validation
+    listed = json.loads((folder / "test_indices.json").read_text())
+    if env == "webshop":
+        assert world.tasks("test") == [f"webshop-test-{n}" for n in listed]
+
+
+def test_their_prompts_are_read_as_they_lie_there():
+    for variable, stem, env in (("ETO_REPOSITORY", "webshop", "webshop"),
+                                ("ETO_REPOSITORY", "sciworld", "scienceworld"),
+                                ("IPR_REPOSITORY", "intercode_sql", "intercodesql")):
+        folder = repository(variable) / "eval_agent/prompt"
+        found = read_prompts(folder, env, 1)
+        assert found.instruction == (folder / f"instructions/{stem}_inst.txt").read_text()
+        assert list(found.examples[0]) == json.loads(
+            (folder / f"icl_examples/{stem}_icl.json").read_text())[0]

@@ -1,0 +1,354 @@
+"""What is trained on and what is evaluated: counts, tasks that are in both, experts of elsewhere."""
+
+import json
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import Toy
+from test_webshop_server import official, serve  # noqa: F401
+
+import envs
+from harness import tasks
+from harness.folder import Folder
+from harness.report import table
+from harness.settings import Settings, SettingsError, options_of
+from worlds.webshop import WebShop
+from worlds.webshop_server import WebShopServer
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT.parent / "shared" / "data"
+ADDRESS = "http://127.0.0.1:9"
+
+
+def settings(**values):
+    return Settings(**{"model": "m", **values})
+
+
+def survey(s):
+    env = envs.make(s.env, s.view, **options_of(s))
+    splits = env.test_splits if s.eval_splits == "test" else ("validation",)
+    return tasks.survey(s, env, splits)
+
+
+def published(ids, path, text="Instruction: x"):
+    """An experts file of these ids, in the published form."""
+    turns = [("human", "rules"), ("gpt", "OK"), ("human", text), ("gpt", "Action: search[x]")]
+    path.write_text(json.dumps([
+        {"id": id, "conversations": [{"from": f, "value": v} for f, v in turns]} for id in ids]))
+    return str(path)
+
+
+def ours(names, path, env=None):
+    rows = [dict(task=n, reward=1.0, messages=[dict(role="user", content=env.reset(n) if env else "x"),
+                                               dict(role="assistant", content="Action: search[x]")])
+            for n in names]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+# ------------------------------------------------------------------------------ in both
+
+
+def test_goals_of_a_server_are_known_by_their_numbers(tmp_path):
+    file = published([f"webshop_{n}" for n in (0, 4, 9, 12, 199, 200, 3000)], tmp_path / "e")
+    s = settings(webshop_url=ADDRESS, experts=file, eval_tasks=200)
+    with pytest.raises(SettingsError) as error:
+        survey(s)
+    line = str(error.value)
+    assert line.startswith("5 of 200 evaluated tasks are also trained on (--experts ")
+    assert "webshop-test-0 (as webshop-train-0), webshop-test-4" in line and "test-12" not in line
+    for remedy in ("--split-file", "--eval-tasks", "--overlap drop", "--overlap keep"):
+        assert remedy in line
+    assert "\n" not in line
+
+    found = survey(settings(webshop_url=ADDRESS, experts=file, eval_tasks=200, overlap="drop"))
+    assert found.left_out == {f"webshop-train-{n}" for n in (0, 4, 9, 12, 199)}
+    assert found.counts == (f"webshop: 2 experts from {file}, 200 of 500 test tasks; split by rule; "
+                            "5 experts of evaluated tasks left out")
+    found = survey(settings(webshop_url=ADDRESS, experts=file, eval_tasks=200, overlap="keep"))
+    assert (found.left_out, found.overlap, found.experts) == (set(), 5, 7)
+    assert survey(settings(webshop_url=ADDRESS, experts=file, eval_tasks=200, train_tasks=0,
+                           eval_splits="validation")).overlap == 0  # 500-699
+    # Those that are not trained on do not count.
+    assert survey(settings(webshop_url=ADDRESS, experts=published(["a_3000", "a_7"], tmp_path / "f"),
+                           eval_tasks=200, train_tasks=1)).experts == 1
+
+
+@pytest.mark.parametrize("variable, by_rule, of_rule, both", [
+    ("ETO_REPOSITORY", (106, 274, 102), (200, 500, 1000), 21),
+    ("IPR_REPOSITORY", (80, 186, 124), (200, 500, 1000), 12)])
+def test_the_published_lists(variable, by_rule, of_rule, both, tmp_path):
+    if not os.environ.get(variable):
+        pytest.skip(f"{variable} names no copy of their repository")
+    folder = Path(os.environ[variable]) / "eval_agent/data/webshop"
+    listed = json.loads((folder / "train_indices.json").read_text())
+    file = published(dict.fromkeys(listed), tmp_path / "e")
+    for count, of, more in zip(by_rule, of_rule, (dict(eval_tasks=200), {},
+                                                  dict(eval_splits="validation"))):
+        with pytest.raises(SettingsError, match=f"^{count} of {of} evaluated tasks"):
+            survey(settings(webshop_url=ADDRESS, experts=file, **more))
+    s = dict(webshop_url=ADDRESS, experts=file, split_file=str(folder))
+    with pytest.raises(SettingsError, match=f"^{both} of 200 evaluated tasks"):
+        survey(settings(**s))
+    assert len(survey(settings(**s, overlap="drop")).left_out) == both
+    kept = survey(settings(**s, overlap="keep"))
+    assert kept.overlap == both and f"split {folder}" in kept.counts
+
+
+@pytest.mark.skipif(not (DATA / "scienceworld").exists(), reason="the published lists are absent")
+def test_published_experts_of_science_need_the_published_lists(tmp_path):
+    from worlds.scienceworld import SCIENCE_TASKS
+    from worlds.scienceworld import _listed as listed
+
+    order = list(SCIENCE_TASKS)
+    train = [listed(e) for e in json.loads((DATA / "scienceworld/train_indices.json").read_text())]
+    file = published([f"{order.index(kind)}_{n}" for kind, n in train], tmp_path / "e", "Your task")
+    with pytest.raises(SettingsError, match="^52 of 410 .*scienceworld-seen-.* \\(as scienceworld-train-"):
+        survey(settings(env="scienceworld", experts=file))
+    with pytest.raises(SettingsError, match="^68 of 130 "):
+        survey(settings(env="scienceworld", experts=file, eval_splits="validation"))
+    folder = str(DATA / "scienceworld")
+    theirs = dict(env="scienceworld", experts=file, split_file=folder)
+    assert survey(settings(**theirs, eval_splits="validation")).split_by == folder
+    # Of ETO's own 194 seen tasks 54 are in its training list, of its 211 unseen ones none.
+    with pytest.raises(SettingsError, match="^54 of 405 evaluated tasks are also trained on") as error:
+        survey(settings(**theirs))
+    assert "unseen" not in str(error.value) and "--split-file" not in str(error.value)
+    kept = survey(settings(**theirs, overlap="keep"))
+    assert kept.overlap == 54 and kept.counts.startswith(f"scienceworld: 1483 experts from {file}, ")
+
+
+def test_questions_are_known_by_text_and_database(tmp_path):
+    def record(query, gold, db="d"):
+        return dict(query=query, gold=gold, db=db)
+
+    (tmp_path / "ic_spider_train.json").write_text(json.dumps([
+        record("How many?", "SELECT 1"), record("Who?", "SELECT 2"), record("What?", "SELECT 3", "e")]))
+    (tmp_path / "ic_spider_test.json").write_text(json.dumps([
+        record("how  many?", "SELECT COUNT(1)"), record("What?", "SELECT 3"), record("Why?", "SELECT 4")]))
+    s = settings(env="intercodesql", intercode_data=str(tmp_path), mysql_url="mysql://a@h")
+    with pytest.raises(SettingsError, match="^1 of 3 .*the training split.*intercodesql-test-0 \\(as int"):
+        survey(s)
+    file = published(["ic_2"], tmp_path / "e", "What?")  # the same words on another database
+    assert survey(settings(env="intercodesql", intercode_data=str(tmp_path), experts=file,
+                           mysql_url="mysql://a@h")).split_by == str(tmp_path)
+
+
+def test_no_built_in_split_overlaps_another():
+    for env in ("webshop", "intercodesql", "scienceworld"):
+        for splits in ("test", "validation"):
+            found = survey(settings(env=env, eval_splits=splits))
+            assert found.overlap == 0 and "split by rule" in found.counts
+    if (DATA / "intercode").exists():
+        assert survey(settings(env="intercodesql", intercode_data=str(DATA / "intercode"))).overlap == 0
+
+
+def test_an_experts_file_of_ours_may_hold_evaluated_tasks(tmp_path):
+    file = ours(["webshop-train-1", "webshop-unseen-3", "webshop-test-2"], tmp_path / "e")
+    with pytest.raises(SettingsError, match="^2 of 394 .*such as webshop-unseen-3, webshop-test-2;"):
+        survey(settings(experts=file))
+    # In the built-in shop equal numbers of two splits are two goals.
+    assert survey(settings(experts=ours(["webshop-train-2"], tmp_path / "f"))).experts == 1
+
+
+def a_run(folder, names, **changed):
+    folder.mkdir()
+    s = dict(env="webshop", model="tiny", webshop_url=None, intercode_data=None)
+    (folder / "config.json").write_text(json.dumps(dict(settings={**s, **changed})))
+    ours(names, folder / "experts.jsonl")
+    (folder / "iter3").mkdir()
+    return folder
+
+
+def test_what_another_run_was_trained_on_counts_too(tmp_path):
+    first = a_run(tmp_path / "a", ["webshop-test-5", "webshop-added-1"])
+    second = a_run(tmp_path / "b", ["webshop-train-1"], model=str(first / "iter3/target-agent"))
+    model = str(second / "iter3/target-agent")
+    for method in ("evaluate", "coevolve"):
+        with pytest.raises(SettingsError, match=f"^1 of 394 .*--model {model}, trained on {first}/exp"):
+            survey(settings(method=method, model=model))
+    assert survey(settings(method="evaluate", model=model, overlap="keep")).overlap == 1
+    with pytest.raises(SettingsError, match="--failure-from"):
+        survey(settings(failure_from=str(first)))
+    # On a server the numbers mean other goals; and another environment is none of this one's.
+    assert survey(settings(method="evaluate", model=model, webshop_url=ADDRESS)).overlap == 0
+    assert survey(settings(env="intercodesql", failure_from=str(first))).overlap == 0
+
+
+def test_a_run_that_evaluates_says_nothing_of_training_tasks():
+    assert survey(settings(method="evaluate")).counts == (
+        "webshop: 250 of 250 test, 144 of 144 unseen tasks; split by rule")
+    assert survey(settings(method="evaluate", train_tasks=9999)).tried == [
+        "webshop-test-249", "webshop-unseen-143"]
+    with pytest.raises(SettingsError, match="--eval-tasks 145: webshop has 144 unseen tasks"):
+        survey(settings(method="evaluate", eval_tasks=145))
+
+
+def test_of_a_server_the_highest_goals_are_tried(tmp_path):
+    (tmp_path / "train_indices.json").write_text("[7, 3, 7]")
+    (tmp_path / "test_indices.json").write_text("[11896, 2]")
+    found = survey(settings(webshop_url=ADDRESS, split_file=str(tmp_path), method="evaluate"))
+    assert found.tried == ["webshop-test-11896"]
+
+
+@pytest.mark.parametrize("text, says", [
+    ("", "Expecting value"), ("[]", "it has no task"), ("3", "JSON list of goal numbers"),
+    ("[-1]", "'-1' is no number of a goal"), ("[1.5]", "is no number"), ('["1"]', "is no number"),
+    ("[true]", "is no number"), ("[[1]]", "is no number"), ("[1e99]", "is no number"), (None, "No such file"),
+])
+def test_lists_of_goals_that_cannot_be_are_named(tmp_path, text, says):
+    (tmp_path / "train_indices.json").write_text("[1]")
+    if text is not None:
+        (tmp_path / "test_indices.json").write_text(text)
+    with pytest.raises(envs.Refused) as error:
+        WebShopServer(ADDRESS, "full", str(tmp_path))
+    assert says in str(error.value) and f"--split-file {tmp_path}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_validation_goals_are_the_rules_that_no_list_has(tmp_path):
+    (tmp_path / "train_indices.json").write_text("[501, 3]")
+    (tmp_path / "test_indices.json").write_text("[500, 2]")
+    shop = envs.make("webshop", webshop_url=ADDRESS, split_file=str(tmp_path))
+    assert shop.tasks("train") == ["webshop-train-501", "webshop-train-3"]
+    assert shop.tasks("validation")[0] == "webshop-validation-502"
+    assert len(shop.tasks("validation")) == 998
+    assert WebShopServer(ADDRESS).tasks("test")[-1] == "webshop-test-499"  # the rule's are as before
+
+
+# ------------------------------------------------------------------------------ of elsewhere
+
+
+class ARun:
+    def __init__(self, make_env, **values):
+        self.settings, self.make_env = settings(experts="FILE", **values), make_env
+        self.path, self.main = Path("run"), False
+
+    bar = Folder.bar
+
+
+def opening(shop, task):
+    return {"role": "user", "content": f"{shop.prompt}\n\n{shop.reset(task)}"}
+
+
+def talk(turn):
+    return [turn, {"role": "assistant", "content": "Action: search[x]"}]
+
+
+def test_experts_of_this_shop_pass_whatever_their_limits(official):  # noqa: F811
+    make = lambda: envs.make("webshop", webshop_url=official.url)
+    shop = make()
+    found = []
+    for n in range(20):
+        turn = opening(shop, f"webshop-test-{n}")
+        turn["content"] = re.sub(r"lower than [\d.]+", f"lower than {n + 1}0.00", turn["content"])
+        found.append((f"webshop-train-{n}", talk(turn), 1.0))
+    tasks.check_openings(ARun(make), found)
+    found[13] = ("webshop-train-13", talk(opening(shop, "webshop-test-14")), 1.0)
+    with pytest.raises(SettingsError) as error:
+        tasks.check_openings(ARun(make), found)
+    line = str(error.value)
+    assert line.startswith("--experts FILE: webshop-train-13 is another task here. It opens there | here")
+    there, here = re.findall(r"'([^']*)'", line)[-2:]
+    assert there != here and len(line) < 500 and "\n" not in line
+
+
+def test_numbers_that_mean_other_questions_are_refused(tmp_path):
+    env = envs.make("intercodesql")
+    names = env.tasks("train")
+    right = [(t, talk(opening(env, t)), 1.0) for t in names[:40]]
+    tasks.check_openings(ARun(lambda: envs.make("intercodesql")), right)
+    wrong = [(b, messages, 1.0) for (_, messages, _), b in zip(right, names[1:])]
+    with pytest.raises(SettingsError, match="intercodesql-train-1 is another task here"):
+        tasks.check_openings(ARun(lambda: envs.make("intercodesql")), wrong)
+
+
+def test_what_is_set_aside():
+    env = envs.make("webshop", webshop_url=ADDRESS)
+    page = "WebShop [SEP] Instruction: [SEP] a hat, and price lower than 30.00 dollars [SEP] Search"
+    for same in (page, page.replace("30.00", "120.00"), f"Observation:\n{page}", f"{page} \n",
+                 f"{env.prompt}\n\n{page}", f"rules of\n\nanother version\n\n{page}", page.upper(),
+                 page.replace(", and price lower than 30.00 dollars", "")):
+        assert envs.opens_otherwise(env, talk({"role": "user", "content": same}), page) is None
+    for other in ("a hat", page.replace("hat", "cap"), f"{page} and more", f"A {page}", ""):
+        assert envs.opens_otherwise(env, talk({"role": "user", "content": other}), page)
+    embedded = envs.make("webshop")  # its limits stay, so another limit is another goal
+    assert envs.opens_otherwise(embedded, talk({"role": "user", "content": page.replace("30", "40")}),
+                                page)
+    science = SimpleNamespace(prompt="", theirs=None)
+    assert envs.opens_otherwise(science, talk({"role": "user", "content": "Task Description:\nBoil."}),
+                                "Boil.") is None
+
+
+def test_a_server_that_is_replaced_between_two_episodes_is_noticed(official):  # noqa: F811
+    """New price limits for 15 of 24 goals, at the same address."""
+    goals = WebShop().world.goals["test"]  # those behind the server's routes
+    before = list(goals)
+    make = lambda: WebShopServer(official.url)
+    shop = make()
+    for n in range(6):
+        shop.reset(f"webshop-test-{n}")
+    goals[:] = [dict(g, instruction=g["instruction"].replace("lower than ", "lower than 1"))
+                if n % 8 < 5 else g for n, g in enumerate(before)]
+    try:
+        with pytest.raises(envs.EnvError, match="was a server replaced. Goal . was "):
+            for n in range(6, 14):  # goals that it meets for the first time
+                shop.reset(f"webshop-test-{n}")
+        with pytest.raises(envs.EnvError, match="webshop-test-3 at .* was a server replaced"):
+            make().reset("webshop-test-3")
+        make().reset("webshop-test-5")  # whose limit is the same
+    finally:
+        goals[:] = before
+
+
+class Told(Toy):
+    """Says other words in the opening of one task."""
+    changed = None
+
+    def reset(self, task):
+        page = super().reset(task)
+        return page.replace("word", "sentence") if task == self.changed else page
+
+
+def test_a_run_refuses_experts_of_elsewhere_before_it_trains(toy_run, tmp_path, monkeypatch):
+    run = toy_run(Told, "--method", "sft")
+    names = [f"toy-train-{n}" for n in range(8)]
+    file = tmp_path / "experts.jsonl"
+    file.write_bytes((run / "experts.jsonl").read_bytes())
+    assert [json.loads(line)["task"] for line in file.open()] == names
+    again = tmp_path / "again"
+    toy_run(Told, "--method", "sft", "--experts", file, "--out", again)
+    assert (again / "experts.jsonl").read_bytes() == file.read_bytes()
+    assert json.loads((again / "config.json").read_text())["tasks"]["experts"] == 8
+    first = table(again).splitlines()[0]
+    assert first.endswith("seed 0, split by rule")
+
+    monkeypatch.setattr(Told, "changed", "toy-train-6")
+    with pytest.raises(SettingsError, match="toy-train-6 is another task here.*word.*sentence"):
+        toy_run(Told, "--method", "sft", "--experts", file, "--out", tmp_path / "refused")
+    assert not (tmp_path / "refused/config.json").exists()
+    # What was read before is not read again.
+    toy_run(Told, "--method", "sft", "--experts", file, "--out", tmp_path / "again")
+
+
+def test_left_out_experts_are_counted(toy_run, tmp_path):
+    run = toy_run(Toy, "--method", "sft")
+    rows = [json.loads(line) for line in (run / "experts.jsonl").open()]
+    rows[2]["task"] = "toy-test-2"
+    rows[2]["messages"][0]["content"] = "task toy-test-2: say the word"
+    file = tmp_path / "experts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--method", "sft", "--experts", file, "--out", tmp_path / "dropped"]
+    with pytest.raises(SettingsError, match="^1 of 8 evaluated tasks are also trained on"):
+        toy_run(Toy, *flags)
+    toy_run(Toy, *flags, "--overlap", "drop")
+    dropped = tmp_path / "dropped"
+    events = [json.loads(line) for line in (dropped / "metrics.jsonl").open()]
+    assert [e for e in events if e["event"] == "dropped"] == [dict(
+        event="dropped", phase="experts.jsonl", reason="evaluated too", count=1, tasks=["toy-test-2"])]
+    toy_run(Toy, *flags[:-1], tmp_path / "kept", "--overlap", "keep")
+    kept = tmp_path / "kept"
+    assert table(kept).splitlines()[1] == "1 evaluated tasks were also trained on (--overlap keep)"

@@ -1,0 +1,212 @@
+"""BFCL v3 multi-turn: an agent calls functions for a user, who says several things in an episode.
+
+The tasks are in `bfcl_tasks.py`; reading and making calls is in `bfcl_calls.py`.
+"""
+
+import json
+
+from worlds import Refused, Step, World
+from worlds.bfcl_calls import CLOSE, OPEN, Simulators, parse_calls, problem
+from worlds.bfcl_tasks import (
+    CATEGORIES,
+    documents,
+    response_checker,
+    splits,
+    start_state,
+    state_checker,
+)
+
+MOST_REPLIES = 20  # with calls, in one turn of the user [BFCL]
+
+PROMPT = """\
+You do what a user asks for by calling functions. The functions that you have are documented \
+below, one a line; use them with the arguments that they name.
+
+A call is a JSON object between tags, with the name of the function and its arguments by name:
+<tool_call>
+{"name": "function", "arguments": {"argument": "value"}}
+</tool_call>
+
+A reply may hold several calls, each between tags of its own. They are made in order; then you \
+read the result of each, and may call again. Go on until all that the user asked for is done, in \
+at most 20 replies. Then reply in words, without a call: this hands over to the user, who may ask \
+for more. Do the same, and make no call for it, where a function or a value is missing that you \
+would need."""
+
+DONE = "That is done."
+MISSING = "I cannot do this yet: a function or a value that I would need is missing."
+
+
+class Bfcl(World):
+    """Multi-turn tasks of BFCL v3 on simulators of files, messages, trading, travel and others.
+
+    A task is what `bfcl_tasks.tasks` says. Splits: train, validation, test of one category, or of
+    all four; with bfcl_split="published" `test` is all 200 tasks of the category.
+
+    The user's turns happen in here: a reply with calls is answered with their results, one without
+    a call ends the turn and is answered with what the user says next. More than 20 replies with
+    calls in a turn end the episode, which has failed. The reward comes at the end: 1 if after each
+    turn with a ground truth the simulators are in its state and its results are among those of the
+    agent so far (the package's checks), else 0; with bfcl_reward="turns" the share of these turns.
+
+    view="short": functions are documented by signature and description, not as JSON.
+    """
+    name = "bfcl"
+    rules = PROMPT
+    test_splits = ("test",)
+    max_steps = MOST_REPLIES + 1  # of the task just reset: of all its turns
+    latency = 0
+
+    def __init__(self, view: str = "full", bfcl_category: str = "base", bfcl_split: str = "ours",
+                 bfcl_reward: str = "all"):
+        super().__init__(view)
+        for name, value, known in (("category", bfcl_category, (*CATEGORIES, "all")),
+                                   ("split", bfcl_split, ("ours", "published")),
+                                   ("reward", bfcl_reward, ("all", "turns"))):
+            if value not in known:
+                raise Refused(f"--bfcl-{name} {value}: choose from: {', '.join(known)}")
+        self.prompt = PROMPT  # in either view: no model is made for these tasks
+        self.splits = splits(bfcl_category, bfcl_split == "published")
+        self.share_of_turns = bfcl_reward == "turns"
+        self._running = False
+
+    def published_task(self, id: str):
+        raise Refused("bfcl: nobody publishes trajectories in ETO's form, whose replies name "
+                      "actions; give a run's experts.jsonl")
+
+    def check(self, task: dict) -> dict:
+        """A new task: the start state of a training task, other turns and other calls."""
+        task = self.fields(task, start=str, turns=list, calls=list)
+        if task["start"] not in {t["start"] for t in self.splits["train"].values()}:
+            self.reject(f"{task['start']!r} is no start state of a training task")
+        if not all(isinstance(said, str) and said.strip() for said in task["turns"]):
+            self.reject("what the user says in a turn must be a text")
+        if (len(task["turns"]) != len(task["calls"]) or not any(task["calls"])
+                or not all(isinstance(calls, list) for calls in task["calls"])):
+            self.reject(f"its {len(task['turns'])} turns need as many lists of calls, of which one "
+                        "holds a call")
+        known = self.functions(task["start"])
+        for call in (call for calls in task["calls"] for call in calls):
+            if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
+                self.reject(f"{str(call)[:60]!r} is no call")
+            if wrong := problem(call):
+                self.reject(f"a call of {str(call['name'])[:60]!r}: {wrong}")
+            if call["name"] not in known:
+                self.reject(f"its simulators have no function {call['name'][:60]!r}")
+        return {**task, "hidden": {}}
+
+    def functions(self, start: str) -> dict[str, dict]:
+        """Name -> document of the functions of a start state's simulators."""
+        return {name: row for simulator in start_state(start)["classes"]
+                for name, row in documents(simulator).items()}
+
+    def reset(self, task: str) -> str:
+        return self.start(self.find(task))
+
+    def start(self, task: dict) -> str:
+        """Starts an episode on a task that need not belong to a split; the first observation."""
+        self._task, self._turn, self._replies, self._running = task, 0, 0, True
+        self.world, self._truth = Simulators(task["start"]), Simulators(task["start"])
+        self.results, self._passed = [], []  # of all calls; whether each checked turn passed
+        self.max_steps = (MOST_REPLIES + 1) * len(task["turns"])
+        later = {name for names in task["hidden"].values() for name in names}
+        shown = [row for name, row in self.functions(task["start"]).items() if name not in later]
+        return f"{self._documents(shown)}\n\n{task['turns'][0]}"
+
+    def step(self, reply: str) -> Step:
+        """Makes the reply's calls, or ends the turn; RuntimeError where no episode is running."""
+        if not self._running:
+            raise RuntimeError("bfcl: step() without a running episode; call reset(task) first")
+        if calls := parse_calls(reply):
+            self._replies += 1
+            results = [self.world.run(call) for call in calls]
+            self.results += results
+            if self._replies > MOST_REPLIES:
+                return self._end(f"More than {MOST_REPLIES} replies with calls: the episode ends.")
+            return Step("\n".join(f"<tool_response>\n{result}\n</tool_response>"
+                                  for result in results), 0.0, False)
+        self._check_turn()
+        self._turn, self._replies = self._turn + 1, 0
+        if self._turn == len(self._task["turns"]):
+            return self._end("The conversation is over.")
+        said, shown = self._task["turns"][self._turn], self._task["hidden"].get(str(self._turn))
+        if shown:
+            known = self.functions(self._task["start"])
+            said = f"{self._documents([known[name] for name in shown])}\n\n{said}"
+        return Step(said, 0.0, False)
+
+    def forms(self) -> str:
+        return '{"name": ..., "arguments": {...}}, a call; or words, which hand over to the user'
+
+    def reply(self, action: str) -> str:
+        return f"{OPEN}\n{action}\n{CLOSE}" if action.startswith("{") else action
+
+    def expert(self):
+        """Replies with the ground truth of the episode just reset, a call at a time."""
+        replies = iter(script(self._task["calls"]))
+        return lambda observation: next(replies)
+
+    def smith(self):
+        from worlds.bfcl_smith import BfclSmith
+        return BfclSmith(self)
+
+    def practice(self, seed: int, n: int, make):
+        raise Refused("bfcl: the tiny model cannot read documents of functions; give another "
+                      "--model")
+
+    def close(self):
+        self._running = False
+
+    def _check_turn(self) -> None:
+        """Makes the turn's calls of the ground truth and compares, as `multi_turn_checker` does."""
+        truth = self._task["calls"][self._turn]
+        results = [self._truth.run(call) for call in truth]
+        if not truth:
+            return
+        try:
+            passed = self._replies > 0 and all(found["valid"] for found in (
+                state_checker(self.world.instances, self._truth.instances),
+                response_checker(self.results, results, self._turn)))
+        except RecursionError:  # a directory inside itself is in no ground truth
+            passed = False
+        self._passed.append(passed)
+
+    def _end(self, text: str) -> Step:
+        """The end, with the reward; turns that were not reached have not passed."""
+        self._running = False
+        checked = sum(map(bool, self._task["calls"]))
+        share = sum(self._passed) / checked
+        return Step(text, share if self.share_of_turns else float(share == 1), True)
+
+    def _documents(self, rows: list[dict]) -> str:
+        lines = map(json.dumps, rows) if self.view == "full" else map(in_short, rows)
+        return "\n".join(["<tools>", *lines, "</tools>"])
+
+
+def in_short(document: dict) -> str:
+    """The document of a function in a line: signature, description, what its arguments are."""
+    parameters = document["parameters"]
+    required, arguments = parameters.get("required", []), parameters["properties"]
+    signature = ", ".join(f"{name}{'' if name in required else '?'}: {what['type']}"
+                          for name, what in arguments.items())
+    text = document["description"].rpartition("Tool description: ")[2]
+    return " ".join([f"{document['name']}({signature}):", text.strip(),
+                     *(f"{name}: {what.get('description', '').strip()}"
+                       for name, what in arguments.items())])
+
+
+def script(calls: list[list[dict]]) -> list[str]:
+    """The replies of one who makes these calls, turn by turn, and ends each turn in words.
+
+    One call a reply, or as many as it takes to make a turn's calls in MOST_REPLIES replies.
+    """
+    replies = []
+    for turn in calls:
+        at_once = -(-len(turn) // MOST_REPLIES) or 1
+        replies += [as_reply(turn[n:n + at_once]) for n in range(0, len(turn), at_once)]
+        replies.append(DONE if turn else MISSING)
+    return replies
+
+
+def as_reply(calls: list[dict]) -> str:
+    return "\n".join(f"{OPEN}\n{json.dumps(call)}\n{CLOSE}" for call in calls)

@@ -1,0 +1,218 @@
+"""From what an agent wrote to what its calls return: no text of a model is ever evaluated.
+
+A call is JSON; its name is looked up among the documented functions of the task's simulators, and
+the method is called with the arguments by name. What cannot be is a result that says so.
+"""
+
+import copy
+import decimal
+import json
+import math
+import threading
+from datetime import datetime, timedelta, timezone
+
+import mpmath
+
+from worlds.bfcl_tasks import (
+    documents,
+    simulator_class,
+    start_state,
+    trading_bot,
+    travel_booking,
+)
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FORM = (f'a call is {OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE} with the name of a '
+        "function and its arguments by name")
+MOST_CALLS = 50         # of a reply, also blocks; ground truths have at most 34 in a turn [ours]
+LONGEST = 100_000       # characters of a reply with calls [ours]
+DEEPEST = 20            # of lists and objects in arguments [ours]
+DIGITS = 20             # of a whole number in arguments [ours]
+PRECISION = 1000        # largest exponent, precision, number of decimal places [ours]
+MOST_PATHS = 5000       # of a file tree: the file system copies directories into themselves [ours]
+LOCK = threading.Lock()  # the maths simulator sets the precision of the whole process
+
+
+class Clock(datetime):
+    """What two simulators take for the time: the day of the trading simulator, without a zone.
+
+    They read today's date and go through the local time zone; so a task is the same everywhere.
+    """
+
+    def timestamp(self):
+        return datetime.timestamp(self.replace(tzinfo=timezone.utc))
+
+    @classmethod
+    def fromtimestamp(cls, seconds):
+        return cls(1970, 1, 1) + timedelta(seconds=seconds)
+
+    @classmethod
+    def today(cls):
+        return cls(2024, 9, 1)
+
+
+trading_bot.CURRENT_TIME = Clock(2024, 9, 1, 10, 30)  # as it was
+trading_bot.datetime = travel_booking.datetime = Clock
+
+
+# ------------------------------------------------------------------------------- reading a reply
+
+
+def parse_calls(reply: str) -> list[dict | str]:
+    """The calls in a reply, in order; a text in place of one that cannot be made says why.
+
+    They stand in blocks <tool_call>...</tool_call>, as in the chat templates of Qwen and Hermes;
+    without one, in blocks ```json ... ```; without one, the reply is nothing else. Each of these
+    holds one call or a list of them, {"name": text, "arguments": object} and no other key. What a
+    model thought, up to </think>, does not count. An empty list: nothing in it is a call.
+    """
+    said = reply.rpartition("</think>")[2].partition("<think>")[0]
+    if OPEN in said:
+        blocks = [block.partition(CLOSE)[0] for block in said.split(OPEN)[1:] if CLOSE in block]
+    elif "```json" in said:
+        blocks = [block.partition("```")[0] for block in said.split("```json")[1:]]
+    else:
+        blocks = [said]
+    found = [call for block in blocks[:MOST_CALLS + 1] for call in _calls_in(block)]
+    if all(call is None for call in found):
+        return []
+    if len(reply) > LONGEST:
+        return [f"Error: the reply has {len(reply)} characters; at most {LONGEST} are read"]
+    return ([f"Error: not a call; {FORM}" if call is None else call for call in found[:MOST_CALLS]]
+            + [f"Error: not made; a reply has at most {MOST_CALLS} calls"]
+            * (len(found) > MOST_CALLS))
+
+
+def _calls_in(block: str) -> list[dict | str | None]:
+    """The calls in a block; None in place of what is none, a text for one that cannot be read."""
+    try:
+        value = json.loads(block, parse_int=lambda digits: (
+            int(digits) if len(digits) <= DIGITS + 1 else math.nan))
+    except ValueError:
+        return [None]
+    except RecursionError:
+        return ["Error: nested too deeply"]
+    return [call if isinstance(call, dict) and call.keys() == {"name", "arguments"} else None
+            for call in (value if isinstance(value, list) else [value])]
+
+
+def problem(call: dict) -> str | None:
+    """Why the values in a call are none that a simulator may be given; None if they may be."""
+    name, arguments = call["name"], call["arguments"]
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return FORM
+    for key in ("exponent", "precision", "decimal_places"):
+        value = arguments.get(key)
+        if isinstance(value, str) or isinstance(value, (int, float)) and abs(value) > PRECISION:
+            return f"{key} must be a number of at most {PRECISION}"
+    return _unusable(arguments, 0)
+
+
+def _unusable(value, depth: int) -> str | None:
+    if depth > DEEPEST:
+        return "nested too deeply"
+    long = isinstance(value, int) and abs(value) >= 10 ** DIGITS
+    if long or isinstance(value, float) and not math.isfinite(value):
+        return f"a number that is infinite, none, or of more than {DIGITS} digits"
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return "half of a surrogate pair is no character"
+    inside = ([*value, *value.values()] if isinstance(value, dict) else
+              value if isinstance(value, list) else [])
+    return next((found for item in inside if (found := _unusable(item, depth + 1))), None)
+
+
+# -------------------------------------------------------------------------------- making a call
+
+
+class Simulators:
+    """The simulators of a task, fresh from its start state; nobody else has these instances."""
+
+    def __init__(self, start: str):
+        """start: CATEGORY-NUMBER, a key of `start_state`."""
+        where = start_state(start)
+        self.instances = {name: simulator_class(name)() for name in where["classes"]}
+        for name, instance in self.instances.items():
+            if hasattr(instance, "_load_scenario"):  # the maths one has no state
+                instance._load_scenario(copy.deepcopy(where["config"].get(name, {})),
+                                        long_context=where["long_context"])
+        if where["long_context"]:  # it is shared by all instances of the process
+            self.instances = copy.deepcopy(self.instances)
+        self.functions = {name: getattr(instance, name)
+                          for simulator, instance in self.instances.items()
+                          for name in documents(simulator)}
+
+    def run(self, call: dict | str) -> str:
+        """What a call of `parse_calls` returns, as the package writes it."""
+        wrong = call if isinstance(call, str) else problem(call)
+        if wrong:
+            return wrong if wrong.startswith("Error") else f"Error: {wrong}"
+        function = self.functions.get(call["name"])
+        if function is None:
+            return f"Error during execution: name {call['name'][:60]!r} is not defined"
+        files = self.instances.get("GorillaFileSystem")
+        if files is function.__self__ and _paths(files) > MOST_PATHS:
+            return f"Error: beyond {MOST_PATHS} paths the file system takes no calls"
+        with LOCK, mpmath.workdps(15), decimal.localcontext():
+            try:
+                return _written(_in_order(function(**copy.deepcopy(call["arguments"]))))
+            except RecursionError:  # its text depends on who called whom
+                return "Error during execution: maximum recursion depth exceeded"
+            except Exception as error:
+                return f"Error during execution: {error}"
+
+    def states(self) -> str:
+        """All that the checks compare, and the directory one is in, as a text that can be kept."""
+        files = self.instances.get("GorillaFileSystem")
+        try:
+            return repr([(name, {key: value for key, value in vars(instance).items()
+                                 if not key.startswith("_")})
+                         for name, instance in self.instances.items()]
+                        + ([files.pwd()] if files else []))
+        except RecursionError:  # directories in directories, a thousand deep
+            return "too deep"
+
+
+def _written(result) -> str:
+    if type(result) is str:
+        return result
+    if type(result) is dict:
+        try:
+            return json.dumps(result)
+        except Exception:  # as the package: an object that JSON has no form for
+            return str(result)
+    return str(result)
+
+
+def _in_order(result):
+    """A result whose text prints a set, whose order differs between processes, in one order."""
+    error = result.get("error") if type(result) is dict else None
+    for lead, end in (("Invalid fields for update: ", ""),
+                      ("Invalid travel class. Must be one of {", "}")):
+        if isinstance(error, str) and error.startswith(lead):
+            words = sorted(error[len(lead):len(error) - len(end)].split(", "))
+            return {**result, "error": lead + ", ".join(words) + end}
+    return result
+
+
+def _paths(files) -> int:
+    """Paths below the root, and below where one is; of those beyond MOST_PATHS only some."""
+    found, left = 0, [files.root, files._current_dir]
+    while left and found <= MOST_PATHS:
+        inside = getattr(left.pop(), "contents", {}).values()
+        found += len(inside)
+        left += inside
+    return found
+
+
+def failed(result: str) -> bool:
+    """Whether a result tells of an error."""
+    if result.lstrip("[{'\" ").lower().startswith("error"):
+        return True
+    try:
+        value = json.loads(result)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and "error" in value

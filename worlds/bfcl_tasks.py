@@ -1,0 +1,153 @@
+"""The tasks of BFCL v3 multi-turn, as the package bfcl-eval brings them, and how they are split.
+
+Of the package we use the data, the simulators and the two checks of a turn. It is installed without
+its dependencies, so nothing else of it is imported, and all of it here: where it is absent, one
+line says so.
+"""
+
+import ast
+import json
+import random
+from collections import defaultdict
+from functools import lru_cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from inspect import signature
+
+from worlds import Refused
+
+PACKAGE = "bfcl-eval==2026.3.23"  # others hold other ground truths
+REMEDY = f"pip install --no-deps {PACKAGE}"
+
+try:
+    installed = version("bfcl-eval")
+    from bfcl_eval.constants.executable_backend_config import (
+        CLASS_FILE_PATH_MAPPING,
+        MULTI_TURN_FUNC_DOC_FILE_MAPPING,
+    )
+    from bfcl_eval.eval_checker.multi_turn_eval.func_source_code import (  # noqa: F401
+        trading_bot,
+        travel_booking,
+    )
+    from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import (  # noqa: F401
+        response_checker,
+        state_checker,
+    )
+except (PackageNotFoundError, ImportError):
+    raise Refused(f"bfcl: the package {PACKAGE} is not here; {REMEDY}") from None
+if installed != PACKAGE.partition("==")[2]:
+    raise Refused(f"bfcl: bfcl-eval {installed} is here, not {PACKAGE}; {REMEDY}")
+
+CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
+SIZES = {"train": 100, "validation": 20, "test": 80}  # of a category's 200 tasks [ours]
+MORE_FUNCTIONS = "I have updated some more functions you can choose from. What about now?"  # BFCL's
+
+
+def simulator_class(name: str) -> type:
+    return getattr(import_module(CLASS_FILE_PATH_MAPPING[name]), name)
+
+
+@lru_cache(None)
+def documents(name: str) -> dict[str, dict]:
+    """The functions of a simulator, by name: description, parameters, response."""
+    rows = _rows(f"multi_turn_func_doc/{MULTI_TURN_FUNC_DOC_FILE_MAPPING[name]}")
+    return {row["name"]: row for row in rows}
+
+
+@lru_cache(None)
+def _starts(category: str) -> dict[str, dict]:
+    return {_key(row): dict(classes=row["involved_classes"], config=row["initial_config"],
+                            long_context=category == "long_context")
+            for row in _rows(f"BFCL_v4_multi_turn_{category}.json")}
+
+
+def start_state(key: str) -> dict:
+    """Where the episodes of CATEGORY-NUMBER start: classes of simulators, their config, its size.
+
+    It is everybody's: copy it before a simulator gets it.
+    """
+    return _starts(key.rpartition("-")[0].replace("-", "_"))[key]
+
+
+@lru_cache(None)
+def tasks(category: str) -> dict[str, dict]:
+    """CATEGORY-NUMBER -> task, each an object that JSON holds.
+
+    start: a key for `start_state`. turns: what the user says, turn by turn. calls: the ground
+    truth, for each turn a list of calls {name, arguments}; nothing is checked where it is empty.
+    hidden: turn -> functions that are not documented before that turn, which opens with them.
+    """
+    truths = _rows(f"possible_answer/BFCL_v4_multi_turn_{category}.json")
+    found = {}
+    for row, truth in zip(_rows(f"BFCL_v4_multi_turn_{category}.json"), truths):
+        methods = {name: getattr(simulator_class(c), name)
+                   for c in row["involved_classes"] for name in documents(c)}
+        found[_key(row)] = dict(
+            start=_key(row),
+            turns=[said[0]["content"] if said else MORE_FUNCTIONS for said in row["question"]],
+            calls=[[as_json(call, methods) for call in turn] for turn in truth["ground_truth"]],
+            hidden=row.get("missed_function", {}))
+    return found
+
+
+def as_json(call: str, methods: dict) -> dict:
+    """A call of a ground truth, written in Python, as {name, arguments}; literals alone are read.
+
+    Positional arguments get their names from the signature in `methods`.
+    """
+    node = ast.parse(call, mode="eval").body
+    names = list(signature(methods[node.func.id]).parameters)[1:]  # without self
+    given = [*zip(names, node.args), *((k.arg, k.value) for k in node.keywords)]
+    return dict(name=node.func.id,
+                arguments={name: ast.literal_eval(value) for name, value in given})
+
+
+@lru_cache(None)
+def splits(category: str, published: bool) -> dict[str, dict[str, dict]]:
+    """Split -> key -> task, in an order that mixes the domains; of one category, or of "all".
+
+    Tasks of one number, and those of equal start states, are on one side in all categories.
+    published: `test` is all 200 tasks of a category, so that it shares start states with training.
+    """
+    wanted = [(c, n) for c in (CATEGORIES if category == "all" else (category,))
+              for n in range(200)]
+    random.Random("the order of BFCL's tasks").shuffle(wanted)
+    sides, found = _sides(), {side: {} for side in SIZES}
+    for c, n in wanted:
+        key = f"{c.replace('_', '-')}-{n}"
+        for side in {sides[n], "test"} if published else {sides[n]}:
+            found[side][key] = tasks(c)[key]
+    return found
+
+
+def _sides() -> list[str]:
+    """The side of each of the 200 numbers: SIZES of each, alike in every kind of start.
+
+    The numbers go by their first simulator, then by all of them, and each goes where most is owed.
+    """
+    base, rng = _rows("BFCL_v4_multi_turn_base.json"), random.Random("BFCL's splits")
+    alike = defaultdict(list)
+    for n, row in enumerate(base):
+        alike[json.dumps(row["initial_config"], sort_keys=True)].append(n)
+    groups = sorted(rng.sample(list(alike.values()), len(alike)),
+                    key=lambda group: base[group[0]]["involved_classes"])
+    sides, placed, done = [None] * 200, dict.fromkeys(SIZES, 0), 0
+    for group in groups:
+        done += len(group)
+        side = max(SIZES, key=lambda side: SIZES[side] / 200 * done - placed[side])
+        placed[side] += len(group)
+        for n in group:
+            sides[n] = side
+    if placed != SIZES:
+        raise ValueError(f"bfcl: the splits hold {placed}, not {SIZES}")
+    return sides
+
+
+def _rows(path: str) -> list[dict]:
+    text = files("bfcl_eval").joinpath("data", path).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def _key(row: dict) -> str:
+    return row["id"].removeprefix("multi_turn_").replace("_", "-")

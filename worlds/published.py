@@ -1,0 +1,235 @@
+"""What ETO and IPR published, as it lies in their repositories: experts, lists of tasks, prompts.
+
+    Yifan-Song793/ETO   WebShop and ScienceWorld      (Song et al. 2024)
+    WeiminXiong/IPR     WebShop and InterCodeSQL      (Xiong et al. 2024)
+
+Their texts stay in the user's copy. `Theirs` is how their code talks to an agent (--protocol eto).
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from textwrap import shorten
+
+from worlds import Refused, opening
+
+# ---------------------------------------------------------------------------------- how they talk
+
+STEMS = {"webshop": "webshop", "scienceworld": "sciworld", "intercodesql": "intercode_sql"}
+# A reply ends before one of these [ETO's agents; ours].
+STOPS = {"eto": ("\nObservation:", "\nTask:", "\n---"), "ours": ("Observation:",)}
+NO_ACTION = "Invalid format. The input must contains 'Action: '"  # as their environments answer
+NO_SQL_ACTION = (
+    "I don't understand your input.\n Your input shoud include the key world \"Action:\".\n If you "
+    "want to perform a query operation, please use the following format:\n Action: \n```sql\nthe "
+    "mysql code\n```. And the action should be executable and should not contain natural "
+    "language.\n If you have got the final answer, please use the following format:\n Action: "
+    "submit. Remember your output should contain only one \"Action:\" part.")
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """How ETO's code (IPR's, on InterCodeSQL) talks to an agent; the table in the docs has all."""
+
+    env: str
+    instruction: str
+    examples: tuple[tuple[dict, ...], ...]  # conversations shown to an agent that plays
+
+    def opening(self, observation: str, playing: bool) -> list[dict]:
+        """The instruction and "OK" as turns of their own, the examples, then the task.
+
+        Nobody is trained on the examples, nor on the head of a task's description.
+        """
+        turns = [{"role": "user", "content": self.instruction},
+                 {"role": "assistant", "content": "OK"}]
+        turns += [dict(turn) for example in self.examples for turn in example] if playing else []
+        return [*turns, {"role": "user",
+                         "content": observation if playing else self.bare(observation)}]
+
+    def action(self, reply: str) -> str | None:
+        """All that follows the first "Action: ", so the first of several actions; None without."""
+        found = re.search(r"Action: (.*)", reply.strip(), re.S)
+        return found and found[1]
+
+    def observation(self, text: str) -> str:
+        return ("Observation:\n" if self.env == "webshop" else "Observation: ") + text
+
+    @property
+    def no_action(self) -> str:
+        return "Observation: " + (NO_SQL_ACTION if self.env == "intercodesql" else NO_ACTION)
+
+    @staticmethod
+    def bare(observation: str) -> str:
+        """Without what their code writes before it."""
+        return re.sub(r"^(Observation|Task Description):\s*", "", observation)
+
+
+def read_prompts(folder: str, env: str, examples: int) -> Theirs:
+    """The instruction and the first examples for an environment in a copy of their `prompt/`."""
+    path, stem = Path(folder), STEMS[env]
+    inst = path / "instructions" / f"{stem}_inst.txt"
+    shown = path / "icl_examples" / f"{stem}_icl.json"
+    try:
+        instruction = inst.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise Refused(f"--prompts {folder}: {error}; give ETO's or IPR's eval_agent/prompt, with "
+                      f"instructions/{inst.name} in it") from None
+    if not examples:
+        return Theirs(env, instruction, ())
+    try:
+        found = json.loads(shown.read_text(encoding="utf-8"))
+        kept = tuple(tuple({"role": turn["role"], "content": turn["content"] + ""}
+                           for turn in example) for example in found[:examples])
+        for example in kept:
+            if [turn["role"] for turn in example] != ["user", "assistant"] * (len(example) // 2):
+                raise ValueError("an example is not of user and assistant in turn")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise Refused(f"--prompts {folder}: {shown.name}: {type(error).__name__} {error}; it must "
+                      "be a JSON list of conversations of role and content") from None
+    if len(kept) < examples:
+        raise Refused(f"--prompts {folder}: {shown.name} has {len(kept)} examples; give --examples "
+                      f"{len(kept)}")
+    return Theirs(env, instruction, kept)
+
+
+# ---------------------------------------------------------------------------------------- experts
+
+
+def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
+    """(task, messages, reward) of each trajectory in a file.
+
+    Takes our own experts.jsonl, or the format that ETO and IPR publish: a JSON list of `id` (its
+    last number is the task's), `conversations` of `from` (human or gpt) and `value`, and, if
+    known, `reward` (else 1). They open as rollouts do: by our own protocol the rules of a published
+    conversation are replaced by the environment's prompt. Refused naming the entry, also where
+    `env` has no such task.
+    """
+    def refuse(problem, entry=None):
+        where = f"--experts {path}" + ("" if entry is None else f", entry {entry}")
+        raise Refused(f"{where}: {problem}")
+
+    remedy = "give ETO's JSON list or a run's experts.jsonl"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        listed = text.lstrip().startswith("[")
+        rows = json.loads(text) if listed else []
+    except (OSError, ValueError, RecursionError) as error:
+        refuse(f"{error}; {remedy}")
+    for n, line in enumerate([] if listed else StringIO(text), 1):
+        try:
+            rows.append(dict(json.loads(line)))
+        except (ValueError, TypeError, RecursionError):
+            raise Refused(f"--experts {path}, line {n}: not a whole JSON object: "
+                          f"{shorten(line[:200], 40)!r}; {remedy}") from None
+    found = {}
+    for n, row in enumerate(rows):
+        try:
+            task, messages, reward = (published(row, env) if "conversations" in row else
+                                      (row["task"], row["messages"], row["reward"]))
+            messages = opened(messages, env, "conversations" in row)
+            while messages[-1]["role"] == "user":  # what followed the last action
+                messages.pop()
+            messages[len(opening(env, ""))]["content"]  # IndexError: there is no reply
+            for m in messages:
+                m["content"].encode()  # a str without half of a surrogate pair
+            env.find(task)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            refuse(f"not a trajectory ({type(error).__name__}: {shorten(str(error), 200)})", n)
+        if [m["role"] for m in messages] != ["user", "assistant"] * (len(messages) // 2):
+            refuse("its turns are not user and assistant in turn", n)
+        if type(reward) not in (int, float) or not 0 <= reward <= 1:
+            refuse(f"reward {shorten(repr(reward), 60)} is not a number in [0, 1]", n)
+        if task in found:
+            refuse(f"{task} is there twice; keep one of them", n)
+        found[task] = task, messages, float(reward)
+    if not found:
+        refuse("holds no trajectory")
+    return list(found.values())
+
+
+def published(row: dict, env) -> tuple[str, list[dict], float]:
+    """Task, messages and reward of an entry of ETO's or IPR's list."""
+    task, roles = env.published_task(str(row["id"])), {"human": "user", "gpt": "assistant"}
+    messages = [{"role": roles[turn["from"]], "content": turn["value"] + ""}
+                for turn in row["conversations"]]
+    return task, messages, row.get("reward", 1.0)
+
+
+def opened(messages: list[dict], env, theirs: bool) -> list[dict]:
+    """A conversation with the opening of a rollout by the environment's protocol, without examples.
+
+    theirs: it is of a published list. Observations are then theirs too, or bare.
+    """
+    messages = [{"role": m["role"], "content": m["content"]} for m in messages]
+    told = messages[1]["content"]
+    has_rules = "Action:" not in told if theirs else told == "OK" and len(messages) > 3
+    protocol = getattr(env, "theirs", None)
+    if not (protocol or theirs or has_rules):
+        return messages  # our own, by our own protocol
+    rules, (first, *rest) = messages[:2 * has_rules], messages[2 * has_rules:]
+
+    def said(text):
+        if protocol and not text.startswith("Observation:"):
+            return protocol.observation(text)
+        return text if protocol else Theirs.bare(text)
+
+    rest = [m if m["role"] == "assistant" else {**m, "content": said(m["content"])} for m in rest]
+    begins = opening(env, Theirs.bare(first["content"].removeprefix(f"{env.prompt}\n\n")))
+    return [*(rules if protocol and rules else begins[:-1]), begins[-1], *rest]
+
+
+def opens_otherwise(env, messages: list[dict], shown: str) -> tuple[str, str] | None:
+    """What an expert and the environment show of a task, where that is not the same text.
+
+    Aside are rules, the words before an observation, and what a server draws at each start. Both
+    are cut to begin shortly before they part.
+    """
+    lasting = getattr(env, "lasting", str)
+
+    def plain(text):
+        return " ".join(lasting(Theirs.bare(text.strip())).lower().split())
+
+    told = messages[len(opening(env, "")) - 1]["content"]
+    told, here = told.removeprefix(f"{env.prompt}\n\n"), plain(shown)
+    parts = told.split("\n\n")
+    if any(plain("\n\n".join(parts[n:])) == here for n in range(len(parts))):
+        return None
+    there = plain(told)
+    apart = next((n for n, (a, b) in enumerate(zip(there, here)) if a != b),
+                 min(len(there), len(here)))
+    start = max(0, apart - 40)
+    return tuple("..." * (start > 0) + shorten(text[start:start + 400], 120, placeholder=" ...")
+                 for text in (there, here))
+
+
+# --------------------------------------------------------------------------------- lists of tasks
+
+
+def read_lists(folder: str, names: dict[str, str], read, what: str, twice: bool) -> dict[str, list]:
+    """split -> what read(entry) makes of the entries of NAME_indices.json in a folder.
+
+    `folder` may also be one of the files. twice: an entry that is there again counts once (ETO's
+    training list of WebShop has one), else it is refused. Refused, naming the file, which must be
+    `what`.
+    """
+    path, found = Path(folder), {}
+    if not path.exists():
+        files = ", ".join(f"{name}_indices.json" for name in names.values())
+        raise Refused(f"--split-file {folder}: there is no such folder; give that of {files}")
+    for split, name in names.items():
+        file = f"{name}_indices.json"
+        file = path / file if path.is_dir() else path.with_name(file)
+        try:
+            listed = json.loads(file.read_text(encoding="utf-8"))
+            entries = [read(entry) for entry in listed]
+            found[split] = list(dict.fromkeys(entries))
+            if len(found[split]) < len(entries) and not twice:
+                again = next(e for n, e in enumerate(entries) if e in entries[:n])
+                raise ValueError(f"{again} is there twice")
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise Refused(f"--split-file {file}: {error}; it must be {what}") from None
+        if not found[split]:
+            raise Refused(f"--split-file {file}: it has no task; it must be {what}")
+    return found

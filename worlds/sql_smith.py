@@ -1,0 +1,180 @@
+"""New questions about the generated databases, made of queries that somebody ran there.
+
+A find is a SELECT that ran and has rows. Its family of `sql_questions` is read back, and the
+family's words say what it asks for. The smith shares the generator's grammar, so text and query
+agree by construction; whoever writes questions another way has to show it.
+"""
+
+import random
+import re
+import sqlite3
+
+from worlds.sql_databases import Sqlite
+from worlds.sql_questions import COMPOUND, CONCEPTS, SIMPLE, tables_of, worth_asking
+
+FAMILIES = SIMPLE + COMPOUND
+# What a placeholder of a gold query stands for; one that comes twice is the same both times.
+HOLES = {**dict.fromkeys("tnabceksp", r"\w+"), **dict.fromkeys(("v", "v2", "u"), r"'\w+'"),
+         **dict.fromkeys("xyz", r"\d+")}
+
+
+def _pattern(gold: str) -> re.Pattern:
+    seen, parts = set(), []
+    for text, hole in re.findall(r"([^{]*)(?:\{(\w+)\})?", gold):
+        parts.append(re.escape(text))
+        if hole:
+            parts.append(f"(?P={hole})" if hole in seen else f"(?P<{hole}>{HOLES[hole]})")
+            seen.add(hole)
+    return re.compile("".join(parts))
+
+
+PATTERNS = [_pattern(gold) for _, _, gold in FAMILIES]
+
+
+class Schema:
+    """The tables of a generated database, read back from the script that makes it."""
+
+    def __init__(self, script: str):
+        self.columns, self.noun = {}, {}  # table -> its columns -> possible names; its noun
+        for table, body in re.findall(r"CREATE TABLE (\w+) \((.*)\);", script):
+            key = re.match(r"(\w+)_id int PRIMARY KEY", body)[1]
+            self.noun[table] = f"{key}s"
+            names = [line.split()[0] for line in body.split(", ")[1:]]
+            self.columns[table] = {name: concept_of(name) for name in names if name != "FOREIGN"}
+
+
+def concept_of(name: str) -> tuple[str, ...]:
+    """The names of the concept that a column's name is one of; of a label or a key, its own."""
+    return next((tuple(names) for _, numeric, textual in CONCEPTS.values()
+                 for names in numeric + textual if name in names), (name,))
+
+
+class SQLSmith:
+    # What an explorer model is told about the tasks that it writes.
+    form = ("A task is a question about this database that one SELECT answers. Its actions are "
+            "queries, the answer's SELECT the last of them, and then: submit")
+
+    def __init__(self, env):
+        """env: an InterCodeSQL of the smith's own, which it plays."""
+        self.env, world = env, env.world
+        self.training = {q["db"] for q in world.questions["train"].values()}
+        self.known = {(q["db"], text) for questions in world.questions.values()
+                      for q in questions.values() for text in (q["query"], squeezed(q["gold"]))}
+
+    def patterns(self, task: str, replies: list[str]) -> set[str]:
+        """Families of the queries that ran and returned something; of others the skeleton."""
+        return {self.family(sql) for sql, _ in self._ran(self.env.find(task)["db"], replies)}
+
+    def family(self, sql: str) -> str:
+        for n, pattern in enumerate(PATTERNS):
+            if pattern.fullmatch(squeezed(sql)):
+                return FAMILIES[n][1]
+        words = re.sub(r"'[^']*'|\b\d+(\.\d+)?\b", "?", squeezed(sql))
+        return re.sub(r"\b(?!(?:select|from|where|and|or|order|by|desc|limit|group|join|using|"
+                      r"count|avg|max|min|sum|distinct|show|tables)\b)[a-z_]\w*", "x", words,
+                      flags=re.I)
+
+    def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
+        """Proposals {text, task, solution}: of each query of an episode that ran and has rows."""
+        db, found = self.env.find(task)["db"], []
+        for sql, rows in self._ran(db, replies):
+            text = self.question(db, squeezed(sql), rng) if rows else None
+            if text:
+                found.append(self.proposal(text, squeezed(sql), db))
+        return found
+
+    def proposal(self, text: str, sql: str, db: str) -> dict:
+        steps = ["SHOW TABLES", *(f"DESC {table}" for table in tables_of(sql)), sql]
+        if self.env.view == "full":
+            steps = [f"Action:\n```sql\n{step}\n```" for step in steps]
+        submit = "submit" if self.env.view == "short" else "Action: submit"
+        return dict(text=text, task=dict(query=text, gold=sql, db=db), solution=[*steps, submit])
+
+    def question(self, db: str, sql: str, rng: random.Random) -> str | None:
+        """What the query asks for, in words; None if it is of no family over this database."""
+        schema = Schema(self.env.world.databases[db])
+        for (_, words, _), pattern in zip(FAMILIES, PATTERNS):
+            match = pattern.fullmatch(sql)
+            parts = match.groupdict() if match else {}
+            table, place = parts.get("t"), parts.get("p")
+            if table not in schema.columns or place is not None and place not in schema.columns:
+                continue
+            names = {hole: parts[hole] for hole in "nabce" if hole in parts}
+            home = {hole: schema.columns[place if hole == "e" else table] for hole in names}
+            if any(name not in home[hole] for hole, name in names.items()):
+                continue
+            # Two thirds of the time, a question calls a column as the database does.
+            said = {hole: name if hole == "n" or rng.random() < 2 / 3 else
+                    rng.choice(home[hole][name]) for hole, name in names.items()}
+            return words.format(**{**parts, **said, "t": schema.noun[table],
+                                   "p": schema.noun.get(place, "")})
+        return None
+
+    def written(self, task: str, proposal: dict, rng: random.Random) -> dict | None:
+        """An explorer model's proposal: its words, and the last query of its actions as gold."""
+        queries = [self.env.query_of(str(action)) or str(action)
+                   for action in proposal["action_sequence"]]
+        answers = [sql for sql in queries if re.match(r"\s*select", sql, re.I)]
+        if not answers:
+            return None
+        return self.proposal(proposal["query"], squeezed(answers[-1]), self.env.find(task)["db"])
+
+    def key(self, task: dict) -> str:
+        """What makes two questions one: the query on its database."""
+        return f"{task['db']}/{squeezed(task['gold'])}"
+
+    def refusal(self, task: dict) -> str | None:
+        """Why no run may have this question; None if one may."""
+        if task["db"] not in self.training:
+            return "a database of no training task"
+        if {(task["db"], task["query"]), (task["db"], squeezed(task["gold"]))} & self.known:
+            return "a question of a split"
+        values = re.findall(r"'\w+'", task["gold"])
+        if len(values) != len(set(values)):
+            return "one value twice"
+        return None
+
+    def verify(self, proposal: dict) -> str | None:
+        """Plays the solution twice; why it does not prove the question, or None."""
+        task, played = proposal["task"], []
+        if not self._worth_asking(task):
+            return "no rows, too many, or a condition that changes little"
+        for _ in range(2):
+            pages = [self.env.start(task, self.env.world.databases[task["db"]])]
+            for n, reply in enumerate(proposal["solution"], 1):
+                step = self.env.step(reply)
+                pages.append(step.observation)
+                if step.done:
+                    break
+            played.append((pages, step.reward, step.done and n == len(proposal["solution"])))
+        self.env.close()
+        if played[0] != played[1]:
+            return "its replays differ"
+        if not played[0][2]:
+            return "its solution does not end with a submission"
+        return None if played[0][1] == 1.0 else f"its solution earns {played[0][1]:.2f}"
+
+    def _worth_asking(self, task: dict) -> bool:
+        database = sqlite3.connect(":memory:")
+        database.executescript(self.env.world.databases[task["db"]])
+        try:
+            return worth_asking(database, task["gold"])
+        except sqlite3.Error:
+            return False
+        finally:
+            database.close()
+
+    def _ran(self, db: str, replies: list[str]):
+        """(query, rows) of the replies' queries that ran and returned something."""
+        database = Sqlite(db, self.env.world.databases[db])
+        for reply in replies:
+            sql = self.env.query_of(reply)
+            rows = database.run(sql) if sql and sql != "submit" else None
+            if isinstance(rows, list) and rows and re.match(r"\s*select", sql, re.I):
+                yield sql, rows
+        database.close()
+
+
+def squeezed(sql: str) -> str:
+    """The query with single spaces and without its semicolon."""
+    return " ".join(sql.split()).rstrip(" ;")
