@@ -280,7 +280,8 @@ class Settings:
 # make few steps, so batches are smaller (8 and 16, not 48 and 32) and steps go further (1e-4 and
 # 5e-6, not 1e-5 and 1e-6). At temperature 1 failures differ more.
 SMOLLM2 = dict(sft_epochs=2, sft_batch=8, sft_lr=1e-4,
-               dpo_batch=16, dpo_lr=5e-6, dpo_lr_later=2.5e-6, temperature=1.0, ppo_lr=5e-6)
+               dpo_batch=16, dpo_lr=5e-6, dpo_lr_later=2.5e-6, temperature=1.0, ppo_lr=5e-6,
+               step_tasks=8, step_rollouts=4, grpo_steps=20, grpo_lr=5e-6)
 
 # What replaces the defaults, in this order: in an environment (the paper's), for a model in it
 # (tiny: tuned on the validation split, README; smollm2: for one or three hours on two cores and
@@ -320,6 +321,12 @@ PRESETS = {
     "smollm2 intercodesql": dict(
         **SMOLLM2, iterations=3, train_tasks=120, eval_tasks=100, dpo_epochs=2, rollouts=2,
         view="short", max_tokens=768, max_new_tokens=64, tokens_per_forward=2048,
+    ),
+    # Its category base fits whole, and 128 tokens hold the longest reply of a ground truth.
+    "smollm2 bfcl": dict(
+        **SMOLLM2, iterations=1, train_tasks=40, eval_tasks=20, dpo_epochs=1, view="short",
+        bfcl_reward="turns", max_tokens=4096, max_new_tokens=128, slots=8,
+        gradient_checkpointing="on",
     ),
     # ETO's and IPR's scripts and agent configurations.
     "eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5),
@@ -499,7 +506,7 @@ def preset(argv: list[str]) -> dict:
     first.add_argument("--quick", nargs="?", const=True, default=False, type=_boolean)
     seen = first.parse_known_args(argv)[0]
     names = [seen.env, f"{seen.model} {seen.env}", seen.protocol]
-    names += ["quick", f"quick {seen.model}", f"quick {seen.env}"] if seen.quick else []
+    names += ["quick", f"quick {seen.env}", f"quick {seen.model}"] if seen.quick else []
     names += ["chat"] if is_endpoint(seen.model) else []
     values = {name: value for n in names for name, value in PRESETS.get(n, {}).items()}
     if seen.method in ("rft", "dart", "ppo"):  # which play a task several times
