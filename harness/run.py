@@ -16,7 +16,7 @@ import dpo
 import envs
 from engine import sharding
 from engine.checkpoint import Checkpoint
-from harness import files, margins, models, tiny
+from harness import files, margins, models, reuse, tiny
 from harness.dry_run import disk_bytes
 from harness.folder import Folder
 from harness.settings import EVOLVING, Settings, SettingsError, options_of
@@ -43,7 +43,9 @@ class Run(Folder):
             self._check_openings()
         self.saving_works = any(name.startswith("sft-") for name in self.phases)
         self.base = tiny.base(accelerator, self) if settings.model == "tiny" else settings.model
-        self.record(before, self._identity())
+        identity = self._identity()
+        self.record(before, identity)
+        self.ingredients = self.first_says(lambda: reuse.ingredients(self, identity))
         if settings.failure_from and "sft-failure" not in self.phases:
             self.find_failure_agent()  # if it cannot be used, it is said now
         n = accelerator.num_processes
@@ -207,8 +209,8 @@ class Run(Folder):
         if checkpoint.resumed_at:
             self.print_main(f"{phase} went on after step {checkpoint.resumed_at}")
         left = self.log_probs(model, watched) if watched else []
-        beta = s.beta if phase.startswith("iter1/") else s.beta_later
         for when, policy in (("before", entered), ("after", left)) if watched else ():
+            beta = s.beta if phase.startswith("iter1/") else s.beta_later
             self.log("margins", phase=phase, when=when,
                      pairs=margins.of_pairs(watched, policy, beta, s))
         self.save(model, before, out)

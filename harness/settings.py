@@ -45,6 +45,9 @@ class Settings:
     seed: int = setting(0, "seed of everything random in the run", at_least=0)
     out: Optional[str] = setting(
         None, "the run's folder [runs/ENV-METHOD-sSEED, with --quick -quick]")
+    reuse: Optional[str] = setting(
+        None, "a run, or a folder of runs, from which experts, SFT agents and their evaluations "
+        "are taken where all that goes into them is equal; a study gives its own folder [none]")
     webshop_url: Optional[str] = setting(
         None, "address of a real WebShop server, http://host:port [the embedded shop]",
         env="webshop")
@@ -312,6 +315,19 @@ PRESETS = {
 SECOND_AGENT = {"coevolve": "failure", "positive": "positive"}
 EVOLVING = ("grpo", "evolve")  # methods of mutual.py
 SIGNALS = ("forgetting", "boundary", "rare")
+
+# They change nothing in the files of a run, and so may change when it goes on.
+FREE = ("out", "reuse", "checkpoint_minutes", "track")
+# Experts, SFT agents and their evaluations depend on none of these; on any other setting they may.
+AFTER_SFT = (*FREE, "method", *"""
+    iterations dpo_epochs dpo_batch batch_unit dpo_lr dpo_lr_later dpo_steps dpo_schedule
+    dpo_warmup beta beta_later lambda_dpo lambda_sft log_prob sft_term normalise expert_beaten
+    pair_weights d_fail d_tgt_failures hard_threshold cut_turns explore_again rollouts temperature
+    too_long samples dart_budget ppo_rollouts ppo_epochs ppo_batch ppo_lr ppo_clip ppo_kl
+    warm_start start_from start_tasks grpo_steps evolve_every evaluate_every step_tasks
+    step_rollouts grpo_batch grpo_lr grpo_temperature grpo_kl clip_low clip_high signals window
+    attempt rare_below rare_min picks explorer explorer_model explorer_episodes
+    explorer_temperature add_most near_text verify""".split())
 
 
 def options_of(s: Settings) -> dict:
