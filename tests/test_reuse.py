@@ -3,7 +3,7 @@
 import json
 import shutil
 import threading
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 from accelerate import Accelerator
@@ -13,6 +13,7 @@ from test_study import finished  # noqa: F401
 
 import coevolve
 import envs
+import mutual
 from harness import files, report, reuse
 from harness.files import read_jsonl
 from harness.run import Run
@@ -99,13 +100,13 @@ def test_a_run_is_taken_from_though_it_took_it_itself(play):
         second.path / "sft-target/model.safetensors")
 
 
-@pytest.mark.parametrize("changed", [
-    dict(seed=1), dict(sft_lr=2e-4), dict(sft_epochs=2), dict(max_tokens=300), dict(threads=2),
-    dict(max_new_tokens=4), dict(slots=4), dict(expert_min_reward=0.5), dict(tokens_per_forward=64),
-    dict(weight_decay=0.1), dict(eval_splits="validation"), dict(train_tasks=5)])
-def test_a_setting_that_matters_prevents_it(play, begin, changed):
+def test_a_setting_that_matters_prevents_it(play):
     play("a", "sft")
-    assert taken(play("b", "sft", **changed)) == []
+    for name, value in dict(
+            seed=1, sft_lr=2e-4, sft_epochs=2, max_tokens=300, max_new_tokens=4, slots=4,
+            expert_min_reward=0.5, tokens_per_forward=64, weight_decay=0.1, train_tasks=5,
+            eval_splits="validation").items():
+        assert taken(play(name, "sft", **{name: value})) == [], name
 
 
 def test_code_model_and_files_that_have_changed_prevent_it(play, begin, monkeypatch, tmp_path,
@@ -241,9 +242,14 @@ def test_a_folder_that_is_not_there_is_refused(begin):
         begin("a", reuse="nowhere")
 
 
-def test_evolving_runs_share_too():
-    """What mutual.py makes before its own phases has the same names, and so the same inputs."""
-    assert all(reuse.SHARED.fullmatch(name) for name in SHARED)
-    assert not any(reuse.SHARED.fullmatch(name) for name in (
-        "iter1/target.jsonl", "eval-1-target-test.jsonl", "iter0/tasks.jsonl"))
-    assert replace(Settings(), method="grpo").warm_start == "sft"
+def test_runs_of_mutual_take_what_the_other_methods_made(play, begin):
+    play("a", "sft")
+    run = begin("b", "grpo", start_from="train", start_tasks=6, grpo_steps=1, step_tasks=2,
+                step_rollouts=2)
+    mutual.mutual(run)
+    assert taken(run) == SHARED[:3] and [*phases(run)][3:] == [
+        "iter0/tasks.jsonl", "iter1/target-agent", "eval-1-target-test.jsonl"]
+    run = begin("c", "grpo", warm_start="none", start_from="train", start_tasks=6, grpo_steps=1,
+                step_tasks=2, step_rollouts=2)
+    mutual.mutual(run)
+    assert taken(run) == []
