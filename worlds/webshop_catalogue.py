@@ -84,8 +84,8 @@ class ShopWorld:
 def shop_world() -> ShopWorld:
     """384 products and 1,152 goals; the products of 12 families (one a type) are held out.
 
-    For a goal of the split "unseen" only held-out products are listed as fitting, else none of them.
-    Goals that differ in their price limit only are in one split.
+    For a goal of the split "unseen" only held-out products are listed as fitting, else none of
+    them. Goals that differ in their price limit only are in one split.
     """
     rng = random.Random(WORLD_SEED)
     families, products = [], []
