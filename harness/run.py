@@ -16,7 +16,7 @@ import dpo
 import envs
 from engine import sharding
 from engine.checkpoint import Checkpoint
-from harness import files, margins, models, reuse, tiny
+from harness import files, margins, models, reuse, smollm2, tiny
 from harness.dry_run import disk_bytes
 from harness.folder import Folder
 from harness.settings import EVOLVING, Settings, SettingsError, options_of
@@ -42,7 +42,9 @@ class Run(Folder):
         if settings.experts and trains(settings) and "experts.jsonl" not in self.phases:
             self._check_openings()
         self.saving_works = any(name.startswith("sft-") for name in self.phases)
-        self.base = tiny.base(accelerator, self) if settings.model == "tiny" else settings.model
+        self.base = (tiny.base(accelerator, self) if settings.model == "tiny" else
+                     self.first_says(smollm2.base) if settings.model == "smollm2" else
+                     settings.model)
         identity = self._identity()
         self.record(before, identity)
         self.ingredients = self.first_says(lambda: reuse.ingredients(self, identity))

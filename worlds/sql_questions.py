@@ -22,6 +22,8 @@ PEOPLE = "doctor teacher driver singer farmer painter lawyer pilot nurse baker a
 THINGS = "car book phone boat lamp guitar camera kite bike clock radio sofa".split()
 SITES = "town school museum farm harbor hotel island valley market castle station park".split()
 HELD_OUT = {"baker", "actor", "writer", "clock", "radio", "sofa", "castle", "station", "park"}
+ENDINGS = "", "s", "_info", "_id"  # of a noun in tables, questions and keys
+UNREAD = tuple(noun + ending for noun in sorted(HELD_OUT) for ending in ENDINGS)
 
 # kind -> (names of the name column, numeric concepts, text concepts)
 CONCEPTS = {
@@ -197,8 +199,8 @@ def draw_question(rng: random.Random, tables: list[Table], compound: float) -> d
 def sql_world() -> SQLWorld:
     """360 databases with 5 questions each: train, validation, test (new databases), unseen.
 
-    unseen: databases over nouns that no training task names. Every gold has rows, at most 300
-    characters of them, and leaving its WHERE out would earn at most 0.7.
+    unseen: databases over nouns that neither training tasks nor the practice text name. Every gold
+    has rows, at most 300 characters of them, and leaving its WHERE out would earn at most 0.7.
     """
     rng = random.Random(WORLD_SEED)
     all_nouns = {*PEOPLE, *THINGS, *SITES}
@@ -289,11 +291,11 @@ def analysts(env, seed: int, n: int) -> list[list[dict]]:
     """n conversations of analysts of mixed competence with `env` (an InterCodeSQL in sqlite).
 
     A conversation is a list of {"role", "content"} that ends with the analyst's last action. The
-    databases are new ones, over all nouns (so a small model has seen every word), none with the
-    tables and columns of a split's; the analysts make mistakes, recover, and often submit a wrong
+    databases are new ones, over the nouns of the training tasks, none with the tables and columns
+    of a split's; the analysts make mistakes, recover, and often submit a wrong
     result.
     """
-    rng, nouns = random.Random(f"analysts-{seed}"), {*PEOPLE, *THINGS, *SITES}
+    rng, nouns = random.Random(f"analysts-{seed}"), {*PEOPLE, *THINGS, *SITES} - HELD_OUT
     taken = {schema_key(script) for script in env.world.databases.values()}
     conversations = []
     while len(conversations) < n:
