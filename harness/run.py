@@ -173,7 +173,13 @@ class Run(Folder):
     def add_reference(self, model, groups: list[dpo.Group]) -> None:
         with self.bar("reference", sum(g.tokens for g in groups), "token") as progress:
             dpo.add_reference(self.accelerator, model, groups, self.settings.tokens_per_forward,
-                              progress)
+                              progress, self.uncounted())
+
+    def uncounted(self) -> list[int]:
+        """Ids that log-probabilities are not over, --log-prob-over; those of the vocabulary."""
+        if self.settings.log_prob_over == "vocabulary":
+            return []
+        return self.encoder().never_drawn(self.vocabulary())
 
     def log_probs(self, model, groups: list[dpo.Group]) -> list[list[float]]:
         """log pi(e|u) of the groups' trajectories, in nats."""

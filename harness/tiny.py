@@ -4,7 +4,8 @@ It stands in for Llama-2-7B-Chat: a Qwen3-architecture causal LM with a tokenize
 of its own, saved to a folder that `from_pretrained` loads, so that nothing else knows it is tiny.
 Its pretraining takes minutes: repeated random sequences, which form the heads that copy, then an
 environment's practice text (`env.practice`, noisy shoppers for one), which shows its pages,
-mistakes and recoveries. It never sees an expert, nor what is held out for the split "unseen".
+mistakes and recoveries. It never sees an expert, and nobody in it asks for what is held out for
+the split "unseen".
 """
 
 import hashlib
@@ -64,12 +65,12 @@ def base(accelerator, run) -> Path:
     return folder
 
 
-def practice(run, n: int) -> tuple[list[list[dict]], tuple[str, ...]]:
-    """n conversations of the environment's practice text, and words it must not have."""
+def practice(run, n: int) -> list[list[dict]]:
+    """n conversations of the environment's practice text."""
     env = run.make_env()
     conversations = env.practice(0, n, run.make_env)
     env.close()
-    return conversations, env.unread
+    return conversations
 
 
 def pretrain(accelerator, run, recipe: dict, folder: Path) -> None:
@@ -77,8 +78,8 @@ def pretrain(accelerator, run, recipe: dict, folder: Path) -> None:
     s = run.settings
     set_seed(0)
     rng = random.Random(0)
-    conversations, unread = practice(run, recipe["conversations"])
-    tokenizer = make_tokenizer([*unread, *(m["content"] for c in conversations for m in c)])
+    conversations = practice(run, recipe["conversations"])
+    tokenizer = make_tokenizer([m["content"] for c in conversations for m in c])
     config = Qwen3Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
                          bos_token_id=None, pad_token_id=None, **MODEL)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32,

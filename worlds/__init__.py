@@ -36,7 +36,6 @@ class World:
     rules = ""
     splits: dict[str, dict]
     split_by = "by rule"  # or the folder of published lists
-    unread = ()           # words of tasks that practice text does not have, for the tokenizer
     theirs = None         # `published.Theirs`, where an episode is to be as in ETO's code
 
     def __init__(self, view: str):

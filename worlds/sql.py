@@ -11,7 +11,7 @@ import numpy as np
 
 from worlds import EnvError, Refused, Step, World
 from worlds.sql_databases import INTERRUPTED, TOO_LARGE, MySQL, Sqlite, refusal
-from worlds.sql_questions import UNREAD, analysts, sql_expert, sql_world
+from worlds.sql_questions import analysts, sql_expert, sql_world
 from worlds.sql_spider import spider_world
 
 SHORT_ROWS = 8
@@ -46,8 +46,8 @@ class InterCodeSQL(World):
     """Questions about databases that the agent explores with SQL, then submits its last result.
 
     A task is a question: query (in words), gold (SQL) and db, the database's name. Embedded:
-    generated databases in sqlite; splits train, validation, test (new databases) and unseen (of
-    nouns that neither training tasks nor practice text name). intercode_data: a folder with
+    generated databases in sqlite; splits train, validation, test (new databases) and unseen
+    (about nouns that no training task asks about). intercode_data: a folder with
     InterCode's ic_spider_dev.json and ic_spider_dbs.sql, converted to sqlite, or with mysql_url the
     questions alone, over the databases of a server. Observations are those of InterCode's ReAct
     agents: the rows as Python prints them, cut at 350 characters. The submission is scored against
@@ -60,7 +60,6 @@ class InterCodeSQL(World):
     rules = PROMPT
     max_steps = 10
     latency = 0
-    unread = UNREAD
 
     def __init__(self, view: str = "full", intercode_data: str | None = None,
                  mysql_url: str | None = None):
