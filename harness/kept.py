@@ -13,7 +13,7 @@ import envs
 from dpo import Trajectory
 from harness import files
 
-CHUNK = 8      # episodes of a slot in a chunk: docs/speed.md has what it costs [ours]
+CHUNK = 8      # episodes of a slot in a chunk; what that costs is in docs/speed.md [ours]
 LOOKED_AT = 8  # kept episodes that are begun again, to see if it is still their world [ours]
 
 
@@ -27,9 +27,9 @@ class Kept:
         if not self.rows:
             self._begin()
 
-    def _begin(self) -> None:
+    def _begin(self, rows=()) -> None:
         self.path.parent.mkdir(exist_ok=True)
-        files.write_text(self.path, json.dumps(self.inputs) + "\n")
+        files.write_text(self.path, "".join(json.dumps(x) + "\n" for x in (self.inputs, *rows)))
 
     def add(self, t: Trajectory) -> None:
         """Appends an episode that has ended. One that was lost is to be tried again."""
@@ -46,6 +46,9 @@ class Kept:
         for first in range(0, len(rows), size):
             if None in (part := rows[first:first + size]):
                 rows[first:first + size] = [None] * len(part)
+        again = {identity(vars(t)) for t, row in zip(share, rows) if not row} & self.rows.keys()
+        if again:  # they leave the file, so that a chunk in it is never of two processes
+            self._begin(row for name, row in self.rows.items() if name not in again)
         kept = [row for row in rows if row]
         if kept and not begin_alike(kept[::-(-len(kept) // LOOKED_AT)], make_env()):
             self._begin()

@@ -168,6 +168,26 @@ def test_whole_lines(tmp_path):
         assert file.read_text() == "".join(json.dumps(x) + "\n" for x in found)
 
 
+def test_a_chunk_that_is_not_whole_leaves_the_file(tmp_path):
+    """Of two chunks of two and one of one the second has one episode; another phase step has one."""
+    path, share = tmp_path / "playing/rank-0.jsonl", [dpo.Trajectory(n) for n in "abcde"]
+    kept = Kept(path, ["inputs"])
+    rows = [dpo.Trajectory(n, messages=[dict(role="user", content="task toy")], ended="done")
+            for n in "dbaex"]
+    for row in rows:
+        kept.add(row)
+
+    class World(Toy):
+        prompt = ""
+
+        def reset(self, task):
+            return "task toy"
+
+    filled = Kept(path, ["inputs"]).fill(share, 2, World)
+    assert [t.task + t.ended for t in filled] == ["adone", "bdone", "c", "d", "edone"]
+    assert sorted(name[0] for name in Kept(path, ["inputs"]).rows) == ["a", "b", "e", "x"]
+
+
 def test_a_lost_episode_is_tried_again(tmp_path):
     kept = Kept(tmp_path / "playing/rank-0.jsonl", ["inputs"])
     kept.add(dpo.Trajectory("a", "target", ended="lost"))
