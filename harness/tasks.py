@@ -195,8 +195,8 @@ def check_openings(run, experts: list[tuple[str, list[dict], float]]) -> None:
                 if apart:
                     raise SettingsError(
                         f"--experts {s.experts}: {experts[n][0]} is another task here. It opens "
-                        f"there | here: {apart[0]!r} | {apart[1]!r}; give the environment that "
-                        "these experts were made in, or experts of this one")
+                        f"there | here: {apart[0]!r} | {apart[1]!r}; give the environment and the "
+                        "--view that these experts were made in, or experts of this one")
                 progress.update()
     finally:
         pool.shutdown(cancel_futures=True)
