@@ -156,8 +156,9 @@ class Settings:
         5, "a rejected trajectory is cut at the expert's length + so many turns, -1 = off [ETO]",
         at_least=-1)
     margins: int = setting(
-        256, "instructions whose pairs are measured again after training, for who looks at them: "
-        "those with the hardest negatives; 0 = none [ours]", at_least=0)
+        10_000, "instructions whose pairs are measured again after training, for who looks at "
+        "them: those with the hardest negatives; all of them take a tenth of a preference phase; "
+        "0 = none [ours]", at_least=0)
 
     # Exploration
     failure_from: Optional[str] = setting(
