@@ -1,6 +1,6 @@
 """What training and rollouts cost, beside textbook code, TRL, `generate`, and the arithmetic.
 
-    bash run.sh bench [--quick] [train rollout environments growth memory]
+    bash run.sh bench [--quick] [train rollout environments growth memory smollm2]
 
 An alternative runs in turn with ours; the table shows the median of the ratios within the repeats
 and their range. Seconds are this process's CPU time on one thread, so that what else the machine
@@ -28,11 +28,11 @@ import psutil
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import dpo
 import envs
-from harness import play, tiny
+from harness import play, smollm2, tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA = torch.cuda.is_available()
@@ -242,29 +242,31 @@ def trl_step(batches: list[dict]):
 
 def train_rows(quick: bool) -> list[dict]:
     """With the prompt alone in common; then with half of a trajectory, about as in real runs."""
-    return (step_rows("1/7 in common", 1 / 7, (1, 2), quick)
-            + step_rows("1/2 in common", 1 / 2, (1,), quick))
+    size = (2, 200, 32, 0) if quick else (4, 698, 112, 5)
+    return (step_rows("1/7 in common", 1 / 7, (1, 2), *size)
+            + step_rows("1/2 in common", 1 / 2, (1,), *size))
 
 
-def step_rows(what: str, common: float, trl_batches: tuple, quick: bool) -> list[dict]:
-    length, actions = (200, 32) if quick else (698, 112)
-    groups = make_groups(2 if quick else 4, length, actions, common=common)
-    repeats, pairs = 0 if quick else 5, dpo.count_pairs(groups)
-    reference = make_model("ragged")
+def step_rows(what: str, common: float, trl_batches: tuple, instructions: int, length: int,
+              actions: int, repeats: int, make=make_model, bound=1e-5) -> list[dict]:
+    """make(attention): the model that takes the steps. bound: of what may differ."""
+    groups = make_groups(instructions, length, actions, common=common)
+    pairs = dpo.count_pairs(groups)
+    reference = make("ragged")
     with torch.no_grad():
         for p in reference.parameters():
             p.add_(1e-4 * torch.randn_like(p))
     dpo.add_reference(Accelerator(cpu=not CUDA), reference, groups, 4096)
     single = [dpo.Group(g.task, g.sequences, [p], g.reference) for g in groups for p in g.pairs]
 
-    ours, theirs = make_model("ragged"), make_model("sdpa")
+    ours, theirs = make("ragged"), make("sdpa")
     loss = dpo.preference_objective(ours, groups, beta=BETA)[0] / pairs
     loss.backward()
     batches = [pairs_batch([g]) for g in single]
     loop_loss = textbook_backward(theirs, batches)
     same = zip(ours.parameters(), theirs.parameters())
-    off = dict(loss=check("losses", abs(loss.item() - loop_loss), 1e-5), gradient=check(
-        "gradients", max((a.grad - b.grad).abs().max().item() for a, b in same), 1e-5))
+    off = dict(loss=check("losses", abs(loss.item() - loop_loss), bound), gradient=check(
+        "gradients", max((a.grad - b.grad).abs().max().item() for a, b in same), bound))
     for model in (ours, theirs):
         model.zero_grad()
 
@@ -272,7 +274,7 @@ def step_rows(what: str, common: float, trl_batches: tuple, quick: bool) -> list
     rivals = {"pair by pair, padded, all logits": (off, functools.partial(
         step, theirs, optimizer, functools.partial(textbook_backward, theirs, batches)))}
     if importlib.util.find_spec("trl") and importlib.util.find_spec("datasets"):
-        for size in trl_batches[:1] if quick else trl_batches:
+        for size in trl_batches if repeats else trl_batches[:1]:
             trl = trl_step([pairs_batch(single[i:i + size]) for i in range(0, pairs, size)])
             off = dict(loss=check("losses of ours and TRL", abs(loss.item() - trl()), 1e-4))
             rivals[f"TRL, batch {size} x accumulation {pairs // size}"] = off, trl
@@ -299,6 +301,7 @@ class MockEnv:
     """Episodes of 4-6 turns with pages of 60-150 tokens that depend on the task alone."""
 
     prompt, max_steps, latency = "", 6, 0
+    words, page = [f"w{i}" for i in range(WORDS)], (60, 150)
 
     def reset(self, task):
         self.task, self.rng, self.left = task, random.Random(task), 4 + int(task) % 3
@@ -312,7 +315,7 @@ class MockEnv:
         pass
 
     def _page(self):
-        return " ".join(f"w{self.rng.randrange(WORDS)}" for _ in range(self.rng.randint(60, 150)))
+        return " ".join(self.rng.choice(self.words) for _ in range(self.rng.randint(*self.page)))
 
 
 def make_player(attention: str, encoder) -> Qwen3ForCausalLM:
@@ -335,11 +338,11 @@ def our_rollout(model, encoder, tasks, slots, make_env=MockEnv, reply_tokens=30)
 
 
 @torch.inference_mode()
-def generate_rollout(model, encoder, tasks, batch, logits=None) -> list[list[int]]:
+def generate_rollout(model, encoder, tasks, batch, make_env, logits=None) -> list[list[int]]:
     """The ids of episodes played `batch` in lockstep; each turn generates from all the history."""
     histories, end = {}, encoder.end_of_turn
     for first in range(0, len(tasks), batch):
-        playing = {task: MockEnv() for task in tasks[first:first + batch]}
+        playing = {task: make_env() for task in tasks[first:first + batch]}
         for task, env in playing.items():
             histories[task] = encoder.start(envs.opening(env, env.reset(str(task))))
         while playing:
@@ -350,7 +353,8 @@ def generate_rollout(model, encoder, tasks, batch, logits=None) -> list[list[int
             out = model.generate(
                 input_ids=torch.tensor(ids, device=DEVICE), do_sample=False, max_new_tokens=30,
                 attention_mask=torch.tensor(real, device=DEVICE), eos_token_id=end,
-                pad_token_id=end, return_dict_in_generate=True, output_logits=logits is not None)
+                pad_token_id=end, suppress_tokens=encoder.forbidden,
+                return_dict_in_generate=True, output_logits=logits is not None)
             for i, (task, env) in enumerate(list(playing.items())):
                 reply = out.sequences[i, width:].tolist() + [end]
                 reply = reply[:reply.index(end) + 1]
@@ -367,10 +371,17 @@ def generate_rollout(model, encoder, tasks, batch, logits=None) -> list[list[int
 
 def rollout_rows(quick: bool) -> list[dict]:
     encoder = dpo.Encoder(word_tokenizer())
-    ours, theirs = make_player("ragged", encoder), make_player("sdpa", encoder)
-    many, some, few = (range(n) for n in ((4, 4, 1) if quick else (192, 64, 12)))
-    batch, slots = (4, 4) if quick else (32, 64)
+    return player_rows("", encoder, make_player("ragged", encoder), make_player("sdpa", encoder),
+                       *((4, 4, 1, 4, 4, 0) if quick else (192, 64, 12, 32, 64, 5)))
 
+
+def player_rows(what: str, encoder, ours, theirs, many: int, some: int, few: int, batch: int,
+                slots: int, repeats: int, make_env=MockEnv, distinct=100) -> list[dict]:
+    """Our `many` episodes against `some` in lockstep and `few` one by one.
+
+    distinct: how many different tokens have to be said.
+    """
+    many, some, few = range(many), range(some), range(few)
     recorded, made, forward = {}, [], play.next_token_logits  # made: the environment of each slot
 
     def record(model, cache, segments):
@@ -380,10 +391,10 @@ def rollout_rows(quick: bool) -> list[dict]:
         return logits
 
     play.next_token_logits = record
-    played = our_rollout(ours, encoder, many, slots, lambda: made.append(MockEnv()) or made[-1])
+    played = our_rollout(ours, encoder, many, slots, lambda: made.append(make_env()) or made[-1])
     play.next_token_logits = forward
     said = [i for e in played for i, m in zip(e.ids, e.action_mask) if m]
-    if len(set(said)) < 100:
+    if len(set(said)) < distinct:
         raise SystemExit("bench: the model says too few distinct tokens, which would hide a wrong "
                          "cache; draw larger weights")
     print(f"bench: {len(many)} mock episodes of {sum(len(e.ids) for e in played) / len(many):.0f} "
@@ -394,21 +405,22 @@ def rollout_rows(quick: bool) -> list[dict]:
     off = {}
     for name, (tasks, size) in others.items():
         logits = {}
-        histories = generate_rollout(theirs, encoder, tasks, size, logits)
+        histories = generate_rollout(theirs, encoder, tasks, size, make_env, logits)
         wrong = sum(played[task].ids != ids for task, ids in zip(tasks, histories))
         off[name] = dict(episodes=check("the tokens of episodes", wrong, 0), logits=check(
             "logits", max((a - b).abs().max().item() for task in tasks
                           for a, b in zip(recorded[task], logits[task], strict=True)), 1e-3))
     recorded.clear()
-    times = in_turn(0 if quick else 5, {
-        "ours": lambda: our_rollout(ours, encoder, many, slots),
-        **{name: functools.partial(generate_rollout, theirs, encoder, *how)
+    times = in_turn(repeats, {
+        "ours": lambda: our_rollout(ours, encoder, many, slots, make_env),
+        **{name: functools.partial(generate_rollout, theirs, encoder, *how, make_env)
            for name, how in others.items()}})
     tokens = {tasks: sum(len(played[t].ids) for t in tasks) for tasks in (many, some, few)}
     seen = [k + 1 for e in played for k in range(len(e.ids) - 1)]
     floor = forward_flops(ours, seen, len(said)) / peak_flops()
-    return [compared(f"rollout, {slots} slots", name, "tokens/s", (tokens[many], tokens[tasks]),
-                     (times["ours"], times[name]), floor, **off[name])
+    return [compared(f"rollout{what}, {slots} slots", name, "tokens/s",
+                     (tokens[many], tokens[tasks]), (times["ours"], times[name]), floor,
+                     **off[name])
             for name, (tasks, _) in others.items()]
 
 
@@ -511,6 +523,52 @@ def simulator_row(env, quick: bool) -> dict:
                     observations=check("observations", wrong, 0))
 
 
+# ------------------------------------------------------------------------------- a real model
+
+
+class Shelf(MockEnv):
+    """Pages of words that a real model has one token for; episodes of some 450 tokens."""
+
+    page = 20, 60
+    prompt = "Say in a few words what is new on the shelf, and what you would do with it."
+    words = ("red blue green old new small large wooden glass paper cup lamp book chair table "
+             "stone bread apple water coffee horse bird fish tree flower rain snow fire house door "
+             "road bridge river mountain clock letter song coat ring key box bag map ship").split()
+
+
+def smollm2_rows(quick: bool) -> list[dict]:
+    """SmolLM2-135M: against textbook code and `generate` in fp32, and bf16 against fp32 in ours."""
+    def make(attention):
+        return AutoModelForCausalLM.from_pretrained(
+            smollm2.base(), dtype=torch.float32, attn_implementation=attention).to(DEVICE)
+
+    size = (1, 60, 20, 0) if quick else (2, 250, 50, 2)
+    rows = step_rows("SmolLM2", 1 / 7, (), *size, make=make, bound=1e-3)
+    ours, groups = make("ragged"), make_groups(*size[:3])
+    low = make("ragged").to(torch.bfloat16)  # of a rollout: weights too
+    encoder = dpo.Encoder(AutoTokenizer.from_pretrained(smollm2.base()))
+    episodes = (2, 2, 1, 2, 2, 0) if quick else (8, 4, 2, 4, 8, 2)
+    rows += player_rows(", SmolLM2", encoder, ours, make("sdpa"), *episodes, Shelf,
+                        distinct=20 if quick else 100)
+
+    def bf16_step():
+        with torch.autocast(DEVICE, torch.bfloat16):
+            our_step(ours, groups)
+
+    tasks = range(episodes[0])
+    steps = in_turn(size[3], dict(bf16=bf16_step, fp32=lambda: our_step(ours, groups)))
+    pairs, played = dpo.count_pairs(groups), []
+    times = in_turn(size[3], {
+        name: lambda model=model: played.append(sum(
+            len(e.ids) for e in our_rollout(model, encoder, tasks, len(tasks), Shelf)))
+        for name, model in dict(bf16=low, fp32=ours).items()})
+    return rows + [
+        compared("train step, SmolLM2, bf16", "the same in fp32", "pairs/s", (pairs, pairs),
+                 (steps["bf16"], steps["fp32"])),
+        compared("rollout, SmolLM2, bf16", "the same in fp32", "tokens/s", played[-2:],
+                 (times["bf16"], times["fp32"]))]
+
+
 # ----------------------------------------------------------------------------- growth and memory
 
 
@@ -560,12 +618,13 @@ def memory_rows(quick: bool) -> list[dict]:
 # ----------------------------------------------------------------------------------------- table
 
 SECTIONS = dict(train=train_rows, rollout=rollout_rows, environments=environment_rows,
-                growth=growth_rows, memory=memory_rows)
+                growth=growth_rows, memory=memory_rows, smollm2=smollm2_rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], prog="run.sh bench")
-    parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; none: all")
+    parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; none: all "
+                        "but the last, which fetches a model")
     parser.add_argument("--quick", action="store_true", help="less of everything, no repeats")
     parser.add_argument("--out", default=str(ROOT / "runs" / "bench.json"), help="the JSON file")
     arguments = parser.parse_args()
@@ -573,7 +632,7 @@ def main() -> None:
         if name not in SECTIONS:
             parser.error(f"no section {name}; choose from {', '.join(SECTIONS)}")
     torch.set_num_threads(1)
-    rows = [row for name in arguments.sections or SECTIONS
+    rows = [row for name in arguments.sections or list(SECTIONS)[:-1]
             for row in SECTIONS[name](arguments.quick)]
     table = markdown(rows)
     print(table)

@@ -1,7 +1,8 @@
 """`accelerate launch` as run.sh uses it: `python3 harness/launch.py coevolve.py FLAGS`.
 
-Two things are changed: without an `accelerate config` of the user it is told what it would
-otherwise guess aloud, and what ends a training process is said once and its exit status passed on.
+Three things are changed: without an `accelerate config` of the user it is told what it would
+otherwise guess aloud; threads that wait sleep; and what ends a training process is said once and
+its exit status passed on.
 """
 
 import logging
@@ -28,6 +29,9 @@ def machine() -> list[str]:
 
 
 def launch() -> None:
+    # Spinning, they take a shared machine's cores from their own team: a tenth of the speed. It is
+    # read when torch is loaded, so it has to stand in the environment of the training process.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if not os.path.isfile(default_config_file):
         sys.argv[1:1] = machine()
     # Ctrl-C reaches the training process by itself, kill does not; either way wait for its end.

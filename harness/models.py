@@ -25,7 +25,9 @@ def make_accelerator(s: Settings) -> Accelerator:
     """The processes, device and precision that this machine offers; SettingsError if not usable."""
     gpu = torch.cuda.is_available()  # not MPS: log-probabilities are summed in float64
     # The tiny model computes alike everywhere, so that its results do not depend on the machine.
-    bf16 = gpu and s.model != "tiny" and torch.cuda.is_bf16_supported(including_emulation=False)
+    bf16 = s.bf16 == "on" or s.bf16 == "auto" and s.model != "tiny" and s.method != "chat" and (
+        torch.cuda.is_bf16_supported(including_emulation=False) if gpu else
+        cpu_has_bf16() and not is_small(s.model))
     if torch.cuda.device_count() and not gpu and s.model != "tiny" and s.method != "chat":
         raise SettingsError(f"{torch.cuda.device_count()} GPUs are here, but torch "
                             f"{torch.__version__} cannot use them; update their driver, or set "
@@ -47,6 +49,18 @@ def make_accelerator(s: Settings) -> Accelerator:
         raise SettingsError(f"accelerate is configured for {accelerator.distributed_type}; run "
                             "`accelerate config` without it: --shard shards the weights")
     return accelerator
+
+
+def cpu_has_bf16() -> bool:
+    """Whether the CPU has instructions that multiply bf16, as far as torch knows."""
+    has = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch do not say
+    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+
+
+def is_small(folder) -> bool:
+    """Whether a folder holds a model of less than 10 M parameters, such as a tiny one's agent."""
+    files = Path(folder).glob("*.safetensors")
+    return Path(folder).is_dir() and sum(file.stat().st_size for file in files) < 40_000_000
 
 
 def load_model(folder, dtype=torch.float32):
@@ -94,8 +108,8 @@ def check_model(folder, max_tokens: int, weights: bool = True) -> None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError,
             TemplateError, SafetensorError) as error:
         problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        remedy = "" if "; " in problem else ("; give tiny, a hub name within reach, or a folder "
-                                             "with config, weights and tokenizer")
+        remedy = "" if "; " in problem else ("; give tiny, smollm2, a hub name within reach, or a "
+                                             "folder with config, weights and tokenizer")
         raise SettingsError(f"--model {folder}: {problem}{remedy}") from None
 
 

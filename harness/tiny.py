@@ -4,7 +4,8 @@ It stands in for Llama-2-7B-Chat: a Qwen3-architecture causal LM with a tokenize
 of its own, saved to a folder that `from_pretrained` loads, so that nothing else knows it is tiny.
 Its pretraining takes minutes: repeated random sequences, which form the heads that copy, then an
 environment's practice text (`env.practice`, noisy shoppers for one), which shows its pages,
-mistakes and recoveries. It never sees an expert.
+mistakes and recoveries. It never sees an expert, and nobody in it asks for what is held out for
+the split "unseen".
 """
 
 import hashlib

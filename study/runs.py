@@ -44,7 +44,8 @@ def play(env: str, methods: list[str], seeds: list[int], folder: Path, more: lis
         if any(run.done() and run.exception() for run in list(started.values())):
             return  # the study ends
         name = f"{method}-s{seed}"
-        command = [*more, *flags(method, folder, seed), "--seed", str(seed),  # the last one counts
+        command = ["--reuse", str(folder), *more, *flags(method, folder, seed),
+                   "--seed", str(seed),  # the last one counts
                    "--out", str(folder / name)]
         print(f"study: {without_passwords(' '.join(command))}", flush=True)
         launch(env, command, folder / f"{name}.log" if jobs > 1 else None)

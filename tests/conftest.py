@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 torch.set_num_threads(1)
+torch.cpu.get_capabilities = dict  # every CPU computes in fp32 here, whatever the model
 
 import engine.packing  # noqa: E402, F401  registers the attention of all models here
 import envs  # noqa: E402

