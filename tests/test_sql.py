@@ -295,7 +295,7 @@ def test_the_world_is_the_same_in_every_process():
 
 def test_analysts_know_every_word_make_mistakes_and_ask_nothing_held_out():
     env = envs.make("intercodesql", "short")
-    talks = sql_questions.analysts(env, seed=0, n=6000)
+    talks = sql_questions.analysts(env, seed=0, n=1500)
     assert talks[:100] == sql_questions.analysts(env, seed=0, n=100)
     assert talks[:50] != sql_questions.analysts(env, seed=1, n=50)
     for talk in talks:

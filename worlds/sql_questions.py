@@ -21,17 +21,6 @@ WORLD_SEED = 20251123  # ours; the world does not depend on a run's seed
 PEOPLE = "doctor teacher driver singer farmer painter lawyer pilot nurse baker actor writer".split()
 THINGS = "car book phone boat lamp guitar camera kite bike clock radio sofa".split()
 SITES = "town school museum farm harbor hotel island valley market castle station park".split()
-# Nouns of the practice text alone: of many, a small model learns to say any noun that it has read.
-PRACTICE = (
-    "mayor judge tailor sailor porter miller barber dentist surgeon chemist plumber florist "
-    "butler clerk coach poet dancer guard farrier potter mason glazier weaver fisher hunter "
-    "banker broker editor pastor warden".split(),
-    "desk bench chair spoon knife plate bottle basket ladder hammer shovel bucket candle mirror "
-    "pillow blanket carpet curtain wallet pencil violin trumpet drum piano wagon truck tractor "
-    "scooter canoe glider".split(),
-    "village city suburb forest garden meadow orchard quarry mine mill factory bakery library "
-    "theater stadium airport temple chapel tower bridge tunnel canal lake river beach cave desert "
-    "canyon plaza arena".split())
 HELD_OUT = {"baker", "actor", "writer", "clock", "radio", "sofa", "castle", "station", "park"}
 
 # kind -> (names of the name column, numeric concepts, text concepts)
@@ -89,9 +78,8 @@ class Table:
 def draw_database(rng: random.Random, nouns: set) -> list[Table]:
     """Tables of a random database over some of the nouns; the first is the place of the others."""
     style = rng.choice(["{}", "{}s", "{}_info"])
-    people, things, sites = ([n for n in pool + more if n in nouns] for pool, more in zip(
-        (PEOPLE, THINGS, SITES), PRACTICE))
-    kinds = [("sites", rng.choice(sites))]
+    people, things = ([n for n in pool if n in nouns] for pool in (PEOPLE, THINGS))
+    kinds = [("sites", rng.choice([n for n in SITES if n in nouns]))]
     kinds += rng.sample([("people", rng.choice(people)), ("things", rng.choice(things))],
                         rng.choice([1, 2]))
     tables = []
@@ -306,7 +294,7 @@ def analysts(env, seed: int, n: int) -> list[list[dict]]:
     tables and columns of a split's, but nobody asks about a held-out noun or queries its table. The
     analysts make mistakes, recover, and often submit a wrong result.
     """
-    rng, nouns = random.Random(f"analysts-{seed}"), {*PEOPLE, *THINGS, *SITES}.union(*PRACTICE)
+    rng, nouns = random.Random(f"analysts-{seed}"), {*PEOPLE, *THINGS, *SITES}
     taken = {schema_key(script) for script in env.world.databases.values()}
     conversations = []
     while len(conversations) < n:
