@@ -122,8 +122,8 @@ def main(argv: list[str]) -> None:
                                     f"{other} to --methods")
         if not GPU:  # also, the cores of a machine must not change what a study finds
             more = ["--threads", "1", *more]
-        methods, seeds = sorted(set(asked.methods), key=(METHODS + EVOLUTIONS).index), dict.fromkeys(asked.seeds)
-        play(asked.env, methods, list(seeds), folder, more, asked.jobs)
+        methods = [method for method in METHODS + EVOLUTIONS if method in asked.methods]
+        play(asked.env, methods, list(dict.fromkeys(asked.seeds)), folder, more, asked.jobs)
     from study.page import write_report  # with torch
     print(write_report(asked.env, folder, asked.encoder))
     print(f"study: {folder / 'report'} holds this, the numbers and the figures")
