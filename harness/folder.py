@@ -131,6 +131,7 @@ class Folder:
             self.accelerator.wait_for_everyone()
             if self.main:
                 files.replace(temporary, path)
+                shutil.rmtree(self.path / "playing", ignore_errors=True)  # what `play` kept for it
             self.accelerator.wait_for_everyone()  # who reads it next finds it
             events = events or [dict(
                 event="phase", phase=output, seconds=round(time.perf_counter() - started, 2),

@@ -236,7 +236,7 @@ class Run(Folder):
 
     def checkpoint(self) -> Checkpoint:
         """The state inside the running phase."""
-        return Checkpoint(self.accelerator, self.path / "checkpoint", self._inputs(self.running),
+        return Checkpoint(self.accelerator, self.path / "checkpoint", self.inputs(),
                           self.settings.checkpoint_minutes)
 
     def whole(self, model):
@@ -249,11 +249,11 @@ class Run(Folder):
 
         return sharding.whole(self.accelerator, model, make)
 
-    def _inputs(self, phase: str) -> str:
-        """Identifies a phase and what it starts from: the phases before it, with their hashes."""
+    def inputs(self) -> str:
+        """Identifies the running phase and what it starts from: the phases before it, by hash."""
         done = {name: recorded["sha256"] for name, recorded in self.phases.items()}
         return self.first_says(
-            lambda: hashlib.sha256(json.dumps([phase, done]).encode()).hexdigest())
+            lambda: hashlib.sha256(json.dumps([self.running, done]).encode()).hexdigest())
 
     def save(self, model, before, out: Path) -> None:
         """The model and the tokenizer it came with, as `from_pretrained` reads them."""
