@@ -167,8 +167,9 @@ class Settings:
         "count", "whether what ends turns and episode (end-of-turn tokens, the last reply) counts "
         "in a rejected trajectory's log-probability and is pushed down with it [Eq. 7]")
     margins: int = setting(
-        256, "instructions whose pairs are measured again after training, for who looks at them: "
-        "those with the hardest negatives; 0 = none [ours]", at_least=0)
+        10_000, "instructions whose pairs are measured again after training, for who looks at "
+        "them: those with the hardest negatives; all of them take a tenth of a preference phase; "
+        "0 = none [ours]", at_least=0)
 
     # Exploration
     failure_from: Optional[str] = setting(

@@ -126,8 +126,9 @@ def test_d_fail_settings():
 
 def test_cut_keeps_whole_turns():
     mask = [0, 0, 1, 1, 0, 1, 0, 0, 1, 1]
-    whole = dpo.Trajectory("task", "target", ids=list(range(10)), action_mask=mask, reward=0.5)
-    first = lambda n: replace(whole, ids=whole.ids[:n], action_mask=mask[:n])
+    whole = dpo.Trajectory("task", "target", ids=list(range(10)), action_mask=mask, reward=0.5,
+                           ended="done")
+    first = lambda n: replace(whole, ids=whole.ids[:n], action_mask=mask[:n], ended="budget")
     assert coevolve.cut(whole, None) == whole
     assert coevolve.cut(whole, 1) == first(4)
     assert coevolve.cut(whole, 2) == first(6)
