@@ -75,9 +75,11 @@ def identity(row: dict) -> tuple:
 
 def begin_alike(rows: list[dict], env) -> bool:
     """Whether these episodes still begin as they did."""
-    for row in rows:
-        begun = envs.opening(env, env.reset(row["task"]), playing=True)
-        if begun != row["messages"][:len(begun)]:
-            return False
-    env.close()
-    return True
+    try:
+        for row in rows:
+            begun = envs.opening(env, env.reset(row["task"]), playing=True)
+            if begun != row["messages"][:len(begun)]:
+                return False
+        return True
+    finally:
+        env.close()
