@@ -324,7 +324,7 @@ def _analyst_script(rng, tables, question, habits):
     described = rng.random() < habits["describes"]
     if described:
         for table in needed:
-            if rng.random() < 0.1:  # the wrong table first
+            if rng.random() < 0.3:  # another table first
                 yield f"DESC {rng.choice(tables).name}"
             yield f"DESC {table.name}"
     query = gold if described else _guess(rng, gold, needed)
