@@ -122,8 +122,9 @@ def train_sft(run: Run, out: Path, agent: str, i: int = 0) -> dict:
     groups = [dpo.Group(e.task, [e])
               for e in run.trajectories(f"iter{i}/experts.jsonl" if i else "experts.jsonl")]
     epochs = [dpo.batches(groups, s.sft_batch, "instructions", rng) for _ in range(s.sft_epochs)]
-    return run.fit(run.load(run.base), run.base, out, epochs, dpo.sft_objective,
-                   dpo.count_action_tokens, lr=s.sft_lr, warmup=s.sft_warmup, schedule="cosine")
+    objective = partial(dpo.sft_objective, never=run.uncounted())
+    return run.fit(run.load(run.base), run.base, out, epochs, objective, dpo.count_action_tokens,
+                   lr=s.sft_lr, warmup=s.sft_warmup, schedule="cosine")
 
 
 def explore(run: Run, out: Path, agent: str, i: int, rollouts: Callable[[str], range],
@@ -189,7 +190,8 @@ def train_preferences(run: Run, out: Path, agent: str, i: int) -> dict:
     # Eq. (9), which is Eq. (7) for the failure agent: its pairs have no SFT weight.
     objective = partial(dpo.preference_objective, beta=beta,
                         lambda_dpo=1.0 if agent == "failure" else s.lambda_dpo,
-                        lambda_sft=s.lambda_sft, log_prob=s.log_prob, sft_term=s.sft_term)
+                        lambda_sft=s.lambda_sft, log_prob=s.log_prob, sft_term=s.sft_term,
+                        never=run.uncounted())
     divisor = dpo.count_pairs if s.normalise == "pairs" else dpo.sum_weights
     return run.fit(model, before, out, epochs, objective, divisor, lr=lr, warmup=s.dpo_warmup,
                    schedule=s.dpo_schedule)
@@ -308,13 +310,14 @@ def preference_groups(run: Run, agent: str, i: int) -> list[dpo.Group]:
         for side in ("chosen", "rejected"):
             key = p[side]["file"], task, p[side]["rollout"]
             turns = (longest if side == "rejected" and trajectories[key].steps > longest else None)
-            if (key, turns) not in places:
-                places[key, turns] = len(group.sequences)
+            endless = side == "rejected" and s.rejected_ends == "leave out"
+            if (key, turns, endless) not in places:
+                places[key, turns, endless] = len(group.sequences)
                 t = trajectories[key]
-                group.sequences.append(
-                    cut(reopened(t, expert) if s.protocol == "eto" else t, turns))
+                t = cut(reopened(t, expert) if s.protocol == "eto" else t, turns)
+                group.sequences.append(without_ends(t) if endless else t)
                 shortened += [task] if turns is not None else []
-            indices.append(places[key, turns])
+            indices.append(places[key, turns, endless])
         group.pairs.append(dpo.Pair(p["kind"], *indices, p["weight"], p["sft_weight"]))
     run.log_dropped(f"iter{i}/{agent}-agent", "end of a rejected trajectory, --cut-turns",
                     shortened)
@@ -325,8 +328,22 @@ def cut(t: Trajectory, turns: int | None) -> Trajectory:
     """The trajectory up to the end of its turn number `turns` (None: whole)."""
     mask = [*t.action_mask, 0]
     ends = [k + 1 for k in range(len(t.ids)) if mask[k] and not mask[k + 1]]
-    end = len(t.ids) if turns is None or turns >= len(ends) else ends[turns - 1]
-    return replace(t, ids=t.ids[:end], action_mask=t.action_mask[:end])
+    if turns is None or turns >= len(ends):
+        return t
+    end = ends[turns - 1]
+    return replace(t, ids=t.ids[:end], action_mask=t.action_mask[:end], ended="budget")
+
+
+def without_ends(t: Trajectory) -> Trajectory:
+    """The trajectory, the ends of its turns and the reply that ended the episode not in its mask.
+
+    One reply alone stays as it is.
+    """
+    mask = [*t.action_mask, 0]
+    ends = [k for k in range(len(t.ids)) if mask[k] and not mask[k + 1]]
+    last = ends[-2] if t.ended == "done" and len(ends) > 1 else len(t.ids)
+    left = [int(acts and k not in ends and k < last) for k, acts in enumerate(t.action_mask)]
+    return replace(t, action_mask=left) if any(left) else t
 
 
 if __name__ == "__main__":

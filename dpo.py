@@ -130,13 +130,13 @@ def token_log_probs(model, sequences: list[Trajectory], temperature: float = 1.0
     return log_probs.index_select(0, p.target_of)                                         # (A,)
 
 
-def action_log_probs(model, sequences: list[Trajectory]) -> Tensor:
-    """log pi(e|u) of each trajectory, (B,) float64, in nats.
+def action_log_probs(model, sequences: list[Trajectory], never: list[int] = ()) -> Tensor:
+    """log pi(e|u) of each trajectory, (B,) float64, in nats. never: as for `token_log_probs`.
 
     Eq. (2), (5): the sum over action tokens t_k of log pi(t_k | t_<k); observations only condition.
     Sums are float64, because a few hundred nats in float32 lose more than a late step changes.
     """
-    per_token = token_log_probs(model, sequences)                                         # (A,)
+    per_token = token_log_probs(model, sequences, never=never)                            # (A,)
     owner = torch.tensor([b for b, s in enumerate(sequences) for _ in range(s.action_tokens)],
                          dtype=torch.long, device=per_token.device)
     sums = torch.zeros(len(sequences), dtype=torch.float64, device=per_token.device)
@@ -178,21 +178,22 @@ def dpo_loss(policy_chosen, policy_rejected, reference_chosen, reference_rejecte
     return -F.logsigmoid(margin), margin
 
 
-def sft_objective(model, groups: list[Group]):
+def sft_objective(model, groups: list[Group], never: list[int] = ()):
     """Eq. (3)-(5) summed over the groups' trajectories: (), and no statistics."""
     # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A), A the tokens of thoughts and actions
-    return -action_log_probs(model, [s for g in groups for s in g.sequences]).sum(), {}
+    sequences = [s for g in groups for s in g.sequences]
+    return -action_log_probs(model, sequences, never).sum(), {}
 
 
 def preference_objective(model, groups: list[Group], beta, lambda_dpo=1.0, lambda_sft=0.0,
-                         log_prob="sum", sft_term="sum"):
+                         log_prob="sum", sft_term="sum", never: list[int] = ()):
     """Eq. (9) summed over the groups' pairs: (), and statistics per kind of pair.
 
     With lambda_dpo = 1 and every sft_weight 0 this is Eq. (7), the failure agent's loss.
     Statistics: {kind: [pairs, chosen and rejected log-probability, margin, correct]}, sums.
     """
     sequences = [s for g in groups for s in g.sequences]
-    policy = action_log_probs(model, sequences)                                           # (T,)
+    policy = action_log_probs(model, sequences, never)                                    # (T,)
     reference = policy.new_tensor([r for g in groups for r in g.reference])               # (T,)
     tokens = policy.new_tensor([s.action_tokens for s in sequences])                      # (T,)
     chosen, rejected, pairs, first = [], [], [], 0
@@ -256,10 +257,10 @@ def batches(groups: list[Group], size: int, unit: str, rng: random.Random) -> li
 
 
 def add_reference(accelerator, model, groups: list[Group], tokens_per_forward: int,
-                  progress=None) -> None:
+                  progress=None, never: list[int] = ()) -> None:
     """Sets every group's reference log-probabilities to those of `model`, once per phase."""
     found = ranks.over_sequences(accelerator, model, groups, tokens_per_forward,
-                                 lambda *batch: action_log_probs(*batch).tolist(), progress)
+                                 lambda *batch: action_log_probs(*batch, never).tolist(), progress)
     for g, log_probs in zip(groups, found):
         g.reference = log_probs
 

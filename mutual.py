@@ -153,7 +153,8 @@ def train(run: Run, out: Path, i: int) -> dict:
     sharding.save_moments(run.accelerator, model, optimizer, out / "moments.pt")
     checkpoint.remove()
     run.write_jsonl(out / "episodes.jsonl", episodes)
-    return dict(**played_of(episodes), reward=done[-1]["log"]["reward"], tasks=len(tasks))
+    return dict(**played_of(episodes), steps=sum(event["log"]["updates"] for event in done),
+                reward=done[-1]["log"]["reward"], tasks=len(tasks))
 
 
 def batches_of(run: Run, i: int) -> Iterator[list[str]]:
@@ -317,11 +318,13 @@ def propose(run: Run, out: Path, i: int) -> dict:
     for t in rng.sample(explored, len(explored)):
         for proposal in explorer.abstract(smith, t, rng):
             rows.append(dict(signal=t.agent, source=t.task, **proposal))
-    added = 0
+    added, replayed = 0, 0
     for row in rows:
         reason = (refusal(smith, row, known, texts, s.near_text) or
-                  ("enough were added" if added == most else None) or
-                  (smith.verify(row) if s.verify else None))
+                  ("enough were added" if added == most else None))
+        if s.verify and not reason:
+            replayed += 1
+            reason = smith.verify(row)
         row |= dict(verdict="refused" if reason else "added", reason=reason)
         if reason is None:
             known.add(smith.key(row["task"]))
@@ -330,8 +333,8 @@ def propose(run: Run, out: Path, i: int) -> dict:
     run.write_jsonl(out, rows)
     reasons = Counter(row["reason"] for row in rows if row["reason"])
     kinds = Counter(row["signal"] for row in rows if not row["reason"])
-    run.log("proposals", iteration=i, proposals=len(rows), added=added, kinds=kinds,
-            refused=reasons)
+    run.log("proposals", iteration=i, proposals=len(rows), replayed=replayed, added=added,
+            kinds=kinds, refused=reasons)
     return dict(proposals=len(rows), added=added)
 
 

@@ -112,7 +112,8 @@ def pages(rng):
     if rng.random() < 0.7 and "Instruction:" not in html:  # without it, all else is refused unread
         html = f"<h4>Instruction:<br>buy</h4>{html}"
     shop = WebShopServer("http://127.0.0.1:9")
-    shop._task, shop._instruction, shop._shown = "webshop-test-1", None, None
+    shop._task = "webshop-test-1"
+    shop._instruction, shop._shown, shop._form = None, None, None
     if rng.random() < 0.5:
         shop._instruction, shop._shown = "buy", Shown("item", [], {}, None)
     shop._load = lambda *_, **__: (html, "http://127.0.0.1:9/a/b")

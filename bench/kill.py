@@ -2,6 +2,8 @@
 
     python bench/kill.py --kills 50 --env webshop [--dir FOLDER] [settings of the run]
 
+The run has few slots, so that its rollouts have chunks; it says how often one went on inside them.
+
 Half of the kills (SIGKILL) come at a random moment, half within 30 ms of a change in the run's
 folder, so that they meet a checkpoint, a trajectory file or the log half written. Each hits either
 all processes of the run or one of them. A run that ends is compared file by file, and another
@@ -26,13 +28,14 @@ from test_coevolve import contents
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--quick", "--train-tasks", "30", "--eval-tasks", "6", "--sft-epochs", "2", "--seed", "5",
-         "--threads", "1"]
+         "--threads", "1", "--slots", "1"]
 
 
 def start(out: Path, flags: list[str]) -> subprocess.Popen:
     command = [sys.executable, str(ROOT / "coevolve.py"), *SMALL, *flags, "--out", str(out)]
-    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL,
-                            stderr=subprocess.PIPE, text=True)
+    with open(out.with_suffix(".log"), "a") as log:
+        return subprocess.Popen(command, start_new_session=True, stdout=log,
+                                stderr=subprocess.PIPE, text=True)
 
 
 def state(out: Path) -> list:
@@ -128,6 +131,9 @@ def main() -> int:
               flush=True)
     orphans = psutil.wait_procs(seen, timeout=20)[1]
     wrong += [f"process {each.pid} runs on" for each in orphans]
+    log = out.with_suffix(".log").read_text()
+    print(f"went on inside a phase: rollouts {log.count(' goes on after ')} times, "
+          f"training {log.count(' went on after step ')} times")
     print(f"{kills} kills in {runs} runs; " + ("; ".join(wrong) if wrong else
           "every run ended in the undisturbed one's files, bit for bit; no process ran on"))
     return bool(wrong)

@@ -160,7 +160,8 @@ def git_commit() -> str | None:
 
 def versions() -> dict:
     return {"python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers", "accelerate", "numpy")}}
+            **{name: version(name) for name in ("torch", "transformers", "tokenizers", "accelerate",
+                                              "numpy")}}
 
 
 def run_path(s) -> Path:

@@ -12,11 +12,9 @@ from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 import dpo
-from harness import files
-from harness.settings import Settings, SettingsError
+from harness import files, reuse
+from harness.settings import FREE, Settings, SettingsError
 
-# Settings that change nothing in the files of a run, and so may change when it goes on.
-FREE = ("out", "checkpoint_minutes", "track")
 LAYOUT = 2  # of a run's folder: phases are named by what they write
 
 
@@ -32,6 +30,10 @@ class Folder:
         self.running = ""   # what the running phase writes
         self.lock = None
         self.about = {}     # the tasks: for config.json
+        self.ingredients = ""  # a hash of what goes into phases that runs may share
+        if settings.reuse and not Path(settings.reuse).is_dir():
+            raise SettingsError(f"--reuse {settings.reuse}: there is no such folder; give one of "
+                                "runs, or leave it out")
 
     # ------------------------------------------------------------------------------- opening
 
@@ -120,29 +122,36 @@ class Folder:
                 shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
         self.running = output
-        with files.writing(temporary):
-            numbers = work(self, temporary, *args, **more)
-        self.accelerator.free_memory()  # of models that nobody holds any more
-        self.accelerator.wait_for_everyone()
-        if self.main:
-            files.replace(temporary, path)
-        self.accelerator.wait_for_everyone()  # who reads it next finds it
-        seconds = time.perf_counter() - started
-        resident = psutil.Process().memory_info().rss >> 20
-        self.log("phase", phase=output, seconds=round(seconds, 2), resident_mb=resident, **numbers)
-        self.phases[output] = self.first_says(lambda: self._entry(path))  # all ranks have it
-        if self.main:
-            files.write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
-        self.print_main(f"{output:28}{seconds:7.1f} s  " + "  ".join(
-            f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value:,}"
-            for key, value in numbers.items()))
+        inputs = self.first_says(lambda: reuse.inputs(self, output))
+        with reuse.once(self, inputs):
+            with files.writing(temporary):
+                events = self.first_says(lambda: reuse.take(self, output, inputs, temporary))
+                numbers = {} if events else work(self, temporary, *args, **more)
+            self.accelerator.free_memory()  # of models that nobody holds any more
+            self.accelerator.wait_for_everyone()
+            if self.main:
+                files.replace(temporary, path)
+                shutil.rmtree(self.path / "playing", ignore_errors=True)  # what `play` kept for it
+            self.accelerator.wait_for_everyone()  # who reads it next finds it
+            events = events or [dict(
+                event="phase", phase=output, seconds=round(time.perf_counter() - started, 2),
+                resident_mb=psutil.Process().memory_info().rss >> 20, **numbers)]
+            for event in events:
+                self.log(**event)
+            self.phases[output] = self.first_says(lambda: self._entry(path, inputs))  # on all ranks
+            if self.main:
+                files.write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
+        self.print_main(line(**events[-1]))
 
-    def _entry(self, path: Path) -> dict:
-        """What is recorded of a finished phase: hashes of what it wrote, and of the log so far."""
+    def _entry(self, path: Path, inputs: str | None) -> dict:
+        """What is recorded of a finished phase: hashes of what it wrote, and of the log so far.
+
+        inputs: the hash of what went into it, where another run may take it over.
+        """
         metrics = self.path / "metrics.jsonl"
         files.force(metrics)
         return dict(sha256=files.digest(path), metrics_sha256=files.digest(metrics),
-                    metrics_bytes=metrics.stat().st_size)
+                    metrics_bytes=metrics.stat().st_size, **dict(inputs=inputs) if inputs else {})
 
     def _done(self, output: str) -> bool:
         """Whether the phase is recorded and its output unchanged; else forgets all that follows."""
@@ -235,6 +244,14 @@ class Folder:
         self.accelerator.end_training()
         if self.main:
             self.lock.release()
+
+
+def line(event, phase: str, seconds: float, resident_mb: int, reused: str = "", **numbers) -> str:
+    """What is printed of a finished phase."""
+    told = [f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value:,}"
+            for key, value in numbers.items()]
+    return "  ".join([f"{phase:28}{seconds:7.1f} s", *([f"made by {reused}"] if reused else []),
+                      *told])
 
 
 def place(fields: dict, phases: int) -> int:

@@ -1,7 +1,7 @@
 """What training did to each pair: log-probabilities and margins before and after it, in the log.
 
 For that the trajectories go through the model once more, which is a tenth of three epochs on them.
-So they are those of --margins instructions at most, the ones with the hardest negatives.
+--margins bounds it to the instructions with the hardest negatives.
 """
 
 from dataclasses import replace

@@ -18,6 +18,8 @@ import envs
 from dpo import Encoder, Trajectory
 from engine.cache import SlotCache, next_token_logits, sample, slot_bytes, slots_that_fit
 from engine.packing import shared_beginning
+from harness import files
+from harness.kept import CHUNK, Kept
 from harness.models import load_model
 from harness.run import Run
 
@@ -71,12 +73,19 @@ def play_share(run: Run, model, encoder: Encoder, make_env, share: list[Trajecto
         free = torch.cuda.mem_get_info(model.device)[0]
         slot = s.max_tokens * slot_bytes(model.config, model.dtype.itemsize)
         slots = max(1, min(slots, slots_that_fit(free, slot)))
+    chunk = CHUNK * slots if model.device.type == "cpu" else 0
+    kept = Kept(run.path / f"playing/rank-{run.accelerator.process_index}.jsonl",
+                [run.inputs(), files.code_hash(), run.accelerator.num_processes, chunk])
+    share = kept.fill(share, chunk or 1, make_env)
+    if before := sum(bool(t.ended) for t in share):
+        progress.update(before)
+        run.print_main(f"{run.running} goes on after {before} of {len(share)} episodes")
     if model.device.type == "cpu" and model.num_parameters() < 10_000_000:
         torch.set_num_threads(1)  # several would only wait for each other: 1.6 s against 3.6 s
     rollout(model, encoder, make_env, share, temperature=temperature, slots=slots,
             max_tokens=s.max_tokens, max_new_tokens=s.max_new_tokens,
             tokens_per_forward=s.tokens_per_forward, stops=envs.STOPS[s.protocol],
-            progress=progress, of=of)
+            progress=progress, of=of, chunk=chunk, keep=kept.add)
     torch.set_num_threads(threads)
     return share
 
@@ -143,8 +152,8 @@ class Slot:
 @torch.inference_mode()
 def rollout(model, encoder: Encoder, make_env, trajectories: list[Trajectory], *,
             temperature: float, slots: int, max_tokens: int, max_new_tokens: int,
-            tokens_per_forward: int, stops=envs.STOPS["ours"], progress=None,
-            of: int = 0) -> list[Trajectory]:
+            tokens_per_forward: int, stops=envs.STOPS["ours"], progress=None, of: int = 0,
+            chunk: int = 0, keep=None) -> list[Trajectory]:
     """Plays the episodes, `slots` side by side, and returns them in the order given.
 
     Each turn of the loop is one forward pass over every slot with something new: one sampled token,
@@ -155,13 +164,19 @@ def rollout(model, encoder: Encoder, make_env, trajectories: list[Trajectory], *
     slot its environment. An episode whose environment breaks ends "lost", which is no failure of
     the agent's; EnvError is raised where `envs.Losses` says that too many are, of these episodes or
     of so many on all ranks (`of`).
+
+    Episodes that have ended already stay as they are. A chunk of so many (0: all) begins when the
+    one before has ended, and depends on nothing in it. keep(trajectory) is called when one ends.
     """
-    if not trajectories:  # of a rank's share
+    size = chunk or len(trajectories) or 1
+    chunks = [[t for t in trajectories[first:first + size] if not t.ended]
+              for first in range(0, len(trajectories), size)]
+    chunks, queue, now = [c[::-1] for c in reversed(chunks) if c], [], 0
+    if not chunks:  # an empty share of a rank, or all have ended before
         return trajectories
     model.eval()
     places = [Slot(n) for n in range(min(slots, len(trajectories)))]
     cache, losses = SlotCache(model, len(places), max_tokens), envs.Losses(of or len(trajectories))
-    queue, now = list(reversed(trajectories)), 0
     never = torch.tensor(encoder.never_drawn(model.config.get_text_config().vocab_size),
                          dtype=torch.long, device=model.device)
     threads = ThreadPoolExecutor(len(places))
@@ -171,12 +186,18 @@ def rollout(model, encoder: Encoder, make_env, trajectories: list[Trajectory], *
 
     def free_if_ended(slot):
         if slot.playing.ended:
+            if keep is not None:
+                keep(slot.playing)
             slot.end()
             if progress is not None:
                 progress.update()
 
     try:
         while True:
+            if chunks and not queue and not any(slot.playing for slot in places):
+                queue = chunks.pop()
+                for slot in places:  # as if nothing had been read before
+                    slot.left = []
             for slot in places:
                 if slot.playing is None and queue:
                     slot.begin(queue.pop(), make_env)

@@ -80,7 +80,7 @@ def reading(path):
 def result(run_dir, growing: bool = False) -> dict:
     """`settings`, `evaluations`, `exploration`, `pairs` and `dropped` of a run, in order.
 
-    No times and no --out in it: equal runs give equal bytes. RunError if it is not a run.
+    No times, --out and --reuse in it: equal runs give equal bytes. RunError if it is not a run.
     growing: it may be going on, as for `read_jsonl`.
     """
     config = Path(run_dir) / "config.json"
@@ -89,7 +89,7 @@ def result(run_dir, growing: bool = False) -> dict:
                        "runs/webshop-coevolve-s0")
     settings = read_object(config, settings=dict)["settings"]
     found = events(run_dir, growing)
-    return {"settings": {name: value for name, value in settings.items() if name != "out"},
+    return {"settings": {n: v for n, v in settings.items() if n not in ("out", "reuse")},
             "evaluations": found["evaluation"], "exploration": found["exploration"],
             "pairs": found["pairs"], "dropped": found["dropped"]}
 
@@ -173,14 +173,16 @@ def _sections(run_dir, growing):
 
     phases = [{"tokens": 0, "episodes": 0, "resident_mb": 0, **e}
               for e in events(run_dir, growing)["phase"]]
-    total = {"phase": "total", "resident_mb": max((p["resident_mb"] for p in phases), default=0),
-             **{key: sum(p[key] for p in phases) for key in ("seconds", "tokens", "episodes")}}
+    reused = [p for p in phases if "reused" in p]
+    sums = [{"phase": name, "resident_mb": max(p["resident_mb"] for p in part),
+             **{key: sum(p[key] for p in part) for key in ("seconds", "tokens", "episodes")}}
+            for name, part in (("total", phases), ("of these reused (*)", reused)) if part]
     yield (
         "Wall time and tokens", "<phase h:mm:ss tokens tokens/s episodes memory_MB",
-        [(p["phase"], _clock(p["seconds"]), f"{p['tokens']:,}",
+        [(p["phase"] + " *" * ("reused" in p), _clock(p["seconds"]), f"{p['tokens']:,}",
           f"{p['tokens'] / p['seconds']:,.0f}" if p["tokens"] and p["seconds"] else "-",
           f"{p['episodes']:,}" if p["episodes"] else "-", f"{p['resident_mb']:,.0f}")
-         for p in (phases + [total] if phases else [])])
+         for p in phases + sums])
 
 
 def _with_sum(exploration):

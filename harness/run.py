@@ -16,7 +16,7 @@ import dpo
 import envs
 from engine import sharding
 from engine.checkpoint import Checkpoint
-from harness import files, margins, models, smollm2, tiny
+from harness import files, margins, models, reuse, smollm2, tiny
 from harness.dry_run import disk_bytes
 from harness.folder import Folder
 from harness.settings import EVOLVING, Settings, SettingsError, options_of
@@ -45,7 +45,9 @@ class Run(Folder):
         self.base = (tiny.base(accelerator, self) if settings.model == "tiny" else
                      self.first_says(smollm2.base) if settings.model == "smollm2" else
                      settings.model)
-        self.record(before, self._identity())
+        identity = self._identity()
+        self.record(before, identity)
+        self.ingredients = self.first_says(lambda: reuse.ingredients(self, identity))
         if settings.failure_from and "sft-failure" not in self.phases:
             self.find_failure_agent()  # if it cannot be used, it is said now
         n = accelerator.num_processes
@@ -171,7 +173,13 @@ class Run(Folder):
     def add_reference(self, model, groups: list[dpo.Group]) -> None:
         with self.bar("reference", sum(g.tokens for g in groups), "token") as progress:
             dpo.add_reference(self.accelerator, model, groups, self.settings.tokens_per_forward,
-                              progress)
+                              progress, self.uncounted())
+
+    def uncounted(self) -> list[int]:
+        """Ids that log-probabilities are not over, --log-prob-over; those of the vocabulary."""
+        if self.settings.log_prob_over == "vocabulary":
+            return []
+        return self.encoder().never_drawn(self.vocabulary())
 
     def log_probs(self, model, groups: list[dpo.Group]) -> list[list[float]]:
         """log pi(e|u) of the groups' trajectories, in nats."""
@@ -209,8 +217,8 @@ class Run(Folder):
         if checkpoint.resumed_at:
             self.print_main(f"{phase} went on after step {checkpoint.resumed_at}")
         left = self.log_probs(model, watched) if watched else []
-        beta = s.beta if phase.startswith("iter1/") else s.beta_later
         for when, policy in (("before", entered), ("after", left)) if watched else ():
+            beta = s.beta if phase.startswith("iter1/") else s.beta_later
             self.log("margins", phase=phase, when=when,
                      pairs=margins.of_pairs(watched, policy, beta, s))
         self.save(model, before, out)
@@ -228,7 +236,7 @@ class Run(Folder):
 
     def checkpoint(self) -> Checkpoint:
         """The state inside the running phase."""
-        return Checkpoint(self.accelerator, self.path / "checkpoint", self._inputs(self.running),
+        return Checkpoint(self.accelerator, self.path / "checkpoint", self.inputs(),
                           self.settings.checkpoint_minutes)
 
     def whole(self, model):
@@ -241,11 +249,11 @@ class Run(Folder):
 
         return sharding.whole(self.accelerator, model, make)
 
-    def _inputs(self, phase: str) -> str:
-        """Identifies a phase and what it starts from: the phases before it, with their hashes."""
+    def inputs(self) -> str:
+        """Identifies the running phase and what it starts from: the phases before it, by hash."""
         done = {name: recorded["sha256"] for name, recorded in self.phases.items()}
         return self.first_says(
-            lambda: hashlib.sha256(json.dumps([phase, done]).encode()).hexdigest())
+            lambda: hashlib.sha256(json.dumps([self.running, done]).encode()).hexdigest())
 
     def save(self, model, before, out: Path) -> None:
         """The model and the tokenizer it came with, as `from_pretrained` reads them."""

@@ -47,6 +47,9 @@ class Settings:
     seed: int = setting(0, "seed of everything random in the run", at_least=0)
     out: Optional[str] = setting(
         None, "the run's folder [runs/ENV-METHOD-sSEED, with --quick -quick]")
+    reuse: Optional[str] = setting(
+        None, "a run, or a folder of runs, from which experts, SFT agents and their evaluations "
+        "are taken where all that goes into them is equal; a study gives its own folder [none]")
     webshop_url: Optional[str] = setting(
         None, "address of a real WebShop server, http://host:port [the embedded shop]",
         env="webshop")
@@ -133,6 +136,9 @@ class Settings:
     lambda_sft: float = setting(0.1, "weight of the SFT term of Eq. (9) [Section 4.3]", at_least=0)
     log_prob: Literal["sum", "mean"] = setting(
         "sum", "log-probability of a trajectory: sum over action tokens, or mean [Eq. 2, 5, 7]")
+    log_prob_over: Literal["vocabulary", "drawn"] = setting(
+        "vocabulary", "SFT and DPO: probabilities over the whole vocabulary, or over the tokens "
+        "that the agent may draw, which leaves control tokens out [Eq. 2; PPO and GRPO: drawn]")
     sft_term: Literal["sum", "mean"] = setting(
         "sum", "SFT term of Eq. (9): sum over action tokens, or per token [Eq. 9 as written]")
     reference: Literal["phase", "sft"] = setting(
@@ -157,9 +163,13 @@ class Settings:
     cut_turns: int = setting(
         5, "a rejected trajectory is cut at the expert's length + so many turns, -1 = off [ETO]",
         at_least=-1)
+    rejected_ends: Literal["count", "leave out"] = setting(
+        "count", "whether what ends turns and episode (end-of-turn tokens, the last reply) counts "
+        "in a rejected trajectory's log-probability and is pushed down with it [Eq. 7]")
     margins: int = setting(
-        256, "instructions whose pairs are measured again after training, for who looks at them: "
-        "those with the hardest negatives; 0 = none [ours]", at_least=0)
+        10_000, "instructions whose pairs are measured again after training, for who looks at "
+        "them: those with the hardest negatives; all of them take a tenth of a preference phase; "
+        "0 = none [ours]", at_least=0)
 
     # Exploration
     failure_from: Optional[str] = setting(
@@ -345,6 +355,20 @@ PRESETS = {
 SECOND_AGENT = {"coevolve": "failure", "positive": "positive"}
 EVOLVING = ("grpo", "evolve")  # methods of mutual.py
 SIGNALS = ("forgetting", "boundary", "rare")
+
+# They change nothing in the files of a run, and so may change when it goes on.
+FREE = ("out", "reuse", "checkpoint_minutes", "track")
+# Experts, SFT agents and their evaluations depend on none of these; on any other setting they may.
+AFTER_SFT = (*FREE, "method", *"""
+    iterations dpo_epochs dpo_batch batch_unit dpo_lr dpo_lr_later dpo_steps dpo_schedule
+    dpo_warmup beta beta_later lambda_dpo lambda_sft log_prob sft_term normalise expert_beaten
+    rejected_ends
+    pair_weights d_fail d_tgt_failures hard_threshold cut_turns explore_again rollouts temperature
+    too_long samples dart_budget ppo_rollouts ppo_epochs ppo_batch ppo_lr ppo_clip ppo_kl
+    warm_start start_from start_tasks grpo_steps evolve_every evaluate_every step_tasks
+    step_rollouts grpo_batch grpo_lr grpo_temperature grpo_kl clip_low clip_high signals window
+    attempt rare_below rare_min picks explorer explorer_model explorer_episodes
+    explorer_temperature add_most near_text verify""".split())
 
 
 def options_of(s: Settings) -> dict:

@@ -3,12 +3,13 @@
 import os
 import queue
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import envs
 from harness.files import read_jsonl, read_object
-from harness.settings import Settings, SettingsError
+from harness.settings import Settings, SettingsError, options_of
 
 
 @dataclass
@@ -73,16 +74,14 @@ def last_of(env, tasks: list[str]) -> str:
 def refuse_overlap(s: Settings, env, found: Tasks, training: list[str],
                    evaluated: list[str]) -> None:
     """SettingsError if an evaluated task is trained on, unless --overlap says what to do then."""
-    sources = {f"--experts {s.experts}" if s.experts else "the training split": training}
+    sources = [(f"--experts {s.experts}" if s.experts else "the training split", env, training)]
     for flag, folder in (("--model", s.model), ("--failure-from", s.failure_from)):
-        for run in runs_before(s, folder):
-            sources[f"{flag} {folder}, trained on {run}/experts.jsonl"] = [
-                row["task"] for row in read_jsonl(run / "experts.jsonl")
-                if isinstance(row.get("task"), str)]
+        sources += [(f"{flag} {folder}, trained in {run}", *trained_in(run, s))
+                    for run in runs_before(s, folder)]
     place = {mark: task for task in reversed(evaluated) for mark in marks(env, task)}
-    for source, tasks in sources.items():
+    for source, there, tasks in sources:
         both = [(task, place[mark]) for task in tasks
-                for mark in marks(env, task) if mark in place]
+                for mark in marks(there, task) if mark in place]
         both = list({task: (task, other) for task, other in reversed(both)}.values())[::-1]
         own = tasks is training
         if not both:
@@ -100,7 +99,7 @@ def refuse_overlap(s: Settings, env, found: Tasks, training: list[str],
             f"{len({other for _, other in both})} of {len(evaluated)} evaluated tasks are also "
             f"trained on ({source}), such as {shown}; evaluate others ("
             + "--split-file FOLDER of the lists that belong to these experts, " * (
-                s.env != "intercodesql" and not s.split_file)
+                bool(s.env == "scienceworld" or s.webshop_url) and not s.split_file)
             + "--eval-tasks, --eval-splits), "
             + "leave out their experts (--overlap drop), " * own
             + "or evaluate them all the same (--overlap keep)")
@@ -109,7 +108,7 @@ def refuse_overlap(s: Settings, env, found: Tasks, training: list[str],
 def marks(env, task: str) -> set[str]:
     """By which a task is known in whatever split: what it is, and its instruction if that says so.
 
-    None for a task that this environment does not have, such as one made during another run.
+    None for a task that this environment does not have.
     """
     find, wording = (getattr(env, name, lambda task: None) for name in ("find", "wording"))
     try:
@@ -120,22 +119,48 @@ def marks(env, task: str) -> set[str]:
     return found | ({" ".join(wording.lower().split())} if wording else set())
 
 
-def runs_before(s: Settings, folder: str | None) -> list[Path]:
+TRAINED_ON = ("experts.jsonl", "iter0/tasks.jsonl")  # one of them is in a run that trains
+
+
+def runs_before(s: Settings, folder: str | Path | None) -> list[Path]:
     """The runs on this environment whose agents made the model in a folder, the last one first."""
     found = []
     while folder and len(found) < 20:
-        path = Path(folder).absolute()
+        path = Path(folder).resolve()
         run = next((p for p in (path, *path.parents[:2]) if (p / "config.json").is_file()
-                    and (p / "experts.jsonl").is_file()), None)
+                    and any((p / file).is_file() for file in TRAINED_ON)), None)
         if run is None or run in found:
             break
-        before = read_object(run / "config.json", settings=dict)["settings"]
-        same = [bool(before.get(name)) == bool(getattr(s, name))
-                for name in ("webshop_url", "intercode_data")]
-        if before.get("env") == s.env and all(same):
+        before = settings_of(run)
+        if before.get("env") == s.env:
             found.append(run)
-        folder = before.get("model")
+        # A relative name was one in the folder that run was started from.
+        model = before.get("model") or "tiny"
+        folder = next((p / model for p in (Path(), *run.parents) if (p / model).exists()), model)
     return found
+
+
+def trained_in(run: Path, s: Settings):
+    """A run's own environment, as far as it is still there, and what was trained on: tasks of its
+    experts and those of its tasks.jsonl, which it may have made."""
+    before = settings_of(run)
+    names = ("webshop_url", "intercode_data", "mysql_url", "bfcl_category")
+    options = options_of(replace(s, **{name: before[name] for name in names if name in before}))
+    try:
+        env = envs.make(s.env, s.view, **options)
+    except envs.Refused:
+        env = envs.make(s.env, s.view, **options_of(s))
+    tasks = []
+    for file in sorted(run.glob("experts.jsonl")) + sorted(run.glob("iter*/tasks.jsonl")):
+        for row in read_jsonl(file):
+            with suppress(ValueError):
+                made = file.name == "tasks.jsonl" and "task" in row
+                tasks.append(env.add(row["task"]) if made else str(row.get("task", row.get("id"))))
+    return env, tasks
+
+
+def settings_of(run: Path) -> dict:
+    return read_object(run / "config.json", settings=dict)["settings"]
 
 
 # ----------------------------------------------------------------------------------- openings
@@ -170,8 +195,8 @@ def check_openings(run, experts: list[tuple[str, list[dict], float]]) -> None:
                 if apart:
                     raise SettingsError(
                         f"--experts {s.experts}: {experts[n][0]} is another task here. It opens "
-                        f"there | here: {apart[0]!r} | {apart[1]!r}; give the environment that "
-                        "these experts were made in, or experts of this one")
+                        f"there | here: {apart[0]!r} | {apart[1]!r}; give the environment and the "
+                        "--view that these experts were made in, or experts of this one")
                 progress.update()
     finally:
         pool.shutdown(cancel_futures=True)

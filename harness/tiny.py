@@ -4,7 +4,8 @@ It stands in for Llama-2-7B-Chat: a Qwen3-architecture causal LM with a tokenize
 of its own, saved to a folder that `from_pretrained` loads, so that nothing else knows it is tiny.
 Its pretraining takes minutes: repeated random sequences, which form the heads that copy, then an
 environment's practice text (`env.practice`, noisy shoppers for one), which shows its pages,
-mistakes and recoveries. It never sees an expert.
+mistakes and recoveries. It never sees an expert, and nobody in it asks for what is held out for
+the split "unseen".
 """
 
 import hashlib
@@ -29,13 +30,16 @@ CHAT_TEMPLATE = (
 MODEL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=4, head_dim=32, max_position_embeddings=2048,
              tie_word_embeddings=True)
-# Batches of repeated random tokens, then an environment's practice text read `epochs` times [ours].
-FULL = {"webshop": dict(copy_steps=500, conversations=8000, epochs=2, batch=16, lr=2e-3),
-        "scienceworld": dict(copy_steps=500, conversations=4000, epochs=1, batch=16, lr=2e-3),
-        "intercodesql": dict(copy_steps=500, conversations=24000, epochs=1, batch=16, lr=2e-3)}
-QUICK = {"webshop": dict(copy_steps=150, conversations=1200, epochs=1, batch=8, lr=4e-3),
-         "scienceworld": dict(copy_steps=150, conversations=200, epochs=1, batch=8, lr=4e-3),
-         "intercodesql": dict(copy_steps=150, conversations=6000, epochs=1, batch=8, lr=2e-3)}
+# Batches of a few random tokens said over and over, of which short ones teach to copy soonest, then
+# an environment's practice text read `epochs` times [ours].
+COPIES = dict(copy_tokens=(3, 12), copy_times=4, copy_batch=32, copy_lr=5e-3, copy_steps=500)
+FEWER = dict(COPIES, copy_steps=150)
+FULL = {"webshop": dict(COPIES, conversations=8000, epochs=2, batch=16, lr=2e-3),
+        "scienceworld": dict(COPIES, conversations=4000, epochs=1, batch=16, lr=2e-3),
+        "intercodesql": dict(COPIES, conversations=24000, epochs=1, batch=16, lr=2e-3)}
+QUICK = {"webshop": dict(FEWER, conversations=1200, epochs=1, batch=8, lr=4e-3),
+         "scienceworld": dict(FEWER, conversations=200, epochs=1, batch=8, lr=4e-3),
+         "intercodesql": dict(FEWER, conversations=6000, epochs=1, batch=8, lr=2e-3)}
 
 
 SAMPLE = 8  # conversations of practice text that say if it is still the same
@@ -84,19 +88,20 @@ def pretrain(accelerator, run, recipe: dict, folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
                                              attn_implementation="ragged")
     model = sharding.shard_model(accelerator, model, shard=False)
-    copies = [[copy_group(rng, len(tokenizer)) for _ in range(recipe["batch"])]
+    copies = [[copy_group(rng, len(tokenizer), recipe) for _ in range(recipe["copy_batch"])]
               for _ in range(recipe["copy_steps"])]
     encoder = dpo.Encoder(tokenizer)
     texts = [encoder.encode(c)[0] for c in conversations]
     groups = [text_group("text", ids, [1] * len(ids)) for ids in texts]
     rounds = [dpo.batches(groups, recipe["batch"], "instructions", rng)
               for _ in range(recipe["epochs"])]
-    for part, epochs in (("copying", [copies]), ("practice", rounds)):
+    for part, epochs, lr in (("copying", [copies], recipe["copy_lr"]),
+                             ("practice", rounds, recipe["lr"])):
         losses = []
         tokens = sum(g.tokens for epoch in epochs for batch in epoch for g in batch)
         with run.bar(f"base: {part}", tokens, "token") as progress:
             dpo.fit(accelerator, model, epochs, dpo.sft_objective, dpo.count_action_tokens,
-                    lr=recipe["lr"], warmup=0.05, schedule="cosine", weight_decay=0.01,
+                    lr=lr, warmup=0.05, schedule="cosine", weight_decay=0.01,
                     max_grad_norm=1.0, tokens_per_forward=s.tokens_per_forward,
                     log=lambda event: losses.append(event["loss"]), progress=progress)
         run.print_main(f"base: {part:8} loss {losses[0]:.2f} -> {losses[-1]:.2f} nats per token")
@@ -112,10 +117,11 @@ def text_group(name: str, ids: list[int], action_mask: list[int]) -> dpo.Group:
     return dpo.Group(name, [dpo.Trajectory(ids=ids, action_mask=action_mask)])
 
 
-def copy_group(rng: random.Random, vocabulary: int) -> dpo.Group:
-    """Random tokens, said twice; only the second time counts in the loss."""
-    once = [rng.randrange(vocabulary) for _ in range(rng.randint(10, 60))]
-    return text_group("copy", once * 2, [0] * len(once) + [1] * len(once))
+def copy_group(rng: random.Random, vocabulary: int, recipe: dict) -> dpo.Group:
+    """Random tokens, said over and over; the first time does not count in the loss."""
+    once = [rng.randrange(vocabulary) for _ in range(rng.randint(*recipe["copy_tokens"]))]
+    times = recipe["copy_times"]
+    return text_group("copy", once * times, [0] * len(once) + [1] * (times - 1) * len(once))
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:

@@ -229,6 +229,8 @@ function mark() { // the row of the current task; Tab enters the list there and 
 // iteration (null: none, "all").
 let runs = [], columns = [], pair = null, iteration = null;
 
+// GRPO plays a task again in each step; elsewhere an iteration does.
+const unit = run => run.from.endsWith("/episodes") ? "step" : "iteration";
 const numbers = wanted => runs.map((run, n) => n).filter(n => wanted(runs[n]));
 const ofIteration = i => numbers(run => run.agent === "expert" || run.iteration === i);
 
@@ -310,7 +312,8 @@ function map() {
     return make("tr", {}, make("th", {scope: "row"}, named(agent)), ...cells);
   });
   return region("map", "Trajectories of this task, by agent and iteration", table(
-    [make("th", {}, "iteration"), ...iterations.map(i => make("th", {scope: "col"}, whole(i))),
+    [make("th", {}, runs.some(run => unit(run) === "step") ? "step" : "iteration"),
+      ...iterations.map(i => make("th", {scope: "col"}, whole(i))),
       make("th", {}, iterations.length > 1 ? whole("all") : "")], body));
 }
 
@@ -323,7 +326,7 @@ function chip(n) {
   };
   return button("chip " + grade(run.reward), show(run.reward), toggle, {
     "aria-pressed": String(on), "data-run": String(n), title: `${run.from}, rollout ${run.rollout}`,
-    "aria-label": `${run.agent}, iteration ${run.iteration}, rollout ${run.rollout}: reward `
+    "aria-label": `${run.agent}, ${unit(run)} ${run.iteration}, rollout ${run.rollout}: reward `
       + show(run.reward)});
 }
 
@@ -404,7 +407,7 @@ function who(run, n, parted, first) {
   const side = pair === null ? "" : n ? "rejected" : "chosen";
   const several = runs.some(other => other !== run && other.agent === run.agent
     && other.iteration === run.iteration);
-  const where = run.agent === "expert" ? "" : ` \u00b7 iteration ${run.iteration}`
+  const where = run.agent === "expert" ? "" : ` \u00b7 ${unit(run)} ${run.iteration}`
     + (several ? ` \u00b7 rollout ${run.rollout}` : "");
   const compared = !n || !run.messages || !first.messages ? ""
     : parted === null ? `, acts as the ${first.agent} does`

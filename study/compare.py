@@ -10,7 +10,7 @@ from harness.report import reading, result, section
 
 # Between the seeds of a method: what changes nothing, or rounding only.
 MAY_DIFFER = {"seed", "threads", "slots", "tokens_per_forward", "shard", "gradient_checkpointing",
-              "checkpoint_minutes", "track"}
+              "checkpoint_minutes", "track", "reuse"}
 
 
 def compare(run_dirs) -> str:

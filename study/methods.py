@@ -6,6 +6,7 @@ import numpy as np
 
 from harness.files import RunError, read_object
 from harness.report import AGENTS, events, reading, result
+from harness.settings import EVOLVING, SIGNALS
 from study.compare import MAY_DIFFER
 
 # Beside the methods themselves: with as many optimiser steps of the target as co-evolution took on
@@ -18,7 +19,14 @@ NAMES = {"coevolve": "co-evolution", "eto": "ETO", "sft": "SFT", "positive": "po
          "eto-steps": "ETO, equal steps", "eto-steps-rollouts": "ETO, equal steps and rollouts",
          "eto-tokens": "ETO, equal tokens", "positive-steps": "positive agent, equal steps",
          "frozen": "co-evolution, failure agent frozen", "rft": "RFT", "dart": "RFT + DART",
-         "ppo": "PPO"}
+         "ppo": "PPO", "grpo": "GRPO on the start tasks",
+         "grpo-tasks": "GRPO, as many start tasks as evolution ends with", "evolve": "evolution",
+         "evolve-random": "evolution, random exploration",
+         "evolve-unverified": "evolution, nothing verified",
+         **{f"evolve-only-{signal}": f"evolution, {signal} alone" for signal in SIGNALS},
+         **{f"evolve-without-{signal}": f"evolution without {signal}" for signal in SIGNALS}}
+# Of the second system, `mutual.py`, with its controls; for a study of their own, beside SFT.
+EVOLUTIONS = tuple(name for name in NAMES if name.split("-")[0] in EVOLVING)
 # What the paper says is ahead of what (in Figure 4: alike); and ours, what it does not compare.
 CLAIMS = [("coevolve", "eto", "Tables 3, 4"), ("coevolve", "eto-steps", "ours"),
           ("coevolve", "eto-steps-rollouts", "ours"), ("coevolve", "eto-tokens", "ours"),
@@ -30,7 +38,13 @@ CLAIMS = [("coevolve", "eto", "Tables 3, 4"), ("coevolve", "eto-steps", "ours"),
           ("rft", "sft", "Table 3"), ("dart", "rft", "Section 5.3"),
           ("coevolve", "lambda-0.01", "Figure 4: alike"),
           ("coevolve", "lambda-0.1", "Figure 4: alike"),
-          ("coevolve", "lambda-0.5", "Figure 4: alike")]
+          ("coevolve", "lambda-0.5", "Figure 4: alike"),
+          *(("evolve", other, f"2604.15840, {where}") for other, where in (
+              ("grpo", "Table 2"), ("evolve-random", "Table 3"),
+              *((f"evolve-without-{signal}", "Table 5") for signal in SIGNALS),
+              ("evolve-unverified", "Table 11"))),
+          *(("evolve", f"evolve-only-{signal}", "ours") for signal in SIGNALS),
+          ("evolve", "grpo-tasks", "ours"), ("evolve", "sft", "ours"), ("grpo", "sft", "ours")]
 THRESHOLDS = (0.6, 0.7, 0.8)
 MEASURES = ("reward", "success")
 SECOND = AGENTS[2:]
@@ -53,6 +67,16 @@ def flags(method: str, folder: Path, seed: int) -> list[str]:
         found += ["--lambda-sft", method.removeprefix("lambda-")]
     if method == "frozen":
         found += ["--d-fail", "none"]
+    if method == "grpo-tasks":
+        found += ["--start-tasks", str(tasks_of(folder / f"evolve-s{seed}")[-1])]
+        return found
+    if method == "evolve-random":
+        found += ["--explorer", "random"]
+    if method == "evolve-unverified":
+        found += ["--verify", "false"]
+    if method.startswith(("evolve-only-", "evolve-without-")):
+        _, how, signal = method.split("-")
+        found += ["--signals", ",".join(s for s in SIGNALS if (s == signal) == (how == "only"))]
     if likes := equals(method):
         like, *eto = [folder / f"{other}-s{seed}" for other in likes]
         steps, tokens = mean_cost(like)
@@ -66,8 +90,9 @@ def flags(method: str, folder: Path, seed: int) -> list[str]:
 
 
 def equals(method: str) -> tuple[str, ...]:
-    """Whose runs say how long the target trains: those at equal cost with co-evolution."""
-    return (("coevolve",) if "-steps" in method else
+    """Whose runs say what this one takes: how long the target trains, or on how many tasks."""
+    return (("evolve",) if method == "grpo-tasks" else
+            ("coevolve",) if "-steps" in method else
             ("coevolve", "eto") if "-tokens" in method else ())
 
 
@@ -83,6 +108,12 @@ def mean_cost(run: Path) -> tuple[float, float]:
     return tuple(np.mean(taken, axis=0).tolist())
 
 
+def tasks_of(run: Path) -> list[int]:
+    """How many tasks a run of `mutual.py` trained on, step by step."""
+    with reading(run / "metrics.jsonl"):
+        return [e["D"] for e in events(run)["grpo"]]
+
+
 def trained(run: Path) -> list[dict]:
     """The training phases after the first SFT."""
     with reading(run / "metrics.jsonl"):
@@ -95,13 +126,14 @@ def of_target(phases: list[dict]) -> list[dict]:
 
 
 def finished(folder: Path) -> dict[str, dict[int, Path]]:
-    """method -> seed -> folder of the finished runs of a study, methods in the order of METHODS."""
+    """method -> seed -> folder of the finished runs of a study, methods in a report's order."""
     runs = {}
     for path in folder.glob("*-s*"):
         method, _, seed = path.name.rpartition("-s")
-        if method in METHODS and seed.isdigit() and (path / "result.json").exists():
+        if method in METHODS + EVOLUTIONS and seed.isdigit() and (path / "result.json").exists():
             runs.setdefault(method, {})[int(seed)] = path
-    return {method: dict(sorted(runs[method].items())) for method in METHODS if method in runs}
+    return {method: dict(sorted(runs[method].items())) for method in METHODS + EVOLUTIONS
+            if method in runs}
 
 
 def refuse_unlike(runs: dict[str, dict[int, Path]]) -> None:
@@ -112,6 +144,8 @@ def refuse_unlike(runs: dict[str, dict[int, Path]]) -> None:
         own |= {"lambda_sft"} if method.startswith("lambda-") else set()
         own |= {"d_fail"} if method == "frozen" else set()
         own |= {"rollouts"} if "-rollouts" in method else set()
+        own |= {"start_tasks"} if method == "grpo-tasks" else set()
+        own |= {"signals", "explorer", "verify"} if method in EVOLUTIONS else set()
         for path in found.values():
             config = read_object(path / "config.json", settings=dict)
             for name, value in config["settings"].items():

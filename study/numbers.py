@@ -11,9 +11,9 @@ import numpy as np
 
 from dpo import Trajectory
 from harness.files import read_jsonl
-from harness.report import AGENTS, KINDS, reading, result
+from harness.report import AGENTS, KINDS, events, reading, result
 from harness.report import table2 as shares_of
-from study.methods import CLAIMS, MEASURES, THRESHOLDS, of_target, trained
+from study.methods import CLAIMS, EVOLUTIONS, MEASURES, THRESHOLDS, of_target, trained
 
 # The 97.5% quantiles of Student's t distribution, as tables print them.
 DEGREES = [*range(1, 31), 40, 60, 120, math.inf]
@@ -65,7 +65,8 @@ def cost(run: Path) -> dict:
         return dict(target_steps=sum(e["steps"] for e in of_target(of_all)),
                     all_steps=sum(e["steps"] for e in of_all),
                     target_tokens=sum(e.get("tokens", 0) for e in of_target(of_all)),
-                    rollouts=sum(e["trajectories"] for e in result(run)["exploration"]))
+                    rollouts=sum(e["trajectories"] for e in result(run)["exploration"])
+                    + sum(e.get("episodes", 0) for e in of_target(of_all)))  # of `mutual.py`
 
 
 def explored(run: Path, agent: str | None = None) -> list:
@@ -111,6 +112,28 @@ def paired_table(runs, by_run, splits) -> list[dict]:
             if found:
                 rows.append(dict(a=a, b=b, source=source, split=split, measure=key, **found))
     return rows
+
+
+def evolutions(runs) -> dict:
+    """method of `mutual.py` -> means over seeds of what its runs took and made."""
+    found = {}
+    for m in (m for m in runs if m in EVOLUTIONS):
+        rows = []
+        for path in runs[m].values():
+            with reading(path / "metrics.jsonl"):
+                of = events(path)
+                first, *later = of["proposals"] or [dict(added=0, replayed=0)]
+                rows.append(dict(
+                    agent_episodes=sum(e["episodes"] for e in of["phase"]
+                                       if e["phase"].endswith("/target-agent")),
+                    explorer_episodes=sum(e["episodes"] for e in of["explored"]),
+                    updates=sum(e["updates"] for e in of["grpo"]),
+                    skipped=sum(e["skipped"] for e in of["grpo"]),
+                    first_tasks=of["grpo"][0]["D"], last_tasks=of["grpo"][-1]["D"],
+                    replayed=sum(e["replayed"] for e in later),
+                    added=sum(e["added"] for e in later)))
+        found[m] = {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
+    return found
 
 
 def table2(runs) -> dict:

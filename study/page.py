@@ -33,6 +33,7 @@ def write_report(env: str, folder: Path, encoder: str | None) -> str:
                  main=numbers.main_table(runs, by_run, splits),
                  second_agents=numbers.second_agents(runs, second, splits),
                  paired=numbers.paired_table(runs, by_run, splits),
+                 evolutions=numbers.evolutions(runs),
                  table2=numbers.table2(runs), course=numbers.course(runs),
                  curves=numbers.curves(runs, by_run, splits), figure3=figure3(runs, encoder),
                  figure4=numbers.figure4(runs, by_run, splits))
@@ -122,6 +123,12 @@ def blocks(n: dict, splits: list[str]):
     if survivors := at_equal_cost(n["paired"]):
         yield "text", survivors[0]
         yield "list", [line.removeprefix("- ") for line in survivors[2:-1]]
+    if n["evolutions"]:
+        yield "heading", "Agent and tasks: episodes, tasks, proposals after the start"
+        names = list(next(iter(n["evolutions"].values())))
+        yield ("table", ["method", *(name.replace("_", " ") for name in names)],
+               [(name_of(m), *(f"{row[name]:,.0f}" for name in names))
+                for m, row in n["evolutions"].items()])
     if n["table2"]:
         yield "heading", "Table 2: explored trajectories, all agents and iterations of a method"
         yield ("table", ["method", "threshold", "success", "negative", "hard negative"],

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from harness.files import ROOT, RunError, held
 from harness.settings import SettingsError, parse, without_passwords
-from study.methods import METHODS, equals, finished, flags, method_of, refuse_unlike
+from study.methods import EVOLUTIONS, METHODS, equals, finished, flags, method_of, refuse_unlike
 
 GPU = shutil.which("nvidia-smi") is not None
 running = set()  # processes of `launch`
@@ -44,7 +44,8 @@ def play(env: str, methods: list[str], seeds: list[int], folder: Path, more: lis
         if any(run.done() and run.exception() for run in list(started.values())):
             return  # the study ends
         name = f"{method}-s{seed}"
-        command = [*more, *flags(method, folder, seed), "--seed", str(seed),  # the last one counts
+        command = ["--reuse", str(folder), *more, *flags(method, folder, seed),
+                   "--seed", str(seed),  # the last one counts
                    "--out", str(folder / name)]
         print(f"study: {without_passwords(' '.join(command))}", flush=True)
         launch(env, command, folder / f"{name}.log" if jobs > 1 else None)
@@ -92,7 +93,8 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="run.sh study", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("env", choices=("webshop", "scienceworld", "intercodesql", "bfcl"))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS + EVOLUTIONS,
+                        default=list(METHODS), help="[those of the first system]")
     parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5, 6, 7],
                         help="defaults were chosen with seeds 0 to 2 [3 4 5 6 7]")
     parser.add_argument("--out", type=Path, help="the study's folder [runs/study-ENV]")
@@ -116,12 +118,12 @@ def main(argv: list[str]) -> None:
     if not asked.report:
         for method, other in ((m, other) for m in asked.methods for other in equals(m)):
             if other not in asked.methods:
-                raise SettingsError(f"{method} takes its steps from runs of {other}; add {other} "
-                                    "to --methods")
+                raise SettingsError(f"{method} takes its steps or tasks from runs of {other}; add "
+                                    f"{other} to --methods")
         if not GPU:  # also, the cores of a machine must not change what a study finds
             more = ["--threads", "1", *more]
-        methods, seeds = sorted(set(asked.methods), key=METHODS.index), dict.fromkeys(asked.seeds)
-        play(asked.env, methods, list(seeds), folder, more, asked.jobs)
+        methods = [method for method in METHODS + EVOLUTIONS if method in asked.methods]
+        play(asked.env, methods, list(dict.fromkeys(asked.seeds)), folder, more, asked.jobs)
     from study.page import write_report  # with torch
     print(write_report(asked.env, folder, asked.encoder))
     print(f"study: {folder / 'report'} holds this, the numbers and the figures")

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import (  # noqa:
 import coevolve  # noqa: E402
 import envs  # noqa: E402
 from harness import start  # noqa: E402
+from harness.settings import Settings, SettingsError  # noqa: E402
+from harness.tasks import survey  # noqa: E402
 from worlds import bfcl_tasks  # noqa: E402
 from worlds.bfcl import DONE, MISSING, MOST_REPLIES, Bfcl, as_reply, script  # noqa: E402
 from worlds.bfcl_calls import MOST_CALLS, Simulators, failed, parse_calls  # noqa: E402
@@ -537,6 +540,25 @@ def test_the_published_split_tests_all_and_trains_on_ours():
     ours, published = envs.make("bfcl"), envs.make("bfcl", bfcl_split="published")
     assert published.tasks("train") == ours.tasks("train") and len(set(published.tasks("test"))) == 200
     assert published.test_splits == ("test",)
+
+
+def test_a_model_of_another_category_has_met_the_published_tests(tmp_path):
+    """What the user says is the same in a category and with long contexts, under other ids."""
+    long = envs.make("bfcl", bfcl_category="long_context")
+    (tmp_path / "config.json").write_text(json.dumps(
+        dict(settings=dict(env="bfcl", model="m", bfcl_category="long_context"))))
+    (tmp_path / "experts.jsonl").write_text(
+        "".join(json.dumps(dict(task=task)) + "\n" for task in long.tasks("train")))
+    s = Settings(env="bfcl", method="evaluate", model=str(tmp_path / "sft-target"),
+                 bfcl_split="published")
+    env = envs.make("bfcl", bfcl_split="published")
+    heard = {" ".join(" ".join(long.find(task)["turns"]).lower().split())
+             for task in long.tasks("train")}
+    both = sum(" ".join(" ".join(env.find(task)["turns"]).lower().split()) in heard
+               for task in env.tasks("test"))
+    with pytest.raises(SettingsError, match=f"^{both} of 200 evaluated tasks"):
+        survey(s, env, env.test_splits)
+    assert both > 90 and survey(replace(s, bfcl_split="ours"), envs.make("bfcl"), ("test",)).overlap == 0
 
 
 def test_tasks_and_options_that_do_not_exist_are_refused():

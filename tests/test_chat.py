@@ -234,7 +234,7 @@ def test_a_conversation_longer_than_the_endpoint_reads_ends_the_episode(endpoint
 def test_episodes_of_another_model_are_not_taken_for_this_ones(endpoint, run, tmp_path):
     endpoint.answer = lambda messages: "c"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat, "cost", lambda rows, s: 1 / 0)  # the phase does not come to its end
+        patch.setattr(chat, "cost", lambda *_: 1 / 0)  # the phase does not come to its end
         with pytest.raises(ZeroDivisionError):
             run()
     with pytest.raises(SettingsError, match="model_name"):

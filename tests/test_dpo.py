@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -33,14 +34,15 @@ def sequences(*lengths, seed=0, vocabulary=VOCABULARY):
     return result
 
 
-def brute_force_log_prob(model, s):
+def brute_force_log_prob(model, s, never=()):
     """Eq. (2) literally: one full forward pass per action token, transformers' own attention."""
+    drawn = [i for i in range(model.config.vocab_size) if i not in never]
     model.set_attn_implementation("sdpa")
     total = torch.zeros((), dtype=torch.float64)
     for k in range(1, len(s.ids)):
         if s.action_mask[k]:
             logits = model(torch.tensor([s.ids[:k]])).logits[0, -1]
-            total = total + logits[s.ids[k]] - torch.logsumexp(logits, 0)
+            total = total + logits[s.ids[k]] - torch.logsumexp(logits[drawn], 0)
     model.set_attn_implementation("ragged")
     return total
 
@@ -290,6 +292,23 @@ def test_equation_9_and_its_gradient_equal_brute_force(log_prob, sft_term):
                         - (pi_l - g.reference[p.rejected]) / scale_l)
             theirs = theirs + lambda_dpo * p.weight * torch.log(1 + torch.exp(-z))
             theirs = theirs - lambda_sft * p.sft_weight * pi_w / (n_w if sft_term == "mean" else 1)
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-9)
+    torch.testing.assert_close(gradients(model, ours), gradients(model, theirs),
+                               atol=1e-9, rtol=1e-9)
+
+
+def test_losses_over_the_drawn_tokens_equal_brute_force_and_move_no_other():
+    model, never = make_model(VOCABULARY), [3, 17, VOCABULARY - 1]
+    batch = [replace(s, ids=[i if i not in never else 5 for i in s.ids]) for s in sequences(9, 13)]
+    g = dpo.Group("t", batch, [dpo.Pair("expert>target", 0, 1, 1.0, 1.0)])
+    dpo.add_reference(Accelerator(cpu=True), model, [g], 1000, never=never)
+    logs = [brute_force_log_prob(model, s, never) for s in batch]
+    assert g.reference == pytest.approx([log.item() for log in logs], abs=1e-9)
+    sft, _ = dpo.sft_objective(model, [g], never)
+    assert sft.item() == pytest.approx(-sum(logs).item(), abs=1e-9)
+    ours, _ = dpo.preference_objective(model, [g], 0.3, lambda_sft=0.2, never=never)
+    theirs = torch.log(1 + torch.exp(-0.3 * (logs[0] - logs[1] - (logs[0] - logs[1]).detach())))
+    theirs = theirs - 0.2 * logs[0]
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-9)
     torch.testing.assert_close(gradients(model, ours), gradients(model, theirs),
                                atol=1e-9, rtol=1e-9)

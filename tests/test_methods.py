@@ -1,5 +1,6 @@
 """Every method and every ablation as a whole run: a random model in an environment of one reply."""
 
+import itertools
 import json
 import math
 import random
@@ -354,6 +355,33 @@ def test_a_rejected_trajectory_ends_so_many_turns_after_the_experts(run, monkeyp
     rejected = [turns_of(g.sequences[p.rejected].action_mask) for g in groups for p in g.pairs]
     assert rejected and max(rejected) == kept
     assert {turns_of(g.sequences[p.chosen].action_mask) for g in groups for p in g.pairs} == {1}
+
+
+def test_the_ends_of_rejected_trajectories_count_or_not(run, monkeypatch):
+    """Three turns of one reply each; the ends of two and the third reply are left out."""
+    def step(self, reply):
+        self.turns = getattr(self, "turns", 0) + 1
+        return envs.Step("go on", float(reply == "c"), reply == "c" or self.turns % 3 == 0)
+
+    monkeypatch.setattr(OneReply, "max_steps", 3)
+    monkeypatch.setattr(OneReply, "step", step)
+    for cut in (5, 1):  # two turns are left of it: neither ended the episode
+        whole, left = (coevolve.preference_groups(run("eto", f"{cut}{ends}", rejected_ends=ends,
+                                                      cut_turns=cut, rollouts=1), "target", 1)
+                       for ends in ("count", "leave out"))
+        compared = 0
+        for a, b in zip(whole, left, strict=True):
+            for p, q in zip(a.pairs, b.pairs, strict=True):
+                assert a.sequences[p.chosen] == b.sequences[q.chosen]
+                mine, full = b.sequences[q.rejected], a.sequences[p.rejected]
+                replies = [[*group] for acts, group in itertools.groupby(
+                    range(len(full.ids)), key=lambda k: full.action_mask[k]) if acts]
+                kept = {k for reply in replies[:2] for k in reply[:-1]}
+                assert len(replies) == min(cut + 1, 3) and mine.ids == full.ids
+                if kept:
+                    assert {k for k, acts in enumerate(mine.action_mask) if acts} == kept
+                    compared += 1
+        assert compared
 
 
 @pytest.mark.parametrize("too_long, pairs_made", [("drop", False), ("cut", True)])

@@ -423,6 +423,19 @@ def test_a_task_opens_with_its_conversations_side_by_side(run, browser):
 
 
 @needs_browser
+def test_what_grpo_played_is_told_by_its_step(run, browser):
+    write_lines(run / "iter1/target-agent/episodes.jsonl", [
+        trajectory("webshop-added-0", "target", 0.5, ["click[x]"], step) for step in (7, 8)])
+    phases = json.loads((run / "phases.json").read_text())
+    (run / "phases.json").write_text(json.dumps({**phases, "iter1/target-agent": {}}))
+    browser.open(write_page(run), fragment="webshop-added-0")
+    assert browser.js("document.querySelector('.map th').textContent") == "step"
+    assert "step 8" in browser.js("document.querySelector('.talk .who').textContent")
+    browser.open(run / "run.html", fragment="webshop-train-0")
+    assert browser.js("document.querySelector('.map th').textContent") == "iteration"
+
+
+@needs_browser
 def test_hostile_text_stays_text(run, browser):
     browser.open(write_page(run))
     browser.js("document.querySelector('tr[data-task=webshop-train-0] button').click()")

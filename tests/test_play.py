@@ -78,7 +78,7 @@ def test_queries_are_typed_as_they_are(typed, view):
 
 
 def test_the_simulator_says_what_is_possible(typed):
-    said = typed("look around", "q")("scienceworld", "seen")
+    said = typed("look around", "q")("scienceworld", "scienceworld-seen-boil-14")
     assert "activate OBJ" in said and "OBJ is one of: agent" in said
     assert "reset task" not in said and "left after 1 turn" in said
 

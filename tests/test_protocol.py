@@ -452,7 +452,7 @@ def test_the_shop_beside_their_code(variable, monkeypatch):
     code, official = their_code(root, "webshop_env", monkeypatch), OfficialShop()
     env = make("webshop", str(root / "eval_agent/prompt"), examples=1 - (variable[0] == "I"))
     rewards = []
-    for n in range(60):
+    for n in range(150):
         task = f"webshop-test-{n}"
         plain = envs.make("webshop")
         script = [m["content"] for m in envs.converse(plain, plain.reset(task), plain.expert())[0][1::2]]

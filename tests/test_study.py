@@ -129,6 +129,20 @@ def test_the_flags_of_each_method(tmp_path):
         "eto-tokens": "--method eto --dpo-steps 21",
         "positive-steps": "--method positive --dpo-steps 35"}
     assert expected == {m: " ".join(methods.flags(m, tmp_path, 3)) for m in methods.METHODS}
+    evolve = write_run(tmp_path / "evolve-s3", method="evolve")
+    (evolve / "metrics.jsonl").write_text("".join(
+        json.dumps(dict(event="grpo", step=n, D=d)) + "\n" for n, d in enumerate((7, 7, 31), 1)))
+    expected = {
+        "grpo": "--method grpo", "grpo-tasks": "--method grpo --start-tasks 31",
+        "evolve": "--method evolve", "evolve-random": "--method evolve --explorer random",
+        "evolve-unverified": "--method evolve --verify false",
+        "evolve-only-forgetting": "--method evolve --signals forgetting",
+        "evolve-only-boundary": "--method evolve --signals boundary",
+        "evolve-only-rare": "--method evolve --signals rare",
+        "evolve-without-forgetting": "--method evolve --signals boundary,rare",
+        "evolve-without-boundary": "--method evolve --signals forgetting,rare",
+        "evolve-without-rare": "--method evolve --signals forgetting,boundary"}
+    assert expected == {m: " ".join(methods.flags(m, tmp_path, 3)) for m in methods.EVOLUTIONS}
     assert numbers.cost(tmp_path / "coevolve-s3") == dict(
         target_steps=70, all_steps=170, target_tokens=1400, rollouts=0)
     write_run(tmp_path / "coevolve-s4", method="coevolve")

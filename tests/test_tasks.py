@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -168,14 +169,60 @@ def test_what_another_run_was_trained_on_counts_too(tmp_path):
     second = a_run(tmp_path / "b", ["webshop-train-1"], model=str(first / "iter3/target-agent"))
     model = str(second / "iter3/target-agent")
     for method in ("evaluate", "coevolve"):
-        with pytest.raises(SettingsError, match=f"^1 of 394 .*--model {model}, trained on {first}/exp"):
+        with pytest.raises(SettingsError, match=f"^1 of 394 .*--model {model}, trained in {first}\\)"):
             survey(settings(method=method, model=model))
     assert survey(settings(method="evaluate", model=model, overlap="keep")).overlap == 1
     with pytest.raises(SettingsError, match="--failure-from"):
         survey(settings(failure_from=str(first)))
+    (tmp_path / "best").symlink_to(model)
+    with pytest.raises(SettingsError, match="^1 of 394 "):
+        survey(settings(method="evaluate", model=str(tmp_path / "best")))
     # On a server the numbers mean other goals; and another environment is none of this one's.
     assert survey(settings(method="evaluate", model=model, webshop_url=ADDRESS)).overlap == 0
     assert survey(settings(env="intercodesql", failure_from=str(first))).overlap == 0
+
+
+def test_tasks_of_a_run_without_experts_and_those_it_made_count_too(tmp_path):
+    run = a_run(tmp_path / "a", [], model="hub/name")
+    (run / "experts.jsonl").unlink()
+    (run / "iter0").mkdir()
+    goal = WebShop().find("webshop-test-9")
+    (run / "iter0/tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (
+        dict(id="webshop-test-4"), dict(id="webshop-added-0", task=goal))))
+    with pytest.raises(SettingsError, match="^2 of 394 .*test-4, webshop-test-9 \\(as webshop-added-0"):
+        survey(settings(method="evaluate", model=str(run / "iter3/target-agent")))
+
+
+def test_a_relative_model_of_a_run_before_is_found_from_elsewhere(tmp_path, monkeypatch):
+    first = a_run(tmp_path / "a", ["webshop-test-5"])
+    (first / "iter3/target-agent").mkdir()
+    last = a_run(tmp_path / "b", ["webshop-train-1"], model="a/iter3/target-agent")
+    monkeypatch.chdir("/")
+    with pytest.raises(SettingsError, match="^1 of 394 "):
+        survey(settings(method="evaluate", model=str(last / "iter3/target-agent")))
+
+
+def test_tasks_of_a_run_are_those_of_its_own_data(tmp_path):
+    """The same number means another question there, and the same question has another number."""
+    def data(name, train, test):
+        folder = tmp_path / name
+        folder.mkdir()
+        for split, questions in (("train", train), ("test", test)):
+            (folder / f"ic_spider_{split}.json").write_text(json.dumps(
+                [dict(query=q, gold=f"SELECT '{q}'", db="d") for q in questions]))
+        return str(folder)
+
+    there, here = data("there", "abcd", "e"), data("here", "xyz", "wcb")
+    run = a_run(tmp_path / "run", [f"intercodesql-train-{n}" for n in range(4)], env="intercodesql",
+                intercode_data=there, mysql_url="mysql://a@h")
+    s = settings(env="intercodesql", method="evaluate", intercode_data=here,
+                 mysql_url="mysql://a@h", model=str(run / "iter3/target-agent"))
+    with pytest.raises(SettingsError, match="^2 of 3 .*intercodesql-test-2 \\(as intercodesql-train-1"):
+        survey(s)
+    a_run(tmp_path / "gone", ["intercodesql-test-1"], env="intercodesql",  # numbers are all there is
+          intercode_data=str(tmp_path / "nowhere"))
+    with pytest.raises(SettingsError, match="^1 of 3 .*intercodesql-test-1;"):
+        survey(replace(s, model=str(tmp_path / "gone/iter3")))
 
 
 def test_a_run_that_evaluates_says_nothing_of_training_tasks():

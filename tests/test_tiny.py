@@ -1,5 +1,7 @@
 """The tiny model's tokenizer; that it is an ordinary folder is shown by every whole run."""
 
+import random
+
 import pytest
 
 import dpo
@@ -42,8 +44,8 @@ def test_nothing_is_unknown(encoder):
 
 
 def test_copies_train_on_what_was_said_before():
-    import random
-    [sequence] = tiny.copy_group(random.Random(1), 50).sequences
-    n = len(sequence.ids) // 2
-    assert sequence.ids == sequence.ids[:n] * 2
-    assert sequence.action_mask == [0] * n + [1] * n
+    recipe = dict(copy_tokens=(3, 12), copy_times=4)
+    [sequence] = tiny.copy_group(random.Random(1), 50, recipe).sequences
+    n = len(sequence.ids) // 4
+    assert 3 <= n <= 12 and sequence.ids == sequence.ids[:n] * 4
+    assert sequence.action_mask == [0] * n + [1] * 3 * n

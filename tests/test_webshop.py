@@ -1,5 +1,6 @@
 """The embedded WebShop: reward, pages, actions, tasks, expert and shoppers."""
 
+import itertools
 import json
 import random
 import re
@@ -317,16 +318,57 @@ def test_limits_follow_the_official_rule():
             assert goal["instruction"].endswith(limit)
 
 
-def test_splits_share_no_goal_and_unseen_shares_no_family():
-    goals = catalogue.shop_world().goals
+def best_purchase(product, goal):
+    """The most that buying the product can earn, over all choices of its options."""
+    choices = [[None, *values] for values in product["options"].values()]
+    return max(webshop.webshop_reward(
+        product, goal, {name: value for name, value in zip(product["options"], chosen) if value},
+        product["price"], nouns=catalogue.type_words)
+        for chosen in itertools.product(*choices))
+
+
+def test_splits_share_no_goal_and_unseen_shares_no_product():
+    """By brute force over goals, products and options: what meets a goal is on its side alone."""
+    world = catalogue.shop_world()
+    goals = world.goals
     assert {k: len(v) for k, v in goals.items()} == {
         "train": 600, "validation": 158, "test": 250, "unseen": 144}
-    keys = [catalogue.goal_key(goal) for split in goals.values() for goal in split]
-    assert len(set(keys)) == len(keys) == 1152
     assert len({goal["instruction"] for split in goals.values() for goal in split}) == 1152
     families = {split: {goal["name"] for goal in goals[split]} for split in goals}
     assert families["test"] <= families["train"] and len(families["train"]) == 84
     assert len(families["unseen"]) == 12 and not families["unseen"] & families["train"]
+    assert {p["Title"] for p in world.products if p["held_out"]} == families["unseen"]
+    for split in goals:
+        for goal in goals[split]:
+            best = {p["asin"]: best_purchase(p, goal) for p in world.products
+                    if p["query"] == goal["query"]}  # another type's words are worth nothing
+            meeting = {p["asin"] for p in world.products if catalogue.meets(p, goal)}
+            assert meeting == {asin for asin, reward in best.items() if reward == 1} != set()
+            assert all(p["held_out"] == (split == "unseen") for p in world.products
+                       if p["asin"] in meeting)
+
+
+def test_no_two_splits_ask_for_the_same_but_for_the_price_limit():
+    limit = re.compile(r", and price lower than [\d.]+ dollars")
+    asked = {}
+    for split, goals in catalogue.shop_world().goals.items():
+        for goal in goals:
+            want = catalogue.read_instruction(goal["instruction"])
+            assert limit.search(goal["instruction"])
+            key = want["type"], *map(tuple, map(sorted, (want["attributes"], want["options"])))
+            assert asked.setdefault(key, split) == split
+
+
+def test_no_training_expert_acts_as_an_unseen_one_or_opens_its_products():
+    shop, actions = WebShop("short"), {"train": [], "unseen": []}
+    for split, found in actions.items():
+        for task in shop.tasks(split):
+            replies, expert = [], shop.expert()
+            play(shop, task, lambda page: replies.append(expert(page)) or replies[-1])
+            found.append(tuple(replies))
+    assert not set(actions["train"]) & set(actions["unseen"])
+    held_out = {p["asin"] for p in shop.world.products if p["held_out"]}
+    assert not set(re.findall(r"B0\w{8}", str(actions["train"]))) & held_out
 
 
 def test_the_world_is_the_same_in_every_process():
@@ -413,18 +455,22 @@ def test_shoppers_visit_everything_make_mistakes_and_know_no_goal_of_a_split():
     assert conversations == catalogue.shoppers(shop, seed=0, n=1500)
     assert conversations[:50] != catalogue.shoppers(shop, seed=1, n=50)
 
-    opened, wasted, bought, asked = set(), 0, 0, 0
+    titles = {p["Title"] for p in shop.world.products}
+    opened, numbers, wasted, bought, asked = set(), set(), 0, 0, 0
     for talk in conversations:
         assert [m["role"] for m in talk] == ["user", "assistant"] * (len(talk) // 2)
         assert len(talk) <= 2 * shop.max_steps
         actions = [m["content"] for m in talk[1::2]]
-        opened |= set(re.findall(r"click\[(B0\w{8})\]", " ".join(actions)))
+        opened |= {piece for m in talk[2::2] if "Buy Now" in m["content"]
+                   for piece in m["content"].split(" | ") if piece in titles}
         wasted += any(a == "click[Search]" or a.startswith("search[") and "WebShop" not in m
                       for a, m in zip(actions, [m["content"] for m in talk[::2]]))
         bought += actions[-1] == "click[Buy Now]"
         want = catalogue.read_instruction(talk[0]["content"])
         asked += next(a for a in actions if a.startswith("search[")).find(want["type"]) > 0
-    assert opened == {p["asin"] for p in shop.world.products}
+        numbers |= set(re.findall(r"B0\w{8}", " ".join(actions)))
+    assert opened == {p["Title"] for p in shop.world.products if not p["held_out"]} < titles
+    assert numbers == {p["asin"] for p in shop.world.products}  # each meets them under others
     assert wasted > 0.1 * len(conversations)
     assert 0.7 < bought / len(conversations) < 0.95
     assert asked > 0.85 * len(conversations)

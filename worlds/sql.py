@@ -46,11 +46,12 @@ class InterCodeSQL(World):
     """Questions about databases that the agent explores with SQL, then submits its last result.
 
     A task is a question: query (in words), gold (SQL) and db, the database's name. Embedded:
-    generated databases in sqlite; splits train, validation, test (new databases) and unseen (of
-    nouns that no training task names). intercode_data: a folder with InterCode's ic_spider_dev.json
-    and ic_spider_dbs.sql, converted to sqlite, or with mysql_url the questions alone, over the
-    databases of a server. Observations are those of InterCode's ReAct agents: the rows as Python
-    prints them, cut at 350 characters. The submission is scored against the gold query, run live.
+    generated databases in sqlite; splits train, validation, test (new databases) and unseen
+    (about nouns that no training task asks about). intercode_data: a folder with
+    InterCode's ic_spider_dev.json and ic_spider_dbs.sql, converted to sqlite, or with mysql_url the
+    questions alone, over the databases of a server. Observations are those of InterCode's ReAct
+    agents: the rows as Python prints them, cut at 350 characters. The submission is scored against
+    the gold query, run live.
 
     view="short" shortens the text for a very small model: replies are bare queries or "submit",
     and results come without brackets, DESC as names alone, at most SHORT_ROWS rows.

@@ -197,8 +197,9 @@ def draw_question(rng: random.Random, tables: list[Table], compound: float) -> d
 def sql_world() -> SQLWorld:
     """360 databases with 5 questions each: train, validation, test (new databases), unseen.
 
-    unseen: databases over nouns that no training task names. Every gold has rows, at most 300
-    characters of them, and leaving its WHERE out would earn at most 0.7.
+    unseen: databases over nouns that no training task names; in the practice text they are tables
+    that are listed and described, but never asked about or queried. Every gold has rows, at most
+    300 characters of them, and leaving its WHERE out would earn at most 0.7.
     """
     rng = random.Random(WORLD_SEED)
     all_nouns = {*PEOPLE, *THINGS, *SITES}
@@ -290,8 +291,8 @@ def analysts(env, seed: int, n: int) -> list[list[dict]]:
 
     A conversation is a list of {"role", "content"} that ends with the analyst's last action. The
     databases are new ones, over all nouns (so a small model has seen every word), none with the
-    tables and columns of a split's; the analysts make mistakes, recover, and often submit a wrong
-    result.
+    tables and columns of a split's, but nobody asks about a held-out noun or queries its table. The
+    analysts make mistakes, recover, and often submit a wrong result.
     """
     rng, nouns = random.Random(f"analysts-{seed}"), {*PEOPLE, *THINGS, *SITES}
     taken = {schema_key(script) for script in env.world.databases.values()}
@@ -299,14 +300,20 @@ def analysts(env, seed: int, n: int) -> list[list[dict]]:
     while len(conversations) < n:
         tables = draw_database(rng, nouns)
         script = database_script(tables)
-        if schema_key(script) in taken:
+        if schema_key(script) in taken or all(held_out(table) for table in tables):
             continue
         for _ in range(min(4, n - len(conversations))):
             question = dict(draw_question(rng, tables, 0.02), db=f"{tables[0].key[:-3]}_0")
+            while any(held_out(t) for t in tables if t.name in tables_of(question["gold"])):
+                question |= draw_question(rng, tables, 0.02)
             habits = rng.choices(ANALYSTS, [a["share"] for a in ANALYSTS])[0]
             actions = _analyst_script(rng, tables, question, habits)
             conversations.append(practise(env, env.start(question, script), actions))
     return conversations
+
+
+def held_out(table: Table) -> bool:
+    return table.noun[:-1] in HELD_OUT
 
 
 def _analyst_script(rng, tables, question, habits):
@@ -317,7 +324,7 @@ def _analyst_script(rng, tables, question, habits):
     described = rng.random() < habits["describes"]
     if described:
         for table in needed:
-            if rng.random() < 0.1:  # the wrong table first
+            if rng.random() < 0.3:  # another table first
                 yield f"DESC {rng.choice(tables).name}"
             yield f"DESC {table.name}"
     query = gold if described else _guess(rng, gold, needed)
@@ -337,7 +344,7 @@ def _analyst_script(rng, tables, question, habits):
         query = gold
     if rng.random() < habits["checks"]:
         yield rng.choice([f"DESC {needed[0].name}", "SHOW TABLES",
-                          f"SELECT * FROM {rng.choice(tables).name} LIMIT 2"])
+                          f"SELECT * FROM {rng.choice(needed).name} LIMIT 2"])
     while True:
         yield "submit"
 
@@ -355,7 +362,7 @@ def _guess(rng, gold, needed):
 def _mistake(rng, query, needed):
     """The query with one mistake: of those that this query can have."""
     table = needed[0]
-    columns = [c.name for c in (*table.numbers, *table.texts)]
+    columns = [c.name for c in (*table.numbers, *table.texts) if not c.name.endswith("_id")]
     edits = [
         lambda q: re.sub(r" WHERE .*", "", q),
         lambda q: re.sub(r" (AND|OR) .*", "", q),

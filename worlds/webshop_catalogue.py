@@ -9,6 +9,7 @@ item page decides the colour. Experts and shoppers read pages only, as agents do
 
 import random
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -74,14 +75,18 @@ def type_words(name: str) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class ShopWorld:
-    products: list[dict]          # webshop_reward's product, with asin, price and options
+    products: list[dict]          # webshop_reward's product, with asin, price, options, held_out
     goals: dict[str, list[dict]]  # split -> webshop_reward's goals, with the instruction
-    families: list[dict]          # what `draw_goal` takes; "held_out" marks the unseen ones
+    families: list[dict]          # what `draw_goal` takes, with held_out
 
 
 @cache
 def shop_world() -> ShopWorld:
-    """384 products and 1,152 goals; 12 families (one a type) are held out as "unseen"."""
+    """384 products and 1,152 goals; the products of 12 families (one a type) are held out.
+
+    For a goal of the split "unseen" only held-out products are listed as fitting, else none of
+    them. Goals that differ in their price limit only are in one split.
+    """
     rng = random.Random(WORLD_SEED)
     families, products = [], []
     for name in TYPES:
@@ -97,15 +102,21 @@ def shop_world() -> ShopWorld:
     for product in products:
         product["asin"] = _asin(rng, used)
 
-    seen, unseen, keys = [], [], set()
+    goals, seen, keys = {"unseen": []}, defaultdict(list), set()
     for family in families:
         for _ in range(12):
-            goal = draw_goal(rng, family, keys)
+            goal = draw_goal(rng, family, keys, products)
             keys.add(goal_key(goal))
-            (unseen if family["held_out"] else seen).append(goal)
-    rng.shuffle(seen)
-    goals = {"train": seen[:600], "validation": seen[600:758], "test": seen[758:],
-             "unseen": unseen}
+            (goals["unseen"] if family["held_out"] else seen[goal_key(goal)[:-1]]).append(goal)
+    alike = list(seen.values())
+    rng.shuffle(alike)
+    for split, size in (("train", 600), ("validation", 158), ("test", 250)):
+        goals[split], left = [], []
+        for group in alike:
+            fits = len(goals[split]) + len(group) <= size
+            (goals[split] if fits else left).extend(group if fits else [group])
+        rng.shuffle(goals[split])
+        alike = left
     return ShopWorld(products, goals, families)
 
 
@@ -138,7 +149,7 @@ def _twins(rng, family):
                 "name": title, "Title": title, "query": name,
                 "product_category": f"{TYPES[name][0]} › {name.title()}",
                 "Attributes": attributes, "BulletPoints": bullets, "Description": description,
-                "options": options, "price": float(price)})
+                "options": options, "price": float(price), "held_out": family["held_out"]})
     return twins
 
 
@@ -150,14 +161,29 @@ def _asin(rng, used):
             return asin
 
 
+def listed_as_fitting(product: dict, goal: dict) -> bool:
+    """Whether the results page says that the product fits: its kind, attributes and price."""
+    return (product["query"] == goal["query"] and product["price"] <= goal["price_upper"]
+            and set(goal["attributes"]) <= set(product["Attributes"]))
+
+
+def meets(product: dict, goal: dict) -> bool:
+    """Whether the product, with the right options, earns the whole reward."""
+    return listed_as_fitting(product, goal) and set(goal["goal_options"]) <= {
+        value for values in product["options"].values() for value in values}
+
+
 def goal_key(goal: dict) -> tuple:
-    """What a goal asks for; two goals with one key would differ in wording only."""
+    """What a goal asks for, price last; two goals with one key would differ in wording only."""
     return (goal["query"], frozenset(goal["attributes"]), frozenset(goal["goal_options"]),
             goal["price_upper"])
 
 
-def draw_goal(rng: random.Random, family: dict, taken: set) -> dict:
-    """A random goal of the family whose key is not in `taken`."""
+def draw_goal(rng: random.Random, family: dict, taken: set, products: list[dict]) -> dict:
+    """A random goal of the family, whose key is not in `taken`.
+
+    Where the family is held out only held-out products are listed as fitting, else none of them.
+    """
     while True:
         attributes = rng.sample(family["attributes"], rng.choice([1, 2]))
         options = [rng.choice(family["colours"])]
@@ -170,7 +196,9 @@ def draw_goal(rng: random.Random, family: dict, taken: set) -> dict:
         goal = {"name": title, "query": family["type"],
                 "product_category": f"{TYPES[family['type']][0]} › {family['type'].title()}",
                 "attributes": attributes, "goal_options": options, "price_upper": limit}
-        if goal_key(goal) not in taken:
+        apart = any(listed_as_fitting(p, goal) for p in products
+                    if p["held_out"] != family["held_out"])
+        if goal_key(goal) not in taken and not apart:
             goal["instruction"] = rng.choice(TEMPLATES).format(
                 type=family["type"], attributes=" and ".join(attributes),
                 options=", ".join(options), limit=f"{limit:.2f}")
@@ -278,42 +306,50 @@ def shoppers(shop, seed: int, n: int) -> list[list[dict]]:
     """n conversations of shoppers of mixed competence in `shop` (a WebShop, any view).
 
     A conversation is a list of {"role", "content"} that ends with the shopper's last action. The
-    instructions are new ones: of no split, and of no held-out family (whose products may be seen).
+    instructions are new ones, of no split. Held-out products are listed by searches, but no shopper
+    opens one, and each meets the products under other numbers, so that numbers have to be read.
     Each shopper acts on its instruction, makes mistakes and recovers, and often buys the wrong
-    product; from 1,500 shoppers on every product has been opened.
+    product; from 1,500 shoppers on every other family has been opened.
     """
     world = shop.world
     rng = random.Random(f"shoppers-{seed}")
     taken = {goal_key(goal) for goals in world.goals.values() for goal in goals}
     families = [family for family in world.families if not family["held_out"]]
+    products = [product for product in world.products if not product["held_out"]]
+    may_open = [product["asin"] for product in products]
+    asins = [product["asin"] for product in world.products]
     targets, conversations = [], []
     for _ in range(n):
         habits = rng.choices(COMPETENCE, [c["share"] for c in COMPETENCE])[0]
         target = None
         if not habits["asked"]:
-            targets = targets or rng.sample(world.products, len(world.products))
+            targets = targets or rng.sample(products, len(products))
             target = targets.pop()
         family = rng.choice([f for f in families if not target or f["type"] == target["query"]])
-        goal = draw_goal(rng, family, taken)
+        goal = draw_goal(rng, family, taken, world.products)
         page = shop.start(goal)
-        actions = _shopper_script(rng, page, habits, target)
-        conversations.append(practise(shop, page, _with_slips(rng, shop, habits, actions)))
+        actions = _shopper_script(rng, page, habits, target, may_open)
+        actions = _with_slips(rng, shop, habits, actions, may_open)
+        numbers = dict(zip(asins, rng.sample(asins, len(asins))))
+        conversations.append([{**m, "content": re.sub(
+            r"B0\w{8}", lambda found: numbers[found[0]], m["content"])}
+            for m in practise(shop, page, actions)])
     return conversations
 
 
-def _with_slips(rng, shop, habits, actions):
+def _with_slips(rng, shop, habits, actions, may_open):
     """The actions, with invalid ones before some of them, after which the page is the same."""
     action = next(actions)
     while True:
         while rng.random() < habits["slips"]:
-            yield _slip(rng, shop)
+            yield _slip(rng, shop, may_open)
         action = actions.send((yield action))
 
 
-def _slip(rng, shop):
+def _slip(rng, shop, may_open):
     """An action that this page does not take."""
     links = shop.clickables()
-    clicks = [rng.choice(COLOUR_POOL), rng.choice(shop.world.products)["asin"], "Search",
+    clicks = [rng.choice(COLOUR_POOL), rng.choice(may_open), "Search",
               "Buy Now", "Next >", "< Prev"]
     slips = [f"click[{text}]" for text in clicks if text.lower() not in links]
     if links:  # every page but the search page
@@ -321,7 +357,7 @@ def _slip(rng, shop):
     return rng.choice(slips)
 
 
-def _shopper_script(rng, page, habits, target):
+def _shopper_script(rng, page, habits, target, may_open):
     want, opened = read_instruction(page), set()
     while True:
         if target:
@@ -336,7 +372,7 @@ def _shopper_script(rng, page, habits, target):
         results = []
         while True:
             if "(seen)" not in page:
-                results = read_results(page)
+                results = [r for r in read_results(page) if r[0] in may_open]
             if results and not target and rng.random() < 0.1:
                 page = yield "click[Next >]"
                 continue

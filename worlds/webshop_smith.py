@@ -8,7 +8,7 @@ import random
 import re
 
 from worlds import parse_reply
-from worlds.webshop_catalogue import TEMPLATES, goal_key
+from worlds.webshop_catalogue import TEMPLATES, goal_key, meets
 
 FITS_MOST = 4  # products that may meet a goal, else it asks for nothing in particular [ours]
 
@@ -21,8 +21,10 @@ class ShopSmith:
     def __init__(self, shop):
         """shop: a WebShop of the smith's own, which it plays."""
         self.shop, world = shop, shop.world
-        self.taken = {goal_key(goal) for goals in world.goals.values() for goal in goals}
-        self.families = world.families
+        self.taken = {goal_key(goal) for goal in world.goals["train"]}
+        # What is evaluated is not asked for with another price limit either.
+        self.evaluated = {goal_key(goal)[:-1] for split, goals in world.goals.items()
+                          if split != "train" for goal in goals}
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
         """Kinds of the actions that the shop carried out, and of two in a row.
@@ -67,25 +69,16 @@ class ShopSmith:
 
     def refusal(self, task: dict) -> str | None:
         """Why no run may have this goal; None if one may."""
-        if goal_key(task) in self.taken:
+        if goal_key(task) in self.taken or goal_key(task)[:-1] in self.evaluated:
             return "a goal of a split"
-        asked = set(task["attributes"])
-        meet = [f for f in self.families
-                if f["type"] == task["query"] and asked <= set(f["attributes"])]
-        own = [f for f in meet
-               if task["name"] == f"{' '.join(f['attributes'])} {f['type']}".title()]
-        if not own:
-            return "no such product"
-        if any(f["held_out"] for f in own) or all(f["held_out"] for f in meet):
-            return "a held-out family"
-        if not set(task["goal_options"]) & {*own[0]["colours"], *own[0]["others"]}:
+        fits = [product for product in self.shop.world.products if meets(product, task)]
+        if not fits:
+            return "no product meets it"
+        if any(product["held_out"] for product in fits):
+            return "a held-out product meets it"
+        if not set(task["goal_options"]) & {v for p in fits for v in p["options"]["color"]}:
             return "no colour chosen"
-        options = set(task["goal_options"])
-        fits = sum(p["query"] == task["query"] and asked <= set(p["Attributes"])
-                   and p["price"] <= task["price_upper"]
-                   and options <= {v for pool in p["options"].values() for v in pool}
-                   for p in self.shop.world.products)
-        return f"more than {FITS_MOST} products meet it" if fits > FITS_MOST else None
+        return f"more than {FITS_MOST} products meet it" if len(fits) > FITS_MOST else None
 
     def verify(self, proposal: dict) -> str | None:
         """Plays the solution twice under the new goal; why it does not prove it, or None."""

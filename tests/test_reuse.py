@@ -1,0 +1,255 @@
+"""Experts, SFT agents and evaluations that runs have in common: made once, equal to the bit."""
+
+import json
+import shutil
+import threading
+from dataclasses import fields
+
+import pytest
+from accelerate import Accelerator
+from test_coevolve import contents
+from test_methods import OneReply, model  # noqa: F401
+from test_study import finished  # noqa: F401
+
+import coevolve
+import envs
+import mutual
+from harness import files, report, reuse
+from harness.files import read_jsonl
+from harness.run import Run
+from harness.settings import AFTER_SFT, Settings, SettingsError, check
+
+SHARED = ["experts.jsonl", "sft-target", "eval-0-target-test.jsonl", "sft-failure",
+          "eval-0-failure-test.jsonl"]
+
+
+@pytest.fixture
+def begin(model, tmp_path, monkeypatch):  # noqa: F811
+    """begin(name, method, **settings) -> a run that has not begun, in tmp_path/study/name."""
+    monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(OneReply()))
+    monkeypatch.setattr("gc.collect", lambda: 0)
+    study = tmp_path / "study"
+    study.mkdir()
+
+    def start(name, method="coevolve", **changed):
+        values = dict(model=str(model), out=str(study / name), reuse=str(study), method=method,
+                      iterations=1, train_tasks=6, max_tokens=400, max_new_tokens=5, slots=8,
+                      sft_epochs=1, sft_lr=1e-4, dpo_epochs=1, dpo_batch=4, temperature=1.5)
+        return Run(check(Settings(**{**values, **changed})), Accelerator(cpu=True))
+
+    return start
+
+
+@pytest.fixture
+def play(begin):
+    """The same, finished."""
+    def finish(*args, **more):
+        run = begin(*args, **more)
+        coevolve.coevolve(run)
+        (run.path / "result.json").write_text(json.dumps(report.result(run.path)))
+        run.close()
+        return run
+
+    return finish
+
+
+def phases(run) -> dict[str, str | None]:
+    """What each phase wrote -> the run that it was taken from."""
+    return {e["phase"]: e.get("reused") for e in read_jsonl(run.path / "metrics.jsonl")
+            if e["event"] == "phase"}
+
+
+def taken(run) -> list[str]:
+    return [name for name, source in phases(run).items() if source]
+
+
+def without_marks(run):
+    found, events = contents(run.path)
+    return found, [{k: v for k, v in e.items() if k != "reused"} for e in events]
+
+
+def test_what_is_taken_is_what_the_method_would_have_made(play, capsys):
+    first = play("coevolve-s0")
+    assert taken(first) == []
+    printed = capsys.readouterr().out
+    second = play("eto-s0", "eto")
+    alone = play("../alone", "eto", reuse=None)
+    assert without_marks(second) == without_marks(alone)
+    assert phases(second) == {name: str(first.path) if name in SHARED[:3] else None
+                              for name in phases(alone)}
+    third = play("lambda-0.1-s0", lambda_sft=0.9)
+    assert taken(third) == SHARED and {*phases(third).values()} == {str(first.path), None}
+    assert without_marks(third) == without_marks(play("../alone-2", lambda_sft=0.9, reuse=None))
+    seconds = {e["phase"]: e["seconds"] for run in (first, second)
+               for e in read_jsonl(run.path / "metrics.jsonl") if e["event"] == "phase"}
+    said = capsys.readouterr().out
+    assert "made by" not in printed
+    assert f"sft-target                  {seconds['sft-target']:7.1f} s  made by {first.path}" in (
+        said)
+    table = report.table(second.path)
+    assert "sft-target *" in table and "of these reused (*)" in table
+    assert "reused" not in report.table(alone.path)
+
+
+def test_a_run_is_taken_from_though_it_took_it_itself(play):
+    first, second = play("a"), play("b", "eto")
+    shutil.rmtree(first.path)
+    third = play("c", "sft")
+    assert {*phases(third).values()} == {str(first.path)}  # which made it
+    assert (third.path / "sft-target/model.safetensors").samefile(
+        second.path / "sft-target/model.safetensors")
+
+
+def test_a_setting_that_matters_prevents_it(play):
+    play("a", "sft")
+    for name, value in dict(
+            seed=1, sft_lr=2e-4, sft_epochs=2, max_tokens=300, max_new_tokens=4, slots=4,
+            expert_min_reward=0.5, tokens_per_forward=64, weight_decay=0.1, train_tasks=5,
+            eval_splits="validation").items():
+        assert taken(play(name, "sft", **{name: value})) == [], name
+
+
+def test_code_model_and_files_that_have_changed_prevent_it(play, begin, monkeypatch, tmp_path,
+                                                           model):  # noqa: F811
+    rows = [dict(task=f"train-{n}", reward=1.0, messages=[
+        dict(role="user", content=f"say something, train-{n}"),
+        dict(role="assistant", content="c")]) for n in range(6)]
+    experts, copied = tmp_path / "mine/experts.jsonl", tmp_path / "yours/experts.jsonl"
+
+    def write(rows):
+        for file in (experts, copied):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write(rows)
+    play("a", "sft", experts=str(experts))
+    assert taken(play("b", "sft", experts=str(copied))) == SHARED[:3]  # equal bytes
+    write(rows[::-1])
+    assert taken(play("c", "sft", experts=str(experts))) == []
+    other = shutil.copytree(model, tmp_path / "model")
+    play("d", "sft")
+    assert taken(play("e", "sft", model=str(other))) == SHARED[:3]
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
+    assert taken(play("f", "sft", model=str(other))) == []
+    monkeypatch.setattr(files, "code_hash", lambda: "edited")
+    assert taken(play("g", "sft")) == []
+
+
+@pytest.mark.parametrize("damage", ["edited", "deleted", "half a folder", "log"])
+def test_what_somebody_has_changed_is_made_again(play, damage):
+    first = play("a", "sft")
+    weights = first.path / "sft-target/model.safetensors"
+    if damage == "edited":
+        weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    elif damage == "deleted":
+        shutil.rmtree(first.path / "sft-target")
+    elif damage == "half a folder":
+        weights.unlink()
+    else:
+        log = (first.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (first.path / "metrics.jsonl").write_text("".join(log[:2]))
+    second = play("b", "sft")
+    assert "sft-target" not in taken(second) and "experts.jsonl" in taken(second)
+    assert without_marks(second) == without_marks(play("c", "sft", reuse=None))
+
+
+def test_a_run_killed_after_it_took_a_phase_goes_on_to_the_same_result(play, begin, monkeypatch):
+    """Stopped before the log, after it, and before the phase is recorded."""
+    play("a", "sft")
+    expected = without_marks(play("whole", "eto"))
+    for at in ("take", "log", "_entry"):
+        with monkeypatch.context() as patch:
+            target = reuse if at == "take" else Run
+            real = getattr(target, at)
+
+            def dies(*args, **more):
+                done = real(*args, **more)
+                if (args[1:] and args[1] == "sft-target" or more.get("phase") == "sft-target"
+                        or at == "_entry" and args[1].name == "sft-target"):
+                    raise KeyboardInterrupt
+                return done
+
+            patch.setattr(target, at, dies)
+            run = begin(at, "eto")
+            with pytest.raises(KeyboardInterrupt):
+                coevolve.coevolve(run)
+            run.lock.release()
+        again = play(at, "eto")
+        assert "sft-target" in taken(again) and without_marks(again) == expected
+
+
+def test_of_runs_that_start_together_one_makes_a_phase(play, begin):
+    """Two threads, each with a run of its own: whoever is first makes it, the other waits."""
+    runs, errors = [begin("a"), begin("b")], []
+
+    def work(run):
+        try:
+            coevolve.coevolve(run)
+            (run.path / "result.json").write_text(json.dumps(report.result(run.path)))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=[run]) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    a, b = ({name: phases(run)[name] for name in SHARED} for run in runs)
+    for name in SHARED:  # made by one, taken by the other
+        assert {a[name], b[name]} in ({None, str(runs[0].path)}, {None, str(runs[1].path)}), name
+    expected = without_marks(play("alone", reuse=None))
+    assert [without_marks(run) for run in runs] == [expected] * 2
+
+
+def test_the_shared_phases_read_no_setting_that_is_said_not_to_matter(begin):
+    """A run whose settings note what is read of them."""
+    read, run = set(), begin("a")
+
+    class Noting:
+        def __init__(self, settings):
+            self._settings = settings
+
+        def __getattr__(self, name):
+            read.add(name)
+            return getattr(self._settings, name)
+
+    run.settings = Noting(run.settings)
+    for output, work, *args in (
+            ("experts.jsonl", coevolve.collect_experts), ("sft-target", coevolve.train_sft, "target"),
+            ("eval-0-target-test.jsonl", coevolve.evaluate, "target", 0, "test")):
+        run.phase(output, work, *args)
+    assert {"sft_lr", "max_tokens", "expert_min_reward", "view"} <= read
+    # The method says whose folder is the base's, the number of iterations what disk is needed.
+    assert read & {*AFTER_SFT} == {"method", "iterations", "reuse", "checkpoint_minutes", "track"}
+    assert {*AFTER_SFT} <= {f.name for f in fields(Settings)}
+
+
+def test_a_study_takes_a_seeds_sft_agents_from_its_first_run(finished):  # noqa: F811
+    folder, commands = finished
+    for seed in (0, 1):
+        first = folder / f"coevolve-s{seed}"
+        for method, shared in (("coevolve", []), ("eto", SHARED[:3]), ("lambda-0.5", SHARED),
+                               ("eto-steps-rollouts", SHARED[:3])):
+            events = read_jsonl(folder / f"{method}-s{seed}/metrics.jsonl")
+            assert {e["phase"]: e["reused"] for e in events if "reused" in e} == dict.fromkeys(
+                shared, str(first))
+
+
+def test_a_folder_that_is_not_there_is_refused(begin):
+    with pytest.raises(SettingsError, match="--reuse .*nowhere: there is no such folder"):
+        begin("a", reuse="nowhere")
+
+
+def test_runs_of_mutual_take_what_the_other_methods_made(play, begin):
+    play("a", "sft")
+    run = begin("b", "grpo", start_from="train", start_tasks=6, grpo_steps=1, step_tasks=2,
+                step_rollouts=2)
+    mutual.mutual(run)
+    assert taken(run) == SHARED[:3] and [*phases(run)][3:] == [
+        "iter0/tasks.jsonl", "iter1/target-agent", "eval-1-target-test.jsonl"]
+    run = begin("c", "grpo", warm_start="none", start_from="train", start_tasks=6, grpo_steps=1,
+                step_tasks=2, step_rollouts=2)
+    mutual.mutual(run)
+    assert taken(run) == []
