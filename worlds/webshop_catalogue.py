@@ -307,9 +307,8 @@ def shoppers(shop, seed: int, n: int) -> list[list[dict]]:
 
     A conversation is a list of {"role", "content"} that ends with the shopper's last action. The
     instructions are new ones, of no split. Held-out products are listed by searches, but no shopper
-    opens one, and each meets the products under other numbers, so that numbers have to be read.
-    Each shopper acts on its instruction, makes mistakes and recovers, and often buys the wrong
-    product; from 1,500 shoppers on every other family has been opened.
+    opens one. Each shopper acts on its instruction, makes mistakes and recovers, and often buys the
+    wrong product; from 1,500 shoppers on every other product has been opened.
     """
     world = shop.world
     rng = random.Random(f"shoppers-{seed}")
@@ -317,7 +316,6 @@ def shoppers(shop, seed: int, n: int) -> list[list[dict]]:
     families = [family for family in world.families if not family["held_out"]]
     products = [product for product in world.products if not product["held_out"]]
     may_open = [product["asin"] for product in products]
-    asins = [product["asin"] for product in world.products]
     targets, conversations = [], []
     for _ in range(n):
         habits = rng.choices(COMPETENCE, [c["share"] for c in COMPETENCE])[0]
@@ -330,10 +328,7 @@ def shoppers(shop, seed: int, n: int) -> list[list[dict]]:
         page = shop.start(goal)
         actions = _shopper_script(rng, page, habits, target, may_open)
         actions = _with_slips(rng, shop, habits, actions, may_open)
-        numbers = dict(zip(asins, rng.sample(asins, len(asins))))
-        conversations.append([{**m, "content": re.sub(
-            r"B0\w{8}", lambda found: numbers[found[0]], m["content"])}
-            for m in practise(shop, page, actions)])
+        conversations.append(practise(shop, page, actions))
     return conversations
 
 
