@@ -294,7 +294,7 @@ def test_beta_learning_rate_and_weights_reach_the_loss_in_each_iteration(run, mo
     monkeypatch.setattr(dpo, "preference_objective", recorded)
     r = run("coevolve", iterations=2, beta=0.1, beta_later=0.5, dpo_lr=3e-5, dpo_lr_later=1e-5,
             lambda_dpo=0.7, lambda_sft=0.3, log_prob="mean", sft_term="mean", dpo_warmup=0.0)
-    common = dict(lambda_sft=0.3, log_prob="mean", sft_term="mean")
+    common = dict(lambda_sft=0.3, log_prob="mean", sft_term="mean", never=[])
     assert seen == [dict(beta=beta, lambda_dpo=weight, **common)
                     for beta in (0.1, 0.5) for weight in (1.0, 0.7)]  # the failure agent's is 1
     for i, lr in ((1, 3e-5), (2, 1e-5)):

@@ -175,6 +175,7 @@ def test_two_processes_train_like_one(shard):
     code = (f"import sys, json; sys.path[:0] = [{str(tests)!r}, {str(tests.parent)!r}]; "
             f"import test_ppo; found = test_ppo.train({shard}); "
             "import torch.distributed as d; d.get_rank() or print(json.dumps(found)); "
+            "d.barrier(); "
             "d.destroy_process_group()")
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
                            "--nproc_per_node", "2", "--no_python", sys.executable, "-c", code],

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from test_coevolve import contents
 from test_methods import OneReply, model  # noqa: F401
 from test_study import finished  # noqa: F401
+from transformers import AutoModelForCausalLM
 
 import coevolve
 import envs
@@ -179,9 +180,19 @@ def test_a_run_killed_after_it_took_a_phase_goes_on_to_the_same_result(play, beg
         assert "sft-target" in taken(again) and without_marks(again) == expected
 
 
-def test_of_runs_that_start_together_one_makes_a_phase(play, begin):
+def test_of_runs_that_start_together_one_makes_a_phase(play, begin, monkeypatch):
     """Two threads, each with a run of its own: whoever is first makes it, the other waits."""
-    runs, errors = [begin("a"), begin("b")], []
+    runs, errors, lock = [begin("a"), begin("b")], [], threading.Lock()
+
+    def one_at_a_time(make):  # transformers replaces PreTrainedModel.tie_weights while it loads
+        def locked(*args, **more):
+            with lock:
+                return make(*args, **more)
+        return locked
+
+    for name in ("from_pretrained", "from_config"):
+        monkeypatch.setattr(AutoModelForCausalLM, name,
+                            one_at_a_time(getattr(AutoModelForCausalLM, name)))
 
     def work(run):
         try:
