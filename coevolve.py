@@ -326,12 +326,17 @@ def preference_groups(run: Run, agent: str, i: int) -> list[dpo.Group]:
 
 def cut(t: Trajectory, turns: int | None) -> Trajectory:
     """The trajectory up to the end of its turn number `turns` (None: whole)."""
-    mask = [*t.action_mask, 0]
-    ends = [k + 1 for k in range(len(t.ids)) if mask[k] and not mask[k + 1]]
+    ends = ends_of_turns(t)
     if turns is None or turns >= len(ends):
         return t
-    end = ends[turns - 1]
+    end = ends[turns - 1] + 1
     return replace(t, ids=t.ids[:end], action_mask=t.action_mask[:end], ended="budget")
+
+
+def ends_of_turns(t: Trajectory) -> list[int]:
+    """Where the last token of each reply stands."""
+    mask = [*t.action_mask, 0]
+    return [k for k in range(len(t.ids)) if mask[k] and not mask[k + 1]]
 
 
 def without_ends(t: Trajectory) -> Trajectory:
@@ -339,8 +344,7 @@ def without_ends(t: Trajectory) -> Trajectory:
 
     One reply alone stays as it is.
     """
-    mask = [*t.action_mask, 0]
-    ends = [k for k in range(len(t.ids)) if mask[k] and not mask[k + 1]]
+    ends = ends_of_turns(t)
     last = ends[-2] if t.ended == "done" and len(ends) > 1 else len(t.ids)
     left = [int(acts and k not in ends and k < last) for k, acts in enumerate(t.action_mask)]
     return replace(t, action_mask=left) if any(left) else t

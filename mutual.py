@@ -112,7 +112,7 @@ def train(run: Run, out: Path, i: int) -> dict:
     """
     s, tasks = run.settings, task_set(run, i - 1)
     before = run.agent("target", i - 1)
-    never = run.encoder().never_drawn(run.vocabulary())
+    never = run.never_drawn()
     reference, model = run.load(run.agent("target", 0)), run.load(before)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=s.weight_decay, fused=True)
     if i > 1:  # moments are kept over the run

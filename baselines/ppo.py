@@ -27,7 +27,7 @@ def train(run: Run, out: Path, i: int) -> dict:
         run.log("ppo", iteration=i, episodes=0, kl=0.0, dropped=dropped)
         return run.keep_agent(before, out, f"iter{i}: no two rollouts of a task to compare for the "
                                            "target")
-    never = run.encoder().never_drawn(run.vocabulary())  # log pi is of what was sampled from
+    never = run.never_drawn()  # log pi is of what was sampled from
     for policy, name in ((run.agent("target", 0), "ref"), (before, "old")):
         model = None  # one at a time in memory
         model = run.load(policy)  # the same arithmetic as in training

@@ -177,8 +177,10 @@ class Run(Folder):
 
     def uncounted(self) -> list[int]:
         """Ids that log-probabilities are not over, --log-prob-over; those of the vocabulary."""
-        if self.settings.log_prob_over == "vocabulary":
-            return []
+        return [] if self.settings.log_prob_over == "vocabulary" else self.never_drawn()
+
+    def never_drawn(self) -> list[int]:
+        """Ids that agents of this run never sample."""
         return self.encoder().never_drawn(self.vocabulary())
 
     def log_probs(self, model, groups: list[dpo.Group]) -> list[list[float]]:

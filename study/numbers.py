@@ -122,7 +122,7 @@ def evolutions(runs) -> dict:
         for path in runs[m].values():
             with reading(path / "metrics.jsonl"):
                 of = events(path)
-                first, *later = of["proposals"] or [dict(added=0, replayed=0)]
+                later = [e for e in of["proposals"] if e["iteration"]]  # 0 makes the start tasks
                 rows.append(dict(
                     agent_episodes=sum(e["episodes"] for e in of["phase"]
                                        if e["phase"].endswith("/target-agent")),
