@@ -53,9 +53,9 @@ def shard_model(accelerator, model, shard: bool, recompute: bool = False):
 
 
 def hand_out(model, device) -> None:
-    """Puts the main rank's numbers, on the device, into the model of every rank; all have to call.
+    """Puts the main rank's numbers into each rank's model, on the device; all ranks must call it.
 
-    Of a model part of which is sharded, into the rest.
+    What is sharded already stays as it is.
     """
     def receive(tensor):
         if isinstance(tensor, DTensor):
@@ -74,9 +74,10 @@ def replace_tensors(model, make) -> None:
     made = {}
     for held, name, tensor in tensors(model):
         if tensor not in made:
-            new = made[tensor] = make(tensor)
+            new = make(tensor)
             if isinstance(tensor, torch.nn.Parameter) and new is not tensor:
-                made[tensor] = torch.nn.Parameter(new, tensor.requires_grad)
+                new = torch.nn.Parameter(new, tensor.requires_grad)
+            made[tensor] = new
         held[name] = made[tensor]
 
 

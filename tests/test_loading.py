@@ -76,12 +76,10 @@ def compare(accelerator, family, folder):
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert_same(model, expected)
 
-    def make():
+    for dtype in (torch.float32, torch.bfloat16):
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(model.config, dtype=torch.float32,
-                                                    attn_implementation="ragged")
-
-    assert_same(sharding.whole(accelerator, model, make), expected)
+            copy = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
+        assert_same(sharding.whole(accelerator, model, lambda: copy), load_model(folder, dtype))
     sharding.save(accelerator, model, folder / "again")
     if main:
         assert_same(load_model(folder / "again"), expected)
