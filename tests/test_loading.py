@@ -115,7 +115,7 @@ def run(*arguments):
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
                            "--nproc_per_node", "2", __file__, *map(str, arguments)],
                           env=os.environ | {"HF_DEACTIVATE_ASYNC_LOAD": "1"},  # for the profiler
-                          capture_output=True, text=True, timeout=200)
+                          capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
