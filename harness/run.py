@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 import dpo
 import envs
@@ -245,10 +245,8 @@ class Run(Folder):
         """A model of `load` as it plays, whole on each rank."""
         def make():
             bf16 = self.accelerator.mixed_precision == "bf16"
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(
-                    self.accelerator.unwrap_model(model).config, attn_implementation="ragged",
-                    dtype=torch.bfloat16 if bf16 else torch.float32)
+            folder = self.accelerator.unwrap_model(model).name_or_path
+            return models.load_model(folder, torch.bfloat16 if bf16 else torch.float32, data=False)
 
         return sharding.whole(self.accelerator, model, make)
 
