@@ -20,6 +20,7 @@ import dpo
 import envs
 from engine import sharding
 from engine.cache import slot_bytes, slots_that_fit
+from engine.checkpoint import SHARE
 from harness.settings import Settings, SettingsError, agents_of, options_of
 
 # GPU -> bytes of memory, dense bf16 FLOP/s, bytes/s of memory [NVIDIA's data sheets]
@@ -89,8 +90,11 @@ def dry_run(s: Settings) -> None:
               f"{found.tokens:,.0f} tokens, {found.action_tokens:,.0f} of them in replies"]
     lines += phases(s, found, agents, numbers, slot, (count, flops, bandwidth), recompute)
     kept, inside = disk_bytes(s, numbers)
+    state = inside / 2e9  # GB, and seconds at 1 GB/s
     lines += [f"disk: {kept / 1e9:,.0f} GB of agents, {inside / 1e9:,.0f} GB for checkpoints "
-              "inside a phase"]
+              f"inside a phase; one of {state:,.1f} GB every {s.checkpoint_minutes:g} minutes, "
+              f"or more if writing takes over {SHARE:.0%} of the time: at 1 GB/s {state:,.0f} s, "
+              f"so every {max(s.checkpoint_minutes, state / SHARE / 60):,.0f} minutes"]
     room = FITS * memory
     if cpu:
         more = sum(size for part, size in training.items() if part.startswith("activations"))
@@ -103,6 +107,10 @@ def dry_run(s: Settings) -> None:
                                 f"{memory / 1e9:.0f}; lower --max-tokens, --tokens-per-forward or "
                                 "--slots, or use a smaller --model")
         return
+    first, other = host_memory(model, count if shard else 0, cpu)
+    lines += [f"host memory while a model is loaded, beside the programs: {first / 1e9:.1f} GB for "
+              f"the first rank, {other / 1e9:.1f} for each other, "
+              f"{(first + (count - 1) * other) / 1e9:.1f} in all"]
     fit = slots_that_fit(room - 2 * numbers, slot)
     if fit < s.slots:
         lines += [f"{s.slots} slots do not fit beside the replica: {max(fit, 1)} will be used"]
@@ -123,10 +131,7 @@ def buffered(s: Settings) -> bool:
 def training_memory(model, sequences: list[dpo.Trajectory], ranks: int,
                     recompute: bool) -> dict[str, float]:
     """Bytes on a GPU in a pass over `sequences`; ranks: that share out the weights, 0 if whole."""
-    numbers = sum(p.numel() for p in model.parameters())
-    layers = sharding.layers_of(model)
-    layer = sum(p.numel() for p in layers[0].parameters())
-    outside = numbers - layer * len(layers)  # embeddings, mostly
+    numbers, layer, outside = sizes(model)
     # Shards are gathered for two layers at a time; gradients are made in bf16 and added in fp32.
     gathered = 2 * (outside + 2 * layer) + 6 * max(outside, layer) if ranks else 2 * numbers
     tokens = sum(len(s.ids) for s in sequences)
@@ -135,6 +140,28 @@ def training_memory(model, sequences: list[dpo.Trajectory], ranks: int,
             "Adam's moments, fp32": 8 * numbers / max(ranks, 1),
             OF_A_PASS: gathered,
             f"activations of {tokens:,} tokens": activations(model, sequences, recompute)}
+
+
+def host_memory(model, ranks: int, cpu: bool) -> tuple[float, float]:
+    """Bytes of (the first rank, each other one) while it is loaded; ranks: as above.
+
+    The first reads all of it in fp32 and hands out a layer, or what is outside of them, at a time:
+    on a CPU to memory, where shards are made of it, else to the GPU.
+    """
+    numbers, *parts = sizes(model)
+    if not cpu:
+        return 4 * numbers, 0
+    if not ranks:
+        return 4 * numbers, 4 * numbers
+    return 4 * (numbers + max(parts) / ranks), 4 * (numbers / ranks + max(parts))
+
+
+def sizes(model) -> tuple[int, int, int]:
+    """Numbers of a model, of a layer, and outside of layers: embeddings, mostly."""
+    numbers = sum(p.numel() for p in model.parameters())
+    layers = sharding.layers_of(model)
+    layer = sum(p.numel() for p in layers[0].parameters())
+    return numbers, layer, numbers - layer * len(layers)
 
 
 def machine(asked: str) -> tuple[int, str, int, float, float]:
