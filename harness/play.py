@@ -72,6 +72,7 @@ def play_share(run: Run, model, encoder: Encoder, make_env, share: list[Trajecto
     """`rollout` with as many slots and threads as pay. of: episodes of the phase on all ranks."""
     s, slots, threads = run.settings, run.settings.slots, torch.get_num_threads()
     if model.device.type == "cuda":  # episodes that do not fit beside the model wait
+        torch.cuda.empty_cache()  # what training has freed, torch would keep for itself
         free = torch.cuda.mem_get_info(model.device)[0]
         slot = s.max_tokens * slot_bytes(model.config, model.dtype.itemsize)
         slots = max(1, min(slots, slots_that_fit(free, slot)))
