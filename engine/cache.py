@@ -36,6 +36,10 @@ class SlotCache:
             n, past + n, dtype=torch.bool, device=device).tril(past))
             for slot, past, n in segments[len(self.single):]]
 
+    def copy(self, source: int, slot: int, n: int) -> None:
+        """The first n tokens of a slot, into another one."""
+        self.kv[:, :, slot, :, :n] = self.kv[:, :, source, :, :n]
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float):
         """Adds key and value (1, H_kv, N, d) of the tokens placed; their attention, (1, N, H, d).
 

@@ -33,6 +33,12 @@ class Echo:
         pass
 
 
+class Ruled(Echo):
+    """The same after rules that all episodes begin with."""
+
+    prompt = "you shop " * 20
+
+
 @pytest.fixture(scope="module")
 def agent():
     tokenizer = make_tokenizer("chatml")
@@ -162,10 +168,7 @@ def test_what_runs_beside_an_episode_changes_nothing(agent, other):
 
 
 def test_a_prompt_is_read_once_by_a_slot_and_episodes_stay_the_same(agent, monkeypatch):
-    class Prompted(Echo):
-        prompt = "you shop " * 10
-
-    env, tasks, openings, held = Prompted(), [3, 3, 4], [], []
+    env, tasks, openings, held = Ruled(), [3, 3, 4], [], []
     prompts = [agent[1].start(envs.opening(env, env.reset(str(task)))) for task in tasks]
 
     def record(segments):
@@ -175,12 +178,34 @@ def test_a_prompt_is_read_once_by_a_slot_and_episodes_stay_the_same(agent, monke
             openings.append((past, held[:]))
 
     watch(monkeypatch, record)
-    played = play(agent, tasks=tasks, slots=1, env=Prompted, temperature=1.0)
+    played = play(agent, tasks=tasks, slots=1, env=Ruled, temperature=1.0)
     (a, first), (b, second), (c, third) = openings
     assert first == second and (a, b) == (0, len(first) - 1)  # the last token gives the logits
     assert first[:c] == third[:c] and first[c] != third[c] and c > 20
     for task, e in zip(tasks, played):
-        assert e.record() == play(agent, [task], env=Prompted, temperature=1.0)[0].record()
+        assert e.record() == play(agent, [task], env=Ruled, temperature=1.0)[0].record()
+
+
+@pytest.mark.parametrize("slots, tokens_per_forward", [(9, 10_000), (4, 10_000), (9, 60), (2, 1)])
+def test_what_prompts_begin_alike_is_read_once_by_all_slots(agent, monkeypatch, slots,
+                                                            tokens_per_forward):
+    """Three rollouts of each of three tasks: the rules are read once, and each task's page."""
+    read, at_once = [], []
+    watch(monkeypatch, lambda segments: (
+        at_once.append(sum(past == 0 for _, past, _ in segments)),
+        read.append(sum(len(new) for _, _, new in segments if len(new) > 1))))
+    tasks, env = [3, 3, 3, 4, 4, 4, 5, 5, 5], Ruled()
+    starts = [agent[1].start(envs.opening(env, env.reset(str(task)))) for task in (3, 4, 5)]
+    shared = play(agent, tasks, 1.0, slots, tokens_per_forward=tokens_per_forward, env=Ruled)
+    ours, largest = sum(read), max(at_once)
+    read.clear()
+    monkeypatch.setattr("harness.play.shared_beginning", lambda a, b: 0)
+    alone = play(agent, tasks, 1.0, slots, tokens_per_forward=tokens_per_forward, env=Ruled)
+    assert [e.record() for e in shared] == [e.record() for e in alone]
+    once = len(starts[0]) + sum(len(s) - 60 for s in starts[1:])  # 60: less than they share
+    assert min(len(s) for s in starts) > 70 and largest == 1
+    pages = sum(read) - 3 * sum(map(len, starts))  # what is read later, the same in both
+    assert ours - pages <= once
 
 
 @pytest.mark.parametrize("latency, slots", [(0, 3), (1, 3), (3, 3), (50, 3), (2, 1)])
