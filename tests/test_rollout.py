@@ -129,9 +129,10 @@ def test_control_tokens_beyond_the_models_vocabulary_are_no_harm(agent, monkeypa
 
 def test_slots_read_side_by_side_give_the_logits_of_full_forward_passes(agent):
     model, _ = agent
-    cache, rng = SlotCache(model, 6, 100), random.Random(0)
+    cache, rng = SlotCache(model, 6, 200), random.Random(0)
     held = [[] for _ in range(5)]
-    for n in ([9, 4, 7, 1, 2], [1] * 5, [1, 1, 5, 1, 1], [1, 3, 1, 1, 2], [1] * 5):
+    # The cache is read in blocks of 64 positions: within one, over its end, over two ends.
+    for n in ([9, 63, 64, 1, 150], [1] * 5, [1, 1, 5, 1, 1], [1, 3, 1, 1, 2], [1] * 5):
         # Pages of several tokens beside single ones, which come first.
         segments = sorted(((slot, len(held[slot]), [
             rng.randrange(model.config.vocab_size) for _ in range(more)])
@@ -334,3 +335,17 @@ def test_sampling_follows_the_softmax():
     assert torch.bincount(tokens, minlength=3).tolist() == pytest.approx([18.5, 74, 907], abs=2)
     logits[0, 2] = -torch.inf
     assert sample(logits.expand(1000, 3), 1.0, draws).max() == 1
+
+
+@pytest.mark.parametrize("words", [3, 256, 1500])
+def test_sampling_is_the_inverse_of_the_distribution_function(words):
+    """As in float64 over all words at once; at its ends too no word without probability."""
+    torch.manual_seed(words)
+    logits = 3 * torch.randn(400, words)
+    logits[:, [0, -1]] = -torch.inf
+    draws = [0.0, 1 - 2 ** -53] * 50 + torch.rand(300, dtype=torch.float64).tolist()
+    cdf = (logits.double() / 0.7).softmax(-1).cumsum(-1)
+    expected = [int((row <= u * row[-1]).sum()) for row, u in zip(cdf, draws)]
+    found = sample(logits, 0.7, draws).tolist()
+    assert found[100:] == expected[100:]  # at the ends there are words of probability 1e-9
+    assert all(0 < word < words - 1 for word in found)
