@@ -11,6 +11,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+SHARE = 0.05  # of a phase's time may go into writing states [ours]
+
 
 class Damaged(Exception):
     """A state that cannot be read; the text is one line, with the remedy."""
@@ -27,13 +29,17 @@ class Checkpoint:
     def __init__(self, accelerator, folder: Path, inputs: str, minutes: float):
         self.accelerator, self.folder, self.inputs = accelerator, folder, inputs
         self.seconds, self.saved_at, self.resumed_at = 60 * minutes, time.monotonic(), 0
+        self.took = 0.0  # seconds that writing the newest took
 
     def due(self) -> bool:
-        return time.monotonic() - self.saved_at >= self.seconds
+        """After the minutes given, or as many more as keep writing a SHARE of the time."""
+        wait = max(self.seconds, self.took / SHARE) if self.seconds else 0
+        return time.monotonic() - self.saved_at >= wait
 
     def save(self, model, optimizer, step: int, events: list[dict]) -> None:
         """Every rank calls this after the same step. events: what the phase has logged so far."""
         path, main = self.folder / f"step-{step}", self.accelerator.is_main_process
+        started = time.monotonic()
         temporary = self.folder / "writing"
         if main:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -62,6 +68,7 @@ class Checkpoint:
                 if old != path:
                     shutil.rmtree(old)
         self.saved_at = time.monotonic()
+        self.took = self.saved_at - started
 
     def restore(self, model, optimizer) -> tuple[int, list[dict]]:
         """Puts the newest state back; the steps it had made and their events, or 0 and none."""

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 def shard_model(accelerator, model, shard: bool, recompute: bool = False):
     """The fp32 model, ready to train on all ranks: whole on each (DDP), or sharded (FSDP2).
 
+    model: in host memory on the main rank, whose numbers all ranks get; the others' needs no data.
     recompute: gradient checkpointing, which keeps a layer's input and computes the rest again.
     ValueError for weights of less than 32 bits: at a learning rate of 1e-6 they do not move.
     """
@@ -33,7 +34,7 @@ def shard_model(accelerator, model, shard: bool, recompute: bool = False):
         recompute_layers(model)
     device = accelerator.device
     if not shard:
-        model = model.to(device)
+        hand_out(model, device)
         if accelerator.num_processes == 1:
             return model
         return DistributedDataParallel(model, [device] if device.type == "cuda" else None)
@@ -46,8 +47,45 @@ def shard_model(accelerator, model, shard: bool, recompute: bool = False):
     # Gathered one at a time, in a pass and back. The outermost too: after a pass without gradients
     # torch would keep its weights gathered, and lose part of their gradient in the next pass.
     for part in [*layers_of(model), model]:
+        hand_out(part, device)  # no rank but the main one ever holds more than one part whole
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    return model.to(device)  # the buffers, which are not sharded
+    return model
+
+
+def hand_out(model, device) -> None:
+    """Puts the main rank's numbers into each rank's model, on the device; all ranks must call it.
+
+    What is sharded already stays as it is.
+    """
+    def receive(tensor):
+        if isinstance(tensor, DTensor):
+            return tensor
+        whole = (torch.empty_like(tensor, device=device) if tensor.is_meta else
+                 tensor.detach().to(device))
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast(whole, src=0)
+        return whole
+
+    replace_tensors(model, receive)
+
+
+def replace_tensors(model, make) -> None:
+    """Puts make(tensor) in the place of each of `tensors`; what was tied stays tied."""
+    made = {}
+    for held, name, tensor in tensors(model):
+        if tensor not in made:
+            new = make(tensor)
+            if isinstance(tensor, torch.nn.Parameter) and new is not tensor:
+                new = torch.nn.Parameter(new, tensor.requires_grad)
+            made[tensor] = new
+        held[name] = made[tensor]
+
+
+def tensors(model) -> list[tuple[dict, str, torch.Tensor]]:
+    """(where it is held, its name there, itself): parameters and buffers, also those not saved."""
+    return [(held, name, tensor) for module in model.modules()
+            for held in (module._parameters, module._buffers)
+            for name, tensor in held.items() if tensor is not None]
 
 
 def layers_of(model) -> torch.nn.ModuleList:
@@ -104,17 +142,26 @@ def save(accelerator, model, folder: Path) -> None:
         accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
 
 
+@torch.no_grad()
 def whole(accelerator, model, make):
     """A model of `shard_model` as it plays, whole on each rank; every rank has to call it.
 
     It is the live one where that is whole and plays in its own format, else a copy: make() gives a
-    model of the same shape, on its device and in the format it plays in.
+    model of the same shape without data (on meta), in the format it plays in.
     """
+    live = accelerator.unwrap_model(model)
     if not isinstance(model, FSDPModule) and accelerator.mixed_precision != "bf16":
-        return accelerator.unwrap_model(model)
+        return live
     copy = make()
-    copy.load_state_dict(get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True)))
+    same = {empty: tensor for (*_, empty), (*_, tensor) in zip(tensors(copy), tensors(live),
+                                                               strict=True)}
+
+    def gather(empty):  # one at a time
+        tensor = same[empty]
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return full.to(accelerator.device, empty.dtype, copy=True)
+
+    replace_tensors(copy, gather)
     return copy
 
 

@@ -20,7 +20,8 @@ import dpo
 import envs
 from engine import sharding
 from engine.cache import slot_bytes, slots_that_fit
-from harness.settings import Settings, SettingsError, agents_of, options_of
+from engine.checkpoint import SHARE
+from harness.settings import EVOLVING, Settings, SettingsError, agents_of, options_of
 
 # GPU -> bytes of memory, dense bf16 FLOP/s, bytes/s of memory [NVIDIA's data sheets]
 GPUS = {"A100": (79 << 30, 312e12, 2.0e12), "H100": (79 << 30, 989e12, 3.35e12),
@@ -54,12 +55,14 @@ def dry_run(s: Settings) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="ragged")
     numbers = sum(p.numel() for p in model.parameters())
     found = lengths(s, AutoTokenizer.from_pretrained(s.model))
-    agents = len(agents_of(s.method))
+    agents, evolving = len(agents_of(s.method)), s.method in EVOLVING
 
     # One pass holds --tokens-per-forward, but an instruction's trajectories stay together: an
-    # expert and rollouts for the target, for the failure agent those of all iterations, perhaps.
+    # expert and rollouts for the target, for the failure agent those of all iterations, perhaps;
+    # in GRPO the episodes of a task in a step.
     rollouts = agents * s.rollouts
-    together = max(1 + rollouts, rollouts * s.iterations if buffered(s) else 0)
+    together = (s.step_rollouts if evolving else
+                max(1 + rollouts, rollouts * s.iterations if buffered(s) else 0))
     # On a GPU all must fit as long as it may get; a CPU's memory has to hold what is usual.
     usual = math.ceil(found.tokens) if cpu else s.max_tokens
     longest = max(s.tokens_per_forward, together * usual)
@@ -76,21 +79,30 @@ def dry_run(s: Settings) -> None:
         del training[OF_A_PASS]
         training |= (program := {"the program": PROGRAM})
         exploring |= program
+    if evolving:  # which plays between two steps, with what they need in memory
+        training["the first policy, fp32"] = training["weights, fp32"]
+        exploring |= {part: training[part] for part in (
+            "weights, fp32", "the first policy, fp32", "Adam's moments, fp32")}
+        if cpu and not shard:  # the live weights play
+            del exploring["fp32 replica"]
 
     lines = [f"{s.model}: {numbers / 1e9:.2f} B parameters on {count} x {name}; "
              f"{'sharded' if shard else 'whole on each'}, "
              f"{'with' if recompute else 'without'} gradient checkpointing", "",
              f"{'GB of memory' if cpu else 'GB per GPU':42}{'training':>10}{'exploring':>11}"]
-    lines += [f"{part:42}{size / 1e9:10.1f}" for part, size in training.items()]
-    lines += [f"{part:42}{'':10}{size / 1e9:11.1f}" for part, size in exploring.items()]
+    lines += [f"{part:42}{gb(training.get(part)):>10}{gb(exploring.get(part)):>11}".rstrip()
+              for part in training | exploring]
     totals = sum(training.values()), sum(exploring.values())
     lines += [f"{f'total, of {memory / 1e9:.1f}':42}{totals[0] / 1e9:10.1f}{totals[1] / 1e9:11.1f}"]
     lines += ["", f"experts: {found.experts:,}, on average {found.turns:.1f} replies, "
               f"{found.tokens:,.0f} tokens, {found.action_tokens:,.0f} of them in replies"]
     lines += phases(s, found, agents, numbers, slot, (count, flops, bandwidth), recompute)
     kept, inside = disk_bytes(s, numbers)
+    state = inside / 2e9  # GB, and seconds at 1 GB/s
     lines += [f"disk: {kept / 1e9:,.0f} GB of agents, {inside / 1e9:,.0f} GB for checkpoints "
-              "inside a phase"]
+              f"inside a phase; one of {state:,.1f} GB every {s.checkpoint_minutes:g} minutes, "
+              f"or more if writing takes over {SHARE:.0%} of the time: at 1 GB/s {state:,.0f} s, "
+              f"so every {max(s.checkpoint_minutes, state / SHARE / 60):,.0f} minutes"]
     room = FITS * memory
     if cpu:
         more = sum(size for part, size in training.items() if part.startswith("activations"))
@@ -103,7 +115,11 @@ def dry_run(s: Settings) -> None:
                                 f"{memory / 1e9:.0f}; lower --max-tokens, --tokens-per-forward or "
                                 "--slots, or use a smaller --model")
         return
-    fit = slots_that_fit(room - 2 * numbers, slot)
+    first, other = host_memory(model, count if shard else 0, cpu)
+    lines += [f"host memory while a model is loaded, beside the programs: {first / 1e9:.1f} GB for "
+              f"the first rank, {other / 1e9:.1f} for each other, "
+              f"{(first + (count - 1) * other) / 1e9:.1f} in all"]
+    fit = slots_that_fit(room - totals[1] + slot * s.slots, slot)
     if fit < s.slots:
         lines += [f"{s.slots} slots do not fit beside the replica: {max(fit, 1)} will be used"]
     print("\n".join(lines))
@@ -115,6 +131,10 @@ def dry_run(s: Settings) -> None:
                             "--max-tokens, or use a smaller --model")
 
 
+def gb(size: float | None) -> str:
+    return "" if size is None else f"{size / 1e9:.1f}"
+
+
 def buffered(s: Settings) -> bool:
     """Whether the failure agent learns from earlier iterations' rollouts, too."""
     return s.method == "coevolve" and s.d_fail == "buffer"
@@ -123,10 +143,7 @@ def buffered(s: Settings) -> bool:
 def training_memory(model, sequences: list[dpo.Trajectory], ranks: int,
                     recompute: bool) -> dict[str, float]:
     """Bytes on a GPU in a pass over `sequences`; ranks: that share out the weights, 0 if whole."""
-    numbers = sum(p.numel() for p in model.parameters())
-    layers = sharding.layers_of(model)
-    layer = sum(p.numel() for p in layers[0].parameters())
-    outside = numbers - layer * len(layers)  # embeddings, mostly
+    numbers, layer, outside = sizes(model)
     # Shards are gathered for two layers at a time; gradients are made in bf16 and added in fp32.
     gathered = 2 * (outside + 2 * layer) + 6 * max(outside, layer) if ranks else 2 * numbers
     tokens = sum(len(s.ids) for s in sequences)
@@ -135,6 +152,28 @@ def training_memory(model, sequences: list[dpo.Trajectory], ranks: int,
             "Adam's moments, fp32": 8 * numbers / max(ranks, 1),
             OF_A_PASS: gathered,
             f"activations of {tokens:,} tokens": activations(model, sequences, recompute)}
+
+
+def host_memory(model, ranks: int, cpu: bool) -> tuple[float, float]:
+    """Bytes of (the first rank, each other one) while it is loaded; ranks: as above.
+
+    The first reads all of it in fp32 and hands out a layer, or what is outside of them, at a time:
+    on a CPU to memory, where shards are made of it, else to the GPU.
+    """
+    numbers, *parts = sizes(model)
+    if not cpu:
+        return 4 * numbers, 0
+    if not ranks:
+        return 4 * numbers, 4 * numbers
+    return 4 * (numbers + max(parts) / ranks), 4 * (numbers / ranks + max(parts))
+
+
+def sizes(model) -> tuple[int, int, int]:
+    """Numbers of a model, of a layer, and outside of layers: embeddings, mostly."""
+    numbers = sum(p.numel() for p in model.parameters())
+    layers = sharding.layers_of(model)
+    layer = sum(p.numel() for p in layers[0].parameters())
+    return numbers, layer, numbers - layer * len(layers)
 
 
 def machine(asked: str) -> tuple[int, str, int, float, float]:
@@ -190,22 +229,31 @@ def phases(s: Settings, found: Lengths, agents: int, numbers: int, slot: int, gp
         return work / (ARITHMETIC * flops * count) / 3600
 
     def hours_of_playing(episodes):
-        passes = episodes * found.action_tokens / min(s.slots * count, episodes)
+        passes = episodes * found.action_tokens / max(min(s.slots * count, episodes), 1)
         reading = 2 * numbers + min(s.slots, episodes) * slot * found.tokens / s.max_tokens / 2
         prompts = 2 * numbers * episodes * found.tokens / (ARITHMETIC * flops * count)
         return (passes * reading / (BANDWIDTH * bandwidth) + prompts) / 3600
 
     sft = agents * s.sft_epochs * found.experts * found.tokens
+    rows = [("SFT", sft, hours_of_training(sft))]
     explored = agents * s.rollouts * found.experts
     # The target learns from an instruction's expert and rollouts, the failure agent from these, or
     # in iteration i from those of i iterations.
     seen = (agents - 1) * ((iterations + 1) / 2 if buffered(s) else 1)
     read = found.experts * found.tokens * (1 + agents * s.rollouts * (1 + seen))
-    rows = [("SFT", sft, hours_of_training(sft)),
-            ("exploration", explored * found.tokens * iterations,
-             hours_of_playing(explored) * iterations),
-            ("preferences", read * s.dpo_epochs * iterations,
-             hours_of_training(read * s.dpo_epochs, read) * iterations)]
+    if s.method in EVOLVING:
+        step = s.step_tasks * s.step_rollouts  # episodes, each read by both policies
+        explored = explorer_episodes(s)
+        rows += [("exploration", explored * found.tokens, hours_of_playing(explored)),
+                 ("rollouts", step * found.tokens * s.grpo_steps,
+                  hours_of_playing(step) * s.grpo_steps),
+                 ("GRPO", step * found.tokens * s.grpo_steps,
+                  hours_of_training(step * found.tokens, 2 * step * found.tokens) * s.grpo_steps)]
+    else:
+        rows += [("exploration", explored * found.tokens * iterations,
+                  hours_of_playing(explored) * iterations),
+                 ("preferences", read * s.dpo_epochs * iterations,
+                  hours_of_training(read * s.dpo_epochs, read) * iterations)]
     lines = [f"{phase:14}{tokens / 1e6:10.1f} M tokens" + f"{hours:10.2f} h" * (flops > 0)
              for phase, tokens, hours in rows]
     if not flops > 0:
@@ -216,11 +264,25 @@ def phases(s: Settings, found: Lengths, agents: int, numbers: int, slot: int, gp
                     "episodes are as long as experts'"]
 
 
+def explorer_episodes(s: Settings) -> int:
+    """How many the explorer of `mutual.py` plays at most."""
+    start = 6 * s.start_tasks * (s.start_from == "explore")
+    later = (segments(s) - 1) * len(s.signals.split(",")) * s.picks * s.explorer_episodes
+    return start + later * (s.method == "evolve")
+
+
+def segments(s: Settings) -> int:
+    return -(-s.grpo_steps // s.evolve_every)
+
+
 def disk_bytes(s: Settings, numbers: int) -> tuple[int, int]:
     """What a run with a model of so many numbers writes: its agents, and states inside a phase.
 
-    Agents are fp32; a state has weights and two moments, and is there while the next is written.
+    Agents are fp32, those of GRPO with two moments; a state has both, and is there while the next
+    is written.
     """
+    if s.method in EVOLVING:
+        return 4 * numbers * (1 + 3 * segments(s)), 2 * 12 * numbers
     rounds = 1 + {"sft": 0, "rft": 1, "dart": 1}.get(s.method, s.iterations)
     return 4 * numbers * len(agents_of(s.method)) * rounds, 2 * 12 * numbers
 

@@ -240,7 +240,8 @@ class Folder:
             tqdm.write(line)
 
     def close(self) -> None:
-        """Ends trackers and gives the folder free."""
+        """Ends trackers, gives the folder free, and ends together with the other ranks."""
+        self.accelerator.wait_for_everyone()  # one that ends earlier takes its connections along
         self.accelerator.end_training()
         if self.main:
             self.lock.release()

@@ -63,9 +63,13 @@ def is_small(folder) -> bool:
     return Path(folder).is_dir() and sum(file.stat().st_size for file in files) < 40_000_000
 
 
-def load_model(folder, dtype=torch.float32):
-    """A causal LM from a folder or hub name; fp32 to train: bf16 weights would not move at 1e-6."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="ragged")
+def load_model(folder, dtype=torch.float32, data=True):
+    """A causal LM from a folder or hub name; fp32 to train: bf16 weights would not move at 1e-6.
+
+    data: whether its weights are read; without (on meta) it takes no memory.
+    """
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="ragged",
+                                                device_map=None if data else "meta")
 
 
 def check_model(folder, max_tokens: int, weights: bool = True) -> None:

@@ -18,6 +18,7 @@ import envs
 from dpo import Encoder, Trajectory
 from engine.cache import SlotCache, next_token_logits, sample, slot_bytes, slots_that_fit
 from engine.packing import shared_beginning
+from engine.sharding import hand_out
 from harness import files
 from harness.kept import CHUNK, Kept
 from harness.models import load_model
@@ -31,7 +32,8 @@ def play(run: Run, folder: Path, trajectories: list[Trajectory],
     It is in memory only meanwhile, in bf16 where the machine computes in it.
     """
     device, bf16 = run.accelerator.device, run.accelerator.mixed_precision == "bf16"
-    model = load_model(folder, torch.bfloat16 if bf16 else torch.float32).to(device)
+    model = load_model(folder, torch.bfloat16 if bf16 else torch.float32, data=run.main)
+    hand_out(model, device)  # one rank reads the weights
     encoder = Encoder(AutoTokenizer.from_pretrained(folder))
     return play_with(run, model, encoder, run.make_env, trajectories, temperature)
 
@@ -70,6 +72,7 @@ def play_share(run: Run, model, encoder: Encoder, make_env, share: list[Trajecto
     """`rollout` with as many slots and threads as pay. of: episodes of the phase on all ranks."""
     s, slots, threads = run.settings, run.settings.slots, torch.get_num_threads()
     if model.device.type == "cuda":  # episodes that do not fit beside the model wait
+        torch.cuda.empty_cache()  # what training has freed, torch would keep for itself
         free = torch.cuda.mem_get_info(model.device)[0]
         slot = s.max_tokens * slot_bytes(model.config, model.dtype.itemsize)
         slots = max(1, min(slots, slots_that_fit(free, slot)))

@@ -166,9 +166,9 @@ class Run(Folder):
     # ------------------------------------------------------------------------------- training
 
     def load(self, folder):
-        """The model in a folder, ready to train on all ranks."""
-        return sharding.shard_model(self.accelerator, models.load_model(folder), self.shard,
-                                    self.recompute)
+        """The model in a folder, ready to train on all ranks; one of them reads the weights."""
+        return sharding.shard_model(self.accelerator, models.load_model(folder, data=self.main),
+                                    self.shard, self.recompute)
 
     def add_reference(self, model, groups: list[dpo.Group]) -> None:
         with self.bar("reference", sum(g.tokens for g in groups), "token") as progress:
@@ -245,9 +245,10 @@ class Run(Folder):
         """A model of `load` as it plays, whole on each rank."""
         def make():
             bf16 = self.accelerator.mixed_precision == "bf16"
-            return AutoModelForCausalLM.from_config(
-                model.config, dtype=torch.bfloat16 if bf16 else torch.float32,
-                attn_implementation="ragged").to(self.accelerator.device)
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(
+                    self.accelerator.unwrap_model(model).config, attn_implementation="ragged",
+                    dtype=torch.bfloat16 if bf16 else torch.float32)
 
         return sharding.whole(self.accelerator, model, make)
 

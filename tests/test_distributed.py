@@ -86,6 +86,8 @@ found = dict(whole=train("whole"), after1=train("after1", stop=1), after3=train(
              tied=train("tied", tied=True))
 if accelerator.is_main_process:
     print(json.dumps(found))
+accelerator.wait_for_everyone()  # a rank that ends takes its connections with it
+accelerator.end_training()
 """
 
 
@@ -98,13 +100,14 @@ def run(tmp_path_factory):
         if (ranks, shard) in done:
             return done[ranks, shard]
         tests, folder = Path(__file__).parent, tmp_path_factory.mktemp("run")
-        code = WORKER.format(tests=str(tests), root=str(tests.parent), ranks=ranks, shard=shard,
-                             folder=str(folder))
+        worker = folder / "worker.py"
+        worker.write_text(WORKER.format(tests=str(tests), root=str(tests.parent), ranks=ranks,
+                                        shard=shard, folder=str(folder)))
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
                   "--no_python", sys.executable] if ranks > 1 else []
-        ended = subprocess.run([sys.executable, *launch, "-c", code], capture_output=True,
-                               text=True, timeout=200)
-        assert ended.returncode == 0, ended.stderr[-3000:]
+        ended = subprocess.run([sys.executable, *launch, str(worker)], capture_output=True,
+                               text=True, timeout=400)
+        assert ended.returncode == 0, ended.stderr[-9000:]
         found = json.loads(ended.stdout.splitlines()[-1])
         for name in found:
             model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
@@ -240,3 +243,20 @@ def test_a_state_is_on_the_disk_before_it_counts_and_the_one_before_goes(tmp_pat
     checkpoint.save(model, optimizer, 2, [{"step": 1}, {"step": 2}])
     assert done == ["without writing", "whole.pt", "without step-2", "writing", "step-2",
                     tmp_path.name, "without step-1"]
+
+
+def test_a_state_that_takes_long_to_write_is_written_less_often(tmp_path, monkeypatch):
+    """After 5 minutes; once writing took 30 s, 5% of 10 minutes, after 10."""
+    model, optimizer, checkpoint = saved(tmp_path)
+    assert checkpoint.due()  # of 0 minutes: after every step
+    clock, write = [0.0], torch.save
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(torch, "save", lambda *a: (clock.append(clock.pop() + 30), write(*a)))
+    checkpoint = Checkpoint(checkpoint.accelerator, tmp_path, "sft", 5)
+    for seconds, due in ((0, False), (299, False), (300, True)):
+        clock[0] = seconds
+        assert checkpoint.due() == due
+    checkpoint.save(model, optimizer, 2, [])
+    for seconds, due in ((330, False), (630, False), (929, False), (930, True)):
+        clock[0] = seconds
+        assert checkpoint.due() == due

@@ -109,6 +109,10 @@ def test_the_papers_models_fit_eight_gpus_and_a_7b_model_not_one(folder, capsys)
                        ("cache of 32 slots", 68.7)):  # 32 x 4,096 x 32 layers x 2 x 4,096 x 2
         line = next(line for line in printed.splitlines() if line.startswith(part))
         assert line.split()[-1] == str(size)
+    # One rank reads 4 x 6.74e9 bytes. 5% of 27 minutes are the 81 s that 12 x 6.74e9 take.
+    assert ("beside the programs: 27.0 GB for the first rank, 0.0 for each other, 27.0 in all"
+            in printed)
+    assert "one of 80.9 GB every 10 minutes" in printed and "81 s, so every 27 min" in printed
     # 0.8 x (0.92 x 84.8 - 13.5) GB hold 24 of 2.147 GB.
     assert "32 slots do not fit beside the replica: 24 will be used" in printed
     with pytest.raises(SettingsError, match="training takes 117 GB of 85; use more GPUs"):
@@ -127,6 +131,30 @@ def test_a_buffer_of_failures_is_planned_for_as_it_is_in_the_last_iteration(fold
         assert f"activations of {tokens:,} tokens" in printed
         read[d_fail] = float(re.search(r"preferences +([\d.]+) M", printed)[1])
     assert read["buffer"] / read["all"] == pytest.approx((3 * 3 + 12) / (3 * 3 + 6), rel=1e-2)
+
+
+def test_the_second_system_holds_two_policies_and_plays_between_steps(folder, capsys):
+    """3 steps in segments of 2, so 2 segments: 400 tasks x 6 episodes a step; 6 x 1,000
+    before, 2 kinds x 500 picks x 3 between them. Qwen3-4B has 4.02e9 parameters."""
+    qwen, flags = folder("qwen3-4b"), (
+        "--method evolve --step-tasks 400 --step-rollouts 6 --grpo-steps 3 --evolve-every 2 "
+        "--start-tasks 1000 --signals forgetting,rare --picks 500 --explorer-episodes 3").split()
+    plan_of(qwen, "8xH100", *flags)
+    printed = capsys.readouterr().out
+    rows = {line[:42].rstrip(): line[42:].split() for line in printed.splitlines()}
+    for part in ("weights, fp32", "the first policy, fp32"):  # 4 x 4.02 / 8
+        assert rows[part] == ["2.0", "2.0"]
+    assert rows["Adam's moments, fp32"] == ["4.0", "4.0"] and rows["bf16 replica"] == ["8.0"]
+    assert f"activations of {6 * 4096:,} tokens" in printed
+    tokens = {name: float(re.search(rf"{name} +([\d.]+) M", printed)[1])
+              for name in ("exploration", "rollouts", "GRPO")}
+    assert tokens["rollouts"] == tokens["GRPO"]
+    assert tokens["exploration"] / tokens["rollouts"] == pytest.approx((6000 + 3000) / 7200, rel=2e-2)
+    # The SFT agent, and two of GRPO with two moments: 4 x 4.02 x 7 GB.
+    assert "disk: 113 GB of agents" in printed
+
+    plan_of(qwen, "8xH100", *flags, "--method", "grpo", "--start-from", "train")
+    assert re.search(r"exploration +0\.0 M", capsys.readouterr().out)
 
 
 def test_of_several_processes_one_prints_the_plan(folder, monkeypatch, capsys):
