@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+BLOCK = 64  # positions of a slot that are read together [ours]
+
 
 class SlotCache:
     """Keys and values of the episodes side by side, one slot each.
@@ -16,9 +18,15 @@ class SlotCache:
 
     def __init__(self, model, slots: int, tokens: int):
         layers, heads, d = cache_shape(model.config)
-        self.tokens = tokens
-        self.kv = torch.empty((layers, 2, slots, heads, tokens, d), dtype=model.dtype,
+        self.tokens, room = tokens, -(-tokens // BLOCK) * BLOCK
+        # Zeros: what a block holds beyond a slot's last token is read, with weight 0.
+        self.kv = torch.zeros((layers, 2, slots, heads, room, d), dtype=model.dtype,
                               device=model.device)
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Its keys (slots, H_kv, d, room) and values (slots, H_kv, room, d)."""
+        keys, values = self.kv[layer]
+        return keys.view(*keys.shape[:2], *keys.shape[:1:-1]), values
 
     def place(self, segments: list[tuple[int, int, int]]) -> None:
         """Says where the coming tokens go.
@@ -28,13 +36,21 @@ class SlotCache:
         """
         device = self.kv.device
         self.seen = set()  # layers of this pass that attended
-        self.single = [(slot, past) for slot, past, n in segments if n == 1]
-        at = torch.tensor(self.single, dtype=torch.long, device=device).reshape(-1, 2)   # (S, 2)
-        self.slots, self.positions = at.T
+        single = [(slot, past) for slot, past, n in segments if n == 1]
+        self.slots, self.positions = torch.tensor(
+            single, dtype=torch.long, device=device).reshape(-1, 2).T                     # (S,)
         # In a longer segment new token j sees the past and the new tokens up to itself.
         self.longer = [(slot, past, n, None if not past else torch.ones(
             n, past + n, dtype=torch.bool, device=device).tril(past))
-            for slot, past, n in segments[len(self.single):]]
+            for slot, past, n in segments[len(single):]]
+        self.blocks = None  # of the single tokens
+
+    def copy(self, source: int, slot: int, n: int) -> None:
+        """The first n tokens of a slot, into another one."""
+        for layer in range(len(self.kv)):
+            keys, values = self.of_layer(layer)
+            keys[slot, :, :, :n] = keys[source, :, :, :n]
+            values[slot, :, :n] = values[source, :, :n]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float):
         """Adds key and value (1, H_kv, N, d) of the tokens placed; their attention, (1, N, H, d).
@@ -46,24 +62,19 @@ class SlotCache:
             raise ValueError(f"layer {layer} attends more than once in a pass, and the cache holds "
                              "one set of keys a layer; use a model such as Llama, Qwen2 or Qwen3")
         self.seen.add(layer)
-        keys, values = self.kv[layer]                                     # (slots, H_kv, T, d)
+        keys, values = self.of_layer(layer)
         H, N, d = query.shape[1:]
         query, key, value = query[0], key[0], value[0]
-        out, S = query.new_empty(N, H, d), len(self.single)               # S single tokens first
-        keys[self.slots, :, self.positions] = key[:, :S].transpose(0, 1)
-        values[self.slots, :, self.positions] = value[:, :S].transpose(0, 1)
-        # Single tokens: the query heads that share a key head are rows of one product.
-        q = (query[:, :S] * scaling).transpose(0, 1).reshape(
-            S, keys.shape[1], H // keys.shape[1], d)
-        for (slot, past), part, result in zip(self.single, q, out[:S].view_as(q)):
-            k, v = keys[slot, :, :past + 1], values[slot, :, :past + 1]   # (H_kv, n, d)
-            scores = torch.bmm(part, k.mT)
-            weights = scores.softmax(-1, torch.promote_types(scores.dtype, torch.float32))
-            torch.bmm(weights.to(v.dtype), v, out=result)
+        out, S = query.new_empty(N, H, d), len(self.slots)                # S single tokens first
+        if S:
+            keys[self.slots, :, :, self.positions] = key[:, :S].transpose(0, 1)
+            values[self.slots, :, self.positions] = value[:, :S].transpose(0, 1)
+            out[:S] = self.attend_single(keys, values, query[:, :S].transpose(0, 1) * scaling)
         for slot, past, n, mask in self.longer:
             new, end = slice(S, S + n), past + n
-            keys[slot, :, past:end], values[slot, :, past:end] = key[:, new], value[:, new]
-            k, v = keys[slot, None, :, :end], values[slot, None, :, :end]
+            keys[slot, :, :, past:end], values[slot, :, past:end] = key[:, new].mT, value[:, new]
+            k = keys[slot, None, :, :, :end].mT.contiguous() if past else key[None, :, new]
+            v = values[slot, None, :, :end]
             if mask is not None and k.is_cuda:  # there a mask and fewer key heads have no kernel
                 k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
             out[new] = F.scaled_dot_product_attention(
@@ -71,6 +82,47 @@ class SlotCache:
                 enable_gqa=H != k.shape[1])[0].transpose(0, 1)
             S += n
         return out[None]
+
+    def attend_single(self, keys: Tensor, values: Tensor, query: Tensor) -> Tensor:
+        """Attention of one token in each of S slots, (S, H, d), of its scaled query (S, H, d).
+
+        Slots are of uneven length, and a product for each is slow. So keys and values are read as
+        tables, in blocks of BLOCK positions of a head. A row of keys is one of the head's d numbers
+        at these positions: d rows, weighted by a query, are its scores there. A row of values is
+        one position's: rows weighted by the softmax of the scores are the attention.
+        """
+        S, H, d = query.shape
+        if self.blocks is None:  # the same in all layers
+            self.blocks = self.find_blocks(H)
+        head, at, most, unseen, key_rows, value_rows, first = self.blocks
+        scores = F.embedding_bag(key_rows, keys.view(-1, BLOCK), mode="sum",
+                                 per_sample_weights=query.reshape(S * H, d)[head])    # (B, BLOCK)
+        scores = scores.masked_fill_(unseen, -torch.inf).to(
+            torch.promote_types(scores.dtype, torch.float32))
+        padded = scores.new_full((S * H * most, BLOCK), -torch.inf).index_copy_(0, at, scores)
+        weights = padded.view(S * H, -1).softmax(-1).view(-1, BLOCK)[at]              # (B, BLOCK)
+        return F.embedding_bag(value_rows, values.view(-1, d), first, mode="sum",
+                               per_sample_weights=weights.to(values.dtype).flatten()).view(S, H, d)
+
+    def find_blocks(self, H: int) -> tuple:
+        """The B blocks that single tokens see, by slot, head of the query (of H) and position.
+
+        The head (B,) that each is of, among all slots'; its place (B,) where each head has as many
+        as the longest, and how many these are; what in it is not seen (B, BLOCK); the rows of keys
+        (B, d) and of values (B * BLOCK,), and where in these each head's begin (S * H,).
+        """
+        H_kv, room, d = self.kv.shape[3:]
+        count, step = self.positions // BLOCK + 1, torch.arange(room + d, device=self.kv.device)
+        most = int(count.max())
+        slot, h, block = (step[:most] < count[:, None, None]).expand(-1, H, -1).nonzero().T
+        head = slot * H + h
+        key_head = self.slots[slot] * H_kv + h // (H // H_kv)
+        positions = block[:, None] * BLOCK + step[:BLOCK]
+        keys = (key_head * d * (room // BLOCK) + block)[:, None] + step[:d] * (room // BLOCK)
+        values = key_head[:, None] * room + positions
+        count = count.repeat_interleave(H) * BLOCK
+        return (head, head * most + block, most, positions > self.positions[slot, None],
+                keys.int(), values.int().flatten(), (count.cumsum(0) - count).int())
 
 
 def next_token_logits(model, cache: SlotCache,
@@ -97,9 +149,15 @@ def sample(logits: Tensor, temperature: float, draws: list[float] | None) -> Ten
     """
     if temperature == 0:
         return logits.argmax(-1)
-    cdf = torch.softmax(logits.double() / temperature, -1).cumsum(-1)                 # (S, V)
-    u = torch.tensor(draws, dtype=torch.float64, device=logits.device)[:, None] * cdf[:, -1:]
-    return (cdf <= u).sum(-1)
+    p = (logits / temperature).softmax(-1)
+    # First the run of words in which the draw falls, then the word in it.
+    runs = F.pad(p, (0, -p.shape[1] % 256)).unflatten(1, (-1, 256))               # (S, runs, 256)
+    cdf = F.pad(runs.sum(-1).double().cumsum(-1), (1, 0))                         # (S, 1 + runs)
+    u = torch.tensor(draws, dtype=torch.float64, device=p.device)[:, None] * cdf[:, -1:]  # (S, 1)
+    run = (cdf[:, 1:] <= u).sum(-1, keepdim=True)
+    inside = runs[torch.arange(len(p), device=p.device), run[:, 0]].double().cumsum(-1)  # (S, 256)
+    u = torch.minimum(u - cdf.gather(1, run), inside[:, -1:].nextafter(torch.zeros_like(u)))
+    return run[:, 0] * 256 + (inside <= u).sum(-1)
 
 
 # ---------------------------------------------------------------------------------- its size

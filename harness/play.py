@@ -127,6 +127,10 @@ def before_stops(reply: str, stops) -> str:
 # ---------------------------------------------------------------------------------- the engine
 
 
+# A prompt waits a pass for another one if so many tokens less are read then [ours].
+WORTH_WAITING = 32
+
+
 class Slot:
     """A place in the cache: an environment, and the episode that is being played there."""
 
@@ -144,12 +148,23 @@ class Slot:
         self.rng = random.Random(trajectory.seed)
 
     def end(self) -> None:
-        self.left, self.playing = self.playing.ids[:self.past], None
+        self.left, self.playing, self.past = self.held, None, 0
+
+    @property
+    def held(self) -> list[int]:
+        """The tokens whose keys and values are in the cache."""
+        return self.playing.ids[:self.past] if self.past else self.left
 
     @property
     def waiting(self) -> int:
         """How many tokens are to be read."""
         return len(self.playing.ids) - self.past
+
+    @property
+    def opening(self) -> bool:
+        """Whether its episode's prompt is still to be read."""
+        t = self.playing
+        return bool(t and t.ids) and not t.steps and len(t.ids) == self.reply_at
 
 
 @torch.inference_mode()
@@ -160,13 +175,13 @@ def rollout(model, encoder: Encoder, make_env, trajectories: list[Trajectory], *
     """Plays the episodes, `slots` side by side, and returns them in the order given.
 
     Each turn of the loop is one forward pass over every slot with something new: one sampled token,
-    or a page. A slot keeps its cache over an episode's turns and takes the next episode at once; of
-    a prompt that begins like the last one's it reads the rest only. A reply ends before one of the
-    texts in `stops`, since what follows is the environment's to say. Every episode has its own
-    random generator, so what runs beside it changes nothing but rounding. `make_env()` gives each
-    slot its environment. An episode whose environment breaks ends "lost", which is no failure of
-    the agent's; EnvError is raised where `envs.Losses` says that too many are, of these episodes or
-    of so many on all ranks (`of`).
+    or a page. A slot keeps its cache over an episode's turns and takes the next episode at once. As
+    far as a prompt begins like what some slot holds, it is copied from there and not read. A reply
+    ends before one of the texts in `stops`, since what follows is the environment's to say. Every
+    episode has its own random generator, so what runs beside it changes nothing but rounding.
+    `make_env()` gives each slot its environment. An episode whose environment breaks ends "lost",
+    which is no failure of the agent's; EnvError is raised where `envs.Losses` says that too many
+    are, of these episodes or of so many on all ranks (`of`).
 
     Episodes that have ended already stay as they are. A chunk of so many (0: all) begins when the
     one before has ended, and depends on nothing in it. keep(trajectory) is called when one ends.
@@ -219,17 +234,24 @@ def rollout(model, encoder: Encoder, make_env, trajectories: list[Trajectory], *
                 try:
                     observe(slot, encoder, answer.result(), max_tokens)
                     losses.answered()
+                    borrow(cache, slot, places)
                 except envs.EnvError as error:
                     slot.playing.ended = "lost"
                     losses.add(error)
                 free_if_ended(slot)
 
-            # Every single token that waits, then pages while they fit, but one page in any case.
-            chosen, room = [], tokens_per_forward
+            # Every single token that waits, then pages while they fit, but one page in any case. A
+            # prompt that begins like one of this pass waits for it, and is then copied.
+            chosen, openings, room = [], [], tokens_per_forward
             for slot in sorted((slot for slot in playing if slot.playing and not slot.answer),
                                key=lambda slot: (slot.waiting, slot.number)):
                 n = slot.waiting
                 if n == 1 or n <= room or room == tokens_per_forward:
+                    if slot.opening:
+                        if any(shared_beginning(slot.playing.ids, other.playing.ids)
+                               >= slot.past + WORTH_WAITING for other in openings):
+                            continue
+                        openings.append(slot)
                     chosen.append(slot)
                     room -= n if n > 1 else 0
             now += 1
@@ -252,6 +274,8 @@ def rollout(model, encoder: Encoder, make_env, trajectories: list[Trajectory], *
                     slot.playing.messages.append({"role": "assistant", "content": reply})
                     ask(slot, slot.env.step, reply)
                 free_if_ended(slot)
+            for slot in playing:
+                borrow(cache, slot, openings)
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
         wait([slot.answer for slot in places if slot.answer], timeout=1)
@@ -266,8 +290,6 @@ def observe(slot: Slot, encoder: Encoder, answer, max_tokens: int) -> None:
     if isinstance(answer, str):
         t.messages = envs.opening(slot.env, answer, playing=True)
         read(slot, encoder.start(t.messages), max_tokens)
-        # A prompt that the slot has read before is not read again.
-        slot.past = shared_beginning(slot.left, t.ids[:-1])
         return
     t.reward, t.raw_reward, t.steps = answer.reward, answer.raw, t.steps + 1
     if answer.done or t.steps == slot.env.max_steps:
@@ -276,6 +298,22 @@ def observe(slot: Slot, encoder: Encoder, answer, max_tokens: int) -> None:
     read(slot, encoder.observation(answer.observation), max_tokens)
     if not t.ended:
         t.messages.append({"role": "user", "content": answer.observation})
+
+
+def borrow(cache: SlotCache, slot: Slot, others: list[Slot]) -> None:
+    """A prompt that is still to be read: its beginning comes from the slot that holds most of it.
+
+    Its last token is read in any case, which gives the logits.
+    """
+    if not slot.opening:
+        return
+    prompt = slot.playing.ids[:-1]
+    n, itself, source = max(((shared_beginning(other.held, prompt), other is slot, other.number)
+                             for other in others), default=(0, True, 0))
+    if n > slot.past:
+        if not itself:
+            cache.copy(source, slot.number, n)
+        slot.past = n
 
 
 def read(slot: Slot, ids: list[int], max_tokens: int) -> None:

@@ -69,7 +69,7 @@ def test_a_slot_holds_keys_and_values_of_every_layer():
     assert cache.slot_bytes(Qwen3Config(num_hidden_layers=36, num_attention_heads=32, head_dim=128,
                                        num_key_value_heads=8)) == 147_456
     model = model_of(3, fake=False).to(torch.bfloat16)
-    assert cache.SlotCache(model, 5, 100).kv.nbytes == 500 * cache.slot_bytes(model.config)
+    assert cache.SlotCache(model, 5, 128).kv.nbytes == 640 * cache.slot_bytes(model.config)
 
 
 @pytest.fixture

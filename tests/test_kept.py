@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import Toy, make_model, make_tokenizer
 from test_coevolve import contents
-from test_rollout import Echo
+from test_rollout import Ruled
 
 import dpo
 from engine.cache import next_token_logits
@@ -31,7 +31,7 @@ def play(agent, episodes, passes=None, chunk=6, keep=None, monkeypatch=None):
 
     if passes is not None:
         monkeypatch.setattr("harness.play.next_token_logits", forward)
-    return rollout(*agent, Echo, episodes, temperature=0.7, slots=3, max_tokens=400,
+    return rollout(*agent, Ruled, episodes, temperature=0.7, slots=3, max_tokens=400,
                    max_new_tokens=12, tokens_per_forward=100, chunk=chunk, keep=keep)
 
 

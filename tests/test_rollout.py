@@ -33,6 +33,12 @@ class Echo:
         pass
 
 
+class Ruled(Echo):
+    """The same after rules that all episodes begin with."""
+
+    prompt = "you shop " * 20
+
+
 @pytest.fixture(scope="module")
 def agent():
     tokenizer = make_tokenizer("chatml")
@@ -123,9 +129,10 @@ def test_control_tokens_beyond_the_models_vocabulary_are_no_harm(agent, monkeypa
 
 def test_slots_read_side_by_side_give_the_logits_of_full_forward_passes(agent):
     model, _ = agent
-    cache, rng = SlotCache(model, 6, 100), random.Random(0)
+    cache, rng = SlotCache(model, 6, 200), random.Random(0)
     held = [[] for _ in range(5)]
-    for n in ([9, 4, 7, 1, 2], [1] * 5, [1, 1, 5, 1, 1], [1, 3, 1, 1, 2], [1] * 5):
+    # The cache is read in blocks of 64 positions: within one, over its end, over two ends.
+    for n in ([9, 63, 64, 1, 150], [1] * 5, [1, 1, 5, 1, 1], [1, 3, 1, 1, 2], [1] * 5):
         # Pages of several tokens beside single ones, which come first.
         segments = sorted(((slot, len(held[slot]), [
             rng.randrange(model.config.vocab_size) for _ in range(more)])
@@ -162,10 +169,7 @@ def test_what_runs_beside_an_episode_changes_nothing(agent, other):
 
 
 def test_a_prompt_is_read_once_by_a_slot_and_episodes_stay_the_same(agent, monkeypatch):
-    class Prompted(Echo):
-        prompt = "you shop " * 10
-
-    env, tasks, openings, held = Prompted(), [3, 3, 4], [], []
+    env, tasks, openings, held = Ruled(), [3, 3, 4], [], []
     prompts = [agent[1].start(envs.opening(env, env.reset(str(task)))) for task in tasks]
 
     def record(segments):
@@ -175,12 +179,34 @@ def test_a_prompt_is_read_once_by_a_slot_and_episodes_stay_the_same(agent, monke
             openings.append((past, held[:]))
 
     watch(monkeypatch, record)
-    played = play(agent, tasks=tasks, slots=1, env=Prompted, temperature=1.0)
+    played = play(agent, tasks=tasks, slots=1, env=Ruled, temperature=1.0)
     (a, first), (b, second), (c, third) = openings
     assert first == second and (a, b) == (0, len(first) - 1)  # the last token gives the logits
     assert first[:c] == third[:c] and first[c] != third[c] and c > 20
     for task, e in zip(tasks, played):
-        assert e.record() == play(agent, [task], env=Prompted, temperature=1.0)[0].record()
+        assert e.record() == play(agent, [task], env=Ruled, temperature=1.0)[0].record()
+
+
+@pytest.mark.parametrize("slots, tokens_per_forward", [(9, 10_000), (4, 10_000), (9, 60), (2, 1)])
+def test_what_prompts_begin_alike_is_read_once_by_all_slots(agent, monkeypatch, slots,
+                                                            tokens_per_forward):
+    """Three rollouts of each of three tasks: the rules are read once, and each task's page."""
+    read, at_once = [], []
+    watch(monkeypatch, lambda segments: (
+        at_once.append(sum(past == 0 for _, past, _ in segments)),
+        read.append(sum(len(new) for _, _, new in segments if len(new) > 1))))
+    tasks, env = [3, 3, 3, 4, 4, 4, 5, 5, 5], Ruled()
+    starts = [agent[1].start(envs.opening(env, env.reset(str(task)))) for task in (3, 4, 5)]
+    shared = play(agent, tasks, 1.0, slots, tokens_per_forward=tokens_per_forward, env=Ruled)
+    ours, largest = sum(read), max(at_once)
+    read.clear()
+    monkeypatch.setattr("harness.play.shared_beginning", lambda a, b: 0)
+    alone = play(agent, tasks, 1.0, slots, tokens_per_forward=tokens_per_forward, env=Ruled)
+    assert [e.record() for e in shared] == [e.record() for e in alone]
+    once = len(starts[0]) + sum(len(s) - 60 for s in starts[1:])  # 60: less than they share
+    assert min(len(s) for s in starts) > 70 and largest == 1
+    pages = sum(read) - 3 * sum(map(len, starts))  # what is read later, the same in both
+    assert ours - pages <= once
 
 
 @pytest.mark.parametrize("latency, slots", [(0, 3), (1, 3), (3, 3), (50, 3), (2, 1)])
@@ -309,3 +335,17 @@ def test_sampling_follows_the_softmax():
     assert torch.bincount(tokens, minlength=3).tolist() == pytest.approx([18.5, 74, 907], abs=2)
     logits[0, 2] = -torch.inf
     assert sample(logits.expand(1000, 3), 1.0, draws).max() == 1
+
+
+@pytest.mark.parametrize("words", [3, 256, 1500])
+def test_sampling_is_the_inverse_of_the_distribution_function(words):
+    """As in float64 over all words at once; at its ends too no word without probability."""
+    torch.manual_seed(words)
+    logits = 3 * torch.randn(400, words)
+    logits[:, [0, -1]] = -torch.inf
+    draws = [0.0, 1 - 2 ** -53] * 50 + torch.rand(300, dtype=torch.float64).tolist()
+    cdf = (logits.double() / 0.7).softmax(-1).cumsum(-1)
+    expected = [int((row <= u * row[-1]).sum()) for row, u in zip(cdf, draws)]
+    found = sample(logits, 0.7, draws).tolist()
+    assert found[100:] == expected[100:]  # at the ends there are words of probability 1e-9
+    assert all(0 < word < words - 1 for word in found)
