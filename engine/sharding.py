@@ -66,19 +66,27 @@ def hand_out(model, device) -> None:
             torch.distributed.broadcast(whole, src=0)
         return whole
 
-    replace_tensors(model, receive)
+    first = [ties(model)]  # without its data, a file that holds a tied weight twice is not tied
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(first, src=0)
+    replace_tensors(model, first[0], receive)
 
 
-def replace_tensors(model, make) -> None:
-    """Puts make(tensor) in the place of each of `tensors`; what was tied stays tied."""
-    made = {}
-    for held, name, tensor in tensors(model):
-        if tensor not in made:
-            new = make(tensor)
-            if isinstance(tensor, torch.nn.Parameter) and new is not tensor:
-                new = torch.nn.Parameter(new, tensor.requires_grad)
-            made[tensor] = new
-        held[name] = made[tensor]
+def replace_tensors(model, first: list[int], make) -> None:
+    """Puts make(tensor) in the place of each of `tensors` that `first` counts as its own."""
+    made = []
+    for n, (held, name, tensor) in enumerate(tensors(model)):
+        new = made[first[n]] if first[n] < n else make(tensor)
+        if isinstance(tensor, torch.nn.Parameter) and not isinstance(new, torch.nn.Parameter):
+            new = torch.nn.Parameter(new, tensor.requires_grad)
+        held[name] = new
+        made.append(new)
+
+
+def ties(model) -> list[int]:
+    """For each of `tensors`, the first one that is the same: itself, or what it is tied to."""
+    found = [id(tensor) for *_, tensor in tensors(model)]
+    return [found.index(tensor) for tensor in found]
 
 
 def tensors(model) -> list[tuple[dict, str, torch.Tensor]]:
@@ -161,7 +169,7 @@ def whole(accelerator, model, make):
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return full.to(accelerator.device, empty.dtype, copy=True)
 
-    replace_tensors(copy, gather)
+    replace_tensors(copy, ties(live), gather)
     return copy
 
 
