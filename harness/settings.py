@@ -277,7 +277,7 @@ class Settings:
         "auto", "layers are computed again in the backward pass; auto: as shard [ours]")
     checkpoint_minutes: float = setting(
         10, "minutes between checkpoints inside a training phase, or more, so that writing takes "
-        "at most 5% of the time; 0 = after every step [ours]",
+        "at most a twentieth of the time; 0 = after every step [ours]",
         at_least=0)
     track: Optional[str] = setting(
         None, "also log to a tracker of accelerate, such as tensorboard or wandb [files only]")
