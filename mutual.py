@@ -340,7 +340,8 @@ def propose(run: Run, out: Path, i: int) -> dict:
 
 def proposed(run: Run, i: int) -> list[dict]:
     """The proposals that were added before evolution i."""
-    return [row for j in range(i) for row in run.read_jsonl(f"iter{j}/proposals.jsonl")
+    names = [f"iter{j}/proposals.jsonl" for j in range(i)]  # training tasks were never proposed
+    return [row for name in names if name in run.phases for row in run.read_jsonl(name)
             if row["verdict"] == "added"]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -232,8 +233,10 @@ class Folder:
             self.log("dropped", phase=phase, reason=reason, count=len(tasks), tasks=tasks[:10])
 
     def bar(self, phase: str, total: int, unit: str):
+        every = 0 if sys.stderr.isatty() else 60  # seconds: a log needs no moving bar
         return tqdm(total=total, unit=unit, desc=phase, leave=False, disable=not self.main,
-                    unit_scale=unit == "token", dynamic_ncols=True)
+                    unit_scale=unit == "token", dynamic_ncols=True, delay=every,
+                    mininterval=max(0.1, every), maxinterval=max(10, every))
 
     def print_main(self, line: str) -> None:
         if self.main:

@@ -190,6 +190,7 @@ def command(out, *more):
 def finish(out, *more):
     done = subprocess.run(command(out, *more), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "\r" not in done.stderr  # no moving bar in a log
     return done.stdout
 
 

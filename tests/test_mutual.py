@@ -411,6 +411,12 @@ def test_the_task_set_grows_from_signals(run):
     assert {e["D"] for e in events(r, "grpo")} == set(sizes)
 
 
+def test_the_task_set_also_grows_from_training_tasks(run):
+    r = run("evolve", start_from="train")
+    sizes = [len(mutual.task_set(r, i)) for i in range(3)]
+    assert sizes[0] == 5 and sizes[2] > 5 and len(r.added_tasks()) == sizes[2] - 5
+
+
 def test_signals_have_their_evidence_and_a_task_is_picked_once(run):
     r = run("evolve", rare_below=60.0)
     rows = [row for i in (1, 2) for row in r.read_jsonl(f"iter{i}/signals.jsonl")]
