@@ -232,6 +232,13 @@ def test_a_study_runs_methods_by_seed_and_takes_steps_from_co_evolution(finished
         assert count(equal) == count(events) == 2 * 2 * 6
 
 
+def test_a_run_comes_after_those_it_takes_its_cost_from():
+    order = METHODS + EVOLUTIONS  # one job at a time would wait for ever
+    assert equals("grpo-tasks") and equals("eto-tokens")
+    assert all(order.index(other) < order.index(method)
+               for method in order for other in equals(method))
+
+
 def test_the_report_holds_what_the_runs_hold(finished):
     folder, _ = finished
     numbers = json.loads((folder / "report/report.json").read_text())
