@@ -233,10 +233,10 @@ def test_a_study_runs_methods_by_seed_and_takes_steps_from_co_evolution(finished
 
 
 def test_a_run_comes_after_those_it_takes_its_cost_from():
-    order = METHODS + EVOLUTIONS  # one job at a time would wait for ever
-    assert equals("grpo-tasks") and equals("eto-tokens")
+    order = methods.METHODS + methods.EVOLUTIONS  # else one job at a time waits for ever
+    assert methods.equals("grpo-tasks") and methods.equals("eto-tokens")
     assert all(order.index(other) < order.index(method)
-               for method in order for other in equals(method))
+               for method in order for other in methods.equals(method))
 
 
 def test_the_report_holds_what_the_runs_hold(finished):
