@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import textwrap
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -15,11 +16,22 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
+from harness.settings import SettingsError
+
 ROOT = Path(__file__).parent.parent  # of the project
 
 
 class RunError(ValueError):
     """A folder or file that is not what a run writes; the text is one line for the user."""
+
+
+def command(name: str, work) -> None:
+    """work(flags); a fault of the user's or of a file is one line, with exit status 2."""
+    try:
+        work(sys.argv[1:])
+    except (RunError, SettingsError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 # --------------------------------------------------------------------------------- reading

@@ -7,6 +7,7 @@ of pieces, a trajectory a list of texts, and each is kept once. Token ids stay b
 import math
 import re
 from collections import Counter
+from itertools import takewhile
 from pathlib import Path
 
 from envs import SUCCESS, first_reply
@@ -54,7 +55,7 @@ def conversations(run_dir, letters: float = math.inf, tasks: float = math.inf) -
                                         for here in found.values())), []
     for task in ranked[:int(min(tasks, len(ranked)))]:
         runs = list(found[task]["runs"].values())
-        told = store.room()
+        told = store.left > 0
         listed.append(dict(
             id=task, split=task.removeprefix(f"{env}-").split("-")[0], say=says[task],
             runs=[[*(run[f] for f in FIELDS[:-1]),
@@ -66,24 +67,16 @@ def conversations(run_dir, letters: float = math.inf, tasks: float = math.inf) -
 
 
 def outputs(run_dir: Path) -> list[str]:
-    """Names of the .jsonl files of finished phases, in order; without phases.json, all there are.
+    """Names of the .jsonl files of finished phases, in order.
 
     A file that no finished phase wrote is left from before something was deleted.
     """
     phases = run_dir / "phases.json"
-    if phases.exists():
-        names = [name for phase in read_object(phases)
-                 for name in (phase, f"{phase}/episodes.jsonl")  # those that GRPO learned from
-                 if name.endswith(".jsonl") and (run_dir / name).is_file()]
-    else:
-        paths = [*run_dir.glob("*.jsonl"), *run_dir.glob("iter[0-9]*/*.jsonl")]
-        names = sorted((str(p.relative_to(run_dir)) for p in paths if p.name != "metrics.jsonl"),
-                       key=lambda name: [int(x) if x.isdigit() else x
-                                         for x in re.split(r"(\d+)", name)])
-        names.sort(key=lambda name: name != "experts.jsonl")
+    names = [name for phase in (read_object(phases) if phases.exists() else ())
+             for name in (phase, f"{phase}/episodes.jsonl")  # those that GRPO learned from
+             if name.endswith(".jsonl")]
     # Last, for the episodes of a phase that is running; the others are in its phase's file too.
-    return [name for name in names if name != "chat.jsonl"] + ["chat.jsonl"] * (
-        run_dir / "chat.jsonl").exists()
+    return [name for name in [*names, "chat.jsonl"] if (run_dir / name).is_file()]
 
 
 def text(value) -> str:
@@ -149,29 +142,24 @@ def _interest(runs, tasks: int) -> tuple:
         rewards = [r["reward"] for r in runs if r["agent"] == "target"] or [0.0]
         return (9, -abs(rewards[-1] - rewards[0]), rewards[-1])
     last = max(r["iteration"] for r in explored)
-    by = {}
-    for r in explored:
-        if r["iteration"] == last:
-            by.setdefault(r["agent"] == "target", []).append(r["reward"])
-    target, second = max(by.get(True, [0.0])), by.get(False, by.get(True, [0.0]))
-    failures = [reward for reward in second if reward < SUCCESS]
+    targets, others = ([r["reward"] for r in explored if r["iteration"] == last
+                        and (r["agent"] == "target") == is_target] for is_target in (True, False))
+    failures = [reward for reward in others or targets if reward < SUCCESS]
     if not failures:
         return (2, 0.0, 0.0)
-    hardest = max(failures)
-    return (int(False in by and target >= hardest), -hardest, target)
+    target, hardest = max(targets, default=0.0), max(failures)
+    return (int(bool(others) and target >= hardest), -hardest, target)
 
 
 def _instructions(runs: dict[str, dict]) -> dict[str, str]:
     """task -> what its opening says that most others do not."""
     openings = {}
     for task, found in runs.items():
-        first, spoken = next(iter(found.values())), []
-        for acts, content in first["messages"]:
-            if acts:
-                break
-            spoken += [piece.strip(" \n|") for piece in PIECES.findall(content.replace(
-                " [SEP] ", " | "))]
-        openings[task] = [piece for piece in dict.fromkeys(spoken) if piece]
+        first = next(iter(found.values()))
+        told = takewhile(lambda message: not message[0], first["messages"])  # before it acts
+        spoken = [piece.strip(" \n|") for _, content in told
+                  for piece in PIECES.findall(content.replace(" [SEP] ", " | "))]
+        openings[task] = list(dict.fromkeys(filter(None, spoken)))
     counts = Counter(piece for pieces in openings.values() for piece in pieces)
     common = {piece for piece, n in counts.items() if len(runs) > 2 and n > len(runs) / 2}
     return {task: " ".join(piece for piece in pieces if piece not in common)[:400]
@@ -183,9 +171,6 @@ class Texts:
 
     def __init__(self, letters: float):
         self.left, self.pieces, self.texts, self.numbers = letters, {}, {}, {}
-
-    def room(self) -> bool:
-        return self.left > 0
 
     def add(self, message: tuple[bool, str]) -> int:
         acts, content = message

@@ -12,14 +12,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from harness.files import ROOT, RunError, read_object, write_text
+from harness.files import ROOT, RunError, command, read_object, write_text
 from harness.report import columns, events, headline, reading, result, sections
 from look import charts
 from look.conversations import conversations
@@ -157,8 +156,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except RunError as error:
-        print(f"page: {error}", file=sys.stderr)
-        sys.exit(2)
+    command("page", main)

@@ -1,11 +1,10 @@
 """Means over the seeds of methods: `python -m study.compare RUN RUN ...` (run.sh compare)."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 
-from harness.files import RunError
+from harness.files import RunError, command
 from harness.report import reading, result, section
 
 # Between the seeds of a method: what changes nothing, or rounding only.
@@ -53,8 +52,4 @@ def compare(run_dirs) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        print(compare(sys.argv[1:]))
-    except RunError as error:
-        print(f"compare: {error}", file=sys.stderr)
-        sys.exit(2)
+    command("compare", lambda runs: print(compare(runs)))

@@ -45,6 +45,13 @@ CLAIMS = [("coevolve", "eto", "Tables 3, 4"), ("coevolve", "eto-steps", "ours"),
               ("evolve-unverified", "Table 11"))),
           *(("evolve", f"evolve-only-{signal}", "ours") for signal in SIGNALS),
           ("evolve", "grpo-tasks", "ours"), ("evolve", "sft", "ours"), ("grpo", "sft", "ours")]
+# What a method sets beside --method and what it takes of other runs.
+SETS = {"frozen": "--d-fail none", "evolve-random": "--explorer random",
+        "evolve-unverified": "--verify false",
+        **{f"evolve-only-{signal}": f"--signals {signal}" for signal in SIGNALS},
+        **{f"evolve-without-{signal}": "--signals " + ",".join(s for s in SIGNALS if s != signal)
+           for signal in SIGNALS},
+        **{m: m.replace("lambda-", "--lambda-sft ") for m in METHODS if m.startswith("lambda-")}}
 THRESHOLDS = (0.6, 0.7, 0.8)
 MEASURES = ("reward", "success")
 SECOND = AGENTS[2:]
@@ -62,22 +69,10 @@ def method_of(method: str) -> str:
 
 def flags(method: str, folder: Path, seed: int) -> list[str]:
     """The settings that make a run of `method`; equal steps are those of co-evolution's run."""
-    found = ["--method", method_of(method)]
-    if method.startswith("lambda-"):
-        found += ["--lambda-sft", method.removeprefix("lambda-")]
-    if method == "frozen":
-        found += ["--d-fail", "none"]
+    found = ["--method", method_of(method), *SETS.get(method, "").split()]
     if method == "grpo-tasks":
         found += ["--start-tasks", str(tasks_of(folder / f"evolve-s{seed}")[-1])]
-        return found
-    if method == "evolve-random":
-        found += ["--explorer", "random"]
-    if method == "evolve-unverified":
-        found += ["--verify", "false"]
-    if method.startswith(("evolve-only-", "evolve-without-")):
-        _, how, signal = method.split("-")
-        found += ["--signals", ",".join(s for s in SIGNALS if (s == signal) == (how == "only"))]
-    if likes := equals(method):
+    elif likes := equals(method):
         like, *eto = [folder / f"{other}-s{seed}" for other in likes]
         steps, tokens = mean_cost(like)
         if eto:

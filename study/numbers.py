@@ -91,11 +91,12 @@ def finals(by_run, method: str, splits) -> dict:
             for split in splits for key in MEASURES}
 
 
+def means(rows: list[dict]) -> dict:
+    return {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
+
+
 def main_table(runs, by_run, splits) -> dict:
-    costs = {m: [cost(path) for path in found.values()] for m, found in runs.items()}
-    return {m: {**finals(by_run, m, splits),
-                **{key: float(np.mean([c[key] for c in costs[m]]))
-                   for key in ("target_steps", "all_steps", "target_tokens", "rollouts")}}
+    return {m: {**finals(by_run, m, splits), **means([cost(path) for path in runs[m].values()])}
             for m in runs}
 
 
@@ -108,8 +109,7 @@ def paired_table(runs, by_run, splits) -> list[dict]:
     rows = []
     for a, b, source in CLAIMS:
         for split, key in itertools.product(splits, MEASURES):
-            found = paired(final(by_run, a, split, key), final(by_run, b, split, key))
-            if found:
+            if found := paired(final(by_run, a, split, key), final(by_run, b, split, key)):
                 rows.append(dict(a=a, b=b, source=source, split=split, measure=key, **found))
     return rows
 
@@ -132,7 +132,7 @@ def evolutions(runs) -> dict:
                     first_tasks=of["grpo"][0]["D"], last_tasks=of["grpo"][-1]["D"],
                     replayed=sum(e["replayed"] for e in later),
                     added=sum(e["added"] for e in later)))
-        found[m] = {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
+        found[m] = means(rows)
     return found
 
 

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
-from harness.files import ROOT, RunError, held
+from harness.files import ROOT, command, held
 from harness.settings import SettingsError, parse, without_passwords
 from study.methods import EVOLUTIONS, METHODS, equals, finished, flags, method_of, refuse_unlike
 
@@ -132,8 +132,4 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    try:
-        main(sys.argv[1:])
-    except (SettingsError, RunError) as error:
-        print(f"study: {error}", file=sys.stderr)
-        sys.exit(2)
+    command("study", main)

@@ -4,13 +4,12 @@ import argparse
 import re
 import shutil
 import signal
-import sys
 import textwrap
 from itertools import zip_longest
 from pathlib import Path
 
 from envs import SUCCESS, first_reply
-from harness.files import RunError, read_jsonl
+from harness.files import RunError, command, read_jsonl
 from harness.report import AGENTS, reading, result
 
 ENDINGS = {"done": "done", "budget": "out of steps", "context": "out of context"}
@@ -142,8 +141,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except RunError as error:
-        print(f"show: {error}", file=sys.stderr)
-        sys.exit(2)
+    command("show", main)
