@@ -69,6 +69,10 @@ class World:
         """What the task of this key in one of the splits is; None if there is none."""
         return self.splits[split].get(key)
 
+    def published_task(self, id: str) -> str:
+        """The task of a published expert trajectory, whose id ends in the task's number."""
+        return f"{self.name}-train-{int(re.findall('[0-9]+', id)[-1])}"
+
     def wording(self, task: str) -> str | None:
         """A task's instruction, where that is known without playing it and no other task's."""
 

@@ -9,6 +9,7 @@ import decimal
 import json
 import math
 import threading
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 
 import mpmath
@@ -176,13 +177,9 @@ class Simulators:
 
 
 def _written(result) -> str:
-    if type(result) is str:
-        return result
     if type(result) is dict:
-        try:
+        with suppress(Exception):  # as the package: an object that JSON has no form for
             return json.dumps(result)
-        except Exception:  # as the package: an object that JSON has no form for
-            return str(result)
     return str(result)
 
 
@@ -211,8 +208,13 @@ def failed(result: str) -> bool:
     """Whether a result tells of an error."""
     if result.lstrip("[{'\" ").lower().startswith("error"):
         return True
-    try:
-        value = json.loads(result)
-    except (ValueError, RecursionError):
-        return False
+    value = json_of(result)
     return isinstance(value, dict) and "error" in value
+
+
+def json_of(result: str):
+    """The value that a result is in JSON; None where it is not."""
+    try:
+        return json.loads(result)
+    except (ValueError, RecursionError):
+        return None

@@ -9,7 +9,7 @@ import json
 import random
 
 from worlds.bfcl import script
-from worlds.bfcl_calls import Simulators, failed, parse_calls
+from worlds.bfcl_calls import Simulators, failed, json_of, parse_calls
 from worlds.bfcl_tasks import CATEGORIES, tasks
 
 MOST_CALLS = 8  # of a new task [ours]
@@ -143,7 +143,7 @@ def useful(made: list[tuple]) -> list[tuple]:
     """
     kept, later = [], []  # later: values of arguments, as texts
     for call, result, changed in reversed(made):
-        found = [str(value) for value in _values(_json_of(result))]
+        found = [str(value) for value in _values(json_of(result))]
         used = any(a == b or len(a) > 2 and a in b for a in found for b in later)
         if changed or used or not kept:
             kept.append((call, result, changed))
@@ -157,13 +157,6 @@ def _values(value) -> list:
         inside = value.values() if isinstance(value, dict) else value
         return [found for item in inside for found in _values(item)]
     return [] if value is None or isinstance(value, bool) else [value]
-
-
-def _json_of(result: str):
-    try:
-        return json.loads(result)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _flat(calls: list[list[dict]]) -> str:

@@ -106,9 +106,8 @@ def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
     conversation are replaced by the environment's prompt. Refused naming the entry, also where
     `env` has no such task.
     """
-    def refuse(problem, entry=None):
-        where = f"--experts {path}" + ("" if entry is None else f", entry {entry}")
-        raise Refused(f"{where}: {problem}")
+    def refuse(problem, entry=""):
+        raise Refused(f"--experts {path}{entry}: {problem}")
 
     remedy = "give ETO's JSON list or a run's experts.jsonl"
     try:
@@ -121,10 +120,10 @@ def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
         try:
             rows.append(dict(json.loads(line)))
         except (ValueError, TypeError, RecursionError):
-            raise Refused(f"--experts {path}, line {n}: not a whole JSON object: "
-                          f"{shorten(line[:200], 40)!r}; {remedy}") from None
+            refuse(f"not a whole JSON object: {shorten(line[:200], 40)!r}; {remedy}", f", line {n}")
     found = {}
     for n, row in enumerate(rows):
+        at = f", entry {n}"
         try:
             task, messages, reward = (published(row, env) if "conversations" in row else
                                       (row["task"], row["messages"], row["reward"]))
@@ -136,13 +135,13 @@ def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
                 m["content"].encode()  # a str without half of a surrogate pair
             env.find(task)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            refuse(f"not a trajectory ({type(error).__name__}: {shorten(str(error), 200)})", n)
+            refuse(f"not a trajectory ({type(error).__name__}: {shorten(str(error), 200)})", at)
         if [m["role"] for m in messages] != ["user", "assistant"] * (len(messages) // 2):
-            refuse("its turns are not user and assistant in turn", n)
+            refuse("its turns are not user and assistant in turn", at)
         if type(reward) not in (int, float) or not 0 <= reward <= 1:
-            refuse(f"reward {shorten(repr(reward), 60)} is not a number in [0, 1]", n)
+            refuse(f"reward {shorten(repr(reward), 60)} is not a number in [0, 1]", at)
         if task in found:
-            refuse(f"{task} is there twice; keep one of them", n)
+            refuse(f"{task} is there twice; keep one of them", at)
         found[task] = task, messages, float(reward)
     if not found:
         refuse("holds no trajectory")

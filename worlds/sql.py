@@ -72,10 +72,6 @@ class InterCodeSQL(World):
         self.test_splits = tuple(split for split in ("test", "unseen") if split in self.splits)
         self._db, self._running = None, False
 
-    def published_task(self, id: str) -> str:
-        """The task of a published expert trajectory: the last number of its id, as in IPR's."""
-        return f"{self.name}-train-{int(re.findall(r'[0-9]+', id)[-1])}"
-
     def find(self, task: str) -> dict:
         """The task's question; ValueError if there is none, Refused if no database for it."""
         question = super().find(task)

@@ -128,8 +128,7 @@ class Sqlite:
                              r"\s+`?(\w+)`?", sql, re.I)
         if not asked:
             return ERROR + self._as_mysql(f'near "{sql.split()[-1]}": syntax error', sql)
-        columns = self._columns.get(asked[1].lower())
-        if columns:
+        if columns := self._columns.get(asked[1].lower()):
             return list(columns)
         return ERROR + self._as_mysql(f"no such table: {asked[1]}", sql)
 
@@ -153,19 +152,15 @@ class Sqlite:
                                 + re.escape(name) + r"(?!\w)", sql, re.I):
             if not word[1]:
                 break
-            clause = {"from": "from clause", "on": "on clause", "where": "where clause",
-                      "group": "group statement", "having": "having clause",
-                      "order": "order clause"}[word[1].lower()]
-        if kind == "no such table":
-            return f"Table '{self.name}.{name.split('.')[-1]}' doesn't exist"
-        if kind == "no such column":
-            return f"Unknown column '{name}' in '{clause}'"
-        if kind == "ambiguous column name":
-            return f"Column '{name}' in {clause} is ambiguous"
-        if kind == "no such function":
-            return f"FUNCTION {self.name}.{name} does not exist"
-        if kind == "misuse of aggregate":
-            return "Invalid use of group function"
+            clause = f"{word[1].lower()} {'statement' if word[1].lower() == 'group' else 'clause'}"
+        texts = {
+            "no such table": f"Table '{self.name}.{name.split('.')[-1]}' doesn't exist",
+            "no such column": f"Unknown column '{name}' in '{clause}'",
+            "ambiguous column name": f"Column '{name}' in {clause} is ambiguous",
+            "no such function": f"FUNCTION {self.name}.{name} does not exist",
+            "misuse of aggregate": "Invalid use of group function"}
+        if kind in texts:
+            return texts[kind]
         if kind == "access to" or error.startswith(("not authorized", "unsafe use")):
             return f"SELECT command denied to user for '{name or sql[:40]}'"
         if kind == "near" or error.startswith(("incomplete input", "You can only execute one")):

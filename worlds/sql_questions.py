@@ -240,7 +240,7 @@ def worth_asking(con, gold):
     if " WHERE " not in gold:
         return True
     lazy = con.execute(re.sub(r" WHERE .*", "", gold)).fetchall()
-    return len(rows) / len(lazy) <= 0.7 and rows != lazy or len(rows) == 1 and rows != lazy
+    return rows != lazy and (len(rows) == 1 or len(rows) / len(lazy) <= 0.7)
 
 
 # ----------------------------------------------------------------------------- the scripted expert
@@ -376,6 +376,4 @@ def _mistake(rng, query, needed):
         lambda q: re.sub(rf" FROM {table.name}", "", q, count=1),
         lambda q: q.replace("SELECT", "SELECT *" if rng.random() < 0.5 else "SELECT FROM", 1),
     ]
-    changed = [edit(query) for edit in edits]
-    changed = [q for q in changed if q != query]
-    return rng.choice(changed)
+    return rng.choice([q for q in [edit(query) for edit in edits] if q != query])

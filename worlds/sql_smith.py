@@ -63,13 +63,13 @@ class SQLSmith:
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
         """Families of the queries that ran and returned something; of others the skeleton."""
-        return {self.family(sql) for sql, _ in self._ran(self.env.find(task)["db"], replies)}
+        return {self.family(sql) for sql in self._ran(self.env.find(task)["db"], replies)}
 
     def family(self, sql: str) -> str:
-        for n, pattern in enumerate(PATTERNS):
-            if pattern.fullmatch(squeezed(sql)):
-                return FAMILIES[n][1]
-        words = re.sub(r"'[^']*'|\b\d+(\.\d+)?\b", "?", squeezed(sql))
+        for (_, words, _), pattern in zip(FAMILIES, PATTERNS):
+            if pattern.fullmatch(sql):
+                return words
+        words = re.sub(r"'[^']*'|\b\d+(\.\d+)?\b", "?", sql)
         return re.sub(r"\b(?!(?:select|from|where|and|or|order|by|desc|limit|group|join|using|"
                       r"count|avg|max|min|sum|distinct|show|tables)\b)[a-z_]\w*", "x", words,
                       flags=re.I)
@@ -77,10 +77,9 @@ class SQLSmith:
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
         """Proposals {text, task, solution}: of each query of an episode that ran and has rows."""
         db, found = self.env.find(task)["db"], []
-        for sql, rows in self._ran(db, replies):
-            text = self.question(db, squeezed(sql), rng) if rows else None
-            if text:
-                found.append(self.proposal(text, squeezed(sql), db))
+        for sql in self._ran(db, replies):
+            if text := self.question(db, sql, rng):
+                found.append(self.proposal(text, sql, db))
         return found
 
     def proposal(self, text: str, sql: str, db: str) -> dict:
@@ -165,13 +164,13 @@ class SQLSmith:
             database.close()
 
     def _ran(self, db: str, replies: list[str]):
-        """(query, rows) of the replies' queries that ran and returned something."""
+        """The replies' queries that ran and returned something, squeezed."""
         database = Sqlite(db, self.env.world.databases[db])
         for reply in replies:
             sql = self.env.query_of(reply)
             rows = database.run(sql) if sql and sql != "submit" else None
             if isinstance(rows, list) and rows and re.match(r"\s*select", sql, re.I):
-                yield sql, rows
+                yield squeezed(sql)
         database.close()
 
 

@@ -88,10 +88,6 @@ class Shop(World):
             shown = self._follow(shown.links[argument])
         return Step(self.said(self._show(shown)), shown.reward, shown.kind == "done")
 
-    def published_task(self, id: str) -> str:
-        """The task of a published expert trajectory: the last number of its id is the goal's."""
-        return f"webshop-train-{int(re.findall(r'[0-9]+', id)[-1])}"
-
     def clickables(self) -> list[str]:
         """What click[...] takes on this page, lowercased. The "Search" button is not among it."""
         return list(self._shown.links)

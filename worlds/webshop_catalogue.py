@@ -9,6 +9,7 @@ item page decides the colour. Experts and shoppers read pages only, as agents do
 
 import random
 import re
+import string
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
@@ -77,7 +78,7 @@ def type_words(name: str) -> list[str]:
 class ShopWorld:
     products: list[dict]          # webshop_reward's product, with asin, price, options, held_out
     goals: dict[str, list[dict]]  # split -> webshop_reward's goals, with the instruction
-    families: list[dict]          # what `draw_goal` takes, with held_out
+    families: list[dict]          # what `draw_goal` takes: what its products share
 
 
 @cache
@@ -98,9 +99,8 @@ def shop_world() -> ShopWorld:
             families.append(family)
             products += _twins(rng, family)
     rng.shuffle(products)  # equal scores rank by number, so the order must say nothing
-    used = set()
-    for product in products:
-        product["asin"] = _asin(rng, used)
+    for product in products:  # as it happens, no two are alike
+        product["asin"] = "B0" + "".join(rng.choices(string.ascii_uppercase + string.digits, k=8))
 
     goals, seen, keys = {"unseen": []}, defaultdict(list), set()
     for family in families:
@@ -124,15 +124,15 @@ def _family(rng, name, attributes, colours, held_out):
     # Goals ask for `colours`; the twins without them have the type's other four.
     mine = rng.sample(colours, 4)
     price = rng.choice([p for p in range(15, 70) if p % 10])
-    return dict(type=name, attributes=attributes, colours=mine, price=price, held_out=held_out,
-                others=[c for c in colours if c not in mine], sizes=TYPES[name][1])
+    return {"Title": " ".join([*attributes, name]).title(), "query": name,
+            "product_category": f"{TYPES[name][0]} › {name.title()}", "Attributes": attributes,
+            "price": price, "held_out": held_out, "sizes": TYPES[name][1],
+            "colours": mine, "others": [c for c in colours if c not in mine]}
 
 
 def _twins(rng, family):
-    name, attributes = family["type"], family["attributes"]
-    title = " ".join([*attributes, name]).title()
     # Twins must rank alike in a search, so their indexed texts are of one length.
-    description = f"A {name} {rng.choice(PLACES)}."
+    description = f"A {family['query']} {rng.choice(PLACES)}."
     bullets = rng.sample(BULLETS, 2)
     twins = []
     for dear in (False, True):
@@ -145,20 +145,11 @@ def _twins(rng, family):
             options = {"color": rng.sample(colours, 4)}
             if family["sizes"]:
                 options["size"] = family["sizes"]
-            twins.append({
-                "name": title, "Title": title, "query": name,
-                "product_category": f"{TYPES[name][0]} › {name.title()}",
-                "Attributes": attributes, "BulletPoints": bullets, "Description": description,
-                "options": options, "price": float(price), "held_out": family["held_out"]})
+            shared = ("Title", "query", "product_category", "Attributes", "held_out")
+            twins.append({"name": family["Title"], **{key: family[key] for key in shared},
+                          "BulletPoints": bullets, "Description": description,
+                          "options": options, "price": float(price)})
     return twins
-
-
-def _asin(rng, used):
-    while True:
-        asin = "B0" + "".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789", k=8))
-        if asin not in used:
-            used.add(asin)
-            return asin
 
 
 def listed_as_fitting(product: dict, goal: dict) -> bool:
@@ -185,24 +176,30 @@ def draw_goal(rng: random.Random, family: dict, taken: set, products: list[dict]
     Where the family is held out only held-out products are listed as fitting, else none of them.
     """
     while True:
-        attributes = rng.sample(family["attributes"], rng.choice([1, 2]))
+        attributes = rng.sample(family["Attributes"], rng.choice([1, 2]))
         options = [rng.choice(family["colours"])]
         if family["sizes"] and rng.random() < 0.5:
             options.append(rng.choice(family["sizes"]))
-        # WebShop's rule: the larger of two picks among the first four tens above the price.
-        tens = [float(t) for t in range(10, 1000, 10) if t > family["price"]][:4]
-        limit = max(rng.sample(tens, 2))
-        title = " ".join([*family["attributes"], family["type"]]).title()
-        goal = {"name": title, "query": family["type"],
-                "product_category": f"{TYPES[family['type']][0]} › {family['type'].title()}",
-                "attributes": attributes, "goal_options": options, "price_upper": limit}
+        goal = goal_for(rng, family, attributes, options)
         apart = any(listed_as_fitting(p, goal) for p in products
                     if p["held_out"] != family["held_out"])
         if goal_key(goal) not in taken and not apart:
-            goal["instruction"] = rng.choice(TEMPLATES).format(
-                type=family["type"], attributes=" and ".join(attributes),
-                options=", ".join(options), limit=f"{limit:.2f}")
-            return goal
+            return goal | {"instruction": instruction_of(rng, goal)}
+
+
+def goal_for(rng: random.Random, item: dict, attributes: list[str], options: list[str]) -> dict:
+    """A goal that asks for a product, or one of a family, at a price limit, in no words yet."""
+    # WebShop's rule: the larger of two picks among the first four tens above the price.
+    tens = [float(t) for t in range(10, 1000, 10) if t > item["price"]][:4]
+    return {"name": item["Title"], "query": item["query"],
+            "product_category": item["product_category"], "attributes": attributes,
+            "goal_options": options, "price_upper": max(rng.sample(tens, 2))}
+
+
+def instruction_of(rng: random.Random, goal: dict) -> str:
+    return rng.choice(TEMPLATES).format(
+        type=goal["query"], attributes=" and ".join(goal["attributes"]),
+        options=", ".join(goal["goal_options"]), limit=f"{goal['price_upper']:.2f}")
 
 
 # -------------------------------------------------------------------- reading the shop's pages
@@ -323,7 +320,7 @@ def shoppers(shop, seed: int, n: int) -> list[list[dict]]:
         if not habits["asked"]:
             targets = targets or rng.sample(products, len(products))
             target = targets.pop()
-        family = rng.choice([f for f in families if not target or f["type"] == target["query"]])
+        family = rng.choice([f for f in families if not target or f["query"] == target["query"]])
         goal = draw_goal(rng, family, taken, world.products)
         page = shop.start(goal)
         actions = _shopper_script(rng, page, habits, target, may_open)

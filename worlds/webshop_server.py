@@ -109,9 +109,6 @@ class WebShopServer(Shop):
                        f"{str(now)[-80:]!r}; a start draws new price limits, and no phase must mix "
                        "two of them")
 
-    def wording(self, task: str) -> None:
-        """Its pages say it."""
-
     def expert(self):
         raise Refused("the scripted expert knows the embedded shop's instructions only; for a "
                       "WebShop server give expert trajectories with --experts FILE")

@@ -8,7 +8,7 @@ import random
 import re
 
 from worlds import parse_reply
-from worlds.webshop_catalogue import TEMPLATES, goal_key, meets
+from worlds.webshop_catalogue import goal_for, goal_key, instruction_of, meets
 
 FITS_MOST = 4  # products that may meet a goal, else it asks for nothing in particular [ours]
 
@@ -42,16 +42,9 @@ class ShopSmith:
         _, shown, options = done[-1]
         product = self.shop.world.products[shown.item]
         attributes = rng.sample(product["Attributes"], rng.choice([1, 2]))
-        # WebShop's rule: the larger of two picks among the first four tens above the price.
-        tens = [float(t) for t in range(10, 1000, 10) if t > product["price"]][:4]
-        limit = max(rng.sample(tens, 2))
         chosen = sorted(options.values(), key=lambda value: value != options.get("color"))
-        goal = {"name": product["Title"], "query": product["query"],
-                "product_category": product["product_category"], "attributes": attributes,
-                "goal_options": chosen, "price_upper": limit}
-        goal["instruction"] = rng.choice(TEMPLATES).format(
-            type=product["query"], attributes=" and ".join(attributes),
-            options=", ".join(chosen), limit=f"{limit:.2f}")
+        goal = goal_for(rng, product, attributes, chosen)
+        goal["instruction"] = instruction_of(rng, goal)
         return [dict(text=goal["instruction"], task=goal, solution=replies)]
 
     def written(self, task: str, proposal: dict, rng: random.Random) -> dict | None:
@@ -109,8 +102,7 @@ class ShopSmith:
             if after is before:  # not carried out
                 continue
             match = re.match(r"(.+)\[(.+)\]", parse_reply(reply))
-            argument = match[2].lower()
-            kind = argument
+            kind = argument = match[2].lower()
             if after.kind == "item" and before.kind == "item":
                 product = self.shop.world.products[after.item]
                 name = next((n for n, pool in product["options"].items() if argument in pool), "")
