@@ -43,7 +43,7 @@ def play_all(run: Run, trajectories: list[Trajectory]) -> list[Trajectory]:
     paid = {t.task: t for t in run.trajectories(kept.name)} if kept.exists() else {}
     missing = [t for t in trajectories if t.task not in paid]
     ours = s.protocol == "ours"  # ETO's has its examples in the opening
-    shown = examples(run) if missing and ours else []
+    shown = examples(run) if missing and ours and s.examples else []
 
     def append(file, row):
         with lock, open(file, "a") as f:
@@ -116,10 +116,9 @@ def examples(run: Run) -> list[dict]:
     None is of a task that is evaluated. The environment's rules open the first of them only.
     """
     s, env, found = run.settings, run.make_env(), []
-    rng, evaluated = random.Random(s.seed), set()
-    for split in run.splits if s.examples else ():
-        for task in run.tasks(split):
-            evaluated |= marks(env, task)
+    rng = random.Random(s.seed)
+    evaluated = {mark for split in run.splits for task in run.tasks(split)
+                 for mark in marks(env, task)}
     if s.experts:
         experts = envs.read_experts(s.experts, env)
         experts = rng.sample(experts, len(experts))
@@ -127,7 +126,7 @@ def examples(run: Run) -> list[dict]:
         tasks = env.tasks("train")
         experts = ((task, *envs.converse(env, env.reset(task), env.expert()))
                    for task in rng.sample(tasks, len(tasks)))
-    for task, messages, reward in experts if s.examples else ():
+    for task, messages, reward in experts:
         if reward >= envs.SUCCESS and not marks(env, task) & evaluated:
             if s.experts:
                 check_openings(run, [(task, messages, reward)])

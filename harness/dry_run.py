@@ -199,9 +199,8 @@ def lengths(s: Settings, tokenizer) -> Lengths:
     """How long expert trajectories are; of scripted experts, from SAMPLE tasks spread evenly."""
     env, encoder = envs.make(s.env, s.view, **options_of(s)), dpo.Encoder(tokenizer)
     if s.experts:
-        conversations = [messages for _, messages, _ in envs.read_experts(s.experts, env)]
-        count = len(conversations[:s.train_tasks or None])
-        conversations = conversations[:count]
+        experts = envs.read_experts(s.experts, env)[:s.train_tasks or None]
+        conversations, count = [messages for _, messages, _ in experts], len(experts)
     else:
         tasks = env.tasks("train")[:s.train_tasks or None]
         count = len(tasks)

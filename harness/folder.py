@@ -92,8 +92,8 @@ class Folder:
                 dict(settings=asdict(self.settings), base=base, layout=LAYOUT, tasks=self.about,
                      code=files.code_hash(), commit=files.git_commit(),
                      versions=files.versions()), indent=1))
-        if self.main and not (self.path / "phases.json").exists():
-            files.write_text(self.path / "phases.json", "{}")
+        if not (self.path / "phases.json").exists():
+            self._write_phases()
         if self.settings.track:
             self.accelerator.init_trackers("coevolve", {
                 name: value for name, value in asdict(self.settings).items() if value is not None})
@@ -140,8 +140,7 @@ class Folder:
             for event in events:
                 self.log(**event)
             self.phases[output] = self.first_says(lambda: self._entry(path, inputs))  # on all ranks
-            if self.main:
-                files.write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
+            self._write_phases()
         self.print_main(line(**events[-1]))
 
     def _entry(self, path: Path, inputs: str | None) -> dict:
@@ -168,10 +167,13 @@ class Folder:
         if set(self.phases) - set(earlier):
             self.print_main(f"{path} is gone: computing it and all that follows again")
             self.phases = {n: self.phases[n] for n in earlier if n in self.phases}
-            if self.main:
-                files.write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
+            self._write_phases()
             self._drop_unfinished_events()
         return False
+
+    def _write_phases(self) -> None:
+        if self.main:
+            files.write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
 
     def _drop_unfinished_events(self) -> None:
         """Cuts the log after the last finished phase: the others will write theirs again."""
@@ -214,10 +216,11 @@ class Folder:
             with files.writing(metrics), open(metrics, "a") as f:
                 f.write(json.dumps(dict(event=event, **fields)) + "\n")
             if self.settings.track:
-                self._track(dict(numbers(event, fields)), place(fields, len(self.phases)))
+                self._track(dict(numbers(event, fields)),
+                            fields.get("step", fields.get("iteration", len(self.phases))))
 
     def _track(self, values: dict, x: int) -> None:
-        """Gives the trackers an event's numbers, at its optimiser step or iteration x."""
+        """Gives the trackers an event's numbers, at its optimiser step, iteration, or phase x."""
         for tracker in self.accelerator.trackers:
             if tracker.name != "wandb":
                 tracker.log(values, step=x)
@@ -256,11 +259,6 @@ def line(event, phase: str, seconds: float, resident_mb: int, reused: str = "", 
             for key, value in numbers.items()]
     return "  ".join([f"{phase:28}{seconds:7.1f} s", *([f"made by {reused}"] if reused else []),
                       *told])
-
-
-def place(fields: dict, phases: int) -> int:
-    """Where an event stands: at its optimiser step, its iteration, or after so many phases."""
-    return fields.get("step", fields.get("iteration", phases))
 
 
 def numbers(prefix: str, fields: dict):

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,33 +115,28 @@ class Run(Folder):
 
         Returns their ids. ValueError, naming what is wrong, for one that the environment refuses.
         """
-        env = self.make_env()
-        ids = [env.add(task) for task in tasks]
-        env.close()
+        with closing(self.make_env()) as env:
+            ids = [env.add(task) for task in tasks]
         self.write_jsonl(out, [dict(id=id, task=task) for id, task in zip(ids, tasks)])
         return ids
 
     def tasks(self, split: str) -> list[str]:
         """The evaluated tasks of a split."""
-        env = self.make_env()
-        tasks = env.tasks(split)[:self.settings.eval_tasks or None]
-        env.close()
-        return tasks
+        with closing(self.make_env()) as env:
+            return env.tasks(split)[:self.settings.eval_tasks or None]
 
     def training_tasks(self) -> list[str]:
         """The training tasks that the settings name, by the experts' file or the environment."""
-        env, s = self.make_env(), self.settings
-        tasks = ([task for task, _, _ in envs.read_experts(s.experts, env)] if s.experts
-                 else env.tasks("train"))
-        env.close()
+        s = self.settings
+        with closing(self.make_env()) as env:
+            tasks = ([task for task, _, _ in envs.read_experts(s.experts, env)] if s.experts
+                     else env.tasks("train"))
         return [task for task in tasks[:s.train_tasks or None] if task not in self.left_out]
 
     def definitions(self, tasks: list[str]) -> list:
         """What the tasks are."""
-        env = self.make_env()
-        found = [env.find(task) for task in tasks]
-        env.close()
-        return found
+        with closing(self.make_env()) as env:
+            return [env.find(task) for task in tasks]
 
     def seed(self, *names) -> int:
         return files.seed_of(self.settings.seed, *names)
@@ -150,10 +146,6 @@ class Run(Folder):
 
     def encoder(self) -> dpo.Encoder:
         return dpo.Encoder(AutoTokenizer.from_pretrained(self.base))
-
-    def vocabulary(self) -> int:
-        """Rows of the model's logits, some of which may only pad its embedding."""
-        return AutoConfig.from_pretrained(self.base).get_text_config().vocab_size
 
     def agent(self, agent: str, i: int) -> Path:
         """The folder of an agent's checkpoint after iteration i; 0 is after SFT."""
@@ -180,8 +172,9 @@ class Run(Folder):
         return [] if self.settings.log_prob_over == "vocabulary" else self.never_drawn()
 
     def never_drawn(self) -> list[int]:
-        """Ids that agents of this run never sample."""
-        return self.encoder().never_drawn(self.vocabulary())
+        """Ids that agents of this run never sample, some of which may only pad the embedding."""
+        config = AutoConfig.from_pretrained(self.base).get_text_config()
+        return self.encoder().never_drawn(config.vocab_size)
 
     def log_probs(self, model, groups: list[dpo.Group]) -> list[list[float]]:
         """log pi(e|u) of the groups' trajectories, in nats."""

@@ -21,7 +21,8 @@ from urllib.parse import unquote, urlsplit
 def setting(default, help: str, **limits):
     """A field with its unit, source and limits.
 
-    env: the environments that it belongs to. at_least, at_most, above, below: bounds of its value.
+    env: the environments that it belongs to; without, the run. at_least, at_most, above, below:
+    bounds of its value.
     """
     return field(default=default, metadata=dict(help=help, **limits))
 
@@ -52,19 +53,19 @@ class Settings:
         "are taken where all that goes into them is equal; a study gives its own folder [none]")
     webshop_url: Optional[str] = setting(
         None, "address of a real WebShop server, http://host:port [the embedded shop]",
-        env="webshop")
+        env=("webshop",))
     task_types: Literal["all", "short"] = setting(
         "all", "ScienceWorld's task types: ETO's 24, or eight whose texts are short [ETO, ours]",
-        env="scienceworld")
+        env=("scienceworld",))
     split_file: Optional[str] = setting(
         None, "folder of ETO's or IPR's train_, test_ and (ScienceWorld) dev_indices.json, as it "
         "lies in their repository [by rule]", env=("scienceworld", "webshop"))
     intercode_data: Optional[str] = setting(
         None, "folder of InterCode's ic_spider_dev.json and ic_spider_dbs.sql [generated data]",
-        env="intercodesql")
+        env=("intercodesql",))
     mysql_url: Optional[str] = setting(
         None, "server of InterCode's databases, mysql://user:password@host:port; the password may "
-        "be in MYSQL_PWD instead [sqlite]", env="intercodesql")
+        "be in MYSQL_PWD instead [sqlite]", env=("intercodesql",))
     protocol: Literal["ours", "eto"] = setting(
         "ours", "how an episode is told to an agent: by this project, or as ETO's code does (IPR's "
         "on InterCodeSQL), with its lengths, stops, rates and rewards [ours]", env=PUBLISHED)
@@ -72,14 +73,14 @@ class Settings:
         None, "eto: folder of ETO's or IPR's prompts, eval_agent/prompt of their repository [-]",
         env=PUBLISHED)
     bfcl_category: Literal["base", "miss_func", "miss_param", "long_context", "all"] = setting(
-        "base", "category of BFCL's multi-turn tasks, or all four [ours]", env="bfcl")
+        "base", "category of BFCL's multi-turn tasks, or all four [ours]", env=("bfcl",))
     bfcl_split: Literal["ours", "published"] = setting(
         "ours", "ours: 100 tasks of a category train, 20 validate, 80 test; published: all 200 "
-        "test, so that start states of the training are among them [ours]", env="bfcl")
+        "test, so that start states of the training are among them [ours]", env=("bfcl",))
     bfcl_reward: Literal["all", "turns"] = setting(
         "all", "all: 1 where every turn passes BFCL's checks, else 0, so that failures tie and "
         "co-evolution has no pairs of failures; turns: the share of turns that pass [BFCL, ours]",
-        env="bfcl")
+        env=("bfcl",))
     experts: Optional[str] = setting(
         None, "file of expert trajectories: ETO's JSON list or a run's experts.jsonl [scripted]")
     dry_run: Optional[str] = setting(
@@ -378,13 +379,7 @@ def options_of(s: Settings) -> dict:
     """The settings that belong to the environment of `s`, by name."""
     examples = dict(examples=s.examples) if s.protocol == "eto" else {}
     return {f.name: getattr(s, f.name) for f in fields(Settings)
-            if s.env in environments(f.metadata)} | examples
-
-
-def environments(limits: dict) -> tuple[str, ...]:
-    """Those that a setting belongs to; none: it belongs to the run."""
-    found = limits.get("env", ())
-    return (found,) if isinstance(found, str) else found
+            if s.env in f.metadata.get("env", ())} | examples
 
 
 def agents_of(method: str) -> tuple[str, ...]:
@@ -427,8 +422,7 @@ def out_of_bounds(f: Field, s: Settings) -> str | None:
     value, limits = getattr(s, f.name), f.metadata
     if isinstance(value, str) and not value.strip():
         return "is empty; give it a value or leave it out"
-    its = environments(limits)
-    if its and s.env not in its and value != f.default:
+    if s.env not in (its := limits.get("env", (s.env,))) and value != f.default:
         return f"is for {' and '.join(its)}, not for {s.env}"
     if isinstance(value, (str, bool)) or value is None:
         return None
@@ -526,10 +520,8 @@ def preset(argv: list[str]) -> dict:
     """The values that stand in for the defaults, from --env, --model and --quick in `argv`."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.error = _refuse
-    first.add_argument("--env", default=Settings.env)
-    first.add_argument("--model", default=Settings.model)
-    first.add_argument("--method", default=Settings.method)
-    first.add_argument("--protocol", default=Settings.protocol)
+    for name in ("env", "model", "method", "protocol"):
+        first.add_argument(f"--{name}", default=getattr(Settings, name))
     first.add_argument("--quick", nargs="?", const=True, default=False, type=_boolean)
     seen = first.parse_known_args(argv)[0]
     names = [seen.env, f"{seen.model} {seen.env}", seen.protocol]

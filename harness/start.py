@@ -98,8 +98,7 @@ def one_line(error: Exception) -> str | None:
                 "learning rate and give another --out")
     if isinstance(error, envs.EnvError) or (
             isinstance(error, OSError) and error.errno in files.UNWRITABLE):
-        return f"{error}. The same command goes on from here once that is mended" if GOES_ON else (
-            str(error))
+        return f"{error}{'. The same command goes on from here once that is mended' * GOES_ON}"
     if isinstance(error, RuntimeError) and any(s in str(error) for s in PEER_GONE):
         return (f"process {os.environ.get('RANK', '0')} ends because another of this run has "
                 "ended; its message says why")
