@@ -557,11 +557,9 @@ def parse(argv: list[str]) -> Settings:
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         raise SettingsError(f"unknown: {' '.join(unknown)}; --help lists every setting")
-    if values.mysql_url is not None and is_mysql_address(values.mysql_url):
-        parts = re.fullmatch(r"(.+?//[^:@]+):(.*)(@.+)", values.mysql_url)
-        if parts:  # settings are logged and must not hold the password
-            values.mysql_url = parts[1] + parts[3]
-            os.environ["MYSQL_PWD"] = unquote(parts[2])
+    parts = re.fullmatch(r"(.+?//[^:@]+):(.*)(@.+)", values.mysql_url or "")
+    if parts and is_mysql_address(values.mysql_url):  # settings are logged: no password in them
+        values.mysql_url, os.environ["MYSQL_PWD"] = parts[1] + parts[3], unquote(parts[2])
     return check(Settings(**vars(values)))
 
 

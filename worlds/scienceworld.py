@@ -455,8 +455,7 @@ EXPLORERS = [
 def explorer(env, seed: int, k: int) -> list[dict]:
     """Conversation number k of an explorer of random competence with `env` on a training task.
 
-    A list of {"role", "content"} that ends with the explorer's last action. Few solve their task;
-    they lose their way and come back, and do what has no effect.
+    Few solve their task; they lose their way and come back, and do what has no effect.
     """
     rng = random.Random(f"explorer-{seed}-{k}")
     habits = rng.choices(EXPLORERS, [e["share"] for e in EXPLORERS])[0]

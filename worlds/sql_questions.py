@@ -289,8 +289,7 @@ ANALYSTS = [
 def analysts(env, seed: int, n: int) -> list[list[dict]]:
     """n conversations of analysts of mixed competence with `env` (an InterCodeSQL in sqlite).
 
-    A conversation is a list of {"role", "content"} that ends with the analyst's last action. The
-    databases are new ones, over all nouns (so a small model has seen every word), none with the
+    The databases are new ones, over all nouns (so a small model has seen every word), none with the
     tables and columns of a split's, but nobody asks about a held-out noun or queries its table. The
     analysts make mistakes, recover, and often submit a wrong result.
     """

@@ -302,10 +302,9 @@ COMPETENCE = [
 def shoppers(shop, seed: int, n: int) -> list[list[dict]]:
     """n conversations of shoppers of mixed competence in `shop` (a WebShop, any view).
 
-    A conversation is a list of {"role", "content"} that ends with the shopper's last action. The
-    instructions are new ones, of no split. Held-out products are listed by searches, but no shopper
-    opens one. Each shopper acts on its instruction, makes mistakes and recovers, and often buys the
-    wrong product; from 1,500 shoppers on every other product has been opened.
+    Their instructions are new ones, of no split. Held-out products are listed by searches, but no
+    shopper opens one. Each shopper acts on its instruction, makes mistakes and recovers, and often
+    buys the wrong product; from 1,500 shoppers on every other product has been opened.
     """
     world = shop.world
     rng = random.Random(f"shoppers-{seed}")
