@@ -304,7 +304,7 @@ PRESETS = {
         train_tasks=500, view="short", max_tokens=768, max_new_tokens=32, slots=64,
         sft_epochs=2, sft_batch=16, sft_lr=5e-4,
         dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
-        ppo_lr=1e-4,  # elsewhere not tuned
+        ppo_lr=1e-4,
         step_tasks=16, grpo_lr=5e-5, near_text=1.0,
     ),
     "scienceworld": dict(expert_min_reward=1.0, slots=16),  # a slot has a simulator of its own
@@ -357,6 +357,7 @@ PRESETS = {
 # Methods that train a second agent beside the target; the others train the target alone.
 SECOND_AGENT = {"coevolve": "failure", "positive": "positive"}
 EVOLVING = ("grpo", "evolve")  # methods of mutual.py
+SAMPLING = ("rft", "dart", "ppo")  # which play a task several times, and so never greedily
 SIGNALS = ("forgetting", "boundary", "rare")
 
 # They change nothing in the files of a run, and so may change when it goes on.
@@ -536,8 +537,8 @@ def preset(argv: list[str]) -> dict:
     names += ["quick", f"quick {seen.env}", f"quick {seen.model}"] if seen.quick else []
     names += ["chat"] if is_endpoint(seen.model) else []
     values = {name: value for n in names for name, value in PRESETS.get(n, {}).items()}
-    if seen.method in ("rft", "dart", "ppo"):  # which play a task several times
-        values.pop("temperature", None)
+    if seen.method in SAMPLING and values.get("temperature") == 0:
+        del values["temperature"]
     return values
 
 
