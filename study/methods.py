@@ -6,7 +6,7 @@ import numpy as np
 
 from harness.files import RunError, read_object
 from harness.report import AGENTS, events, reading, result
-from harness.settings import EVOLVING, SIGNALS
+from harness.settings import EVOLVING, SAMPLING, SIGNALS
 from study.compare import MAY_DIFFER
 
 # Beside the methods themselves: with as many optimiser steps of the target as co-evolution took on
@@ -139,12 +139,14 @@ def refuse_unlike(runs: dict[str, dict[int, Path]]) -> None:
         own |= {"lambda_sft"} if method.startswith("lambda-") else set()
         own |= {"d_fail"} if method == "frozen" else set()
         own |= {"rollouts"} if "-rollouts" in method else set()
-        own |= {"start_tasks"} if method == "grpo-tasks" else set()
+        own |= {"temperature"} if method in SAMPLING else set()  # where the others play greedily
         own |= {"signals", "explorer", "verify"} if method in EVOLUTIONS else set()
         for path in found.values():
             config = read_object(path / "config.json", settings=dict)
             for name, value in config["settings"].items():
-                if name in {"out", *MAY_DIFFER} or (name == "dpo_steps" and equals(method)):
+                if name in {"out", *MAY_DIFFER}:
+                    continue
+                if name in ("dpo_steps", "start_tasks") and equals(method):  # by seed
                     continue
                 key = method if name in own else "", name
                 other, before = first.setdefault(key, (path, value))

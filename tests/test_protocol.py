@@ -312,6 +312,8 @@ def test_one_setting_brings_their_numbers():
                                  examples=1)
     assert parse([*flags, "--temperature", "0.7"]).temperature == 0.7
     assert parse([*flags, "--method", "rft"]).temperature == 0.7
+    real = ["--env", "intercodesql", "--model", "smollm2"]  # which plays at 1 in all methods
+    assert {parse([*real, "--method", m]).temperature for m in ("coevolve", "rft")} == {1.0}
     default = parse(["--env", "scienceworld", "--model", "m"])
     assert (default.max_new_tokens, default.temperature, default.sft_lr) == (256, 0.7, 1e-5)
 

@@ -314,6 +314,21 @@ def test_a_report_on_runs_of_different_settings_is_refused(tmp_path, method, cha
     assert says in str(error.value)
 
 
+def test_controls_have_as_many_start_tasks_as_their_seed_says(tmp_path):
+    def write(method, seed, tasks):
+        folder = tmp_path / f"{method}-s{seed}"
+        (write_run(folder, method="grpo", seed=seed, start_tasks=tasks) / "result.json").write_text(
+            "{}")
+
+    for seed, tasks in ((3, 180), (4, 175)):
+        write("grpo-tasks", seed, tasks)
+        write("grpo", seed, 100)
+    methods.refuse_unlike(methods.finished(tmp_path))
+    write("grpo", 5, 90)
+    with pytest.raises(RunError, match="differ in start_tasks"):
+        methods.refuse_unlike(methods.finished(tmp_path))
+
+
 def test_a_run_that_outlived_its_study_ends_before_the_study_goes_on(tmp_path, monkeypatch, capsys):
     """The lock of the run's folder is held for a second; a refused setting shows that it began."""
     (tmp_path / "eto-s0").mkdir()
