@@ -114,6 +114,7 @@ def train(run: Run, out: Path, i: int) -> dict:
     before = run.agent("target", i - 1)
     never = run.never_drawn()
     reference, model = run.load(run.agent("target", 0)), run.load(before)
+    run.check_saving(model, before)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=s.weight_decay, fused=True)
     if i > 1:  # moments are kept over the run
         sharding.load_moments(model, optimizer, before / "moments.pt")
@@ -125,6 +126,7 @@ def train(run: Run, out: Path, i: int) -> dict:
     _, done = checkpoint.restore(model, optimizer)  # what the steps made before logged and played
     for event in done:
         episodes += [Trajectory(**row) for row in event["episodes"]]
+        run.log_dropped(run.running, envs.LOST, event["lost"])
         run.log("grpo", **event["log"])
     for step, batch in enumerate(batches, first):
         if step < first + len(done):
@@ -146,7 +148,9 @@ def train(run: Run, out: Path, i: int) -> dict:
                     loss=mean(update["loss"] for update in updates))
         run.log("grpo", **log)
         episodes += played
-        done.append(dict(log=log, episodes=[t.record() for t in played]))
+        lost = Counter(t.task for t in starts) - Counter(t.task for t in played)
+        done.append(dict(log=log, episodes=[t.record() for t in played],
+                         lost=list(lost.elements())))
         if run.first_says(checkpoint.due):
             checkpoint.save(model, optimizer, step, done)
     run.save(model, before, out)
@@ -191,9 +195,9 @@ def groups_of(run: Run, played: list[Trajectory]) -> list[Rollouts]:
 
 def forgetting(scores: dict[str, list[float]], visited: set[str], window: int) -> dict[str, int]:
     """F: tasks visited since the last evolution with s_now < 0.5, and s >= 0.5 among the `window`
-    visits before; with the number of visits since that success.
+    scores before; with the number of scores since that success.
 
-    scores: of each task, visit by visit: the mean y of the group, or y of single episodes.
+    scores: of each task, visit by visit the mean y of its group, or episode by episode y.
     """
     found = {}
     for task in visited:
@@ -221,6 +225,7 @@ def rare(patterns: list[set[str]], below: float, least: int) -> dict[str, int]:
 def find_signals(run: Run, out: Path, i: int) -> dict:
     """Every signal of segment i with its evidence, and which of them are picked."""
     s, smith, asked = run.settings, run.smith(), run.settings.signals.split(",")
+    of_visit = s.step_rollouts if s.attempt == "episode" else 1  # scores
     history = {j: run.trajectories(f"iter{j}/target-agent/episodes.jsonl")
                for j in range(1, i + 1)}
     scores, groups = defaultdict(list), {}
@@ -236,7 +241,7 @@ def find_signals(run: Run, out: Path, i: int) -> dict:
 
     rows = [dict(signal="forgetting", task=task, visits_ago=n, **evidence(groups[task]),
                  success_then=last_success(history, task))
-            for task, n in forgetting(scores, visited, s.window).items()]
+            for task, n in forgetting(scores, visited, s.window * of_visit).items()]
     rows += [dict(signal="boundary", task=task, successes=n, **evidence(groups[task]))
              for task, n in boundary({task: [int(t.reward >= envs.SUCCESS) for t in groups[task]]
                                       for task in visited}).items()]
@@ -284,9 +289,9 @@ def replies_of(t: Trajectory) -> list[str]:
 
 
 def explore(run: Run, out: Path, i: int) -> dict:
-    """Episodes of the explorer, who goes back to what was picked; for D_0 to all training tasks."""
+    """Episodes of the explorer, who goes back to what was picked; for D_0 unguided."""
     s, picks = run.settings, []
-    if i == 0:  # one in six becomes a task that is new, or more [ours]
+    if i == 0:  # of training tasks; one in six becomes a task that is new, or more [ours]
         tasks = run.training_tasks()
         starts = [(tasks[n % len(tasks)], "start", n // len(tasks))
                   for n in range(6 * s.start_tasks)]

@@ -89,7 +89,7 @@ def ask_all(run: Run, episodes: list[Trajectory], picks: dict[str, dict],
             known: list[str]) -> list[Trajectory]:
     """Reflects on each pick, explores, and abstracts; in `usage` what it took and proposed.
 
-    known: the texts of tasks that are there already.
+    known: the texts of tasks that were made already.
     """
     s = run.settings
     endpoint = Endpoint(s, url=s.explorer, name=s.explorer_model, max_tokens=1024,
@@ -148,8 +148,7 @@ def describe(pick: dict) -> str:
     """The signal in words."""
     return {"forgetting": "it solved this task before and no longer does",
             "boundary": "of several tries of one policy some succeed and some fail",
-            "rare": f"it hardly ever does this: {pick.get('pattern')}",
-            "random": "nothing in particular"}[pick["signal"]]
+            "rare": f"it hardly ever does this: {pick.get('pattern')}"}[pick["signal"]]
 
 
 def block(reply: str, kind: type):

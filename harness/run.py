@@ -73,6 +73,8 @@ class Run(Folder):
         """Counts its tasks and, once the folder is locked, begins one: faults show at once."""
         s, env = self.settings, self.make_env()
         self.splits = env.test_splits if s.eval_splits == "test" else ("validation",)
+        if s.method == "evolve" or s.method == "grpo" and s.start_from == "explore":
+            env.smith()  # Refused where nobody makes tasks
         found = survey(s, env, self.splits)
         self.left_out, self.about = found.left_out, found.record()
         self.print_main(found.counts)
@@ -189,7 +191,7 @@ class Run(Folder):
         Returns numbers for the log. A checkpoint inside the phase is taken up again.
         """
         s, accelerator, phase, last = self.settings, self.accelerator, self.running, {}
-        self._check_saving(model, before)
+        self.check_saving(model, before)
         self._warn_of_equal_agents(epochs)
         self.log("precision", phase=phase, processes=accelerator.num_processes, shards=self.shard,
                  **sharding.dtypes(accelerator, model))
@@ -255,7 +257,7 @@ class Run(Folder):
         if self.main:
             AutoTokenizer.from_pretrained(before).save_pretrained(out)
 
-    def _check_saving(self, model, before) -> None:
+    def check_saving(self, model, before) -> None:
         """Saves the first model once before it trains: what cannot be saved is known at once."""
         if self.saving_works:
             return

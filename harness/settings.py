@@ -243,10 +243,10 @@ class Settings:
         "policy", "who explores again: policy, random (no signals), or https://host/v1 [D]")
     explorer_model: Optional[str] = setting(None, "the explorer's name at its endpoint [-]")
     explorer_episodes: int = setting(6, "episodes of the explorer for a pick [ours]", at_least=1)
-    explorer_temperature: float = setting(1.1, "of the policy as explorer [ours; AE: 1]", above=0)
+    explorer_temperature: float = setting(1.1, "of the explorer [ours; AE: 1]", above=0)
     add_most: int = setting(20, "tasks that join in one evolution, at most [ours]", at_least=0)
     near_text: float = setting(
-        0.8, "a proposal is refused whose words are those of another task to this share, 1 = all "
+        0.8, "a proposal is refused whose words are those of an earlier one to this share, 1 = all "
         "[AE: Jaccard of word sets]", above=0, at_most=1)
     verify: bool = setting(True, "proposed tasks join only if their solution replays [S]")
 
@@ -297,8 +297,8 @@ SMOLLM2 = dict(sft_epochs=2, sft_batch=8, sft_lr=1e-4,
 
 # What replaces the defaults, in this order: in an environment (the paper's), for a model in it
 # (tiny: tuned on the validation split; smollm2: for one or three hours on two cores and 8 GB, where
-# whole pages ask for layers that are computed again), with --quick. In the databases GRPO on start
-# tasks that the tiny model explored gains nothing on validation, on training tasks it does (results).
+# whole pages ask for layers that are computed again), with --quick. In the databases GRPO on tasks
+# that the tiny model explored gains nothing on validation, on training tasks it does (results).
 PRESETS = {
     "intercodesql": dict(iterations=5, expert_min_reward=1.0),  # App. B; App. A
     "tiny webshop": dict(
@@ -466,7 +466,7 @@ def conflicts(s: Settings) -> list[tuple[bool, str, str]]:
         (bool(s.dry_run) and (tiny or s.method == "chat"), "--dry-run",
          "is for a model to be trained here; give another --model"),
         (bool(s.dry_run) and s.method in ("rft", "dart", "ppo", "evaluate"), "--dry-run",
-         f"plans no {s.method}; give --method sft, eto, positive or coevolve"),
+         f"plans no {s.method}; give --method sft, eto, positive, coevolve, grpo or evolve"),
         (endpoint and not is_web_address(s.model), f"--model {s.model}",
          "must be http://host:port/path or https://host/path"),
         (endpoint != (s.method == "chat"), f"--model {s.model} --method {s.method}",
@@ -487,8 +487,10 @@ def conflicts(s: Settings) -> list[tuple[bool, str, str]]:
          f"--explorer {s.explorer}", "give policy, random or https://host/v1"),
         (is_endpoint(s.explorer) and not s.explorer_model, "--explorer-model",
          "give the explorer's name at its endpoint"),
-        (s.method not in EVOLVING and s.explorer != "policy", "--explorer",
-         f"{s.method} explores nothing; give --method evolve"),
+        (s.method != "evolve" and s.explorer != "policy", f"--explorer {s.explorer}",
+         f"{s.method} follows no signals; give --method evolve"),
+        (s.method == "evolve" and s.grpo_steps <= s.evolve_every, f"--grpo-steps {s.grpo_steps}",
+         f"the tasks would never evolve; give more than --evolve-every {s.evolve_every}"),
         (s.max_new_tokens >= s.max_tokens, f"--max-new-tokens {s.max_new_tokens}",
          f"must be below --max-tokens {s.max_tokens}")]
 

@@ -111,7 +111,7 @@ def end(line: str, status: int) -> None:
     Nothing is lost by it: what was finished is on the disk, simulators end with their parent, and
     servers see their connections close.
     """
-    os.write(2, f"\rcoevolve.py: {line}\n".encode(errors="replace"))
+    os.write(2, f"\r{os.path.basename(sys.argv[0])}: {line}\n".encode(errors="replace"))
     with suppress(Exception):
         sys.stdout.flush()
     os._exit(status)

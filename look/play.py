@@ -227,7 +227,8 @@ def main(argv: list[str]) -> None:
     try:
         for file in read_object(run / "phases.json") if run else ():
             for row in read_jsonl(run / file) if Path(file).name == "tasks.jsonl" else ():
-                env.add(row["task"])
+                if "task" in row:  # else one of the world's own
+                    env.add(row["task"])
         try:
             task = choose_task(env, words[1] if len(words) > 1 else None)
         except ValueError as error:

@@ -167,7 +167,7 @@ def at_equal_cost(rows: list[dict]) -> list[str]:
     verdict = {(r["a"], r["b"], r["measure"], r["split"]): r["verdict"] for r in rows}
     found = {}
     for (a, b, measure, split), then in verdict.items():
-        if equals(b):
+        if "coevolve" in equals(b):
             before = verdict.get((a, method_of(b), measure, split), "not compared")
             found.setdefault(difference(dict(a=a, b=b)), {}).setdefault(
                 f"{before} at equal epochs, then {then}", []).append(f"{measure} on {split}")

@@ -1,6 +1,7 @@
 """Agent and tasks that evolve together: advantages, objective, signals, new tasks, the whole loop."""
 
 import copy
+import gc
 import json
 import math
 import random
@@ -10,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +28,7 @@ from harness import explorer
 from harness.run import Run
 from harness.settings import Settings, SettingsError, check
 from worlds import Step, World
+from worlds.sql import InterCodeSQL
 
 ROOT = Path(__file__).parent.parent
 
@@ -252,6 +255,15 @@ def test_planted_questions_are_refused(databases):
     assert smith.refusal({**train, "query": "other words"}) == "a question of a split"
     assert smith.refusal({**train, "gold": train["gold"] + "  ", "query": "x"})
     assert smith.refusal({**train, "query": "x", "gold": "SELECT 1"}) is None
+    for gold in ("SELECT @@version", "DROP TABLE t"):  # nobody may ask that
+        assert "cannot be asked" in smith.refusal({**train, "query": "x", "gold": gold})
+
+
+def test_nobody_makes_questions_about_other_data():
+    env = InterCodeSQL("short")
+    env.world = replace(env.world)  # equal, but not the generated one
+    with pytest.raises(envs.Refused, match="--method grpo --start-from train"):
+        env.smith()
 
 
 def test_a_purchase_becomes_a_goal_that_its_actions_solve(shop):
@@ -415,6 +427,37 @@ def test_the_task_set_also_grows_from_training_tasks(run):
     r = run("evolve", start_from="train")
     sizes = [len(mutual.task_set(r, i)) for i in range(3)]
     assert sizes[0] == 5 and sizes[2] > 5 and len(r.added_tasks()) == sizes[2] - 5
+
+
+@pytest.mark.parametrize("attempt", ["group", "episode"])
+def test_what_is_forgotten_is_what_was_won_in_the_visits_before(run, attempt):
+    r = run("evolve", attempt=attempt, window=2, grpo_steps=8, evolve_every=6, step_rollouts=3)
+    visits = {}
+    for t in r.trajectories("iter1/target-agent/episodes.jsonl"):
+        visits.setdefault(t.task, {}).setdefault(t.iteration, []).append(int(t.reward == 1))
+    expected = set()
+    for task, by_step in visits.items():
+        *before, now = by_step.values()
+        if attempt == "group":
+            lost = sum(now) / 3 < 0.5 and any(sum(y) / 3 >= 0.5 for y in before[-2:])
+        else:  # single episodes, of as many visits
+            *y, last = [y for group in by_step.values() for y in group]
+            lost = last == 0 and any(y[-6:])
+        expected |= {task} if lost else set()
+    rows = r.read_jsonl("iter1/signals.jsonl")
+    assert {row["task"] for row in rows if row["signal"] == "forgetting"} == expected
+    assert expected or attempt == "group"
+
+
+@pytest.mark.parametrize("changed", [dict(method="evolve"), dict(method="grpo")])
+def test_a_world_without_new_tasks_is_refused_before_anything_runs(run, changed, monkeypatch,
+                                                                   tmp_path):
+    monkeypatch.setattr(Letters, "smith", World.smith)
+    with pytest.raises(envs.Refused, match="letters: nobody makes new tasks in this world"):
+        run(**changed)
+    assert not (tmp_path / "run/experts.jsonl").exists()
+    gc.collect()  # gives its folder free
+    assert run("grpo", "other", start_from="train").phases
 
 
 def test_signals_have_their_evidence_and_a_task_is_picked_once(run):
@@ -613,7 +656,8 @@ def test_two_sharded_processes_learn_like_one(model, tmp_path):
     (dict(signals="forgetting,rear"), "--signals forgetting,rear: give some of"),
     (dict(explorer="gpt"), "--explorer gpt: give policy, random or https://host/v1"),
     (dict(explorer="https://h/v1"), "--explorer-model: give"),
-    (dict(method="eto", explorer="random"), "--explorer: eto explores nothing"),
+    (dict(method="eto", explorer="random"), "--explorer random: eto follows no signals"),
+    (dict(grpo_steps=10), "--grpo-steps 10: the tasks would never evolve"),
     (dict(step_rollouts=1), "--step-rollouts 1: must be at least 2"),
 ])
 def test_what_cannot_be_is_refused(changed, message):

@@ -1,6 +1,7 @@
 """Playing at a terminal: a person by a pipe, a trained agent, and who has the turn."""
 
 import gc
+import json
 import os
 import re
 import subprocess
@@ -138,6 +139,13 @@ def trained(small_model, tmp_path):
         str(tmp_path / "run")])
     gc.collect()
     return tmp_path / "run"
+
+
+def test_an_agent_of_grpo_on_training_tasks_plays(trained, typed):
+    (trained / "tasks.jsonl").write_text('{"id": "webshop-train-0"}\n')
+    phases = json.loads((trained / "phases.json").read_text())
+    (trained / "phases.json").write_text(json.dumps({**phases, "tasks.jsonl": {}}))
+    assert "reward" in typed()("webshop", "webshop-test-3", "--agent", trained)
 
 
 def proposals(said):

@@ -113,8 +113,9 @@ class World:
 
     def smith(self):
         """Who makes tasks of what an agent finds here; Refused where nobody can."""
-        raise Refused(f"{self.name}: nobody here makes new tasks; --method evolve plays the "
-                      "built-in shop, the built-in databases and bfcl")
+        raise Refused(f"{self.name}: nobody makes new tasks in this world; --method evolve plays "
+                      "the built-in shop, the built-in databases and bfcl; elsewhere give --method "
+                      "grpo --start-from train")
 
     def fields(self, task: dict, **kinds) -> dict:
         """These fields of a new task; ValueError where one is missing or of another type."""

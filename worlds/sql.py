@@ -141,7 +141,7 @@ class InterCodeSQL(World):
 
     def smith(self):
         from worlds.sql_smith import SQLSmith
-        return SQLSmith(self)
+        return SQLSmith(self) if self.world is sql_world() else super().smith()
 
     def practice(self, seed: int, n: int, make) -> list[list[dict]]:
         """n conversations of noisy analysts, from which the tiny model learns the databases."""

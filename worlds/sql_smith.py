@@ -131,6 +131,10 @@ class SQLSmith:
         values = re.findall(r"'\w+'", task["gold"])
         if len(values) != len(set(values)):
             return "one value twice"
+        try:
+            self.env.check(task)
+        except ValueError as error:
+            return str(error)
         return None
 
     def verify(self, proposal: dict) -> str | None:
