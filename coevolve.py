@@ -129,7 +129,7 @@ def train_sft(run: Run, out: Path, agent: str, i: int = 0) -> dict:
 
 def explore(run: Run, out: Path, agent: str, i: int, rollouts: Callable[[str], range],
             trained: bool = False) -> dict:
-    """Sampled episodes on every training task; rollouts(task) are their numbers.
+    """Sampled episodes on every expert's task; rollouts(task) are their numbers.
 
     trained: by the agent as this iteration trained it, else as the one before left it.
     """

@@ -37,6 +37,7 @@ class Env(Protocol):
     def find(self, task: str): ...                   # what it is; ValueError: no such task
     def wording(self, task: str) -> str | None: ...  # its instruction, where that says which it is
     def add(self, task: dict) -> str: ...            # the id of a task made during the run
+    def smith(self): ...                             # who makes tasks; Refused: nobody
     def reset(self, task: str) -> str: ...           # the first observation
     def step(self, reply: str) -> Step: ...          # observation, reward so far, done
     def expert(self) -> Callable[[str], str]: ...    # of the episode just reset: page -> reply

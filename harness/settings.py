@@ -129,7 +129,7 @@ class Settings:
     dpo_schedule: Literal["constant", "cosine"] = setting(
         "constant", "learning rate after the warm-up [ETO's script]")
     dpo_warmup: float = setting(
-        0.1, "share of steps of warm-up, then constant [ETO's script]", at_least=0, below=1)
+        0.1, "share of steps of warm-up, then --dpo-schedule [ETO's script]", at_least=0, below=1)
     beta: float = setting(0.1, "DPO's beta in iteration 1 [App. B; ETO's script]", above=0)
     beta_later: float = setting(
         0.5, "DPO's beta in later iterations [App. B; ETO's script]", above=0)
