@@ -37,6 +37,15 @@ def command(name: str, work) -> None:
 # --------------------------------------------------------------------------------- reading
 
 
+def made_tasks(run: Path, phases) -> list[dict]:
+    """Rows {id, task} of the tasks.jsonl files that a run's finished phases wrote, in their order.
+
+    Training tasks, which GRPO may start from, have an id alone and are not among them.
+    """
+    return [row for name in phases if Path(name).name == "tasks.jsonl"
+            for row in read_jsonl(run / name) if "task" in row]
+
+
 def read_jsonl(path, growing: bool = False) -> list[dict]:
     """The objects of a JSON-lines file; RunError naming file and line where one is not whole.
 

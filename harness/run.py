@@ -108,9 +108,7 @@ class Run(Folder):
         return self.make_env().smith()
 
     def added_tasks(self) -> list[dict]:
-        """Rows {id, task} of the tasks.jsonl files that finished phases wrote, in their order."""
-        return [row for name in self.phases if Path(name).name == "tasks.jsonl"
-                for row in self.read_jsonl(name) if "task" in row]
+        return files.made_tasks(self.path, self.phases)
 
     def add_tasks(self, out: Path, tasks: list[dict]) -> list[str]:
         """Writes a phase's tasks.jsonl: from then on every environment of the run has them too.

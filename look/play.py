@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 
 import envs
-from harness.files import RunError, read_jsonl, read_object
+from harness.files import RunError, made_tasks, read_object
 from harness.settings import Settings, SettingsError, options_of, parse, without_passwords
 
 # Of a run's settings, those that its agent plays with.
@@ -225,10 +225,8 @@ def main(argv: list[str]) -> None:
     s = settings_of(words[0], more, run, folder)
     env = envs.make(s.env, s.view, **options_of(s))
     try:
-        for file in read_object(run / "phases.json") if run else ():
-            for row in read_jsonl(run / file) if Path(file).name == "tasks.jsonl" else ():
-                if "task" in row:  # else one of the world's own
-                    env.add(row["task"])
+        for row in made_tasks(run, read_object(run / "phases.json")) if run else ():
+            env.add(row["task"])
         try:
             task = choose_task(env, words[1] if len(words) > 1 else None)
         except ValueError as error:

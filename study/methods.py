@@ -136,11 +136,9 @@ def refuse_unlike(runs: dict[str, dict[int, Path]]) -> None:
     first = {}
     for method, found in runs.items():
         own = {"method"}  # what `flags` gives this method
-        own |= {"lambda_sft"} if method.startswith("lambda-") else set()
-        own |= {"d_fail"} if method == "frozen" else set()
+        own |= {flag[2:].replace("-", "_") for flag in SETS.get(method, "").split()[::2]}
         own |= {"rollouts"} if "-rollouts" in method else set()
         own |= {"temperature"} if method in SAMPLING else set()  # where the others play greedily
-        own |= {"signals", "explorer", "verify"} if method in EVOLUTIONS else set()
         for path in found.values():
             config = read_object(path / "config.json", settings=dict)
             for name, value in config["settings"].items():

@@ -652,6 +652,11 @@ def test_two_sharded_processes_learn_like_one(model, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-4) and len(losses[0]) == 4
 
 
+def test_a_study_gives_its_explorer_to_both_methods():
+    for method in ("grpo", "evolve"):
+        assert check(Settings(method=method, explorer="random")).explorer == "random"
+
+
 @pytest.mark.parametrize("changed, message", [
     (dict(signals="forgetting,rear"), "--signals forgetting,rear: give some of"),
     (dict(explorer="gpt"), "--explorer gpt: give policy, random or https://host/v1"),
