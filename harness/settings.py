@@ -335,6 +335,7 @@ PRESETS = {
     "smollm2 intercodesql": dict(
         **SMOLLM2, iterations=3, train_tasks=120, eval_tasks=100, dpo_epochs=2, rollouts=2,
         view="short", max_tokens=768, max_new_tokens=64, tokens_per_forward=2048,
+        start_from="train", start_tasks=40, evolve_every=5, near_text=1.0,
     ),
     # Its category base fits whole, and 128 tokens hold the longest reply of a ground truth.
     "smollm2 bfcl": dict(
