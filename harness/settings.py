@@ -306,7 +306,7 @@ PRESETS = {
         sft_epochs=2, sft_batch=16, sft_lr=5e-4,
         dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
         ppo_lr=1e-4,
-        step_tasks=16, grpo_lr=5e-5, near_text=1.0,
+        step_tasks=16, grpo_lr=1e-4, grpo_kl=0.2, near_text=1.0,
     ),
     "scienceworld": dict(expert_min_reward=1.0, slots=16),  # a slot has a simulator of its own
     "tiny scienceworld": dict(
