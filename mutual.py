@@ -116,7 +116,7 @@ def train(run: Run, out: Path, i: int) -> dict:
     reference, model = run.load(run.agent("target", 0)), run.load(before)
     run.check_saving(model, before)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=s.weight_decay, fused=True)
-    if i > 1:  # moments are kept over the run
+    if (before / "moments.pt").exists():  # they are kept over the run, from its first update on
         sharding.load_moments(model, optimizer, before / "moments.pt")
     loss = partial(objective, temperature=s.grpo_temperature, never=never, low=s.clip_low,
                    high=s.clip_high, beta=s.grpo_kl)
@@ -144,6 +144,7 @@ def train(run: Run, out: Path, i: int) -> dict:
         log |= dict(skipped=len(batch) - len(groups), kl=kl_of(groups), updates=len(updates),
                     reward=mean(t.reward for t in played),
                     success=mean(t.reward >= envs.SUCCESS for t in played),
+                    too_long=sum(t.ended == "context" for t in played),
                     tokens=sum(len(t.ids) for t in played),
                     loss=mean(update["loss"] for update in updates))
         run.log("grpo", **log)
@@ -154,7 +155,8 @@ def train(run: Run, out: Path, i: int) -> dict:
         if run.first_says(checkpoint.due):
             checkpoint.save(model, optimizer, step, done)
     run.save(model, before, out)
-    sharding.save_moments(run.accelerator, model, optimizer, out / "moments.pt")
+    if optimizer.state:
+        sharding.save_moments(run.accelerator, model, optimizer, out / "moments.pt")
     checkpoint.remove()
     run.write_jsonl(out / "episodes.jsonl", episodes)
     return dict(**played_of(episodes), steps=sum(event["log"]["updates"] for event in done),
@@ -219,7 +221,7 @@ def rare(patterns: list[set[str]], below: float, least: int) -> dict[str, int]:
     patterns: those of each episode since the last evolution. With the number of episodes.
     """
     counts = Counter(p for held in patterns for p in held)
-    return {p: n for p, n in counts.items() if n >= least and n < below / 100 * len(patterns)}
+    return {p: n for p, n in counts.items() if n >= least and 100 * n < below * len(patterns)}
 
 
 def find_signals(run: Run, out: Path, i: int) -> dict:
@@ -371,8 +373,8 @@ def join(run: Run, out: Path, i: int) -> dict:
              if row["verdict"] == "added"]
     ids = run.add_tasks(out, [row["task"] for row in found])
     if i == 0 and not ids:
-        run.refuse("no start task came of the unguided exploration; give --start-from train, or a "
-                   "--model that finds something")
+        run.refuse("no start task came of the unguided exploration; give --start-from train and "
+                   "another --out, or a --model that finds something")
     return dict(tasks=len(ids))
 
 

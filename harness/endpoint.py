@@ -46,6 +46,20 @@ class Endpoint:
         if re.search(r"[^!-~]", self.key):
             raise SettingsError(f"the key in {s.key_variable} holds a character that no key has")
 
+    def reach(self) -> None:
+        """EndpointError where nobody answers, or the key is refused; it costs no tokens."""
+        try:
+            status = requests.get(self.url.replace("/chat/completions", "/models"),
+                                  auth=self._sign, timeout=(10, 60), allow_redirects=False
+                                  ).status_code
+        except requests.ConnectionError as error:
+            raise EndpointError(f"{self.url}: {type(error).__name__}; is the address right?"
+                                ) from None
+        except requests.RequestException:  # it may not know this question
+            return
+        if status in (401, 403):
+            raise EndpointError(f"{self.url}: status {status}; is {self.variable} its key?")
+
     def __call__(self, messages: list[dict]) -> tuple[str, dict]:
         for attempt in range(TRIES):
             wait, text = min(2.0 ** attempt, 60) * random.uniform(0.5, 1), ""

@@ -17,7 +17,8 @@ from harness.play import play
 from harness.run import Run
 from harness.settings import is_endpoint
 
-LONGEST = 6000  # characters of evidence, or of a conversation, that the endpoint is shown [ours]
+LONGEST = 6000  # characters of a conversation that the endpoint is shown [ours]
+OPENING, TURN = 1500, 1000  # of them at most of its first message, and of another one
 
 REFLECT = """\
 An agent works in an environment. Here is where it is weak: {signal}.
@@ -29,12 +30,12 @@ Answer with one JSON object in a ```json block: "where" (the page, table or plac
 "try" (what somebody who goes back there should look into)."""
 
 ACT = """\
-{rules}
-
 You explore: you need not solve the task below, but find out what can be done around it, above all:
 {context}
 
-Do something that was not done there yet, one action a turn."""
+Do something that was not done there yet, one action a turn.{form}
+
+{opening}"""
 
 ABSTRACT = """\
 Somebody explored an environment. This is what happened:
@@ -52,15 +53,14 @@ actions, exactly as they have to be written, that solve it from the start)."""
 
 def explore(run: Run, episodes: list[Trajectory], picks: list[dict], known: list[str],
             folder: Path) -> tuple[list[Trajectory], dict]:
-    """Plays `episodes` as the explorer; what an endpoint took beside it.
+    """Plays `episodes` as the explorer; what an endpoint took beside it, and did not make readable.
 
     picks: the signals that lead it; known: texts of tasks; folder: the agent, as its own explorer.
     """
     s = run.settings
     if is_endpoint(s.explorer) and picks:
-        by_task = {pick["task"]: pick for pick in picks}
-        played = run.first_says(lambda: ask_all(run, episodes, by_task, known))
-        return played, {name: sum(t.usage[name] for t in played) for name in USAGE}
+        played = run.first_says(lambda: ask_all(run, episodes, picks, known))
+        return played, {name: sum(t.usage[name] for t in played) for name in TAKEN}
     return play(run, folder, episodes, s.explorer_temperature), {}
 
 
@@ -74,39 +74,62 @@ def abstract(smith, t: Trajectory, rng: random.Random) -> list[dict]:
         return smith.finds(t.task, replies, rng)
     rows = []
     for proposal in t.usage["proposals"]:
-        text = proposal.get("query") if isinstance(proposal, dict) else None
-        whole = (isinstance(text, str) and text.strip() and len(text) < 1000
-                 and isinstance(proposal.get("action_sequence"), list))
-        found = smith.written(t.task, proposal, rng) if whole else None
-        rows.append(found or dict(text=str(text)[:200], task=None, solution=[]))
+        found = proposal and smith.written(t.task, proposal, rng)
+        rows.append(found or dict(text=proposal["query"] if proposal else "", task=None,
+                                  solution=[]))
     return rows
 
 
 # -------------------------------------------------------------------------------- an endpoint
 
+TAKEN = (*USAGE, "unreadable")
 
-def ask_all(run: Run, episodes: list[Trajectory], picks: dict[str, dict],
+
+def ask_all(run: Run, episodes: list[Trajectory], picks: list[dict],
             known: list[str]) -> list[Trajectory]:
     """Reflects on each pick, explores, and abstracts; in `usage` what it took and proposed.
 
     known: the texts of tasks that were made already.
     """
-    s = run.settings
-    endpoint = Endpoint(s, url=s.explorer, name=s.explorer_model, max_tokens=1024,
-                        temperature=s.explorer_temperature)
+    smith = run.smith()
     with run.bar(run.running, len(episodes), "episode") as progress, \
-            ThreadPoolExecutor(min(s.slots, 8)) as threads:
+            ThreadPoolExecutor(min(run.settings.slots, 8)) as threads:
+        endpoint = endpoint_of(run.settings)
+        reflections = threads.map(lambda pick: reflect(endpoint, pick), picks)
+        by_task = dict(zip((pick["task"] for pick in picks), reflections))
+
         def work(t):
-            ask(run, endpoint, t, picks[t.task], "\n".join(known)[-LONGEST:])
+            context, used = by_task[t.task]  # what it took is counted with the first episode
+            t.usage = dict(used if t.rollout == 0 else dict.fromkeys(TAKEN, 0), context=context,
+                           proposals=[])
+            ask(run, endpoint, smith, t, "\n".join(known)[-LONGEST:])
             progress.update()
 
         list(threads.map(work, episodes))
     return episodes
 
 
-def ask(run: Run, endpoint: Endpoint, t: Trajectory, pick: dict, known: str) -> None:
-    """One episode of the endpoint: three kinds of calls, each answer of them only data."""
-    t.usage, env = {**dict.fromkeys(USAGE, 0), "unreadable": 0, "proposals": []}, run.make_env()
+def endpoint_of(s) -> Endpoint:
+    """The explorer's; SettingsError where its key cannot be one."""
+    return Endpoint(s, url=s.explorer, name=s.explorer_model, max_tokens=1024,
+                    temperature=s.explorer_temperature)
+
+
+def reflect(endpoint: Endpoint, pick: dict) -> tuple[dict | str, dict]:
+    """What the endpoint makes of a signal and its evidence, else the signal; and what it took."""
+    won = pick.get("success") or pick.get("success_then")
+    evidence = "\n\n".join(f"A {name}:\n{told(messages, LONGEST // 2)}" for name, messages in
+                           (("success", won), ("failure", pick["failure"])) if messages)
+    said, used = endpoint([user(REFLECT.format(signal=describe(pick), evidence=evidence))])
+    found = blocks(said)
+    read = len(found) == 1 and isinstance(found[0], dict)
+    used = {name: used.get(name, 0) for name in TAKEN} | dict(unreadable=int(not read))
+    return found[0] if read else describe(pick), used
+
+
+def ask(run: Run, endpoint: Endpoint, smith, t: Trajectory, known: str) -> None:
+    """One episode of the endpoint: actions, then proposals, each answer of it only data."""
+    env = run.make_env()
 
     def say(messages):
         reply, used = endpoint(messages)
@@ -115,25 +138,23 @@ def ask(run: Run, endpoint: Endpoint, t: Trajectory, pick: dict, known: str) -> 
         return reply
 
     try:
-        evidence = json.dumps({name: pick.get(name) for name in ("success", "failure")})
-        context = block(say([user(REFLECT.format(signal=describe(pick),
-                                                 evidence=evidence[:LONGEST]))]), dict)
-        t.usage["unreadable"] += context is None
         t.messages = envs.opening(env, env.reset(t.task))
-        rules = ACT.format(rules=env.prompt or "Answer with one action and nothing else.",
-                           context=json.dumps(context or describe(pick)))
+        form = "" if env.prompt else f" Answer with the action and nothing else: {smith.actions}."
+        first = user(ACT.format(context=json.dumps(t.usage["context"]), form=form,
+                                opening=t.messages[0]["content"]))
         while not t.ended:
-            reply = say([user(f"{rules}\n\n{t.messages[0]['content']}"), *t.messages[1:]])
+            reply = say([first, *t.messages[1:]])
             t.messages.append({"role": "assistant", "content": reply})
             step = env.step(reply)
             t.reward, t.steps = step.reward, t.steps + 1
             t.messages.append(user(step.observation))
             t.ended = "done" if step.done else "budget" if t.steps == env.max_steps else ""
-        found = block(say([user(ABSTRACT.format(
-            conversation=json.dumps(t.messages)[:LONGEST], form=env.smith().form,
-            known=known or "(none yet)"))]), list)
-        t.usage["unreadable"] += found is None
-        t.usage["proposals"] = found or []
+        said = say([user(ABSTRACT.format(conversation=told(t.messages, LONGEST), form=smith.form,
+                                         known=known or "(none yet)"))])
+        for value in blocks(said):  # a list, or objects in blocks of their own
+            t.usage["unreadable"] += value is None
+            found = value if isinstance(value, list) else [] if value is None else [value]
+            t.usage["proposals"] += map(proposal_of, found)
     except ContextFull:
         t.ended = "context"
     finally:
@@ -151,11 +172,43 @@ def describe(pick: dict) -> str:
             "rare": f"it hardly ever does this: {pick.get('pattern')}"}[pick["signal"]]
 
 
-def block(reply: str, kind: type):
-    """The one JSON value of a reply's fenced block, of this kind; None if there is none."""
-    found = re.findall(r"```(?:json)?\s*(.*?)```", reply, re.S)
+def told(messages: list[dict], most: int) -> str:
+    """A conversation in at most so many characters: of its opening the end, which holds the task,
+    and of the rest the end too."""
+    opening, *rest = messages
+    first = f"user: {opening['content'][-OPENING:]}"
+    later = "".join(f"\n{m['role']}: {m['content'][:TURN]}" for m in rest)
+    return first + later[-(most - len(first)):]
+
+
+def blocks(reply: str) -> list:
+    """The JSON values of a reply's fenced blocks; None for what cannot be read, or for no block.
+
+    A fence that ends a block ends its line: in a JSON text, a line's end within is written as \\n.
+    """
+    return [json_of(text) for text in re.findall(r"^```(?:json)?(.*?)```[ \t]*$", reply,
+                                                 re.S | re.M)] or [None]
+
+
+def json_of(text: str):
+    """An object or list of JSON that can be written again; else None."""
     try:
-        value = json.loads(found[0]) if len(found) == 1 else None
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # no half of a surrogate pair
     except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, kind) else None
+        return None
+    return value if isinstance(value, (dict, list)) else None
+
+
+def proposal_of(value) -> dict | None:
+    """A proposal's query and its actions as texts; None where it is of another form."""
+    query = value.get("query") if isinstance(value, dict) else None
+    actions = value.get("action_sequence") if isinstance(value, dict) else None
+    if not (isinstance(query, str) and query.strip() and len(query) < 1000
+            and isinstance(actions, list)):
+        return None
+    try:
+        return dict(query=query, action_sequence=[
+            action if isinstance(action, str) else json.dumps(action) for action in actions])
+    except RecursionError:
+        return None

@@ -19,8 +19,9 @@ from engine import sharding
 from engine.checkpoint import Checkpoint
 from harness import files, margins, models, reuse, smollm2, tiny
 from harness.dry_run import disk_bytes
+from harness.endpoint import Endpoint
 from harness.folder import Folder
-from harness.settings import EVOLVING, Settings, SettingsError, options_of
+from harness.settings import EVOLVING, Settings, SettingsError, is_endpoint, options_of
 from harness.tasks import check_openings, survey, trains
 
 
@@ -75,6 +76,8 @@ class Run(Folder):
         self.splits = env.test_splits if s.eval_splits == "test" else ("validation",)
         if s.method == "evolve" or s.method == "grpo" and s.start_from == "explore":
             env.smith()  # Refused where nobody makes tasks
+        if s.method == "evolve" and is_endpoint(s.explorer):
+            Endpoint(s, url=s.explorer).reach()
         found = survey(s, env, self.splits)
         self.left_out, self.about = found.left_out, found.record()
         self.print_main(found.counts)

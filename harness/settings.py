@@ -488,8 +488,6 @@ def conflicts(s: Settings) -> list[tuple[bool, str, str]]:
          f"--explorer {s.explorer}", "give policy, random or https://host/v1"),
         (is_endpoint(s.explorer) and not s.explorer_model, "--explorer-model",
          "give the explorer's name at its endpoint"),
-        (s.method not in EVOLVING and s.explorer != "policy", f"--explorer {s.explorer}",
-         f"{s.method} follows no signals; give --method evolve"),
         (s.method == "evolve" and s.grpo_steps <= s.evolve_every, f"--grpo-steps {s.grpo_steps}",
          f"the tasks would never evolve; give more than --evolve-every {s.evolve_every}"),
         (s.max_new_tokens >= s.max_tokens, f"--max-new-tokens {s.max_new_tokens}",

@@ -10,6 +10,7 @@ from pathlib import Path
 import envs
 from harness.files import read_jsonl, read_object
 from harness.settings import Settings, SettingsError, options_of
+from worlds import plain
 
 
 @dataclass
@@ -116,7 +117,7 @@ def marks(env, task: str) -> set[str]:
     except ValueError:
         return set()
     found = {task if what is None else repr(what)}
-    return found | ({" ".join(wording.lower().split())} if wording else set())
+    return found | ({plain(wording)} if wording else set())
 
 
 TRAINED_ON = ("experts.jsonl", "iter0/tasks.jsonl")  # one of them is in a run that trains

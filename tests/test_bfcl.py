@@ -25,6 +25,7 @@ from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import (  # noqa:
 import coevolve  # noqa: E402
 import envs  # noqa: E402
 from harness import start  # noqa: E402
+from harness.explorer import proposal_of  # noqa: E402
 from harness.settings import Settings, SettingsError  # noqa: E402
 from harness.tasks import survey  # noqa: E402
 from worlds import bfcl_tasks  # noqa: E402
@@ -660,6 +661,9 @@ def test_what_was_done_becomes_tasks_that_verify_and_are_new():
             kept += [] if reason else [proposal]
     assert verdicts[None] > 30 and verdicts[None] > 0.8 * verdicts.total(), verdicts
     assert any(len(p["task"]["turns"]) > 1 for p in kept)
+    both = [p["task"]["calls"] for p in kept]  # one row of calls, in one turn and in several
+    assert any(len(a) == 1 < len(b) and a[0] == sum(b, []) for a, b in zip(both, both[1:]))
+    assert len({smith.key(p["task"]) for p in kept}) > 0.9 * len(kept)
     for proposal in kept[:20]:
         id = env.add(proposal["task"])
         assert envs.converse(env, env.reset(id), env.expert())[1] == 1
@@ -725,11 +729,12 @@ def test_an_explorers_words_and_calls_become_a_task_or_nothing():
     smith, task, rng = env.smith(), env.tasks("train")[n], random.Random(0)
     make = dict(name="mkdir", arguments={"dir_name": "new"})
     for actions in ([make], [json.dumps(make)], [as_reply([make])]):
-        found = smith.written(task, dict(query="A new folder, please.", action_sequence=actions), rng)
+        said = proposal_of(dict(query="A new folder, please.", action_sequence=actions))
+        found = smith.written(task, said, rng)
         assert found["task"] == dict(start=env.find(task)["start"], turns=["A new folder, please."], calls=[[make]])
         assert smith.refusal(found["task"]) is None and smith.verify(found) is None and "template" not in found
     for actions in ([], ["mkdir(dir_name='new')"], [5], [None], [[make, "x"]], [DEEP]):
-        found = smith.written(task, dict(query="x", action_sequence=actions), rng)
+        found = smith.written(task, proposal_of(dict(query="x", action_sequence=actions)), rng)
         assert found is None or found["task"]["calls"] == [[make]]
 
 

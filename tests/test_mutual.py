@@ -257,6 +257,27 @@ def test_planted_questions_are_refused(databases):
     assert smith.refusal({**train, "query": "x", "gold": "SELECT 1"}) is None
     for gold in ("SELECT @@version", "DROP TABLE t"):  # nobody may ask that
         assert "cannot be asked" in smith.refusal({**train, "query": "x", "gold": gold})
+    # However it is written.
+    gold, asked = train["gold"], "a question of a split"
+    for other in (gold.lower(), gold.replace(" FROM ", " -- all\nFROM ") + " ;", f"{gold}/* x */"):
+        assert smith.refusal({**train, "query": "x", "gold": other}) == asked
+    assert smith.refusal({**train, "query": train["query"].upper() + " ", "gold": "SELECT 1"}) == asked
+    assert smith.key(dict(db="d", gold="SELECT 'A'")) != smith.key(dict(db="d", gold="SELECT 'a'"))
+
+
+HOSTILE = (  # SQL of an explorer model; {t} is a table
+    "SELECT COUNT(*) FROM " + ", ".join(f"{{t}} a{n}" for n in range(12)),
+    "SELECT a FROM (SELECT 1 AS a LIMIT 0) WHERE 0 UNION SELECT 1 UNION SELECT 2",
+    "SELECT hex(zeroblob(400000000))", "SELECT '\ud800'", "SELECT '\0'")
+
+
+@pytest.mark.parametrize("gold", HOSTILE)
+def test_no_query_of_an_explorer_breaks_or_holds_up_the_run(databases, gold):
+    env, smith = databases
+    db = env.find(env.tasks("train")[0])["db"]
+    table = env.world.databases[db].split("CREATE TABLE ")[1].split()[0]
+    proposal = smith.proposal("what is this", gold.replace("{t}", table), db)
+    assert smith.refusal(proposal["task"]) or smith.verify(proposal)
 
 
 def test_nobody_makes_questions_about_other_data():
@@ -286,6 +307,7 @@ def test_goals_of_splits_and_of_held_out_products_are_refused(shop):
         for task in env.tasks(split)[:40]:
             goal = env.find(task)
             assert smith.refusal(goal) == "a goal of a split"
+            goal = {**goal, "instruction": "in other words"}
             other = smith.refusal({**goal, "price_upper": goal["price_upper"] + 7})
             if split != "train":  # nor with another price limit
                 assert other == "a goal of a split"
@@ -307,6 +329,21 @@ def test_solutions_that_do_not_prove_a_goal_are_refused(shop):
     other = {**found["task"], "goal_options": ["mauve"]}
     assert "earns" in smith.verify({**found, "task": other})
     assert "goes on" in smith.verify({**found, "solution": solution + ["click[buy now]"]})
+    idle = {**found, "solution": ["click[buy now]", *solution]}
+    assert smith.verify(idle) == "an action of its solution is not carried out"
+    assert "longer" in smith.verify({**found, "solution": ["nonsense"] * 11 + solution})
+    again, = smith.finds(task, idle["solution"], random.Random(3))
+    assert again == found  # what did nothing is no part of a solution
+
+
+def test_a_goal_is_not_asked_for_in_the_words_of_another(shop):
+    env, smith = shop
+    found = next(found for task in env.tasks("train") for found in smith.finds(
+        task, replies_of(env, task), random.Random(3)) if not smith.refusal(found["task"]))
+    for split in ("test", "unseen"):
+        words = env.find(env.tasks(split)[0])["instruction"]
+        for said in (words, f" {words.upper()}"):
+            assert smith.refusal({**found["task"], "instruction": said}) == "a goal of a split"
 
 
 def test_patterns_count_what_was_carried_out_alone(shop, databases):
@@ -356,7 +393,7 @@ class Smith:
         return [dict(text=f"say {number}", task=dict(number=number), solution=replies)]
 
     def key(self, task):
-        return str(task)
+        return str(task if isinstance(task, int) else task["number"])
 
     def refusal(self, task):
         number = task if isinstance(task, int) else task["number"]
@@ -364,9 +401,6 @@ class Smith:
 
     def verify(self, proposal):
         return "odd" if proposal["task"]["number"] % 2 else None
-
-
-Smith.key = lambda self, task: str(task if isinstance(task, int) else task["number"])
 
 
 @pytest.fixture(scope="module")
@@ -544,7 +578,7 @@ def explorer_at(endpoint, tmp_path, monkeypatch):
         s = Settings(env="intercodesql", view="short", method="evolve", explorer=endpoint.url,
                      explorer_model="m", max_new_tokens=64)
         r = SimpleNamespace(settings=s, make_env=lambda: envs.make("intercodesql", "short"),
-                            first_says=lambda said: said(), running="explored",
+                            smith=env.smith, first_says=lambda said: said(), running="explored",
                             bar=lambda *_: nullcontext(SimpleNamespace(update=lambda: None)))
         starts = [dpo.Trajectory(task, "boundary", 1, 0)]
         pick = dict(task=task, signal="boundary", success=[], failure=[])
@@ -575,6 +609,53 @@ def test_proposals_of_another_form_are_counted_and_never_mended(explorer_at):
     assert {mutual.refusal(None, row, set(), [], 1.0) for row in rows} == {
         "not of the form that was asked for"}
     assert all(m["role"] != "user" or "Error" in m["content"] for m in t.messages[1:])
+
+
+def test_what_cannot_be_read_is_counted_and_costs_no_time(explorer_at):
+    action = "Action:\n```sql\nSHOW TABLES\n```"
+    one = json.dumps(dict(query="q", action_sequence=[action]))
+    assert explorer.blocks(f"```json\n[{one}]\n```") == [[json.loads(one)]]  # with fences in it
+    assert explorer.blocks(f"Two:\n```json\n{one}\n```\nand\n```\n{one}\n```") == [
+        json.loads(one)] * 2
+    deep = "[" * 5000 + "]" * 5000
+    for reply in ("none", "```json\n{\n```", f"```json\n{deep}\n```", "```json\n7\n```",
+                  '```json\n{"query": "i want \\ud800"}\n```', "```" + " " * 50_000):
+        assert explorer.blocks(reply) == [None]
+    nested = json.loads("[" * 900 + "]" * 900)
+    assert explorer.proposal_of(dict(query="q", action_sequence=["a", {"b": 1}])) == dict(
+        query="q", action_sequence=["a", '{"b": 1}'])
+    for value in (nested, dict(query=nested), dict(query=" ", action_sequence=[])):
+        assert explorer.proposal_of(value) is None
+    rows, t, taken = explorer_at((ANSWERS["well"][0], "x", f"```json\n[{one}]\n```\n```\n7\n```"))
+    assert [row["task"] for row in rows] == [None] and taken["unreadable"] == 1
+
+
+def test_an_explorer_is_told_the_task_the_failure_and_the_last_success():
+    long = [dict(role="user", content="rules " * 2000 + "the task"),
+            *(dict(role=role, content=f"{role} {n} " + "x" * 3000) for n in range(9)
+              for role in ("assistant", "user"))]
+    told = explorer.told(long, 6000)
+    assert len(told) <= 6000 and "the task" in told and "user 8" in told
+    seen = []
+    pick = dict(signal="forgetting", task="t", success=None, failure=long,
+                success_then=[dict(role="user", content="a page"),
+                              dict(role="assistant", content="what worked")])
+    said = lambda messages: (seen.append(messages[0]["content"]), ('{"no": 1}', {"requests": 1}))[1]
+    context, used = explorer.reflect(said, pick)
+    assert "what worked" in seen[0] and "user 8" in seen[0]
+    assert "no longer" in context and used["unreadable"] == used["requests"] == 1
+
+
+def test_an_address_or_key_that_cannot_be_is_said_before_anything_runs(run, endpoint, monkeypatch,
+                                                                       tmp_path):
+    handler = endpoint.RequestHandlerClass
+    monkeypatch.setattr(handler, "do_GET", lambda self: self.send_error(401), raising=False)
+    for url, message in ((endpoint.url, "status 401; is OPENAI_API_KEY its key"),
+                         ("http://127.0.0.1:9/v1", "is the address right")):
+        with pytest.raises(envs.EnvError, match=message):
+            run("evolve", explorer=url, explorer_model="m")
+        assert not (tmp_path / "run/iter0").exists()
+        gc.collect()  # gives its folder free
 
 
 def test_an_explorer_that_fails_first_is_asked_again_and_counted(explorer_at, endpoint):
@@ -652,16 +733,10 @@ def test_two_sharded_processes_learn_like_one(model, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-4) and len(losses[0]) == 4
 
 
-def test_a_study_gives_its_explorer_to_both_methods():
-    for method in ("grpo", "evolve"):
-        assert check(Settings(method=method, explorer="random")).explorer == "random"
-
-
 @pytest.mark.parametrize("changed, message", [
     (dict(signals="forgetting,rear"), "--signals forgetting,rear: give some of"),
     (dict(explorer="gpt"), "--explorer gpt: give policy, random or https://host/v1"),
     (dict(explorer="https://h/v1"), "--explorer-model: give"),
-    (dict(method="eto", explorer="random"), "--explorer random: eto follows no signals"),
     (dict(grpo_steps=10), "--grpo-steps 10: the tasks would never evolve"),
     (dict(step_rollouts=1), "--step-rollouts 1: must be at least 2"),
 ])

@@ -138,6 +138,11 @@ class World:
 # -------------------------------------------------------------------------------- conversations
 
 
+def plain(text: str) -> str:
+    """The text in lower case with single spaces, by which two that say the same are one."""
+    return " ".join(text.lower().split())
+
+
 def parse_reply(reply: str) -> str:
     """The action in a reply: what follows the last "Action:", else the reply as it is."""
     _, marker, action = reply.rpartition("Action:")

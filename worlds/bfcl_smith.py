@@ -8,6 +8,7 @@ marked so: it spells the calls out, and is easier than what people ask.
 import json
 import random
 
+from worlds import plain
 from worlds.bfcl import script
 from worlds.bfcl_calls import Simulators, failed, json_of, parse_calls
 from worlds.bfcl_tasks import CATEGORIES, tasks
@@ -27,7 +28,7 @@ class BfclSmith:
         self.env = env
         self.starts = {task["start"] for task in env.splits["train"].values()}
         known = [task for category in CATEGORIES for task in tasks(category).values()]
-        self.said = {text for task in known for text in task["turns"]}
+        self.said = {plain(text) for task in known for text in task["turns"]}
         # Of every split: nobody's solution is asked for again, from whichever start state.
         self.solutions = {_flat(task["calls"]) for task in known}
 
@@ -58,16 +59,14 @@ class BfclSmith:
 
     def written(self, task: str, proposal: dict, rng: random.Random) -> dict | None:
         """An explorer model's proposal: its words, and its calls as the solution of one turn."""
-        texts = [action if isinstance(action, str) else json.dumps(action)
-                 for action in proposal["action_sequence"]]
-        calls = [call for text in texts for call in parse_calls(text)]
+        calls = [call for text in proposal["action_sequence"] for call in parse_calls(text)]
         if not calls or not all(isinstance(call, dict) for call in calls):
             return None
         return self._proposal(self.env.find(task)["start"], [proposal["query"]], [calls])
 
     def key(self, task: dict) -> str:
-        """What makes two tasks one: the start state and the calls."""
-        return f"{task['start']} {_flat(task['calls'])}"
+        """What makes two tasks one: the start state and the calls of each turn."""
+        return f"{task['start']} {json.dumps(task['calls'], sort_keys=True)}"
 
     def refusal(self, task: dict) -> str | None:
         """Why no run may have this task; None if one may."""
@@ -77,7 +76,7 @@ class BfclSmith:
             self.env.check(task)
         except ValueError as error:
             return str(error)
-        if _flat(task["calls"]) in self.solutions or self.said & set(task["turns"]):
+        if _flat(task["calls"]) in self.solutions or self.said & {*map(plain, task["turns"])}:
             return "a task of a split"
         return None
 

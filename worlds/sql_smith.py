@@ -7,8 +7,9 @@ agree by construction; whoever writes questions another way has to show it.
 
 import random
 import re
-import sqlite3
+from contextlib import closing
 
+from worlds import plain
 from worlds.sql_databases import Sqlite
 from worlds.sql_questions import COMPOUND, CONCEPTS, SIMPLE, tables_of, worth_asking
 
@@ -53,13 +54,15 @@ class SQLSmith:
     # What an explorer model is told about the tasks that it writes.
     form = ("A task is a question about this database that one SELECT answers. Its actions are "
             "queries, the answer's SELECT the last of them, and then: submit")
+    # And about those that it plays, where the rules are not said.
+    actions = "SHOW TABLES, DESC table, a SELECT or, once the last result is the answer, submit"
 
     def __init__(self, env):
         """env: an InterCodeSQL of the smith's own, which it plays."""
         self.env, world = env, env.world
         self.training = {q["db"] for q in world.questions["train"].values()}
         self.known = {(q["db"], text) for questions in world.questions.values()
-                      for q in questions.values() for text in (q["query"], squeezed(q["gold"]))}
+                      for q in questions.values() for text in (plain(q["query"]), alike(q["gold"]))}
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
         """Families of the queries that ran and returned something; of others the skeleton."""
@@ -111,8 +114,7 @@ class SQLSmith:
 
     def written(self, task: str, proposal: dict, rng: random.Random) -> dict | None:
         """An explorer model's proposal: its words, and the last query of its actions as gold."""
-        queries = [self.env.query_of(str(action)) or str(action)
-                   for action in proposal["action_sequence"]]
+        queries = [self.env.query_of(action) or action for action in proposal["action_sequence"]]
         answers = [sql for sql in queries if re.match(r"\s*select", sql, re.I)]
         if not answers:
             return None
@@ -120,13 +122,13 @@ class SQLSmith:
 
     def key(self, task: dict) -> str:
         """What makes two questions one: the query on its database."""
-        return f"{task['db']}/{squeezed(task['gold'])}"
+        return f"{task['db']}/{alike(task['gold'])}"
 
     def refusal(self, task: dict) -> str | None:
         """Why no run may have this question; None if one may."""
         if task["db"] not in self.training:
             return "a database of no training task"
-        if {(task["db"], task["query"]), (task["db"], squeezed(task["gold"]))} & self.known:
+        if {(task["db"], plain(task["query"])), (task["db"], alike(task["gold"]))} & self.known:
             return "a question of a split"
         values = re.findall(r"'\w+'", task["gold"])
         if len(values) != len(set(values)):
@@ -135,12 +137,13 @@ class SQLSmith:
             self.env.check(task)
         except ValueError as error:
             return str(error)
-        return None
+        rows = self._ask(task, lambda run: run(task["gold"]))
+        return None if isinstance(rows, list) else "its query does not run"
 
     def verify(self, proposal: dict) -> str | None:
         """Plays the solution twice; why it does not prove the question, or None."""
         task, played = proposal["task"], []
-        if not self._worth_asking(task):
+        if not self._ask(task, lambda run: worth_asking(run, task["gold"])):
             return "no rows, too many, or a condition that changes little"
         for _ in range(2):
             pages = [self.env.start(task, self.env.world.databases[task["db"]])]
@@ -157,15 +160,10 @@ class SQLSmith:
             return "its solution does not end with a submission"
         return None if played[0][1] == 1.0 else f"its solution earns {played[0][1]:.2f}"
 
-    def _worth_asking(self, task: dict) -> bool:
-        database = sqlite3.connect(":memory:")
-        database.executescript(self.env.world.databases[task["db"]])
-        try:
-            return worth_asking(database, task["gold"])
-        except sqlite3.Error:
-            return False
-        finally:
-            database.close()
+    def _ask(self, task: dict, question):
+        """question(run) of the task's database, within the limits that any query has there."""
+        with closing(Sqlite(task["db"], self.env.world.databases[task["db"]])) as database:
+            return question(database.run)
 
     def _ran(self, db: str, replies: list[str]):
         """The replies' queries that ran and returned something, squeezed."""
@@ -181,3 +179,10 @@ class SQLSmith:
 def squeezed(sql: str) -> str:
     """The query with single spaces and without its semicolon."""
     return " ".join(sql.split()).rstrip(" ;")
+
+
+def alike(sql: str) -> str:
+    """The same text for queries that differ in spaces, comments or the case of their words."""
+    parts = re.findall(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|\w+|[^\w\s]", sql, re.S)
+    return " ".join(part if part[0] in "'\"" else part.lower() for part in parts
+                    if not part.startswith(("--", "/*")) and part != ";")

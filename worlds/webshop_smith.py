@@ -7,7 +7,7 @@ the episode's own actions are its solution: what was bought by mistake is right 
 import random
 import re
 
-from worlds import parse_reply
+from worlds import parse_reply, plain
 from worlds.webshop_catalogue import goal_for, goal_key, instruction_of, meets
 
 FITS_MOST = 4  # products that may meet a goal, else it asks for nothing in particular [ours]
@@ -17,10 +17,14 @@ class ShopSmith:
     # What an explorer model is told about the tasks that it writes.
     form = ("A task is what a customer wants to buy: a kind of product, one or two attributes, the "
             "options and a price limit, as in the instruction. Its actions end with the purchase.")
+    # And about those that it plays, where the rules are not said.
+    actions = "search[words] on the search page, click[text] with a text of the page elsewhere"
 
     def __init__(self, shop):
         """shop: a WebShop of the smith's own, which it plays."""
         self.shop, world = shop, shop.world
+        self.said = {plain(goal["instruction"]) for goals in world.goals.values()
+                     for goal in goals}
         self.taken = {goal_key(goal) for goal in world.goals["train"]}
         # What is evaluated is not asked for with another price limit either.
         self.evaluated = {goal_key(goal)[:-1] for split, goals in world.goals.items()
@@ -31,25 +35,25 @@ class ShopSmith:
 
         What is searched and bought is told by how much of it was asked for.
         """
-        kinds = [kind for kind, _, _ in self._carried_out(self.shop.find(task), replies)]
+        kinds = [kind for _, kind, _, _ in self._carried_out(self.shop.find(task), replies)]
         return {*kinds, *(f"{a}, {b}" for a, b in zip(kinds, kinds[1:]))}
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
         """Proposals {text, task, solution} from an episode: none, or the one of its purchase."""
         done = list(self._carried_out(self.shop.find(task), replies))
-        if not done or done[-1][1].kind != "done":
+        if not done or done[-1][2].kind != "done":
             return []
-        _, shown, options = done[-1]
+        *_, shown, options = done[-1]
         product = self.shop.world.products[shown.item]
         attributes = rng.sample(product["Attributes"], rng.choice([1, 2]))
         chosen = sorted(options.values(), key=lambda value: value != options.get("color"))
         goal = goal_for(rng, product, attributes, chosen)
         goal["instruction"] = instruction_of(rng, goal)
-        return [dict(text=goal["instruction"], task=goal, solution=replies)]
+        return [dict(text=goal["instruction"], task=goal, solution=[reply for reply, *_ in done])]
 
     def written(self, task: str, proposal: dict, rng: random.Random) -> dict | None:
         """An explorer model's proposal: its words, and the goal that its purchase comes to."""
-        actions = [str(action) for action in proposal["action_sequence"]]
+        actions = proposal["action_sequence"]
         for found in self.finds(task, actions, rng):
             goal = {**found["task"], "instruction": proposal["query"]}
             return dict(text=proposal["query"], task=goal, solution=actions)
@@ -62,7 +66,8 @@ class ShopSmith:
 
     def refusal(self, task: dict) -> str | None:
         """Why no run may have this goal; None if one may."""
-        if goal_key(task) in self.taken or goal_key(task)[:-1] in self.evaluated:
+        if (goal_key(task) in self.taken or goal_key(task)[:-1] in self.evaluated
+                or plain(task["instruction"]) in self.said):
             return "a goal of a split"
         fits = [product for product in self.shop.world.products if meets(product, task)]
         if not fits:
@@ -76,12 +81,17 @@ class ShopSmith:
     def verify(self, proposal: dict) -> str | None:
         """Plays the solution twice under the new goal; why it does not prove it, or None."""
         played = []
+        if len(proposal["solution"]) > self.shop.max_steps:
+            return "its solution is longer than an episode"
         for _ in range(2):
             pages, reward = [self.shop.start(proposal["task"])], 0.0
             for reply in proposal["solution"]:
                 if self._ended():
                     return "the solution goes on after the end"
+                before = self.shop._shown
                 step = self.shop.step(reply)
+                if self.shop._shown is before:
+                    return "an action of its solution is not carried out"
                 pages.append(step.observation)
                 reward = step.reward
             played.append((pages, reward))
@@ -90,7 +100,7 @@ class ShopSmith:
         return None if played[0][1] == 1.0 else f"its solution earns {played[0][1]:.2f}"
 
     def _carried_out(self, goal: dict, replies: list[str]):
-        """(kind, page after it, chosen options) of each action that the shop carried out."""
+        """(reply, kind, page after it, chosen options) of each action that was carried out."""
         self.shop.start(goal)
         options = {}
         for reply in replies:
@@ -119,7 +129,7 @@ class ShopSmith:
             elif after.kind == "done":
                 missing = len(set(goal["goal_options"]) - set(options.values()))
                 kind = "buy as asked" if not missing else "buy without an option"
-            yield kind, after, dict(options)
+            yield reply, kind, after, dict(options)
 
     def _ended(self) -> bool:
         return self.shop._shown.kind == "done"
