@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 import dpo
 import envs
-from harness import play, smollm2, tiny
+from harness import files, play, smollm2, tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA = torch.cuda.is_available()
@@ -623,13 +623,13 @@ SECTIONS = dict(train=train_rows, rollout=rollout_rows, environments=environment
                 growth=growth_rows, memory=memory_rows, smollm2=smollm2_rows)
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], prog="run.sh bench")
     parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; none: all "
                         "but the last, which fetches a model")
     parser.add_argument("--quick", action="store_true", help="less of everything, no repeats")
     parser.add_argument("--out", default=str(ROOT / "runs" / "bench.json"), help="the JSON file")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     for name in arguments.sections:
         if name not in SECTIONS:
             parser.error(f"no section {name}; choose from {', '.join(SECTIONS)}")
@@ -645,4 +645,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    files.command("bench", main)

@@ -21,6 +21,7 @@ import envs
 from engine import sharding
 from engine.cache import slot_bytes, slots_that_fit
 from engine.checkpoint import SHARE
+from harness.models import in_bf16
 from harness.settings import EVOLVING, Settings, SettingsError, agents_of, options_of
 
 # GPU -> bytes of memory, dense bf16 FLOP/s, bytes/s of memory [NVIDIA's data sheets]
@@ -50,7 +51,8 @@ def dry_run(s: Settings) -> None:
     auto = "off" if cpu else "on"
     shard, recompute = (flag.replace("auto", auto) == "on"
                         for flag in (s.shard, s.gradient_checkpointing))
-    dtype, width = (torch.float32, 4) if cpu else (torch.bfloat16, 2)
+    half = not cpu or in_bf16(s)
+    dtype, width = (torch.bfloat16, 2) if half else (torch.float32, 4)
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="ragged")
     numbers = sum(p.numel() for p in model.parameters())
@@ -73,10 +75,11 @@ def dry_run(s: Settings) -> None:
                  for k in range(together)]  # without the prompt that they share: the worst case
     training = training_memory(model, sequences, count if shard else 0, recompute)
     slot = slot_bytes(config, width) * s.max_tokens
-    exploring = {f"{'fp32' if cpu else 'bf16'} replica": width * numbers,
+    exploring = {(replica := f"{'bf16' if half else 'fp32'} replica"): width * numbers,
                  f"cache of {s.slots} slots": slot * s.slots}
-    if cpu:  # which computes in the format of the weights, beside the program itself
+    if not half:  # what computes in the format of the weights
         del training[OF_A_PASS]
+    if cpu:
         training |= (program := {"the program": PROGRAM})
         exploring |= program
     if evolving:  # which plays between two steps, with what they need in memory
@@ -84,7 +87,7 @@ def dry_run(s: Settings) -> None:
         exploring |= {part: training[part] for part in (
             "weights, fp32", "the first policy, fp32", "Adam's moments, fp32")}
         if cpu and not shard:  # the live weights play
-            del exploring["fp32 replica"]
+            del exploring[replica]
 
     lines = [f"{s.model}: {numbers / 1e9:.2f} B parameters on {count} x {name}; "
              f"{'sharded' if shard else 'whole on each'}, "

@@ -82,7 +82,9 @@ class Folder:
         base: what identifies the model that it starts from.
         """
         if before:
-            self._refuse_changes({"base": before["base"]}, {"base": base})
+            precision = before.get("precision", self.accelerator.mixed_precision)
+            self._refuse_changes(dict(base=before["base"], precision=precision), dict(
+                base=base, precision=self.accelerator.mixed_precision))
             if before.get("code") != files.code_hash():
                 self.print_main(
                     f"{self.path} was begun by other code: its finished phases stay as they are. "
@@ -90,6 +92,7 @@ class Folder:
         elif self.main:
             files.write_text(self.path / "config.json", json.dumps(
                 dict(settings=asdict(self.settings), base=base, layout=LAYOUT, tasks=self.about,
+                     precision=self.accelerator.mixed_precision,
                      code=files.code_hash(), commit=files.git_commit(),
                      versions=files.versions()), indent=1))
         if not (self.path / "phases.json").exists():

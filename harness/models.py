@@ -24,17 +24,13 @@ from harness.settings import Settings, SettingsError
 def make_accelerator(s: Settings) -> Accelerator:
     """The processes, device and precision that this machine offers; SettingsError if not usable."""
     gpu = torch.cuda.is_available()  # not MPS: log-probabilities are summed in float64
-    # The tiny model computes alike everywhere, so that its results do not depend on the machine.
-    bf16 = s.bf16 == "on" or s.bf16 == "auto" and s.model != "tiny" and s.method != "chat" and (
-        torch.cuda.is_bf16_supported(including_emulation=False) if gpu else
-        cpu_has_bf16() and not is_small(s.model))
     if torch.cuda.device_count() and not gpu and s.model != "tiny" and s.method != "chat":
         raise SettingsError(f"{torch.cuda.device_count()} GPUs are here, but torch "
                             f"{torch.__version__} cannot use them; update their driver, or set "
                             "CUDA_VISIBLE_DEVICES= to train on the CPU")
     try:
         accelerator = Accelerator(
-            cpu=not gpu, mixed_precision="bf16" if bf16 else "no", log_with=s.track,
+            cpu=not gpu, mixed_precision="bf16" if in_bf16(s) else "no", log_with=s.track,
             project_dir=run_path(s),
             # One rank may play for hours longer than another. The launcher sees it if one dies.
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=7))])
@@ -49,6 +45,18 @@ def make_accelerator(s: Settings) -> Accelerator:
         raise SettingsError(f"accelerate is configured for {accelerator.distributed_type}; run "
                             "`accelerate config` without it: --shard shards the weights")
     return accelerator
+
+
+def in_bf16(s: Settings) -> bool:
+    """Whether passes compute in bf16 here, and rollouts hold their weights in it.
+
+    The tiny model computes alike everywhere, so that its results do not depend on the machine.
+    """
+    if s.bf16 != "auto" or s.model == "tiny" or s.method == "chat":
+        return s.bf16 == "on"
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return cpu_has_bf16() and (s.model == "smollm2" or not is_small(s.model))
 
 
 def cpu_has_bf16() -> bool:

@@ -21,7 +21,7 @@ from harness import files, margins, models, reuse, smollm2, tiny
 from harness.dry_run import disk_bytes
 from harness.endpoint import Endpoint
 from harness.folder import Folder
-from harness.settings import EVOLVING, Settings, SettingsError, is_endpoint, options_of
+from harness.settings import BUILT_IN, EVOLVING, Settings, SettingsError, is_endpoint, options_of
 from harness.tasks import check_openings, survey, trains
 
 
@@ -64,7 +64,12 @@ class Run(Folder):
         """What says which model this is, once it is known to be usable."""
         if self.settings.method == "chat":
             return f"{self.base} {self.settings.model_name}"
-        models.check_model(self.base, self.settings.max_tokens)
+        try:
+            models.check_model(self.base, self.settings.max_tokens)
+        except SettingsError as error:
+            if self.settings.model in BUILT_IN:
+                raise SettingsError(f"{error}; or delete this folder: it is made again") from None
+            raise
         if not self.phases and (wrong := self.first_says(  # one rank holds the model meanwhile
                 lambda: models.wrong_numbers(self.base, self.settings.max_tokens))):
             raise SettingsError(wrong)

@@ -86,7 +86,7 @@ class Settings:
     dry_run: Optional[str] = setting(
         None, "print memory, tokens and hours without loading weights, and stop: here, or for a "
         "machine such as 8xH100 [off]")
-    quick: bool = setting(False, "the same path, cut to about a minute (too short to learn much)")
+    quick: bool = setting(False, "the same path, cut to a minute for the tiny model; too short to learn much")
     iterations: int = setting(
         3, "K, co-evolution iterations [App. B: 3; 5 on InterCodeSQL]", at_least=1)
 
@@ -291,9 +291,11 @@ class Settings:
 # Beta, lambda_SFT and half the learning rate in later iterations are the paper's. A hundred experts
 # make few steps, so batches are smaller (8 and 16, not 48 and 32) and steps go further (1e-4 and
 # 5e-6, not 1e-5 and 1e-6). At temperature 1 failures differ more.
+BUILT_IN = ("tiny", "smollm2")  # models that are words, and no folders
 SMOLLM2 = dict(sft_epochs=2, sft_batch=8, sft_lr=1e-4,
                dpo_batch=16, dpo_lr=5e-6, dpo_lr_later=2.5e-6, temperature=1.0, ppo_lr=5e-6,
-               step_tasks=8, step_rollouts=4, grpo_steps=20, grpo_lr=5e-6)
+               step_tasks=8, step_rollouts=4, grpo_steps=20, grpo_lr=5e-6,
+               start_tasks=25, evolve_every=5, near_text=1.0)
 
 # What replaces the defaults, in this order: in an environment (the paper's), for a model in it
 # (tiny: tuned on the validation split; smollm2: for one or three hours on two cores and 8 GB, where
@@ -333,9 +335,9 @@ PRESETS = {
         max_tokens=3072, max_new_tokens=64, slots=8, gradient_checkpointing="on",
     ),
     "smollm2 intercodesql": dict(
-        **SMOLLM2, iterations=3, train_tasks=120, eval_tasks=100, dpo_epochs=2, rollouts=2,
-        view="short", max_tokens=768, max_new_tokens=64, tokens_per_forward=2048,
-        start_from="train", start_tasks=40, evolve_every=5, near_text=1.0,
+        **SMOLLM2 | dict(start_from="train", start_tasks=40), iterations=3, train_tasks=120,
+        eval_tasks=100, dpo_epochs=2, rollouts=2, view="short", max_tokens=768, max_new_tokens=144,
+        tokens_per_forward=2048,  # a gold query of InterCode's has up to 132 tokens
     ),
     # Its category base fits whole, and 128 tokens hold the longest reply of a ground truth.
     "smollm2 bfcl": dict(
@@ -345,13 +347,15 @@ PRESETS = {
     ),
     # ETO's and IPR's scripts and agent configurations.
     "eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5),
+    "smollm2 eto intercodesql": dict(view="full", rollouts=1, max_tokens=3072,
+                                     gradient_checkpointing="on"),
     # Openings alone have up to 29,000 characters.
     "bfcl": dict(max_tokens=16_384, max_new_tokens=1024, slots=16),
     "chat": dict(method="chat", max_tokens=100_000),  # with the examples; the endpoint knows better
     "quick": dict(train_tasks=120, eval_tasks=40, iterations=1, sft_epochs=1, dpo_epochs=1,
                   grpo_steps=4, evolve_every=2, evaluate_every=1, start_tasks=12),
     "quick tiny": dict(sft_epochs=6, sft_lr=1e-3),
-    "quick smollm2": dict(train_tasks=8, eval_tasks=4),
+    "quick smollm2": dict(train_tasks=8, eval_tasks=4, sft_batch=4),
     "quick bfcl": dict(train_tasks=20, eval_tasks=20),
 }
 
@@ -451,7 +455,8 @@ def conflicts(s: Settings) -> list[tuple[bool, str, str]]:
         ((s.protocol == "eto") != bool(s.prompts), "--protocol eto --prompts FOLDER",
          "give both; the folder is eval_agent/prompt of ETO's or IPR's repository"),
         (s.protocol == "eto" and (tiny or s.view == "short"), "--protocol eto",
-         "the tiny model and --view short know this project's texts only; give another --model"),
+         "the tiny model and --view short know this project's texts only; give --view full and "
+         "another --model"),
         (s.protocol == "eto" and s.method in EVOLVING, f"--protocol eto --method {s.method}",
          "its explorers know this project's texts only; leave out one of them"),
         (bool(s.webshop_url) and tiny, "--webshop-url",
@@ -526,7 +531,8 @@ def preset(argv: list[str]) -> dict:
         first.add_argument(f"--{name}", default=getattr(Settings, name))
     first.add_argument("--quick", nargs="?", const=True, default=False, type=_boolean)
     seen = first.parse_known_args(argv)[0]
-    names = [seen.env, f"{seen.model} {seen.env}", seen.protocol]
+    names = [seen.env, f"{seen.model} {seen.env}", seen.protocol,
+             f"{seen.model} {seen.protocol} {seen.env}"]
     names += ["quick", f"quick {seen.env}", f"quick {seen.model}"] if seen.quick else []
     names += ["chat"] if is_endpoint(seen.model) else []
     values = {name: value for n in names for name, value in PRESETS.get(n, {}).items()}

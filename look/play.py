@@ -173,7 +173,14 @@ def agent_of(path: Path) -> tuple[Path, Path | str, str]:
         return run, path, f"{path.parent.name}/{path.name}"
     settings = read_object(run / "config.json", settings=dict)["settings"]
     if settings["method"] == "evaluate":
-        return run, settings["model"], settings["model"]
+        model = settings["model"]
+        if model == "tiny":
+            raise RunError(f"--agent {run}: it evaluates the tiny model as it is before training; "
+                           "name a run that trains")
+        if model == "smollm2":
+            from harness import smollm2  # with torch
+            return run, smollm2.base(), model
+        return run, model, model
     done = [name for name in read_object(run / "phases.json")
             if name == "sft-target" or name.endswith("/target-agent")]
     if not done:

@@ -141,7 +141,8 @@ def refuse_unlike(runs: dict[str, dict[int, Path]]) -> None:
         own |= {"temperature"} if method in SAMPLING else set()  # where the others play greedily
         for path in found.values():
             config = read_object(path / "config.json", settings=dict)
-            for name, value in config["settings"].items():
+            made = config["settings"] | dict(precision=config.get("precision", "no"))
+            for name, value in made.items():
                 if name in {"out", *MAY_DIFFER}:
                     continue
                 if name in ("dpo_steps", "start_tasks") and equals(method):  # by seed

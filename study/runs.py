@@ -99,17 +99,19 @@ def main(argv: list[str]) -> None:
                         help="defaults were chosen with seeds 0 to 2 [3 4 5 6 7]")
     parser.add_argument("--out", type=Path, help="the study's folder [runs/study-ENV]")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parser.add_argument("--jobs", type=int, default=1 if GPU else min(cores, 8),
-                        help="runs side by side [without a GPU one a core, at most 8]")
+    parser.add_argument("--jobs", type=int, help="runs side by side [of the tiny model without a "
+                        "GPU one a core, at most 8; else 1]")
     parser.add_argument("--report", action="store_true", help="no run, only the report")
     parser.add_argument("--encoder", help="hub name of Figure 3's encoder [the SFT agent]")
     asked, more = parser.parse_known_args(argv)
     folder = asked.out or Path(f"runs/study-{asked.env}")
     if {"--method", "--seed"} & {flag.split("=")[0] for flag in more}:
         raise SettingsError("a study takes --methods and --seeds, not --method and --seed")
+    model = parse(["--env", asked.env, *more]).model
+    if asked.jobs is None:
+        asked.jobs = min(cores, 8) if model == "tiny" and not GPU else 1
     if asked.jobs < 1:
         raise SettingsError(f"--jobs {asked.jobs}: give 1 or more")
-    parse(["--env", asked.env, *more])
     # Threads that wait must sleep: spinning, they take a busy machine's cores from their own team.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported
     if asked.encoder is not None:

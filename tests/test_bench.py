@@ -1,7 +1,6 @@
 """The benchmark's own arithmetic, and one of its sections in a small size; nothing is timed."""
 
 import json
-import sys
 
 import pytest
 
@@ -49,9 +48,8 @@ def test_mock_trajectories_of_an_instruction_begin_alike(common, alike):
         assert len({tuple(s.ids[:alike + 3]) for s in g.sequences}) == 3
 
 
-def test_the_rollout_section_compares_equal_episodes_and_writes_its_rows(tmp_path, monkeypatch):
+def test_the_rollout_section_compares_equal_episodes_and_writes_its_rows(tmp_path):
     out = tmp_path / "bench.json"
-    monkeypatch.setattr(sys, "argv", ["bench", "--quick", "--out", str(out), "rollout"])
-    bench.main()
+    bench.main(["--quick", "--out", str(out), "rollout"])
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == 2 and all(r["differences"]["episodes"] == 0 for r in rows)

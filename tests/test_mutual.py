@@ -514,6 +514,14 @@ def test_without_new_tasks_evolution_is_grpo_bit_for_bit(run):
     assert weights(a, 3) != weights(run("grpo", "c", seed=1), 3)
 
 
+def test_a_run_goes_on_in_the_precision_that_it_was_begun_in(run, monkeypatch):
+    assert json.loads((run("grpo").path / "config.json").read_text())["precision"] == "no"
+    gc.collect()  # gives its folder free
+    monkeypatch.setattr(Accelerator, "mixed_precision", property(lambda self: "bf16"))
+    with pytest.raises(SettingsError, match=r"precision \(no -> bf16\); give another --out"):
+        run("grpo")
+
+
 def test_the_first_step_starts_at_the_reference(run):
     kl = [e["kl"] for e in events(run("grpo"), "grpo")]
     assert kl[0] == pytest.approx(0, abs=1e-5) and abs(kl[-1]) > 1e-6

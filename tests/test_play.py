@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import envs
+from harness import smollm2
 from harness.files import ROOT, RunError, read_jsonl
 from harness.settings import SettingsError
 from look import play
@@ -207,6 +208,18 @@ def test_any_agent_of_a_run_can_be_named(trained):
     assert play.agent_of(trained / "sft-target")[0] == trained
     with pytest.raises(RunError, match="was trained on webshop, not on intercodesql"):
         main(["intercodesql", "--agent", str(trained)])
+
+
+def test_a_model_that_was_evaluated_alone_plays_or_is_said_not_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(smollm2, "base", lambda: tmp_path / "made")
+    (tmp_path / "phases.json").write_text("{}")
+    for model, agent in (("smollm2", tmp_path / "made"), ("org/m", "org/m")):
+        (tmp_path / "config.json").write_text(json.dumps(
+            dict(settings=dict(method="evaluate", model=model))))
+        assert play.agent_of(tmp_path) == (tmp_path, agent, model)
+    (tmp_path / "config.json").write_text('{"settings": {"method": "evaluate", "model": "tiny"}}')
+    with pytest.raises(RunError, match="name a run that trains"):
+        play.agent_of(tmp_path)
 
 
 @pytest.mark.parametrize("text, token", [
