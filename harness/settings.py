@@ -86,7 +86,7 @@ class Settings:
     dry_run: Optional[str] = setting(
         None, "print memory, tokens and hours without loading weights, and stop: here, or for a "
         "machine such as 8xH100 [off]")
-    quick: bool = setting(False, "the same path, cut to a minute for the tiny model; too short to learn much")
+    quick: bool = setting(False, "the same path, cut to a minute with tiny; too short to learn")
     iterations: int = setting(
         3, "K, co-evolution iterations [App. B: 3; 5 on InterCodeSQL]", at_least=1)
 
