@@ -117,7 +117,7 @@ def marks(env, task: str) -> set[str]:
     except ValueError:
         return set()
     found = {task if what is None else repr(what)}
-    return found | ({envs.plain(wording)} if wording else set())
+    return found | ({" ".join(wording.lower().split())} if wording else set())
 
 
 TRAINED_ON = ("experts.jsonl", "iter0/tasks.jsonl")  # one of them is in a run that trains
