@@ -551,7 +551,7 @@ def smollm2_rows(quick: bool) -> list[dict]:
     encoder = dpo.Encoder(AutoTokenizer.from_pretrained(smollm2.base()))
     episodes = (2, 2, 1, 2, 2, 0) if quick else (8, 4, 2, 4, 8, 2)
     rows += player_rows(", SmolLM2", encoder, ours, make("sdpa"), *episodes, Shelf,
-                        distinct=20 if quick else 100)
+                        distinct=20)
 
     def bf16_step():
         with torch.autocast(DEVICE, torch.bfloat16):
