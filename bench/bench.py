@@ -12,19 +12,25 @@ tokens alone.
 """
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import json
+import os
+import queue
 import random
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import psutil
+import requests
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -44,18 +50,18 @@ BETA, LR = 0.1, 1e-6
 # ------------------------------------------------------------------------------------- measuring
 
 
-def simulator_seconds() -> float:
-    """CPU seconds so far of this process's children, the Java simulators."""
+def children_seconds() -> float:
+    """CPU seconds so far of this process's children: Java simulators, a server of llama.cpp."""
     children = [p.cpu_times() for p in psutil.Process().children(recursive=True)]
     return sum(t.user + t.system for t in children)
 
 
 def seconds(work) -> float:
-    """CPU seconds of this process and its simulators, or seconds between events on the device."""
+    """CPU seconds of this process and its children, or seconds between events on the device."""
     if not CUDA:
-        start = time.process_time() + simulator_seconds()
+        start = time.process_time() + children_seconds()
         work()
-        return time.process_time() + simulator_seconds() - start
+        return time.process_time() + children_seconds() - start
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     work()
@@ -473,12 +479,12 @@ def environment_rows(quick: bool) -> list[dict]:
             len(encoder.reply(m["content"])) for m in played if m["role"] == "assistant"))
         for slots in counts:
             for _ in range(2):  # the first starts the simulators
-                made, java, own = [], simulator_seconds(), time.process_time()
+                made, java, own = [], children_seconds(), time.process_time()
                 wall = time.perf_counter()
                 our_rollout(model, encoder, tasks, slots,
                             lambda: made.append(Scripted(make())) or made[-1], reply)
             wall, own = time.perf_counter() - wall, time.process_time() - own
-            java, inside = simulator_seconds() - java, sum(e.spent for e in made)
+            java, inside = children_seconds() - java, sum(e.spent for e in made)
             rows.append(dict(
                 what=f"{env.name}, {slots} slots: environment's share",
                 text=f"{(java + inside) / (own + java):.1%} of CPU time",
@@ -538,8 +544,91 @@ class Shelf(MockEnv):
              "road bridge river mountain clock letter song coat ring key box bag map ship").split()
 
 
+@contextlib.contextmanager
+def llama_server(precision: str, slots: int):
+    """The address of llama.cpp's server with SmolLM2 in `precision` (f32, bf16), on one thread.
+
+    $LLAMA_CPP is a checkout of llama.cpp, in whose build/bin the server was built on this machine.
+    """
+    checkout = Path(os.environ["LLAMA_CPP"])
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as chosen:
+        made = subprocess.run([sys.executable, checkout / "convert_hf_to_gguf.py", smollm2.base(),
+                               "--outtype", precision, "--outfile", f"{folder}/model.gguf"],
+                              capture_output=True, text=True)
+        if made.returncode:
+            raise SystemExit("bench: llama.cpp's convert_hf_to_gguf.py failed: "
+                             + made.stderr.strip().splitlines()[-1])
+        chosen.bind(("127.0.0.1", 0))
+        port = chosen.getsockname()[1]
+        chosen.close()
+        options = dict(model=f"{folder}/model.gguf", port=port, threads=1, threads_batch=1,
+                       parallel=slots, ctx_size=slots * 1024, slot_save_path=folder, cache_ram=0)
+        if precision == "f32":
+            options |= dict(cache_type_k="f32", cache_type_v="f32")
+        words = [[f"--{name.replace('_', '-')}", str(value)] for name, value in options.items()]
+        server = subprocess.Popen([checkout / "build" / "bin" / "llama-server", *sum(words, [])],
+                                  stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+            while True:
+                with contextlib.suppress(requests.ConnectionError):
+                    if requests.get(f"{address}/health", timeout=10).ok:
+                        break
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit("bench: llama.cpp's server does not start")
+                time.sleep(0.1)
+            yield address
+        finally:
+            server.kill()
+            server.wait()
+
+
+def llama_rollout(address: str, encoder, tasks, slots: int, make_env) -> list[list[int]]:
+    """The ids of episodes that llama.cpp's server continues, each in a slot that keeps its past."""
+    free, end = queue.SimpleQueue(), encoder.end_of_turn
+    for slot in range(slots):
+        free.put(slot)
+
+    def one(task):
+        slot, env = free.get(), make_env()
+        requests.post(f"{address}/slots/{slot}?action=erase", timeout=600).raise_for_status()
+        ids, done = encoder.start(envs.opening(env, env.reset(str(task)))), False
+        while not done:
+            said = requests.post(f"{address}/completion", timeout=600, json=dict(
+                prompt=ids, n_predict=30, temperature=0, id_slot=slot, return_tokens=True,
+                logit_bias=[[i, False] for i in encoder.forbidden])).json()["tokens"]
+            reply = [i for i in said if i != end] + [end]
+            step = env.step(encoder.decode(reply))
+            ids, done = ids + reply, step.done
+            if not done:
+                ids += encoder.observation(step.observation)
+        free.put(slot)
+        return ids
+
+    with ThreadPoolExecutor(slots) as pool:
+        return list(pool.map(one, tasks))
+
+
+def llama_row(precision: str, model, encoder, tasks, slots: int, repeats: int) -> dict:
+    """Our rollout of SmolLM2 against llama.cpp's server in the same precision and slots."""
+    played, continued = [], []
+    with llama_server(precision, slots) as address:
+        times = in_turn(repeats, dict(
+            ours=lambda: played.append(our_rollout(model, encoder, tasks, slots, Shelf)),
+            theirs=lambda: continued.append(
+                llama_rollout(address, encoder, tasks, slots, Shelf))))
+    other = sum(ours.ids != ids for ours, ids in zip(played[-1], continued[-1], strict=True))
+    print(f"bench: {other} of {len(tasks)} episodes of llama.cpp in {precision} are others")
+    if precision == "f32":  # its sums round in another order, which may change a close choice
+        check("the tokens of llama.cpp's episodes, as a share of them,", other / len(tasks), 0.25)
+    return compared(f"rollout, SmolLM2, {precision}, {slots} slots", "llama.cpp's server",
+                    "tokens/s",
+                    (sum(len(e.ids) for e in played[-1]), sum(map(len, continued[-1]))),
+                    (times["ours"], times["theirs"]), episodes=other)
+
+
 def smollm2_rows(quick: bool) -> list[dict]:
-    """SmolLM2-135M: in fp32 against textbook code, TRL and `generate`; ours in bf16 and fp32."""
+    """SmolLM2-135M: in fp32 against textbook code, TRL, `generate` and llama.cpp; ours in bf16."""
     def make(attention):
         return AutoModelForCausalLM.from_pretrained(
             smollm2.base(), dtype=torch.float32, attn_implementation=attention).to(DEVICE)
@@ -564,6 +653,13 @@ def smollm2_rows(quick: bool) -> list[dict]:
         name: lambda model=model: played.append(sum(
             len(e.ids) for e in our_rollout(model, encoder, tasks, len(tasks), Shelf)))
         for name, model in dict(bf16=low, fp32=ours).items()})
+    if "LLAMA_CPP" in os.environ:
+        rows += [llama_row(precision, model, encoder, range(slots), slots, size[3])
+                 for precision, model, slots in (
+                     (("f32", ours, 2),) if quick else
+                     (("f32", ours, 8), ("bf16", low, 8), ("bf16", low, 32)))]
+    else:
+        print("bench: LLAMA_CPP does not name a checkout of llama.cpp, its rows are left out")
     return rows + [
         compared("train step, SmolLM2, bf16", "the same in fp32", "pairs/s", (pairs, pairs),
                  (steps["bf16"], steps["fp32"])),
