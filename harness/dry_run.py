@@ -23,6 +23,7 @@ from engine.cache import slot_bytes, slots_that_fit
 from engine.checkpoint import SHARE
 from harness.models import in_bf16
 from harness.settings import EVOLVING, Settings, SettingsError, agents_of, options_of
+from harness.tasks import survey
 
 # GPU -> bytes of memory, dense bf16 FLOP/s, bytes/s of memory [NVIDIA's data sheets]
 GPUS = {"A100": (79 << 30, 312e12, 2.0e12), "H100": (79 << 30, 989e12, 3.35e12),
@@ -201,6 +202,7 @@ def machine(asked: str) -> tuple[int, str, int, float, float]:
 def lengths(s: Settings, tokenizer) -> Lengths:
     """How long expert trajectories are; of scripted experts, from SAMPLE tasks spread evenly."""
     env, encoder = envs.make(s.env, s.view, **options_of(s)), dpo.Encoder(tokenizer)
+    print(survey(s, env).counts)  # what a run would refuse is refused
     if s.experts:
         experts = envs.read_experts(s.experts, env)[:s.train_tasks or None]
         conversations, count = [messages for _, messages, _ in experts], len(experts)

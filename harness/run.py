@@ -78,13 +78,10 @@ class Run(Folder):
     def _try_environment(self) -> None:
         """Counts its tasks and, once the folder is locked, begins one: faults show at once."""
         s, env = self.settings, self.make_env()
-        self.splits = env.test_splits if s.eval_splits == "test" else ("validation",)
-        if s.method == "evolve" or s.method == "grpo" and s.start_from == "explore":
-            env.smith()  # Refused where nobody makes tasks
+        found = survey(s, env)
         if s.method == "evolve" and is_endpoint(s.explorer):
             Endpoint(s, url=s.explorer).reach()
-        found = survey(s, env, self.splits)
-        self.left_out, self.about = found.left_out, found.record()
+        self.splits, self.left_out, self.about = found.splits, found.left_out, found.record()
         self.print_main(found.counts)
         if self.main:  # alone: a WebShop server must not load its catalogue twice at once
             self.take()

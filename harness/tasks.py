@@ -17,6 +17,7 @@ class Tasks:
     """The tasks of a run, by the settings and the environment alone."""
 
     counts: str = ""             # in words, the run's first line
+    splits: tuple[str, ...] = ()  # that are evaluated
     split_by: str = ""           # "by rule", or the folder of published lists
     experts: int = 0             # from --experts FILE
     overlap: int = 0             # evaluated tasks that are trained on all the same
@@ -31,11 +32,18 @@ def trains(s: Settings) -> bool:
     return s.method not in ("evaluate", "chat")
 
 
-def survey(s: Settings, env, splits) -> Tasks:
-    """Counts the tasks of a run; SettingsError where there are too few, or some are in both."""
-    found = Tasks(split_by=getattr(env, "split_by", "by rule"))
-    evaluated = {split: env.tasks(split)[:s.eval_tasks or None] for split in splits}
-    counted = [(s.eval_tasks, "eval", split) for split in splits]
+def survey(s: Settings, env) -> Tasks:
+    """Counts the tasks of a run.
+
+    SettingsError where there are too few, or some are in both; Refused where tasks would have to be
+    made and nobody makes them.
+    """
+    if s.method == "evolve" or s.method == "grpo" and s.start_from == "explore":
+        env.smith()
+    found = Tasks(splits=env.test_splits if s.eval_splits == "test" else ("validation",),
+                  split_by=getattr(env, "split_by", "by rule"))
+    evaluated = {split: env.tasks(split)[:s.eval_tasks or None] for split in found.splits}
+    counted = [(s.eval_tasks, "eval", split) for split in found.splits]
     words = [f"{len(tasks)} of {len(env.tasks(split))} {split}"
              for split, tasks in evaluated.items()]
     training = []

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import coevolve
 import dpo
+import envs
 from engine import cache, sharding
 from harness import dry_run, start
 from harness.settings import SettingsError, parse
@@ -169,6 +170,25 @@ def test_of_several_processes_one_prints_the_plan(folder, monkeypatch, capsys):
 def test_an_unknown_machine_is_refused(folder, machine):
     with pytest.raises(SettingsError, match=f"'{machine}' is no machine; name one"):
         plan_of(folder("qwen3-4b"), machine)
+
+
+def test_what_a_run_would_refuse_is_not_planned(folder, tmp_path, capsys):
+    """On a server nobody makes tasks, it has 500 test goals, and experts of these are not tested."""
+    turns = [dict(role=r, content=c) for r, c in (("user", "a [SEP] b"), ("assistant", "search[a]"))]
+    for goal, file in ((3000, "experts"), (7, "tested")):
+        (tmp_path / file).write_text(json.dumps(
+            dict(task=f"webshop-train-{goal}", messages=turns, reward=1.0)) + "\n")
+    server = ["--webshop-url", "http://127.0.0.1:9", "--experts"]
+    qwen, experts = folder("qwen3-4b"), str(tmp_path / "experts")
+    for flags, message in (
+            ((experts, "--method", "evolve"), "nobody makes new tasks"),
+            ((experts, "--eval-tasks", "501"), "webshop has 500 test tasks"),
+            ((str(tmp_path / "tested"),), "1 of 500 evaluated tasks are also trained on")):
+        with pytest.raises((SettingsError, envs.Refused), match=message):
+            plan_of(qwen, "8xH100", *server, *flags)
+    capsys.readouterr()
+    plan_of(qwen, "8xH100", *server, experts)
+    assert capsys.readouterr().out.startswith("webshop: 1 experts from ")
 
 
 def test_the_command_prints_the_plan_and_makes_nothing(folder, tmp_path):

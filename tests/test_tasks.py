@@ -29,9 +29,7 @@ def settings(**values):
 
 
 def survey(s):
-    env = envs.make(s.env, s.view, **options_of(s))
-    splits = env.test_splits if s.eval_splits == "test" else ("validation",)
-    return tasks.survey(s, env, splits)
+    return tasks.survey(s, envs.make(s.env, s.view, **options_of(s)))
 
 
 def published(ids, path, text="Instruction: x"):
