@@ -331,7 +331,7 @@ PRESETS = {
         max_tokens=3072, max_new_tokens=96, slots=16, gradient_checkpointing="on",
     ),
     "smollm2 scienceworld": dict(
-        **SMOLLM2, iterations=2, train_tasks=120, eval_tasks=50, dpo_epochs=1, task_types="short",
+        **SMOLLM2, iterations=2, train_tasks=80, eval_tasks=40, dpo_epochs=1, task_types="short",
         max_tokens=3072, max_new_tokens=64, slots=8, gradient_checkpointing="on",
     ),
     "smollm2 intercodesql": dict(
