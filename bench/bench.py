@@ -551,16 +551,16 @@ def llama_server(precision: str, slots: int):
     $LLAMA_CPP is a checkout of llama.cpp, in whose build/bin the server was built on this machine.
     """
     checkout = Path(os.environ["LLAMA_CPP"])
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as chosen:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
         made = subprocess.run([sys.executable, checkout / "convert_hf_to_gguf.py", smollm2.base(),
                                "--outtype", precision, "--outfile", f"{folder}/model.gguf"],
                               capture_output=True, text=True)
         if made.returncode:
             raise SystemExit("bench: llama.cpp's convert_hf_to_gguf.py failed: "
                              + made.stderr.strip().splitlines()[-1])
-        chosen.bind(("127.0.0.1", 0))
-        port = chosen.getsockname()[1]
-        chosen.close()
         options = dict(model=f"{folder}/model.gguf", port=port, threads=1, threads_batch=1,
                        parallel=slots, ctx_size=slots * 1024, slot_save_path=folder, cache_ram=0)
         if precision == "f32":
@@ -609,9 +609,9 @@ def llama_rollout(address: str, encoder, tasks, slots: int, make_env) -> list[li
         return list(pool.map(one, tasks))
 
 
-def llama_row(precision: str, model, encoder, tasks, slots: int, repeats: int) -> dict:
-    """Our rollout of SmolLM2 against llama.cpp's server in the same precision and slots."""
-    played, continued = [], []
+def llama_row(precision: str, model, encoder, slots: int, repeats: int) -> dict:
+    """Our rollout of SmolLM2 against llama.cpp's server in one precision, an episode a slot."""
+    tasks, played, continued = range(slots), [], []
     with llama_server(precision, slots) as address:
         times = in_turn(repeats, dict(
             ours=lambda: played.append(our_rollout(model, encoder, tasks, slots, Shelf)),
@@ -654,7 +654,7 @@ def smollm2_rows(quick: bool) -> list[dict]:
             len(e.ids) for e in our_rollout(model, encoder, tasks, len(tasks), Shelf)))
         for name, model in dict(bf16=low, fp32=ours).items()})
     if "LLAMA_CPP" in os.environ:
-        rows += [llama_row(precision, model, encoder, range(slots), slots, size[3])
+        rows += [llama_row(precision, model, encoder, slots, size[3])
                  for precision, model, slots in (
                      (("f32", ours, 2),) if quick else
                      (("f32", ours, 8), ("bf16", low, 8), ("bf16", low, 32)))]
