@@ -24,7 +24,7 @@ from dpo import Trajectory
 from harness.play import play, reopened, usable_rollouts
 from harness.report import played, scores, table2
 from harness.run import Run
-from harness.settings import Settings, agents_of
+from harness.settings import Settings, SettingsError, agents_of
 from harness.start import start
 from look.page import make_page
 
@@ -106,10 +106,10 @@ def collect_experts(run: Run, out: Path) -> dict:
     for reason, tasks in dropped.items():
         run.log_dropped("experts.jsonl", reason, tasks)
     if not experts:
-        run.refuse(f"no expert trajectory is left: {len(dropped['reward'])} at or below "
-                   f"--expert-min-reward {s.expert_min_reward}, {len(dropped['too long'])} longer "
-                   f"than --max-tokens {s.max_tokens}; lower the one, raise the other or give "
-                   "better --experts")
+        raise SettingsError(
+            f"no expert trajectory is left: {len(dropped['reward'])} at or below "
+            f"--expert-min-reward {s.expert_min_reward}, {len(dropped['too long'])} longer than "
+            f"--max-tokens {s.max_tokens}; lower the one, raise the other or give better --experts")
     run.write_jsonl(out, experts)
     return played(experts)
 
@@ -215,7 +215,7 @@ def evaluate(run: Run, out: Path, agent: str, i: int, split: str) -> dict:
     else:
         episodes, taken = play(run, run.agent(agent, i), episodes, temperature=0), {}
     run.write_jsonl(out, episodes)
-    found = {**scores(episodes, tasks, run.settings), **taken}  # reward, its interval, success ...
+    found = {**scores(episodes, tasks), **taken}  # reward, its interval, success ...
     run.log("evaluation", agent=agent, iteration=i, split=split, tasks=len(episodes), **found)
     return dict(**played(episodes), **found)
 

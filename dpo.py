@@ -90,7 +90,7 @@ class Trajectory:
     messages: list[dict] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)          # (l,) read and written, in order
     action_mask: list[int] = field(default_factory=list)  # (l,) 1 where the agent wrote the token
-    reward: float = 0.0              # in [0, 1]
+    reward: float = 0.0              # in [0, 1]; by ETO's protocol from -1
     steps: int = 0
     cut_replies: int = 0             # that filled max_new_tokens
     ended: str = ""                  # done, budget, context or lost
@@ -239,6 +239,7 @@ def add_statistics(total: dict, more: dict) -> None:
 
 
 def mean_statistics(sums: list[float]) -> dict:
+    """Of one kind of pair: how many, and means over them; log-probabilities and margin in nats."""
     pairs, *rest = sums
     names = ("chosen_log_prob", "rejected_log_prob", "margin", "accuracy")
     return dict(pairs=int(pairs), **{name: value / pairs for name, value in zip(names, rest)})

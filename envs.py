@@ -11,7 +11,16 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-from worlds import EnvError, Refused, Step, converse, first_reply, opening, parse_reply  # noqa
+from worlds import (  # noqa: F401
+    EnvError,
+    Refused,
+    Step,
+    converse,
+    first_reply,
+    opening,
+    parse_reply,
+    plain,
+)
 from worlds.published import STOPS, opens_otherwise, read_experts, read_prompts  # noqa: F401
 
 SUCCESS = 1.0  # the reward of a solved task; whatever is below is a failure

@@ -32,7 +32,7 @@ from harness.files import mean
 from harness.play import play_with
 from harness.report import played as played_of
 from harness.run import Run
-from harness.settings import SIGNALS
+from harness.settings import SIGNALS, SettingsError, segments_of, start_episodes
 from harness.start import start
 from look.page import make_page
 
@@ -51,7 +51,7 @@ def mutual(run: Run) -> None:
         phase("iter0/tasks.jsonl", first_tasks)
     else:
         evolve(run, 0)  # unguided: what becomes of it is D_0
-    segments = -(-s.grpo_steps // s.evolve_every)
+    segments = segments_of(s)
     for i in range(1, segments + 1):
         phase(f"iter{i}/target-agent", train, i)
         if i % s.evaluate_every == 0 or i == segments:
@@ -121,7 +121,7 @@ def train(run: Run, out: Path, i: int) -> dict:
     loss = partial(objective, temperature=s.grpo_temperature, never=never, low=s.clip_low,
                    high=s.clip_high, beta=s.grpo_kl)
     first, last = (i - 1) * s.evolve_every + 1, min(i * s.evolve_every, s.grpo_steps)
-    batches = itertools.islice(batches_of(run, i), first - 1, last)
+    batches = itertools.islice(batches_of(run), first - 1, last)
     checkpoint, encoder, episodes = run.checkpoint(), run.encoder(), []
     _, done = checkpoint.restore(model, optimizer)  # what the steps made before logged and played
     for event in done:
@@ -133,8 +133,7 @@ def train(run: Run, out: Path, i: int) -> dict:
             continue
         starts = [Trajectory(task, "target", step, k, run.seed("grpo", step, task, k))
                   for task in batch for k in range(s.step_rollouts)]
-        played = play_with(run, run.whole(model), encoder, run.make_env, starts,
-                           s.grpo_temperature)
+        played = play_with(run, run.whole(model), encoder, starts, s.grpo_temperature)
         groups, log = groups_of(run, played), dict(step=step, tasks=len(batch), D=len(tasks))
         for policy, name in ((reference, "ref"), (model, "old")):
             add_log_probs(run.accelerator, policy, groups, name, s.grpo_temperature, never,
@@ -163,8 +162,8 @@ def train(run: Run, out: Path, i: int) -> dict:
                 reward=done[-1]["log"]["reward"], tasks=len(tasks))
 
 
-def batches_of(run: Run, i: int) -> Iterator[list[str]]:
-    """The tasks of step 1, 2, ... up to segment i: passes over D, shuffled by the run's seed.
+def batches_of(run: Run) -> Iterator[list[str]]:
+    """The tasks of step 1, 2, ...: passes over D as it then is, shuffled by the run's seed.
 
     Tasks that join enter the next pass. No task is twice in a step, so one of a small D is smaller.
     """
@@ -239,7 +238,7 @@ def find_signals(run: Run, out: Path, i: int) -> dict:
         scores[task] += y if s.attempt == "episode" else [sum(y) / len(y)]
     window = history[i]
     visited = {t.task for t in window}
-    held = [smith.patterns(t.task, replies_of(t)) for t in window]
+    held = [smith.patterns(t.task, explorer.replies(t)) for t in window]
 
     rows = [dict(signal="forgetting", task=task, visits_ago=n, **evidence(groups[task]),
                  success_then=last_success(history, task))
@@ -283,20 +282,16 @@ def last_success(history: dict[int, list[Trajectory]], task: str) -> list[dict] 
     return won[-1] if won else None
 
 
-def replies_of(t: Trajectory) -> list[str]:
-    return [m["content"] for m in t.messages if m["role"] == "assistant"]
-
-
 # ----------------------------------------------------------------------- from signals to tasks
 
 
 def explore(run: Run, out: Path, i: int) -> dict:
     """Episodes of the explorer, who goes back to what was picked; for D_0 unguided."""
     s, picks = run.settings, []
-    if i == 0:  # of training tasks; one in six becomes a task that is new, or more [ours]
-        tasks = run.training_tasks()
+    if i == 0:  # of training tasks
+        tasks = run.training
         starts = [(tasks[n % len(tasks)], "start", n // len(tasks))
-                  for n in range(6 * s.start_tasks)]
+                  for n in range(start_episodes(s))]
     else:
         picks = [row for row in run.read_jsonl(f"iter{i}/signals.jsonl") if row["picked"]]
         if s.explorer == "random":  # as many episodes, without a signal
@@ -373,14 +368,14 @@ def join(run: Run, out: Path, i: int) -> dict:
              if row["verdict"] == "added"]
     ids = run.add_tasks(out, [row["task"] for row in found])
     if i == 0 and not ids:
-        run.refuse("no start task came of the unguided exploration; give --start-from train and "
-                   "another --out, or a --model that finds something")
+        raise SettingsError("no start task came of the unguided exploration; give --start-from "
+                            "train and another --out, or a --model that finds something")
     return dict(tasks=len(ids))
 
 
 def first_tasks(run: Run, out: Path) -> dict:
     """D_0 of --start-from train: tasks of the training split, in their order."""
-    tasks = run.training_tasks()[:run.settings.start_tasks]
+    tasks = run.training[:run.settings.start_tasks]
     run.write_jsonl(out, [dict(id=task) for task in tasks])
     return dict(tasks=len(tasks))
 

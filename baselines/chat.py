@@ -3,9 +3,9 @@
     export OPENAI_API_KEY=...
     bash run.sh webshop --model https://api.openai.com/v1 --model-name gpt-4 --examples 1
 
-The key is read from the environment and stands in no file, log or message. Every finished episode
-is appended to chat.jsonl in the run's folder, so that a run which was stopped pays for none twice,
-and every answered request to chat-requests.jsonl, so that those of a broken episode count as well.
+Every finished episode is appended to chat.jsonl in the run's folder, so that a run which was
+stopped pays for none twice, and every answered request to chat-requests.jsonl, so that those of a
+broken episode count as well.
 """
 
 import json

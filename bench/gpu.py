@@ -12,6 +12,7 @@ import argparse
 import functools
 import json
 import random
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -133,13 +134,13 @@ def training(config, accelerator, low, high, steps) -> list[tuple]:
         sequences = [s for g in batch for s in g.sequences]
         rates.append(sum(len(s.ids) for s in sequences) / seconds)
         shares.append(3 * forward_flops(config, sequences) / seconds)
-    rows.append(("training, tokens/s", f"{median(rates):,.0f} ({min(rates):,.0f} to "
+    rows.append(("training, tokens/s", f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to "
                                        f"{max(rates):,.0f})"))
     known = device.type == "cuda" and next(
         (gpu for gpu in dry_run.GPUS if gpu in torch.cuda.get_device_name()), None)
     if known:
         rows.append((f"model FLOPs utilisation, of {dry_run.GPUS[known][1] / 1e12:.0f} TFLOP/s",
-                     f"{median(shares) / dry_run.GPUS[known][1]:.0%}"))
+                     f"{statistics.median(shares) / dry_run.GPUS[known][1]:.0%}"))
     return rows
 
 
@@ -170,10 +171,6 @@ def rollouts(config, accelerator, slots, episodes, small) -> list[tuple]:
                                                            lambda e: len(e.ids)))
     return [(f"rollouts, {slots} slots, sampled tokens/s", f"{sampled / seconds:,.0f}"),
             ("rollouts, tokens an episode", f"{all_ / episodes:,.0f}")]
-
-
-def median(values):
-    return sorted(values)[len(values) // 2]
 
 
 def main(argv) -> None:

@@ -71,7 +71,10 @@ class Checkpoint:
         self.took = self.saved_at - started
 
     def restore(self, model, optimizer) -> tuple[int, list[dict]]:
-        """Puts the newest state back; the steps it had made and their events, or 0 and none."""
+        """Puts the newest state back; the steps it had made and their events, or 0 and none.
+
+        Damaged, naming the file, if it cannot be read.
+        """
         self.accelerator.wait_for_everyone()
         for path in reversed(self._saved()):
             file = path / self._file(model)

@@ -36,6 +36,7 @@ class Packed:
 
 
 def pack(sequences, device) -> Packed:
+    """The rows of `lay_out` as one row of tokens, with what each action token is predicted by."""
     rows, first = lay_out(sequences)                                                 # (M,), (N,)
     ids = [i for s in sequences for i in s.ids]
     positions = [k for s in sequences for k in range(len(s.ids))]

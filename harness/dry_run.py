@@ -22,7 +22,15 @@ from engine import sharding
 from engine.cache import slot_bytes, slots_that_fit
 from engine.checkpoint import SHARE
 from harness.models import in_bf16
-from harness.settings import EVOLVING, Settings, SettingsError, agents_of, options_of
+from harness.settings import (
+    EVOLVING,
+    Settings,
+    SettingsError,
+    agents_of,
+    options_of,
+    segments_of,
+    start_episodes,
+)
 from harness.tasks import survey
 
 # GPU -> bytes of memory, dense bf16 FLOP/s, bytes/s of memory [NVIDIA's data sheets]
@@ -270,13 +278,9 @@ def phases(s: Settings, found: Lengths, agents: int, numbers: int, slot: int, gp
 
 def explorer_episodes(s: Settings) -> int:
     """How many the explorer of `mutual.py` plays at most."""
-    start = 6 * s.start_tasks * (s.start_from == "explore")
-    later = (segments(s) - 1) * len(s.signals.split(",")) * s.picks * s.explorer_episodes
+    start = start_episodes(s) * (s.start_from == "explore")
+    later = (segments_of(s) - 1) * len(s.signals.split(",")) * s.picks * s.explorer_episodes
     return start + later * (s.method == "evolve")
-
-
-def segments(s: Settings) -> int:
-    return -(-s.grpo_steps // s.evolve_every)
 
 
 def disk_bytes(s: Settings, numbers: int) -> tuple[int, int]:
@@ -286,7 +290,7 @@ def disk_bytes(s: Settings, numbers: int) -> tuple[int, int]:
     is written.
     """
     if s.method in EVOLVING:
-        return 4 * numbers * (1 + 3 * segments(s)), 2 * 12 * numbers
+        return 4 * numbers * (1 + 3 * segments_of(s)), 2 * 12 * numbers
     rounds = 1 + {"sft": 0, "rft": 1, "dart": 1}.get(s.method, s.iterations)
     return 4 * numbers * len(agents_of(s.method)) * rounds, 2 * 12 * numbers
 

@@ -35,11 +35,10 @@ class Endpoint:
     `unreported` is 1 where it reports none.
     """
 
-    def __init__(self, s, sleep=None, url=None, name=None, temperature=0, max_tokens=None):
+    def __init__(self, s, url=None, name=None, temperature=0, max_tokens=None):
         """s: settings; url, name and the others in place of its model's."""
         path = "/chat/completions"
         self.url = (url or s.model).rstrip("/").removesuffix(path) + path
-        self.sleep = sleep or time.sleep
         self.body = dict(model=name or s.model_name, temperature=temperature,
                          max_tokens=max_tokens or s.max_new_tokens)
         self.variable, self.key = s.key_variable, os.environ.get(s.key_variable, "").strip()
@@ -61,6 +60,7 @@ class Endpoint:
             raise EndpointError(f"{self.url}: status {status}; is {self.variable} its key?")
 
     def __call__(self, messages: list[dict]) -> tuple[str, dict]:
+        """ContextFull if they are too long for the model; EndpointError after the last attempt."""
         for attempt in range(TRIES):
             wait, text = min(2.0 ** attempt, 60) * random.uniform(0.5, 1), ""
             body = {**self.body, "messages": messages}
@@ -95,7 +95,7 @@ class Endpoint:
                     OverflowError, RecursionError) as error:
                 problem = f"{type(error).__name__}: {error} {text[:200]}"
             if attempt < TRIES - 1:
-                self.sleep(wait)
+                time.sleep(wait)
         problem = " ".join(problem.split())
         if problem.startswith("status 404") and "/v1/" not in self.url:
             problem += " (most addresses end in /v1)"

@@ -64,14 +64,17 @@ def explore(run: Run, episodes: list[Trajectory], picks: list[dict], known: list
     return play(run, folder, episodes, s.explorer_temperature), {}
 
 
+def replies(t: Trajectory) -> list[str]:
+    return [m["content"] for m in t.messages if m["role"] == "assistant"]
+
+
 def abstract(smith, t: Trajectory, rng: random.Random) -> list[dict]:
     """The proposals {text, task, solution} that an explored episode becomes.
 
     Of an endpoint's those that cannot be read have no task: they are counted, never mended.
     """
     if t.usage is None:
-        replies = [m["content"] for m in t.messages if m["role"] == "assistant"]
-        return smith.finds(t.task, replies, rng)
+        return smith.finds(t.task, replies(t), rng)
     rows = []
     for proposal in t.usage["proposals"]:
         found = proposal and smith.written(t.task, proposal, rng)

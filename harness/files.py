@@ -152,6 +152,11 @@ def held(path: Path, wait: bool = False) -> FileLock | None:
 # -------------------------------------------------------------------------- what made a run
 
 
+def hashed(value) -> str:
+    """sha256 of a value as JSON."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
 def digest(path: Path) -> str:
     """sha256 over a file, or over the names and contents of a folder's files."""
     total = hashlib.sha256()

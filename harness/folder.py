@@ -196,9 +196,6 @@ class Folder:
 
     # --------------------------------------------------------------------------- files and log
 
-    def refuse(self, why: str):
-        raise SettingsError(why)
-
     def read_jsonl(self, name: str) -> list[dict]:
         return files.read_jsonl(self.path / name)
 

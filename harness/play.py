@@ -35,12 +35,12 @@ def play(run: Run, folder: Path, trajectories: list[Trajectory],
     model = load_model(folder, torch.bfloat16 if bf16 else torch.float32, data=run.main)
     hand_out(model, device)  # one rank reads the weights
     encoder = Encoder(AutoTokenizer.from_pretrained(folder))
-    return play_with(run, model, encoder, run.make_env, trajectories, temperature)
+    return play_with(run, model, encoder, trajectories, temperature)
 
 
-def play_with(run: Run, model, encoder: Encoder, make_env, trajectories: list[Trajectory],
+def play_with(run: Run, model, encoder: Encoder, trajectories: list[Trajectory],
               temperature: float) -> list[Trajectory]:
-    """The same with a model that is whole on each rank, in environments of make_env().
+    """The same with a model that is whole on each rank.
 
     Each rank plays its share, all get all. Lost episodes are left out and logged; EnvError where
     they are too many.
@@ -49,8 +49,7 @@ def play_with(run: Run, model, encoder: Encoder, make_env, trajectories: list[Tr
     share = trajectories[run.accelerator.process_index::processes]
     order = {(t.task, t.rollout): n for n, t in enumerate(trajectories)}
     with run.bar(phase, len(share), "episode") as progress:
-        played = play_share(run, model, encoder, make_env, share, temperature, progress,
-                            len(trajectories))
+        played = play_share(run, model, encoder, share, temperature, progress, len(trajectories))
     played = sorted(gather_object(played), key=lambda t: order[t.task, t.rollout])
     lost = [t.task for t in played if t.ended == "lost"]
     run.log_dropped(phase, envs.LOST, lost)
@@ -67,7 +66,7 @@ def play_with(run: Run, model, encoder: Encoder, make_env, trajectories: list[Tr
     return [t for t in played if t.ended != "lost"]
 
 
-def play_share(run: Run, model, encoder: Encoder, make_env, share: list[Trajectory],
+def play_share(run: Run, model, encoder: Encoder, share: list[Trajectory],
                temperature: float, progress, of: int) -> list[Trajectory]:
     """`rollout` with as many slots and threads as pay. of: episodes of the phase on all ranks."""
     s, slots, threads = run.settings, run.settings.slots, torch.get_num_threads()
@@ -79,13 +78,13 @@ def play_share(run: Run, model, encoder: Encoder, make_env, share: list[Trajecto
     chunk = CHUNK * slots if model.device.type == "cpu" else 0
     kept = Kept(run.path / f"playing/rank-{run.accelerator.process_index}.jsonl",
                 [run.inputs(), files.code_hash(), run.accelerator.num_processes, chunk])
-    share = kept.fill(share, chunk or 1, make_env)
+    share = kept.fill(share, chunk or 1, run.make_env)
     if before := sum(bool(t.ended) for t in share):
         progress.update(before)
         run.print_main(f"{run.running} goes on after {before} of {len(share)} episodes")
     if model.device.type == "cpu" and model.num_parameters() < 10_000_000:
         torch.set_num_threads(1)  # several would only wait for each other: 1.6 s against 3.6 s
-    rollout(model, encoder, make_env, share, temperature=temperature, slots=slots,
+    rollout(model, encoder, run.make_env, share, temperature=temperature, slots=slots,
             max_tokens=s.max_tokens, max_new_tokens=s.max_new_tokens,
             tokens_per_forward=s.tokens_per_forward, stops=envs.STOPS[s.protocol],
             progress=progress, of=of, chunk=chunk, keep=kept.add)

@@ -21,7 +21,7 @@ KINDS = ("expert>target", "expert>failure", "expert>positive", "failure>failure"
 # ---------------------------------------------------------------- numbers
 
 
-def bootstrap_interval(values, seed: int = 0, samples: int = 1000) -> tuple[float, float]:
+def bootstrap_interval(values) -> tuple[float, float]:
     """(low, high): 95% percentile bootstrap interval of the mean of `values`, one per task.
 
     The same values in the same order give the same interval. RunError if there are none.
@@ -29,7 +29,7 @@ def bootstrap_interval(values, seed: int = 0, samples: int = 1000) -> tuple[floa
     values = np.asarray(values, dtype=float)  # (N,)
     if values.size == 0:
         raise RunError("bootstrap_interval: no values; evaluate at least one task")
-    drawn = np.random.default_rng(seed).integers(values.size, size=(samples, values.size))
+    drawn = np.random.default_rng(0).integers(values.size, size=(1000, values.size))
     low, high = np.percentile(values[drawn].mean(axis=1), [2.5, 97.5])
     return float(low), float(high)
 
@@ -39,7 +39,7 @@ def played(trajectories) -> dict:
     return dict(episodes=len(trajectories), tokens=sum(len(t.ids) for t in trajectories))
 
 
-def scores(rows, tasks, settings) -> dict:
+def scores(rows, tasks) -> dict:
     """The numbers of an evaluation: `rows` are the trajectories of `tasks` that were not lost.
 
     Lost, cut and overlong episodes are counted where there are any: the means say so.

@@ -4,7 +4,6 @@ A run with --reuse FOLDER takes such a phase from a run in there (or from FOLDER
 of all that went into it is its own. The log then holds what that run logged, and from where.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -35,12 +34,8 @@ def ingredients(run, base: str) -> str:
                run.shard, run.recompute, torch.get_num_threads(),
                torch.backends.cpu.get_cpu_capability(),
                *map(torch.cuda.get_device_name, range(torch.cuda.device_count()))]
-    return hashed([settings | found | dict(model=base), files.code_hash(), files.versions(),
+    return files.hashed([settings | found | dict(model=base), files.code_hash(), files.versions(),
                    machine])
-
-
-def hashed(value) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def inputs(run, output: str) -> str | None:
@@ -49,7 +44,7 @@ def inputs(run, output: str) -> str | None:
     if s.method == "chat" or s.failure_from or not SHARED.fullmatch(output):
         return None
     before = {name: done["sha256"] for name, done in run.phases.items()}
-    return hashed([run.ingredients, before, output])
+    return files.hashed([run.ingredients, before, output])
 
 
 @contextmanager

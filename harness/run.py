@@ -1,7 +1,5 @@
 """A run: what its phases work with. Which there are, and in which order, is in `coevolve.py`."""
 
-import hashlib
-import json
 import random
 import re
 import shutil
@@ -81,7 +79,8 @@ class Run(Folder):
         found = survey(s, env)
         if s.method == "evolve" and is_endpoint(s.explorer):
             Endpoint(s, url=s.explorer).reach()
-        self.splits, self.left_out, self.about = found.splits, found.left_out, found.record()
+        self.splits, self.about = found.splits, found.record()
+        self.training, self.left_out = found.training, found.left_out
         self.print_main(found.counts)
         if self.main:  # alone: a WebShop server must not load its catalogue twice at once
             self.take()
@@ -129,14 +128,6 @@ class Run(Folder):
         """The evaluated tasks of a split."""
         with closing(self.make_env()) as env:
             return env.tasks(split)[:self.settings.eval_tasks or None]
-
-    def training_tasks(self) -> list[str]:
-        """The training tasks that the settings name, by the experts' file or the environment."""
-        s = self.settings
-        with closing(self.make_env()) as env:
-            tasks = ([task for task, _, _ in envs.read_experts(s.experts, env)] if s.experts
-                     else env.tasks("train"))
-        return [task for task in tasks[:s.train_tasks or None] if task not in self.left_out]
 
     def definitions(self, tasks: list[str]) -> list:
         """What the tasks are."""
@@ -251,8 +242,7 @@ class Run(Folder):
     def inputs(self) -> str:
         """Identifies the running phase and what it starts from: the phases before it, by hash."""
         done = {name: recorded["sha256"] for name, recorded in self.phases.items()}
-        return self.first_says(
-            lambda: hashlib.sha256(json.dumps([self.running, done]).encode()).hexdigest())
+        return self.first_says(lambda: files.hashed([self.running, done]))
 
     def save(self, model, before, out: Path) -> None:
         """The model and the tokenizer it came with, as `from_pretrained` reads them."""

@@ -99,8 +99,7 @@ class Settings:
         "test", "test: the test splits; validation: for tuning, so that no test task is looked at")
     overlap: Literal["refuse", "drop", "keep"] = setting(
         "refuse", "evaluated tasks that are also trained on: an error; their experts are left out; "
-        "or trained and evaluated all the same, as in the published lists, which share 21 (ETO) or "
-        "12 (IPR) of 200 test goals of WebShop and 54 of 194 seen tasks of ScienceWorld [ours]")
+        "or trained and evaluated all the same, as in the published lists [ours]")
     expert_min_reward: float = setting(
         0.7, "experts at or below this reward are dropped; a reward of 1 stays [App. A: 0.7]",
         at_least=0, at_most=1)
@@ -287,15 +286,17 @@ class Settings:
         at_least=0, at_most=1024)
 
 
+BUILT_IN = ("tiny", "smollm2")  # models that are words, and no folders
 # All of smollm2's runs: as in a first trial on the databases, not tuned on a validation split yet.
 # Beta, lambda_SFT and half the learning rate in later iterations are the paper's. A hundred experts
 # make few steps, so batches are smaller (8 and 16, not 48 and 32) and steps go further (1e-4 and
 # 5e-6, not 1e-5 and 1e-6). At temperature 1 failures differ more.
-BUILT_IN = ("tiny", "smollm2")  # models that are words, and no folders
 SMOLLM2 = dict(sft_epochs=2, sft_batch=8, sft_lr=1e-4,
                dpo_batch=16, dpo_lr=5e-6, dpo_lr_later=2.5e-6, temperature=1.0, ppo_lr=5e-6,
                step_tasks=8, step_rollouts=4, grpo_steps=20, grpo_lr=5e-6,
                start_tasks=25, evolve_every=5, near_text=1.0)
+TINY = dict(view="short", sft_batch=16, dpo_batch=16, beta_later=0.1, lambda_sft=0.5, ppo_lr=1e-4,
+            step_tasks=16, near_text=1.0)
 
 # What replaces the defaults, in this order: in an environment (the paper's), for a model in it
 # (tiny: tuned on the validation split; smollm2: for one or three hours on two cores and 8 GB, where
@@ -304,27 +305,18 @@ SMOLLM2 = dict(sft_epochs=2, sft_batch=8, sft_lr=1e-4,
 PRESETS = {
     "intercodesql": dict(iterations=5, expert_min_reward=1.0),  # App. B; App. A
     "tiny webshop": dict(
-        train_tasks=500, view="short", max_tokens=768, max_new_tokens=32, slots=64,
-        sft_epochs=2, sft_batch=16, sft_lr=5e-4,
-        dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
-        ppo_lr=1e-4,
-        step_tasks=16, grpo_lr=1e-4, grpo_kl=0.2, near_text=1.0,
+        **TINY, train_tasks=500, max_tokens=768, max_new_tokens=32, slots=64, sft_epochs=2,
+        sft_lr=5e-4, dpo_lr=1e-5, dpo_lr_later=1e-5, grpo_lr=1e-4, grpo_kl=0.2,
     ),
     "scienceworld": dict(expert_min_reward=1.0, slots=16),  # a slot has a simulator of its own
     "tiny scienceworld": dict(
-        iterations=2, task_types="short", view="short", max_tokens=1280, max_new_tokens=24, slots=4,
-        sft_epochs=10, sft_batch=16, sft_lr=1e-3,
-        dpo_batch=16, dpo_lr=1e-5, dpo_lr_later=1e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
-        ppo_lr=1e-4,
-        step_tasks=16, grpo_lr=5e-5, near_text=1.0,
+        **TINY, iterations=2, task_types="short", max_tokens=1280, max_new_tokens=24, slots=4,
+        sft_epochs=10, sft_lr=1e-3, dpo_lr=1e-5, dpo_lr_later=1e-5, grpo_lr=5e-5,
     ),
     "tiny intercodesql": dict(
-        train_tasks=500, view="short", max_tokens=512, max_new_tokens=48, slots=64,
-        sft_epochs=1, sft_batch=16, sft_lr=1e-4,
-        dpo_batch=16, dpo_lr=3e-5, dpo_lr_later=3e-5, beta=0.1, beta_later=0.1, lambda_sft=0.5,
+        **TINY, train_tasks=500, max_tokens=512, max_new_tokens=48, slots=64, sft_epochs=1,
+        sft_lr=1e-4, dpo_lr=3e-5, dpo_lr_later=3e-5, grpo_lr=1e-4, grpo_kl=0.2, start_from="train",
         rejected_ends="leave out",  # counted, half of `unseen` ends in words without end (results)
-        ppo_lr=1e-4,
-        step_tasks=16, grpo_lr=1e-4, grpo_kl=0.2, start_from="train", near_text=1.0,
     ),
     "smollm2 webshop": dict(
         **SMOLLM2, iterations=2, train_tasks=100, eval_tasks=50, dpo_epochs=1,
@@ -390,6 +382,16 @@ def options_of(s: Settings) -> dict:
 
 def agents_of(method: str) -> tuple[str, ...]:
     return ("target", SECOND_AGENT[method]) if method in SECOND_AGENT else ("target",)
+
+
+def segments_of(s: "Settings") -> int:
+    """Of mutual.py: GRPO between two evolutions, `evolve_every` steps or, at the end, fewer."""
+    return -(-s.grpo_steps // s.evolve_every)
+
+
+def start_episodes(s: "Settings") -> int:
+    """Of the unguided exploration; one in six becomes a task that is new, or more [ours]."""
+    return 6 * s.start_tasks
 
 
 class SettingsError(ValueError):

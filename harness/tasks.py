@@ -21,6 +21,7 @@ class Tasks:
     split_by: str = ""           # "by rule", or the folder of published lists
     experts: int = 0             # from --experts FILE
     overlap: int = 0             # evaluated tasks that are trained on all the same
+    training: list[str] = field(default_factory=list)  # without those left out
     left_out: set[str] = field(default_factory=set)  # training tasks that are evaluated
     tried: list[str] = field(default_factory=list)   # one of each kind, to be begun at once
 
@@ -66,6 +67,7 @@ def survey(s: Settings, env) -> Tasks:
         found.counts += f"; {len(found.left_out)} experts of evaluated tasks left out"
     if found.overlap:
         found.counts += f"; {found.overlap} evaluated tasks are also trained on"
+    found.training = [task for task in training if task not in found.left_out]
     found.tried = [last_of(env, tasks) for tasks in (training, *evaluated.values()) if tasks]
     return found
 
@@ -117,7 +119,7 @@ def refuse_overlap(s: Settings, env, found: Tasks, training: list[str],
 def marks(env, task: str) -> set[str]:
     """By which a task is known in whatever split: what it is, and its instruction if that says so.
 
-    None for a task that this environment does not have.
+    Empty for a task that this environment does not have.
     """
     find, wording = (getattr(env, name, lambda task: None) for name in ("find", "wording"))
     try:
@@ -125,7 +127,7 @@ def marks(env, task: str) -> set[str]:
     except ValueError:
         return set()
     found = {task if what is None else repr(what)}
-    return found | ({" ".join(wording.lower().split())} if wording else set())
+    return found | ({envs.plain(wording)} if wording else set())
 
 
 TRAINED_ON = ("experts.jsonl", "iter0/tasks.jsonl")  # one of them is in a run that trains

@@ -8,8 +8,6 @@ mistakes and recoveries. It never sees an expert, and nobody in it asks for what
 the split "unseen".
 """
 
-import hashlib
-import json
 import os
 import random
 from pathlib import Path
@@ -20,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 import dpo
 from engine import sharding
-from harness.files import ROOT, held
+from harness.files import ROOT, hashed, held
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
@@ -58,7 +56,7 @@ def base(accelerator, run) -> Path:
     recipe = (QUICK if s.quick else FULL)[s.env]
     made_by = [recipe, MODEL, CHAT_TEMPLATE, s.env, s.view, torch.__version__,
                run.first_says(lambda: practice(run, SAMPLE))]
-    name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:16]
+    name = hashed(made_by)[:16]
     folder = ROOT / ".cache" / f"tiny-{name}"
     if run.first_says(folder.exists):
         return folder

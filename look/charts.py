@@ -92,7 +92,7 @@ def lines(title: str, series: list[dict], x_label: str, percent: bool = False) -
     if n > 1:
         title += f", means of {n} {x_label}s"
     return dict(title=title, x_label=x_label, series=drawn, width=WIDTH, height=HEIGHT,
-                left=LEFT, right=WIDTH - RIGHT, bottom=HEIGHT - BOTTOM, top=TOP,
+                left=LEFT, right=WIDTH - RIGHT, bottom=HEIGHT - BOTTOM,
                 x_ticks=[dict(at=x(t), says=f"{t:,g}") for t in x_ticks],
                 y_ticks=[dict(at=y(t), says=f"{100 * t:g}%" if percent else f"{t:g}")
                          for t in y_ticks])
@@ -154,7 +154,7 @@ def bars(rows: list[dict]) -> list[dict]:
                               says=f"{name}: {value:,g} of {total:,g}"))
             at += 100 * value / total
         if parts:
-            made.append(dict(label=row["label"], total=total, parts=parts))
+            made.append(dict(label=row["label"], parts=parts))
     return made
 
 

@@ -49,7 +49,7 @@ def conversations(run_dir, letters: float = math.inf, tasks: float = math.inf) -
         with reading(run_dir / name):
             for row in rows if rows and "chosen" in rows[0] else ():
                 found[row["task"]]["pairs"].append(_pair(row, name, found, margins))
-    ranked = sorted(found, key=lambda task: _interest(found[task]["runs"].values(), len(found)))
+    ranked = sorted(found, key=lambda task: _interest(found[task]["runs"].values()))
     says = _instructions({task: here["runs"] for task, here in found.items()})
     store, listed = Texts(letters - sum(80 * len(here["runs"]) + 80 * len(here["pairs"])
                                         for here in found.values())), []
@@ -131,7 +131,7 @@ def _margins(run_dir: Path) -> dict:
     return found
 
 
-def _interest(runs, tasks: int) -> tuple:
+def _interest(runs) -> tuple:
     """Sort key, most telling first: a hard failure, above the target's, of the last iteration.
 
     Then the other explored tasks, then the evaluated ones, by how much the target changed.

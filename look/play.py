@@ -15,6 +15,7 @@ from pathlib import Path
 import envs
 from harness.files import RunError, made_tasks, read_object
 from harness.settings import Settings, SettingsError, options_of, parse, without_passwords
+from harness.tasks import settings_of
 
 # Of a run's settings, those that its agent plays with.
 PLAYED_WITH = ("view", "max_tokens", "max_new_tokens", "examples")
@@ -171,7 +172,7 @@ def agent_of(path: Path) -> tuple[Path, Path | str, str]:
     run = runs[0]
     if run != path:
         return run, path, f"{path.parent.name}/{path.name}"
-    settings = read_object(run / "config.json", settings=dict)["settings"]
+    settings = settings_of(run)
     if settings["method"] == "evaluate":
         model = settings["model"]
         if model == "tiny":
@@ -188,14 +189,14 @@ def agent_of(path: Path) -> tuple[Path, Path | str, str]:
     return run, run / done[-1], done[-1]
 
 
-def settings_of(env: str, more: list[str], run: Path | None, folder) -> Settings:
+def settings_for(env: str, more: list[str], run: Path | None, folder) -> Settings:
     """From the same flags as for training; with an agent its run's, where no flag says more."""
     flags, names = ["--env", env, "--method", "evaluate"], {
         flag.split("=")[0].lstrip("-").replace("-", "_") for flag in more if flag.startswith("-")}
     if run is None:
         real = env == "bfcl" or names & {*REAL}
         return parse([*flags, *(["--model", "none"] if real else []), *more])
-    before = read_object(run / "config.json", settings=dict)["settings"]
+    before = settings_of(run)
     if before["env"] != env:
         raise RunError(f"--agent {run}: it was trained on {before['env']}, not on {env}")
     for name in (*PLAYED_WITH, *options_of(Settings(env=env))):
@@ -229,7 +230,7 @@ def main(argv: list[str]) -> None:
     run = folder = name = None
     if asked.agent:
         run, folder, name = agent_of(asked.agent)
-    s = settings_of(words[0], more, run, folder)
+    s = settings_for(words[0], more, run, folder)
     env = envs.make(s.env, s.view, **options_of(s))
     try:
         for row in made_tasks(run, read_object(run / "phases.json")) if run else ():

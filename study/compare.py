@@ -6,10 +6,11 @@ import numpy as np
 
 from harness.files import RunError, command
 from harness.report import reading, result, section
+from harness.settings import FREE
 
 # Between the seeds of a method: what changes nothing, or rounding only.
-MAY_DIFFER = {"seed", "threads", "slots", "tokens_per_forward", "shard", "gradient_checkpointing",
-              "checkpoint_minutes", "track", "reuse"}
+MAY_DIFFER = {*FREE, "seed", "threads", "slots", "tokens_per_forward", "shard",
+              "gradient_checkpointing"}
 
 
 def compare(run_dirs) -> str:

@@ -143,7 +143,7 @@ def refuse_unlike(runs: dict[str, dict[int, Path]]) -> None:
             config = read_object(path / "config.json", settings=dict)
             made = config["settings"] | dict(precision=config.get("precision", "no"))
             for name, value in made.items():
-                if name in {"out", *MAY_DIFFER}:
+                if name in MAY_DIFFER:
                     continue
                 if name in ("dpo_steps", "start_tasks") and equals(method):  # by seed
                     continue

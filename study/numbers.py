@@ -105,7 +105,8 @@ def second_agents(runs, second, splits) -> dict:
     return {m: finals(second, m, splits) for m in runs if any(second[m, s] for s in runs[m])}
 
 
-def paired_table(runs, by_run, splits) -> list[dict]:
+def paired_table(by_run, splits) -> list[dict]:
+    """The differences of CLAIMS, paired by seed, on each split and measure that has both."""
     rows = []
     for a, b, source in CLAIMS:
         for split, key in itertools.product(splits, MEASURES):

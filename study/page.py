@@ -32,7 +32,7 @@ def write_report(env: str, folder: Path, encoder: str | None) -> str:
     found = dict(environment=env, seeds={m: list(found) for m, found in runs.items()},
                  main=numbers.main_table(runs, by_run, splits),
                  second_agents=numbers.second_agents(runs, second, splits),
-                 paired=numbers.paired_table(runs, by_run, splits),
+                 paired=numbers.paired_table(by_run, splits),
                  evolutions=numbers.evolutions(runs),
                  table2=numbers.table2(runs), course=numbers.course(runs),
                  curves=numbers.curves(runs, by_run, splits), figure3=figure3(runs, encoder),
@@ -121,8 +121,8 @@ def blocks(n: dict, splits: list[str]):
             for (name, source), cells in claims.items()])
     yield "intervals", n["paired"]
     if survivors := at_equal_cost(n["paired"]):
-        yield "text", survivors[0]
-        yield "list", [line.removeprefix("- ") for line in survivors[2:-1]]
+        yield "text", "What survives at equal cost:"
+        yield "list", survivors
     if n["evolutions"]:
         yield "heading", "Agent and tasks: episodes, tasks, proposals after the start"
         names = list(next(iter(n["evolutions"].values())))
@@ -171,10 +171,9 @@ def at_equal_cost(rows: list[dict]) -> list[str]:
             before = verdict.get((a, method_of(b), measure, split), "not compared")
             found.setdefault(difference(dict(a=a, b=b)), {}).setdefault(
                 f"{before} at equal epochs, then {then}", []).append(f"{measure} on {split}")
-    lines = [f"- {name}: " + "; ".join(f"{change} in {', '.join(where)}"
-                                       for change, where in changes.items())
-             for name, changes in found.items()]
-    return ["What survives at equal cost:", "", *lines, ""] if lines else []
+    return [f"{name}: " + "; ".join(f"{change} in {', '.join(where)}"
+                                    for change, where in changes.items())
+            for name, changes in found.items()]
 
 
 def html(n: dict, splits: list[str], runs: dict, out: Path) -> str:

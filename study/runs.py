@@ -92,7 +92,7 @@ def stop(number, _) -> None:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="run.sh study", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("env", choices=("webshop", "scienceworld", "intercodesql", "bfcl"))
+    parser.add_argument("env", help="webshop, scienceworld, intercodesql or bfcl")
     parser.add_argument("--methods", nargs="+", choices=METHODS + EVOLUTIONS,
                         default=list(METHODS), help="[those of the first system]")
     parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5, 6, 7],

@@ -12,6 +12,7 @@ from envs import SUCCESS, first_reply
 from harness.files import RunError, command, read_jsonl
 from harness.report import AGENTS, reading, result
 
+LONGEST = 300  # letters of an observation
 ENDINGS = {"done": "done", "budget": "out of steps", "context": "out of context"}
 
 
@@ -105,8 +106,8 @@ def _side_by_side(task: str, agents: dict, width: int, told: set) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _turns(messages, width: int, known: list[str], longest: int = 300) -> list[list[str]]:
-    """Per reply its lines and those of the observation that followed, cut at `longest` letters.
+def _turns(messages, width: int, known: list[str]) -> list[list[str]]:
+    """Per reply its lines and those of the observation that followed, cut at LONGEST letters.
 
     A piece of text in `known` is shown as "..." in observations.
     """
@@ -118,8 +119,8 @@ def _turns(messages, width: int, known: list[str], longest: int = 300) -> list[l
         elif turns:
             for piece in known:
                 text = text.replace(piece, "...")
-            if len(text) > longest:
-                text = f"{text[:longest]} ... ({len(text) - longest} more letters)"
+            if len(text) > LONGEST:
+                text = f"{text[:LONGEST]} ... ({len(text) - LONGEST} more letters)"
             turns[-1] += [*_wrap(text, width, indent="    "), ""]
     return turns
 

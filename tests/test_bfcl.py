@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -775,28 +774,15 @@ def test_a_run_trains_on_ground_truths_and_failures_that_tie_make_no_pairs(model
     assert "equal failures" in str(counts)
 
 
-def test_a_chat_endpoint_plays_it(tmp_path, monkeypatch):
+def test_a_chat_endpoint_plays_it(endpoint, tmp_path):
     env = envs.make("bfcl", "short")
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            messages = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
-            task = next(t for t in env.tasks("test") if messages[0]["content"].endswith(env.find(t)["turns"][0]))
-            reply = script(env.find(task)["calls"])[len(messages) // 2]
-            data = json.dumps(dict(choices=[dict(message=dict(content=reply))],
-                                   usage=dict(prompt_tokens=100, completion_tokens=7))).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def answer(messages):
+        task = next(t for t in env.tasks("test")
+                    if messages[0]["content"].endswith(env.find(t)["turns"][0]))
+        return script(env.find(task)["calls"])[len(messages) // 2]
 
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    start.main(coevolve.coevolve, small(tmp_path / "run", "--model", f"http://127.0.0.1:{server.server_port}/v1",
-                                        "--model-name", "m", "--examples", "0", "--eval-tasks", "5"))
-    server.shutdown()
+    endpoint.answer = answer
+    start.main(coevolve.coevolve, small(tmp_path / "run", "--model", endpoint.url, "--model-name",
+                                        "m", "--examples", "0", "--eval-tasks", "5"))
     assert [row["reward"] for row in rows_of(tmp_path / "run/eval-0-target-test.jsonl")] == [1.0] * 5

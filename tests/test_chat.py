@@ -111,9 +111,10 @@ def test_examples_are_expert_conversations_and_the_rules_stand_once(endpoint, ru
 
 @pytest.mark.parametrize("fault", [None, (429, "slow down", {"Retry-After": "7"}), (500, "", {}),
                                    (200, "<html>", {}), (200, '{"choices": []}', {})])
-def test_what_may_pass_is_tried_again_with_growing_waits(endpoint, fault):
+def test_what_may_pass_is_tried_again_with_growing_waits(endpoint, fault, monkeypatch):
     waits, endpoint.faults = [], [fault] * 3
-    reply, used = endpoints.Endpoint(settings(endpoint), waits.append)([dict(role="user", content="?")])
+    monkeypatch.setattr(endpoints.time, "sleep", waits.append)
+    reply, used = endpoints.Endpoint(settings(endpoint))([dict(role="user", content="?")])
     assert reply == "c" and used["retries"] == 3 and len(endpoint.seen) == 4
     if fault and fault[2]:
         assert waits == [7.0] * 3
@@ -134,10 +135,12 @@ def test_what_may_pass_is_tried_again_with_growing_waits(endpoint, fault):
     ([(503, "no", {})] * 8, 8, "status 503: no (attempt 8)"),
     ([None] * 8, 8, "(attempt 8)"),
 ])
-def test_what_does_not_pass_is_one_line_without_the_key(endpoint, faults, tries, message):
+def test_what_does_not_pass_is_one_line_without_the_key(endpoint, faults, tries, message,
+                                                        monkeypatch):
     endpoint.faults = list(faults)
+    monkeypatch.setattr(endpoints.time, "sleep", lambda seconds: None)
     with pytest.raises(endpoints.EndpointError) as error:
-        endpoints.Endpoint(settings(endpoint), lambda seconds: None)([dict(role="user", content="?")])
+        endpoints.Endpoint(settings(endpoint))([dict(role="user", content="?")])
     assert message in str(error.value) and "\n" not in str(error.value)
     assert KEY[:5] not in str(error.value) and len(endpoint.seen) == tries
 
@@ -173,11 +176,12 @@ def test_odd_contents_are_replies_too(endpoint, message, reply):
     assert found == reply and used["requests"] == 1 and len(endpoint.seen) == 1
 
 
-def test_parameters_that_a_model_refuses_are_sent_otherwise(endpoint, capsys):
+def test_parameters_that_a_model_refuses_are_sent_otherwise(endpoint, capsys, monkeypatch):
+    monkeypatch.setattr(endpoints.time, "sleep", lambda seconds: 1 / 0)
     endpoint.faults = [
         (400, "Unsupported parameter: 'max_tokens' ... Use 'max_completion_tokens' instead.", {}),
         (400, "Unsupported value: 'temperature' does not support 0 with this model.", {})]
-    model = endpoints.Endpoint(settings(endpoint, max_new_tokens=50), lambda seconds: 1 / 0)
+    model = endpoints.Endpoint(settings(endpoint, max_new_tokens=50))
     for _ in range(2):
         model([dict(role="user", content="?")])
     assert "takes no temperature: its own is used" in capsys.readouterr().err

@@ -152,31 +152,6 @@ def test_published_experts_open_like_our_rollouts(tmp_path):
         {"role": "assistant", "content": "Thought: t\nAction: search[mug]"}], 0.8)]
 
 
-@pytest.mark.parametrize("text, message", [
-    ("", "holds no trajectory"),
-    ("[]", "holds no trajectory"),
-    ("[{", "give ETO's JSON list"),
-    ("{'a'", "not a whole JSON object"),
-    ("[1]", "entry 0: not a trajectory"),
-    (json.dumps([published() | {"id": "webshop_9999"}]), "unknown task 'webshop-train-9999'"),
-    ('{"task": "a"}', "entry 0: not a trajectory (KeyError: 'messages')"),
-    (json.dumps([published(("human", "x"), ("robot", "y"))]), "KeyError: 'robot'"),
-    (json.dumps([published(("human", "x"))]), "not a trajectory"),
-    (json.dumps([published(("human", "x"), ("gpt", "Action: a"), ("gpt", "Action: b"))]),
-     "not user and assistant in turn"),
-    (json.dumps([published(reward=70)]), "reward 70 is not a number in [0, 1]"),
-    (json.dumps([published(reward="nan")]), "reward 'nan' is not a number in [0, 1]"),
-    (json.dumps([published(), published()]), "entry 1: webshop-train-17 is there twice"),
-    (json.dumps([published(("human", "x"), ("gpt", "Action: a"), ("human", None),
-                           ("gpt", "Action: b"))]), "entry 0: not a trajectory (TypeError"),
-])
-def test_bad_expert_files_are_refused(tmp_path, text, message):
-    (tmp_path / "experts").write_text(text)
-    with pytest.raises(envs.Refused) as error:
-        envs.read_experts(tmp_path / "experts", envs.make("webshop", "full"))
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
 # ----------------------------------------------------------------------------------- whole runs
 
 
@@ -353,7 +328,6 @@ def test_hub_folders_of_the_papers_models_run_the_whole_loop(tmp_path, template,
                                                              more):
     """Random weights, stored in bf16 as published. SFT at lr 1e-6 moves them and loses nothing."""
     import transformers
-    from conftest import make_tokenizer
     tokenizer, base = make_tokenizer(template), tmp_path / "model"
     config = getattr(transformers, f"{architecture}Config")(
         vocab_size=len(tokenizer) + 3, hidden_size=32, intermediate_size=32, num_hidden_layers=2,

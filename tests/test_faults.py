@@ -164,9 +164,9 @@ def test_losses_are_counted_over_all_ranks(monkeypatch):
         log_dropped=lambda phase, reason, tasks: logged.append(len(tasks)))
     episodes = [dpo.Trajectory(str(n), "target", 1, 0, 0) for n in range(200)]
     with pytest.raises(envs.EnvError, match="explore: 3 of 200 episodes were lost"):
-        playing.play_with(run, None, None, None, episodes, 0.7)
+        playing.play_with(run, None, None, episodes, 0.7)
     rows[2].ended = "done"
-    assert len(playing.play_with(run, None, None, None, episodes, 0.7)) == 198
+    assert len(playing.play_with(run, None, None, episodes, 0.7)) == 198
     assert logged == [3, 2]
 
 

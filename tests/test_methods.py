@@ -12,7 +12,8 @@ from types import ModuleType
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import make_model, make_tokenizer
+from conftest import make_tokenizer
+from test_changing import blocks, changes
 
 import coevolve
 import dpo
@@ -51,23 +52,14 @@ class OneReply:
         pass
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = make_tokenizer("chatml")
-    make_model(len(tokenizer), dtype=torch.float32).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def run(model, tmp_path, monkeypatch):
+def run(small_model, tmp_path, monkeypatch):
     """run(method, **settings) -> the finished run."""
     monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(OneReply()))
     monkeypatch.setattr("gc.collect", lambda: 0)  # accelerate's, after each phase: half the time
 
     def start(method, out="run", **changed):
-        values = dict(model=str(model), out=str(tmp_path / out), method=method, iterations=1,
+        values = dict(model=str(small_model), out=str(tmp_path / out), method=method, iterations=1,
                       train_tasks=TASKS, max_tokens=400, max_new_tokens=5, slots=8, rollouts=2,
                       sft_epochs=1, sft_lr=1e-4, dpo_epochs=2, dpo_batch=4, dpo_lr=1e-4,
                       dpo_lr_later=1e-4, temperature=1.5)
@@ -234,13 +226,13 @@ def test_two_agents_whose_experts_fit_one_batch_are_said_to_be_equal(run, capsys
     assert [e["experts"] for e in events(r, "equal agents")] == [TASKS] * equal_agents
 
 
-def test_a_failure_agent_of_another_run(run, model, tmp_path):
+def test_a_failure_agent_of_another_run(run, small_model, tmp_path):
     first = run("coevolve", out="first", iterations=2, seed=1, env="intercodesql")  # and elsewhere
     r = run("coevolve", failure_from=str(first.path))
     assert equal(first.path / "iter2/failure-agent", r.path / "sft-failure")
     assert not equal(r.path / "sft-failure", r.path / "iter1/failure-agent")
     with pytest.raises(SettingsError, match="no iter<i>/failure-agent"):
-        run("coevolve", out="second", failure_from=str(model))
+        run("coevolve", out="second", failure_from=str(small_model))
     other = make_tokenizer("chatml pad=eos")
     other.save_pretrained(first.path / "iter2/failure-agent")
     with pytest.raises(SettingsError, match="its tokenizer is not that of --model"):
@@ -431,9 +423,8 @@ def test_rollouts_and_temperature(run):
 
 def test_the_forking_guides_changes_apply_and_change_a_run(run, monkeypatch):
     root = Path(__file__).parent.parent
-    guide = (root / "docs/changing.md").read_text().split("```diff\n")[1].split("```")[0]
-    changes = guide.split("--- ")[1:]
-    assert len(changes) == 5
+    ablations = list(changes(blocks("docs/changing.md")[0]))
+    assert len(ablations) == 5
 
     def written(r):
         return list(r.phases), {path.relative_to(r.path): path.read_bytes()
@@ -442,12 +433,9 @@ def test_the_forking_guides_changes_apply_and_change_a_run(run, monkeypatch):
 
     before = written(run("coevolve", out="as it is"))
     assert written(run("coevolve", out="again")) == before
-    for n, change in enumerate(changes):
-        head, *lines = change.splitlines()
-        name = head.split(":")[0]
-        old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] == sign) for sign in "-+")
+    for n, (name, old, new) in enumerate(ablations):
         source = (root / name).read_text()
-        assert source.count(old) == 1, head
+        assert source.count(old) == 1, old
         changed = ModuleType("changed")
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "changed", changed)
@@ -456,20 +444,4 @@ def test_the_forking_guides_changes_apply_and_change_a_run(run, monkeypatch):
                 patch.setattr(dpo, "dpo_loss", changed.dpo_loss)
             else:
                 patch.setattr(coevolve, "coevolve", changed.coevolve)
-            assert written(run("coevolve", out=f"change {n}")) != before, head
-
-
-@pytest.mark.parametrize("changed, message", [
-    (dict(method="eto", failure_from="x"), "--failure-from: eto has no failure agent"),
-    (dict(method="eto", explore_again=True), "--explore-again: eto has no second agent"),
-    (dict(method="ppo", temperature=0.0), "--temperature 0"),
-    (dict(method="rft", temperature=0.0), "--temperature 0"),
-    (dict(method="eto", temperature=0.0, rollouts=2), "--temperature 0"),
-    (dict(ppo_rollouts=1), "--ppo-rollouts 1: must be at least 2"),
-    (dict(samples=0), "--samples 0: must be at least 1"),
-    (dict(dpo_steps=-1), "--dpo-steps -1: must be at least 0"),
-])
-def test_what_a_method_cannot_use_is_refused(changed, message):
-    with pytest.raises(SettingsError) as error:
-        check(Settings(**changed))
-    assert message in str(error.value)
+            assert written(run("coevolve", out=f"change {n}")) != before, new

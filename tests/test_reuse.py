@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 from accelerate import Accelerator
 from test_coevolve import contents
-from test_methods import OneReply, model  # noqa: F401
+from test_methods import OneReply
 from test_study import finished  # noqa: F401
 from transformers import AutoModelForCausalLM
 
@@ -25,7 +25,7 @@ SHARED = ["experts.jsonl", "sft-target", "eval-0-target-test.jsonl", "sft-failur
 
 
 @pytest.fixture
-def begin(model, tmp_path, monkeypatch):  # noqa: F811
+def begin(small_model, tmp_path, monkeypatch):
     """begin(name, method, **settings) -> a run that has not begun, in tmp_path/study/name."""
     monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(OneReply()))
     monkeypatch.setattr("gc.collect", lambda: 0)
@@ -33,7 +33,7 @@ def begin(model, tmp_path, monkeypatch):  # noqa: F811
     study.mkdir()
 
     def start(name, method="coevolve", **changed):
-        values = dict(model=str(model), out=str(study / name), reuse=str(study), method=method,
+        values = dict(model=str(small_model), out=str(study / name), reuse=str(study), method=method,
                       iterations=1, train_tasks=6, max_tokens=400, max_new_tokens=5, slots=8,
                       sft_epochs=1, sft_lr=1e-4, dpo_epochs=1, dpo_batch=4, temperature=1.5)
         return Run(check(Settings(**{**values, **changed})), Accelerator(cpu=True))
@@ -111,7 +111,7 @@ def test_a_setting_that_matters_prevents_it(play):
 
 
 def test_code_model_and_files_that_have_changed_prevent_it(play, begin, monkeypatch, tmp_path,
-                                                           model):  # noqa: F811
+                                                           small_model):
     rows = [dict(task=f"train-{n}", reward=1.0, messages=[
         dict(role="user", content=f"say something, train-{n}"),
         dict(role="assistant", content="c")]) for n in range(6)]
@@ -127,7 +127,7 @@ def test_code_model_and_files_that_have_changed_prevent_it(play, begin, monkeypa
     assert taken(play("b", "sft", experts=str(copied))) == SHARED[:3]  # equal bytes
     write(rows[::-1])
     assert taken(play("c", "sft", experts=str(experts))) == []
-    other = shutil.copytree(model, tmp_path / "model")
+    other = shutil.copytree(small_model, tmp_path / "model")
     play("d", "sft")
     assert taken(play("e", "sft", model=str(other))) == SHARED[:3]
     config = json.loads((other / "config.json").read_text())

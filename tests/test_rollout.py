@@ -247,7 +247,6 @@ def test_the_passes_of_the_model_do_not_depend_on_how_slow_the_environment_is(ag
 def test_episodes_with_other_seeds_differ(agent):
     a, b = play(agent, tasks=[1, 1], temperature=1.0)
     assert a.ids == b.ids
-    b.seed, b.ids = 99, []
     model, encoder = agent
     again = dpo.Trajectory("1", "target", 1, 0, seed=99)
     rollout(model, encoder, Echo, [again], temperature=1.0, slots=1, max_tokens=400,

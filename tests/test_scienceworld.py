@@ -16,7 +16,6 @@ import pytest
 import scienceworld
 
 import envs
-from harness import settings
 from worlds import scienceworld as science
 from worlds.scienceworld import ScienceWorld
 
@@ -430,16 +429,3 @@ def test_eight_episodes_side_by_side_are_as_one_at_a_time(env):
     for thread in threads:
         thread.join()
     assert together == alone and {reward for _, reward in alone} == {1.0}
-
-
-# ------------------------------------------------------------------------------ settings
-
-@pytest.mark.parametrize("flags, problem", [
-    (["--env", "webshop", "--split-file", "x"], "--split-file: lists goals of a real server"),
-    (["--env", "webshop", "--task-types", "short"], "--task-types 'short': is for scienceworld"),
-    (["--env", "scienceworld", "--webshop-url", "http://h:1", "--experts", "f", "--model", "m"],
-     "--webshop-url 'http://h:1': is for webshop, not for scienceworld"),
-])
-def test_settings_of_another_environment_are_refused(flags, problem):
-    with pytest.raises(settings.SettingsError, match=problem):
-        settings.parse(flags)

@@ -420,10 +420,6 @@ def assert_harmless(db, sql, seconds):
     assert text.startswith("Error") or HARMLESS.fullmatch(text), (sql[:80], text[:200])
 
 
-def test_there_are_a_hundred_attacks():
-    assert len(set(ATTACKS)) == len(ATTACKS) >= 100
-
-
 SCRIPT = ("CREATE TABLE town (town_id int PRIMARY KEY, site varchar(20), area int);"
           "INSERT INTO town VALUES (1, 'Avon', 30), (2, 'Brill', 20), (3, 'Crewe', 10);"
           "CREATE TABLE baker (name varchar(20), town_id int);"
@@ -495,19 +491,6 @@ def test_presets_are_the_papers():
     s = settings.parse(["--env", "intercodesql", "--model", "some/model"])
     assert (s.iterations, s.expert_min_reward) == (5, 1.0)
     assert settings.parse(["--env", "intercodesql", "--iterations", "2"]).iterations == 2
-
-
-@pytest.mark.parametrize("line, told", [
-    ("--mysql-url mysql://u@h", "--mysql-url 'mysql://u@h': is for intercodesql, not for webshop"),
-    ("--intercode-data d", "--intercode-data 'd': is for intercodesql"),
-    ("--env intercodesql --webshop-url http://h:1", "--webshop-url 'http://h:1': is for webshop"),
-    ("--env intercodesql --mysql-url mysql://u@h --model m", "give --intercode-data"),
-    ("--env intercodesql --intercode-data d", "tiny model knows"),
-    ("--env intercodesql --mysql-url u@h", "must be mysql://user:password@host:port"),
-])
-def test_settings_that_contradict_each_other_are_refused_by_name(line, told):
-    with pytest.raises(settings.SettingsError, match=re.escape(told)):
-        settings.parse(line.split())
 
 
 # ------------------------------------------------------------------------------ Spider in sqlite

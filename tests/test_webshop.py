@@ -12,14 +12,12 @@ from statistics import mean
 
 import pytest
 
+import envs
+from worlds import webshop
+from worlds import webshop_catalogue as catalogue
+from worlds.webshop import WebShop
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-import envs  # noqa: E402
-from worlds import webshop  # noqa: E402
-from worlds import webshop_catalogue as catalogue  # noqa: E402
-from worlds.webshop import WebShop  # noqa: E402
-
 DATA = ROOT.parent / "shared" / "data" / "webshop"
 
 

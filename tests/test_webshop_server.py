@@ -5,7 +5,6 @@ import json
 import random
 import re
 import socket
-import sys
 import threading
 import time
 from html import escape
@@ -15,16 +14,14 @@ from urllib.parse import parse_qsl
 
 import pytest
 
+import coevolve
+import envs
+from harness import start
+from worlds import webshop_catalogue as catalogue
+from worlds.webshop import Page, WebShop
+from worlds.webshop_server import WebShopServer, _Html
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-import coevolve  # noqa: E402
-import envs  # noqa: E402
-from harness import start  # noqa: E402
-from worlds import webshop_catalogue as catalogue  # noqa: E402
-from worlds.webshop import Page, WebShop  # noqa: E402
-from worlds.webshop_server import WebShopServer, _Html  # noqa: E402
-
 RECORDED = ROOT.parent / "shared" / "data" / "webshop" / "recorded_exchanges.json"
 
 

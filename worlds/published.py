@@ -13,7 +13,7 @@ from io import StringIO
 from pathlib import Path
 from textwrap import shorten
 
-from worlds import Refused, opening
+from worlds import Refused, opening, plain
 
 # ---------------------------------------------------------------------------------- how they talk
 
@@ -187,15 +187,15 @@ def opens_otherwise(env, messages: list[dict], shown: str) -> tuple[str, str] | 
     """
     lasting = getattr(env, "lasting", str)
 
-    def plain(text):
-        return " ".join(lasting(Theirs.bare(text.strip())).lower().split())
+    def said(text):
+        return plain(lasting(Theirs.bare(text.strip())))
 
     told = messages[len(opening(env, "")) - 1]["content"]
-    told, here = told.removeprefix(f"{env.prompt}\n\n"), plain(shown)
+    told, here = told.removeprefix(f"{env.prompt}\n\n"), said(shown)
     parts = told.split("\n\n")
-    if any(plain("\n\n".join(parts[n:])) == here for n in range(len(parts))):
+    if any(said("\n\n".join(parts[n:])) == here for n in range(len(parts))):
         return None
-    there = plain(told)
+    there = said(told)
     apart = next((n for n, (a, b) in enumerate(zip(there, here)) if a != b),
                  min(len(there), len(here)))
     start = max(0, apart - 40)

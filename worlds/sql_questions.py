@@ -234,7 +234,7 @@ def schema_key(script: str) -> frozenset:
                      for line in re.findall(r"CREATE TABLE .*", script))
 
 
-def worth_asking(run, gold):
+def worth_asking(run, gold: str) -> bool:
     """Whether run(gold) has rows, not too many, and fewer of them than without its condition.
 
     run: SQL -> rows, or a text that says why there are none.

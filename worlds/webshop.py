@@ -269,7 +269,7 @@ def _search_engine(world):
 class BM25:
     """Ranking of Lucene's kind over short texts: k1 0.9, b 0.4 as WebShop sets them."""
 
-    def __init__(self, texts: list[str], k1: float = 0.9, b: float = 0.4):
+    def __init__(self, texts: list[str]):
         counts = [Counter(self._words(text)) for text in texts]
         lengths = [sum(count.values()) for count in counts]
         mean = sum(lengths) / len(lengths)
@@ -278,7 +278,7 @@ class BM25:
         for i, (count, length) in enumerate(zip(counts, lengths)):
             for word, n in count.items():
                 idf = math.log(1 + (len(texts) - found[word] + 0.5) / (found[word] + 0.5))
-                tf = n / (n + k1 * (1 - b + b * length / mean))
+                tf = n / (n + 0.9 * (1 - 0.4 + 0.4 * length / mean))
                 self._weights[word].append((i, idf * tf))
 
     @staticmethod
