@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -104,6 +105,25 @@ def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64) -> Qwen3ForC
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.3)
     return model
+
+
+HUB = [("llama2", "Llama", dict(num_key_value_heads=4)),
+       ("chatml", "Qwen3", dict(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True))]
+
+
+@pytest.fixture(params=HUB, ids=lambda param: param[1])
+def hub_folder(request, tmp_path):
+    """A folder like those of the papers' models: random weights, stored in bf16 as published."""
+    template, architecture, more = request.param
+    tokenizer, folder = make_tokenizer(template), tmp_path / "model"
+    config = getattr(transformers, f"{architecture}Config")(
+        vocab_size=len(tokenizer) + 3, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=4096, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, **more)
+    model = getattr(transformers, f"{architecture}ForCausalLM")(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(params=TEMPLATES)

@@ -320,30 +320,16 @@ def test_eto_is_the_same_run_without_the_failure_agent(quick, tmp_path):
     assert kinds == {ET}
 
 
-@pytest.mark.parametrize("template, architecture, more", [
-    ("llama2", "Llama", dict(num_key_value_heads=4)),
-    ("chatml", "Qwen3", dict(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)),
-])
-def test_hub_folders_of_the_papers_models_run_the_whole_loop(tmp_path, template, architecture,
-                                                             more):
-    """Random weights, stored in bf16 as published. SFT at lr 1e-6 moves them and loses nothing."""
-    import transformers
-    tokenizer, base = make_tokenizer(template), tmp_path / "model"
-    config = getattr(transformers, f"{architecture}Config")(
-        vocab_size=len(tokenizer) + 3, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=4096, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, **more)
-    model = getattr(transformers, f"{architecture}ForCausalLM")(config).to(torch.bfloat16)
-    model.save_pretrained(base)
-    tokenizer.save_pretrained(base)
-    finish(tmp_path / "run", "--model", str(base), "--train-tasks", "4", "--eval-tasks", "2",
+def test_hub_folders_of_the_papers_models_run_the_whole_loop(hub_folder, tmp_path):
+    """SFT at lr 1e-6 moves the weights and loses nothing."""
+    finish(tmp_path / "run", "--model", str(hub_folder), "--train-tasks", "4", "--eval-tasks", "2",
            "--sft-epochs", "1", "--max-tokens", "4096", "--max-new-tokens", "8",
            "--sft-lr", "1e-6", "--sft-batch", "2", "--dpo-lr", "1e-3")
     rows = [json.loads(line) for line in (tmp_path / "run/iter1/target.jsonl").open()]
     assert {row["steps"] for row in rows} == {10}  # it never finds the shop's actions
     assert all(len(row["ids"]) == len(row["action_mask"]) for row in rows)
     before, after = (load_file(folder / "model.safetensors")
-                     for folder in (base, tmp_path / "run/sft-target"))
+                     for folder in (hub_folder, tmp_path / "run/sft-target"))
     assert before.keys() == after.keys()
     for name, weights in after.items():
         assert before[name].dtype == torch.bfloat16 and weights.dtype == torch.float32
