@@ -5,6 +5,7 @@ import gc
 import json
 import math
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -207,10 +208,36 @@ def test_every_gold_query_inverts_to_a_question_with_the_same_rows(databases):
     for split in ("train", "validation", "test", "unseen"):
         for task in env.tasks(split):
             question = env.find(task)
-            text = smith.question(question["db"], question["gold"], rng)
-            assert text, question
-            same += text == question["query"]
-    assert same > 300  # of 1,800: a column may be called as stored or by a synonym
+            gold = question["gold"]
+            apart = re.sub(r"([(),*])", r" \1 ", gold)  # as the tiny tokenizer decodes it
+            for written in (gold, apart, re.sub("SELECT|FROM|MAX|OR", lambda m: m[0].lower(), gold)):
+                text, again = smith.question(question["db"], written, rng)
+                assert again == gold
+                same += text == question["query"]
+    assert same > 900  # of 5,400: a column may be called as stored or by a synonym
+
+
+def test_what_the_tiny_tokenizer_decodes_is_read_back(databases):
+    env, smith = databases
+    question = next(q for q in env.world.questions["train"].values() if "COUNT(*)" in q["gold"])
+    task = next(t for t in env.tasks("train") if env.find(t) == question)
+    apart = question["gold"].replace("COUNT(*)", "COUNT ( * )")
+    found, = smith.finds(task, ["SHOW TABLES", apart, "submit"], random.Random(0))
+    assert found["task"]["gold"] == question["gold"] and smith.verify(found) is None
+    assert smith.patterns(task, [apart]) == smith.patterns(task, [question["gold"]])
+
+
+def test_a_query_that_its_words_would_not_say_is_of_no_family(databases):
+    """Places are where things are, not in them; names have no average and none is above 20."""
+    env, smith = databases
+    for db, script in list(env.world.databases.items())[:40]:
+        (place, key, _), (other, _, body) = re.findall(
+            r"CREATE TABLE (\w+) \((\w+) int PRIMARY KEY, (.*)\);", script)[:2]
+        label, text = (line.split()[0] for line in body.split(", ")[:2])
+        for sql in (f"SELECT site FROM {place} JOIN {other} USING ({key}) WHERE {text} = 'x'",
+                    f"SELECT AVG({label}) FROM {other}", f"SELECT {label} FROM {other} "
+                    f"WHERE {text} > 20", f"SELECT {label} FROM {other} ORDER BY {text} DESC"):
+            assert smith.question(db, sql, random.Random(0)) is None, sql
 
 
 def test_a_damaged_query_is_of_no_family(databases):
@@ -241,8 +268,12 @@ def test_solutions_that_do_not_prove_a_question_are_refused(databases):
     assert "earns" in smith.verify({**whole, "solution": ["SHOW TABLES", "submit"]})
     table = smith.proposal("x", "SELECT * FROM nowhere", question["db"])
     assert smith.verify(table)
-    for gold in ("SELECT 1 WHERE 1 = 0", "SELECT"):  # no rows; no query
-        assert smith.verify(smith.proposal("x", gold, question["db"]))
+    table = question["gold"].split(" FROM ")[1].split()[0]
+    for gold in ("SELECT 1 WHERE 1 = 0", "SELECT",  # no rows; no query
+                 f"select 1 from {table} where 1 = 1", f"SELECT 1 FROM {table}\nWhere 1 = 1"):
+        assert smith.verify(smith.proposal("x", gold, question["db"])), gold
+    long = ["SHOW TABLES"] * 9 + whole["solution"]
+    assert "longer" in smith.verify({**whole, "solution": long})
 
 
 def test_planted_questions_are_refused(databases):
@@ -262,6 +293,13 @@ def test_planted_questions_are_refused(databases):
     for other in (gold.lower(), gold.replace(" FROM ", " -- all\nFROM ") + " ;", f"{gold}/* x */"):
         assert smith.refusal({**train, "query": "x", "gold": other}) == asked
     assert smith.refusal({**train, "query": train["query"].upper() + " ", "gold": "SELECT 1"}) == asked
+    for split in ("validation", "test"):
+        words = env.find(env.tasks(split)[0])["query"]
+        assert smith.refusal({**train, "query": f"{words}?", "gold": "SELECT 1"}) == asked
+    assert smith.refusal({**train, "query": "how many clocks", "gold": "SELECT 1"}) == (
+        "a held-out noun")
+    for gold in ("SELECT datetime('now')", "SELECT CURRENT_TIME", "SELECT random ( )"):
+        assert "another time" in smith.refusal({**train, "query": "x", "gold": gold})
     assert smith.key(dict(db="d", gold="SELECT 'A'")) != smith.key(dict(db="d", gold="SELECT 'a'"))
 
 

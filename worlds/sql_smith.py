@@ -11,22 +11,25 @@ from contextlib import closing
 
 from worlds import plain
 from worlds.sql_databases import Sqlite
-from worlds.sql_questions import COMPOUND, CONCEPTS, SIMPLE, tables_of, worth_asking
+from worlds.sql_questions import COMPOUND, CONCEPTS, HELD_OUT, SIMPLE, tables_of, worth_asking
 
 FAMILIES = SIMPLE + COMPOUND
+# Words of a query that returns something else another time.
+VARYING = set("now date time datetime julianday strftime unixepoch timediff current_date "
+              "current_time current_timestamp random randomblob".split())
 # What a placeholder of a gold query stands for; one that comes twice is the same both times.
 HOLES = {**dict.fromkeys("tnabceksp", r"\w+"), **dict.fromkeys(("v", "v2", "u"), r"'\w+'"),
          **dict.fromkeys("xyz", r"\d+")}
 
 
 def _pattern(gold: str) -> re.Pattern:
+    """Of the family's queries as `spaced` writes them."""
     seen, parts = set(), []
-    for text, hole in re.findall(r"([^{]*)(?:\{(\w+)\})?", gold):
-        parts.append(re.escape(text))
-        if hole:
-            parts.append(f"(?P={hole})" if hole in seen else f"(?P<{hole}>{HOLES[hole]})")
-            seen.add(hole)
-    return re.compile("".join(parts))
+    for hole, text in re.findall(r"\{(\w+)\}|(\w+|[^\w\s])", gold):
+        parts.append(re.escape(text) or (f"(?P={hole})" if hole in seen else
+                                         f"(?P<{hole}>{HOLES[hole]})"))
+        seen.add(hole)
+    return re.compile(" ".join(parts), re.I)
 
 
 PATTERNS = [_pattern(gold) for _, _, gold in FAMILIES]
@@ -37,11 +40,14 @@ class Schema:
 
     def __init__(self, script: str):
         self.columns, self.noun = {}, {}  # table -> its columns -> possible names; its noun
+        self.numbers = {}  # table -> its numeric columns
         for table, body in re.findall(r"CREATE TABLE (\w+) \((.*)\);", script):
             key = re.match(r"(\w+)_id int PRIMARY KEY", body)[1]
             self.noun[table] = f"{key}s"
-            names = [line.split()[0] for line in body.split(", ")[1:]]
-            self.columns[table] = {name: concept_of(name) for name in names if name != "FOREIGN"}
+            kinds = dict(line.split()[:2] for line in body.split(", ")[1:])
+            self.columns[table] = {name: concept_of(name) for name in kinds if name != "FOREIGN"}
+            self.numbers[table] = {name for name, kind in kinds.items() if kind == "int"}
+        self.place = next(iter(self.columns))  # where the rows of the others are
 
 
 def concept_of(name: str) -> tuple[str, ...]:
@@ -63,16 +69,21 @@ class SQLSmith:
         self.training = {q["db"] for q in world.questions["train"].values()}
         self.known = {(q["db"], text) for questions in world.questions.values()
                       for q in questions.values() for text in (plain(q["query"]), alike(q["gold"]))}
+        # What is evaluated is asked about no other database either.
+        self.evaluated = {words_of(q["query"]) for split, questions in world.questions.items()
+                          if split != "train" for q in questions.values()}
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
         """Families of the queries that ran and returned something; of others the skeleton."""
         return {self.family(sql) for sql in self._ran(self.env.find(task)["db"], replies)}
 
     def family(self, sql: str) -> str:
+        """The words of the query's family; of none, the query without its names and values."""
+        sql = spaced(sql)
         for (_, words, _), pattern in zip(FAMILIES, PATTERNS):
             if pattern.fullmatch(sql):
                 return words
-        words = re.sub(r"'[^']*'|\b\d+(\.\d+)?\b", "?", sql)
+        words = re.sub(r"'[^']*'|\b\d+\b", "?", sql)
         return re.sub(r"\b(?!(?:select|from|where|and|or|order|by|desc|limit|group|join|using|"
                       r"count|avg|max|min|sum|distinct|show|tables)\b)[a-z_]\w*", "x", words,
                       flags=re.I)
@@ -81,8 +92,8 @@ class SQLSmith:
         """Proposals {text, task, solution}: of each query of an episode that ran and has rows."""
         db, found = self.env.find(task)["db"], []
         for sql in self._ran(db, replies):
-            if text := self.question(db, sql, rng):
-                found.append(self.proposal(text, sql, db))
+            if asked := self.question(db, sql, rng):
+                found.append(self.proposal(*asked, db))
         return found
 
     def proposal(self, text: str, sql: str, db: str) -> dict:
@@ -92,24 +103,30 @@ class SQLSmith:
         submit = "submit" if self.env.view == "short" else "Action: submit"
         return dict(text=text, task=dict(query=text, gold=sql, db=db), solution=[*steps, submit])
 
-    def question(self, db: str, sql: str, rng: random.Random) -> str | None:
-        """What the query asks for, in words; None if it is of no family over this database."""
-        schema = Schema(self.env.world.databases[db])
-        for (_, words, _), pattern in zip(FAMILIES, PATTERNS):
+    def question(self, db: str, sql: str, rng: random.Random) -> tuple[str, str] | None:
+        """What the query asks for, in words, and the query as the generator writes it.
+
+        None if it is of no family over this database. Spaces and case do not matter: a tokenizer
+        may decode MAX ( age ).
+        """
+        schema, sql = Schema(self.env.world.databases[db]), spaced(sql)
+        for (_, words, gold), pattern in zip(FAMILIES, PATTERNS):
             match = pattern.fullmatch(sql)
             parts = match.groupdict() if match else {}
             table, place = parts.get("t"), parts.get("p")
-            if table not in schema.columns or place is not None and place not in schema.columns:
+            if table not in schema.columns or place and not table != place == schema.place:
                 continue
             names = {hole: parts[hole] for hole in "nabce" if hole in parts}
             home = {hole: schema.columns[place if hole == "e" else table] for hole in names}
             if any(name not in home[hole] for hole, name in names.items()):
                 continue
+            if not {names[hole] for hole in "ab" if hole in names} <= schema.numbers[table]:
+                continue  # the average of names, or names above 20
             # Two thirds of the time, a question calls a column as the database does.
-            said = {hole: name if hole == "n" or rng.random() < 2 / 3 else
-                    rng.choice(home[hole][name]) for hole, name in names.items()}
-            return words.format(**{**parts, **said, "t": schema.noun[table],
-                                   "p": schema.noun.get(place, "")})
+            said = {hole: name if hole == "n" else rng.choice((*home[hole][name], *[name] * 3))
+                    for hole, name in names.items()}
+            return (words.format(**{**parts, **said, "t": schema.noun[table],
+                                    "p": schema.noun.get(place, "")}), gold.format(**parts))
         return None
 
     def written(self, task: str, proposal: dict, rng: random.Random) -> dict | None:
@@ -128,8 +145,13 @@ class SQLSmith:
         """Why no run may have this question; None if one may."""
         if task["db"] not in self.training:
             return "a database of no training task"
-        if {(task["db"], plain(task["query"])), (task["db"], alike(task["gold"]))} & self.known:
+        if ({(task["db"], plain(task["query"])), (task["db"], alike(task["gold"]))} & self.known
+                or words_of(task["query"]) in self.evaluated):
             return "a question of a split"
+        if {*words_of(task["query"])} & {*HELD_OUT, *(f"{noun}s" for noun in HELD_OUT)}:
+            return "a held-out noun"
+        if VARYING & {*re.findall(r"\w+", task["gold"].lower())}:
+            return "a query that returns something else another time"
         values = re.findall(r"'\w+'", task["gold"])
         if len(values) != len(set(values)):
             return "one value twice"
@@ -143,6 +165,8 @@ class SQLSmith:
     def verify(self, proposal: dict) -> str | None:
         """Plays the solution twice; why it does not prove the question, or None."""
         task, played = proposal["task"], []
+        if len(proposal["solution"]) > self.env.max_steps:
+            return "its solution is longer than an episode"
         if not self._ask(task, lambda run: worth_asking(run, task["gold"])):
             return "no rows, too many, or a condition that changes little"
         for _ in range(2):
@@ -181,8 +205,20 @@ def squeezed(sql: str) -> str:
     return " ".join(sql.split()).rstrip(" ;")
 
 
+def parts_of(sql: str) -> list[str]:
+    """The query's words, signs and quoted values, without comments and semicolons."""
+    parts = re.findall(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|\w+|[^\w\s]", sql, re.S)
+    return [part for part in parts if not part.startswith(("--", "/*")) and part != ";"]
+
+
+def spaced(sql: str) -> str:
+    return " ".join(parts_of(sql))
+
+
 def alike(sql: str) -> str:
     """The same text for queries that differ in spaces, comments or the case of their words."""
-    parts = re.findall(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|\w+|[^\w\s]", sql, re.S)
-    return " ".join(part if part[0] in "'\"" else part.lower() for part in parts
-                    if not part.startswith(("--", "/*")) and part != ";")
+    return " ".join(part if part[0] in "'\"" else part.lower() for part in parts_of(sql))
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"\w+", text.lower()))
