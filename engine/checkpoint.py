@@ -50,7 +50,8 @@ class Checkpoint:
             state = dict(
                 inputs=self.inputs, ranks=self.accelerator.num_processes, step=step, events=events,
                 weights=[_local(p.detach()) for p in parameters],
-                moments=[{k: _local(v) for k, v in optimizer.state[p].items()} for p in parameters],
+                moments=[{k: _local(v) for k, v in optimizer.state.get(p, {}).items()}
+                         for p in parameters],
                 random=_random_state())
             try:
                 torch.save(state, file)
@@ -92,7 +93,8 @@ class Checkpoint:
                 for p, weights, moments in zip(model.parameters(), state["weights"],
                                                state["moments"]):
                     _local(p).copy_(weights)
-                    optimizer.state[p] = {name: _like(p, value) for name, value in moments.items()}
+                    if moments:  # there are none before the first update
+                        optimizer.state[p] = {k: _like(p, value) for k, value in moments.items()}
             torch.set_rng_state(state["random"][0])
             if len(state["random"]) > 1:
                 torch.cuda.set_rng_state(state["random"][1])

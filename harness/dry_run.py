@@ -27,6 +27,7 @@ from harness.settings import (
     Settings,
     SettingsError,
     agents_of,
+    is_endpoint,
     options_of,
     segments_of,
     start_episodes,
@@ -247,15 +248,23 @@ def phases(s: Settings, found: Lengths, agents: int, numbers: int, slot: int, gp
         return (passes * reading / (BANDWIDTH * bandwidth) + prompts) / 3600
 
     sft = agents * s.sft_epochs * found.experts * found.tokens
-    rows = [("SFT", sft, hours_of_training(sft))]
+    rows = [("SFT", sft, hours_of_training(sft))] * (
+        s.method not in EVOLVING or s.warm_start == "sft")
     explored = agents * s.rollouts * found.experts
     # The target learns from an instruction's expert and rollouts, the failure agent from these, or
     # in iteration i from those of i iterations.
     seen = (agents - 1) * ((iterations + 1) / 2 if buffered(s) else 1)
     read = found.experts * found.tokens * (1 + agents * s.rollouts * (1 + seen))
     if s.method in EVOLVING:
-        step = s.step_tasks * s.step_rollouts  # episodes, each read by both policies
-        explored = explorer_episodes(s)
+        most = s.start_tasks + (segments_of(s) - 1) * s.add_most * (s.method == "evolve")
+        step = min(s.step_tasks, most) * s.step_rollouts  # episodes, each read by both policies
+        unguided = start_episodes(s) * (s.start_from == "explore")
+        guided = (s.method == "evolve") * (segments_of(s) - 1) * len(
+            s.signals.split(",")) * s.picks * s.explorer_episodes
+        if is_endpoint(s.explorer) and guided:
+            print(f"explorer: at most {guided:,} episodes at its endpoint, with a request a turn")
+            guided = 0
+        explored = unguided + guided
         rows += [("exploration", explored * found.tokens, hours_of_playing(explored)),
                  ("rollouts", step * found.tokens * s.grpo_steps,
                   hours_of_playing(step) * s.grpo_steps),
@@ -274,13 +283,6 @@ def phases(s: Settings, found: Lengths, agents: int, numbers: int, slot: int, gp
                     f"environments, at {ARITHMETIC:.0%} of the GPUs' bf16 rate in training and "
                     f"{BANDWIDTH:.0%} of their bandwidth in rollouts (assumed), if agents' "
                     "episodes are as long as experts'"]
-
-
-def explorer_episodes(s: Settings) -> int:
-    """How many the explorer of `mutual.py` plays at most."""
-    start = start_episodes(s) * (s.start_from == "explore")
-    later = (segments_of(s) - 1) * len(s.signals.split(",")) * s.picks * s.explorer_episodes
-    return start + later * (s.method == "evolve")
 
 
 def disk_bytes(s: Settings, numbers: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from harness.settings import SettingsError
 TRIES = 8
 PASSING = {408, 409, 425, 429}  # statuses that may be gone in a moment, as 500 and above
 USAGE = ("requests", "retries", "unreported", "prompt_tokens", "completion_tokens")
+TIMEOUT = 10, 300  # seconds to connect, and between two parts of an answer [ours]
 
 
 class EndpointError(envs.EnvError):
@@ -65,7 +66,7 @@ class Endpoint:
             wait, text = min(2.0 ** attempt, 60) * random.uniform(0.5, 1), ""
             body = {**self.body, "messages": messages}
             try:
-                answer = requests.post(self.url, json=body, auth=self._sign, timeout=(10, 300),
+                answer = requests.post(self.url, json=body, auth=self._sign, timeout=TIMEOUT,
                                        allow_redirects=False)
                 text = answer.text.replace(self.key, "***") if self.key else answer.text
                 problem = f"status {answer.status_code}: {text[:200]}"

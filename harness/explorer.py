@@ -7,12 +7,14 @@ are JSON that is read strictly and played before it counts; what cannot be read 
 import json
 import random
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import envs
 from dpo import Trajectory
 from harness.endpoint import USAGE, ContextFull, Endpoint
+from harness.kept import Kept
 from harness.play import play
 from harness.run import Run
 from harness.settings import is_endpoint
@@ -59,8 +61,11 @@ def explore(run: Run, episodes: list[Trajectory], picks: list[dict], known: list
     """
     s = run.settings
     if is_endpoint(s.explorer) and picks:
-        played = run.first_says(lambda: ask_all(run, episodes, picks, known))
-        return played, {name: sum(t.usage[name] for t in played) for name in TAKEN}
+        inputs = run.inputs()
+        episodes = run.first_says(lambda: ask_all(run, episodes, picks, known, inputs))
+        run.log_dropped(run.running, envs.LOST, [t.task for t in episodes if t.ended == "lost"])
+        return ([t for t in episodes if t.ended != "lost"],
+                {name: sum(t.usage[name] for t in episodes) for name in TAKEN})
     return play(run, folder, episodes, s.explorer_temperature), {}
 
 
@@ -88,28 +93,43 @@ def abstract(smith, t: Trajectory, rng: random.Random) -> list[dict]:
 TAKEN = (*USAGE, "unreadable")
 
 
-def ask_all(run: Run, episodes: list[Trajectory], picks: list[dict],
-            known: list[str]) -> list[Trajectory]:
+def ask_all(run: Run, episodes: list[Trajectory], picks: list[dict], known: list[str],
+            inputs: str) -> list[Trajectory]:
     """Reflects on each pick, explores, and abstracts; in `usage` what it took and proposed.
 
-    known: the texts of tasks that were made already.
+    known: the texts of tasks that were made already. inputs: `Run.inputs`. An episode that the
+    endpoint refuses for good ends "lost"; EnvError where too many are.
     """
     s, smith, known = run.settings, run.smith(), "\n".join(known)[-LONGEST:]
     endpoint = Endpoint(s, url=s.explorer, name=s.explorer_model, max_tokens=1024,
                         temperature=s.explorer_temperature)
-    with run.bar(run.running, len(episodes), "episode") as progress, \
-            ThreadPoolExecutor(min(s.slots, 8)) as threads:
-        reflections = threads.map(lambda pick: reflect(endpoint, pick), picks)
-        by_task = dict(zip((pick["task"] for pick in picks), reflections))
+    kept = Kept(run.path / "playing/explorer.jsonl", [inputs])  # nothing is paid for twice
+    episodes = kept.fill(episodes, 1, run.make_env)
+    losses, lock = envs.Losses(len(episodes)), threading.Lock()
 
-        def work(t):
-            context, used = by_task[t.task]  # what it took is counted with the first episode
-            t.usage = dict(used if t.rollout == 0 else dict.fromkeys(TAKEN, 0), context=context,
-                           proposals=[])
-            ask(run, endpoint, smith, t, known)
+    def work(pick):
+        context = None
+        for t in (t for t in episodes if t.task == pick["task"]):
+            if t.ended:  # in an earlier process
+                context = t.usage["context"]
+            else:
+                t.usage = dict.fromkeys(TAKEN, 0) | dict(context=context, proposals=[])
+                try:
+                    if context is None:  # what it takes is counted with this episode
+                        context, used = reflect(endpoint, pick)
+                        t.usage |= dict(used, context=context)
+                    ask(run, endpoint, smith, t, known)
+                except envs.EnvError as error:
+                    t.ended = "lost"
+                    with lock:
+                        losses.add(error)
+                with lock:
+                    kept.add(t)
             progress.update()
 
-        list(threads.map(work, episodes))
+    with run.bar(run.running, len(episodes), "episode") as progress, \
+            ThreadPoolExecutor(min(s.slots, 8)) as threads:
+        list(threads.map(work, picks))
     return episodes
 
 
@@ -118,7 +138,10 @@ def reflect(endpoint: Endpoint, pick: dict) -> tuple[dict | str, dict]:
     won = pick.get("success") or pick.get("success_then")
     evidence = "\n\n".join(f"A {name}:\n{told(messages, LONGEST // 2)}" for name, messages in
                            (("success", won), ("failure", pick["failure"])) if messages)
-    said, used = endpoint([user(REFLECT.format(signal=describe(pick), evidence=evidence))])
+    try:
+        said, used = endpoint([user(REFLECT.format(signal=describe(pick), evidence=evidence))])
+    except ContextFull:
+        return describe(pick), dict.fromkeys(TAKEN, 0) | dict(unreadable=1)
     found = blocks(said)
     read = len(found) == 1 and isinstance(found[0], dict)
     used = {name: used.get(name, 0) for name in TAKEN} | dict(unreadable=int(not read))
@@ -192,7 +215,7 @@ def json_of(text: str):
     """An object or list of JSON that can be written again; else None."""
     try:
         value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # no half of a surrogate pair
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # nor half a surrogate pair
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, (dict, list)) else None

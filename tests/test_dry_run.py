@@ -154,8 +154,17 @@ def test_the_second_system_holds_two_policies_and_plays_between_steps(folder, ca
     # The SFT agent, and two of GRPO with two moments: 4 x 4.02 x 7 GB.
     assert "disk: 113 GB of agents" in printed
 
-    plan_of(qwen, "8xH100", *flags, "--method", "grpo", "--start-from", "train")
-    assert re.search(r"exploration +0\.0 M", capsys.readouterr().out)
+    plan_of(qwen, "8xH100", *flags, "--method", "grpo", "--start-from", "train", "--start-tasks", "40",
+            "--warm-start", "none")
+    printed = capsys.readouterr().out
+    assert re.search(r"exploration +0\.0 M", printed) and "\nSFT " not in printed
+    few = float(re.search(r"rollouts +([\d.]+) M", printed)[1])
+    assert few / tokens["rollouts"] == pytest.approx(40 / 400, rel=2e-2)
+    plan_of(qwen, "8xH100", *flags, "--explorer", "http://h/v1", "--explorer-model", "m")
+    printed = capsys.readouterr().out
+    assert "explorer: at most 3,000 episodes at its endpoint" in printed
+    unguided = float(re.search(r"exploration +([\d.]+) M", printed)[1])
+    assert unguided / tokens["exploration"] == pytest.approx(6000 / 9000, rel=2e-2)
 
 
 def test_of_several_processes_one_prints_the_plan(folder, monkeypatch, capsys):

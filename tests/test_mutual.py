@@ -9,10 +9,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +27,7 @@ import dpo
 import envs
 import mutual
 from baselines.ppo import Rollouts, add_log_probs
+from engine.checkpoint import Checkpoint
 from harness import explorer
 from harness.run import Run
 from harness.settings import Settings, SettingsError, check
@@ -357,6 +360,38 @@ def test_goals_of_splits_and_of_held_out_products_are_refused(shop):
         assert smith.refusal(one) in ("a goal of a split", "a held-out product meets it")
 
 
+def test_an_explorers_goal_is_what_its_words_say(shop):
+    env, smith = shop
+    told = Counter()
+    for task in env.tasks("train")[:80]:
+        goal, actions = env.find(task), replies_of(env, task)
+        first, rng = goal["attributes"][:1], random.Random(0)
+        options = ", ".join(goal["goal_options"])
+
+        def written(text):
+            return smith.written(task, dict(query=text, action_sequence=actions), rng)
+
+        words = f"I want {goal['query']}, {first[0].upper()}, in {options}, lower than $"
+        found = written(f"{words}997")
+        asked = {name: found["task"][name] for name in ("query", "attributes", "price_upper")}
+        assert asked == dict(query=goal["query"], attributes=first, price_upper=997.0)
+        assert set(found["task"]["goal_options"]) == set(goal["goal_options"])
+        told[smith.refusal(found["task"]) or smith.verify(found)] += 1
+        assert written(f"{words}1") is None                       # it costs more
+        assert written(words) is None                             # no limit
+        assert written("hello, lower than $997") is None          # nothing
+        assert written(f"{goal['query']} in {options}, lower than $997") is None  # no attribute
+        wrong = next(a for a in sorted(smith.attributes) if not any(
+            a in p["Attributes"] for p in env.world.products if p["query"] == goal["query"]))
+        assert written(f"{wrong} {words}997") is None
+        colour = next(c for c in ("pink", "navy") if c not in goal["goal_options"])
+        assert written(f"{colour} {words}997") is None
+        alone = written(f"{first[0]} {goal['query']} below 997 dollars")
+        assert alone["task"]["goal_options"] == []
+        assert smith.refusal(alone["task"])  # no colour
+    assert told[None] > 10, told
+
+
 def test_solutions_that_do_not_prove_a_goal_are_refused(shop):
     env, smith = shop
     task = env.tasks("train")[0]
@@ -596,15 +631,14 @@ ANSWERS = {  # of the explorer, by what it is asked for: context, action, propos
 
 
 @pytest.fixture
-def explorer_at(endpoint, tmp_path, monkeypatch):
-    """explorer_at(answers) -> proposals of one pick on the databases, the episode, the requests."""
+def explorers(endpoint, tmp_path, monkeypatch):
+    """explorers(answers, n) -> episodes of n picks on the databases, what they took, the lost."""
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
-    def explore(answers):
-        env = envs.make("intercodesql", "short")
-        task = env.tasks("train")[0]
-        question = env.find(task)
-        table = env.world.databases[question["db"]].split("CREATE TABLE ")[1].split()[0]
+    def explore(answers, n=1):
+        env, lost = envs.make("intercodesql", "short"), []
+        tasks = env.tasks("train")[:n]
+        table = env.world.databases[env.find(tasks[0])["db"]].split("CREATE TABLE ")[1].split()[0]
 
         def answer(messages):
             last = messages[0]["content"]
@@ -613,14 +647,27 @@ def explorer_at(endpoint, tmp_path, monkeypatch):
 
         endpoint.answer = answer
         s = Settings(env="intercodesql", view="short", method="evolve", explorer=endpoint.url,
-                     explorer_model="m", max_new_tokens=64)
+                     explorer_model="m", max_new_tokens=64, slots=1)
         r = SimpleNamespace(settings=s, make_env=lambda: envs.make("intercodesql", "short"),
                             smith=env.smith, first_says=lambda said: said(), running="explored",
+                            path=tmp_path, inputs=lambda: "all before",
+                            log_dropped=lambda phase, reason, tasks: lost.extend(tasks),
                             bar=lambda *_: nullcontext(SimpleNamespace(update=lambda: None)))
-        starts = [dpo.Trajectory(task, "boundary", 1, 0)]
-        pick = dict(task=task, signal="boundary", success=[], failure=[])
-        (t,), taken = explorer.explore(r, starts, [pick], ["a known text"], Path("agent"))
-        return explorer.abstract(env.smith(), t, random.Random(0)), t, taken
+        starts = [dpo.Trajectory(task, "boundary", 1, k) for task in tasks for k in range(2)]
+        picks = [dict(task=task, signal="boundary", success=[], failure=[]) for task in tasks]
+        starts = starts if n > 1 else starts[:1]
+        return *explorer.explore(r, starts, picks, ["a known text"], Path("agent")), lost
+
+    return explore
+
+
+@pytest.fixture
+def explorer_at(explorers):
+    """explorer_at(answers) -> proposals of one pick, the episode, what it took."""
+    def explore(answers):
+        (t,), taken, _ = explorers(answers)
+        smith = envs.make("intercodesql", "short").smith()
+        return explorer.abstract(smith, t, random.Random(0)), t, taken
 
     return explore
 
@@ -701,6 +748,47 @@ def test_an_explorer_that_fails_first_is_asked_again_and_counted(explorer_at, en
     assert len(rows) == 1 and taken["retries"] == 3
 
 
+def test_an_explorer_that_answers_late_is_asked_again_and_counted(explorers, explorer_at, endpoint,
+                                                                  monkeypatch):
+    monkeypatch.setattr("harness.endpoint.TIMEOUT", (1, 0.2))
+    waits, post = [0.8, 0, 0.8], endpoint.RequestHandlerClass.do_POST
+
+    def late(handler):
+        threading.Event().wait(waits.pop() if waits else 0)
+        post(handler)
+
+    monkeypatch.setattr(endpoint.RequestHandlerClass, "do_POST", late)
+    rows, t, taken = explorer_at(ANSWERS["well"])
+    assert len(rows) == 1 and taken["retries"] == 2
+
+
+def test_a_conversation_that_the_endpoint_refuses_is_lost_and_the_others_are_kept(explorers,
+                                                                                  endpoint):
+    """It is tried again when the phase goes on; the others are not paid for twice."""
+    refused = (400, "against our content policy", {})
+    well = (ANSWERS["well"][0], "submit", ANSWERS["well"][2])  # three requests a pick
+    endpoint.faults = [False] * 4 + [refused]
+    played, taken, lost = explorers(well, 12)
+    assert len(played) == 23 and len(lost) == 1
+    assert taken["requests"] == 12 + 23 * 2 + 1 == len(endpoint.seen) - 1
+    asked = len(endpoint.seen)
+    again, more, lost = explorers(well, 12)
+    assert len(again) == 24 and not lost and len(endpoint.seen) == asked + 2
+    assert all(t in again for t in played)
+    assert more["requests"] == 12 + 24 * 2
+
+
+def test_a_signal_too_long_for_the_explorer_is_named_instead(explorer_at, endpoint):
+    endpoint.faults = [(400, "maximum context length is 8192 tokens", {})]
+    rows, t, taken = explorer_at(ANSWERS["well"])
+    assert "some succeed" in t.usage["context"] and len(rows) == 1 and taken["unreadable"] == 1
+
+
+def test_numbers_that_json_does_not_have_are_not_read():
+    for text in ('{"where": NaN}', '[-Infinity]', '{"a": 1e999}'):
+        assert explorer.json_of(text) is None
+
+
 def test_an_explorer_that_is_gone_ends_the_phase_with_one_line(explorer_at, endpoint):
     endpoint.faults = [(500, "", {})] * 99
     with pytest.raises(envs.EnvError, match="status 500"):
@@ -752,6 +840,16 @@ def test_a_killed_run_goes_on_to_the_same_bits(small_model, tmp_path):
     assert finish(tmp_path / "killed", kills=4) == finish(tmp_path / "whole")
 
 
+def test_a_state_before_the_first_update_has_no_moments(tmp_path):
+    """Empty ones would be kept for the next segment, whose AdamW would then begin at step 1."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = partial(Checkpoint, Accelerator(cpu=True), tmp_path / "checkpoint", "inputs", 0)
+    state().save(model, optimizer, 3, [])
+    assert not optimizer.state
+    assert state().restore(model, optimizer) == (3, []) and not optimizer.state
+
+
 def test_two_sharded_processes_evolve_like_one(hub_folder, tmp_path):
     script = tmp_path / "two.py"
     script.write_text(KILLED.format(tests=str(ROOT / "tests"), root=str(ROOT)))
@@ -776,6 +874,7 @@ def test_two_sharded_processes_evolve_like_one(hub_folder, tmp_path):
 
 @pytest.mark.parametrize("changed, message", [
     (dict(signals="forgetting,rear"), "--signals forgetting,rear: give some of"),
+    (dict(signals="rare,rare"), "--signals rare,rare: give some of"),
     (dict(explorer="gpt"), "--explorer gpt: give policy, random or https://host/v1"),
     (dict(explorer="https://h/v1"), "--explorer-model: give"),
     (dict(grpo_steps=10), "--grpo-steps 10: the tasks would never evolve"),

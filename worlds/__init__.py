@@ -143,6 +143,11 @@ def plain(text: str) -> str:
     return " ".join(text.lower().split())
 
 
+def words_of(text: str) -> str:
+    """The text's words and numbers alone: two that differ in signs only are one."""
+    return " ".join(re.findall(r"\w+", text.lower()))
+
+
 def parse_reply(reply: str) -> str:
     """The action in a reply: what follows the last "Action:", else the reply as it is."""
     _, marker, action = reply.rpartition("Action:")

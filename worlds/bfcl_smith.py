@@ -8,7 +8,7 @@ marked so: it spells the calls out, and is easier than what people ask.
 import json
 import random
 
-from worlds import plain
+from worlds import words_of
 from worlds.bfcl import script
 from worlds.bfcl_calls import Simulators, failed, json_of, parse_calls
 from worlds.bfcl_tasks import CATEGORIES, tasks
@@ -28,7 +28,7 @@ class BfclSmith:
         self.env = env
         self.starts = {task["start"] for task in env.splits["train"].values()}
         known = [task for category in CATEGORIES for task in tasks(category).values()]
-        self.said = {plain(text) for task in known for text in task["turns"]}
+        self.said = {words_of(text) for task in known for text in task["turns"]}
         # Of every split: nobody's solution is asked for again, from whichever start state.
         self.solutions = {_flat(task["calls"]) for task in known}
 
@@ -76,7 +76,7 @@ class BfclSmith:
             self.env.check(task)
         except ValueError as error:
             return str(error)
-        if _flat(task["calls"]) in self.solutions or self.said & {*map(plain, task["turns"])}:
+        if _flat(task["calls"]) in self.solutions or self.said & {*map(words_of, task["turns"])}:
             return "a task of a split"
         return None
 

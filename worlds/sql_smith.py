@@ -9,7 +9,7 @@ import random
 import re
 from contextlib import closing
 
-from worlds import plain
+from worlds import plain, words_of
 from worlds.sql_databases import Sqlite
 from worlds.sql_questions import COMPOUND, CONCEPTS, HELD_OUT, SIMPLE, tables_of, worth_asking
 
@@ -148,7 +148,7 @@ class SQLSmith:
         if ({(task["db"], plain(task["query"])), (task["db"], alike(task["gold"]))} & self.known
                 or words_of(task["query"]) in self.evaluated):
             return "a question of a split"
-        if {*words_of(task["query"])} & {*HELD_OUT, *(f"{noun}s" for noun in HELD_OUT)}:
+        if {*words_of(task["query"]).split()} & {*HELD_OUT, *(f"{noun}s" for noun in HELD_OUT)}:
             return "a held-out noun"
         if VARYING & {*re.findall(r"\w+", task["gold"].lower())}:
             return "a query that returns something else another time"
@@ -218,7 +218,3 @@ def spaced(sql: str) -> str:
 def alike(sql: str) -> str:
     """The same text for queries that differ in spaces, comments or the case of their words."""
     return " ".join(part if part[0] in "'\"" else part.lower() for part in parts_of(sql))
-
-
-def words_of(text: str) -> tuple[str, ...]:
-    return tuple(re.findall(r"\w+", text.lower()))

@@ -7,7 +7,7 @@ the episode's own actions are its solution: what was bought by mistake is right 
 import random
 import re
 
-from worlds import parse_reply, plain
+from worlds import parse_reply, words_of
 from worlds.webshop_catalogue import goal_for, goal_key, instruction_of, meets
 
 FITS_MOST = 4  # products that may meet a goal, else it asks for nothing in particular [ours]
@@ -16,16 +16,20 @@ FITS_MOST = 4  # products that may meet a goal, else it asks for nothing in part
 class ShopSmith:
     # What an explorer model is told about the tasks that it writes.
     form = ("A task is what a customer wants to buy: a kind of product, one or two attributes, the "
-            "options and a price limit, as in the instruction. Its actions end with the purchase.")
+            "options and a price limit, in the words of the shop's pages and of the instruction; "
+            "the limit as: lower than 50.00 dollars. Its actions end with the purchase.")
     # And about those that it plays, where the rules are not said.
     actions = "search[words] on the search page, click[text] with a text of the page elsewhere"
 
     def __init__(self, shop):
         """shop: a WebShop of the smith's own, which it plays."""
         self.shop, world = shop, shop.world
-        self.said = {plain(goal["instruction"]) for goals in world.goals.values()
+        self.said = {words_of(goal["instruction"]) for goals in world.goals.values()
                      for goal in goals}
         self.taken = {goal_key(goal) for goal in world.goals["train"]}
+        self.attributes = {a for product in world.products for a in product["Attributes"]}
+        self.options = {value for product in world.products
+                        for values in product["options"].values() for value in values}
         # What is evaluated is not asked for with another price limit either.
         self.evaluated = {goal_key(goal)[:-1] for split, goals in world.goals.items()
                           if split != "train" for goal in goals}
@@ -40,24 +44,45 @@ class ShopSmith:
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
         """Proposals {text, task, solution} from an episode: none, or the one of its purchase."""
-        done = list(self._carried_out(self.shop.find(task), replies))
-        if not done or done[-1][2].kind != "done":
+        if not (bought := self._bought(task, replies)):
             return []
-        *_, shown, options = done[-1]
-        product = self.shop.world.products[shown.item]
+        product, chosen, actions = bought
         attributes = rng.sample(product["Attributes"], rng.choice([1, 2]))
-        chosen = sorted(options.values(), key=lambda value: value != options.get("color"))
         goal = goal_for(rng, product, attributes, chosen)
         goal["instruction"] = instruction_of(rng, goal)
-        return [dict(text=goal["instruction"], task=goal, solution=[reply for reply, *_ in done])]
+        return [dict(text=goal["instruction"], task=goal, solution=actions)]
 
     def written(self, task: str, proposal: dict, rng: random.Random) -> dict | None:
-        """An explorer model's proposal: its words, and the goal that its purchase comes to."""
-        actions = proposal["action_sequence"]
-        for found in self.finds(task, actions, rng):
-            goal = {**found["task"], "instruction": proposal["query"]}
-            return dict(text=proposal["query"], task=goal, solution=actions)
-        return None
+        """An explorer model's proposal: its words, and the goal that they come to.
+
+        None where nothing is bought, or where the words do not name the kind of product, an
+        attribute and a limit, or name what the purchase is not.
+        """
+        text, actions = proposal["query"], proposal["action_sequence"]
+        limits = re.findall(r"(?:than|under|below|\$)\s*\$?(\d+(?:\.\d+)?)", text.lower())
+        if not (bought := self._bought(task, actions)) or len(limits) != 1:
+            return None
+        product, chosen, _ = bought
+        kinds, rest = named(text, [product["query"]])
+        attributes, rest = named(rest, self.attributes)
+        options, _ = named(rest.replace(f" {words_of(limits[0])} ", " | "), self.options)
+        if (not kinds or not attributes or not {*attributes} <= {*product["Attributes"]}
+                or not {*options} <= {*chosen} or float(limits[0]) <= product["price"]):
+            return None
+        goal = dict(name=product["Title"], query=product["query"],
+                    product_category=product["product_category"], attributes=attributes,
+                    goal_options=[value for value in chosen if value in options],
+                    price_upper=float(limits[0]), instruction=text)
+        return dict(text=text, task=goal, solution=actions)
+
+    def _bought(self, task: str, replies: list[str]) -> tuple[dict, list[str], list[str]] | None:
+        """What an episode ends with: product, options (colour first), the actions carried out."""
+        done = list(self._carried_out(self.shop.find(task), replies))
+        if not done or done[-1][2].kind != "done":
+            return None
+        *_, shown, options = done[-1]
+        chosen = sorted(options.values(), key=lambda value: value != options.get("color"))
+        return self.shop.world.products[shown.item], chosen, [reply for reply, *_ in done]
 
     def key(self, task: dict) -> str:
         """What makes two goals one."""
@@ -67,7 +92,7 @@ class ShopSmith:
     def refusal(self, task: dict) -> str | None:
         """Why no run may have this goal; None if one may."""
         if (goal_key(task) in self.taken or goal_key(task)[:-1] in self.evaluated
-                or plain(task["instruction"]) in self.said):
+                or words_of(task["instruction"]) in self.said):
             return "a goal of a split"
         fits = [product for product in self.shop.world.products if meets(product, task)]
         if not fits:
@@ -133,3 +158,14 @@ class ShopSmith:
 
     def _ended(self) -> bool:
         return self.shop._shown.kind == "done"
+
+
+def named(text: str, phrases) -> tuple[list[str], str]:
+    """The phrases that stand in a text, of two that overlap the longer; the text without them."""
+    text, found = f" {re.sub(r'[^a-z0-9|]+', ' ', text.lower()).strip()} ", []
+    for phrase in sorted(phrases, key=lambda phrase: (-len(phrase), phrase)):
+        words = f" {words_of(phrase)} "
+        if words in text:
+            found.append(phrase)
+            text = text.replace(words, " | ")
+    return found, text
