@@ -238,11 +238,13 @@ def add_statistics(total: dict, more: dict) -> None:
         total[kind] = [a + b for a, b in zip(total.get(kind, [0.0] * len(row)), row)]
 
 
-def mean_statistics(sums: list[float]) -> dict:
-    """Of one kind of pair: how many, and means over them; log-probabilities and margin in nats."""
-    pairs, *rest = sums
-    names = ("chosen_log_prob", "rejected_log_prob", "margin", "accuracy")
-    return dict(pairs=int(pairs), **{name: value / pairs for name, value in zip(names, rest)})
+PAIR_STATISTICS = ("pairs", "chosen_log_prob", "rejected_log_prob", "margin", "accuracy")
+
+
+def mean_statistics(names: tuple[str, ...], sums: list[float]) -> dict:
+    """The first of some sums, a count, and the others' means by it; log-probabilities in nats."""
+    count, *rest = sums
+    return {names[0]: int(count), **{name: x / count for name, x in zip(names[1:], rest)}}
 
 
 # ------------------------------------------------------------------------------ optimiser loop
@@ -278,14 +280,14 @@ def schedule_factor(step: int, steps: int, warmup: float, schedule: str) -> floa
 
 def fit(accelerator, model, epochs: list[list[list[Group]]], objective, normaliser, *, lr, warmup,
         schedule, weight_decay, max_grad_norm, tokens_per_forward, log, progress=None,
-        checkpoint=None, optimizer=None) -> None:
+        checkpoint=None, optimizer=None, names=PAIR_STATISTICS) -> None:
     """Trains a model of `sharding.shard_model` in place: AdamW over epochs of batches of groups.
 
     objective(model, groups) -> (sum of losses, statistics); normaliser(batch) -> the divisor of
     a whole batch's sum, over all accumulation steps and all ranks. log(dict) is called once per
     optimiser step. checkpoint: of engine/, from which a phase that was stopped goes on. optimizer:
-    one whose moments go on. FloatingPointError, naming the tasks, if the loss or the gradient stops
-    being finite.
+    one whose moments go on. names: of what the objective's statistics sum. FloatingPointError,
+    naming the tasks, if the loss or the gradient stops being finite.
     """
     steps = [(number, batch) for number, epoch in enumerate(epochs, 1) for batch in epoch]
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), weight_decay=weight_decay,
@@ -327,7 +329,7 @@ def fit(accelerator, model, epochs: list[list[list[Group]]], objective, normalis
         events.append(dict(
             step=step, epoch=epoch, loss=sum(share[0] for share in shares), lr=rate,
             gradient_norm=norm, tokens_per_second=round(tokens / seconds),
-            kinds={kind: mean_statistics(sums) for kind, sums in statistics.items()}))
+            kinds={kind: mean_statistics(names, sums) for kind, sums in statistics.items()}))
         log(events[-1])
         if progress is not None:
             progress.update(tokens)

@@ -89,7 +89,7 @@ def advantages(rewards: list[float]) -> list[float]:
 
 def objective(model, groups: list[Rollouts], temperature: float, never: list[int], low: float,
               high: float, beta: float):
-    """GRPO's loss summed over all action tokens of the groups: (), and no statistics.
+    """GRPO's loss summed over all action tokens of the groups: (); tokens, and those clipped.
 
         rho_j = pi(t_j|.) / pi_old(t_j|.)        d_j = log pi_ref(t_j|.) - log pi(t_j|.)
         L = - sum_j [ min(rho_j A, clip(rho_j, 1 - low, 1 + high) A) - beta (exp(d_j) - d_j - 1) ]
@@ -102,7 +102,8 @@ def objective(model, groups: list[Rollouts], temperature: float, never: list[int
     ratio = (new - old).exp()
     surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
     d = ref - new
-    return -(surrogate - beta * (d.exp() - d - 1)).sum(), {}
+    clipped = ((ratio < 1 - low) | (ratio > 1 + high)).sum().item()
+    return -(surrogate - beta * (d.exp() - d - 1)).sum(), {"action": [len(ratio), clipped]}
 
 
 def train(run: Run, out: Path, i: int) -> dict:
@@ -139,13 +140,15 @@ def train(run: Run, out: Path, i: int) -> dict:
             add_log_probs(run.accelerator, policy, groups, name, s.grpo_temperature, never,
                           s.tokens_per_forward)
         updates = run.fit_step(model, optimizer, dpo.batches(
-            groups, s.grpo_batch, "instructions", run.rng("grpo", step)), loss, s.grpo_lr)
+            groups, s.grpo_batch, "instructions", run.rng("grpo", step)), loss, s.grpo_lr,
+            names=("tokens", "clipped"))
         log |= dict(skipped=len(batch) - len(groups), kl=kl_of(groups), updates=len(updates),
                     reward=mean(t.reward for t in played),
                     success=mean(t.reward >= envs.SUCCESS for t in played),
                     too_long=sum(t.ended == "context" for t in played),
                     tokens=sum(len(t.ids) for t in played),
-                    loss=mean(update["loss"] for update in updates))
+                    loss=mean(update["loss"] for update in updates),
+                    clipped=mean(update["kinds"]["action"]["clipped"] for update in updates))
         run.log("grpo", **log)
         episodes += played
         lost = Counter(t.task for t in starts) - Counter(t.task for t in played)

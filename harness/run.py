@@ -216,13 +216,14 @@ class Run(Folder):
         checkpoint.remove()
         return dict(steps=last["step"], tokens=tokens, loss=last["loss"])
 
-    def fit_step(self, model, optimizer, batches: list, objective, lr: float) -> list[dict]:
+    def fit_step(self, model, optimizer, batches: list, objective, lr: float,
+                 names: tuple[str, ...]) -> list[dict]:
         """One optimiser step for each batch, moments kept; what `dpo.fit` logs of each."""
         s, events = self.settings, []
         dpo.fit(self.accelerator, model, [batches], objective, dpo.count_action_tokens, lr=lr,
                 warmup=0.0, schedule="constant", weight_decay=s.weight_decay,
                 max_grad_norm=s.max_grad_norm, tokens_per_forward=s.tokens_per_forward,
-                log=events.append, optimizer=optimizer)
+                log=events.append, optimizer=optimizer, names=names)
         return events
 
     def checkpoint(self) -> Checkpoint:

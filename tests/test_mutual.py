@@ -129,7 +129,9 @@ def test_both_bounds_for_both_signs(agent, monkeypatch, advantage, ratio, expect
     log = torch.tensor([math.log(ratio)])
     monkeypatch.setattr(mutual, "of_tokens", lambda *_: (
         log, torch.zeros(1), log, torch.tensor([advantage])))
-    assert mutual.objective(None, [], 1.0, [], 0.2, 0.28, 1.0)[0].item() == pytest.approx(-expected)
+    loss, statistics = mutual.objective(None, [], 1.0, [], 0.2, 0.28, 1.0)
+    assert loss.item() == pytest.approx(-expected)
+    assert statistics == {"action": [1, ratio in (2.0, 0.5)]}
 
 
 def test_the_gradient_of_k3_at_the_reference_is_zero(agent):
@@ -519,6 +521,7 @@ def test_the_task_set_grows_from_signals(run):
     assert {"odd", "a number of a split", "known already"} <= {row["reason"] for row in rows}
     assert [e["step"] for e in events(r, "grpo")] == [1, 2, 3, 4, 5, 6]
     assert {e["D"] for e in events(r, "grpo")} == set(sizes)
+    assert all(0 <= e["clipped"] < 1 for e in events(r, "grpo"))
 
 
 def test_the_task_set_also_grows_from_training_tasks(run):
