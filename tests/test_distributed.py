@@ -22,7 +22,7 @@ from engine.checkpoint import Checkpoint, Damaged
 # Trains on five batches, of which the second has one instruction: the other ranks have nothing to
 # do. Then again, stopped after 1 and 3 steps and continued; then with tied embeddings.
 WORKER = """
-import json, sys
+import json, os, sys
 from functools import partial
 from pathlib import Path
 sys.path[:0] = [{tests!r}, {root!r}]
@@ -88,6 +88,8 @@ if accelerator.is_main_process:
     print(json.dumps(found))
 accelerator.wait_for_everyone()  # a rank that ends takes its connections with it
 accelerator.end_training()
+sys.stdout.flush()
+os._exit(0)  # as the program ends: a thread of gloo's may abort one that takes itself apart
 """
 
 

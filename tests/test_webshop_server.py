@@ -95,6 +95,7 @@ def serve():
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
     monkeypatch.setattr(envs.Repaired, "waits", (0.01, 0.01))
+    monkeypatch.setattr(WebShopServer, "_known", {})  # a port may be a second server's
 
 
 def client(server, view="full", **changed):
