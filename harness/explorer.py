@@ -119,12 +119,13 @@ def ask_all(run: Run, episodes: list[Trajectory], picks: list[dict], known: list
                         context, used = reflect(endpoint, pick)
                         t.usage |= dict(used, context=context)
                     ask(run, endpoint, smith, t, known)
+                    with lock:
+                        losses.answered()
+                        kept.add(t)
                 except envs.EnvError as error:
                     t.ended = "lost"
                     with lock:
                         losses.add(error)
-                with lock:
-                    kept.add(t)
             progress.update()
 
     with run.bar(run.running, len(episodes), "episode") as progress, \

@@ -298,7 +298,7 @@ def test_planted_questions_are_refused(databases):
     for other in (gold.lower(), gold.replace(" FROM ", " -- all\nFROM ") + " ;", f"{gold}/* x */"):
         assert smith.refusal({**train, "query": "x", "gold": other}) == asked
     assert smith.refusal({**train, "query": train["query"].upper() + " ", "gold": "SELECT 1"}) == asked
-    for split in ("validation", "test"):
+    for split in ("train", "validation", "test"):
         words = env.find(env.tasks(split)[0])["query"]
         assert smith.refusal({**train, "query": f"{words}?", "gold": "SELECT 1"}) == asked
     assert smith.refusal({**train, "query": "how many clocks", "gold": "SELECT 1"}) == (

@@ -9,7 +9,7 @@ import random
 import re
 from contextlib import closing
 
-from worlds import plain, words_of
+from worlds import words_of
 from worlds.sql_databases import Sqlite
 from worlds.sql_questions import COMPOUND, CONCEPTS, HELD_OUT, SIMPLE, tables_of, worth_asking
 
@@ -68,7 +68,8 @@ class SQLSmith:
         self.env, world = env, env.world
         self.training = {q["db"] for q in world.questions["train"].values()}
         self.known = {(q["db"], text) for questions in world.questions.values()
-                      for q in questions.values() for text in (plain(q["query"]), alike(q["gold"]))}
+                      for q in questions.values()
+                      for text in (words_of(q["query"]), alike(q["gold"]))}
         # What is evaluated is asked about no other database either.
         self.evaluated = {words_of(q["query"]) for split, questions in world.questions.items()
                           if split != "train" for q in questions.values()}
@@ -145,10 +146,11 @@ class SQLSmith:
         """Why no run may have this question; None if one may."""
         if task["db"] not in self.training:
             return "a database of no training task"
-        if ({(task["db"], plain(task["query"])), (task["db"], alike(task["gold"]))} & self.known
-                or words_of(task["query"]) in self.evaluated):
+        words = words_of(task["query"])
+        if ({(task["db"], words), (task["db"], alike(task["gold"]))} & self.known
+                or words in self.evaluated):
             return "a question of a split"
-        if {*words_of(task["query"]).split()} & {*HELD_OUT, *(f"{noun}s" for noun in HELD_OUT)}:
+        if {*words.split()} & {*HELD_OUT, *(f"{noun}s" for noun in HELD_OUT)}:
             return "a held-out noun"
         if VARYING & {*re.findall(r"\w+", task["gold"].lower())}:
             return "a query that returns something else another time"
