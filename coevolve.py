@@ -146,14 +146,14 @@ def explore(run: Run, out: Path, agent: str, i: int, rollouts: Callable[[str], r
 
 def make_pairs(run: Run, out: Path, trains: str, i: int) -> dict:
     """The pairs that one agent learns from, D_fail or D_tgt. What makes no pair is counted."""
-    s, dropped, rows, uncounted = run.settings, Counter(), [], Counter()
+    s, dropped, rows, before = run.settings, Counter(), [], Counter()
     agents = agents_of(s.method)
     again = "-more" if s.explore_again and trains == "target" else ""
     buffered = range(1, i) if trains == "failure" and s.d_fail == "buffer" else ()
     target = usable_rollouts(run, [f"iter{i}/target.jsonl"], dropped)
     second = usable_rollouts(run, [f"iter{i}/{a}{again}.jsonl" for a in agents[1:]], dropped)
     earlier = usable_rollouts(run, [f"iter{j}/{a}.jsonl" for j in buffered for a in agents],
-                              uncounted)  # they were counted in their own iteration
+                              before)  # what was dropped in its own iteration is counted there
     for expert in run.trajectories("experts.jsonl"):
         e_tgt, e_second, old = (found.get(expert.task, []) for found in (target, second, earlier))
         if trains == "target":
@@ -194,7 +194,7 @@ def train_preferences(run: Run, out: Path, agent: str, i: int) -> dict:
                         never=run.uncounted())
     divisor = dpo.count_pairs if s.normalise == "pairs" else dpo.sum_weights
     return run.fit(model, before, out, epochs, objective, divisor, lr=lr, warmup=s.dpo_warmup,
-                   schedule=s.dpo_schedule)
+                   schedule=s.dpo_schedule, beta=beta)
 
 
 def preference_epochs(groups: list[dpo.Group], s: Settings, rng, steps: int) -> list:
@@ -299,7 +299,7 @@ def preference_groups(run: Run, agent: str, i: int) -> list[dpo.Group]:
     s, pairs = run.settings, run.read_jsonl(f"iter{i}/pairs-{agent}.jsonl")
     names = {"experts.jsonl", *(p[side]["file"] for p in pairs for side in ("chosen", "rejected"))}
     trajectories = {(name, t.task, t.rollout): t for name in names for t in run.trajectories(name)}
-    groups, places, shortened = {}, {}, []  # places: (trajectory, turns kept) -> its index
+    groups, places, shortened = {}, {}, []  # places: (trajectory, how it is cut) -> index
     for p in pairs:
         task = p["task"]
         group = groups.setdefault(task, dpo.Group(task, []))
@@ -340,9 +340,8 @@ def ends_of_turns(t: Trajectory) -> list[int]:
 
 
 def without_ends(t: Trajectory) -> Trajectory:
-    """The trajectory, the ends of its turns and the reply that ended the episode not in its mask.
-
-    One reply alone stays as it is.
+    """The trajectory without some of its mask: the last token of each reply, so what ends a turn,
+    and, unless it is the only one, the reply that ended the episode.
     """
     ends = ends_of_turns(t)
     last = ends[-2] if t.ended == "done" and len(ends) > 1 else len(t.ids)

@@ -95,7 +95,7 @@ class Trajectory:
     cut_replies: int = 0             # that filled max_new_tokens
     ended: str = ""                  # done, budget, context or lost
     raw_reward: float | None = None  # before clipping, where the environment clips
-    usage: dict | None = None        # what a chat endpoint took
+    usage: dict | None = None        # what an endpoint took, and as an explorer proposed
     file: str = ""                   # the name of the file it is kept in; not written
 
     @property

@@ -28,7 +28,7 @@ SUCCESS = 1.0  # the reward of a solved task; whatever is below is a failure
 
 class Env(Protocol):
     """One object plays one episode at a time. Worlds repeat exactly. Rewards are in [0, 1]; by
-    ETO's protocol they begin at -1.
+    ETO's protocol from -1. `worlds.World` is what all of them derive from.
 
     The environment does not count steps: a rollout stops after `max_steps` replies, and the reward
     is what it was then. One that breaks raises EnvError, which is no failure of the agent's. After

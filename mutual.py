@@ -29,7 +29,7 @@ from dpo import Trajectory
 from engine import sharding
 from harness import explorer
 from harness.files import mean
-from harness.play import play_with
+from harness.play import log_full, play_with, unusable
 from harness.report import played as played_of
 from harness.run import Run
 from harness.settings import SIGNALS, SettingsError, segments_of, start_episodes
@@ -117,8 +117,9 @@ def train(run: Run, out: Path, i: int) -> dict:
     reference, model = run.load(run.agent("target", 0)), run.load(before)
     run.check_saving(model, before)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=s.weight_decay, fused=True)
-    if (before / "moments.pt").exists():  # they are kept over the run, from its first update on
-        sharding.load_moments(model, optimizer, before / "moments.pt")
+    moments = Path(before) / "moments.pt"
+    if moments.exists():  # they are kept over the run, from its first update on
+        sharding.load_moments(model, optimizer, moments)
     loss = partial(objective, temperature=s.grpo_temperature, never=never, low=s.clip_low,
                    high=s.clip_high, beta=s.grpo_kl)
     first, last = (i - 1) * s.evolve_every + 1, min(i * s.evolve_every, s.grpo_steps)
@@ -126,8 +127,10 @@ def train(run: Run, out: Path, i: int) -> dict:
     checkpoint, encoder, episodes = run.checkpoint(), run.encoder(), []
     _, done = checkpoint.restore(model, optimizer)  # what the steps made before logged and played
     for event in done:
-        episodes += [Trajectory(**row) for row in event["episodes"]]
+        played = [Trajectory(**row) for row in event["episodes"]]
+        episodes += played
         run.log_dropped(run.running, envs.LOST, event["lost"])
+        log_full(run, sum(t.ended == "context" for t in played), len(played) + len(event["lost"]))
         run.log("grpo", **event["log"])
     for step, batch in enumerate(batches, first):
         if step < first + len(done):
@@ -186,7 +189,7 @@ def groups_of(run: Run, played: list[Trajectory]) -> list[Rollouts]:
     """The episodes by task, with advantages; those of equal rewards are left out."""
     by_task = defaultdict(list)
     for t in played:
-        if any(t.action_mask) and (t.ended != "context" or run.settings.too_long == "cut"):
+        if not unusable(t, run.settings):
             by_task[t.task].append(t)
     groups = [Rollouts(task, found, advantages=advantages([t.reward for t in found]))
               for task, found in by_task.items()]
@@ -243,7 +246,7 @@ def find_signals(run: Run, out: Path, i: int) -> dict:
     visited = {t.task for t in window}
     held = [smith.patterns(t.task, explorer.replies(t)) for t in window]
 
-    rows = [dict(signal="forgetting", task=task, visits_ago=n, **evidence(groups[task]),
+    rows = [dict(signal="forgetting", task=task, scores_ago=n, **evidence(groups[task]),
                  success_then=last_success(history, task))
             for task, n in forgetting(scores, visited, s.window * of_visit).items()]
     rows += [dict(signal="boundary", task=task, successes=n, **evidence(groups[task]))

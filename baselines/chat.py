@@ -11,7 +11,6 @@ broken episode count as well.
 import json
 import os
 import queue
-import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -61,8 +60,10 @@ def play_all(run: Run, trajectories: list[Trajectory]) -> list[Trajectory]:
                 name: used[name] for name in USAGE}))
             return reply, used
 
-        play_episode(t, env, ask, shown, s.max_tokens, envs.STOPS[s.protocol])
-        idle.put(env)
+        try:
+            play_episode(t, env, ask, shown, s.max_tokens, envs.STOPS[s.protocol])
+        finally:
+            idle.put(env)
         append(kept, t.record())
         paid[t.task] = t
         progress.update()
@@ -116,7 +117,7 @@ def examples(run: Run) -> list[dict]:
     None is of a task that is evaluated. The environment's rules open the first of them only.
     """
     s, env, found = run.settings, run.make_env(), []
-    rng = random.Random(s.seed)
+    rng = run.rng("examples")
     evaluated = {mark for split in run.splits for task in run.tasks(split)
                  for mark in marks(env, task)}
     if s.experts:

@@ -250,11 +250,16 @@ def phases(s: Settings, found: Lengths, agents: int, numbers: int, slot: int, gp
     sft = agents * s.sft_epochs * found.experts * found.tokens
     rows = [("SFT", sft, hours_of_training(sft))] * (
         s.method not in EVOLVING or s.warm_start == "sft")
-    explored = agents * s.rollouts * found.experts
+    explored = (agents + (agents - 1) * s.explore_again) * s.rollouts * found.experts
     # The target learns from an instruction's expert and rollouts, the failure agent from these, or
     # in iteration i from those of i iterations.
     seen = (agents - 1) * ((iterations + 1) / 2 if buffered(s) else 1)
-    read = found.experts * found.tokens * (1 + agents * s.rollouts * (1 + seen))
+    own, other = (found.experts * found.tokens * trajectories for trajectories in (
+        1 + agents * s.rollouts, agents * s.rollouts * seen))
+    read, trained = own + other, (own + other) * s.dpo_epochs
+    if s.dpo_steps:  # of the target; a pair has two trajectories
+        unit = 2 if s.batch_unit == "pairs" else 1 + agents * s.rollouts
+        trained = s.dpo_steps * s.dpo_batch * unit * found.tokens + other * s.dpo_epochs
     if s.method in EVOLVING:
         most = s.start_tasks + (segments_of(s) - 1) * s.add_most * (s.method == "evolve")
         step = min(s.step_tasks, most) * s.step_rollouts  # episodes, each read by both policies
@@ -273,8 +278,8 @@ def phases(s: Settings, found: Lengths, agents: int, numbers: int, slot: int, gp
     else:
         rows += [("exploration", explored * found.tokens * iterations,
                   hours_of_playing(explored) * iterations),
-                 ("preferences", read * s.dpo_epochs * iterations,
-                  hours_of_training(read * s.dpo_epochs, read) * iterations)]
+                 ("preferences", trained * iterations,
+                  hours_of_training(trained, read) * iterations)]
     lines = [f"{phase:14}{tokens / 1e6:10.1f} M tokens" + f"{hours:10.2f} h" * (flops > 0)
              for phase, tokens, hours in rows]
     if not flops > 0:

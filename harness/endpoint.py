@@ -46,23 +46,9 @@ class Endpoint:
         if re.search(r"[^!-~]", self.key):
             raise SettingsError(f"the key in {s.key_variable} holds a character that no key has")
 
-    def reach(self) -> None:
-        """EndpointError where nobody answers, or the key is refused; it costs no tokens."""
-        try:
-            status = requests.get(self.url.replace("/chat/completions", "/models"),
-                                  auth=self._sign, timeout=(10, 60), allow_redirects=False
-                                  ).status_code
-        except requests.ConnectionError as error:
-            raise EndpointError(f"{self.url}: {type(error).__name__}; is the address right?"
-                                ) from None
-        except requests.RequestException:  # it may not know this question
-            return
-        if status in (401, 403):
-            raise EndpointError(f"{self.url}: status {status}; is {self.variable} its key?")
-
-    def __call__(self, messages: list[dict]) -> tuple[str, dict]:
+    def __call__(self, messages: list[dict], tries: int = TRIES) -> tuple[str, dict]:
         """ContextFull if they are too long for the model; EndpointError after the last attempt."""
-        for attempt in range(TRIES):
+        for attempt in range(tries):
             wait, text = min(2.0 ** attempt, 60) * random.uniform(0.5, 1), ""
             body = {**self.body, "messages": messages}
             try:
@@ -95,7 +81,7 @@ class Endpoint:
             except (requests.RequestException, ValueError, LookupError, TypeError, AttributeError,
                     OverflowError, RecursionError) as error:
                 problem = f"{type(error).__name__}: {error} {text[:200]}"
-            if attempt < TRIES - 1:
+            if attempt < tries - 1:
                 time.sleep(wait)
         problem = " ".join(problem.split())
         if problem.startswith("status 404") and "/v1/" not in self.url:
@@ -112,7 +98,7 @@ class Endpoint:
             self.body = {"max_completion_tokens" if name == "max_tokens" else name: value
                          for name, value in self.body.items()}
         elif "temperature" in body and re.search(
-                r"temperature\W.{0,40}(support|allow)", text, re.S):
+                r"temperature\W.{0,40}(support|allow|range|must|between)", text, re.S):
             if "temperature" in self.body:
                 tqdm.write(f"{self.url} takes no temperature: its own is used", file=sys.stderr)
             self.body = {name: self.body[name] for name in self.body if name != "temperature"}
@@ -124,3 +110,9 @@ class Endpoint:
         if self.key:
             request.headers["Authorization"] = f"Bearer {self.key}"
         return request
+
+
+def explorer_of(s) -> Endpoint:
+    """The model that `--explorer` names."""
+    return Endpoint(s, url=s.explorer, name=s.explorer_model, temperature=s.explorer_temperature,
+                    max_tokens=1024)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import envs
 from dpo import Trajectory
-from harness.endpoint import USAGE, ContextFull, Endpoint
+from harness.endpoint import USAGE, ContextFull, Endpoint, explorer_of
 from harness.kept import Kept
-from harness.play import play
+from harness.play import before_stops, play
 from harness.run import Run
 from harness.settings import is_endpoint
 
@@ -55,7 +55,7 @@ actions, exactly as they have to be written, that solve it from the start)."""
 
 def explore(run: Run, episodes: list[Trajectory], picks: list[dict], known: list[str],
             folder: Path) -> tuple[list[Trajectory], dict]:
-    """Plays `episodes` as the explorer; what an endpoint took beside it, and did not make readable.
+    """Plays `episodes` as the explorer; them, and an endpoint's usage and unreadable answers.
 
     picks: the signals that lead it; known: texts of tasks; folder: the agent, as its own explorer.
     """
@@ -82,7 +82,7 @@ def abstract(smith, t: Trajectory, rng: random.Random) -> list[dict]:
         return smith.finds(t.task, replies(t), rng)
     rows = []
     for proposal in t.usage["proposals"]:
-        found = proposal and smith.written(t.task, proposal, rng)
+        found = proposal and smith.written(t.task, proposal)
         rows.append(found or dict(text=proposal["query"] if proposal else "", task=None,
                                   solution=[]))
     return rows
@@ -101,8 +101,7 @@ def ask_all(run: Run, episodes: list[Trajectory], picks: list[dict], known: list
     endpoint refuses for good ends "lost"; EnvError where too many are.
     """
     s, smith, known = run.settings, run.smith(), "\n".join(known)[-LONGEST:]
-    endpoint = Endpoint(s, url=s.explorer, name=s.explorer_model, max_tokens=1024,
-                        temperature=s.explorer_temperature)
+    endpoint = explorer_of(s)
     kept = Kept(run.path / "playing/explorer.jsonl", [inputs])  # nothing is paid for twice
     episodes = kept.fill(episodes, 1, run.make_env)
     losses, lock = envs.Losses(len(episodes)), threading.Lock()
@@ -165,7 +164,7 @@ def ask(run: Run, endpoint: Endpoint, smith, t: Trajectory, known: str) -> None:
         first = user(ACT.format(context=json.dumps(t.usage["context"]), form=form,
                                 opening=t.messages[0]["content"]))
         while not t.ended:
-            reply = say([first, *t.messages[1:]])
+            reply = before_stops(say([first, *t.messages[1:]]), envs.STOPS["ours"]).strip()
             t.messages.append({"role": "assistant", "content": reply})
             step = env.step(reply)
             t.reward, t.steps = step.reward, t.steps + 1

@@ -1,5 +1,6 @@
 """Models and the machine they run on: what can be used, and loading it."""
 
+import hashlib
 import json
 import re
 import sys
@@ -139,8 +140,11 @@ def wrong_numbers(folder, max_tokens: int) -> str | None:
 
 def check_copy(folder, copy) -> None:
     """SettingsError unless the weights and the tokenizer saved in `copy` are those of `folder`."""
-    first, again = (load_model(name).state_dict() for name in (folder, copy))
-    wrong = [name for name in first if not torch.equal(first[name], again[name])]
+    # By hash, since two large models at once may not fit the memory.
+    first, again = ({key: hashlib.sha256(weights.contiguous().numpy()).digest()
+                     for key, weights in load_model(name).state_dict().items()}
+                    for name in (folder, copy))
+    wrong = [key for key in first if first[key] != again.get(key)]
     conversation = [{"role": "user", "content": "find a mug"},
                     {"role": "assistant", "content": "Action: search[mug]"}]
     said = [dpo.Encoder(AutoTokenizer.from_pretrained(name)).encode(conversation)

@@ -23,6 +23,7 @@ from harness import files
 from harness.kept import CHUNK, Kept
 from harness.models import load_model
 from harness.run import Run
+from harness.settings import Settings
 
 
 def play(run: Run, folder: Path, trajectories: list[Trajectory],
@@ -58,12 +59,16 @@ def play_with(run: Run, model, encoder: Encoder, trajectories: list[Trajectory],
     if lost:
         run.print_main(f"{phase}: {len(played) - len(lost)} of {len(played)} episodes; "
                        f"{envs.LOST} on {', '.join(lost)}")
-    full = [t.task for t in played if t.ended == "context"]
-    if 2 * len(full) > len(played):
-        run.log("full", phase=phase, episodes=len(full), of=len(played))
-        run.print_main(f"{phase}: {len(full)} of {len(played)} episodes filled --max-tokens "
-                       f"{run.settings.max_tokens} before they were over; raise --max-tokens")
+    log_full(run, sum(t.ended == "context" for t in played), len(played))
     return [t for t in played if t.ended != "lost"]
+
+
+def log_full(run: Run, full: int, played: int) -> None:
+    """Says so where most of the episodes played filled the context."""
+    if 2 * full > played:
+        run.log("full", phase=run.running, episodes=full, of=played)
+        run.print_main(f"{run.running}: {full} of {played} episodes filled --max-tokens "
+                       f"{run.settings.max_tokens} before they were over; raise --max-tokens")
 
 
 def play_share(run: Run, model, encoder: Encoder, share: list[Trajectory],
@@ -96,13 +101,18 @@ def usable_rollouts(run: Run, names: list[str], dropped: Counter) -> dict[str, l
     """task -> the trajectories of these files that can train; counts in `dropped` the others."""
     found = {}
     for t in (t for name in names for t in run.trajectories(name)):
-        if t.ended == "context" and run.settings.too_long == "drop":
-            dropped["too long"] += 1
-        elif not any(t.action_mask):
-            dropped["no whole turn"] += 1
+        if reason := unusable(t, run.settings):
+            dropped[reason] += 1
         else:
             found.setdefault(t.task, []).append(t)
     return found
+
+
+def unusable(t: Trajectory, s: Settings) -> str | None:
+    """Why nobody can train on an episode; None if one can."""
+    if t.ended == "context" and s.too_long == "drop":
+        return "too long"
+    return None if any(t.action_mask) else "no whole turn"
 
 
 def reopened(t: Trajectory, like: Trajectory) -> Trajectory:

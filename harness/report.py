@@ -5,7 +5,7 @@ run.
 """
 
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -63,6 +63,12 @@ def table2(rows, hard_threshold: float) -> dict:
 
 
 # ---------------------------------------------------------------- reading
+
+
+def visible(text: str) -> str:
+    """`text` with control and other unprintable characters, which a terminal obeys, by number."""
+    return "".join(c if c.isprintable() or c == "\n" else " " if c == "\t" else f"<{ord(c):02X}>"
+                   for c in text.replace("\r\n", "\n"))
 
 
 @contextmanager
@@ -168,11 +174,25 @@ def _sections(run_dir, growing):
         [(e["iteration"], e["trains"], *(e["kept"].get(kind, 0) for kind in kinds),
           sum(e["dropped"].values()), _counts(e["dropped"])) for e in pairs])
 
+    of = events(run_dir, growing)
+    first = {name: {e["iteration"]: e for e in of[name]} for name in ("signals", "explored")}
+    tasks = {e["phase"]: e["tasks"] for e in of["phase"] if e["phase"].endswith("/tasks.jsonl")}
+    yield (
+        "Signals, and what became of what the explorer found; tasks are those of D then",
+        "iteration forgetting boundary rare picked episodes proposals added tasks",
+        [(e["iteration"], *(first["signals"].get(e["iteration"], {}).get(name, "-")
+                            for name in ("forgetting", "boundary", "rare", "picked")),
+          first["explored"][e["iteration"]]["episodes"], e["proposals"], e["added"],
+          sum(n for phase, n in tasks.items() if int(phase[4:].split("/")[0]) <= e["iteration"]))
+         for e in of["proposals"]])
+    refused = sum((Counter(e["refused"]) for e in of["proposals"]), Counter())
+    yield ("Proposals refused", "<reason count", refused.most_common())
+
     yield ("Trajectories dropped", "<phase <reason count",
            [(e["phase"], e["reason"], e["count"]) for e in found["dropped"]])
 
     phases = [{"tokens": 0, "episodes": 0, "resident_mb": 0, **e}
-              for e in events(run_dir, growing)["phase"]]
+              for e in of["phase"]]
     reused = [p for p in phases if "reused" in p]
     sums = [{"phase": name, "resident_mb": max(p["resident_mb"] for p in part),
              **{key: sum(p[key] for p in part) for key in ("seconds", "tokens", "episodes")}}
@@ -300,7 +320,7 @@ def _curves(reward, success, evaluations):
     success.set(title="Success rate", ylabel="share of tasks with reward 1")
     success.yaxis.set_major_formatter(PercentFormatter(1))
     for ax in (reward, success):
-        ax.set_xlabel("iteration (0: after SFT)")
+        ax.set_xlabel("iteration (0: the start)")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.grid(alpha=0.3)
 

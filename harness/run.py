@@ -17,7 +17,7 @@ from engine import sharding
 from engine.checkpoint import Checkpoint
 from harness import files, margins, models, reuse, smollm2, tiny
 from harness.dry_run import disk_bytes
-from harness.endpoint import Endpoint
+from harness.endpoint import explorer_of
 from harness.folder import Folder
 from harness.settings import BUILT_IN, EVOLVING, Settings, SettingsError, is_endpoint, options_of
 from harness.tasks import check_openings, survey, trains
@@ -77,12 +77,12 @@ class Run(Folder):
         """Counts its tasks and, once the folder is locked, begins one: faults show at once."""
         s, env = self.settings, self.make_env()
         found = survey(s, env)
-        if s.method == "evolve" and is_endpoint(s.explorer):
-            Endpoint(s, url=s.explorer).reach()
         self.splits, self.about = found.splits, found.record()
         self.training, self.left_out = found.training, found.left_out
         self.print_main(found.counts)
         if self.main:  # alone: a WebShop server must not load its catalogue twice at once
+            if s.method == "evolve" and is_endpoint(s.explorer):
+                explorer_of(s)([{"role": "user", "content": "Answer with: ok"}], tries=4)
             self.take()
             env.waits = ()
             for task in found.tried:
@@ -143,12 +143,14 @@ class Run(Folder):
     def encoder(self) -> dpo.Encoder:
         return dpo.Encoder(AutoTokenizer.from_pretrained(self.base))
 
-    def agent(self, agent: str, i: int) -> Path:
-        """The folder of an agent's checkpoint after iteration i; 0 is after SFT."""
-        if self.settings.method == "evaluate":
+    def agent(self, agent: str, i: int) -> Path | str:
+        """The folder of an agent's checkpoint after iteration i; 0 is after SFT.
+
+        Where there is none before training, the base model's, which may be a name on the hub.
+        """
+        s = self.settings
+        if s.method == "evaluate" or not i and s.method in EVOLVING and s.warm_start == "none":
             return self.base
-        if not i and self.settings.method in EVOLVING and self.settings.warm_start == "none":
-            return Path(self.base)
         return self.path / (f"iter{i}/{agent}-agent" if i else f"sft-{agent}")
 
     # ------------------------------------------------------------------------------- training
@@ -179,9 +181,10 @@ class Run(Folder):
         return [g.reference for g in copies]
 
     def fit(self, model, before, out: Path, epochs, objective, normaliser, *, lr, warmup,
-            schedule) -> dict:
+            schedule, beta=None) -> dict:
         """Trains a model of `load`, which came from folder `before`, into folder `out`.
 
+        beta: DPO's, where there are pairs, whose margins are logged before and after.
         Returns numbers for the log. A checkpoint inside the phase is taken up again.
         """
         s, accelerator, phase, last = self.settings, self.accelerator, self.running, {}
@@ -209,7 +212,6 @@ class Run(Folder):
             self.print_main(f"{phase} went on after step {checkpoint.resumed_at}")
         left = self.log_probs(model, watched) if watched else []
         for when, policy in (("before", entered), ("after", left)) if watched else ():
-            beta = s.beta if phase.startswith("iter1/") else s.beta_later
             self.log("margins", phase=phase, when=when,
                      pairs=margins.of_pairs(watched, policy, beta, s))
         self.save(model, before, out)

@@ -1,8 +1,8 @@
 """Every number of a run, once: its unit, its default and where the default comes from.
 
-The defaults are the paper's (arXiv 2511.22254). `PRESETS` replaces some of them for the tiny
-model, which starts from nothing and so needs larger steps, and for smollm2, which has fewer tasks
-and hours; a flag on the command line beats both.
+The defaults are the paper's (arXiv 2511.22254). `PRESETS` replaces some of them in an environment,
+for a protocol or method, for the tiny model, which starts from nothing and so needs larger steps,
+and for smollm2, which has fewer tasks and hours; a flag on the command line beats all.
 Only the standard library is imported here, so that `run.sh` can refuse a mistyped flag with
 `python3 harness/settings.py FLAGS` before it installs anything.
 """
@@ -245,8 +245,8 @@ class Settings:
     explorer_temperature: float = setting(1.1, "of the explorer [ours; AE: 1]", above=0)
     add_most: int = setting(20, "tasks that join in one evolution, at most [ours]", at_least=0)
     near_text: float = setting(
-        0.8, "a proposal is refused whose words are those of an earlier one to this share, 1 = all "
-        "[AE: Jaccard of word sets]", above=0, at_most=1)
+        0.8, "a proposal is refused if the Jaccard share of words that it has in common with an "
+        "earlier one is this or more [AE]", above=0, at_most=1)
     verify: bool = setting(True, "proposed tasks join only if their solution replays [S]")
 
     # In-context models, --model https://...

@@ -135,13 +135,14 @@ TRAINED_ON = ("experts.jsonl", "iter0/tasks.jsonl")  # one of them is in a run t
 
 def runs_before(s: Settings, folder: str | Path | None) -> list[Path]:
     """The runs on this environment whose agents made the model in a folder, the last one first."""
-    found = []
-    while folder and len(found) < 20:
+    found, seen = [], set()
+    while folder and Path(folder).exists():  # else a name on the hub
         path = Path(folder).resolve()
         run = next((p for p in (path, *path.parents[:2]) if (p / "config.json").is_file()
                     and any((p / file).is_file() for file in TRAINED_ON)), None)
-        if run is None or run in found:
+        if run is None or run in seen:
             break
+        seen.add(run)
         before = settings_of(run)
         if before.get("env") == s.env:
             found.append(run)

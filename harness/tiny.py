@@ -10,6 +10,7 @@ the split "unseen".
 
 import os
 import random
+import shutil
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 import dpo
 from engine import sharding
-from harness.files import ROOT, hashed, held
+from harness.files import ROOT, hashed, held, replace
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
@@ -64,6 +65,8 @@ def base(accelerator, run) -> Path:
     # Of runs that start together one makes it, and the others wait here.
     lock = held(Path(f"{folder}.lock"), wait=True) if run.main else None
     if not run.first_says(folder.exists):
+        for left in folder.parent.glob(f"{folder.name}.*.tmp") if run.main else ():
+            shutil.rmtree(left)  # by one that was killed
         pretrain(accelerator, run, recipe, folder)
     if lock:
         lock.release()
@@ -111,7 +114,7 @@ def pretrain(accelerator, run, recipe: dict, folder: Path) -> None:
     sharding.save(accelerator, model, temporary)
     if run.main:
         tokenizer.save_pretrained(temporary)
-        os.replace(temporary, folder)
+        replace(temporary, folder)
     accelerator.wait_for_everyone()
 
 

@@ -30,7 +30,7 @@ def evaluation_curves(evaluations: list[dict]) -> list[dict]:
                            (e["iteration"], e[key], e.get(f"{key}_low"), e.get(f"{key}_high"))
                            for e in found])
                   for (agent, split), found in curves.items()]
-        made.append(lines(title, series, "iteration (0: after SFT)", percent))
+        made.append(lines(title, series, "iteration (0: the start)", percent))
     return [chart for chart in made if chart]
 
 

@@ -77,7 +77,7 @@ def figures(evaluations: list[dict]) -> list[dict]:
     return [dict(split=f"target, {split}", reward=f"{es[-1]['reward']:.3f}",
                  interval=f"[{es[-1]['reward_low']:.3f}, {es[-1]['reward_high']:.3f}]",
                  success=f"{es[-1]['success']:.1%}", first=len(es) > 1 and
-                 f"after SFT {es[0]['reward']:.3f}, success {es[0]['success']:.1%}")
+                 f"at the start {es[0]['reward']:.3f}, success {es[0]['success']:.1%}")
             for split, es in found.items()]
 
 

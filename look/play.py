@@ -14,6 +14,7 @@ from pathlib import Path
 
 import envs
 from harness.files import RunError, made_tasks, read_object
+from harness.report import visible
 from harness.settings import Settings, SettingsError, options_of, parse, without_passwords
 from harness.tasks import settings_of
 
@@ -47,12 +48,6 @@ def rows(items: list[str]) -> list[str]:
             found.append("")
         found[-1] += "   " * bool(found[-1]) + item
     return found
-
-
-def visible(text: str) -> str:
-    """`text` with control and other unprintable characters, which a terminal obeys, by number."""
-    return "".join(c if c.isprintable() or c == "\n" else " " if c == "\t" else f"<{ord(c):02X}>"
-                   for c in text.replace("\r\n", "\n"))
 
 
 def ask(prompt: str) -> str | None:
@@ -196,12 +191,14 @@ def settings_for(env: str, more: list[str], run: Path | None, folder) -> Setting
     if run is None:
         real = env == "bfcl" or names & {*REAL}
         return parse([*flags, *(["--model", "none"] if real else []), *more])
-    before = settings_of(run)
+    config = read_object(run / "config.json", settings=dict)
+    before = config["settings"]
     if before["env"] != env:
         raise RunError(f"--agent {run}: it was trained on {before['env']}, not on {env}")
     for name in (*PLAYED_WITH, *options_of(Settings(env=env))):
         if before.get(name) is not None:
             flags += [f"--{name}", str(before[name])]
+    flags += ["--bf16", "on" if config.get("precision") == "bf16" else "off"]
     return parse([*flags, "--model", str(folder), *more])
 
 

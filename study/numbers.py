@@ -127,7 +127,8 @@ def evolutions(runs) -> dict:
                 rows.append(dict(
                     agent_episodes=sum(e["episodes"] for e in of["phase"]
                                        if e["phase"].endswith("/target-agent")),
-                    explorer_episodes=sum(e["episodes"] for e in of["explored"]),
+                    explorer_episodes=sum(e["episodes"] for e in of["explored"] if e["iteration"]),
+                    start_episodes=sum(e["episodes"] for e in of["explored"] if not e["iteration"]),
                     updates=sum(e["updates"] for e in of["grpo"]),
                     skipped=sum(e["skipped"] for e in of["grpo"]),
                     first_tasks=of["grpo"][0]["D"], last_tasks=of["grpo"][-1]["D"],

@@ -124,10 +124,11 @@ def blocks(n: dict, splits: list[str]):
         yield "text", "What survives at equal cost:"
         yield "list", survivors
     if n["evolutions"]:
-        yield "heading", "Agent and tasks: episodes, tasks, proposals after the start"
+        yield "heading", "Agent and tasks: episodes; tasks and proposals after the start"
         names = list(next(iter(n["evolutions"].values())))
-        yield ("table", ["method", *(name.replace("_", " ") for name in names)],
-               [(name_of(m), *(f"{row[name]:,.0f}" for name in names))
+        yield ("table", ["method", *(name.replace("_", " ") for name in names), "verified"],
+               [(name_of(m), *(f"{row[name]:,.0f}" for name in names),
+                 f"{row['added'] / row['replayed']:.2f}" if row["replayed"] else "-")
                 for m, row in n["evolutions"].items()])
     if n["table2"]:
         yield "heading", "Table 2: explored trajectories, all agents and iterations of a method"
@@ -216,10 +217,10 @@ def draw(n: dict, splits: list[str], out: Path) -> None:
             x = list(by[split])
             y = np.array([v["mean"] for v in by[split].values()])
             half = np.array([v["half"] or 0 for v in by[split].values()])
-            style = dict(color=f"C{k % 10}", linestyle=("-", "--")[k // 10])
+            style = dict(color=f"C{k % 10}", linestyle=("-", "--", ":")[k // 10])
             ax.plot(x, y, marker="o", markersize=4, label=name_of(m), **style)
             ax.fill_between(x, y - half, y + half, color=style["color"], alpha=0.1, lw=0)
-        ax.set(title=split, xlabel="iteration (0: after SFT)", ylabel="reward, 95% over seeds")
+        ax.set(title=split, xlabel="iteration (0: the start)", ylabel="reward, 95% over seeds")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.grid(alpha=0.3)
     fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3,

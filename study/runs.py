@@ -1,6 +1,6 @@
 """A study: methods x seeds as ordinary runs, then one report on what differs between them.
 
-    bash run.sh study webshop                              all methods, five seeds, then the report
+    bash run.sh study webshop                              the first system's methods, five seeds
     bash run.sh study webshop --methods eto coevolve --beta 0.2 --out runs/study-beta-0.2
     bash run.sh study webshop --report                     the report on what is there so far
 
@@ -30,8 +30,8 @@ GPU = shutil.which("nvidia-smi") is not None
 running = set()  # processes of `launch`
 
 
-def play(env: str, methods: list[str], seeds: list[int], folder: Path, more: list[str],
-         jobs: int) -> None:
+def make_runs(env: str, methods: list[str], seeds: list[int], folder: Path, more: list[str],
+              jobs: int) -> None:
     """Makes the runs that are missing, `jobs` at once; finished ones say so themselves and end."""
     ours, started = parse(["--env", env, *more]).lambda_sft, {}
     for method in methods:  # what one of them refuses is said before all
@@ -125,7 +125,7 @@ def main(argv: list[str]) -> None:
         if not GPU:  # also, the cores of a machine must not change what a study finds
             more = ["--threads", "1", *more]
         methods = [method for method in METHODS + EVOLUTIONS if method in asked.methods]
-        play(asked.env, methods, list(dict.fromkeys(asked.seeds)), folder, more, asked.jobs)
+        make_runs(asked.env, methods, list(dict.fromkeys(asked.seeds)), folder, more, asked.jobs)
     from study.page import write_report  # with torch
     print(write_report(asked.env, folder, asked.encoder))
     print(f"study: {folder / 'report'} holds this, the numbers and the figures")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from envs import SUCCESS, first_reply
 from harness.files import RunError, command, read_jsonl
-from harness.report import AGENTS, reading, result
+from harness.report import AGENTS, reading, result, visible
 
 LONGEST = 300  # letters of an observation
 ENDINGS = {"done": "done", "budget": "out of steps", "context": "out of context"}
@@ -39,17 +39,21 @@ def show(run_dir, tasks=None, count: int = 3) -> str:
 
 
 def _trajectories(run_dir: Path) -> dict:
-    """{task: {agent: trajectory}} of the experts and of the last iteration."""
+    """{task: {agent: trajectory}} of the experts and of the last iteration; of GRPO's tasks the
+    last time that they were played."""
     paths = [path for path in [run_dir / "experts.jsonl"] if path.exists()]  # chat has none
     for agent in AGENTS[1:]:
         explored = list(run_dir.glob(f"iter[0-9]*/{agent}.jsonl"))
         paths += sorted(explored, key=lambda path: _number(path.parent.name))[-1:]
+        steps = list(run_dir.glob(f"iter[0-9]*/{agent}-agent/episodes.jsonl"))
+        paths += sorted(steps, key=lambda path: -_number(path.parts[-3]))
         evaluated = list(run_dir.glob(f"eval-[0-9]*-{agent}-*.jsonl"))
         last = max((_number(path.name) for path in evaluated), default=0)
         paths += sorted(path for path in evaluated if _number(path.name) == last)
     by_task = {}
     for path in paths:
-        for each in read_jsonl(path):
+        rows = read_jsonl(path)
+        for each in rows[::-1] if path.name == "episodes.jsonl" else rows:
             with reading(path):
                 agent, reward = each["agent"], each["reward"]
                 agents = by_task.setdefault(each["task"], {})
@@ -126,7 +130,7 @@ def _turns(messages, width: int, known: list[str]) -> list[list[str]]:
 
 
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:
-    return [line for paragraph in text.splitlines()
+    return [line for paragraph in visible(text).splitlines()
             for line in textwrap.wrap(paragraph, width, initial_indent=indent,
                                       subsequent_indent=indent)]
 

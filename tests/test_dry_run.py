@@ -134,6 +134,21 @@ def test_a_buffer_of_failures_is_planned_for_as_it_is_in_the_last_iteration(fold
     assert read["buffer"] / read["all"] == pytest.approx((3 * 3 + 12) / (3 * 3 + 6), rel=1e-2)
 
 
+def test_what_explores_again_and_steps_that_are_asked_for_are_planned(folder, capsys):
+    """Two agents of one rollout each, and the failure agent once more; a step of 32 pairs reads 64
+    trajectories, and the failure agent's epochs two a task as before."""
+    qwen, tokens = folder("qwen3-4b"), {}
+    for flags in ((), ("--explore-again", "true"), ("--dpo-steps", "10")):
+        plan_of(qwen, "8xH100", "--rollouts", "1", "--dpo-epochs", "1", "--iterations", "1",
+                "--train-tasks", "100", *flags)
+        printed = capsys.readouterr().out
+        tokens[flags[:1]] = [float(re.search(rf"{name} +([\d.]+) M", printed)[1])
+                             for name in ("exploration", "preferences")]
+    (explored, read), (again, _), (_, steps) = tokens.values()
+    assert again / explored == pytest.approx(3 / 2, rel=0.3)  # printed in tenths
+    assert steps / read == pytest.approx((10 * 32 * 2 + 200) / (300 + 200), rel=0.3)
+
+
 def test_the_second_system_holds_two_policies_and_plays_between_steps(folder, capsys):
     """3 steps in segments of 2, so 2 segments: 400 tasks x 6 episodes a step; 6 x 1,000
     before, 2 kinds x 500 picks x 3 between them. Qwen3-4B has 4.02e9 parameters."""

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -28,9 +29,10 @@ import envs
 import mutual
 from baselines.ppo import Rollouts, add_log_probs
 from engine.checkpoint import Checkpoint
-from harness import explorer
+from harness import explorer, report
 from harness.run import Run
 from harness.settings import Settings, SettingsError, check
+from study.show import show
 from worlds import Step, World
 from worlds.sql import InterCodeSQL
 
@@ -523,6 +525,37 @@ def test_the_task_set_grows_from_signals(run):
     assert {e["D"] for e in events(r, "grpo")} == set(sizes)
     assert all(0 <= e["clipped"] < 1 for e in events(r, "grpo"))
 
+    text = report.table(r.path)
+    signals = text.split("iteration  forgetting")[1].split("\n\n")[0].splitlines()[1:]
+    assert [int(line.split()[-1]) for line in signals] == sizes  # |D| then
+    assert [int(line.split()[-2]) for line in signals] == [sizes[0], *np.diff(sizes)]
+    refused = text.split("Proposals refused\n")[1].split("\n\n")[0].splitlines()[1:]
+    assert {line.rsplit(None, 1)[0]: int(line.split()[-1]) for line in refused} == Counter(
+        row["reason"] for row in rows if row["reason"])
+    task = r.trajectories("iter3/target-agent/episodes.jsonl")[-1].task
+    assert task in show(r.path, [task])
+
+
+def test_a_segment_that_goes_on_says_again_what_it_had_said(run, monkeypatch):
+    """Of one stopped in its second step the events are those of one that was not."""
+    asked = max(t.action_mask.index(1) for t in run("grpo", "probe").trajectories(
+        "iter1/target-agent/episodes.jsonl"))
+    few = dict(grpo_steps=2, max_tokens=asked + 2, too_long="cut")  # of the four of a reply
+    whole, log = run("grpo", "whole", **few), Run.log
+
+    def stop(self, event, **more):
+        if event == "grpo" and more["step"] == 2 and (self.path / "checkpoint/step-1").exists():
+            raise KeyboardInterrupt
+        log(self, event, **more)
+
+    monkeypatch.setattr(Run, "log", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run("grpo", "stopped", **few)
+    monkeypatch.setattr(Run, "log", log)
+    gc.collect()  # gives its folder free
+    stopped = run("grpo", "stopped", **few)
+    assert events(stopped, "full") == events(whole, "full") != []
+
 
 def test_the_task_set_also_grows_from_training_tasks(run):
     r = run("evolve", start_from="train")
@@ -685,6 +718,12 @@ def test_an_explorer_that_answers_well_proposes_a_task_that_verifies(explorer_at
     assert "a known text" in json.dumps(endpoint.seen[-1])
 
 
+def test_what_an_explorer_imagines_after_its_action_is_not_played(explorer_at):
+    _, t, _ = explorer_at(("{}", "SHOW TABLES\nObservation: []\nAction: submit", "```json\n[]\n```"))
+    assert t.steps == 10  # not a submission
+    assert {m["content"] for m in t.messages if m["role"] == "assistant"} == {"SHOW TABLES"}
+
+
 def test_an_explorer_that_writes_prose_proposes_nothing(explorer_at):
     rows, t, taken = explorer_at(ANSWERS["prose"])
     assert rows == [] and t.usage["unreadable"] == 2 and taken["requests"] == 12
@@ -735,10 +774,13 @@ def test_an_explorer_is_told_the_task_the_failure_and_the_last_success():
 
 def test_an_address_or_key_that_cannot_be_is_said_before_anything_runs(run, endpoint, monkeypatch,
                                                                        tmp_path):
-    handler = endpoint.RequestHandlerClass
-    monkeypatch.setattr(handler, "do_GET", lambda self: self.send_error(401), raising=False)
-    for url, message in ((endpoint.url, "status 401; is OPENAI_API_KEY its key"),
-                         ("http://127.0.0.1:9/v1", "is the address right")):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    for url, faults, message in (
+            (endpoint.url, [(401, "no such key", {})], "status 401: no such key"),
+            (endpoint.url, [(404, "no model m", {})], "status 404: no model m"),
+            (endpoint.url, [(308, "moved", {"Location": "/v2"})], "status 308"),
+            ("http://127.0.0.1:9/v1", [], "ConnectionError")):
+        endpoint.faults = faults
         with pytest.raises(envs.EnvError, match=message):
             run("evolve", explorer=url, explorer_model="m")
         assert not (tmp_path / "run/iter0").exists()

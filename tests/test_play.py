@@ -12,6 +12,7 @@ import pytest
 import envs
 from harness import smollm2
 from harness.files import ROOT, RunError, read_jsonl
+from harness.report import visible
 from harness.settings import SettingsError
 from look import play
 from look.agent import first_of_action
@@ -158,7 +159,7 @@ def test_the_agent_plays_as_in_its_evaluation_and_says_what_it_had_in_mind(train
         said = typed()("webshop", row["task"], "--agent", trained)
         replies = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         assert " ".join(" ".join(proposals(said)).split()) == " ".join(
-            play.visible(" ".join(replies)).split())
+            visible(" ".join(replies)).split())
         assert f"reward {row['reward']:.3f}" in said.splitlines()[-1]
     told = [line for line in said.splitlines() if line.startswith("The action begins with ")]
     assert len(told) == row["steps"]

@@ -260,6 +260,15 @@ def test_show_prints_the_instruction_once(run):
     assert " ".join(show(run, ["webshop-train-1"]).split()).count(WANT) == 1
 
 
+def test_show_names_what_a_terminal_would_obey(run):
+    rows = read_jsonl(run / "iter10/target.jsonl")
+    for row in rows:
+        row["messages"][-1]["content"] = "\x1b]0;mine\x07 bought"
+    write_lines(run / "iter10/target.jsonl", rows)
+    text = show(run, ["webshop-train-1"])
+    assert "<1B>]0;mine<07>" in text and not {"\x1b", "\x07"} & {*text}
+
+
 def test_show_without_a_failure_agent_has_two_columns(run):
     for path in run.glob("iter*/failure.jsonl"):
         path.unlink()

@@ -215,10 +215,10 @@ def test_an_expert_looks_around_before_it_acts():
         "go to hall", "look around", "move cat to box"]
 
 
-def test_explorers_make_mistakes_and_sometimes_succeed(env):
+def test_wanderers_make_mistakes_and_sometimes_succeed(env):
     make = functools.partial(envs.make, "scienceworld", "short", task_types="short")
     talks = env.practice(0, 12, make)
-    assert talks[:3] == [science.explorer(env, 0, k) for k in range(3)] == env.practice(0, 3, make)
+    assert talks[:3] == [science.wanderer(env, 0, k) for k in range(3)] == env.practice(0, 3, make)
     for talk in talks:
         assert [m["role"] for m in talk] == ["user", "assistant"] * (len(talk) // 2)
     texts = ["\n".join(m["content"] for m in talk) for talk in talks]

@@ -380,7 +380,7 @@ ATTACKS = [
     "SELECT fts3_tokenizer('x')", "SELECT sqlite_version()", "VACUUM INTO 'x.db'",
     # files
     "SELECT LOAD_FILE('/etc/passwd')", "SELECT 1 INTO OUTFILE '/tmp/x'", "SELECT `load_file`('x')",
-    "SELECT 1 INTO/**/DUMPFILE '/tmp/x'", "LOAD DATA INFILE '/etc/passwd' INTO TABLE town",
+    "SELECT 1 INTO/**/DUMPFILE '/tmp/x'", "SELECT 1 INTO --\nOUTFILE '/tmp/x'", "LOAD DATA INFILE '/etc/passwd' INTO TABLE town",
     "LOAD DATA LOCAL INFILE '/etc/passwd' INTO TABLE town", "SELECT load_file /**/ ('/etc/passwd')",
     # comments that are code, odd characters
     "SELECT 1 /*! INTO OUTFILE '/tmp/x' */", "/*!50000 DROP TABLE town */",
@@ -389,7 +389,7 @@ ATTACKS = [
     "SELECT 1\0; DROP TABLE town", "SELECT '\ud800'", "\0", "", ";", "(", "SELECT", "SELECT '",
     "SELECT " + "(" * 3000 + "1" + ")" * 3000, "SELECT " + "1+" * 2400 + "1",
     # holding the server
-    "SELECT SLEEP(100)", "SELECT sleep/**/(100)", "SELECT `sleep`(100)",
+    "SELECT SLEEP(100)", "SELECT sleep/**/(100)", "SELECT sleep--\n(100)", "SELECT sleep-- a\n(100)", "SELECT `sleep`(100)",
     "SELECT BENCHMARK(1000000000, MD5('a'))",
     HOLD + "SELECT COUNT(*) FROM r", HOLD + "SELECT a.x FROM r a, r b, r c, r d",
     HOLD + "SELECT MAX(x) FROM r",
@@ -459,6 +459,15 @@ def test_a_result_too_large_is_an_error_text_on_sqlite():
     assert db.run(many) == databases.TOO_LARGE
     assert len(db.run(many + " LIMIT 9999")) == 9999
     db.close()
+
+
+@pytest.mark.parametrize("gap", ["/**/", "/* a */", " ", "--\n", "-- a\n", "#\n", "/*"])
+def test_the_first_look_ends_whatever_is_hidden_from_it(gap):
+    """A pattern that tries all ways to share out the gaps would not: 2 to the power of 1,000."""
+    for sql in ("select 1 into{}x", "select 1 into{}outfile 'x'", "select sleep{}(1)"):
+        found = databases.refusal(sql.format(gap * (4900 // len(gap))))
+        assert (found is None) == (sql.endswith("x") or gap == "/*")
+    assert databases.naming(["other"]).search(f"select 1 from other{gap}.t") or gap == "/*"
 
 
 def test_attacks_leave_room_for_honest_queries():

@@ -371,7 +371,7 @@ def test_what_one_method_refuses_is_said_before_any_run(line, message, tmp_path,
 
 def test_a_study_shows_no_password(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runs, "launch", lambda *_: None)
-    runs.play("intercodesql", ["sft"], [3], tmp_path, [
+    runs.make_runs("intercodesql", ["sft"], [3], tmp_path, [
         "--mysql-url", "mysql://agent:canary@h:1", "--intercode-data", "d", "--model", "m"], 1)
     said = capsys.readouterr().out
     assert "--mysql-url" in said and "canary" not in said
@@ -423,14 +423,14 @@ def test_runs_go_side_by_side_but_not_before_those_whose_steps_they_take(tmp_pat
                         lambda run: events.append(f"{run.name} is read") or (7, 700))
     monkeypatch.setattr(methods, "result", lambda run: dict(settings=dict(rollouts=1)))
     with pytest.raises(SettingsError, match="eto-s3 ended with status 2"):
-        runs.play("webshop", ["coevolve", "eto", "eto-steps", "ppo"], [3, 4], tmp_path, [], 2)
+        runs.make_runs("webshop", ["coevolve", "eto", "eto-steps", "ppo"], [3, 4], tmp_path, [], 2)
     # The run that had begun came to its end, and nothing was begun any more.
     assert sorted(events) == ["coevolve-s3 begins", "coevolve-s3 ends", "eto-s3 begins"]
     events.clear()
     monkeypatch.setattr(runs, "launch", lambda env, command, log: (
         events.append(f"{Path(command[-1]).name} begins"), time.sleep(0.1),
         events.append(f"{Path(command[-1]).name} ends")))
-    runs.play("webshop", ["coevolve", "eto-steps", "ppo"], [3, 4], tmp_path, [], 3)
+    runs.make_runs("webshop", ["coevolve", "eto-steps", "ppo"], [3, 4], tmp_path, [], 3)
     for seed in (3, 4):
         order = [events.index(e) for e in (f"coevolve-s{seed} ends", f"coevolve-s{seed} is read",
                                                 f"eto-steps-s{seed} begins")]
@@ -442,8 +442,8 @@ def test_figure_4_alone_has_all_its_points(tmp_path, monkeypatch):
     begun = []
     monkeypatch.setattr(runs, "launch", lambda env, command, log: begun.append(command[-1]))
     lambdas = ["lambda-0.01", "lambda-0.1", "lambda-0.5"]
-    runs.play("webshop", lambdas, [3], tmp_path, [], 1)
+    runs.make_runs("webshop", lambdas, [3], tmp_path, [], 1)
     assert [Path(b).name for b in begun] == [f"{m}-s3" for m in lambdas]
     begun.clear()  # co-evolution is lambda-0.5 in the preset
-    runs.play("webshop", ["coevolve", *lambdas], [3], tmp_path, [], 1)
+    runs.make_runs("webshop", ["coevolve", *lambdas], [3], tmp_path, [], 1)
     assert [Path(b).name for b in begun] == [f"{m}-s3" for m in ["coevolve", *lambdas[:2]]]

@@ -158,7 +158,7 @@ def a_run(folder, names, **changed):
     s = dict(env="webshop", model="tiny", webshop_url=None, intercode_data=None)
     (folder / "config.json").write_text(json.dumps(dict(settings={**s, **changed})))
     ours(names, folder / "experts.jsonl")
-    (folder / "iter3").mkdir()
+    (folder / "iter3/target-agent").mkdir(parents=True)
     return folder
 
 
@@ -192,12 +192,18 @@ def test_tasks_of_a_run_without_experts_and_those_it_made_count_too(tmp_path):
 
 
 def test_a_relative_model_of_a_run_before_is_found_from_elsewhere(tmp_path, monkeypatch):
-    first = a_run(tmp_path / "a", ["webshop-test-5"])
-    (first / "iter3/target-agent").mkdir()
+    a_run(tmp_path / "a", ["webshop-test-5"])
     last = a_run(tmp_path / "b", ["webshop-train-1"], model="a/iter3/target-agent")
     monkeypatch.chdir("/")
     with pytest.raises(SettingsError, match="^1 of 394 "):
         survey(settings(method="evaluate", model=str(last / "iter3/target-agent")))
+
+
+def test_a_name_on_the_hub_is_no_run_that_one_stands_in(tmp_path, monkeypatch):
+    """Neither of this environment nor of another one, whose base model is no folder there."""
+    for env in ("webshop", "intercodesql"):
+        monkeypatch.chdir(a_run(tmp_path / env, ["webshop-test-5"], env=env))
+        assert survey(settings(method="evaluate", model="hub/name")).overlap == 0
 
 
 def test_tasks_of_a_run_are_those_of_its_own_data(tmp_path):

@@ -57,7 +57,7 @@ class BfclSmith:
         return [self._proposal(start, [self.template(start, turn) for turn in way], way,
                                template=True) for way in ways]
 
-    def written(self, task: str, proposal: dict, rng: random.Random) -> dict | None:
+    def written(self, task: str, proposal: dict) -> dict | None:
         """An explorer model's proposal: its words, and its calls as the solution of one turn."""
         calls = [call for text in proposal["action_sequence"] for call in parse_calls(text)]
         if not calls or not all(isinstance(call, dict) for call in calls):

@@ -179,13 +179,13 @@ class ScienceWorld(World):
                               timed=self._task[0].startswith(("identify", "grow-fruit")))
 
     def practice(self, seed: int, n: int, make) -> list[list[dict]]:
-        """n conversations of noisy explorers, from which the tiny model learns the world.
+        """n conversations of noisy wanderers, from which the tiny model learns the world.
 
         make() gives another such environment: some play side by side, each in its own simulator.
         """
         def some(first):
             env = make()
-            found = [explorer(env, seed, k) for k in range(first, n, workers)]
+            found = [wanderer(env, seed, k) for k in range(first, n, workers)]
             env.close()
             return found
 
@@ -440,31 +440,31 @@ def _science_thought(action: str) -> str:
             }.get(verb, f"The next step is to {action}.")
 
 
-# --------------------------------------------------------------------------------- noisy explorers
+# --------------------------------------------------------------------------------- noisy wanderers
 
-# The mixture of competence: chances of each habit. `share`: of all explorers; `right`: does what
+# The mixture of competence: chances of each habit. `share`: of all wanderers; `right`: does what
 # the solution does next; else it slips: `wanders` through a door and comes back, `focuses` on
 # something (mostly wrong, which ends the episode), or does something else to what it sees.
-EXPLORERS = [
+WANDERERS = [
     dict(share=0.3, right=0.9, wanders=0.3, focuses=0.15),
     dict(share=0.3, right=0.7, wanders=0.3, focuses=0.1),
     dict(share=0.4, right=0.35, wanders=0.25, focuses=0.05),
 ]
 
 
-def explorer(env, seed: int, k: int) -> list[dict]:
-    """Conversation number k of an explorer of random competence with `env` on a training task.
+def wanderer(env, seed: int, k: int) -> list[dict]:
+    """Conversation number k of a wanderer of random competence with `env` on a training task.
 
     Few solve their task; they lose their way and come back, and do what has no effect.
     """
     rng = random.Random(f"explorer-{seed}-{k}")
-    habits = rng.choices(EXPLORERS, [e["share"] for e in EXPLORERS])[0]
+    habits = rng.choices(WANDERERS, [e["share"] for e in WANDERERS])[0]
     page = env.reset(rng.choice(env.tasks("train")))
     env.expert()  # after which the solution is known, even if the simulator broke at first
-    return practise(env, page, _explorer_script(rng, science_actions(env.gold()), habits))
+    return practise(env, page, _wanderer_script(rng, science_actions(env.gold()), habits))
 
 
-def _explorer_script(rng, solution, habits):
+def _wanderer_script(rng, solution, habits):
     room, doors, objects, shown = "hallway", ["kitchen"], ["air"], []
 
     def read(observation):

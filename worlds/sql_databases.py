@@ -34,7 +34,7 @@ INSTALL = "pip install 'PyMySQL[rsa]>=1.1,<2', or activate run.sh's .venv"
 _READS = re.compile(r"[\s(]*(select|with|show|desc|describe|explain)\b", re.I)
 _SHOWS = re.compile(r"\s*show\s+(?!(full\s+)?(tables|columns|fields|index|indexes|keys|databases|"
                     r"schemas|create\s+table|table\s+status|warnings)\b)", re.I)
-_GAP = r"(?:\s|/\*.*?\*/|(?:--[\s\x00-\x1f]|#)[^\n]*\n)*"
+_GAP = r"(?:\s|/\*(?:[^*]|\*(?!/))*\*/|--(?:(?!\n)[\s\x00-\x1f][^\n]*)?\n|#[^\n]*\n)*"
 _REFUSED = re.compile(
     rf"/\*[!+]|/\*M!|@@|:=|\binto{_GAP}(?:outfile|dumpfile|@)|\bfor{_GAP}(?:update|share)\b|"
     rf"\block{_GAP}in{_GAP}share\b|"

@@ -130,7 +130,7 @@ class SQLSmith:
                                     "p": schema.noun.get(place, "")}), gold.format(**parts))
         return None
 
-    def written(self, task: str, proposal: dict, rng: random.Random) -> dict | None:
+    def written(self, task: str, proposal: dict) -> dict | None:
         """An explorer model's proposal: its words, and the last query of its actions as gold."""
         queries = [self.env.query_of(action) or action for action in proposal["action_sequence"]]
         answers = [sql for sql in queries if re.match(r"\s*select", sql, re.I)]

@@ -163,8 +163,8 @@ def compare_intercode(folder: str, mysql_url: str) -> dict:
 
 
 def main(argv: list[str]) -> None:
-    def refuse(message):
-        raise Refused(re.sub(r"(://[^:@/\s]*):\S*@", r"\1:***@", message))  # hides a password in it
+    def refuse(message):  # without a password in it
+        raise Refused(re.sub(r"(://[^:@/\s]*):(?!password@)\S*@", r"\1:***@", message))
 
     parser = argparse.ArgumentParser(prog="run.sh", description="InterCode's databases")
     commands = parser.add_subparsers(dest="command", required=True)

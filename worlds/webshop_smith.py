@@ -52,7 +52,7 @@ class ShopSmith:
         goal["instruction"] = instruction_of(rng, goal)
         return [dict(text=goal["instruction"], task=goal, solution=actions)]
 
-    def written(self, task: str, proposal: dict, rng: random.Random) -> dict | None:
+    def written(self, task: str, proposal: dict) -> dict | None:
         """An explorer model's proposal: its words, and the goal that they come to.
 
         None where nothing is bought, or where the words do not name the kind of product, an
