@@ -83,8 +83,8 @@ class Trajectory:
     """An episode e of a task u, whole or as far as it has come; a line of a .jsonl file."""
 
     task: str = ""
-    agent: str = ""
-    iteration: int = 0
+    agent: str = ""                  # its name; of what an explorer plays, the signal
+    iteration: int = 0               # in GRPO the step
     rollout: int = 0
     seed: int = 0
     messages: list[dict] = field(default_factory=list)

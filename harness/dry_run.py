@@ -128,10 +128,8 @@ def dry_run(s: Settings) -> None:
                                 f"{memory / 1e9:.0f}; lower --max-tokens, --tokens-per-forward or "
                                 "--slots, or use a smaller --model")
         return
-    first, other = host_memory(model, count if shard else 0, cpu)
-    lines += [f"host memory while a model is loaded, beside the programs: {first / 1e9:.1f} GB for "
-              f"the first rank, {other / 1e9:.1f} for each other, "
-              f"{(first + (count - 1) * other) / 1e9:.1f} in all"]
+    lines += [f"host memory while a model is loaded, beside the programs: {4 * numbers / 1e9:.1f} "
+              "GB, by the first rank"]  # in fp32; it hands out a layer at a time
     fit = slots_that_fit(room - totals[1] + slot * s.slots, slot)
     if fit < s.slots:
         lines += [f"{s.slots} slots do not fit beside the replica: {max(fit, 1)} will be used"]
@@ -165,20 +163,6 @@ def training_memory(model, sequences: list[dpo.Trajectory], ranks: int,
             "Adam's moments, fp32": 8 * numbers / max(ranks, 1),
             OF_A_PASS: gathered,
             f"activations of {tokens:,} tokens": activations(model, sequences, recompute)}
-
-
-def host_memory(model, ranks: int, cpu: bool) -> tuple[float, float]:
-    """Bytes of (the first rank, each other one) while it is loaded; ranks: as above.
-
-    The first reads all of it in fp32 and hands out a layer, or what is outside of them, at a time:
-    on a CPU to memory, where shards are made of it, else to the GPU.
-    """
-    numbers, *parts = sizes(model)
-    if not cpu:
-        return 4 * numbers, 0
-    if not ranks:
-        return 4 * numbers, 4 * numbers
-    return 4 * (numbers + max(parts) / ranks), 4 * (numbers / ranks + max(parts))
 
 
 def sizes(model) -> tuple[int, int, int]:

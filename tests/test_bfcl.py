@@ -725,15 +725,15 @@ def test_looks_that_led_to_nothing_are_left_out():
 
 def test_an_explorers_words_and_calls_become_a_task_or_nothing():
     env, n = file_env()
-    smith, task, rng = env.smith(), env.tasks("train")[n], random.Random(0)
+    smith, task = env.smith(), env.tasks("train")[n]
     make = dict(name="mkdir", arguments={"dir_name": "new"})
     for actions in ([make], [json.dumps(make)], [as_reply([make])]):
         said = proposal_of(dict(query="A new folder, please.", action_sequence=actions))
-        found = smith.written(task, said, rng)
+        found = smith.written(task, said)
         assert found["task"] == dict(start=env.find(task)["start"], turns=["A new folder, please."], calls=[[make]])
         assert smith.refusal(found["task"]) is None and smith.verify(found) is None and "template" not in found
     for actions in ([], ["mkdir(dir_name='new')"], [5], [None], [[make, "x"]], [DEEP]):
-        found = smith.written(task, proposal_of(dict(query="x", action_sequence=actions)), rng)
+        found = smith.written(task, proposal_of(dict(query="x", action_sequence=actions)))
         assert found is None or found["task"]["calls"] == [[make]]
 
 

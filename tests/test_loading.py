@@ -105,7 +105,8 @@ def memory(accelerator, folder):
     config.num_hidden_layers, config.vocab_size = 16, 100
     random_model(accelerator, config, folder)
     model = load_model(folder, data=False)
-    return dict(planned=dry_run.host_memory(model, accelerator.num_processes, True)[1],
+    numbers, *parts = dry_run.sizes(model)  # a rank's shards, and a layer, or what is outside of them
+    return dict(planned=4 * (numbers / accelerator.num_processes + max(parts)),
                 bytes=4 * model.num_parameters(),
                 each=peak(lambda: sharding.shard_model(accelerator, load_model(folder), True)),
                 one=peak(lambda: sharding.shard_model(
