@@ -81,8 +81,11 @@ class Run(Folder):
         self.training, self.left_out = found.training, found.left_out
         self.print_main(found.counts)
         if self.main:  # alone: a WebShop server must not load its catalogue twice at once
-            if s.method == "evolve" and is_endpoint(s.explorer):
-                explorer_of(s)([{"role": "user", "content": "Answer with: ok"}], tries=4)
+            if s.method == "evolve" and is_endpoint(s.explorer) and not (
+                    self.path / "result.json").exists():
+                _, took = explorer_of(s)([{"role": "user", "content": "Answer with: ok"}], tries=4)
+                self.print_main(f"explorer: {s.explorer_model} answers; {took['prompt_tokens']} "
+                                f"tokens read, {took['completion_tokens']} written")
             self.take()
             env.waits = ()
             for task in found.tried:
