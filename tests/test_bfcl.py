@@ -549,6 +549,7 @@ def test_a_model_of_another_category_has_met_the_published_tests(tmp_path):
         dict(settings=dict(env="bfcl", model="m", bfcl_category="long_context"))))
     (tmp_path / "experts.jsonl").write_text(
         "".join(json.dumps(dict(task=task)) + "\n" for task in long.tasks("train")))
+    (tmp_path / "sft-target").mkdir()
     s = Settings(env="bfcl", method="evaluate", model=str(tmp_path / "sft-target"),
                  bfcl_split="published")
     env = envs.make("bfcl", bfcl_split="published")

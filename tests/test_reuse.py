@@ -6,6 +6,7 @@ import threading
 from dataclasses import fields
 
 import pytest
+import torch
 from accelerate import Accelerator
 from test_coevolve import contents
 from test_methods import OneReply
@@ -195,6 +196,7 @@ def test_of_runs_that_start_together_one_makes_a_phase(play, begin, monkeypatch)
                             one_at_a_time(getattr(AutoModelForCausalLM, name)))
 
     def work(run):
+        torch.set_num_threads(1)  # as in the thread of the run to compare with; others begin anew
         try:
             coevolve.coevolve(run)
             (run.path / "result.json").write_text(json.dumps(report.result(run.path)))
