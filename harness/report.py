@@ -175,24 +175,23 @@ def _sections(run_dir, growing):
           sum(e["dropped"].values()), _counts(e["dropped"])) for e in pairs])
 
     of = events(run_dir, growing)
-    first = {name: {e["iteration"]: e for e in of[name]} for name in ("signals", "explored")}
-    tasks = {e["phase"]: e["tasks"] for e in of["phase"] if e["phase"].endswith("/tasks.jsonl")}
+    by = {name: {e["iteration"]: e for e in of[name]} for name in ("signals", "explored")}
+    joined = {int(e["phase"][4:].split("/")[0]): e["tasks"] for e in of["phase"]
+              if e["phase"].endswith("/tasks.jsonl")}
     yield (
         "Signals, and what became of what the explorer found; tasks are those of D then",
         "iteration forgetting boundary rare picked episodes proposals added tasks",
-        [(e["iteration"], *(first["signals"].get(e["iteration"], {}).get(name, "-")
-                            for name in ("forgetting", "boundary", "rare", "picked")),
-          first["explored"][e["iteration"]]["episodes"], e["proposals"], e["added"],
-          sum(n for phase, n in tasks.items() if int(phase[4:].split("/")[0]) <= e["iteration"]))
-         for e in of["proposals"]])
+        [(i := e["iteration"], *(by["signals"].get(i, {}).get(name, "-")
+                                 for name in ("forgetting", "boundary", "rare", "picked")),
+          by["explored"][i]["episodes"], e["proposals"], e["added"],
+          sum(n for j, n in joined.items() if j <= i)) for e in of["proposals"]])
     refused = sum((Counter(e["refused"]) for e in of["proposals"]), Counter())
     yield ("Proposals refused", "<reason count", refused.most_common())
 
     yield ("Trajectories dropped", "<phase <reason count",
            [(e["phase"], e["reason"], e["count"]) for e in found["dropped"]])
 
-    phases = [{"tokens": 0, "episodes": 0, "resident_mb": 0, **e}
-              for e in of["phase"]]
+    phases = [{"tokens": 0, "episodes": 0, "resident_mb": 0, **e} for e in of["phase"]]
     reused = [p for p in phases if "reused" in p]
     sums = [{"phase": name, "resident_mb": max(p["resident_mb"] for p in part),
              **{key: sum(p[key] for p in part) for key in ("seconds", "tokens", "episodes")}}
