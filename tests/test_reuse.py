@@ -184,6 +184,8 @@ def test_a_run_killed_after_it_took_a_phase_goes_on_to_the_same_result(play, beg
 def test_of_runs_that_start_together_one_makes_a_phase(play, begin, monkeypatch):
     """Two threads, each with a run of its own: whoever is first makes it, the other waits."""
     runs, errors, lock = [begin("a"), begin("b")], [], threading.Lock()
+    torch.set_num_threads(1)  # in this thread and below: sums over several round otherwise, and
+    # what a test before it set here, new threads do not know
 
     def one_at_a_time(make):  # transformers replaces PreTrainedModel.tie_weights while it loads
         def locked(*args, **more):
@@ -196,7 +198,7 @@ def test_of_runs_that_start_together_one_makes_a_phase(play, begin, monkeypatch)
                             one_at_a_time(getattr(AutoModelForCausalLM, name)))
 
     def work(run):
-        torch.set_num_threads(1)  # as in the thread of the run to compare with; others begin anew
+        torch.set_num_threads(1)
         try:
             coevolve.coevolve(run)
             (run.path / "result.json").write_text(json.dumps(report.result(run.path)))
