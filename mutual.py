@@ -127,10 +127,9 @@ def train(run: Run, out: Path, i: int) -> dict:
     checkpoint, encoder, episodes = run.checkpoint(), run.encoder(), []
     _, done = checkpoint.restore(model, optimizer)  # what the steps made before logged and played
     for event in done:
-        played = [Trajectory(**row) for row in event["episodes"]]
-        episodes += played
+        episodes += [Trajectory(**row) for row in event["episodes"]]
         run.log_dropped(run.running, envs.LOST, event["lost"])
-        log_full(run, sum(t.ended == "context" for t in played), len(played) + len(event["lost"]))
+        log_full(run, event["log"]["too_long"], len(event["episodes"]) + len(event["lost"]))
         run.log("grpo", **event["log"])
     for step, batch in enumerate(batches, first):
         if step < first + len(done):
