@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from engine.prepacked import prepack
+
 
 def shard_model(accelerator, model, shard: bool, recompute: bool = False):
     """The fp32 model, ready to train on all ranks: whole on each (DDP), or sharded (FSDP2).
@@ -170,6 +172,7 @@ def whole(accelerator, model, make):
         return full.to(accelerator.device, empty.dtype, copy=True)
 
     replace_tensors(copy, ties(live), gather)
+    prepack(copy)
     return copy
 
 

@@ -18,6 +18,7 @@ import envs
 from dpo import Encoder, Trajectory
 from engine.cache import SlotCache, next_token_logits, sample, slot_bytes, slots_that_fit
 from engine.packing import shared_beginning
+from engine.prepacked import prepack
 from engine.sharding import hand_out
 from harness import files
 from harness.kept import CHUNK, Kept
@@ -35,6 +36,7 @@ def play(run: Run, folder: Path, trajectories: list[Trajectory],
     device, bf16 = run.accelerator.device, run.accelerator.mixed_precision == "bf16"
     model = load_model(folder, torch.bfloat16 if bf16 else torch.float32, data=run.main)
     hand_out(model, device)  # one rank reads the weights
+    prepack(model)
     encoder = Encoder(AutoTokenizer.from_pretrained(folder))
     return play_with(run, model, encoder, trajectories, temperature)
 

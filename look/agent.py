@@ -6,6 +6,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from dpo import Encoder, Trajectory
 from engine.cache import SlotCache, next_token_logits
+from engine.prepacked import prepack
 from envs import STOPS
 from harness.models import in_bf16, load_model
 from harness.play import Slot, observe, reply_ended
@@ -20,6 +21,7 @@ class Agent:
         self.settings, self.encoder = s, Encoder(AutoTokenizer.from_pretrained(folder))
         self.model = load_model(folder, torch.bfloat16 if in_bf16(s) else torch.float32).eval()
         self.model.to("cuda" if torch.cuda.is_available() else "cpu")
+        prepack(self.model)
         self.cache = SlotCache(self.model, 1, s.max_tokens)
         vocabulary = self.model.config.get_text_config().vocab_size
         self.never = torch.tensor(self.encoder.never_drawn(vocabulary), device=self.model.device)

@@ -1,5 +1,6 @@
 """Every family of causal language models that transformers knows: right here, or refused."""
 
+import copy
 import random
 import re
 from collections import defaultdict
@@ -13,7 +14,7 @@ from test_rollout import Echo
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import dpo
-from engine import sharding
+from engine import prepacked, sharding
 from harness import probe
 from harness.models import CAUSAL_LMS
 from harness.play import rollout
@@ -83,6 +84,12 @@ REASONS = {  # heading in docs/large_models.md -> what the refusal says
     "other numbers than in a plain pass": "log-probabilities that are"}
 check_numbers = probe.check_numbers
 ENCODER = dpo.Encoder(make_tokenizer("chatml"))
+
+
+@pytest.fixture(autouse=True)
+def no_model_is_small(monkeypatch):
+    """Rollouts with weights in another order, as those of models that are not as tiny as these."""
+    monkeypatch.setattr(prepacked, "SMALL", 0)
 
 
 def default(family):
@@ -174,7 +181,9 @@ def assert_right(model):
         off = gradient(model, (ours * weight).sum()) - expected
         assert off.norm() < 1e-4 * expected.norm()
     episodes = [dpo.Trajectory(str(task)) for task in range(3)]
-    rollout(model, ENCODER, Echo, episodes, temperature=0.0, slots=2, max_tokens=LONGEST,
+    player = copy.deepcopy(model.eval())
+    prepacked.prepack(player)
+    rollout(player, ENCODER, Echo, episodes, temperature=0.0, slots=2, max_tokens=LONGEST,
             max_new_tokens=5, tokens_per_forward=100)
     for e in episodes:
         with torch.no_grad():
