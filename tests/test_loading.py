@@ -143,4 +143,4 @@ if __name__ == "__main__":
         found = memory(ours, given / "model")
         (given / f"{ours.process_index}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    os._exit(0)  # a thread of gloo's may abort a process that takes itself apart

@@ -277,7 +277,7 @@ def test_an_episode_whose_simulator_dies_goes_on(env, end, monkeypatch):
     undisturbed = play(env, task, actions)
     resumed = envs.make("scienceworld", "short")
     with monkeypatch.context() as patient:
-        patient.setattr(science._Simulator, "seconds", 5)
+        patient.setattr(science._Simulator, "seconds", 15)  # starting takes 2, more beside others
         resumed._env._simulator = science._Simulator()
     seen = [resumed.reset(task)]
     for n, action in enumerate(actions):
