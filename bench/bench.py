@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 import dpo
 import envs
+from engine.prepacked import prepack
 from harness import files, play, smollm2, tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -636,10 +637,12 @@ def smollm2_rows(quick: bool) -> list[dict]:
     size = (1, 60, 20, 0) if quick else (2, 250, 50, 2)
     rows = step_rows("SmolLM2", 1 / 7, (1,), *size, make=make, bound=1e-3)
     ours, groups = make("ragged"), make_groups(*size[:3])
-    low = make("ragged").to(torch.bfloat16)  # of a rollout: weights too
+    low, high = make("ragged").to(torch.bfloat16), make("ragged")  # of a rollout: weights too
+    prepack(low)
+    prepack(high)
     encoder = dpo.Encoder(AutoTokenizer.from_pretrained(smollm2.base()))
     episodes = (2, 2, 1, 2, 2, 0) if quick else (8, 4, 2, 4, 8, 2)
-    rows += player_rows(", SmolLM2", encoder, ours, make("sdpa"), *episodes, Shelf,
+    rows += player_rows(", SmolLM2", encoder, high, make("sdpa"), *episodes, Shelf,
                         distinct=20)
 
     def bf16_step():
@@ -652,12 +655,12 @@ def smollm2_rows(quick: bool) -> list[dict]:
     times = in_turn(size[3], {
         name: lambda model=model: played.append(sum(
             len(e.ids) for e in our_rollout(model, encoder, tasks, len(tasks), Shelf)))
-        for name, model in dict(bf16=low, fp32=ours).items()})
+        for name, model in dict(bf16=low, fp32=high).items()})
     if "LLAMA_CPP" in os.environ:
         rows += [llama_row(precision, model, encoder, slots, size[3])
-                 for precision, model, slots in (
-                     (("f32", ours, 2),) if quick else
-                     (("f32", ours, 8), ("bf16", low, 8), ("bf16", low, 32)))]
+                 for precision, model, counts in (("f32", high, (2, 4, 8)),
+                                                  ("bf16", low, (2, 4, 8, 32)))
+                 for slots in (counts[:1] if quick else counts)]
     else:
         print("bench: LLAMA_CPP does not name a checkout of llama.cpp, its rows are left out")
     return rows + [
