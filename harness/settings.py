@@ -269,7 +269,7 @@ class Settings:
         at_least=1)
     bf16: Literal["auto", "on", "off"] = setting(
         "auto", "passes compute in bf16, weights stay fp32; auto: on GPUs that have it, on CPUs "
-        "that have it (AVX512-BF16, AMX) from 10 M parameters on; not for tiny [ours]")
+        "where it is faster (AMX, AMD's AVX512-BF16) from 10 M parameters on; not for tiny [ours]")
     shard: Literal["auto", "on", "off"] = setting(
         "auto", "weights, gradients and moments sharded over the ranks (FSDP2); auto: on GPUs, "
         "not for tiny [ours]")

@@ -125,15 +125,17 @@ def test_each_environment_has_a_preset(env):
 
 
 @pytest.mark.parametrize("has, model, flag, expected", [
-    ({"avx512_bf16": True}, "smollm2", "auto", "bf16"),
-    ({"amx_bf16": True}, "org/large", "auto", "bf16"),
+    ({"avx512_bf16": True, "cpu_name": "AMD EPYC"}, "smollm2", "auto", "bf16"),
+    ({"avx512_bf16": True, "cpu_name": "Intel Xeon"}, "smollm2", "auto", "no"),
+    ({"amx_bf16": True, "avx512_bf16": True, "cpu_name": "Intel Xeon"}, "org/large", "auto",
+     "bf16"),
     ({"avx2": True, "avx512_bf16": False}, "smollm2", "auto", "no"),
     ({"avx512_bf16": True}, "smollm2", "off", "no"),
     ({"avx512_bf16": True}, "tiny", "auto", "no"),
     ({"avx512_bf16": True}, "SMALL", "auto", "no"),  # as a run with the tiny model leaves it
     ({}, "SMALL", "on", "bf16"),
 ])
-def test_passes_are_bf16_where_the_cpu_has_it_and_the_model_is_not_small(
+def test_passes_are_bf16_where_the_cpu_is_faster_and_the_model_is_not_small(
         small_model, monkeypatch, tmp_path, has, model, flag, expected):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()  # a folder of that name is not the model
