@@ -180,7 +180,7 @@ def test_two_steps_of_training_in_fp32_and_bf16(folder, encoder):
     AcceleratorState._reset_state(True)
     assert losses["no"][1] < losses["no"][0] - 0.1
     assert losses["bf16"][0] == pytest.approx(losses["no"][0], rel=0.01)
-    assert losses["bf16"][1] == pytest.approx(losses["no"][1], rel=0.1)  # AdamW magnifies rounding
+    assert losses["bf16"][1] == pytest.approx(losses["no"][1], rel=0.05)  # AdamW magnifies rounding
 
 
 def test_a_rollout_is_what_generate_writes_token_by_token(folder, encoder):
