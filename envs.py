@@ -1,6 +1,6 @@
 """Environments: text in, text out. What one is, which there are, their experts, their repair.
 
-They are in `worlds/`; `worlds/webshop.py` is the one to read first. A new one is a file there, a
+They are folders of `worlds/`; read `worlds/webshop/shop.py` first. A new one is a file there, a
 line in `make` and a name in the settings.
 """
 
@@ -68,18 +68,18 @@ def make(name: str, view: str = "full", protocol: str = "ours", prompts: str | N
     if name == "webshop":
         url, lists = options.pop("webshop_url", None), options.pop("split_file", None)
         if url:
-            from worlds.webshop_server import WebShopServer
+            from worlds.webshop.server import WebShopServer
             return Repaired(WebShopServer(url, view, lists, **options), theirs)
-        from worlds.webshop import WebShop
+        from worlds.webshop.shop import WebShop
         return Repaired(WebShop(view, **options), theirs)
     if name == "scienceworld":
-        from worlds.scienceworld import ScienceWorld
+        from worlds.scienceworld.world import ScienceWorld
         return Repaired(ScienceWorld(view, **options), theirs)
     if name == "intercodesql":
-        from worlds.sql import InterCodeSQL
+        from worlds.intercodesql.world import InterCodeSQL
         return Repaired(InterCodeSQL(view, **options), theirs)
     if name == "bfcl":
-        from worlds.bfcl import Bfcl
+        from worlds.bfcl.world import Bfcl
         return Repaired(Bfcl(view, **options))
     raise ValueError(f"unknown environment {name!r}; webshop, scienceworld, intercodesql or bfcl?")
 

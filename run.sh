@@ -107,7 +107,7 @@ case $command in
     page | play) program "look.$command" "$@" ;;
     show | compare) program "study.$command" "$@" ;;
     study) program study.runs "$@" ;;
-    *-intercode) program worlds.sql_spider "$command" "$@" ;;
+    *-intercode) program worlds.intercodesql.spider "$command" "$@" ;;
     bench) exec "$python" "$here/bench/bench.py" "$@" ;;
     test)
         cd "$here"

@@ -498,7 +498,7 @@ def simulator_row(env, quick: bool) -> dict:
     """ScienceWorld episodes through our direct call against the package's own `step`."""
     import scienceworld.scienceworld as package
 
-    from worlds.scienceworld import _Simulator
+    from worlds.scienceworld.world import _Simulator
 
     launch = package.launch_gateway
     package.launch_gateway = functools.partial(launch, javaopts=_Simulator.options)

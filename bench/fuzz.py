@@ -20,10 +20,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import envs
 from harness import files
-from worlds import sql_databases
-from worlds.sql import EXPLANATION, InterCodeSQL, parse_sql_reply
-from worlds.webshop import Shown, WebShop
-from worlds.webshop_server import WebShopServer
+from worlds.intercodesql import databases as sql_databases
+from worlds.intercodesql.world import EXPLANATION, InterCodeSQL, parse_sql_reply
+from worlds.webshop.server import WebShopServer
+from worlds.webshop.shop import Shown, WebShop
 
 ODD = ["", "\0", "\ud800", "\udcff", "\u2028", "\r", "\x85", "é", "٣", "𝟘", "\ufeff", "<", ">", "&",
        "[", "]", "{", "}", "\\", "/", "'", '"', ":", ";", "-", "\n", " ", "0", "9" * 20, "-1",

@@ -10,8 +10,8 @@ import pytest
 
 import envs
 from worlds import World
-from worlds import webshop_catalogue as catalogue
-from worlds.webshop_server import WebShopServer
+from worlds.webshop import catalogue
+from worlds.webshop.server import WebShopServer
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -27,11 +27,11 @@ from harness import start  # noqa: E402
 from harness.explorer import proposal_of  # noqa: E402
 from harness.settings import Settings, SettingsError  # noqa: E402
 from harness.tasks import survey  # noqa: E402
-from worlds import bfcl_tasks  # noqa: E402
-from worlds.bfcl import DONE, MISSING, MOST_REPLIES, Bfcl, as_reply, script  # noqa: E402
-from worlds.bfcl_calls import MOST_CALLS, Simulators, failed, parse_calls  # noqa: E402
-from worlds.bfcl_smith import useful  # noqa: E402
-from worlds.bfcl_tasks import CATEGORIES, MORE_FUNCTIONS, SIZES, start_state, tasks  # noqa: E402
+from worlds.bfcl import data as bfcl_tasks  # noqa: E402
+from worlds.bfcl.calls import MOST_CALLS, Simulators, failed, parse_calls  # noqa: E402
+from worlds.bfcl.data import CATEGORIES, MORE_FUNCTIONS, SIZES, start_state, tasks  # noqa: E402
+from worlds.bfcl.tasks import useful  # noqa: E402
+from worlds.bfcl.world import DONE, MISSING, MOST_REPLIES, Bfcl, as_reply, script  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(package.__file__).parents[2]
@@ -472,14 +472,14 @@ def test_precision_is_that_of_the_call_while_others_count_beside_it():
 def test_a_task_is_the_same_in_every_process_zone_and_at_any_time():
     code = """if True:
         import hashlib, json
-        from worlds.bfcl import Bfcl, script
+        from worlds.bfcl.world import Bfcl, script
         env, told = Bfcl("short", "all"), []
         for task in env.tasks("train")[::4]:
             told.append(env.reset(task))
             for reply in script(env.find(task)["calls"]):
                 told.append(env.step(reply).observation)
-        from worlds.bfcl_calls import Simulators
-        from worlds.bfcl_tasks import tasks
+        from worlds.bfcl.calls import Simulators
+        from worlds.bfcl.data import tasks
         for key in tasks("base"):
             s = Simulators(key)
             told += [s.run(dict(name=name, arguments=arguments)) for name, arguments in [

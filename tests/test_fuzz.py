@@ -7,7 +7,7 @@ import pytest
 import envs
 from bench import fuzz
 from harness import files
-from worlds.webshop_server import WebShopServer
+from worlds.webshop.server import WebShopServer
 
 
 @pytest.mark.parametrize("parse", fuzz.PARSERS, ids=lambda parse: parse.__name__)

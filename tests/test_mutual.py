@@ -34,7 +34,7 @@ from harness.run import Run
 from harness.settings import Settings, SettingsError, check
 from study.show import show
 from worlds import Step, World
-from worlds.sql import InterCodeSQL
+from worlds.intercodesql.world import InterCodeSQL
 
 ROOT = Path(__file__).parent.parent
 

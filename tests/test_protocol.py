@@ -24,9 +24,9 @@ from dpo import Encoder, Trajectory
 from harness import play
 from harness.settings import Settings, SettingsError, check, options_of, parse
 from worlds import first_reply
+from worlds.intercodesql.world import sql_reward
 from worlds.published import read_prompts
-from worlds.sql import sql_reward
-from worlds.webshop import WebShop
+from worlds.webshop.shop import WebShop
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAT = [("user", "Observation:\nWebShop [SEP] Instruction: [SEP] a hat [SEP] Search"),

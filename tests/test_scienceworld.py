@@ -16,8 +16,8 @@ import pytest
 import scienceworld
 
 import envs
-from worlds import scienceworld as science
-from worlds.scienceworld import ScienceWorld
+from worlds.scienceworld import world as science
+from worlds.scienceworld.world import ScienceWorld
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data" / "scienceworld"

@@ -28,9 +28,16 @@ import dpo
 import envs
 from harness import settings, start, tiny
 from harness.play import rollout
-from worlds import sql_databases as databases
-from worlds import sql_questions, sql_spider
-from worlds.sql import EXPLANATION, InterCodeSQL, kendall_tau, parse_sql_reply, sql_reward
+from worlds.intercodesql import databases
+from worlds.intercodesql import questions as sql_questions
+from worlds.intercodesql import spider as sql_spider
+from worlds.intercodesql.world import (
+    EXPLANATION,
+    InterCodeSQL,
+    kendall_tau,
+    parse_sql_reply,
+    sql_reward,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data" / "intercode"
@@ -283,7 +290,7 @@ def test_episodes_are_short_in_the_short_view():
 
 
 def test_the_world_is_the_same_in_every_process():
-    code = ("import hashlib, json; from worlds import sql, sql_questions;"
+    code = ("import hashlib, json; from worlds.intercodesql import world as sql, questions as sql_questions;"
             "w = sql_questions.sql_world(); e = sql.InterCodeSQL('short');"
             "text = json.dumps([w.databases, w.questions, sql_questions.analysts(e, 3, 50)]);"
             "print(hashlib.sha256(text.encode()).hexdigest())")
@@ -1010,7 +1017,7 @@ def test_a_run_on_the_server_holds_no_password(mariadb, tmp_path, monkeypatch, c
 def test_commands_refuse_in_one_line(intercode, arguments, told):
     pytest.importorskip("pymysql", reason="PyMySQL is not installed")
     arguments = [str(intercode / "ic_spider_dbs.sql") if a == "DUMP" else a for a in arguments]
-    done = subprocess.run([sys.executable, "-m", "worlds.sql_spider", *arguments], cwd=ROOT,
+    done = subprocess.run([sys.executable, "-m", "worlds.intercodesql.spider", *arguments], cwd=ROOT,
                           text=True, capture_output=True)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert told in done.stderr and "s3cret" not in done.stderr

@@ -16,8 +16,8 @@ from harness import tasks
 from harness.folder import Folder
 from harness.report import table
 from harness.settings import Settings, SettingsError, options_of
-from worlds.webshop import WebShop
-from worlds.webshop_server import WebShopServer
+from worlds.webshop.server import WebShopServer
+from worlds.webshop.shop import WebShop
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -100,8 +100,8 @@ def test_the_published_lists(variable, by_rule, of_rule, both, tmp_path):
 
 @pytest.mark.skipif(not (DATA / "scienceworld").exists(), reason="the published lists are absent")
 def test_published_experts_of_science_need_the_published_lists(tmp_path):
-    from worlds.scienceworld import SCIENCE_TASKS
-    from worlds.scienceworld import _listed as listed
+    from worlds.scienceworld.world import SCIENCE_TASKS
+    from worlds.scienceworld.world import _listed as listed
 
     order = list(SCIENCE_TASKS)
     train = [listed(e) for e in json.loads((DATA / "scienceworld/train_indices.json").read_text())]

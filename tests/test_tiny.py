@@ -6,7 +6,7 @@ import pytest
 
 import dpo
 from harness import tiny
-from worlds.webshop import WebShop
+from worlds.webshop.shop import WebShop
 
 
 @pytest.fixture(scope="module")

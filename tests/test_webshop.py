@@ -13,9 +13,9 @@ from statistics import mean
 import pytest
 
 import envs
-from worlds import webshop
-from worlds import webshop_catalogue as catalogue
-from worlds.webshop import WebShop
+from worlds.webshop import catalogue
+from worlds.webshop import shop as webshop
+from worlds.webshop.shop import WebShop
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data" / "webshop"
@@ -372,7 +372,7 @@ def test_no_training_expert_acts_as_an_unseen_one_or_opens_its_products():
 
 
 def test_the_world_is_the_same_in_every_process():
-    code = ("import hashlib, json; from worlds import webshop, webshop_catalogue as catalogue;"
+    code = ("import hashlib, json; from worlds.webshop import shop as webshop, catalogue;"
             "w = catalogue.shop_world(); s = webshop.WebShop('short');"
             "text = json.dumps([w.products, w.goals, catalogue.shoppers(s, 3, 50)]);"
             "print(hashlib.sha256(text.encode()).hexdigest())")

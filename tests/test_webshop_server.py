@@ -17,9 +17,9 @@ import pytest
 import coevolve
 import envs
 from harness import start
-from worlds import webshop_catalogue as catalogue
-from worlds.webshop import Page, WebShop
-from worlds.webshop_server import WebShopServer, _Html
+from worlds.webshop import catalogue
+from worlds.webshop.server import WebShopServer, _Html
+from worlds.webshop.shop import Page, WebShop
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = ROOT.parent / "shared" / "data" / "webshop" / "recorded_exchanges.json"

@@ -1,4 +1,4 @@
-"""What environments share. Each of them is a file here; `webshop.py` is the one to read first.
+"""What environments share. Each of them is a folder here; read `webshop/shop.py` first.
 
 Nothing in this folder knows a tensor, a setting or a file of a run.
 """

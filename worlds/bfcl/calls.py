@@ -14,7 +14,7 @@ from datetime import datetime, timedelta, timezone
 
 import mpmath
 
-from worlds.bfcl_tasks import (
+from worlds.bfcl.data import (
     documents,
     simulator_class,
     start_state,

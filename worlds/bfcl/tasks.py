@@ -9,9 +9,9 @@ import json
 import random
 
 from worlds import words_of
-from worlds.bfcl import script
-from worlds.bfcl_calls import Simulators, failed, json_of, parse_calls
-from worlds.bfcl_tasks import CATEGORIES, tasks
+from worlds.bfcl.calls import Simulators, failed, json_of, parse_calls
+from worlds.bfcl.data import CATEGORIES, tasks
+from worlds.bfcl.world import script
 
 MOST_CALLS = 8  # of a new task [ours]
 

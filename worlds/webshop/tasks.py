@@ -8,7 +8,7 @@ import random
 import re
 
 from worlds import parse_reply, words_of
-from worlds.webshop_catalogue import goal_for, goal_key, instruction_of, meets
+from worlds.webshop.catalogue import goal_for, goal_key, instruction_of, meets
 
 FITS_MOST = 4  # products that may meet a goal, else it asks for nothing in particular [ours]
 

@@ -1,13 +1,13 @@
 """BFCL v3 multi-turn: an agent calls functions for a user, who says several things in an episode.
 
-The tasks are in `bfcl_tasks.py`; reading and making calls is in `bfcl_calls.py`.
+The tasks are in `data.py`; reading and making calls is in `calls.py`.
 """
 
 import json
 
 from worlds import Refused, Step, World
-from worlds.bfcl_calls import CLOSE, OPEN, Simulators, parse_calls, problem
-from worlds.bfcl_tasks import (
+from worlds.bfcl.calls import CLOSE, OPEN, Simulators, parse_calls, problem
+from worlds.bfcl.data import (
     CATEGORIES,
     documents,
     response_checker,
@@ -40,7 +40,7 @@ MISSING = "I cannot do this yet: a function or a value that I would need is miss
 class Bfcl(World):
     """Multi-turn tasks of BFCL v3 on simulators of files, messages, trading, travel and others.
 
-    A task is what `bfcl_tasks.tasks` says. Splits: train, validation, test of one category, or of
+    A task is what `data.tasks` says. Splits: train, validation, test of one category, or of
     all four; with bfcl_split="published" `test` is all 200 tasks of the category.
 
     The user's turns happen in here: a reply with calls is answered with their results, one without
@@ -150,7 +150,7 @@ class Bfcl(World):
         return lambda observation: next(replies)
 
     def smith(self):
-        from worlds.bfcl_smith import BfclSmith
+        from worlds.bfcl.tasks import BfclSmith
         return BfclSmith(self)
 
     def practice(self, seed: int, n: int, make):

@@ -1,7 +1,7 @@
 """InterCode's own questions and databases (Spider's): into sqlite, or from its dump into a server.
 
-    python -m worlds.sql_spider load-intercode DUMP ...     into a server, with users that only read
-    python -m worlds.sql_spider compare-intercode DATA ...  how far sqlite answers as that server
+    bash run.sh load-intercode DUMP ...     into a server, with users that only read
+    bash run.sh compare-intercode DATA ...  how far sqlite answers as that server
 """
 
 import argparse
@@ -14,8 +14,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from worlds import EnvError, Refused
-from worlds import sql_databases as databases
-from worlds.sql_questions import SQLWorld
+from worlds.intercodesql import databases
+from worlds.intercodesql.questions import SQLWorld
 
 
 @lru_cache(maxsize=2)

@@ -1,7 +1,7 @@
 """WebShop: an agent searches a shop, opens pages, and buys what an instruction asks for.
 
 Read this environment first. `Shop` is what every shop does: it reads the action in a reply and
-shows a page as text. `WebShop` is the embedded one; `webshop_server.py` asks an official server.
+shows a page as text. `WebShop` is the embedded one; `server.py` asks an official server.
 """
 
 import math
@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import combinations
 
 from worlds import Step, World
-from worlds import webshop_catalogue as catalogue
+from worlds.webshop import catalogue
 
 PROMPT = """\
 You are shopping on a web shop. Find and buy a product that fits the instruction: its kind, its \
@@ -180,7 +180,7 @@ class WebShop(Shop):
         return catalogue.shop_expert(thoughts=self.view == "full")
 
     def smith(self):
-        from worlds.webshop_smith import ShopSmith
+        from worlds.webshop.tasks import ShopSmith
         return ShopSmith(self)
 
     def practice(self, seed: int, n: int, make) -> list[list[dict]]:

@@ -1,6 +1,6 @@
 """New questions about the generated databases, made of queries that somebody ran there.
 
-A find is a SELECT that ran and has rows. Its family of `sql_questions` is read back, and the
+A find is a SELECT that ran and has rows. Its family of `questions` is read back, and the
 family's words say what it asks for. The smith shares the generator's grammar, so text and query
 agree by construction; whoever writes questions another way has to show it.
 """
@@ -10,8 +10,15 @@ import re
 from contextlib import closing
 
 from worlds import words_of
-from worlds.sql_databases import Sqlite
-from worlds.sql_questions import COMPOUND, CONCEPTS, HELD_OUT, SIMPLE, tables_of, worth_asking
+from worlds.intercodesql.databases import Sqlite
+from worlds.intercodesql.questions import (
+    COMPOUND,
+    CONCEPTS,
+    HELD_OUT,
+    SIMPLE,
+    tables_of,
+    worth_asking,
+)
 
 FAMILIES = SIMPLE + COMPOUND
 # Words of a query that returns something else another time.

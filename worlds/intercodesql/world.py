@@ -1,7 +1,7 @@
 """InterCodeSQL: an agent answers a question by exploring a database with SQL.
 
-The questions are in `sql_questions.py` (generated) and `sql_spider.py` (InterCode's own), the
-databases in `sql_databases.py`.
+The questions are in `questions.py` (generated) and `spider.py` (InterCode's own), the
+databases in `databases.py`.
 """
 
 import re
@@ -10,9 +10,9 @@ from collections import Counter
 import numpy as np
 
 from worlds import EnvError, Refused, Step, World
-from worlds.sql_databases import INTERRUPTED, TOO_LARGE, MySQL, Sqlite, refusal
-from worlds.sql_questions import analysts, sql_expert, sql_world
-from worlds.sql_spider import spider_world
+from worlds.intercodesql.databases import INTERRUPTED, TOO_LARGE, MySQL, Sqlite, refusal
+from worlds.intercodesql.questions import analysts, sql_expert, sql_world
+from worlds.intercodesql.spider import spider_world
 
 SHORT_ROWS = 8
 
@@ -140,7 +140,7 @@ class InterCodeSQL(World):
         return sql_expert(self._question["gold"], thoughts=self.view == "full")
 
     def smith(self):
-        from worlds.sql_smith import SQLSmith
+        from worlds.intercodesql.tasks import SQLSmith
         return SQLSmith(self) if self.world is sql_world() else super().smith()
 
     def practice(self, seed: int, n: int, make) -> list[list[dict]]:

@@ -14,7 +14,7 @@ import urllib3
 
 from worlds import EnvError, Refused
 from worlds.published import read_lists
-from worlds.webshop import DONE, Shop, Shown
+from worlds.webshop.shop import DONE, Shop, Shown
 
 RULE = {"train": range(1500, 1500 + 1624), "validation": range(500, 1500), "test": range(500)}
 LIMIT = re.compile(r",?( and)? price lower than [\d,]+(\.\d+)? dollars", re.I)

@@ -1,0 +1,1 @@
+"""InterCodeSQL: generated databases, or those of InterCode."""

@@ -1,0 +1,1 @@
+"""WebShop: the embedded shop, and a client of an official server."""
