@@ -122,9 +122,8 @@ def train_sft(run: Run, out: Path, agent: str, i: int = 0) -> dict:
     groups = [dpo.Group(e.task, [e])
               for e in run.trajectories(f"iter{i}/experts.jsonl" if i else "experts.jsonl")]
     epochs = [dpo.batches(groups, s.sft_batch, "instructions", rng) for _ in range(s.sft_epochs)]
-    objective = partial(dpo.sft_objective, never=run.uncounted())
-    return run.fit(run.load(run.base), run.base, out, epochs, objective, dpo.count_action_tokens,
-                   lr=s.sft_lr, warmup=s.sft_warmup, schedule="cosine")
+    return run.fit(run.load(run.base), run.base, out, epochs, dpo.sft_objective,
+                   dpo.count_action_tokens, lr=s.sft_lr, warmup=s.sft_warmup, schedule="cosine")
 
 
 def explore(run: Run, out: Path, agent: str, i: int, rollouts: Callable[[str], range],
@@ -190,8 +189,7 @@ def train_preferences(run: Run, out: Path, agent: str, i: int) -> dict:
     # Eq. (9), which is Eq. (7) for the failure agent: its pairs have no SFT weight.
     objective = partial(dpo.preference_objective, beta=beta,
                         lambda_dpo=1.0 if agent == "failure" else s.lambda_dpo,
-                        lambda_sft=s.lambda_sft, log_prob=s.log_prob, sft_term=s.sft_term,
-                        never=run.uncounted())
+                        lambda_sft=s.lambda_sft, log_prob=s.log_prob, sft_term=s.sft_term)
     divisor = dpo.count_pairs if s.normalise == "pairs" else dpo.sum_weights
     return run.fit(model, before, out, epochs, objective, divisor, lr=lr, warmup=s.dpo_warmup,
                    schedule=s.dpo_schedule, beta=beta)

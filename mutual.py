@@ -231,7 +231,6 @@ def rare(patterns: list[set[str]], below: float, least: int) -> dict[str, int]:
 def find_signals(run: Run, out: Path, i: int) -> dict:
     """Every signal of segment i with its evidence, and which of them are picked."""
     s, smith, asked = run.settings, run.smith(), run.settings.signals.split(",")
-    of_visit = s.step_rollouts if s.attempt == "episode" else 1  # scores
     history = {j: run.trajectories(f"iter{j}/target-agent/episodes.jsonl")
                for j in range(1, i + 1)}
     scores, groups = defaultdict(list), {}
@@ -240,14 +239,14 @@ def find_signals(run: Run, out: Path, i: int) -> dict:
             key=lambda t: (t.iteration, t.task)):
         groups[task] = list(visit)  # the latest stays
         y = [int(t.reward >= envs.SUCCESS) for t in groups[task]]
-        scores[task] += y if s.attempt == "episode" else [sum(y) / len(y)]
+        scores[task].append(sum(y) / len(y))
     window = history[i]
     visited = {t.task for t in window}
     held = [smith.patterns(t.task, explorer.replies(t)) for t in window]
 
     rows = [dict(signal="forgetting", task=task, scores_ago=n, **evidence(groups[task]),
                  success_then=last_success(history, task))
-            for task, n in forgetting(scores, visited, s.window * of_visit).items()]
+            for task, n in forgetting(scores, visited, s.window).items()]
     rows += [dict(signal="boundary", task=task, successes=n, **evidence(groups[task]))
              for task, n in boundary({task: [int(t.reward >= envs.SUCCESS) for t in groups[task]]
                                       for task in visited}).items()]

@@ -15,6 +15,7 @@ from tqdm import tqdm
 import envs
 from harness.settings import SettingsError
 
+KEY = "OPENAI_API_KEY"  # the environment variable
 TRIES = 8
 PASSING = {408, 409, 425, 429}  # statuses that may be gone in a moment, as 500 and above
 USAGE = ("requests", "retries", "unreported", "prompt_tokens", "completion_tokens")
@@ -42,9 +43,9 @@ class Endpoint:
         self.url = (url or s.model).rstrip("/").removesuffix(path) + path
         self.body = dict(model=name or s.model_name, temperature=temperature,
                          max_tokens=max_tokens or s.max_new_tokens)
-        self.variable, self.key = s.key_variable, os.environ.get(s.key_variable, "").strip()
+        self.key = os.environ.get(KEY, "").strip()
         if re.search(r"[^!-~]", self.key):
-            raise SettingsError(f"the key in {s.key_variable} holds a character that no key has")
+            raise SettingsError(f"the key in {KEY} holds a character that no key has")
 
     def __call__(self, messages: list[dict], tries: int = TRIES) -> tuple[str, dict]:
         """ContextFull if they are too long for the model; EndpointError after the last attempt."""
@@ -89,7 +90,7 @@ class Endpoint:
         if self.key:
             problem = problem.replace(self.key, "***")
         else:
-            problem += f" (without a key: {self.variable} is not set)"
+            problem += f" (without a key: {KEY} is not set)"
         raise EndpointError(f"{self.url}: {problem} (attempt {attempt + 1})")
 
     def _refused(self, body: dict, text: str) -> bool:

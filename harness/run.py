@@ -166,11 +166,7 @@ class Run(Folder):
     def add_reference(self, model, groups: list[dpo.Group]) -> None:
         with self.bar("reference", sum(g.tokens for g in groups), "token") as progress:
             dpo.add_reference(self.accelerator, model, groups, self.settings.tokens_per_forward,
-                              progress, self.uncounted())
-
-    def uncounted(self) -> list[int]:
-        """Ids that log-probabilities are not over, --log-prob-over; those of the vocabulary."""
-        return [] if self.settings.log_prob_over == "vocabulary" else self.never_drawn()
+                              progress)
 
     def never_drawn(self) -> list[int]:
         """Ids that agents of this run never sample, some of which may only pad the embedding."""

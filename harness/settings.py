@@ -136,9 +136,6 @@ class Settings:
     lambda_sft: float = setting(0.1, "weight of the SFT term of Eq. (9) [Section 4.3]", at_least=0)
     log_prob: Literal["sum", "mean"] = setting(
         "sum", "log-probability of a trajectory: sum over action tokens, or mean [Eq. 2, 5, 7]")
-    log_prob_over: Literal["vocabulary", "drawn"] = setting(
-        "vocabulary", "SFT and DPO: probabilities over the whole vocabulary, or over the tokens "
-        "that the agent may draw, which leaves control tokens out [Eq. 2; PPO and GRPO: drawn]")
     sft_term: Literal["sum", "mean"] = setting(
         "sum", "SFT term of Eq. (9): sum over action tokens, or per token [Eq. 9 as written]")
     reference: Literal["phase", "sft"] = setting(
@@ -230,8 +227,6 @@ class Settings:
     signals: str = setting(
         "forgetting,boundary,rare", "those that lead exploration, of these three [S]")
     window: int = setting(5, "W, visits of a task that forgetting looks back on [ours]", at_least=1)
-    attempt: Literal["group", "episode"] = setting(
-        "group", "what forgetting compares: scores of a step's group, or single episodes [ours]")
     rare_below: float = setting(
         2.0, "theta, percent of episodes below which a pattern is rare [ours]", above=0,
         at_most=100)
@@ -251,7 +246,6 @@ class Settings:
 
     # In-context models, --model https://...
     model_name: Optional[str] = setting(None, "chat: the model's name at the endpoint [-]")
-    key_variable: str = setting("OPENAI_API_KEY", "chat: environment variable with the key [ours]")
     examples: int = setting(
         1, "conversations shown first, 0 to 2: chat: of experts [not in the paper]; eto: of the "
         "prompts' examples, in every episode played [ETO; IPR shows none on WebShop]",
@@ -370,7 +364,7 @@ AFTER_SFT = (*FREE, "method", *"""
     too_long samples dart_budget ppo_rollouts ppo_epochs ppo_batch ppo_lr ppo_clip ppo_kl
     warm_start start_from start_tasks grpo_steps evolve_every evaluate_every step_tasks
     step_rollouts grpo_batch grpo_lr grpo_temperature grpo_kl clip_low clip_high signals window
-    attempt rare_below rare_min picks explorer explorer_model explorer_episodes
+    rare_below rare_min picks explorer explorer_model explorer_episodes
     explorer_temperature add_most near_text verify""".split())
 
 

@@ -249,9 +249,9 @@ def test_episodes_of_another_model_are_not_taken_for_this_ones(endpoint, run, tm
 
 
 def test_a_key_that_no_header_can_hold_is_refused_without_being_shown(endpoint, monkeypatch):
-    monkeypatch.setenv("OTHER_KEY", "sk-\nsecret")
-    with pytest.raises(SettingsError, match="OTHER_KEY holds a character") as error:
-        endpoints.Endpoint(settings(endpoint, key_variable="OTHER_KEY"))
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-\nsecret")
+    with pytest.raises(SettingsError, match="OPENAI_API_KEY holds a character") as error:
+        endpoints.Endpoint(settings(endpoint))
     assert "secret" not in str(error.value)
 
 
