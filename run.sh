@@ -4,10 +4,9 @@
 #   bash run.sh scienceworld [settings]
 #   bash run.sh intercodesql [settings]
 #   bash run.sh bfcl --model FOLDER_OR_HUB_NAME [settings]
-#   bash run.sh page RUN               a run as a page, RUN/run.html; also while it goes on
-#   bash run.sh show RUN [tasks]       trajectories of a run, side by side
+#   bash run.sh page RUN               a run as a page, RUN/run.html; --tasks ID: those first
 #   bash run.sh play ENV [TASK]        play a task yourself; --agent RUN: with a trained agent
-#   bash run.sh compare RUN RUN ...    means over seeds, by method
+#   bash run.sh compare RUN RUN ...    one report on several runs: means over seeds, by method
 #   bash run.sh study webshop [...]    methods x seeds and one report; --help lists what it takes
 #   bash run.sh load-intercode DUMP --admin-url URL --mysql-url URL
 #                                      InterCode's databases into a MySQL or MariaDB server
@@ -69,9 +68,9 @@ add() {
 
 command=${1:-}
 case $command in
-    webshop | scienceworld | intercodesql | bfcl | page | show | play | compare | study | \
+    webshop | scienceworld | intercodesql | bfcl | page | play | compare | study | \
         load-intercode | compare-intercode | test | bench) shift ;;
-    *) sed -n '2,20s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    *) sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
 
 python=
@@ -105,7 +104,7 @@ program() { PYTHONSAFEPATH=1 exec "$python" -m "$@"; }
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 case $command in
     page | play) program "look.$command" "$@" ;;
-    show | compare) program "study.$command" "$@" ;;
+    compare) program study.report "$@" ;;
     study) program study.runs "$@" ;;
     *-intercode) program worlds.intercodesql.spider "$command" "$@" ;;
     bench) exec "$python" "$here/bench/bench.py" "$@" ;;

@@ -1,12 +1,10 @@
-"""What a person sees of a run: the numbers of an evaluation, the closing table, the curves.
+"""The numbers of a run: those of an evaluation, what its log says, the closing table.
 
-Table and curves are read back from the run's files, so they work on any finished or interrupted
-run.
+The table is read back from the run's files, so it works on any finished or interrupted run.
 """
 
 import textwrap
 from collections import Counter, defaultdict
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -46,12 +44,12 @@ def scores(rows, tasks) -> dict:
     """
     rewards = [row.reward for row in rows]
     low, high = bootstrap_interval(rewards)
-    found = dict(reward=mean(rewards), reward_low=low, reward_high=high,
-                 success=mean(r >= SUCCESS for r in rewards), steps=mean(r.steps for r in rows))
     counts = dict(lost=len(tasks) - len(rows),
                   out_of_context=sum(r.ended == "context" for r in rows),
                   with_cut_replies=sum(r.cut_replies > 0 for r in rows))
-    return {**found, **{name: n for name, n in counts.items() if n}}
+    return dict(reward=mean(rewards), reward_low=low, reward_high=high,
+                success=mean(r >= SUCCESS for r in rewards), steps=mean(r.steps for r in rows),
+                **{name: n for name, n in counts.items() if n})
 
 
 def table2(rows, hard_threshold: float) -> dict:
@@ -66,46 +64,37 @@ def table2(rows, hard_threshold: float) -> dict:
 
 
 def visible(text: str) -> str:
-    """`text` with control and other unprintable characters, which a terminal obeys, by number."""
+    """`text` with control characters and others that a terminal may obey escaped, by number."""
     return "".join(c if c.isprintable() or c == "\n" else " " if c == "\t" else f"<{ord(c):02X}>"
                    for c in text.replace("\r\n", "\n"))
 
 
-@contextmanager
-def reading(path):
-    """While the objects of a run's file are read: RunError, naming it, if one lacks something."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, RunError):
-            raise
-        raise RunError(f"{path}: damaged ({type(error).__name__}: {error}); restore it, or give "
-                       "another --out") from error
-
-
-def result(run_dir, growing: bool = False) -> dict:
-    """`settings`, `evaluations`, `exploration`, `pairs` and `dropped` of a run, in order.
-
-    No times, --out and --reuse in it: equal runs give equal bytes. RunError if it is not a run.
-    growing: it may be going on, as for `read_jsonl`.
-    """
+def config_of(run_dir) -> dict:
+    """config.json of a run; RunError if the folder is not one."""
     config = Path(run_dir) / "config.json"
     if not config.is_file():
         raise RunError(f"{run_dir}: not a run, it has no config.json; name a folder like "
                        "runs/webshop-coevolve-s0")
-    settings = read_object(config, settings=dict)["settings"]
-    found = events(run_dir, growing)
-    return {"settings": {n: v for n, v in settings.items() if n not in ("out", "reuse")},
-            "evaluations": found["evaluation"], "exploration": found["exploration"],
-            "pairs": found["pairs"], "dropped": found["dropped"]}
+    return read_object(config, settings=dict)
 
 
 def events(run_dir, growing: bool = False) -> dict[str, list[dict]]:
-    """The events of metrics.jsonl by name, in order."""
+    """The events of metrics.jsonl by name, in order. growing: the run may be going on."""
     found = defaultdict(list)
     for event in read_jsonl(Path(run_dir) / "metrics.jsonl", growing):
         found[event.pop("event", None)].append(event)
     return found
+
+
+def result(run_dir) -> dict:
+    """`settings`, `evaluations`, `exploration`, `pairs` and `dropped` of a run, in order.
+
+    No times, --out and --reuse in it: equal runs give equal bytes. RunError if it is not a run.
+    """
+    settings, of = config_of(run_dir)["settings"], events(run_dir)
+    return {"settings": {n: v for n, v in settings.items() if n not in ("out", "reuse")},
+            "evaluations": of["evaluation"], "exploration": of["exploration"],
+            "pairs": of["pairs"], "dropped": of["dropped"]}
 
 
 # ---------------------------------------------------------------- the closing table
@@ -117,91 +106,97 @@ def table(run_dir) -> str:
     At most 100 columns, unless a name is very long. A part that the run has no events of is left
     out. RunError if `run_dir` is not a run.
     """
-    with reading(Path(run_dir) / "metrics.jsonl"):
-        return "\n\n".join([f"{run_dir}: {headline(result(run_dir)['settings'])}{_data(run_dir)}",
-                            *(section(*parts) for parts in sections(run_dir))]) + "\n"
+    config = config_of(run_dir)
+    parts = sections(config["settings"], events(run_dir))
+    return "\n\n".join([f"{run_dir}: {headline(config['settings'])}{_split(config)}",
+                        *(section(*part) for part in parts)]) + "\n"
 
 
 def headline(s: dict) -> str:
     return f"{s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}"
 
 
-def _data(run_dir) -> str:
+def _split(config: dict) -> str:
     """How the tasks were split, and how many were both trained on and evaluated."""
-    config = read_object(Path(run_dir) / "config.json", settings=dict)
     about = config.get("tasks") or {"split_by": config["settings"].get("split_file") or "by rule"}
     both = about.get("overlap")
     return f", split {about['split_by']}" + (
         f"\n{both} evaluated tasks were also trained on (--overlap keep)" if both else "")
 
 
-def sections(run_dir, growing: bool = False):
-    """(title, header, rows) of each part of the table that has rows, as `section` takes them."""
-    yield from (parts for parts in _sections(run_dir, growing) if parts[2])
+def sections(settings: dict, of: dict) -> list[tuple[str, str, list]]:
+    """(title, header, rows) of each part of the table that has rows, as `section` takes them.
+
+    of: the run's `events`.
+    """
+    parts = [_evaluations(of), _endpoint(of), _exploration(of, settings["hard_threshold"]),
+             _pairs(of), _signals(of), _refused(of),
+             ("Trajectories dropped", "<phase <reason count",
+              [(e["phase"], e["reason"], e["count"]) for e in of["dropped"]]), _phases(of)]
+    return [part for part in parts if part[2]]
 
 
-def _sections(run_dir, growing):
-    found = result(run_dir, growing)
-    s, evaluations, pairs = found["settings"], found["evaluations"], found["pairs"]
+def _evaluations(of):
+    return ("Evaluation, greedy; reward with its 95% bootstrap interval over tasks",
+            "iteration <agent <split tasks reward interval success steps",
+            [(e["iteration"], e["agent"], e["split"], _tasks(e), f"{e['reward']:.3f}",
+              f"[{e['reward_low']:.3f}, {e['reward_high']:.3f}]", _percent(e["success"]),
+              f"{e['steps']:.1f}") for e in of["evaluation"]])
 
-    yield (
-        "Evaluation, greedy; reward with its 95% bootstrap interval over tasks",
-        "iteration <agent <split tasks reward interval success steps",
-        [(e["iteration"], e["agent"], e["split"], _tasks(e), f"{e['reward']:.3f}",
-          f"[{e['reward_low']:.3f}, {e['reward_high']:.3f}]", _percent(e["success"]),
-          f"{e['steps']:.1f}") for e in evaluations])
 
-    yield (
-        "What the endpoint took",
-        "<split requests retries without_usage tokens_read tokens_written dollars",
-        [(e["split"], f"{e['requests']:,}", f"{e['retries']:,}", f"{e['unreported']:,}",
-          f"{e['prompt_tokens']:,}", f"{e['completion_tokens']:,}",
-          f"{e['dollars']:.2f}" if "dollars" in e else "-")
-         for e in evaluations if "requests" in e])
+def _endpoint(of):
+    return ("What the endpoint took",
+            "<split requests retries without_usage tokens_read tokens_written dollars",
+            [(e["split"], f"{e['requests']:,}", f"{e['retries']:,}", f"{e['unreported']:,}",
+              f"{e['prompt_tokens']:,}", f"{e['completion_tokens']:,}",
+              f"{e['dollars']:.2f}" if "dollars" in e else "-")
+             for e in of["evaluation"] if "requests" in e])
 
-    threshold = s["hard_threshold"]
-    yield (
-        f"Exploration; a negative has a reward below {threshold}, a hard one from {threshold} to 1",
-        "iteration <agent trajectories success negative hard_negative reward",
-        [(e["iteration"], e["agent"], e["trajectories"], _percent(e["success"]),
-          _percent(e["negative"]), _percent(e["hard_negative"]), f"{e['reward']:.3f}")
-         for e in _with_sum(found["exploration"])])
 
-    kinds = [kind for kind in KINDS if any(kind in e["kept"] for e in pairs)]
-    yield (
-        "Pairs kept, by kind, and dropped, by reason",
-        f"iteration <trains {' '.join(kinds)} dropped <reasons",
-        [(e["iteration"], e["trains"], *(e["kept"].get(kind, 0) for kind in kinds),
-          sum(e["dropped"].values()), _counts(e["dropped"])) for e in pairs])
+def _exploration(of, threshold):
+    return (f"Exploration; a negative has a reward below {threshold}, a hard one from {threshold} "
+            "to 1", "iteration <agent trajectories success negative hard_negative reward",
+            [(e["iteration"], e["agent"], e["trajectories"], _percent(e["success"]),
+              _percent(e["negative"]), _percent(e["hard_negative"]), f"{e['reward']:.3f}")
+             for e in _with_sum(of["exploration"])])
 
-    of = events(run_dir, growing)
+
+def _pairs(of):
+    kinds = [kind for kind in KINDS if any(kind in e["kept"] for e in of["pairs"])]
+    return ("Pairs kept, by kind, and dropped, by reason",
+            f"iteration <trains {' '.join(kinds)} dropped <reasons",
+            [(e["iteration"], e["trains"], *(e["kept"].get(kind, 0) for kind in kinds),
+              sum(e["dropped"].values()), _counts(e["dropped"])) for e in of["pairs"]])
+
+
+def _signals(of):
     by = {name: {e["iteration"]: e for e in of[name]} for name in ("signals", "explored")}
     joined = {int(e["phase"][4:].split("/")[0]): e["tasks"] for e in of["phase"]
               if e["phase"].endswith("/tasks.jsonl")}
-    yield (
-        "Signals, and what became of what the explorer found; tasks are those of D then",
-        "iteration forgetting boundary rare picked episodes proposals added tasks",
-        [(i := e["iteration"], *(by["signals"].get(i, {}).get(name, "-")
-                                 for name in ("forgetting", "boundary", "rare", "picked")),
-          by["explored"][i]["episodes"], e["proposals"], e["added"],
-          sum(n for j, n in joined.items() if j <= i)) for e in of["proposals"]])
+    return ("Signals, and what became of what the explorer found; tasks are those of D then",
+            "iteration forgetting boundary rare picked episodes proposals added tasks",
+            [(i := e["iteration"], *(by["signals"].get(i, {}).get(name, "-")
+                                     for name in ("forgetting", "boundary", "rare", "picked")),
+              by["explored"][i]["episodes"], e["proposals"], e["added"],
+              sum(n for j, n in joined.items() if j <= i)) for e in of["proposals"]])
+
+
+def _refused(of):
     refused = sum((Counter(e["refused"]) for e in of["proposals"]), Counter())
-    yield ("Proposals refused", "<reason count", refused.most_common())
+    return "Proposals refused", "<reason count", refused.most_common()
 
-    yield ("Trajectories dropped", "<phase <reason count",
-           [(e["phase"], e["reason"], e["count"]) for e in found["dropped"]])
 
+def _phases(of):
     phases = [{"tokens": 0, "episodes": 0, "resident_mb": 0, **e} for e in of["phase"]]
     reused = [p for p in phases if "reused" in p]
     sums = [{"phase": name, "resident_mb": max(p["resident_mb"] for p in part),
              **{key: sum(p[key] for p in part) for key in ("seconds", "tokens", "episodes")}}
             for name, part in (("total", phases), ("of these reused (*)", reused)) if part]
-    yield (
-        "Wall time and tokens", "<phase h:mm:ss tokens tokens/s episodes memory_MB",
-        [(p["phase"] + " *" * ("reused" in p), _clock(p["seconds"]), f"{p['tokens']:,}",
-          f"{p['tokens'] / p['seconds']:,.0f}" if p["tokens"] and p["seconds"] else "-",
-          f"{p['episodes']:,}" if p["episodes"] else "-", f"{p['resident_mb']:,.0f}")
-         for p in phases + sums])
+    return ("Wall time and tokens", "<phase h:mm:ss tokens tokens/s episodes memory_MB",
+            [(p["phase"] + " *" * ("reused" in p), _clock(p["seconds"]), f"{p['tokens']:,}",
+              f"{p['tokens'] / p['seconds']:,.0f}" if p["tokens"] and p["seconds"] else "-",
+              f"{p['episodes']:,}" if p["episodes"] else "-", f"{p['resident_mb']:,.0f}")
+             for p in phases + sums])
 
 
 def _with_sum(exploration):
@@ -223,7 +218,7 @@ def columns(header: str) -> list[tuple[str, bool]]:
 
 
 def section(title: str, header: str, rows: list[tuple], width: int = 100) -> str:
-    """Title and aligned rows. A last column of text is wrapped within `width`."""
+    """A table as text: title and aligned rows. A last column of text is wrapped within `width`."""
     names, left = zip(*columns(header))
     cells = [names, *([str(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
@@ -258,95 +253,3 @@ def _clock(seconds: float) -> str:
 
 def _counts(counts: dict) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in counts.items() if n)
-
-
-# ---------------------------------------------------------------- the figure
-
-# Okabe and Ito's colours, told apart by colour-blind readers too.
-AGENT_COLOURS = {"target": "#0072B2", "failure": "#D55E00", "positive": "#CC79A7"}
-SHARES = {"success": ("success", "#009E73"), "hard_negative": ("hard negative", "#F0E442"),
-          "negative": ("negative", "#999999")}
-LINES = (("-", "o"), ("--", "s"), (":", "^"))  # one per split
-
-
-def figure(run_dir, path) -> None:
-    """Writes a PNG: reward and success per iteration, and what exploration was made of.
-
-    Bands are the 95% intervals over tasks. RunError if the run has no evaluation yet.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    found = result(run_dir)
-    s, exploration = found["settings"], found["exploration"]
-    if not found["evaluations"]:
-        raise RunError(f"{run_dir}: no evaluation in metrics.jsonl yet; let the run go on")
-    panels = 3 if exploration else 2
-    fig, axes = plt.subplots(1, panels, figsize=(4.4 * panels, 4), layout="constrained")
-    with reading(Path(run_dir) / "metrics.jsonl"):
-        _curves(*axes[:2], found["evaluations"])
-        if exploration:
-            _bars(axes[2], exploration)
-        fig.suptitle(headline(s))
-    handles, labels = axes[0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside lower left", ncols=len(labels), frameon=False)
-    fig.savefig(path, format="png", dpi=150, metadata={"Software": None})
-    plt.close(fig)
-
-
-def _curves(reward, success, evaluations):
-    """A line over iterations for each agent and split: mean rewards, and success rates."""
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
-
-    splits = list(dict.fromkeys(e["split"] for e in evaluations))
-    agents = list(dict.fromkeys(e["agent"] for e in evaluations))
-    for agent in agents:
-        for split, (line, marker) in zip(splits, LINES):
-            curve = [e for e in evaluations if (e["agent"], e["split"]) == (agent, split)]
-            x = [e["iteration"] for e in curve]
-            style = dict(color=AGENT_COLOURS[agent], linestyle=line, marker=marker, markersize=5,
-                         label=f"{agent} agent, {split}")
-            reward.plot(x, [e["reward"] for e in curve], **style)
-            low, high = ([e[f"reward_{end}"] for e in curve] for end in ("low", "high"))
-            if len(curve) == 1:  # a band of one point has no width
-                reward.vlines(x, low, high, color=AGENT_COLOURS[agent], alpha=0.4)
-            else:
-                reward.fill_between(x, low, high, color=AGENT_COLOURS[agent], alpha=0.12, lw=0)
-            success.plot(x, [e["success"] for e in curve], **style)
-    reward.set(title="Reward, 95% interval over tasks", ylabel="mean reward")
-    success.set(title="Success rate", ylabel="share of tasks with reward 1")
-    success.yaxis.set_major_formatter(PercentFormatter(1))
-    for ax in (reward, success):
-        ax.set_xlabel("iteration (0: the start)")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.grid(alpha=0.3)
-
-
-def _bars(ax, exploration):
-    """Stacked bars of Table 2's shares, one per iteration and agent."""
-    from matplotlib.ticker import PercentFormatter
-
-    bottom = np.zeros(len(exploration))
-    iterations = [e["iteration"] for e in exploration]
-    agents = list(dict.fromkeys(e["agent"] for e in exploration))
-    width = 0.8 / len(agents)
-    x = np.array([e["iteration"] + width * (agents.index(e["agent"]) - (len(agents) - 1) / 2)
-                  for e in exploration])
-    for key, (label, colour) in SHARES.items():
-        heights = np.array([e[key] for e in exploration])
-        ax.bar(x, heights, 0.9 * width, bottom=bottom, color=colour, label=label)
-        for at, height, base in zip(x, heights, bottom):
-            if height > 0.06 and len(x) <= 10:  # a lower bar has no room for a number
-                ax.text(at, base + height / 2, f"{100 * height:.0f}", ha="center", va="center",
-                        fontsize=8)
-        bottom += heights
-    for at, event in zip(x, exploration):
-        ax.text(at, 1.01, event["agent"], ha="center", va="bottom", fontsize=7,
-                rotation=90 if len(x) > 6 else 0)
-    ax.set(title="Exploration on the training tasks\n", xlabel="iteration",
-           ylabel="share of trajectories", xticks=sorted(set(iterations)), ylim=(0, 1))
-    ax.yaxis.set_major_formatter(PercentFormatter(1))
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False,
-              handlelength=1, columnspacing=1)

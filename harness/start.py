@@ -74,14 +74,11 @@ def main(loop, argv: list[str], afterwards=()) -> None:
 
 
 def finish(run: Run) -> None:
-    """Writes result.json and curves.png, and prints what the run's files hold."""
-    result, curves = run.path / "result.json", run.path / "curves.png"
-    found = json.dumps(report.result(run.path), indent=1)
-    if result.exists() and result.read_bytes() == found.encode() and curves.exists():
+    """Writes result.json, and prints what the run's files hold."""
+    result, found = run.path / "result.json", json.dumps(report.result(run.path), indent=1)
+    if result.exists() and result.read_bytes() == found.encode():
         run.print_main(f"{run.path} was finished before; what it holds:")
     else:
-        with files.writing(curves):
-            report.figure(run.path, curves)
         files.write_text(result, found)
     run.print_main(report.table(run.path))
 

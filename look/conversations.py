@@ -1,68 +1,65 @@
-"""The tasks of a run with their trajectories and pairs, small enough to stand in a page.
+"""The tasks of a run with their trajectories and pairs, for the task browser of a page."""
 
-Texts repeat: an observation comes again in many episodes, a product on many pages. A text is a list
-of pieces, a trajectory a list of texts, and each is kept once. Token ids stay behind.
-"""
-
+import json
 import math
 import re
+import zlib
 from collections import Counter
-from itertools import takewhile
 from pathlib import Path
 
 from envs import SUCCESS, first_reply
-from harness.files import read_jsonl, read_object
-from harness.report import events, reading, result
+from harness.files import RunError, read_jsonl, read_object
+from harness.report import config_of, events
 
-# What a trajectory is in the page, in this order; `messages`: numbers of texts, -1 - n where the
-# agent wrote text n, and null where the page has no room for them.
-FIELDS = ("agent", "iteration", "rollout", "reward", "raw", "steps", "cut", "ended", "from",
-          "joined", "messages")
-PIECES = re.compile(r".+?(?: \[SEP\] | \| |\n+|$)", re.S)
+# Of a trajectory, what the page has: token ids stay behind.
+KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "steps", "cut_replies", "ended",
+        "messages")
 
 
-def conversations(run_dir, letters: float = math.inf, tasks: float = math.inf) -> dict:
-    """Everything the task browser shows, as JSON takes it: the most telling tasks first.
+def conversations(run_dir, megabytes: float = math.inf, tasks: int | None = None,
+                  first=()) -> dict:
+    """Everything that the task browser shows, as JSON takes it: the most telling tasks first.
 
-    letters: how much text there may be; later tasks come without their conversations. tasks: how
-    many there may be at all. RunError, naming the file, where one is not what a run writes.
+    megabytes: how much it may be as `look.page` packs it; later tasks come without their
+    conversations (`messages` is None). tasks: how many there may be at all. first: ids of tasks
+    that come before the others, with their conversations; RunError if the run has none of one.
     """
     run_dir = Path(run_dir)
-    with reading(run_dir / "config.json"):
-        settings = result(run_dir, growing=True)["settings"]
-        env = settings["env"]
-    found = {}  # task -> {"runs": trajectories, "pairs": pairs}
+    settings, found = config_of(run_dir)["settings"], {}  # task -> its trajectories and pairs
     rows_of = {name: read_jsonl(run_dir / name, growing=name == "chat.jsonl")
                for name in outputs(run_dir)}
     for name, rows in rows_of.items():
-        with reading(run_dir / name):
-            for row in rows if rows and "messages" in rows[0] else ():
-                here = found.setdefault(text(row["task"]), dict(runs={}, pairs=[]))
-                key = (text(row["agent"]), int(row["iteration"]), int(row["rollout"]))
-                if name.startswith("iter") and Path(name).stem == "experts":
-                    if key in here["runs"]:
-                        here["runs"][key]["joined"] = True  # the experts, as an example of success
-                    continue
-                here["runs"].setdefault(key, trajectory(row, key, name))
+        for row in rows if rows and "messages" in rows[0] else ():
+            runs = found.setdefault(row["task"], dict(runs={}, pairs=[]))["runs"]
+            key = row["agent"], row["iteration"], row["rollout"]
+            if name.startswith("iter") and Path(name).stem == "experts":
+                if key in runs:
+                    runs[key]["joined"] = True  # the experts, as an example of success
+            else:
+                runs.setdefault(key, {
+                    **{field: row[field] for field in KEPT if field in row}, "joined": False,
+                    "from": name.removesuffix(".jsonl"),
+                    "opening": first_reply(row["messages"], row["steps"])})
     margins = _margins(run_dir)
     for name, rows in rows_of.items():
-        with reading(run_dir / name):
-            for row in rows if rows and "chosen" in rows[0] else ():
-                found[row["task"]]["pairs"].append(_pair(row, name, found, margins))
-    ranked = sorted(found, key=lambda task: _interest(found[task]["runs"].values()))
+        for row in rows if rows and "chosen" in rows[0] else ():
+            found[row["task"]]["pairs"].append(_pair(row, name, found, margins))
+    if unknown := [task for task in first if task not in found]:
+        raise RunError(f"{', '.join(unknown)}: no trajectory in {run_dir}; it has {len(found)} "
+                       f"tasks, such as {', '.join([*found][:3])}")
+    ranked = sorted(found, key=lambda task: (task not in first,
+                                             _interest(found[task]["runs"].values())))
     says = _instructions({task: here["runs"] for task, here in found.items()})
-    store, listed = Texts(letters - sum(80 * len(here["runs"]) + 80 * len(here["pairs"])
-                                        for here in found.values())), []
-    for task in ranked[:int(min(tasks, len(ranked)))]:
-        runs = list(found[task]["runs"].values())
-        told = store.left > 0
-        listed.append(dict(
-            id=task, split=task.removeprefix(f"{env}-").split("-")[0], say=says[task],
-            runs=[[*(run[f] for f in FIELDS[:-1]),
-                   [store.add(m) for m in run["messages"]] if told else None] for run in runs],
-            pairs=found[task]["pairs"]))
-    return dict(fields=FIELDS, pieces=list(store.pieces), texts=[*store.texts.values()],
-                tasks=listed, success=SUCCESS, hard=settings.get("hard_threshold", SUCCESS),
+    packer, room, listed = zlib.compressobj(), 1e6 * megabytes, []
+    for task in ranked[:tasks]:
+        runs = [*found[task]["runs"].values()]
+        if room <= 0 and task not in first:
+            runs = [{**run, "messages": None} for run in runs]
+        listed.append(dict(id=task, split=task.removeprefix(f"{settings['env']}-").split("-")[0],
+                           say=says[task], runs=runs, pairs=found[task]["pairs"]))
+        packed = packer.compress(json.dumps(listed[-1]).encode())
+        room -= 4 / 3 * len(packed + packer.flush(zlib.Z_SYNC_FLUSH))
+    return dict(tasks=listed, success=SUCCESS, hard=settings.get("hard_threshold", SUCCESS),
                 cut_turns=settings.get("cut_turns", -1))
 
 
@@ -79,56 +76,27 @@ def outputs(run_dir: Path) -> list[str]:
     return [name for name in [*names, "chat.jsonl"] if (run_dir / name).is_file()]
 
 
-def text(value) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
-    return value
+def _pair(row: dict, name: str, found: dict, margins: dict) -> dict:
+    """A row of pairs-*.jsonl; chosen and rejected are numbers of the task's trajectories.
 
-
-def number(value) -> float:
-    if isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no finite number")
-    return round(value, 4)
-
-
-def trajectory(row: dict, key: tuple, name: str) -> dict:
-    agent, iteration, rollout = key
-    raw = row.get("raw_reward")
-    first = first_reply(row["messages"], int(row["steps"]))
-    messages = [(text(m["role"]) == "assistant" and n >= first, text(m["content"]))
-                for n, m in enumerate(row["messages"])]
-    return dict(agent=agent, iteration=iteration, rollout=rollout, reward=number(row["reward"]),
-                raw=None if raw is None else number(raw), steps=int(row["steps"]),
-                cut=int(row.get("cut_replies", 0)), ended=text(row["ended"]), joined=False,
-                messages=messages, **{"from": name.removesuffix(".jsonl")})
-
-
-def _pair(row: dict, name: str, found: dict, margins: dict) -> list:
-    """[iteration, trains, kind, chosen, rejected, weight, SFT weight, before, after] of a pair.
-
-    chosen, rejected: numbers of the task's trajectories; before, after: [chosen and rejected
-    log-probability, margin], or null where that was not measured.
+    before, after: [chosen and rejected log-probability, margin], None where not measured.
     """
     keys = [*found[row["task"]]["runs"]]
-    sides = [keys.index((side["agent"], side["iteration"], side["rollout"]))
-             for side in (row["chosen"], row["rejected"])]
     iteration = int(re.match(r"iter(\d+)/", name)[1])
     phase = f"iter{iteration}/{row['trains']}-agent"
-    measured = [next(margins.get((phase, when, row["task"]), iter(())), None)
-                for when in ("before", "after")]
-    return [iteration, text(row["trains"]), text(row["kind"]), *sides, number(row["weight"]),
-            number(row["sft_weight"]), *measured]
+    return {**row, "iteration": iteration,
+            **{side: keys.index(tuple(row[side][part] for part in ("agent", "iteration",
+                                                                   "rollout")))
+               for side in ("chosen", "rejected")},
+            **{when: next(margins.get((phase, when, row["task"]), iter(())), None)
+               for when in ("before", "after")}}
 
 
 def _margins(run_dir: Path) -> dict:
     """(phase, "before" or "after", task) -> what the log has of its pairs, one after another."""
-    found = {}
-    with reading(run_dir / "metrics.jsonl"):
-        for event in events(run_dir, growing=True)["margins"]:
-            for task, pairs in event["pairs"].items():
-                found[event["phase"], event["when"], task] = iter(
-                    [[number(x) for x in pair] for pair in pairs])
-    return found
+    return {(event["phase"], event["when"], task): iter(pairs)
+            for event in events(run_dir, growing=True)["margins"]
+            for task, pairs in event["pairs"].items()}
 
 
 def _interest(runs) -> tuple:
@@ -155,35 +123,11 @@ def _instructions(runs: dict[str, dict]) -> dict[str, str]:
     """task -> what its opening says that most others do not."""
     openings = {}
     for task, found in runs.items():
-        first = next(iter(found.values()))
-        told = takewhile(lambda message: not message[0], first["messages"])  # before it acts
-        spoken = [piece.strip(" \n|") for _, content in told
-                  for piece in PIECES.findall(content.replace(" [SEP] ", " | "))]
-        openings[task] = list(dict.fromkeys(filter(None, spoken)))
+        run = next(iter(found.values()))
+        openings[task] = list(dict.fromkeys(
+            piece.strip() for message in run["messages"][:run["opening"]]
+            for piece in re.split(r" \[SEP\] | \| |\n+", message["content"]) if piece.strip()))
     counts = Counter(piece for pieces in openings.values() for piece in pieces)
     common = {piece for piece, n in counts.items() if len(runs) > 2 and n > len(runs) / 2}
     return {task: " ".join(piece for piece in pieces if piece not in common)[:400]
             or " ".join(pieces)[-400:] for task, pieces in openings.items()}
-
-
-class Texts:
-    """Texts by number, each as the numbers of its pieces."""
-
-    def __init__(self, letters: float):
-        self.left, self.pieces, self.texts, self.numbers = letters, {}, {}, {}
-
-    def add(self, message: tuple[bool, str]) -> int:
-        acts, content = message
-        if content not in self.numbers:
-            found = []
-            for piece in PIECES.findall(content):
-                if piece not in self.pieces:
-                    self.pieces[piece] = len(self.pieces)
-                    self.left -= len(piece.encode("unicode_escape")) + 3
-                found.append(self.pieces[piece])
-            self.numbers[content] = len(self.numbers)
-            self.texts[content] = found
-            self.left -= 6 * len(found) + 3
-        self.left -= 6
-        n = self.numbers[content]
-        return -1 - n if acts else n

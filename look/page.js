@@ -1,32 +1,24 @@
 // The task browser of a page: its list, its filters, and one task's conversations side by side.
 // What a run's files say becomes text nodes only.
-"use strict";
 
-const data = JSON.parse(document.getElementById("data").textContent);
 const $ = id => document.getElementById(id);
+const bytes = Uint8Array.from(atob($("data").textContent), c => c.charCodeAt(0));
+const data = await new Response(
+  new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
 const ENDINGS = {done: "done", budget: "out of steps", context: "out of context"};
 const KNOWN = ["expert", "target", "failure", "positive"]; // agents with a colour of their own
-const AT_ONCE = 200; // rows of the list; more on demand
 const PHONE = "(max-width: 900px)"; // as in page.css
 
 // ---------------------------------------------------------------------------------- reading
 
-const field = Object.fromEntries((data.fields || []).map((name, n) => [name, n]));
-
-function textOf(message) { // the number of a text, -1 - n where the agent wrote text n
-  return data.texts[message < 0 ? -1 - message : message].map(n => data.pieces[n]).join("");
-}
-
-function read(row) { // a trajectory: its fields by name, its opening and its turns
-  const run = Object.fromEntries(data.fields.map((name, n) => [name, row[n]]));
-  run.opening = [];
-  run.turns = [];
-  for (const message of run.messages || []) {
-    if (message < 0) run.turns.push({reply: textOf(message), page: null});
-    else if (run.turns.length) run.turns[run.turns.length - 1].page = textOf(message);
-    else run.opening.push(textOf(message));
+function read(run) { // a trajectory with its opening and its turns
+  const [opening, turns] = [[], []];
+  for (const [n, {role, content}] of (run.messages || []).entries()) {
+    if (n < run.opening) opening.push(content);
+    else if (role === "assistant") turns.push({reply: content, page: null});
+    else turns[turns.length - 1].page = content;
   }
-  return run;
+  return {...run, opening, turns};
 }
 
 function split(reply) { // what is before the action, and the action
@@ -45,35 +37,30 @@ function partingTurn(a, b) { // the first turn, from 0, with different actions; 
   return null;
 }
 
-function course(rows, agent) { // [iteration, mean reward] of an agent, in order
+function course(runs, agent) { // [iteration, mean reward] of an agent, in order
   const by = new Map();
-  for (const row of rows.filter(row => row[field.agent] === agent))
-    by.set(row[field.iteration], [...(by.get(row[field.iteration]) || []), row[field.reward]]);
+  for (const run of runs.filter(run => run.agent === agent))
+    by.set(run.iteration, [...(by.get(run.iteration) || []), run.reward]);
   return [...by].sort((a, b) => a[0] - b[0])
     .map(([i, all]) => [i, all.reduce((a, b) => a + b) / all.length]);
 }
 
-function isAbove(rows) { // whether in an iteration another's failure is above one of the target's
-  const lowest = new Map();
-  for (const row of rows.filter(row => row[field.agent] === "target"))
-    lowest.set(row[field.iteration], Math.min(row[field.reward],
-      lowest.get(row[field.iteration]) ?? Infinity));
-  return rows.some(row => row[field.agent] !== "target" && row[field.reward] < data.success
-    && row[field.reward] > (lowest.get(row[field.iteration]) ?? Infinity));
-}
+// Whether in an iteration another agent's failure is above one of the target's rewards.
+const isAbove = runs => runs.some(a => a.agent !== "target" && a.reward < data.success
+  && runs.some(b => b.agent === "target" && b.iteration === a.iteration && b.reward < a.reward));
 
 const tasks = data.tasks.map((task, order) => {
-  const rows = task.runs.filter(row => row[field.agent] !== "expert");
-  const courses = Object.fromEntries([...new Set(rows.map(row => row[field.agent]))]
-    .map(agent => [agent, course(rows, agent)]));
+  const runs = task.runs.filter(run => run.agent !== "expert");
+  const courses = Object.fromEntries([...new Set(runs.map(run => run.agent))]
+    .map(agent => [agent, course(runs, agent)]));
   const target = (courses.target || []).map(point => point[1]);
-  const failures = rows.map(row => row[field.reward]).filter(reward => reward < data.success);
+  const failures = runs.map(run => run.reward).filter(reward => reward < data.success);
   return {...task, order, courses,
     words: `${task.id} ${task.say}`.toLowerCase(),
     hardest: failures.length ? Math.max(...failures) : null,
     reward: target.length ? target[target.length - 1] : null,
     change: target.length > 1 ? target[target.length - 1] - target[0] : null,
-    above: isAbove(rows),
+    above: isAbove(runs),
     changed: Object.values(courses).some(points => points.some(p => p[1] !== points[0][1]))};
 });
 const agents = [...new Set(tasks.flatMap(task => Object.keys(task.courses)))];
@@ -129,11 +116,9 @@ const named = agent => say("span", classOf(agent), ...visible(agent));
 
 // ------------------------------------------------------------------------------------- list
 
-const COLUMNS = [
-  ["task", "task", "by name"],
-  ["reward", "rewards", "each agent's in each iteration, a row an agent; by the target's last"],
-  ["hardest", "hardest", "highest reward of a failure"],
-  ["change", "change", "of the target's reward, the last minus the first"]];
+const COLUMNS = [["task", ""], ["rewards", "each agent's in each iteration, a row an agent"],
+  ["hardest", "highest reward of a failure"],
+  ["change", "of the target's reward, the last minus the first"]];
 const WANTED = {
   all: () => true,
   hard: t => t.hardest !== null && t.hardest >= data.hard,
@@ -148,7 +133,7 @@ const COURSES = {
   same: t => !t.changed,
   better: t => t.change > 1e-9,
   worse: t => t.change < -1e-9};
-let listed = [], drawn = 0, current = null;
+let listed = [], current = null;
 
 function ordered(found, by) {
   const sign = by.startsWith("-") ? -1 : 1, key = by.replace("-", "");
@@ -166,36 +151,11 @@ function filter() {
     && (part === "all" || t.split === part)
     && WANTED[$("show").value](t) && COURSES[$("course").value](t);
   listed = ordered(tasks.filter(fits), $("sort").value);
-  drawn = 0;
   $("count").textContent = `${listed.length} of ${tasks.length} tasks`;
-  $("list").replaceChildren(table(COLUMNS.map(head), []));
+  $("list").replaceChildren(table(COLUMNS.map(([name, title]) =>
+    make("th", {scope: "col", title, className: name === "task" ? "left" : ""}, name)),
+    listed.map(row)));
   $("list").scrollTop = 0;
-  grow();
-}
-
-function head([key, name, title]) {
-  const by = $("sort").value, up = by === key, down = by === "-" + key;
-  const turned = up || !down && key !== "task" ? "-" + key : key;
-  return make("th", {scope: "col", className: key === "task" ? "left" : "",
-    "aria-sort": up ? "ascending" : down ? "descending" : null},
-    button("", name + (up ? " \u2191" : down ? " \u2193" : ""), () => sortBy(turned), {title}));
-}
-
-function sortBy(value) {
-  if (![...$("sort").options].some(option => option.value === value))
-    $("sort").append(make("option", {value}, "by name, backwards"));
-  $("sort").value = value;
-  filter();
-  $("list").querySelector("th[aria-sort] button").focus();
-}
-
-function grow() { // some rows more
-  const upTo = Math.min(listed.length, drawn + AT_ONCE);
-  $("list").querySelector("tbody").append(...listed.slice(drawn, upTo).map(row));
-  drawn = upTo;
-  $("list").querySelector(".more")?.remove();
-  const left = Math.min(AT_ONCE, listed.length - drawn);
-  if (left) $("list").append(button("plain more", `${left} more`, grow));
   mark();
 }
 
@@ -341,20 +301,21 @@ const HEADS = [["pair", "left"], ["trains", "left"], ["parts at turn"], ["weight
 
 function pairs() { // those made in the chosen iteration, or all
   if (!current.pairs.length) return null;
-  const all = current.pairs.map((found, n) => [n, ...found]);
-  const shown = typeof iteration === "number" ? all.filter(p => p[1] === iteration) : all;
+  const all = current.pairs.map((pair, n) => ({...pair, n}));
+  const shown = typeof iteration === "number" ? all.filter(p => p.iteration === iteration) : all;
   if (!shown.length)
     return say("p", "note", "No pair was made of these trajectories.");
-  const measured = shown.some(p => p[8] && p[9]);
+  const measured = shown.some(p => p.before && p.after);
   return say("div", "pairs", region("scroll", "Pairs made of these trajectories", table(
     HEADS.map(([name, side]) => make("th", {scope: "col", className: side || ""}, name)),
-    shown.map(p => pairRow(...p)))),
+    shown.map(pairRow))),
     say("p", "note", (measured
       ? "Margin and log-probabilities in nats, before \u2192 after this training. "
       : "The margins of these pairs were not measured. ") + "Choose a pair to see its two sides."));
 }
 
-function pairRow(n, i, trains, kind, chosen, rejected, weight, sft, before, after) {
+function pairRow(made) {
+  const {n, iteration: i, trains, kind, chosen, rejected, weight, before, after} = made;
   const a = runs[chosen], b = runs[rejected], parted = partingTurn(a, b);
   const side = run => [named(run.agent), // a buffer has those of earlier iterations
     run.iteration && run.iteration !== i ? ` (${run.iteration})` : "", ` ${show(run.reward)}`];
@@ -370,7 +331,7 @@ function pairRow(n, i, trains, kind, chosen, rejected, weight, sft, before, afte
       b.steps > longest() ? make("small", {}, `its first ${longest()} turns`) : null),
     say("td", "left", ...visible(trains), typeof iteration === "number" ? "" : `, ${i}`),
     make("td", {}, parted === null ? "\u2013" : String(parted + 1)),
-    make("td", {}, weight.toFixed(2)), make("td", {}, sft.toFixed(2)),
+    make("td", {}, weight.toFixed(2)), make("td", {}, made.sft_weight.toFixed(2)),
     moved(2, 2), moved(0, 1), moved(1, 1));
 }
 
@@ -398,8 +359,8 @@ function talk(shown) {
 }
 
 function ending(run) {
-  const raw = run.raw !== null && run.raw !== run.reward ? `raw reward ${run.raw}` : "";
-  const cut = run.cut ? `${run.cut} cut ${run.cut > 1 ? "replies" : "reply"}` : "";
+  const raw = (run.raw_reward ?? run.reward) !== run.reward ? `raw reward ${run.raw_reward}` : "";
+  const cut = run.cut_replies ? `cut replies: ${run.cut_replies}` : "";
   return [ENDINGS[run.ended] || run.ended, raw, cut].filter(Boolean).join(", ");
 }
 
@@ -448,7 +409,6 @@ function step(by) { // to the next task of the list, or the one before
   const at = listed.findIndex(task => current && task.id === current.id);
   const to = at < 0 ? 0 : at + by;
   if (to < 0 || to >= listed.length) return;
-  while (to >= drawn) grow();
   const inList = $("list").contains(document.activeElement);
   open(listed[to]);
   const tr = $("list").querySelectorAll("tr[data-task]")[to];

@@ -1,4 +1,4 @@
-"""A run as a page: `python -m look.page RUN` (run.sh page) writes RUN/run.html.
+"""A run as a page: `python -m look.page RUN` (run.sh page) writes RUN/run.html and its curves.
 
 One file without anything from elsewhere: page.css and page.js stand in it, and a policy that lets
 the browser load nothing. What a run's files say is text in it, never markup.
@@ -8,67 +8,49 @@ import argparse
 import base64
 import hashlib
 import json
-import os
-import re
-import shutil
-import subprocess
-import tempfile
+import zlib
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from harness.files import ROOT, RunError, command, read_object, write_text
-from harness.report import columns, events, headline, reading, result, sections
-from look import charts
+from harness.files import ROOT, command, write_text
+from harness.report import columns, config_of, events, headline, sections
+from look import figures
 from look.conversations import conversations
 
-MEGABYTES = 4.5  # of text in a page, if not said otherwise
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-QUIET = ("--headless --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-         "--disable-component-update --disable-sync --hide-scrollbars").split()
+MEGABYTES = 4.5  # of conversations in a page, if not said otherwise
 
 
-def write_page(run_dir, megabytes: float = MEGABYTES) -> Path:
-    """Writes RUN/run.html, also of a run that is going on; RunError if it is not a run."""
+def make_page(run_dir, megabytes: float = MEGABYTES, tasks=()) -> str:
+    """Writes RUN/run.html, curves.svg and curves.png, also of a run that is going on; says so.
+
+    tasks: ids that come first, with their conversations. RunError if the folder is not a run, or
+    if it has no trajectory of one of them.
+    """
     path = Path(run_dir) / "run.html"
-    write_text(path, page(run_dir, megabytes))
-    return path
-
-
-def make_page(run_dir, megabytes: float = MEGABYTES) -> str:
-    """`write_page`, and a line that says so."""
-    path = write_page(run_dir, megabytes)
+    write_text(path, page(Path(run_dir), megabytes, tasks))
     return f"{path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser"
 
 
-def page(run_dir, megabytes: float = MEGABYTES) -> str:
-    config = Path(run_dir) / "config.json"
-    with reading(Path(run_dir) / "metrics.jsonl"):
-        found, log = result(run_dir, growing=True), events(run_dir, growing=True)
-        tables = [(title, columns(header), rows)
-                  for title, header, rows in sections(run_dir, growing=True)]
-        made, made_legend = charts.pair_bars(found["pairs"])
-        times, times_legend = charts.time_bars(log["phase"])
-        shown = dict(
-            heading=headline(found["settings"]), figures=figures(found["evaluations"]),
-            curves=charts.evaluation_curves(found["evaluations"]),
-            mixes=charts.exploration_bars(found["exploration"]), made=made,
-            made_legend=made_legend, tables=tables, times=times, times_legend=times_legend,
-            training=charts.training_curves(log["train"], log["grpo"]), status=status(run_dir, log))
-    data = conversations(run_dir, letters=1e6 * megabytes)
-    lacking = sum(any(row[-1] is None for row in task["runs"]) for task in data["tasks"])
-    settings = {**found["settings"], **read_object(config).get("versions", {})}
-    settings["commit"] = read_object(config).get("commit")
+def page(run_dir: Path, megabytes: float = MEGABYTES, tasks=()) -> str:
+    config, of = config_of(run_dir), events(run_dir, growing=True)
+    s, curves = config["settings"], figures.run_figure(config["settings"], of)
+    data = conversations(run_dir, megabytes, first=tasks)
+    lacking = sum(not all(run["messages"] for run in task["runs"]) for task in data["tasks"])
+    about = {**s, **config.get("versions", {}), "commit": config.get("commit")}
     return render(
-        "page.html.j2", data, title=f"{Path(run_dir).name}: {shown['heading']}",
-        name=Path(run_dir).name, has_tasks=bool(data["tasks"]), settings=list(settings.items()),
+        "page.html.j2", data, title=f"{run_dir.name}: {headline(s)}", heading=headline(s),
+        name=run_dir.name, status=status(run_dir, of), ends=ends(of["evaluation"]),
+        curves=curves and figures.save(curves, run_dir / "curves"),
+        has_tasks=bool(data["tasks"]), settings=list(about.items()),
+        tables=[(title, columns(header), rows) for title, header, rows in sections(s, of)],
+        training=[(phase, figures.svg(made)) for phase, made in figures.training_figures(of)],
         left_out=f"The page has no room for the conversations of {lacking} of {len(data['tasks'])} "
-                 "tasks, the least telling ones; page --megabytes makes more." * bool(lacking),
-        **shown)
+                 "tasks, the least telling ones; page --megabytes makes more." * bool(lacking))
 
 
-def figures(evaluations: list[dict]) -> list[dict]:
+def ends(evaluations: list[dict]) -> list[dict]:
     """For each split the target's last evaluation, and where it came from."""
     found = {}
     for e in evaluations:
@@ -81,9 +63,9 @@ def figures(evaluations: list[dict]) -> list[dict]:
             for split, es in found.items()]
 
 
-def status(run_dir, log: dict) -> str:
+def status(run_dir: Path, log: dict) -> str:
     """Whether the run has ended, or how far it is."""
-    if (Path(run_dir) / "result.json").exists():
+    if (run_dir / "result.json").exists():
         return "finished"
     done = [e["phase"] for e in log["phase"]]
     running = [e for e in log["train"] if e["phase"] not in done]
@@ -92,28 +74,26 @@ def status(run_dir, log: dict) -> str:
             + (f"; in {running[-1]['phase']} at step {running[-1]['step']}" if running else ""))
 
 
-# -------------------------------------------------------------------------------- the file
+# ---------------------------------------------------------------------------------- the file
 
 
 def render(template: str, data: dict, **shown) -> str:
     """The page that a template makes, in ASCII: style, script and data stand in it."""
     env = Environment(loader=FileSystemLoader([ROOT / "look", ROOT / "study"]), autoescape=True,
                       undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    env.filters["id"] = lambda text: re.sub(r"\W+", "-", text.lower()).strip("-")
     style, script = ((ROOT / "look" / name).read_text(encoding="utf-8")
                      for name in ("page.css", "page.js"))
     policy = "; ".join(["default-src 'none'", f"style-src {_allowed(style)}",
                         f"script-src {_allowed(script)}", "img-src data:", "base-uri 'none'",
                         "form-action 'none'"])
     html = env.get_template(template).render(
-        policy=policy, style=Markup(style), script=Markup(script), data=embedded(data), **shown)
+        policy=policy, style=Markup(style), script=Markup(script), data=packed(data), **shown)
     return html.encode("ascii", "xmlcharrefreplace").decode()
 
 
-def embedded(data) -> Markup:
-    """JSON that stands in a <script> and cannot end it, in ASCII."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return Markup(re.sub("[<>&]", lambda match: f"\\u{ord(match[0]):04x}", text))
+def packed(data) -> str:
+    """JSON, deflated and in base64: a page of conversations takes a fifth of its text."""
+    return base64.b64encode(zlib.compress(json.dumps(data, allow_nan=False).encode())).decode()
 
 
 def _allowed(source: str) -> str:
@@ -122,37 +102,16 @@ def _allowed(source: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def picture(path: Path, image: Path, size: str) -> None:
-    """A PNG of a page's tasks, at 3/4 of its size; RunError without a browser."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if not browser:
-        raise RunError(f"--picture {image}: there is no Chromium here; on Debian or Ubuntu: "
-                       "apt-get install chromium")
-    with tempfile.TemporaryDirectory() as home:
-        copy = Path(home, "picture.html")
-        copy.write_text(path.read_text().replace("<body>", '<body class="picture">', 1))
-        root = ["--no-sandbox"] * (os.geteuid() == 0)  # for whom it refuses to start otherwise
-        done = subprocess.run(
-            [browser, *QUIET, *root, f"--user-data-dir={home}/profile", f"--window-size={size}",
-             "--force-device-scale-factor=0.75", f"--screenshot={image.resolve()}", copy.as_uri()],
-            capture_output=True, text=True, timeout=120)
-    if done.returncode or not image.exists():
-        raise RunError(f"--picture {image}: {browser} ended with status {done.returncode}: "
-                       f"{done.stderr.strip().splitlines()[-1:]}")
-
-
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="run.sh page", description=write_page.__doc__)
+    parser = argparse.ArgumentParser(prog="run.sh page", description=make_page.__doc__)
     parser.add_argument("run", help="a run's folder")
+    parser.add_argument("--tasks", nargs="+", default=(), metavar="ID",
+                        help="tasks that come first, whatever room their conversations take")
     parser.add_argument("--megabytes", type=float, default=MEGABYTES,
                         help="of conversations; those of the least telling tasks are left out "
                         "[%(default)s]")
-    parser.add_argument("--picture", type=Path, help="also a PNG of it, made by Chromium")
-    parser.add_argument("--size", default="1440,1240", help="of the window [%(default)s]")
     asked = parser.parse_args(argv)
-    print(make_page(asked.run, asked.megabytes))
-    if asked.picture:
-        picture(Path(asked.run) / "run.html", asked.picture, asked.size)
+    print(make_page(asked.run, asked.megabytes, asked.tasks))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Many runs: methods x seeds and one report; runs compared, their trajectories side by side."""
+"""Several runs: methods x seeds, their numbers, one report."""

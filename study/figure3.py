@@ -15,9 +15,10 @@ from harness.settings import SettingsError
 from study.numbers import explored, interval, paired
 
 TOKENS = 4096  # in one forward pass; more are no faster
+SFT = "sft"    # the SFT agent as encoder
 
 
-def figure3(runs, encoder: str | None) -> dict:
+def figure3(runs: dict, encoder: str) -> dict:
     """Distances of each instruction's failures, by agent, over the seeds that both methods have.
 
     The failure agent is compared with ETO on the instructions on which both failed twice or more:
@@ -41,7 +42,7 @@ def figure3(runs, encoder: str | None) -> dict:
                    for a, b in zip(found["ETO"], found["co-evolution: failure agent"])]
     pair = paired({s: float(np.mean(d)) for s, d in zip(seeds, differences) if d},
                   dict.fromkeys(seeds, 0.0))
-    return dict(encoder=encoder or "the SFT agent's hidden states", seeds=seeds,
+    return dict(encoder="the SFT agent's hidden states" if encoder == SFT else encoder, seeds=seeds,
                 distances={name: [x for d in by_seed for x in d.values()]
                            for name, by_seed in found.items()},
                 means={name: interval(m.values()) for name, m in means.items() if m},
@@ -70,18 +71,18 @@ def mean_distance(vectors: np.ndarray) -> float:
 # ------------------------------------------------------------------------------- embeddings
 
 
-def embedder(policy: Path, hub_name: str | None):
+def embedder(policy: Path, encoder: str):
     """A function from n trajectories to n embeddings (d,): the last layer's mean hidden states.
 
-    By default `policy` reads its own tokens, and the mean is over action tokens; with a hub name,
-    that encoder reads the conversation as text, and the mean is over all tokens.
+    SFT: `policy` reads its own tokens, and the mean is over action tokens; else an encoder of this
+    hub name reads the conversation as text, and the mean is over all tokens.
     """
     disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    if hub_name:
-        model = AutoModel.from_pretrained(hub_name, dtype=dtype).to(device).eval()
-        return partial(read_texts, model, AutoTokenizer.from_pretrained(hub_name))
+    if encoder != SFT:
+        model = AutoModel.from_pretrained(encoder, dtype=dtype).to(device).eval()
+        return partial(read_texts, model, AutoTokenizer.from_pretrained(encoder))
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=dtype, attn_implementation="ragged")
     return partial(read_actions, model.base_model.to(device).eval())
 
@@ -104,22 +105,16 @@ def read_actions(model, rows: list) -> list[np.ndarray]:
 
 @torch.inference_mode()
 def read_texts(model, tokenizer, rows: list) -> list[np.ndarray]:
-    """Many conversations a pass, of about equal lengths, padded on the right."""
+    """One conversation a pass, since lengths differ."""
     limit = min(getattr(model.config, "max_position_embeddings", 10 ** 9),
                 tokenizer.model_max_length, 10 ** 9)  # the first holds some it cannot use
-    ids = [tokenizer("\n".join(m["content"] for m in row.messages), truncation=True,
-                     max_length=limit)["input_ids"] for row in rows]
-    found, pad = {}, tokenizer.pad_token_id or 0
-    for batch in fill(sorted(range(len(rows)), key=lambda n: len(ids[n])), TOKENS,
-                      lambda n: len(ids[n])):
-        longest = len(ids[batch[-1]])
-        tokens, mask = (torch.tensor(x, device=model.device) for x in (
-            [ids[n] + [pad] * (longest - len(ids[n])) for n in batch],
-            [[1] * len(ids[n]) + [0] * (longest - len(ids[n])) for n in batch]))     # (b, l)
-        states = model(input_ids=tokens, attention_mask=mask).last_hidden_state      # (b, l, d)
-        for n, own in zip(batch, states):
-            found[n] = own[:len(ids[n])].float().mean(0).cpu().numpy()
-    return [found[n] for n in range(len(rows))]
+    found = []
+    for row in rows:
+        ids = tokenizer("\n".join(m["content"] for m in row.messages), truncation=True,
+                        max_length=limit, return_tensors="pt").input_ids             # (1, l)
+        states = model(input_ids=ids.to(model.device)).last_hidden_state             # (1, l, d)
+        found.append(states[0].float().mean(0).cpu().numpy())
+    return found
 
 
 def check_encoder(hub_name: str) -> None:

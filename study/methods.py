@@ -1,32 +1,52 @@
 """The methods of a study: the flags that make each, what it is compared with, its finished runs."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 
-from harness.files import RunError, read_object
-from harness.report import AGENTS, events, reading, result
-from harness.settings import EVOLVING, SAMPLING, SIGNALS
-from study.compare import MAY_DIFFER
+from harness.files import RunError
+from harness.report import config_of, events, result
+from harness.settings import FREE, SAMPLING, SIGNALS
 
-# Beside the methods themselves: with as many optimiser steps of the target as co-evolution took on
-# the same seed, with as many rollouts too (the positive agent has them anyway), with steps that
-# read as many tokens; a failure agent that is not trained; Figure 4's values.
-METHODS = ("coevolve", "eto", "sft", "positive", "eto-steps", "eto-steps-rollouts", "eto-tokens",
-           "positive-steps", "frozen", "rft", "dart", "ppo", "lambda-0.01", "lambda-0.1",
-           "lambda-0.5")
-NAMES = {"coevolve": "co-evolution", "eto": "ETO", "sft": "SFT", "positive": "positive agent",
-         "eto-steps": "ETO, equal steps", "eto-steps-rollouts": "ETO, equal steps and rollouts",
-         "eto-tokens": "ETO, equal tokens", "positive-steps": "positive agent, equal steps",
-         "frozen": "co-evolution, failure agent frozen", "rft": "RFT", "dart": "RFT + DART",
-         "ppo": "PPO", "grpo": "GRPO on the start tasks", "evolve": "evolution",
-         "grpo-tasks": "GRPO, as many start tasks as evolution ends with",
-         "evolve-random": "evolution, random exploration",
-         "evolve-unverified": "evolution, nothing verified",
-         **{f"evolve-only-{signal}": f"evolution, {signal} alone" for signal in SIGNALS},
-         **{f"evolve-without-{signal}": f"evolution without {signal}" for signal in SIGNALS}}
+# Between the seeds of a method: what changes nothing, or rounding only.
+MAY_DIFFER = {*FREE, "seed", "threads", "slots", "tokens_per_forward", "shard",
+              "gradient_checkpointing"}
+# name -> (what a report calls it, its settings). In braces stands what another run of the seed says
+# (`costs`): `steps`, as many optimiser steps of the target as co-evolution took; `token_steps`,
+# steps that read as many tokens; `rollouts`, those of both its agents together; `tasks`, as many
+# as evolution ended with.
+METHODS = {
+    "coevolve": ("co-evolution", "--method coevolve"),
+    "eto": ("ETO", "--method eto"),
+    "sft": ("SFT", "--method sft"),
+    "positive": ("positive agent", "--method positive"),
+    "eto-steps": ("ETO, equal steps", "--method eto --dpo-steps {steps}"),
+    "eto-steps-rollouts": ("ETO, equal steps and rollouts",
+                           "--method eto --dpo-steps {steps} --rollouts {rollouts}"),
+    "eto-tokens": ("ETO, equal tokens", "--method eto --dpo-steps {token_steps}"),
+    "positive-steps": ("positive agent, equal steps", "--method positive --dpo-steps {steps}"),
+    "frozen": ("co-evolution, failure agent frozen", "--method coevolve --d-fail none"),
+    "rft": ("RFT", "--method rft"),
+    "dart": ("RFT + DART", "--method dart"),
+    "ppo": ("PPO", "--method ppo"),
+    **{f"lambda-{w}": (f"co-evolution, lambda_SFT {w}", f"--method coevolve --lambda-sft {w}")
+       for w in ("0.01", "0.1", "0.5")}}  # Figure 4's values
 # Of the second system, `mutual.py`, with its controls; for a study of their own, beside SFT.
-EVOLUTIONS = tuple(name for name in NAMES if name.split("-")[0] in EVOLVING)
+EVOLUTIONS = {
+    "grpo": ("GRPO on the start tasks", "--method grpo"),
+    "evolve": ("evolution", "--method evolve"),
+    "grpo-tasks": ("GRPO, as many start tasks as evolution ends with",
+                   "--method grpo --start-tasks {tasks}"),
+    "evolve-random": ("evolution, random exploration", "--method evolve --explorer random"),
+    "evolve-unverified": ("evolution, nothing verified", "--method evolve --verify false"),
+    **{f"evolve-only-{signal}": (f"evolution, {signal} alone",
+                                 f"--method evolve --signals {signal}") for signal in SIGNALS},
+    **{f"evolve-without-{signal}": (
+        f"evolution without {signal}",
+        f"--method evolve --signals {','.join(s for s in SIGNALS if s != signal)}")
+       for signal in SIGNALS}}
+ALL = METHODS | EVOLUTIONS
 # What the paper says is ahead of what (in Figure 4: alike); and ours, what it does not compare.
 CLAIMS = [("coevolve", "eto", "Tables 3, 4"), ("coevolve", "eto-steps", "ours"),
           ("coevolve", "eto-steps-rollouts", "ours"), ("coevolve", "eto-tokens", "ours"),
@@ -36,59 +56,47 @@ CLAIMS = [("coevolve", "eto", "Tables 3, 4"), ("coevolve", "eto-steps", "ours"),
           ("coevolve", "dart", "Section 5.3"), ("coevolve", "rft", "Table 3"),
           ("coevolve", "sft", "Table 3"), ("eto", "sft", "Table 3"), ("ppo", "sft", "Table 3"),
           ("rft", "sft", "Table 3"), ("dart", "rft", "Section 5.3"),
-          ("coevolve", "lambda-0.01", "Figure 4: alike"),
-          ("coevolve", "lambda-0.1", "Figure 4: alike"),
-          ("coevolve", "lambda-0.5", "Figure 4: alike"),
+          *(("coevolve", m, "Figure 4: alike") for m in METHODS if m.startswith("lambda-")),
           *(("evolve", other, f"2604.15840, {where}") for other, where in (
               ("grpo", "Table 2"), ("evolve-random", "Table 3"),
               *((f"evolve-without-{signal}", "Table 5") for signal in SIGNALS),
               ("evolve-unverified", "Table 11"))),
           *(("evolve", f"evolve-only-{signal}", "ours") for signal in SIGNALS),
           ("evolve", "grpo-tasks", "ours"), ("evolve", "sft", "ours"), ("grpo", "sft", "ours")]
-# What a method sets beside --method and what it takes of other runs.
-SETS = {"frozen": "--d-fail none", "evolve-random": "--explorer random",
-        "evolve-unverified": "--verify false",
-        **{f"evolve-only-{signal}": f"--signals {signal}" for signal in SIGNALS},
-        **{f"evolve-without-{signal}": "--signals " + ",".join(s for s in SIGNALS if s != signal)
-           for signal in SIGNALS},
-        **{m: m.replace("lambda-", "--lambda-sft ") for m in METHODS if m.startswith("lambda-")}}
 THRESHOLDS = (0.6, 0.7, 0.8)
 MEASURES = ("reward", "success")
-SECOND = AGENTS[2:]
 
 
 def name_of(method: str) -> str:
-    return NAMES.get(method, f"co-evolution, lambda_SFT {method.removeprefix('lambda-')}")
+    return ALL[method][0] if method in ALL else method
 
 
 def method_of(method: str) -> str:
     """--method of a run in the study: `positive` of positive-steps."""
-    base = method.split("-")[0]
-    return "coevolve" if base in ("lambda", "frozen") else base
-
-
-def flags(method: str, folder: Path, seed: int) -> list[str]:
-    """The settings that make a run of `method`; equal steps are those of co-evolution's run."""
-    found = ["--method", method_of(method), *SETS.get(method, "").split()]
-    if method == "grpo-tasks":
-        found += ["--start-tasks", str(tasks_of(folder / f"evolve-s{seed}")[-1])]
-    elif likes := equals(method):
-        like, *eto = [folder / f"{other}-s{seed}" for other in likes]
-        steps, tokens = mean_cost(like)
-        if eto:
-            eto_steps, eto_tokens = mean_cost(*eto)
-            steps = eto_steps * tokens / eto_tokens
-        found += ["--dpo-steps", str(max(1, round(steps)))]
-        if "-rollouts" in method:
-            found += ["--rollouts", str(2 * result(like)["settings"]["rollouts"])]
-    return found
+    return ALL[method][1].split()[1]
 
 
 def equals(method: str) -> tuple[str, ...]:
     """Whose runs say what this one takes: how long the target trains, or on how many tasks."""
-    return (("evolve",) if method == "grpo-tasks" else
-            ("coevolve",) if "-steps" in method else
-            ("coevolve", "eto") if "-tokens" in method else ())
+    asked = ALL[method][1] if method in ALL else ""
+    return (("evolve",) if "{tasks}" in asked else ("coevolve", "eto") if "{token" in asked else
+            ("coevolve",) if "{" in asked else ())
+
+
+def flags(method: str, folder: Path, seed: int) -> list[str]:
+    """The settings that make a run of `method` in a study's folder."""
+    takes = [folder / f"{other}-s{seed}" for other in equals(method)]
+    return ALL[method][1].format(**costs(*takes) if takes else {}).split()
+
+
+def costs(like: Path, eto: Path | None = None) -> dict:
+    """What `METHODS` has in braces, of runs of co-evolution and ETO, or of evolution."""
+    if grpo := events(like)["grpo"]:
+        return dict(tasks=grpo[-1]["D"])
+    steps, tokens = mean_cost(like)
+    eto_steps, eto_tokens = mean_cost(eto) if eto else (0, 1)
+    return dict(steps=max(1, round(steps)), rollouts=2 * result(like)["settings"]["rollouts"],
+                token_steps=max(1, round(eto_steps * tokens / eto_tokens)))
 
 
 def mean_cost(run: Path) -> tuple[float, float]:
@@ -96,59 +104,70 @@ def mean_cost(run: Path) -> tuple[float, float]:
 
     Tokens are those of the trajectories, counted as often as they are read.
     """
-    taken = [(e["steps"], e.get("tokens", 0)) for e in of_target(trained(run))]
+    taken = [(e["steps"], e.get("tokens", 0)) for e in trained(run, "target")]
     if not sum(tokens for _, tokens in taken):
         raise RunError(f"{run}: the target was not trained in it; let this run finish before "
                        "those at equal cost")
     return tuple(np.mean(taken, axis=0).tolist())
 
 
-def tasks_of(run: Path) -> list[int]:
-    """How many tasks a run of `mutual.py` trained on, step by step."""
-    with reading(run / "metrics.jsonl"):
-        return [e["D"] for e in events(run)["grpo"]]
+def trained(run: Path, agent: str = r"\w+") -> list[dict]:
+    """The training phases after the first SFT, of all agents or one."""
+    return [e for e in events(run)["phase"] if re.fullmatch(rf"iter\d+/{agent}-agent", e["phase"])]
 
 
-def trained(run: Path) -> list[dict]:
-    """The training phases after the first SFT."""
-    with reading(run / "metrics.jsonl"):
-        return [e for e in events(run)["phase"]
-                if e["phase"].startswith("iter") and e["phase"].endswith("-agent")]
-
-
-def of_target(phases: list[dict]) -> list[dict]:
-    return [e for e in phases if e["phase"].endswith("/target-agent")]
+# ---------------------------------------------------------------------------------- finished runs
 
 
 def finished(folder: Path) -> dict[str, dict[int, Path]]:
-    """method -> seed -> folder of the finished runs of a study, methods in a report's order."""
+    """method -> seed -> folder of the finished runs of a study."""
     runs = {}
     for path in folder.glob("*-s*"):
         method, _, seed = path.name.rpartition("-s")
-        if method in METHODS + EVOLUTIONS and seed.isdigit() and (path / "result.json").exists():
+        if method in ALL and seed.isdigit() and (path / "result.json").exists():
             runs.setdefault(method, {})[int(seed)] = path
-    return {method: dict(sorted(runs[method].items())) for method in METHODS + EVOLUTIONS
-            if method in runs}
+    return checked(runs)
 
 
-def refuse_unlike(runs: dict[str, dict[int, Path]]) -> None:
-    """RunError if runs differ in more than the seed and what the study varies between methods."""
-    first = {}
-    for method, found in runs.items():
-        own = {"method"}  # what `flags` gives this method
-        own |= {flag[2:].replace("-", "_") for flag in SETS.get(method, "").split()[::2]}
-        own |= {"rollouts"} if "-rollouts" in method else set()
+def chosen(paths: list[Path]) -> dict[str, dict[int, Path]]:
+    """The same of any finished runs; their method by the folder's name where a study made it."""
+    runs = {}
+    for path in paths:
+        settings, name = config_of(path)["settings"], path.resolve().name.rpartition("-s")[0]
+        if not (path / "result.json").exists():
+            raise RunError(f"{path} has not finished; the command that began it goes on from there")
+        method, seed = settings["method"], settings["seed"]
+        if name in ALL and method_of(name) == method:
+            method = name
+        if seed in runs.setdefault(method, {}):
+            raise RunError(f"{path} and {runs[method][seed]} are both {method} with seed {seed}; "
+                           "compare one of them")
+        runs[method][seed] = path
+    return checked(runs, alike=("env", "model", "quick"))
+
+
+def checked(runs: dict, alike=()) -> dict[str, dict[int, Path]]:
+    """The runs, methods in a report's order, and seeds.
+
+    RunError if runs of a method differ in more than the seed, or runs of several in more than what
+    the study varies between them; alike: the only settings in which several may not differ.
+    """
+    order, first = [*ALL, *sorted(runs)], {}
+    runs = {m: dict(sorted(runs[m].items())) for m in sorted(runs, key=order.index)}
+    for method, by_seed in runs.items():
+        given = dict(re.findall(r"--(\S+) (\S+)", ALL[method][1] if method in ALL else ""))
+        own = {"method", *(name.replace("-", "_") for name in given)}
         own |= {"temperature"} if method in SAMPLING else set()  # where the others play greedily
-        for path in found.values():
-            config = read_object(path / "config.json", settings=dict)
+        for_seed = {name.replace("-", "_") for name, value in given.items()
+                    if value in ("{steps}", "{token_steps}", "{tasks}")}
+        for path in by_seed.values():
+            config = config_of(path)
             made = config["settings"] | dict(precision=config.get("precision", "no"))
-            for name, value in made.items():
-                if name in MAY_DIFFER:
-                    continue
-                if name in ("dpo_steps", "start_tasks") and equals(method):  # by seed
-                    continue
-                key = method if name in own else "", name
-                other, before = first.setdefault(key, (path, value))
-                if value != before:
-                    raise RunError(f"{path} and {other} differ in {name} ({value}, "
-                                   f"{before}); give each study a folder of its own")
+            for name in sorted(made.keys() - MAY_DIFFER - for_seed):
+                shared = name not in own and (not alike or name in alike)
+                other, before = first.setdefault(("" if shared else method, name),
+                                                 (path, made[name]))
+                if made[name] != before:
+                    raise RunError(f"{path} and {other} differ in {name} ({made[name]}, {before}); "
+                                   "a report is on runs that differ in method and seed")
+    return runs

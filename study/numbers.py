@@ -1,31 +1,31 @@
 """The numbers of a report: means over seeds, their intervals, differences on the same seeds.
 
-`runs`: method -> seed -> folder. `by_run`: (method, seed) -> `scores` of an agent.
+`runs`: method -> seed -> folder. `curves`: method -> split -> iteration -> measure -> seed -> value
+of an agent's evaluations.
 """
 
 import itertools
 import math
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from dpo import Trajectory
 from harness.files import read_jsonl
-from harness.report import AGENTS, KINDS, events, reading, result
+from harness.report import AGENTS, KINDS, events, result
 from harness.report import table2 as shares_of
-from study.methods import CLAIMS, EVOLUTIONS, MEASURES, THRESHOLDS, of_target, trained
-
-# The 97.5% quantiles of Student's t distribution, as tables print them.
-DEGREES = [*range(1, 31), 40, 60, 120, math.inf]
-QUANTILES = [
-    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788,
-    2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639,
-    2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423, 2.0211, 2.0003, 1.9799, 1.9600]
+from study.methods import CLAIMS, EVOLUTIONS, MEASURES, THRESHOLDS, trained
 
 
+@cache
 def t_quantile(degrees: int) -> float:
-    """The table's value, between its rows linear in 1 / degrees, as such tables are read."""
-    return float(np.interp(-1 / degrees, [-1 / d for d in DEGREES], QUANTILES))
+    """The 97.5% quantile of Student's t distribution, of its density's integral from 0."""
+    t = np.linspace(0, 13, 130001)
+    density = (1 + t * t / degrees) ** (-(degrees + 1) / 2)
+    log_scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
+    steps = (density[1:] + density[:-1]) / 2 * (t[1] / math.sqrt(math.pi * degrees))
+    return float(np.interp(0.475, np.cumsum(steps) * math.exp(log_scale), t[1:]))
 
 
 def interval(values) -> dict:
@@ -48,158 +48,140 @@ def paired(a: dict[int, float], b: dict[int, float]) -> dict | None:
     return dict(found, ahead=sum(a[s] > b[s] for s in seeds), seeds=seeds, verdict=verdict)
 
 
-def scores(run: Path, *agents: str) -> dict[str, list[dict]]:
-    """split -> an agent's evaluations, by iteration; of the two named no run has both."""
-    found = {}
-    with reading(run / "metrics.jsonl"):
-        for e in result(run)["evaluations"]:
+def numbers(runs: dict) -> dict:
+    """All that a report says, as JSON takes it, but for Figure 3."""
+    target, second = curves(runs, AGENTS[1:2]), curves(runs, AGENTS[2:])
+    splits = list(dict.fromkeys(split for by_split in target.values() for split in by_split))
+    return dict(
+        splits=splits, seeds={m: list(found) for m, found in runs.items()},
+        main={m: {**finals(target[m]), **means([cost(path) for path in runs[m].values()])}
+              for m in runs},
+        second_agents={m: finals(second[m]) for m in runs if second[m]},
+        paired=paired_table(target, splits), evolutions=evolutions(runs), table2=table2(runs),
+        course=course(runs), figure4=figure4(runs, target),
+        curves={agent: {m: {split: {i: {key: interval(values.values()) for key, values in
+                                        row.items()} for i, row in by.items()}
+                            for split, by in by_split.items()} for m, by_split in found.items()
+                        if by_split}
+                for agent, found in (("target", target), ("second", second))})
+
+
+def curves(runs: dict, agents) -> dict:
+    """What the evaluations of an agent gave; of the two second ones no run has both."""
+    found = {m: {} for m in runs}
+    for m, seed, path in ((m, seed, path) for m in runs for seed, path in runs[m].items()):
+        for e in result(path)["evaluations"]:
             if e["agent"] in agents:
-                found.setdefault(e["split"], []).append({k: e[k] for k in ("iteration", *MEASURES)})
+                row = found[m].setdefault(e["split"], {}).setdefault(e["iteration"], {})
+                for key in MEASURES:
+                    row.setdefault(key, {})[seed] = e[key]
     return found
 
 
-def cost(run: Path) -> dict:
-    """Steps after the first SFT, the target's and all agents'; the target's tokens; rollouts."""
-    of_all = trained(run)
-    with reading(run / "metrics.jsonl"):
-        return dict(target_steps=sum(e["steps"] for e in of_target(of_all)),
-                    all_steps=sum(e["steps"] for e in of_all),
-                    target_tokens=sum(e.get("tokens", 0) for e in of_target(of_all)),
-                    rollouts=sum(e["trajectories"] for e in result(run)["exploration"])
-                    + sum(e.get("episodes", 0) for e in of_target(of_all)))  # of `mutual.py`
+def last(by_split: dict, split: str, key: str) -> dict[int, float]:
+    """seed -> the last evaluation on a split."""
+    return [*by_split[split].values()][-1][key] if split in by_split else {}
 
 
-def explored(run: Path, agent: str | None = None) -> list:
-    """All explored trajectories of a run, or one agent's."""
+def finals(by_split: dict) -> dict:
+    """split -> measure -> interval over seeds of the last evaluation."""
+    return {split: {key: interval(last(by_split, split, key).values()) for key in MEASURES}
+            for split in by_split}
+
+
+def paired_table(target: dict, splits) -> list[dict]:
+    """The differences of CLAIMS, paired by seed, on each split and measure that has both."""
     rows = []
-    for path in sorted(run.glob("iter*/*.jsonl")):
-        if path.stem.split("-")[0] in AGENTS[1:]:  # target.jsonl, target-more.jsonl
-            with reading(path):
-                rows += [Trajectory(**row) for row in read_jsonl(path)]
-    return [row for row in rows if agent in (None, row.agent)]
+    for a, b, source in (claim for claim in CLAIMS if {*claim[:2]} <= target.keys()):
+        for split, key in itertools.product(splits, MEASURES):
+            if found := paired(last(target[a], split, key), last(target[b], split, key)):
+                rows.append(dict(a=a, b=b, source=source, split=split, measure=key, **found))
+    return rows
 
 
-def final(by_run, method: str, split: str, key: str) -> dict[int, float]:
-    """seed -> the last evaluation."""
-    return {s: found[split][-1][key] for (m, s), found in by_run.items()
-            if m == method and split in found}
-
-
-def finals(by_run, method: str, splits) -> dict:
-    """"SPLIT reward" and "SPLIT success" -> interval over seeds."""
-    return {f"{split} {key}": interval(final(by_run, method, split, key).values())
-            for split in splits for key in MEASURES}
+def figure4(runs: dict, target: dict) -> dict:
+    """lambda_SFT -> split -> interval over seeds of co-evolution's final reward."""
+    found = {}
+    for m in (m for m in runs if m == "coevolve" or m.startswith("lambda-")):
+        weight = result(next(iter(runs[m].values())))["settings"]["lambda_sft"]
+        found[weight] = {split: row["reward"] for split, row in finals(target[m]).items()}
+    return {str(weight): found[weight] for weight in sorted(found)}
 
 
 def means(rows: list[dict]) -> dict:
     return {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
 
 
-def main_table(runs, by_run, splits) -> dict:
-    return {m: {**finals(by_run, m, splits), **means([cost(path) for path in runs[m].values()])}
-            for m in runs}
+def cost(run: Path) -> dict:
+    """Steps after the first SFT, the target's and all agents'; the target's tokens; rollouts."""
+    of_all, target = trained(run), trained(run, "target")
+    return dict(target_steps=sum(e["steps"] for e in target),
+                all_steps=sum(e["steps"] for e in of_all),
+                target_tokens=sum(e.get("tokens", 0) for e in target),
+                rollouts=sum(e["trajectories"] for e in result(run)["exploration"])
+                + sum(e.get("episodes", 0) for e in target))  # of `mutual.py`
 
 
-def second_agents(runs, second, splits) -> dict:
-    """method -> finals of its failure agent or second positive agent, where it has one."""
-    return {m: finals(second, m, splits) for m in runs if any(second[m, s] for s in runs[m])}
+def explored(run: Path, agent: str | None = None) -> list[Trajectory]:
+    """All explored trajectories of a run, or one agent's."""
+    rows = [Trajectory(**row) for path in sorted(run.glob("iter*/*.jsonl"))
+            if path.stem.split("-")[0] in AGENTS[1:]  # target.jsonl, target-more.jsonl
+            for row in read_jsonl(path)]
+    return [row for row in rows if agent in (None, row.agent)]
 
 
-def paired_table(by_run, splits) -> list[dict]:
-    """The differences of CLAIMS, paired by seed, on each split and measure that has both."""
-    rows = []
-    for a, b, source in CLAIMS:
-        for split, key in itertools.product(splits, MEASURES):
-            if found := paired(final(by_run, a, split, key), final(by_run, b, split, key)):
-                rows.append(dict(a=a, b=b, source=source, split=split, measure=key, **found))
-    return rows
-
-
-def evolutions(runs) -> dict:
+def evolutions(runs: dict) -> dict:
     """method of `mutual.py` -> means over seeds of what its runs took and made."""
-    found = {}
-    for m in (m for m in runs if m in EVOLUTIONS):
-        rows = []
-        for path in runs[m].values():
-            with reading(path / "metrics.jsonl"):
-                of = events(path)
-                later = [e for e in of["proposals"] if e["iteration"]]  # 0 makes the start tasks
-                rows.append(dict(
-                    agent_episodes=sum(e["episodes"] for e in of["phase"]
-                                       if e["phase"].endswith("/target-agent")),
-                    explorer_episodes=sum(e["episodes"] for e in of["explored"] if e["iteration"]),
-                    start_episodes=sum(e["episodes"] for e in of["explored"] if not e["iteration"]),
-                    updates=sum(e["updates"] for e in of["grpo"]),
-                    skipped=sum(e["skipped"] for e in of["grpo"]),
-                    first_tasks=of["grpo"][0]["D"], last_tasks=of["grpo"][-1]["D"],
-                    replayed=sum(e["replayed"] for e in later),
-                    added=sum(e["added"] for e in later)))
-        found[m] = means(rows)
-    return found
+    return {m: means([evolution(path) for path in runs[m].values()])
+            for m in runs if m in EVOLUTIONS}
 
 
-def table2(runs) -> dict:
+def evolution(run: Path) -> dict:
+    of = events(run)
+    later = [e for e in of["proposals"] if e["iteration"]]  # 0 makes the start tasks
+    return dict(
+        agent_episodes=sum(e["episodes"] for e in trained(run, "target")),
+        explorer_episodes=sum(e["episodes"] for e in of["explored"] if e["iteration"]),
+        start_episodes=sum(e["episodes"] for e in of["explored"] if not e["iteration"]),
+        updates=sum(e["updates"] for e in of["grpo"]),
+        skipped=sum(e["skipped"] for e in of["grpo"]),
+        first_tasks=of["grpo"][0]["D"], last_tasks=of["grpo"][-1]["D"],
+        replayed=sum(e["replayed"] for e in later), added=sum(e["added"] for e in later))
+
+
+def table2(runs: dict) -> dict:
     """method -> threshold -> share -> interval over seeds, of all explored trajectories.
 
     Where both are there, co-evolution's share minus ETO's too, on the same seeds.
     """
-    found, names = {}, ("success", "negative", "hard_negative")
-    of = {m: {seed: shares(path) for seed, path in runs[m].items()}
+    names = ("success", "negative", "hard_negative")
+    of = {m: {seed: explored(path) for seed, path in runs[m].items()}
           for m in ("eto", "positive", "coevolve") if m in runs}
+    share = {(m, t): {seed: shares_of(rows, t) for seed, rows in of[m].items()}
+             for m in of for t in THRESHOLDS}
 
-    def share(m, t, key):
-        return {seed: by[t][key] for seed, by in of[m].items()}
+    def by(m, t, key):
+        return {seed: shares[key] for seed, shares in share[m, t].items()}
 
-    for m in of:
-        found[m] = {str(t): {key: interval(share(m, t, key).values()) for key in names}
-                    for t in THRESHOLDS}
+    found = {m: {str(t): {key: interval(by(m, t, key).values()) for key in names}
+                 for t in THRESHOLDS} for m in of}
     if {"eto", "coevolve"} <= of.keys():
-        found["coevolve - eto"] = {str(t): {key: paired(share("coevolve", t, key),
-                                                        share("eto", t, key)) for key in names}
-                                   for t in THRESHOLDS}
+        found["coevolve - eto"] = {str(t): {key: paired(by("coevolve", t, key), by("eto", t, key))
+                                            for key in names} for t in THRESHOLDS}
     return found
 
 
-def shares(run: Path) -> dict:
-    """threshold -> Table 2 of all explored trajectories of a run."""
-    rows = explored(run)
-    return {t: shares_of(rows, t) for t in THRESHOLDS}
-
-
-def course(runs) -> list[dict]:
+def course(runs: dict) -> list[dict]:
     """Iteration by iteration of co-evolution: explored rewards, hard negatives, pairs; means."""
     table = {}
     for path in runs.get("coevolve", {}).values():
         found = result(path)
-        with reading(path / "metrics.jsonl"):
-            for e in found["exploration"]:
-                for key in ("reward", "success", "hard_negative"):
-                    table.setdefault((e["iteration"], f"{e['agent']} {key}"), []).append(e[key])
-            for e in found["pairs"]:
-                for kind in (kind for kind in KINDS if kind in e["kept"]):
-                    column = f"pairs of the {e['trains']}: {kind}"
-                    table.setdefault((e["iteration"], column), []).append(e["kept"][kind])
+        for e in found["exploration"]:
+            for key in ("reward", "success", "hard_negative"):
+                table.setdefault((e["iteration"], f"{e['agent']} {key}"), []).append(e[key])
+        for e in found["pairs"]:
+            for kind in (kind for kind in KINDS if kind in e["kept"]):
+                column = f"pairs of the {e['trains']}: {kind}"
+                table.setdefault((e["iteration"], column), []).append(e["kept"][kind])
     return [dict(iteration=i, **{name: float(np.mean(values)) for (j, name), values in
                                  table.items() if j == i}) for i in sorted({i for i, _ in table})]
-
-
-def curves(runs, by_run, splits) -> dict:
-    """method -> split -> iteration -> interval over seeds of the target's reward."""
-    return {m: {split: {e["iteration"]: interval(
-        found[split][n]["reward"] for (method, _), found in by_run.items()
-        if method == m and len(found.get(split, ())) > n)
-        for n, e in enumerate(by_run[m, next(iter(runs[m]))].get(split, ()))} for split in splits}
-        for m in runs}
-
-
-def figure4(runs, by_run, splits) -> dict:
-    """lambda_SFT -> split -> interval over seeds of co-evolution's final reward."""
-    values = {}
-    for m in (m for m in runs if m == "coevolve" or m.startswith("lambda-")):
-        for seed, path in runs[m].items():
-            weight = result(path)["settings"]["lambda_sft"]
-            for split in splits:
-                values.setdefault(weight, {}).setdefault(split, {})[seed] = (
-                    by_run[m, seed][split][-1]["reward"])
-    return {str(w): {split: interval(v.values()) for split, v in values[w].items()}
-            for w in sorted(values)}

@@ -7,8 +7,8 @@
 Each run is a folder like any other (`STUDY/METHOD-sSEED`): a study that was stopped goes on where
 it was. Seeds come before methods, so that every method has the same seeds at any moment. Settings
 that are not the study's own are given to every run; without a GPU a run has one thread. Of several
-runs side by side each writes to its own `METHOD-sSEED.log`. The report folder holds report.md,
-report.json, the figures and the hardest negatives as conversations.
+runs side by side each writes to its own `METHOD-sSEED.log`. The folder `report` holds what
+`study.report` makes of them.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from harness.files import ROOT, command, held
 from harness.settings import SettingsError, parse, without_passwords
-from study.methods import EVOLUTIONS, METHODS, equals, finished, flags, method_of, refuse_unlike
+from study.methods import ALL, METHODS, equals, finished, flags, method_of
 
 GPU = shutil.which("nvidia-smi") is not None
 running = set()  # processes of `launch`
@@ -49,12 +49,11 @@ def make_runs(env: str, methods: list[str], seeds: list[int], folder: Path, more
                    "--out", str(folder / name)]
         print(f"study: {without_passwords(' '.join(command))}", flush=True)
         launch(env, command, folder / f"{name}.log" if jobs > 1 else None)
-        refuse_unlike(finished(folder))
+        finished(folder)  # refuses runs of different settings
 
     with ThreadPoolExecutor(jobs) as pool:
         for seed, method in itertools.product(seeds, methods):
-            same = method == f"lambda-{ours:g}" and "coevolve" in methods  # it is that run
-            if not same:
+            if method != f"lambda-{ours:g}" or "coevolve" not in methods:  # else it is that run
                 started[seed, method] = pool.submit(one, seed, method)
     for run in started.values():
         run.result()
@@ -93,7 +92,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="run.sh study", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("env", help="webshop, scienceworld, intercodesql or bfcl")
-    parser.add_argument("--methods", nargs="+", choices=METHODS + EVOLUTIONS,
+    parser.add_argument("--methods", nargs="+", choices=[*ALL],
                         default=list(METHODS), help="[those of the first system]")
     parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5, 6, 7],
                         help="defaults were chosen with seeds 0 to 2 [3 4 5 6 7]")
@@ -102,7 +101,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--jobs", type=int, help="runs side by side [of the tiny model without a "
                         "GPU one a core, at most 8; else 1]")
     parser.add_argument("--report", action="store_true", help="no run, only the report")
-    parser.add_argument("--encoder", help="hub name of Figure 3's encoder [the SFT agent]")
+    parser.add_argument("--encoder", default="sft", help="of Figure 3: the SFT agent, or another's "
+                        "hub name [%(default)s]")
     asked, more = parser.parse_known_args(argv)
     folder = asked.out or Path(f"runs/study-{asked.env}")
     if {"--method", "--seed"} & {flag.split("=")[0] for flag in more}:
@@ -112,22 +112,23 @@ def main(argv: list[str]) -> None:
         asked.jobs = min(cores, 8) if model == "tiny" and not GPU else 1
     if asked.jobs < 1:
         raise SettingsError(f"--jobs {asked.jobs}: give 1 or more")
+    for method, other in ((m, other) for m in asked.methods for other in equals(m)):
+        if other not in asked.methods and not asked.report:
+            raise SettingsError(f"{method} takes its steps or tasks from runs of {other}; add "
+                                f"{other} to --methods")
     # Threads that wait must sleep: spinning, they take a busy machine's cores from their own team.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported
-    if asked.encoder is not None:
+    if asked.encoder != "sft":
         from study.figure3 import check_encoder  # with torch, which takes seconds
         check_encoder(asked.encoder)
     if not asked.report:
-        for method, other in ((m, other) for m in asked.methods for other in equals(m)):
-            if other not in asked.methods:
-                raise SettingsError(f"{method} takes its steps or tasks from runs of {other}; add "
-                                    f"{other} to --methods")
         if not GPU:  # also, the cores of a machine must not change what a study finds
             more = ["--threads", "1", *more]
-        methods = [method for method in METHODS + EVOLUTIONS if method in asked.methods]
+        methods = [method for method in ALL if method in asked.methods]
         make_runs(asked.env, methods, list(dict.fromkeys(asked.seeds)), folder, more, asked.jobs)
-    from study.page import write_report  # with torch
-    print(write_report(asked.env, folder, asked.encoder))
+    from study.report import write_report  # with torch
+    print(write_report(f"Study on {asked.env}", finished(folder), folder / "report",
+                       asked.encoder))
     print(f"study: {folder / 'report'} holds this, the numbers and the figures")
 
 

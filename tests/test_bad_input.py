@@ -544,7 +544,7 @@ def test_data_of_databases_that_is_wrong_is_named(case, tmp_path):
 @pytest.mark.parametrize("arguments, says", [
     (["--beta", "much"], "--beta: invalid float value: 'much'"),
     (["--experts", "/nowhere"], "--experts /nowhere: "),
-    (["-m", "study.show", "/nowhere"], "/nowhere: not a run"),
+    (["-m", "look.page", "/nowhere"], "/nowhere: not a run"),
 ])
 def test_the_command_ends_with_2_and_one_line(arguments, says, tmp_path):
     train = [str(ROOT / "coevolve.py"), "--out", str(tmp_path / "run")]

@@ -17,7 +17,7 @@ from harness import endpoint as endpoints
 from harness import report
 from harness.run import Run
 from harness.settings import Settings, SettingsError, check
-from study import show
+from look.conversations import conversations
 
 ROOT = Path(__file__).parent.parent
 
@@ -80,7 +80,7 @@ def test_an_evaluation_has_the_rows_and_events_of_any_other(endpoint, run):
     # Ten calls of 100 and 7 tokens: (1000 x 2 + 70 x 10) / a million dollars.
     assert (score["requests"], score["prompt_tokens"], score["completion_tokens"]) == (10, 1000, 70)
     assert score["retries"] == 0 and score["dollars"] == 0.0027
-    assert "test-1" in show.show(r.path, ["test-1"])
+    assert [t["id"] for t in conversations(r.path, first=["test-1"])["tasks"]][0] == "test-1"
     line = next(line for line in report.table(r.path).splitlines() if "1,000" in line)
     assert line.split() == ["test", "10", "0", "0", "1,000", "70", "0.00"]
 

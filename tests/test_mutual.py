@@ -32,7 +32,7 @@ from engine.checkpoint import Checkpoint
 from harness import explorer, report
 from harness.run import Run
 from harness.settings import Settings, SettingsError, check
-from study.show import show
+from look.conversations import conversations
 from worlds import Step, World
 from worlds.intercodesql.world import InterCodeSQL
 
@@ -533,7 +533,7 @@ def test_the_task_set_grows_from_signals(run):
     assert {line.rsplit(None, 1)[0]: int(line.split()[-1]) for line in refused} == Counter(
         row["reason"] for row in rows if row["reason"])
     task = r.trajectories("iter3/target-agent/episodes.jsonl")[-1].task
-    assert task in show(r.path, [task])
+    assert [t["id"] for t in conversations(r.path, first=[task])["tasks"]][0] == task
 
 
 def test_a_segment_that_goes_on_says_again_what_it_had_said(run, monkeypatch):

@@ -1,4 +1,4 @@
-"""The closing table, result.json, the figure and the side-by-side view on a run made by hand."""
+"""The closing table, result.json, the figure and the comparison of runs made by hand."""
 
 import json
 import shutil
@@ -9,8 +9,8 @@ import pytest
 from dpo import Trajectory
 from harness import report
 from harness.files import RunError, read_jsonl
-from study.compare import compare
-from study.show import show
+from look import figures
+from study import report as several
 
 SETTINGS = {"env": "webshop", "method": "coevolve", "model": "tiny", "seed": 7, "out": None,
             "hard_threshold": 0.6}
@@ -66,23 +66,10 @@ def write_lines(path, objects):
 
 @pytest.fixture
 def run(tmp_path):
-    """A finished run: task -1 has a hard negative above the target's failure, -2 a higher one
-    where the target succeeded, -3 no failure of the failure agent, -4 a low failure."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"settings": SETTINGS, "versions": {}}))
     write_lines(folder / "metrics.jsonl", METRICS)
-    tasks = [f"webshop-train-{i}" for i in (1, 2, 3, 4)]
-    write_lines(folder / "experts.jsonl", [
-        trajectory(task, "expert", 1.0, ["search[curtain]", "click[Buy Now]"], iteration=0)
-        for task in tasks])
-    for iteration, scale in ((1, 0.0), (10, 1.0), (9, 0.0)):  # 10 is the last one, not 9
-        for agent, rewards in (("target", (0.25, 1.0, 0.5, 0.2)), ("failure", (0.75, 0.9, 1, 0.1))):
-            write_lines(folder / f"iter{iteration}" / f"{agent}.jsonl", [
-                trajectory(task, agent, reward * scale, [f"click[{agent}]"], iteration)
-                for task, reward in zip(tasks, rewards)])
-    write_lines(folder / "eval-10-target-test.jsonl", [
-        trajectory("webshop-test-0", "target", 0.3, ["click[x]"] * 3, 10, ended="budget")])
     return folder
 
 
@@ -98,7 +85,7 @@ def test_interval_matches_the_normal_approximation_of_a_large_sample():
 
 
 def test_interval_of_nothing_is_refused():
-    with pytest.raises(RunError, match="no values"):
+    with pytest.raises(RunError):
         report.bootstrap_interval([])
 
 
@@ -188,167 +175,106 @@ def test_table_of_an_unfinished_run_leaves_out_what_is_not_there(run):
     assert "Evaluation" in text and "Exploration" not in text and "Pairs" not in text
 
 
-@pytest.mark.parametrize("number, changed", [
-    (1, dict(reward="much")), (1, dict(agent="nobody")), (4, dict(trajectories=None)),
-    (6, dict(kept=None)), (0, dict(seconds="long"))])
-def test_a_damaged_event_is_one_line_that_names_the_file(run, tmp_path, number, changed):
-    event = {**METRICS[number], **changed}
-    write_lines(run / "metrics.jsonl", [*METRICS[:number], event, *METRICS[number + 1:]])
-    said = []
-    for read in (report.table, lambda run: report.figure(run, tmp_path / "png"),
-                 lambda run: compare([run])):
-        try:
-            read(run)
-        except RunError as error:
-            said.append(str(error))
-    assert said
-    for line in said:
-        assert line.startswith(f"{run / 'metrics.jsonl'}: damaged (")
-        assert "\n" not in line and len(line) < 400
+def figure_of(run):
+    return figures.run_figure(SETTINGS, report.events(run))
 
 
-def test_a_damaged_trajectory_is_one_line_that_names_the_file(run):
-    rows = read_jsonl(run / "iter10/target.jsonl")
-    del rows[1]["reward"]
-    write_lines(run / "iter10/target.jsonl", rows)
-    with pytest.raises(RunError, match="iter10/target.jsonl: damaged .KeyError: 'reward'"):
-        show(run)
+def test_the_figure_is_an_svg_and_a_png_and_equal_runs_give_equal_bytes(run, tmp_path):
+    for name in ("a", "b"):
+        figures.save(figure_of(run), tmp_path / name)
+    for end, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        assert (tmp_path / f"a{end}").read_bytes().startswith(start)
+        assert (tmp_path / f"a{end}").read_bytes() == (tmp_path / f"b{end}").read_bytes()
 
 
-def test_figure_is_a_png_and_equal_runs_give_equal_bytes(run, tmp_path):
-    for name in ("a.png", "b.png"):
-        report.figure(run, tmp_path / name)
-    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+def test_the_figure_draws_the_rewards_of_the_log(run):
+    """Of the target: 0.5 and 0.6 with intervals; shares of its exploration; its pairs."""
+    reward, success, exploration, pairs = figure_of(run).axes
+    line = reward.get_lines()[0]
+    assert [*map(tuple, line.get_xydata())] == [(0, 0.5), (1, 0.6)]
+    assert line.get_label() == "target agent, test"
+    band = reward.collections[0].get_paths()[0].vertices
+    assert (band[:, 1].min(), band[:, 1].max()) == (0.45, 0.65)
+    assert [*success.get_lines()[1].get_ydata()] == [0.29, 0.12]
+    heights = [bar.get_height() for bar in exploration.patches]  # by share: target, failure agent
+    assert heights == pytest.approx([0.5, 0.1, 0.3, 0.1, 0.2, 0.8])
+    assert [bar.get_height() for bar in pairs.patches] == [12, 30, 5, 11]
 
 
-def test_figure_of_sft_alone_has_no_exploration(run, tmp_path):
-    write_lines(run / "metrics.jsonl", METRICS[:2])
-    report.figure(run, tmp_path / "sft.png")
-    assert (tmp_path / "sft.png").stat().st_size > 10_000
-
-
-def test_figure_without_evaluations_is_refused(run, tmp_path):
+def test_the_figure_has_what_the_log_has(run):
+    write_lines(run / "metrics.jsonl", METRICS[:2])  # SFT alone
+    assert len(figure_of(run).axes) == 2
     write_lines(run / "metrics.jsonl", METRICS[:1])
-    with pytest.raises(RunError, match="no evaluation"):
-        report.figure(run, tmp_path / "none.png")
+    assert figure_of(run) is None
 
 
-def order(text):
-    return [line for line in text.splitlines() if line.startswith("webshop-")]
-
-
-def test_show_prefers_a_high_failure_above_a_lower_one_of_the_target(run):
-    assert order(show(run)) == ["webshop-train-1", "webshop-train-2", "webshop-train-4"]
-    assert order(show(run, count=1)) == ["webshop-train-1"]
-
-
-def test_show_puts_the_agents_of_the_last_iteration_side_by_side(run, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    text = show(run, ["webshop-train-1"])
-    heads = next(line for line in text.splitlines() if line.startswith("EXPERT"))
-    assert [part.strip() for part in heads.split("|")] == [
-        "EXPERT", "TARGET, iteration 10", "FAILURE, iteration 10"]
-    for part in ("reward 1.000, 2 steps", "reward 0.250, 1 step,", "reward 0.750, 1 step,"):
-        assert part in text
-    replies = [line for line in text.splitlines() if line.startswith("search[curtain]")]
-    assert "click[target]" in replies[0] and "click[failure]" in replies[0]
-    assert max(map(len, text.splitlines())) <= 120
-
-
-def test_show_prints_the_instruction_once(run):
-    assert " ".join(show(run, ["webshop-train-1"]).split()).count(WANT) == 1
-
-
-def test_show_names_what_a_terminal_would_obey(run):
-    rows = read_jsonl(run / "iter10/target.jsonl")
-    for row in rows:
-        row["messages"][-1]["content"] = "\x1b]0;mine\x07 bought"
-    write_lines(run / "iter10/target.jsonl", rows)
-    text = show(run, ["webshop-train-1"])
-    assert "<1B>]0;mine<07>" in text and not {"\x1b", "\x07"} & {*text}
-
-
-def test_show_without_a_failure_agent_has_two_columns(run):
-    for path in run.glob("iter*/failure.jsonl"):
-        path.unlink()
-    text = show(run, count=1)
-    assert "FAILURE" not in text and "TARGET" in text
-    assert order(text) == ["webshop-train-3"]  # the target's highest failure, 0.5
-
-
-def test_show_finds_the_evaluation_of_a_test_task(run):
-    text = show(run, ["webshop-test-0"])
-    assert "reward 0.300, 3 steps, out of steps" in text and "EXPERT" not in text
-
-
-def test_show_takes_the_failure_agents_best_failure_of_several_rollouts(run):
-    rewards = (0.1, 1.0, 0.8)
-    write_lines(run / "iter10" / "failure.jsonl", [
-        trajectory("webshop-train-1", "failure", reward, ["click[x]"], 10, rollout)
-        for rollout, reward in enumerate(rewards)])
-    assert "reward 0.800" in show(run, ["webshop-train-1"])
-
-
-def test_show_refuses_an_unknown_task_and_names_known_ones(run):
-    with pytest.raises(RunError, match="webshop-train-99.*such as webshop-train-1"):
-        show(run, ["webshop-train-99"])
+def test_a_long_curve_is_means_of_neighbours():
+    made, (ax,) = figures.figure(1)
+    figures.curve(ax, [(n, n % 2, None, None) for n in range(80)])
+    assert [*map(tuple, ax.get_lines()[0].get_xydata())] == [(n, 0.5) for n in range(1, 80, 2)]
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
-    for read in (report.result, report.table, show):
+    for read in (report.result, report.table, lambda path: several.main([str(path)])):
         with pytest.raises(RunError, match="not a run"):
             read(tmp_path)
 
 
-def test_a_truncated_line_is_refused_with_file_and_line(run):
+def test_a_line_or_a_file_that_is_not_whole_is_refused_by_name(run):
     path = run / "metrics.jsonl"
     path.write_text(path.read_text()[:-9])
-    with pytest.raises(RunError, match=rf"metrics.jsonl, line {len(METRICS)}: not a whole JSON"):
+    with pytest.raises(RunError, match=rf"metrics.jsonl, line {len(METRICS)}:"):
+        report.result(run)
+    path.unlink()
+    with pytest.raises(RunError, match="metrics.jsonl: no such file"):
         report.result(run)
 
 
-def test_a_missing_file_is_refused_by_name(tmp_path):
-    with pytest.raises(RunError, match="nothing.jsonl: no such file"):
-        read_jsonl(tmp_path / "nothing.jsonl")
+def test_what_a_terminal_would_obey_is_escaped():
+    assert report.visible("\x1b]0;mine\x07 \ud800\tb\r\n") == "<1B>]0;mine<07> <D800> b\n"
 
 
-def test_compare_over_seeds_by_hand(tmp_path):
-    """Rewards 0.5 and 0.7: mean 0.6, standard deviation 0.1 * sqrt(2)."""
-    for seed, reward in ((0, 0.5), (1, 0.7)):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"settings": {**SETTINGS, "seed": seed}}))
-        write_lines(folder / "metrics.jsonl", [
-            {"event": "evaluation", "agent": "target", "iteration": 1, "split": "test", "tasks": 2,
-             "reward": reward, "reward_low": 0, "reward_high": 1, "success": 0.5, "steps": 3}])
-    text = compare([tmp_path / "0", tmp_path / "1"])
-    assert row(text, "target", "test")[1:] == [
-        "1", "2", "0.600", "±", "0.141", "0.500", "±", "0.000"]
-    with pytest.raises(RunError, match="name the folders"):
-        compare([])
-    with pytest.raises(RunError, match="compare one of them"):
-        compare([tmp_path / "0", tmp_path / "0"])
+# ------------------------------------------------------------------------------------- compare
+
+
+def runs_of(tmp_path, *settings):
+    """Finished runs of one evaluation, with rewards 0.5, 0.7, ..."""
+    for n, more in enumerate(settings):
+        (tmp_path / str(n)).mkdir()
+        (tmp_path / str(n) / "config.json").write_text(json.dumps(
+            {"settings": {**SETTINGS, "rollouts": 2, "lambda_sft": 0.1, **more}}))
+        write_lines(tmp_path / str(n) / "metrics.jsonl", [
+            evaluation("target", 1, "test", 0.5 + 0.2 * n, 0, 1, 0.5)])
+        (tmp_path / str(n) / "result.json").write_text("{}")
+    return [str(tmp_path / str(n)) for n in range(len(settings))]
+
+
+def test_compare_over_seeds_by_hand(tmp_path, capsys):
+    """Rewards 0.5 and 0.7: mean 0.6, half of the interval 12.7062 x 0.1."""
+    runs = runs_of(tmp_path, dict(seed=0), dict(seed=1))
+    several.main(runs)
+    text = capsys.readouterr().out
+    assert row(text, "target", "test", "co-evolution") == [
+        "1", "2", "0.600", "±", "1.271", "0.500", "±", "0.000"]
+    assert {path.name for path in (tmp_path / "report").iterdir()} >= {
+        "report.txt", "report.json", "report.html", "curves.svg", "curves.png"}
+    (tmp_path / "1/result.json").unlink()
+    for again in ([runs[0], runs[0]], runs):  # one that is counted twice, or has not finished
+        with pytest.raises(RunError, match="compare one of them|not finished"):
+            several.main(again)
 
 
 @pytest.mark.parametrize("changed, says", [
     (dict(env="intercodesql"), "differ in env"), (dict(model="other"), "differ in model"),
-    (dict(beta=0.5), "differ in beta (0.5, None)"), (dict(method="sft", beta=0.5), None),
+    (dict(beta=0.5), "differ in beta (0.5, 0.1)"), (dict(method="sft", beta=0.5), None),
     (dict(threads=7), None)])
 def test_compare_refuses_to_average_what_differs_in_more_than_the_seed(tmp_path, changed, says):
-    for seed, more in ((0, {}), (1, changed)):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(
-            {"settings": {**SETTINGS, "seed": seed, **more}}))
-        write_lines(folder / "metrics.jsonl", [evaluation("target", 1, "test", .5, .4, .6, .3)])
-    runs = [tmp_path / "0", tmp_path / "1"]
+    runs = runs_of(tmp_path, dict(seed=0, beta=0.1), {"seed": 1, "beta": 0.1, **changed})
     if says is None:
-        assert "test" in compare(runs)
-    else:
-        with pytest.raises(RunError) as error:
-            compare(runs)
-        assert says in str(error.value)
+        return several.main(runs)
+    with pytest.raises(RunError) as error:
+        several.main(runs)
+    assert says in str(error.value)
 
 
 def test_episodes_out_of_context_stand_beside_the_number_of_tasks(run):

@@ -174,7 +174,7 @@ def test_active_environment_that_satisfies_the_requirements_is_used(machine):
     assert run("load-intercode", "a").stdout == (
         "ran -m worlds.intercodesql.spider load-intercode a\n")
     assert run("study", "webshop").stdout == "ran -m study.runs webshop\n"
-    assert run("show", "runs/a").stdout == "ran -m study.show runs/a\n"
+    assert run("compare", "runs/a").stdout == "ran -m study.report runs/a\n"
     assert run("page", "runs/a").stdout == "ran -m look.page runs/a\n"
     assert run("play", "webshop").stdout == "ran -m look.play webshop\n"
     assert "bench/bench.py --quick" in run("bench", "--quick").stdout

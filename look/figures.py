@@ -1,0 +1,171 @@
+"""The figures of runs and studies: drawn once by matplotlib, saved as SVG, and as PNG beside it."""
+
+import base64
+import io
+import math
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from harness.report import KINDS, headline, visible
+
+# Text stays text in an SVG, and equal runs give equal bytes.
+matplotlib.rcParams.update({
+    "svg.fonttype": "none", "svg.hashsalt": "", "axes.grid": True, "axes.axisbelow": True,
+    "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.titlesize": "medium", "legend.frameon": False, "legend.fontsize": "small"})
+# Okabe and Ito's colours, told apart by colour-blind readers too; as in page.css.
+AGENT_COLOURS = {"target": "#0072B2", "failure": "#D55E00", "positive": "#CC79A7"}
+SHARES = {"success": "#009E73", "hard_negative": "#F0E442", "negative": "#999999"}
+KIND_COLOURS = dict(zip(KINDS, ("#0072B2", "#D55E00", "#CC79A7", "#7566B8")))
+LINES = ("-", "--", ":")
+MOST_POINTS = 40  # of a curve; more are averaged
+
+
+def figure(panels: int, title: str = "", width: float = 4.0, height: float = 3.8):
+    """A figure and its panels, side by side; sizes of one in inches."""
+    made = Figure((width * panels, height), layout="constrained")
+    if title:
+        made.suptitle(visible(title), parse_math=False)  # what a run's files say is no formula
+    return made, made.subplots(1, panels, squeeze=False)[0]
+
+
+def svg(made: Figure) -> str:
+    """A figure as the address of an SVG that a page can hold."""
+    return _address(_rendered(made, "svg"))
+
+
+def save(made: Figure, path: Path) -> str:
+    """Writes path.svg and path.png; the address of the first, as from `svg`."""
+    drawn = _rendered(made, "svg")
+    path.with_suffix(".svg").write_bytes(drawn)
+    path.with_suffix(".png").write_bytes(_rendered(made, "png"))
+    return _address(drawn)
+
+
+def _rendered(made: Figure, form: str) -> bytes:
+    file, no_times = io.BytesIO(), {"svg": {"Date": None}, "png": {"Software": None}}
+    made.savefig(file, format=form, dpi=150, metadata=no_times[form])
+    return file.getvalue()
+
+
+def _address(drawn: bytes) -> str:
+    return "data:image/svg+xml;base64," + base64.b64encode(drawn).decode()
+
+
+# ----------------------------------------------------------------------------- what they hold
+
+
+def curve(ax, points: list[tuple], **style) -> None:
+    """A line through points (x, y, low, high); the band between the last two, where not None."""
+    n = math.ceil(len(points) / MOST_POINTS)
+    if n > 1:  # means of n neighbours, where the last one is
+        groups = [points[k:k + n] for k in range(0, len(points), n)]
+        points = [(g[-1][0], sum(p[1] for p in g) / len(g), None, None) for g in groups]
+    x, y, low, high = zip(*points)
+    ax.plot(x, y, marker="o", markersize=3.5, **style)
+    if len(points) == 1 and low[0] is not None:  # a band of one point has no width
+        ax.vlines(x, low, high, color=style["color"], alpha=0.4)
+    elif None not in low:
+        ax.fill_between(x, low, high, color=style["color"], alpha=0.12, lw=0)
+
+
+def label(ax, title: str, x: str = "", y: str = "", percent: bool = False) -> None:
+    ax.set(title=title, xlabel=x, ylabel=y)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if percent:
+        ax.yaxis.set_major_formatter(PercentFormatter(1))
+
+
+def stacked(ax, names: list[str], parts: dict[str, list[float]], colours: dict) -> None:
+    """A bar for each name, made of parts: name of the part -> its height in each bar."""
+    bottom = [0.0] * len(names)
+    for part, heights in parts.items():
+        ax.bar(names, heights, 0.8, bottom, color=colours.get(part, "#999999"),
+               label=part.replace("_", " "))
+        bottom = [low + height for low, height in zip(bottom, heights)]
+    ax.grid(axis="x", visible=False)
+    ax.tick_params(axis="x", rotation=90 if len(names) > 4 else 0)
+    legend(ax)
+
+
+def legend(ax) -> None:
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2)
+
+
+# ---------------------------------------------------------------------------------- of a run
+
+
+def run_figure(settings: dict, of: dict) -> Figure | None:
+    """Reward and success by iteration, with 95% intervals over tasks; what exploration and pairs
+    were made of. of: the run's `events`; None where it has none of these yet."""
+    evaluations, exploration, pairs = of["evaluation"], of["exploration"], of["pairs"]
+    panels = 2 * bool(evaluations) + bool(exploration) + bool(pairs)
+    if not panels:
+        return None
+    made, axes = figure(panels, headline(settings))
+    if evaluations:
+        _evaluations(*axes[:2], evaluations)
+    if exploration:
+        ax = axes[2 * bool(evaluations)]
+        stacked(ax, [f"{e['iteration']} {e['agent']}" for e in exploration],
+                {share: [e[share] for e in exploration] for share in SHARES}, SHARES)
+        ax.set(title="Exploration on the training tasks", ylabel="share of trajectories")
+        ax.yaxis.set_major_formatter(PercentFormatter(1))
+    if pairs:
+        kinds = [kind for kind in KINDS if any(kind in e["kept"] for e in pairs)]
+        stacked(axes[-1], [f"{e['iteration']} {e['trains']}" for e in pairs],
+                {**{kind: [e["kept"].get(kind, 0) for e in pairs] for kind in kinds},
+                 "made no pair": [sum(e["dropped"].values()) for e in pairs]}, KIND_COLOURS)
+        axes[-1].set(title="Pairs, by iteration and agent", ylabel="comparisons")
+    return made
+
+
+def _evaluations(reward, success, evaluations: list[dict]) -> None:
+    splits, curves = list(dict.fromkeys(e["split"] for e in evaluations)), {}
+    for e in evaluations:
+        curves.setdefault((e["agent"], e["split"]), []).append(e)
+    for (agent, split), found in curves.items():
+        style = dict(color=AGENT_COLOURS.get(agent, "#555555"), label=f"{agent} agent, {split}",
+                     linestyle=LINES[splits.index(split) % 3])
+        curve(reward, [(e["iteration"], e["reward"], e["reward_low"], e["reward_high"])
+                       for e in found], **style)
+        curve(success, [(e["iteration"], e["success"], None, None) for e in found], **style)
+    label(reward, "Reward, 95% interval over tasks", "iteration (0: the start)", "mean reward")
+    for ax in reward, success:
+        legend(ax)
+    label(success, "Success rate", "iteration (0: the start)", "tasks with reward 1", True)
+    success.set_ylim(bottom=0)
+
+
+def training_figures(of: dict) -> list[tuple[str, Figure]]:
+    """For GRPO and each training phase its curves over steps, of the run's `events`."""
+    found, phases = [], {}
+    if of["grpo"]:
+        panels = {"Reward of its episodes": "reward", "Success": "success", "KL": "kl",
+                  "Tasks in D": "D"}
+        made, axes = figure(len(panels), width=3.6, height=2.6)
+        for ax, (title, key) in zip(axes, panels.items()):
+            curve(ax, [(e["step"], e[key], None, None) for e in of["grpo"]], color="#0072B2")
+            label(ax, title, "step", percent=key == "success")
+        found.append(("GRPO", made))
+    for e in of["train"]:
+        phases.setdefault(e["phase"], []).append(e)
+    for phase, steps in phases.items():
+        kinds = [k for k in KINDS if any(k in e["kinds"] and "margin" in e["kinds"][k]
+                                         for e in steps)]
+        panels = {"Loss": None, **({"Margin, nats": "margin", "Chosen above rejected": "accuracy"}
+                                   if kinds else {})}
+        made, axes = figure(len(panels), width=3.6, height=2.6)
+        curve(axes[0], [(e["step"], e["loss"], None, None) for e in steps], color="#555555")
+        for ax, (title, key) in zip(axes, panels.items()):
+            for kind in kinds if key else ():
+                curve(ax, [(e["step"], e["kinds"][kind][key], None, None) for e in steps
+                           if kind in e["kinds"]], color=KIND_COLOURS[kind], label=kind)
+            label(ax, title, "step", percent=key == "accuracy")
+        if kinds:
+            axes[1].legend()
+        found.append((phase, made))
+    return found
