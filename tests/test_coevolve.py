@@ -185,7 +185,7 @@ def contents(run):
     for path in sorted(run.rglob("*")):
         name = str(path.relative_to(run))
         if path.is_file() and name not in ("lock", "config.json", "phases.json", "curves.png",
-                                            "run.html"):
+                                            "curves.svg", "run.html"):
             files[name] = path.read_bytes()
     events = [json.loads(line) for line in files.pop("metrics.jsonl").splitlines()]
     for event in events:

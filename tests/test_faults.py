@@ -379,9 +379,9 @@ def test_a_forgotten_phase_is_done_again_with_all_that_follow(toy_run):
 def test_a_deleted_file_is_made_again_with_all_that_follows(toy_run, capfd):
     run = toy_run()
     undisturbed = contents(run)
-    (run / "curves.png").unlink()
+    (run / "result.json").unlink()
     toy_run()
-    assert (run / "curves.png").exists() and "gone" not in capfd.readouterr().out
+    assert (run / "result.json").exists() and "gone" not in capfd.readouterr().out
     (run / "iter1/target.jsonl").unlink()
     toy_run()
     assert "iter1/target.jsonl is gone: computing it and all that follows" in capfd.readouterr().out
