@@ -2,135 +2,123 @@
 
     python bench/kill.py --kills 50 --env webshop [--dir FOLDER] [settings of the run]
 
-The run has few slots, so that its rollouts have chunks; it says how often one went on inside them.
-
 Half of the kills (SIGKILL) come at a random moment, half within 30 ms of a change in the run's
-folder, so that they meet a checkpoint, a trajectory file or the log half written. Each hits either
-all processes of the run or one of them. A run that ends is compared file by file, and another
-begins. Exit status 1 if anything but the times differs, or a process of the run outlives it.
+folder, while a file is being written; each hits all processes of the run or one. A run that ends is
+compared file by file, and another begins. With one slot, rollouts go in chunks. Exit status 1 if
+anything but the times differs, or a process of the run outlives it.
 """
 
 import argparse
+import json
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from test_coevolve import contents
-
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--quick", "--train-tasks", "30", "--eval-tasks", "6", "--sft-epochs", "2", "--seed", "5",
          "--threads", "1", "--slots", "1"]
+TIMES = ("seconds", "tokens_per_second", "resident_mb")  # of an event
+OTHERS = ("lock", "config.json", "phases.json", "curves.png", "run.html")  # tell the time or place
 
 
 def start(out: Path, flags: list[str]) -> subprocess.Popen:
     command = [sys.executable, str(ROOT / "coevolve.py"), *SMALL, *flags, "--out", str(out)]
     with open(out.with_suffix(".log"), "a") as log:
-        return subprocess.Popen(command, start_new_session=True, stdout=log,
-                                stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, start_new_session=True, stdout=log, stderr=log)
 
 
-def state(out: Path) -> list:
-    """Names and sizes of what is in the folder: it changes when the run writes."""
-    found = []
-    for path in sorted(out.rglob("*")):
-        try:
-            found.append((path, path.stat().st_size))
-        except FileNotFoundError:  # it has just been renamed
-            continue
+def contents(out: Path) -> dict:
+    """name -> bytes of every file that must be the same; of the log, its events without times."""
+    files = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*")
+             if path.is_file() and path.name not in OTHERS}
+    files["metrics.jsonl"] = [
+        {name: value for name, value in json.loads(line).items() if name not in TIMES}
+        for line in files["metrics.jsonl"].splitlines()]
+    return files
+
+
+def sizes(out: Path) -> dict:
+    """name -> bytes of what is in the folder."""
+    found = {}
+    for path in out.rglob("*"):
+        with suppress(FileNotFoundError):  # it has just been renamed
+            found[path] = path.stat().st_size
     return found
 
 
 def wait(process: subprocess.Popen, seconds: float, out: Path | None = None) -> None:
     """Until the process ends, the time is over or (with `out`) the folder changes."""
-    deadline, before = time.monotonic() + seconds, state(out) if out else None
+    deadline, before = time.monotonic() + seconds, sizes(out) if out else None
     while process.poll() is None and time.monotonic() < deadline:
-        if out and state(out) != before:
+        if out and sizes(out) != before:
             return
         time.sleep(0.001 if out else 0.02)
 
 
-def family(process: subprocess.Popen) -> list[psutil.Process]:
-    try:
+def kill(process: subprocess.Popen, rng: random.Random) -> list[psutil.Process]:
+    """Kills all processes of the run or one; returns all that there were."""
+    with suppress(psutil.NoSuchProcess):
         parent = psutil.Process(process.pid)
-        return [parent, *parent.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+        family = [parent, *parent.children(recursive=True)]
+        for victim in [rng.choice(family)] if rng.random() < 0.5 else family:
+            with suppress(psutil.NoSuchProcess):
+                victim.kill()
+        return family
+    return []
 
 
-def kill(processes: list[psutil.Process]) -> None:
-    for each in processes:
-        try:
-            each.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            pass
+def killed_run(out: Path, flags: list[str], rng: random.Random, usual: float, most: int):
+    """(exit status, kills, processes killed) of a run killed at most so often; usual: seconds."""
+    shutil.rmtree(out, ignore_errors=True)
+    process, kills, killed = start(out, flags), 0, []
+    while kills < most and process.poll() is None:
+        wait(process, rng.uniform(0, usual))
+        if rng.random() < 0.5:
+            wait(process, usual, out)
+            time.sleep(rng.uniform(0, 0.03))
+        family = kill(process, rng) if process.poll() is None else []
+        kills, killed = kills + bool(family), killed + family
+        wait(process, 1)  # it may have lost a child alone
+        if process.poll() == -9:
+            process = start(out, flags)
+    return process.wait(), kills, killed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--random-seed", type=int, default=0, help="of the moments")
     parser.add_argument("--dir", type=Path, help="where the runs go [a temporary folder]")
     asked, flags = parser.parse_known_args()
     folder = asked.dir or Path(tempfile.mkdtemp())
-    rng, seen, kills, runs, wrong = random.Random(asked.random_seed), [], 0, 0, []
-
-    process = start(folder / "undisturbed", flags)  # which also makes the tiny model, once
-    if process.wait():
-        sys.exit(process.stderr.read())
-    expected, out = contents(folder / "undisturbed"), folder / "killed"
-    started = time.monotonic()
-    shutil.rmtree(folder / "undisturbed")
-    if start(folder / "undisturbed", flags).wait() or contents(folder / "undisturbed") != expected:
-        sys.exit("two undisturbed runs differ")
+    undisturbed, out, expected = folder / "undisturbed", folder / "killed", []
+    for _ in range(2):  # the first makes the tiny model, too
+        shutil.rmtree(undisturbed, ignore_errors=True)
+        started = time.monotonic()
+        if start(undisturbed, flags).wait():
+            sys.exit(f"kill.py: the undisturbed run failed, see {undisturbed}.log")
+        expected.append(contents(undisturbed))
     usual = time.monotonic() - started
-    print(f"undisturbed: {len(expected[0])} files, {usual:.1f} s")
+    if expected[0] != expected[1]:
+        sys.exit("kill.py: two undisturbed runs differ")
 
+    rng, kills, runs, killed, wrong = random.Random(0), 0, 0, [], []
     while not runs or kills < asked.kills:
-        shutil.rmtree(out, ignore_errors=True)
-        in_this_run, process = 0, start(out, flags)
-        while True:
-            moment = "random"
-            wait(process, rng.uniform(0, usual) if kills < asked.kills else 9999)
-            if rng.random() < 0.5 and kills < asked.kills:
-                moment = "writing"
-                wait(process, usual, out)
-                time.sleep(rng.uniform(0, 0.03))
-            if process.poll() is not None:
-                break
-            processes = family(process)
-            seen += processes
-            alone = rng.random() < 0.5
-            victims = [rng.choice(processes)] if alone and processes else processes
-            kill(victims)
-            kills, in_this_run = kills + 1, in_this_run + 1
-            newest = max(state(out), key=lambda x: x[0].stat().st_mtime if x[0].exists() else 0,
-                         default=("nothing", 0))[0]
-            print(f"kill {kills}, run {runs + 1}, {moment} moment, {len(victims)} of "
-                  f"{len(processes)} processes, last written {Path(newest).name}", flush=True)
-            if process.pid in [each.pid for each in victims]:
-                process.wait()
-                process = start(out, flags)
-        runs += 1
-        if process.returncode:
-            wrong.append(f"run {runs} ended with {process.returncode}: {process.stderr.read()}")
-        else:
-            files, events = contents(out)
-            wrong += [f"run {runs}: {name} differs" for name in files.keys() | expected[0].keys()
-                      if files.get(name) != expected[0].get(name)]
-            wrong += [f"run {runs}: metrics.jsonl differs"] * (events != expected[1])
-        print(f"run {runs} ended after {in_this_run} kills: {'equal' if not wrong else wrong[-1]}",
-              flush=True)
-    orphans = psutil.wait_procs(seen, timeout=20)[1]
-    wrong += [f"process {each.pid} runs on" for each in orphans]
+        status, more, family = killed_run(out, flags, rng, usual, asked.kills - kills)
+        kills, runs, killed = kills + more, runs + 1, killed + family
+        files = {} if status else contents(out)
+        differ = [name for name in files.keys() | expected[0].keys()
+                  if files.get(name) != expected[0].get(name)]
+        result = f"exit status {status}, see {out}.log" if status else ", ".join(differ)
+        wrong += [f"run {runs}: {result}"] if result else []
+        print(f"run {runs}, {more} kills: {result or 'equal'}", flush=True)
+    wrong += [f"process {each.pid} runs on" for each in psutil.wait_procs(killed, timeout=20)[1]]
     log = out.with_suffix(".log").read_text()
     print(f"went on inside a phase: rollouts {log.count(' goes on after ')} times, "
           f"training {log.count(' went on after step ')} times")
