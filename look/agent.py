@@ -72,14 +72,12 @@ class Agent:
 
     def told(self, ids: list[int], minds: list) -> str:
         """The three best tokens where the action begins, and where it was least sure."""
-        def best(n):
-            return ", ".join(f"{self.encoder.tokenizer.decode([token])!r} {p:.1%}"
-                             for token, p in minds[n])
-
-        first = first_of_action(self.encoder.tokenizer.decode, ids[:len(minds)])
+        decode = self.encoder.tokenizer.decode
+        first = first_of_action(decode, ids[:len(minds)])
         doubt = min(range(first, len(minds)), key=lambda n: minds[n][0][1])
-        return f"The action begins with {best(first)}" + (
-            f"\nLeast sure: {best(doubt)}" if doubt != first else "")
+        at, least = (", ".join(f"{decode([token])!r} {p:.1%}" for token, p in minds[n])
+                     for n in (first, doubt))
+        return f"The action begins with {at}" + f"\nLeast sure: {least}" * (doubt != first)
 
 
 def first_of_action(decode, ids: list[int]) -> int:

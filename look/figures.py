@@ -32,27 +32,14 @@ def figure(panels: int, title: str = "", width: float = 4.0, height: float = 3.8
     return made, made.subplots(1, panels, squeeze=False)[0]
 
 
-def svg(made: Figure) -> str:
-    """A figure as the address of an SVG that a page can hold."""
-    return _address(_rendered(made, "svg"))
-
-
-def save(made: Figure, path: Path) -> str:
-    """Writes path.svg and path.png; the address of the first, as from `svg`."""
-    drawn = _rendered(made, "svg")
-    path.with_suffix(".svg").write_bytes(drawn)
-    path.with_suffix(".png").write_bytes(_rendered(made, "png"))
-    return _address(drawn)
-
-
-def _rendered(made: Figure, form: str) -> bytes:
-    file, no_times = io.BytesIO(), {"svg": {"Date": None}, "png": {"Software": None}}
-    made.savefig(file, format=form, dpi=150, metadata=no_times[form])
-    return file.getvalue()
-
-
-def _address(drawn: bytes) -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode(drawn).decode()
+def svg(made: Figure, path: Path | None = None) -> str:
+    """A figure as the address of an SVG that a page can hold; also writes path.svg and path.png."""
+    drawn = io.BytesIO()
+    made.savefig(drawn, format="svg", metadata={"Date": None})
+    if path:
+        path.with_suffix(".svg").write_bytes(drawn.getvalue())
+        made.savefig(path.with_suffix(".png"), dpi=150, metadata={"Software": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(drawn.getvalue()).decode()
 
 
 # ----------------------------------------------------------------------------- what they hold
@@ -144,28 +131,30 @@ def training_figures(of: dict) -> list[tuple[str, Figure]]:
     """For GRPO and each training phase its curves over steps, of the run's `events`."""
     found, phases = [], {}
     if of["grpo"]:
-        panels = {"Reward of its episodes": "reward", "Success": "success", "KL": "kl",
-                  "Tasks in D": "D"}
-        made, axes = figure(len(panels), width=3.6, height=2.6)
-        for ax, (title, key) in zip(axes, panels.items()):
-            curve(ax, [(e["step"], e[key], None, None) for e in of["grpo"]], color="#0072B2")
-            label(ax, title, "step", percent=key == "success")
-        found.append(("GRPO", made))
+        found.append(("GRPO", _over_steps({
+            title: {"": ("#0072B2", [(e["step"], e[key]) for e in of["grpo"]])}
+            for title, key in (("Reward of its episodes", "reward"), ("Success", "success"),
+                               ("KL", "kl"), ("Tasks in D", "D"))})))
     for e in of["train"]:
         phases.setdefault(e["phase"], []).append(e)
     for phase, steps in phases.items():
-        kinds = [k for k in KINDS if any(k in e["kinds"] and "margin" in e["kinds"][k]
-                                         for e in steps)]
-        panels = {"Loss": None, **({"Margin, nats": "margin", "Chosen above rejected": "accuracy"}
-                                   if kinds else {})}
-        made, axes = figure(len(panels), width=3.6, height=2.6)
-        curve(axes[0], [(e["step"], e["loss"], None, None) for e in steps], color="#555555")
-        for ax, (title, key) in zip(axes, panels.items()):
-            for kind in kinds if key else ():
-                curve(ax, [(e["step"], e["kinds"][kind][key], None, None) for e in steps
-                           if kind in e["kinds"]], color=KIND_COLOURS[kind], label=kind)
-            label(ax, title, "step", percent=key == "accuracy")
-        if kinds:
-            axes[1].legend()
-        found.append((phase, made))
+        panels = {"Loss": {"": ("#555555", [(e["step"], e["loss"]) for e in steps])}}
+        for title, key in (("Margin, nats", "margin"), ("Chosen above rejected", "accuracy")):
+            panels[title] = {kind: (colour, [(e["step"], e["kinds"][kind][key]) for e in steps
+                                             if key in e["kinds"].get(kind, {})])
+                             for kind, colour in KIND_COLOURS.items()}
+        found.append((phase, _over_steps(panels)))
     return found
+
+
+def _over_steps(panels: dict) -> Figure:
+    """panels: title -> name -> (colour, points), without those that have no points."""
+    panels = {title: named for title, named in panels.items() if any(p for _, p in named.values())}
+    made, axes = figure(len(panels), width=3.6, height=2.6)
+    for ax, (title, named) in zip(axes, panels.items()):
+        for name, (colour, points) in ((name, x) for name, x in named.items() if x[1]):
+            curve(ax, [(*point, None, None) for point in points], color=colour, label=name)
+        label(ax, title, "step")
+    if len(named) > 1:
+        axes[-1].legend()
+    return made

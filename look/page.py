@@ -42,7 +42,7 @@ def page(run_dir: Path, megabytes: float = MEGABYTES, tasks=()) -> str:
     return render(
         "page.html.j2", data, title=f"{run_dir.name}: {headline(s)}", heading=headline(s),
         name=run_dir.name, status=status(run_dir, of), ends=ends(of["evaluation"]),
-        curves=curves and figures.save(curves, run_dir / "curves"),
+        curves=curves and figures.svg(curves, run_dir / "curves"),
         has_tasks=bool(data["tasks"]), settings=list(about.items()),
         tables=[(title, columns(header), rows) for title, header, rows in sections(s, of)],
         training=[(phase, figures.svg(made)) for phase, made in figures.training_figures(of)],

@@ -5,6 +5,7 @@ by turn, and shows what it had in mind; t takes over.
 """
 
 import argparse
+import itertools
 import os
 import random
 import shutil
@@ -20,34 +21,21 @@ from harness.tasks import settings_of
 
 # Of a run's settings, those that its agent plays with.
 PLAYED_WITH = ("view", "max_tokens", "max_new_tokens", "examples")
-# Settings that name a real environment, which the tiny model's presets are not for.
-REAL = ("webshop_url", "intercode_data", "mysql_url")
 
 
 class Quit(Exception):
-    """The person has had enough."""
+    """The episode ends before its end, and how."""
 
 
 # ------------------------------------------------------------------------------ the terminal
 
 
 def say(text: str = "", indent: str = "") -> None:
-    """Prints lines wrapped to the terminal; what is no text in them is named, not obeyed."""
+    """Prints lines wrapped to the terminal; control characters in them are escaped."""
     width = max(min(shutil.get_terminal_size((100, 24)).columns, 100), 20)
     for line in visible(text).split("\n"):
-        print("\n".join(textwrap.wrap(line, width, initial_indent=indent, subsequent_indent=indent,
-                                      replace_whitespace=False, break_on_hyphens=False) or [""]))
-    sys.stdout.flush()
-
-
-def rows(items: list[str]) -> list[str]:
-    """The items in as few lines as the terminal has room for."""
-    found, width = [""] if items else [], shutil.get_terminal_size((100, 24)).columns
-    for item in items:
-        if found[-1] and len(found[-1]) + len(item) + 5 > min(width, 100):
-            found.append("")
-        found[-1] += "   " * bool(found[-1]) + item
-    return found
+        print(textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent,
+                            replace_whitespace=False, break_on_hyphens=False), flush=True)
 
 
 def ask(prompt: str) -> str | None:
@@ -60,7 +48,7 @@ def ask(prompt: str) -> str | None:
     if not sys.stdin.isatty():
         print(line)  # so that what was played can be read afterwards
     if line in ("q", "quit"):
-        raise Quit
+        raise Quit("left")
     return line
 
 
@@ -69,37 +57,35 @@ def ask(prompt: str) -> str | None:
 
 def play(env, task: str, agent=None) -> str:
     """One episode, by the person, or by `agent` until the person takes over; how it ended."""
-    observation, step, mine, told = env.reset(task), None, agent is None, []
+    observation, step, turns, mine, told = env.reset(task), None, 0, agent is None, []
     say(f"{task}, at most {env.max_steps} turns; "
         + ("? explains, q quits" if mine else "t takes over, Enter goes on, q quits"))
-    rules = getattr(env, "rules", "")
-    if rules and not env.prompt and mine:
+    if mine and not env.prompt and (rules := getattr(env, "rules", "")):
         say("\nThe rules, which this view does not tell the agent:")
         say(rules, "  ")
     say("\n" + "\n\n".join(m["content"] for m in envs.opening(env, observation, playing=True)))
     if agent:
         agent.begin(env, task, observation)
-    for turn in range(1, env.max_steps + 1):
-        if agent and agent.full:
-            return ending("out of context", step, turn - 1)
-        say(f"\n--- turn {turn} of {env.max_steps}")
-        try:
-            reply, mine = choose(env, agent, mine, told)
-        except Quit:
-            return ending("left", step, turn - 1)
-        if reply is None:
-            return ending("out of context", step, turn - 1)
-        step = env.step(reply)
-        if agent:
-            agent.take(reply, step)
-        say("\n" + step.observation)
-        if step.done:
-            return ending("done", step, turn)
-    return ending("out of turns", step, turn)
+    try:
+        while not step or not step.done and turns < env.max_steps:
+            reply, mine = choose(env, agent, mine, told, turns + 1)
+            step, turns = env.step(reply), turns + 1
+            if agent:
+                agent.take(reply, step)
+            say("\n" + step.observation)
+        how = "done" if step.done else "out of turns"
+    except Quit as quit:
+        how = str(quit)
+    reward = step.reward if step else 0.0
+    return (f"{how} after {turns} turn{'s' * (turns != 1)}: reward {reward:.3f}, "
+            f"{'a' if reward >= envs.SUCCESS else 'no'} success")
 
 
-def choose(env, agent, mine: bool, told: list) -> tuple[str | None, bool]:
-    """The reply of a turn, None where the agent has no room for one, and whose the next turn is."""
+def choose(env, agent, mine: bool, told: list, turn: int) -> tuple[str, bool]:
+    """The reply of a turn, and whose the next turn is; Quit where the agent has no room for one."""
+    if agent and agent.full:
+        raise Quit("out of context")
+    say(f"\n--- turn {turn} of {env.max_steps}")
     proposed = None
     while True:
         if mine:
@@ -110,7 +96,7 @@ def choose(env, agent, mine: bool, told: list) -> tuple[str | None, bool]:
         if proposed is None:
             proposed, thoughts = agent.propose()
             if proposed is None:
-                return None, mine
+                raise Quit("out of context")
             say(thoughts)
             say(proposed, "    ")
         answer = ask("Enter plays it, t takes over, q quits: ")
@@ -129,13 +115,14 @@ def act(env, agent: bool, told: list) -> str | None:
     news = [line for line in forms if line not in told]
     told[:] = forms
     if actions or news:
-        say("possible:")
-        say("\n".join([*rows([f"{n} {a}" for n, a in enumerate(actions, 1)]), *news]), "  ")
+        say("possible:")  # an action is not broken over lines
+        numbered = "   ".join(f"{n} {a}".replace(" ", "\0") for n, a in enumerate(actions, 1))
+        say("\n".join([*textwrap.wrap(numbered, 96), *news]).replace("\0", " "), "  ")
     while True:
         line = ask("your action, or its number" * bool(actions) + "your action" * (not actions)
                    + ", Enter gives back to the agent" * agent + ": ")
         if line is None and not agent:
-            raise Quit
+            raise Quit("left")
         if not line and agent:
             return None
         if line == "?":
@@ -148,49 +135,39 @@ def act(env, agent: bool, told: list) -> str | None:
             return env.reply(line)
 
 
-def ending(how: str, step, turns: int) -> str:
-    reward = step.reward if step else 0.0
-    worth = "a success" if reward >= envs.SUCCESS else "no success"
-    return f"{how} after {turns} turn{'s' * (turns != 1)}: reward {reward:.3f}, {worth}"
-
-
 # ------------------------------------------------------------------------------------ the start
 
 
 def agent_of(path: Path) -> tuple[Path, Path | str, str]:
     """(run, its last target agent's folder, its name), or of an agent's folder in a run itself."""
-    runs = [folder for folder in (path, *path.resolve().parents[:2])
-            if (folder / "phases.json").is_file()]
-    if not runs:
+    run = next((folder for folder in (path, *path.resolve().parents[:2])
+                if (folder / "phases.json").is_file()), None)
+    if run is None:
         raise RunError(f"--agent {path}: neither a run nor an agent in one; name a folder like "
                        "runs/webshop-coevolve-s0")
-    run = runs[0]
     if run != path:
         return run, path, f"{path.parent.name}/{path.name}"
     settings = settings_of(run)
-    if settings["method"] == "evaluate":
-        model = settings["model"]
-        if model == "tiny":
-            raise RunError(f"--agent {run}: it evaluates the tiny model as it is before training; "
-                           "name a run that trains")
-        if model == "smollm2":
-            from harness import smollm2  # with torch
-            return run, smollm2.base(), model
+    model = settings["model"]
+    if settings["method"] == "evaluate" and model == "smollm2":
+        from harness import smollm2  # with torch
+        return run, smollm2.base(), model
+    if settings["method"] == "evaluate" and model != "tiny":
         return run, model, model
     done = [name for name in read_object(run / "phases.json")
             if name == "sft-target" or name.endswith("/target-agent")]
     if not done:
-        raise RunError(f"--agent {run}: no target agent is trained in it yet")
+        raise RunError(f"--agent {run}: no target agent is trained in it (yet); name another run")
     return run, run / done[-1], done[-1]
 
 
 def settings_for(env: str, more: list[str], run: Path | None, folder) -> Settings:
     """From the same flags as for training; with an agent its run's, where no flag says more."""
-    flags, names = ["--env", env, "--method", "evaluate"], {
-        flag.split("=")[0].lstrip("-").replace("-", "_") for flag in more if flag.startswith("-")}
+    flags = ["--env", env, "--method", "evaluate"]
     if run is None:
-        real = env == "bfcl" or names & {*REAL}
-        return parse([*flags, *(["--model", "none"] if real else []), *more])
+        names = {flag.split("=")[0] for flag in more}
+        real = env == "bfcl" or names & {"--webshop-url", "--intercode-data", "--mysql-url"}
+        return parse([*flags, *(["--model", "none"] if real else []), *more])  # no preset for it
     config = read_object(run / "config.json", settings=dict)
     before = config["settings"]
     if before["env"] != env:
@@ -202,12 +179,16 @@ def settings_for(env: str, more: list[str], run: Path | None, folder) -> Setting
     return parse([*flags, "--model", str(folder), *more])
 
 
-def choose_task(env, asked: str | None) -> str:
-    """The task asked for; of a split, or without a wish of the first test split, any."""
-    if asked and "-" in asked:
+def choose_task(env, asked: str) -> str:
+    """The task asked for, or any of the split asked for; SettingsError if there is none."""
+    try:
+        if "-" not in asked:
+            return random.choice(env.tasks(asked))
         env.find(asked)
         return asked
-    return random.choice(env.tasks(asked or env.test_splits[0]))
+    except ValueError as error:
+        examples = ", ".join(env.tasks(env.test_splits[0])[:3])
+        raise SettingsError(f"{error} (such as {examples})") from None
 
 
 def main(argv: list[str]) -> None:
@@ -219,25 +200,17 @@ def main(argv: list[str]) -> None:
         "as --webshop-url.")
     parser.add_argument("--agent", type=Path, help="a run, whose last target agent plays, or an "
                         "agent's folder in it, such as RUN/iter1/failure-agent")
-    words = [word for word in argv[:2] if not word.startswith("-")]
-    words = words if argv[:1] == words[:1] else []
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv[:2]))
     asked, more = parser.parse_known_args(argv[len(words):])
     if not words:
         raise SettingsError("name an environment: play webshop; --help says more")
-    run = folder = name = None
-    if asked.agent:
-        run, folder, name = agent_of(asked.agent)
+    run, folder, name = agent_of(asked.agent) if asked.agent else (None, None, None)
     s = settings_for(words[0], more, run, folder)
-    env = envs.make(s.env, s.view, **options_of(s))
+    env, agent = envs.make(s.env, s.view, **options_of(s)), None
     try:
         for row in made_tasks(run, read_object(run / "phases.json")) if run else ():
             env.add(row["task"])
-        try:
-            task = choose_task(env, words[1] if len(words) > 1 else None)
-        except ValueError as error:
-            examples = ", ".join(env.tasks(env.test_splits[0])[:3])
-            raise SettingsError(f"{error} (such as {examples})") from None
-        agent = None
+        task = choose_task(env, words[1] if len(words) > 1 else env.test_splits[0])
         if run:
             from look.agent import Agent  # with torch, which takes seconds
             agent = Agent(folder, s)

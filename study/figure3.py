@@ -12,41 +12,35 @@ from engine.packing import pack
 from engine.ranks import fill
 from envs import SUCCESS
 from harness.settings import SettingsError
-from study.numbers import explored, interval, paired
+from study.numbers import explored, paired
 
 TOKENS = 4096  # in one forward pass; more are no faster
 SFT = "sft"    # the SFT agent as encoder
 
 
-def figure3(runs: dict, encoder: str) -> dict:
-    """Distances of each instruction's failures, by agent, over the seeds that both methods have.
+def distances_of(runs: dict, encoder: str) -> tuple[dict, dict | None]:
+    """Distances of each instruction's failures: agent -> seed -> task -> distance, over the seeds
+    that ETO and co-evolution both have; and the failure agent's minus ETO's.
 
-    The failure agent is compared with ETO on the instructions on which both failed twice or more:
-    elsewhere the one's are the harder ones.
+    These two are compared on the instructions on which both failed twice or more: elsewhere the
+    one's are the harder ones.
     """
-    if not {"eto", "coevolve"} <= runs.keys():
-        return {}
-    found = {"ETO": [], "co-evolution: target": [], "co-evolution: failure agent": []}
-    seeds = sorted(runs["eto"].keys() & runs["coevolve"].keys())
-    for seed in seeds:
+    agents = {"ETO": ("eto", "target"), "co-evolution: target": ("coevolve", "target"),
+              "co-evolution: failure agent": ("coevolve", "failure")}
+    found = {name: {} for name in agents}
+    for seed in sorted(runs.get("eto", {}).keys() & runs.get("coevolve", {}).keys()):
         # One encoder for both: the SFT agent, from which both methods start on this seed.
         embed = embedder(runs["coevolve"][seed] / "sft-target", encoder)
-        for name, (method, agent) in zip(found, (("eto", "target"), ("coevolve", "target"),
-                                                 ("coevolve", "failure"))):
-            found[name].append(distances(explored(runs[method][seed], agent), embed))
-    means = {name: {s: float(np.mean([*d.values()])) for s, d in zip(seeds, by_seed) if d}
-             for name, by_seed in found.items()}
-    if not any(means.values()):  # no instruction on which an agent failed twice
-        return {}
-    differences = [[b[task] - a[task] for task in a.keys() & b.keys()]
-                   for a, b in zip(found["ETO"], found["co-evolution: failure agent"])]
-    pair = paired({s: float(np.mean(d)) for s, d in zip(seeds, differences) if d},
-                  dict.fromkeys(seeds, 0.0))
-    return dict(encoder="the SFT agent's hidden states" if encoder == SFT else encoder, seeds=seeds,
-                distances={name: [x for d in by_seed for x in d.values()]
-                           for name, by_seed in found.items()},
-                means={name: interval(m.values()) for name, m in means.items() if m},
-                failure_agent_minus_eto=pair)
+        for name, (method, agent) in agents.items():
+            if of_tasks := distances(explored(runs[method][seed], agent), embed):
+                found[name][seed] = of_tasks
+    eto, failure = found["ETO"], found["co-evolution: failure agent"]
+    shared = {seed: [failure[seed][task] - eto[seed][task]
+                     for task in eto[seed].keys() & failure[seed].keys()]
+              for seed in eto.keys() & failure.keys()}
+    means = {seed: float(np.mean(found)) for seed, found in shared.items() if found}
+    return ({name: by_seed for name, by_seed in found.items() if by_seed},
+            paired(means, dict.fromkeys(means, 0.0)))
 
 
 def distances(rows: list, embed) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The report on several runs: a table in the terminal, and a folder with a page and its figures.
+"""The report on several runs: tables in the terminal, and a folder with a page and its figures.
 
     bash run.sh compare RUN RUN ...       any finished runs of one environment and model
     bash run.sh study webshop --report    those of a study
@@ -8,6 +8,7 @@ hardest negatives of co-evolution's first run as conversations.
 """
 
 import argparse
+import itertools
 import json
 import os
 import textwrap
@@ -17,28 +18,49 @@ from pathlib import Path
 import numpy as np
 
 from harness.files import RunError, command
-from harness.report import columns, section
+from harness.report import AGENTS, columns, config_of, events, section, table2
 from look import figures
 from look.conversations import conversations
 from look.page import render
-from study import numbers
-from study.figure3 import figure3
-from study.methods import MEASURES, chosen, equals, method_of, name_of
+from study.figure3 import distances_of
+from study.methods import (CLAIMS, EVOLUTIONS, MEASURES, THRESHOLDS, chosen, equals, method_of,
+                           name_of)
+from study.numbers import cost, evaluations, evolution, explored, interval, last, means, paired
 
 
 @dataclass
 class Part:
-    """Of a report: a title with a text, a table (as `section` takes it), figures by their names."""
+    """Of a report: a table, its header and rows as `section` takes them, a text, figures by name.
+
+    A cell is a text, a number, an `interval` or a `paired` difference; None if there is none.
+    """
     title: str
+    header: str
+    rows: list[tuple]
     text: str = ""
-    header: str = ""
-    rows: list = field(default_factory=list)
     figures: dict = field(default_factory=dict)
 
+    @property
+    def cells(self) -> list[list[str]]:
+        return [[_cell(value) for value in row] for row in self.rows]
+
     def __str__(self):
-        text = textwrap.fill(self.text, 100)
-        return "\n".join(filter(None, [section(self.title, self.header, self.rows) if self.rows
-                                       else self.title, text]))
+        return "\n".join(filter(None, [section(self.title, self.header, self.cells),
+                                       textwrap.fill(self.text, 100)]))
+
+
+def _cell(x) -> str:
+    if x is None or isinstance(x, str):
+        return x or "-"
+    if not isinstance(x, dict):
+        return f"{x:,.4g}" if isinstance(x, float) and abs(x) < 1000 else f"{x:,.0f}"
+    half = "?" if x["half"] is None else f"{x['half']:.3f}"
+    ahead = f" ({x['ahead']} of {x['n']})" if "ahead" in x else ""
+    return f"{x['mean']:.3f} ± {half}{ahead}{' *' * (x.get('verdict', 'undecided') != 'undecided')}"
+
+
+def _header(*names) -> str:
+    return " ".join(str(name).replace(" ", "_") for name in names)
 
 
 def write_report(title: str, runs: dict, out: Path, encoder: str | None = None) -> str:
@@ -50,14 +72,14 @@ def write_report(title: str, runs: dict, out: Path, encoder: str | None = None) 
     if not runs:
         raise RunError(f"{out.parent}: no finished run in it (METHOD-sSEED with result.json)")
     out.mkdir(parents=True, exist_ok=True)
-    found = numbers.numbers(runs)
-    found["figure3"] = figure3(runs, encoder) if encoder else {}
-    (out / "report.json").write_text(json.dumps(dict(title=title, **found), indent=1))
-    made = list(parts(found))
-    shown = {name: figures.save(drawn, out / name)
+    made = [part for part in parts(runs, encoder) if part.rows]
+    shown = {name: figures.svg(drawn, out / name)
              for part in made for name, drawn in part.figures.items()}
     text = "\n\n".join([title, *map(str, made)]) + "\n"
     (out / "report.txt").write_text(text)
+    (out / "report.json").write_text(json.dumps({part.title: [
+        dict(zip((name for name, _ in columns(part.header)), row)) for row in part.rows]
+        for part in made}, indent=1))
     example = next(iter(runs.get("coevolve", {}).values()), None)
     data = conversations(example, tasks=60) if example else dict(tasks=[])
     (out / "report.html").write_text(render(
@@ -72,171 +94,182 @@ def write_report(title: str, runs: dict, out: Path, encoder: str | None = None) 
 # ---------------------------------------------------------------------------------- its parts
 
 
-def parts(n: dict):
-    """The parts of a report on `numbers.numbers`, in order."""
-    splits = n["splits"]
-    yield Part(
-        "Greedy evaluation of the target after its last iteration",
-        "Mean over seeds ± half of the 95% t interval; reward and, in brackets, success rate.",
-        _header("<method <seeds", [f"<{split}" for split in splits]),
-        [(name_of(m), " ".join(map(str, n["seeds"][m])), *_scores(row, splits))
-         for m, row in n["main"].items()])
-    if n["second_agents"]:
-        yield Part("The second agents: the failure agent, or the second positive one", "",
-                   _header("<method", [f"<{split}" for split in splits]),
-                   [(name_of(m), *_scores(row, splits)) for m, row in n["second_agents"].items()])
-    yield Part("What it took after the first SFT, mean over seeds", "",
-               "<method steps_of_the_target steps_of_all_agents M_tokens_of_the_target rollouts",
-               [(name_of(m), f"{row['target_steps']:,.0f}", f"{row['all_steps']:,.0f}",
-                 f"{row['target_tokens'] / 1e6:.2f}", f"{row['rollouts']:,.0f}")
-                for m, row in n["main"].items()])
-    if n["paired"]:
-        yield from _differences(n["paired"])
-    if n["evolutions"]:
-        names = list(next(iter(n["evolutions"].values())))
-        yield Part("Agent and tasks: episodes; tasks and proposals after the start", "",
-                   _header("<method", names, "verified"),
-                   [(name_of(m), *(f"{row[name]:,.0f}" for name in names),
-                     f"{row['added'] / row['replayed']:.2f}" if row["replayed"] else "-")
-                    for m, row in n["evolutions"].items()])
-    if n["table2"]:
-        yield Part("Table 2: explored trajectories, all agents and iterations of a method", "",
-                   "<method threshold <success <negative <hard_negative",
-                   [(" - ".join(map(name_of, m.split(" - "))), t, *map(_text, row.values()))
-                    for m, by in n["table2"].items() for t, row in by.items()])
-    if n["course"]:
-        names = list(dict.fromkeys(name for row in n["course"] for name in row))
-        yield Part("Co-evolution, iteration by iteration", "",
-                   _header("<mean_over_seeds", [str(row["iteration"]) for row in n["course"]]),
-                   [(name, *(f"{row[name]:.3g}" if name in row else "-" for row in n["course"]))
-                    for name in names[1:]])
-    if n["figure3"]:
-        yield _figure3(n["figure3"])
-    if len(n["figure4"]) > 1:
-        yield Part("Figure 4: lambda_SFT", "",
-                   _header("lambda_SFT", [f"<{split}" for split in splits]),
-                   [(w, *(_text(row.get(s)) for s in splits)) for w, row in n["figure4"].items()],
-                   dict(figure4=_draw_figure4(n["figure4"], splits)))
-    yield Part("Over iterations", "", "<agent <split <method iteration runs <reward <success",
-               [(agent, split, name_of(m), i, row["reward"]["n"], _text(row["reward"]),
-                 _text(row["success"]))
-                for agent, by in n["curves"].items() for split in splits
-                for m, of_splits in by.items() for i, row in of_splits.get(split, {}).items()],
-               dict(curves=_draw_curves(n["curves"]["target"], splits)))
-
-
-def _header(first: str, names: list[str], last: str = "") -> str:
-    return " ".join([first, *(name.replace(" ", "_") for name in names), last])
-
-
-def _text(x: dict | None, digits: int = 3) -> str:
-    if x is None:
-        return "-"
-    half = "± ?" if x["half"] is None else f"± {x['half']:.{digits}f}"
-    return f"{x['mean']:.{digits}f} {half}"
-
-
-def _scores(row: dict, splits: list[str]) -> list[str]:
-    """A cell for each split: reward and, in brackets, success rate."""
-    return [f"{_text(row[s]['reward'])} ({_text(row[s]['success'])})" if s in row else "-"
-            for s in splits]
-
-
-def difference(r: dict) -> str:
-    return f"{name_of(r['a'])} - {name_of(r['b'])}"
-
-
-def _differences(paired: list[dict]):
-    claims = {}
-    for r in paired:
-        claims.setdefault((difference(r), r["split"], r["source"]), {})[r["measure"]] = (
-            f"{_text(r)} ({r['ahead']} of {r['n']}){' *' * (r['verdict'] != 'undecided')}")
+def parts(runs: dict, encoder: str | None):
+    """The parts of a report in order; those without rows say nothing."""
+    target, second = evaluations(runs, AGENTS[1:2]), evaluations(runs, AGENTS[2:])
+    splits = list(dict.fromkeys(split for by_split in target.values() for split in by_split))
+    yield _finals("Greedy evaluation of the target after its last iteration", target, splits, runs)
+    yield _finals("The second agents: the failure agent, or the second positive one", second,
+                  splits, runs)
+    costs = {m: means([cost(path) for path in runs[m].values()]) for m in runs}
+    yield Part("What it took after the first SFT, means over seeds",
+               _header("<method", *next(iter(costs.values()))),
+               [(name_of(m), *row.values()) for m, row in costs.items()])
+    pairs = differences(target, splits)
     yield Part(
         "Differences on the same seeds",
+        _header("<difference", "<split", *(f"<{key}" for key in MEASURES), "<claimed in"),
+        [(_difference(a, b), split, *(pairs.get((a, b, split, key)) for key in MEASURES), source)
+         for (a, b, source), split in itertools.product(CLAIMS, splits)
+         if (a, b, split, MEASURES[0]) in pairs],
         "Mean ± half of the 95% interval, and on how many seeds the first is ahead. *: three seeds "
         "or more, and the interval does not hold 0. Intervals are not corrected for their number: "
-        f"were there no differences, {len(paired) / 20:.1f} of these {len(paired)} would still "
-        "not hold it.", _header("<difference <split", [f"<{key}" for key in MEASURES],
-                                "<claimed_in"),
-        [(name, split, *(cells.get(key, "-") for key in MEASURES), source)
-         for (name, split, source), cells in claims.items()],
-        dict(differences=_draw_differences(paired)))
-    if survivors := at_equal_cost(paired):
-        yield Part("What survives at equal cost", "", "<difference <verdicts", survivors)
+        f"were there no differences, {len(pairs) / 20:.1f} of these {len(pairs)} would still not "
+        "hold it.", dict(differences=_draw_differences(pairs)) if pairs else {})
+    yield Part("What survives at equal cost", "<difference <verdicts", at_equal_cost(pairs))
+    made = {m: means([evolution(path) for path in runs[m].values()])
+            for m in runs if m in EVOLUTIONS}
+    yield Part("Agent and tasks: episodes; tasks and proposals after the start",
+               _header("<method", *(next(iter(made.values())) if made else ()), "verified"),
+               [(name_of(m), *row.values(), row["added"] / row["replayed"] if row["replayed"]
+                 else None) for m, row in made.items()])
+    yield Part("Table 2: explored trajectories, all agents and iterations of a method",
+               "<method threshold <success <negative <hard_negative", _table2(runs))
+    yield _course(runs.get("coevolve", {}))
+    yield from _figure3(runs, encoder)
+    yield from _figure4(runs, target, splits)
+    yield Part("Over iterations", "<agent <split <method iteration runs <reward <success",
+               [(agent, split, name_of(m), i, len(row["reward"]),
+                 *(interval(row[key].values()) for key in MEASURES))
+                for agent, by_method in (("target", target), ("second", second))
+                for split in splits for m, by_split in by_method.items()
+                for i, row in by_split.get(split, {}).items()],
+               figures=dict(curves=_draw_curves(target, splits)))
 
 
-def at_equal_cost(rows: list[dict]) -> list[tuple[str, str]]:
+def _finals(title: str, by_method: dict, splits: list[str], runs: dict) -> Part:
+    wanted = [*itertools.product(splits, MEASURES)]
+    return Part(title, _header("<method", "<seeds", *(f"<{s} {key}" for s, key in wanted)),
+                [(name_of(m), " ".join(map(str, runs[m])),
+                  *(interval(found.values()) if (found := last(by_split, s, key)) else None
+                    for s, key in wanted)) for m, by_split in by_method.items()],
+                "Mean over seeds ± half of the 95% t interval.")
+
+
+def differences(target: dict, splits: list[str]) -> dict:
+    """(a, b, split, measure) -> the difference of CLAIMS where both have a seed in common."""
+    found = {(a, b, split, key): paired(last(target[a], split, key), last(target[b], split, key))
+             for (a, b, _), split, key in itertools.product(CLAIMS, splits, MEASURES)
+             if {a, b} <= target.keys()}
+    return {key: pair for key, pair in found.items() if pair}
+
+
+def _difference(a: str, b: str) -> str:
+    return f"{name_of(a)} - {name_of(b)}"
+
+
+def at_equal_cost(pairs: dict) -> list[tuple[str, str]]:
     """For each claim at equal cost its name, and the verdict at equal epochs, then at this cost."""
-    verdict = {(r["a"], r["b"], r["measure"], r["split"]): r["verdict"] for r in rows}
     found = {}
-    for (a, b, measure, split), then in verdict.items():
+    for (a, b, split, key), pair in pairs.items():
         if "coevolve" in equals(b):
-            before = verdict.get((a, method_of(b), measure, split), "not compared")
-            found.setdefault(difference(dict(a=a, b=b)), {}).setdefault(
-                f"{before} at equal epochs, then {then}", []).append(f"{measure} on {split}")
+            before = pairs.get((a, method_of(b), split, key), dict(verdict="not compared"))
+            found.setdefault(_difference(a, b), {}).setdefault(
+                f"{before['verdict']} at equal epochs, then {pair['verdict']}", []).append(
+                f"{key} on {split}")
     return [(name, "; ".join(f"{change} in {', '.join(where)}"
                              for change, where in changes.items()))
             for name, changes in found.items()]
 
 
-def _figure3(n: dict) -> Part:
-    pair, found = n["failure_agent_minus_eto"], {k: d for k, d in n["distances"].items() if d}
+def _table2(runs: dict) -> list[tuple]:
+    """Shares at each threshold; also co-evolution's minus ETO's on the same seeds."""
+    names = ("success", "negative", "hard_negative")
+    of = {m: {seed: explored(path) for seed, path in runs[m].items()}
+          for m in ("eto", "positive", "coevolve") if m in runs}
+    share = {(m, t): {key: {seed: table2(rows, t)[key] for seed, rows in of[m].items()}
+                      for key in names} for m in of for t in THRESHOLDS}
+    rows = [(name_of(m), t, *(interval(by_seed.values()) for by_seed in by_key.values()))
+            for (m, t), by_key in share.items()]
+    return rows + [(_difference("coevolve", "eto"), t, *(
+        paired(share["coevolve", t][key], share["eto", t][key]) for key in names))
+        for t in THRESHOLDS if {"eto", "coevolve"} <= of.keys()]
+
+
+def _course(by_seed: dict) -> Part:
+    """Explored rewards, hard negatives and pairs of co-evolution by iteration."""
+    values = {}
+    for of in map(events, by_seed.values()):
+        found = [(e["iteration"], f"{e['agent']} {key}", e[key]) for e in of["exploration"]
+                 for key in ("reward", "success", "hard_negative")]
+        found += [(e["iteration"], f"pairs of the {e['trains']}: {kind}", n) for e in of["pairs"]
+                  for kind, n in e["kept"].items()]
+        for i, name, value in found:
+            values.setdefault(name, {}).setdefault(i, []).append(value)
+    iterations = sorted({i for by in values.values() for i in by})
+    return Part("Co-evolution, iteration by iteration", _header("<mean over seeds", *iterations),
+                [(name, *(float(np.mean(by[i])) if i in by else None for i in iterations))
+                 for name, by in values.items()])
+
+
+def _figure3(runs: dict, encoder: str | None):
+    found, pair = distances_of(runs, encoder) if encoder else ({}, None)
+    if not found:
+        return
     made, (left, right) = figures.figure(2)
-    edges = np.histogram_bin_edges(sum(found.values(), []), 30)
-    for name, values in found.items():
+    every = {name: [x for d in by_seed.values() for x in d.values()]
+             for name, by_seed in found.items()}
+    edges = np.histogram_bin_edges(sum(every.values(), []), 30)
+    for name, values in every.items():
         left.hist(values, edges, histtype="step", label=name)
     left.set(xlabel="mean pairwise distance, 1 - cos", ylabel="instructions x seeds", yscale="log")
-    left.legend()
-    right.boxplot(list(found.values()), showmeans=True)
-    right.set_xticks(range(1, len(found) + 1), [name.replace(": ", ":\n") for name in found])
-    return Part("Figure 3: distance between the failures of an instruction, 1 - cos",
-                f"Embedded by {n['encoder']}." + (
-                    " Failure agent - ETO, where both failed at least twice: "
-                    f"{_text(pair, 4)}, {pair['verdict']}." if pair else ""),
-                "<agent <mean_of_seeds_±_95% instructions",
-                [(name, _text(x, 4), len(n["distances"][name])) for name, x in n["means"].items()],
-                dict(figure3=made))
+    figures.legend(left)
+    right.boxplot(list(every.values()), showmeans=True)
+    right.set_xticks(range(1, len(every) + 1), [name.replace(": ", ":\n") for name in every])
+    yield Part("Figure 3: distance between the failures of an instruction, 1 - cos",
+               "<agent <mean_of_seeds instructions",
+               [(name, interval(np.mean([*d.values()]) for d in by_seed.values()),
+                 len(every[name])) for name, by_seed in found.items()]
+               + [("failure agent - ETO, where both failed at least twice", pair, None)],
+               f"Embedded by {'the SFT agent' if encoder == 'sft' else encoder}.",
+               dict(figure3=made))
 
 
-def _draw_curves(by_method: dict, splits: list[str]):
+def _figure4(runs: dict, target: dict, splits: list[str]):
+    found = {config_of(next(iter(runs[m].values())))["settings"]["lambda_sft"]: m for m in target
+             if m == "coevolve" or m.startswith("lambda-")}
+    if len(found) < 2:
+        return
+    rows = [(weight, *(interval(last(target[m], split, "reward").values()) for split in splits))
+            for weight, m in sorted(found.items())]
+    made, (ax,) = figures.figure(1)
+    for n, split in enumerate(splits, 1):
+        ax.errorbar([row[0] for row in rows], [row[n]["mean"] for row in rows],
+                    [row[n]["half"] or 0 for row in rows], marker="o", capsize=3, label=split)
+    ax.set(xscale="log", xlabel="lambda_SFT", ylabel="reward, 95% over seeds")
+    ax.legend()
+    yield Part("Figure 4: lambda_SFT", _header("lambda", *(f"<{split}" for split in splits)), rows,
+               figures=dict(figure4=made))
+
+
+def _draw_curves(target: dict, splits: list[str]):
     made, axes = figures.figure(len(splits), height=5)
     for ax, split in zip(axes, splits):
-        for k, (m, of_splits) in enumerate(by_method.items()):
-            points = [(i, x["mean"], x["mean"] - (x["half"] or 0), x["mean"] + (x["half"] or 0))
-                      for i, x in ((i, row["reward"]) for i, row in
-                                   of_splits.get(split, {}).items())]
-            if points:
-                figures.curve(ax, points, color=f"C{k % 10}", label=name_of(m),
+        for k, (m, by_split) in enumerate(target.items()):
+            found = {i: interval(row["reward"].values())
+                     for i, row in by_split.get(split, {}).items()}
+            if found:
+                figures.curve(ax, [(i, x["mean"], x["mean"] - (x["half"] or 0),
+                                    x["mean"] + (x["half"] or 0)) for i, x in found.items()],
+                              color=f"C{k % 10}", label=name_of(m),
                               linestyle=figures.LINES[k // 10 % 3])
         figures.label(ax, split, "iteration (0: the start)", "reward, 95% over seeds")
     figures.legend(axes[0])
     return made
 
 
-def _draw_differences(paired: list[dict]):
+def _draw_differences(pairs: dict):
     """A panel for each split and measure: the differences with their intervals."""
-    names, panels = list(dict.fromkeys(map(difference, paired)))[::-1], {}
-    for r in paired:
-        panels.setdefault(f"{r['measure']}, {r['split']}", []).append(r)
+    names = list(dict.fromkeys(_difference(a, b) for a, b, *_ in pairs))[::-1]
+    panels = list(dict.fromkeys(key[2:] for key in pairs))
     made, axes = figures.figure(len(panels), height=1.2 + 0.2 * len(names))
-    for ax, (title, rows) in zip(axes, panels.items()):
-        for r in rows:
-            ax.errorbar(r["mean"], names.index(difference(r)), xerr=r["half"] or 0, marker="|",
-                        color="#999999" if r["verdict"] == "undecided" else "#0072B2")
+    for ax, (split, measure) in zip(axes, panels):
+        for (a, b, *_), x in ((key, x) for key, x in pairs.items() if key[2:] == (split, measure)):
+            ax.errorbar(x["mean"], names.index(_difference(a, b)), xerr=x["half"] or 0, marker="|",
+                        color="#999999" if x["verdict"] == "undecided" else "#0072B2")
         ax.set_yticks(range(len(names)), names if ax is axes[0] else [""] * len(names))
         ax.axvline(0, color="#555555", linestyle=":", lw=1)
-        ax.set(title=title, ylim=(-0.6, len(names) - 0.4))
-    return made
-
-
-def _draw_figure4(by_weight: dict, splits: list[str]):
-    made, (ax,) = figures.figure(1)
-    for split in splits:
-        rows = [(float(w), row[split]) for w, row in by_weight.items() if split in row]
-        ax.errorbar([w for w, _ in rows], [x["mean"] for _, x in rows],
-                    [x["half"] or 0 for _, x in rows], marker="o", capsize=3, label=split)
-    ax.set(xscale="log", xlabel="lambda_SFT", ylabel="reward, 95% over seeds")
-    ax.legend()
+        ax.set(title=f"{measure}, {split}", ylim=(-0.6, len(names) - 0.4))
     return made
 
 
@@ -245,8 +278,8 @@ def main(argv: list[str]) -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs")
     parser.add_argument("--out", type=Path, help="folder of the report [`report`, beside the runs]")
-    parser.add_argument("--encoder", help="also Figure 3, of ETO and "
-                        "co-evolution; sft: by the SFT agent, else by an encoder's hub name")
+    parser.add_argument("--encoder", help="also Figure 3, of ETO and co-evolution; sft: by the SFT "
+                        "agent, else by an encoder's hub name")
     asked = parser.parse_args(argv)
     out = asked.out or Path(os.path.commonpath([p.resolve().parent for p in asked.runs]), "report")
     print(write_report("Comparison of runs", chosen(asked.runs), out, asked.encoder))

@@ -219,7 +219,7 @@ def test_a_model_that_was_evaluated_alone_plays_or_is_said_not_to(tmp_path, monk
             dict(settings=dict(method="evaluate", model=model))))
         assert play.agent_of(tmp_path) == (tmp_path, agent, model)
     (tmp_path / "config.json").write_text('{"settings": {"method": "evaluate", "model": "tiny"}}')
-    with pytest.raises(RunError, match="name a run that trains"):
+    with pytest.raises(RunError, match="name another run"):
         play.agent_of(tmp_path)
 
 

@@ -181,7 +181,7 @@ def figure_of(run):
 
 def test_the_figure_is_an_svg_and_a_png_and_equal_runs_give_equal_bytes(run, tmp_path):
     for name in ("a", "b"):
-        figures.save(figure_of(run), tmp_path / name)
+        figures.svg(figure_of(run), tmp_path / name)
     for end, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         assert (tmp_path / f"a{end}").read_bytes().startswith(start)
         assert (tmp_path / f"a{end}").read_bytes() == (tmp_path / f"b{end}").read_bytes()

@@ -84,13 +84,13 @@ def test_mean_distance_by_hand():
 
 
 def test_the_report_says_what_survives_at_equal_cost():
-    row = lambda b, split, verdict: dict(a="coevolve", b=b, split=split, measure="reward",
-                                         verdict=verdict)
-    assert several.at_equal_cost([row("eto", "test", "ahead")]) == []
-    assert several.at_equal_cost([
-        row("eto-steps", "test", "undecided"), row("eto", "test", "ahead"),
-        row("eto", "unseen", "ahead"), row("eto-steps", "unseen", "undecided"),
-        row("eto-tokens", "test", "behind"), row("positive-steps", "test", "ahead")]) == [
+    verdicts = lambda *rows: {("coevolve", b, split, "reward"): dict(verdict=verdict)
+                              for b, split, verdict in rows}
+    assert several.at_equal_cost(verdicts(("eto", "test", "ahead"))) == []
+    assert several.at_equal_cost(verdicts(
+        ("eto-steps", "test", "undecided"), ("eto", "test", "ahead"), ("eto", "unseen", "ahead"),
+        ("eto-steps", "unseen", "undecided"), ("eto-tokens", "test", "behind"),
+        ("positive-steps", "test", "ahead"))) == [
         ("co-evolution - ETO, equal steps",
          "ahead at equal epochs, then undecided in reward on test, reward on unseen"),
         ("co-evolution - ETO, equal tokens",
@@ -146,7 +146,7 @@ def test_the_flags_of_each_method(tmp_path):
         "evolve-without-rare": "--method evolve --signals forgetting,boundary"}
     assert expected == {m: " ".join(methods.flags(m, tmp_path, 3)) for m in methods.EVOLUTIONS}
     assert numbers.cost(tmp_path / "coevolve-s3") == dict(
-        target_steps=70, all_steps=170, target_tokens=1400, rollouts=0)
+        steps_of_the_target=70, steps_of_all_agents=170, tokens_of_the_target=1400, rollouts=0)
     write_run(tmp_path / "coevolve-s4", method="coevolve")
     with pytest.raises(RunError, match="was not trained"):
         methods.flags("eto-steps", tmp_path, 4)
@@ -241,43 +241,41 @@ def test_a_run_comes_after_those_it_takes_its_cost_from():
 
 def test_the_report_holds_what_the_runs_hold(finished):
     folder, _ = finished
-    numbers = json.loads((folder / "report/report.json").read_text())
-    rewards = {}
-    for method in ("coevolve", "eto"):
-        for seed in (0, 1):
-            rows = read_jsonl(folder / f"{method}-s{seed}/eval-2-target-test.jsonl")
-            rewards[method, seed] = sum(r["reward"] for r in rows) / len(rows)
-    found = numbers["main"]["coevolve"]["test"]["reward"]
-    assert found["mean"] == pytest.approx((rewards["coevolve", 0] + rewards["coevolve", 1]) / 2)
-    assert numbers["curves"]["target"]["coevolve"]["test"]["2"]["reward"] == found
-    pair = next(r for r in numbers["paired"] if (r["a"], r["b"], r["measure"]) ==
-                ("coevolve", "eto", "reward"))
-    assert pair["mean"] == pytest.approx(sum(
-        rewards["coevolve", s] - rewards["eto", s] for s in (0, 1)) / 2)
-    hard = []
-    for seed in (0, 1):
-        rows = [row for i in (1, 2) for agent in ("target", "failure")
-                for row in read_jsonl(folder / f"coevolve-s{seed}/iter{i}/{agent}.jsonl")]
-        hard.append(sum(0.7 <= r["reward"] < 1 for r in rows) / len(rows))
-    assert numbers["table2"]["coevolve"]["0.7"]["hard_negative"]["mean"] == pytest.approx(
-        sum(hard) / 2)
-    difference = numbers["table2"]["coevolve - eto"]["0.7"]["hard_negative"]["mean"]
-    assert difference == pytest.approx(sum(hard) / 2 - numbers["table2"]["eto"]["0.7"][
-        "hard_negative"]["mean"])
-    assert numbers["main"]["coevolve"]["rollouts"] == 24
-    second = [read_jsonl(folder / f"coevolve-s{seed}/eval-2-failure-test.jsonl")
-              for seed in (0, 1)]
-    assert numbers["second_agents"].keys() == {"coevolve", "lambda-0.5"}
-    assert numbers["second_agents"]["coevolve"]["test"]["reward"]["mean"] == pytest.approx(
-        sum(r["reward"] for rows in second for r in rows) / sum(map(len, second)))
-    assert list(numbers["figure4"]) == ["0.1", "0.5"]
-    assert numbers["figure3"]["means"].keys() == numbers["figure3"]["distances"].keys()
+    made = json.loads((folder / "report/report.json").read_text())
+
+    def row(title, **wanted):
+        rows = next(rows for name, rows in made.items() if name.startswith(title))
+        return next(r for r in rows if wanted.items() <= r.items())
+
+    def rewards(method, name):
+        return [np.mean([r["reward"] for r in read_jsonl(folder / f"{method}-s{seed}" / name)])
+                for seed in (0, 1)]
+
+    ours, eto = (rewards(m, "eval-2-target-test.jsonl") for m in ("coevolve", "eto"))
+    found = row("Greedy", method="co-evolution")["test reward"]
+    assert found["mean"] == pytest.approx(np.mean(ours))
+    last = row("Over iterations", agent="target", method="co-evolution", iteration=2)
+    assert (last["runs"], last["reward"]) == (2, found)
+    pair = row("Differences", difference="co-evolution - ETO")["reward"]
+    assert pair["mean"] == pytest.approx(np.mean(ours) - np.mean(eto))
+    hard = {m: np.mean([0.7 <= r["reward"] < 1 for path in folder.glob(f"{m}-s?/iter*/*.jsonl")
+                        if path.stem in ("target", "failure") for r in read_jsonl(path)])
+            for m in ("coevolve", "eto")}
+    shares = [row("Table 2", method=method, threshold=0.7)["hard negative"]["mean"]
+              for method in ("co-evolution", "co-evolution - ETO")]
+    assert shares == pytest.approx([hard["coevolve"], hard["coevolve"] - hard["eto"]])
+    assert row("What it took", method="co-evolution")["rollouts"] == 24
+    second = row("The second agents", method="co-evolution")["test reward"]["mean"]
+    assert second == pytest.approx(np.mean(rewards("coevolve", "eval-2-failure-test.jsonl")))
+    assert [r["lambda"] for r in made["Figure 4: lambda_SFT"]] == [0.1, 0.5]
+    assert row("Figure 3", agent="ETO")["instructions"] > 0
+    assert row("Co-evolution, iteration", **{"mean over seeds": "target reward"})["1"] > 0
     for name in ("curves", "figure3", "figure4", "differences"):
         assert (folder / f"report/{name}.png").read_bytes().startswith(b"\x89PNG")
         assert (folder / f"report/{name}.svg").read_bytes().startswith(b"<?xml")
     text, page = ((folder / f"report/report.{form}").read_text() for form in ("txt", "html"))
-    cell = f"{found['mean']:.3f} ± {found['half']:.3f}"
-    for said in ("co-evolution - ETO, equal steps and rollouts", "Table 2", cell):
+    for said in ("co-evolution - ETO, equal steps and rollouts", "Table 2",
+                 f"{found['mean']:.3f} ± {found['half']:.3f}"):
         assert said in text and said in unescape(page)
     assert page.count('src="data:image/svg+xml;base64,') == 4
 
@@ -285,8 +283,10 @@ def test_the_report_holds_what_the_runs_hold(finished):
 def test_a_report_on_a_few_runs_leaves_out_what_it_cannot_say(finished, tmp_path):
     (tmp_path / "eto-s0").symlink_to(finished[0] / "eto-s0")
     runs.main(["webshop", "--report", "--out", str(tmp_path)])
-    numbers = json.loads((tmp_path / "report/report.json").read_text())
-    assert not numbers["paired"] and not numbers["figure3"] and list(numbers["main"]) == ["eto"]
+    made = json.loads((tmp_path / "report/report.json").read_text())
+    assert [title.split(":")[0].split(",")[0] for title in made] == [
+        "Greedy evaluation of the target after its last iteration",
+        "What it took after the first SFT", "Table 2", "Over iterations"]
 
 
 @pytest.mark.parametrize("method, changed, says", [
