@@ -41,26 +41,13 @@ def page(run_dir: Path, megabytes: float = MEGABYTES, tasks=()) -> str:
     about = {**s, **config.get("versions", {}), "commit": config.get("commit")}
     return render(
         "page.html.j2", data, title=f"{run_dir.name}: {headline(s)}", heading=headline(s),
-        name=run_dir.name, status=status(run_dir, of), ends=ends(of["evaluation"]),
+        name=run_dir.name, status=status(run_dir, of),
         curves=curves and figures.svg(curves, run_dir / "curves"),
         has_tasks=bool(data["tasks"]), settings=list(about.items()),
         tables=[(title, columns(header), rows) for title, header, rows in sections(s, of)],
         training=[(phase, figures.svg(made)) for phase, made in figures.training_figures(of)],
         left_out=f"The page has no room for the conversations of {lacking} of {len(data['tasks'])} "
                  "tasks, the least telling ones; page --megabytes makes more." * bool(lacking))
-
-
-def ends(evaluations: list[dict]) -> list[dict]:
-    """For each split the target's last evaluation, and where it came from."""
-    found = {}
-    for e in evaluations:
-        if e["agent"] == "target":
-            found.setdefault(e["split"], []).append(e)
-    return [dict(split=f"target, {split}", reward=f"{es[-1]['reward']:.3f}",
-                 interval=f"[{es[-1]['reward_low']:.3f}, {es[-1]['reward_high']:.3f}]",
-                 success=f"{es[-1]['success']:.1%}", first=len(es) > 1 and
-                 f"at the start {es[0]['reward']:.3f}, success {es[0]['success']:.1%}")
-            for split, es in found.items()]
 
 
 def status(run_dir: Path, log: dict) -> str:

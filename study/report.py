@@ -63,16 +63,15 @@ def _header(*names) -> str:
     return " ".join(str(name).replace(" ", "_") for name in names)
 
 
-def write_report(title: str, runs: dict, out: Path, encoder: str | None = None) -> str:
+def write_report(title: str, runs: dict, out: Path) -> str:
     """Writes the report on finished runs into the folder `out`; returns it as text.
 
-    runs: method -> seed -> folder. encoder: what embeds the trajectories of Figure 3, "sft" for
-    the SFT agent or a hub name; without it the figure is left out. RunError without runs.
+    runs: method -> seed -> folder. RunError without runs.
     """
     if not runs:
         raise RunError(f"{out.parent}: no finished run in it (METHOD-sSEED with result.json)")
     out.mkdir(parents=True, exist_ok=True)
-    made = [part for part in parts(runs, encoder) if part.rows]
+    made = [part for part in parts(runs) if part.rows]
     shown = {name: figures.svg(drawn, out / name)
              for part in made for name, drawn in part.figures.items()}
     text = "\n\n".join([title, *map(str, made)]) + "\n"
@@ -94,7 +93,7 @@ def write_report(title: str, runs: dict, out: Path, encoder: str | None = None) 
 # ---------------------------------------------------------------------------------- its parts
 
 
-def parts(runs: dict, encoder: str | None):
+def parts(runs: dict):
     """The parts of a report in order; those without rows say nothing."""
     target, second = evaluations(runs, AGENTS[1:2]), evaluations(runs, AGENTS[2:])
     splits = list(dict.fromkeys(split for by_split in target.values() for split in by_split))
@@ -115,7 +114,7 @@ def parts(runs: dict, encoder: str | None):
         "Mean ± half of the 95% interval, and on how many seeds the first is ahead. *: three seeds "
         "or more, and the interval does not hold 0. Intervals are not corrected for their number: "
         f"were there no differences, {len(pairs) / 20:.1f} of these {len(pairs)} would still not "
-        "hold it.", dict(differences=_draw_differences(pairs)) if pairs else {})
+        "hold it.")
     yield Part("What survives at equal cost", "<difference <verdicts", at_equal_cost(pairs))
     made = {m: means([evolution(path) for path in runs[m].values()])
             for m in runs if m in EVOLUTIONS}
@@ -126,7 +125,7 @@ def parts(runs: dict, encoder: str | None):
     yield Part("Table 2: explored trajectories, all agents and iterations of a method",
                "<method threshold <success <negative <hard_negative", _table2(runs))
     yield _course(runs.get("coevolve", {}))
-    yield from _figure3(runs, encoder)
+    yield from _figure3(runs)
     yield from _figure4(runs, target, splits)
     yield Part("Over iterations", "<agent <split <method iteration runs <reward <success",
                [(agent, split, name_of(m), i, len(row["reward"]),
@@ -202,8 +201,8 @@ def _course(by_seed: dict) -> Part:
                  for name, by in values.items()])
 
 
-def _figure3(runs: dict, encoder: str | None):
-    found, pair = distances_of(runs, encoder) if encoder else ({}, None)
+def _figure3(runs: dict):
+    found, pair = distances_of(runs)
     if not found:
         return
     made, (left, right) = figures.figure(2)
@@ -221,8 +220,7 @@ def _figure3(runs: dict, encoder: str | None):
                [(name, interval(np.mean([*d.values()]) for d in by_seed.values()),
                  len(every[name])) for name, by_seed in found.items()]
                + [("failure agent - ETO, where both failed at least twice", pair, None)],
-               f"Embedded by {'the SFT agent' if encoder == 'sft' else encoder}.",
-               dict(figure3=made))
+               "Embedded by the SFT agent.", dict(figure3=made))
 
 
 def _figure4(runs: dict, target: dict, splits: list[str]):
@@ -258,31 +256,14 @@ def _draw_curves(target: dict, splits: list[str]):
     return made
 
 
-def _draw_differences(pairs: dict):
-    """A panel for each split and measure: the differences with their intervals."""
-    names = list(dict.fromkeys(_difference(a, b) for a, b, *_ in pairs))[::-1]
-    panels = list(dict.fromkeys(key[2:] for key in pairs))
-    made, axes = figures.figure(len(panels), height=1.2 + 0.2 * len(names))
-    for ax, (split, measure) in zip(axes, panels):
-        for (a, b, *_), x in ((key, x) for key, x in pairs.items() if key[2:] == (split, measure)):
-            ax.errorbar(x["mean"], names.index(_difference(a, b)), xerr=x["half"] or 0, marker="|",
-                        color="#999999" if x["verdict"] == "undecided" else "#0072B2")
-        ax.set_yticks(range(len(names)), names if ax is axes[0] else [""] * len(names))
-        ax.axvline(0, color="#555555", linestyle=":", lw=1)
-        ax.set(title=f"{measure}, {split}", ylim=(-0.6, len(names) - 0.4))
-    return made
-
-
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="run.sh compare", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs")
     parser.add_argument("--out", type=Path, help="folder of the report [`report`, beside the runs]")
-    parser.add_argument("--encoder", help="also Figure 3, of ETO and co-evolution; sft: by the SFT "
-                        "agent, else by an encoder's hub name")
     asked = parser.parse_args(argv)
     out = asked.out or Path(os.path.commonpath([p.resolve().parent for p in asked.runs]), "report")
-    print(write_report("Comparison of runs", chosen(asked.runs), out, asked.encoder))
+    print(write_report("Comparison of runs", chosen(asked.runs), out))
     print(f"compare: {out} holds this, the numbers and the figures")
 
 

@@ -101,8 +101,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--jobs", type=int, help="runs side by side [of the tiny model without a "
                         "GPU one a core, at most 8; else 1]")
     parser.add_argument("--report", action="store_true", help="no run, only the report")
-    parser.add_argument("--encoder", default="sft", help="of Figure 3: the SFT agent, or another's "
-                        "hub name [%(default)s]")
     asked, more = parser.parse_known_args(argv)
     folder = asked.out or Path(f"runs/study-{asked.env}")
     if {"--method", "--seed"} & {flag.split("=")[0] for flag in more}:
@@ -118,17 +116,13 @@ def main(argv: list[str]) -> None:
                                 f"{other} to --methods")
     # Threads that wait must sleep: spinning, they take a busy machine's cores from their own team.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported
-    if asked.encoder != "sft":
-        from study.figure3 import check_encoder  # with torch, which takes seconds
-        check_encoder(asked.encoder)
     if not asked.report:
         if not GPU:  # also, the cores of a machine must not change what a study finds
             more = ["--threads", "1", *more]
         methods = [method for method in ALL if method in asked.methods]
         make_runs(asked.env, methods, list(dict.fromkeys(asked.seeds)), folder, more, asked.jobs)
     from study.report import write_report  # with torch
-    print(write_report(f"Study on {asked.env}", finished(folder), folder / "report",
-                       asked.encoder))
+    print(write_report(f"Study on {asked.env}", finished(folder), folder / "report"))
     print(f"study: {folder / 'report'} holds this, the numbers and the figures")
 
 

@@ -159,13 +159,7 @@ def test_the_embedding_is_the_mean_state_of_the_action_tokens(tmp_path):
     ids, mask = [5, 9, 11, 7, 30], [0, 1, 1, 0, 1]
     states = AutoModel.from_pretrained(tmp_path)(torch.tensor([ids])).last_hidden_state[0]
     expected = (states[1] + states[2] + states[4]) / 3
-    found, = figure3.embedder(tmp_path, figure3.SFT)([Trajectory(ids=ids, action_mask=mask)])
-    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
-    row = Trajectory(messages=[dict(content="find a mug"), dict(content="click")])
-    text = tokenizer("find a mug\nclick")["input_ids"]
-    states = AutoModel.from_pretrained(tmp_path)(torch.tensor([text])).last_hidden_state[0]
-    expected = states.mean(0)
-    found, = figure3.embedder(None, str(tmp_path))([row])
+    found, = figure3.Embedder(tmp_path)([Trajectory(ids=ids, action_mask=mask)])
     assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
 
@@ -180,7 +174,7 @@ def test_embeddings_of_many_are_those_of_one_at_a_time(tmp_path, monkeypatch):
         ids = [*prompt, *rng.integers(5, 40, n).tolist()]
         rows.append(Trajectory(
             ids=ids, action_mask=[0] * 7 + [int(k % 3 == 0) for k in range(n)]))
-    embed = figure3.embedder(tmp_path, figure3.SFT)
+    embed = figure3.Embedder(tmp_path)
     alone = np.stack([embed([row])[0] for row in rows])
     assert np.abs(np.stack(embed(rows)) - alone).max() < 1e-5 < alone.std()
 
@@ -270,14 +264,14 @@ def test_the_report_holds_what_the_runs_hold(finished):
     assert [r["lambda"] for r in made["Figure 4: lambda_SFT"]] == [0.1, 0.5]
     assert row("Figure 3", agent="ETO")["instructions"] > 0
     assert row("Co-evolution, iteration", **{"mean over seeds": "target reward"})["1"] > 0
-    for name in ("curves", "figure3", "figure4", "differences"):
+    for name in ("curves", "figure3", "figure4"):
         assert (folder / f"report/{name}.png").read_bytes().startswith(b"\x89PNG")
         assert (folder / f"report/{name}.svg").read_bytes().startswith(b"<?xml")
     text, page = ((folder / f"report/report.{form}").read_text() for form in ("txt", "html"))
     for said in ("co-evolution - ETO, equal steps and rollouts", "Table 2",
                  f"{found['mean']:.3f} ± {found['half']:.3f}"):
         assert said in text and said in unescape(page)
-    assert page.count('src="data:image/svg+xml;base64,') == 4
+    assert page.count('src="data:image/svg+xml;base64,') == 3
 
 
 def test_a_report_on_a_few_runs_leaves_out_what_it_cannot_say(finished, tmp_path):
@@ -345,7 +339,6 @@ def test_a_run_that_outlived_its_study_ends_before_the_study_goes_on(tmp_path, m
     ("--methods eto-steps", "add coevolve to --methods"),
     ("--methods eto-tokens coevolve", "add eto to --methods"),
     ("--report --betta 1", "unknown: --betta"),
-    ("--encoder no/such/encoder", "--encoder no/such/encoder: "),
     ("--seed 3", "--methods and --seeds"),
     ("--report", "no finished run"),
     ("--betta 1", "unknown: --betta"),
