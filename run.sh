@@ -10,8 +10,6 @@
 #   bash run.sh study webshop [...]    methods x seeds and one report; --help lists what it takes
 #   bash run.sh load-intercode DUMP --admin-url URL --mysql-url URL
 #                                      InterCode's databases into a MySQL or MariaDB server
-#   bash run.sh compare-intercode FOLDER --mysql-url URL
-#                                      how far sqlite's answers to its questions equal a server's
 #   bash run.sh test [pytest options]  run the tests
 #   bash run.sh bench [--quick]        what training and rollouts cost, beside other code
 # An active environment that satisfies requirements.txt is used as it is; otherwise .venv is made
@@ -69,8 +67,8 @@ add() {
 command=${1:-}
 case $command in
     webshop | scienceworld | intercodesql | bfcl | page | play | compare | study | \
-        load-intercode | compare-intercode | test | bench) shift ;;
-    *) sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+        load-intercode | test | bench) shift ;;
+    *) sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
 
 python=
@@ -106,7 +104,7 @@ case $command in
     page | play) program "look.$command" "$@" ;;
     compare) program study.report "$@" ;;
     study) program study.runs "$@" ;;
-    *-intercode) program worlds.intercodesql.spider "$command" "$@" ;;
+    load-intercode) program worlds.intercodesql.spider "$@" ;;
     bench) exec "$python" "$here/bench/bench.py" "$@" ;;
     test)
         cd "$here"

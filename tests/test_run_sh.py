@@ -172,7 +172,7 @@ def test_active_environment_that_satisfies_the_requirements_is_used(machine):
                            "--dist loadfile -k a name\n") and done.returncode == 0
     assert "coevolve.py --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
     assert run("load-intercode", "a").stdout == (
-        "ran -m worlds.intercodesql.spider load-intercode a\n")
+        "ran -m worlds.intercodesql.spider a\n")
     assert run("study", "webshop").stdout == "ran -m study.runs webshop\n"
     assert run("compare", "runs/a").stdout == "ran -m study.report runs/a\n"
     assert run("page", "runs/a").stdout == "ran -m look.page runs/a\n"

@@ -1,9 +1,8 @@
 """The databases behind InterCodeSQL, and everything that keeps model-written SQL harmless.
 
-A back end is one database, open for one episode: `run(sql)` gives a list of row tuples, None where
-there is no result set, or an error text that starts with ERROR; `close()` is idempotent. It reads
-only, one statement at a time, within limits of time and size. `Sqlite` is embedded; `MySQL` is a
-database of a MySQL or MariaDB server.
+`Sqlite` is embedded, `MySQL` a database of a MySQL or MariaDB server; one object is open for one
+episode. `run(sql)` gives a list of row tuples, None where there is no result set, or an error text
+that starts with ERROR; it only reads, one statement at a time, within limits of time and size.
 """
 
 import hashlib
@@ -27,9 +26,7 @@ REMEDY = "bash run.sh load-intercode makes users that may only read"
 INSTALL = "pip install 'PyMySQL[rsa]>=1.1,<2', or activate run.sh's .venv"
 
 
-# ---------------------------------------------------------------------------------- the first look
-
-# What a query shows before it reaches a database. What it may hide from this look (in a comment
+# The first look at a query, before it reaches a database. What a query hides from it (in a comment
 # inside a name, say) is left to the database: read-only user or authorizer, limits.
 _READS = re.compile(r"[\s(]*(select|with|show|desc|describe|explain)\b", re.I)
 _SHOWS = re.compile(r"\s*show\s+(?!(full\s+)?(tables|columns|fields|index|indexes|keys|databases|"
@@ -54,15 +51,10 @@ def refusal(sql: str) -> str | None:
     return f"{ERROR}{found[0]!r} is not allowed" if found else None
 
 
-def naming(databases: list[str]) -> re.Pattern | None:
-    """What finds a query's mention of one of the databases, before a dot or in a SHOW."""
-    if not databases:
-        return None
-    names = f"[`\"]?\\b(?:{'|'.join(map(re.escape, databases))})\\b[`\"]?"
+def naming(databases: list[str]) -> re.Pattern:
+    """Finds a query's mention of one of the databases, before a dot or in a SHOW."""
+    names = f"[`\"]?\\b(?:{'|'.join(map(re.escape, databases)) or '(?!)'})\\b[`\"]?"
     return re.compile(rf"{names}{_GAP}\.|^\s*show\b.*\b(?:from|in)\b{_GAP}{names}", re.I | re.S)
-
-
-# ------------------------------------------------------------------------------------------ sqlite
 
 
 class Sqlite:
@@ -100,8 +92,7 @@ class Sqlite:
             return self._show(sql)
         self._steps = 0
         try:
-            rows = _fetch(self._db.execute(sql))
-            return TOO_LARGE if rows is None else rows
+            return _fetch(self._db.execute(sql))
         except MemoryError:
             return INTERRUPTED
         # Two statements are an sqlite3.Warning before Python 3.12; a NUL is a ValueError.
@@ -179,26 +170,19 @@ def _template(script: str) -> sqlite3.Connection:
     return db
 
 
-def _fetch(cursor) -> list[tuple] | None:
-    """All rows of a cursor that yields them one by one; None where they are too many."""
+def _fetch(cursor) -> list[tuple] | str:
+    """All rows of a cursor that yields them one by one, or TOO_LARGE."""
     rows, characters = [], 0
     while row := cursor.fetchone():
         rows.append(row)
         characters += sum(len(v) for v in row if isinstance(v, (str, bytes)))
         if len(rows) > MAX_ROWS or characters > MAX_CHARACTERS:
-            return None
+            return TOO_LARGE
     return rows
-
-
-# ---------------------------------------------------------------------------------------- a server
 
 
 class MySQL:
     """A database of a MySQL or MariaDB server, with a connection of its own.
-
-    The user is the one that `load_intercode` made for the database, or, where there is none, that
-    of the URL, who must hold no right but to read single databases (Refused); as it may read other
-    databases too, queries that name one are refused, unless a table here has the same name.
 
     The server ends a query after SECONDS; should it not, the client stops listening soon after and
     kills the query from another connection. A connection that is lost is an EnvError, never the
@@ -210,13 +194,13 @@ class MySQL:
     LOST = {1040, 1053, 1158, 1159, 1160, 1161, 1203, 1317, 1927}
 
     def __init__(self, name: str, url: str):
-        self.name, self._url, self._connection, self._others = name, url, None, None
+        self.name, self._url, self._connection = name, url, None
         self._ask(self._connect)
 
     def run(self, sql: str):
         if error := refusal(sql):
             return error
-        if self._others and (found := self._others.search(sql)):
+        if found := self._others.search(sql):
             return f"{ERROR}{found[0]!r} is not allowed"
         return self._ask(lambda: self._run(sql))
 
@@ -226,10 +210,8 @@ class MySQL:
         self._connection = None
 
     def _connect(self):
-        if self._connection is not None:
-            return
-        self._user, self._others = reader(self._url, self.name)
-        self._connection = connect(self._url, user=self._user, database=self.name)
+        user, self._others = reader(self._url, self.name)
+        self._connection = connect(self._url, user=user, database=self.name)
         mariadb = "MariaDB" in self._connection.get_server_info()
         limit = (f"max_statement_time = {SECONDS}" if mariadb else
                  f"max_execution_time = {1000 * SECONDS}")
@@ -238,46 +220,40 @@ class MySQL:
 
     def _run(self, sql):
         pymysql = driver()
-        self._connect()
         started = time.monotonic()
         cursor = self._connection.cursor(pymysql.cursors.SSCursor)  # rows stay on the server
         try:
             cursor.execute(sql)
             if cursor.description is None:
                 return None
-            rows = _fetch(cursor)
+            answer = _fetch(cursor)
         except pymysql.MySQLError as error:
             code, text = (*error.args, "", "")[:2]
             took = time.monotonic() - started
             if code in self.TIMED_OUT or code == 1317 and took > 0.9 * SECONDS:
                 return INTERRUPTED
             if code == 2013 and took > SECONDS + 2.5:  # the client's own limit, see `connect`
-                self._kill()
-                return INTERRUPTED
-            if self._lost(code):
+                answer = INTERRUPTED
+            elif (isinstance(code, int) and (1000 <= code < 2000 or code >= 3000)
+                    and code not in self.LOST):  # else it is the connection's
+                return f"{ERROR}{text}"
+            else:
                 raise
-            return f"{ERROR}{text}"
         except ValueError as error:  # text that is no UTF-8, in the query or in the result
+            answer = f"{ERROR}{error}"
+        if not isinstance(answer, list):
             self._kill()
-            return f"{ERROR}{error}"
-        if rows is None:
-            self._kill()
-            return TOO_LARGE
-        return rows
-
-    def _lost(self, code) -> bool:
-        """Whether an error is the connection's; those of a query have a server's code."""
-        return code in self.LOST or not (isinstance(code, int)
-                                         and (1000 <= code < 2000 or code >= 3000))
+        return answer
 
     def _kill(self):
-        """Ends what runs on this connection, and the connection; the next query opens another."""
+        """Ends what runs on this connection, from another one, which takes its place."""
         thread = self._connection.thread_id()
         self._abandon()
-        with connect(self._url, user=self._user) as other, other.cursor() as cursor:
+        self._connect()
+        with self._connection.cursor() as cursor:
             try:
-                cursor.execute(f"KILL {int(thread)}")
-            except Exception as error:
+                cursor.execute(f"KILL {thread}")
+            except driver().MySQLError as error:
                 if error.args[:1] != (1094,):  # it has ended by itself
                     raise
 
@@ -304,12 +280,17 @@ class MySQL:
 
 
 @lru_cache(maxsize=None)
-def reader(url: str, database: str) -> tuple[str, re.Pattern | None]:
-    """The user who reads `database`, and what finds a mention of others that it could read too."""
+def reader(url: str, database: str) -> tuple[str, re.Pattern]:
+    """The user who reads `database`, and what finds a mention of others that it could read too.
+
+    The user is the one that `load_intercode` made for the database, or, where there is none, that
+    of the URL, who must hold no right but to read single databases (Refused). Other databases that
+    this one may read are refused in queries, unless a table here has the same name.
+    """
     ours, given = database_user(url, database), unquote(urlsplit(url).username)
     try:
         connect(url, user=ours, database=database).close()
-        return ours, None
+        return ours, naming([])
     except driver().MySQLError as error:
         if error.args[0] not in MySQL.DENIED:
             raise
@@ -341,7 +322,7 @@ def excess_of(grant: str) -> str | None:
 
 
 def driver():
-    """PyMySQL, which only a server needs; Refused where it is not installed."""
+    """PyMySQL, which only a server needs."""
     try:
         import pymysql
         return pymysql

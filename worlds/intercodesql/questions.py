@@ -13,7 +13,6 @@ from worlds import practise
 
 WORLD_SEED = 20251123  # ours; the world does not depend on a run's seed
 
-
 # A database has a table of places and one or two of people or things, each row at a place. Names
 # of tables and columns are one word each, and unique in the database, so that a small model can
 # copy them. A concept has three names, of which a question and a database may use different ones,
@@ -51,13 +50,6 @@ NAMES = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class SQLWorld:
-    databases: dict[str, str]         # name -> the SQL script that makes it in sqlite
-    questions: dict[str, dict[int, dict]]  # split -> number -> query (in words), gold (SQL), db
-    split_by: str = "by rule"         # or the folder of published lists
-
-
 @dataclass(frozen=True)
 class Column:
     concept: tuple[str, ...]  # its possible names
@@ -72,7 +64,23 @@ class Table:
     key: str
     label: Column             # the name of a person, thing or place
     numbers: tuple[Column, ...]
-    texts: tuple[Column, ...]
+    texts: tuple[Column, ...]  # and, last, the key of a row's place
+
+    @property
+    def columns(self) -> list[Column]:
+        """All but the key, in the order in which the table has them."""
+        return [self.label, *self.texts, *self.numbers]
+
+    def column(self, name: str) -> Column | None:
+        return next((column for column in self.columns if column.name == name), None)
+
+
+@dataclass(frozen=True, eq=False)
+class SQLWorld:
+    databases: dict[str, str]              # name -> the SQL script that makes it in sqlite
+    questions: dict[str, dict[str, dict]]  # split -> number -> query (in words), gold (SQL), db
+    split_by: str = "by rule"              # or the folder of published lists
+    tables: dict[str, list[Table]] | None = None  # of generated databases, the place's first
 
 
 def draw_database(rng: random.Random, nouns: set) -> list[Table]:
@@ -105,13 +113,12 @@ def draw_database(rng: random.Random, nouns: set) -> list[Table]:
 def database_script(tables: list[Table]) -> str:
     script = []
     for i, table in enumerate(tables):
-        columns = [table.label, *table.texts, *table.numbers]
-        kinds = ["int" if isinstance(c.values[0], int) else "varchar(20)" for c in columns]
         lines = [f"{table.key} int PRIMARY KEY",
-                 *(f"{c.name} {kind}" for c, kind in zip(columns, kinds))]
+                 *(f"{c.name} {'int' if isinstance(c.values[0], int) else 'varchar(20)'}"
+                   for c in table.columns)]
         if i:
             lines.append(f"FOREIGN KEY ({tables[0].key}) REFERENCES {tables[0].name}")
-        rows = zip(range(1, len(table.label.values) + 1), *(c.values for c in columns))
+        rows = zip(range(1, len(table.label.values) + 1), *(c.values for c in table.columns))
         script.append(f"CREATE TABLE {table.name} ({', '.join(lines)});\n"
                       f"INSERT INTO {table.name} VALUES {', '.join(map(str, rows))};\n")
     return "".join(script)
@@ -171,9 +178,7 @@ COMPOUND = [
 
 
 def draw_question(rng: random.Random, tables: list[Table], compound: float) -> dict:
-    """query and gold of a random question, a compound one with the probability given.
-
-    The gold's result may be empty, or the same without its WHERE.
+    """query and gold of a random question, compound with this probability; not always worth asking.
     """
     families = COMPOUND if rng.random() < compound else SIMPLE
     _, query, gold = rng.choices(families, [family[0] for family in families])[0]
@@ -197,13 +202,12 @@ def draw_question(rng: random.Random, tables: list[Table], compound: float) -> d
 def sql_world() -> SQLWorld:
     """360 databases with 5 questions each: train, validation, test (new databases), unseen.
 
-    unseen: databases over nouns that no training task names; in the practice text they are tables
-    that are listed and described, but never asked about or queried. Every gold has rows, at most
-    300 characters of them, and leaving its WHERE out would earn at most 0.7.
+    unseen: over nouns that no training task names. Every gold has rows, at most 300 characters of
+    them, and leaving its WHERE out would earn at most 0.7.
     """
     rng = random.Random(WORLD_SEED)
     all_nouns = {*PEOPLE, *THINGS, *SITES}
-    databases, questions, drawn = {}, {}, set()
+    databases, tables_of_db, questions, drawn = {}, {}, {}, set()
     for split, count in (("train", 200), ("validation", 60), ("test", 60), ("unseen", 40)):
         questions[split] = []
         nouns = HELD_OUT if split == "unseen" else all_nouns - HELD_OUT
@@ -214,7 +218,7 @@ def sql_world() -> SQLWorld:
                 continue
             drawn.add(schema_key(script))
             name = f"{tables[0].key[:-3]}_{len(databases) + 1}"
-            databases[name] = script
+            databases[name], tables_of_db[name] = script, tables
             con, asked = sqlite3.connect(":memory:"), set()
             con.executescript(script)
             while len(asked) < 5:
@@ -225,7 +229,12 @@ def sql_world() -> SQLWorld:
                     questions[split].append(dict(question, db=name))
             con.close()
         rng.shuffle(questions[split])
-    return SQLWorld(databases, {s: dict(enumerate(found)) for s, found in questions.items()})
+    return SQLWorld(databases, {split: numbered(asked) for split, asked in questions.items()},
+                    tables=tables_of_db)
+
+
+def numbered(questions: list[dict]) -> dict[str, dict]:
+    return {str(n): question for n, question in enumerate(questions)}
 
 
 def schema_key(script: str) -> frozenset:
@@ -250,9 +259,6 @@ def worth_asking(run, gold: str) -> bool:
             and (len(rows) == 1 or len(rows) <= 0.7 * len(lazy)))
 
 
-# ----------------------------------------------------------------------------- the scripted expert
-
-
 def tables_of(gold: str) -> list[str]:
     """The tables a query reads from, in order."""
     return list(dict.fromkeys(re.findall(r"\b(?:from|join)\s+`?(\w+)", gold, re.I)))
@@ -264,19 +270,14 @@ def sql_expert(gold: str, thoughts: bool):
     thoughts: in ReAct form, else bare queries.
     """
     needed = tables_of(gold)[:7]  # so that query and submission fit into 10 turns
-    turns = [("I should see which tables there are.", "SHOW TABLES")]
-    turns += [(f"I need to know the columns of {table}.", f"DESC {table}") for table in needed]
-    turns += [(f"I can answer from {' and '.join(needed)}.", gold),
-              ("The result answers the question.", "submit")]
-    script = iter(turns)
-
-    def reply(observation: str) -> str:
-        thought, action = next(script)
-        if not thoughts:
-            return action
-        block = action if action == "submit" else f"\n```sql\n{action}\n```"
-        return f"Thought: {thought}\nAction: {block}"
-    return reply
+    turns = [("I should see which tables there are.", "SHOW TABLES"),
+             *((f"I need to know the columns of {table}.", f"DESC {table}") for table in needed),
+             (f"I can answer from {' and '.join(needed)}.", gold),
+             ("The result answers the question.", "submit")]
+    replies = iter([f"Thought: {thought}\nAction: "
+                    + (action if action == "submit" else f"\n```sql\n{action}\n```")
+                    if thoughts else action for thought, action in turns])
+    return lambda observation: next(replies)
 
 
 # ---------------------------------------------------------------------------------- noisy analysts

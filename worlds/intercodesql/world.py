@@ -1,8 +1,4 @@
-"""InterCodeSQL: an agent answers a question by exploring a database with SQL.
-
-The questions are in `questions.py` (generated) and `spider.py` (InterCode's own), the
-databases in `databases.py`.
-"""
+"""InterCodeSQL: an agent answers a question by exploring a database with SQL."""
 
 import re
 from collections import Counter
@@ -45,16 +41,14 @@ turns; without a submission the answer counts as wrong."""
 class InterCodeSQL(World):
     """Questions about databases that the agent explores with SQL, then submits its last result.
 
-    A task is a question: query (in words), gold (SQL) and db, the database's name. Embedded:
-    generated databases in sqlite; splits train, validation, test (new databases) and unseen
-    (about nouns that no training task asks about). intercode_data: a folder with
-    InterCode's ic_spider_dev.json and ic_spider_dbs.sql, converted to sqlite, or with mysql_url the
-    questions alone, over the databases of a server. Observations are those of InterCode's ReAct
-    agents: the rows as Python prints them, cut at 350 characters. The submission is scored against
-    the gold query, run live.
+    A task is a question: query (in words), gold (SQL) and db, the database's name. Splits of the
+    generated databases: train, validation, test (new databases) and unseen (about nouns that no
+    training task asks about). intercode_data: a folder of InterCode's questions, over its dump
+    in sqlite, or with mysql_url over a server. Observations are those of InterCode's ReAct agents:
+    rows as Python prints them, cut at 350 characters. The gold query of a submission is run live.
 
-    view="short" shortens the text for a very small model: replies are bare queries or "submit",
-    and results come without brackets, DESC as names alone, at most SHORT_ROWS rows.
+    view="short", for a very small model: replies are bare queries or "submit", and results come
+    without brackets, DESC as names alone, at most SHORT_ROWS rows.
     """
     name = "intercodesql"
     rules = PROMPT
@@ -66,19 +60,13 @@ class InterCodeSQL(World):
         super().__init__(view)
         self.mysql_url = mysql_url
         self.world = spider_world(intercode_data) if intercode_data else sql_world()
-        self.splits = {split: {str(n): question for n, question in questions.items()}
-                       for split, questions in self.world.questions.items()}
-        self.split_by = self.world.split_by
+        self.splits, self.split_by = self.world.questions, self.world.split_by
         self.test_splits = tuple(split for split in ("test", "unseen") if split in self.splits)
-        self._db, self._running = None, False
-
-    def find(self, task: str) -> dict:
-        """The task's question; ValueError if there is none, Refused if no database for it."""
-        question = super().find(task)
-        if not self.mysql_url and question["db"] not in self.world.databases:
-            raise Refused(f"{task}: the dump has no database {question['db']}; give one that has "
-                          "as --intercode-data FOLDER/ic_spider_dbs.sql")
-        return question
+        self._names = {q["db"] for questions in self.splits.values() for q in questions.values()}
+        if not mysql_url and (missing := self._names - self.world.databases.keys()):
+            raise Refused(f"--intercode-data: the dump has no database {min(missing)}; give one "
+                          "that has as FOLDER/ic_spider_dbs.sql")
+        self._db = None
 
     def wording(self, task: str) -> str:
         question = self.find(task)
@@ -87,44 +75,44 @@ class InterCodeSQL(World):
     def check(self, task: dict) -> dict:
         question = self.fields(task, query=str, gold=str, db=str)
         question["gold"] = " ".join(question["gold"].split())  # a reply's query is one line
-        known = {*self.world.databases, *(q["db"] for split in self.world.questions.values()
-                                          for q in split.values())}
-        if question["db"] not in known:
+        if question["db"] not in {*self._names, *self.world.databases}:
             self.reject(f"there is no database {question['db']!r}; a question of a split names one")
         if error := refusal(question["gold"]):
             self.reject(f"its gold query cannot be asked: {error}")
         return question
 
     def reset(self, task: str) -> str:
-        question = self.find(task)
-        return self.start(question, self.world.databases.get(question["db"], ""))
+        return self.start(self.find(task))
 
-    def start(self, question: dict, script: str) -> str:
-        """Starts an episode on a question (db, query, gold) over the database `script` makes."""
+    def start(self, question: dict, script: str | None = None) -> str:
+        """Starts an episode on a question (db, query, gold), over the database `script` makes."""
         self.close()
-        self._db = (MySQL(question["db"], self.mysql_url) if self.mysql_url else
-                    Sqlite(question["db"], script))
-        self._question, self._last, self._running = question, None, True
+        self._db = self.database(question["db"], script)
+        self._question, self._last = question, None
         return question["query"]
 
+    def database(self, name: str, script: str | None = None) -> MySQL | Sqlite:
+        """One of the databases, opened anew."""
+        if self.mysql_url:
+            return MySQL(name, self.mysql_url)
+        return Sqlite(name, script or self.world.databases[name])
+
     def step(self, reply: str) -> Step:
-        """Plays the reply's query or submission; RuntimeError where no episode is running."""
-        if not self._running:
-            raise RuntimeError("intercodesql: step() without a running episode; call reset first")
-        sql = self.query_of(reply)
+        sql = self.action(reply)
         if sql is None:  # the last result stays the one to submit
             return Step(self.theirs.no_action if self.theirs else EXPLANATION, 0.0, False)
         if sql != "submit":
-            self._last = self._db.run(sql)
-            return Step(self.said(self._show(self._last, sql)), 0.0, False)
-        self._running = False
+            self._last = answer = self._db.run(sql)
+            if self.theirs and isinstance(answer, str) and "Unknown" not in answer:
+                answer += "\n"  # IPR's environment ends most error texts so
+            return Step(self.said(shown(answer, sql, self.view == "short")), 0.0, False)
         gold = self._db.run(self._question["gold"])
         if gold in (INTERRUPTED, TOO_LARGE):
             raise EnvError(f"gold query of {self._question['query']!r}: {gold}")
         raw = sql_reward(self._last, gold if isinstance(gold, list) else [])
         return Step("submitted", raw if self.theirs else min(max(raw, 0.0), 1.0), True, raw)
 
-    def query_of(self, reply: str) -> str | None:
+    def action(self, reply: str) -> str | None:
         """The query in a reply, "submit", or None where there is neither."""
         return parse_sql_reply(reply) if self.view == "full" else reply.strip() or None
 
@@ -136,36 +124,33 @@ class InterCodeSQL(World):
         return f"Action:\n```sql\n{action}\n```" if bare else super().reply(action)
 
     def expert(self):
-        """A scripted expert, which knows the gold query of the episode just reset."""
         return sql_expert(self._question["gold"], thoughts=self.view == "full")
 
     def smith(self):
-        from worlds.intercodesql.tasks import SQLSmith
-        return SQLSmith(self) if self.world is sql_world() else super().smith()
+        from worlds.intercodesql.tasks import TaskGenerator
+        return TaskGenerator(self) if self.world.tables else super().smith()
 
     def practice(self, seed: int, n: int, make) -> list[list[dict]]:
         """n conversations of noisy analysts, from which the tiny model learns the databases."""
         return analysts(self, seed, n)
 
     def close(self):
-        self._running = False
         if self._db is not None:
             self._db.close()
-            self._db = None
 
-    def _show(self, result, sql) -> str:
-        if self.view == "short" and isinstance(result, list):
-            if re.match(r"\s*desc", sql, re.I):
-                result = [row[:1] for row in result]
-            lines = [" , ".join(repr(round(v, 2) if isinstance(v, float) else v) for v in row)
-                     for row in result[:SHORT_ROWS]]
-            if re.match(r"\s*(desc|show)", sql, re.I):
-                lines = [line.replace("'", "") for line in lines]
-            return " | ".join(lines + ["..."] * (len(result) > SHORT_ROWS)) or "empty"
+
+def shown(result, sql: str, short: bool) -> str:
+    """A query's result as the agent reads it."""
+    if not short or not isinstance(result, list):
         text = str(result)
-        if self.theirs and isinstance(result, str) and "Unknown" not in text:
-            text += "\n"  # IPR's environment ends most error texts so
         return text[:350] + "..." if len(text) > 350 else text
+    if re.match(r"\s*desc", sql, re.I):
+        result = [row[:1] for row in result]
+    lines = [" , ".join(repr(round(v, 2) if isinstance(v, float) else v) for v in row)
+             for row in result[:SHORT_ROWS]]
+    if re.match(r"\s*(desc|show)", sql, re.I):
+        lines = [line.replace("'", "") for line in lines]
+    return " | ".join(lines + ["..."] * (len(result) > SHORT_ROWS)) or "empty"
 
 
 def parse_sql_reply(reply: str) -> str | None:
@@ -181,11 +166,8 @@ def parse_sql_reply(reply: str) -> str | None:
     return (fence[1].strip().split("\n")[0] or None) if marker and fence else None
 
 
-# -------------------------------------------------------------------------------------- the reward
-
-
 def sql_reward(agent_rows, gold_rows) -> float:
-    """InterCode's reward for the last result, in [-1, 1], of two lists of rows; 0 for a text.
+    """InterCode's reward for the last result, in [-1, 1]: of two lists of rows, else 0.
 
     Rows are compared as text, so 1 and 1.0 differ. With rows in common
         round(tau * |common| / |union|, 2)
