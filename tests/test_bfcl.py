@@ -5,9 +5,9 @@ import os
 import random
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from harness import start  # noqa: E402
 from harness.explorer import proposal_of  # noqa: E402
 from harness.settings import Settings, SettingsError  # noqa: E402
 from harness.tasks import survey  # noqa: E402
-from worlds.bfcl import data as bfcl_tasks  # noqa: E402
+from worlds.bfcl import data  # noqa: E402
 from worlds.bfcl.calls import MOST_CALLS, Simulators, failed, parse_calls  # noqa: E402
 from worlds.bfcl.data import CATEGORIES, MORE_FUNCTIONS, SIZES, start_state, tasks  # noqa: E402
 from worlds.bfcl.tasks import useful  # noqa: E402
@@ -140,14 +140,16 @@ def test_every_call_of_the_ground_truths_returns_and_leaves_what_the_packages_ex
 def test_ground_truths_are_right_and_without_their_last_call_wrong():
     for n, (key, task) in enumerate(all_tasks()):
         turns = one_by_one(task)
-        assert reward(key, turns) == 1 and verdict(key, turns), key
+        assert reward(key, turns) == 1, key
         if n % 8 == 0:
+            assert verdict(key, turns), key
             assert reward(key, [[turn] if turn else [] for turn in task["calls"]]) == 1, key
             assert reward(key, [[] for _ in turns]) == 0, key
-        last = next(turn for turn in reversed(turns) if turn)
-        last[-1] = last[-1][:-1]
-        turns = [[reply for reply in turn if reply] for turn in turns]
-        assert reward(key, turns) == 0 and not verdict(key, turns), key
+        if n % 4 == 0:
+            last = next(turn for turn in reversed(turns) if turn)
+            last[-1] = last[-1][:-1]
+            turns = [[reply for reply in turn if reply] for turn in turns]
+            assert reward(key, turns) == 0 and not verdict(key, turns), key
 
 
 def test_extra_reads_and_unknown_functions_change_nothing_and_the_wrong_turn_does():
@@ -168,7 +170,7 @@ def damaged(rng, key, task):
     """The replies of the ground truth after one to three random changes."""
     turns = json.loads(json.dumps(task["calls"]))
     functions = [row for name in start_state(key)["classes"]
-                 for row in bfcl_tasks.documents(name).values()]
+                 for row in data.documents(name).values()]
     for _ in range(rng.randint(1, 3)):
         places = [(turn, n) for turn in turns for n in range(len(turn))]
         if not places:
@@ -189,14 +191,14 @@ def damaged(rng, key, task):
 
 def test_random_damages_are_judged_as_the_package_judges_them():
     rng, found = random.Random(0), Counter()
-    for _ in range(400):
+    for _ in range(300):
         key, task = rng.choice(all_tasks())
         turns = damaged(rng, key, task)
         mine, share = reward(key, turns), reward(key, turns, "turns")
         assert mine == verdict(key, turns), (key, turns)
         assert (share == 1) == (mine == 1) and 0 <= share <= 1
         found["right" if mine else "partly" if share else "wrong"] += 1
-    assert min(found["right"], found["partly"], found["wrong"]) > 40, found
+    assert min(found["right"], found["partly"], found["wrong"]) > 30, found
 
 
 def test_one_episode_leaves_nothing_to_the_next():
@@ -209,10 +211,6 @@ def test_one_episode_leaves_nothing_to_the_next():
             card["balance"] = -1
         assert simulators.states() not in before
     assert [Simulators(key).states() for key in keys] == before
-    key = keys[0]
-    for _ in range(2):  # a wrong answer first, on the same object
-        assert reward(key, [[] for _ in tasks("long_context")[key]["calls"]]) == 0
-        assert reward(key, one_by_one(tasks("long_context")[key])) == 1
 
 
 # ------------------------------------------------------------------------------------- the turns
@@ -235,12 +233,6 @@ def test_a_reply_with_calls_is_answered_with_results_and_one_without_with_the_ne
         for call in calls:
             assert not env.step(as_reply([call])).done
     assert env.step("") == envs.Step("The conversation is over.", 1.0, True)
-    with pytest.raises(RuntimeError, match="without a running episode"):
-        env.step("")
-    env.reset(FILES)
-    env.close()
-    with pytest.raises(RuntimeError, match="without a running episode"):
-        env.step("")
 
 
 def test_twenty_replies_with_calls_are_a_turns_and_the_next_ends_the_episode():
@@ -275,9 +267,6 @@ def test_a_missing_function_is_documented_in_its_turn_and_can_be_called_before()
     assert shown.startswith("<tools>\nsort(file_name: string): ")
     assert shown.endswith(f"</tools>\n\n{MORE_FUNCTIONS}") and shown.count("\n") == 4
     assert "not defined" not in env.step(block("sort", file_name="x")).observation
-    hidden = [name for task in tasks("miss_func").values() for names in task["hidden"].values()
-              for name in names]
-    assert len(hidden) >= 200
     full = Bfcl("full", "miss_func").reset("bfcl-train-miss-func-127")
     documents = full.partition("</tools>")[0].splitlines()[1:]
     assert {"name", "description", "parameters"} <= json.loads(documents[0]).keys()
@@ -295,15 +284,6 @@ def test_the_expert_calls_one_at_a_time_ends_turns_in_words_and_is_right():
     assert max(map(len, crowded)) == 34 and max(len(parse_calls(r)) for r in script(crowded)) == 2
 
 
-def test_the_share_of_turns_counts_turns_with_a_ground_truth_at_the_end():
-    key = next(key for key, task in tasks("miss_param").items()
-               if sum(map(bool, task["calls"])) == 4)
-    turns = one_by_one(tasks("miss_param")[key])
-    wrong = [n for n, turn in enumerate(turns) if turn][-1]
-    turns[wrong] = []
-    assert reward(key, turns) == 0 and reward(key, turns, "turns") == 0.75
-
-
 # ------------------------------------------------------------------------------- calls as JSON
 
 
@@ -313,19 +293,16 @@ CD = dict(name="cd", arguments={"folder": "a"})
 
 
 @pytest.mark.parametrize("reply, calls", [
-    (f"<tool_call>{TEXT}</tool_call>", [LS]), (f"I look.\n<tool_call>\n{TEXT}\n</tool_call> So.", [LS]),
-    (as_reply([LS, CD]), [LS, CD]), (f"<tool_call>{json.dumps([LS, CD])}</tool_call>", [LS, CD]),
-    (f"```json\n{TEXT}\n```", [LS]), (f"First\n```json\n{TEXT}\n```\nthen\n```json\n[{TEXT}]```", [LS, LS]),
-    (TEXT, [LS]), (f"  [{TEXT}, {TEXT}]\n", [LS, LS]),
-    (f"<think>maybe {as_reply([CD])}</think>\n{as_reply([LS])}", [LS]), (f"thoughts</think>{TEXT}", [LS]),
+    (f"I look.\n<tool_call>\n{TEXT}\n</tool_call> So.", [LS]), (as_reply([LS, CD]), [LS, CD]),
+    (f"<tool_call>{json.dumps([LS, CD])}</tool_call>", [LS, CD]),
+    (f"First\n```json\n{TEXT}\n```\nthen\n```json\n[{TEXT}]```", [LS, LS]), (TEXT, [LS]),
+    (f"  [{TEXT}, {TEXT}]\n", [LS, LS]), (f"<think>maybe {as_reply([CD])}</think>\n{as_reply([LS])}", [LS]),
     (f"```json\n{TEXT}\n``` or <tool_call>{json.dumps(CD)}</tool_call>", [CD]),
     # no call: words, half a form, another form
-    ("", []), ("ls()", []), ("[ls()]", []), ("3", []), ("[]", []), ("{}", []), ("null", []), ('"ls"', []),
-    (f"I call {TEXT}", []), (f"<tool_call>{TEXT}", []), (f"<think>{as_reply([LS])}", []),
-    (f"```\n{TEXT}\n```", []), ('{"name": "ls"}', []), ('{"name": "ls", "arguments": {}, "id": 1}', []),
-    ('{"name": "ls", "parameters": {}}', []), ("<tool_call>ls()</tool_call>", []),
-    ("<tool_call>{'name': 'ls', 'arguments': {}}</tool_call>", []), (f"{TEXT} {TEXT}", []),
-    ('{"function": {"name": "ls", "arguments": {}}}', []), (f"[[{TEXT}]]", []),
+    ("", []), ("ls()", []), ("3", []), ("{}", []), (f"I call {TEXT}", []), (f"<tool_call>{TEXT}", []),
+    (f"<think>{as_reply([LS])}", []), (f"```\n{TEXT}\n```", []), (f"{TEXT} {TEXT}", []),
+    ('{"name": "ls", "arguments": {}, "id": 1}', []), ("<tool_call>ls()</tool_call>", []),
+    ("<tool_call>{'name': 'ls', 'arguments': {}}</tool_call>", []), (f"[[{TEXT}]]", []),
 ])
 def test_the_form_of_a_call(reply, calls):
     assert parse_calls(reply) == calls
@@ -333,39 +310,31 @@ def test_the_form_of_a_call(reply, calls):
 
 def test_what_is_no_call_beside_one_is_a_result_in_its_place():
     found = parse_calls(f"{as_reply([LS])}<tool_call>cd a</tool_call>{as_reply([CD])}")
-    assert found[0] == LS and found[1].startswith("Error: not a call") and found[2] == CD
+    assert found[0] == LS and found[1].startswith("not a call") and found[2] == CD
     found = parse_calls(json.dumps([LS] * 70))
     assert found[:-1] == [LS] * MOST_CALLS and "at most 50 calls" in found[-1]
 
 
 DEEP = "[" * 100_000
-HOSTILE = {
-    **{block(name, **arguments): "is not defined" for name, arguments in [
-        ("__init__", {}), ("__class__", {}), ("__eq__", {"other": 1}), ("_load_scenario", {"scenario": {}}),
-        ("_navigate_to_directory", {"path": "/"}), ("__import__", {"name": "os"}), ("eval", {}), ("exit", {}),
-        ("__import__('os').getcwd", {}), ("GorillaFileSystem.ls", {}), ("ls.__globals__", {}), ("self", {}),
-        ("ｌｓ", {}), ("ls ", {}), ("ls\u200b", {}), ("LS", {}), ("\ud800", {}), ("", {}), ("ls()", {}),
-        ("root", {}), ("_api_description", {}), ("place_order", {}), ("x" * 10_000, {})]},
+HOSTILE = {  # one a class: reply -> what its observation says
+    **{block(name): "is not defined" for name in (
+        "__init__", "_load_scenario", "eval", "__import__('os').getcwd", "GorillaFileSystem.ls", "self", "root",
+        "ｌｓ", "ls\u200b", "\ud800", "", "place_order", "x" * 10_000)},
     **{json.dumps(dict(name=name, arguments=arguments)): "a call is <tool_call>" for name, arguments in [
-        ("cd", ["document"]), ("cd", "document"), ("cd", None), ("cd", 1), (1, {}), (None, {}), (["cd"], {}),
-        ({"cd": 1}, {})]},
+        ("cd", ["document"]), ("cd", None), (1, {}), ({"cd": 1}, {})]},
     **{block("cd", **arguments): found for arguments, found in [
-        ({"0": "document"}, "unexpected keyword"), ({"dir": "document"}, "unexpected keyword"),
-        ({"self": 1, "folder": "document"}, "multiple values"), ({}, "missing 1 required"),
-        ({"folder": ["document"]}, "Error during"), ({"folder": {"a": 1}}, "Error during"),
-        ({"folder": 5}, "Error during"), ({"folder": None}, "Error during"),
-        ({"folder": "\ud800"}, "surrogate"), ({"\ud800": "a"}, "surrogate"),
-        ({"folder": 10 ** 20}, "20 digits"), ({"folder": float("nan")}, "infinite"),
-        ({"folder": [float("inf")]}, "infinite"), ({"folder": "document/../../etc"}, "Unsupported path"),
+        ({"dir": "document"}, "unexpected keyword"), ({"self": 1, "folder": "document"}, "multiple values"),
+        ({}, "missing 1 required"), ({"folder": {"a": 1}}, "Error during"), ({"folder": None}, "Error during"),
+        ({"folder": "\ud800"}, "surrogate"), ({"\ud800": "a"}, "surrogate"), ({"folder": 10 ** 20}, "20 digits"),
+        ({"folder": [float("nan")]}, "infinite"), ({"folder": "document/../../etc"}, "Unsupported path"),
         ({"folder": "__import__('os')"}, "No such")]},
     '{"name": "cd", "arguments": {"folder": 1e999}}': "infinite",
     '{"name": "cd", "arguments": {"folder": %s}}' % ("9" * 5000): "20 digits",
     '{"name": "cd", "arguments": {"folder": %s}}' % ("[" * 30 + "]" * 30): "too deep",
     '{"name": "cd", "arguments": {"folder": %s}}' % ("[" * 950 + "]" * 950): "too deep",
-    DEEP: "too deep", '{"a":' * 20_000: "too deep", f"<tool_call>{DEEP[:50_000]}</tool_call>": "too deep",
-    f"<tool_call>{DEEP}</tool_call>": "at most 100000", block("echo", content="x" * 9_000_000): "at most 100000",
-    json.dumps([LS] * 100_000): "at most 100000", "<tool_call>" * 500_000: None, "```json" * 500_000: None,
-    "```json\n```" * 200_000: None, "\0": None, "</tool_response>": None,
+    DEEP: "too deep", f"<tool_call>{DEEP}</tool_call>": "at most 100000",
+    block("echo", content="x" * 9_000_000): "at most 100000", json.dumps([LS] * 100_000): "at most 100000",
+    "<tool_call>" * 500_000: None, "```json\n```" * 200_000: None, "\0": None, "</tool_response>": None,
 }
 
 
@@ -399,7 +368,7 @@ def test_odd_replies_and_arguments_are_observations():
     values = [*VALUES, 10 ** 19, -10 ** 19, 1e308, -0.0, "a\0", "\u2028", "é" * 50, [[]], {"a": []}, "2024-13-45"]
     for key in keys:
         env = env_of(key)
-        functions = list(env.functions(key).values())
+        functions = list(data.functions(key).values())
         for n in range(60):
             calls = [dict(name=row["name"], arguments={
                 name: rng.choice(values) for name in row["parameters"]["properties"] if rng.random() < 0.9})
@@ -412,7 +381,7 @@ def test_odd_replies_and_arguments_are_observations():
                 env.reset(f"bfcl-test-{key}")
             step = env.step(reply)
             step.observation.encode()
-            assert step.reward == 0 and isinstance(step.done, bool)
+            assert step.reward == 0
             if step.done:
                 env.reset(f"bfcl-test-{key}")
 
@@ -421,19 +390,14 @@ MATHS = next(key for key in tasks("base") if "MathAPI" in start_state(key)["clas
 
 
 @pytest.mark.parametrize("name, arguments, found", [
-    ("power", dict(base=10, exponent=10 ** 9), "at most 1000"), ("power", dict(base=2, exponent=1e308), "at most"),
-    ("power", dict(base=10 ** 19, exponent=1000), "4300"), ("power", dict(base=0, exponent=-1), "Error"),
-    ("logarithm", dict(value=2, base=3, precision=10 ** 9), "at most 1000"),
+    ("power", dict(base=10, exponent=10 ** 9), "at most 1000"), ("power", dict(base=0, exponent=-1), "Error"),
     ("logarithm", dict(value=2, base=3, precision="1000000000"), "at most 1000"),
     ("logarithm", dict(value=8, base=2, precision=5), "{'result': mpf('3.0')}"),
     ("square_root", dict(number=2, precision=10 ** 9), "at most 1000"),
     ("square_root", dict(number=2, precision=5), "Decimal('1.4142')"),
     ("round_number", dict(number=5, decimal_places=-10 ** 9), "at most 1000"),
-    ("round_number", dict(number=5.5, decimal_places=None), '{"result": 6}'),
-    ("multiply", dict(a="a", b=10 ** 9), "must be numbers"), ("mean", dict(numbers=[1e308] * 2), "Infinity")])
+    ("mean", dict(numbers=[1e308] * 2), "Infinity")])
 def test_numbers_that_would_take_the_machine_are_refused(name, arguments, found):
-    if "4300" in found and not hasattr(sys, "get_int_max_str_digits"):
-        pytest.skip("an early Python, without that limit")
     started = time.monotonic()
     assert found in Simulators(MATHS).run(dict(name=name, arguments=arguments))
     assert time.monotonic() - started < 5
@@ -454,21 +418,12 @@ def test_a_file_system_that_holds_itself_or_doubles_ends_in_errors():
 
 
 def test_precision_is_that_of_the_call_while_others_count_beside_it():
-    calls = {n: dict(name="logarithm", arguments=dict(value=10, base=3, precision=n)) for n in range(5, 40)}
-    want = {n: Simulators(MATHS).run(call) for n, call in calls.items()}
-    assert len(set(want.values())) == len(calls)
-    wrong = []
-
-    def work():
-        simulators = Simulators(MATHS)
-        wrong.extend(n for _ in range(20) for n, call in calls.items() if simulators.run(call) != want[n])
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    calls = [dict(name="logarithm", arguments=dict(value=10, base=3, precision=n)) for n in range(5, 40)] * 20
+    want = list(map(Simulators(MATHS).run, calls))
+    assert len(set(want)) == 35
+    with ThreadPoolExecutor(8) as pool:
+        assert all(told == want for told in pool.map(
+            lambda _: list(map(Simulators(MATHS).run, calls)), range(8)))
 
 
 def test_a_task_is_the_same_in_every_process_zone_and_at_any_time():
@@ -504,7 +459,7 @@ def test_a_task_is_the_same_in_every_process_zone_and_at_any_time():
               hashlib.sha256(json.dumps(told).encode()).hexdigest())"""
     said = {subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, check=True,
                            capture_output=True, env={**os.environ, "TZ": zone, "PYTHONHASHSEED": seed}).stdout
-            for zone, seed in [("UTC", "0"), ("Asia/Kathmandu", "1"), ("America/St_Johns", "2")]}
+            for zone, seed in [("UTC", "0"), ("Asia/Kathmandu", "1")]}
     assert len(said) == 1 and said.pop().startswith("[True, True, True, True]")
 
 
@@ -530,18 +485,16 @@ def test_splits_have_their_sizes_all_domains_and_no_start_state_on_two_sides(cat
         assert abs(first["test"][name] - 0.8 * count) <= 2 * times, name
 
 
-def test_a_number_is_on_one_side_in_all_categories_and_splits_are_what_they_were():
+def test_splits_are_what_they_were_and_the_published_one_tests_all():
     sides = [{task.rpartition("-")[2] for task in envs.make("bfcl", bfcl_category=c).tasks("test")}
              for c in CATEGORIES]
-    assert all(side == sides[0] for side in sides)
-    assert envs.make("bfcl").tasks("train")[:3] == [
-        "bfcl-train-base-127", "bfcl-train-base-177", "bfcl-train-base-15"]
-
-
-def test_the_published_split_tests_all_and_trains_on_ours():
+    assert all(side == sides[0] for side in sides)  # a number is on one side in all categories
     ours, published = envs.make("bfcl"), envs.make("bfcl", bfcl_split="published")
+    assert ours.tasks("train")[:3] == ["bfcl-train-base-127", "bfcl-train-base-177", "bfcl-train-base-15"]
     assert published.tasks("train") == ours.tasks("train") and len(set(published.tasks("test"))) == 200
-    assert published.test_splits == ("test",)
+    for task in ("bfcl-train-base-1000", f"bfcl-train-base-{min(sides[0])}", "bfcl-train-miss-func-127"):
+        with pytest.raises(ValueError, match="unknown task"):
+            ours.find(task)
 
 
 def test_a_model_of_another_category_has_met_the_published_tests(tmp_path):
@@ -555,26 +508,11 @@ def test_a_model_of_another_category_has_met_the_published_tests(tmp_path):
     s = Settings(env="bfcl", method="evaluate", model=str(tmp_path / "sft-target"),
                  bfcl_split="published")
     env = envs.make("bfcl", bfcl_split="published")
-    heard = {" ".join(" ".join(long.find(task)["turns"]).lower().split())
-             for task in long.tasks("train")}
-    both = sum(" ".join(" ".join(env.find(task)["turns"]).lower().split()) in heard
-               for task in env.tasks("test"))
+    heard = {envs.plain(long.wording(task)) for task in long.tasks("train")}
+    both = sum(envs.plain(env.wording(task)) in heard for task in env.tasks("test"))
     with pytest.raises(SettingsError, match=f"^{both} of 200 evaluated tasks"):
         survey(s, env)
     assert both > 90 and survey(replace(s, bfcl_split="ours"), envs.make("bfcl")).overlap == 0
-
-
-def test_tasks_and_options_that_do_not_exist_are_refused():
-    env = envs.make("bfcl")
-    held = env.tasks("test")[0].rpartition("-")[2]
-    for task in ("bfcl-train-base-1000", f"bfcl-train-base-{held}", "bfcl-train-miss-func-127", "webshop-train-0"):
-        with pytest.raises(ValueError, match="unknown task"):
-            env.find(task)
-    for option in ("category", "split", "reward"):
-        with pytest.raises(envs.Refused, match=f"--bfcl-{option} x: choose from"):
-            envs.make("bfcl", **{f"bfcl_{option}": "x"})
-    with pytest.raises(envs.Refused, match="the tiny model cannot"):
-        env.practice(0, 1, None)
 
 
 def test_without_the_package_one_line_says_how_to_get_it():
@@ -584,7 +522,7 @@ def test_without_the_package_one_line_says_how_to_get_it():
                           capture_output=True).stdout
     assert told == ("bfcl: the package bfcl-eval==2026.3.23 is not here; pip install --no-deps "
                     "bfcl-eval==2026.3.23\n")
-    assert f"# bfcl: {bfcl_tasks.PACKAGE} " in (ROOT / "requirements.txt").read_text()
+    assert f"# bfcl: {data.PACKAGE} " in (ROOT / "requirements.txt").read_text()
 
 
 def test_experts_are_a_runs_and_no_list_of_etos(tmp_path):
@@ -594,7 +532,7 @@ def test_experts_are_a_runs_and_no_list_of_etos(tmp_path):
                             for task, messages, earned in rows))
     assert [tuple(row) for row in envs.read_experts(str(file), env)] == rows
     file.write_text(json.dumps([dict(id="multi_turn_base_127", conversations=[
-        {"from": {"user": "human"}.get(m["role"], "gpt"), "value": m["content"]} for m in rows[0][1]])]))
+        {"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}])]))
     with pytest.raises(envs.Refused, match="nobody publishes trajectories"):
         envs.read_experts(str(file), env)
 
@@ -602,7 +540,7 @@ def test_experts_are_a_runs_and_no_list_of_etos(tmp_path):
 # ------------------------------------------------------------------------------------ new tasks
 
 
-def smiths_task(env, n=0):
+def new_task(env, n=0):
     return dict(start=env.find(env.tasks("train")[n])["start"], turns=["What is here?"],
                 calls=[[dict(name="ls", arguments={})]])
 
@@ -617,27 +555,24 @@ def file_env():
 
 def test_a_task_made_during_a_run_is_played_and_its_faults_are_named():
     env, n = file_env()
-    task = smiths_task(env, n)
+    task = new_task(env, n)
     id = env.add(task)
     assert id == "bfcl-added-0" == env.add(json.loads(json.dumps(task)))
     messages, earned = envs.converse(env, env.reset(id), env.expert())
     assert earned == 1 and len(messages) == 4
     held = env.find(env.tasks("test")[0])["start"]
     for wrong, named in [
-            ({"start": held}, "no start state of a training task"), ({"start": "x"}, "no start state"),
-            ({"turns": []}, "lists of calls"), ({"turns": [" "]}, "must be a text"), ({"calls": [[]]}, "holds a call"),
-            ({"calls": [5]}, "lists of calls"), ({"calls": [["ls()"]]}, "is no call"), ({"calls": "x"}, "a str"),
+            ({"start": held}, "no start state of a training task"), ({"turns": []}, "lists of calls"),
+            ({"calls": [[]]}, "lists of calls"), ({"calls": "x"}, "a str"),
             ({"calls": [[dict(name="_load_scenario", arguments={})]]}, "no function '_load_scenario'"),
-            ({"calls": [[dict(name="ls", arguments=[])]]}, "a call is"), ({"calls": [[dict(name=3, arguments={})]]}, "3")]:
+            ({"calls": [[dict(name="ls", arguments=[])]]}, "a call is")]:
         with pytest.raises(ValueError, match="bfcl: not a task to add: .*" + named):
             env.add({**task, **wrong})
-    with pytest.raises(ValueError, match="has no 'calls'"):
-        env.add(dict(start="a", turns=[]))
 
 
 def explored(rng, env, task):
     """Replies of somebody who calls what the ground truth does, and others, and leaves things out."""
-    names = env.functions(env.find(task)["start"])
+    names = data.functions(env.find(task)["start"])
     pool = [call for key in tasks("base") for turn in tasks("base")[key]["calls"] for call in turn
             if call["name"] in names]
     calls = [call for turn in env.find(task)["calls"] for call in turn if rng.random() < 0.7]
@@ -648,51 +583,51 @@ def explored(rng, env, task):
 
 def test_what_was_done_becomes_tasks_that_verify_and_are_new():
     env = envs.make("bfcl", "short")
-    smith, rng, verdicts, kept = env.smith(), random.Random(0), Counter(), []
+    generator, rng, verdicts, kept = env.smith(), random.Random(0), Counter(), []
     for task in env.tasks("train")[:40]:
         replies = explored(rng, env, task)
         made = [call for reply in replies for call in parse_calls(reply)]
         simulators = Simulators(env.find(task)["start"])
         names = [call["name"] for call in made if not failed(simulators.run(call))]
-        assert smith.patterns(task, replies) == {
+        assert generator.patterns(task, replies) == {
             *names, *(f"{a}, {b}" for a, b in zip(names, names[1:]))}
-        for proposal in smith.finds(task, replies, rng):
+        for proposal in generator.finds(task, replies, rng):
             assert proposal["template"] and proposal["text"] and json.dumps(proposal)
-            reason = smith.refusal(proposal["task"]) or smith.verify(proposal)
+            reason = generator.refusal(proposal["task"]) or generator.verify(proposal)
             verdicts[reason] += 1
             kept += [] if reason else [proposal]
     assert verdicts[None] > 30 and verdicts[None] > 0.8 * verdicts.total(), verdicts
     assert any(len(p["task"]["turns"]) > 1 for p in kept)
     both = [p["task"]["calls"] for p in kept]  # one row of calls, in one turn and in several
     assert any(len(a) == 1 < len(b) and a[0] == sum(b, []) for a, b in zip(both, both[1:]))
-    assert len({smith.key(p["task"]) for p in kept}) > 0.9 * len(kept)
+    assert len({generator.key(p["task"]) for p in kept}) > 0.9 * len(kept)
     for proposal in kept[:20]:
         id = env.add(proposal["task"])
         assert envs.converse(env, env.reset(id), env.expert())[1] == 1
-        assert smith.key(env.find(id)) == smith.key(proposal["task"])
-    assert len({smith.key(env.find(task)) for task in env.tasks("train")}) == 100
+        assert generator.key(env.find(id)) == generator.key(proposal["task"])
+    assert len({generator.key(env.find(task)) for task in env.tasks("train")}) == 100
 
 
 def test_planted_proposals_are_refused():
     env, n = file_env()
-    smith, task = env.smith(), env.tasks("train")[n]
+    generator, task = env.smith(), env.tasks("train")[n]
     test = env.find(env.tasks("test")[3])
     start = env.find(task)["start"]
-    assert smith.refusal(smiths_task(env, n)) is None
-    assert smith.refusal({**smiths_task(env, n), "start": test["start"]}) == "a start state of no training task"
-    assert smith.refusal(env.find(task)) == "a task of a split"
-    said = smiths_task(env, n)
-    assert smith.refusal({**said, "turns": [test["turns"][0]]}) == "a task of a split"
-    assert "no function" in smith.refusal({**said, "calls": [[dict(name="nope", arguments={})]]})
+    assert generator.refusal(new_task(env, n)) is None
+    assert "no start state of a training task" in generator.refusal({**new_task(env, n), "start": test["start"]})
+    assert generator.refusal(env.find(task)) == "a task of a split"
+    said = new_task(env, n)
+    assert generator.refusal({**said, "turns": [test["turns"][0]]}) == "a task of a split"
+    assert "no function" in generator.refusal({**said, "calls": [[dict(name="nope", arguments={})]]})
     same = [key for key in tasks("base") if start_state(key)["classes"] == start_state(start)["classes"]]
     other = next(tasks("base")[key] for key in same if f"bfcl-train-{key}" not in env.tasks("train"))
-    assert smith.refusal(dict(start=start, turns=["x"] * len(other["turns"]), calls=other["calls"])) == (
+    assert generator.refusal(dict(start=start, turns=["x"] * len(other["turns"]), calls=other["calls"])) == (
         "a task of a split")
 
 
 def test_a_solution_that_does_not_prove_its_task_is_refused():
     env, n = file_env()
-    smith, start = env.smith(), env.find(env.tasks("train")[n])["start"]
+    generator, start = env.smith(), env.find(env.tasks("train")[n])["start"]
 
     def proposal(*calls, solution=None):
         calls = [dict(name=name, arguments=arguments) for name, arguments in calls]
@@ -700,19 +635,19 @@ def test_a_solution_that_does_not_prove_its_task_is_refused():
                     solution=solution or script([calls]))
 
     make, look = ("mkdir", dict(dir_name="new")), ("ls", {})
-    assert smith.verify(proposal(make, look)) is None and smith.verify(proposal(make)) is None
-    assert smith.verify(proposal(look, look)) is None  # results are counted
-    assert smith.verify(proposal(make, ("cat", dict(file_name="none")))) == "a call of its solution fails"
-    assert smith.verify(proposal(make, solution=["I am done"])) == "its solution earns 0.00"
-    assert smith.verify(proposal(make, look, solution=script([[dict(name="ls", arguments={})]]))) == (
+    assert generator.verify(proposal(make, look)) is None and generator.verify(proposal(make)) is None
+    assert generator.verify(proposal(look, look)) is None  # results are counted
+    assert generator.verify(proposal(make, ("cat", dict(file_name="none")))) == "a call of its solution fails"
+    assert generator.verify(proposal(make, solution=["I am done"])) == "its solution earns 0.00"
+    assert generator.verify(proposal(make, look, solution=script([[dict(name="ls", arguments={})]]))) == (
         "its solution earns 0.00")
     again = [[dict(name="pwd", arguments={})], [dict(name=name, arguments=arguments) for name, arguments in
                                                 (("cd", dict(folder=".")), ("pwd", {}))]]
-    assert smith.verify(dict(text="x", task=dict(start=start, turns=["x", "y"], calls=again),
+    assert generator.verify(dict(text="x", task=dict(start=start, turns=["x", "y"], calls=again),
                              solution=script(again))) == "it is solved without its last call"
     outside = [dict(name="get_outside_temperature_from_google", arguments={})]
-    cars = next(key for key in smith.starts if "VehicleControlAPI" in start_state(key)["classes"])
-    assert smith.verify(dict(text="x", task=dict(start=cars, turns=["x"], calls=[outside]),
+    cars = next(key for key in env.splits["train"] if "VehicleControlAPI" in start_state(key)["classes"])
+    assert generator.verify(dict(text="x", task=dict(start=cars, turns=["x"], calls=[outside]),
                              solution=script([outside]))) is None  # what is drawn is drawn again
 
 
@@ -728,15 +663,15 @@ def test_looks_that_led_to_nothing_are_left_out():
 
 def test_an_explorers_words_and_calls_become_a_task_or_nothing():
     env, n = file_env()
-    smith, task = env.smith(), env.tasks("train")[n]
+    generator, task = env.smith(), env.tasks("train")[n]
     make = dict(name="mkdir", arguments={"dir_name": "new"})
     for actions in ([make], [json.dumps(make)], [as_reply([make])]):
         said = proposal_of(dict(query="A new folder, please.", action_sequence=actions))
-        found = smith.written(task, said)
+        found = generator.written(task, said)
         assert found["task"] == dict(start=env.find(task)["start"], turns=["A new folder, please."], calls=[[make]])
-        assert smith.refusal(found["task"]) is None and smith.verify(found) is None and "template" not in found
+        assert generator.refusal(found["task"]) is None and generator.verify(found) is None and "template" not in found
     for actions in ([], ["mkdir(dir_name='new')"], [5], [None], [[make, "x"]], [DEEP]):
-        found = smith.written(task, proposal_of(dict(query="x", action_sequence=actions)))
+        found = generator.written(task, proposal_of(dict(query="x", action_sequence=actions)))
         assert found is None or found["task"]["calls"] == [[make]]
 
 
@@ -765,16 +700,11 @@ def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_trains_on_ground_truths_and_failures_that_tie_make_no_pairs(model, tmp_path):
-    start.main(coevolve.coevolve, small(tmp_path / "run", "--model", model))
+def test_a_run_trains_on_ground_truths_and_is_evaluated(model, tmp_path):
+    start.main(coevolve.coevolve, small(tmp_path / "run", "--model", model, "--method", "sft"))
     experts = rows_of(tmp_path / "run/experts.jsonl")
     assert [row["reward"] for row in experts] == [1.0] and "<tool_call>" in str(experts[0])
-    assert rows_of(tmp_path / "run/iter1/pairs-failure.jsonl") == []
-    pairs = rows_of(tmp_path / "run/iter1/pairs-target.jsonl")
-    assert pairs and {pair["kind"] for pair in pairs} == {"expert>target", "expert>failure"}
-    counts = [row for row in rows_of(tmp_path / "run/metrics.jsonl") if row["event"] == "pairs"]
-    assert len(rows_of(tmp_path / "run/eval-1-target-test.jsonl")) == 1
-    assert "equal failures" in str(counts)
+    assert len(rows_of(tmp_path / "run/eval-0-target-test.jsonl")) == 1
 
 
 def test_a_chat_endpoint_plays_it(endpoint, tmp_path):

@@ -14,13 +14,7 @@ from datetime import datetime, timedelta, timezone
 
 import mpmath
 
-from worlds.bfcl.data import (
-    documents,
-    simulator_class,
-    start_state,
-    trading_bot,
-    travel_booking,
-)
+from worlds.bfcl.data import documents, simulator_class, start_state, trading_bot, travel_booking
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FORM = (f'a call is {OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE} with the name of a '
@@ -28,6 +22,7 @@ FORM = (f'a call is {OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE} with th
 MOST_CALLS = 50         # of a reply, also blocks; ground truths have at most 34 in a turn [ours]
 LONGEST = 100_000       # characters of a reply with calls [ours]
 DEEPEST = 20            # of lists and objects in arguments [ours]
+TOO_DEEP = "nested too deeply"
 DIGITS = 20             # of a whole number in arguments [ours]
 PRECISION = 1000        # largest exponent, precision, number of decimal places [ours]
 MOST_PATHS = 5000       # of a file tree: the file system copies directories into themselves [ours]
@@ -56,16 +51,13 @@ trading_bot.CURRENT_TIME = Clock(2024, 9, 1, 10, 30)  # as it was
 trading_bot.datetime = travel_booking.datetime = Clock
 
 
-# ------------------------------------------------------------------------------- reading a reply
-
-
 def parse_calls(reply: str) -> list[dict | str]:
     """The calls in a reply, in order; a text in place of one that cannot be made says why.
 
     They stand in blocks <tool_call>...</tool_call>, as in the chat templates of Qwen and Hermes;
     without one, in blocks ```json ... ```; without one, the reply is nothing else. Each of these
     holds one call or a list of them, {"name": text, "arguments": object} and no other key. What a
-    model thought, up to </think>, does not count. An empty list: nothing in it is a call.
+    model thought, up to </think>, does not count.
     """
     said = reply.rpartition("</think>")[2].partition("<think>")[0]
     if OPEN in said:
@@ -78,10 +70,9 @@ def parse_calls(reply: str) -> list[dict | str]:
     if all(call is None for call in found):
         return []
     if len(reply) > LONGEST:
-        return [f"Error: the reply has {len(reply)} characters; at most {LONGEST} are read"]
-    return ([f"Error: not a call; {FORM}" if call is None else call for call in found[:MOST_CALLS]]
-            + [f"Error: not made; a reply has at most {MOST_CALLS} calls"]
-            * (len(found) > MOST_CALLS))
+        return [f"the reply has {len(reply)} characters; at most {LONGEST} are read"]
+    return ([f"not a call; {FORM}" if call is None else call for call in found[:MOST_CALLS]]
+            + [f"not made; a reply has at most {MOST_CALLS} calls"] * (len(found) > MOST_CALLS))
 
 
 def _calls_in(block: str) -> list[dict | str | None]:
@@ -92,7 +83,7 @@ def _calls_in(block: str) -> list[dict | str | None]:
     except ValueError:
         return [None]
     except RecursionError:
-        return ["Error: nested too deeply"]
+        return [TOO_DEEP]
     return [call if isinstance(call, dict) and call.keys() == {"name", "arguments"} else None
             for call in (value if isinstance(value, list) else [value])]
 
@@ -111,7 +102,7 @@ def problem(call: dict) -> str | None:
 
 def _unusable(value, depth: int) -> str | None:
     if depth > DEEPEST:
-        return "nested too deeply"
+        return TOO_DEEP
     long = isinstance(value, int) and abs(value) >= 10 ** DIGITS
     if long or isinstance(value, float) and not math.isfinite(value):
         return f"a number that is infinite, none, or of more than {DIGITS} digits"
@@ -125,14 +116,11 @@ def _unusable(value, depth: int) -> str | None:
     return next((found for item in inside if (found := _unusable(item, depth + 1))), None)
 
 
-# -------------------------------------------------------------------------------- making a call
-
-
 class Simulators:
     """The simulators of a task, fresh from its start state; nobody else has these instances."""
 
     def __init__(self, start: str):
-        """start: CATEGORY-NUMBER, a key of `start_state`."""
+        """start: a key of `start_state`."""
         where = start_state(start)
         self.instances = {name: simulator_class(name)() for name in where["classes"]}
         for name, instance in self.instances.items():
@@ -149,7 +137,7 @@ class Simulators:
         """What a call of `parse_calls` returns, as the package writes it."""
         wrong = call if isinstance(call, str) else problem(call)
         if wrong:
-            return wrong if wrong.startswith("Error") else f"Error: {wrong}"
+            return f"Error: {wrong}"
         function = self.functions.get(call["name"])
         if function is None:
             return f"Error during execution: name {call['name'][:60]!r} is not defined"

@@ -1,8 +1,7 @@
 """The tasks of BFCL v3 multi-turn, as the package bfcl-eval brings them, and how they are split.
 
 Of the package we use the data, the simulators and the two checks of a turn. It is installed without
-its dependencies, so nothing else of it is imported, and all of it here: where it is absent, one
-line says so.
+its dependencies, so nothing else of it is imported, and all of it here.
 """
 
 import ast
@@ -11,17 +10,17 @@ import random
 from collections import defaultdict
 from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.resources import files
 from inspect import signature
 
 from worlds import Refused
 
 PACKAGE = "bfcl-eval==2026.3.23"  # others hold other ground truths
-REMEDY = f"pip install --no-deps {PACKAGE}"
 
 try:
-    installed = version("bfcl-eval")
+    if version("bfcl-eval") != PACKAGE.partition("==")[2]:
+        raise ImportError
     from bfcl_eval.constants.executable_backend_config import (
         CLASS_FILE_PATH_MAPPING,
         MULTI_TURN_FUNC_DOC_FILE_MAPPING,
@@ -34,10 +33,9 @@ try:
         response_checker,
         state_checker,
     )
-except (PackageNotFoundError, ImportError):
-    raise Refused(f"bfcl: the package {PACKAGE} is not here; {REMEDY}") from None
-if installed != PACKAGE.partition("==")[2]:
-    raise Refused(f"bfcl: bfcl-eval {installed} is here, not {PACKAGE}; {REMEDY}")
+except ImportError:
+    raise Refused(f"bfcl: the package {PACKAGE} is not here; pip install --no-deps {PACKAGE}"
+                  ) from None
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
 SIZES = {"train": 100, "validation": 20, "test": 80}  # of a category's 200 tasks [ours]
@@ -56,18 +54,26 @@ def documents(name: str) -> dict[str, dict]:
 
 
 @lru_cache(None)
-def _starts(category: str) -> dict[str, dict]:
-    return {_key(row): dict(classes=row["involved_classes"], config=row["initial_config"],
-                            long_context=category == "long_context")
-            for row in _rows(f"BFCL_v4_multi_turn_{category}.json")}
+def _entries(category: str) -> dict[str, dict]:
+    rows = _rows(f"BFCL_v4_multi_turn_{category}.json")
+    return {row["id"].removeprefix("multi_turn_").replace("_", "-"): row for row in rows}
 
 
 def start_state(key: str) -> dict:
     """Where the episodes of CATEGORY-NUMBER start: classes of simulators, their config, its size.
 
-    It is everybody's: copy it before a simulator gets it.
+    The config is everybody's: copy it before a simulator gets it.
     """
-    return _starts(key.rpartition("-")[0].replace("-", "_"))[key]
+    category = key.rpartition("-")[0].replace("-", "_")
+    entry = _entries(category)[key]
+    return dict(classes=entry["involved_classes"], config=entry["initial_config"],
+                long_context=category == "long_context")
+
+
+def functions(start: str) -> dict[str, dict]:
+    """Name -> document of the functions of a start state's simulators."""
+    return {name: row for simulator in start_state(start)["classes"]
+            for name, row in documents(simulator).items()}
 
 
 @lru_cache(None)
@@ -80,14 +86,14 @@ def tasks(category: str) -> dict[str, dict]:
     """
     truths = _rows(f"possible_answer/BFCL_v4_multi_turn_{category}.json")
     found = {}
-    for row, truth in zip(_rows(f"BFCL_v4_multi_turn_{category}.json"), truths):
+    for (key, entry), truth in zip(_entries(category).items(), truths):
         methods = {name: getattr(simulator_class(c), name)
-                   for c in row["involved_classes"] for name in documents(c)}
-        found[_key(row)] = dict(
-            start=_key(row),
-            turns=[said[0]["content"] if said else MORE_FUNCTIONS for said in row["question"]],
+                   for c in entry["involved_classes"] for name in documents(c)}
+        found[key] = dict(
+            start=key,
+            turns=[said[0]["content"] if said else MORE_FUNCTIONS for said in entry["question"]],
             calls=[[as_json(call, methods) for call in turn] for turn in truth["ground_truth"]],
-            hidden=row.get("missed_function", {}))
+            hidden=entry.get("missed_function", {}))
     return found
 
 
@@ -126,10 +132,10 @@ def _sides() -> list[str]:
 
     The numbers go by their first simulator, then by all of them, and each goes where most is owed.
     """
-    base, rng = _rows("BFCL_v4_multi_turn_base.json"), random.Random("BFCL's splits")
+    base, rng = list(_entries("base").values()), random.Random("BFCL's splits")
     alike = defaultdict(list)
-    for n, row in enumerate(base):
-        alike[json.dumps(row["initial_config"], sort_keys=True)].append(n)
+    for n, entry in enumerate(base):
+        alike[json.dumps(entry["initial_config"], sort_keys=True)].append(n)
     groups = sorted(rng.sample(list(alike.values()), len(alike)),
                     key=lambda group: base[group[0]]["involved_classes"])
     sides, placed, done = [None] * 200, dict.fromkeys(SIZES, 0), 0
@@ -139,15 +145,9 @@ def _sides() -> list[str]:
         placed[side] += len(group)
         for n in group:
             sides[n] = side
-    if placed != SIZES:
-        raise ValueError(f"bfcl: the splits hold {placed}, not {SIZES}")
     return sides
 
 
 def _rows(path: str) -> list[dict]:
     text = files("bfcl_eval").joinpath("data", path).read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines() if line.strip()]
-
-
-def _key(row: dict) -> str:
-    return row["id"].removeprefix("multi_turn_").replace("_", "-")

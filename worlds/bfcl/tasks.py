@@ -1,8 +1,8 @@
 """New tasks for BFCL's simulators, made of calls that somebody made there.
 
 A find is a row of calls without an error, from the start state of a training task. What the user
-says is an explorer model's; without one it is a template over the documents of the functions, and
-marked so: it spells the calls out, and is easier than what people ask.
+says is an explorer model's; without one it is a template over the documents of the functions, which
+spells the calls out and is easier than what people ask.
 """
 
 import json
@@ -10,13 +10,13 @@ import random
 
 from worlds import words_of
 from worlds.bfcl.calls import Simulators, failed, json_of, parse_calls
-from worlds.bfcl.data import CATEGORIES, tasks
+from worlds.bfcl.data import CATEGORIES, functions, tasks
 from worlds.bfcl.world import script
 
 MOST_CALLS = 8  # of a new task [ours]
 
 
-class BfclSmith:
+class TaskGenerator:
     # What an explorer model is told about the tasks that it writes.
     form = ("A task is what a user asks for, in one message that holds every value that is needed "
             'but names no function. Its actions are calls, each {"name": ..., "arguments": {...}}, '
@@ -24,9 +24,8 @@ class BfclSmith:
             "what was asked.")
 
     def __init__(self, env):
-        """env: a Bfcl of the smith's own, which it plays."""
+        """env: a Bfcl of the generator's own, which it plays."""
         self.env = env
-        self.starts = {task["start"] for task in env.splits["train"].values()}
         known = [task for category in CATEGORIES for task in tasks(category).values()]
         self.said = {words_of(text) for task in known for text in task["turns"]}
         # Of every split: nobody's solution is asked for again, from whichever start state.
@@ -70,8 +69,6 @@ class BfclSmith:
 
     def refusal(self, task: dict) -> str | None:
         """Why no run may have this task; None if one may."""
-        if task["start"] not in self.starts:
-            return "a start state of no training task"
         try:
             self.env.check(task)
         except ValueError as error:
@@ -82,15 +79,12 @@ class BfclSmith:
 
     def verify(self, proposal: dict) -> str | None:
         """Plays the solution twice, and then without its last call; why it proves nothing, or None.
-
-        The environment checks it against the task's own calls, by state and by results.
         """
         task = self.env.check(proposal["task"])
-        first, second = (self._play(task, proposal["solution"]) for _ in range(2))
-        reward, results, _ = first
+        reward, results, states = self._play(task, proposal["solution"])
         if any(map(failed, results)):
             return "a call of its solution fails"
-        if first != second:
+        if self._play(task, proposal["solution"]) != (reward, results, states):
             return "its replays differ"
         if reward != 1:
             return f"its solution earns {reward:.2f}"
@@ -102,7 +96,7 @@ class BfclSmith:
 
     def template(self, start: str, calls: list[dict]) -> str:
         """What these calls do, in order, by the first sentences of their documents."""
-        known, said = self.env.functions(start), []
+        known, said = functions(start), []
         for call in calls:
             text = known[call["name"]]["description"].rpartition("Tool description: ")[2].strip()
             given = ", ".join(f"{name} = {json.dumps(value)}"

@@ -1,20 +1,11 @@
 """BFCL v3 multi-turn: an agent calls functions for a user, who says several things in an episode.
-
-The tasks are in `data.py`; reading and making calls is in `calls.py`.
 """
 
 import json
 
 from worlds import Refused, Step, World
 from worlds.bfcl.calls import CLOSE, OPEN, Simulators, parse_calls, problem
-from worlds.bfcl.data import (
-    CATEGORIES,
-    documents,
-    response_checker,
-    splits,
-    start_state,
-    state_checker,
-)
+from worlds.bfcl import data
 
 MOST_REPLIES = 20  # with calls, in one turn of the user [BFCL]
 
@@ -43,11 +34,11 @@ class Bfcl(World):
     A task is what `data.tasks` says. Splits: train, validation, test of one category, or of
     all four; with bfcl_split="published" `test` is all 200 tasks of the category.
 
-    The user's turns happen in here: a reply with calls is answered with their results, one without
-    a call ends the turn and is answered with what the user says next. More than 20 replies with
-    calls in a turn end the episode, which has failed. The reward comes at the end: 1 if after each
-    turn with a ground truth the simulators are in its state and its results are among those of the
-    agent so far (the package's checks), else 0; with bfcl_reward="turns" the share of these turns.
+    A reply with calls is answered with their results, one without a call ends the user's turn and
+    is answered with what the user says next. More than 20 replies with calls in a turn end the
+    episode, which has failed. The reward comes at the end: 1 if after each turn with a ground truth
+    the simulators are in its state and its results are among those of the agent so far (the
+    package's checks), else 0; with bfcl_reward="turns" the share of these turns.
 
     view="short": functions are documented by signature and description, not as JSON.
     """
@@ -60,15 +51,9 @@ class Bfcl(World):
     def __init__(self, view: str = "full", bfcl_category: str = "base", bfcl_split: str = "ours",
                  bfcl_reward: str = "all"):
         super().__init__(view)
-        for name, value, known in (("category", bfcl_category, (*CATEGORIES, "all")),
-                                   ("split", bfcl_split, ("ours", "published")),
-                                   ("reward", bfcl_reward, ("all", "turns"))):
-            if value not in known:
-                raise Refused(f"--bfcl-{name} {value}: choose from: {', '.join(known)}")
         self.prompt = PROMPT  # in either view: no model is made for these tasks
-        self.splits = splits(bfcl_category, bfcl_split == "published")
+        self.splits = data.splits(bfcl_category, bfcl_split == "published")
         self.share_of_turns = bfcl_reward == "turns"
-        self._running = False
 
     def published_task(self, id: str):
         raise Refused("bfcl: nobody publishes trajectories in ETO's form, whose replies name "
@@ -79,16 +64,10 @@ class Bfcl(World):
         task = self.fields(task, start=str, turns=list, calls=list)
         if task["start"] not in {t["start"] for t in self.splits["train"].values()}:
             self.reject(f"{task['start']!r} is no start state of a training task")
-        if not all(isinstance(said, str) and said.strip() for said in task["turns"]):
-            self.reject("what the user says in a turn must be a text")
-        if (len(task["turns"]) != len(task["calls"]) or not any(task["calls"])
-                or not all(isinstance(calls, list) for calls in task["calls"])):
-            self.reject(f"its {len(task['turns'])} turns need as many lists of calls, of which one "
-                        "holds a call")
-        known = self.functions(task["start"])
+        if not any(task["calls"]) or len(task["turns"]) != len(task["calls"]):
+            self.reject(f"its {len(task['turns'])} turns need as many lists of calls")
+        known = data.functions(task["start"])
         for call in (call for calls in task["calls"] for call in calls):
-            if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
-                self.reject(f"{str(call)[:60]!r} is no call")
             if wrong := problem(call):
                 self.reject(f"a call of {str(call['name'])[:60]!r}: {wrong}")
             if call["name"] not in known:
@@ -98,28 +77,20 @@ class Bfcl(World):
     def wording(self, task: str) -> str:
         return "\n".join(self.find(task)["turns"])  # one number's are the same in two categories
 
-    def functions(self, start: str) -> dict[str, dict]:
-        """Name -> document of the functions of a start state's simulators."""
-        return {name: row for simulator in start_state(start)["classes"]
-                for name, row in documents(simulator).items()}
-
     def reset(self, task: str) -> str:
         return self.start(self.find(task))
 
     def start(self, task: dict) -> str:
         """Starts an episode on a task that need not belong to a split; the first observation."""
-        self._task, self._turn, self._replies, self._running = task, 0, 0, True
+        self._task, self._turn, self._replies = task, 0, 0
         self.world, self._truth = Simulators(task["start"]), Simulators(task["start"])
         self.results, self._passed = [], []  # of all calls; whether each checked turn passed
         self.max_steps = (MOST_REPLIES + 1) * len(task["turns"])
         later = {name for names in task["hidden"].values() for name in names}
-        shown = [row for name, row in self.functions(task["start"]).items() if name not in later]
+        shown = [row for name, row in data.functions(task["start"]).items() if name not in later]
         return f"{self._documents(shown)}\n\n{task['turns'][0]}"
 
     def step(self, reply: str) -> Step:
-        """Makes the reply's calls, or ends the turn; RuntimeError where no episode is running."""
-        if not self._running:
-            raise RuntimeError("bfcl: step() without a running episode; call reset(task) first")
         if calls := parse_calls(reply):
             self._replies += 1
             results = [self.world.run(call) for call in calls]
@@ -134,7 +105,7 @@ class Bfcl(World):
             return self._end("The conversation is over.")
         said, shown = self._task["turns"][self._turn], self._task["hidden"].get(str(self._turn))
         if shown:
-            known = self.functions(self._task["start"])
+            known = data.functions(self._task["start"])
             said = f"{self._documents([known[name] for name in shown])}\n\n{said}"
         return Step(said, 0.0, False)
 
@@ -145,20 +116,16 @@ class Bfcl(World):
         return f"{OPEN}\n{action}\n{CLOSE}" if action.startswith("{") else action
 
     def expert(self):
-        """Replies with the ground truth of the episode just reset, a call at a time."""
         replies = iter(script(self._task["calls"]))
         return lambda observation: next(replies)
 
     def smith(self):
-        from worlds.bfcl.tasks import BfclSmith
-        return BfclSmith(self)
+        from worlds.bfcl.tasks import TaskGenerator
+        return TaskGenerator(self)
 
     def practice(self, seed: int, n: int, make):
         raise Refused("bfcl: the tiny model cannot read documents of functions; give another "
                       "--model")
-
-    def close(self):
-        self._running = False
 
     def _check_turn(self) -> None:
         """Makes the turn's calls of the ground truth and compares, as `multi_turn_checker` does."""
@@ -168,15 +135,14 @@ class Bfcl(World):
             return
         try:
             passed = self._replies > 0 and all(found["valid"] for found in (
-                state_checker(self.world.instances, self._truth.instances),
-                response_checker(self.results, results, self._turn)))
+                data.state_checker(self.world.instances, self._truth.instances),
+                data.response_checker(self.results, results, self._turn)))
         except RecursionError:  # a directory inside itself is in no ground truth
             passed = False
         self._passed.append(passed)
 
     def _end(self, text: str) -> Step:
         """The end, with the reward; turns that were not reached have not passed."""
-        self._running = False
         checked = sum(map(bool, self._task["calls"]))
         share = sum(self._passed) / checked
         return Step(text, share if self.share_of_turns else float(share == 1), True)
