@@ -34,9 +34,9 @@ class Encoder:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        self.pieces = chat_template.read_off(tokenizer)  # what surrounds a reply, an observation
+        self.pieces = chat_template.Pieces(tokenizer)  # what surrounds a reply, an observation
         self.end_of_turn: int = self.pieces.end_of_turn
-        self.forbidden: list[int] = self.pieces.forbidden  # never sampled: a reply opens no turn
+        self.forbidden: list[int] = self.pieces.suppress_tokens  # a reply opens no turn
         self.text_of = lru_cache(None)(lambda token: tokenizer.decode([token]))
         self.encode(chat_template.TRIAL)  # a template's faults show at once
 

@@ -10,11 +10,7 @@ BLOCK = 64  # positions of a slot that are read together [ours]
 
 
 class SlotCache:
-    """Keys and values of the episodes side by side, one slot each.
-
-    Bytes: layers x 2 x slots x key heads x tokens x width of a head x bytes of a number, so 19 GB
-    for 36 layers, 32 slots, 8 heads, 4,096 tokens, 128 wide, in bf16.
-    """
+    """Keys and values of the episodes side by side, one slot each; `slot_bytes` a token."""
 
     def __init__(self, model, slots: int, tokens: int):
         layers, heads, d = cache_shape(model.config)
@@ -87,13 +83,12 @@ class SlotCache:
         """Attention of one token in each of S slots, (S, H, d), of its scaled query (S, H, d).
 
         Slots are of uneven length, and a product for each is slow. So keys and values are read as
-        tables, in blocks of BLOCK positions of a head. A row of keys is one of the head's d numbers
-        at these positions: d rows, weighted by a query, are its scores there. A row of values is
-        one position's: rows weighted by the softmax of the scores are the attention.
+        tables, in blocks of BLOCK positions of a head: d rows of keys, each one of the head's
+        numbers at these positions, weighted by a query, are its scores; rows of values, each one
+        position's, weighted by the softmax of the scores, are the attention.
         """
         S, H, d = query.shape
-        if self.blocks is None:  # the same in all layers
-            self.blocks = self.find_blocks(H)
+        self.blocks = self.blocks or self.find_blocks(H)  # the same in all layers
         head, at, most, unseen, key_rows, value_rows, first = self.blocks
         scores = F.embedding_bag(key_rows, keys.view(-1, BLOCK), mode="sum",
                                  per_sample_weights=query.reshape(S * H, d)[head])    # (B, BLOCK)
@@ -107,9 +102,9 @@ class SlotCache:
     def find_blocks(self, H: int) -> tuple:
         """The B blocks that single tokens see, by slot, head of the query (of H) and position.
 
-        The head (B,) that each is of, among all slots'; its place (B,) where each head has as many
-        as the longest, and how many these are; what in it is not seen (B, BLOCK); the rows of keys
-        (B, d) and of values (B * BLOCK,), and where in these each head's begin (S * H,).
+        Each block's head (B,), counted over all slots; its place (B,) where each head has as many
+        as the longest, and that number; which of its positions are not seen (B, BLOCK); its rows
+        of keys (B, d) and values (B * BLOCK,), and where in these each head begins (S * H,).
         """
         H_kv, room, d = self.kv.shape[3:]
         count, step = self.positions // BLOCK + 1, torch.arange(room + d, device=self.kv.device)
@@ -160,16 +155,13 @@ def sample(logits: Tensor, temperature: float, draws: list[float] | None) -> Ten
     return run[:, 0] * 256 + (inside <= u).sum(-1)
 
 
-# ---------------------------------------------------------------------------------- its size
-
-
 def slots_that_fit(free: float, slot: float) -> int:
-    """How many slots of so many bytes are made in `free` bytes, which a pass needs as well."""
+    """How many slots of `slot` bytes are made in `free` bytes, of which a pass needs some, too."""
     return int(0.8 * free // slot)
 
 
 def slot_bytes(config, itemsize: int = 2) -> int:
-    """Bytes that a token takes in a slot, bf16 if not said otherwise."""
+    """Bytes of a token in a slot: layers x 2 x key heads x width of a head x bytes of a number."""
     return 2 * itemsize * math.prod(cache_shape(config))
 
 

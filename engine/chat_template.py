@@ -5,7 +5,6 @@ A conversation grows at its end only, so its text is a row of pieces:
     opening | before_reply REPLY end | after before_observation OBSERVATION after_observation | ...
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 WORD = "CONTENT"  # stands for what others write; unlikely in a template
@@ -17,109 +16,84 @@ TRIAL = ANSWERED + [{"role": "user", "content": "second"},
                     {"role": "user", "content": "third"}, {"role": "assistant", "content": "c"}]
 
 
-def read_off(tokenizer) -> "Pieces":
-    """The pieces of its template, read off a conversation of a reply and an observation.
-
-    ValueError, naming the template's problem, if it has none, if a turn changes once it is
-    answered, or if nothing marks the end of a reply.
-    """
-    tokens = Tokens(tokenizer)
-    if not tokenizer.chat_template:
-        raise ValueError(f"{tokens.name}: the tokenizer has no chat template; use a chat model")
-    prompt, full = tokens.render(ANSWERED[:1], True), tokens.render(ANSWERED, False)
-    asked = tokens.render(ANSWERED + [{"role": "user", "content": WORD}], True)
-    last = next((t for t in tokens.special if full.endswith(t)), "")
-    if not asked.startswith(full) and asked.startswith(full.removesuffix(last)):
-        raise ValueError(f"{tokens.name}: its chat template ends a conversation with {last!r} and "
-                         "takes that back when it goes on; use a template without it")
-    if not (full.startswith(prompt) and full[len(prompt):].count(WORD) == 1
-            and asked.startswith(full) and asked[len(full):].count(WORD) == 1):
-        raise ValueError(f"{tokens.name}: its chat template rewrites a turn once it is answered; "
-                         "use a template without that (an Instruct model that does not think)")
-    before_reply, rest = full[len(prompt):].split(WORD)
-    end_token = min((t for t in tokens.special if t in rest), key=rest.index, default=None)
-    if end_token is None:
-        raise ValueError(f"{tokens.name}: its chat template ends a reply with {rest!r}, which "
-                         "holds no special token to stop at")
-    cut = rest.index(end_token) + len(end_token)
-    if tokenizer.unk_token and tokenizer.unk_token in asked:
-        tokens.unknown = None  # as a mark of turns it may not stand for characters as well
-    pieces = Pieces(tokens, prompt, before_reply, rest[:cut], end_token, rest[cut:],
-                    *asked[len(full):].split(WORD))
-    pieces.ids_of_observation(" ".join(sorted(tokens.special)) + UNKNOWN)  # the worst page
-    return pieces
-
-
-@dataclass(frozen=True)
 class Pieces:
-    """The pieces of a template's text, and the ids of what stands between them."""
+    """The pieces of a tokenizer's chat template, and the ids of what stands between them.
 
-    tokens: "Tokens"
-    prompt: str              # an opening, up to `before_reply`
-    before_reply: str
-    end: str                 # of a reply, its end-of-turn token last
-    end_token: str
-    after: str               # what the template writes after that token
-    before_observation: str
-    after_observation: str   # up to where the next reply begins
+    They are read off a conversation of a reply and an observation. A control token in a text that
+    others wrote is plain text; so is the token that the tokenizer names unknown, which in many is
+    the end of a text or of a turn. ValueError, naming the template's problem, if there is none, if
+    a turn changes once it is answered, or if nothing marks the end of a reply.
+    """
 
-    @property
-    def end_of_turn(self) -> int:
-        return self.tokens.tokenizer.convert_tokens_to_ids(self.end_token)
-
-    @property
-    def forbidden(self) -> list[int]:
-        """Control tokens other than the end of a turn: with one of them a reply opens a turn."""
-        special = self.tokens.tokenizer.convert_tokens_to_ids(sorted(self.tokens.special))
-        return sorted(set(special) - {self.end_of_turn})
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.name = tokenizer.name_or_path or type(tokenizer).__name__
+        special = {t for t in tokenizer.all_special_tokens if t}
+        special |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
+        self.special = special  # the control tokens' texts
+        self.control = set(tokenizer.convert_tokens_to_ids(sorted(special)))  # their ids
+        self.unknown = tokenizer.unk_token_id  # may stand for characters without an id
+        # The control tokens of a text that nobody but the template wrote.
+        self.controls_in = lru_cache(None)(lambda template: self.controls(self.ids(template)))
+        if not tokenizer.chat_template:
+            raise ValueError(f"{self.name}: the tokenizer has no chat template; use a chat model")
+        # The text of an opening, up to `before_reply`.
+        self.prompt = self.render(ANSWERED[:1], True)
+        full = self.render(ANSWERED, False)
+        asked = self.render(ANSWERED + [{"role": "user", "content": WORD}], True)
+        last = next((t for t in special if full.endswith(t)), "")
+        if not asked.startswith(full) and asked.startswith(full.removesuffix(last)):
+            raise ValueError(f"{self.name}: its chat template ends a conversation with {last!r} "
+                             "and takes that back when it goes on; use a template without it")
+        if not (full.startswith(self.prompt) and full[len(self.prompt):].count(WORD) == 1
+                and asked.startswith(full) and asked[len(full):].count(WORD) == 1):
+            raise ValueError(f"{self.name}: its chat template rewrites a turn once it is answered; "
+                             "use a template without that (an Instruct model that does not think)")
+        self.before_reply, rest = full[len(self.prompt):].split(WORD)
+        self.end_token = min((t for t in special if t in rest), key=rest.index, default=None)
+        if self.end_token is None:
+            raise ValueError(f"{self.name}: its chat template ends a reply with {rest!r}, which "
+                             "holds no special token to stop at")
+        cut = rest.index(self.end_token) + len(self.end_token)
+        self.end, self.after = rest[:cut], rest[cut:]  # what the template writes after that token
+        self.before_observation, self.after_observation = asked[len(full):].split(WORD)
+        self.end_of_turn = tokenizer.convert_tokens_to_ids(self.end_token)
+        # With a control token other than the end of a turn a reply would open a turn.
+        self.suppress_tokens = sorted(self.control - {self.end_of_turn})
+        if tokenizer.unk_token and tokenizer.unk_token in asked:
+            self.unknown = None  # as a mark of turns it may not stand for characters as well
+        self.ids_of_observation(" ".join(sorted(special)) + UNKNOWN)  # the worst page
 
     def ids_of_opening(self, messages: list[dict]) -> list[int]:
         *earlier, last = messages
         probe = earlier + [{**last, "content": WORD}]
-        before, after = self.tokens.render(probe, True).rsplit(WORD, 1)
-        return self.tokens.ids_after("", before, last["content"].strip(), after)
+        before, after = self.render(probe, True).rsplit(WORD, 1)
+        return self.ids_after("", before, last["content"].strip(), after)
 
     def ids_of_reply(self, text: str) -> list[int]:
-        return self.tokens.ids_after(self.prompt, self.before_reply, text.strip(), self.end)
+        return self.ids_after(self.prompt, self.before_reply, text.strip(), self.end)
 
     def ids_of_observation(self, text: str) -> list[int]:
-        return self.tokens.ids_after(self.end_token, self.after + self.before_observation,
-                                     text.strip(), self.after_observation)
+        return self.ids_after(self.end_token, self.after + self.before_observation, text.strip(),
+                              self.after_observation)
 
     def check(self, messages: list[dict], first: int) -> None:
         """ValueError if the template, given all at once, writes another text than turn by turn.
 
         first: how many turns the conversation opens with.
         """
-        text = self.tokens.render(messages[:first], True)
+        text = self.render(messages[:first], True)
         for m in messages[first:]:
             content = m["content"].strip()
             text += (self.before_reply + content + self.end if m["role"] == "assistant" else
                      self.after + self.before_observation + content + self.after_observation)
         acted_last = messages[-1]["role"] == "assistant"
         text += self.after if acted_last else ""
-        whole = self.tokens.render(messages, not acted_last)
+        whole = self.render(messages, not acted_last)
         if text != whole:
             at = next((i for i, (a, b) in enumerate(zip(text, whole)) if a != b), len(whole))
-            raise ValueError(f"{self.tokens.name}: its chat template rewrites earlier turns (near "
+            raise ValueError(f"{self.name}: its chat template rewrites earlier turns (near "
                              f"{whole[max(0, at - 20):at + 20]!r}); use a template without that")
-
-
-class Tokens:
-    """A tokenizer for which a control token in a text that others wrote is plain text.
-
-    Also the one that it names unknown, which in many is the end of a text or of a turn.
-    """
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-        self.name = tokenizer.name_or_path or type(tokenizer).__name__
-        self.special = {t for t in tokenizer.all_special_tokens if t}  # the control tokens' texts
-        self.special |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
-        self.control = set(tokenizer.convert_tokens_to_ids(sorted(self.special)))  # their ids
-        self.unknown = tokenizer.unk_token_id  # may stand for characters without an id
-        # The control tokens of a text that nobody but the template wrote.
-        self.controls_in = lru_cache(None)(lambda template: self.controls(self.ids(template)))
 
     def render(self, messages: list[dict], to_reply: bool) -> str:
         messages = [{**m, "content": m["content"].strip()} for m in messages]

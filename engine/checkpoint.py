@@ -22,8 +22,8 @@ class Checkpoint:
     """The newest state inside a training phase: weights, moments, random state, position, log.
 
     folder/step-N holds one file per shard; it appears by renaming once it is on the disk, then the
-    one before goes. `inputs` identifies the phase and what it started from: a state of anything
-    else is not used.
+    one before goes. inputs: identifies the phase and what it started from; a state of other inputs
+    is not used.
     """
 
     def __init__(self, accelerator, folder: Path, inputs: str, minutes: float):
@@ -38,21 +38,21 @@ class Checkpoint:
 
     def save(self, model, optimizer, step: int, events: list[dict]) -> None:
         """Every rank calls this after the same step. events: what the phase has logged so far."""
-        path, main = self.folder / f"step-{step}", self.accelerator.is_main_process
-        started = time.monotonic()
-        temporary = self.folder / "writing"
+        path, temporary = self.folder / f"step-{step}", self.folder / "writing"
+        main, started = self.accelerator.is_main_process, time.monotonic()
         if main:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         self.accelerator.wait_for_everyone()
-        file, parameters = temporary / self._file(model), list(model.parameters())
         if main or isinstance(model, FSDPModule):
+            file, parameters = temporary / self._file(model), list(model.parameters())
+            states = [optimizer.state.get(p, {}) for p in parameters]
+            cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
             state = dict(
                 inputs=self.inputs, ranks=self.accelerator.num_processes, step=step, events=events,
                 weights=[_local(p.detach()) for p in parameters],
-                moments=[{k: _local(v) for k, v in optimizer.state.get(p, {}).items()}
-                         for p in parameters],
-                random=_random_state())
+                moments=[{k: _local(v) for k, v in state.items()} for state in states],
+                random=[torch.get_rng_state(), *cuda])
             try:
                 torch.save(state, file)
             except RuntimeError as error:  # which does not say what the disk said
@@ -65,9 +65,8 @@ class Checkpoint:
             _force(temporary)
             temporary.rename(path)
             _force(self.folder)
-            for old in self._saved():
-                if old != path:
-                    shutil.rmtree(old)
+            for old in set(self._saved()) - {path}:
+                shutil.rmtree(old)
         self.saved_at = time.monotonic()
         self.took = self.saved_at - started
 
@@ -89,12 +88,10 @@ class Checkpoint:
             same_ranks = state["ranks"] == self.accelerator.num_processes
             if state["inputs"] != self.inputs or isinstance(model, FSDPModule) and not same_ranks:
                 continue
-            with torch.no_grad():
-                for p, weights, moments in zip(model.parameters(), state["weights"],
-                                               state["moments"]):
-                    _local(p).copy_(weights)
-                    if moments:  # there are none before the first update
-                        optimizer.state[p] = {k: _like(p, value) for k, value in moments.items()}
+            for p, weights, moments in zip(model.parameters(), state["weights"], state["moments"]):
+                _local(p.detach()).copy_(weights)
+                if moments:  # there are none before the first update
+                    optimizer.state[p] = {k: _like(p, value) for k, value in moments.items()}
             torch.set_rng_state(state["random"][0])
             if len(state["random"]) > 1:
                 torch.cuda.set_rng_state(state["random"][1])
@@ -115,7 +112,7 @@ class Checkpoint:
 
 
 def _force(path: Path) -> None:
-    """Forces a file, or the names in a folder, to the disk; OSError with its name."""
+    """Forces a file, or the names in a folder, to the disk; OSError names it."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -136,8 +133,3 @@ def _like(p, value):
     if not isinstance(p, DTensor) or not value.ndim:
         return value
     return DTensor.from_local(value, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
-
-
-def _random_state() -> list[torch.Tensor]:
-    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_available()
-                                      else [])

@@ -21,9 +21,9 @@ from transformers import AttentionInterface
 class Packed:
     """What a forward pass takes, and where in its logits the action tokens are predicted.
 
-    U distinct targets serve the A action tokens of all sequences, since sequences share some of
-    them; K rows of logits predict them, since where two sequences part, one row predicts two
-    tokens (K <= U <= A). Only these rows are projected to the vocabulary.
+    The A action tokens of all sequences have U distinct targets, since sequences share some; K rows
+    of logits, the only ones made, predict them, since where two sequences part, one row predicts
+    two tokens (K <= U <= A).
     """
 
     ids: Tensor                # (1, N)
@@ -79,11 +79,10 @@ def shared_beginning(a: list[int], b: list[int]) -> int:
 
 def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None,
                      scaling=None, lengths=None, rows=None, first=None, cache=None, **others):
-    """Attention of several sequences laid end to end in one row; no padding, no mask tensor.
+    """Causal attention of sequences laid end to end in one row; no padding, no mask tensor.
 
-    query (1, H, N, d), key and value (1, H_kv, N, d); returns (1, N, H, d). Each sequence, of its
-    length in `lengths`, attends causally to itself. rows and first: as `lay_out` says, where
-    sequences share tokens; else N = sum(lengths). Rollouts: `cache.attend` does it all.
+    query (1, H, N, d), key and value (1, H_kv, N, d); returns (1, N, H, d). rows and first: as
+    `lay_out` says, where sequences share tokens; else N = sum(lengths). Rollouts: of `cache`.
     ValueError, naming the layer's class, for attention of another form than softmax over all
     earlier tokens.
     """

@@ -23,7 +23,7 @@ def fill(groups: list, size: int, cost) -> list[list]:
 def split_over_ranks(groups: list, ranks: int) -> list[list]:
     """The groups dealt to ranks, longest first to the rank with the fewest tokens; order is kept.
 
-    All ranks wait for the slowest at every step, so the most tokens a rank has are what counts.
+    At every step all ranks wait for the one with the most tokens.
     """
     shares, tokens = [[] for _ in range(ranks)], [0] * ranks
     for n in sorted(range(len(groups)), key=lambda n: -groups[n].tokens):
@@ -54,13 +54,13 @@ def over_sequences(accelerator, model, groups: list, tokens_per_forward: int, re
     model: of `sharding.shard_model`. All ranks get all values.
     """
     model.eval()
-    found = {}
+    values_of = {}
     for pack, _ in micro_batches(accelerator, groups, tokens_per_forward):
         with sharding.precision(accelerator, model):
             values = iter(read(model, [s for g in pack for s in g.sequences]))
-        found.update({g.task: [next(values) for _ in g.sequences] for g in pack})
+        values_of.update({g.task: [next(values) for _ in g.sequences] for g in pack})
         if progress is not None:
             progress.update(accelerator.num_processes * sum(g.tokens for g in pack))
-    for part in gather_object([found]):
-        found.update(part)
-    return [found[g.task] for g in groups]
+    for part in gather_object([values_of]):
+        values_of.update(part)
+    return [values_of[g.task] for g in groups]

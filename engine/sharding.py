@@ -7,12 +7,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,13 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engine.prepacked import prepack
 
+# The main rank gets all tensors, in host memory, the others nothing.
+WHOLE = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+
 
 def shard_model(accelerator, model, shard: bool, recompute: bool = False):
     """The fp32 model, ready to train on all ranks: whole on each (DDP), or sharded (FSDP2).
 
     model: in host memory on the main rank, whose numbers all ranks get; the others' needs no data.
-    recompute: gradient checkpointing, which keeps a layer's input and computes the rest again.
-    ValueError for weights of less than 32 bits: at a learning rate of 1e-6 they do not move.
+    recompute: gradient checkpointing. ValueError for weights of less than 32 bits: at a learning
+    rate of 1e-6 they do not move.
     """
     for name, p in model.named_parameters():
         if torch.finfo(p.dtype).bits < 32:
@@ -57,10 +55,10 @@ def shard_model(accelerator, model, shard: bool, recompute: bool = False):
 def hand_out(model, device) -> None:
     """Puts the main rank's numbers into each rank's model, on the device; all ranks must call it.
 
-    What is sharded already stays as it is.
+    Buffers that are not saved are handed out, too, which torch's state dicts leave out.
     """
     def receive(tensor):
-        if isinstance(tensor, DTensor):
+        if isinstance(tensor, DTensor):  # of a layer that is sharded already
             return tensor
         whole = (torch.empty_like(tensor, device=device) if tensor.is_meta else
                  tensor.detach().to(device))
@@ -75,7 +73,7 @@ def hand_out(model, device) -> None:
 
 
 def replace_tensors(model, first: list[int], make) -> None:
-    """Puts make(tensor) in the place of each of `tensors` that `first` counts as its own."""
+    """Puts make(tensor) in the place of each of `tensors`; tied ones, as `ties` says, share it."""
     made = []
     for n, (held, name, tensor) in enumerate(tensors(model)):
         new = made[first[n]] if first[n] < n else make(tensor)
@@ -87,8 +85,8 @@ def replace_tensors(model, first: list[int], make) -> None:
 
 def ties(model) -> list[int]:
     """For each of `tensors`, the first one that is the same: itself, or what it is tied to."""
-    found = [id(tensor) for *_, tensor in tensors(model)]
-    return [found.index(tensor) for tensor in found]
+    numbers = [id(tensor) for *_, tensor in tensors(model)]
+    return [numbers.index(number) for number in numbers]
 
 
 def tensors(model) -> list[tuple[dict, str, torch.Tensor]]:
@@ -146,8 +144,7 @@ def clip_grad_norm(accelerator, model, largest: float) -> float:
 
 def save(accelerator, model, folder: Path) -> None:
     """Writes a model of `shard_model` as `from_pretrained` reads it; every rank has to call it."""
-    weights = get_model_state_dict(  # the main rank has them all, the others nothing
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    weights = states.get_model_state_dict(model, options=WHOLE)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
 
@@ -156,15 +153,15 @@ def save(accelerator, model, folder: Path) -> None:
 def whole(accelerator, model, make):
     """A model of `shard_model` as it plays, whole on each rank; every rank has to call it.
 
-    It is the live one where that is whole and plays in its own format, else a copy: make() gives a
-    model of the same shape without data (on meta), in the format it plays in.
+    It is the live one where that is whole and plays in its own format, else a copy into make(), a
+    model without data (on meta) in the format it plays in.
     """
     live = accelerator.unwrap_model(model)
     if not isinstance(model, FSDPModule) and accelerator.mixed_precision != "bf16":
         return live
     copy = make()
-    same = {empty: tensor for (*_, empty), (*_, tensor) in zip(tensors(copy), tensors(live),
-                                                               strict=True)}
+    pairs = zip(tensors(copy), tensors(live), strict=True)
+    same = {empty: tensor for (*_, empty), (*_, tensor) in pairs}
 
     def gather(empty):  # one at a time
         tensor = same[empty]
@@ -178,8 +175,7 @@ def whole(accelerator, model, make):
 
 def save_moments(accelerator, model, optimizer, file: Path) -> None:
     """Writes AdamW's moments, whole; every rank has to call it."""
-    moments = get_optimizer_state_dict(
-        model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    moments = states.get_optimizer_state_dict(model, optimizer, options=WHOLE)
     if accelerator.is_main_process:
         torch.save(moments, file)
 
@@ -187,5 +183,5 @@ def save_moments(accelerator, model, optimizer, file: Path) -> None:
 def load_moments(model, optimizer, file: Path) -> None:
     """Puts the moments of `save_moments` back, whatever the number of ranks was."""
     moments = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    set_optimizer_state_dict(model, optimizer, moments,
-                             options=StateDictOptions(full_state_dict=True))
+    states.set_optimizer_state_dict(model, optimizer, moments, options=states.StateDictOptions(
+        full_state_dict=True))

@@ -2,8 +2,11 @@
 
 import gc
 import json
+import multiprocessing
+import os
 import re
 import sys
+import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -105,6 +109,41 @@ def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64) -> Qwen3ForC
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.3)
     return model
+
+
+def in_ranks(ranks, work, *arguments):
+    """work(accelerator, *arguments) in so many processes (gloo): what it returns on the first."""
+    processes = multiprocessing.get_context("forkserver")  # which imports once
+    processes.set_forkserver_preload(["dpo", "transformers.models.qwen3.modeling_qwen3"])
+    with tempfile.TemporaryDirectory() as folder:
+        started = [processes.Process(target=run_rank, args=(rank, ranks, folder, work, arguments))
+                   for rank in range(ranks)]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(300)
+        codes = [process.exitcode for process in started]
+        for process in started:
+            process.kill()
+        assert codes == [0] * ranks, "see the standard error of the ranks"
+        return json.loads((Path(folder) / "result.json").read_text())
+
+
+def run_rank(rank, ranks, folder, work, arguments):
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # for a profile of memory
+    if ranks > 1:
+        os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+                           LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1")
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store",
+                                             rank=rank, world_size=ranks)
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == ranks
+    result = work(accelerator, *arguments)
+    if accelerator.is_main_process:
+        (Path(folder) / "result.json").write_text(json.dumps(result))
+    accelerator.wait_for_everyone()
+    sys.stderr.flush()
+    os._exit(0)  # a thread of gloo's may abort a process that takes itself apart
 
 
 HUB = [("llama2", "Llama", dict(num_key_value_heads=4)),

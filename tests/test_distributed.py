@@ -1,63 +1,47 @@
 """Several processes, weights whole or sharded (gloo), train like one; stopped ones go on."""
 
-import json
 import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import make_model
+from conftest import in_ranks, make_model
 from test_dpo import VOCABULARY, group
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 import dpo
 from engine import sharding
 from engine.checkpoint import Checkpoint, Damaged
 
-# Trains on five batches, of which the second has one instruction: the other ranks have nothing to
-# do. Then again, stopped after 1 and 3 steps and continued; then with tied embeddings.
-WORKER = """
-import json, os, sys
-from functools import partial
-from pathlib import Path
-sys.path[:0] = [{tests!r}, {root!r}]
-from accelerate import Accelerator
-from conftest import make_model
-from test_dpo import VOCABULARY, group
-import dpo
-from engine import sharding
-from engine.checkpoint import Checkpoint
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-
-folder, shard, accelerator = Path({folder!r}), {shard}, Accelerator(cpu=True)
-assert accelerator.num_processes == {ranks}
-groups = [group(str(i), seed=i) for i in range(6)]
-epochs = [[[groups[i] for i in batch] for batch in epoch]
-          for epoch in ([[0, 1, 2], [3], [4, 5]], [[5, 0, 1], [2]])]
 
 class Stopped(Exception):
     pass
 
-def train(name, stop=0, tied=False):
-    model, log = make_model(VOCABULARY, seed=3), []
-    if tied:
+
+def train(accelerator, folder, shard, name, stop=0):
+    """Trains on five batches, of which the second has one instruction: the other ranks have nothing
+    to do. With `stop` it is stopped after so many steps and continued; "tied": embeddings are.
+    """
+    ranks, log = accelerator.num_processes, []
+    groups = [group(str(i), seed=i) for i in range(6)]
+    epochs = [[[groups[i] for i in batch] for batch in epoch]
+              for epoch in ([[0, 1, 2], [3], [4, 5]], [[5, 0, 1], [2]])]
+    model = make_model(VOCABULARY, seed=3)
+    if name == "tied":
         model.config.tie_word_embeddings = True
         model.tie_weights()
     model = sharding.shard_model(accelerator, model, shard, recompute=shard)
     assert isinstance(model, FSDPModule) == shard
-    assert isinstance(model, DistributedDataParallel) == (not shard and {ranks} > 1)
+    assert isinstance(model, DistributedDataParallel) == (not shard and ranks > 1)
     if shard:
         local = sum(p.to_local().numel() for p in model.parameters())
-        assert local * {ranks} < 1.3 * sum(p.numel() for p in model.parameters())
-    for g in groups:
-        g.reference = []
+        assert local * ranks < 1.3 * sum(p.numel() for p in model.parameters())
     dpo.add_reference(accelerator, model, groups, 40)
 
     def note(event):
@@ -72,9 +56,9 @@ def train(name, stop=0, tied=False):
                 weight_decay=0.01, max_grad_norm=1.0, tokens_per_forward=40, log=note,
                 checkpoint=checkpoint)
     except Stopped:
-        assert [p.name for p in (folder / "checkpoint").iterdir()] == [f"step-{{stop}}"]
+        assert [p.name for p in (folder / "checkpoint").iterdir()] == [f"step-{stop}"]
         accelerator.wait_for_everyone()
-        return train(name)
+        return train(accelerator, folder, shard, name)
     accelerator.wait_for_everyone()
     checkpoint.remove()
     sharding.save(accelerator, model, folder / name)
@@ -82,39 +66,28 @@ def train(name, stop=0, tied=False):
         del event["tokens_per_second"]
     return dict(log=log, reference=[g.reference for g in groups])
 
-found = dict(whole=train("whole"), after1=train("after1", stop=1), after3=train("after3", stop=3),
-             tied=train("tied", tied=True))
-if accelerator.is_main_process:
-    print(json.dumps(found))
-accelerator.wait_for_everyone()  # a rank that ends takes its connections with it
-accelerator.end_training()
-sys.stdout.flush()
-os._exit(0)  # as the program ends: a thread of gloo's may abort one that takes itself apart
-"""
+
+def trainings(accelerator, folder, shard):
+    return dict(whole=train(accelerator, folder, shard, "whole"),
+                after1=train(accelerator, folder, shard, "after1", stop=1),
+                after3=train(accelerator, folder, shard, "after3", stop=3),
+                tied=train(accelerator, folder, shard, "tied"))
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """run(ranks, shard): name -> log, reference and saved weights of each training of WORKER."""
+    """run(ranks, shard): name -> log, reference and saved weights of each of `trainings`."""
     done = {}
 
     def once(ranks, shard):
-        if (ranks, shard) in done:
-            return done[ranks, shard]
-        tests, folder = Path(__file__).parent, tmp_path_factory.mktemp("run")
-        worker = folder / "worker.py"
-        worker.write_text(WORKER.format(tests=str(tests), root=str(tests.parent), ranks=ranks,
-                                        shard=shard, folder=str(folder)))
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
-                  "--no_python", sys.executable] if ranks > 1 else []
-        ended = subprocess.run([sys.executable, *launch, str(worker)], capture_output=True,
-                               text=True, timeout=400)
-        assert ended.returncode == 0, ended.stderr[-9000:]
-        found = json.loads(ended.stdout.splitlines()[-1])
-        for name in found:
-            model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
-            found[name]["weights"] = model.state_dict()
-        return done.setdefault((ranks, shard), found)
+        if (ranks, shard) not in done:
+            folder = tmp_path_factory.mktemp("run")
+            results = in_ranks(ranks, trainings, folder, shard)
+            for name in results:
+                model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
+                results[name]["weights"] = model.state_dict()
+            done[ranks, shard] = results
+        return done[ranks, shard]
 
     return once
 

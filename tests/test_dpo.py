@@ -111,7 +111,7 @@ def test_start_reply_and_observation_concatenate_to_encode(tokenizer):
 
 def test_control_tokens_in_an_observation_stay_text(tokenizer):
     encoder = dpo.Encoder(tokenizer)
-    special = encoder.pieces.tokens.special
+    special = encoder.pieces.special
     control = sorted(special)[0]
     for text in (f"buy {control} now", control, f"a{tokenizer.eos_token}b"):
         token = tokenizer.convert_tokens_to_ids([t for t in special if t in text][0])
