@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -609,21 +608,6 @@ def options(where, request):
         intercode_data=str(DATA), mysql_url=URL.format(request.getfixturevalue("mariadb")))
 
 
-@pytest.mark.parametrize("where", ["sqlite", "mariadb"])
-def test_sixteen_episodes_side_by_side_are_as_one_at_a_time(where, request):
-    given = options(where, request)
-    tasks = InterCodeSQL(**given).tasks("test")[:16]
-
-    def one(task):
-        with closing(InterCodeSQL(**given)) as env:
-            return play(env, task)
-
-    alone = [one(task) for task in tasks]
-    with ThreadPoolExecutor(16) as pool:
-        assert list(pool.map(one, tasks)) == alone
-    assert Counter(reward for reward, _ in alone) == {1.0: 16}
-
-
 @pytest.fixture
 def repaired(mariadb, monkeypatch):
     """An episode on MariaDB that goes on when its connection is lost; it has seen the tables."""
@@ -633,15 +617,6 @@ def repaired(mariadb, monkeypatch):
     env.shown = env.step(act("SHOW TABLES"))
     yield env
     env.close()
-
-
-def test_a_lost_connection_is_opened_again(mariadb, repaired):
-    for sql in ("SHOW TABLES", "SHOW TABLES", "submit"):  # before a query, and before the gold's
-        if sql == "submit":
-            repaired.step(act(repaired.find(repaired.tasks("test")[0])["gold"]))
-        root_query(mariadb, f"KILL {repaired._db._connection.thread_id()}")
-        step = repaired.step(act(sql))
-        assert step == repaired.shown or step.reward == 1
 
 
 @pytest.mark.parametrize("code", [0, 1317, 1927, 2006, 2013])  # 0: PyMySQL's socket is gone
@@ -677,8 +652,7 @@ def test_an_episode_goes_on_when_its_server_is_killed_and_started_again(mariadb,
     again.join()
 
 
-@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x05\0\0\0\x0a5.5",
-                                  b"\xff" * 50, None])
+@pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x05\0\0\0\x0a5.5", None])
 def test_what_is_no_database_voids_the_episode(says):
     """None: nobody listens."""
     pytest.importorskip("pymysql", reason="PyMySQL is not installed")
@@ -786,10 +760,7 @@ def test_a_run_on_the_server_holds_no_password(mariadb, tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("arguments, told", [
-    (["DUMP", "--admin-url", "mysql://a:s3cret@127.0.0.1:9", "--mysql-url", "agent"],
-     "--mysql-url must be mysql://"),
-    (["nowhere.sql", "--admin-url", "mysql://a:s3cret@h", "--mysql-url", "mysql://b@h"],
-     "nowhere.sql"),
+    (["DUMP", "--admin-url", "mysql://a:s3cret@h", "--mysql-url", "b"], "--mysql-url must be"),
     (["README.md", "--admin-url", "mysql://a:s3cret@h", "--mysql-url", "mysql://b@h"],
      "README.md: no database in it"),
     (["DUMP", "--admin-url", "mysql://a:s3cret@127.0.0.1:9", "--mysql-url", "mysql://b@h"],
