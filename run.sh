@@ -8,6 +8,7 @@
 #   bash run.sh play ENV [TASK]        play a task yourself; --agent RUN: with a trained agent
 #   bash run.sh compare RUN RUN ...    one report on several runs: means over seeds, by method
 #   bash run.sh study webshop [...]    methods x seeds and one report; --help lists what it takes
+#   bash run.sh pretrain               make the tiny model again, or one of your own texts
 #   bash run.sh load-intercode DUMP --admin-url URL --mysql-url URL
 #                                      InterCode's databases into a MySQL or MariaDB server
 #   bash run.sh test [pytest options]  run the tests
@@ -67,8 +68,8 @@ add() {
 command=${1:-}
 case $command in
     webshop | scienceworld | intercodesql | bfcl | page | play | compare | study | \
-        load-intercode | test | bench) shift ;;
-    *) sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+        pretrain | load-intercode | test | bench) shift ;;
+    *) sed -n '2,18s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
 
 python=
@@ -104,6 +105,7 @@ case $command in
     page | play) program "look.$command" "$@" ;;
     compare) program study.report "$@" ;;
     study) program study.runs "$@" ;;
+    pretrain) program pretrain.pretrain "$@" ;;
     load-intercode) program worlds.intercodesql.spider "$@" ;;
     bench) exec "$python" "$here/bench/bench.py" "$@" ;;
     test)

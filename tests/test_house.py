@@ -15,6 +15,7 @@ MAY = {"worlds": "worlds", "engine": "engine", "envs": "worlds", "dpo": "engine"
        "look": "look harness envs dpo engine",
        "coevolve": "look baselines harness envs dpo engine",
        "mutual": "coevolve look baselines harness envs dpo engine",
+       "pretrain": "pretrain worlds dpo engine",
        "study": "study look harness envs dpo engine"}
 TOP = {"coevolve", "dpo", "envs", "mutual"}
 OTHERS = ["tests", "bench"]  # which import what they like, and which nobody imports

@@ -1,0 +1,150 @@
+"""Pretraining of the tiny model, on a recipe of seconds, and what the shipped one is."""
+
+import random
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import dpo
+from pretrain import intercodesql, pretrain, reading, webshop
+from pretrain.text import Words, exchange, pattern, play
+from worlds import Step
+
+SMALL = {"webshop": (24, 1), "intercodesql": (24, 2)}
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_same_recipe_makes_the_same_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "answers", lambda model, tokenizer, env: (1, 0.5, 1.0))
+    for name in ("first", "again"):
+        pretrain.make(tmp_path / name, SMALL, copy_batches=2)
+    assert contents(tmp_path / "first") == contents(tmp_path / "again")
+    model, tokenizer = reading.load(tmp_path / "first")
+    assert model.config.vocab_size == len(tokenizer)
+    assert "24 in webshop" in (tmp_path / "first" / "README.md").read_text()
+
+
+def test_an_environment_without_practice_text_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        pretrain.main(["--env", "nowhere"])
+    assert "--env nowhere" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------- the texts
+
+
+class Countdown:
+    max_steps = 3
+
+    def step(self, reply):
+        return Step(f"after {reply}", 0.0, reply == "end")
+
+
+@pytest.mark.parametrize("script, replies", [
+    (["a", "end", "b"], ["a", "end"]),            # the episode ends
+    (["a", "b"], ["a", "b"]),                     # the player does
+    (["a", "b", "c", "d"], ["a", "b", "c"]),      # the steps are over
+])
+def test_a_conversation_ends_with_a_reply(script, replies):
+    def player():
+        for reply in script:
+            page = yield reply
+            assert page == f"after {reply}"
+
+    messages = play(Countdown(), "start", player())
+    assert [m["content"] for m in messages if m["role"] == "assistant"] == replies
+    assert messages[0]["content"] == "start" and messages[-1]["content"] == replies[-1]
+
+
+def test_a_word_is_exchanged_alike_in_all_of_a_conversation():
+    kinds = [Words(("car", "boat"), ("crow", "fox"), ("gnu",))]
+    talk = [{"role": "user", "content": "how many cars? boats, carts, Car"},
+            {"role": "assistant", "content": "DESC car_info; car_id; scar"}]
+    [asked, said] = [m["content"] for m in exchange(random.Random(0), talk, kinds)]
+    car, boat = ("crow", "fox") if "crow_info" in said else ("fox", "crow")
+    assert asked == f"how many {car}s? {boat}s, carts, Car"
+    assert said == f"DESC {car}_info; {car}_id; scar"
+    # There is one fresh word, so the other one stays.
+    asked = exchange(random.Random(0), talk, kinds, fresh=True)[0]["content"]
+    assert asked == "how many cars? gnus, carts, Car"
+
+
+@pytest.mark.parametrize("source", [webshop, intercodesql])
+def test_fresh_words_are_in_no_text(source):
+    kinds = source.exchanged()
+    text = " ".join(m["content"] for c in source.conversations(0, 60)
+                    for m in exchange(random.Random(0), c, kinds))
+    for kind in kinds:
+        assert pattern(kind.pool).search(text) and not pattern(kind.fresh).search(text)
+        assert not {*kind.fresh} & {*kind.words, *kind.pool}
+
+
+# ------------------------------------------------------------------------------ what it trains on
+
+
+def test_a_copy_trains_on_what_can_be_known():
+    [sequence] = pretrain.copy_group(random.Random(1), 50, 3, 12).sequences
+    n = len(sequence.ids) // 2
+    assert 3 <= n <= 12 and sequence.ids == sequence.ids[:n] * 2
+    # Which token begins the second time nobody can know.
+    assert sequence.action_mask == [0] * (n + 1) + [1] * (n - 1)
+
+
+def test_a_text_trains_on_all_of_its_replies_and_on_some_of_its_pages(encoder, conversations):
+    [sequence] = pretrain.text_group(random.Random(1), encoder.encode(conversations[0])[0],
+                                     encoder.tokenizer).sequences
+    ids, replies = encoder.encode(conversations[0])
+    pages = [m for m, reply in zip(sequence.action_mask, replies) if not reply]
+    assert sequence.ids == ids
+    assert all(m for m, reply in zip(sequence.action_mask, replies) if reply)
+    assert 0.15 < sum(pages) / len(pages) < 0.45
+
+
+def test_the_copy_loss_of_a_model_that_knows_nothing_is_that_of_a_guess():
+    config = LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                         num_attention_heads=1, num_key_value_heads=1, head_dim=8)
+    model = LlamaForCausalLM(config).eval()
+    torch.nn.init.zeros_(model.lm_head.weight)
+    assert reading.copy_loss(model, 6) == pytest.approx(3.912, abs=1e-3)  # ln 50
+
+
+# ---------------------------------------------------------------------------------- the tokenizer
+
+
+@pytest.fixture(scope="module")
+def conversations():
+    return webshop.conversations(0, 300)
+
+
+@pytest.fixture(scope="module")
+def encoder(conversations):
+    return dpo.Encoder(pretrain.make_tokenizer([m["content"] for c in conversations for m in c]))
+
+
+def test_actions_survive_encoding(conversations, encoder):
+    """What the agent samples is decoded and must act as it was meant, also with unknown words."""
+    actions = {m["content"] for c in conversations for m in c if m["role"] == "assistant"}
+    for action in actions | {"search[zanzibar 99.75 mug]", "click[< Prev]", "click[Next >]"}:
+        assert encoder.decode(encoder.reply(action)) == action
+
+
+def test_a_known_word_is_one_token(encoder):
+    assert len(encoder.reply("click[Buy Now]")) == len(["click", "[", "Buy", "Now", "]", "end"])
+    page = "Page 1 | B0AAAAAAAA | $36.0"
+    assert len(encoder.observation(page)) > len(page.split())  # an unknown ASIN is spelled out
+
+
+def test_a_noun_is_the_same_token_wherever_it_stands():
+    tokens = pretrain.make_tokenizer(["list the doctors", "doctor_info"]).tokenize
+    assert tokens("doctors doctor doctor_info") == [
+        "doctor", "##s", "doctor", "doctor", "_", "info"]
+
+
+def test_nothing_is_unknown(encoder):
+    unknown = encoder.tokenizer.unk_token_id
+    for text in ("a page with Words never seen: ~!@#$%^&*()_+{}\\/'\"", "SELECT * FROM t"):
+        assert unknown not in encoder.observation(text)
