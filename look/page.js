@@ -96,12 +96,9 @@ function visible(text) {
     n % 2 ? make("span", {className: "control", "data-name": name(part)}, part) : part);
 }
 
-function written(page, known) { // separators are faint; what the opening said already is "..."
-  return page.split(/( \[SEP\] | \| )/).flatMap((part, n) => {
-    if (n % 2) return [say("span", "bar", part)];
-    if (known.has(part.trim())) return [make("span", {className: "known", title: part}, part)];
-    return visible(part);
-  });
+function written(page, known) { // what the opening said already is "..."
+  return page.split(/( \[SEP\] | \| )/).flatMap(part => known.has(part.trim())
+    ? [make("span", {className: "known", title: part}, part)] : visible(part));
 }
 
 const grade = reward =>
@@ -137,10 +134,9 @@ let listed = [], current = null;
 
 function ordered(found, by) {
   const sign = by.startsWith("-") ? -1 : 1, key = by.replace("-", "");
-  const byName = (a, b) => sign * a.id.localeCompare(b.id, "en", {numeric: true});
-  if (key === "task") return found.sort(byName);
-  if (key === "telling") return found.sort((a, b) => a.order - b.order);
-  const value = key === "pairs" ? t => t.pairs.length : t => t[key];
+  if (key === "task")
+    return found.sort((a, b) => a.id.localeCompare(b.id, "en", {numeric: true}));
+  const value = t => key === "telling" ? t.order : key === "pairs" ? t.pairs.length : t[key];
   return found.sort((a, b) => (value(a) === null) - (value(b) === null)
     || sign * (value(a) - value(b)) || a.order - b.order);
 }
@@ -202,23 +198,17 @@ function open(task, atStart) {
   if (explored.length) {
     iteration = Math.max(...explored.map(run => run.iteration));
     columns = ofIteration(iteration);
-  } else columns = firstAndLast();
+  } else { // of an evaluated task: the target before and after, the others after
+    const first = runs.findIndex(run => run.agent === "target");
+    const again = n => runs.slice(n + 1).some(run => run.agent === runs[n].agent);
+    columns = runs.map((run, n) => n).filter(n => n === first || !again(n));
+  }
   draw();
   mark();
   if (atStart) return;
   history.replaceState(null, "", addressOf(task));
   $("detail").scrollTop = 0;
   if (matchMedia(PHONE).matches) $("detail").scrollIntoView();
-}
-
-function firstAndLast() { // of an evaluated task: the target before and after, the others after
-  const found = new Set();
-  for (const agent of new Set(runs.map(run => run.agent))) {
-    const mine = numbers(run => run.agent === agent);
-    if (agent === "target") found.add(mine[0]);
-    found.add(mine[mine.length - 1]);
-  }
-  return [...found].sort((a, b) => a - b);
 }
 
 function choose(i) { // an iteration, or "all"
@@ -432,16 +422,16 @@ function turnIteration(by) {
 const KEYS = {
   j: () => step(1), k: () => step(-1), h: () => turnIteration(-1), l: () => turnIteration(1),
   "/": () => $("search").focus(), Escape: toList};
-const IN_LIST = {ArrowDown: KEYS.j, ArrowUp: KEYS.k};
 
 function keys(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   const typing = event.target instanceof Element && event.target.matches("input, select, textarea");
   if (typing && event.key !== "Escape") return;
-  const known = $("list").contains(event.target) ? {...KEYS, ...IN_LIST} : KEYS;
-  if (!Object.hasOwn(known, event.key)) return;
+  const inList = $("list").contains(event.target);
+  const key = inList && {ArrowDown: "j", ArrowUp: "k"}[event.key] || event.key;
+  if (!Object.hasOwn(KEYS, key)) return;
   event.preventDefault();
-  known[event.key]();
+  KEYS[key]();
 }
 
 const addressOf = task => "#" + encodeURIComponent(task.id);
