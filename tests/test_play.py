@@ -67,11 +67,6 @@ def test_actions_can_be_chosen_by_number(typed):
     assert "possible:\n  search[words]" in said
 
 
-def test_the_official_text_is_a_flag_away(typed):
-    said = typed("q")("webshop", "webshop-test-3", "--view", "full")
-    assert "[SEP] Instruction: [SEP]" in said and said.count("You are shopping") == 1
-
-
 @pytest.mark.parametrize("view", ["full", "short"])
 def test_queries_are_typed_as_they_are(typed, view):
     replies, reward, _ = expert("intercodesql-test-3", "short", "intercodesql")
@@ -88,11 +83,6 @@ def test_the_simulator_says_what_is_possible(typed):
 
 def test_the_end_of_the_input_ends_the_game(typed):
     assert "left after 0 turns: reward 0.000" in typed()("webshop", "test")
-
-
-def test_steps_run_out(typed):
-    said = typed(*["click[nothing]"] * 10)("webshop", "webshop-test-3")
-    assert "out of turns after 10 turns: reward 0.000, no success" in said
 
 
 def test_what_a_terminal_would_obey_is_named(capsys):
