@@ -81,10 +81,6 @@ def test_the_simulator_says_what_is_possible(typed):
     assert "reset task" not in said and "left after 1 turn" in said
 
 
-def test_the_end_of_the_input_ends_the_game(typed):
-    assert "left after 0 turns: reward 0.000" in typed()("webshop", "test")
-
-
 def test_what_a_terminal_would_obey_is_named(capsys):
     play.say("a\x1b[31mred\x07 \u202e\x00 b\ttab")
     assert capsys.readouterr().out == "a<1B>[31mred<07> <202E><00> b tab\n"

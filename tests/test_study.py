@@ -62,13 +62,6 @@ def test_paired_differences_by_hand(a, b, mean, half, ahead, verdict):
     assert (found["ahead"], found["verdict"]) == (ahead, verdict)
 
 
-def test_shares_of_table_2_by_hand():
-    rewards = [1.0, 1.0, 0.8, 0.7, 0.6, 0.59, 0.0, 0.0, 0.0, 0.0]
-    for threshold, negative, hard in ((0.6, 0.5, 0.3), (0.7, 0.6, 0.2), (0.8, 0.7, 0.1)):
-        assert report.table2([Trajectory(reward=r) for r in rewards], threshold) == pytest.approx(
-            dict(success=0.2, negative=negative, hard_negative=hard, reward=0.469))
-
-
 def test_mean_distance_by_hand():
     """Unit vectors at 0, 60 and 90 degrees: cosines 1/2, 0 and cos 30; lengths do not matter."""
     vectors = np.array([[2.0, 0.0], [0.5, math.sqrt(0.75)], [0.0, 3.0]])
@@ -262,18 +255,16 @@ def test_a_report_on_a_few_runs_leaves_out_what_it_cannot_say(finished, tmp_path
 
 
 @pytest.mark.parametrize("method, changed, says", [
-    ("eto", dict(seed=9), None),
     ("eto", dict(dpo_steps=9), "differ in dpo_steps (9, 0)"),
     ("eto-steps", dict(dpo_steps=9), None),
-    ("eto", dict(rollouts=4), "differ in rollouts (4, 2)"),
     ("eto-steps-rollouts", dict(rollouts=4, dpo_steps=9), None),
     ("eto-steps", dict(rollouts=4, dpo_steps=9), "differ in rollouts (4, 2)"),
-    ("lambda-0.01", dict(method="coevolve", lambda_sft=0.3), None),
     ("frozen", dict(method="coevolve", d_fail="none"), None),
     ("frozen", dict(method="coevolve", lambda_sft=0.3), "differ in lambda_sft (0.3, 0.1)"),
-    ("coevolve", dict(method="coevolve", beta=0.2), "differ in beta (0.1, 0.2)")])
+    ("grpo-tasks", dict(method="grpo", start_tasks=180), None),
+    ("grpo", dict(method="grpo", start_tasks=180), "differ in start_tasks (180, 0)")])
 def test_a_report_on_runs_of_different_settings_is_refused(tmp_path, method, changed, says):
-    same = dict(beta=0.1, lambda_sft=0.1, d_fail="all", dpo_steps=0)
+    same = dict(lambda_sft=0.1, d_fail="all", dpo_steps=0, start_tasks=0)
     for folder, more in ((tmp_path / "eto-s3", {}), (tmp_path / f"{method}-s9", changed)):
         (write_run(folder, **{**same, **more}) / "result.json").write_text("{}")
     if says is None:
@@ -284,22 +275,7 @@ def test_a_report_on_runs_of_different_settings_is_refused(tmp_path, method, cha
     assert says in str(error.value)
 
 
-def test_controls_have_as_many_start_tasks_as_their_seed_says(tmp_path):
-    def write(method, seed, tasks):
-        folder = tmp_path / f"{method}-s{seed}"
-        (write_run(folder, method="grpo", seed=seed, start_tasks=tasks) / "result.json").write_text(
-            "{}")
-
-    for seed, tasks in ((3, 180), (4, 175)):
-        write("grpo-tasks", seed, tasks)
-        write("grpo", seed, 100)
-    assert {*methods.finished(tmp_path)} == {"grpo", "grpo-tasks"}
-    write("grpo", 5, 90)
-    with pytest.raises(RunError, match="differ in start_tasks"):
-        methods.finished(tmp_path)
-
-
-def test_a_run_that_outlived_its_study_ends_before_the_study_goes_on(tmp_path, monkeypatch, capsys):
+def test_a_run_that_outlived_its_study_ends_first_and_one_that_fails_is_named(tmp_path, monkeypatch, capsys):
     """The lock of the run's folder is held for a second; a refused setting shows that it began."""
     (tmp_path / "eto-s0").mkdir()
     held = open(tmp_path / "eto-s0/lock", "w")
@@ -308,8 +284,10 @@ def test_a_run_that_outlived_its_study_ends_before_the_study_goes_on(tmp_path, m
     threading.Timer(1, lambda: (released.append(1), held.close())).start()
     monkeypatch.setattr(runs.subprocess, "Popen", lambda *args, **more: (
         begun.append(list(released)), popen(*args, **more))[1])
-    with pytest.raises(SettingsError, match="eto-s0 ended with status 2"):
-        runs.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], None)
+    log = tmp_path / "eto-s0.log"
+    with pytest.raises(SettingsError, match=f"eto-s0 ended with status 2 .{log}"):
+        runs.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], log)
+    assert "--beta -1" in log.read_text()
     assert begun == [[1]] and "study: waits for the process" in capsys.readouterr().out
 
 
@@ -327,23 +305,35 @@ def test_what_a_study_cannot_do_is_refused(line, message, tmp_path):
         runs.main(["webshop", *line.split(), "--out", str(tmp_path / "none")])
 
 
-@pytest.mark.parametrize("line, message", [
-    ("--explore-again True", "--explore-again: eto has no second agent"),
-    ("--temperature 0", "--temperature 0: all rollouts"),
-])
-def test_what_one_method_refuses_is_said_before_any_run(line, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "launch", lambda *_: pytest.fail("a run was begun"))
-    with pytest.raises(SettingsError, match=message):
-        runs.main(["webshop", *line.split(), "--out", str(tmp_path / "none")])
-    assert not (tmp_path / "none").exists()
+@pytest.fixture
+def begun(monkeypatch):
+    """Names of the runs that a study began, none of which is made."""
+    found = []
+    monkeypatch.setattr(runs, "launch",
+                        lambda env, command, log: found.append(Path(command[-1]).name))
+    return found
 
 
-def test_a_study_shows_no_password(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(runs, "launch", lambda *_: None)
+def test_what_one_method_refuses_is_said_before_any_run(begun, tmp_path):
+    with pytest.raises(SettingsError, match="--explore-again"):
+        runs.main(["webshop", "--explore-again", "True", "--out", str(tmp_path / "none")])
+    assert not begun and not (tmp_path / "none").exists()
+
+
+def test_a_study_shows_no_password(begun, tmp_path, capsys):
     runs.make_runs("intercodesql", ["sft"], [3], tmp_path, [
         "--mysql-url", "mysql://agent:canary@h:1", "--intercode-data", "d", "--model", "m"], 1)
     said = capsys.readouterr().out
     assert "--mysql-url" in said and "canary" not in said
+
+
+def test_figure_4_has_all_its_points_and_none_twice(begun, tmp_path):
+    lambdas = ["lambda-0.01", "lambda-0.1", "lambda-0.5"]
+    runs.make_runs("webshop", lambdas, [3], tmp_path, [], 1)
+    assert begun == [f"{m}-s3" for m in lambdas]
+    begun.clear()  # co-evolution is lambda-0.5 in the preset
+    runs.make_runs("webshop", ["coevolve", *lambdas], [3], tmp_path, [], 1)
+    assert begun == [f"{m}-s3" for m in ["coevolve", *lambdas[:2]]]
 
 
 def test_a_study_that_is_stopped_ends_its_runs(tmp_path):
@@ -362,15 +352,6 @@ def test_a_study_that_is_stopped_ends_its_runs(tmp_path):
     said = process.communicate(timeout=30)[1]
     assert process.returncode == 143 and said.endswith("the same command goes on from here\n")
     assert len(family) >= 2 and not psutil.wait_procs(family, timeout=30)[1]
-
-
-def test_a_run_that_fails_stops_the_study_and_is_named(tmp_path):
-    with pytest.raises(SettingsError, match="eto-s0 ended with status 2"):
-        runs.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], None)
-    log = tmp_path / "eto-s0.log"
-    with pytest.raises(SettingsError, match=f"{log} says why"):
-        runs.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], log)
-    assert "--beta -1" in log.read_text()
 
 
 def test_runs_go_side_by_side_but_not_before_those_whose_steps_they_take(tmp_path, monkeypatch):
@@ -404,14 +385,3 @@ def test_runs_go_side_by_side_but_not_before_those_whose_steps_they_take(tmp_pat
                                                 f"eto-steps-s{seed} begins")]
         assert order == sorted(order)
     assert len(events) == 2 * 6 + 2
-
-
-def test_figure_4_alone_has_all_its_points(tmp_path, monkeypatch):
-    begun = []
-    monkeypatch.setattr(runs, "launch", lambda env, command, log: begun.append(command[-1]))
-    lambdas = ["lambda-0.01", "lambda-0.1", "lambda-0.5"]
-    runs.make_runs("webshop", lambdas, [3], tmp_path, [], 1)
-    assert [Path(b).name for b in begun] == [f"{m}-s3" for m in lambdas]
-    begun.clear()  # co-evolution is lambda-0.5 in the preset
-    runs.make_runs("webshop", ["coevolve", *lambdas], [3], tmp_path, [], 1)
-    assert [Path(b).name for b in begun] == [f"{m}-s3" for m in ["coevolve", *lambdas[:2]]]
