@@ -112,7 +112,7 @@ class Checkpoint:
 
 
 def _force(path: Path) -> None:
-    """Forces a file, or the names in a folder, to the disk; OSError names it."""
+    """Forces a file, or the names in a folder, to the disk. OSError names it."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

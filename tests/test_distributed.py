@@ -167,26 +167,6 @@ def test_weights_of_16_bits_are_refused():
         sharding.shard_model(Accelerator(cpu=True), model, shard=False)
 
 
-def test_a_state_of_another_phase_or_number_of_ranks_is_not_used(tmp_path):
-    accelerator = Accelerator(cpu=True)
-    model = sharding.shard_model(accelerator, make_model(VOCABULARY), shard=False)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    dpo.sft_objective(model, [group()])[0].backward()
-    optimizer.step()
-    state = Checkpoint(accelerator, tmp_path, "sft from these experts", 0)
-    state.save(model, optimizer, 1, [{"step": 1}])
-    state.save(model, optimizer, 2, [{"step": 1}, {"step": 2}])
-    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]  # the newest alone
-    steps, events = state.restore(model, torch.optim.AdamW(model.parameters(), fused=True))
-    assert steps == len(events) == state.resumed_at == 2
-    other = Checkpoint(accelerator, tmp_path, "sft from those experts", 0)
-    assert other.restore(model, optimizer) == (0, [])
-    other.save(model, optimizer, 2, [{"step": 1}, {"step": 2}])  # takes the unused one's place
-    assert other.restore(model, optimizer)[0] == 2 and state.restore(model, optimizer) == (0, [])
-    shards = sharding.shard_model(accelerator, make_model(VOCABULARY), shard=True)
-    assert state.restore(shards, torch.optim.AdamW(shards.parameters())) == (0, [])
-
-
 def saved(folder):
     """(model, optimizer, checkpoint), the state after one step in the folder."""
     accelerator = Accelerator(cpu=True)
@@ -194,9 +174,23 @@ def saved(folder):
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     dpo.sft_objective(model, [group()])[0].backward()
     optimizer.step()
-    checkpoint = Checkpoint(accelerator, folder, "sft", 0)
+    checkpoint = Checkpoint(accelerator, folder, "sft from these experts", 0)
     checkpoint.save(model, optimizer, 1, [{"step": 1}])
     return model, optimizer, checkpoint
+
+
+def test_a_state_of_another_phase_or_number_of_ranks_is_not_used(tmp_path):
+    model, optimizer, state = saved(tmp_path)
+    state.save(model, optimizer, 2, [{"step": 1}, {"step": 2}])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]  # the newest alone
+    steps, events = state.restore(model, torch.optim.AdamW(model.parameters(), fused=True))
+    assert steps == len(events) == state.resumed_at == 2
+    other = Checkpoint(state.accelerator, tmp_path, "sft from those experts", 0)
+    assert other.restore(model, optimizer) == (0, [])
+    other.save(model, optimizer, 2, [{"step": 1}, {"step": 2}])  # takes the unused one's place
+    assert other.restore(model, optimizer)[0] == 2 and state.restore(model, optimizer) == (0, [])
+    shards = sharding.shard_model(state.accelerator, make_model(VOCABULARY), shard=True)
+    assert state.restore(shards, torch.optim.AdamW(shards.parameters())) == (0, [])
 
 
 def test_a_damaged_state_is_named_with_the_remedy(tmp_path):
@@ -205,7 +199,7 @@ def test_a_damaged_state_is_named_with_the_remedy(tmp_path):
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(Damaged) as error:
         checkpoint.restore(model, optimizer)
-    assert str(error.value) == f"{file}: damaged; delete {tmp_path} to begin the phase again"
+    assert str(file) in str(error.value) and f"delete {tmp_path} " in str(error.value)
 
 
 def test_a_state_is_on_the_disk_before_it_counts_and_the_one_before_goes(tmp_path, monkeypatch):

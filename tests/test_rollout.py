@@ -187,7 +187,7 @@ def test_a_prompt_is_read_once_by_a_slot_and_episodes_stay_the_same(agent, monke
         assert e.record() == play(agent, [task], env=Ruled, temperature=1.0)[0].record()
 
 
-@pytest.mark.parametrize("slots, tokens_per_forward", [(9, 10_000), (4, 10_000), (9, 60), (2, 1)])
+@pytest.mark.parametrize("slots, tokens_per_forward", [(9, 10_000), (4, 60), (2, 1)])
 def test_what_prompts_begin_alike_is_read_once_by_all_slots(agent, monkeypatch, slots,
                                                             tokens_per_forward):
     """Three rollouts of each of three tasks: the rules are read once, and each task's page."""
@@ -209,15 +209,15 @@ def test_what_prompts_begin_alike_is_read_once_by_all_slots(agent, monkeypatch, 
     assert ours - pages <= once
 
 
-@pytest.mark.parametrize("latency, slots", [(0, 3), (1, 3), (3, 3), (50, 3), (2, 1)])
+@pytest.mark.parametrize("latency, slots", [(0, 3), (3, 3), (2, 1)])
 def test_a_slow_environment_changes_nothing(agent, latency, slots):
     class Slow(Echo):
         def reset(self, task):
-            time.sleep(0.02 * int(task))
+            time.sleep(0.01 * int(task))
             return super().reset(task)
 
         def step(self, reply):
-            time.sleep(random.random() / 100)
+            time.sleep(random.random() / 200)
             return super().step(reply)
 
     Slow.latency = latency
