@@ -13,7 +13,6 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,10 +22,13 @@ from baselines import chat, ppo, rft
 from dpo import Trajectory
 from harness.play import play, reopened, usable_rollouts
 from harness.report import played, scores, table2
-from harness.run import Run
 from harness.settings import Settings, SettingsError, agents_of
-from harness.start import start
 from look.page import make_page
+from program.run import Run
+from program.start import start  # parses, locks, resumes, reports
+from training import margins
+from training.shortened import cut, without_ends
+from training.trainer import failure_agent_of
 
 # ----------------------------------------------------------------------------------- the loop
 
@@ -74,7 +76,7 @@ def coevolve(run: Run) -> None:
 
 
 def evaluations(run: Run, agent: str, i: int) -> None:
-    for split in run.splits:
+    for split in run.tasks.splits:
         run.phase(f"eval-{i}-{agent}-{split}.jsonl", evaluate, agent, i, split)
 
 
@@ -87,12 +89,12 @@ def collect_experts(run: Run, out: Path) -> dict:
 
     They are the scripted expert's, or those of --experts FILE.
     """
-    s, env, encoder = run.settings, run.make_env(), run.encoder()
+    s, env, encoder = run.settings, run.tasks.make_env(), run.trainer.encoder()
     experts, dropped = [], {"reward": [], "too long": [], "evaluated too": [], envs.LOST: []}
     first = len(envs.opening(env, ""))  # turns before an expert's first reply
     for task, messages, reward in envs.experts(env, s.experts, s.train_tasks, dropped[envs.LOST]):
         ids, mask = encoder.encode(messages, first)
-        if task in run.left_out:
+        if task in run.tasks.left_out:
             dropped["evaluated too"].append(task)
         elif reward <= s.expert_min_reward and reward < envs.SUCCESS:
             dropped["reward"].append(task)
@@ -104,13 +106,13 @@ def collect_experts(run: Run, out: Path) -> dict:
                                       reward=reward, steps=steps, ended="done"))
     env.close()
     for reason, tasks in dropped.items():
-        run.log_dropped("experts.jsonl", reason, tasks)
+        run.log.dropped("experts.jsonl", reason, tasks)
     if not experts:
         raise SettingsError(
             f"no expert trajectory is left: {len(dropped['reward'])} at or below "
             f"--expert-min-reward {s.expert_min_reward}, {len(dropped['too long'])} longer than "
             f"--max-tokens {s.max_tokens}; lower the one, raise the other or give better --experts")
-    run.write_jsonl(out, experts)
+    run.folder.write_jsonl(out, experts)
     return played(experts)
 
 
@@ -118,12 +120,19 @@ def train_sft(run: Run, out: Path, agent: str, i: int = 0) -> dict:
     """The base model fine-tuned on the experts' action tokens, Eq. (3)-(5)."""
     s, rng = run.settings, run.rng("sft", agent, *([i] if i else []))
     if agent == "failure" and s.failure_from:
-        return run.take_failure_agent(out)
-    groups = [dpo.Group(e.task, [e])
-              for e in run.trajectories(f"iter{i}/experts.jsonl" if i else "experts.jsonl")]
+        run.trainer.copy(failure_agent_of(s, run.trainer.base), out)
+        return {}
+    groups = [dpo.Group(e.task, [e]) for e in run.folder.trajectories(
+        f"iter{i}/experts.jsonl" if i else "experts.jsonl")]
     epochs = [dpo.batches(groups, s.sft_batch, "instructions", rng) for _ in range(s.sft_epochs)]
-    return run.fit(run.load(run.base), run.base, out, epochs, dpo.sft_objective,
-                   dpo.count_action_tokens, lr=s.sft_lr, warmup=s.sft_warmup, schedule="cosine")
+    if agent != "target" and len(epochs[0]) == 1:  # another seed orders batches; one has no order
+        run.log("equal agents", phase=run.folder.running, experts=len(groups))
+        run.log.say(f"{run.folder.running}: all {len(groups)} experts are in one batch, so that "
+                    "this agent is the target but for rounding; raise --train-tasks, or give a "
+                    f"--sft-batch below {len(groups)}")
+    return run.trainer.fit(run.trainer.load(run.trainer.base), run.trainer.base, out, epochs,
+                           dpo.Objective(dpo.sft_loss, dpo.count_action_tokens),
+                           run.trainer.optimisation(s.sft_lr, s.sft_warmup, "cosine"))
 
 
 def explore(run: Run, out: Path, agent: str, i: int, rollouts: Callable[[str], range],
@@ -134,12 +143,12 @@ def explore(run: Run, out: Path, agent: str, i: int, rollouts: Callable[[str], r
     """
     s = run.settings
     episodes = [Trajectory(e.task, agent, i, n, run.seed(agent, i, e.task, n))
-                for e in run.trajectories("experts.jsonl") for n in rollouts(e.task)]
-    episodes = play(run, run.agent(agent, i if trained else i - 1), episodes, s.temperature)
-    run.write_jsonl(out, episodes)
+                for e in run.folder.trajectories("experts.jsonl") for n in rollouts(e.task)]
+    episodes = play(run, run.agent_folder(agent, i if trained else i - 1), episodes, s.temperature)
+    run.folder.write_jsonl(out, episodes)
     shares = table2(episodes, s.hard_threshold)  # success, negative, hard negative, mean reward
-    run.log("exploration", agent=Path(run.running).stem, iteration=i, trajectories=len(episodes),
-            **shares)
+    run.log("exploration", agent=Path(run.folder.running).stem, iteration=i,
+            trajectories=len(episodes), **shares)
     return dict(**played(episodes), reward=shares["reward"], hard_negative=shares["hard_negative"])
 
 
@@ -153,7 +162,7 @@ def make_pairs(run: Run, out: Path, trains: str, i: int) -> dict:
     second = usable_rollouts(run, [f"iter{i}/{a}{again}.jsonl" for a in agents[1:]], dropped)
     earlier = usable_rollouts(run, [f"iter{j}/{a}.jsonl" for j in buffered for a in agents],
                               before)  # what was dropped in its own iteration is counted there
-    for expert in run.trajectories("experts.jsonl"):
+    for expert in run.folder.trajectories("experts.jsonl"):
         e_tgt, e_second, old = (found.get(expert.task, []) for found in (target, second, earlier))
         if trains == "target":
             pairs = d_tgt(expert, e_tgt, e_second, s, dropped)
@@ -165,7 +174,7 @@ def make_pairs(run: Run, out: Path, trains: str, i: int) -> dict:
         else:
             pairs = d_fail(e_tgt, e_second, old, s, dropped)
         rows += [dict(task=expert.task, trains=trains, **pair) for pair in pairs]
-    run.write_jsonl(out, rows)
+    run.folder.write_jsonl(out, rows)
     run.log("pairs", iteration=i, trains=trains, kept=Counter(row["kind"] for row in rows),
             dropped=dropped)
     return dict(pairs=len(rows))
@@ -173,26 +182,36 @@ def make_pairs(run: Run, out: Path, trains: str, i: int) -> dict:
 
 def train_preferences(run: Run, out: Path, agent: str, i: int) -> dict:
     """The agent after DPO on its pairs of this iteration, Eq. (7) or (9)."""
-    s, rng, before = run.settings, run.rng("dpo", agent, i), run.agent(agent, i - 1)
+    s, rng, trainer = run.settings, run.rng("dpo", agent, i), run.trainer
+    before, first = run.agent_folder(agent, i - 1), run.agent_folder(agent, 0)
     beta, lr = (s.beta, s.dpo_lr) if i == 1 else (s.beta_later, s.dpo_lr_later)
     groups = preference_groups(run, agent, i)
     if not groups:
-        return run.keep_agent(before, out, f"iter{i}: no pairs for the {agent} agent")
+        run.log.say(f"iter{i}: no pairs for the {agent} agent, which stays as it is")
+        trainer.copy(before, out)
+        return dict(steps=0)
     epochs = preference_epochs(groups, s, rng, s.dpo_steps if agent == "target" else 0)
     # log pi_ref(e|u) of every trajectory, once, by the same forward pass as log pi
-    reference = before if s.reference == "phase" else run.agent(agent, 0)
-    model = run.load(reference)
-    run.add_reference(model, groups)
+    reference = before if s.reference == "phase" else first
+    model = trainer.load(reference)
+    trainer.add_reference(model, groups)
     if reference != before:
         del model  # one at a time in memory
-        model = run.load(before)
+        model = trainer.load(before)
+    watched = margins.hardest(groups, s.margins)
+    entered = ([g.reference for g in watched] if s.reference == "phase" else
+               trainer.log_probs(model, watched))
     # Eq. (9), which is Eq. (7) for the failure agent: its pairs have no SFT weight.
-    objective = partial(dpo.preference_objective, beta=beta,
-                        lambda_dpo=1.0 if agent == "failure" else s.lambda_dpo,
-                        lambda_sft=s.lambda_sft, log_prob=s.log_prob, sft_term=s.sft_term)
+    loss = partial(dpo.preference_loss, beta=beta, lambda_sft=s.lambda_sft, log_prob=s.log_prob,
+                   lambda_dpo=1.0 if agent == "failure" else s.lambda_dpo, sft_term=s.sft_term)
     divisor = dpo.count_pairs if s.normalise == "pairs" else dpo.sum_weights
-    return run.fit(model, before, out, epochs, objective, divisor, lr=lr, warmup=s.dpo_warmup,
-                   schedule=s.dpo_schedule, beta=beta)
+    numbers = trainer.fit(model, before, out, epochs, dpo.Objective(loss, divisor),
+                          trainer.optimisation(lr, s.dpo_warmup, s.dpo_schedule))
+    for when, policy in (("before", entered), ("after", None)) if watched else ():
+        policy = policy or trainer.log_probs(model, watched)
+        run.log("margins", phase=run.folder.running, when=when,
+                pairs=margins.of_pairs(watched, policy, beta, s.log_prob))
+    return numbers
 
 
 def preference_epochs(groups: list[dpo.Group], s: Settings, rng, steps: int) -> list:
@@ -206,13 +225,13 @@ def preference_epochs(groups: list[dpo.Group], s: Settings, rng, steps: int) -> 
 
 def evaluate(run: Run, out: Path, agent: str, i: int, split: str) -> dict:
     """Greedy episodes on a split, by the agent after iteration i."""
-    tasks = run.tasks(split)
+    tasks = run.tasks.of_split(split)
     episodes = [Trajectory(task, agent, i) for task in tasks]
     if run.settings.method == "chat":
         episodes, taken = chat.play(run, episodes)
     else:
-        episodes, taken = play(run, run.agent(agent, i), episodes, temperature=0), {}
-    run.write_jsonl(out, episodes)
+        episodes, taken = play(run, run.agent_folder(agent, i), episodes, temperature=0), {}
+    run.folder.write_jsonl(out, episodes)
     found = {**scores(episodes, tasks), **taken}  # reward, its interval, success ...
     run.log("evaluation", agent=agent, iteration=i, split=split, tasks=len(episodes), **found)
     return dict(**played(episodes), **found)
@@ -294,9 +313,11 @@ def pair_row(kind: str, chosen: Trajectory, rejected: Trajectory, weight: float,
 
 def preference_groups(run: Run, agent: str, i: int) -> list[dpo.Group]:
     """pairs-AGENT.jsonl as groups: an instruction's distinct trajectories, once each, its pairs."""
-    s, pairs = run.settings, run.read_jsonl(f"iter{i}/pairs-{agent}.jsonl")
+    s, folder = run.settings, run.folder
+    pairs = folder.read_jsonl(f"iter{i}/pairs-{agent}.jsonl")
     names = {"experts.jsonl", *(p[side]["file"] for p in pairs for side in ("chosen", "rejected"))}
-    trajectories = {(name, t.task, t.rollout): t for name in names for t in run.trajectories(name)}
+    trajectories = {(name, t.task, t.rollout): t
+                    for name in names for t in folder.trajectories(name)}
     groups, places, shortened = {}, {}, []  # places: (trajectory, how it is cut) -> index
     for p in pairs:
         task = p["task"]
@@ -317,35 +338,11 @@ def preference_groups(run: Run, agent: str, i: int) -> list[dpo.Group]:
                 shortened += [task] if turns is not None else []
             indices.append(places[key, turns, endless])
         group.pairs.append(dpo.Pair(p["kind"], *indices, p["weight"], p["sft_weight"]))
-    run.log_dropped(f"iter{i}/{agent}-agent", "end of a rejected trajectory, --cut-turns",
+    run.log.dropped(f"iter{i}/{agent}-agent", "end of a rejected trajectory, --cut-turns",
                     shortened)
     return list(groups.values())
 
 
-def cut(t: Trajectory, turns: int | None) -> Trajectory:
-    """The trajectory up to the end of its turn number `turns` (None: whole)."""
-    ends = ends_of_turns(t)
-    if turns is None or turns >= len(ends):
-        return t
-    end = ends[turns - 1] + 1
-    return replace(t, ids=t.ids[:end], action_mask=t.action_mask[:end], ended="budget")
-
-
-def ends_of_turns(t: Trajectory) -> list[int]:
-    """Where the last token of each reply stands."""
-    mask = [*t.action_mask, 0]
-    return [k for k in range(len(t.ids)) if mask[k] and not mask[k + 1]]
-
-
-def without_ends(t: Trajectory) -> Trajectory:
-    """The trajectory without some of its mask: the last token of each reply, so what ends a turn,
-    and, unless it is the only one, the reply that ended the episode.
-    """
-    ends = ends_of_turns(t)
-    last = ends[-2] if t.ended == "done" and len(ends) > 1 else len(t.ids)
-    left = [int(acts and k not in ends and k < last) for k, acts in enumerate(t.action_mask)]
-    return replace(t, action_mask=left) if any(left) else t
-
-
 if __name__ == "__main__":
-    start(coevolve, sys.argv[1:], afterwards=[make_page])  # parses, locks, resumes, reports
+    from mutual import loop_of  # the second system's file, which imports this one
+    start(sys.argv[1:], loop_of, make_page)

@@ -5,9 +5,11 @@ Nothing here knows an environment, a file or a setting. Equation numbers are tho
 that trajectories share runs once), ranks, sharding, checkpoints.
 """
 
+import itertools
 import math
 import random
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -25,32 +27,22 @@ from engine import chat_template, packing, ranks, sharding
 class Encoder:
     """Conversations as token ids, turn by turn, from the tokenizer's own chat template.
 
-    A conversation grows at its end only: `start` gives the ids up to the agent's first reply,
-    `reply` those of a written reply, `observation` those between one reply and the next. The same
-    three pieces serve experts and rollouts, so the ids an agent sampled are never tokenised again.
-    Control tokens in what others wrote are encoded as plain text. ValueError, naming the template's
-    problem, if it rewrites earlier turns or nothing marks the end of a reply.
+    A conversation grows at its end only: start(messages) gives the ids up to the agent's first
+    reply, reply(text) those of a written reply and its end of turn, observation(text) those from
+    there to where the next reply begins. The same three pieces serve experts and rollouts, so the
+    ids an agent sampled are never tokenised again. Control tokens in what others wrote are encoded
+    as plain text. ValueError, naming the template's problem, if it rewrites earlier turns or
+    nothing marks the end of a reply.
     """
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        self.pieces = chat_template.Pieces(tokenizer)  # what surrounds a reply, an observation
-        self.end_of_turn: int = self.pieces.end_of_turn
-        self.forbidden: list[int] = self.pieces.suppress_tokens  # a reply opens no turn
+        self.pieces = pieces = chat_template.Pieces(tokenizer)  # what surrounds replies
+        self.start, self.reply, self.observation = (
+            pieces.ids_of_opening, pieces.ids_of_reply, pieces.ids_of_observation)
+        self.end_of_turn: int = pieces.end_of_turn
         self.text_of = lru_cache(None)(lambda token: tokenizer.decode([token]))
         self.encode(chat_template.TRIAL)  # a template's faults show at once
-
-    def start(self, messages: list[dict]) -> list[int]:
-        """Ids of the opening messages, up to where the agent's first reply begins."""
-        return self.pieces.ids_of_opening(messages)
-
-    def reply(self, text: str) -> list[int]:
-        """Ids of a reply written by an expert, the end-of-turn token included."""
-        return self.pieces.ids_of_reply(text)
-
-    def observation(self, text: str) -> list[int]:
-        """Ids that follow a reply's end-of-turn token, up to where the next reply begins."""
-        return self.pieces.ids_of_observation(text)
 
     def encode(self, messages: list[dict], first: int = 0) -> tuple[list[int], list[int]]:
         """(ids, action_mask), both (l,): mask 1 on the tokens of each reply and its end of turn.
@@ -68,10 +60,12 @@ class Encoder:
         self.pieces.check(messages, first)  # the template, given all at once, writes the same text
         return ids, action_mask
 
-    def never_drawn(self, vocabulary: int) -> list[int]:
-        """Ids that are not sampled: control tokens, and rows that only pad the embedding."""
-        return sorted({i for i in self.forbidden if i < vocabulary}
-                      | {*range(len(self.tokenizer), vocabulary)})
+    def suppress_tokens(self, vocabulary: int) -> tuple[int, ...]:
+        """Ids that are never sampled: control tokens, with which a reply would open a turn, and
+        rows that only pad the embedding.
+        """
+        control = {i for i in self.pieces.suppress_tokens if i < vocabulary}
+        return tuple(sorted(control | {*range(len(self.tokenizer), vocabulary)}))
 
     def decode(self, ids: list[int]) -> str:
         """The text of a sampled reply, without its end-of-turn token."""
@@ -111,32 +105,44 @@ class Trajectory:
 # --------------------------------------------------------------------------- log-probabilities
 
 
-def token_log_probs(model, sequences: list[Trajectory], temperature: float = 1.0,
-                    never: list[int] = ()) -> Tensor:
+@dataclass(frozen=True)
+class Sampler:
+    """The distribution that tokens are drawn from: softmax(logits / temperature), without some.
+
+    A log-probability of sampled tokens is of the same distribution: mass on tokens that are never
+    drawn would grow with every push down.
+    """
+
+    temperature: float = 1.0
+    suppress_tokens: tuple[int, ...] = ()  # ids that are never drawn
+
+
+def token_log_probs(model, sequences: list[Trajectory], sampler: Sampler = Sampler()) -> Tensor:
     """log pi(t_k | t_<k) of every action token of every sequence, laid end to end, (A,), in nats.
 
-    temperature: what the logits were divided by when the tokens were sampled. never: ids that were
-    not drawn then (`Encoder.never_drawn`), so that log pi is of the distribution sampled from.
+    sampler: what pi is; as it stands, the softmax over the whole vocabulary.
     """
     p = packing.pack(sequences, next(model.parameters()).device)
     logits = model(input_ids=p.ids, position_ids=p.positions, **p.attention,
                    logits_to_keep=p.predicting, use_cache=False).logits[0]                # (K, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits = logits if temperature == 1 else logits / temperature
-    logits = logits.index_fill(1, p.targets.new_tensor(never), -torch.inf) if never else logits
+    if sampler.temperature != 1:
+        logits = logits / sampler.temperature
+    if sampler.suppress_tokens:
+        logits = logits.index_fill(1, p.targets.new_tensor(sampler.suppress_tokens), -torch.inf)
     if p.logits_of is not None:  # index_select, unlike [], adds gradients in a fixed order
         logits = logits.index_select(0, p.logits_of)                                      # (U, V)
     log_probs = -F.cross_entropy(logits, p.targets, reduction="none")                     # (U,)
     return log_probs.index_select(0, p.target_of)                                         # (A,)
 
 
-def action_log_probs(model, sequences: list[Trajectory], never: list[int] = ()) -> Tensor:
-    """log pi(e|u) of each trajectory, (B,) float64, in nats. never: as for `token_log_probs`.
+def action_log_probs(model, sequences: list[Trajectory]) -> Tensor:
+    """log pi(e|u) of each trajectory, (B,) float64, in nats.
 
     Eq. (2), (5): the sum over action tokens t_k of log pi(t_k | t_<k); observations only condition.
     Sums are float64, because a few hundred nats in float32 lose more than a late step changes.
     """
-    per_token = token_log_probs(model, sequences, never=never)                            # (A,)
+    per_token = token_log_probs(model, sequences)                                         # (A,)
     owner = torch.tensor([b for b, s in enumerate(sequences) for _ in range(s.action_tokens)],
                          dtype=torch.long, device=per_token.device)
     sums = torch.zeros(len(sequences), dtype=torch.float64, device=per_token.device)
@@ -178,36 +184,42 @@ def dpo_loss(policy_chosen, policy_rejected, reference_chosen, reference_rejecte
     return -F.logsigmoid(margin), margin
 
 
-def sft_objective(model, groups: list[Group], never: list[int] = ()):
+def sft_loss(model, groups: list[Group]):
     """Eq. (3)-(5) summed over the groups' trajectories: (), and no statistics."""
     # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A), A the tokens of thoughts and actions
-    sequences = [s for g in groups for s in g.sequences]
-    return -action_log_probs(model, sequences, never).sum(), {}
+    return -action_log_probs(model, [s for g in groups for s in g.sequences]).sum(), {}
 
 
-def preference_objective(model, groups: list[Group], beta, lambda_dpo=1.0, lambda_sft=0.0,
-                         log_prob="sum", sft_term="sum", never: list[int] = ()):
+def pair_losses(policy: Tensor, groups: list[Group], beta: float, log_prob: str = "sum"):
+    """`dpo_loss` of the groups' pairs: loss and margin (P,), and the places in `policy` of the
+    chosen and the rejected ones. policy: log pi(e|u) of the groups' sequences, (T,), in nats.
+    """
+    reference = policy.new_tensor([r for g in groups for r in g.reference])               # (T,)
+    if log_prob == "mean":
+        tokens = policy.new_tensor([s.action_tokens for g in groups for s in g.sequences])
+        policy, reference = policy / tokens, reference / tokens
+    firsts = itertools.accumulate((len(g.sequences) for g in groups), initial=0)
+    places = [(first + p.chosen, first + p.rejected)
+              for first, g in zip(firsts, groups) for p in g.pairs]
+    chosen, rejected = map(list, zip(*places))
+    return *dpo_loss(policy[chosen], policy[rejected], reference[chosen], reference[rejected],
+                     beta), chosen, rejected
+
+
+def preference_loss(model, groups: list[Group], beta, lambda_dpo=1.0, lambda_sft=0.0,
+                    log_prob="sum", sft_term="sum"):
     """Eq. (9) summed over the groups' pairs: (), and statistics per kind of pair.
 
     With lambda_dpo = 1 and every sft_weight 0 this is Eq. (7), the failure agent's loss.
     Statistics: {kind: [pairs, chosen and rejected log-probability, margin, correct]}, sums.
     """
     sequences = [s for g in groups for s in g.sequences]
-    policy = action_log_probs(model, sequences, never)                                    # (T,)
-    reference = policy.new_tensor([r for g in groups for r in g.reference])               # (T,)
-    tokens = policy.new_tensor([s.action_tokens for s in sequences])                      # (T,)
-    chosen, rejected, pairs, first = [], [], [], 0
-    for g in groups:
-        chosen += [first + p.chosen for p in g.pairs]
-        rejected += [first + p.rejected for p in g.pairs]
-        pairs += g.pairs
-        first += len(g.sequences)
+    pairs = [p for g in groups for p in g.pairs]
+    policy = action_log_probs(model, sequences)                                           # (T,)
+    preference, margin, chosen, rejected = pair_losses(policy, groups, beta, log_prob)    # (P,)
     weight = policy.new_tensor([p.weight for p in pairs])                                 # (P,)
     sft_weight = policy.new_tensor([p.sft_weight for p in pairs])                         # (P,)
-
-    length = tokens if log_prob == "mean" else torch.ones_like(tokens)
-    pi, ref = policy / length, reference / length
-    preference, margin = dpo_loss(pi[chosen], pi[rejected], ref[chosen], ref[rejected], beta)
+    tokens = policy.new_tensor([s.action_tokens for s in sequences])                      # (T,)
     # Eq. (9): L = lambda_DPO L_DPO + lambda_SFT E[-log pi(e_chosen|u)], failure pairs without SFT
     sft = -policy[chosen] / (tokens[chosen] if sft_term == "mean" else 1)                 # (P,)
     loss = (lambda_dpo * weight * preference + lambda_sft * sft_weight * sft).sum()
@@ -238,13 +250,69 @@ def add_statistics(total: dict, more: dict) -> None:
         total[kind] = [a + b for a, b in zip(total.get(kind, [0.0] * len(row)), row)]
 
 
-PAIR_STATISTICS = ("pairs", "chosen_log_prob", "rejected_log_prob", "margin", "accuracy")
-
-
 def mean_statistics(names: tuple[str, ...], sums: list[float]) -> dict:
     """The first of some sums, a count, and the others' means by it; log-probabilities in nats."""
     count, *rest = sums
     return {names[0]: int(count), **{name: x / count for name, x in zip(names[1:], rest)}}
+
+
+# ------------------------------------------------------------- policy gradients, PPO and GRPO
+
+
+@dataclass
+class Rollouts(Group):
+    """One instruction's episodes: `sequences`, and what follows for each of them."""
+
+    advantages: list[float] = field(default_factory=list)
+    old: list[Tensor] = field(default_factory=list)  # (a,) log pi of its action tokens when it
+    ref: list[Tensor] = field(default_factory=list)  # was sampled, and of the first policy; nats
+
+
+def clipped_surrogate(model, groups: list[Rollouts], sampler: Sampler, low: float, high: float):
+    """min(rho_j A, clip(rho_j, 1 - low, 1 + high) A) of every action token t_j, its ratio rho_j =
+    pi(t_j|.) / pi_old(t_j|.), log pi and log pi_ref, each (A,). A is its episode's advantage.
+    """
+    sequences = [s for g in groups for s in g.sequences]
+    new = token_log_probs(model, sequences, sampler)
+    old, ref = (torch.cat([x for g in groups for x in xs(g)]).to(new)
+                for xs in (lambda g: g.old, lambda g: g.ref))
+    tokens = torch.tensor([s.action_tokens for s in sequences], device=new.device)
+    advantage = new.new_tensor([a for g in groups for a in g.advantages]).repeat_interleave(tokens)
+    ratio = (new - old).exp()
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    return surrogate, ratio, new, ref
+
+
+def kl_of(groups: list[Rollouts]) -> float:
+    """The sampling policy's divergence from the first policy, in nats per episode, as sampled."""
+    episodes = [(old - ref).sum().item() for g in groups for old, ref in zip(g.old, g.ref)]
+    return sum(episodes) / max(len(episodes), 1)
+
+
+# ------------------------------------------------------------------- of a policy as it stands
+
+
+def log_probs_of(accelerator, model, groups: list[Group], tokens_per_forward: int, progress=None,
+                 sampler: Sampler | None = None) -> list[list]:
+    """log pi(e|u) of each group's sequences, in nats; with a sampler `token_log_probs`, (a,) each.
+
+    All ranks get all of them.
+    """
+    def read(model, sequences):
+        if sampler is None:
+            return action_log_probs(model, sequences).tolist()
+        return token_log_probs(model, sequences, sampler).cpu().split(
+            [s.action_tokens for s in sequences])
+
+    return ranks.over_sequences(accelerator, model, groups, tokens_per_forward, read, progress)
+
+
+def add_reference(accelerator, model, groups: list[Group], tokens_per_forward: int,
+                  progress=None) -> None:
+    """Sets every group's reference log-probabilities to those of `model`, once per phase."""
+    found = log_probs_of(accelerator, model, groups, tokens_per_forward, progress)
+    for g, log_probs in zip(groups, found):
+        g.reference = log_probs
 
 
 # ------------------------------------------------------------------------------ optimiser loop
@@ -259,82 +327,93 @@ def batches(groups: list[Group], size: int, unit: str, rng: random.Random) -> li
     return ranks.fill(rng.sample(groups, len(groups)), size, cost)
 
 
-def add_reference(accelerator, model, groups: list[Group], tokens_per_forward: int,
-                  progress=None, never: list[int] = ()) -> None:
-    """Sets every group's reference log-probabilities to those of `model`, once per phase."""
-    found = ranks.over_sequences(accelerator, model, groups, tokens_per_forward,
-                                 lambda *batch: action_log_probs(*batch, never).tolist(), progress)
-    for g, log_probs in zip(groups, found):
-        g.reference = log_probs
+@dataclass(frozen=True)
+class Objective:
+    """What a batch is trained on; its loss is a sum over groups, divided by the whole batch's."""
+
+    loss: Callable     # (model, groups) -> sum of losses (), {kind: sums of statistics}
+    divisor: Callable  # batch -> what its sum is divided by, over all passes and ranks
+    names: tuple[str, ...] = ("pairs", "chosen_log_prob", "rejected_log_prob", "margin",
+                              "accuracy")  # of the sums; the first one counts
 
 
-def schedule_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
-    """The factor of the peak rate at step 0, 1, ...; `warmup` is the share of steps that rise."""
-    rising = int(warmup * steps)  # a phase of one step has none
-    if step < rising:
-        return step / rising  # linearly, from 0
-    if schedule == "constant":
-        return 1.0
-    return 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
+@dataclass(frozen=True)
+class Optimisation:
+    """AdamW's rate and its schedule, and how much one pass holds."""
+
+    lr: float
+    warmup: float   # share of steps in which the rate rises
+    schedule: str   # constant or cosine, after the warm-up
+    weight_decay: float
+    max_grad_norm: float
+    tokens_per_forward: int
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate at step 0, 1, ... of so many."""
+        rising = int(self.warmup * steps)  # a phase of one step has none
+        if step < rising:
+            return self.lr * (step / rising)  # linearly, from 0
+        if self.schedule == "constant":
+            return self.lr
+        return self.lr * (0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising))))
 
 
-def fit(accelerator, model, epochs: list[list[list[Group]]], objective, normaliser, *, lr, warmup,
-        schedule, weight_decay, max_grad_norm, tokens_per_forward, log, progress=None,
-        checkpoint=None, optimizer=None, names=PAIR_STATISTICS) -> None:
+def fit(accelerator, model, epochs: list[list[list[Group]]], objective: Objective,
+        how: Optimisation, log: Callable, checkpoint=None, optimizer=None) -> None:
     """Trains a model of `sharding.shard_model` in place: AdamW over epochs of batches of groups.
 
-    objective(model, groups) -> (sum of losses, statistics); normaliser(batch) -> the divisor of
-    a whole batch's sum, over all accumulation steps and all ranks. log(dict) is called once per
-    optimiser step. checkpoint: of engine/, from which a phase that was stopped goes on. optimizer:
-    one whose moments go on. names: of what the objective's statistics sum. FloatingPointError,
-    naming the tasks, if the loss or the gradient stops being finite.
+    log(dict) is called once per optimiser step. checkpoint: of engine/, from which a phase that was
+    stopped goes on. optimizer: one whose moments go on. FloatingPointError, naming the tasks, if
+    the loss or the gradient stops being finite.
     """
     steps = [(number, batch) for number, epoch in enumerate(epochs, 1) for batch in epoch]
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), weight_decay=weight_decay,
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), weight_decay=how.weight_decay,
                                                fused=True)
     model.train()
     done, events = checkpoint.restore(model, optimizer) if checkpoint else (0, [])
     for event in events:
         log(event)
-    if progress is not None:
-        progress.update(sum(g.tokens for _, batch in steps[:done] for g in batch))
     for step, (epoch, batch) in enumerate(steps[done:], done + 1):
-        started = time.perf_counter()
-        divisor, total, statistics = normaliser(batch), 0.0, {}
-        packs = ranks.micro_batches(accelerator, batch, tokens_per_forward)
-        for i, (pack, idle) in enumerate(packs, 1):
-            # DDP all-reduces once a step; FSDP reduce-scatters after every pass, so that no rank
-            # holds whole gradients.
-            with nullcontext() if i == len(packs) else accelerator.no_sync(model):
-                with sharding.precision(accelerator, model):
-                    loss, sums = objective(model, pack)
-                check_finite("loss", loss.item(), step, pack)
-                # Both average over ranks, but the divisor counts the pairs of all: undo it.
-                accelerator.backward(loss * (0 if idle else accelerator.num_processes / divisor))
-            if not idle:
-                total += loss.item() / divisor
-                add_statistics(statistics, sums)
-        norm = sharding.clip_grad_norm(accelerator, model, max_grad_norm)
+        started, rate = time.perf_counter(), how.rate(step - 1, len(steps))
+        loss, statistics = backward(accelerator, model, batch, objective, how, step)
+        norm = sharding.clip_grad_norm(accelerator, model, how.max_grad_norm)
         check_finite("gradient norm", norm, step, batch)
-        rate = lr * schedule_factor(step - 1, len(steps), warmup, schedule)
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
         due = checkpoint is not None and checkpoint.due()  # the main rank's clock decides
-        shares = gather_object([(total, statistics, due)])
-        statistics = {}
-        for _, sums, _ in shares:
-            add_statistics(statistics, sums)
+        losses, of_ranks, due = zip(*gather_object([(loss, statistics, due)]))
+        total = {}
+        for sums in of_ranks:
+            add_statistics(total, sums)
         tokens, seconds = sum(g.tokens for g in batch), time.perf_counter() - started
         events.append(dict(
-            step=step, epoch=epoch, loss=sum(share[0] for share in shares), lr=rate,
-            gradient_norm=norm, tokens_per_second=round(tokens / seconds),
-            kinds={kind: mean_statistics(names, sums) for kind, sums in statistics.items()}))
+            step=step, epoch=epoch, loss=sum(losses), lr=rate, gradient_norm=norm,
+            tokens_per_second=round(tokens / seconds),
+            kinds={kind: mean_statistics(objective.names, sums) for kind, sums in total.items()}))
         log(events[-1])
-        if progress is not None:
-            progress.update(tokens)
-        if shares[0][2]:
+        if due[0]:
             checkpoint.save(model, optimizer, step, events)
+
+
+def backward(accelerator, model, batch: list[Group], objective: Objective, how: Optimisation,
+             step: int) -> tuple[float, dict]:
+    """Adds up the gradient of a batch's loss; this rank's part of the loss and its statistics."""
+    divisor, total, statistics = objective.divisor(batch), 0.0, {}
+    packs = ranks.micro_batches(accelerator, batch, how.tokens_per_forward)
+    for i, (pack, idle) in enumerate(packs, 1):
+        # DDP all-reduces once a step; FSDP reduce-scatters after every pass, so that no rank holds
+        # whole gradients.
+        with nullcontext() if i == len(packs) else accelerator.no_sync(model):
+            with sharding.precision(accelerator, model):
+                loss, sums = objective.loss(model, pack)
+            check_finite("loss", loss.item(), step, pack)
+            # Both average over ranks, but the divisor counts the pairs of all: undo it.
+            accelerator.backward(loss * (0 if idle else accelerator.num_processes / divisor))
+        if not idle:
+            total += loss.item() / divisor
+            add_statistics(statistics, sums)
+    return total, statistics
 
 
 def check_finite(what: str, value: float, step: int, groups: list[Group]) -> None:

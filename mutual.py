@@ -9,11 +9,10 @@ beside it in `worlds/`.
 `--method evolve` is all of it, `--method grpo` trains on the start tasks alone. No code of the
 paper could be had: what the notes on it leave open is a setting, marked so.
 
-    python mutual.py --env webshop --method evolve          (run.sh does this)
+    python coevolve.py --env webshop --method evolve          (run.sh does this)
 """
 
 import itertools
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import partial
@@ -24,19 +23,21 @@ import torch
 import coevolve
 import dpo
 import envs
-from baselines.ppo import Rollouts, add_log_probs, kl_of, of_tokens
-from dpo import Trajectory
+from dpo import Rollouts, Trajectory
 from engine import sharding
 from harness import explorer
 from harness.files import mean
 from harness.play import log_full, play_with, unusable
 from harness.report import played as played_of
-from harness.run import Run
-from harness.settings import SIGNALS, SettingsError, segments_of, start_episodes
-from harness.start import start
-from look.page import make_page
+from harness.settings import EVOLVING, SIGNALS, SettingsError, segments_of, start_episodes
+from program.run import Run
 
 # ----------------------------------------------------------------------------------- the loop
+
+
+def loop_of(method: str):
+    """The loop that a method runs: loop(run)."""
+    return mutual if method in EVOLVING else coevolve.coevolve
 
 
 def mutual(run: Run) -> None:
@@ -69,8 +70,7 @@ def evolve(run: Run, i: int) -> None:
 
 def task_set(run: Run, i: int) -> list[str]:
     """D after the evolution of segment i: ids, in the order in which they joined."""
-    names = [f"iter{j}/tasks.jsonl" for j in range(i + 1)]
-    return [row["id"] for name in names if name in run.phases for row in run.read_jsonl(name)]
+    return [row["id"] for row in rows_of(run, "tasks", i + 1)]
 
 
 # ------------------------------------------------------------------------------------- GRPO
@@ -87,20 +87,16 @@ def advantages(rewards: list[float]) -> list[float]:
     return ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).tolist()
 
 
-def objective(model, groups: list[Rollouts], temperature: float, never: list[int], low: float,
-              high: float, beta: float):
+def grpo_loss(model, groups: list[Rollouts], sampler: dpo.Sampler, low: float, high: float,
+              beta: float):
     """GRPO's loss summed over all action tokens of the groups: (); tokens, and those clipped.
 
         rho_j = pi(t_j|.) / pi_old(t_j|.)        d_j = log pi_ref(t_j|.) - log pi(t_j|.)
         L = - sum_j [ min(rho_j A, clip(rho_j, 1 - low, 1 + high) A) - beta (exp(d_j) - d_j - 1) ]
 
-    All three are at the sampling temperature and over the tokens that the sampler may draw (`never`
-    are the others): a token that is never drawn is never pushed down, and each negative advantage
-    would raise it. k3 = exp(d) - d - 1 estimates KL(pi || pi_ref) from samples of pi.
+    k3 = exp(d) - d - 1 estimates KL(pi || pi_ref) from samples of pi.
     """
-    new, old, ref, advantage = of_tokens(model, groups, temperature, never)                  # (A,)
-    ratio = (new - old).exp()
-    surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    surrogate, ratio, new, ref = dpo.clipped_surrogate(model, groups, sampler, low, high)    # (A,)
     d = ref - new
     clipped = ((ratio < 1 - low) | (ratio > 1 + high)).sum().item()
     return -(surrogate - beta * (d.exp() - d - 1)).sum(), {"action": [len(ratio), clipped]}
@@ -111,60 +107,65 @@ def train(run: Run, out: Path, i: int) -> dict:
 
     A step plays K episodes of each of B tasks and takes several optimiser steps on them.
     """
-    s, tasks = run.settings, task_set(run, i - 1)
-    before = run.agent("target", i - 1)
-    never = run.never_drawn()
-    reference, model = run.load(run.agent("target", 0)), run.load(before)
-    run.check_saving(model, before)
+    s, trainer, tasks = run.settings, run.trainer, task_set(run, i - 1)
+    before = run.agent_folder("target", i - 1)
+    reference, model = trainer.load(run.agent_folder("target", 0)), trainer.load(before)
+    trainer.check_saving(model, before)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=s.weight_decay, fused=True)
     moments = Path(before) / "moments.pt"
     if moments.exists():  # they are kept over the run, from its first update on
         sharding.load_moments(model, optimizer, moments)
-    loss = partial(objective, temperature=s.grpo_temperature, never=never, low=s.clip_low,
-                   high=s.clip_high, beta=s.grpo_kl)
     first, last = (i - 1) * s.evolve_every + 1, min(i * s.evolve_every, s.grpo_steps)
     batches = itertools.islice(batches_of(run), first - 1, last)
-    checkpoint, encoder, episodes = run.checkpoint(), run.encoder(), []
+    checkpoint, episodes = trainer.checkpoint(), []
     _, done = checkpoint.restore(model, optimizer)  # what the steps made before logged and played
     for event in done:
         episodes += [Trajectory(**row) for row in event["episodes"]]
-        run.log_dropped(run.running, envs.LOST, event["lost"])
+        run.log.dropped(run.folder.running, envs.LOST, event["lost"])
         log_full(run, event["log"]["too_long"], len(event["episodes"]) + len(event["lost"]))
         run.log("grpo", **event["log"])
     for step, batch in enumerate(batches, first):
         if step < first + len(done):
             continue
-        starts = [Trajectory(task, "target", step, k, run.seed("grpo", step, task, k))
-                  for task in batch for k in range(s.step_rollouts)]
-        played = play_with(run, run.whole(model), encoder, starts, s.grpo_temperature)
-        groups, log = groups_of(run, played), dict(step=step, tasks=len(batch), D=len(tasks))
-        for policy, name in ((reference, "ref"), (model, "old")):
-            add_log_probs(run.accelerator, policy, groups, name, s.grpo_temperature, never,
-                          s.tokens_per_forward)
-        updates = run.fit_step(model, optimizer, dpo.batches(
-            groups, s.grpo_batch, "instructions", run.rng("grpo", step)), loss, s.grpo_lr,
-            names=("tokens", "clipped"))
-        log |= dict(skipped=len(batch) - len(groups), kl=kl_of(groups), updates=len(updates),
-                    reward=mean(t.reward for t in played),
-                    success=mean(t.reward >= envs.SUCCESS for t in played),
-                    too_long=sum(t.ended == "context" for t in played),
-                    tokens=sum(len(t.ids) for t in played),
-                    loss=mean(update["loss"] for update in updates),
-                    clipped=mean(update["kinds"]["action"]["clipped"] for update in updates))
+        played, lost, log = grpo_step(run, model, reference, optimizer, step, batch)
+        log = dict(step=step, tasks=len(batch), D=len(tasks), **log)
         run.log("grpo", **log)
         episodes += played
-        lost = Counter(t.task for t in starts) - Counter(t.task for t in played)
-        done.append(dict(log=log, episodes=[t.record() for t in played],
-                         lost=list(lost.elements())))
-        if run.first_says(checkpoint.due):
+        done.append(dict(log=log, episodes=[t.record() for t in played], lost=lost))
+        if run.folder.on_main(checkpoint.due):
             checkpoint.save(model, optimizer, step, done)
-    run.save(model, before, out)
+    trainer.save(model, before, out)
     if optimizer.state:
         sharding.save_moments(run.accelerator, model, optimizer, out / "moments.pt")
-    checkpoint.remove()
-    run.write_jsonl(out / "episodes.jsonl", episodes)
+    run.folder.write_jsonl(out / "episodes.jsonl", episodes)
     return dict(**played_of(episodes), steps=sum(event["log"]["updates"] for event in done),
                 reward=done[-1]["log"]["reward"], tasks=len(tasks))
+
+
+def grpo_step(run: Run, model, reference, optimizer, step: int, batch: list[str]):
+    """Plays a batch's episodes and trains on them: the episodes, tasks of lost ones, numbers."""
+    s, trainer = run.settings, run.trainer
+    sampler = trainer.sampler(s.grpo_temperature)
+    starts = [Trajectory(task, "target", step, k, run.seed("grpo", step, task, k))
+              for task in batch for k in range(s.step_rollouts)]
+    played = play_with(run, trainer.whole(model), trainer.encoder(), starts, s.grpo_temperature)
+    groups, updates = groups_of(run, played), []
+    for policy, name in ((reference, "ref"), (model, "old")):
+        for g, log_probs in zip(groups, trainer.log_probs(policy, groups, sampler)):
+            setattr(g, name, log_probs)
+    loss = partial(grpo_loss, sampler=sampler, low=s.clip_low, high=s.clip_high, beta=s.grpo_kl)
+    minibatches = dpo.batches(groups, s.grpo_batch, "instructions", run.rng("grpo", step))
+    dpo.fit(run.accelerator, model, [minibatches],
+            dpo.Objective(loss, dpo.count_action_tokens, ("tokens", "clipped")),
+            trainer.optimisation(s.grpo_lr), updates.append, optimizer=optimizer)
+    lost = list((Counter(t.task for t in starts) - Counter(t.task for t in played)).elements())
+    return played, lost, dict(
+        skipped=len(batch) - len(groups), kl=dpo.kl_of(groups), updates=len(updates),
+        reward=mean(t.reward for t in played),
+        success=mean(t.reward >= envs.SUCCESS for t in played),
+        too_long=sum(t.ended == "context" for t in played),
+        tokens=sum(len(t.ids) for t in played), loss=mean(update["loss"] for update in updates),
+        clipped=mean(update["kinds"]["action"]["clipped"] for update in updates))
 
 
 def batches_of(run: Run) -> Iterator[list[str]]:
@@ -230,8 +231,8 @@ def rare(patterns: list[set[str]], below: float, least: int) -> dict[str, int]:
 
 def find_signals(run: Run, out: Path, i: int) -> dict:
     """Every signal of segment i with its evidence, and which of them are picked."""
-    s, smith, asked = run.settings, run.smith(), run.settings.signals.split(",")
-    history = {j: run.trajectories(f"iter{j}/target-agent/episodes.jsonl")
+    s, smith, asked = run.settings, run.tasks.task_generator(), run.settings.signals.split(",")
+    history = {j: run.folder.trajectories(f"iter{j}/target-agent/episodes.jsonl")
                for j in range(1, i + 1)}
     scores, groups = defaultdict(list), {}
     for (_, task), visit in itertools.groupby(
@@ -267,7 +268,7 @@ def find_signals(run: Run, out: Path, i: int) -> dict:
                 picked.add(row["task"])
                 row["picked"] = True
     counts = Counter(row["signal"] for row in rows)
-    run.write_jsonl(out, rows)
+    run.folder.write_jsonl(out, rows)
     run.log("signals", iteration=i, **{kind: counts[kind] for kind in SIGNALS}, picked=len(picked),
             patterns=len(set().union(*held)))
     return dict(**{kind: counts[kind] for kind in SIGNALS}, picked=len(picked))
@@ -293,11 +294,11 @@ def explore(run: Run, out: Path, i: int) -> dict:
     """Episodes of the explorer, who goes back to what was picked; for D_0 unguided."""
     s, picks = run.settings, []
     if i == 0:  # of training tasks
-        tasks = run.training
+        tasks = run.tasks.training
         starts = [(tasks[n % len(tasks)], "start", n // len(tasks))
                   for n in range(start_episodes(s))]
     else:
-        picks = [row for row in run.read_jsonl(f"iter{i}/signals.jsonl") if row["picked"]]
+        picks = [row for row in run.folder.read_jsonl(f"iter{i}/signals.jsonl") if row["picked"]]
         if s.explorer == "random":  # as many episodes, without a signal
             pool, rng = task_set(run, i - 1), run.rng("random", i)
             picks = [dict(task=task, signal="random")
@@ -307,8 +308,8 @@ def explore(run: Run, out: Path, i: int) -> dict:
     episodes = [Trajectory(task, kind, i, n, run.seed("explore", i, task, n))
                 for task, kind, n in starts]
     known = [row["text"] for row in proposed(run, i)]
-    played, taken = explorer.explore(run, episodes, picks, known, run.agent("target", i))
-    run.write_jsonl(out, played)
+    played, taken = explorer.explore(run, episodes, picks, known, run.agent_folder("target", i))
+    run.folder.write_jsonl(out, played)
     run.log("explored", iteration=i, episodes=len(played), **taken,
             tokens=sum(len(t.ids) for t in played))
     return played_of(played)
@@ -316,11 +317,12 @@ def explore(run: Run, out: Path, i: int) -> dict:
 
 def propose(run: Run, out: Path, i: int) -> dict:
     """What the explored episodes become: proposals, each with its verdict and the reason for it."""
-    s, smith, rng, rows = run.settings, run.smith(), run.rng("propose", i), []
-    known = {smith.key(task) for task in run.definitions(task_set(run, i - 1))} if i else set()
+    s, smith, rng, rows = run.settings, run.tasks.task_generator(), run.rng("propose", i), []
+    D = task_set(run, i - 1) if i else []
+    known = {smith.key(task) for task in run.tasks.definitions(D)}
     most = s.add_most if i else s.start_tasks
     texts = [set(row["text"].lower().split()) for row in proposed(run, i)]
-    explored = run.trajectories(f"iter{i}/explored.jsonl")
+    explored = run.folder.trajectories(f"iter{i}/explored.jsonl")
     for t in rng.sample(explored, len(explored)):
         for proposal in explorer.abstract(smith, t, rng):
             rows.append(dict(signal=t.agent, source=t.task, **proposal))
@@ -336,7 +338,7 @@ def propose(run: Run, out: Path, i: int) -> dict:
             known.add(smith.key(row["task"]))
             texts.append(set(row["text"].lower().split()))
             added += 1
-    run.write_jsonl(out, rows)
+    run.folder.write_jsonl(out, rows)
     reasons = Counter(row["reason"] for row in rows if row["reason"])
     kinds = Counter(row["signal"] for row in rows if not row["reason"])
     run.log("proposals", iteration=i, proposals=len(rows), replayed=replayed, added=added,
@@ -346,9 +348,13 @@ def propose(run: Run, out: Path, i: int) -> dict:
 
 def proposed(run: Run, i: int) -> list[dict]:
     """The proposals that were added before evolution i."""
-    names = [f"iter{j}/proposals.jsonl" for j in range(i)]  # training tasks were never proposed
-    return [row for name in names if name in run.phases for row in run.read_jsonl(name)
-            if row["verdict"] == "added"]
+    return [row for row in rows_of(run, "proposals", i) if row["verdict"] == "added"]
+
+
+def rows_of(run: Run, name: str, before: int) -> list[dict]:
+    """Rows of iter<j>/NAME.jsonl, j < before; those of training tasks were never proposed."""
+    files = [f"iter{j}/{name}.jsonl" for j in range(before)]
+    return [row for f in files if f in run.folder.phases for row in run.folder.read_jsonl(f)]
 
 
 def refusal(smith, proposal: dict, known: set[str], texts: list[set[str]],
@@ -368,9 +374,9 @@ def refusal(smith, proposal: dict, known: set[str], texts: list[set[str]],
 
 def join(run: Run, out: Path, i: int) -> dict:
     """The tasks that join D."""
-    found = [row for row in run.read_jsonl(f"iter{i}/proposals.jsonl")
+    found = [row for row in run.folder.read_jsonl(f"iter{i}/proposals.jsonl")
              if row["verdict"] == "added"]
-    ids = run.add_tasks(out, [row["task"] for row in found])
+    ids = run.tasks.add(out, [row["task"] for row in found])
     if i == 0 and not ids:
         raise SettingsError("no start task came of the unguided exploration; give --start-from "
                             "train and another --out, or a --model that finds something")
@@ -379,10 +385,6 @@ def join(run: Run, out: Path, i: int) -> dict:
 
 def first_tasks(run: Run, out: Path) -> dict:
     """D_0 of --start-from train: tasks of the training split, in their order."""
-    tasks = run.training[:run.settings.start_tasks]
-    run.write_jsonl(out, [dict(id=task) for task in tasks])
+    tasks = run.tasks.training[:run.settings.start_tasks]
+    run.folder.write_jsonl(out, [dict(id=task) for task in tasks])
     return dict(tasks=len(tasks))
-
-
-if __name__ == "__main__":
-    start(mutual, sys.argv[1:], afterwards=[make_page])  # parses, locks, resumes, reports

@@ -80,9 +80,9 @@ done
     "install one of these, or name it: PYTHON=/path/to/python3.12 bash run.sh $command"
 
 case $command in webshop | scienceworld | intercodesql | bfcl)
-    # A mistyped setting is refused before anything is installed; what is printed is the program.
-    main=$("$python" "$here/harness/settings.py" --env "$command" "$@") || exit 2
-    for flag in "$@"; do case $flag in -h | --help) echo "$main"; exit ;; esac; done
+    # A mistyped setting is refused before anything is installed.
+    help=$("$python" "$here/harness/settings.py" --env "$command" "$@") || exit 2
+    for flag in "$@"; do case $flag in -h | --help) echo "$help"; exit ;; esac; done
 esac
 if ! lacks=$(satisfied "$python"); then
     { if command -v flock >/dev/null; then flock 9; fi; install "$lacks"; } 9>"$here/.venv.lock"
@@ -113,5 +113,5 @@ case $command in
         export CUDA_VISIBLE_DEVICES=  # the tests compare to the bit, or nearly, on the CPU
         exec "$python" -m pytest -q -rs -o testpaths=tests -n logical --maxprocesses 4 \
             --dist loadfile "$@" ;;
-    *) exec "$python" "$here/harness/launch.py" "$here/$main" --env "$command" "$@" ;;
+    *) exec "$python" "$here/program/launch.py" "$here/coevolve.py" --env "$command" "$@" ;;
 esac

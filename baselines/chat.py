@@ -18,28 +18,28 @@ import envs
 from dpo import Trajectory
 from harness.endpoint import USAGE, ContextFull, Endpoint
 from harness.play import before_stops
-from harness.run import Run
 from harness.settings import SettingsError
-from harness.tasks import check_openings, marks
+from program.run import Run
+from program.tasks import check_openings, marks
 
 REQUESTS = "chat-requests.jsonl"
 
 
 def play(run: Run, trajectories: list[Trajectory]) -> tuple[list[Trajectory], dict]:
     """Plays the episodes, `slots` at a time, from one process; all get them, and what they took."""
-    played = run.first_says(lambda: play_all(run, trajectories))
-    asked = run.first_says(lambda: requests(run))
+    played = run.folder.on_main(lambda: play_all(run, trajectories))
+    asked = run.folder.on_main(lambda: requests(run))
     return played, cost(played, run.settings, asked)
 
 
 def play_all(run: Run, trajectories: list[Trajectory]) -> list[Trajectory]:
     """The episodes in the order given, those that an earlier process paid for among them."""
     s, endpoint = run.settings, Endpoint(run.settings)
-    kept, lock, idle = run.path / "chat.jsonl", threading.Lock(), queue.SimpleQueue()
-    for file in (kept, run.path / REQUESTS):  # a line that was cut off was not finished
+    kept, lock, idle = run.folder.path / "chat.jsonl", threading.Lock(), queue.SimpleQueue()
+    for file in (kept, run.folder.path / REQUESTS):  # a line that was cut off was not finished
         if file.exists():
             os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
-    paid = {t.task: t for t in run.trajectories(kept.name)} if kept.exists() else {}
+    paid = {t.task: t for t in run.folder.trajectories(kept.name)} if kept.exists() else {}
     missing = [t for t in trajectories if t.task not in paid]
     ours = s.protocol == "ours"  # ETO's has its examples in the opening
     shown = examples(run) if missing and ours and s.examples else []
@@ -52,11 +52,11 @@ def play_all(run: Run, trajectories: list[Trajectory]) -> list[Trajectory]:
         try:
             env = idle.get_nowait()
         except queue.Empty:
-            env = run.make_env()
+            env = run.tasks.make_env()
 
         def ask(messages):
             reply, used = endpoint(messages)
-            append(run.path / REQUESTS, dict(phase=run.running, task=t.task, **{
+            append(run.folder.path / REQUESTS, dict(phase=run.folder.running, task=t.task, **{
                 name: used[name] for name in USAGE}))
             return reply, used
 
@@ -68,7 +68,7 @@ def play_all(run: Run, trajectories: list[Trajectory]) -> list[Trajectory]:
         paid[t.task] = t
         progress.update()
 
-    with run.bar(run.running, len(trajectories), "episode") as progress:
+    with run.log.bar(run.folder.running, len(trajectories), "episode") as progress:
         progress.update(len(trajectories) - len(missing))
         threads = ThreadPoolExecutor(s.slots)
         try:
@@ -116,9 +116,9 @@ def examples(run: Run) -> list[dict]:
 
     None is of a task that is evaluated. The environment's rules open the first of them only.
     """
-    s, env, found = run.settings, run.make_env(), []
+    s, env, found = run.settings, run.tasks.make_env(), []
     rng = run.rng("examples")
-    evaluated = {mark for split in run.splits for task in run.tasks(split)
+    evaluated = {mark for split in run.tasks.splits for task in run.tasks.of_split(split)
                  for mark in marks(env, task)}
     if s.experts:
         experts = envs.read_experts(s.experts, env)
@@ -144,9 +144,9 @@ def examples(run: Run) -> list[dict]:
 
 def requests(run: Run) -> list[dict]:
     """What the answered requests of the running phase took, also those of episodes that broke."""
-    if not (run.path / REQUESTS).exists():
+    if not (run.folder.path / REQUESTS).exists():
         return []
-    return [row for row in run.read_jsonl(REQUESTS) if row["phase"] == run.running]
+    return [row for row in run.folder.read_jsonl(REQUESTS) if row["phase"] == run.folder.running]
 
 
 def cost(played: list[Trajectory], s, asked: list[dict] = ()) -> dict:

@@ -7,7 +7,7 @@ from pathlib import Path
 import envs
 from dpo import Trajectory
 from harness.play import reopened, usable_rollouts
-from harness.run import Run
+from program.run import Run
 
 
 def more_where_hard(run: Run):
@@ -18,7 +18,7 @@ def more_where_hard(run: Run):
     that always succeeds gets none.
     """
     s, played, successes = run.settings, Counter(), Counter()
-    for t in run.trajectories("iter1/target.jsonl"):
+    for t in run.folder.trajectories("iter1/target.jsonl"):
         played[t.task] += 1
         successes[t.task] += t.reward >= envs.SUCCESS
 
@@ -36,14 +36,14 @@ def dart_rollouts(successes: int, n: int, budget: int) -> int:
 def join_successes(run: Run, out: Path) -> dict:
     """The experts and the sampled successes."""
     names = ["iter1/target.jsonl"] + ["iter1/target-more.jsonl"] * (run.settings.method == "dart")
-    experts, dropped = run.trajectories("experts.jsonl"), Counter()
+    experts, dropped = run.folder.trajectories("experts.jsonl"), Counter()
     sampled = usable_rollouts(run, names, dropped)
     if run.settings.protocol == "eto":
         of = {e.task: e for e in experts}
         sampled = {task: [reopened(t, of[task]) for t in found] for task, found in sampled.items()}
     joined = join(experts, sampled, dropped)
     new = len(joined) - len(experts)
-    run.write_jsonl(out, joined)
+    run.folder.write_jsonl(out, joined)
     run.log("joined", experts=len(experts), successes=new, dropped=dropped)
     return dict(experts=len(experts), successes=new)
 

@@ -125,9 +125,10 @@ def make_groups(instructions: int, length: int, actions: int, common: float = 1 
 
 def fit(accelerator, model, batches, tokens_per_forward=4096, log=lambda event: None) -> None:
     """Preference steps as the program takes them, one a batch of groups, the log included."""
-    dpo.fit(accelerator, model, [batches], functools.partial(dpo.preference_objective, beta=BETA),
-            dpo.count_pairs, lr=LR, warmup=0, schedule="constant", weight_decay=0.0,
-            max_grad_norm=1.0, tokens_per_forward=tokens_per_forward, log=log)
+    loss = functools.partial(dpo.preference_loss, beta=BETA)
+    how = dpo.Optimisation(lr=LR, warmup=0, schedule="constant", weight_decay=0.0,
+                           max_grad_norm=1.0, tokens_per_forward=tokens_per_forward)
+    dpo.fit(accelerator, model, [batches], dpo.Objective(loss, dpo.count_pairs), how, log)
 
 
 def batch_of_pair(group: dpo.Group, pair: dpo.Pair) -> dict:
@@ -205,7 +206,7 @@ def step_rows(share: str, instructions: int, length: int, actions: int, repeats:
     dpo.add_reference(accelerator, ours, groups, 4096)
     for g in groups:  # margins other than 0
         g.reference = [log_prob + n for n, log_prob in enumerate(g.reference)]
-    loss = dpo.preference_objective(ours, groups, beta=BETA)[0] / pairs
+    loss = dpo.preference_loss(ours, groups, beta=BETA)[0] / pairs
     loss.backward()
     batches = [batch_of_pair(g, p) for g in groups for p in g.pairs]
     check("losses", abs(loss.item() - textbook_backward(other, batches)), 1e-5)
@@ -261,7 +262,7 @@ def make_player(attention: str, encoder) -> Qwen3ForCausalLM:
     """
     model = make_model(attention).eval()
     with torch.no_grad():
-        model.lm_head.weight[encoder.never_drawn(VOCABULARY)] = 0
+        model.lm_head.weight[encoder.suppress_tokens(VOCABULARY)] = 0
         model.lm_head.weight[encoder.end_of_turn] *= 1.9
     return model
 
@@ -281,7 +282,7 @@ def generate_rollout(model, encoder, task) -> list[int]:
         written = model.generate(
             input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)).long(),
             do_sample=False, max_new_tokens=30, eos_token_id=end, pad_token_id=end,
-            suppress_tokens=encoder.never_drawn(VOCABULARY))[0].tolist()
+            suppress_tokens=encoder.suppress_tokens(VOCABULARY))[0].tolist()
         reply = written[len(ids):] + [end] * (written[-1] != end)
         ids += reply
         answer = env.step(encoder.decode(reply))

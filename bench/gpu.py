@@ -24,10 +24,10 @@ import dpo
 from bench.bench import Pages, fit, make_groups, word_tokenizer
 from engine import sharding
 from engine.cache import cache_shape
-from harness import dry_run
-from harness.models import make_accelerator
 from harness.play import rollout
 from harness.settings import Settings
+from program import dry_run
+from training.models import make_accelerator
 
 QWEN3_4B = dict(vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
                 num_attention_heads=32, num_key_value_heads=8, head_dim=128,

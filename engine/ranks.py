@@ -3,9 +3,14 @@
 """
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
 from engine import sharding
+
+
+def on_main(accelerator, answer):
+    """What answer() is on the main rank, on all ranks."""
+    return broadcast_object_list([answer() if accelerator.is_main_process else None])[0]
 
 
 def fill(groups: list, size: int, cost) -> list[list]:

@@ -142,11 +142,15 @@ def clip_grad_norm(accelerator, model, largest: float) -> float:
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
-def save(accelerator, model, folder: Path) -> None:
-    """Writes a model of `shard_model` as `from_pretrained` reads it; every rank has to call it."""
+def save(accelerator, model, folder: Path) -> dict:
+    """Writes a model of `shard_model` as `from_pretrained` reads it; every rank has to call it.
+
+    Returns its weights, on the main rank.
+    """
     weights = states.get_model_state_dict(model, options=WHOLE)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
+    return weights
 
 
 @torch.no_grad()

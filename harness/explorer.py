@@ -16,8 +16,8 @@ from dpo import Trajectory
 from harness.endpoint import USAGE, ContextFull, Endpoint, explorer_of
 from harness.kept import Kept
 from harness.play import before_stops, play
-from harness.run import Run
 from harness.settings import is_endpoint
+from program.run import Run
 
 LONGEST = 6000  # characters of a conversation that the endpoint is shown [ours]
 OPENING, TURN = 1500, 1000  # of them at most of its first message, and of another one
@@ -61,9 +61,10 @@ def explore(run: Run, episodes: list[Trajectory], picks: list[dict], known: list
     """
     s = run.settings
     if is_endpoint(s.explorer) and picks:
-        inputs = run.inputs()
-        episodes = run.first_says(lambda: ask_all(run, episodes, picks, known, inputs))
-        run.log_dropped(run.running, envs.LOST, [t.task for t in episodes if t.ended == "lost"])
+        inputs = run.folder.inputs()
+        episodes = run.folder.on_main(lambda: ask_all(run, episodes, picks, known, inputs))
+        run.log.dropped(run.folder.running, envs.LOST,
+                        [t.task for t in episodes if t.ended == "lost"])
         return ([t for t in episodes if t.ended != "lost"],
                 {name: sum(t.usage[name] for t in episodes) for name in TAKEN})
     return play(run, folder, episodes, s.explorer_temperature), {}
@@ -100,10 +101,10 @@ def ask_all(run: Run, episodes: list[Trajectory], picks: list[dict], known: list
     known: the texts of tasks that were made already. inputs: `Run.inputs`. An episode that the
     endpoint refuses for good ends "lost"; EnvError where too many are.
     """
-    s, smith, known = run.settings, run.smith(), "\n".join(known)[-LONGEST:]
+    s, smith, known = run.settings, run.tasks.task_generator(), "\n".join(known)[-LONGEST:]
     endpoint = explorer_of(s)
-    kept = Kept(run.path / "playing/explorer.jsonl", [inputs])  # nothing is paid for twice
-    episodes = kept.fill(episodes, 1, run.make_env)
+    kept = Kept(run.folder.path / "playing/explorer.jsonl", [inputs])  # nothing is paid for twice
+    episodes = kept.fill(episodes, 1, run.tasks.make_env)
     losses, lock = envs.Losses(len(episodes)), threading.Lock()
 
     def work(pick):
@@ -127,7 +128,7 @@ def ask_all(run: Run, episodes: list[Trajectory], picks: list[dict], known: list
                         losses.add(error)
             progress.update()
 
-    with run.bar(run.running, len(episodes), "episode") as progress, \
+    with run.log.bar(run.folder.running, len(episodes), "episode") as progress, \
             ThreadPoolExecutor(min(s.slots, 8)) as threads:
         list(threads.map(work, picks))
     return episodes
@@ -150,7 +151,7 @@ def reflect(endpoint: Endpoint, pick: dict) -> tuple[dict | str, dict]:
 
 def ask(run: Run, endpoint: Endpoint, smith, t: Trajectory, known: str) -> None:
     """One episode of the endpoint: actions, then proposals, each answer of it only data."""
-    env = run.make_env()
+    env = run.tasks.make_env()
 
     def say(messages):
         reply, used = endpoint(messages)

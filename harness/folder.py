@@ -1,19 +1,18 @@
-"""The folder of a run: phases that happen once, their files, the log, and how it goes on."""
+"""The folder of a run: phases that happen once, their files, and how it goes on."""
 
 import json
 import shutil
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
-from tqdm import tqdm
 
 import dpo
+from engine import ranks
 from harness import files, reuse
+from harness.log import Log
 from harness.settings import FREE, Settings, SettingsError
 
 LAYOUT = 2  # of a run's folder: phases are named by what they write
@@ -26,11 +25,11 @@ class Folder:
         self.settings, self.accelerator = settings, accelerator
         self.main = accelerator.is_main_process
         self.path = files.run_path(settings)
+        self.log = Log(accelerator, self.path / "metrics.jsonl")
         self.phases = {}    # the recorded ones: what each wrote -> its hash, and the log's
         self.finished = []  # those found or done by this process
         self.running = ""   # what the running phase writes
         self.lock = None
-        self.about = {}     # the tasks: for config.json
         self.ingredients = ""  # a hash of what goes into phases that runs may share
         if settings.reuse and not Path(settings.reuse).is_dir():
             raise SettingsError(f"--reuse {settings.reuse}: there is no such folder; give one of "
@@ -61,6 +60,7 @@ class Folder:
             raise SettingsError(f"{self.path} holds {results[-1]} but no {lacks}; restore it or "
                                 "give another --out")
         self.phases = files.read_object(phases) if phases.exists() else {}
+        self.log.phases = len(self.phases)
         for name, done in self.phases.items():
             files.need(f"{phases}, {name}", done, sha256=str, metrics_sha256=str,
                        metrics_bytes=int)
@@ -76,30 +76,28 @@ class Folder:
         self._drop_unfinished_events()
         return before
 
-    def record(self, before: dict | None, base: str) -> None:
+    def record(self, before: dict | None, base: str, tasks: dict) -> None:
         """Writes config.json and phases.json of a new run; of an old one the model must be this.
 
-        base: what identifies the model that it starts from.
+        base: what identifies the model that it starts from. tasks: how they were split.
         """
         if before:
             precision = before.get("precision", self.accelerator.mixed_precision)
             self._refuse_changes(dict(base=before["base"], precision=precision), dict(
                 base=base, precision=self.accelerator.mixed_precision))
             if before.get("code") != files.code_hash():
-                self.print_main(
+                self.log.say(
                     f"{self.path} was begun by other code: its finished phases stay as they are. "
                     "Give another --out to compute all with this code")
         elif self.main:
             files.write_text(self.path / "config.json", json.dumps(
-                dict(settings=asdict(self.settings), base=base, layout=LAYOUT, tasks=self.about,
+                dict(settings=asdict(self.settings), base=base, layout=LAYOUT, tasks=tasks,
                      precision=self.accelerator.mixed_precision,
                      code=files.code_hash(), commit=files.git_commit(),
                      versions=files.versions()), indent=1))
         if not (self.path / "phases.json").exists():
             self._write_phases()
-        if self.settings.track:
-            self.accelerator.init_trackers("coevolve", {
-                name: value for name, value in asdict(self.settings).items() if value is not None})
+        self.log.start_trackers(self.settings)
 
     def _refuse_changes(self, before: dict, now: dict) -> None:
         changed = [f"{name} ({before.get(name)} -> {now.get(name)})"
@@ -110,8 +108,8 @@ class Folder:
 
     # -------------------------------------------------------------------------------- phases
 
-    def phase(self, output: str, work, *args, **more) -> None:
-        """Runs work(run, temporary path, ...) -> numbers for the log, unless it was done before.
+    def phase(self, output: str, work) -> None:
+        """Runs work(temporary path) -> numbers for the log, unless it was done before.
 
         Done means: recorded with a hash of `output`, its name, that still holds. The output appears
         by renaming, so a run killed at any moment has all of it or nothing.
@@ -126,25 +124,26 @@ class Folder:
                 shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
         self.running = output
-        inputs = self.first_says(lambda: reuse.inputs(self, output))
+        inputs = self.on_main(lambda: reuse.inputs(self, output))
         with reuse.once(self, inputs):
             with files.writing(temporary):
-                events = self.first_says(lambda: reuse.take(self, output, inputs, temporary))
-                numbers = {} if events else work(self, temporary, *args, **more)
+                events = self.on_main(lambda: reuse.take(self, output, inputs, temporary))
+                numbers = {} if events else work(temporary)
             self.accelerator.free_memory()  # of models that nobody holds any more
             self.accelerator.wait_for_everyone()
             if self.main:
                 files.replace(temporary, path)
-                shutil.rmtree(self.path / "playing", ignore_errors=True)  # what `play` kept for it
+                for inside in ("playing", "checkpoint"):  # what it kept to go on from
+                    shutil.rmtree(self.path / inside, ignore_errors=True)
             self.accelerator.wait_for_everyone()  # who reads it next finds it
             events = events or [dict(
                 event="phase", phase=output, seconds=round(time.perf_counter() - started, 2),
                 resident_mb=psutil.Process().memory_info().rss >> 20, **numbers)]
             for event in events:
                 self.log(**event)
-            self.phases[output] = self.first_says(lambda: self._entry(path, inputs))  # on all ranks
+            self.phases[output] = self.on_main(lambda: self._entry(path, inputs))  # on all ranks
             self._write_phases()
-        self.print_main(line(**events[-1]))
+        self.log.say(line(**events[-1]))
 
     def _entry(self, path: Path, inputs: str | None) -> dict:
         """What is recorded of a finished phase: hashes of what it wrote, and of the log so far.
@@ -160,7 +159,7 @@ class Folder:
         """Whether the phase is recorded and its output unchanged; else forgets all that follows."""
         path, earlier = self.path / output, self.finished
         self.finished = [*earlier, output]
-        found = output in self.phases and self.first_says(
+        found = output in self.phases and self.on_main(
             lambda: path.exists() and files.digest(path))
         if found:
             if found == self.phases[output]["sha256"]:
@@ -168,13 +167,14 @@ class Folder:
             raise SettingsError(f"{path} is not what its phase wrote; restore it, or delete it to "
                                 "compute it and all that follows again")
         if set(self.phases) - set(earlier):
-            self.print_main(f"{path} is gone: computing it and all that follows again")
+            self.log.say(f"{path} is gone: computing it and all that follows again")
             self.phases = {n: self.phases[n] for n in earlier if n in self.phases}
             self._write_phases()
             self._drop_unfinished_events()
         return False
 
     def _write_phases(self) -> None:
+        self.log.phases = len(self.phases)
         if self.main:
             files.write_text(self.path / "phases.json", json.dumps(self.phases, indent=1))
 
@@ -190,11 +190,16 @@ class Folder:
             raise SettingsError(f"{metrics} is not what the finished phases wrote; restore it, or "
                                 "give another --out")
 
-    def first_says(self, answer):
-        """What `answer()` is on the main rank, on all ranks."""
-        return broadcast_object_list([answer() if self.main else None])[0]
+    def inputs(self) -> str:
+        """Identifies the running phase and what it starts from: the phases before it, by hash."""
+        done = {name: recorded["sha256"] for name, recorded in self.phases.items()}
+        return self.on_main(lambda: files.hashed([self.running, done]))
 
-    # --------------------------------------------------------------------------- files and log
+    def on_main(self, answer):
+        """What `answer()` is on the main rank, on all ranks."""
+        return ranks.on_main(self.accelerator, answer)
+
+    # --------------------------------------------------------------------------- files
 
     def read_jsonl(self, name: str) -> list[dict]:
         return files.read_jsonl(self.path / name)
@@ -209,44 +214,8 @@ class Folder:
             records = [row.record() if isinstance(row, dpo.Trajectory) else row for row in rows]
             files.write_text(path, "".join(json.dumps(row) + "\n" for row in records))
 
-    def log(self, event: str, **fields) -> None:
-        """Appends an event to metrics.jsonl, and gives its numbers to the trackers."""
-        if self.main:
-            metrics = self.path / "metrics.jsonl"
-            with files.writing(metrics), open(metrics, "a") as f:
-                f.write(json.dumps(dict(event=event, **fields)) + "\n")
-            if self.settings.track:
-                self._track(dict(numbers(event, fields)),
-                            fields.get("step", fields.get("iteration", len(self.phases))))
-
-    def _track(self, values: dict, x: int) -> None:
-        """Gives the trackers an event's numbers, at its optimiser step, iteration, or phase x."""
-        for tracker in self.accelerator.trackers:
-            if tracker.name != "wandb":
-                tracker.log(values, step=x)
-                continue
-            # Its own steps may only rise, over all that is logged: x is a number like the others.
-            for name in {name.rpartition("/")[0] for name in values}:
-                tracker.tracker.define_metric(f"{name}/*", step_metric=f"{name}/x")
-                values = {**values, f"{name}/x": x}
-            tracker.log(values)
-
-    def log_dropped(self, phase: str, reason: str, tasks: list[str]) -> None:
-        if tasks:
-            self.log("dropped", phase=phase, reason=reason, count=len(tasks), tasks=tasks[:10])
-
-    def bar(self, phase: str, total: int, unit: str):
-        every = 0 if sys.stderr.isatty() else 60  # seconds: a log needs no moving bar
-        return tqdm(total=total, unit=unit, desc=phase, leave=False, disable=not self.main,
-                    unit_scale=unit == "token", dynamic_ncols=True, delay=every,
-                    mininterval=max(0.1, every), maxinterval=max(10, every))
-
-    def print_main(self, line: str) -> None:
-        if self.main:
-            tqdm.write(line)
-
     def close(self) -> None:
-        """Ends trackers, gives the folder free, and ends together with the other ranks."""
+        """Ends trackers, releases the folder, and ends together with the other ranks."""
         self.accelerator.wait_for_everyone()  # one that ends earlier takes its connections along
         self.accelerator.end_training()
         if self.main:
@@ -259,13 +228,3 @@ def line(event, phase: str, seconds: float, resident_mb: int, reused: str = "", 
             for key, value in numbers.items()]
     return "  ".join([f"{phase:28}{seconds:7.1f} s", *([f"made by {reused}"] if reused else []),
                       *told])
-
-
-def numbers(prefix: str, fields: dict):
-    """(name, number) of all numbers in an event; its texts, such as the phase, lead the names."""
-    prefix = "/".join([prefix, *(v for v in fields.values() if isinstance(v, str))])
-    for key, value in fields.items():
-        if isinstance(value, dict):
-            yield from numbers(f"{prefix}/{key}", value)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield f"{prefix}/{key}", value

@@ -22,9 +22,9 @@ from engine.prepacked import prepack
 from engine.sharding import hand_out
 from harness import files
 from harness.kept import CHUNK, Kept
-from harness.models import load_model
-from harness.run import Run
 from harness.settings import Settings
+from program.run import Run
+from training.models import load_model
 
 
 def play(run: Run, folder: Path, trajectories: list[Trajectory],
@@ -48,18 +48,18 @@ def play_with(run: Run, model, encoder: Encoder, trajectories: list[Trajectory],
     Each rank plays its share, all get all. Lost episodes are left out and logged; EnvError where
     they are too many.
     """
-    processes, phase = run.accelerator.num_processes, run.running
+    processes, phase = run.accelerator.num_processes, run.folder.running
     share = trajectories[run.accelerator.process_index::processes]
     order = {(t.task, t.rollout): n for n, t in enumerate(trajectories)}
-    with run.bar(phase, len(share), "episode") as progress:
+    with run.log.bar(phase, len(share), "episode") as progress:
         played = play_share(run, model, encoder, share, temperature, progress, len(trajectories))
     played = sorted(gather_object(played), key=lambda t: order[t.task, t.rollout])
     lost = [t.task for t in played if t.ended == "lost"]
-    run.log_dropped(phase, envs.LOST, lost)
+    run.log.dropped(phase, envs.LOST, lost)
     if envs.too_many(len(lost), len(played)):
         raise envs.EnvError(f"{phase}: {len(lost)} of {len(played)} episodes were lost")
     if lost:
-        run.print_main(f"{phase}: {len(played) - len(lost)} of {len(played)} episodes; "
+        run.log.say(f"{phase}: {len(played) - len(lost)} of {len(played)} episodes; "
                        f"{envs.LOST} on {', '.join(lost)}")
     log_full(run, sum(t.ended == "context" for t in played), len(played))
     return [t for t in played if t.ended != "lost"]
@@ -68,8 +68,8 @@ def play_with(run: Run, model, encoder: Encoder, trajectories: list[Trajectory],
 def log_full(run: Run, full: int, played: int) -> None:
     """Says so where most of the episodes played filled the context."""
     if 2 * full > played:
-        run.log("full", phase=run.running, episodes=full, of=played)
-        run.print_main(f"{run.running}: {full} of {played} episodes filled --max-tokens "
+        run.log("full", phase=run.folder.running, episodes=full, of=played)
+        run.log.say(f"{run.folder.running}: {full} of {played} episodes filled --max-tokens "
                        f"{run.settings.max_tokens} before they were over; raise --max-tokens")
 
 
@@ -83,15 +83,15 @@ def play_share(run: Run, model, encoder: Encoder, share: list[Trajectory],
         slot = s.max_tokens * slot_bytes(model.config, model.dtype.itemsize)
         slots = max(1, min(slots, slots_that_fit(free, slot)))
     chunk = CHUNK * slots if model.device.type == "cpu" else 0
-    kept = Kept(run.path / f"playing/rank-{run.accelerator.process_index}.jsonl",
-                [run.inputs(), files.code_hash(), run.accelerator.num_processes, chunk])
-    share = kept.fill(share, chunk or 1, run.make_env)
+    kept = Kept(run.folder.path / f"playing/rank-{run.accelerator.process_index}.jsonl",
+                [run.folder.inputs(), files.code_hash(), run.accelerator.num_processes, chunk])
+    share = kept.fill(share, chunk or 1, run.tasks.make_env)
     if before := sum(bool(t.ended) for t in share):
         progress.update(before)
-        run.print_main(f"{run.running} goes on after {before} of {len(share)} episodes")
+        run.log.say(f"{run.folder.running} goes on after {before} of {len(share)} episodes")
     if model.device.type == "cpu" and model.num_parameters() < 10_000_000:
         torch.set_num_threads(1)  # several would only wait for each other: 1.6 s against 3.6 s
-    rollout(model, encoder, run.make_env, share, temperature=temperature, slots=slots,
+    rollout(model, encoder, run.tasks.make_env, share, temperature=temperature, slots=slots,
             max_tokens=s.max_tokens, max_new_tokens=s.max_new_tokens,
             tokens_per_forward=s.tokens_per_forward, stops=envs.STOPS[s.protocol],
             progress=progress, of=of, chunk=chunk, keep=kept.add)
@@ -102,7 +102,7 @@ def play_share(run: Run, model, encoder: Encoder, share: list[Trajectory],
 def usable_rollouts(run: Run, names: list[str], dropped: Counter) -> dict[str, list[Trajectory]]:
     """task -> the trajectories of these files that can train; counts in `dropped` the others."""
     found = {}
-    for t in (t for name in names for t in run.trajectories(name)):
+    for t in (t for name in names for t in run.folder.trajectories(name)):
         if reason := unusable(t, run.settings):
             dropped[reason] += 1
         else:
@@ -206,7 +206,7 @@ def rollout(model, encoder: Encoder, make_env, trajectories: list[Trajectory], *
     model.eval()
     places = [Slot(n) for n in range(min(slots, len(trajectories)))]
     cache, losses = SlotCache(model, len(places), max_tokens), envs.Losses(of or len(trajectories))
-    never = torch.tensor(encoder.never_drawn(model.config.get_text_config().vocab_size),
+    never = torch.tensor(encoder.suppress_tokens(model.config.get_text_config().vocab_size),
                          dtype=torch.long, device=model.device)
     threads = ThreadPoolExecutor(len(places))
 

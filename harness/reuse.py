@@ -21,40 +21,41 @@ SHARED = re.compile(r"experts\.jsonl|sft-\w+|eval-0-.+")
 PATHS = ("experts", "split_file", "intercode_data", "prompts")  # settings that name files
 
 
-def ingredients(run, base: str) -> str:
-    """A hash of all that goes into the shared phases of a run, beside the phases before each.
+def ingredients(folder, base: str, training: list) -> str:
+    """A hash of all that goes into the shared phases of a folder, beside the phases before each.
 
-    base: what identifies the model. Packages and machine count, since they may change rounding.
+    base: what identifies the model; training: how it is laid out on the machine. Packages and
+    machine count, since they may change rounding.
     """
-    settings = {name: value for name, value in asdict(run.settings).items()
+    settings = {name: value for name, value in asdict(folder.settings).items()
                 if name not in AFTER_SFT}
     found = {name: files.digest(Path(settings[name])) for name in PATHS if settings[name]}
-    accelerator = run.accelerator
+    accelerator = folder.accelerator
     machine = [accelerator.num_processes, accelerator.mixed_precision, accelerator.device.type,
-               run.shard, run.recompute, torch.get_num_threads(),
+               *training, torch.get_num_threads(),
                torch.backends.cpu.get_cpu_capability(),
                *map(torch.cuda.get_device_name, range(torch.cuda.device_count()))]
     return files.hashed([settings | found | dict(model=base), files.code_hash(), files.versions(),
                    machine])
 
 
-def inputs(run, output: str) -> str | None:
+def inputs(folder, output: str) -> str | None:
     """The hash of what goes into the phase that writes `output`; None: it is this run's alone."""
-    s = run.settings
+    s = folder.settings
     if s.method == "chat" or s.failure_from or not SHARED.fullmatch(output):
         return None
-    before = {name: done["sha256"] for name, done in run.phases.items()}
-    return files.hashed([run.ingredients, before, output])
+    before = {name: done["sha256"] for name, done in folder.phases.items()}
+    return files.hashed([folder.ingredients, before, output])
 
 
 @contextmanager
-def once(run, key: str | None):
+def once(folder, key: str | None):
     """Of runs that come to a phase of equal inputs together one makes it, and the others wait."""
     lock = None
-    if run.main and run.settings.reuse and key:
-        path = Path(run.settings.reuse) / f".{key[:16]}.lock"
+    if folder.main and folder.settings.reuse and key:
+        path = Path(folder.settings.reuse) / f".{key[:16]}.lock"
         if (lock := files.held(path)) is None:
-            run.print_main(f"{run.running} waits for another run, which is making it")
+            folder.log.say(f"{folder.running} waits for another folder, which is making it")
             lock = files.held(path, wait=True)
     try:
         yield
@@ -63,18 +64,18 @@ def once(run, key: str | None):
             lock.release()
 
 
-def take(run, output: str, key: str | None, temporary: Path) -> list[dict] | None:
+def take(folder, output: str, key: str | None, temporary: Path) -> list[dict] | None:
     """Puts there what another run made of equal inputs; the events that it logged meanwhile.
 
     The last one says which run that was. None: there is none.
     """
-    if not run.settings.reuse or not key:
+    if not folder.settings.reuse or not key:
         return None
-    folder = Path(run.settings.reuse)
-    for path in sorted([*folder.glob("*/phases.json"), *folder.glob("phases.json")]):
+    source = Path(folder.settings.reuse)
+    for path in sorted([*source.glob("*/phases.json"), *source.glob("phases.json")]):
         other, phases = path.parent, files.read_object(path)
         done = phases.get(output, {})
-        if done.get("inputs") != key or other.samefile(run.path):
+        if done.get("inputs") != key or other.samefile(folder.path):
             continue
         try:
             whole = files.digest(other / output) == done["sha256"]

@@ -579,8 +579,7 @@ def _boolean(text: str) -> bool:
 
 
 if __name__ == "__main__":
-    try:  # run.sh starts the program whose name is printed
-        settings = parse(sys.argv[1:])
-        print("mutual.py" if settings.method in EVOLVING else "coevolve.py")
+    try:
+        parse(sys.argv[1:])
     except SettingsError as error:
         sys.exit(f"run.sh: {error}")  # run.sh turns every failure into exit status 2

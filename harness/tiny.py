@@ -48,45 +48,45 @@ QUICK = {"webshop": dict(FEW, conversations=1200, epochs=1, batch=8, lr=4e-3),
 SAMPLE = 8  # conversations of practice text that say if it is still the same
 
 
-def base(accelerator, run) -> Path:
+def base(folder, tasks) -> Path:
     """The pretrained tiny model's folder; made once and kept under the hash of what made it.
 
     That is the recipe, and a sample of the text; an edit that changes neither costs nothing.
     """
-    s = run.settings
+    s, on_main = folder.settings, folder.on_main
     recipe = (QUICK if s.quick else FULL)[s.env]
     made_by = [recipe, MODEL, CHAT_TEMPLATE, s.env, s.view, torch.__version__,
-               run.first_says(lambda: practice(run, SAMPLE))]
+               on_main(lambda: practice(tasks, SAMPLE))]
     name = hashed(made_by)[:16]
-    folder = ROOT / ".cache" / f"tiny-{name}"
-    if run.first_says(folder.exists):
-        return folder
-    folder.parent.mkdir(exist_ok=True)
+    path = ROOT / ".cache" / f"tiny-{name}"
+    if on_main(path.exists):
+        return path
+    path.parent.mkdir(exist_ok=True)
     # Of runs that start together one makes it, and the others wait here.
-    lock = held(Path(f"{folder}.lock"), wait=True) if run.main else None
-    if not run.first_says(folder.exists):
-        for left in folder.parent.glob(f"{folder.name}.*.tmp") if run.main else ():
+    lock = held(Path(f"{path}.lock"), wait=True) if folder.main else None
+    if not on_main(path.exists):
+        for left in path.parent.glob(f"{path.name}.*.tmp") if folder.main else ():
             shutil.rmtree(left)  # by one that was killed
-        pretrain(accelerator, run, recipe, folder)
+        pretrain(folder.log, tasks, recipe, path)
     if lock:
         lock.release()
-    return folder
+    return path
 
 
-def practice(run, n: int) -> list[list[dict]]:
+def practice(tasks, n: int) -> list[list[dict]]:
     """n conversations of the environment's practice text."""
-    env = run.make_env()
-    conversations = env.practice(0, n, run.make_env)
+    env = tasks.make_env()
+    conversations = env.practice(0, n, tasks.make_env)
     env.close()
     return conversations
 
 
-def pretrain(accelerator, run, recipe: dict, folder: Path) -> None:
+def pretrain(log, tasks, recipe: dict, folder: Path) -> None:
     """Makes the tokenizer of the environment's practice text and a model that has read it."""
-    s = run.settings
+    accelerator = log.accelerator
     set_seed(0)
     rng = random.Random(0)
-    conversations = practice(run, recipe["conversations"])
+    conversations = practice(tasks, recipe["conversations"])
     tokenizer = make_tokenizer([m["content"] for c in conversations for m in c])
     config = Qwen3Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
                          bos_token_id=None, pad_token_id=None, **MODEL)
@@ -104,15 +104,15 @@ def pretrain(accelerator, run, recipe: dict, folder: Path) -> None:
                              ("practice", rounds, recipe["lr"])):
         losses = []
         tokens = sum(g.tokens for epoch in epochs for batch in epoch for g in batch)
-        with run.bar(f"base: {part}", tokens, "token") as progress:
-            dpo.fit(accelerator, model, epochs, dpo.sft_objective, dpo.count_action_tokens,
-                    lr=lr, warmup=0.05, schedule="cosine", weight_decay=0.01,
-                    max_grad_norm=1.0, tokens_per_forward=s.tokens_per_forward,
-                    log=lambda event: losses.append(event["loss"]), progress=progress)
-        run.print_main(f"base: {part:8} loss {losses[0]:.2f} -> {losses[-1]:.2f} nats per token")
+        how = dpo.Optimisation(lr, 0.05, "cosine", 0.01, 1.0, tasks.settings.tokens_per_forward)
+        with log.bar(f"base: {part}", tokens, "token"):
+            dpo.fit(accelerator, model, epochs,
+                    dpo.Objective(dpo.sft_loss, dpo.count_action_tokens), how,
+                    lambda event: losses.append(event["loss"]))
+        log.say(f"base: {part:8} loss {losses[0]:.2f} -> {losses[-1]:.2f} nats per token")
     temporary = folder.with_suffix(f".{os.getpid()}.tmp")
     sharding.save(accelerator, model, temporary)
-    if run.main:
+    if log.main:
         tokenizer.save_pretrained(temporary)
         replace(temporary, folder)
     accelerator.wait_for_everyone()

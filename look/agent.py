@@ -8,9 +8,9 @@ from dpo import Encoder, Trajectory
 from engine.cache import SlotCache, next_token_logits
 from engine.prepacked import prepack
 from envs import STOPS
-from harness.models import in_bf16, load_model
 from harness.play import Slot, observe, reply_ended
 from harness.settings import Settings
+from training.models import in_bf16, load_model
 
 
 class Agent:
@@ -24,7 +24,8 @@ class Agent:
         prepack(self.model)
         self.cache = SlotCache(self.model, 1, s.max_tokens)
         vocabulary = self.model.config.get_text_config().vocab_size
-        self.never = torch.tensor(self.encoder.never_drawn(vocabulary), device=self.model.device)
+        self.never = torch.tensor(self.encoder.suppress_tokens(vocabulary),
+                                  device=self.model.device)
 
     def begin(self, env, task: str, observation: str) -> None:
         self.slot, self.proposed = Slot(0), None

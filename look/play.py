@@ -17,7 +17,7 @@ import envs
 from harness.files import RunError, made_tasks, read_object
 from harness.report import visible
 from harness.settings import Settings, SettingsError, options_of, parse, without_passwords
-from harness.tasks import settings_of
+from program.tasks import settings_of
 
 # Of a run's settings, those that its agent plays with.
 PLAYED_WITH = ("view", "max_tokens", "max_new_tokens", "examples")
@@ -150,7 +150,7 @@ def agent_of(path: Path) -> tuple[Path, Path | str, str]:
     settings = settings_of(run)
     model = settings["model"]
     if settings["method"] == "evaluate" and model == "smollm2":
-        from harness import smollm2  # with torch
+        from training import smollm2  # with torch
         return run, smollm2.base(), model
     if settings["method"] == "evaluate" and model != "tiny":
         return run, model, model

@@ -94,11 +94,15 @@ def make(out: Path, texts: dict = TEXTS, copy_batches: int = COPY_BATCHES) -> No
 
 def train(accelerator, model, batches: list[list[dpo.Group]], rate: float) -> None:
     tokens, losses = sum(g.tokens for batch in batches for g in batch), []
+    how = dpo.Optimisation(rate, warmup=0.05, schedule="cosine", weight_decay=0.01,
+                           max_grad_norm=1.0, tokens_per_forward=4096)
     with tqdm(total=tokens, unit=" tokens", unit_scale=True, mininterval=10) as bar:
-        dpo.fit(accelerator, model, [batches], dpo.sft_objective, dpo.count_action_tokens, lr=rate,
-                warmup=0.05, schedule="cosine", weight_decay=0.01, max_grad_norm=1.0,
-                tokens_per_forward=4096, log=lambda event: losses.append(event["loss"]),
-                progress=bar)
+        def log(event):
+            losses.append(event["loss"])
+            bar.update(sum(g.tokens for g in batches[event["step"] - 1]))
+
+        dpo.fit(accelerator, model, [batches], dpo.Objective(dpo.sft_loss, dpo.count_action_tokens),
+                how, log)
     last = losses[-50:]
     print(f"{tokens:,} tokens, loss {losses[0]:.2f} -> {sum(last) / len(last):.3f} nats per token")
 

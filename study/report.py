@@ -23,8 +23,16 @@ from look import figures
 from look.conversations import conversations
 from look.page import render
 from study.figure3 import distances_of
-from study.methods import (CLAIMS, EVOLUTIONS, MEASURES, THRESHOLDS, chosen, equals, method_of,
-                           name_of)
+from study.methods import (
+    CLAIMS,
+    EVOLUTIONS,
+    MEASURES,
+    THRESHOLDS,
+    chosen,
+    equals,
+    method_of,
+    name_of,
+)
 from study.numbers import cost, evaluations, evolution, explored, interval, last, means, paired
 
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 torch.set_num_threads(1)
 torch.cpu.get_capabilities = dict  # every CPU computes in fp32 here, whatever the model
 
-import engine.packing  # noqa: E402, F401  registers the attention of all models here
+import dpo  # noqa: E402  with engine.packing, which registers the attention of all models here
 import envs  # noqa: E402
 
 gc.freeze()  # as the program does: what was imported is no garbage
@@ -146,6 +146,13 @@ def run_rank(rank, ranks, folder, work, arguments):
     os._exit(0)  # a thread of gloo's may abort a process that takes itself apart
 
 
+def adamw(**changed) -> dpo.Optimisation:
+    """How the tests train: a constant rate and no decay."""
+    return dpo.Optimisation(**dict(
+        lr=1e-3, warmup=0.0, schedule="constant", weight_decay=0.0, max_grad_norm=1.0,
+        tokens_per_forward=1000) | changed)
+
+
 HUB = [("llama2", "Llama", dict(num_key_value_heads=4)),
        ("chatml", "Qwen3", dict(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True))]
 
@@ -233,10 +240,10 @@ def toy_run(small_model, tmp_path, monkeypatch):
         small = ["--model", small_model, "--iterations", 1, "--sft-epochs", 1, "--dpo-epochs", 1,
                  "--max-tokens", 256, "--max-new-tokens", 6, "--threads", 1, "--slots", 3,
                  "--dpo-lr", 1e-3, "--out", tmp_path / "run"]
-        import coevolve
-        from harness import start
+        import mutual
+        from program import start
         try:
-            start.main(coevolve.coevolve, [*map(str, small), *map(str, flags)])
+            start.main([*map(str, small), *map(str, flags)], mutual.loop_of)
         except Exception as error:
             error.__context__ = None  # frames would hold the run's lock
             raise error.with_traceback(None)

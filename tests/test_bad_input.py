@@ -31,10 +31,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-import coevolve
 import envs
-from harness import settings, start
+import mutual
+from harness import settings
 from harness.settings import Settings, SettingsError
+from program import start
 
 ROOT = Path(__file__).parent.parent
 HINTS = get_type_hints(Settings)
@@ -51,7 +52,7 @@ def one_line(error) -> str:
 def refused(*flags) -> str:
     """The line with which a run is refused that would start with these flags."""
     try:
-        start.main(coevolve.coevolve, [str(flag) for flag in flags])
+        start.main([str(flag) for flag in flags], mutual.loop_of)
     except Exception as error:
         line = one_line(error)
     gc.collect()  # of the run, which holds its folder
@@ -429,7 +430,7 @@ def test_a_folder_for_the_run_that_is_none_is_named(small_model, tmp_path):
 
 def test_another_runs_folder_is_refused_with_what_differs(small_model, tmp_path):
     out, more = tmp_path / "run", ["--method", "sft"]
-    start.main(coevolve.coevolve, [str(f) for f in flags(out, small_model, *more)])
+    start.main([str(f) for f in flags(out, small_model, *more)], mutual.loop_of)
     gc.collect()
     before = tree(out)
     for changed, names in [(["--env", "intercodesql"], "env (webshop -> intercodesql)"),
@@ -462,7 +463,7 @@ def test_experts_that_do_not_fit_are_refused_before_anything_is_trained(small_mo
     assert not list((tmp_path / "run").glob("sft*"))
     # The same folder takes a corrected command, for nothing was done with the first one's.
     corrected = flags(tmp_path / "run", small_model, "--experts", tmp_path / "e", "--method", "sft")
-    start.main(coevolve.coevolve, [str(f) for f in corrected])
+    start.main([str(f) for f in corrected], mutual.loop_of)
 
 
 @pytest.mark.parametrize("more, says", [

@@ -18,10 +18,10 @@ from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import (  # noqa:
     multi_turn_checker,
 )
 
-import coevolve  # noqa: E402
 import envs  # noqa: E402
-from harness import start  # noqa: E402
+import mutual  # noqa: E402
 from harness.explorer import proposal_of  # noqa: E402
+from program import start  # noqa: E402
 from worlds.bfcl import data  # noqa: E402
 from worlds.bfcl.calls import MOST_CALLS, Simulators, failed, parse_calls  # noqa: E402
 from worlds.bfcl.data import CATEGORIES, MORE_FUNCTIONS, SIZES, start_state, tasks  # noqa: E402
@@ -647,8 +647,9 @@ def test_a_chat_endpoint_plays_it(endpoint, tmp_path):
         return script(env.find(task)["calls"])[len(messages) // 2]
 
     endpoint.answer = answer
-    start.main(coevolve.coevolve, [
+    start.main([
         "--env", "bfcl", "--view", "short", "--model", endpoint.url, "--model-name", "m", "--examples", "0",
-        "--eval-tasks", "5", "--max-tokens", "8000", "--slots", "2", "--out", str(tmp_path / "run")])
+        "--eval-tasks", "5", "--max-tokens", "8000", "--slots", "2", "--out", str(tmp_path / "run")],
+        mutual.loop_of)
     rows = (tmp_path / "run/eval-0-target-test.jsonl").read_text().splitlines()
     assert [json.loads(row)["reward"] for row in rows] == [1.0] * 5

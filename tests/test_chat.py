@@ -15,9 +15,9 @@ from baselines import chat
 from dpo import Trajectory
 from harness import endpoint as endpoints
 from harness import report
-from harness.run import Run
 from harness.settings import Settings, SettingsError, check
 from look.conversations import conversations
+from program.run import Run
 
 ROOT = Path(__file__).parent.parent
 
@@ -70,18 +70,18 @@ def settings(endpoint, **more):
 def test_an_evaluation_has_the_rows_and_events_of_any_other(endpoint, run):
     endpoint.answer = lambda messages: "c" if "test-1" in messages[0]["content"] else "x"
     r = run(price_in=2.0, price_out=10.0)
-    rows = r.read_jsonl("eval-0-target-test.jsonl")
+    rows = r.folder.read_jsonl("eval-0-target-test.jsonl")
     assert [(e["task"], e["reward"], e["steps"], e["ended"]) for e in rows] == [
         ("test-0", 0.0, 3, "budget"), ("test-1", 1.0, 1, "done"),
         ("test-2", 0.0, 3, "budget"), ("test-3", 0.0, 3, "budget")]
     assert [m["role"] for m in rows[0]["messages"]] == ["user", "assistant"] * 3
-    score = report.result(r.path)["evaluations"][0]
+    score = report.result(r.folder.path)["evaluations"][0]
     assert (score["reward"], score["success"], score["tasks"]) == (0.25, 0.25, 4)
     # Ten calls of 100 and 7 tokens: (1000 x 2 + 70 x 10) / a million dollars.
     assert (score["requests"], score["prompt_tokens"], score["completion_tokens"]) == (10, 1000, 70)
     assert score["retries"] == 0 and score["dollars"] == 0.0027
-    assert [t["id"] for t in conversations(r.path, first=["test-1"])["tasks"]][0] == "test-1"
-    line = next(line for line in report.table(r.path).splitlines() if "1,000" in line)
+    assert [t["id"] for t in conversations(r.folder.path, first=["test-1"])["tasks"]][0] == "test-1"
+    line = next(line for line in report.table(r.folder.path).splitlines() if "1,000" in line)
     assert line.split() == ["test", "10", "0", "0", "1,000", "70", "0.00"]
 
 
@@ -149,8 +149,8 @@ def test_replies_that_the_endpoint_cut_are_counted(endpoint, run):
     answer = dict(choices=[dict(message=dict(content="a b"), finish_reason="length")])
     endpoint.faults = [(200, json.dumps(answer), {})]
     r = run(slots=1)
-    assert [row["cut_replies"] for row in r.read_jsonl("eval-0-target-test.jsonl")] == [1, 0, 0, 0]
-    assert report.result(r.path)["evaluations"][0]["with_cut_replies"] == 1
+    assert [row["cut_replies"] for row in r.folder.read_jsonl("eval-0-target-test.jsonl")] == [1, 0, 0, 0]
+    assert report.result(r.folder.path)["evaluations"][0]["with_cut_replies"] == 1
 
 
 @pytest.mark.parametrize("message, usage, tokens", [
@@ -230,9 +230,9 @@ def test_a_conversation_longer_than_the_endpoint_reads_ends_the_episode(endpoint
 
     endpoint.answer = answer
     r = run(slots=1)
-    rows = r.read_jsonl("eval-0-target-test.jsonl")
+    rows = r.folder.read_jsonl("eval-0-target-test.jsonl")
     assert {(e["ended"], e["steps"]) for e in rows} == {("context", 2)}
-    assert "4 (4 out of context)" in report.table(r.path)
+    assert "4 (4 out of context)" in report.table(r.folder.path)
 
 
 def test_episodes_of_another_model_are_not_taken_for_this_ones(endpoint, run, tmp_path):
@@ -245,7 +245,7 @@ def test_episodes_of_another_model_are_not_taken_for_this_ones(endpoint, run, tm
         run(model_name="another")
     with open(tmp_path / "run/chat.jsonl", "a") as f:  # killed while it wrote
         f.write('{"task": "te')
-    assert len(run().read_jsonl("eval-0-target-test.jsonl")) == 4 and len(endpoint.seen) == 4
+    assert len(run().folder.read_jsonl("eval-0-target-test.jsonl")) == 4 and len(endpoint.seen) == 4
 
 
 def test_a_key_that_no_header_can_hold_is_refused_without_being_shown(endpoint, monkeypatch):
@@ -263,7 +263,7 @@ def test_a_server_without_a_key_gets_none(endpoint, monkeypatch):
 
 def test_an_episode_ends_where_the_context_is_full(endpoint, run):
     endpoint.answer = lambda messages: "x"
-    rows = run(max_tokens=107, max_new_tokens=20).read_jsonl("eval-0-target-test.jsonl")
+    rows = run(max_tokens=107, max_new_tokens=20).folder.read_jsonl("eval-0-target-test.jsonl")
     assert {(e["ended"], e["steps"]) for e in rows} == {("context", 1)}
 
 
@@ -280,7 +280,7 @@ def test_a_stopped_run_goes_on_and_pays_for_no_episode_twice(endpoint, run):
     endpoint.answer = lambda messages: "c"
     r = run(slots=1)
     asked = [body["messages"][0]["content"][-6:] for _, _, body in endpoint.seen[paid:]]
-    assert asked == ["test-3"] and len(r.read_jsonl("eval-0-target-test.jsonl")) == 4
+    assert asked == ["test-3"] and len(r.folder.read_jsonl("eval-0-target-test.jsonl")) == 4
 
 
 def test_the_key_is_nowhere_when_a_whole_command_has_run(endpoint, tmp_path):

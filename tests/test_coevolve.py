@@ -22,9 +22,11 @@ from safetensors.torch import load_file, save_file
 import coevolve
 import dpo
 import envs
-from harness import files, models, start
-from harness import run as harness_run
+import mutual
+from harness import files
 from harness.settings import Settings, SettingsError
+from program import start
+from training import models, trainer
 
 ROOT = Path(__file__).parent.parent
 
@@ -373,8 +375,8 @@ def test_a_tracker_gets_every_number_of_the_log(tmp_path, monkeypatch):
             given.append((step, values))
 
     register_tracker_class(Recorder)
-    start.main(coevolve.coevolve, command(tmp_path / "run", "--method", "sft", "--track", "recorder")[2:]
-                  + ["--env", "webshop"])
+    start.main(command(tmp_path / "run", "--method", "sft", "--track", "recorder")[2:]
+               + ["--env", "webshop"], mutual.loop_of)
     config, *logged = given
     assert config["method"] == "sft" and config["track"] == "recorder"
     events = files.read_jsonl(tmp_path / "run/metrics.jsonl")
@@ -397,13 +399,13 @@ def test_a_tracker_gets_every_number_of_the_log(tmp_path, monkeypatch):
 def test_what_cannot_be_saved_is_known_before_the_first_step(quick, tmp_path, monkeypatch, broken,
                                                              message):
     """A full disk, weights that change on the way, a tokenizer that loses a token."""
-    save = harness_run.Run.save
+    save = trainer.Trainer.save
     if broken == "disk":
-        monkeypatch.setattr(harness_run.shutil, "disk_usage",
+        monkeypatch.setattr(trainer.shutil, "disk_usage",
                             lambda path: type("Usage", (), dict(free=1000)))
 
-    def save_badly(run, model, before, out):
-        save(run, model, before, out)
+    def save_badly(self, model, before, out):
+        saved = save(self, model, before, out)
         if broken == "weights":
             weights = load_file(out / "model.safetensors")
             weights["model.embed_tokens.weight"] += 1e-3
@@ -411,10 +413,11 @@ def test_what_cannot_be_saved_is_known_before_the_first_step(quick, tmp_path, mo
         if broken == "tokenizer":
             text = (out / "tokenizer.json").read_text()
             (out / "tokenizer.json").write_text(text.replace('"find"', '"fin_d"'))
+        return saved
 
-    monkeypatch.setattr(harness_run.Run, "save", save_badly)
+    monkeypatch.setattr(trainer.Trainer, "save", save_badly)
     with pytest.raises(SettingsError) as refusal:
-        start.main(coevolve.coevolve, [*command(tmp_path / "run")[2:], "--env", "webshop"])
+        start.main([*command(tmp_path / "run")[2:], "--env", "webshop"], mutual.loop_of)
     AcceleratorState._reset_state(True)
     assert message in str(refusal.value)
     events = files.read_jsonl(tmp_path / "run/metrics.jsonl")
@@ -426,5 +429,5 @@ def test_a_tracker_that_is_not_there_is_refused(tmp_path, tracker):
     if importlib.util.find_spec(tracker):
         pytest.skip(f"{tracker} is installed")
     with pytest.raises(SettingsError, match=f"--track {tracker}: "):
-        start.main(coevolve.coevolve, command(tmp_path / "run", "--track", tracker)[2:])
+        start.main(command(tmp_path / "run", "--track", tracker)[2:], mutual.loop_of)
     assert not (tmp_path / "run").exists()

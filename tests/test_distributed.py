@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import in_ranks, make_model
+from conftest import adamw, in_ranks, make_model
 from test_dpo import VOCABULARY, group
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
@@ -51,10 +51,10 @@ def train(accelerator, folder, shard, name, stop=0):
 
     checkpoint = Checkpoint(accelerator, folder / "checkpoint", "phase", 0)
     try:
-        dpo.fit(accelerator, model, epochs, partial(dpo.preference_objective, beta=0.1,
-                lambda_sft=0.1), dpo.count_pairs, lr=1e-3, warmup=0.5, schedule="cosine",
-                weight_decay=0.01, max_grad_norm=1.0, tokens_per_forward=40, log=note,
-                checkpoint=checkpoint)
+        loss = partial(dpo.preference_loss, beta=0.1, lambda_sft=0.1)
+        dpo.fit(accelerator, model, epochs, dpo.Objective(loss, dpo.count_pairs),
+                adamw(warmup=0.5, schedule="cosine", weight_decay=0.01, tokens_per_forward=40),
+                note, checkpoint)
     except Stopped:
         assert [p.name for p in (folder / "checkpoint").iterdir()] == [f"step-{stop}"]
         accelerator.wait_for_everyone()
@@ -144,9 +144,9 @@ def test_passes_in_bf16_move_fp32_weights(shard):
         dpo.add_reference(accelerator, model, groups, 1000)
         head = model.get_output_embeddings()
         head.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
-        dpo.fit(accelerator, model, [[groups]], lambda *a: dpo.preference_objective(*a, beta=0.1),
-                dpo.count_pairs, lr=1e-6, warmup=0, schedule="constant", weight_decay=0.0,
-                max_grad_norm=1.0, tokens_per_forward=1000, log=log.append)
+        loss = partial(dpo.preference_loss, beta=0.1)
+        dpo.fit(accelerator, model, [[groups]], dpo.Objective(loss, dpo.count_pairs),
+                adamw(lr=1e-6), log.append)
         assert seen == {torch.float32 if precision == "no" else torch.bfloat16}
         after = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         for name in before:
@@ -172,7 +172,7 @@ def saved(folder):
     accelerator = Accelerator(cpu=True)
     model = sharding.shard_model(accelerator, make_model(VOCABULARY), shard=False)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    dpo.sft_objective(model, [group()])[0].backward()
+    dpo.sft_loss(model, [group()])[0].backward()
     optimizer.step()
     checkpoint = Checkpoint(accelerator, folder, "sft from these experts", 0)
     checkpoint.save(model, optimizer, 1, [{"step": 1}])

@@ -2,14 +2,13 @@
 
 import math
 import random
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from conftest import CHATML, CONVERSATION, LLAMA2, make_model, make_tokenizer
+from conftest import CHATML, CONVERSATION, LLAMA2, adamw, make_model, make_tokenizer
 
 import dpo
 from engine import packing, ranks, sharding
@@ -261,7 +260,7 @@ def group(task="a", seed=0, pairs=None):
 def test_identical_policy_and_reference_give_ln2():
     model, g = make_model(VOCABULARY), group()
     dpo.add_reference(Accelerator(cpu=True), model, [g], tokens_per_forward=20)
-    loss, statistics = dpo.preference_objective(model, [g], beta=0.1)
+    loss, statistics = dpo.preference_loss(model, [g], beta=0.1)
     assert loss.item() == pytest.approx(math.log(2) * (0.5 + 0.5 + 1.0), abs=1e-12)
     assert statistics["failure>failure"][3] == pytest.approx(0, abs=1e-12)
 
@@ -278,7 +277,7 @@ def test_dpo_loss_by_hand():
 def test_equation_9_and_its_gradient_equal_brute_force(log_prob, sft_term):
     model, groups = make_model(VOCABULARY), [group("a", 1), group("b", 2)]
     beta, lambda_dpo, lambda_sft = 0.3, 0.7, 0.2
-    ours, _ = dpo.preference_objective(model, groups, beta, lambda_dpo, lambda_sft, log_prob,
+    ours, _ = dpo.preference_loss(model, groups, beta, lambda_dpo, lambda_sft, log_prob,
                                        sft_term)
 
     theirs = 0.0
@@ -297,26 +296,9 @@ def test_equation_9_and_its_gradient_equal_brute_force(log_prob, sft_term):
                                atol=1e-9, rtol=1e-9)
 
 
-def test_losses_over_the_drawn_tokens_equal_brute_force_and_move_no_other():
-    model, never = make_model(VOCABULARY), [3, 17, VOCABULARY - 1]
-    batch = [replace(s, ids=[i if i not in never else 5 for i in s.ids]) for s in sequences(9, 13)]
-    g = dpo.Group("t", batch, [dpo.Pair("expert>target", 0, 1, 1.0, 1.0)])
-    dpo.add_reference(Accelerator(cpu=True), model, [g], 1000, never=never)
-    logs = [brute_force_log_prob(model, s, never) for s in batch]
-    assert g.reference == pytest.approx([log.item() for log in logs], abs=1e-9)
-    sft, _ = dpo.sft_objective(model, [g], never)
-    assert sft.item() == pytest.approx(-sum(logs).item(), abs=1e-9)
-    ours, _ = dpo.preference_objective(model, [g], 0.3, lambda_sft=0.2, never=never)
-    theirs = torch.log(1 + torch.exp(-0.3 * (logs[0] - logs[1] - (logs[0] - logs[1]).detach())))
-    theirs = theirs - 0.2 * logs[0]
-    assert ours.item() == pytest.approx(theirs.item(), abs=1e-9)
-    torch.testing.assert_close(gradients(model, ours), gradients(model, theirs),
-                               atol=1e-9, rtol=1e-9)
-
-
 def test_sft_loss_and_gradient_equal_brute_force():
     model, batch = make_model(VOCABULARY), sequences(9, 13)
-    ours, _ = dpo.sft_objective(model, [dpo.Group("t", [s]) for s in batch])
+    ours, _ = dpo.sft_loss(model, [dpo.Group("t", [s]) for s in batch])
     theirs = -sum(brute_force_log_prob(model, s) for s in batch)
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-9)
     torch.testing.assert_close(gradients(model, ours), gradients(model, theirs),
@@ -325,7 +307,7 @@ def test_sft_loss_and_gradient_equal_brute_force():
 
 def test_statistics_are_sums_over_pairs():
     model, g = make_model(VOCABULARY), group()
-    _, statistics = dpo.preference_objective(model, [g], beta=0.1)
+    _, statistics = dpo.preference_loss(model, [g], beta=0.1)
     logs = [brute_force_log_prob(model, s).item() for s in g.sequences]
     pairs, chosen, rejected, margin, correct = statistics["failure>failure"]
     assert (pairs, chosen, rejected) == (1, pytest.approx(logs[2]), pytest.approx(logs[1]))
@@ -336,19 +318,17 @@ def test_statistics_are_sums_over_pairs():
 # ------------------------------------------------------------------------------ optimiser loop
 
 
-def trained(groups, epochs, tokens_per_forward, objective=dpo.sft_objective, **settings):
+def trained(groups, epochs, tokens_per_forward, loss=dpo.sft_loss, **settings):
     model, log = make_model(VOCABULARY, seed=3), []
-    options = dict(lr=1e-3, warmup=0.0, schedule="constant", weight_decay=0.0, max_grad_norm=1.0)
-    dpo.fit(Accelerator(cpu=True), model, epochs, objective,
-            dpo.count_action_tokens if objective is dpo.sft_objective else
-            lambda batch: sum(len(g.pairs) for g in batch),
-            tokens_per_forward=tokens_per_forward, log=log.append, **{**options, **settings})
+    divisor = dpo.count_action_tokens if loss is dpo.sft_loss else dpo.count_pairs
+    dpo.fit(Accelerator(cpu=True), model, epochs, dpo.Objective(loss, divisor),
+            adamw(tokens_per_forward=tokens_per_forward, **settings), log.append)
     return torch.cat([p.detach().flatten() for p in model.parameters()]), log
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 45])
 def test_micro_batches_give_the_full_batch_step(tokens):
-    objective = partial(dpo.preference_objective, beta=0.1, lambda_sft=0.1)
+    objective = partial(dpo.preference_loss, beta=0.1, lambda_sft=0.1)
     groups = [group(str(i), seed=i) for i in range(4)]
     epochs = [[groups[:3], groups[3:]]]
     whole, log = trained(groups, epochs, 10_000, objective)
@@ -409,9 +389,9 @@ def test_training_drops_nothing_whatever_the_models_config_says(model, options):
     assert torch.equal(once, again)
     assert vars(model.config).items() >= options.items()  # which is saved with the agent
     dpo.add_reference(accelerator, model, [g], tokens_per_forward=100)
-    dpo.fit(accelerator, model, [[[g]]], partial(dpo.preference_objective, beta=0.1),
-            dpo.sum_weights, lr=1e-3, warmup=0.0, schedule="constant", weight_decay=0.0,
-            max_grad_norm=1.0, tokens_per_forward=100, log=log.append)
+    dpo.fit(accelerator, model, [[[g]]],
+            dpo.Objective(partial(dpo.preference_loss, beta=0.1), dpo.sum_weights), adamw(),
+            log.append)
     assert log[0]["loss"] == pytest.approx(math.log(2), abs=1e-9)
 
 
@@ -426,7 +406,7 @@ def test_a_loss_that_is_not_finite_names_the_tasks():
     bad = dpo.Group("webshop-train-7", sequences(8), [dpo.Pair("expert>target", 0, 0)])
     bad.reference = [math.nan]
     with pytest.raises(FloatingPointError, match="webshop-train-7"):
-        trained([bad], [[[bad]]], 100, partial(dpo.preference_objective, beta=0.1))
+        trained([bad], [[[bad]]], 100, partial(dpo.preference_loss, beta=0.1))
 
 
 def test_batches_hold_every_group_once_and_keep_instructions_whole():

@@ -12,12 +12,12 @@ from conftest import make_tokenizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-import coevolve
 import dpo
 import envs
+import mutual
 from engine import cache, sharding
-from harness import dry_run, start
 from harness.settings import SettingsError, parse
+from program import dry_run, start
 
 ROOT = Path(__file__).parent.parent
 QWEN = dict(vocab_size=500, hidden_size=64, intermediate_size=160, num_attention_heads=4,
@@ -185,7 +185,7 @@ def test_of_several_processes_one_prints_the_plan(folder, monkeypatch, capsys):
     flags = ["--model", folder("qwen3-4b"), "--dry-run", "8xH100"]
     for rank, plans in (("1", 0), ("0", 1)):
         monkeypatch.setenv("RANK", rank)
-        start.main(coevolve.coevolve, flags)
+        start.main(flags, mutual.loop_of)
         assert capsys.readouterr().out.count("4.02 B parameters") == plans
 
 

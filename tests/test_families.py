@@ -15,10 +15,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import dpo
 from engine import prepacked, sharding
-from harness import probe
-from harness.models import CAUSAL_LMS
 from harness.play import rollout
 from harness.settings import SettingsError
+from training import probe
+from training.models import CAUSAL_LMS
 
 DOCS = (Path(__file__).parent.parent / "docs" / "large_models.md").read_text(encoding="utf-8")
 LONGEST = 64  # tokens of an episode
@@ -188,7 +188,7 @@ def assert_right(model):
     for e in episodes:
         with torch.no_grad():
             plain = log_probs(model, e.ids)[:-1]
-        plain[:, ENCODER.never_drawn(plain.shape[1])] = -torch.inf
+        plain[:, ENCODER.suppress_tokens(plain.shape[1])] = -torch.inf
         drawn = plain[range(len(plain)), e.ids[1:]]
         assert sum(e.action_mask) > 2
         assert ((plain.amax(-1) - drawn)[torch.tensor(e.action_mask[1:]) > 0] < 1e-4).all()

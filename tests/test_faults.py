@@ -25,9 +25,10 @@ from test_coevolve import contents
 import dpo
 import envs
 from engine.checkpoint import Damaged
-from harness import files, settings, start, tiny
+from harness import files, settings, tiny
 from harness import play as playing
 from harness.settings import SettingsError
+from program import start
 
 ROOT = Path(__file__).parent.parent
 
@@ -159,9 +160,10 @@ def test_losses_are_counted_over_all_ranks(monkeypatch):
     monkeypatch.setattr(playing, "gather_object", lambda _: rows)
     logged = []
     run = SimpleNamespace(
-        accelerator=SimpleNamespace(process_index=0, num_processes=4), bar=lambda *_: nullcontext(),
-        running="explore", print_main=lambda line: None,
-        log_dropped=lambda phase, reason, tasks: logged.append(len(tasks)))
+        accelerator=SimpleNamespace(process_index=0, num_processes=4),
+        folder=SimpleNamespace(running="explore"), log=SimpleNamespace(
+            bar=lambda *_: nullcontext(), say=lambda line: None,
+            dropped=lambda phase, reason, tasks: logged.append(len(tasks))))
     episodes = [dpo.Trajectory(str(n), "target", 1, 0, 0) for n in range(200)]
     with pytest.raises(envs.EnvError, match="explore: 3 of 200 episodes were lost"):
         playing.play_with(run, None, None, episodes, 0.7)
@@ -611,16 +613,17 @@ def test_a_refusal_masks_passwords(flags, monkeypatch):
 def test_of_runs_that_start_together_one_makes_the_base_model(tmp_path, monkeypatch):
     made, found = [], []
 
-    def pretrain(accelerator, run, plan, folder):
+    def pretrain(log, tasks, plan, folder):
         time.sleep(0.3)
         folder.mkdir()  # a second one would fail
         made.append(folder)
 
     monkeypatch.setattr(tiny, "ROOT", tmp_path)
-    monkeypatch.setattr(tiny, "practice", lambda run, n: [])
+    monkeypatch.setattr(tiny, "practice", lambda tasks, n: [])
     monkeypatch.setattr(tiny, "pretrain", pretrain)
-    run = SimpleNamespace(main=True, settings=settings.Settings(), first_says=lambda said: said())
-    threads = [threading.Thread(target=lambda: found.append(tiny.base(None, run)))
+    run = SimpleNamespace(main=True, settings=settings.Settings(), log=None,
+                          on_main=lambda said: said())
+    threads = [threading.Thread(target=lambda: found.append(tiny.base(run, None)))
                for _ in range(3)]
     for thread in threads:
         thread.start()

@@ -69,7 +69,7 @@ def encoder(request):
 
 
 def controls(encoder, ids):
-    special = {*encoder.forbidden, encoder.end_of_turn}
+    special = {*encoder.pieces.suppress_tokens, encoder.end_of_turn}
     if encoder.tokenizer.unk_token_id in encoder.tokenizer("☃")["input_ids"]:
         special.discard(encoder.tokenizer.unk_token_id)  # which stands for text
     return [i for i in ids if i in special]

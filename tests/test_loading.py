@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from engine import sharding
-from harness import dry_run
-from harness.models import load_model
+from program import dry_run
+from training.models import load_model
 
 # Tied embeddings (gemma3_text, bert with a bias), scaled ones (gemma3_text), experts that are fused
 # on loading (mixtral), learned positions (gpt2), a rotary embedding (llama).

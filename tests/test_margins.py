@@ -7,9 +7,9 @@ import torch
 from conftest import Toy
 
 import dpo
-from harness import margins
 from harness.files import read_jsonl
-from harness.models import load_model
+from training import margins
+from training.models import load_model
 
 
 class Uneven(Toy):
@@ -64,11 +64,11 @@ def group(task, *rewards):
 
 def test_the_hardest_negatives_are_watched_and_copied():
     groups = [group("a", 1, 0.2), group("b", 1, 0.1, 0.9), group("c", 1, 0.5), group("d", 1)]
-    found = margins.watched([[groups[:2]], [groups[2:], groups[:1]]], 2)
+    found = margins.hardest(groups[:3], 2)
     assert [g.task for g in found] == ["b", "c"]
     found[0].reference = [1.0]
     assert groups[1].reference == []
-    assert margins.watched([[groups]], 0) == [] and len(margins.watched([[groups]], 9)) == 3
+    assert margins.hardest(groups[:3], 0) == []
 
 
 def test_none_are_measured_where_none_are_asked_for(toy_run):

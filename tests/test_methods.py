@@ -19,8 +19,8 @@ import coevolve
 import dpo
 import envs
 from baselines import ppo, rft
-from harness.run import Run
 from harness.settings import Settings, SettingsError, check
+from program.run import Run
 
 TASKS = 6
 
@@ -71,7 +71,7 @@ def run(small_model, tmp_path, monkeypatch):
 
 
 def events(run, name, **wanted):
-    found = [json.loads(line) for line in (run.path / "metrics.jsonl").open()]
+    found = [json.loads(line) for line in (run.folder.path / "metrics.jsonl").open()]
     return [e for e in found if e["event"] == name and all(e[k] == wanted[k] for k in wanted)]
 
 
@@ -86,7 +86,7 @@ def equal(a, b):
 
 
 def pairs(run, agent, i=1):
-    return run.read_jsonl(f"iter{i}/pairs-{agent}.jsonl")
+    return run.folder.read_jsonl(f"iter{i}/pairs-{agent}.jsonl")
 
 
 # ------------------------------------------------------------------------------------- methods
@@ -94,18 +94,18 @@ def pairs(run, agent, i=1):
 
 def test_sft_stops_after_its_evaluation(run):
     r = run("sft")
-    assert sorted(p.name for p in r.path.iterdir() if p.is_dir()) == ["sft-target"]
+    assert sorted(p.name for p in r.folder.path.iterdir() if p.is_dir()) == ["sft-target"]
     assert [e["iteration"] for e in events(r, "evaluation")] == [0]
 
 
 def test_a_checkpoint_is_evaluated_as_in_the_run_that_made_it(run):
     first = run("eto", sft_lr=1e-2)
-    again = run("evaluate", "again", model=str(first.path / "iter1/target-agent"))
+    again = run("evaluate", "again", model=str(first.folder.path / "iter1/target-agent"))
     kept = ("task", "ids", "reward", "steps", "ended")
-    rows, expected = (([[row[key] for key in kept] for row in r.read_jsonl(name)]) for r, name in (
+    rows, expected = (([[row[key] for key in kept] for row in r.folder.read_jsonl(name)]) for r, name in (
         (again, "eval-0-target-test.jsonl"), (first, "eval-1-target-test.jsonl")))
     assert rows == expected and len(rows) == TASKS
-    assert not [p.name for p in again.path.iterdir() if p.is_dir()]
+    assert not [p.name for p in again.folder.path.iterdir() if p.is_dir()]
 
 
 def test_a_run_continued_by_other_code_says_so(run, monkeypatch, capsys):
@@ -135,11 +135,11 @@ def test_join_by_hand():
 
 def test_rft_adds_each_success_once(run):
     r = run("rft", samples=6)
-    sampled = r.read_jsonl("iter1/target.jsonl")
+    sampled = r.folder.read_jsonl("iter1/target.jsonl")
     assert Counter(e["task"] for e in sampled) == {f"train-{i}": 6 for i in range(TASKS)}
     new = {(e["task"], e["messages"][1]["content"]) for e in sampled if e["reward"] == 1}
     new -= {(f"train-{i}", "c") for i in range(TASKS)}
-    joined = r.read_jsonl("iter1/experts.jsonl")
+    joined = r.folder.read_jsonl("iter1/experts.jsonl")
     assert new and len(joined) == TASKS + len(new)
     assert {(e["task"], e["messages"][1]["content"]) for e in joined[TASKS:]} == new
     assert [e["iteration"] for e in events(r, "evaluation")] == [0, 1]
@@ -149,7 +149,7 @@ def test_rft_starts_from_the_base_again(run, monkeypatch):
     """Where no sample succeeds, the second SFT is the first one (one batch: order is nothing)."""
     monkeypatch.setattr(OneReply, "best", 3)
     r = run("rft")
-    a, b = weights(r.path / "sft-target"), weights(r.path / "iter1/target-agent")
+    a, b = weights(r.folder.path / "sft-target"), weights(r.folder.path / "iter1/target-agent")
     assert all(torch.allclose(a[name], b[name], atol=1e-7) for name in a)
 
 
@@ -161,7 +161,7 @@ def test_dart_gives_what_the_paper_gives(successes, extra):
 
 def test_dart_samples_more_where_the_first_samples_failed(run):
     r = run("dart", samples=4, dart_budget=8)
-    first, more = (r.read_jsonl(f"iter1/{name}.jsonl") for name in ("target", "target-more"))
+    first, more = (r.folder.read_jsonl(f"iter1/{name}.jsonl") for name in ("target", "target-more"))
     failures, extra = Counter(), Counter(e["task"] for e in more)
     for e in first:
         failures[e["task"]] += e["reward"] < 1
@@ -171,7 +171,7 @@ def test_dart_samples_more_where_the_first_samples_failed(run):
     assert len({(e["task"], e["seed"]) for e in first + more}) == len(first + more)
     new = {(e["task"], e["messages"][1]["content"]) for e in first + more if e["reward"] == 1}
     new -= {(f"train-{i}", "c") for i in range(TASKS)}
-    joined = r.read_jsonl("iter1/experts.jsonl")[TASKS:]
+    joined = r.folder.read_jsonl("iter1/experts.jsonl")[TASKS:]
     assert {(e["task"], e["messages"][1]["content"]) for e in joined} == new
     assert len(joined) == len(new) == events(r, "joined")[0]["successes"]
     assert any(e["rollout"] >= 4 for e in joined)  # of the second sampling
@@ -183,7 +183,7 @@ def test_ppo_starts_at_the_sft_policy_and_moves(run):
     assert kl[0] == pytest.approx(0, abs=1e-5) and kl[1] > 0.01
     assert [e["episodes"] for e in events(r, "ppo")] == [4 * TASKS] * 2
     # The first step's ratios are 1 and its divergences 0: its loss is - sum of A over tokens.
-    rows, total, tokens = r.read_jsonl("iter1/target.jsonl"), 0.0, 0
+    rows, total, tokens = r.folder.read_jsonl("iter1/target.jsonl"), 0.0, 0
     for e in rows:
         others = [o["reward"] for o in rows if o["task"] == e["task"] and o is not e]
         total += sum(e["action_mask"]) * (e["reward"] - sum(others) / 3)
@@ -199,8 +199,8 @@ def test_the_positive_agent_learns_like_eto_and_the_target_as_beside_a_failure_a
     assert {p["kind"] for p in pairs(r, "target")} == {"expert>target", "expert>positive",
                                                       "failure>failure"}
     assert all(p["sft_weight"] > 0 for p in pairs(r, "positive"))
-    assert not list(r.path.rglob("*failure*"))
-    assert not equal(r.path / "sft-positive", r.path / "iter1/positive-agent")
+    assert not list(r.folder.path.rglob("*failure*"))
+    assert not equal(r.folder.path / "sft-positive", r.folder.path / "iter1/positive-agent")
 
 
 # ----------------------------------------------------------------------------------- ablations
@@ -208,8 +208,8 @@ def test_the_positive_agent_learns_like_eto_and_the_target_as_beside_a_failure_a
 
 def test_a_frozen_failure_agent_stays_as_it_is(run):
     r = run("coevolve", d_fail="none", iterations=2)
-    assert equal(r.path / "sft-failure", r.path / "iter2/failure-agent")
-    assert not equal(r.path / "sft-target", r.path / "iter2/target-agent")
+    assert equal(r.folder.path / "sft-failure", r.folder.path / "iter2/failure-agent")
+    assert not equal(r.folder.path / "sft-target", r.folder.path / "iter2/target-agent")
     assert "failure>failure" in {p["kind"] for p in pairs(r, "target", 2)}
 
 
@@ -218,7 +218,7 @@ def test_two_agents_whose_experts_fit_one_batch_are_said_to_be_equal(run, capsys
                                                                      equal_agents):
     """Their seeds shuffle batches, and there is one: they differ by the order of sums alone."""
     r = run("coevolve", sft_batch=batch, sft_epochs=2)
-    found = [weights(r.path / f"sft-{agent}") for agent in ("target", "failure")]
+    found = [weights(r.folder.path / f"sft-{agent}") for agent in ("target", "failure")]
     apart = max((found[0][name] - found[1][name]).abs().max().item() for name in found[0])
     assert (apart < 1e-6) == equal_agents
     said = "sft-failure: all 6 experts are in one batch" in capsys.readouterr().out
@@ -228,21 +228,21 @@ def test_two_agents_whose_experts_fit_one_batch_are_said_to_be_equal(run, capsys
 
 def test_a_failure_agent_of_another_run(run, small_model, tmp_path):
     first = run("coevolve", out="first", iterations=2, seed=1, env="intercodesql")  # and elsewhere
-    r = run("coevolve", failure_from=str(first.path))
-    assert equal(first.path / "iter2/failure-agent", r.path / "sft-failure")
-    assert not equal(r.path / "sft-failure", r.path / "iter1/failure-agent")
+    r = run("coevolve", failure_from=str(first.folder.path))
+    assert equal(first.folder.path / "iter2/failure-agent", r.folder.path / "sft-failure")
+    assert not equal(r.folder.path / "sft-failure", r.folder.path / "iter1/failure-agent")
     with pytest.raises(SettingsError, match="no iter<i>/failure-agent"):
         run("coevolve", out="second", failure_from=str(small_model))
     other = make_tokenizer("chatml pad=eos")
-    other.save_pretrained(first.path / "iter2/failure-agent")
+    other.save_pretrained(first.folder.path / "iter2/failure-agent")
     with pytest.raises(SettingsError, match="its tokenizer is not that of --model"):
-        run("coevolve", out="third", failure_from=str(first.path))
-    assert not (r.path.parent / "third/sft-target").exists()  # said before anything is trained
+        run("coevolve", out="third", failure_from=str(first.folder.path))
+    assert not (r.folder.path.parent / "third/sft-target").exists()  # said before anything is trained
 
 
 def test_the_failure_agent_explores_again_before_d_tgt(run):
     r = run("coevolve", explore_again=True, iterations=2, d_fail="buffer")
-    done = [name for name in r.phases if name.startswith("iter1")]
+    done = [name for name in r.folder.phases if name.startswith("iter1")]
     order = ["iter1/pairs-failure.jsonl", "iter1/failure-agent", "iter1/failure-more.jsonl",
              "iter1/pairs-target.jsonl", "iter1/target-agent"]
     assert [name for name in done if name in order] == order
@@ -276,17 +276,17 @@ def test_an_epoch_is_gone_through_before_the_next():
 
 def test_beta_learning_rate_and_weights_reach_the_loss_in_each_iteration(run, monkeypatch):
     seen = []
-    loss = dpo.preference_objective
+    loss = dpo.preference_loss
 
     def recorded(model, groups, **settings):
         if not seen or seen[-1] != settings:
             seen.append(settings)
         return loss(model, groups, **settings)
 
-    monkeypatch.setattr(dpo, "preference_objective", recorded)
+    monkeypatch.setattr(dpo, "preference_loss", recorded)
     r = run("coevolve", iterations=2, beta=0.1, beta_later=0.5, dpo_lr=3e-5, dpo_lr_later=1e-5,
             lambda_dpo=0.7, lambda_sft=0.3, log_prob="mean", sft_term="mean", dpo_warmup=0.0)
-    common = dict(lambda_sft=0.3, log_prob="mean", sft_term="mean", never=[])
+    common = dict(lambda_sft=0.3, log_prob="mean", sft_term="mean")
     assert seen == [dict(beta=beta, lambda_dpo=weight, **common)
                     for beta in (0.1, 0.5) for weight in (1.0, 0.7)]  # the failure agent's is 1
     for i, lr in ((1, 3e-5), (2, 1e-5)):
@@ -294,23 +294,23 @@ def test_beta_learning_rate_and_weights_reach_the_loss_in_each_iteration(run, mo
 
 
 def test_ppos_settings_reach_its_objective_and_its_batches(run, monkeypatch):
-    seen, objective = [], ppo.objective
-    monkeypatch.setattr(ppo, "objective", lambda *a, **k: seen.append(k) or objective(*a, **k))
+    seen, loss = [], ppo.ppo_loss
+    monkeypatch.setattr(ppo, "ppo_loss", lambda *a, **k: seen.append(k) or loss(*a, **k))
     r = run("ppo", ppo_clip=0.3, ppo_kl=0.01, ppo_epochs=3, ppo_batch=2)
-    never = r.encoder().forbidden  # the model's embedding has no rows that only pad it
-    assert never and seen and all(
-        k == dict(temperature=1.5, never=never, clip=0.3, kl=0.01) for k in seen)
+    suppressed = tuple(r.trainer.encoder().pieces.suppress_tokens)  # no rows pad the embedding
+    assert suppressed and seen and all(
+        k == dict(sampler=dpo.Sampler(1.5, suppressed), clip=0.3, kl=0.01) for k in seen)
     steps = events(r, "train", phase="iter1/target-agent")
     assert {e["epoch"] for e in steps} == {1, 2, 3} and len(steps) == 3 * math.ceil(TASKS / 2)
 
 
 def test_ppo_without_two_rollouts_to_compare_leaves_the_agent_as_it_is(run, capsys):
     sft = run("sft")
-    length = max(len(e["ids"]) for e in sft.read_jsonl("experts.jsonl"))
+    length = max(len(e["ids"]) for e in sft.folder.read_jsonl("experts.jsonl"))
     r = run("ppo", out="ppo", max_tokens=length, max_new_tokens=3)  # all fill the context
-    assert {e["ended"] for e in r.read_jsonl("iter1/target.jsonl")} == {"context"}
+    assert {e["ended"] for e in r.folder.read_jsonl("iter1/target.jsonl")} == {"context"}
     assert "no two rollouts" in capsys.readouterr().out
-    assert equal(r.path / "sft-target", r.path / "iter1/target-agent")
+    assert equal(r.folder.path / "sft-target", r.folder.path / "iter1/target-agent")
 
 
 @pytest.mark.parametrize("changed, divisor, instructions", [
@@ -318,8 +318,8 @@ def test_ppo_without_two_rollouts_to_compare_leaves_the_agent_as_it_is(run, caps
     (dict(batch_unit="instructions", dpo_batch=2), "count_pairs", True)])
 def test_what_a_batch_counts_and_is_divided_by(run, monkeypatch, changed, divisor, instructions):
     seen, fit = [], dpo.fit
-    monkeypatch.setattr(dpo, "fit", lambda a, m, epochs, objective, normaliser, **k: seen.append(
-        (epochs, normaliser)) or fit(a, m, epochs, objective, normaliser, **k))
+    monkeypatch.setattr(dpo, "fit", lambda a, m, epochs, objective, *more: seen.append(
+        (epochs, objective.divisor)) or fit(a, m, epochs, objective, *more))
     run("coevolve", **changed)
     epochs, normaliser = seen[-1]  # the target's
     batch = max((b for epoch in epochs for b in epoch), key=len)
@@ -384,14 +384,14 @@ def test_trajectories_that_filled_the_context_make_pairs_or_not(run, monkeypatch
     monkeypatch.setattr(OneReply, "step", lambda self, reply: envs.Step(
         "thanks " * (reply != "c") * 30, float(reply == "c"), reply == "c"))
     r = run("eto", too_long=too_long, max_tokens=100, rollouts=1)
-    ended = Counter(e["ended"] for e in r.read_jsonl("iter1/target.jsonl"))
+    ended = Counter(e["ended"] for e in r.folder.read_jsonl("iter1/target.jsonl"))
     assert ended["context"] > 0 and bool(pairs(r, "target")) == pairs_made
     dropped = events(r, "pairs", trains="target")[0]["dropped"]
     assert dropped.get("too long", 0) == (0 if pairs_made else ended["context"])
     printed = capsys.readouterr().out
     for e in events(r, "phase"):
         if "episodes" in e and e["phase"] != "experts.jsonl":
-            full = [t["ended"] for t in r.read_jsonl(e["phase"])].count("context")
+            full = [t["ended"] for t in r.folder.read_jsonl(e["phase"])].count("context")
             line = (f"{e['phase']}: {full} of {e['episodes']} episodes filled --max-tokens 100 "
                     "before they were over; raise --max-tokens")
             assert (line in printed) == (full > e["episodes"] / 2)
@@ -415,10 +415,10 @@ def test_the_reference_is_the_agent_entering_the_phase_or_the_sft_agent(run, ref
 
 def test_rollouts_and_temperature(run):
     r = run("eto", rollouts=1, temperature=0.0, iterations=2, dpo_lr=1e-30)
-    cold = [[e["ids"] for e in r.read_jsonl(f"iter{i}/target.jsonl")] for i in (1, 2)]
+    cold = [[e["ids"] for e in r.folder.read_jsonl(f"iter{i}/target.jsonl")] for i in (1, 2)]
     assert cold[0] == cold[1] and len(cold[0]) == TASKS
     r = run("eto", out="warm", rollouts=3)
-    assert len({tuple(e["ids"]) for e in r.read_jsonl("iter1/target.jsonl")}) > TASKS
+    assert len({tuple(e["ids"]) for e in r.folder.read_jsonl("iter1/target.jsonl")}) > TASKS
 
 
 def test_the_forking_guides_changes_apply_and_change_a_run(run, monkeypatch):
@@ -427,8 +427,8 @@ def test_the_forking_guides_changes_apply_and_change_a_run(run, monkeypatch):
     assert len(ablations) == 5
 
     def written(r):
-        return list(r.phases), {path.relative_to(r.path): path.read_bytes()
-                                for path in r.path.rglob("*.*") if path.name != "metrics.jsonl"
+        return list(r.folder.phases), {path.relative_to(r.folder.path): path.read_bytes()
+                                for path in r.folder.path.rglob("*.*") if path.name != "metrics.jsonl"
                                 and path.suffix in (".jsonl", ".safetensors")}
 
     before = written(run("coevolve", out="as it is"))

@@ -27,12 +27,11 @@ from conftest import make_model, make_tokenizer
 import dpo
 import envs
 import mutual
-from baselines.ppo import Rollouts, add_log_probs
 from engine.checkpoint import Checkpoint
 from harness import explorer, report
-from harness.run import Run
 from harness.settings import Settings, SettingsError, check
 from look.conversations import conversations
+from program.run import Run
 from worlds import Step, World
 from worlds.intercodesql.world import InterCodeSQL
 
@@ -67,7 +66,7 @@ def agent():
 
 def sampled(encoder, n, seed=0, length=9):
     """n trajectories of random words after one prompt, as the sampler may draw them."""
-    rng, never = random.Random(seed), set(encoder.forbidden)
+    rng, never = random.Random(seed), set(encoder.pieces.suppress_tokens)
     free = [i for i in range(len(encoder.tokenizer)) if i not in never]
     start = encoder.start([dict(role="user", content="find a mug")])
     return [dpo.Trajectory("task", ids=start + (reply := rng.choices(free, k=length)),
@@ -75,27 +74,28 @@ def sampled(encoder, n, seed=0, length=9):
 
 
 def policies(agent, seeds=(2, 3), n=4):
-    """A group with log-probabilities of two other models as old and ref."""
+    """A group with log-probabilities of two other models as old and ref, and the sampler."""
     model, encoder = agent
-    never = encoder.never_drawn(model.config.vocab_size)
-    group = Rollouts("task", sampled(encoder, n), advantages=[1.0, -2.0, 0.5, 0.0][:n])
+    sampler = dpo.Sampler(0.9, encoder.suppress_tokens(model.config.vocab_size))
+    group = dpo.Rollouts("task", sampled(encoder, n), advantages=[1.0, -2.0, 0.5, 0.0][:n])
     for seed, name in zip(seeds, ("old", "ref")):
         other = copy.deepcopy(model)
         with torch.no_grad():
             for p in other.parameters():
                 p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed),
                                         dtype=p.dtype)
-        add_log_probs(Accelerator(cpu=True), other, [group], name, 0.9, never, 4096)
-    return model, group, never
+        setattr(group, name, dpo.log_probs_of(Accelerator(cpu=True), other, [group], 4096,
+                                              sampler=sampler)[0])
+    return model, group, sampler
 
 
-def by_hand(model, group, never, low, high, beta, temperature=0.9):
+def by_hand(model, group, sampler, low, high, beta):
     """The loss as one loop over tokens in float64, from plain passes over whole sequences."""
     total = torch.zeros((), dtype=torch.float64)
     for t, advantage, old, ref in zip(group.sequences, group.advantages, group.old, group.ref):
         logits = model(input_ids=torch.tensor([t.ids]), lengths=[len(t.ids)]).logits[0].double()
-        logits = logits / temperature
-        allowed = [i for i in range(logits.shape[1]) if i not in set(never)]
+        logits = logits / sampler.temperature
+        allowed = [i for i in range(logits.shape[1]) if i not in sampler.suppress_tokens]
         k = 0
         for j in range(1, len(t.ids)):
             if not t.action_mask[j]:
@@ -114,9 +114,9 @@ def by_hand(model, group, never, low, high, beta, temperature=0.9):
 
 @pytest.mark.parametrize("low, high, beta", [(0.2, 0.28, 1e-3), (0.01, 0.02, 0.5), (0.5, 3.0, 0)])
 def test_the_objective_is_the_loop_over_tokens(agent, low, high, beta):
-    model, group, never = policies(agent)
-    loss, _ = mutual.objective(model, [group], 0.9, never, low, high, beta)
-    expected = by_hand(model, group, never, low, high, beta)
+    model, group, sampler = policies(agent)
+    loss, _ = mutual.grpo_loss(model, [group], sampler, low, high, beta)
+    expected = by_hand(model, group, sampler, low, high, beta)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     gradients = [torch.autograd.grad(x, model.lm_head.weight, retain_graph=True)[0]
                  for x in (loss, expected)]
@@ -128,20 +128,22 @@ def test_the_objective_is_the_loop_over_tokens(agent, low, high, beta):
     (-1.0, 2.0, -2.0), (-1.0, 0.9, -0.9), (-1.0, 0.5, -0.8),  # a loss below alone
 ])
 def test_both_bounds_for_both_signs(agent, monkeypatch, advantage, ratio, expected):
+    t = dpo.Trajectory(ids=[0, 1], action_mask=[0, 1])
     log = torch.tensor([math.log(ratio)])
-    monkeypatch.setattr(mutual, "of_tokens", lambda *_: (
-        log, torch.zeros(1), log, torch.tensor([advantage])))
-    loss, statistics = mutual.objective(None, [], 1.0, [], 0.2, 0.28, 1.0)
+    group = dpo.Rollouts("task", [t], advantages=[advantage], old=[torch.zeros(1)], ref=[log])
+    monkeypatch.setattr(dpo, "token_log_probs", lambda *_: log)
+    loss, statistics = mutual.grpo_loss(None, [group], dpo.Sampler(), 0.2, 0.28, 1.0)
     assert loss.item() == pytest.approx(-expected)
     assert statistics == {"action": [1, ratio in (2.0, 0.5)]}
 
 
 def test_the_gradient_of_k3_at_the_reference_is_zero(agent):
-    model, group, never = policies(agent)
+    model, group, sampler = policies(agent)
     group.advantages = [0.0] * 4
     for name in ("old", "ref"):
-        add_log_probs(Accelerator(cpu=True), model, [group], name, 0.9, never, 4096)
-    loss, _ = mutual.objective(model, [group], 0.9, never, 0.2, 0.28, 1.0)
+        setattr(group, name, dpo.log_probs_of(Accelerator(cpu=True), model, [group], 4096,
+                                              sampler=sampler)[0])
+    loss, _ = mutual.grpo_loss(model, [group], sampler, 0.2, 0.28, 1.0)
     gradient = torch.autograd.grad(loss, model.lm_head.weight)[0]
     assert loss.item() == pytest.approx(0, abs=1e-10) and gradient.abs().max() < 1e-6
 
@@ -149,12 +151,12 @@ def test_the_gradient_of_k3_at_the_reference_is_zero(agent):
 def test_log_probabilities_are_those_of_the_distribution_sampled_from(agent):
     """Over the words that may be drawn they sum to 1; what is never drawn has none of it."""
     model, encoder = agent
-    never = encoder.never_drawn(model.config.vocab_size)
+    never = encoder.suppress_tokens(model.config.vocab_size)
     start = encoder.start([dict(role="user", content="find a mug")])
     total, size = 0.0, model.config.vocab_size
     for token in range(size):
         t = dpo.Trajectory(ids=[*start, token], action_mask=[0] * len(start) + [1])
-        p = dpo.token_log_probs(model, [t], 0.9, never).exp().item()
+        p = dpo.token_log_probs(model, [t], dpo.Sampler(0.9, never)).exp().item()
         assert (p == 0) == (token in never), token
         total += p
     assert total == pytest.approx(1.0) and len(never) > 5  # control tokens and padded rows
@@ -494,18 +496,18 @@ def run(small_model, tmp_path, monkeypatch):
                       checkpoint_minutes=0)
         r = Run(check(Settings(**{**values, **changed})), Accelerator(cpu=True))
         mutual.mutual(r)
-        r.lock.release()
+        r.folder.lock.release()
         return r
 
     return start
 
 
 def weights(r, i):
-    return (r.path / f"iter{i}/target-agent/model.safetensors").read_bytes()
+    return (r.folder.path / f"iter{i}/target-agent/model.safetensors").read_bytes()
 
 
 def events(r, name):
-    found = [json.loads(line) for line in (r.path / "metrics.jsonl").open()]
+    found = [json.loads(line) for line in (r.folder.path / "metrics.jsonl").open()]
     return [e for e in found if e["event"] == name]
 
 
@@ -513,27 +515,27 @@ def test_the_task_set_grows_from_signals(run):
     r = run("evolve")
     files = [f"iter{i}/{name}.jsonl" for i in (1, 2) for name in
              ("signals", "explored", "proposals", "tasks")]
-    assert all((r.path / name).exists() for name in files)
+    assert all((r.folder.path / name).exists() for name in files)
     sizes = [len(mutual.task_set(r, i)) for i in range(3)]
     assert 0 < sizes[0] <= 5 and sizes[2] > sizes[0]
-    numbers = [row["task"]["number"] for row in r.added_tasks()]
+    numbers = [row["task"]["number"] for row in r.tasks.added()]
     assert len(set(numbers)) == len(numbers) == sizes[2]
     assert not any(n % 2 or n % 7 == 0 for n in numbers)  # what the smith refused
-    rows = [row for i in range(3) for row in r.read_jsonl(f"iter{i}/proposals.jsonl")]
+    rows = [row for i in range(3) for row in r.folder.read_jsonl(f"iter{i}/proposals.jsonl")]
     assert {"odd", "a number of a split", "known already"} <= {row["reason"] for row in rows}
     assert [e["step"] for e in events(r, "grpo")] == [1, 2, 3, 4, 5, 6]
     assert {e["D"] for e in events(r, "grpo")} == set(sizes)
     assert all(0 <= e["clipped"] < 1 for e in events(r, "grpo"))
 
-    text = report.table(r.path)
+    text = report.table(r.folder.path)
     signals = text.split("iteration  forgetting")[1].split("\n\n")[0].splitlines()[1:]
     assert [int(line.split()[-1]) for line in signals] == sizes  # |D| then
     assert [int(line.split()[-2]) for line in signals] == [sizes[0], *np.diff(sizes)]
     refused = text.split("Proposals refused\n")[1].split("\n\n")[0].splitlines()[1:]
     assert {line.rsplit(None, 1)[0]: int(line.split()[-1]) for line in refused} == Counter(
         row["reason"] for row in rows if row["reason"])
-    task = r.trajectories("iter3/target-agent/episodes.jsonl")[-1].task
-    assert [t["id"] for t in conversations(r.path, first=[task])["tasks"]][0] == task
+    task = r.folder.trajectories("iter3/target-agent/episodes.jsonl")[-1].task
+    assert [t["id"] for t in conversations(r.folder.path, first=[task])["tasks"]][0] == task
 
 
 def test_a_segment_that_goes_on_says_again_what_it_had_said(run, monkeypatch):
@@ -560,20 +562,20 @@ def test_a_segment_that_goes_on_says_again_what_it_had_said(run, monkeypatch):
 def test_the_task_set_also_grows_from_training_tasks(run):
     r = run("evolve", start_from="train")
     sizes = [len(mutual.task_set(r, i)) for i in range(3)]
-    assert sizes[0] == 5 and sizes[2] > 5 and len(r.added_tasks()) == sizes[2] - 5
+    assert sizes[0] == 5 and sizes[2] > 5 and len(r.tasks.added()) == sizes[2] - 5
 
 
 def test_what_is_forgotten_is_what_was_won_in_the_visits_before(run):
     r = run("evolve", window=2, grpo_steps=8, evolve_every=6, step_rollouts=3)
     visits = {}
-    for t in r.trajectories("iter1/target-agent/episodes.jsonl"):
+    for t in r.folder.trajectories("iter1/target-agent/episodes.jsonl"):
         visits.setdefault(t.task, {}).setdefault(t.iteration, []).append(int(t.reward == 1))
     expected = set()
     for task, by_step in visits.items():
         *before, now = by_step.values()
         lost = sum(now) / 3 < 0.5 and any(sum(y) / 3 >= 0.5 for y in before[-2:])
         expected |= {task} if lost else set()
-    rows = r.read_jsonl("iter1/signals.jsonl")
+    rows = r.folder.read_jsonl("iter1/signals.jsonl")
     assert {row["task"] for row in rows if row["signal"] == "forgetting"} == expected
 
 
@@ -590,15 +592,15 @@ def test_a_world_without_new_tasks_is_refused_before_anything_runs(run, changed,
 
 def test_signals_have_their_evidence_and_a_task_is_picked_once(run):
     r = run("evolve", rare_below=60.0)
-    rows = [row for i in (1, 2) for row in r.read_jsonl(f"iter{i}/signals.jsonl")]
+    rows = [row for i in (1, 2) for row in r.folder.read_jsonl(f"iter{i}/signals.jsonl")]
     assert {"boundary", "rare"} <= {row["signal"] for row in rows}
     for row in rows:
         if row["signal"] == "boundary":
             assert row["failure"] and row["success"]
     for i in (1, 2):
-        picked = [row["task"] for row in r.read_jsonl(f"iter{i}/signals.jsonl") if row["picked"]]
+        picked = [row["task"] for row in r.folder.read_jsonl(f"iter{i}/signals.jsonl") if row["picked"]]
         assert len(picked) == len(set(picked)) > 0
-        visited = {t.task for t in r.trajectories(f"iter{i}/target-agent/episodes.jsonl")}
+        visited = {t.task for t in r.folder.trajectories(f"iter{i}/target-agent/episodes.jsonl")}
         assert set(picked) <= visited
 
 
@@ -625,7 +627,7 @@ def test_each_pass_visits_every_task_and_no_step_one_twice(run):
     r = run("grpo", start_from="train", start_tasks=5, step_tasks=3, grpo_steps=10)
     steps = {}
     for i in range(1, 6):
-        for t in r.trajectories(f"iter{i}/target-agent/episodes.jsonl"):
+        for t in r.folder.trajectories(f"iter{i}/target-agent/episodes.jsonl"):
             steps.setdefault(t.iteration, []).append(t.task)
     visits = Counter()
     for tasks in steps.values():
@@ -643,7 +645,7 @@ def test_random_exploration_has_no_signal_and_as_many_episodes(run):
 
 def test_without_verification_proposals_join_as_they_come(run):
     r = run("evolve", verify=False)
-    assert any(row["task"]["number"] % 2 for row in r.added_tasks())
+    assert any(row["task"]["number"] % 2 for row in r.tasks.added())
 
 
 # ------------------------------------------------------------------------ an explorer elsewhere
@@ -843,7 +845,7 @@ sys.path[:0] = [{tests!r}, {root!r}]
 import envs, runpy
 from test_mutual import Letters
 envs.make = lambda *_, **__: envs.Repaired(Letters("short"))
-runpy.run_path({root!r} + "/mutual.py", run_name="__main__")
+runpy.run_path({root!r} + "/coevolve.py", run_name="__main__")
 """
 
 

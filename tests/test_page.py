@@ -211,8 +211,8 @@ def test_the_successes_that_joined_the_experts_are_marked(run):
 
 
 def test_the_page_comes_at_the_end_of_a_run_and_cannot_undo_it(toy_run, tmp_path, capsys):
-    import coevolve
-    from harness import start
+    import mutual
+    from program import start
 
     folder = toy_run()  # without a page
     assert not (folder / "run.html").exists()
@@ -225,10 +225,11 @@ def test_the_page_comes_at_the_end_of_a_run_and_cannot_undo_it(toy_run, tmp_path
     def fails(run_dir):
         raise KeyError("no such\nthing")
 
-    start.main(coevolve.coevolve, again, [fails, make_page])
+    start.main(again, mutual.loop_of, fails)
+    start.main(again, mutual.loop_of, make_page)
     said = capsys.readouterr()
     lines = (said.out + said.err).splitlines()
-    assert any("is finished, but fails failed: KeyError" in line for line in lines)
+    assert any("is finished, but its page failed: KeyError" in line for line in lines)
     assert any("run.html, 0." in line for line in lines)
     made = [p for t in data_of((folder / "run.html").read_text())["tasks"] for p in t["pairs"]]
     assert len(made) >= len(pairs) > 0

@@ -10,13 +10,13 @@ import sys
 import pytest
 
 import envs
-from harness import smollm2
 from harness.files import ROOT, RunError, read_jsonl
 from harness.report import visible
 from harness.settings import SettingsError
 from look import play
 from look.agent import first_of_action
 from look.play import main
+from training import smollm2
 
 
 @pytest.fixture
@@ -117,14 +117,14 @@ def test_it_works_with_a_pipe_and_mistakes_are_one_line():
 @pytest.fixture
 def trained(small_model, tmp_path):
     """A run in the shop: nobody learns anything in it, but all its files are there."""
-    import coevolve
-    from harness import start
+    import mutual
+    from program import start
 
-    start.main(coevolve.coevolve, [
+    start.main([
         "--env", "webshop", "--model", str(small_model), "--train-tasks", "2", "--eval-tasks", "3",
         "--iterations", "1", "--sft-epochs", "1", "--dpo-epochs", "1", "--view", "short",
         "--max-tokens", "1024", "--max-new-tokens", "8", "--threads", "1", "--out",
-        str(tmp_path / "run")])
+        str(tmp_path / "run")], mutual.loop_of)
     gc.collect()
     return tmp_path / "run"
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import make_model
+from conftest import adamw, make_model
 from test_dpo import VOCABULARY, brute_force_log_prob, sequence, sequences
 
 import dpo
@@ -36,8 +36,15 @@ def episodes(*tokens, advantages, old, ref):
     """A group of episodes that read token 0 and then write the tokens given."""
     found = [sequence([0, *ids], [0] + [1] * len(ids)) for ids in tokens]
     as_tensors = lambda rows: [torch.tensor(row, dtype=torch.float64).log() for row in rows]
-    return ppo.Rollouts("task", found, advantages=advantages, old=as_tensors(old),
+    return dpo.Rollouts("task", found, advantages=advantages, old=as_tensors(old),
                         ref=as_tensors(ref))
+
+
+def read(accelerator, model, groups, name, sampler, tokens):
+    """Sets the field `name` (old or ref) of the groups by a model."""
+    found = dpo.log_probs_of(accelerator, model, groups, tokens, sampler=sampler)
+    for g, log_probs in zip(groups, found):
+        setattr(g, name, log_probs)
 
 
 def test_leave_one_out_by_hand():
@@ -49,7 +56,7 @@ def test_leave_one_out_by_hand():
 def test_an_instruction_with_a_single_rollout_is_left_out_and_counted():
     one, other = (dpo.Trajectory(ids=[1, 2], action_mask=[0, 1], reward=r) for r in (0.5, 1.0))
     dropped = Counter()
-    groups = ppo.groups({"a": [one], "b": [one, other]}, dropped)
+    groups = ppo.groups_of({"a": [one], "b": [one, other]}, dropped)
     assert [(g.task, g.advantages) for g in groups] == [("b", [-0.5, 0.5])]
     assert dropped == {"the only rollout of its instruction": 1}
 
@@ -67,9 +74,9 @@ def test_the_objective_by_hand():
     group = episodes([0, 1, 2], [1], advantages=[1.0, -2.0], old=[[.5, .2, .4], [.2]],
                      ref=[[.5, .25, .25], [.5]])
     surrogate = 1 + 1.2 + 0.625 - 2.5
-    loss, _ = ppo.objective(model, [group], temperature=1.0, never=[], clip=0.2, kl=0.0)
+    loss, _ = ppo.ppo_loss(model, [group], dpo.Sampler(), clip=0.2, kl=0.0)
     assert loss.item() == pytest.approx(-surrogate)
-    loss, _ = ppo.objective(model, [group], temperature=1.0, never=[], clip=0.2, kl=0.1)
+    loss, _ = ppo.ppo_loss(model, [group], dpo.Sampler(), clip=0.2, kl=0.1)
     assert loss.item() == pytest.approx(-surrogate + 0.1 * math.log(2) ** 2 / 2)
 
 
@@ -78,7 +85,7 @@ def test_clipped_tokens_have_no_gradient():
     for advantage, old, moves in ((1.0, .2, False), (1.0, .4, True), (-1.0, .2, True),
                                   (-1.0, .4, False)):
         group = episodes([1], advantages=[advantage], old=[[old]], ref=[[.25]])
-        loss, _ = ppo.objective(model, [group], temperature=1.0, never=[], clip=0.2, kl=0.0)
+        loss, _ = ppo.ppo_loss(model, [group], dpo.Sampler(), clip=0.2, kl=0.0)
         model.zero_grad()
         loss.backward()
         assert bool(model.logits.grad.abs().max() > 0) == moves, (advantage, old)
@@ -90,7 +97,7 @@ def test_the_kl_terms_gradient_is_that_of_the_divergence():
     taken = [0, 0, 1, 2]
     group = episodes(*([t] for t in taken), advantages=[0.0] * 4,
                      old=[[[.5, .25, .25][t]] for t in taken], ref=[[sft[t]] for t in taken])
-    loss, _ = ppo.objective(model, [group], temperature=1.0, never=[], clip=0.2, kl=1.0)
+    loss, _ = ppo.ppo_loss(model, [group], dpo.Sampler(), clip=0.2, kl=1.0)
     (loss / 4).backward()
     found = model.logits.grad.clone()
     model.zero_grad()
@@ -101,20 +108,20 @@ def test_the_kl_terms_gradient_is_that_of_the_divergence():
 
 def test_token_log_probs_sum_to_those_of_the_trajectory():
     model, found = make_model(VOCABULARY), sequences(9, 14, 5)
-    log_probs = dpo.token_log_probs(model, found, temperature=1.0)
+    log_probs = dpo.token_log_probs(model, found)
     sums = [part.sum().item() for part in log_probs.split([s.action_tokens for s in found])]
     assert sums == pytest.approx([brute_force_log_prob(model, s).item() for s in found])
 
 
 def test_the_temperature_divides_the_logits():
     model = Table([math.log(2), 0.0, 0.0])  # at temperature 1/2 the odds are 4 : 1 : 1
-    found = dpo.token_log_probs(model, [sequence([0, 0, 1], [0, 1, 1])], temperature=0.5)
+    found = dpo.token_log_probs(model, [sequence([0, 0, 1], [0, 1, 1])], dpo.Sampler(0.5))
     assert found.exp().tolist() == pytest.approx([4 / 6, 1 / 6])
 
 
 def test_what_is_never_drawn_has_no_part_in_a_log_probability():
     model = Table([math.log(2), 0.0, 5.0])  # the third is never drawn: 2 : 1 is left
-    found = dpo.token_log_probs(model, [sequence([0, 0, 1], [0, 1, 1])], never=[2])
+    found = dpo.token_log_probs(model, [sequence([0, 0, 1], [0, 1, 1])], dpo.Sampler(suppress_tokens=(2,)))
     assert found.exp().tolist() == pytest.approx([2 / 3, 1 / 3])
     found.sum().backward()
     assert model.logits.grad[2] == 0
@@ -132,14 +139,13 @@ def test_a_bandit_is_solved(kl):
         taken = torch.multinomial(chances, 64, replacement=True, generator=rng).tolist()
         played = [dpo.Trajectory(ids=[0, t], action_mask=[0, 1], reward=worth[t].item())
                   for t in taken]
-        groups = ppo.groups({"bandit": played}, Counter())
+        groups = ppo.groups_of({"bandit": played}, Counter())
         for model, name in ((policy, "old"), (sft, "ref")):
-            ppo.add_log_probs(Accelerator(cpu=True), model, groups, name, 1.0, [], 1000)
+            read(Accelerator(cpu=True), model, groups, name, dpo.Sampler(), 1000)
         epochs = [dpo.batches(groups, 16, "instructions", random.Random(i)) for _ in range(4)]
-        objective = partial(ppo.objective, temperature=1.0, never=[], clip=0.2, kl=kl)
-        dpo.fit(Accelerator(cpu=True), policy, epochs, objective, dpo.count_action_tokens, lr=0.05,
-                warmup=0.0, schedule="constant", weight_decay=0.0, max_grad_norm=1.0,
-                tokens_per_forward=1000, log=lambda event: None)
+        loss = partial(ppo.ppo_loss, sampler=dpo.Sampler(), clip=0.2, kl=kl)
+        dpo.fit(Accelerator(cpu=True), policy, epochs,
+                dpo.Objective(loss, dpo.count_action_tokens), adamw(lr=0.05), lambda event: None)
     found = torch.softmax(policy.logits.detach(), -1)
     best = torch.softmax(sft.logits.detach() + worth / kl, -1) if kl else torch.tensor([0., 0., 1.])
     assert found.tolist() == pytest.approx(best.tolist(), abs=0.06)
@@ -148,22 +154,21 @@ def test_a_bandit_is_solved(kl):
 def test_the_divergence_is_counted_per_episode():
     group = episodes([0, 1], [2], advantages=[0.0, 0.0], old=[[.5, .5], [.5]],
                      ref=[[.25, .5], [.5]])
-    assert ppo.kl_of([group]) == pytest.approx(math.log(2) / 2)
+    assert dpo.kl_of([group]) == pytest.approx(math.log(2) / 2)
 
 
 def train(shard):
     """Five instructions of two episodes, two steps; the losses and all log-probabilities."""
     accelerator, log = Accelerator(cpu=True), []
-    groups = [ppo.Rollouts(str(i), sequences(9 + i, 12, seed=i), advantages=[0.5 + i, -0.5 - i])
+    groups = [dpo.Rollouts(str(i), sequences(9 + i, 12, seed=i), advantages=[0.5 + i, -0.5 - i])
               for i in range(5)]
     for name, seed in (("old", 3), ("ref", 4)):
         model = sharding.shard_model(accelerator, make_model(VOCABULARY, seed=seed).float(), shard)
-        ppo.add_log_probs(accelerator, model, groups, name, 0.7, [], 40)
+        read(accelerator, model, groups, name, dpo.Sampler(0.7), 40)
     model = sharding.shard_model(accelerator, make_model(VOCABULARY, seed=3).float(), shard)
-    objective = partial(ppo.objective, temperature=0.7, never=[], clip=0.2, kl=0.1)
-    dpo.fit(accelerator, model, [[groups[:1], groups[1:]]], objective, dpo.count_action_tokens,
-            lr=1e-3, warmup=0.0, schedule="constant", weight_decay=0.0, max_grad_norm=1.0,
-            tokens_per_forward=40, log=log.append)
+    loss = partial(ppo.ppo_loss, sampler=dpo.Sampler(0.7), clip=0.2, kl=0.1)
+    dpo.fit(accelerator, model, [[groups[:1], groups[1:]]],
+            dpo.Objective(loss, dpo.count_action_tokens), adamw(tokens_per_forward=40), log.append)
     return dict(loss=[e["loss"] for e in log], norm=[e["gradient_norm"] for e in log],
                 log_probs=[x for g in groups for part in g.old + g.ref for x in part.tolist()])
 

@@ -7,7 +7,7 @@ import pytest
 
 from dpo import Trajectory
 from harness import report
-from harness.files import RunError, read_jsonl
+from harness.files import RunError
 from look import figures
 from study import report as several
 

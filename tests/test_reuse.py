@@ -18,8 +18,8 @@ import envs
 import mutual
 from harness import files, report, reuse
 from harness.files import read_jsonl
-from harness.run import Run
 from harness.settings import AFTER_SFT, Settings, SettingsError, check
+from program.run import Run
 
 SHARED = ["experts.jsonl", "sft-target", "eval-0-target-test.jsonl", "sft-failure",
           "eval-0-failure-test.jsonl"]
@@ -48,8 +48,8 @@ def play(begin):
     def finish(*args, **more):
         run = begin(*args, **more)
         coevolve.coevolve(run)
-        (run.path / "result.json").write_text(json.dumps(report.result(run.path)))
-        run.close()
+        (run.folder.path / "result.json").write_text(json.dumps(report.result(run.folder.path)))
+        run.folder.close()
         return run
 
     return finish
@@ -57,7 +57,7 @@ def play(begin):
 
 def phases(run) -> dict[str, str | None]:
     """What each phase wrote -> the run that it was taken from."""
-    return {e["phase"]: e.get("reused") for e in read_jsonl(run.path / "metrics.jsonl")
+    return {e["phase"]: e.get("reused") for e in read_jsonl(run.folder.path / "metrics.jsonl")
             if e["event"] == "phase"}
 
 
@@ -66,7 +66,7 @@ def taken(run) -> list[str]:
 
 
 def without_marks(run):
-    found, events = contents(run.path)
+    found, events = contents(run.folder.path)
     return found, [{k: v for k, v in e.items() if k != "reused"} for e in events]
 
 
@@ -77,29 +77,29 @@ def test_what_is_taken_is_what_the_method_would_have_made(play, capsys):
     second = play("eto-s0", "eto")
     alone = play("../alone", "eto", reuse=None)
     assert without_marks(second) == without_marks(alone)
-    assert phases(second) == {name: str(first.path) if name in SHARED[:3] else None
+    assert phases(second) == {name: str(first.folder.path) if name in SHARED[:3] else None
                               for name in phases(alone)}
     third = play("lambda-0.1-s0", lambda_sft=0.9)
-    assert taken(third) == SHARED and {*phases(third).values()} == {str(first.path), None}
+    assert taken(third) == SHARED and {*phases(third).values()} == {str(first.folder.path), None}
     assert without_marks(third) == without_marks(play("../alone-2", lambda_sft=0.9, reuse=None))
     seconds = {e["phase"]: e["seconds"] for run in (first, second)
-               for e in read_jsonl(run.path / "metrics.jsonl") if e["event"] == "phase"}
+               for e in read_jsonl(run.folder.path / "metrics.jsonl") if e["event"] == "phase"}
     said = capsys.readouterr().out
     assert "made by" not in printed
-    assert f"sft-target                  {seconds['sft-target']:7.1f} s  made by {first.path}" in (
+    assert f"sft-target                  {seconds['sft-target']:7.1f} s  made by {first.folder.path}" in (
         said)
-    table = report.table(second.path)
+    table = report.table(second.folder.path)
     assert "sft-target *" in table and "of these reused (*)" in table
-    assert "reused" not in report.table(alone.path)
+    assert "reused" not in report.table(alone.folder.path)
 
 
 def test_a_run_is_taken_from_though_it_took_it_itself(play):
     first, second = play("a"), play("b", "eto")
-    shutil.rmtree(first.path)
+    shutil.rmtree(first.folder.path)
     third = play("c", "sft")
-    assert {*phases(third).values()} == {str(first.path)}  # which made it
-    assert (third.path / "sft-target/model.safetensors").samefile(
-        second.path / "sft-target/model.safetensors")
+    assert {*phases(third).values()} == {str(first.folder.path)}  # which made it
+    assert (third.folder.path / "sft-target/model.safetensors").samefile(
+        second.folder.path / "sft-target/model.safetensors")
 
 
 def test_a_setting_that_matters_prevents_it(play):
@@ -141,16 +141,16 @@ def test_code_model_and_files_that_have_changed_prevent_it(play, begin, monkeypa
 @pytest.mark.parametrize("damage", ["edited", "deleted", "half a folder", "log"])
 def test_what_somebody_has_changed_is_made_again(play, damage):
     first = play("a", "sft")
-    weights = first.path / "sft-target/model.safetensors"
+    weights = first.folder.path / "sft-target/model.safetensors"
     if damage == "edited":
         weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     elif damage == "deleted":
-        shutil.rmtree(first.path / "sft-target")
+        shutil.rmtree(first.folder.path / "sft-target")
     elif damage == "half a folder":
         weights.unlink()
     else:
-        log = (first.path / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (first.path / "metrics.jsonl").write_text("".join(log[:2]))
+        log = (first.folder.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (first.folder.path / "metrics.jsonl").write_text("".join(log[:2]))
     second = play("b", "sft")
     assert "sft-target" not in taken(second) and "experts.jsonl" in taken(second)
     assert without_marks(second) == without_marks(play("c", "sft", reuse=None))
@@ -176,7 +176,7 @@ def test_a_run_killed_after_it_took_a_phase_goes_on_to_the_same_result(play, beg
             run = begin(at, "eto")
             with pytest.raises(KeyboardInterrupt):
                 coevolve.coevolve(run)
-            run.lock.release()
+            run.folder.lock.release()
         again = play(at, "eto")
         assert "sft-target" in taken(again) and without_marks(again) == expected
 
@@ -201,7 +201,7 @@ def test_of_runs_that_start_together_one_makes_a_phase(play, begin, monkeypatch)
         torch.set_num_threads(1)
         try:
             coevolve.coevolve(run)
-            (run.path / "result.json").write_text(json.dumps(report.result(run.path)))
+            (run.folder.path / "result.json").write_text(json.dumps(report.result(run.folder.path)))
         except BaseException as error:
             errors.append(error)
 
@@ -213,7 +213,7 @@ def test_of_runs_that_start_together_one_makes_a_phase(play, begin, monkeypatch)
     assert not errors
     a, b = ({name: phases(run)[name] for name in SHARED} for run in runs)
     for name in SHARED:  # made by one, taken by the other
-        assert {a[name], b[name]} in ({None, str(runs[0].path)}, {None, str(runs[1].path)}), name
+        assert {a[name], b[name]} in ({None, str(runs[0].folder.path)}, {None, str(runs[1].folder.path)}), name
     files, events = without_marks(play("alone", reuse=None))
     for run in runs:
         found, said = without_marks(run)
@@ -233,7 +233,8 @@ def test_the_shared_phases_read_no_setting_that_is_said_not_to_matter(begin):
             read.add(name)
             return getattr(self._settings, name)
 
-    run.settings = Noting(run.settings)
+    for part in (run, run.folder, run.tasks, run.trainer):
+        part.settings = Noting(run.settings)
     for output, work, *args in (
             ("experts.jsonl", coevolve.collect_experts), ("sft-target", coevolve.train_sft, "target"),
             ("eval-0-target-test.jsonl", coevolve.evaluate, "target", 0, "test")):

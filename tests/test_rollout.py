@@ -72,7 +72,7 @@ def one_by_one(agent, task, temperature, max_new_tokens=12):
         reply = []
         while True:
             logits = model(torch.tensor([ids])).logits[0, -1]
-            logits[encoder.forbidden] = -torch.inf
+            logits[encoder.pieces.suppress_tokens] = -torch.inf
             if temperature == 0:
                 token = int(logits.argmax())
             else:
@@ -123,7 +123,7 @@ def test_pages_longer_than_a_pass_hold_up_nobody(agent, monkeypatch):
 def test_control_tokens_beyond_the_models_vocabulary_are_no_harm(agent, monkeypatch):
     model, encoder = agent
     expected = play(agent)
-    monkeypatch.setattr(encoder, "forbidden", [*encoder.forbidden, model.config.vocab_size + 3])
+    monkeypatch.setattr(encoder, "forbidden", [*encoder.pieces.suppress_tokens, model.config.vocab_size + 3])
     assert [e.ids for e in play(agent)] == [e.ids for e in expected]
 
 
@@ -302,7 +302,7 @@ def test_an_episode_that_fills_the_context_ends_and_says_so(agent):
 def test_control_tokens_are_never_sampled(agent):
     model, encoder = agent
     for e in play(agent, temperature=3.0):
-        assert not {i for i, m in zip(e.ids, e.action_mask) if m} & set(encoder.forbidden)
+        assert not {i for i, m in zip(e.ids, e.action_mask) if m} & set(encoder.pieces.suppress_tokens)
 
 
 def test_a_reply_that_plays_the_environment_is_cut():

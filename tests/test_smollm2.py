@@ -11,15 +11,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import CONVERSATION, Toy
+from conftest import CONVERSATION, Toy, adamw
 from transformers import AutoTokenizer
 
 import dpo
 from engine import sharding
-from harness import models, smollm2
 from harness.play import rollout
-from harness.run import Run
 from harness.settings import Settings, SettingsError, parse
+from program.run import Run
+from training import models, smollm2
 
 ABSENT = "SmolLM2 is not here; `bash run.sh webshop --model smollm2 --quick` makes its folder"
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -172,9 +172,9 @@ def test_two_steps_of_training_in_fp32_and_bf16(folder, encoder):
         AcceleratorState._reset_state(True)
         accelerator, log = Accelerator(cpu=True, mixed_precision=precision), []
         model = sharding.shard_model(accelerator, models.load_model(folder), False)
-        dpo.fit(accelerator, model, [[[group]], [[group]]], dpo.sft_objective,
-                dpo.count_action_tokens, lr=1e-4, warmup=0, schedule="constant", weight_decay=0.0,
-                max_grad_norm=1.0, tokens_per_forward=2048, log=log.append)
+        dpo.fit(accelerator, model, [[[group]], [[group]]],
+                dpo.Objective(dpo.sft_loss, dpo.count_action_tokens),
+                adamw(lr=1e-4, tokens_per_forward=2048), log.append)
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         losses[precision] = [event["loss"] for event in log]
     AcceleratorState._reset_state(True)
@@ -196,7 +196,7 @@ def test_a_rollout_is_what_generate_writes_token_by_token(folder, encoder):
         for turn in range(env.max_steps):
             written = model.generate(
                 torch.tensor([ids]), do_sample=False, max_new_tokens=16,
-                eos_token_id=encoder.end_of_turn, suppress_tokens=encoder.forbidden)[0].tolist()
+                eos_token_id=encoder.end_of_turn, suppress_tokens=encoder.pieces.suppress_tokens)[0].tolist()
             reply = written[len(ids):]
             ids = written + [encoder.end_of_turn] * (reply[-1] != encoder.end_of_turn)
             step = env.step(encoder.decode(reply))

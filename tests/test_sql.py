@@ -20,9 +20,10 @@ import pytest
 import torch
 from conftest import make_model, make_tokenizer
 
-import coevolve
 import envs
-from harness import settings, start
+import mutual
+from harness import settings
+from program import start
 from worlds.intercodesql import databases, questions, spider
 from worlds.intercodesql.world import (
     EXPLANATION,
@@ -749,7 +750,7 @@ def test_a_run_on_the_server_holds_no_password(mariadb, tmp_path, monkeypatch, c
     flags = ["--env", "intercodesql", "--model", model, "--intercode-data", DATA, "--view", "short",
              "--method", "eto", "--train-tasks", 3, "--eval-tasks", 2, "--iterations", 1,
              "--max-tokens", 512, "--max-new-tokens", 8, "--threads", 1, "--out", tmp_path / "run"]
-    start.main(coevolve.coevolve, [*map(str, flags), "--mysql-url", URL.format(mariadb)])
+    start.main([*map(str, flags), "--mysql-url", URL.format(mariadb)], mutual.loop_of)
     files = [p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()]
     said = capsys.readouterr()
     assert "Evaluation" in said.out and len(files) > 10

@@ -25,8 +25,8 @@ import envs
 from dpo import Trajectory
 from harness import report
 from harness.files import ROOT, RunError, read_jsonl
-from harness.run import Run
 from harness.settings import SettingsError, parse
+from program.run import Run
 from study import figure3, methods, numbers, runs
 from study import report as several
 
@@ -173,7 +173,7 @@ def finished(tmp_path_factory):
         assert log is None
         run = Run(parse(["--env", env, *command]), Accelerator(cpu=True))
         coevolve.coevolve(run)
-        (run.path / "result.json").write_text(json.dumps(report.result(run.path)))
+        (run.folder.path / "result.json").write_text(json.dumps(report.result(run.folder.path)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(envs, "make", lambda *_, **__: OneReply())

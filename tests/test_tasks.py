@@ -8,14 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from accelerate import Accelerator
 from conftest import Toy
 from test_webshop_server import official, serve  # noqa: F401
 
 import envs
-from harness import tasks
-from harness.folder import Folder
+from harness.log import Log
 from harness.report import table
 from harness.settings import Settings, SettingsError, options_of
+from program import tasks
 from worlds.webshop.server import WebShopServer
 from worlds.webshop.shop import WebShop
 
@@ -276,10 +277,8 @@ def test_validation_goals_are_the_rules_that_no_list_has(tmp_path):
 
 class ARun:
     def __init__(self, make_env, **values):
-        self.settings, self.make_env = settings(experts="FILE", **values), make_env
-        self.path, self.main = Path("run"), False
-
-    bar = Folder.bar
+        self.settings, self.tasks = settings(experts="FILE", **values), SimpleNamespace(make_env=make_env)
+        self.log = Log(Accelerator(cpu=True), Path("metrics.jsonl"))
 
 
 def opening(shop, task):

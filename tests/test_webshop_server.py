@@ -14,9 +14,9 @@ from urllib.parse import parse_qsl
 
 import pytest
 
-import coevolve
 import envs
-from harness import start
+import mutual
+from program import start
 from worlds.webshop import catalogue
 from worlds.webshop.server import WebShopServer, _Html
 from worlds.webshop.shop import Page, WebShop
@@ -567,7 +567,7 @@ def test_a_run_without_its_server_stops_before_anything_is_trained(tmp_path):
     experts = [{"id": f"webshop_{n}", "conversations": turns} for n in (1500, 1506, 9)]
     (tmp_path / "file.json").write_text(json.dumps(experts))
     with pytest.raises(envs.EnvError, match="webshop-train-1506 at http://127.0.0.1:9"):
-        start.main(coevolve.coevolve, [
+        start.main([
             "--webshop-url", "http://127.0.0.1:9", "--train-tasks", "2", "--model", "m",
-            "--threads", "1", "--experts", str(tmp_path / "file.json"), "--out", str(tmp_path)])
+            "--threads", "1", "--experts", str(tmp_path / "file.json"), "--out", str(tmp_path)], mutual.loop_of)
     assert not list(tmp_path.glob("experts*"))

@@ -4,8 +4,8 @@
 import json
 
 from worlds import Refused, Step, World
-from worlds.bfcl.calls import CLOSE, OPEN, Simulators, parse_calls, problem
 from worlds.bfcl import data
+from worlds.bfcl.calls import CLOSE, OPEN, Simulators, parse_calls, problem
 
 MOST_REPLIES = 20  # with calls, in one turn of the user [BFCL]
 

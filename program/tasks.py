@@ -186,7 +186,7 @@ def check_openings(run, experts: list[tuple[str, list[dict], float]]) -> None:
     s, losses, idle = run.settings, envs.Losses(len(experts)), queue.SimpleQueue()
     workers = min(4, s.slots, os.cpu_count() or 1, len(experts))
     for _ in range(workers):
-        idle.put(run.make_env())
+        idle.put(run.tasks.make_env())
 
     def compare(expert):
         env = idle.get()
@@ -197,7 +197,7 @@ def check_openings(run, experts: list[tuple[str, list[dict], float]]) -> None:
 
     pool = ThreadPoolExecutor(workers)
     try:
-        with run.bar("openings of experts", len(experts), "task") as progress:
+        with run.log.bar("openings of experts", len(experts), "task") as progress:
             for n, answer in enumerate([pool.submit(compare, expert) for expert in experts]):
                 try:
                     apart = answer.result()

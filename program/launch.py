@@ -1,4 +1,4 @@
-"""`accelerate launch` as run.sh uses it: `python3 harness/launch.py coevolve.py FLAGS`.
+"""`accelerate launch` as run.sh uses it: `python3 program/launch.py coevolve.py FLAGS`.
 
 Three things are changed: without an `accelerate config` of the user it is told what it would
 otherwise guess aloud; threads that wait sleep; and what ends a training process is said once and

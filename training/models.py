@@ -17,9 +17,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 import dpo
-from harness import probe
 from harness.files import digest, run_path
 from harness.settings import Settings, SettingsError
+from training import probe
 
 
 def make_accelerator(s: Settings) -> Accelerator:
@@ -130,25 +130,31 @@ def check_model(folder, max_tokens: int, weights: bool = True) -> None:
         raise SettingsError(f"--model {folder}: {problem}{remedy}") from None
 
 
-def wrong_numbers(folder, max_tokens: int) -> str | None:
-    """What `probe.check_numbers` refuses the model in `folder` for; on the CPU, in fp32.
+def wrong_numbers(model, folder, max_tokens: int) -> str | None:
+    """What `probe.check_numbers` refuses a model of `load_model` for; on the CPU, in fp32.
 
     There rounding is far smaller than any fault, and the device is no part of what is asked.
     """
     try:
-        probe.check_numbers(load_model(folder), max_tokens)
+        probe.check_numbers(model, max_tokens)
     except ValueError as error:
         return f"--model {folder}: {error}"
     return None
 
 
-def check_copy(folder, copy) -> None:
-    """SettingsError unless the weights and the tokenizer saved in `copy` are those of `folder`."""
-    # By hash, since two large models at once may not fit the memory.
-    first, again = ({key: hashlib.sha256(weights.contiguous().numpy()).digest()
-                     for key, weights in load_model(name).state_dict().items()}
-                    for name in (folder, copy))
-    wrong = [key for key in first if first[key] != again.get(key)]
+def digests(weights: dict) -> dict[str, bytes]:
+    """A hash of each tensor of a state dict."""
+    return {key: hashlib.sha256(tensor.contiguous().numpy()).digest()
+            for key, tensor in weights.items()}
+
+
+def check_copy(saved: dict[str, bytes], folder, copy) -> None:
+    """SettingsError unless what was saved in `copy` is read back as it was.
+
+    saved: `digests` of the weights; folder: where the tokenizer came from.
+    """
+    again = digests(load_model(copy).state_dict())
+    wrong = [key for key in saved if saved[key] != again.get(key)]
     conversation = [{"role": "user", "content": "find a mug"},
                     {"role": "assistant", "content": "Action: search[mug]"}]
     said = [dpo.Encoder(AutoTokenizer.from_pretrained(name)).encode(conversation)

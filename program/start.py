@@ -1,4 +1,4 @@
-"""How a run starts and ends: settings, machine, the loop that it is handed, report; one line."""
+"""How a run starts and ends: settings, machine, the loop of its method, report; one line."""
 
 import gc
 import json
@@ -14,24 +14,24 @@ from transformers.utils.logging import disable_progress_bar
 
 import envs
 from engine.checkpoint import Damaged
-from harness import files, report, smollm2
-from harness.dry_run import dry_run
-from harness.models import check_model, make_accelerator
-from harness.run import Run
-from harness.settings import EVOLVING, SettingsError, parse, without_passwords
+from harness import files, report
+from harness.settings import SettingsError, parse, without_passwords
+from program.dry_run import dry_run
+from program.run import Run
+from training import smollm2
+from training.models import check_model, make_accelerator
 
 
-def start(loop, argv: list[str], afterwards=()) -> None:
-    """Runs loop(run) with the settings in `argv`, then what is made of a finished run.
+def start(argv: list[str], loop_of, page) -> None:
+    """Runs loop_of(method)(run) with the settings in `argv`, then page(folder) of a finished run.
 
-    afterwards: functions of the run's folder, which return a line that says what they made. What
-    the user or the machine did wrong, and a stop, end this process with one line.
+    What the user or the machine did wrong, and a stop, end this process with one line.
     """
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     gc.freeze()  # else each freeing of memory between phases walks all that was imported, 0.2 s
     try:
-        main(loop, argv, afterwards)
+        main(argv, loop_of, page)
     except Exception as error:
         if one_line(error) is None:
             raise
@@ -44,11 +44,8 @@ def start(loop, argv: list[str], afterwards=()) -> None:
         os._exit(0)
 
 
-def main(loop, argv: list[str], afterwards=()) -> None:
+def main(argv: list[str], loop_of, page=None) -> None:
     settings = parse(argv)
-    if (settings.method in EVOLVING) != (loop.__name__ == "mutual"):
-        raise SettingsError(f"--method {settings.method}: start the other program, "
-                            f"{'mutual' if settings.method in EVOLVING else 'coevolve'}.py")
     disable_progress_bar()  # one bar per phase is ours; those of loading and saving are noise
     if settings.dry_run:
         if os.environ.get("RANK", "0") == "0":
@@ -61,26 +58,28 @@ def main(loop, argv: list[str], afterwards=()) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(settings.threads or max(1, cores // accelerator.num_processes))
     run = Run(settings, accelerator)
-    loop(run)
+    loop_of(settings.method)(run)
     if run.main:
-        finish(run)
-        for work in afterwards:
-            try:
-                run.print_main(work(run.path))
-            except Exception as error:  # whatever it is, the run is finished
-                run.print_main(f"{run.path} is finished, but {work.__name__} failed: "
-                               f"{type(error).__name__}: {' '.join(str(error).split())}")
-    run.close()
+        finish(run, page)
+    run.folder.close()
 
 
-def finish(run: Run) -> None:
-    """Writes result.json, and prints what the run's files hold."""
-    result, found = run.path / "result.json", json.dumps(report.result(run.path), indent=1)
+def finish(run: Run, page) -> None:
+    """Writes result.json and the page, and prints what the run's files hold."""
+    path, say = run.folder.path, run.log.say
+    result, found = path / "result.json", json.dumps(report.result(path), indent=1)
     if result.exists() and result.read_bytes() == found.encode():
-        run.print_main(f"{run.path} was finished before; what it holds:")
+        say(f"{path} was finished before; what it holds:")
     else:
         files.write_text(result, found)
-    run.print_main(report.table(run.path))
+    say(report.table(path))
+    if page is None:
+        return
+    try:
+        say(page(path))
+    except Exception as error:  # whatever it is, the run is finished
+        say(f"{path} is finished, but its page failed: {type(error).__name__}: "
+            f"{' '.join(str(error).split())}")
 
 
 # A study says it of itself, and not each of its runs too.

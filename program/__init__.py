@@ -1,0 +1,1 @@
+"""The program around a run: start and end, the run itself, its tasks, plans before it."""

@@ -1,0 +1,1 @@
+"""Models in and out of memory: what can be used, loading, training phases, saving."""
