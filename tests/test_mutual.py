@@ -407,7 +407,7 @@ def test_solutions_that_do_not_prove_a_goal_are_refused(shop):
     assert smith.verify({**found, "solution": solution[:-1]}) == "its solution earns 0.00"
     other = {**found["task"], "goal_options": ["mauve"]}
     assert "earns" in smith.verify({**found, "task": other})
-    assert "goes on" in smith.verify({**found, "solution": solution + ["click[buy now]"]})
+    assert "not carried out" in smith.verify({**found, "solution": solution + ["click[buy now]"]})
     idle = {**found, "solution": ["click[buy now]", *solution]}
     assert smith.verify(idle) == "an action of its solution is not carried out"
     assert "longer" in smith.verify({**found, "solution": ["nonsense"] * 11 + solution})

@@ -426,7 +426,7 @@ class OfficialShop:
         found = re.match(r"(.+)\[(.+)\]", action)
         name, argument = found.groups() if found else (action, None)
         argument = argument and argument.lower()
-        shown = self.shop._shown
+        shown = self.shop.shown
         if name == "search" and argument:
             shown = self.shop._find(argument)
         elif name == "click" and argument in shown.links and argument != "search":

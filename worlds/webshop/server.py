@@ -23,19 +23,19 @@ LIMIT = re.compile(r",?( and)? price lower than [\d,]+(\.\d+)? dollars", re.I)
 class WebShopServer(Shop):
     """An official WebShop server, driven as a browser does: by its pages' links and forms.
 
-    A task is the number of one of the server's goals. Goal numbers mean the same on every server
-    with the same catalogue, but price limits are drawn when it starts: the instruction is read
-    from the page. By rule splits are those of WebShop's own baselines, test 0-499, validation
-    500-1499, and as many training goals from 1500 on as the paper has. split_file: the folder of
-    ETO's or IPR's train_indices.json and test_indices.json instead, their 200 test goals among
-    them; validation is then the rule's without the listed goals. The catalogue of 1,000 products
-    has 6,910 goals, all 1.18 million products have 12,087; `reset` takes any goal number, whatever
-    the split.
+    A task is the number of one of the server's goals, of which the catalogue of 1,000 products has
+    6,910 and all 1.18 million products 12,087; `reset` takes any. By rule splits are those of
+    WebShop's own baselines, test 0-499, validation 500-1499, and as many training goals from 1500
+    on as the paper has. split_file: the folder of ETO's or IPR's train_indices.json and
+    test_indices.json instead; validation is then the rule's without the listed goals.
 
-    A server keeps of a session its goal only (the rest is in the URLs), so every episode on a goal
-    uses the same session, and the server, which slows down with each session, sees few of them.
-    EnvError where it was replaced: a goal that this process has met before reads otherwise now.
-    Before one that is met for the first time another one is read again.
+    Goal numbers mean the same on every server with the same catalogue, but price limits are drawn
+    when it starts: the instruction is read from the page. EnvError where the server was replaced: a
+    goal that this process has met before reads otherwise now. Before one that is met for the first
+    time another one is read again.
+
+    A server keeps of a session its goal only (the rest is in the URLs) and slows down with each
+    session, so every episode on a goal uses the same one.
 
     EnvError at the first request that fails: no answer, errors, broken or huge pages, a link or
     redirect to another host. Where the server itself has no page for its link (404, for an option
@@ -53,8 +53,8 @@ class WebShopServer(Shop):
 
     def __init__(self, webshop_url: str, view: str = "full", split_file: str | None = None,
                  timeout: float = 60.0, load_timeout: float = 1200.0):
-        """webshop_url: http://host:port. Seconds without an answer that a request may take, and the
-        same for the first one, which has the server load its catalogue."""
+        """webshop_url: http://host:port. timeout: seconds without an answer that a request may
+        take; load_timeout: the first one, which has the server load its catalogue."""
         super().__init__(view)
         lists = dict(RULE)
         if split_file:
@@ -81,40 +81,29 @@ class WebShopServer(Shop):
         """`text` without the price limit, which each start of the server draws anew."""
         return LIMIT.sub("", text)
 
-    def check(self, task: dict):
-        raise Refused(f"webshop at {self.url}: a server takes no new goals; leave out "
-                      "--webshop-url")
-
     def reset(self, task: str) -> str:
-        goal = self.find(task)
-        self._task, self._instruction, self._shown, self._form = task, None, None, None
-        known = self._known.setdefault(self.url, {})
+        goal, known = self.find(task), self._known.setdefault(self.url, {})
+        self._task = task
         if known and goal not in known:  # one that is known says whether it is the same server
-            self._check(known, list(islice(known, 8))[len(known) % min(8, len(known))])
-        page = self._begin(self._open("GET", f"{self.url}/coevolve_fixed_{goal}"))
-        if known.setdefault(goal, self._instruction) != self._instruction:
-            self._check(known, goal)
-        return page
+            first = list(islice(known, 8))
+            self._begins(first[len(known) % len(first)], known)
+        return self._begin(self._begins(goal, known))
 
-    def _check(self, known: dict[int, str], goal: int) -> None:
-        """EnvError unless the goal's instruction is what this process has read before."""
-        found = self._load("GET", f"{self.url}/coevolve_fixed_{goal}", None, opening=True)
-        try:
-            now = _Html(*found).instruction
-        except (ValueError, AssertionError):
-            now = None
-        if now != known[goal]:
-            self._shown = None
-            self._fail(f"was a server replaced? Goal {goal} was {known[goal][-80:]!r} and is "
-                       f"{str(now)[-80:]!r}; a start draws new price limits, and no phase must mix "
-                       "two of them")
+    def _begins(self, goal: int, known: dict[int, str]) -> Shown:
+        """A goal's first page; EnvError if its instruction is not what this process has read."""
+        self._instruction = self.shown = self._form = None
+        page = self._open("GET", f"{self.url}/coevolve_fixed_{goal}")
+        if (before := known.setdefault(goal, self._instruction)) != self._instruction:
+            self._fail(f"was a server replaced? Goal {goal} was {before[-80:]!r} and is "
+                       f"{self._instruction[-80:]!r}; a start draws new price limits, and no phase "
+                       "must mix two of them")
+        return page
 
     def expert(self):
         raise Refused("the scripted expert knows the embedded shop's instructions only; for a "
                       "WebShop server give expert trajectories with --experts FILE")
 
     def close(self):
-        super().close()
         self._http.close()
 
     def _find(self, query: str) -> Shown:
@@ -127,7 +116,7 @@ class WebShopServer(Shop):
 
     def _open(self, method: str, url: str, item=None, data=None) -> Shown:
         """The page at `url`, or the page shown if there is none (404). item: of a product link."""
-        before, self._shown = self._shown, None  # a void episode has no page to go on from
+        before, self.shown = self.shown, None  # a void episode has no page to go on from
         started = time.monotonic()
         found = self._load(method, url, data, opening=before is None)
         if found is None:
@@ -164,18 +153,14 @@ class WebShopServer(Shop):
                        "loads its catalogue; start again when it has")
         try:
             status, html, at = self._fetch(method, url, data, timeout)
-        except requests.TooManyRedirects:
-            self._fail("redirects without end")
         except requests.exceptions.InvalidSchema as error:  # no adapter, see __init__
             self._fail(f"refused to follow it to another host: {str(error)[-200:]}")
-        except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
+        except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as error:
             if isinstance(error, requests.ConnectionError):
                 self._loaded.discard(self.url)  # started again, it loads its catalogue again
             if first and isinstance(error, requests.ReadTimeout):
                 self._loading.add(self.url)
             self._fail(f"{type(error).__name__}; is the server running?")
-        except ValueError as error:
-            self._fail(f"a redirect that cannot be read ({error})")
         if status == 200 and "</html>" in html:
             self._loaded.add(self.url)
             return html, at

@@ -39,7 +39,7 @@ class ShopSmith:
 
         What is searched and bought is told by how much of it was asked for.
         """
-        kinds = [kind for _, kind, _, _ in self._carried_out(self.shop.find(task), replies)]
+        kinds = [kind for _, kind, _ in self._carried_out(self.shop.find(task), replies)]
         return {*kinds, *(f"{a}, {b}" for a, b in zip(kinds, kinds[1:]))}
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
@@ -78,11 +78,11 @@ class ShopSmith:
     def _bought(self, task: str, replies: list[str]) -> tuple[dict, list[str], list[str]] | None:
         """What an episode ends with: product, options (colour first), the actions carried out."""
         done = list(self._carried_out(self.shop.find(task), replies))
-        if not done or done[-1][2].kind != "done":
+        if not done or (end := done[-1][2]).kind != "done":
             return None
-        *_, shown, options = done[-1]
-        chosen = sorted(options.values(), key=lambda value: value != options.get("color"))
-        return self.shop.world.products[shown.item], chosen, [reply for reply, *_ in done]
+        colour = dict(end.options).get("color")
+        chosen = sorted((value for _, value in end.options), key=lambda value: value != colour)
+        return self.shop.world.products[end.item], chosen, [reply for reply, _, _ in done]
 
     def key(self, task: dict) -> str:
         """What makes two goals one."""
@@ -105,59 +105,43 @@ class ShopSmith:
 
     def verify(self, proposal: dict) -> str | None:
         """Plays the solution twice under the new goal; why it does not prove it, or None."""
-        played = []
-        if len(proposal["solution"]) > self.shop.max_steps:
+        solution = proposal["solution"]
+        if len(solution) > self.shop.max_steps:
             return "its solution is longer than an episode"
-        for _ in range(2):
-            pages, reward = [self.shop.start(proposal["task"])], 0.0
-            for reply in proposal["solution"]:
-                if self._ended():
-                    return "the solution goes on after the end"
-                before = self.shop._shown
-                step = self.shop.step(reply)
-                if self.shop._shown is before:
-                    return "an action of its solution is not carried out"
-                pages.append(step.observation)
-                reward = step.reward
-            played.append((pages, reward))
-        if played[0] != played[1]:
+        first, second = (list(self._carried_out(proposal["task"], solution)) for _ in range(2))
+        if [reply for reply, _, _ in first] != solution:
+            return "an action of its solution is not carried out"
+        if first != second:
             return "its replays differ"
-        return None if played[0][1] == 1.0 else f"its solution earns {played[0][1]:.2f}"
+        reward = first[-1][2].reward if first else 0.0
+        return None if reward == 1.0 else f"its solution earns {reward:.2f}"
 
     def _carried_out(self, goal: dict, replies: list[str]):
-        """(reply, kind, page after it, chosen options) of each action that was carried out."""
+        """(reply, kind, page after it) of each action that the shop carried out."""
         self.shop.start(goal)
-        options = {}
         for reply in replies:
-            if self._ended():
+            before = self.shop.shown
+            if before.kind == "done":
                 return
-            before = self.shop._shown
             self.shop.step(reply)
-            after = self.shop._shown
+            after = self.shop.shown
             if after is before:  # not carried out
                 continue
-            match = re.match(r"(.+)\[(.+)\]", parse_reply(reply))
-            kind = argument = match[2].lower()
-            if after.kind == "item" and before.kind == "item":
-                product = self.shop.world.products[after.item]
-                name = next((n for n, pool in product["options"].items() if argument in pool), "")
-                options = {**options, name: argument} if name else options
+            kind = argument = re.match(r"(.+)\[(.+)\]", parse_reply(reply))[2].lower()
+            if after.kind == before.kind == "item":
                 asked = argument in goal["goal_options"]
                 kind = "choose what was asked" if asked else "choose something else"
             elif after.kind == "item" and before.kind == "results":
                 opened = [text for text in before.links if re.fullmatch("b0[a-z0-9]{8}", text)]
-                kind, options = f"open number {opened.index(argument) + 1}", {}
+                kind = f"open number {opened.index(argument) + 1}"
             elif after.kind == "results" and before.kind == "search":
                 told = sum(a in argument for a in goal["attributes"])
                 kind = (f"search for {told} attributes"
                         + ("" if goal["query"] in argument else " of another type"))
             elif after.kind == "done":
-                missing = len(set(goal["goal_options"]) - set(options.values()))
+                missing = set(goal["goal_options"]) - set(dict(after.options).values())
                 kind = "buy as asked" if not missing else "buy without an option"
-            yield reply, kind, after, dict(options)
-
-    def _ended(self) -> bool:
-        return self.shop._shown.kind == "done"
+            yield reply, kind, after
 
 
 def named(text: str, phrases) -> tuple[list[str], str]:
