@@ -13,7 +13,7 @@ ENTRY = dict(task="webshop-train-3", reward=1.0, messages=[
 
 def open_page(html):
     shop = WebShopServer("http://127.0.0.1:9")
-    shop._task = shop._instruction = shop._shown = None
+    shop._task = shop._instruction = shop.shown = None
     html = f'<h4>Instruction:<br>buy</h4><input name="search_query">{html}'
     shop._load = lambda *_, **__: (html, "http://127.0.0.1:9/")
     return shop._open("GET", "http://127.0.0.1:9/")

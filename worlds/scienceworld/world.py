@@ -4,7 +4,6 @@ import logging
 import os
 import random
 import re
-import signal
 import subprocess
 import threading
 import weakref
@@ -272,7 +271,7 @@ def _first_lines(process, seconds: float) -> tuple[int, str]:
 
     ValueError, and the process is ended, where it does not say them in time.
     """
-    late = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
+    late = threading.Timer(seconds, process.kill)
     late.daemon = True
     late.start()
     lines = [process.stdout.readline().decode().strip() for _ in range(2)]
