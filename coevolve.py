@@ -333,7 +333,7 @@ def preference_groups(run: Run, agent: str, i: int) -> list[dpo.Group]:
             if (key, turns, endless) not in places:
                 places[key, turns, endless] = len(group.sequences)
                 t = trajectories[key]
-                t = cut(reopened(t, expert) if s.protocol == "eto" else t, turns)
+                t = cut(reopened(t, expert) if s.options.protocol == "eto" else t, turns)
                 group.sequences.append(without_ends(t) if endless else t)
                 shortened += [task] if turns is not None else []
             indices.append(places[key, turns, endless])

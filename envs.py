@@ -1,13 +1,12 @@
-"""Environments: text in, text out. What one is, which there are, their experts, their repair.
+"""Environments: text in, text out. Which there are, their experts, their repair.
 
-They are folders of `worlds/`; read `worlds/webshop/shop.py` first. A new one is a file there, a
-line in `make` and a name in the settings.
+They are folders of `worlds/`; `worlds.World` says what one is, `worlds/webshop/shop.py` is the one
+to read first. A new one is a folder there and its name in `worlds.ENVIRONMENTS`.
 """
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Iterator
 
 from tqdm import tqdm
 
@@ -15,7 +14,9 @@ from worlds import (  # noqa: F401
     EnvError,
     Refused,
     Step,
+    World,
     converse,
+    environment,
     first_reply,
     opening,
     parse_reply,
@@ -26,68 +27,23 @@ from worlds.published import STOPS, opens_otherwise, read_experts, read_prompts 
 SUCCESS = 1.0  # the reward of a solved task; whatever is below is a failure
 
 
-class Env(Protocol):
-    """One object plays one episode at a time. Worlds repeat exactly. Rewards are in [0, 1]; by
-    ETO's protocol from -1. `worlds.World` is what all of them derive from.
-
-    The environment does not count steps: a rollout stops after `max_steps` replies, and the reward
-    is what it was then. One that breaks raises EnvError, which is no failure of the agent's. After
-    `close`, `reset` starts afresh.
-    """
-
-    name: str
-    test_splits: tuple[str, ...]
-    max_steps: int  # of the task just reset
-    prompt: str     # the rules, said once at the start of an episode
-    split_by: str   # "by rule", or the folder of published lists
-    latency: int    # passes of the model for which a rollout lets it work before it waits
-
-    def tasks(self, split: str) -> list[str]: ...    # ids; ValueError: no such split
-    def find(self, task: str): ...                   # what it is; ValueError: no such task
-    def wording(self, task: str) -> str | None: ...  # its instruction, where that says which it is
-    def add(self, task: dict) -> str: ...            # the id of a task made during the run
-    def smith(self): ...                             # who makes tasks; Refused: nobody
-    def reset(self, task: str) -> str: ...           # the first observation
-    def step(self, reply: str) -> Step: ...          # observation, reward so far, done
-    def expert(self) -> Callable[[str], str]: ...    # of the episode just reset: page -> reply
-    def practice(self, seed: int, n: int, make) -> list: ...  # what the tiny model starts from
-    def published_task(self, id: str) -> str: ...    # of a published expert trajectory's id
-    def close(self) -> None: ...
-
-
-def make(name: str, view: str = "full", protocol: str = "ours", prompts: str | None = None,
-         examples: int = 1, **options) -> "Repaired":
+def make(name: str, view: str = "full", examples: int = 1, **options) -> "Repaired":
     """The environment called `name`; `view` is "full" (the official text) or "short".
 
-    protocol "eto": it talks as ETO's code does, by the texts in the folder `prompts` and so many of
-    their examples. options: the settings that belong to it, such as webshop_url (see its class);
-    Refused, naming what is wrong with one of them. What an environment needs is imported here and
-    nowhere before.
+    examples: that an agent is shown by ETO's protocol. options: the fields of its `Options`.
+    Refused, naming what is wrong with one of them.
     """
-    theirs = read_prompts(prompts, name, examples) if protocol == "eto" else None
-    if name == "webshop":
-        url, lists = options.pop("webshop_url", None), options.pop("split_file", None)
-        if url:
-            from worlds.webshop.server import WebShopServer
-            return Repaired(WebShopServer(url, view, lists, **options), theirs)
-        from worlds.webshop.shop import WebShop
-        return Repaired(WebShop(view, **options), theirs)
-    if name == "scienceworld":
-        from worlds.scienceworld.world import ScienceWorld
-        return Repaired(ScienceWorld(view, **options), theirs)
-    if name == "intercodesql":
-        from worlds.intercodesql.world import InterCodeSQL
-        return Repaired(InterCodeSQL(view, **options), theirs)
-    if name == "bfcl":
-        from worlds.bfcl.world import Bfcl
-        return Repaired(Bfcl(view, **options))
-    raise ValueError(f"unknown environment {name!r}; webshop, scienceworld, intercodesql or bfcl?")
+    chosen = environment(name)(**options)
+    env = chosen.make(view)
+    if chosen.protocol == "eto":
+        env.theirs = read_prompts(chosen.prompts, name, examples)
+    return Repaired(env)
 
 
 # ------------------------------------------------------------------------------------- experts
 
 
-def experts(env: Env, file: str | None, count: int,
+def experts(env: World, file: str | None, count: int,
             lost: list[str]) -> Iterator[tuple[str, list[dict], float]]:
     """(task, messages, reward) of `count` experts (0: all): of a file, else the scripted expert's.
 
@@ -121,10 +77,8 @@ class Repaired:
     """
     waits = (0.5, 1.0, 5.0, 25.0)  # seconds before each repetition: a server's restart takes some
 
-    def __init__(self, env, theirs=None):
+    def __init__(self, env: World):
         self._env, self._seen = env, []
-        if theirs:
-            env.theirs = theirs
 
     def __getattr__(self, name):
         return getattr(self._env, name)

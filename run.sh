@@ -67,10 +67,13 @@ add() {
 
 command=${1:-}
 case $command in
-    webshop | scienceworld | intercodesql | bfcl | page | play | compare | study | \
-        pretrain | load-intercode | test | bench) shift ;;
-    *) sed -n '2,18s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    page | play | compare | study | pretrain | load-intercode | test | bench) env= ;;
+    *)  # an environment has a folder
+        env=$command
+        [ -n "$env" ] && [ -f "$here/worlds/$env/__init__.py" ] || {
+            sed -n '2,18s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; } ;;
 esac
+shift
 
 python=
 for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.13 python3.10}; do
@@ -79,11 +82,11 @@ done
 [ -n "$python" ] || fail "${PYTHON:-python3} is missing or not Python 3.10-3.13;" \
     "install one of these, or name it: PYTHON=/path/to/python3.12 bash run.sh $command"
 
-case $command in webshop | scienceworld | intercodesql | bfcl)
+if [ -n "$env" ]; then
     # A mistyped setting is refused before anything is installed.
-    help=$("$python" "$here/harness/settings.py" --env "$command" "$@") || exit 2
+    help=$(PYTHONPATH=$here "$python" "$here/harness/settings.py" --env "$env" "$@") || exit 2
     for flag in "$@"; do case $flag in -h | --help) echo "$help"; exit ;; esac; done
-esac
+fi
 if ! lacks=$(satisfied "$python"); then
     { if command -v flock >/dev/null; then flock 9; fi; install "$lacks"; } 9>"$here/.venv.lock"
     python=$venv/bin/python

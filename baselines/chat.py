@@ -41,7 +41,7 @@ def play_all(run: Run, trajectories: list[Trajectory]) -> list[Trajectory]:
             os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
     paid = {t.task: t for t in run.folder.trajectories(kept.name)} if kept.exists() else {}
     missing = [t for t in trajectories if t.task not in paid]
-    ours = s.protocol == "ours"  # ETO's has its examples in the opening
+    ours = s.options.protocol == "ours"  # ETO's has its examples in the opening
     shown = examples(run) if missing and ours and s.examples else []
 
     def append(file, row):
@@ -61,7 +61,7 @@ def play_all(run: Run, trajectories: list[Trajectory]) -> list[Trajectory]:
             return reply, used
 
         try:
-            play_episode(t, env, ask, shown, s.max_tokens, envs.STOPS[s.protocol])
+            play_episode(t, env, ask, shown, s.max_tokens, envs.STOPS[s.options.protocol])
         finally:
             idle.put(env)
         append(kept, t.record())

@@ -38,7 +38,7 @@ def join_successes(run: Run, out: Path) -> dict:
     names = ["iter1/target.jsonl"] + ["iter1/target-more.jsonl"] * (run.settings.method == "dart")
     experts, dropped = run.folder.trajectories("experts.jsonl"), Counter()
     sampled = usable_rollouts(run, names, dropped)
-    if run.settings.protocol == "eto":
+    if run.settings.options.protocol == "eto":
         of = {e.task: e for e in experts}
         sampled = {task: [reopened(t, of[task]) for t in found] for task, found in sampled.items()}
     joined = join(experts, sampled, dropped)

@@ -234,10 +234,10 @@ def word_tokenizer():
     return make_tokenizer([" ".join(f"w{i}" for i in range(WORDS))])
 
 
-class Pages:
+class Pages(envs.World):
     """Episodes of 4-6 turns with pages of 60-150 tokens that depend on the task alone."""
 
-    prompt, max_steps, latency, lengths = "", 6, 0, (60, 150)
+    max_steps, lengths = 6, (60, 150)
 
     def reset(self, task):
         self.rng, self.left = random.Random(task), self.max_steps - 2 + int(task) % 3
@@ -246,9 +246,6 @@ class Pages:
     def step(self, reply):
         self.left -= 1
         return envs.Step(self.page(), 0.0, self.left == 0)
-
-    def close(self):
-        pass
 
     def page(self):
         return " ".join(f"w{self.rng.randrange(WORDS)}"

@@ -3,7 +3,6 @@
 import json
 import shutil
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -71,7 +70,7 @@ class Folder:
             raise SettingsError(f"{self.path} was made by an earlier version of this program, "
                                 "whose files were laid out otherwise; give another --out")
         if before:
-            now = asdict(self.settings)
+            now = self.settings.flat()
             self._refuse_changes({**before["settings"], **{n: now[n] for n in FREE}}, now)
         self._drop_unfinished_events()
         return before
@@ -91,7 +90,7 @@ class Folder:
                     "Give another --out to compute all with this code")
         elif self.main:
             files.write_text(self.path / "config.json", json.dumps(
-                dict(settings=asdict(self.settings), base=base, layout=LAYOUT, tasks=tasks,
+                dict(settings=self.settings.flat(), base=base, layout=LAYOUT, tasks=tasks,
                      precision=self.accelerator.mixed_precision,
                      code=files.code_hash(), commit=files.git_commit(),
                      versions=files.versions()), indent=1))

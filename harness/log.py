@@ -5,7 +5,6 @@ Every rank has one; the main one writes.
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -49,7 +48,7 @@ class Log:
     def start_trackers(self, settings) -> None:
         if settings.track:
             self.accelerator.init_trackers("coevolve", {
-                name: value for name, value in asdict(settings).items() if value is not None})
+                name: value for name, value in settings.flat().items() if value is not None})
 
     def _track(self, values: dict, x: int) -> None:
         """Gives the trackers an event's numbers, at its optimiser step, iteration, or phase x."""

@@ -93,7 +93,7 @@ def play_share(run: Run, model, encoder: Encoder, share: list[Trajectory],
         torch.set_num_threads(1)  # several would only wait for each other: 1.6 s against 3.6 s
     rollout(model, encoder, run.tasks.make_env, share, temperature=temperature, slots=slots,
             max_tokens=s.max_tokens, max_new_tokens=s.max_new_tokens,
-            tokens_per_forward=s.tokens_per_forward, stops=envs.STOPS[s.protocol],
+            tokens_per_forward=s.tokens_per_forward, stops=envs.STOPS[s.options.protocol],
             progress=progress, of=of, chunk=chunk, keep=kept.add)
     torch.set_num_threads(threads)
     return share

@@ -9,16 +9,14 @@ import os
 import re
 import shutil
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from harness import files
-from harness.settings import AFTER_SFT
+from harness.settings import AFTER_SFT, values_of
 
 SHARED = re.compile(r"experts\.jsonl|sft-\w+|eval-0-.+")
-PATHS = ("experts", "split_file", "intercode_data", "prompts")  # settings that name files
 
 
 def ingredients(folder, base: str, training: list) -> str:
@@ -27,9 +25,10 @@ def ingredients(folder, base: str, training: list) -> str:
     base: what identifies the model; training: how it is laid out on the machine. Packages and
     machine count, since they may change rounding.
     """
-    settings = {name: value for name, value in asdict(folder.settings).items()
+    settings = {name: value for name, value in folder.settings.flat().items()
                 if name not in AFTER_SFT}
-    found = {name: files.digest(Path(settings[name])) for name in PATHS if settings[name]}
+    found = {f.name: files.digest(Path(value)) for f, value in values_of(folder.settings)
+             if value and f.metadata.get("file")}
     accelerator = folder.accelerator
     machine = [accelerator.num_processes, accelerator.mixed_precision, accelerator.device.type,
                *training, torch.get_num_threads(),

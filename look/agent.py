@@ -51,7 +51,7 @@ class Agent:
             t.ids.append(tokens[0].item())
             t.action_mask.append(1)
             if reply_ended(slot, self.encoder, t.ids[-1], s.max_tokens, s.max_new_tokens,
-                           STOPS[s.protocol]):
+                           STOPS[s.options.protocol]):
                 self.proposed = self.encoder.decode(t.ids[slot.reply_at:])
                 return self.proposed, self.told(t.ids[slot.reply_at:], minds)
             if t.ended:

@@ -11,12 +11,20 @@ import random
 import shutil
 import sys
 import textwrap
+from dataclasses import fields
 from pathlib import Path
 
 import envs
 from harness.files import RunError, made_tasks, read_object
 from harness.report import visible
-from harness.settings import Settings, SettingsError, options_of, parse, without_passwords
+from harness.settings import (
+    Settings,
+    SettingsError,
+    flag,
+    options_of,
+    parse,
+    without_passwords,
+)
 from program.tasks import settings_of
 
 # Of a run's settings, those that its agent plays with.
@@ -60,9 +68,9 @@ def play(env, task: str, agent=None) -> str:
     observation, step, turns, mine, told = env.reset(task), None, 0, agent is None, []
     say(f"{task}, at most {env.max_steps} turns; "
         + ("? explains, q quits" if mine else "t takes over, Enter goes on, q quits"))
-    if mine and not env.prompt and (rules := getattr(env, "rules", "")):
+    if mine and env.rules and not env.prompt:
         say("\nThe rules, which this view does not tell the agent:")
-        say(rules, "  ")
+        say(env.rules, "  ")
     say("\n" + "\n\n".join(m["content"] for m in envs.opening(env, observation, playing=True)))
     if agent:
         agent.begin(env, task, observation)
@@ -126,7 +134,7 @@ def act(env, agent: bool, told: list) -> str | None:
         if not line and agent:
             return None
         if line == "?":
-            say(getattr(env, "rules", "") or "This environment has no rules to tell.", "  ")
+            say(env.rules or "This environment has no rules to tell.", "  ")
         elif line and line.isdecimal() and actions:
             if 0 < int(line) <= len(actions):
                 return env.reply(actions[int(line) - 1])
@@ -165,8 +173,9 @@ def settings_for(env: str, more: list[str], run: Path | None, folder) -> Setting
     """From the same flags as for training; with an agent its run's, where no flag says more."""
     flags = ["--env", env, "--method", "evaluate"]
     if run is None:
-        names = {flag.split("=")[0] for flag in more}
-        real = env == "bfcl" or names & {"--webshop-url", "--intercode-data", "--mysql-url"}
+        stated, names = envs.environment(env), {word.split("=")[0] for word in more}
+        real = "tiny" not in stated.presets or names & {
+            flag(f.name) for f in fields(stated) if f.metadata.get("real")}
         return parse([*flags, *(["--model", "none"] if real else []), *more])  # no preset for it
     config = read_object(run / "config.json", settings=dict)
     before = config["settings"]

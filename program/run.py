@@ -36,7 +36,7 @@ class Run:
         accelerator.wait_for_everyone()
         before = self.folder.find_earlier()
         if settings.experts and trains(settings) and "experts.jsonl" not in self.folder.phases:
-            self.folder.on_main(lambda: check_openings(self))
+            self.folder.on_main(lambda: check_openings(self, self.tasks.experts()))
         self.trainer = Trainer(settings, self.folder, self.tasks)
         self.folder.record(before, self.trainer.identity, self.tasks.about)
         self.folder.ingredients = self.folder.on_main(lambda: reuse.ingredients(
@@ -82,7 +82,7 @@ class RunTasks:
         self.settings, self.folder = settings, folder
         with closing(self.make_env()) as env:
             found = survey(settings, env)
-        self.splits, self.about = found.splits, found.record()
+        self.splits, self.about = found.splits, found.about
         self.training, self.left_out, self.tried = found.training, found.left_out, found.tried
         folder.log.say(found.counts)
 
@@ -100,6 +100,13 @@ class RunTasks:
         for row in self.added():
             env.add(row["task"])
         return env
+
+    def experts(self) -> list[tuple[str, list[dict], float]]:
+        """(task, messages, reward) of --experts FILE, without those of evaluated tasks."""
+        s = self.settings
+        with closing(self.make_env()) as env:
+            return [e for e in envs.read_experts(s.experts, env)[:s.train_tasks or None]
+                    if e[0] not in self.left_out]
 
     def added(self) -> list[dict]:
         return files.made_tasks(self.folder.path, self.folder.phases)

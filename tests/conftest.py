@@ -186,9 +186,9 @@ def pytest_runtest_makereport():
         report.longrepr = path, None, reason
 
 
-class Toy:
+class Toy(envs.World):
     """An environment of two replies, whose reward depends on what was written."""
-    name, prompt, test_splits, max_steps, latency = "toy", "", ("test",), 2, 0
+    name, test_splits, max_steps = "toy", ("test",), 2
 
     def tasks(self, split):
         return [f"toy-{split}-{n}" for n in range(8)]
@@ -196,6 +196,7 @@ class Toy:
     def find(self, task):
         if not re.fullmatch(r"toy-\w+-\d", task):
             raise ValueError(f"unknown task {task!r}")
+        return task
 
     def reset(self, task):
         self.find(task)

@@ -37,14 +37,16 @@ def test_a_new_method_and_a_new_environment_are_a_few_lines(small_model, tmp_pat
     for name, old, new in (change for block in guides for change in changes(block)):
         text = (copy / name).read_text() if old else ""
         assert text.count(old) == 1 or not old, name
+        (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).write_text(text.replace(old, new) if old else new + "\n")
     out = tmp_path / "run"
     done = subprocess.run(
-        [sys.executable, str(copy / "coevolve.py"), "--env", "echo", "--method", "more-sft",
+        [sys.executable, str(copy / "coevolve.py"), "--env", "echo", "--loud", "--method", "more-sft",
          "--model", str(small_model), "--sft-epochs", "1", "--max-tokens", "256",
          "--max-new-tokens", "8", "--threads", "1", "--out", str(out)],
         capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in (out / "eval-1-target-test.jsonl").open()]
     assert [row["task"] for row in rows] == ["echo-test-0", "echo-test-1"]
+    assert rows[0]["messages"][0]["content"] == "say GREY"
     assert (out / "iter1/target-agent/model.safetensors").exists()

@@ -22,10 +22,10 @@ from program.run import Run
 ROOT = Path(__file__).parent.parent
 
 
-class Guess:
+class Guess(envs.World):
     """Three turns at most; "c" pays 1 and ends, anything else pays 0."""
 
-    name, prompt, max_steps, latency, test_splits = "guess", "Guess.", 3, 0, ("test",)
+    name, rules, max_steps, test_splits = "guess", "Guess.", 3, ("test",)
 
     def tasks(self, split):
         return [f"{split}-{i}" for i in range(4)]
@@ -42,9 +42,6 @@ class Guess:
     def expert(self):
         replies = iter("ac")
         return lambda observation: next(replies)
-
-    def close(self):
-        pass
 
 
 @pytest.fixture

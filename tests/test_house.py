@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # room -> the rooms that it may import; nothing is imported upwards
-LOW = "envs dpo engine harness"
+LOW = "worlds envs dpo engine harness"
 RUN = f"{LOW} training playing program"
 MAY = {"worlds": "worlds", "engine": "engine", "envs": "worlds", "dpo": "engine",
        "harness": LOW, "training": f"{LOW} training", "playing": f"{LOW} training playing",

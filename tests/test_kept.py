@@ -178,8 +178,6 @@ def test_a_chunk_that_is_not_whole_leaves_the_file(tmp_path):
         kept.add(row)
 
     class World(Toy):
-        prompt = ""
-
         def reset(self, task):
             return "task toy"
 

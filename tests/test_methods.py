@@ -25,10 +25,10 @@ from program.run import Run
 TASKS = 6
 
 
-class OneReply:
+class OneReply(envs.World):
     """Pays (sum of the reply's letters modulo 5) / 4: a random reply succeeds one time in five."""
 
-    name, prompt, max_steps, latency = "one reply", "", 1, 0
+    name, max_steps = "one reply", 1
     test_splits = ("test",)
     best = 4  # of (letters modulo 5); what agents write is capped here
 
@@ -47,9 +47,6 @@ class OneReply:
 
     def expert(self):
         return lambda observation: "c"
-
-    def close(self):
-        pass
 
 
 @pytest.fixture

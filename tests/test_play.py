@@ -87,7 +87,7 @@ def test_what_a_terminal_would_obey_is_named(capsys):
 
 
 @pytest.mark.parametrize("argv, said", [
-    ([], "name an environment"), (["shop"], "invalid choice: 'shop'"),
+    ([], "name an environment"), (["shop"], "unknown environment 'shop'"),
     (["webshop", "webshop-test-9999"], "unknown task .*such as webshop-test-0"),
     (["webshop", "moon"], "unknown split 'moon'"),
     (["webshop", "--betta", "1"], "unknown: --betta 1"),

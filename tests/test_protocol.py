@@ -22,7 +22,7 @@ import envs
 from baselines import chat, rft
 from dpo import Encoder, Trajectory
 from harness import play
-from harness.settings import Settings, SettingsError, check, options_of, parse
+from harness.settings import SettingsError, check, from_flat, options_of, parse
 from worlds import first_reply
 from worlds.intercodesql.world import sql_reward
 from worlds.published import read_prompts
@@ -326,7 +326,7 @@ def test_one_setting_brings_their_numbers():
 ])
 def test_what_does_not_go_together_is_refused(values, says):
     with pytest.raises(SettingsError, match=says):
-        check(Settings(**{"model": "m", **values}))
+        check(from_flat(**{"model": "m", **values}))
 
 
 @pytest.mark.parametrize("file, text, says", [

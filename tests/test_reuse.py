@@ -240,8 +240,10 @@ def test_the_shared_phases_read_no_setting_that_is_said_not_to_matter(begin):
             ("eval-0-target-test.jsonl", coevolve.evaluate, "target", 0, "test")):
         run.phase(output, work, *args)
     assert {"sft_lr", "max_tokens", "expert_min_reward", "view"} <= read
-    # The method says whose folder is the base's, the number of iterations what disk is needed.
-    assert read & {*AFTER_SFT} == {"method", "iterations", "reuse", "checkpoint_minutes", "track"}
+    # The method says whose folder is the base's, the number of iterations what disk is needed;
+    # margins and their reference are of pairs; what takes an agent from elsewhere is not shared.
+    assert read & {*AFTER_SFT} == {"method", "iterations", "reuse", "checkpoint_minutes", "track",
+                                   "margins", "reference"}
     assert {*AFTER_SFT} <= {f.name for f in fields(Settings)}
 
 

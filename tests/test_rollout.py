@@ -14,10 +14,10 @@ from harness.files import seed_of
 from harness.play import Slot, reply_ended, rollout
 
 
-class Echo:
+class Echo(envs.World):
     """An environment whose pages depend on what the agent wrote, of uneven length."""
 
-    prompt, max_steps, latency = "", 4, 0
+    max_steps = 4
 
     def reset(self, task):
         self.task, self.turns = task, 0
@@ -29,14 +29,11 @@ class Echo:
         observation = f"you said {len(reply)} " + "word " * (len(reply) % 7)
         return envs.Step(observation, 0.25 * self.turns, done)
 
-    def close(self):
-        pass
-
 
 class Ruled(Echo):
     """The same after rules that all episodes begin with."""
 
-    prompt = "you shop " * 20
+    rules = "you shop " * 20
 
 
 @pytest.fixture(scope="module")

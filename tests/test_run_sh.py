@@ -28,6 +28,7 @@ def machine(tmp_path):
     for folder in (repo, bin_, tmp_path / "home"):
         folder.mkdir()
     (repo / "harness").mkdir()
+    shutil.copytree(ROOT / "worlds", repo / "worlds")
     for name in ("run.sh", "requirements.txt", "harness/requirements.py", "harness/settings.py"):
         shutil.copy(ROOT / name, repo / name)
     for tool in TOOLS:

@@ -731,7 +731,7 @@ def test_the_password_is_in_no_setting(monkeypatch):
     monkeypatch.setenv("MYSQL_PWD", "")  # so that it is put back
     flags = ["--env", "intercodesql", "--intercode-data", "d", "--model", "m"]
     s = settings.parse([*flags, "--mysql-url", "mysql://u:to%40p@h:3306"])
-    assert s.mysql_url == "mysql://u@h:3306" and os.environ["MYSQL_PWD"] == "to@p"
+    assert s.options.mysql_url == "mysql://u@h:3306" and os.environ["MYSQL_PWD"] == "to@p"
     for wrong in (["--mysql-url", "postgres://u:topsecret@h"],
                   ["--mysql-url", "mysql://u:topsecret@h/db"],
                   ["--mysq-url", "mysql://u:topsecret@h"],

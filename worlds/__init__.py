@@ -1,12 +1,75 @@
 """What environments share. Each of them is a folder here; read `webshop/shop.py` first.
 
-Nothing in this folder knows a tensor, a setting or a file of a run.
+The folder's `__init__` states its settings in a class `Options` and imports the standard library
+alone; what it needs is imported where it is made. Nothing here knows a tensor or a file of a run.
 """
 
 import copy
 import re
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import import_module
+from urllib.parse import urlsplit
+
+ENVIRONMENTS = ("webshop", "scienceworld", "intercodesql", "bfcl")  # the folders
+
+
+# ------------------------------------------------------------------------------------- settings
+
+
+def option(default, help: str, **limits):
+    """A setting: its default, its help with unit and source, and its limits.
+
+    at_least, at_most, above, below: bounds of a number. like, form: what says whether a text can
+    be, and what it must be in words. real: it names a real environment, whose words the tiny model
+    does not know. file: it names a file or folder. password: the environment variable that gets
+    the password of an address.
+    """
+    return field(default=default, metadata=dict(help=help, **limits))
+
+
+@dataclass(frozen=True)
+class Options:
+    """What an environment's folder states: a subclass of this name, a frozen dataclass as well.
+
+    Its fields are the environment's own settings, each made by `option`. `presets` replace defaults
+    of all settings in this environment, as `PRESETS` in `harness/settings.py` does in all.
+    """
+    presets = {}
+    protocol = "ours"  # "eto" where an episode is told as ETO's code does
+
+    def conflicts(self, s) -> list[tuple[bool, str, str]]:
+        """(whether it is so, flags, what is wrong) of these options among all settings `s`."""
+        return []
+
+    def make(self, view: str) -> "World":
+        raise NotImplementedError
+
+
+def environment(name: str) -> type[Options]:
+    """What the folder of this name states."""
+    if name not in ENVIRONMENTS:
+        raise Refused(f"unknown environment {name!r}; choose from: {', '.join(ENVIRONMENTS)}")
+    return import_module(f"worlds.{name}").Options
+
+
+def is_web_address(text: str) -> bool:
+    """Whether it is http(s)://host[:port][/path], with nothing else in it."""
+    try:
+        parts = urlsplit(text)
+        return bool(not re.search(r"[\s\\]", text) and parts.scheme in ("http", "https")
+                    and parts.hostname and parts.port != 0
+                    and not (parts.username or parts.query or parts.fragment))
+    except ValueError:  # a port that is no number, a bracket left open
+        return False
+
+
+def without_passwords(text: str) -> str:
+    """`text`, the passwords of addresses in it replaced by ***."""
+    return re.sub(r"(://[^:@/\s]*):(?!password@)\S*@", r"\1:***@", text)
+
+
+# ----------------------------------------------------------------------------- an environment
 
 
 class EnvError(Exception):
@@ -26,21 +89,30 @@ class Step:
 
 
 class World:
-    """What all environments share: the view, and tasks by their ids, NAME-SPLIT-KEY.
+    """An environment: one object plays one episode at a time, and worlds repeat exactly.
 
-    A subclass has a `name`, the `rules`, which the full view says at the start of an episode, and
-    `splits`: split -> key -> what the task is, all the same in every process. Tasks made during a
-    run join those of one object by `add`; their split is "added", which no other object knows.
+    A subclass states what is below, and has
+        reset(task) -> str                  the first observation
+        step(reply) -> Step                 RuntimeError where no episode is running
+        expert() -> page -> reply           of the episode just reset; Refused: there is none
+        practice(seed, n, make) -> [turns]  what the tiny model starts from, if it can play here
+    It does not count steps: a rollout stops after `max_steps` replies, and the reward is what it
+    was then. One that breaks raises EnvError at the first fault, which is no failure of the
+    agent's. After `close`, `reset` starts afresh.
+
+    Tasks have ids, NAME-SPLIT-KEY. Those that are made during a run join those of one object by
+    `add`; their split is "added", which no other object knows.
     """
     name: str
-    rules = ""
-    splits: dict[str, dict]
+    rules = ""            # said once at the start of an episode, by the full view
+    splits: dict[str, dict]  # split -> key -> what the task is, all the same in every process
     split_by = "by rule"  # or the folder of published lists
+    test_splits: tuple[str, ...]
+    max_steps: int        # of the task just reset
+    latency = 0           # passes of a model for which a rollout lets it work before it waits
     theirs = None         # `published.Theirs`, where an episode is to be as in ETO's code
 
-    def __init__(self, view: str):
-        if view not in ("full", "short"):
-            raise ValueError(f"unknown view {view!r}; choose from: full, short")
+    def __init__(self, view: str = "full"):
         self.view = view
         self.prompt = self.rules if view == "full" else ""
         self._added = []  # what the tasks are
@@ -75,6 +147,10 @@ class World:
 
     def wording(self, task: str) -> str | None:
         """A task's instruction, where that is known without playing it and no other task's."""
+
+    def lasting(self, text: str) -> str:
+        """What a text says whenever this world starts: without what each start draws anew."""
+        return text
 
     def action(self, reply: str) -> str | None:
         """The action in a reply; None where there is none, which by our own reading is never so."""
@@ -119,14 +195,14 @@ class World:
 
     def fields(self, task: dict, **kinds) -> dict:
         """These fields of a new task; ValueError where one is missing or of another type."""
-        for field, kind in kinds.items():
-            if not isinstance(task, dict) or field not in task:
-                self.reject(f"it has no {field!r}; a task is an object of {', '.join(kinds)}")
-            if not isinstance(value := task[field], kind) or isinstance(value, bool):
-                self.reject(f"its {field!r} is {str(value)[:60]!r}, a {type(value).__name__}")
+        for name, kind in kinds.items():
+            if not isinstance(task, dict) or name not in task:
+                self.reject(f"it has no {name!r}; a task is an object of {', '.join(kinds)}")
+            if not isinstance(value := task[name], kind) or isinstance(value, bool):
+                self.reject(f"its {name!r} is {str(value)[:60]!r}, a {type(value).__name__}")
             if value == "":
-                self.reject(f"its {field!r} is empty")
-        return {field: task[field] for field in kinds}
+                self.reject(f"its {name!r} is empty")
+        return {name: task[name] for name in kinds}
 
     def reject(self, problem: str):
         raise ValueError(f"{self.name}: not a task to add: {problem}")
@@ -159,8 +235,8 @@ def opening(env, observation: str, playing: bool = False) -> list[dict]:
 
     playing: as an agent reads it, which in ETO's protocol has an example that none is trained on.
     """
-    if theirs := getattr(env, "theirs", None):
-        return theirs.opening(observation, playing)
+    if env.theirs:
+        return env.theirs.opening(observation, playing)
     content = f"{env.prompt}\n\n{observation}" if env.prompt else observation
     return [{"role": "user", "content": content}]
 
@@ -180,10 +256,9 @@ def converse(env, observation: str, act: Callable[[str], str]) -> tuple[list[dic
     It ends with the last reply. Scripted experts, noisy players and tests all play like this; what
     they read is the bare text of the environment.
     """
-    theirs = getattr(env, "theirs", None)
     messages = opening(env, observation)
     for _ in range(env.max_steps):
-        said = act(theirs.bare(observation) if theirs else observation)
+        said = act(env.theirs.bare(observation) if env.theirs else observation)
         messages.append({"role": "assistant", "content": said})
         step = env.step(said)
         if step.done:

@@ -12,8 +12,38 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from textwrap import shorten
+from typing import Literal, Optional
 
-from worlds import Refused, opening, plain
+from worlds import Options, Refused, opening, option, plain
+
+# ---------------------------------------------------------------------------------- their settings
+
+LISTS = option(
+    None, "folder of ETO's or IPR's train_, test_ and (ScienceWorld) dev_indices.json, as it lies "
+    "in their repository [by rule]", file=True)
+
+
+@dataclass(frozen=True)
+class Published(Options):
+    """The settings of an environment that ETO or IPR published something for."""
+    protocol: Literal["ours", "eto"] = option(
+        "ours", "how an episode is told to an agent: by this project, or as ETO's code does (IPR's "
+        "on InterCodeSQL), with its lengths, stops, rates and rewards [ours]")
+    prompts: Optional[str] = option(
+        None, "eto: folder of ETO's or IPR's prompts, eval_agent/prompt of their repository [-]",
+        file=True)
+
+    def conflicts(self, s):
+        eto = self.protocol == "eto"
+        return [
+            (eto != bool(self.prompts), "--protocol eto --prompts FOLDER",
+             "give both; the folder is eval_agent/prompt of ETO's or IPR's repository"),
+            (eto and (s.model == "tiny" or s.view == "short"), "--protocol eto",
+             "the tiny model and --view short know this project's texts only; give --view full "
+             "and another --model"),
+            (eto and s.method in ("grpo", "evolve"), f"--protocol eto --method {s.method}",
+             "its explorers know this project's texts only; leave out one of them")]
+
 
 # ---------------------------------------------------------------------------------- how they talk
 
@@ -164,7 +194,7 @@ def opened(messages: list[dict], env, theirs: bool) -> list[dict]:
     messages = [{"role": m["role"], "content": m["content"]} for m in messages]
     told = messages[1]["content"]
     has_rules = "Action:" not in told if theirs else told == "OK" and len(messages) > 3
-    protocol = getattr(env, "theirs", None)
+    protocol = env.theirs
     if not (protocol or theirs or has_rules):
         return messages  # our own, by our own protocol
     rules, (first, *rest) = messages[:2 * has_rules], messages[2 * has_rules:]
@@ -185,10 +215,8 @@ def opens_otherwise(env, messages: list[dict], shown: str) -> tuple[str, str] | 
     Aside are rules, the words before an observation, and what a server draws at each start. Both
     are cut to begin shortly before they part.
     """
-    lasting = getattr(env, "lasting", str)
-
     def said(text):
-        return plain(lasting(Theirs.bare(text.strip())))
+        return plain(env.lasting(Theirs.bare(text.strip())))
 
     told = messages[len(opening(env, "")) - 1]["content"]
     told, here = told.removeprefix(f"{env.prompt}\n\n"), said(shown)

@@ -12,8 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from worlds import EnvError, Refused
-from worlds.intercodesql import MYSQL_ADDRESS, databases, is_mysql_address, without_passwords
+from worlds import EnvError, Refused, without_passwords
+from worlds.intercodesql import MYSQL_ADDRESS, databases, is_mysql_address
 from worlds.intercodesql.questions import SQLWorld, numbered
 
 

@@ -1,1 +1,39 @@
-"""WebShop: the embedded shop, and a client of an official server."""
+"""WebShop: the embedded shop, or an official server."""
+
+from dataclasses import dataclass
+from typing import Optional
+
+from worlds import is_web_address, option
+from worlds.published import LISTS, Published
+
+
+@dataclass(frozen=True)
+class Options(Published):
+    webshop_url: Optional[str] = option(
+        None, "address of a real WebShop server, http://host:port [the embedded shop]",
+        like=is_web_address, form="http://host:port or https://host", real=True)
+    split_file: Optional[str] = LISTS
+
+    presets = {
+        "tiny": dict(train_tasks=500, max_tokens=768, max_new_tokens=32, slots=64, sft_epochs=2,
+                     sft_lr=5e-4, dpo_lr=1e-5, dpo_lr_later=1e-5, grpo_lr=1e-4, grpo_kl=0.2),
+        "smollm2": dict(iterations=2, train_tasks=80, eval_tasks=40, dpo_epochs=1, max_tokens=3072,
+                        max_new_tokens=96, slots=16, gradient_checkpointing="on"),
+    }
+
+    def conflicts(self, s):
+        plays_alone = s.method == "evaluate" or s.method == "chat" and (
+            s.examples == 0 or self.protocol == "eto")
+        return [
+            *super().conflicts(s),
+            (bool(self.webshop_url) and not s.experts and not plays_alone, "--webshop-url",
+             "give --experts FILE too; the scripted expert knows the embedded shop only"),
+            (bool(self.split_file) and not self.webshop_url, "--split-file",
+             "lists goals of a real server; give its --webshop-url too")]
+
+    def make(self, view):
+        if self.webshop_url:
+            from worlds.webshop.server import WebShopServer
+            return WebShopServer(self.webshop_url, view, self.split_file)
+        from worlds.webshop.shop import WebShop
+        return WebShop(view)
