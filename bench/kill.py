@@ -79,7 +79,7 @@ def killed_run(out: Path, flags: list[str], rng: random.Random, usual: float, mo
     shutil.rmtree(out, ignore_errors=True)
     process, kills, killed = start(out, flags), 0, []
     while kills < most and process.poll() is None:
-        wait(process, rng.uniform(0, usual))
+        wait(process, rng.uniform(0, usual / 2))
         if rng.random() < 0.5:
             wait(process, usual, out)
             time.sleep(rng.uniform(0, 0.03))
