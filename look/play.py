@@ -119,9 +119,9 @@ def act(env, agent: bool, told: list) -> str | None:
 
     told: the forms of actions as they were said in the turn before, which are not said again.
     """
-    actions, forms = env.actions(), env.forms().splitlines()
-    news = [line for line in forms if line not in told]
-    told[:] = forms
+    actions, forms = env.possible()
+    news = [line for line in forms.splitlines() if line not in told]
+    told[:] = forms.splitlines()
     if actions or news:
         say("possible:")  # an action is not broken over lines
         numbered = "   ".join(f"{n} {a}".replace(" ", "\0") for n, a in enumerate(actions, 1))

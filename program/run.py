@@ -133,4 +133,4 @@ class RunTasks:
 
     def task_generator(self):
         """Who makes tasks in an environment of its own; see `worlds/`."""
-        return self.make_env().smith()
+        return self.make_env().task_generator()

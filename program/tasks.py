@@ -33,7 +33,7 @@ def survey(s: Settings, env) -> Tasks:
     made and nobody makes them.
     """
     if s.method == "evolve" or s.method == "grpo" and s.start_from == "explore":
-        env.smith()
+        env.task_generator()
     words, training = [], []
 
     def take(split, asked, flag):

@@ -543,7 +543,7 @@ def explored(rng, env, task):
 
 def test_what_was_done_becomes_tasks_that_verify_and_are_new():
     env = envs.make("bfcl", "short")
-    generator, rng, verdicts, kept = env.smith(), random.Random(0), Counter(), []
+    generator, rng, verdicts, kept = env.task_generator(), random.Random(0), Counter(), []
     for task in env.tasks("train")[:40]:
         replies = explored(rng, env, task)
         made = [call for reply in replies for call in parse_calls(reply)]
@@ -570,7 +570,7 @@ def test_what_was_done_becomes_tasks_that_verify_and_are_new():
 
 def test_planted_proposals_are_refused():
     env, n = file_env()
-    generator, task = env.smith(), env.tasks("train")[n]
+    generator, task = env.task_generator(), env.tasks("train")[n]
     test = env.find(env.tasks("test")[3])
     start = env.find(task)["start"]
     assert generator.refusal(new_task(env, n)) is None
@@ -587,7 +587,7 @@ def test_planted_proposals_are_refused():
 
 def test_a_solution_that_does_not_prove_its_task_is_refused():
     env, n = file_env()
-    generator, start = env.smith(), env.find(env.tasks("train")[n])["start"]
+    generator, start = env.task_generator(), env.find(env.tasks("train")[n])["start"]
 
     def proposal(*calls, solution=None):
         calls = [dict(name=name, arguments=arguments) for name, arguments in calls]
@@ -623,7 +623,7 @@ def test_looks_that_led_to_nothing_are_left_out():
 
 def test_an_explorers_words_and_calls_become_a_task_or_nothing():
     env, n = file_env()
-    generator, task = env.smith(), env.tasks("train")[n]
+    generator, task = env.task_generator(), env.tasks("train")[n]
     make = dict(name="mkdir", arguments={"dir_name": "new"})
     for actions in ([make], [json.dumps(make)], [as_reply([make])]):
         said = proposal_of(dict(query="A new folder, please.", action_sequence=actions))

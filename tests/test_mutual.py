@@ -32,7 +32,7 @@ from harness import explorer, report
 from harness.settings import Settings, SettingsError, check
 from look.conversations import conversations
 from program.run import Run
-from worlds import Step, World
+from worlds import Step, World, fields_of
 from worlds.intercodesql.world import InterCodeSQL
 
 ROOT = Path(__file__).parent.parent
@@ -197,13 +197,13 @@ def test_rare():
 @pytest.fixture(scope="module")
 def databases():
     env = envs.make("intercodesql", "short")
-    return env, env.smith()
+    return env, env.task_generator()
 
 
 @pytest.fixture(scope="module")
 def shop():
     env = envs.make("webshop", "short")
-    return env, env.smith()
+    return env, env.task_generator()
 
 
 def replies_of(env, task):
@@ -331,7 +331,7 @@ def test_nobody_makes_questions_about_other_data():
     env = InterCodeSQL("short")
     env.world = replace(env.world, tables=None)  # as InterCode's own
     with pytest.raises(envs.Refused, match="--method grpo --start-from train"):
-        env.smith()
+        env.task_generator()
 
 
 def test_a_purchase_becomes_a_goal_that_its_actions_solve(shop):
@@ -445,7 +445,7 @@ class Letters(World):
     splits = {"train": {str(n): n for n in range(6)}, "test": {str(n): n for n in range(6, 9)}}
 
     def check(self, task):
-        return self.fields(task, number=int)["number"]
+        return fields_of(task, number=int)["number"]
 
     def reset(self, task):
         self.number = self.find(task)
@@ -457,7 +457,7 @@ class Letters(World):
     def expert(self):
         return lambda observation: "c"
 
-    def smith(self):
+    def task_generator(self):
         return Smith()
 
 
@@ -582,7 +582,7 @@ def test_what_is_forgotten_is_what_was_won_in_the_visits_before(run):
 @pytest.mark.parametrize("changed", [dict(method="evolve"), dict(method="grpo")])
 def test_a_world_without_new_tasks_is_refused_before_anything_runs(run, changed, monkeypatch,
                                                                    tmp_path):
-    monkeypatch.setattr(Letters, "smith", World.smith)
+    monkeypatch.setattr(Letters, "task_generator", World.task_generator)
     with pytest.raises(envs.Refused, match="letters: nobody makes new tasks in this world"):
         run(**changed)
     assert not (tmp_path / "run/experts.jsonl").exists()
@@ -681,7 +681,7 @@ def explorers(endpoint, tmp_path, monkeypatch):
         s = Settings(env="intercodesql", view="short", method="evolve", explorer=endpoint.url,
                      explorer_model="m", max_new_tokens=64, slots=1)
         r = SimpleNamespace(settings=s, make_env=lambda: envs.make("intercodesql", "short"),
-                            smith=env.smith, first_says=lambda said: said(), running="explored",
+                            smith=env.task_generator, first_says=lambda said: said(), running="explored",
                             path=tmp_path, inputs=lambda: "all before",
                             log_dropped=lambda phase, reason, tasks: lost.extend(tasks),
                             bar=lambda *_: nullcontext(SimpleNamespace(update=lambda: None)))
@@ -698,7 +698,7 @@ def explorer_at(explorers):
     """explorer_at(answers) -> proposals of one pick, the episode, what it took."""
     def explore(answers):
         (t,), taken, _ = explorers(answers)
-        smith = envs.make("intercodesql", "short").smith()
+        smith = envs.make("intercodesql", "short").task_generator()
         return explorer.abstract(smith, t, random.Random(0)), t, taken
 
     return explore
@@ -706,7 +706,7 @@ def explorer_at(explorers):
 
 def test_an_explorer_that_answers_well_proposes_a_task_that_verifies(explorer_at, endpoint):
     rows, t, taken = explorer_at(ANSWERS["well"])
-    smith = envs.make("intercodesql", "short").smith()
+    smith = envs.make("intercodesql", "short").task_generator()
     assert [row["text"] for row in rows] == ["how many are there"]
     assert smith.refusal(rows[0]["task"]) is None and smith.verify(rows[0]) is None
     assert taken["requests"] == len(endpoint.seen) == 12 and t.steps == 10  # context, ten, abstract

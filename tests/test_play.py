@@ -179,7 +179,7 @@ def test_the_agent_reads_what_the_person_did(trained, typed, monkeypatch):
     world = envs.make("webshop", "short")
     messages = envs.opening(world, world.reset("webshop-test-0"))
     for action in ("search[mug]", 2):
-        action = action if isinstance(action, str) else world.actions()[action]
+        action = action if isinstance(action, str) else world.possible()[0][action]
         messages += [{"role": "assistant", "content": action},
                      {"role": "user", "content": world.step(action).observation}]
     ids, encoder = seen[1]

@@ -1,7 +1,6 @@
 """ScienceWorld against the real simulator: splits, rules, experts, processes that die."""
 
 import functools
-import json
 import os
 import signal
 import subprocess

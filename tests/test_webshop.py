@@ -257,7 +257,6 @@ def test_the_short_view_leaves_out_what_was_shown_before():
 
 def test_unknown_names_are_refused_with_the_choices():
     for call, choices in [(lambda: envs.make("shop"), "webshop"),
-                          (lambda: envs.make("webshop", view="tiny"), "full, short"),
                           (lambda: envs.make("webshop").tasks("dev"), "train, validation, test"),
                           (lambda: envs.make("webshop").reset("webshop-test-250"), "unknown task")]:
         with pytest.raises(ValueError, match=choices):

@@ -160,13 +160,9 @@ class World:
         """What the agent reads after an action that led to `text`."""
         return self.theirs.observation(text) if self.theirs else text
 
-    def actions(self) -> list[str]:
-        """Actions that can be played now, as far as the world lists them; for a person."""
-        return []
-
-    def forms(self) -> str:
-        """What the other actions look like now; for a person."""
-        return ""
+    def possible(self) -> tuple[list[str], str]:
+        """For a person: actions that can be played now, and what the others look like, in lines."""
+        return [], ""
 
     def reply(self, action: str) -> str:
         """A reply that does an action, which a person wrote as it is."""
@@ -187,28 +183,24 @@ class World:
         """What a new task is, in the form that `find` gives; ValueError if it cannot be played."""
         raise Refused(f"{self.name}: takes no new tasks")
 
-    def smith(self):
+    def task_generator(self):
         """Who makes tasks of what an agent finds here; Refused where nobody can."""
         raise Refused(f"{self.name}: nobody makes new tasks in this world; --method evolve plays "
                       "the built-in shop, the built-in databases and bfcl; elsewhere give --method "
                       "grpo --start-from train")
 
-    def fields(self, task: dict, **kinds) -> dict:
-        """These fields of a new task; ValueError where one is missing or of another type."""
-        for name, kind in kinds.items():
-            if not isinstance(task, dict) or name not in task:
-                self.reject(f"it has no {name!r}; a task is an object of {', '.join(kinds)}")
-            if not isinstance(value := task[name], kind) or isinstance(value, bool):
-                self.reject(f"its {name!r} is {str(value)[:60]!r}, a {type(value).__name__}")
-            if value == "":
-                self.reject(f"its {name!r} is empty")
-        return {name: task[name] for name in kinds}
-
-    def reject(self, problem: str):
-        raise ValueError(f"{self.name}: not a task to add: {problem}")
-
     def close(self) -> None:
         """Ends what runs; after it `reset` starts afresh."""
+
+
+def fields_of(task: dict, **kinds) -> dict:
+    """These fields of a new task; ValueError where one is missing or of another type."""
+    for name, kind in kinds.items():
+        value = task.get(name) if isinstance(task, dict) else None
+        if not isinstance(value, kind) or isinstance(value, bool) or value == "":
+            raise ValueError(f"not a task to add: its {name!r} is {str(value)[:60]!r}; a task is "
+                             f"an object of {', '.join(kinds)}")
+    return {name: task[name] for name in kinds}
 
 
 # -------------------------------------------------------------------------------- conversations

@@ -3,7 +3,7 @@
 
 import json
 
-from worlds import Refused, Step, World
+from worlds import Refused, Step, World, fields_of
 from worlds.bfcl import data
 from worlds.bfcl.calls import CLOSE, OPEN, Simulators, parse_calls, problem
 
@@ -61,17 +61,17 @@ class Bfcl(World):
 
     def check(self, task: dict) -> dict:
         """A new task: the start state of a training task, other turns and other calls."""
-        task = self.fields(task, start=str, turns=list, calls=list)
+        task = fields_of(task, start=str, turns=list, calls=list)
         if task["start"] not in {t["start"] for t in self.splits["train"].values()}:
-            self.reject(f"{task['start']!r} is no start state of a training task")
+            raise ValueError(f"{task['start']!r} is no start state of a training task")
         if not any(task["calls"]) or len(task["turns"]) != len(task["calls"]):
-            self.reject(f"its {len(task['turns'])} turns need as many lists of calls")
+            raise ValueError(f"its {len(task['turns'])} turns need as many lists of calls")
         known = data.functions(task["start"])
         for call in (call for calls in task["calls"] for call in calls):
             if wrong := problem(call):
-                self.reject(f"a call of {str(call['name'])[:60]!r}: {wrong}")
+                raise ValueError(f"a call of {str(call['name'])[:60]!r}: {wrong}")
             if call["name"] not in known:
-                self.reject(f"its simulators have no function {call['name'][:60]!r}")
+                raise ValueError(f"its simulators have no function {call['name'][:60]!r}")
         return {**task, "hidden": {}}
 
     def wording(self, task: str) -> str:
@@ -109,8 +109,8 @@ class Bfcl(World):
             said = f"{self._documents([known[name] for name in shown])}\n\n{said}"
         return Step(said, 0.0, False)
 
-    def forms(self) -> str:
-        return '{"name": ..., "arguments": {...}}, a call; or words, which hand over to the user'
+    def possible(self) -> tuple[list[str], str]:
+        return [], '{"name": ..., "arguments": {...}}, a call; or words, which end your turn'
 
     def reply(self, action: str) -> str:
         return f"{OPEN}\n{action}\n{CLOSE}" if action.startswith("{") else action
@@ -119,7 +119,7 @@ class Bfcl(World):
         replies = iter(script(self._task["calls"]))
         return lambda observation: next(replies)
 
-    def smith(self):
+    def task_generator(self):
         from worlds.bfcl.tasks import TaskGenerator
         return TaskGenerator(self)
 

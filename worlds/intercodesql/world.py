@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 
-from worlds import EnvError, Refused, Step, World
+from worlds import EnvError, Refused, Step, World, fields_of
 from worlds.intercodesql.databases import INTERRUPTED, TOO_LARGE, MySQL, Sqlite, refusal
 from worlds.intercodesql.questions import analysts, sql_expert, sql_world
 from worlds.intercodesql.spider import spider_world
@@ -73,12 +73,12 @@ class InterCodeSQL(World):
         return f"{question['db']}: {question['query']}"
 
     def check(self, task: dict) -> dict:
-        question = self.fields(task, query=str, gold=str, db=str)
+        question = fields_of(task, query=str, gold=str, db=str)
         question["gold"] = " ".join(question["gold"].split())  # a reply's query is one line
         if question["db"] not in {*self._names, *self.world.databases}:
-            self.reject(f"there is no database {question['db']!r}; a question of a split names one")
+            raise ValueError(f"there is no database {question['db']!r}; a question names one")
         if error := refusal(question["gold"]):
-            self.reject(f"its gold query cannot be asked: {error}")
+            raise ValueError(f"its gold query cannot be asked: {error}")
         return question
 
     def reset(self, task: str) -> str:
@@ -116,8 +116,8 @@ class InterCodeSQL(World):
         """The query in a reply, "submit", or None where there is neither."""
         return parse_sql_reply(reply) if self.view == "full" else reply.strip() or None
 
-    def forms(self) -> str:
-        return "SHOW TABLES; DESC table; SELECT ...; submit"
+    def possible(self) -> tuple[list[str], str]:
+        return [], "SHOW TABLES; DESC table; SELECT ...; submit"
 
     def reply(self, action: str) -> str:
         bare = self.view == "full" and "Action:" not in action and action != "submit"
@@ -126,9 +126,9 @@ class InterCodeSQL(World):
     def expert(self):
         return sql_expert(self._question["gold"], thoughts=self.view == "full")
 
-    def smith(self):
+    def task_generator(self):
         from worlds.intercodesql.tasks import TaskGenerator
-        return TaskGenerator(self) if self.world.tables else super().smith()
+        return TaskGenerator(self) if self.world.tables else super().task_generator()
 
     def practice(self, seed: int, n: int, make) -> list[list[dict]]:
         """n conversations of noisy analysts, from which the tiny model learns the databases."""

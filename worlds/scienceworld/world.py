@@ -139,13 +139,13 @@ class ScienceWorld(World):
         self._score = max(self._score, score)
         return Step(self.said(observation), min(self._score, 1.0), done)
 
-    def forms(self) -> str:
+    def possible(self) -> tuple[list[str], str]:
         """The simulator's forms of actions, and the objects that it knows here."""
         s = self._simulator.interface
         forms, objects = self._safely(lambda: (list(s.getPossibleActions()),
                                                list(s.getPossibleObjects())))
-        return (f"{'; '.join(form for form in forms if form != 'reset task')}\n"
-                f"OBJ is one of: {', '.join(objects)}")
+        return [], (f"{'; '.join(form for form in forms if form != 'reset task')}\n"
+                    f"OBJ is one of: {', '.join(objects)}")
 
     def gold(self) -> list[str]:
         """The simulator's own solution of the episode just reset, as actions."""

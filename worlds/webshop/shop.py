@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
 
-from worlds import Step, World
+from worlds import Step, World, fields_of
 from worlds.webshop import catalogue
 
 PROMPT = """\
@@ -85,11 +85,9 @@ class Shop(World):
         """What click[...] takes on this page, lowercased. The "Search" button is not among it."""
         return list(self.shown.links)
 
-    def actions(self) -> list[str]:
-        return [f"click[{text}]" for text in self.clickables()]
-
-    def forms(self) -> str:
-        return "search[words]" if self.shown.kind == "search" else ""
+    def possible(self) -> tuple[list[str], str]:
+        return ([f"click[{text}]" for text in self.clickables()],
+                "search[words]" if self.shown.kind == "search" else "")
 
     def _begin(self, shown: Shown) -> str:
         self._seen = set()
@@ -140,10 +138,10 @@ class WebShop(Shop):
         self._search = _search_engine(self.world)
 
     def check(self, task: dict) -> dict:
-        goal = self.fields(task, instruction=str, name=str, query=str, product_category=str,
+        goal = fields_of(task, instruction=str, name=str, query=str, product_category=str,
                            attributes=list, goal_options=list, price_upper=(int, float))
         if goal["query"] not in {product["query"] for product in self.world.products}:
-            self.reject(f"the shop has no {goal['query']!r}")
+            raise ValueError(f"the shop has no {goal['query']!r}")
         return goal
 
     def wording(self, task: str) -> str:
@@ -161,7 +159,7 @@ class WebShop(Shop):
         """A scripted expert for the episode just reset: observation -> reply."""
         return catalogue.shop_expert(thoughts=self.view == "full")
 
-    def smith(self):
+    def task_generator(self):
         from worlds.webshop.tasks import ShopSmith
         return ShopSmith(self)
 
