@@ -23,7 +23,6 @@ from dpo import Trajectory
 from harness.play import play, reopened, usable_rollouts
 from harness.report import played, scores, table2
 from harness.settings import Settings, SettingsError, agents_of
-from look.page import make_page
 from program.run import Run
 from program.start import start  # parses, locks, resumes, reports
 from training import margins
@@ -344,5 +343,7 @@ def preference_groups(run: Run, agent: str, i: int) -> list[dpo.Group]:
 
 
 if __name__ == "__main__":
+    from look.page import make_page
     from mutual import loop_of  # the second system's file, which imports this one
+
     start(sys.argv[1:], loop_of, make_page)
