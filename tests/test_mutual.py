@@ -29,6 +29,7 @@ import envs
 import mutual
 from engine.checkpoint import Checkpoint
 from harness import explorer, report
+from harness.log import Log
 from harness.settings import Settings, SettingsError, check
 from look.conversations import conversations
 from program.run import Run
@@ -540,20 +541,20 @@ def test_the_task_set_grows_from_signals(run):
 
 def test_a_segment_that_goes_on_says_again_what_it_had_said(run, monkeypatch):
     """Of one stopped in its second step the events are those of one that was not."""
-    asked = max(t.action_mask.index(1) for t in run("grpo", "probe").trajectories(
+    asked = max(t.action_mask.index(1) for t in run("grpo", "probe").folder.trajectories(
         "iter1/target-agent/episodes.jsonl"))
     few = dict(grpo_steps=2, max_tokens=asked + 2, too_long="cut")  # of the four of a reply
-    whole, log = run("grpo", "whole", **few), Run.log
+    whole, log = run("grpo", "whole", **few), Log.__call__
 
     def stop(self, event, **more):
-        if event == "grpo" and more["step"] == 2 and (self.path / "checkpoint/step-1").exists():
+        if event == "grpo" and more["step"] == 2 and (self.file.parent / "checkpoint/step-1").exists():
             raise KeyboardInterrupt
         log(self, event, **more)
 
-    monkeypatch.setattr(Run, "log", stop)
+    monkeypatch.setattr(Log, "__call__", stop)
     with pytest.raises(KeyboardInterrupt):
         run("grpo", "stopped", **few)
-    monkeypatch.setattr(Run, "log", log)
+    monkeypatch.setattr(Log, "__call__", log)
     gc.collect()  # gives its folder free
     stopped = run("grpo", "stopped", **few)
     assert events(stopped, "full") == events(whole, "full") != []
@@ -587,7 +588,7 @@ def test_a_world_without_new_tasks_is_refused_before_anything_runs(run, changed,
         run(**changed)
     assert not (tmp_path / "run/experts.jsonl").exists()
     gc.collect()  # gives its folder free
-    assert run("grpo", "other", start_from="train").phases
+    assert run("grpo", "other", start_from="train").folder.phases
 
 
 def test_signals_have_their_evidence_and_a_task_is_picked_once(run):
@@ -611,7 +612,7 @@ def test_without_new_tasks_evolution_is_grpo_bit_for_bit(run):
 
 
 def test_a_run_goes_on_in_the_precision_that_it_was_begun_in(run, monkeypatch):
-    assert json.loads((run("grpo").path / "config.json").read_text())["precision"] == "no"
+    assert json.loads((run("grpo").folder.path / "config.json").read_text())["precision"] == "no"
     gc.collect()  # gives its folder free
     monkeypatch.setattr(Accelerator, "mixed_precision", property(lambda self: "bf16"))
     with pytest.raises(SettingsError, match=r"precision \(no -> bf16\); give another --out"):
@@ -640,7 +641,7 @@ def test_random_exploration_has_no_signal_and_as_many_episodes(run):
     a, b = run("evolve", "a"), run("evolve", "b", explorer="random")
     counts = [[e["episodes"] for e in events(r, "explored")] for r in (a, b)]
     assert counts[0][:2] == counts[1][:2]
-    assert {t.agent for t in b.trajectories("iter1/explored.jsonl")} == {"random"}
+    assert {t.agent for t in b.folder.trajectories("iter1/explored.jsonl")} == {"random"}
 
 
 def test_without_verification_proposals_join_as_they_come(run):
