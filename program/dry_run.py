@@ -101,11 +101,13 @@ def dry_run(s: Settings) -> None:
     print(f"experts: {found.experts:,}, on average {found.turns:.1f} replies, "
           f"{found.tokens:,.0f} tokens, {found.action_tokens:,.0f} of them in replies")
     print_phases(phases(s, found, Hours(s, found, here, numbers, slot, recompute)), here)
-    print_disk(s, numbers)
-    if here.cpu:
-        check_cpu(s, here, totals, training, sequences)
-    else:
-        check_gpu(s, here, totals, numbers, slot)
+    kept, inside = disk_bytes(s, numbers)
+    state = inside / 2e9  # GB, and seconds at 1 GB/s
+    print(f"disk: {kept / 1e9:,.0f} GB of agents, {inside / 1e9:,.0f} GB for checkpoints inside a "
+          f"phase; one of {state:,.1f} GB every {s.checkpoint_minutes:g} minutes, or more if "
+          f"writing takes over {SHARE:.0%} of the time: at 1 GB/s {state:,.0f} s, so every "
+          f"{max(s.checkpoint_minutes, state / SHARE / 60):,.0f} minutes")
+    check_fit(s, here, totals, numbers, slot)
 
 
 def longest_pass(s: Settings, found: Lengths, cpu: bool) -> list[dpo.Trajectory]:
@@ -137,38 +139,24 @@ def exploring_memory(s: Settings, numbers: int, slot: int, half: bool, training:
     return exploring | {f"cache of {s.slots} slots": slot * s.slots}
 
 
-def print_disk(s: Settings, numbers: int) -> None:
-    kept, inside = disk_bytes(s, numbers)
-    state = inside / 2e9  # GB, and seconds at 1 GB/s
-    print(f"disk: {kept / 1e9:,.0f} GB of agents, {inside / 1e9:,.0f} GB for checkpoints inside a "
-          f"phase; one of {state:,.1f} GB every {s.checkpoint_minutes:g} minutes, or more if "
-          f"writing takes over {SHARE:.0%} of the time: at 1 GB/s {state:,.0f} s, so every "
-          f"{max(s.checkpoint_minutes, state / SHARE / 60):,.0f} minutes")
-
-
-def check_cpu(s: Settings, here: Machine, totals, training: dict, sequences) -> None:
-    """SettingsError if the run does not fit the machine's memory."""
-    more = sum(size for part, size in training.items() if part.startswith("activations"))
-    longest, together = sum(len(t.ids) for t in sequences), len(sequences)
-    print(f"activations are of {longest:,} tokens in a pass; {together} trajectories of "
-          f"--max-tokens {s.max_tokens:,}, which one pass may hold, take "
-          f"{gb(more / longest * together * s.max_tokens)} GB")
-    if max(totals) > FITS * here.memory:
-        raise SettingsError(f"--dry-run: it takes {max(totals) / 1e9:.0f} GB of this machine's "
-                            f"{here.memory / 1e9:.0f}; lower --max-tokens, --tokens-per-forward or "
-                            "--slots, or use a smaller --model")
-
-
-def check_gpu(s: Settings, here: Machine, totals, numbers: int, slot: int) -> None:
-    """SettingsError if the run does not fit a GPU; fewer slots are said."""
-    print(f"host memory while a model is loaded, beside the programs: {4 * numbers / 1e9:.1f} "
+def check_fit(s: Settings, here: Machine, totals, numbers: int, slot: int) -> None:
+    """SettingsError if the run does not fit the memory; fewer slots are said."""
+    training, exploring = totals
+    room = FITS * here.memory
+    if here.cpu:
+        if max(totals) > room:
+            raise SettingsError(
+                f"--dry-run: it takes {gb(max(totals))} GB of this machine's {gb(here.memory)}; "
+                "lower --max-tokens, --tokens-per-forward or --slots, or use a smaller --model")
+        return
+    print(f"host memory while a model is loaded, beside the programs: {gb(4 * numbers)} "
           "GB, by the first rank")  # in fp32; it hands out a layer at a time
-    fit = slots_that_fit(FITS * here.memory - totals[1] + slot * s.slots, slot)
+    fit = slots_that_fit(room - exploring + slot * s.slots, slot)
     if fit < s.slots:
         print(f"{s.slots} slots do not fit beside the replica: {max(fit, 1)} will be used")
-    if totals[0] > FITS * here.memory:
-        raise SettingsError(f"--dry-run: training takes {totals[0] / 1e9:.0f} GB of "
-                            f"{here.memory / 1e9:.0f}; use more GPUs, or lower --max-tokens")
+    if training > room:
+        raise SettingsError(f"--dry-run: training takes {gb(training)} GB of {gb(here.memory)}; "
+                            "use more GPUs, or lower --max-tokens")
     if fit < 1:
         raise SettingsError("--dry-run: a bf16 replica and one episode do not fit a GPU; lower "
                             "--max-tokens, or use a smaller --model")
