@@ -18,6 +18,8 @@ import envs
 import mutual
 from harness import files, report, reuse
 from harness.files import read_jsonl
+from harness.folder import Folder
+from harness.log import Log
 from harness.settings import AFTER_SFT, Settings, SettingsError, check
 from program.run import Run
 
@@ -160,9 +162,9 @@ def test_a_run_killed_after_it_took_a_phase_goes_on_to_the_same_result(play, beg
     """Stopped before the log, after it, and before the phase is recorded."""
     play("a", "sft")
     expected = without_marks(play("whole", "eto"))
-    for at in ("take", "log", "_entry"):
+    for owner, at in ((reuse, "take"), (Log, "__call__"), (Folder, "_entry")):
         with monkeypatch.context() as patch:
-            target = reuse if at == "take" else Run
+            target = owner
             real = getattr(target, at)
 
             def dies(*args, **more):
@@ -240,10 +242,8 @@ def test_the_shared_phases_read_no_setting_that_is_said_not_to_matter(begin):
             ("eval-0-target-test.jsonl", coevolve.evaluate, "target", 0, "test")):
         run.phase(output, work, *args)
     assert {"sft_lr", "max_tokens", "expert_min_reward", "view"} <= read
-    # The method says whose folder is the base's, the number of iterations what disk is needed;
-    # margins and their reference are of pairs; what takes an agent from elsewhere is not shared.
-    assert read & {*AFTER_SFT} == {"method", "iterations", "reuse", "checkpoint_minutes", "track",
-                                   "margins", "reference"}
+    # The method says whose folder is the base's, the number of iterations what disk is needed.
+    assert read & {*AFTER_SFT} == {"method", "iterations", "reuse", "checkpoint_minutes"}
     assert {*AFTER_SFT} <= {f.name for f in fields(Settings)}
 
 
