@@ -140,24 +140,26 @@ what is held out for the split "unseen".
 Copy loss, in nats per token, on random tokens of the whole vocabulary said twice:
 {copies}.
 
-Words in replies of new conversations that no text held and only the conversation says:
+Exchanged words in replies of new conversations, which only the conversation can tell: how often the
+likeliest word is the one said, how often one that was shown (of several a player takes any), and
+the latter for words that no text held:
 
-| | words | the likeliest is the one said | is one that was shown |
-|---|---|---|---|
+| | words | the one said | one that was shown | the same, words of no text |
+|---|---|---|---|---|
 {answers}
 """
 
 
 def card(folder: Path, texts: dict) -> str:
     model, tokenizer = reading.load(folder)
-    found = {env: reading.answers(model, tokenizer, env) for env in texts}
+    rows = [(env, *reading.answers(model, tokenizer, env, fresh=False),
+             reading.answers(model, tokenizer, env, fresh=True)[2]) for env in texts]
     return CARD.format(
         layers=model.config.num_hidden_layers, hidden=model.config.hidden_size,
         parameters=model.num_parameters(), vocabulary=len(tokenizer), torch=torch.__version__,
-        read=", ".join(f"{n:,} in {env}, {passes} times" for env, (n, passes) in texts.items()),
+        read=", ".join(f"{n:,} of {env} {passes} times" for env, (n, passes) in texts.items()),
         copies=", ".join(f"{reading.copy_loss(model, n):.2f} at length {n}" for n in (6, 20, 60)),
-        answers="\n".join(f"| {env} | {n} | {same:.0%} | {shown:.0%} |"
-                          for env, (n, same, shown) in found.items()))
+        answers="\n".join("| {} | {} | {:.0%} | {:.0%} | {:.0%} |".format(*row) for row in rows))
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:

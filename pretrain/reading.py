@@ -21,27 +21,35 @@ def copy_loss(model, length: int, n: int = 256) -> float:
     return F.cross_entropy(logits.flatten(0, 1), ids[:, length + 1:].flatten()).item()
 
 
-def answers(model, tokenizer, env: str, n: int = 300) -> tuple[int, float, float]:
-    """Replies of new practice text, with fresh words exchanged in: those that name one of them.
+def answers(model, tokenizer, env: str, fresh: bool, n: int = 300) -> tuple[int, float, float]:
+    """Exchanged words in the replies of new practice text, which its conversation alone can tell.
 
-    Returns their number, the share in which the likeliest word is the one said, and the share in
-    which it is a fresh word that the conversation has shown.
+    fresh: they are words that no text held, else those of the texts. Returns their number, and how
+    often the likeliest of all words that are exchanged is the one said, and one that was shown (of
+    several a player takes any).
     """
     source = importlib.import_module(f"pretrain.{env}")
     kinds, rng, encoder = source.exchanged(), random.Random(1), dpo.Encoder(tokenizer)
-    fresh = {i for kind in kinds for word in kind.fresh for i in encoder.observation(word)}
-    fresh -= {i for i in encoder.observation("")}
+    frame = set(encoder.observation(""))
+
+    def tokens(words) -> set[int]:
+        return {i for word in words for i in encoder.observation(word)} - frame
+
+    unknown = tokens(word for kind in kinds for word in kind.fresh)
+    known = tokens(word for kind in kinds for word in (*kind.words, *kind.pool))
+    told, words = unknown if fresh else known, torch.tensor(sorted(unknown | known))
     asked = same = shown = 0
     for conversation in source.conversations(1, n):
-        ids, mask = encoder.encode(exchange(rng, conversation, kinds, fresh=True))
-        ids, mask = ids[:2048], mask[:2048]
+        conversation = exchange(rng, conversation, kinds, fresh=fresh)
+        ids, mask = (x[:2048] for x in encoder.encode(conversation))
+        places = [k for k, i in enumerate(ids) if mask[k] and i in told and i in ids[:k]]
         with torch.no_grad():
-            guesses = model(input_ids=torch.tensor([ids])).logits[0].argmax(-1).tolist()
-        for k, token in enumerate(ids):
-            if mask[k] and token in fresh and token in ids[:k]:
-                asked += 1
-                same += guesses[k - 1] == token
-                shown += guesses[k - 1] in fresh.intersection(ids[:k])
+            logits = model(input_ids=torch.tensor([ids])).logits[0]                     # (l, V)
+        for k in places:
+            likeliest = words[logits[k - 1, words].argmax()].item()
+            asked += 1
+            same += likeliest == ids[k]
+            shown += likeliest in told.intersection(ids[:k])
     return asked, same / asked, shown / asked
 
 

@@ -19,13 +19,13 @@ def contents(folder):
 
 
 def test_the_same_recipe_makes_the_same_bits(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "answers", lambda model, tokenizer, env: (1, 0.5, 1.0))
+    monkeypatch.setattr(reading, "answers", lambda *_, fresh: (1, 0.5, 1.0))
     for name in ("first", "again"):
         pretrain.make(tmp_path / name, SMALL, copy_batches=2)
     assert contents(tmp_path / "first") == contents(tmp_path / "again")
     model, tokenizer = reading.load(tmp_path / "first")
     assert model.config.vocab_size == len(tokenizer)
-    assert "24 in webshop" in (tmp_path / "first" / "README.md").read_text()
+    assert "24 of webshop" in (tmp_path / "first" / "README.md").read_text()
 
 
 def test_an_environment_without_practice_text_is_refused(capsys):
@@ -148,3 +148,14 @@ def test_nothing_is_unknown(encoder):
     unknown = encoder.tokenizer.unk_token_id
     for text in ("a page with Words never seen: ~!@#$%^&*()_+{}\\/'\"", "SELECT * FROM t"):
         assert unknown not in encoder.observation(text)
+
+
+# ------------------------------------------------------------------------------- the shipped model
+
+
+def test_the_shipped_model_is_small_and_copies_what_it_reads():
+    folder = pretrain.HERE / "tiny"
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 4_000_000
+    model, _ = reading.load(folder)
+    assert reading.copy_loss(model, 6) < 0.5
+    assert reading.copy_loss(model, 20) < 0.1 and reading.copy_loss(model, 60) < 0.1
