@@ -488,7 +488,7 @@ def read(argv: list[str]) -> Settings:
                             else f"unknown: {' '.join(unknown)}; --help lists every setting")
     for f in fields(kind):  # settings are logged: no password in them
         variable, address = f.metadata.get("password"), getattr(values, f.name)
-        if variable and (parts := re.fullmatch(r"(.+?//[^:@]+):([^@/\s]*)(@.+)", address or "")):
+        if variable and (parts := re.fullmatch(r"(.+?//[^:@]+):([^@/\s]*)(@[^@]+)", address or "")):
             setattr(values, f.name, parts[1] + parts[3])
             os.environ[variable] = unquote(parts[2])
     return from_flat(**vars(values))
