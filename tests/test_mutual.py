@@ -912,16 +912,3 @@ def test_two_sharded_processes_evolve_like_one(hub_folder, tmp_path):
     assert len(steps[0]) == 4 and abs(steps[0][3][1]) > 1e-4  # it has learnt something
     one, two = ((tmp_path / out / "iter1/tasks.jsonl").read_text() for out in ("one", "two"))
     assert one == two != ""
-
-
-@pytest.mark.parametrize("changed, message", [
-    (dict(signals="forgetting,rear"), "--signals forgetting,rear: give some of"),
-    (dict(signals="rare,rare"), "--signals rare,rare: give some of"),
-    (dict(explorer="gpt"), "--explorer gpt: give policy, random or https://host/v1"),
-    (dict(explorer="https://h/v1"), "--explorer-model: give"),
-    (dict(grpo_steps=10), "--grpo-steps 10: the tasks would never evolve"),
-])
-def test_what_cannot_be_is_refused(changed, message):
-    with pytest.raises(SettingsError) as error:
-        check(Settings(**{"method": "evolve", **changed}))
-    assert message in str(error.value)
