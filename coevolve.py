@@ -20,9 +20,9 @@ import dpo
 import envs
 from baselines import chat, ppo, rft
 from dpo import Trajectory
-from harness.play import play, reopened, usable_rollouts
 from harness.report import played, scores, table2
 from harness.settings import Settings, SettingsError, agents_of
+from playing.episodes import play, reopened, usable_rollouts
 from program.run import Run
 from program.start import start  # parses, locks, resumes, reports
 from training import margins

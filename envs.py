@@ -21,6 +21,7 @@ from worlds import (  # noqa: F401
     opening,
     parse_reply,
     plain,
+    turns,
 )
 from worlds.published import STOPS, opens_otherwise, read_experts, read_prompts  # noqa: F401
 
@@ -53,7 +54,7 @@ def experts(env: World, file: str | None, count: int,
         yield from read_experts(file, env)[:count or None]
         return
     tasks = env.tasks("train")[:count or None]
-    losses = Losses(len(tasks))
+    losses = LostEpisodes(len(tasks))
     for task in tasks:
         try:
             played = converse(env, env.reset(task), env.expert())
@@ -126,7 +127,7 @@ def too_many(lost: int, of: int) -> bool:
     return 0 < lost == of or lost > max(1, LOST_SHARE * of)
 
 
-class Losses:
+class LostEpisodes:
     """Counts the episodes of a phase, `of` in all, whose environment broke beyond repair."""
 
     def __init__(self, of: int):

@@ -25,11 +25,11 @@ import dpo
 import envs
 from dpo import Rollouts, Trajectory
 from engine import sharding
-from harness import explorer
 from harness.files import mean
-from harness.play import log_full, play_with, unusable
 from harness.report import played as played_of
 from harness.settings import EVOLVING, SIGNALS, SettingsError, segments_of, start_episodes
+from playing import explorer
+from playing.episodes import log_full, play_with, unusable
 from program.run import Run
 
 # ----------------------------------------------------------------------------------- the loop

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import dpo
-from harness.play import usable_rollouts
+from playing.episodes import usable_rollouts
 from program.run import Run
 
 

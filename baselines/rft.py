@@ -6,7 +6,7 @@ from pathlib import Path
 
 import envs
 from dpo import Trajectory
-from harness.play import reopened, usable_rollouts
+from playing.episodes import reopened, usable_rollouts
 from program.run import Run
 
 

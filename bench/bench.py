@@ -28,8 +28,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import dpo
 import envs
-from harness.play import rollout
 from harness.tiny import make_tokenizer
+from playing.rollout import Sampling, rollout
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, WORDS = 2048, 1748  # tokens, and how many of them are words
@@ -266,8 +266,8 @@ def make_player(attention: str, encoder) -> Qwen3ForCausalLM:
 
 def our_rollout(model, encoder, tasks, slots) -> list[dpo.Trajectory]:
     return rollout(model, encoder, Pages, [dpo.Trajectory(task=str(task)) for task in tasks],
-                   temperature=0.0, slots=slots, max_tokens=1280, max_new_tokens=30,
-                   tokens_per_forward=4096)
+                   Sampling(0.0, max_tokens=1280, max_new_tokens=30, tokens_per_forward=4096,
+                            slots=slots))
 
 
 @torch.inference_mode()

@@ -24,8 +24,8 @@ import dpo
 from bench.bench import Pages, fit, make_groups, word_tokenizer
 from engine import sharding
 from engine.cache import cache_shape
-from harness.play import rollout
 from harness.settings import Settings
+from playing.rollout import Sampling, rollout
 from program import dry_run
 from training.models import make_accelerator
 
@@ -105,8 +105,8 @@ def rollouts(config, accelerator, slots: int, words: int, reply: int) -> list[tu
     Pages.max_steps, Pages.lengths = 8, (words, words)
     played = [dpo.Trajectory(str(n), seed=n) for n in range(2 * slots)]
     started = time.perf_counter()
-    rollout(model, dpo.Encoder(word_tokenizer()), Pages, played, temperature=1.0, slots=slots,
-            max_tokens=4096, max_new_tokens=reply, tokens_per_forward=4096)
+    rollout(model, dpo.Encoder(word_tokenizer()), Pages, played, Sampling(
+        1.0, max_tokens=4096, max_new_tokens=reply, tokens_per_forward=4096, slots=slots))
     seconds = time.perf_counter() - started  # the last tokens have been read from the device
     sampled, tokens = sum(t.action_tokens for t in played), sum(len(t.ids) for t in played)
     return [(f"rollouts, {slots} slots, sampled tokens/s", f"{sampled / seconds:,.0f}"),

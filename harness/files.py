@@ -170,8 +170,8 @@ def digest(path: Path) -> str:
 
 def code_hash() -> str:
     """A hash of this project's Python files, changed by every edit of what a run executes."""
-    files = [f for folder in (".", "worlds", "worlds/*", "engine", "harness", "baselines")
-             for f in sorted(ROOT.glob(f"{folder}/*.py"))]
+    folders = ".", "worlds", "worlds/*", "engine", "harness", "playing", "baselines"
+    files = [f for folder in folders for f in sorted(ROOT.glob(f"{folder}/*.py"))]
     return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
 
 

@@ -63,9 +63,8 @@ class Folder:
         for name, done in self.phases.items():
             files.need(f"{phases}, {name}", done, sha256=str, metrics_sha256=str,
                        metrics_bytes=int)
-        paid = any((self.path / name).exists() for name in ("chat.jsonl", "chat-requests.jsonl"))
-        if not self.phases and not paid:
-            before = None  # nothing was finished with these settings, nor paid for
+        if not self.phases and not any((self.path / "playing").glob("*.jsonl")):
+            before = None  # nothing was finished with these settings, no episode nor request
         if before and before.get("layout") != LAYOUT:
             raise SettingsError(f"{self.path} was made by an earlier version of this program, "
                                 "whose files were laid out otherwise; give another --out")

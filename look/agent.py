@@ -8,8 +8,8 @@ from dpo import Encoder, Trajectory
 from engine.cache import SlotCache, next_token_logits
 from engine.prepacked import prepack
 from envs import STOPS
-from harness.play import Slot, observe, reply_ended
 from harness.settings import Settings
+from playing.rollout import Sampling, Slot
 from training.models import in_bf16, load_model
 
 
@@ -24,14 +24,16 @@ class Agent:
         prepack(self.model)
         self.cache = SlotCache(self.model, 1, s.max_tokens)
         vocabulary = self.model.config.get_text_config().vocab_size
-        self.never = torch.tensor(self.encoder.suppress_tokens(vocabulary),
-                                  device=self.model.device)
+        self.suppress_tokens = torch.tensor(self.encoder.suppress_tokens(vocabulary),
+                                            device=self.model.device)
 
     def begin(self, env, task: str, observation: str) -> None:
-        self.slot, self.proposed = Slot(0), None
+        s = self.settings
+        self.slot, self.proposed = Slot(0, self.encoder, Sampling(
+            0.0, s.max_tokens, s.max_new_tokens, s.tokens_per_forward, 1, STOPS[s.options.protocol])), None
         self.slot.env = env
-        self.slot.begin(Trajectory(task), None)
-        observe(self.slot, self.encoder, observation, self.settings.max_tokens)
+        self.slot.begin(Trajectory(task))
+        self.slot.observe(observation)
 
     @property
     def full(self) -> bool:
@@ -40,22 +42,16 @@ class Agent:
     @torch.inference_mode()
     def propose(self) -> tuple[str | None, str]:
         """Its reply, None where that would fill its context, and what it had in mind."""
-        slot, t, s, minds = self.slot, self.slot.playing, self.settings, []
-        while True:
-            logits = next_token_logits(self.model, self.cache,
-                                       [(0, slot.past, t.ids[slot.past:])])               # (1, V)
-            logits[:, self.never] = -torch.inf
+        slot, t, minds = self.slot, self.slot.playing, []
+        while not t.ended:
+            logits = next_token_logits(self.model, self.cache, [(0, slot.past, slot.unread)])
+            logits[:, self.suppress_tokens] = -torch.inf
             p, tokens = logits[0].softmax(-1).topk(min(3, logits.shape[1]))
             minds.append(list(zip(tokens.tolist(), p.tolist())))
-            slot.past = len(t.ids)
-            t.ids.append(tokens[0].item())
-            t.action_mask.append(1)
-            if reply_ended(slot, self.encoder, t.ids[-1], s.max_tokens, s.max_new_tokens,
-                           STOPS[s.options.protocol]):
-                self.proposed = self.encoder.decode(t.ids[slot.reply_at:])
+            self.proposed = slot.write(tokens[0].item())
+            if self.proposed is not None:
                 return self.proposed, self.told(t.ids[slot.reply_at:], minds)
-            if t.ended:
-                return None, ""
+        return None, ""
 
     def take(self, reply: str, step) -> None:
         """What was played in its turn, by whomever, and what that led to."""
@@ -67,7 +63,7 @@ class Agent:
             slot.past = min(slot.past, slot.reply_at)
         self.proposed = None
         if not step.done and len(t.ids) < self.settings.max_tokens:
-            observe(slot, self.encoder, step, self.settings.max_tokens)
+            slot.observe(step)
         elif not step.done:
             t.ended = "context"
 

@@ -16,6 +16,10 @@ KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "steps", "cut_r
         "messages")
 
 
+# Episodes of the phase that is running, an endpoint's; those that have ended are in it in full.
+RUNNING = "playing/endpoint.jsonl"
+
+
 def conversations(run_dir, megabytes: float = math.inf, tasks: int | None = None,
                   first=()) -> dict:
     """Everything that the task browser shows, as JSON takes it: the most telling tasks first.
@@ -26,10 +30,10 @@ def conversations(run_dir, megabytes: float = math.inf, tasks: int | None = None
     """
     run_dir = Path(run_dir)
     settings, found = config_of(run_dir)["settings"], {}  # task -> its trajectories and pairs
-    rows_of = {name: read_jsonl(run_dir / name, growing=name == "chat.jsonl")
+    rows_of = {name: read_jsonl(run_dir / name, growing=name == RUNNING)
                for name in outputs(run_dir)}
     for name, rows in rows_of.items():
-        for row in rows if rows and "messages" in rows[0] else ():
+        for row in (row for row in rows if "messages" in row):
             runs = found.setdefault(row["task"], dict(runs={}, pairs=[]))["runs"]
             key = row["agent"], row["iteration"], row["rollout"]
             if name.startswith("iter") and Path(name).stem == "experts":
@@ -73,7 +77,7 @@ def outputs(run_dir: Path) -> list[str]:
              for name in (phase, f"{phase}/episodes.jsonl")  # those that GRPO learned from
              if name.endswith(".jsonl")]
     # Last, for the episodes of a phase that is running; the others are in its phase's file too.
-    return [name for name in [*names, "chat.jsonl"] if (run_dir / name).is_file()]
+    return [name for name in [*names, RUNNING] if (run_dir / name).is_file()]
 
 
 def _pair(row: dict, name: str, found: dict, margins: dict) -> dict:
@@ -104,7 +108,7 @@ def _interest(runs) -> tuple:
 
     Then the other explored tasks, then the evaluated ones, by how much the target changed.
     """
-    explored = [r for r in runs if not r["from"].startswith(("eval", "chat"))
+    explored = [r for r in runs if not r["from"].startswith(("eval", "playing"))
                 and r["agent"] != "expert"]
     if not explored:
         rewards = [r["reward"] for r in runs if r["agent"] == "target"] or [0.0]

@@ -194,7 +194,7 @@ function open(task, atStart) {
   current = task;
   runs = task.runs.map(read);
   pair = iteration = null;
-  const explored = runs.filter(run => run.agent !== "expert" && !/^(eval|chat)/.test(run.from));
+  const explored = runs.filter(run => run.agent !== "expert" && !/^(eval|playing)/.test(run.from));
   if (explored.length) {
     iteration = Math.max(...explored.map(run => run.iteration));
     columns = ofIteration(iteration);

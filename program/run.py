@@ -10,6 +10,7 @@ import envs
 from harness import files, reuse
 from harness.folder import Folder
 from harness.settings import EVOLVING, Settings, is_endpoint, options_of
+from playing.endpoint import explorer_of
 from program.tasks import check_openings, survey, trains
 from training.trainer import Trainer
 
@@ -66,7 +67,6 @@ class Run:
     def _ask_explorer(self) -> None:
         """A word of the explorer's endpoint: address, name, key and temperature are tried."""
         if self.settings.method == "evolve" and is_endpoint(self.settings.explorer):
-            from harness.endpoint import explorer_of
             _, took = explorer_of(self.settings)(
                 [{"role": "user", "content": "Answer with: ok"}], tries=4)
             self.log.say(f"explorer: {self.settings.explorer_model} answers; "

@@ -141,7 +141,7 @@ def check_openings(run, experts: list[tuple[str, list[dict], float]]) -> None:
 
     Its id then means another task here: another catalogue, other data, other lists. One reset each.
     """
-    lost = envs.Losses(len(experts))
+    lost = envs.LostEpisodes(len(experts))
     with (closing(run.tasks.make_env()) as env,
           run.log.bar("openings of experts", len(experts), "task") as progress):
         for task, messages, _ in experts:

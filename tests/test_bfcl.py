@@ -20,7 +20,7 @@ from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import (  # noqa:
 
 import envs  # noqa: E402
 import mutual  # noqa: E402
-from harness.explorer import proposal_of  # noqa: E402
+from playing.explorer import proposal_of  # noqa: E402
 from program import start  # noqa: E402
 from worlds.bfcl import data  # noqa: E402
 from worlds.bfcl.calls import MOST_CALLS, Simulators, failed, parse_calls  # noqa: E402

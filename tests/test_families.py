@@ -15,8 +15,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import dpo
 from engine import prepacked, sharding
-from harness.play import rollout
 from harness.settings import SettingsError
+from playing.rollout import Sampling, rollout
 from training import probe
 from training.models import CAUSAL_LMS
 
@@ -183,8 +183,8 @@ def assert_right(model):
     episodes = [dpo.Trajectory(str(task)) for task in range(3)]
     player = copy.deepcopy(model.eval())
     prepacked.prepack(player)
-    rollout(player, ENCODER, Echo, episodes, temperature=0.0, slots=2, max_tokens=LONGEST,
-            max_new_tokens=5, tokens_per_forward=100)
+    rollout(player, ENCODER, Echo, episodes, Sampling(
+        0.0, max_tokens=LONGEST, max_new_tokens=5, tokens_per_forward=100, slots=2))
     for e in episodes:
         with torch.no_grad():
             plain = log_probs(model, e.ids)[:-1]

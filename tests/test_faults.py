@@ -29,8 +29,9 @@ import envs
 import mutual
 from engine.checkpoint import Damaged
 from harness import files, settings, tiny
-from harness import play as playing
 from harness.settings import SettingsError
+from playing import episodes as phases
+from playing.rollout import Sampling, rollout
 from program import start
 
 ROOT = Path(__file__).parent.parent
@@ -101,8 +102,8 @@ def agent():
 
 def play(agent, env, tasks=range(8), slots=3):
     episodes = [dpo.Trajectory(f"toy-train-{n}", "target", 1, 0, seed=n) for n in tasks]
-    playing.rollout(*agent, lambda: envs.Repaired(env()), episodes, temperature=1.0, slots=slots,
-                     max_tokens=200, max_new_tokens=6, tokens_per_forward=1000)
+    rollout(*agent, lambda: envs.Repaired(env()), episodes, Sampling(
+        1.0, max_tokens=200, max_new_tokens=6, tokens_per_forward=1000, slots=slots))
     return [e.record() for e in episodes]
 
 
@@ -143,7 +144,7 @@ def test_how_many_may_be_lost():
     error = envs.EnvError("broken")
 
     def lose(lost, of):
-        losses = envs.Losses(of)
+        losses = envs.LostEpisodes(of)
         for n in range(lost):
             losses.add(error)
             losses.answered()
@@ -158,8 +159,8 @@ def test_how_many_may_be_lost():
 def test_losses_are_counted_over_all_ranks(monkeypatch):
     """200 episodes on four ranks: each may lose two, 1% of 200, but together they lost three."""
     rows = [dpo.Trajectory(str(n), ended="lost" if n < 3 else "done") for n in range(200)]
-    monkeypatch.setattr(playing, "play_share", lambda *_: rows[:50])
-    monkeypatch.setattr(playing, "gather_object", lambda _: rows)
+    monkeypatch.setattr(phases, "play_share", lambda *_: rows[:50])
+    monkeypatch.setattr(phases, "gather_object", lambda _: rows)
     logged = []
     run = SimpleNamespace(
         accelerator=SimpleNamespace(process_index=0, num_processes=4),
@@ -168,9 +169,9 @@ def test_losses_are_counted_over_all_ranks(monkeypatch):
             dropped=lambda phase, reason, tasks: logged.append(len(tasks))))
     episodes = [dpo.Trajectory(str(n), "target", 1, 0, 0) for n in range(200)]
     with pytest.raises(envs.EnvError, match="explore: 3 of 200 episodes were lost"):
-        playing.play_with(run, None, None, episodes, 0.7)
+        phases.play_with(run, None, None, episodes, 0.7)
     rows[2].ended = "done"
-    assert len(playing.play_with(run, None, None, episodes, 0.7)) == 198
+    assert len(phases.play_with(run, None, None, episodes, 0.7)) == 198
     assert logged == [3, 2]
 
 

@@ -1,6 +1,5 @@
-"""A rollout phase that is stopped plays on from the chunks that had ended, to the same bits."""
+"""A phase that is stopped plays on from what had ended, on a CPU to the same bits."""
 
-import json
 import shutil
 
 import pytest
@@ -12,8 +11,8 @@ from test_rollout import Ruled
 import dpo
 from engine.cache import next_token_logits
 from harness.files import read_jsonl, seed_of
-from harness.kept import Kept, whole_lines
-from harness.play import rollout
+from playing.kept import Kept
+from playing.rollout import Sampling, rollout
 
 
 @pytest.fixture(scope="module")
@@ -23,52 +22,52 @@ def agent():
     return make_model(len(tokenizer), seed=1, dtype=torch.float32), dpo.Encoder(tokenizer)
 
 
-def play(agent, episodes, passes=None, chunk=6, keep=None, monkeypatch=None):
-    def forward(model, cache, segments):
-        logits = next_token_logits(model, cache, segments)
-        passes.append((segments, logits.clone()))
-        return logits
-
-    if passes is not None:
-        monkeypatch.setattr("harness.play.next_token_logits", forward)
-    return rollout(*agent, Ruled, episodes, temperature=0.7, slots=3, max_tokens=400,
-                   max_new_tokens=12, tokens_per_forward=100, chunk=chunk, keep=keep)
+def begin():
+    return [dpo.Trajectory(str(t), "target", 1, 0, seed_of("x", t)) for t in range(20)]
 
 
-def begin(n=20):
-    return [dpo.Trajectory(str(t), "target", 1, 0, seed_of("x", t)) for t in range(n)]
+@pytest.fixture
+def play(agent, monkeypatch):
+    """play(episodes, chunk) -> their records, the passes of the model, and what ended, in order."""
+    def run(episodes, chunk):
+        def forward(model, cache, segments):
+            logits = next_token_logits(model, cache, segments)
+            passes.append((segments, logits.clone()))
+            return logits
+
+        passes, ended = [], []
+        monkeypatch.setattr("playing.rollout.next_token_logits", forward)
+        rollout(*agent, Ruled, episodes, Sampling(0.7, 400, 12, 100, slots=3, chunk=chunk),
+                ended=ended.append)
+        return [e.record() for e in episodes], passes, ended
+
+    return run
 
 
-@pytest.mark.parametrize("ended", [{1}, {0, 1}, {0, 2}, {0, 1, 2}, {3}])
-def test_the_passes_of_a_chunk_depend_on_no_other_to_the_bit(agent, monkeypatch, ended):
+@pytest.mark.parametrize("before", [{1}, {0, 1}, {0, 2}, {0, 1, 2}, {3}])
+def test_the_passes_of_a_chunk_depend_on_no_other_to_the_bit(play, before):
     """Of 20 episodes in chunks of 6 (the last has 2) some have ended before."""
-    whole, rest = [], []
-    episodes = play(agent, begin(), whole, monkeypatch=monkeypatch)
-    again = [e if n // 6 in ended else t for n, (e, t) in enumerate(zip(episodes, begin()))]
-    assert [e.record() for e in play(agent, again, rest, monkeypatch=monkeypatch)] == [
-        e.record() for e in episodes]
+    episodes = begin()
+    records, whole, ended = play(episodes, 6)
+    assert sorted(int(e.task) for e in ended) == [*range(20)] and all(e.ended for e in ended)
+    again = [e if n // 6 in before else t for n, (e, t) in enumerate(zip(episodes, begin()))]
+    found, rest, _ = play(again, 6)
+    assert found == records == play(begin(), 0)[0]
     # The logits of the passes of the others, one after another, are found in the whole series.
     expected = iter(whole)
     for segments, logits in rest:
         assert any(segments == now and torch.equal(logits, then) for now, then in expected)
 
 
-def test_without_chunks_the_passes_differ_in_rounding(agent, monkeypatch):
+def test_without_chunks_the_passes_differ_in_rounding(play):
     """Or the test above would say little."""
-    whole, rest = [], []
-    episodes = play(agent, begin(), whole, chunk=0, monkeypatch=monkeypatch)
-    play(agent, episodes[:7] + begin()[7:], rest, chunk=0, monkeypatch=monkeypatch)
+    episodes = begin()
+    _, whole, _ = play(episodes, 0)
+    _, rest, _ = play(episodes[:7] + begin()[7:], 0)
     rows = [{(tuple(new), past): row for segments, logits in passes
              for (_, past, new), row in zip(segments, logits)} for passes in (whole, rest)]
     both = rows[0].keys() & rows[1].keys()
     assert both and not all(torch.equal(rows[0][key], rows[1][key]) for key in both)
-
-
-def test_chunks_play_what_one_row_of_episodes_does(agent):
-    kept = []
-    expected = [e.record() for e in play(agent, begin(), chunk=0)]
-    assert [e.record() for e in play(agent, begin(), keep=kept.append)] == expected
-    assert sorted(int(e.task) for e in kept) == [*range(20)] and all(e.ended for e in kept)
 
 
 class Stopped(Exception):
@@ -78,11 +77,7 @@ class Stopped(Exception):
 def stopping(after):
     """An environment whose step number `after`, of all that it makes, is never answered."""
     class Stopping(Toy):
-        steps, begun = 0, 0
-
-        def reset(self, task):
-            Stopping.begun += 1
-            return super().reset(task)
+        steps = 0
 
         def step(self, reply):
             Stopping.steps += 1
@@ -96,11 +91,11 @@ def stopping(after):
 @pytest.fixture
 def stopped(toy_run, tmp_path, monkeypatch):
     """stopped(env): a run of 16 episodes a phase in chunks of 6, in that environment."""
-    monkeypatch.setattr("harness.play.CHUNK", 2)
+    monkeypatch.setattr("playing.episodes.CHUNK", 2)
 
-    def run(env=Toy, *flags):
+    def run(env=Toy):
         try:
-            toy_run(env, "--rollouts", 2, *flags)
+            toy_run(env, "--rollouts", 2)
         except Stopped:
             pass
         return tmp_path / "run"
@@ -114,15 +109,9 @@ def test_a_run_that_is_stopped_again_and_again_ends_in_the_undisturbed_ones_file
     expected = contents(run)
     shutil.rmtree(run)
     capsys.readouterr()
-    begun = 0
     for processes in range(1, 99):
-        env = stopping(17)
-        run = stopped(env)
-        begun += env.begun
-        if (run / "result.json").exists():
+        if (stopped(stopping(17)) / "result.json").exists():
             break
-        partial = run / "playing/rank-0.jsonl"
-        assert partial.exists()
     assert processes > 8 and contents(run) == expected
     said = capsys.readouterr().out
     assert "iter1/target.jsonl goes on after 6 of 16 episodes" in said
@@ -136,8 +125,7 @@ def test_what_was_half_written_is_played_again(stopped):
                    lambda text: text.replace("1", "2", 1),  # of another start
                    lambda text: text[:900] + "\0" * 100 + text[1000:]):
         shutil.rmtree(run)
-        stopped(stopping(16 + 14))
-        partial = run / "playing/rank-0.jsonl"
+        partial = stopped(stopping(16 + 14)) / "playing/rank-0.jsonl"
         text = partial.read_text()
         assert len(text.splitlines()) >= 7
         partial.write_text(damage(text))
@@ -146,8 +134,7 @@ def test_what_was_half_written_is_played_again(stopped):
 
 def test_episodes_of_a_world_that_is_another_now_are_played_again(stopped):
     run = stopped(stopping(16 + 14))
-    assert (run / "playing/rank-0.jsonl").exists() and not (
-        run / "eval-0-target-test.jsonl").exists()
+    assert (run / "playing/rank-0.jsonl").exists()
 
     class Changed(Toy):
         def reset(self, task):
@@ -159,36 +146,27 @@ def test_episodes_of_a_world_that_is_another_now_are_played_again(stopped):
     assert all(row["messages"][0]["content"].endswith(", please") for row in rows)
 
 
-def test_whole_lines(tmp_path):
-    file = tmp_path / "file"
-    for text, found in (("1\n[2]\n", [1, [2]]), ("1\n[2]", [1]), ("1\n[2\n3\n", [1]), ("", []),
-                        ("\n", [])):
-        file.write_text(text)
-        assert whole_lines(file) == found
-        assert file.read_text() == "".join(json.dumps(x) + "\n" for x in found)
-
-
-def test_a_chunk_that_is_not_whole_leaves_the_file(tmp_path):
-    """Of two chunks of two and one of one the second has one episode; another phase step has one."""
-    path, share = tmp_path / "playing/rank-0.jsonl", [dpo.Trajectory(n) for n in "abcde"]
+def test_whole_chunks_of_the_same_start_are_kept_and_what_requests_took(tmp_path):
+    """Of two chunks of two and one of one the second has one episode; a lost one is none."""
+    path, share = tmp_path / "playing/file.jsonl", [dpo.Trajectory(n) for n in "abcde"]
     kept = Kept(path, ["inputs"])
-    rows = [dpo.Trajectory(n, messages=[dict(role="user", content="task toy")], ended="done")
-            for n in "dbaex"]
-    for row in rows:
-        kept.add(row)
-
-    class World(Toy):
-        def reset(self, task):
-            return "task toy"
-
-    filled = Kept(path, ["inputs"]).fill(share, 2, World)
-    assert [t.task + t.ended for t in filled] == ["adone", "bdone", "c", "d", "edone"]
-    assert sorted(name[0] for name in Kept(path, ["inputs"]).rows) == ["a", "b", "e", "x"]
+    assert not path.parent.exists()
+    for name, ended in zip("dbaecx", ("done", "done", "budget", "done", "lost", "done")):
+        kept.spend(dict(requests=1))
+        kept.add(dpo.Trajectory(name, ended=ended))
+    kept = Kept(path, ["inputs"])
+    assert [t.task + t.ended for t in kept.fill(share, 2)] == ["abudget", "bdone", "c", "d", "edone"]
+    assert [t.task + t.ended for t in kept.fill(share)][2:] == ["c", "ddone", "edone"]
+    assert kept.spent == [dict(requests=1)] * 6
+    assert Kept(path, ["others"]).rows == {} == Kept(path, ["inputs"]).rows and not path.exists()
 
 
-def test_a_lost_episode_is_tried_again(tmp_path):
-    kept = Kept(tmp_path / "playing/rank-0.jsonl", ["inputs"])
-    kept.add(dpo.Trajectory("a", "target", ended="lost"))
-    kept.add(dpo.Trajectory("b", "target", ended="done"))
-    assert [row["task"] for row in Kept(kept.path, ["inputs"]).rows.values()] == ["b"]
-    assert Kept(kept.path, ["others"]).rows == {} == Kept(kept.path, ["inputs"]).rows
+def test_settings_may_not_change_once_an_episode_is_kept(toy_run, stopped, tmp_path):
+    """Or episodes of another model would be taken for this one's; before, they may."""
+    from harness.settings import SettingsError
+    flags = ["--method", "evaluate", "--max-new-tokens"]
+    for env, tokens in ((stopping(1), 3), (stopping(14), 6)):
+        with pytest.raises(Stopped):
+            toy_run(env, *flags, tokens)
+    with pytest.raises(SettingsError, match="max_new_tokens"):
+        toy_run(Toy, *flags, 5)

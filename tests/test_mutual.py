@@ -9,14 +9,11 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +25,7 @@ import dpo
 import envs
 import mutual
 from engine.checkpoint import Checkpoint
-from harness import explorer, report
+from harness import report
 from harness.log import Log
 from harness.settings import Settings, SettingsError, check
 from look.conversations import conversations
@@ -649,126 +646,6 @@ def test_without_verification_proposals_join_as_they_come(run):
     assert any(row["task"]["number"] % 2 for row in r.tasks.added())
 
 
-# ------------------------------------------------------------------------ an explorer elsewhere
-
-
-ANSWERS = {  # of the explorer, by what it is asked for: context, action, proposals
-    "well": ('```json\n{"where": "here", "try": "more"}\n```', "SHOW TABLES",
-             '```json\n[{"intent": "i", "query": "how many are there", "confidence": 0.9, '
-             '"action_sequence": ["SHOW TABLES", "SELECT COUNT(*) FROM TABLE", "submit"]}]\n```'),
-    "prose": ("It should try harder.", "Let me think about it.", "I would ask about tables."),
-    "badly": ('```json\n["where"]\n```', "DROP TABLE x; --",
-              '```json\n[{"query": 7}, "x", {"query": "q", "action_sequence": "submit"}, '
-              '{"query": "q", "action_sequence": ["DROP TABLE x", "submit"]}]\n```'),
-}
-
-
-@pytest.fixture
-def explorers(endpoint, tmp_path, monkeypatch):
-    """explorers(answers, n) -> episodes of n picks on the databases, what they took, the lost."""
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-
-    def explore(answers, n=1):
-        env, lost = envs.make("intercodesql", "short"), []
-        tasks = env.tasks("train")[:n]
-        table = env.world.databases[env.find(tasks[0])["db"]].split("CREATE TABLE ")[1].split()[0]
-
-        def answer(messages):
-            last = messages[0]["content"]
-            kind = 0 if "it is weak" in last else 2 if "Write new tasks" in last else 1
-            return answers[kind].replace("FROM TABLE", f"FROM {table}")
-
-        endpoint.answer = answer
-        s = Settings(env="intercodesql", view="short", method="evolve", explorer=endpoint.url,
-                     explorer_model="m", max_new_tokens=64, slots=1)
-        r = SimpleNamespace(settings=s, make_env=lambda: envs.make("intercodesql", "short"),
-                            smith=env.task_generator, first_says=lambda said: said(), running="explored",
-                            path=tmp_path, inputs=lambda: "all before",
-                            log_dropped=lambda phase, reason, tasks: lost.extend(tasks),
-                            bar=lambda *_: nullcontext(SimpleNamespace(update=lambda: None)))
-        starts = [dpo.Trajectory(task, "boundary", 1, k) for task in tasks for k in range(2)]
-        picks = [dict(task=task, signal="boundary", success=[], failure=[]) for task in tasks]
-        starts = starts if n > 1 else starts[:1]
-        return *explorer.explore(r, starts, picks, ["a known text"], Path("agent")), lost
-
-    return explore
-
-
-@pytest.fixture
-def explorer_at(explorers):
-    """explorer_at(answers) -> proposals of one pick, the episode, what it took."""
-    def explore(answers):
-        (t,), taken, _ = explorers(answers)
-        smith = envs.make("intercodesql", "short").task_generator()
-        return explorer.abstract(smith, t, random.Random(0)), t, taken
-
-    return explore
-
-
-def test_an_explorer_that_answers_well_proposes_a_task_that_verifies(explorer_at, endpoint):
-    rows, t, taken = explorer_at(ANSWERS["well"])
-    smith = envs.make("intercodesql", "short").task_generator()
-    assert [row["text"] for row in rows] == ["how many are there"]
-    assert smith.refusal(rows[0]["task"]) is None and smith.verify(rows[0]) is None
-    assert taken["requests"] == len(endpoint.seen) == 12 and t.steps == 10  # context, ten, abstract
-    assert taken["prompt_tokens"] == 12 * 100 and t.usage["unreadable"] == 0
-    assert "a known text" in json.dumps(endpoint.seen[-1])
-
-
-def test_what_an_explorer_imagines_after_its_action_is_not_played(explorer_at):
-    _, t, _ = explorer_at(("{}", "SHOW TABLES\nObservation: []\nAction: submit", "```json\n[]\n```"))
-    assert t.steps == 10  # not a submission
-    assert {m["content"] for m in t.messages if m["role"] == "assistant"} == {"SHOW TABLES"}
-
-
-def test_an_explorer_that_writes_prose_proposes_nothing(explorer_at):
-    rows, t, taken = explorer_at(ANSWERS["prose"])
-    assert rows == [] and t.usage["unreadable"] == 2 and taken["requests"] == 12
-
-
-def test_proposals_of_another_form_are_counted_and_never_mended(explorer_at):
-    rows, t, _ = explorer_at(ANSWERS["badly"])
-    assert [row["task"] for row in rows] == [None] * 4 and t.usage["unreadable"] == 1
-    assert {mutual.refusal(None, row, set(), [], 1.0) for row in rows} == {
-        "not of the form that was asked for"}
-    assert all(m["role"] != "user" or "Error" in m["content"] for m in t.messages[1:])
-
-
-def test_what_cannot_be_read_is_counted_and_costs_no_time(explorer_at):
-    action = "Action:\n```sql\nSHOW TABLES\n```"
-    one = json.dumps(dict(query="q", action_sequence=[action]))
-    assert explorer.blocks(f"```json\n[{one}]\n```") == [[json.loads(one)]]  # with fences in it
-    assert explorer.blocks(f"Two:\n```json\n{one}\n```\nand\n```\n{one}\n```") == [
-        json.loads(one)] * 2
-    deep = "[" * 5000 + "]" * 5000
-    for reply in ("none", "```json\n{\n```", f"```json\n{deep}\n```", "```json\n7\n```",
-                  '```json\n{"query": "i want \\ud800"}\n```', "```" + " " * 50_000):
-        assert explorer.blocks(reply) == [None]
-    nested = json.loads("[" * 900 + "]" * 900)
-    assert explorer.proposal_of(dict(query="q", action_sequence=["a", {"b": 1}])) == dict(
-        query="q", action_sequence=["a", '{"b": 1}'])
-    for value in (nested, dict(query=nested), dict(query=" ", action_sequence=[])):
-        assert explorer.proposal_of(value) is None
-    rows, t, taken = explorer_at((ANSWERS["well"][0], "x", f"```json\n[{one}]\n```\n```\n7\n```"))
-    assert [row["task"] for row in rows] == [None] and taken["unreadable"] == 1
-
-
-def test_an_explorer_is_told_the_task_the_failure_and_the_last_success():
-    long = [dict(role="user", content="rules " * 2000 + "the task"),
-            *(dict(role=role, content=f"{role} {n} " + "x" * 3000) for n in range(9)
-              for role in ("assistant", "user"))]
-    told = explorer.told(long, 6000)
-    assert len(told) <= 6000 and "the task" in told and "user 8" in told
-    seen = []
-    pick = dict(signal="forgetting", task="t", success=None, failure=long,
-                success_then=[dict(role="user", content="a page"),
-                              dict(role="assistant", content="what worked")])
-    said = lambda messages: (seen.append(messages[0]["content"]), ('{"no": 1}', {"requests": 1}))[1]
-    context, used = explorer.reflect(said, pick)
-    assert "what worked" in seen[0] and "user 8" in seen[0]
-    assert "no longer" in context and used["unreadable"] == used["requests"] == 1
-
-
 def test_an_address_or_key_that_cannot_be_is_said_before_anything_runs(run, endpoint, monkeypatch,
                                                                        tmp_path):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
@@ -781,60 +658,7 @@ def test_an_address_or_key_that_cannot_be_is_said_before_anything_runs(run, endp
         with pytest.raises(envs.EnvError, match=message):
             run("evolve", explorer=url, explorer_model="m")
         assert not (tmp_path / "run/iter0").exists()
-        gc.collect()  # gives its folder free
-
-
-def test_an_explorer_that_fails_first_is_asked_again_and_counted(explorer_at, endpoint):
-    endpoint.faults = [(500, "", {}), (429, "", {"Retry-After": "0"}), (200, "{", {})]
-    rows, t, taken = explorer_at(ANSWERS["well"])
-    assert len(rows) == 1 and taken["retries"] == 3
-
-
-def test_an_explorer_that_answers_late_is_asked_again_and_counted(explorers, explorer_at, endpoint,
-                                                                  monkeypatch):
-    monkeypatch.setattr("harness.endpoint.TIMEOUT", (1, 0.2))
-    waits, post = [0.8, 0, 0.8], endpoint.RequestHandlerClass.do_POST
-
-    def late(handler):
-        threading.Event().wait(waits.pop() if waits else 0)
-        post(handler)
-
-    monkeypatch.setattr(endpoint.RequestHandlerClass, "do_POST", late)
-    rows, t, taken = explorer_at(ANSWERS["well"])
-    assert len(rows) == 1 and taken["retries"] == 2
-
-
-def test_a_conversation_that_the_endpoint_refuses_is_lost_and_the_others_are_kept(explorers,
-                                                                                  endpoint):
-    """It is tried again when the phase goes on; the others are not paid for twice."""
-    refused = (400, "against our content policy", {})
-    well = (ANSWERS["well"][0], "submit", ANSWERS["well"][2])  # three requests a pick
-    endpoint.faults = [False] * 4 + [refused]
-    played, taken, lost = explorers(well, 12)
-    assert len(played) == 23 and len(lost) == 1
-    assert taken["requests"] == 12 + 23 * 2 + 1 == len(endpoint.seen) - 1
-    asked = len(endpoint.seen)
-    again, more, lost = explorers(well, 12)
-    assert len(again) == 24 and not lost and len(endpoint.seen) == asked + 2
-    assert all(t in again for t in played)
-    assert more["requests"] == 12 + 24 * 2
-
-
-def test_a_signal_too_long_for_the_explorer_is_named_instead(explorer_at, endpoint):
-    endpoint.faults = [(400, "maximum context length is 8192 tokens", {})]
-    rows, t, taken = explorer_at(ANSWERS["well"])
-    assert "some succeed" in t.usage["context"] and len(rows) == 1 and taken["unreadable"] == 1
-
-
-def test_numbers_that_json_does_not_have_are_not_read():
-    for text in ('{"where": NaN}', '[-Infinity]', '{"a": 1e999}'):
-        assert explorer.json_of(text) is None
-
-
-def test_an_explorer_that_is_gone_ends_the_phase_with_one_line(explorer_at, endpoint):
-    endpoint.faults = [(500, "", {})] * 99
-    with pytest.raises(envs.EnvError, match="status 500"):
-        explorer_at(ANSWERS["well"])
+        gc.collect()
 
 
 # ----------------------------------------------------------------------------------- processes

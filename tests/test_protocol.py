@@ -19,10 +19,12 @@ import torch
 from conftest import make_model, make_tokenizer
 
 import envs
-from baselines import chat, rft
+from baselines import rft
 from dpo import Encoder, Trajectory
-from harness import play
 from harness.settings import SettingsError, check, from_flat, options_of, parse
+from playing.conversation import play
+from playing.episodes import reopened
+from playing.rollout import Sampling, rollout
 from worlds import first_reply
 from worlds.intercodesql.world import sql_reward
 from worlds.published import read_prompts
@@ -234,10 +236,11 @@ def play_scripted(agent, monkeypatch, env, tasks, replies, **more):
         said.append(next(script))
         return torch.tensor(said[-1:])
 
-    monkeypatch.setattr(play, "sample", scripted)
-    return play.rollout(model, encoder, lambda: env, [Trajectory(t, "target", 1) for t in tasks], **{
-        **dict(temperature=0, slots=1, max_tokens=8000, max_new_tokens=512, tokens_per_forward=4096,
-               stops=envs.STOPS["eto"]), **more})
+    monkeypatch.setattr("playing.rollout.sample", scripted)
+    sampling = Sampling(**{**dict(temperature=0, slots=1, max_tokens=8000, max_new_tokens=512,
+                                  tokens_per_forward=4096, stops=envs.STOPS["eto"]), **more})
+    return rollout(model, encoder, lambda: env, [Trajectory(t, "target", 1) for t in tasks],
+                   sampling)
 
 
 def test_a_rollout_reads_what_their_agent_reads_and_trains_without_the_example(agent, monkeypatch,
@@ -257,12 +260,12 @@ def test_a_rollout_reads_what_their_agent_reads_and_trains_without_the_example(a
         ids, mask = encoder.encode(messages, 3)
         expert = Trajectory(row.task, "expert", messages=messages, ids=ids, action_mask=mask,
                             reward=reward, steps=len(messages[3::2]))
-        trained = play.reopened(row, expert)
+        trained = reopened(row, expert)
         assert trained.messages == messages[:3] + row.messages[first_reply(row.messages, 10):]
         assert "B0HAT" not in encoder.tokenizer.decode(trained.ids)
         assert [trained.ids, trained.action_mask] == list(encoder.encode(trained.messages, 3))
         assert sum(trained.action_mask) == sum(row.action_mask)
-        assert play.reopened(expert, expert) == expert
+        assert reopened(expert, expert) == expert
 
 
 def test_only_successes_without_the_example_join_the_experts(agent, monkeypatch, prompts):
@@ -276,7 +279,7 @@ def test_only_successes_without_the_example_join_the_experts(agent, monkeypatch,
     ids, mask = agent[1].encode(messages, 3)
     expert = Trajectory(task, "expert", messages=messages, ids=ids, action_mask=mask, steps=len(replies))
     row.reward = 1.0
-    joined = rft.join([expert], {task: [play.reopened(row, expert)]}, Counter())
+    joined = rft.join([expert], {task: [reopened(row, expert)]}, Counter())
     assert len(joined) == 2 and joined[1].messages[:3] == messages[:3]
 
 
@@ -296,8 +299,7 @@ def test_a_reply_ends_where_theirs_ends(agent, monkeypatch, prompts, reply, kept
         said = [m["content"] for m in row.messages[7::2]]
         assert said[0] == text
         t = Trajectory("webshop-train-0")
-        used = dict.fromkeys((*chat.USAGE, "cut_replies"), 0)
-        chat.play_episode(t, env, lambda messages: (reply, used), [], 10 ** 6, envs.STOPS[stops])
+        play(env, t, lambda messages: reply, envs.STOPS[stops])
         assert [m["content"] for m in t.messages[7::2]] == [text] * 10
 
 

@@ -11,7 +11,7 @@ import dpo
 import envs
 from engine.cache import SlotCache, next_token_logits, sample
 from harness.files import seed_of
-from harness.play import Slot, reply_ended, rollout
+from playing.rollout import Sampling, Slot, rollout
 
 
 class Echo(envs.World):
@@ -46,14 +46,13 @@ def play(agent, tasks=range(7), temperature=0.0, slots=3, max_tokens=400, max_ne
          tokens_per_forward=10_000, env=Echo):
     model, encoder = agent
     episodes = [dpo.Trajectory(str(t), "target", 1, 0, seed=seed_of("x", t)) for t in tasks]
-    return rollout(model, encoder, env, episodes, temperature=temperature, slots=slots,
-                   max_tokens=max_tokens, max_new_tokens=max_new_tokens,
-                   tokens_per_forward=tokens_per_forward)
+    return rollout(model, encoder, env, episodes, Sampling(
+        temperature, max_tokens, max_new_tokens, tokens_per_forward, slots))
 
 
 def watch(monkeypatch, note):
     """Calls note(segments) before each pass of the model: (slot, past, new ids) of each."""
-    monkeypatch.setattr("harness.play.next_token_logits", lambda model, cache, segments: (
+    monkeypatch.setattr("playing.rollout.next_token_logits", lambda model, cache, segments: (
         note(segments), next_token_logits(model, cache, segments))[1])
 
 
@@ -197,7 +196,7 @@ def test_what_prompts_begin_alike_is_read_once_by_all_slots(agent, monkeypatch, 
     shared = play(agent, tasks, 1.0, slots, tokens_per_forward=tokens_per_forward, env=Ruled)
     ours, largest = sum(read), max(at_once)
     read.clear()
-    monkeypatch.setattr("harness.play.shared_beginning", lambda a, b: 0)
+    monkeypatch.setattr("playing.rollout.shared_beginning", lambda a, b: 0)
     alone = play(agent, tasks, 1.0, slots, tokens_per_forward=tokens_per_forward, env=Ruled)
     assert [e.record() for e in shared] == [e.record() for e in alone]
     once = len(starts[0]) + sum(len(s) - 60 for s in starts[1:])  # 60: less than they share
@@ -246,8 +245,7 @@ def test_episodes_with_other_seeds_differ(agent):
     assert a.ids == b.ids
     model, encoder = agent
     again = dpo.Trajectory("1", "target", 1, 0, seed=99)
-    rollout(model, encoder, Echo, [again], temperature=1.0, slots=1, max_tokens=400,
-            max_new_tokens=12, tokens_per_forward=100)
+    rollout(model, encoder, Echo, [again], Sampling(1.0, 400, 12, 100, slots=1))
     assert again.ids != a.ids
 
 
@@ -306,17 +304,14 @@ def test_a_reply_that_plays_the_environment_is_cut():
     """Ids up to "Observation:" stay as sampled; the end of turn that follows was not sampled."""
     tokenizer = make_tokenizer("chatml")
     encoder = dpo.Encoder(tokenizer)
-    slot = Slot(0)
+    slot = Slot(0, encoder, Sampling(1.0, 100, 50, 100, slots=1))
     e = slot.playing = dpo.Trajectory(ids=[5, 6], action_mask=[0, 0])
     slot.past = slot.reply_at = 2
     text = tokenizer("click[a]\nObservation: You won")["input_ids"]
     for token in text:
-        e.ids.append(token)
-        e.action_mask.append(1)
-        slot.past = len(e.ids) - 1
-        if reply_ended(slot, encoder, token, 100, 50):
+        if (reply := slot.write(token)) is not None:
             break
-    assert encoder.decode(e.ids[2:]) == "click[a]"
+    assert reply == encoder.decode(e.ids[2:]) == "click[a]"
     assert e.ids[-1] == encoder.end_of_turn and e.action_mask[-1] == 0
     assert e.ids[2:-1] == text[:len(e.ids) - 3] and slot.past <= len(e.ids) - 1
 

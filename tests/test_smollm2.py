@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 import dpo
 from engine import sharding
-from harness.play import rollout
 from harness.settings import Settings, SettingsError, parse
+from playing.rollout import Sampling, rollout
 from program.run import Run
 from training import models, smollm2
 
@@ -187,8 +187,8 @@ def test_a_rollout_is_what_generate_writes_token_by_token(folder, encoder):
     model = models.load_model(folder)
     tasks = Toy().tasks("test")[:3]
     episodes = [dpo.Trajectory(task, "target") for task in tasks]
-    rollout(model, encoder, Toy, episodes, temperature=0.0, slots=2, max_tokens=512,
-            max_new_tokens=16, tokens_per_forward=2048)
+    rollout(model, encoder, Toy, episodes, Sampling(
+        0.0, max_tokens=512, max_new_tokens=16, tokens_per_forward=2048, slots=2))
     model.set_attn_implementation("sdpa")
     for episode in episodes:
         env = Toy()

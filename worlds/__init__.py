@@ -6,7 +6,7 @@ alone; what it needs is imported where it is made. Nothing here knows a tensor o
 
 import copy
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from urllib.parse import urlsplit
@@ -242,22 +242,32 @@ def first_reply(messages: list[dict], steps: int) -> int:
     return acted[-steps] if 0 < steps <= len(acted) else len(messages)
 
 
+def turns(env, messages: list[dict], answer: Callable[[list[dict]], str]) -> Iterator[Step]:
+    """Plays an episode from its opening: the step of each reply answer(messages).
+
+    The one loop of whoever answers in text. `messages` grow and end with the last reply, after
+    which the episode is done or out of turns.
+    """
+    for turn in range(1, env.max_steps + 1):
+        reply = answer(messages)
+        messages.append({"role": "assistant", "content": reply})
+        step = env.step(reply)
+        yield step
+        if step.done or turn == env.max_steps:
+            return
+        messages.append({"role": "user", "content": step.observation})
+
+
 def converse(env, observation: str, act: Callable[[str], str]) -> tuple[list[dict], float]:
     """The conversation of one who replies act(observation) until the episode ends, and its reward.
 
-    It ends with the last reply. Scripted experts, noisy players and tests all play like this; what
-    they read is the bare text of the environment.
+    Scripted experts, noisy players and tests all play like this; what they read is the bare text
+    of the environment.
     """
-    messages = opening(env, observation)
-    for _ in range(env.max_steps):
-        said = act(env.theirs.bare(observation) if env.theirs else observation)
-        messages.append({"role": "assistant", "content": said})
-        step = env.step(said)
-        if step.done:
-            return messages, step.reward
-        observation = step.observation
-        messages.append({"role": "user", "content": observation})
-    return messages[:-1], step.reward
+    messages, page = opening(env, observation), observation
+    for step in turns(env, messages, lambda _: act(env.theirs.bare(page) if env.theirs else page)):
+        page = step.observation
+    return messages, step.reward
 
 
 def practise(env, observation: str, actions: Generator[str, str, None]) -> list[dict]:

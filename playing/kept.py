@@ -2,11 +2,13 @@
 
 What runs beside an episode changes the rounding of its logits and so, very rarely, a token. On a
 CPU, where runs repeat to the bit, `rollout` plays chunks of episodes, each begun with empty slots,
-and a chunk that is not whole is played again. On a GPU every episode counts.
+and a chunk that is not whole is played again. On a GPU, and of an endpoint, every episode counts.
 """
 
 import json
 import os
+import threading
+from contextlib import closing
 from pathlib import Path
 
 import envs
@@ -18,40 +20,50 @@ LOOKED_AT = 8  # kept episodes that are begun again, to see if it is still their
 
 
 class Kept:
-    """A file that begins with what the phase started from and then has an episode a line."""
+    """A file that begins with what the phase started from and then has an episode a line.
+
+    Of an endpoint it also has a line for each answered request, those of lost episodes too. There
+    is no file without one of either.
+    """
 
     def __init__(self, path: Path, inputs: list):
-        self.path, self.inputs = path, inputs
+        self.path, self.head, self.lock = path, dict(inputs=inputs), threading.Lock()
         head, *rows = (path.exists() and whole_lines(path)) or [None]
-        self.rows = {identity(row): row for row in rows} if head == inputs else {}
-        if not self.rows:
-            self._begin()
-
-    def _begin(self, rows=()) -> None:
-        self.path.parent.mkdir(exist_ok=True)
-        files.write_text(self.path, "".join(json.dumps(x) + "\n" for x in (self.inputs, *rows)))
+        if head != self.head:
+            path.unlink(missing_ok=True)
+            rows = []
+        self.rows = {identity(row): row for row in rows if "task" in row}
+        self.spent = [row["spent"] for row in rows if "spent" in row]
 
     def add(self, t: Trajectory) -> None:
         """Appends an episode that has ended. One that was lost is to be tried again."""
         if t.ended != "lost":
-            with files.writing(self.path), open(self.path, "a") as file:
-                file.write(json.dumps(t.record()) + "\n")
+            self._append(t.record())
 
-    def fill(self, share: list[Trajectory], size: int, make_env) -> list[Trajectory]:
+    def spend(self, used: dict) -> None:
+        """Appends what an answered request took."""
+        self._append(dict(spent=used))
+        self.spent.append(used)
+
+    def _append(self, row: dict) -> None:
+        with self.lock:
+            rows = [row] if self.path.exists() else [self.head, row]
+            self.path.parent.mkdir(exist_ok=True)
+            with files.writing(self.path), open(self.path, "a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def fill(self, share: list[Trajectory], size: int = 1, make_env=None) -> list[Trajectory]:
         """`share` with the kept episodes of whole chunks (of `size`) instead of their beginnings.
 
-        Without, if the world is another one by now, such as a server's that was started again.
+        Without, if they begin otherwise in make_env() by now: a server may have been replaced.
         """
         rows = [self.rows.get(identity(vars(t))) for t in share]
         for first in range(0, len(rows), size):
             if None in (part := rows[first:first + size]):
                 rows[first:first + size] = [None] * len(part)
-        again = {identity(vars(t)) for t, row in zip(share, rows) if not row} & self.rows.keys()
-        if again:  # they leave the file, so that a chunk in it is never of two processes
-            self._begin(row for name, row in self.rows.items() if name not in again)
         kept = [row for row in rows if row]
-        if kept and not begin_alike(kept[::-(-len(kept) // LOOKED_AT)], make_env()):
-            self._begin()
+        if kept and make_env and not begin_alike(kept[::-(-len(kept) // LOOKED_AT)], make_env()):
+            self.path.unlink()
             return share
         return [Trajectory(**row) if row else t for t, row in zip(share, rows)]
 
@@ -75,11 +87,9 @@ def identity(row: dict) -> tuple:
 
 def begin_alike(rows: list[dict], env) -> bool:
     """Whether these episodes still begin as they did."""
-    try:
+    with closing(env):
         for row in rows:
             begun = envs.opening(env, env.reset(row["task"]), playing=True)
             if begun != row["messages"][:len(begun)]:
                 return False
-        return True
-    finally:
-        env.close()
+    return True

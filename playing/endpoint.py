@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 import envs
 from harness.settings import SettingsError
+from playing.conversation import ContextFull
 
 KEY = "OPENAI_API_KEY"  # the environment variable
 TRIES = 8
@@ -26,15 +27,11 @@ class EndpointError(envs.EnvError):
     """The endpoint refused, or could not be reached after all tries; one line for the user."""
 
 
-class ContextFull(Exception):
-    """The endpoint says that the conversation is longer than its model can read."""
-
-
 class Endpoint:
     """Calls the model: messages -> (reply, usage), with retries and growing waits between them.
 
-    usage: what the call took, by the names in USAGE. Tokens are those that the endpoint reports;
-    `unreported` is 1 where it reports none.
+    usage: what the call took, by the names in USAGE, and cut_replies, 1 where it was cut. Tokens
+    are those that the endpoint reports; `unreported` is 1 where it reports none.
     """
 
     def __init__(self, s, url=None, name=None, temperature=0, max_tokens=None):
@@ -55,27 +52,17 @@ class Endpoint:
             try:
                 answer = requests.post(self.url, json=body, auth=self._sign, timeout=TIMEOUT,
                                        allow_redirects=False)
-                text = answer.text.replace(self.key, "***") if self.key else answer.text
-                problem = f"status {answer.status_code}: {text[:200]}"
-                if answer.status_code == 200:
-                    choice = answer.json()["choices"][0]
-                    reply = choice["message"].get("content") or ""
-                    if isinstance(reply, list):  # of parts
-                        reply = "".join(part.get("text") or "" for part in reply)
-                    reply = str(reply)
-                    if len(self.key) >= 16:  # shorter ones, such as EMPTY, are words and no secrets
-                        reply = reply.replace(self.key, "***")
-                    used = answer.json().get("usage") or {}
-                    return reply, dict(requests=1, retries=attempt, unreported=int(not used),
-                                       cut_replies=int(choice.get("finish_reason") == "length"),
-                                       **{name: max(0, int(used.get(name) or 0))
-                                          for name in USAGE[-2:]})
-                if answer.status_code == 400 and re.search(
-                        "context.?(length|size|window)|too long", text, re.I):
+                status, text = answer.status_code, self._without_key(answer.text)
+                problem = f"status {status}: {text[:200]}"
+                if status == 200:
+                    reply, used = self._read(answer.json())
+                    return reply, dict(used, retries=attempt)
+                if status == 400 and re.search("context.?(length|size|window)|too long", text,
+                                               re.I):
                     raise ContextFull
-                if answer.status_code == 400 and self._refused(body, text):
+                if status == 400 and self._refused(body, text):
                     continue
-                if answer.status_code not in PASSING and answer.status_code < 500:
+                if status not in PASSING and status < 500:
                     break
                 if re.fullmatch(r"\d+(\.\d+)?", answer.headers.get("Retry-After", "")):
                     wait = min(float(answer.headers["Retry-After"]), 120)
@@ -84,14 +71,25 @@ class Endpoint:
                 problem = f"{type(error).__name__}: {error} {text[:200]}"
             if attempt < tries - 1:
                 time.sleep(wait)
-        problem = " ".join(problem.split())
+        problem = self._without_key(" ".join(problem.split()))
         if problem.startswith("status 404") and "/v1/" not in self.url:
             problem += " (most addresses end in /v1)"
-        if self.key:
-            problem = problem.replace(self.key, "***")
-        else:
+        if not self.key:
             problem += f" (without a key: {KEY} is not set)"
         raise EndpointError(f"{self.url}: {problem} (attempt {attempt + 1})")
+
+    def _read(self, answer: dict) -> tuple[str, dict]:
+        """The reply and the usage in an answer; an error of any kind where it is no answer."""
+        choice, used = answer["choices"][0], answer.get("usage") or {}
+        reply = choice["message"].get("content") or ""
+        if isinstance(reply, list):  # of parts
+            reply = "".join(part.get("text") or "" for part in reply)
+        if len(self.key) >= 16:  # shorter ones, such as EMPTY, are words and no secrets
+            reply = self._without_key(str(reply))
+        return str(reply), dict(
+            requests=1, unreported=int(not used),
+            cut_replies=int(choice.get("finish_reason") == "length"),
+            **{name: max(0, int(used.get(name) or 0)) for name in USAGE[-2:]})
 
     def _refused(self, body: dict, text: str) -> bool:
         """Whether `text` refuses a parameter of `body`; from now on it is sent as asked for."""
@@ -106,6 +104,9 @@ class Endpoint:
         else:
             return False
         return True
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self.key, "***") if self.key else text
 
     def _sign(self, request):  # as `auth`, so that no .netrc takes its place
         if self.key:

@@ -8,16 +8,14 @@ import json
 import random
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import envs
 from dpo import Trajectory
-from harness.endpoint import USAGE, ContextFull, Endpoint, explorer_of
-from harness.kept import Kept
-from harness.play import before_stops, play
 from harness.settings import is_endpoint
-from program.run import Run
+from playing import conversation
+from playing.conversation import ContextFull
+from playing.endpoint import explorer_of
+from playing.episodes import play, play_at_endpoint
 
 LONGEST = 6000  # characters of a conversation that the endpoint is shown [ours]
 OPENING, TURN = 1500, 1000  # of them at most of its first message, and of another one
@@ -53,21 +51,29 @@ Answer with a JSON list of objects in a ```json block, each with "intent" (the a
 actions, exactly as they have to be written, that solve it from the start)."""
 
 
-def explore(run: Run, episodes: list[Trajectory], picks: list[dict], known: list[str],
+def explore(run, episodes: list[Trajectory], picks: list[dict], known: list[str],
             folder: Path) -> tuple[list[Trajectory], dict]:
     """Plays `episodes` as the explorer; them, and an endpoint's usage and unreadable answers.
 
     picks: the signals that lead it; known: texts of tasks; folder: the agent, as its own explorer.
     """
     s = run.settings
-    if is_endpoint(s.explorer) and picks:
-        inputs = run.folder.inputs()
-        episodes = run.folder.on_main(lambda: ask_all(run, episodes, picks, known, inputs))
-        run.log.dropped(run.folder.running, envs.LOST,
-                        [t.task for t in episodes if t.ended == "lost"])
-        return ([t for t in episodes if t.ended != "lost"],
-                {name: sum(t.usage[name] for t in episodes) for name in TAKEN})
-    return play(run, folder, episodes, s.explorer_temperature), {}
+    if not (is_endpoint(s.explorer) and picks):
+        return play(run, folder, episodes, s.explorer_temperature), {}
+    smith, known = run.tasks.task_generator(), "\n".join(known)[-LONGEST:]
+    picks = {pick["task"]: pick for pick in picks}
+    locks = {task: threading.Lock() for task in picks}
+
+    def play_one(env, t, ask):
+        t.usage |= dict(unreadable=0, context=None, proposals=[])
+        with locks[t.task]:  # a signal is reflected on once, in the first of its episodes
+            contexts = (e.usage["context"] for e in episodes if e.task == t.task and e.usage)
+            t.usage["context"] = next(filter(None, contexts), None) or reflect(
+                ask, t, picks[t.task])
+        act_and_abstract(env, t, ask, smith, known)
+
+    played, spent = play_at_endpoint(run, explorer_of(s), episodes, play_one)
+    return played, spent | dict(unreadable=sum(t.usage["unreadable"] for t in played))
 
 
 def replies(t: Trajectory) -> list[str]:
@@ -91,96 +97,48 @@ def abstract(smith, t: Trajectory, rng: random.Random) -> list[dict]:
 
 # -------------------------------------------------------------------------------- an endpoint
 
-TAKEN = (*USAGE, "unreadable")
-
-
-def ask_all(run: Run, episodes: list[Trajectory], picks: list[dict], known: list[str],
-            inputs: str) -> list[Trajectory]:
-    """Reflects on each pick, explores, and abstracts; in `usage` what it took and proposed.
-
-    known: the texts of tasks that were made already. inputs: `Run.inputs`. An episode that the
-    endpoint refuses for good ends "lost"; EnvError where too many are.
-    """
-    s, smith, known = run.settings, run.tasks.task_generator(), "\n".join(known)[-LONGEST:]
-    endpoint = explorer_of(s)
-    kept = Kept(run.folder.path / "playing/explorer.jsonl", [inputs])  # nothing is paid for twice
-    episodes = kept.fill(episodes, 1, run.tasks.make_env)
-    losses, lock = envs.Losses(len(episodes)), threading.Lock()
-
-    def work(pick):
-        context = None
-        for t in (t for t in episodes if t.task == pick["task"]):
-            if t.ended:  # in an earlier process
-                context = t.usage["context"]
-            else:
-                t.usage = dict.fromkeys(TAKEN, 0) | dict(context=context, proposals=[])
-                try:
-                    if context is None:  # what it takes is counted with this episode
-                        context, used = reflect(endpoint, pick)
-                        t.usage |= dict(used, context=context)
-                    ask(run, endpoint, smith, t, known)
-                    with lock:
-                        losses.answered()
-                        kept.add(t)
-                except envs.EnvError as error:
-                    t.ended = "lost"
-                    with lock:
-                        losses.add(error)
-            progress.update()
-
-    with run.log.bar(run.folder.running, len(episodes), "episode") as progress, \
-            ThreadPoolExecutor(min(s.slots, 8)) as threads:
-        list(threads.map(work, picks))
-    return episodes
-
-
-def reflect(endpoint: Endpoint, pick: dict) -> tuple[dict | str, dict]:
-    """What the endpoint makes of a signal and its evidence, else the signal; and what it took."""
+def reflect(ask, t: Trajectory, pick: dict) -> dict | str:
+    """What the endpoint makes of a signal and its evidence, else the signal."""
     won = pick.get("success") or pick.get("success_then")
     evidence = "\n\n".join(f"A {name}:\n{told(messages, LONGEST // 2)}" for name, messages in
                            (("success", won), ("failure", pick["failure"])) if messages)
     try:
-        said, used = endpoint([user(REFLECT.format(signal=describe(pick), evidence=evidence))])
+        said, _ = ask([user(REFLECT.format(signal=describe(pick), evidence=evidence))])
+        found = blocks(said)
+        if len(found) == 1 and isinstance(found[0], dict):
+            return found[0]
     except ContextFull:
-        return describe(pick), dict.fromkeys(TAKEN, 0) | dict(unreadable=1)
-    found = blocks(said)
-    read = len(found) == 1 and isinstance(found[0], dict)
-    used = {name: used.get(name, 0) for name in TAKEN} | dict(unreadable=int(not read))
-    return found[0] if read else describe(pick), used
+        pass
+    t.usage["unreadable"] += 1
+    return describe(pick)
 
 
-def ask(run: Run, endpoint: Endpoint, smith, t: Trajectory, known: str) -> None:
-    """One episode of the endpoint: actions, then proposals, each answer of it only data."""
-    env = run.tasks.make_env()
+def act_and_abstract(env, t: Trajectory, ask, smith, known: str) -> None:
+    """One episode of the endpoint: actions, then proposals, each answer of it only data.
 
-    def say(messages):
-        reply, used = endpoint(messages)
-        for name in USAGE:
-            t.usage[name] += used[name]
-        return reply
+    known: the texts of tasks that were made already.
+    """
+    form = "" if env.prompt else f" Answer with the action and nothing else: {smith.actions}."
 
+    def act(messages):
+        opening, *rest = messages
+        return ask([user(ACT.format(context=json.dumps(t.usage["context"]), form=form,
+                                    opening=opening["content"])), *rest])[0]
+
+    seen = conversation.play(env, t, act)
+    if t.ended == "context":
+        return
     try:
-        t.messages = envs.opening(env, env.reset(t.task))
-        form = "" if env.prompt else f" Answer with the action and nothing else: {smith.actions}."
-        first = user(ACT.format(context=json.dumps(t.usage["context"]), form=form,
-                                opening=t.messages[0]["content"]))
-        while not t.ended:
-            reply = before_stops(say([first, *t.messages[1:]]), envs.STOPS["ours"]).strip()
-            t.messages.append({"role": "assistant", "content": reply})
-            step = env.step(reply)
-            t.reward, t.steps = step.reward, t.steps + 1
-            t.messages.append(user(step.observation))
-            t.ended = "done" if step.done else "budget" if t.steps == env.max_steps else ""
-        said = say([user(ABSTRACT.format(conversation=told(t.messages, LONGEST), form=smith.form,
-                                         known=known or "(none yet)"))])
-        for value in blocks(said):  # a list, or objects in blocks of their own
-            t.usage["unreadable"] += value is None
-            found = value if isinstance(value, list) else [] if value is None else [value]
-            t.usage["proposals"] += map(proposal_of, found)
+        said, _ = ask([user(ABSTRACT.format(
+            conversation=told([*t.messages, user(seen)], LONGEST), form=smith.form,
+            known=known or "(none yet)"))])
     except ContextFull:
         t.ended = "context"
-    finally:
-        env.close()
+        return
+    for value in blocks(said):  # a list, or objects in blocks of their own
+        t.usage["unreadable"] += value is None
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        t.usage["proposals"] += map(proposal_of, found)
 
 
 def user(text: str) -> dict:

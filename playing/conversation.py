@@ -1,0 +1,77 @@
+"""Episodes of whoever answers in text: an endpoint that is evaluated or explores, a script."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import envs
+from dpo import Trajectory
+
+
+class ContextFull(Exception):
+    """The conversation is longer than who answers can read."""
+
+
+def play(env, t: Trajectory, answer: Callable[[list[dict]], str],
+         stops: tuple[str, ...] = envs.STOPS["ours"]) -> str:
+    """Plays t.task to its end by answer(messages) -> reply; what the last reply led to.
+
+    As in a rollout a reply ends before one of the texts in `stops`, and an episode that fills the
+    context (`answer` raises ContextFull) ends at its last whole turn.
+    """
+    t.messages, told = envs.opening(env, env.reset(t.task), playing=True), ""
+    try:
+        for step in envs.turns(env, t.messages, lambda messages: before_stops(answer(messages),
+                                                                              stops).strip()):
+            take(t, step, env.max_steps)
+            told = step.observation
+    except ContextFull:
+        t.ended = "context"
+        if t.steps:
+            t.messages.pop()  # nobody answered it
+    return told
+
+
+def take(t: Trajectory, step: envs.Step, most: int) -> None:
+    """The episode after a reply that led to `step`; it has `most` turns."""
+    t.reward, t.raw_reward, t.steps = step.reward, step.raw, t.steps + 1
+    if step.done or t.steps == most:
+        t.ended = "done" if step.done else "budget"
+
+
+def before_stops(reply: str, stops) -> str:
+    """The reply up to where one of the texts begins."""
+    return reply[:min((reply.index(stop) for stop in stops if stop in reply), default=len(reply))]
+
+
+def side_by_side(items: list, work: Callable, make_env: Callable, threads: int) -> None:
+    """Does work(env, item) for all items, in order, in so many threads with an environment each.
+
+    What breaks an environment is a lost episode; EnvError where `envs.LostEpisodes` says that too
+    many are. Any other error ends it too.
+    """
+    lost, lock, idle = envs.LostEpisodes(len(items)), threading.Lock(), queue.SimpleQueue()
+    threads = min(threads, len(items)) or 1
+    for _ in range(threads):
+        idle.put(make_env())
+
+    def work_with_an_env(item):
+        env = idle.get()
+        try:
+            work(env, item)
+            with lock:
+                lost.answered()
+        except envs.EnvError as error:
+            with lock:
+                lost.add(error)
+        finally:
+            idle.put(env)
+
+    pool = ThreadPoolExecutor(threads)
+    try:
+        list(pool.map(work_with_an_env, items))
+    finally:
+        pool.shutdown(cancel_futures=True)
+        while not idle.empty():
+            idle.get().close()
