@@ -170,7 +170,7 @@ def digest(path: Path) -> str:
 
 def code_hash() -> str:
     """A hash of this project's Python files, changed by every edit of what a run executes."""
-    folders = ".", "worlds", "worlds/*", "engine", "harness", "playing", "baselines"
+    folders = ".", "worlds", "worlds/*", "engine", "harness", "training", "playing", "baselines"
     files = [f for folder in folders for f in sorted(ROOT.glob(f"{folder}/*.py"))]
     return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
 

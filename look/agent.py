@@ -28,9 +28,9 @@ class Agent:
                                             device=self.model.device)
 
     def begin(self, env, task: str, observation: str) -> None:
-        s = self.settings
+        s, stops = self.settings, STOPS[self.settings.options.protocol]
         self.slot, self.proposed = Slot(0, self.encoder, Sampling(
-            0.0, s.max_tokens, s.max_new_tokens, s.tokens_per_forward, 1, STOPS[s.options.protocol])), None
+            0.0, s.max_tokens, s.max_new_tokens, s.tokens_per_forward, slots=1, stops=stops)), None
         self.slot.env = env
         self.slot.begin(Trajectory(task))
         self.slot.observe(observation)

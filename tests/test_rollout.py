@@ -119,7 +119,8 @@ def test_pages_longer_than_a_pass_hold_up_nobody(agent, monkeypatch):
 def test_control_tokens_beyond_the_models_vocabulary_are_no_harm(agent, monkeypatch):
     model, encoder = agent
     expected = play(agent)
-    monkeypatch.setattr(encoder, "forbidden", [*encoder.pieces.suppress_tokens, model.config.vocab_size + 3])
+    monkeypatch.setattr(encoder.pieces, "suppress_tokens", [
+        *encoder.pieces.suppress_tokens, model.config.vocab_size + 3])
     assert [e.ids for e in play(agent)] == [e.ids for e in expected]
 
 
