@@ -243,7 +243,8 @@ def test_the_shared_phases_read_no_setting_that_is_said_not_to_matter(begin):
         run.phase(output, work, *args)
     assert {"sft_lr", "max_tokens", "expert_min_reward", "view"} <= read
     # The method says whose folder is the base's, the number of iterations what disk is needed.
-    assert read & {*AFTER_SFT} == {"method", "iterations", "reuse", "checkpoint_minutes"}
+    assert read & {*AFTER_SFT} == {"method", "iterations", "reuse", "checkpoint_minutes",
+                                   "failure_from"}  # with which nothing is shared
     assert {*AFTER_SFT} <= {f.name for f in fields(Settings)}
 
 
