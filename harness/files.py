@@ -54,40 +54,27 @@ def read_jsonl(path, growing: bool = False) -> list[dict]:
     path = Path(path)
     if not path.is_file():
         raise RunError(f"{path}: no such file; is {path.parent} a run, and has it come that far?")
-    objects = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if growing and not line.endswith(b"\n"):
-                break
-            try:
-                value = json.loads(line.decode())
-            except (ValueError, RecursionError):
-                value = None
-            if not isinstance(value, dict):
-                start = textwrap.shorten(line[:200].decode(errors="replace"), 40)
-                raise RunError(f"{path}, line {number}: not a whole JSON object: {start!r}; delete "
-                               "the line or the file")
-            objects.append(value)
-    return objects
+    lines = path.read_bytes().splitlines(keepends=True)
+    if growing and lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
+    return [whole_object(line, f"{path}, line {number}", "delete the line or the file")
+            for number, line in enumerate(lines, 1)]
 
 
-def read_object(path: Path, **needed: type) -> dict:
-    """The JSON object in a file; RunError unless it is whole and its `needed` fields are there."""
+def read_object(path: Path) -> dict:
+    """The JSON object in a file; RunError unless it is whole."""
+    return whole_object(path.read_bytes(), path, "restore it, or give another --out")
+
+
+def whole_object(data: bytes, where, remedy: str) -> dict:
     try:
-        value = json.loads(path.read_bytes().decode())
-    except (ValueError, RecursionError):
-        value = None
-    return need(path, value, **needed)
-
-
-def need(where, value, **fields: type) -> dict:
-    """`value`, a dict whose fields are of these types; else RunError, which names `where`."""
-    wrong = ["it"] if not isinstance(value, dict) else [
-        name for name, kind in fields.items() if not isinstance(value.get(name), kind)]
-    if wrong:
-        raise RunError(f"{where}: damaged ({', '.join(wrong)} is not what a run writes); restore "
-                       "it, or give another --out")
-    return value
+        value = json.loads(data.decode())
+        if isinstance(value, dict):
+            return value
+    except ValueError:
+        pass
+    start = textwrap.shorten(data[:200].decode(errors="replace"), 40)
+    raise RunError(f"{where}: not a whole JSON object: {start!r}; {remedy}")
 
 
 # --------------------------------------------------------------------------------- writing
@@ -106,9 +93,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace(temporary: Path, path: Path) -> None:
-    """Renames a file or folder once its contents are on the disk, and the new name after it.
-
-    Whoever finds `path`, after a loss of power too, finds all of it.
+    """Renames a file or folder. Atomic and durable: readers see all of it or nothing, also after a
+    power loss.
     """
     inside = sorted(temporary.rglob("*")) if temporary.is_dir() else []
     for part in [*inside, temporary]:

@@ -51,7 +51,7 @@ class Folder:
     def find_earlier(self) -> dict | None:
         """config.json of a run that goes on, its settings these; and its finished phases."""
         config, phases = self.path / "config.json", self.path / "phases.json"
-        before = files.read_object(config, settings=dict, base=str) if config.exists() else None
+        before = files.read_object(config) if config.exists() else None
         results = [name for name in ("metrics.jsonl", "phases.json", "experts.jsonl", "result.json")
                    if (self.path / name).exists() and (self.path / name).stat().st_size]
         if results and not (before and phases.exists()):
@@ -60,9 +60,6 @@ class Folder:
                                 "give another --out")
         self.phases = files.read_object(phases) if phases.exists() else {}
         self.log.phases = len(self.phases)
-        for name, done in self.phases.items():
-            files.need(f"{phases}, {name}", done, sha256=str, metrics_sha256=str,
-                       metrics_bytes=int)
         if not self.phases and not any((self.path / "playing").glob("*.jsonl")):
             before = None  # nothing was finished with these settings, no episode nor request
         if before and before.get("layout") != LAYOUT:

@@ -75,7 +75,7 @@ def config_of(run_dir) -> dict:
     if not config.is_file():
         raise RunError(f"{run_dir}: not a run, it has no config.json; name a folder like "
                        "runs/webshop-coevolve-s0")
-    return read_object(config, settings=dict)
+    return read_object(config)
 
 
 def events(run_dir, growing: bool = False) -> dict[str, list[dict]]:

@@ -177,7 +177,7 @@ def settings_for(env: str, more: list[str], run: Path | None, folder) -> Setting
         real = "tiny" not in stated.presets or names & {
             flag(f.name) for f in fields(stated) if f.metadata.get("real")}
         return parse([*flags, *(["--model", "none"] if real else []), *more])  # no preset for it
-    config = read_object(run / "config.json", settings=dict)
+    config = read_object(run / "config.json")
     before = config["settings"]
     if before["env"] != env:
         raise RunError(f"--agent {run}: it was trained on {before['env']}, not on {env}")

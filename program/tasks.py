@@ -133,7 +133,7 @@ def trained_before(s: Settings, folder: Path):
 
 
 def settings_of(run: Path) -> dict:
-    return read_object(run / "config.json", settings=dict)["settings"]
+    return read_object(run / "config.json")["settings"]
 
 
 def check_openings(run, experts: list[tuple[str, list[dict], float]]) -> None:
