@@ -22,11 +22,11 @@ from baselines import chat, ppo, rft
 from dpo import Trajectory
 from harness.report import played, scores, table2
 from harness.settings import Settings, SettingsError, agents_of
-from playing.episodes import play, reopened, usable_rollouts
+from playing.episodes import play, usable_rollouts
 from program.run import Run
 from program.start import start  # parses, locks, resumes, reports
 from training import margins
-from training.shortened import cut, without_ends
+from training.pairs import preference_groups
 from training.trainer import failure_agent_of
 
 # ----------------------------------------------------------------------------------- the loop
@@ -308,38 +308,6 @@ def pair_row(kind: str, chosen: Trajectory, rejected: Trajectory, weight: float,
         dict(file=t.file, agent=t.agent, iteration=t.iteration, rollout=t.rollout, reward=t.reward)
         for t in (chosen, rejected))
     return dict(kind=kind, chosen=chosen, rejected=rejected, weight=weight, sft_weight=sft_weight)
-
-
-def preference_groups(run: Run, agent: str, i: int) -> list[dpo.Group]:
-    """pairs-AGENT.jsonl as groups: an instruction's distinct trajectories, once each, its pairs."""
-    s, folder = run.settings, run.folder
-    pairs = folder.read_jsonl(f"iter{i}/pairs-{agent}.jsonl")
-    names = {"experts.jsonl", *(p[side]["file"] for p in pairs for side in ("chosen", "rejected"))}
-    trajectories = {(name, t.task, t.rollout): t
-                    for name in names for t in folder.trajectories(name)}
-    groups, places, shortened = {}, {}, []  # places: (trajectory, how it is cut) -> index
-    for p in pairs:
-        task = p["task"]
-        group = groups.setdefault(task, dpo.Group(task, []))
-        expert = trajectories["experts.jsonl", task, 0]
-        # A rejected trajectory that wanders on long after the expert was done teaches little.
-        longest = expert.steps + s.cut_turns if s.cut_turns >= 0 else float("inf")
-        indices = []
-        for side in ("chosen", "rejected"):
-            key = p[side]["file"], task, p[side]["rollout"]
-            turns = (longest if side == "rejected" and trajectories[key].steps > longest else None)
-            endless = side == "rejected" and s.rejected_ends == "leave out"
-            if (key, turns, endless) not in places:
-                places[key, turns, endless] = len(group.sequences)
-                t = trajectories[key]
-                t = cut(reopened(t, expert) if s.options.protocol == "eto" else t, turns)
-                group.sequences.append(without_ends(t) if endless else t)
-                shortened += [task] if turns is not None else []
-            indices.append(places[key, turns, endless])
-        group.pairs.append(dpo.Pair(p["kind"], *indices, p["weight"], p["sft_weight"]))
-    run.log.dropped(f"iter{i}/{agent}-agent", "end of a rejected trajectory, --cut-turns",
-                    shortened)
-    return list(groups.values())
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import envs
 from dpo import Trajectory
-from playing.episodes import reopened, usable_rollouts
+from playing.episodes import usable_rollouts
 from program.run import Run
+from training.pairs import reopened
 
 
 def more_where_hard(run: Run):

@@ -78,7 +78,7 @@ def shared_beginning(a: list[int], b: list[int]) -> int:
 
 
 def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None,
-                     scaling=None, lengths=None, rows=None, first=None, cache=None, **others):
+                     scaling=None, lengths=None, cache=None, **others):
     """Causal attention of sequences laid end to end in one row; no padding, no mask tensor.
 
     query (1, H, N, d), key and value (1, H_kv, N, d); returns (1, N, H, d). rows and first: as
@@ -86,6 +86,7 @@ def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
     ValueError, naming the layer's class, for attention of another form than softmax over all
     earlier tokens.
     """
+    rows, first = others.pop("rows", None), others.pop("first", None)
     if other := other_form(key, value, attention_mask, lengths, cache, **others):
         raise ValueError(f"{type(module).__name__} {other}; use a model with full attention in all "
                          "layers, such as Llama, Qwen2 or Qwen3")

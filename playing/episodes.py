@@ -1,7 +1,6 @@
 """The episodes of a phase: by a model on all ranks or at an endpoint, and which can train."""
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -167,16 +166,3 @@ def unusable(t: Trajectory, s: Settings) -> str | None:
     if t.ended == "context" and s.too_long == "drop":
         return "too long"
     return None if any(t.action_mask) else "no whole turn"
-
-
-def reopened(t: Trajectory, like: Trajectory) -> Trajectory:
-    """The trajectory's replies after the opening of another one of its task.
-
-    So ETO trains: the example that a rollout was shown is left out, and the sides of a pair share
-    the expert's first turn.
-    """
-    old, new = t.action_mask.index(1), like.action_mask.index(1)
-    turns, others = (envs.first_reply(x.messages, x.steps) for x in (t, like))
-    return replace(t, ids=like.ids[:new] + t.ids[old:],
-                   action_mask=like.action_mask[:new] + t.action_mask[old:],
-                   messages=like.messages[:others] + t.messages[turns:])

@@ -26,7 +26,7 @@ import mutual
 from harness import files
 from harness.settings import Settings, SettingsError
 from program import start
-from training import models, trainer
+from training import models, pairs, trainer
 
 ROOT = Path(__file__).parent.parent
 
@@ -131,10 +131,10 @@ def test_cut_keeps_whole_turns():
     whole = dpo.Trajectory("task", "target", ids=list(range(10)), action_mask=mask, reward=0.5,
                            ended="done")
     first = lambda n: replace(whole, ids=whole.ids[:n], action_mask=mask[:n], ended="budget")
-    assert coevolve.cut(whole, None) == whole
-    assert coevolve.cut(whole, 1) == first(4)
-    assert coevolve.cut(whole, 2) == first(6)
-    assert coevolve.cut(whole, 3) == coevolve.cut(whole, 9) == whole
+    assert pairs.cut(whole, None) == whole
+    assert pairs.cut(whole, 1) == first(4)
+    assert pairs.cut(whole, 2) == first(6)
+    assert pairs.cut(whole, 3) == pairs.cut(whole, 9) == whole
 
 
 # --------------------------------------------------------------------------------- expert files

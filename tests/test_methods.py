@@ -21,6 +21,7 @@ import envs
 from baselines import ppo, rft
 from harness.settings import Settings, SettingsError, check
 from program.run import Run
+from training.pairs import preference_groups
 
 TASKS = 6
 
@@ -339,7 +340,7 @@ def test_a_rejected_trajectory_ends_so_many_turns_after_the_experts(run, monkeyp
     monkeypatch.setattr(OneReply, "max_steps", 3)
     monkeypatch.setattr(OneReply, "step", step)
     r = run("eto", cut_turns=turns, rollouts=1, slots=1)
-    groups = coevolve.preference_groups(r, "target", 1)
+    groups = preference_groups(r, "target", 1)
     turns_of = lambda mask: sum(b > a for a, b in zip([0, *mask], mask))
     rejected = [turns_of(g.sequences[p.rejected].action_mask) for g in groups for p in g.pairs]
     assert rejected and max(rejected) == kept
@@ -355,7 +356,7 @@ def test_the_ends_of_rejected_trajectories_count_or_not(run, monkeypatch):
     monkeypatch.setattr(OneReply, "max_steps", 3)
     monkeypatch.setattr(OneReply, "step", step)
     for cut in (5, 1):  # two turns are left of it: neither ended the episode
-        whole, left = (coevolve.preference_groups(run("eto", f"{cut}{ends}", rejected_ends=ends,
+        whole, left = (preference_groups(run("eto", f"{cut}{ends}", rejected_ends=ends,
                                                       cut_turns=cut, rollouts=1), "target", 1)
                        for ends in ("count", "leave out"))
         compared = 0

@@ -23,8 +23,8 @@ from baselines import rft
 from dpo import Encoder, Trajectory
 from harness.settings import SettingsError, check, from_flat, options_of, parse
 from playing.conversation import play
-from playing.episodes import reopened
 from playing.rollout import Sampling, rollout
+from training.pairs import reopened
 from worlds import first_reply
 from worlds.intercodesql.world import sql_reward
 from worlds.published import read_prompts
