@@ -60,7 +60,7 @@ def explore(run, episodes: list[Trajectory], picks: list[dict], known: list[str]
     s = run.settings
     if not (is_endpoint(s.explorer) and picks):
         return play(run, folder, episodes, s.explorer_temperature), {}
-    smith, known = run.tasks.task_generator(), "\n".join(known)[-LONGEST:]
+    generator, known = run.tasks.task_generator(), "\n".join(known)[-LONGEST:]
     picks = {pick["task"]: pick for pick in picks}
     locks = {task: threading.Lock() for task in picks}
 
@@ -70,7 +70,7 @@ def explore(run, episodes: list[Trajectory], picks: list[dict], known: list[str]
             contexts = (e.usage["context"] for e in episodes if e.task == t.task and e.usage)
             t.usage["context"] = next(filter(None, contexts), None) or reflect(
                 ask, t, picks[t.task])
-        act_and_abstract(env, t, ask, smith, known)
+        act_and_abstract(env, t, ask, generator, known)
 
     played, spent = play_at_endpoint(run, explorer_of(s), episodes, play_one)
     return played, spent | dict(unreadable=sum(t.usage["unreadable"] for t in played))
@@ -80,16 +80,16 @@ def replies(t: Trajectory) -> list[str]:
     return [m["content"] for m in t.messages if m["role"] == "assistant"]
 
 
-def abstract(smith, t: Trajectory, rng: random.Random) -> list[dict]:
+def abstract(generator, t: Trajectory, rng: random.Random) -> list[dict]:
     """The proposals {text, task, solution} that an explored episode becomes.
 
     Of an endpoint's those that cannot be read have no task: they are counted, never mended.
     """
     if t.usage is None:
-        return smith.finds(t.task, replies(t), rng)
+        return generator.finds(t.task, replies(t), rng)
     rows = []
     for proposal in t.usage["proposals"]:
-        found = proposal and smith.written(t.task, proposal)
+        found = proposal and generator.written(t.task, proposal)
         rows.append(found or dict(text=proposal["query"] if proposal else "", task=None,
                                   solution=[]))
     return rows
@@ -113,12 +113,12 @@ def reflect(ask, t: Trajectory, pick: dict) -> dict | str:
     return describe(pick)
 
 
-def act_and_abstract(env, t: Trajectory, ask, smith, known: str) -> None:
+def act_and_abstract(env, t: Trajectory, ask, generator, known: str) -> None:
     """One episode of the endpoint: actions, then proposals, each answer of it only data.
 
     known: the texts of tasks that were made already.
     """
-    form = "" if env.prompt else f" Answer with the action and nothing else: {smith.actions}."
+    form = "" if env.prompt else f" Answer with the action and nothing else: {generator.actions}."
 
     def act(messages):
         opening, *rest = messages
@@ -130,7 +130,7 @@ def act_and_abstract(env, t: Trajectory, ask, smith, known: str) -> None:
         return
     try:
         said, _ = ask([user(ABSTRACT.format(
-            conversation=told([*t.messages, user(seen)], LONGEST), form=smith.form,
+            conversation=told([*t.messages, user(seen)], LONGEST), form=generator.form,
             known=known or "(none yet)"))])
     except ContextFull:
         t.ended = "context"

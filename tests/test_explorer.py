@@ -42,7 +42,7 @@ def explore(env, endpoint, tmp_path, monkeypatch):
     log = SimpleNamespace(dropped=lambda phase, reason, tasks: lost.extend(tasks), say=print,
                           bar=lambda *_: nullcontext(SimpleNamespace(update=lambda n=1: None)))
     run = SimpleNamespace(settings=s, folder=folder, log=log, tasks=SimpleNamespace(
-        make_env=lambda: envs.make("intercodesql", "short"), task_generator=env.smith))
+        make_env=lambda: envs.make("intercodesql", "short"), task_generator=env.task_generator))
 
     def start(answers, n):
         tasks = env.tasks("train")[:n]
@@ -67,16 +67,16 @@ def explore_once(env, explore):
     """explore_once(answers) -> proposals of the second episode of a pick, it, what both took."""
     def start(answers):
         (_, t), taken, _ = explore(answers, 1)
-        return explorer.abstract(env.smith(), t, random.Random(0)), t, taken
+        return explorer.abstract(env.task_generator(), t, random.Random(0)), t, taken
 
     return start
 
 
 def test_an_explorer_that_answers_well_proposes_a_task_that_verifies(env, explore_once, endpoint):
     rows, t, taken = explore_once(WELL)
-    smith = env.smith()
+    generator = env.task_generator()
     assert [row["text"] for row in rows] == ["how many are there"]
-    assert smith.refusal(rows[0]["task"]) is None and smith.verify(rows[0]) is None
+    assert generator.refusal(rows[0]["task"]) is None and generator.verify(rows[0]) is None
     assert t.steps == 10 and t.usage["requests"] == 11  # ten actions, and what they become
     assert taken["requests"] == len(endpoint.seen) == 1 + 2 * 11  # the signal, once
     assert taken["prompt_tokens"] == 23 * 100 and taken["unreadable"] == 0
