@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ class Folder:
     def __init__(self, settings: Settings, accelerator: Accelerator):
         self.settings, self.accelerator = settings, accelerator
         self.main = accelerator.is_main_process
+        self.on_main = partial(ranks.on_main, accelerator)  # what answer() is there, on all ranks
         self.path = files.run_path(settings)
         self.log = Log(accelerator, self.path / "metrics.jsonl")
         self.phases = {}    # the recorded ones: what each wrote -> its hash, and the log's
@@ -189,10 +191,6 @@ class Folder:
         """Identifies the running phase and what it starts from: the phases before it, by hash."""
         done = {name: recorded["sha256"] for name, recorded in self.phases.items()}
         return self.on_main(lambda: files.hashed([self.running, done]))
-
-    def on_main(self, answer):
-        """What `answer()` is on the main rank, on all ranks."""
-        return ranks.on_main(self.accelerator, answer)
 
     # --------------------------------------------------------------------------- files
 
