@@ -19,7 +19,8 @@ def new_goals(n):
     """Goals of no split, over families of the catalogue."""
     world, rng = catalogue.shop_world(), random.Random(0)
     taken = {catalogue.goal_key(goal) for goals in world.goals.values() for goal in goals}
-    return [catalogue.draw_goal(rng, family, taken, world.products) for family in world.families[:n]]
+    return [catalogue.draw_goal(rng, family, taken, world.products)
+            for family in world.families[:n]]
 
 
 def new_questions():

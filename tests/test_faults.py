@@ -328,8 +328,8 @@ def test_a_disk_that_is_full_at_a_checkpoint_stops_the_phase_and_loses_nothing(
     assert contents(toy_run(*FEW)) == contents(undisturbed)
 
 
-RUN_FILES = ["config.json", "phases.json", "metrics.jsonl", "experts.jsonl", "iter1/target.jsonl",
-             "iter1/pairs-target.jsonl", "sft-target/model.safetensors", "sft-failure/tokenizer.json",
+RUN_FILES = ["config.json", "phases.json", "metrics.jsonl", "experts.jsonl",
+             "iter1/pairs-target.jsonl", "sft-target/model.safetensors",
              "iter1/target-agent/config.json", "eval-0-target-test.jsonl"]
 
 
@@ -473,18 +473,13 @@ def test_when_a_rank_dies_all_stop_with_its_message(tmp_path, small_model, fault
 
 # ------------------------------------------------------------------------------ numerical health
 
-def test_a_loss_that_is_no_number_stops_the_phase_and_keeps_what_was_finished(toy_run, capfd):
+def test_the_last_good_checkpoint_is_kept(toy_run, tmp_path):
+    flags = ["--dpo-lr", "1e14", "--dpo-epochs", 3, "--dpo-batch", 4, "--max-grad-norm", "1e14"]
     with pytest.raises(FloatingPointError) as error:
-        toy_run(Toy, "--sft-lr", "1e14", "--sft-epochs", 3, "--sft-batch", 4, "--max-grad-norm", "1e14")
+        toy_run(Toy, *flags)
     line = start.one_line(error.value)
     assert re.search(r"(loss|gradient norm) (nan|inf) at step \d on tasks toy-train-\d", line), line
     assert "\n" not in line and "finished phases are kept" in line
-
-
-def test_the_last_good_checkpoint_is_kept(toy_run, tmp_path):
-    flags = ["--dpo-lr", "1e14", "--dpo-epochs", 3, "--dpo-batch", 4, "--max-grad-norm", "1e14"]
-    with pytest.raises(FloatingPointError, match="toy-train-"):
-        toy_run(Toy, *flags)
     run = tmp_path / "run"
     before = {path: path.read_bytes() for path in run.rglob("*.safetensors")}
     assert {path.parent.name for path in before} == {"sft-target", "sft-failure"}
@@ -528,16 +523,6 @@ def test_failures_with_equal_rewards_train_the_target_alone(toy_run, capfd):
             != (run / "sft-target/model.safetensors").read_bytes())
 
 
-def test_agents_as_good_as_experts_of_half_a_reward_make_no_pairs(toy_run, capfd):
-    class Half(Toy):
-        def reward(self):
-            return 0.5
-
-    run = toy_run(Half, "--expert-min-reward", 0.1)
-    assert "no pairs for the target agent, which stays" in capfd.readouterr().out
-    assert (run / "result.json").exists()
-
-
 def test_one_instruction_is_enough(toy_run):
     run = toy_run(Toy, "--train-tasks", 1, "--eval-tasks", 1, "--rollouts", 4, "--dpo-batch", 1)
     assert len((run / "experts.jsonl").read_text().splitlines()) == 1
@@ -564,17 +549,11 @@ def test_secrets_are_in_no_file_and_no_line(small_model, tmp_path, fault):
 
 
 @pytest.mark.parametrize("flags", [
-    "--webshop-url http://user:canary@shop:3000 --experts f --model m",
-    "--webshop-url http://user:can%40ary@shop:3000", "--webshop-url ftp://u:canary@h",
-    "--webshop-url http://u:canary@h/?q --bogus",
-    "--env intercodesql --mysql-url mysql://agent:canary@h:1",
+    "--webshop-url http://user:can%40ary@shop:3000", "--webshop-url http://u:canary@h/?q --bogus",
     "--env intercodesql --mysql-url mysql://agent:can@ary@h:1",
-    "--env intercodesql --mysql-url mysql://agent:can/ary@h:1",
+    "--env intercodesql --mysql-url mysql://agent:can/ary@h:1", "--mysql-urll mysql://a:canary@h:1",
     "--env intercodesql --mysql-url mysql://agent:canary@h:99999 --intercode-data d --model m",
-    "--mysql-url mysql://agent:canary@h:1", "--mysql-urll mysql://agent:canary@h:1",
-    "mysql://agent:canary@h:1", "--mysql-url=mysql://agent:canary@h:1 --seed x",
-    "--experts http://u:canary@h/f --seed -1", "--seed http://u:canary@h",
-    "--model https://u:canary@hub/m --max-tokens 0",
+    "--experts http://u:canary@h/f --seed -1", "--model https://u:canary@hub/m --max-tokens 0",
 ])
 def test_a_refusal_masks_passwords(flags, monkeypatch):
     monkeypatch.setenv("MYSQL_PWD", "")

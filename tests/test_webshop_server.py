@@ -7,17 +7,16 @@ import re
 import socket
 import threading
 import time
+from contextlib import suppress
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import cycle, zip_longest
+from itertools import chain, cycle, repeat
 from pathlib import Path
 from urllib.parse import parse_qsl
 
 import pytest
 
 import envs
-import mutual
-from program import start
 from worlds.webshop import catalogue
 from worlds.webshop.server import WebShopServer, _Html
 from worlds.webshop.shop import Page, WebShop
@@ -222,20 +221,17 @@ def any_policy(shop, seed):
     return act
 
 
-def turns(shop, task, act):
-    """Everything the agent sees of one episode, a turn at a time."""
-    page = shop.reset(task)
-    yield page, sorted(shop.clickables())
+def episode(shop, task, act):
+    """Everything the agent sees of one episode."""
+    page, seen = shop.reset(task), []
+    seen.append((page, sorted(shop.clickables())))
     for _ in range(10):
         step = shop.step(act(page))
         page = step.observation
-        yield step, sorted(shop.clickables())
+        seen.append((step, sorted(shop.clickables())))
         if step.done:
-            return
-
-
-def episode(shop, task, act):
-    return list(turns(shop, task, act))
+            break
+    return seen
 
 
 @pytest.mark.parametrize("view", ["full", "short"])
@@ -249,15 +245,6 @@ def test_whole_episodes_equal_the_embedded_shops(official, view):
     assert shop.prompt == embedded.prompt
 
 
-def test_interleaved_episodes_equal_episodes_one_at_a_time(official):
-    def all_turns():
-        return [turns(client(official), f"webshop-test-{n}", catalogue.shop_expert(True))
-                for n in range(8)]
-
-    together = [[turn for turn in rows if turn] for rows in zip(*zip_longest(*all_turns()))]
-    assert together == [list(rows) for rows in all_turns()]
-
-
 def test_episodes_on_a_goal_share_a_session_and_a_client_its_connection(official):
     shop = client(official)
     first, second = (episode(shop, "webshop-test-3", catalogue.shop_expert(True)) for _ in range(2))
@@ -268,25 +255,18 @@ def test_episodes_on_a_goal_share_a_session_and_a_client_its_connection(official
 
 
 def test_tasks_name_goals_of_the_splits_without_a_request(official):
-    shop = client(official)
-    numbers = {s: [int(t.split("-")[2]) for t in shop.tasks(s)] for s in ("train", "validation",
-                                                                          "test")}
+    shop = envs.make("webshop", "short", webshop_url=f"{official.url}/")
+    assert (shop.url, shop.view) == (official.url, "short")
+    numbers = {split: list(tasks.values()) for split, tasks in shop.splits.items()}
     assert numbers["test"] == list(range(500)) and numbers["validation"] == list(range(500, 1500))
     assert numbers["train"][0] == 1500 and len(numbers["train"]) == 1624
     with pytest.raises(ValueError, match="unknown task"):
         shop.reset("webshop-unseen-3")
-    assert official.seen == []
-
-
-def test_make_chooses_by_address():
-    assert isinstance(envs.make("webshop")._env, WebShop)
-    shop = envs.make("webshop", "short", webshop_url="http://127.0.0.1:3000/")
-    assert isinstance(shop._env, WebShopServer)
-    assert (shop.url, shop.view) == ("http://127.0.0.1:3000", "short")
     with pytest.raises(envs.Refused, match="--experts"):
         shop.expert()
     with pytest.raises(envs.Refused):
         shop.add(shop.find("webshop-train-1500"))
+    assert official.seen == []
 
 
 # ------------------------------------------------------------------------------ the page's text
@@ -347,7 +327,8 @@ def test_one_fault_changes_nothing(official, fault, at):
 
 @pytest.mark.parametrize("fault, says", [
     ((500, "", None), "HTTP 500"), ("close", "is the server running"), ("cut", "running|early"),
-    ((200, "<html>", None), "ends early"), (0.8, "is the server running"), ((200, "<html>Hello</html>", None), "no page of a WebShop"),
+    ((200, "<html>", None), "ends early"), (0.8, "is the server running"),
+    ((200, "<html>Hello</html>", None), "no page of a WebShop"),
     ((200, "<html>" + "x" * 200_000 + "</html>", None), "more than 100,000 bytes"),
     ((200, PAGE.format("buy another", "/"), None), "instruction has changed"),
     ((200, '<html><p id="reward"><pre>won</pre></html>', None), "not a number in"),
@@ -368,61 +349,44 @@ def test_a_fault_that_stays_voids_the_episode_in_one_line(official, fault, says)
     assert shop.reset(TASK).startswith("WebShop")
 
 
-@pytest.mark.parametrize("way", ["drops", "without end", "unpacks"])
-def test_a_page_without_end_does_not_hold_the_client(serve, way):
-    """Drops that come faster than the timeout; bytes without end; gigabytes when unpacked."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    head = b"HTTP/1.1 200 OK\r\n"
-    packed = gzip.compress(b"<html>" + b"x" * 50_000_000 + b"</html>")
+PAGES_WITHOUT_END = {  # what a server sends after its first line, and what is said of it
+    "Timeout": lambda: chain([b"\r\n"], iter(lambda: time.sleep(0.05) or b"x", None)),  # in drops
+    "more than 1,000,000 bytes": lambda: chain([b"\r\n"], repeat(b"x" * (1 << 16))),
+    "ends early": lambda: [b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(
+        b"<html>" + b"x" * 50_000_000 + b"</html>")]}
 
-    def answer(connection):
-        try:
-            connection.recv(9999)
-            connection.sendall(head + (b"Content-Encoding: gzip\r\n" if way == "unpacks" else b"")
-                               + b"\r\n")
-            if way == "unpacks":
-                connection.sendall(packed)
-            while way != "unpacks":
-                connection.sendall(b"x" * (1 if way == "drops" else 1 << 16))
-                time.sleep(0.05 if way == "drops" else 0)
-        except OSError:
-            pass
-        connection.close()
 
+@pytest.mark.parametrize("says", PAGES_WITHOUT_END)
+def test_a_page_without_end_does_not_hold_the_client(says):
     def listen():
-        while True:
-            try:
-                connection = listening.accept()[0]
-            except OSError:
-                return
-            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+        with suppress(OSError), listening.accept()[0] as connection:
+            connection.recv(9999)
+            connection.sendall(b"HTTP/1.1 200 OK\r\n")
+            for part in parts:
+                connection.sendall(part)
 
-    threading.Thread(target=listen, daemon=True).start()
-    url, started = f"http://127.0.0.1:{listening.getsockname()[1]}", time.monotonic()
-    shop = WebShopServer(url, timeout=0.3, load_timeout=0.3)
-    shop.max_bytes = 1_000_000
-    says = {"drops": "Timeout", "without end": "more than 1,000,000 bytes", "unpacks": "ends early"}
-    with pytest.raises(envs.EnvError, match=says[way]):
-        shop.reset(TASK)
+    parts = PAGES_WITHOUT_END[says]()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=listen, daemon=True).start()
+        shop = WebShopServer(f"http://127.0.0.1:{listening.getsockname()[1]}", load_timeout=0.3)
+        shop.max_bytes, started = 1_000_000, time.monotonic()
+        with pytest.raises(envs.EnvError, match=says):
+            shop.reset(TASK)
     assert time.monotonic() - started < 20
-    listening.close()
 
 
 def test_an_episode_goes_on_when_its_server_is_restarted(official):
     """The server is gone, then back with the same goal, then with another price limit."""
     expected = episode(client(official), TASK, catalogue.shop_expert(True))
-    for at in (1, 2, 4):
-        shop, expert, turns = envs.Repaired(client(official)), catalogue.shop_expert(True), []
+    shop, expert, seen = envs.Repaired(client(official)), catalogue.shop_expert(True), []
 
-        def act(page):
-            turns.append(page)
-            if len(turns) == at:
-                official.faults = ["close"] * 2
-            return expert(page)
+    def act(page):
+        seen.append(page)
+        if len(seen) == 2:
+            official.faults = ["close"] * 2
+        return expert(page)
 
-        assert episode(shop, TASK, act) == expected and official.faults == []
-        assert shop.url in WebShopServer._loaded
-    shop = envs.Repaired(client(official))
+    assert episode(shop, TASK, act) == expected and official.faults == []
     shop.reset(TASK)
     official.faults = ["close"] + [(200, PAGE.format("buy, price lower than 10", "/"), None)] * 9
     with pytest.raises(envs.EnvError, match="was a server replaced"):
@@ -514,14 +478,3 @@ def test_a_server_that_slows_down_is_reported_once(official, capfd):
         episode(shop, TASK, catalogue.shop_expert(True))
     line, = capfd.readouterr().err.splitlines()
     assert official.url in line and "Restart it before the next run" in line
-
-
-def test_a_run_without_its_server_stops_before_anything_is_trained(tmp_path):
-    turns = [{"from": "human", "value": "page"}, {"from": "gpt", "value": "Action: click[a]"}]
-    experts = [{"id": f"webshop_{n}", "conversations": turns} for n in (1500, 1506, 9)]
-    (tmp_path / "file.json").write_text(json.dumps(experts))
-    with pytest.raises(envs.EnvError, match="webshop-train-1506 at http://127.0.0.1:9"):
-        start.main([
-            "--webshop-url", "http://127.0.0.1:9", "--train-tasks", "2", "--model", "m",
-            "--threads", "1", "--experts", str(tmp_path / "file.json"), "--out", str(tmp_path)], mutual.loop_of)
-    assert not list(tmp_path.glob("experts*"))
