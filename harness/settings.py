@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import textwrap
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, fields
 from typing import Literal, Optional, get_args, get_origin, get_type_hints
 from urllib.parse import unquote
 
@@ -271,7 +271,7 @@ GROUPS = {  # -> the methods that read them
 @dataclass(frozen=True)
 class Settings(*reversed(GROUPS)):
     """All settings of a run, `s.beta`, and at `s.options` those of its environment."""
-    options: Options = field(default=None, compare=True)
+    options: Options = None
 
     def __post_init__(self):
         if self.options is None:
@@ -404,10 +404,9 @@ def out_of_bounds(f: Field, value, s: Settings) -> str | None:
 def conflicts(s: Settings) -> list[tuple[bool, str, str]]:
     """(whether it is so, flags, what is wrong) for settings that do not go together."""
     return [
-        (bool(s.dry_run) and (s.model == "tiny" or s.method == "chat"), "--dry-run",
-         "is for a model to be trained here; give another --model"),
-        (bool(s.dry_run) and s.method in (*SAMPLING, "evaluate"), "--dry-run",
-         f"plans no {s.method}; give --method sft, eto, positive, coevolve, grpo or evolve"),
+        (bool(s.dry_run) and (s.model == "tiny" or s.method in (*SAMPLING, "evaluate", "chat")),
+         "--dry-run", "plans sft, eto, positive, coevolve, grpo and evolve; give one of them as "
+         "--method, and another --model than tiny"),
         (is_endpoint(s.model) != (s.method == "chat"), f"--model {s.model} --method {s.method}",
          "an endpoint needs --method chat, and chat an endpoint"),
         (s.method == "chat" and not s.model_name, "--model-name",

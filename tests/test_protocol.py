@@ -21,7 +21,7 @@ from conftest import make_model, make_tokenizer
 import envs
 from baselines import rft
 from dpo import Encoder, Trajectory
-from harness.settings import SettingsError, check, from_flat, options_of, parse
+from harness.settings import options_of, parse
 from playing.conversation import play
 from playing.rollout import Sampling, rollout
 from training.pairs import reopened
@@ -320,36 +320,19 @@ def test_one_setting_brings_their_numbers():
     assert (default.max_new_tokens, default.temperature, default.sft_lr) == (256, 0.7, 1e-5)
 
 
-@pytest.mark.parametrize("values, says", [
-    (dict(protocol="eto"), "give both"), (dict(prompts="p"), "give both"),
-    (dict(protocol="eto", prompts="p", model="tiny"), "the tiny model"),
-    (dict(protocol="eto", prompts="p", view="short"), "--view short"),
-    (dict(split_file="f"), "give its --webshop-url too"),
-])
-def test_what_does_not_go_together_is_refused(values, says):
-    with pytest.raises(SettingsError, match=says):
-        check(from_flat(**{"model": "m", **values}))
-
-
-@pytest.mark.parametrize("file, text, says", [
-    ("instructions/webshop_inst.txt", None, "webshop_inst.txt"),
-    ("icl_examples/webshop_icl.json", None, "webshop_icl.json"),
-    ("icl_examples/webshop_icl.json", "{", "webshop_icl.json: JSONDecodeError"),
-    ("icl_examples/webshop_icl.json", "[]", "has 0 examples; give --examples 0"),
-    ("icl_examples/webshop_icl.json", "[[1]]", "TypeError"),
-    ("icl_examples/webshop_icl.json", '[[{"role": "user", "content": "x"}]]', "user and assistant"),
-    ("icl_examples/webshop_icl.json", '[[{"role": "user"}]]', "KeyError"),
-    ("icl_examples/webshop_icl.json", '[[{"role": "user", "content": 3}]]', "TypeError"),
-])
-def test_a_folder_without_prompts_is_named(tmp_path, file, text, says):
+@pytest.mark.parametrize("file, text", [
+    ("instructions/webshop_inst.txt", None), ("icl_examples/webshop_icl.json", None),
+    *(("icl_examples/webshop_icl.json", text) for text in (
+        "{", "[]", "[[1]]", '[[{"role": "user", "content": "x"}]]', '[[{"role": "user"}]]',
+        '[[{"role": "user", "content": 3}]]'))])
+def test_a_folder_without_prompts_is_named(tmp_path, file, text):
     for kind, name in (("instructions", "webshop_inst.txt"), ("icl_examples", "webshop_icl.json")):
         (tmp_path / kind).mkdir()
         (tmp_path / kind / name).write_text(json.dumps([said(CHAT)]))
     path = tmp_path / file
     path.unlink() if text is None else path.write_text(text)
-    with pytest.raises(envs.Refused, match=re.escape(says)) as error:
+    with pytest.raises(envs.Refused, match=rf"^--prompts {tmp_path}: .*{path.name}.*$"):
         make("webshop", str(tmp_path))
-    assert str(error.value).startswith(f"--prompts {tmp_path}: ") and "\n" not in str(error.value)
 
 
 # ------------------------------------------------------------------------------ beside their code

@@ -78,7 +78,7 @@ def test_an_address_is_http_with_host_and_path_alone(address):
     ("--protocol eto --prompts p", "another --model"),
     ("--protocol eto --prompts p --model m --view short", "--view full"),
     ("--protocol eto --prompts p --model m --method evolve", "--protocol eto"),
-    ("--dry-run 8xH100", "another --model"), ("--dry-run here --model m --method ppo", "--method"),
+    ("--dry-run 8xH100", "--model"), ("--dry-run here --model m --method ppo", "--method"),
     ("--method eto --failure-from r", "--failure-from"),
     ("--method sft --explore-again", "--explore-again"),
     ("--method rft --temperature 0", "--temperature 0"),
