@@ -41,9 +41,6 @@ def make(name: str, view: str = "full", examples: int = 1, **options) -> "Repair
     return Repaired(env)
 
 
-# ------------------------------------------------------------------------------------- experts
-
-
 def experts(env: World, file: str | None, count: int,
             lost: list[str]) -> Iterator[tuple[str, list[dict], float]]:
     """(task, messages, reward) of `count` experts (0: all): of a file, else the scripted expert's.
@@ -58,15 +55,11 @@ def experts(env: World, file: str | None, count: int,
     for task in tasks:
         try:
             played = converse(env, env.reset(task), env.expert())
+            losses.answered()
+            yield task, *played
         except EnvError as error:
             lost.append(task)
             losses.add(error)
-            continue
-        losses.answered()
-        yield task, *played
-
-
-# ------------------------------------------------------------------------------- if one breaks
 
 
 class Repaired:
@@ -86,17 +79,15 @@ class Repaired:
 
     def reset(self, task: str) -> str:
         self._task, self._seen = task, []  # of the episode: (reply, what it led to)
-        return self._note(None, self._safely(lambda: self._env.reset(task)))
+        self._seen.append((None, page := self._safely(lambda: self._env.reset(task))))
+        return page
 
     def step(self, reply: str) -> Step:
-        return self._note(reply, self._safely(lambda: self._env.step(reply)))
+        self._seen.append((reply, step := self._safely(lambda: self._env.step(reply))))
+        return step
 
     def expert(self):
         return self._safely(self._env.expert)
-
-    def _note(self, reply, answer):
-        self._seen.append((reply, answer))
-        return answer
 
     def _safely(self, call):
         for attempt, wait in enumerate((*self.waits, None)):
