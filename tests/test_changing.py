@@ -29,8 +29,8 @@ def test_the_readmes_changes_are_those_of_the_guide():
 
 def test_a_new_method_and_a_new_environment_are_a_few_lines(small_model, tmp_path):
     copy = tmp_path / "fork"
-    for folder in ("worlds", "engine", "harness", "baselines", "look"):
-        shutil.copytree(ROOT / folder, copy / folder)
+    for package in ROOT.glob("*/__init__.py"):
+        shutil.copytree(package.parent, copy / package.parent.name)
     for path in ROOT.glob("*.py"):
         shutil.copy(path, copy)
     ablations, *guides = blocks("docs/changing.md")
