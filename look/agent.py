@@ -44,7 +44,8 @@ class Agent:
         """Its reply, None where that would fill its context, and what it had in mind."""
         slot, t, minds = self.slot, self.slot.playing, []
         while not t.ended:
-            logits = next_token_logits(self.model, self.cache, [(0, slot.past, slot.unread)])
+            logits = next_token_logits(self.model, self.cache, [
+                (0, slot.past, t.ids[slot.past:])])                                         # (1, V)
             logits[:, self.suppress_tokens] = -torch.inf
             p, tokens = logits[0].softmax(-1).topk(min(3, logits.shape[1]))
             minds.append(list(zip(tokens.tolist(), p.tolist())))

@@ -1,9 +1,6 @@
 """Episodes of whoever answers in text: an endpoint that is evaluated or explores, a script."""
 
-import queue
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import envs
 from dpo import Trajectory
@@ -20,10 +17,12 @@ def play(env, t: Trajectory, answer: Callable[[list[dict]], str],
     As in a rollout a reply ends before one of the texts in `stops`, and an episode that fills the
     context (`answer` raises ContextFull) ends at its last whole turn.
     """
+    def reply(messages):
+        return before_stops(answer(messages), stops).strip()
+
     t.messages, told = envs.opening(env, env.reset(t.task), playing=True), ""
     try:
-        for step in envs.turns(env, t.messages, lambda messages: before_stops(answer(messages),
-                                                                              stops).strip()):
+        for step in envs.turns(env, t.messages, reply):
             take(t, step, env.max_steps)
             told = step.observation
     except ContextFull:
@@ -43,35 +42,3 @@ def take(t: Trajectory, step: envs.Step, most: int) -> None:
 def before_stops(reply: str, stops) -> str:
     """The reply up to where one of the texts begins."""
     return reply[:min((reply.index(stop) for stop in stops if stop in reply), default=len(reply))]
-
-
-def side_by_side(items: list, work: Callable, make_env: Callable, threads: int) -> None:
-    """Does work(env, item) for all items, in order, in so many threads with an environment each.
-
-    What breaks an environment is a lost episode; EnvError where `envs.LostEpisodes` says that too
-    many are. Any other error ends it too.
-    """
-    lost, lock, idle = envs.LostEpisodes(len(items)), threading.Lock(), queue.SimpleQueue()
-    threads = min(threads, len(items)) or 1
-    for _ in range(threads):
-        idle.put(make_env())
-
-    def work_with_an_env(item):
-        env = idle.get()
-        try:
-            work(env, item)
-            with lock:
-                lost.answered()
-        except envs.EnvError as error:
-            with lock:
-                lost.add(error)
-        finally:
-            idle.put(env)
-
-    pool = ThreadPoolExecutor(threads)
-    try:
-        list(pool.map(work_with_an_env, items))
-    finally:
-        pool.shutdown(cancel_futures=True)
-        while not idle.empty():
-            idle.get().close()

@@ -1,6 +1,9 @@
 """The episodes of a phase: by a model on all ranks or at an endpoint, and which can train."""
 
+import queue
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -14,7 +17,6 @@ from engine.prepacked import prepack
 from engine.sharding import hand_out
 from harness import files
 from harness.settings import Settings
-from playing.conversation import side_by_side
 from playing.endpoint import USAGE, Endpoint
 from playing.kept import CHUNK, Kept
 from playing.rollout import Sampling, rollout
@@ -58,15 +60,20 @@ def play_at_endpoint(run, endpoint: Endpoint, trajectories: list[Trajectory],
     """The same, `slots` at a time from one process, and what the answered requests took.
 
     play_one(env, t, ask) plays an episode with ask(messages) -> (reply, usage). `trajectories` then
-    holds also what an earlier process has paid for.
+    holds also what an earlier process has paid for. An episode that is refused for good is lost.
     """
     inputs = [run.folder.inputs()]
 
     def play_missing():
         kept = Kept(run.folder.path / "playing/endpoint.jsonl", inputs)
         trajectories[:] = kept.fill(trajectories)
+        missing = [t for t in trajectories if not t.ended]
+        lost, lock, idle = envs.LostEpisodes(len(missing)), threading.Lock(), queue.SimpleQueue()
+        slots = min(run.settings.slots, len(missing)) or 1
+        for _ in range(slots):
+            idle.put(run.tasks.make_env())
 
-        def work(env, t):
+        def play(t):
             def ask(messages):
                 reply, used = endpoint(messages)
                 took = {name: used[name] for name in USAGE}
@@ -75,19 +82,26 @@ def play_at_endpoint(run, endpoint: Endpoint, trajectories: list[Trajectory],
                 t.cut_replies += used["cut_replies"]
                 return reply, used
 
-            t.usage = dict.fromkeys(USAGE, 0)
+            t.usage, env = dict.fromkeys(USAGE, 0), idle.get()
             try:
                 play_one(env, t, ask)
-            except envs.EnvError:
+                kept.add(t)
+                with lock:
+                    lost.answered()
+                    progress.update()
+            except envs.EnvError as error:
                 t.ended = "lost"
-                raise
-            kept.add(t)
-            progress.update()
+                with lock:
+                    lost.add(error)
+            finally:
+                idle.put(env)
 
-        missing = [t for t in trajectories if not t.ended]
-        with run.log.bar(run.folder.running, len(trajectories), "episode") as progress:
+        with (run.log.bar(run.folder.running, len(trajectories), "episode") as progress,
+              ThreadPoolExecutor(slots) as threads):
             progress.update(len(trajectories) - len(missing))
-            side_by_side(missing, work, run.tasks.make_env, run.settings.slots)
+            list(threads.map(play, missing))  # after an error no other episode begins
+        while not idle.empty():
+            idle.get().close()
         return trajectories, {name: sum(used[name] for used in kept.spent) for name in USAGE}
 
     played, spent = run.folder.on_main(play_missing)

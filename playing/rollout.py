@@ -68,7 +68,8 @@ class Slot:
 
     def __init__(self, number: int, encoder: Encoder, sampling: Sampling):
         self.number, self.encoder, self.sampling = number, encoder, sampling
-        self.env, self.playing = None, None  # the latter a Trajectory
+        self.env = None
+        self.playing: Trajectory | None = None
         self.past, self.left = 0, []  # tokens of the episode in the cache; the last one's ids there
         self.reply_at = 0             # where the running reply begins
         self.answer: Future | None = None  # of the environment
@@ -87,9 +88,9 @@ class Slot:
         return self.playing.ids[:self.past] if self.past else self.left
 
     @property
-    def unread(self) -> list[int]:
-        """The tokens that the model reads next."""
-        return self.playing.ids[self.past:]
+    def waiting(self) -> int:
+        """How many tokens the model has to read."""
+        return len(self.playing.ids) - self.past
 
     @property
     def opening(self) -> bool:
@@ -101,22 +102,18 @@ class Slot:
         """The episode reads what its environment answered: to `reset` a text, to `step` a Step."""
         t = self.playing
         if isinstance(answer, str):
-            t.messages = envs.opening(self.env, answer, playing=True)
-            self.read(self.encoder.start(t.messages))
-            return
-        take(t, answer, self.env.max_steps)
-        if t.ended:
-            return
-        self.read(self.encoder.observation(answer.observation))
-        if not t.ended:
-            t.messages.append({"role": "user", "content": answer.observation})
-
-    def read(self, ids: list[int]) -> None:
-        """The episode goes on with `ids`, or ends if no reply would fit after them."""
-        t = self.playing
-        if len(t.ids) + len(ids) >= self.sampling.max_tokens:
+            t.messages, new = envs.opening(self.env, answer, playing=True), []
+            ids = self.encoder.start(t.messages)
+        else:
+            take(t, answer, self.env.max_steps)
+            if t.ended:
+                return
+            new = [{"role": "user", "content": answer.observation}]
+            ids = self.encoder.observation(answer.observation)
+        if len(t.ids) + len(ids) >= self.sampling.max_tokens:  # no reply would fit after it
             t.ended = "context"
             return
+        t.messages += new
         t.ids += ids
         t.action_mask += [0] * len(ids)
         self.reply_at = len(t.ids)
@@ -186,14 +183,12 @@ class Rollout:
             slot.left = []
         while self.begin_episodes():
             self.read_answers()
-            chosen = self.choose()
             self.now += 1
-            if not chosen:
-                continue
-            openings = [slot for slot in chosen if slot.opening]
-            self.sample(chosen, self.forward(chosen))
-            for slot in self.slots:
-                self.borrow(slot, openings)
+            if chosen := self.choose():
+                openings = [slot for slot in chosen if slot.opening]
+                self.sample(chosen, self.forward(chosen))
+                for slot in self.slots:
+                    self.borrow(slot, openings)
 
     def begin_episodes(self) -> bool:
         """Free slots take what waits; whether anything is still being played."""
@@ -236,8 +231,8 @@ class Rollout:
         """
         chosen, openings, room = [], [], self.sampling.tokens_per_forward
         for slot in sorted((slot for slot in self.slots if slot.playing and not slot.answer),
-                           key=lambda slot: (len(slot.unread), slot.number)):
-            n = len(slot.unread)
+                           key=lambda slot: (slot.waiting, slot.number)):
+            n = slot.waiting
             if n > 1 and n > room and room < self.sampling.tokens_per_forward:
                 continue
             if slot.opening:
@@ -252,7 +247,7 @@ class Rollout:
     def forward(self, chosen: list[Slot]) -> Tensor:
         """Logits (S, V) of the next token of each of S slots."""
         logits = next_token_logits(self.model, self.cache, [
-            (slot.number, slot.past, slot.unread) for slot in chosen])
+            (slot.number, slot.past, slot.playing.ids[slot.past:]) for slot in chosen])
         if not (logits < torch.inf).all():  # nor nan
             tasks = ", ".join(slot.playing.task for slot in chosen)
             raise FloatingPointError(f"logits that are no numbers on tasks {tasks}")
