@@ -114,7 +114,7 @@ case $command in
     test)
         cd "$here"
         export CUDA_VISIBLE_DEVICES=  # the tests compare to the bit, or nearly, on the CPU
-        exec "$python" -m pytest -q -rs -o testpaths=tests -n logical --maxprocesses 4 \
+        exec "$python" -m pytest -q -rs --durations=10 -o testpaths=tests -n logical --maxprocesses 4 \
             --dist loadfile "$@" ;;
     *) exec "$python" "$here/program/launch.py" "$here/coevolve.py" --env "$command" "$@" ;;
 esac
