@@ -15,7 +15,7 @@ from harness import files, reuse
 from harness.log import Log
 from harness.settings import FREE, Settings, SettingsError
 
-LAYOUT = 2  # of a run's folder: phases are named by what they write
+LAYOUT = 3  # of a run's folder: its settings and the files in which phases keep episodes
 
 
 class Folder:
@@ -66,7 +66,7 @@ class Folder:
             before = None  # nothing was finished with these settings, no episode nor request
         if before and before.get("layout") != LAYOUT:
             raise SettingsError(f"{self.path} was made by an earlier version of this program, "
-                                "whose files were laid out otherwise; give another --out")
+                                "with other settings and files; give another --out")
         if before:
             now = self.settings.flat()
             self._refuse_changes({**before["settings"], **{n: now[n] for n in FREE}}, now)

@@ -20,7 +20,6 @@ from harness.settings import Settings
 from playing.endpoint import USAGE, Endpoint
 from playing.kept import CHUNK, Kept
 from playing.rollout import Sampling, rollout
-from training.models import load_model
 
 
 def play(run, folder: Path, trajectories: list[Trajectory],
@@ -29,9 +28,9 @@ def play(run, folder: Path, trajectories: list[Trajectory],
 
     It is in memory only meanwhile, in bf16 where the machine computes in it.
     """
-    device, bf16 = run.accelerator.device, run.accelerator.mixed_precision == "bf16"
-    model = load_model(folder, torch.bfloat16 if bf16 else torch.float32, data=run.main)
-    hand_out(model, device)  # one rank reads the weights
+    bf16 = run.accelerator.mixed_precision == "bf16"
+    model = run.trainer.read(folder, torch.bfloat16 if bf16 else torch.float32)
+    hand_out(model, run.accelerator.device)  # one rank reads the weights
     prepack(model)
     encoder = Encoder(AutoTokenizer.from_pretrained(folder))
     return play_with(run, model, encoder, trajectories, temperature)
