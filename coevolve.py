@@ -20,11 +20,10 @@ import dpo
 import envs
 from baselines import chat, ppo, rft
 from dpo import Trajectory
-from harness.report import played, scores, table2
+from harness.scores import played, scores, table2
 from harness.settings import Settings, SettingsError, agents_of
 from playing.episodes import play, usable_rollouts
 from program.run import Run
-from program.start import start  # parses, locks, resumes, reports
 from training import margins
 from training.pairs import preference_groups
 from training.trainer import failure_agent_of
@@ -313,5 +312,6 @@ def pair_row(kind: str, chosen: Trajectory, rejected: Trajectory, weight: float,
 if __name__ == "__main__":
     from look.page import make_page
     from mutual import loop_of  # the second system's file, which imports this one
+    from program.start import start  # parses, locks, resumes, reports
 
     start(sys.argv[1:], loop_of, make_page)

@@ -26,7 +26,7 @@ import envs
 from dpo import Rollouts, Trajectory
 from engine import sharding
 from harness.files import mean
-from harness.report import played as played_of
+from harness.scores import played as played_of
 from harness.settings import EVOLVING, SIGNALS, SettingsError, segments_of, start_episodes
 from playing import explorer
 from playing.episodes import log_full, play_with, unusable

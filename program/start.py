@@ -16,9 +16,7 @@ import envs
 from engine.checkpoint import Damaged
 from harness import files, report
 from harness.settings import SettingsError, parse, without_passwords
-from program.dry_run import dry_run
 from program.run import Run
-from training import smollm2
 from training.models import check_model, make_accelerator
 
 
@@ -49,6 +47,9 @@ def main(argv: list[str], loop_of, page=None) -> None:
     disable_progress_bar()  # one bar per phase is ours; those of loading and saving are noise
     if settings.dry_run:
         if os.environ.get("RANK", "0") == "0":
+            from program.dry_run import dry_run
+            from training import smollm2
+
             if settings.model == "smollm2":
                 settings = replace(settings, model=str(smollm2.base()))
             check_model(settings.model, settings.max_tokens, weights=False)

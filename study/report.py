@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from harness.files import RunError, command
-from harness.report import AGENTS, columns, config_of, events, section, table2
+from harness.report import AGENTS, columns, config_of, events, section
+from harness.scores import table2
 from look import figures
 from look.conversations import conversations
 from look.page import render

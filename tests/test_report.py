@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from dpo import Trajectory
-from harness import report
+from harness import report, scores
 from harness.files import RunError
 from look import figures
 from study import report as several
@@ -74,12 +74,12 @@ def run(tmp_path):
 
 def test_interval_matches_the_normal_approximation_of_a_large_sample():
     values = [0.0, 1.0] * 200  # standard error of the mean: 0.5 / sqrt(400) = 0.025
-    low, high = report.bootstrap_interval(values)
+    low, high = scores.bootstrap_interval(values)
     assert low == pytest.approx(0.5 - 1.96 * 0.025, abs=0.006)
     assert high == pytest.approx(0.5 + 1.96 * 0.025, abs=0.006)
-    assert report.bootstrap_interval([0.5] * 9) == (0.5, 0.5)
+    assert scores.bootstrap_interval([0.5] * 9) == (0.5, 0.5)
     with pytest.raises(RunError):
-        report.bootstrap_interval([])
+        scores.bootstrap_interval([])
 
 
 def episode(reward, steps=2, **more):
@@ -88,12 +88,12 @@ def episode(reward, steps=2, **more):
 
 def test_the_numbers_of_an_evaluation_by_hand():
     rows = [episode(1.0), episode(0.5, 4), episode(0.0, 6)]
-    found = report.scores(rows, ["a", "b", "c"])
+    found = scores.scores(rows, ["a", "b", "c"])
     assert list(found) == ["reward", "reward_low", "reward_high", "success", "steps"]
     assert (found["reward"], found["success"], found["steps"]) == (0.5, 1 / 3, 4)
     assert 0 <= found["reward_low"] < 0.5 < found["reward_high"] <= 1
     rows = [episode(1.0, cut_replies=2), replace(episode(0.0), ended="context")]
-    found = report.scores(rows, ["a", "b", "c"])
+    found = scores.scores(rows, ["a", "b", "c"])
     assert list(found.items())[-3:] == [("lost", 1), ("out_of_context", 1), ("with_cut_replies", 1)]
 
 

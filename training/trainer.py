@@ -11,7 +11,7 @@ from engine import sharding
 from engine.checkpoint import Checkpoint
 from harness import tiny
 from harness.settings import BUILT_IN, EVOLVING, Settings, SettingsError, agents_of, segments_of
-from training import models, smollm2
+from training import models
 
 
 class Trainer:
@@ -26,7 +26,7 @@ class Trainer:
         self.shard, self.recompute = (large if flag == "auto" else flag == "on"
                                       for flag in (s.shard, s.gradient_checkpointing))
         self.base = (tiny.base(folder, tasks) if s.model == "tiny" else
-                     folder.on_main(smollm2.base) if s.model == "smollm2" else s.model)
+                     folder.on_main(smollm2_folder) if s.model == "smollm2" else s.model)
         self.saving_works = any(name.startswith("sft-") for name in folder.phases)
         if s.method == "chat":  # an endpoint
             self.identity = f"{self.base} {s.model_name}"
@@ -198,3 +198,8 @@ def disk_bytes(s: Settings, numbers: int) -> tuple[int, int]:
         return 4 * numbers * (1 + 3 * segments_of(s)), 2 * 12 * numbers
     rounds = 1 + {"sft": 0, "rft": 1, "dart": 1}.get(s.method, s.iterations)
     return 4 * numbers * len(agents_of(s.method)) * rounds, 2 * 12 * numbers
+
+
+def smollm2_folder() -> Path:
+    from training import smollm2  # its packages are asked for where it is
+    return smollm2.base()
