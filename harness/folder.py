@@ -80,8 +80,11 @@ class Folder:
         """
         if before:
             precision = before.get("precision", self.accelerator.mixed_precision)
-            self._refuse_changes(dict(base=before["base"], precision=precision), dict(
-                base=base, precision=self.accelerator.mixed_precision))
+            if before["base"] != base:
+                raise SettingsError(f"{self.path} was made from another model than --model "
+                                    f"{self.settings.model} is now; give another --out")
+            self._refuse_changes(dict(precision=precision),
+                                 dict(precision=self.accelerator.mixed_precision))
             if before.get("code") != files.code_hash():
                 self.log.say(
                     f"{self.path} was begun by other code: its finished phases stay as they are. "

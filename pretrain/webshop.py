@@ -99,7 +99,7 @@ def _shopper_script(rng, page, habits, target, may_open):
             if results and not target and rng.random() < 0.1:
                 page = yield "click[Next >]"
                 continue
-            fits = catalogue._best(results, want) if rng.random() < habits["fits"] else results
+            fits = catalogue.fitting(results, want) if rng.random() < habits["fits"] else results
             fits = [asin for asin, _, _ in fits if asin not in opened]
             if not fits:
                 yield "click[Back to Search]"

@@ -38,7 +38,7 @@ class Run:
         before = self.folder.find_earlier()
         if settings.experts and trains(settings) and "experts.jsonl" not in self.folder.phases:
             self.folder.on_main(lambda: check_openings(self, self.tasks.experts()))
-        self.trainer = Trainer(settings, self.folder, self.tasks)
+        self.trainer = Trainer(settings, self.folder)
         self.folder.record(before, self.trainer.identity, self.tasks.about)
         self.folder.ingredients = self.folder.on_main(lambda: reuse.ingredients(
             self.folder, self.trainer.identity, [self.trainer.shard, self.trainer.recompute]))

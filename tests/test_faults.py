@@ -28,7 +28,7 @@ import dpo
 import envs
 import mutual
 from engine.checkpoint import Damaged
-from harness import files, settings, tiny
+from harness import files, settings
 from harness.settings import SettingsError
 from playing import episodes as phases
 from playing.rollout import Sampling, rollout
@@ -560,25 +560,3 @@ def test_a_refusal_masks_passwords(flags, monkeypatch):
     with pytest.raises(SettingsError) as error:
         settings.parse(flags.split())
     assert "canary" not in str(error.value) and "ary@" not in str(error.value)
-
-
-def test_of_runs_that_start_together_one_makes_the_base_model(tmp_path, monkeypatch):
-    made, found = [], []
-
-    def pretrain(log, tasks, plan, folder):
-        time.sleep(0.3)
-        folder.mkdir()  # a second one would fail
-        made.append(folder)
-
-    monkeypatch.setattr(tiny, "ROOT", tmp_path)
-    monkeypatch.setattr(tiny, "practice", lambda tasks, n: [])
-    monkeypatch.setattr(tiny, "pretrain", pretrain)
-    run = SimpleNamespace(main=True, settings=settings.Settings(), log=None,
-                          on_main=lambda said: said())
-    threads = [threading.Thread(target=lambda: found.append(tiny.base(run, None)))
-               for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == made * 3 and len(made) == 1

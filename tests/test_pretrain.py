@@ -1,15 +1,19 @@
 """Pretraining of the tiny model, on a recipe of seconds, and what the shipped one is."""
 
 import random
+import re
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import dpo
-from pretrain import intercodesql, pretrain, reading, webshop
+from pretrain import intercodesql, pretrain, reading, scienceworld, webshop
 from pretrain.text import Words, exchange, pattern, play
 from worlds import Step
+from worlds.intercodesql.questions import HELD_OUT
+from worlds.scienceworld.world import ScienceWorld
+from worlds.webshop import catalogue
 
 SMALL = {"webshop": (24, 1), "intercodesql": (24, 2)}
 
@@ -81,6 +85,51 @@ def test_fresh_words_are_in_no_text(source):
     for kind in kinds:
         assert pattern(kind.pool).search(text) and not pattern(kind.fresh).search(text)
         assert not {*kind.fresh} & {*kind.words, *kind.pool}
+
+
+def test_shoppers_visit_everything_make_mistakes_and_know_no_goal_of_a_split():
+    world, conversations = catalogue.shop_world(), webshop.conversations(0, 1500)
+    goals = [goal for split in world.goals.values() for goal in split]
+    first = " ".join(c[0]["content"] for c in conversations)
+    assert not any(goal["instruction"] in first for goal in goals)
+    assert conversations == webshop.conversations(0, 1500)
+    assert conversations[:50] != webshop.conversations(1, 50)
+
+    opened, wasted, bought, asked = set(), 0, 0, 0
+    for talk in conversations:
+        assert [m["role"] for m in talk] == ["user", "assistant"] * (len(talk) // 2)
+        assert len(talk) <= 20
+        actions = [m["content"] for m in talk[1::2]]
+        opened |= set(re.findall(r"click\[(B0\w{8})\]", " ".join(actions)))
+        wasted += any(a == "click[Search]" or a.startswith("search[") and "WebShop" not in m
+                      for a, m in zip(actions, [m["content"] for m in talk[::2]]))
+        bought += actions[-1] == "click[Buy Now]"
+        want = catalogue.read_instruction(talk[0]["content"])
+        asked += next(a for a in actions if a.startswith("search[")).find(want["type"]) > 0
+    assert opened == {p["asin"] for p in world.products if not p["held_out"]}
+    assert wasted > 0.1 * len(conversations)
+    assert 0.7 < bought / len(conversations) < 0.95
+    assert asked > 0.85 * len(conversations)
+
+
+def test_nobody_asks_the_databases_about_what_is_held_out():
+    talks, held_out = intercodesql.conversations(0, 200), pattern(tuple(HELD_OUT))
+    said = [m["content"] for talk in talks for m in talk[1::2]]
+    asked = [talk[0]["content"] for talk in talks] + [q for q in said if q.startswith("SELECT")]
+    assert not any(map(held_out.search, asked))
+    assert any(map(held_out.search, said))  # but they are described
+
+
+def test_wanderers_make_mistakes_and_sometimes_succeed():
+    talks = scienceworld.conversations(0, 8)
+    env = ScienceWorld("short", "short")
+    assert talks[:2] == [scienceworld.wanderer(env, 0, k) for k in range(2)]
+    env.close()
+    for talk in talks:
+        assert [m["role"] for m in talk] == ["user", "assistant"] * (len(talk) // 2)
+    texts = ["\n".join(m["content"] for m in talk) for talk in talks]
+    assert 0 < sum("No known action" in text for text in texts) < 8
+    assert len({talk[0]["content"] for talk in talks}) > 4
 
 
 # ------------------------------------------------------------------------------ what it trains on

@@ -181,17 +181,6 @@ def test_an_expert_looks_around_before_it_acts():
         "go to hall", "look around", "move cat to box"]
 
 
-def test_wanderers_make_mistakes_and_sometimes_succeed(env):
-    make = functools.partial(envs.make, "scienceworld", "short", task_types="short")
-    talks = env.practice(0, 8, make)
-    assert talks[:2] == [science.wanderer(env, 0, k) for k in range(2)]
-    for talk in talks:
-        assert [m["role"] for m in talk] == ["user", "assistant"] * (len(talk) // 2)
-    texts = ["\n".join(m["content"] for m in talk) for talk in talks]
-    assert 0 < sum("No known action" in text for text in texts) < 8
-    assert len({talk[0]["content"] for talk in talks}) > 4
-
-
 # Walks through the house that the first draws would change the solution of the second.
 MIXES = ["scienceworld-train-chemistry-mix-paint-secondary-color-0",
          "scienceworld-train-chemistry-mix-paint-tertiary-color-0"]

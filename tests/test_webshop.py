@@ -1,4 +1,4 @@
-"""The embedded WebShop: reward, pages, actions, tasks, expert and shoppers."""
+"""The embedded WebShop: reward, pages, actions, tasks and expert."""
 
 import itertools
 import json
@@ -328,9 +328,9 @@ def test_splits_share_no_goal_and_unseen_shares_no_product():
 
 
 def test_the_world_is_the_same_in_every_process():
-    code = ("import hashlib, json; from worlds.webshop import shop as webshop, catalogue;"
-            "w = catalogue.shop_world(); s = webshop.WebShop('short');"
-            "text = json.dumps([w.products, w.goals, catalogue.shoppers(s, 3, 50)]);"
+    code = ("import hashlib, json; from worlds.webshop import catalogue;"
+            "w = catalogue.shop_world();"
+            "text = json.dumps([w.products, w.goals]);"
             "print(hashlib.sha256(text.encode()).hexdigest())")
     seen = {subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, check=True,
                            capture_output=True, env={"PYTHONHASHSEED": seed}).stdout
@@ -355,29 +355,3 @@ def test_expert_has_thoughts_in_the_full_view_only():
     replies = [shop.expert()(shop.reset("webshop-test-0")) for shop in (full, short)]
     assert replies[0].startswith("Thought: I should search for a ")
     assert replies[0].endswith(f"\nAction: {replies[1]}") and replies[1].startswith("search[")
-
-
-def test_shoppers_visit_everything_make_mistakes_and_know_no_goal_of_a_split():
-    shop = WebShop("short")
-    conversations = catalogue.shoppers(shop, seed=0, n=1500)
-    goals = [goal for split in shop.world.goals.values() for goal in split]
-    first = " ".join(c[0]["content"] for c in conversations)
-    assert not any(goal["instruction"] in first for goal in goals)
-    assert conversations == catalogue.shoppers(shop, seed=0, n=1500)
-    assert conversations[:50] != catalogue.shoppers(shop, seed=1, n=50)
-
-    opened, wasted, bought, asked = set(), 0, 0, 0
-    for talk in conversations:
-        assert [m["role"] for m in talk] == ["user", "assistant"] * (len(talk) // 2)
-        assert len(talk) <= 2 * shop.max_steps
-        actions = [m["content"] for m in talk[1::2]]
-        opened |= set(re.findall(r"click\[(B0\w{8})\]", " ".join(actions)))
-        wasted += any(a == "click[Search]" or a.startswith("search[") and "WebShop" not in m
-                      for a, m in zip(actions, [m["content"] for m in talk[::2]]))
-        bought += actions[-1] == "click[Buy Now]"
-        want = catalogue.read_instruction(talk[0]["content"])
-        asked += next(a for a in actions if a.startswith("search[")).find(want["type"]) > 0
-    assert opened == {p["asin"] for p in shop.world.products if not p["held_out"]}
-    assert wasted > 0.1 * len(conversations)
-    assert 0.7 < bought / len(conversations) < 0.95
-    assert asked > 0.85 * len(conversations)

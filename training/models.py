@@ -17,9 +17,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 import dpo
-from harness.files import digest, run_path
+from harness.files import ROOT, digest, run_path
 from harness.settings import Settings, SettingsError
 from training import probe
+
+TINY = ROOT / "pretrain" / "tiny"  # what --model tiny means
 
 
 def make_accelerator(s: Settings) -> Accelerator:

@@ -9,7 +9,6 @@ from transformers import AutoConfig, AutoTokenizer
 import dpo
 from engine import sharding
 from engine.checkpoint import Checkpoint
-from harness import tiny
 from harness.settings import BUILT_IN, EVOLVING, Settings, SettingsError, agents_of, segments_of
 from training import models
 
@@ -17,15 +16,15 @@ from training import models
 class Trainer:
     """Loads, trains and saves models of `models.load_model` on the machine of a run."""
 
-    def __init__(self, settings: Settings, folder, tasks):
-        """Makes the built-in base models and checks others; SettingsError where one is unusable."""
+    def __init__(self, settings: Settings, folder):
+        """Checks the base model; SettingsError where it is unusable."""
         self.settings, self.folder, self.log = settings, folder, folder.log
         self.accelerator = accelerator = folder.accelerator
         self._first = None  # the base model's weights, which were loaded to be checked
         s, large = settings, accelerator.device.type == "cuda" and settings.model != "tiny"
         self.shard, self.recompute = (large if flag == "auto" else flag == "on"
                                       for flag in (s.shard, s.gradient_checkpointing))
-        self.base = (tiny.base(folder, tasks) if s.model == "tiny" else
+        self.base = (str(models.TINY) if s.model == "tiny" else
                      folder.on_main(smollm2_folder) if s.model == "smollm2" else s.model)
         self.saving_works = any(name.startswith("sft-") for name in folder.phases)
         if s.method == "chat":  # an endpoint
@@ -45,9 +44,11 @@ class Trainer:
         try:
             models.check_model(self.base, s.max_tokens)
         except SettingsError as error:
-            if s.model in BUILT_IN:
-                raise SettingsError(f"{error}; or delete this folder: it is made again") from None
-            raise
+            if s.model not in BUILT_IN:
+                raise
+            remedy = ("`git checkout` of it restores it, `bash run.sh pretrain` makes it again"
+                      if s.model == "tiny" else "or delete this folder: it is made again")
+            raise SettingsError(f"{error}; {remedy}") from None
         if s.failure_from and "sft-failure" not in self.folder.phases:
             failure_agent_of(s, self.base)  # if it cannot be used, it is said now
         if self.folder.phases:

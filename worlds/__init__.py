@@ -6,7 +6,7 @@ alone; what it needs is imported where it is made. Nothing here knows a tensor o
 
 import copy
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from urllib.parse import urlsplit
@@ -95,7 +95,6 @@ class World:
         reset(task) -> str                  the first observation
         step(reply) -> Step                 RuntimeError where no episode is running
         expert() -> page -> reply           of the episode just reset; Refused: there is none
-        practice(seed, n, make) -> [turns]  what the tiny model starts from, if it can play here
     It does not count steps: a rollout stops after `max_steps` replies, and the reward is what it
     was then. One that breaks raises EnvError at the first fault, which is no failure of the
     agent's. After `close`, `reset` starts afresh.
@@ -261,21 +260,9 @@ def turns(env, messages: list[dict], answer: Callable[[list[dict]], str]) -> Ite
 def converse(env, observation: str, act: Callable[[str], str]) -> tuple[list[dict], float]:
     """The conversation of one who replies act(observation) until the episode ends, and its reward.
 
-    Scripted experts, noisy players and tests all play like this; what they read is the bare text
-    of the environment.
+    Scripted experts and tests play like this; what they read is the bare text of the environment.
     """
     messages, page = opening(env, observation), observation
     for step in turns(env, messages, lambda _: act(env.theirs.bare(page) if env.theirs else page)):
         page = step.observation
     return messages, step.reward
-
-
-def practise(env, observation: str, actions: Generator[str, str, None]) -> list[dict]:
-    """The conversation of a noisy player, as practice text: pages and replies without the rules.
-
-    actions: yields a reply and is sent what it led to.
-    """
-    start = iter([None])  # what a generator has to be sent first
-    messages, _ = converse(env, observation, lambda page: actions.send(next(start, page)))
-    messages[0]["content"] = observation
-    return messages

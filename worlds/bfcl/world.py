@@ -123,10 +123,6 @@ class Bfcl(World):
         from worlds.bfcl.tasks import TaskGenerator
         return TaskGenerator(self)
 
-    def practice(self, seed: int, n: int, make):
-        raise Refused("bfcl: the tiny model cannot read documents of functions; give another "
-                      "--model")
-
     def _check_turn(self) -> None:
         """Makes the turn's calls of the ground truth and compares, as `multi_turn_checker` does."""
         truth = self._task["calls"][self._turn]

@@ -7,7 +7,7 @@ import numpy as np
 
 from worlds import EnvError, Refused, Step, World, fields_of
 from worlds.intercodesql.databases import INTERRUPTED, TOO_LARGE, MySQL, Sqlite, refusal
-from worlds.intercodesql.questions import analysts, sql_expert, sql_world
+from worlds.intercodesql.questions import sql_expert, sql_world
 from worlds.intercodesql.spider import spider_world
 
 SHORT_ROWS = 8
@@ -129,10 +129,6 @@ class InterCodeSQL(World):
     def task_generator(self):
         from worlds.intercodesql.tasks import TaskGenerator
         return TaskGenerator(self) if self.world.tables else super().task_generator()
-
-    def practice(self, seed: int, n: int, make) -> list[list[dict]]:
-        """n conversations of noisy analysts, from which the tiny model learns the databases."""
-        return analysts(self, seed, n)
 
     def close(self):
         if self._db is not None:

@@ -2,13 +2,11 @@
 
 import logging
 import os
-import random
 import re
 import subprocess
 import threading
 import weakref
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +16,7 @@ from py4j.java_gateway import GatewayParameters, JavaGateway, find_jar_path
 from py4j.protocol import Py4JError
 from scienceworld.constants import JAR_PATH
 
-from worlds import EnvError, Refused, Step, World, practise
+from worlds import EnvError, Refused, Step, World
 from worlds.published import read_lists
 
 logging.getLogger("py4j").setLevel(logging.CRITICAL)  # what it reports is caught and told here
@@ -157,22 +155,6 @@ class ScienceWorld(World):
         """A scripted expert for the episode just reset: observation -> reply."""
         return science_expert(self.gold(), thoughts=self.view == "full",
                               timed=self._task[0].startswith(("identify", "grow-fruit")))
-
-    def practice(self, seed: int, n: int, make) -> list[list[dict]]:
-        """n conversations of noisy wanderers, from which the tiny model learns the world.
-
-        make() gives another such environment: some play side by side, each in its own simulator.
-        """
-        def some(first):
-            env = make()
-            found = [wanderer(env, seed, k) for k in range(first, n, workers)]
-            env.close()
-            return found
-
-        workers = min(4, os.cpu_count() or 1)
-        with ThreadPoolExecutor(workers) as threads:
-            parts = list(threads.map(some, range(workers)))
-        return [parts[k % workers][k // workers] for k in range(n)]
 
     def close(self):
         if self._simulator and self._simulator.episodes < self.recycle:
@@ -404,61 +386,3 @@ def _science_thought(action: str) -> str:
             "pick": f"I need to carry the {object[3:]}.",
             "wait": "This takes time.", "wait1": "This takes time.",
             }.get(verb, f"The next step is to {action}.")
-
-
-# --------------------------------------------------------------------------------- noisy wanderers
-
-# The mixture of competence: chances of each habit. `share`: of all wanderers; `right`: does what
-# the solution does next; else it slips: `wanders` through a door and comes back, `focuses` on
-# something (mostly wrong, which ends the episode), or does something else to what it sees.
-WANDERERS = [
-    dict(share=0.3, right=0.9, wanders=0.3, focuses=0.15),
-    dict(share=0.3, right=0.7, wanders=0.3, focuses=0.1),
-    dict(share=0.4, right=0.35, wanders=0.25, focuses=0.05),
-]
-
-
-def wanderer(env, seed: int, k: int) -> list[dict]:
-    """Conversation number k of a wanderer of random competence with `env` on a training task.
-
-    Few solve their task; they lose their way and come back, and do what has no effect.
-    """
-    rng = random.Random(f"explorer-{seed}-{k}")
-    habits = rng.choices(WANDERERS, [e["share"] for e in WANDERERS])[0]
-    page = env.reset(rng.choice(env.tasks("train")))
-    env.expert()  # after which the solution is known, even if the simulator broke at first
-    return practise(env, page, _wanderer_script(rng, science_actions(env.gold()), habits))
-
-
-def _wanderer_script(rng, solution, habits):
-    room, doors, objects, shown = "hallway", ["kitchen"], ["air"], []
-
-    def read(observation):
-        nonlocal room, doors, objects
-        shown[:0] = things_in(observation)
-        if moved := re.search(r"You move to the ([\w ]+)\.", observation):
-            room = moved[1]
-        if seen := re.search(r"called the ([\w ]+)\.", observation):
-            room = seen[1]
-            doors = re.findall(r"A door to the ([\w ]+)", observation) or doors
-            objects = things_in(observation) or objects
-
-    for action in solution:
-        while rng.random() > habits["right"]:
-            thing, slip = rng.choice(objects), rng.random()
-            if slip < habits["wanders"]:
-                home = room
-                read((yield f"go to {rng.choice(doors)}"))
-                if rng.random() < 0.5:
-                    read((yield "look around"))
-                if room != home:
-                    read((yield f"go to {home}"))
-            elif slip < habits["wanders"] + habits["focuses"]:
-                read((yield f"focus on {thing}"))
-            else:
-                read((yield rng.choice([f"pick up {thing}", f"examine {thing}", "look around",
-                                        f"go to {rng.choice(doors)}", "inventory",
-                                        f"move {thing} to {rng.choice(objects)}", action])))
-        read((yield as_shown(action, shown)))
-    while True:
-        yield "look around"

@@ -1,10 +1,10 @@
-"""The embedded shop's catalogue and goals, its scripted expert, and the noisy shoppers.
+"""The embedded shop's catalogue and goals, and its scripted expert.
 
 All are the same in every process and for every run. The catalogue is built of near-twins so that a
 shopper has to read. Each of 12 product types has 8 families (pairs of attributes), and each family
 four products under one title: a good one, one that is 41-60 dollars dearer, one without the goals'
 colours, and one with both faults. Titles decide attributes, the results page decides the price, the
-item page decides the colour. Experts and shoppers read pages only, as agents do.
+item page decides the colour. Experts read pages only, as agents do.
 """
 
 import random
@@ -14,8 +14,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
-
-from worlds import practise
 
 WORLD_SEED = 20251122  # ours; the world does not depend on a run's seed
 
@@ -229,7 +227,7 @@ def read_results(observation: str) -> list[tuple[str, str, float]]:
             in zip(pieces, pieces[1:], pieces[2:]) if re.fullmatch("B0[A-Z0-9]{8}", asin)]
 
 
-def _best(results, want):
+def fitting(results, want):
     """The results within the limit that name the most wanted attributes, in order."""
     def matches(title):
         return sum(attribute in title.lower() for attribute in want["attributes"])
@@ -267,7 +265,7 @@ def _expert_script(page):
                   f"search[{want['type']} {' '.join(want['attributes'])}]")
     steps = 1
     while True:
-        fits = _best(read_results(page), want)
+        fits = fitting(read_results(page), want)
         for n, (asin, _, price) in enumerate(fits):
             page = yield (f"{asin} is {attributes} and costs {price} dollars, which is within "
                           f"{want['limit']:.2f}.", f"click[{asin}]")
@@ -282,113 +280,3 @@ def _expert_script(page):
             steps += 1
         page = yield "Nothing else here fits, so I look at the next page.", "click[Next >]"
         steps += 1
-
-
-# ------------------------------------------------------------------------------ noisy shoppers
-
-# The mixture of competence: chances of each habit. `share`: of all shoppers; `asked`: searches
-# for all it was asked (else for a part of it); `fits`: opens a result that fits (else any);
-# `colour`: goes back when the colour is missing; `right`: clicks an option as asked (else
-# another, or none); `buys`: buys what it has open (else goes on looking); `peeks`: reads a
-# sub-page; `slips`: does something invalid before an action.
-COMPETENCE = [
-    dict(share=0.35, asked=0.85, fits=0.8, colour=0.7, right=0.9, buys=0.95, peeks=0.1, slips=0.05),
-    dict(share=0.35, asked=0.6, fits=0.35, colour=0.2, right=0.75, buys=0.9, peeks=0.15, slips=0.1),
-    # Wanderers search for some product of the right type: so every product gets visited.
-    dict(share=0.30, asked=0.0, fits=0.0, colour=0.1, right=0.6, buys=0.6, peeks=0.4, slips=0.12),
-]
-
-
-def shoppers(shop, seed: int, n: int) -> list[list[dict]]:
-    """n conversations of shoppers of mixed competence in `shop` (a WebShop, any view).
-
-    Their instructions are new ones, of no split. Held-out products are listed by searches, but no
-    shopper opens one. Each shopper acts on its instruction, makes mistakes and recovers, and often
-    buys the wrong product; from 1,500 shoppers on every other product has been opened.
-    """
-    world = shop.world
-    rng = random.Random(f"shoppers-{seed}")
-    taken = {goal_key(goal) for goals in world.goals.values() for goal in goals}
-    families = [family for family in world.families if not family["held_out"]]
-    products = [product for product in world.products if not product["held_out"]]
-    may_open = [product["asin"] for product in products]
-    targets, conversations = [], []
-    for _ in range(n):
-        habits = rng.choices(COMPETENCE, [c["share"] for c in COMPETENCE])[0]
-        target = None
-        if not habits["asked"]:
-            targets = targets or rng.sample(products, len(products))
-            target = targets.pop()
-        family = rng.choice([f for f in families if not target or f["query"] == target["query"]])
-        goal = draw_goal(rng, family, taken, world.products)
-        page = shop.start(goal)
-        actions = _shopper_script(rng, page, habits, target, may_open)
-        actions = _with_slips(rng, shop, habits, actions, may_open)
-        conversations.append(practise(shop, page, actions))
-    return conversations
-
-
-def _with_slips(rng, shop, habits, actions, may_open):
-    """The actions, with invalid ones before some of them, after which the page is the same."""
-    action = next(actions)
-    while True:
-        while rng.random() < habits["slips"]:
-            yield _slip(rng, shop, may_open)
-        action = actions.send((yield action))
-
-
-def _slip(rng, shop, may_open):
-    """An action that this page does not take."""
-    links = shop.clickables()
-    clicks = [rng.choice(COLOUR_POOL), rng.choice(may_open), "Search",
-              "Buy Now", "Next >", "< Prev"]
-    slips = [f"click[{text}]" for text in clicks if text.lower() not in links]
-    if links:  # every page but the search page
-        slips.append(f"search[{rng.choice(list(TYPES))}]")
-    return rng.choice(slips)
-
-
-def _shopper_script(rng, page, habits, target, may_open):
-    want, opened = read_instruction(page), set()
-    while True:
-        if target:
-            query = " ".join([target["query"], *target["Attributes"]])
-        else:
-            words = [want["type"], *want["attributes"]]
-            if rng.random() > habits["asked"]:  # forgets a part, or mixes an attribute up
-                mixed_up = rng.choice(["", *TYPES[want["type"]][2]])
-                words[rng.randrange(1, len(words))] = mixed_up  # it always knows the type
-            query = " ".join(dict.fromkeys(word for word in words if word))
-        page = yield f"search[{query}]"
-        results = []
-        while True:
-            if "(seen)" not in page:
-                results = [r for r in read_results(page) if r[0] in may_open]
-            if results and not target and rng.random() < 0.1:
-                page = yield "click[Next >]"
-                continue
-            fits = _best(results, want) if rng.random() < habits["fits"] else results
-            fits = [asin for asin, _, _ in fits if asin not in opened]
-            if not fits:
-                yield "click[Back to Search]"
-                break
-            asin = target["asin"] if target else rng.choice(fits)
-            target = None
-            opened.add(asin)
-            item = split_page((yield f"click[{asin}]"))
-            if rng.random() < habits["peeks"]:
-                yield f"click[{rng.choice(['Description', 'Features', 'Reviews', 'Attributes'])}]"
-                yield "click[< Prev]"
-            if want["options"][0] not in item and rng.random() < habits["colour"]:
-                page = yield "click[< Prev]"
-                continue
-            shown = [v for v in item if v in COLOUR_POOL or v in TYPES[want["type"]][1]]
-            for option in want["options"]:
-                if option in shown and rng.random() < habits["right"]:
-                    yield f"click[{option}]"
-                elif rng.random() < 0.5:
-                    yield f"click[{rng.choice(shown)}]"
-            if rng.random() < habits["buys"]:
-                yield "click[Buy Now]"
-            yield "click[Back to Search]"
-            break

@@ -163,10 +163,6 @@ class WebShop(Shop):
         from worlds.webshop.tasks import ShopSmith
         return ShopSmith(self)
 
-    def practice(self, seed: int, n: int, make) -> list[list[dict]]:
-        """n conversations of noisy shoppers, from which the tiny model learns the pages."""
-        return catalogue.shoppers(self, seed, n)
-
     def _find(self, query: str) -> Shown:
         return self._follow(Page("results", query=query))
 
