@@ -28,8 +28,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import dpo
 import envs
-from harness.tiny import make_tokenizer
 from playing.rollout import Sampling, rollout
+from pretrain.pretrain import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, WORDS = 2048, 1748  # tokens, and how many of them are words

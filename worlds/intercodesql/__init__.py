@@ -30,9 +30,9 @@ class Options(Published):
         "": dict(iterations=5, expert_min_reward=1.0),  # App. B; App. A
         # GRPO gains nothing on validation from tasks that this model explored, from training tasks
         # it does. Where ends of turns count, half of `unseen` ends in words without end (results).
-        "tiny": dict(train_tasks=500, max_tokens=512, max_new_tokens=48, slots=64, sft_epochs=1,
-                     sft_lr=1e-4, dpo_lr=3e-5, dpo_lr_later=3e-5, grpo_lr=1e-4, grpo_kl=0.2,
-                     start_from="train", rejected_ends="leave out"),
+        "tiny": dict(train_tasks=100, rollouts=4, max_tokens=512, max_new_tokens=48, slots=64,
+                     sft_epochs=4, sft_lr=3e-4, dpo_lr=3e-5, dpo_lr_later=3e-5, grpo_lr=1e-4,
+                     grpo_kl=0.2, start_from="train", rejected_ends="leave out"),
         "smollm2": dict(start_from="train", start_tasks=40, iterations=3, train_tasks=120,
                         eval_tasks=100, dpo_epochs=2, rollouts=2, view="short", max_tokens=768,
                         max_new_tokens=144,  # a gold query of InterCode's has up to 132

@@ -125,8 +125,8 @@ def database_script(tables: list[Table]) -> str:
 # Question families: (weight, question, gold). {t} is a table, {n} its label; {a}, {b} numeric
 # columns; {c} a text column with the values {v} and {v2}; {x}, {y}, {z} numbers; {p} the place's
 # table, {k} its key, {e} its text column with the value {u}. Weight is on families whose near
-# misses earn a share of the reward. Compound questions are most of the tasks, but rare in the
-# practice text: how to put conditions together is what there is to learn from experts and failures.
+# misses earn a share of the reward. Compound and long questions are most of the tasks, but rare in
+# the pretraining text: how to put conditions together is to be learnt from experts and failures.
 SIMPLE = [
     (1, "how many {t} are there", "SELECT COUNT(*) FROM {t}"),
     (1, "how many {t} have {c} {v}", "SELECT COUNT(*) FROM {t} WHERE {c} = {v}"),
@@ -175,10 +175,26 @@ COMPOUND = [
 ]
 
 
-def draw_question(rng: random.Random, tables: list[Table], compound: float) -> dict:
-    """query and gold of a random question, compound with this probability; not always worth asking.
+# What they find without their last condition is mostly more than half of the answer, so that a
+# failure can be a near miss. The pretraining text has none of them.
+LONG = [
+    (1, "list the {n} of {t} with {a} above {x} or {c} {v} or {v2}",
+     "SELECT {n} FROM {t} WHERE {a} > {x} OR {c} = {v} OR {c} = {v2}"),
+    (1, "list the {n} of {t} with {a} below {x} or {c} {v} or {v2}",
+     "SELECT {n} FROM {t} WHERE {a} < {x} OR {c} = {v} OR {c} = {v2}"),
+    (1, "list the {n} of {t} with {a} above {x} or {b} below {y} or {c} {v} or {v2}",
+     "SELECT {n} FROM {t} WHERE {a} > {x} OR {b} < {y} OR {c} = {v} OR {c} = {v2}"),
+]
+
+
+def draw_question(rng: random.Random, tables: list[Table], compound: float,
+                  long: float = 0.0) -> dict:
+    """query and gold of a random question, compound or long with these probabilities.
+
+    It is not always worth asking.
     """
-    families = COMPOUND if rng.random() < compound else SIMPLE
+    drawn = rng.random()
+    families = COMPOUND if drawn < compound else LONG if drawn < compound + long else SIMPLE
     _, query, gold = rng.choices(families, [family[0] for family in families])[0]
     table = rng.choice(tables[1:] if "{p}" in gold else tables)
     a, b = rng.sample(table.numbers, 2)
@@ -220,7 +236,7 @@ def sql_world() -> SQLWorld:
             con, asked = sqlite3.connect(":memory:"), set()
             con.executescript(script)
             while len(asked) < 5:
-                question = draw_question(rng, tables, 0.7)
+                question = draw_question(rng, tables, 0.2, long=0.65)
                 if question["query"] not in asked and worth_asking(
                         lambda sql: con.execute(sql).fetchall(), question["gold"]):
                     asked.add(question["query"])

@@ -15,8 +15,9 @@ class Options(Published):
     split_file: Optional[str] = LISTS
 
     presets = {
-        "tiny": dict(train_tasks=500, max_tokens=768, max_new_tokens=32, slots=64, sft_epochs=2,
-                     sft_lr=5e-4, dpo_lr=1e-5, dpo_lr_later=1e-5, grpo_lr=1e-4, grpo_kl=0.2),
+        "tiny": dict(train_tasks=100, rollouts=4, max_tokens=768, max_new_tokens=32, slots=64,
+                     sft_epochs=2, sft_lr=5e-4, dpo_lr=1e-5, dpo_lr_later=1e-5, grpo_lr=1e-4,
+                     grpo_kl=0.2),
         "smollm2": dict(iterations=2, train_tasks=80, eval_tasks=40, dpo_epochs=1, max_tokens=3072,
                         max_new_tokens=96, slots=16, gradient_checkpointing="on"),
     }
