@@ -3,8 +3,8 @@
 The second system, beside `coevolve.py`: an agent is trained by GRPO on a set of tasks D, and D
 grows out of what its own episodes show to be weak. Every E steps: signals -> picks ->
 re-exploration -> new tasks with a solution -> verification by replay -> D. What a pattern of
-actions is, how a find becomes a task and how it is verified belongs to an environment: its smith,
-beside it in `worlds/`.
+actions is, how a find becomes a task and how it is verified belongs to an environment: its task
+generator, beside it in `worlds/`.
 
 `--method evolve` is all of it, `--method grpo` trains on the start tasks alone. No code of the
 paper could be had: what the notes on it leave open is a setting, marked so.
@@ -231,7 +231,7 @@ def rare(patterns: list[set[str]], below: float, least: int) -> dict[str, int]:
 
 def find_signals(run: Run, out: Path, i: int) -> dict:
     """Every signal of segment i with its evidence, and which of them are picked."""
-    s, smith, asked = run.settings, run.tasks.task_generator(), run.settings.signals.split(",")
+    s, generator, asked = run.settings, run.tasks.task_generator(), run.settings.signals.split(",")
     history = {j: run.folder.trajectories(f"iter{j}/target-agent/episodes.jsonl")
                for j in range(1, i + 1)}
     scores, groups = defaultdict(list), {}
@@ -243,7 +243,7 @@ def find_signals(run: Run, out: Path, i: int) -> dict:
         scores[task].append(sum(y) / len(y))
     window = history[i]
     visited = {t.task for t in window}
-    held = [smith.patterns(t.task, explorer.replies(t)) for t in window]
+    held = [generator.patterns(t.task, explorer.replies(t)) for t in window]
 
     rows = [dict(signal="forgetting", task=task, scores_ago=n, **evidence(groups[task]),
                  success_then=last_success(history, task))
@@ -317,25 +317,25 @@ def explore(run: Run, out: Path, i: int) -> dict:
 
 def propose(run: Run, out: Path, i: int) -> dict:
     """What the explored episodes become: proposals, each with its verdict and the reason for it."""
-    s, smith, rng, rows = run.settings, run.tasks.task_generator(), run.rng("propose", i), []
+    s, generator, rng, rows = run.settings, run.tasks.task_generator(), run.rng("propose", i), []
     D = task_set(run, i - 1) if i else []
-    known = {smith.key(task) for task in run.tasks.definitions(D)}
+    known = {generator.key(task) for task in run.tasks.definitions(D)}
     most = s.add_most if i else s.start_tasks
     texts = [set(row["text"].lower().split()) for row in proposed(run, i)]
     explored = run.folder.trajectories(f"iter{i}/explored.jsonl")
     for t in rng.sample(explored, len(explored)):
-        for proposal in explorer.abstract(smith, t, rng):
+        for proposal in explorer.abstract(generator, t, rng):
             rows.append(dict(signal=t.agent, source=t.task, **proposal))
     added, replayed = 0, 0
     for row in rows:
-        reason = (refusal(smith, row, known, texts, s.near_text) or
+        reason = (refusal(generator, row, known, texts, s.near_text) or
                   ("enough were added" if added == most else None))
         if s.verify and not reason:
             replayed += 1
-            reason = smith.verify(row)
+            reason = generator.verify(row)
         row |= dict(verdict="refused" if reason else "added", reason=reason)
         if reason is None:
-            known.add(smith.key(row["task"]))
+            known.add(generator.key(row["task"]))
             texts.append(set(row["text"].lower().split()))
             added += 1
     run.folder.write_jsonl(out, rows)
@@ -357,15 +357,15 @@ def rows_of(run: Run, name: str, before: int) -> list[dict]:
     return [row for f in files if f in run.folder.phases for row in run.folder.read_jsonl(f)]
 
 
-def refusal(smith, proposal: dict, known: set[str], texts: list[set[str]],
+def refusal(generator, proposal: dict, known: set[str], texts: list[set[str]],
             near_text: float) -> str | None:
     """Why a proposal cannot join, before its solution is played; None if it may."""
     task, words = proposal["task"], set(proposal["text"].lower().split())
     if task is None:
         return "not of the form that was asked for"
-    if reason := smith.refusal(task):
+    if reason := generator.refusal(task):
         return reason
-    if smith.key(task) in known:
+    if generator.key(task) in known:
         return "known already"
     if any(len(words & other) >= near_text * len(words | other) for other in texts):  # Jaccard
         return "a text that is there already"

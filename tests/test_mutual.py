@@ -210,7 +210,7 @@ def replies_of(env, task):
 
 
 def test_every_gold_query_inverts_to_a_question_with_the_same_rows(databases):
-    env, smith = databases
+    env, generator = databases
     rng, same = random.Random(0), 0
     for split in ("train", "validation", "test", "unseen"):
         for task in env.tasks(split):
@@ -218,25 +218,25 @@ def test_every_gold_query_inverts_to_a_question_with_the_same_rows(databases):
             gold = question["gold"]
             apart = re.sub(r"([(),*])", r" \1 ", gold)  # as the tiny tokenizer decodes it
             for written in (gold, apart, re.sub("SELECT|FROM|MAX|OR", lambda m: m[0].lower(), gold)):
-                text, again = smith.question(question["db"], written, rng)
+                text, again = generator.question(question["db"], written, rng)
                 assert again == gold
                 same += text == question["query"]
     assert same > 900  # of 5,400: a column may be called as stored or by a synonym
 
 
 def test_what_the_tiny_tokenizer_decodes_is_read_back(databases):
-    env, smith = databases
+    env, generator = databases
     question = next(q for q in env.world.questions["train"].values() if "COUNT(*)" in q["gold"])
     task = next(t for t in env.tasks("train") if env.find(t) == question)
     apart = question["gold"].replace("COUNT(*)", "COUNT ( * )")
-    found, = smith.finds(task, ["SHOW TABLES", apart, "submit"], random.Random(0))
-    assert found["task"]["gold"] == question["gold"] and smith.verify(found) is None
-    assert smith.patterns(task, [apart]) == smith.patterns(task, [question["gold"]])
+    found, = generator.finds(task, ["SHOW TABLES", apart, "submit"], random.Random(0))
+    assert found["task"]["gold"] == question["gold"] and generator.verify(found) is None
+    assert generator.patterns(task, [apart]) == generator.patterns(task, [question["gold"]])
 
 
 def test_a_query_that_its_words_would_not_say_is_of_no_family(databases):
     """Places are where things are, not in them; names have no average and none is above 20."""
-    env, smith = databases
+    env, generator = databases
     for db, script in list(env.world.databases.items())[:40]:
         (place, key, _), (other, _, body) = re.findall(
             r"CREATE TABLE (\w+) \((\w+) int PRIMARY KEY, (.*)\);", script)[:2]
@@ -244,70 +244,70 @@ def test_a_query_that_its_words_would_not_say_is_of_no_family(databases):
         for sql in (f"SELECT site FROM {place} JOIN {other} USING ({key}) WHERE {text} = 'x'",
                     f"SELECT AVG({label}) FROM {other}", f"SELECT {label} FROM {other} "
                     f"WHERE {text} > 20", f"SELECT {label} FROM {other} ORDER BY {text} DESC"):
-            assert smith.question(db, sql, random.Random(0)) is None, sql
+            assert generator.question(db, sql, random.Random(0)) is None, sql
 
 
 def test_a_damaged_query_is_of_no_family(databases):
-    env, smith = databases
+    env, generator = databases
     for task in env.tasks("train")[:50]:
         question = env.find(task)
         for damaged in (question["gold"] + " LIMIT 3 OFFSET 1", "SELECT", question["gold"] + " x",
                         question["gold"].replace("SELECT", "SELECT nothing,", 1)):
-            assert smith.question(question["db"], damaged, random.Random(0)) is None
+            assert generator.question(question["db"], damaged, random.Random(0)) is None
 
 
 def test_a_run_query_becomes_a_task_that_its_solution_solves(databases):
-    env, smith = databases
+    env, generator = databases
     rng, verdicts = random.Random(1), Counter()
     for task in env.tasks("train")[:60]:
-        for found in smith.finds(task, ["SHOW TABLES", "SELECT nonsense", env.find(task)["gold"]],
+        for found in generator.finds(task, ["SHOW TABLES", "SELECT nonsense", env.find(task)["gold"]],
                                  rng):
-            verdicts[smith.verify(found)] += 1
+            verdicts[generator.verify(found)] += 1
     assert verdicts == {None: 60}
 
 
 def test_solutions_that_do_not_prove_a_question_are_refused(databases):
-    env, smith = databases
+    env, generator = databases
     question = env.find(env.tasks("train")[0])
-    whole = smith.proposal(question["query"], question["gold"], question["db"])
-    assert smith.verify(whole) is None
-    assert "does not end" in smith.verify({**whole, "solution": whole["solution"][:-1]})
-    assert "earns" in smith.verify({**whole, "solution": ["SHOW TABLES", "submit"]})
-    table = smith.proposal("x", "SELECT * FROM nowhere", question["db"])
-    assert smith.verify(table)
+    whole = generator.proposal(question["query"], question["gold"], question["db"])
+    assert generator.verify(whole) is None
+    assert "does not end" in generator.verify({**whole, "solution": whole["solution"][:-1]})
+    assert "earns" in generator.verify({**whole, "solution": ["SHOW TABLES", "submit"]})
+    table = generator.proposal("x", "SELECT * FROM nowhere", question["db"])
+    assert generator.verify(table)
     table = question["gold"].split(" FROM ")[1].split()[0]
     for gold in ("SELECT 1 WHERE 1 = 0", "SELECT",  # no rows; no query
                  f"select 1 from {table} where 1 = 1", f"SELECT 1 FROM {table}\nWhere 1 = 1"):
-        assert smith.verify(smith.proposal("x", gold, question["db"])), gold
+        assert generator.verify(generator.proposal("x", gold, question["db"])), gold
     long = ["SHOW TABLES"] * 9 + whole["solution"]
-    assert "longer" in smith.verify({**whole, "solution": long})
+    assert "longer" in generator.verify({**whole, "solution": long})
 
 
 def test_planted_questions_are_refused(databases):
-    env, smith = databases
+    env, generator = databases
     for split in ("validation", "test", "unseen"):
         for task in env.tasks(split)[:40]:
-            assert smith.refusal(env.find(task)) == "a database of no training task"
+            assert generator.refusal(env.find(task)) == "a database of no training task"
     train = env.find(env.tasks("train")[0])
-    assert smith.refusal(train) == "a question of a split"
-    assert smith.refusal({**train, "query": "other words"}) == "a question of a split"
-    assert smith.refusal({**train, "gold": train["gold"] + "  ", "query": "x"})
-    assert smith.refusal({**train, "query": "x", "gold": "SELECT 1"}) is None
+    assert generator.refusal(train) == "a question of a split"
+    assert generator.refusal({**train, "query": "other words"}) == "a question of a split"
+    assert generator.refusal({**train, "gold": train["gold"] + "  ", "query": "x"})
+    assert generator.refusal({**train, "query": "x", "gold": "SELECT 1"}) is None
     for gold in ("SELECT @@version", "DROP TABLE t"):  # nobody may ask that
-        assert "cannot be asked" in smith.refusal({**train, "query": "x", "gold": gold})
+        assert "cannot be asked" in generator.refusal({**train, "query": "x", "gold": gold})
     # However it is written.
     gold, asked = train["gold"], "a question of a split"
     for other in (gold.lower(), gold.replace(" FROM ", " -- all\nFROM ") + " ;", f"{gold}/* x */"):
-        assert smith.refusal({**train, "query": "x", "gold": other}) == asked
-    assert smith.refusal({**train, "query": train["query"].upper() + " ", "gold": "SELECT 1"}) == asked
+        assert generator.refusal({**train, "query": "x", "gold": other}) == asked
+    assert generator.refusal({**train, "query": train["query"].upper() + " ", "gold": "SELECT 1"}) == asked
     for split in ("train", "validation", "test"):
         words = env.find(env.tasks(split)[0])["query"]
-        assert smith.refusal({**train, "query": f"{words}?", "gold": "SELECT 1"}) == asked
-    assert smith.refusal({**train, "query": "how many clocks", "gold": "SELECT 1"}) == (
+        assert generator.refusal({**train, "query": f"{words}?", "gold": "SELECT 1"}) == asked
+    assert generator.refusal({**train, "query": "how many clocks", "gold": "SELECT 1"}) == (
         "a held-out noun")
     for gold in ("SELECT datetime('now')", "SELECT CURRENT_TIME", "SELECT random ( )"):
-        assert "another time" in smith.refusal({**train, "query": "x", "gold": gold})
-    assert smith.key(dict(db="d", gold="SELECT 'A'")) != smith.key(dict(db="d", gold="SELECT 'a'"))
+        assert "another time" in generator.refusal({**train, "query": "x", "gold": gold})
+    assert generator.key(dict(db="d", gold="SELECT 'A'")) != generator.key(dict(db="d", gold="SELECT 'a'"))
 
 
 HOSTILE = (  # SQL of an explorer model; {t} is a table
@@ -318,11 +318,11 @@ HOSTILE = (  # SQL of an explorer model; {t} is a table
 
 @pytest.mark.parametrize("gold", HOSTILE)
 def test_no_query_of_an_explorer_breaks_or_holds_up_the_run(databases, gold):
-    env, smith = databases
+    env, generator = databases
     db = env.find(env.tasks("train")[0])["db"]
     table = env.world.databases[db].split("CREATE TABLE ")[1].split()[0]
-    proposal = smith.proposal("what is this", gold.replace("{t}", table), db)
-    assert smith.refusal(proposal["task"]) or smith.verify(proposal)
+    proposal = generator.proposal("what is this", gold.replace("{t}", table), db)
+    assert generator.refusal(proposal["task"]) or generator.verify(proposal)
 
 
 def test_nobody_makes_questions_about_other_data():
@@ -333,39 +333,39 @@ def test_nobody_makes_questions_about_other_data():
 
 
 def test_a_purchase_becomes_a_goal_that_its_actions_solve(shop):
-    env, smith = shop
+    env, generator = shop
     rng, kept, refused = random.Random(0), 0, Counter()
     for task in env.tasks("train")[:150]:
-        for found in smith.finds(task, replies_of(env, task), rng):
-            reason = smith.refusal(found["task"])
+        for found in generator.finds(task, replies_of(env, task), rng):
+            reason = generator.refusal(found["task"])
             refused[reason] += 1
             if reason is None:
-                assert smith.verify(found) is None
+                assert generator.verify(found) is None
                 assert env.add(found["task"]) and found["text"] == found["task"]["instruction"]
                 kept += 1
     assert kept > 50 and refused["a goal of a split"] > 20
 
 
 def test_goals_of_splits_and_of_held_out_products_are_refused(shop):
-    env, smith = shop
+    env, generator = shop
     for split in ("train", "validation", "test", "unseen"):
         for task in env.tasks(split)[:40]:
             goal = env.find(task)
-            assert smith.refusal(goal) == "a goal of a split"
+            assert generator.refusal(goal) == "a goal of a split"
             goal = {**goal, "instruction": "in other words"}
-            other = smith.refusal({**goal, "price_upper": goal["price_upper"] + 7})
+            other = generator.refusal({**goal, "price_upper": goal["price_upper"] + 7})
             if split != "train":  # nor with another price limit
                 assert other == "a goal of a split"
             # What a held-out product meets is refused, whatever family it was thought of in.
             one = {**goal, "attributes": goal["attributes"][:1], "goal_options": ["mauve"]}
-            assert smith.refusal(one) == "no product meets it"
+            assert generator.refusal(one) == "no product meets it"
     for goal in (env.find(task) for task in env.tasks("unseen")):
         one = {**goal, "attributes": goal["attributes"][:1], "price_upper": goal["price_upper"] + 1}
-        assert smith.refusal(one) in ("a goal of a split", "a held-out product meets it")
+        assert generator.refusal(one) in ("a goal of a split", "a held-out product meets it")
 
 
 def test_an_explorers_goal_is_what_its_words_say(shop):
-    env, smith = shop
+    env, generator = shop
     told = Counter()
     for task in env.tasks("train")[:80]:
         goal, actions = env.find(task), replies_of(env, task)
@@ -373,65 +373,65 @@ def test_an_explorers_goal_is_what_its_words_say(shop):
         options = ", ".join(goal["goal_options"])
 
         def written(text):
-            return smith.written(task, dict(query=text, action_sequence=actions))
+            return generator.written(task, dict(query=text, action_sequence=actions))
 
         words = f"I want {goal['query']}, {first[0].upper()}, in {options}, lower than $"
         found = written(f"{words}997")
         asked = {name: found["task"][name] for name in ("query", "attributes", "price_upper")}
         assert asked == dict(query=goal["query"], attributes=first, price_upper=997.0)
         assert set(found["task"]["goal_options"]) == set(goal["goal_options"])
-        told[smith.refusal(found["task"]) or smith.verify(found)] += 1
+        told[generator.refusal(found["task"]) or generator.verify(found)] += 1
         assert written(f"{words}1") is None                       # it costs more
         assert written(words) is None                             # no limit
         assert written("hello, lower than $997") is None          # nothing
         assert written(f"{goal['query']} in {options}, lower than $997") is None  # no attribute
-        wrong = next(a for a in sorted(smith.attributes) if not any(
+        wrong = next(a for a in sorted(generator.attributes) if not any(
             a in p["Attributes"] for p in env.world.products if p["query"] == goal["query"]))
         assert written(f"{wrong} {words}997") is None
         colour = next(c for c in ("pink", "navy") if c not in goal["goal_options"])
         assert written(f"{colour} {words}997") is None
         alone = written(f"{first[0]} {goal['query']} below 997 dollars")
         assert alone["task"]["goal_options"] == []
-        assert smith.refusal(alone["task"])  # no colour
+        assert generator.refusal(alone["task"])  # no colour
     assert told[None] > 10, told
 
 
 def test_solutions_that_do_not_prove_a_goal_are_refused(shop):
-    env, smith = shop
+    env, generator = shop
     task = env.tasks("train")[0]
     solution = replies_of(env, task)
-    found, = smith.finds(task, solution, random.Random(3))
-    assert smith.verify(found) is None
-    assert smith.verify({**found, "solution": solution[:-1]}) == "its solution earns 0.00"
+    found, = generator.finds(task, solution, random.Random(3))
+    assert generator.verify(found) is None
+    assert generator.verify({**found, "solution": solution[:-1]}) == "its solution earns 0.00"
     other = {**found["task"], "goal_options": ["mauve"]}
-    assert "earns" in smith.verify({**found, "task": other})
-    assert "not carried out" in smith.verify({**found, "solution": solution + ["click[buy now]"]})
+    assert "earns" in generator.verify({**found, "task": other})
+    assert "not carried out" in generator.verify({**found, "solution": solution + ["click[buy now]"]})
     idle = {**found, "solution": ["click[buy now]", *solution]}
-    assert smith.verify(idle) == "an action of its solution is not carried out"
-    assert "longer" in smith.verify({**found, "solution": ["nonsense"] * 11 + solution})
-    again, = smith.finds(task, idle["solution"], random.Random(3))
+    assert generator.verify(idle) == "an action of its solution is not carried out"
+    assert "longer" in generator.verify({**found, "solution": ["nonsense"] * 11 + solution})
+    again, = generator.finds(task, idle["solution"], random.Random(3))
     assert again == found  # what did nothing is no part of a solution
 
 
 def test_a_goal_is_not_asked_for_in_the_words_of_another(shop):
-    env, smith = shop
-    found = next(found for task in env.tasks("train") for found in smith.finds(
-        task, replies_of(env, task), random.Random(3)) if not smith.refusal(found["task"]))
+    env, generator = shop
+    found = next(found for task in env.tasks("train") for found in generator.finds(
+        task, replies_of(env, task), random.Random(3)) if not generator.refusal(found["task"]))
     for split in ("test", "unseen"):
         words = env.find(env.tasks(split)[0])["instruction"]
         for said in (words, f" {words.upper()}"):
-            assert smith.refusal({**found["task"], "instruction": said}) == "a goal of a split"
+            assert generator.refusal({**found["task"], "instruction": said}) == "a goal of a split"
 
 
 def test_patterns_count_what_was_carried_out_alone(shop, databases):
-    env, smith = shop
+    env, generator = shop
     task = env.tasks("train")[0]
-    assert smith.patterns(task, ["click[buy now]", "nonsense", "search[desk"]) == set()
-    assert {"buy as asked", "choose what was asked"} <= smith.patterns(task, replies_of(env, task))
-    env, smith = databases
+    assert generator.patterns(task, ["click[buy now]", "nonsense", "search[desk"]) == set()
+    assert {"buy as asked", "choose what was asked"} <= generator.patterns(task, replies_of(env, task))
+    env, generator = databases
     task = env.tasks("train")[0]
-    assert smith.patterns(task, ["SELECT nonsense", "SHOW TABLES", "submit"]) == set()
-    assert len(smith.patterns(task, [env.find(task)["gold"]])) == 1
+    assert generator.patterns(task, ["SELECT nonsense", "SHOW TABLES", "submit"]) == set()
+    assert len(generator.patterns(task, [env.find(task)["gold"]])) == 1
 
 
 # ----------------------------------------------------------------------------------- the loop
@@ -518,7 +518,7 @@ def test_the_task_set_grows_from_signals(run):
     assert 0 < sizes[0] <= 5 and sizes[2] > sizes[0]
     numbers = [row["task"]["number"] for row in r.tasks.added()]
     assert len(set(numbers)) == len(numbers) == sizes[2]
-    assert not any(n % 2 or n % 7 == 0 for n in numbers)  # what the smith refused
+    assert not any(n % 2 or n % 7 == 0 for n in numbers)  # what the generator refused
     rows = [row for i in range(3) for row in r.folder.read_jsonl(f"iter{i}/proposals.jsonl")]
     assert {"odd", "a number of a split", "known already"} <= {row["reason"] for row in rows}
     assert [e["step"] for e in events(r, "grpo")] == [1, 2, 3, 4, 5, 6]

@@ -22,7 +22,7 @@ class ShopSmith:
     actions = "search[words] on the search page, click[text] with a text of the page elsewhere"
 
     def __init__(self, shop):
-        """shop: a WebShop of the smith's own, which it plays."""
+        """shop: a WebShop of the generator's own, which it plays."""
         self.shop, world = shop, shop.world
         self.said = {words_of(goal["instruction"]) for goals in world.goals.values()
                      for goal in goals}
