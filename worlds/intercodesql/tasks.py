@@ -31,7 +31,7 @@ def _pattern(gold: str) -> re.Pattern:
 
 
 FAMILIES = [(words, gold, _pattern(gold)) for _, words, gold in
-            questions.SIMPLE + questions.COMPOUND]
+            questions.SIMPLE + questions.COMPOUND + questions.LONG]
 
 
 def families(sql: str):
