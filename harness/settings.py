@@ -79,7 +79,7 @@ class Common:
         None, "file: ETO's JSON list, or a run's experts.jsonl [scripted experts]", file=True)
     dry_run: Optional[str] = setting(
         None, "print memory, tokens and hours, and stop: here, or a machine such as 8xH100")
-    quick: bool = setting(False, "the same path, cut to a minute with tiny; too short to learn")
+    quick: bool = setting(False, "the same path, cut to about a minute with tiny")
     train_tasks: int = setting(
         0, "training instructions, 0 = all [Table 1: 1,624 on WebShop]", at_least=0)
     eval_tasks: int = setting(0, "tasks of each evaluated split, 0 = all [Table 1]", at_least=0)
@@ -322,7 +322,8 @@ PRESETS = {
     "eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5),
     "quick": dict(train_tasks=120, eval_tasks=40, iterations=1, sft_epochs=1, dpo_epochs=1,
                   grpo_steps=4, evolve_every=2, evaluate_every=1, start_tasks=12),
-    "quick tiny": dict(sft_epochs=6, sft_lr=1e-3),
+    "quick tiny": dict(train_tasks=60, eval_tasks=60, rollouts=2, iterations=2, dpo_epochs=2,
+                       sft_epochs=3),
     "quick smollm2": dict(train_tasks=8, eval_tasks=4, sft_batch=4),
     "chat": dict(method="chat", max_tokens=100_000),  # with the examples; the endpoint knows better
 }

@@ -140,7 +140,7 @@ def test_help_shows_what_the_method_reads():
 def test_a_flag_beats_quick_and_quick_beats_the_tiny_preset():
     tiny = environment("webshop").presets["tiny"]
     assert parse([]).train_tasks == tiny["train_tasks"]
-    assert parse(["--quick"]).train_tasks == PRESETS["quick"]["train_tasks"]
+    assert parse(["--quick"]).train_tasks == PRESETS["quick tiny"]["train_tasks"]
     assert parse(["--quick", "--train-tasks", "7"]).train_tasks == 7
 
 

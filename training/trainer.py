@@ -48,7 +48,8 @@ class Trainer:
                 raise
             remedy = ("`git checkout` of it restores it, `bash run.sh pretrain` makes it again"
                       if s.model == "tiny" else "or delete this folder: it is made again")
-            raise SettingsError(f"{error}; {remedy}") from None
+            problem = str(error).partition("; give ")[0]
+            raise SettingsError(f"{problem}; {remedy}") from None
         if s.failure_from and "sft-failure" not in self.folder.phases:
             failure_agent_of(s, self.base)  # if it cannot be used, it is said now
         if self.folder.phases:
