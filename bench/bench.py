@@ -259,7 +259,7 @@ def make_player(attention: str, encoder) -> Qwen3ForCausalLM:
     """
     model = make_model(attention).eval()
     with torch.no_grad():
-        model.lm_head.weight[encoder.suppress_tokens(VOCABULARY)] = 0
+        model.lm_head.weight[list(encoder.suppress_tokens(VOCABULARY))] = 0
         model.lm_head.weight[encoder.end_of_turn] *= 1.9
     return model
 
@@ -279,7 +279,7 @@ def generate_rollout(model, encoder, task) -> list[int]:
         written = model.generate(
             input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)).long(),
             do_sample=False, max_new_tokens=30, eos_token_id=end, pad_token_id=end,
-            suppress_tokens=encoder.suppress_tokens(VOCABULARY))[0].tolist()
+            suppress_tokens=list(encoder.suppress_tokens(VOCABULARY)))[0].tolist()
         reply = written[len(ids):] + [end] * (written[-1] != end)
         ids += reply
         answer = env.step(encoder.decode(reply))

@@ -54,6 +54,9 @@ class Folder:
         """config.json of a run that goes on, its settings these; and its finished phases."""
         config, phases = self.path / "config.json", self.path / "phases.json"
         before = files.read_object(config) if config.exists() else None
+        if before is not None and "settings" not in before:
+            raise SettingsError(f"{config} is not a run's, which would write over it; give another "
+                                "--out")
         results = [name for name in ("metrics.jsonl", "phases.json", "experts.jsonl", "result.json")
                    if (self.path / name).exists() and (self.path / name).stat().st_size]
         if results and not (before and phases.exists()):

@@ -201,7 +201,7 @@ def test_another_runs_folder_is_refused_with_what_differs(small_model, tmp_path)
     (retrained / "more").write_text("x")
     edited("config.json", settings={**json.loads((out / "config.json").read_text())["settings"],
                                     "model": str(retrained)})(out)
-    assert "base (" in refused(*flags(out, retrained, *more))
+    assert f"another model than --model {retrained}" in refused(*flags(out, retrained, *more))
 
 
 def test_experts_that_do_not_fit_are_refused_before_anything_is_trained(small_model, tmp_path):

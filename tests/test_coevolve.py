@@ -159,7 +159,7 @@ def test_published_experts_open_like_our_rollouts(tmp_path):
 
 def command(out, *more):
     """A quick run made quicker: what is tested here is that it all fits together."""
-    return [sys.executable, str(ROOT / "coevolve.py"), "--quick", "--train-tasks", "40",
+    return [sys.executable, str(ROOT / "coevolve.py"), "--quick", "--rollouts", "1", "--iterations", "1", "--train-tasks", "40",
             "--eval-tasks", "6", "--sft-epochs", "3", "--seed", "5", "--checkpoint-minutes", "0",
             "--out", str(out), *more]
 
