@@ -15,7 +15,7 @@ class Options(Published):
     split_file: Optional[str] = LISTS
 
     presets = {
-        # Chosen for room with seeds 0 to 2: after SFT success is 0.32 to 0.35 on validation, 0.32 to
+        # Chosen for room, seeds 0 to 2: after SFT success is 0.32 to 0.35 on validation, 0.32 to
         # 0.33 on `test`, 0.22 to 0.26 on `unseen`, hard negatives are 65% to 69% of the failures
         # explored. Validation has no unseen families, so that `unseen` decided against 2 epochs at
         # 5e-4 (0.39 to 0.43, 0.15 to 0.19). Fresh seeds 3 to 5: 0.32 to 0.34, 0.24 to 0.25.
