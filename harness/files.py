@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -27,6 +28,8 @@ class RunError(ValueError):
 
 def command(name: str, work) -> None:
     """work(flags); a fault of the user's or of a file is one line, with exit status 2."""
+    if hasattr(signal, "SIGPIPE"):  # `| head` ends it without a traceback
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         work(sys.argv[1:])
     except (RunError, SettingsError) as error:
