@@ -134,7 +134,7 @@ def test_help_shows_what_the_method_reads():
             for f in fields(group):
                 assert (f"  {settings.flag(f.name)} " in text) == (method in methods)
     assert "--webshop-url" in shown() and "--webshop-url" not in shown("--env", "bfcl")
-    assert "--sft-lr 0.0005 (1e-05)" in shown() and "--sft-lr 1e-05:" in shown("--model", "m")
+    assert "--sft-lr 0.0001 (1e-05)" in shown() and "--sft-lr 1e-05:" in shown("--model", "m")
 
 
 def test_a_flag_beats_quick_and_quick_beats_the_tiny_preset():
