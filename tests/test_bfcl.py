@@ -23,10 +23,20 @@ import mutual  # noqa: E402
 from playing.explorer import proposal_of  # noqa: E402
 from program import start  # noqa: E402
 from worlds.bfcl import data  # noqa: E402
-from worlds.bfcl.calls import MOST_CALLS, Simulators, failed, parse_calls  # noqa: E402
+from worlds.bfcl.calls import (  # noqa: E402
+    DONE,
+    MISSING,
+    MOST_CALLS,
+    MOST_REPLIES,
+    Simulators,
+    as_reply,
+    failed,
+    parse_calls,
+    script,
+)
 from worlds.bfcl.data import CATEGORIES, MORE_FUNCTIONS, SIZES, start_state, tasks  # noqa: E402
 from worlds.bfcl.tasks import useful  # noqa: E402
-from worlds.bfcl.world import DONE, MISSING, MOST_REPLIES, Bfcl, as_reply, script  # noqa: E402
+from worlds.bfcl.world import Bfcl  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(package.__file__).parents[2]

@@ -19,6 +19,9 @@ from worlds.bfcl.data import documents, simulator_class, start_state, trading_bo
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FORM = (f'a call is {OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE} with the name of a '
         "function and its arguments by name")
+DONE = "That is done."
+MISSING = "I cannot do this yet: a function or a value that I would need is missing."
+MOST_REPLIES = 20       # with calls, in one turn of the user [BFCL]
 MOST_CALLS = 50         # of a reply, also blocks; ground truths have at most 34 in a turn [ours]
 LONGEST = 100_000       # characters of a reply with calls [ours]
 DEEPEST = 20            # of lists and objects in arguments [ours]
@@ -206,3 +209,20 @@ def json_of(result: str):
         return json.loads(result)
     except (ValueError, RecursionError):
         return None
+
+
+def script(calls: list[list[dict]]) -> list[str]:
+    """The replies of one who makes these calls, turn by turn, and ends each turn in words.
+
+    One call a reply, or as many as it takes to make a turn's calls in MOST_REPLIES replies.
+    """
+    replies = []
+    for turn in calls:
+        at_once = -(-len(turn) // MOST_REPLIES) or 1
+        replies += [as_reply(turn[n:n + at_once]) for n in range(0, len(turn), at_once)]
+        replies.append(DONE if turn else MISSING)
+    return replies
+
+
+def as_reply(calls: list[dict]) -> str:
+    return "\n".join(f"{OPEN}\n{json.dumps(call)}\n{CLOSE}" for call in calls)

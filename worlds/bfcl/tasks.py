@@ -9,9 +9,8 @@ import json
 import random
 
 from worlds import words_of
-from worlds.bfcl.calls import Simulators, failed, json_of, parse_calls
+from worlds.bfcl.calls import Simulators, failed, json_of, parse_calls, script
 from worlds.bfcl.data import CATEGORIES, functions, tasks
-from worlds.bfcl.world import script
 
 MOST_CALLS = 8  # of a new task [ours]
 

@@ -5,9 +5,7 @@ import json
 
 from worlds import Refused, Step, World, fields_of
 from worlds.bfcl import data
-from worlds.bfcl.calls import CLOSE, OPEN, Simulators, parse_calls, problem
-
-MOST_REPLIES = 20  # with calls, in one turn of the user [BFCL]
+from worlds.bfcl.calls import CLOSE, MOST_REPLIES, OPEN, Simulators, parse_calls, problem, script
 
 PROMPT = """\
 You do what a user asks for by calling functions. The functions that you have are documented \
@@ -24,8 +22,6 @@ at most 20 replies. Then reply in words, without a call: this hands over to the 
 for more. Do the same, and make no call for it, where a function or a value is missing that you \
 would need."""
 
-DONE = "That is done."
-MISSING = "I cannot do this yet: a function or a value that I would need is missing."
 
 
 class Bfcl(World):
@@ -158,20 +154,3 @@ def in_short(document: dict) -> str:
     return " ".join([f"{document['name']}({signature}):", text.strip(),
                      *(f"{name}: {what.get('description', '').strip()}"
                        for name, what in arguments.items())])
-
-
-def script(calls: list[list[dict]]) -> list[str]:
-    """The replies of one who makes these calls, turn by turn, and ends each turn in words.
-
-    One call a reply, or as many as it takes to make a turn's calls in MOST_REPLIES replies.
-    """
-    replies = []
-    for turn in calls:
-        at_once = -(-len(turn) // MOST_REPLIES) or 1
-        replies += [as_reply(turn[n:n + at_once]) for n in range(0, len(turn), at_once)]
-        replies.append(DONE if turn else MISSING)
-    return replies
-
-
-def as_reply(calls: list[dict]) -> str:
-    return "\n".join(f"{OPEN}\n{json.dumps(call)}\n{CLOSE}" for call in calls)
