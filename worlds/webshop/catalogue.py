@@ -17,36 +17,34 @@ from itertools import combinations
 
 WORLD_SEED = 20251122  # ours; the world does not depend on a run's seed
 
+WORN = ["small", "medium", "large"]
 # type -> (department, sizes, attributes). The types' words are disjoint: sharing one would give
 # a product of the wrong type a share of the reward.
 TYPES = {
-    "rain jacket": ("Clothing", ["small", "medium", "large"],
-                    ["quick dry", "light weight", "machine washable", "slim fit", "wind proof"]),
-    "yoga pants": ("Clothing", ["small", "medium", "large"],
-                   ["high waist", "quick dry", "machine washable", "slim fit",
-                    "moisture wicking"]),
-    "winter gloves": ("Clothing", ["small", "medium", "large"],
-                      ["touch screen", "wind proof", "light weight", "non slip", "fleece lined"]),
-    "bed sheets": ("Home", ["twin", "queen", "king"],
-                   ["machine washable", "eco friendly", "super soft", "fade resistant",
-                    "easy care"]),
-    "window curtains": ("Home", ["short", "regular", "tall"],
-                        ["noise reducing", "easy care", "eco friendly", "hand made",
-                         "energy saving"]),
-    "dog harness": ("Pets", ["small", "medium", "large"],
-                    ["heavy duty", "light weight", "quick release", "super soft", "night safe"]),
-    "desk lamp": ("Office", [], ["energy saving", "touch screen", "space saving", "eye caring",
-                                 "long lasting"]),
-    "phone case": ("Electronics", [], ["heavy duty", "non slip", "slim fit", "wireless charging",
-                                       "hand made"]),
-    "wall clock": ("Home", [], ["battery powered", "hand made", "night safe", "space saving",
-                                "noise reducing"]),
-    "coffee mug": ("Kitchen", [], ["dishwasher safe", "leak proof", "hand made", "lead free",
-                                   "eco friendly"]),
-    "travel bag": ("Luggage", [], ["water repellent", "light weight", "heavy duty", "carry on",
-                                   "space saving"]),
-    "office chair": ("Furniture", [], ["height adjustable", "heavy duty", "easy assemble",
-                                       "super soft", "space saving"]),
+    "rain jacket": ("Clothing", WORN, [
+        "quick dry", "light weight", "machine washable", "slim fit", "wind proof"]),
+    "yoga pants": ("Clothing", WORN, [
+        "high waist", "quick dry", "machine washable", "slim fit", "moisture wicking"]),
+    "winter gloves": ("Clothing", WORN, [
+        "touch screen", "wind proof", "light weight", "non slip", "fleece lined"]),
+    "bed sheets": ("Home", ["twin", "queen", "king"], [
+        "machine washable", "eco friendly", "super soft", "fade resistant", "easy care"]),
+    "window curtains": ("Home", ["short", "regular", "tall"], [
+        "noise reducing", "easy care", "eco friendly", "hand made", "energy saving"]),
+    "dog harness": ("Pets", WORN, [
+        "heavy duty", "light weight", "quick release", "super soft", "night safe"]),
+    "desk lamp": ("Office", [], [
+        "energy saving", "touch screen", "space saving", "eye caring", "long lasting"]),
+    "phone case": ("Electronics", [], [
+        "heavy duty", "non slip", "slim fit", "wireless charging", "hand made"]),
+    "wall clock": ("Home", [], [
+        "battery powered", "hand made", "night safe", "space saving", "noise reducing"]),
+    "coffee mug": ("Kitchen", [], [
+        "dishwasher safe", "leak proof", "hand made", "lead free", "eco friendly"]),
+    "travel bag": ("Luggage", [], [
+        "water repellent", "light weight", "heavy duty", "carry on", "space saving"]),
+    "office chair": ("Furniture", [], [
+        "height adjustable", "heavy duty", "easy assemble", "super soft", "space saving"]),
 }
 COLOUR_POOL = ["beige", "black", "blue", "brown", "gold", "green", "navy", "orange", "pink",
                "purple", "red", "silver", "white", "yellow"]
