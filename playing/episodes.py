@@ -118,7 +118,7 @@ def without_lost(run, played: list[Trajectory]) -> list[Trajectory]:
         raise envs.EnvError(f"{phase}: {len(lost)} of {len(played)} episodes were lost")
     if lost:
         run.log.say(f"{phase}: {len(played) - len(lost)} of {len(played)} episodes; "
-                       f"{envs.LOST} on {', '.join(lost)}")
+                    f"{envs.LOST} on {', '.join(lost)}")
     return [t for t in played if t.ended != "lost"]
 
 
@@ -127,7 +127,7 @@ def log_full(run, full: int, played: int) -> None:
     if 2 * full > played:
         run.log("full", phase=run.folder.running, episodes=full, of=played)
         run.log.say(f"{run.folder.running}: {full} of {played} episodes filled --max-tokens "
-                       f"{run.settings.max_tokens} before they were over; raise --max-tokens")
+                    f"{run.settings.max_tokens} before they were over; raise --max-tokens")
 
 
 def play_share(run, model, encoder: Encoder, share: list[Trajectory],

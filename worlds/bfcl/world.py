@@ -23,7 +23,6 @@ for more. Do the same, and make no call for it, where a function or a value is m
 would need."""
 
 
-
 class Bfcl(World):
     """Multi-turn tasks of BFCL v3 on simulators of files, messages, trading, travel and others.
 
