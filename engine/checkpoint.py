@@ -99,10 +99,6 @@ class Checkpoint:
             return state["step"], state["events"]
         return 0, []
 
-    def remove(self) -> None:
-        if self.accelerator.is_main_process:
-            shutil.rmtree(self.folder, ignore_errors=True)
-
     def _saved(self) -> list[Path]:
         return sorted(self.folder.glob("step-*"), key=lambda path: int(path.name[5:]))
 

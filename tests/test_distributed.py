@@ -1,6 +1,7 @@
 """Several processes, weights whole or sharded (gloo), train like one; stopped ones go on."""
 
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def train(accelerator, folder, shard, name, stop=0):
         accelerator.wait_for_everyone()
         return train(accelerator, folder, shard, name)
     accelerator.wait_for_everyone()
-    checkpoint.remove()
+    if accelerator.is_main_process:  # as a finished phase does
+        shutil.rmtree(folder / "checkpoint")
     sharding.save(accelerator, model, folder / name)
     for event in log:
         del event["tokens_per_second"]

@@ -47,7 +47,7 @@ class Trainer:
             if s.model not in BUILT_IN:
                 raise
             remedy = ("`git checkout` of it restores it, `bash run.sh pretrain` makes it again"
-                      if s.model == "tiny" else "or delete this folder: it is made again")
+                      if s.model == "tiny" else "delete this folder: it is made again")
             problem = str(error).partition("; give ")[0]
             raise SettingsError(f"{problem}; {remedy}") from None
         if s.failure_from and "sft-failure" not in self.folder.phases:
