@@ -5,9 +5,11 @@ import json
 import multiprocessing
 import os
 import re
+import socket
 import sys
 import tempfile
 import threading
+import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -127,6 +130,40 @@ def in_ranks(ranks, work, *arguments):
             process.kill()
         assert codes == [0] * ranks, "see the standard error of the ranks"
         return json.loads((Path(folder) / "result.json").read_text())
+
+
+def fork(work, said, **environment) -> int:
+    """The number of a fork of this process that does work(); the file `said` has what it prints."""
+    if process := os.fork():
+        return process
+    try:
+        file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1), os.dup2(file, 2)
+        sys.stdout, sys.stderr = open(1, "w"), open(2, "w")
+        os.environ.update(environment)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        work()
+        sys.stdout.flush()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(1)
+
+
+def fork_ranks(ranks, work, said):
+    """So many forks that do work() together, as torchrun starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return [fork(work, said, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+                 LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            for rank in range(ranks)]
+
+
+def ended(process):
+    """Its exit status, once it has ended."""
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def run_rank(rank, ranks, folder, work, arguments):

@@ -10,25 +10,22 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
-import traceback
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from accelerate.state import AcceleratorState
-from conftest import Toy, make_model, make_tokenizer
+from conftest import Toy, ended, fork, fork_ranks, make_model, make_tokenizer
 from test_coevolve import contents
 
 import dpo
 import envs
 import mutual
 from engine.checkpoint import Damaged
-from harness import files, settings
+from harness import files
 from harness.settings import SettingsError
 from playing import episodes as phases
 from playing.rollout import Sampling, rollout
@@ -302,35 +299,22 @@ def disk_of(size):
 
 
 def test_a_full_disk_stops_the_run_at_any_write_and_loses_nothing(undisturbed, toy_run, tmp_path):
-    met = set()
-    for size in (100, 90_000):
+    """At its first file, at the weights of an agent, and at a checkpoint, which is larger."""
+    weights = (undisturbed / "sft-target/model.safetensors").stat().st_size
+    for size, name in ((100, "run/config.json"), (90_000, "run/sft-target.tmp"),
+                       (2 * weights, "checkpoint/writing/whole.pt")):
         with pytest.raises(Exception) as error, disk_of(size):
             toy_run(*FEW)
         line = start.one_line(error.value)
-        assert line and "\n" not in line and "too large" in line, repr(error)
-        met |= set(re.findall(r"run/([\w./-]+)", line))
-        assert not (tmp_path / "run/result.json").exists()
+        assert line and "\n" not in line and name in line, repr(error)
+        assert not (tmp_path / "run/sft-target").exists()
+        del error
         gc.collect()
-    assert {"config.json", "sft-target.tmp"} == met, met
     assert contents(toy_run(*FEW)) == contents(undisturbed)
 
 
-def test_a_disk_that_is_full_at_a_checkpoint_stops_the_phase_and_loses_nothing(
-        undisturbed, toy_run, tmp_path):
-    weights = (undisturbed / "sft-target/model.safetensors").stat().st_size
-    with pytest.raises(OSError) as error, disk_of(2 * weights):  # moments take twice as much
-        toy_run(*FEW)
-    line = start.one_line(error.value)
-    assert "is the disk full?" in line and "checkpoint/writing/whole.pt" in line, line
-    assert "\n" not in line and not (tmp_path / "run/sft-target").exists()
-    del error
-    gc.collect()
-    assert contents(toy_run(*FEW)) == contents(undisturbed)
-
-
-RUN_FILES = ["config.json", "phases.json", "metrics.jsonl", "experts.jsonl",
-             "iter1/pairs-target.jsonl", "sft-target/model.safetensors",
-             "iter1/target-agent/config.json", "eval-0-target-test.jsonl"]
+RUN_FILES = ["config.json", "phases.json", "metrics.jsonl", "iter1/pairs-target.jsonl",
+             "sft-target/model.safetensors"]
 
 
 @pytest.mark.parametrize("name", RUN_FILES)
@@ -364,18 +348,13 @@ def test_a_damaged_checkpoint_inside_a_phase_is_named(toy_run, tmp_path):
             toy_run(Toy, *flags)
 
 
-def test_a_forgotten_phase_is_done_again_with_all_that_follow(toy_run, finished, undisturbed):
+def test_a_forgotten_phase_or_a_deleted_file_is_made_again_with_all_that_follows(
+        toy_run, finished, undisturbed, capfd):
     phases = json.loads((finished / "phases.json").read_text())
     del phases["iter1/pairs-target.jsonl"]
     (finished / "phases.json").write_text(json.dumps(phases))
     (finished / "result.json").write_text("{")
     assert contents(toy_run(*FEW)) == contents(undisturbed)
-
-
-def test_a_deleted_file_is_made_again_with_all_that_follows(toy_run, finished, undisturbed, capfd):
-    (finished / "result.json").unlink()
-    toy_run(*FEW)
-    assert (finished / "result.json").exists() and "gone" not in capfd.readouterr().out
     (finished / "iter1/target.jsonl").unlink()
     toy_run(*FEW)
     assert "iter1/target.jsonl is gone: computing it and all that follows" in capfd.readouterr().out
@@ -404,32 +383,16 @@ def test_clocks_may_jump(toy_run, undisturbed, monkeypatch):
 
 # ------------------------------------------------------------------------------ processes
 
-def begin(small_model, folder, env, *flags, **environment):
-    """The number of a fork of this process that runs co-evolution; folder/said has what it says."""
-    if process := os.fork():
-        return process
-    try:
-        said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(said, 1), os.dup2(said, 2)
-        sys.stdout, sys.stderr = open(1, "w"), open(2, "w")
+def begin(small_model, folder, env, *flags):
+    """What runs co-evolution in that environment, in a process of its own."""
+    def work():
         sys.argv = ["coevolve.py"]
-        os.environ.update(environment)
-        AcceleratorState._reset_state(reset_partial_state=True)
         envs.make, envs.Repaired.waits = lambda *_, **__: envs.Repaired(env()), (0.0,)
         small = ["--model", small_model, "--iterations", 1, "--sft-epochs", 1, "--max-tokens", 256,
                  "--max-new-tokens", 6, "--threads", 1, "--slots", 3, "--out", folder / "run"]
         start.start([*map(str, small), *map(str, flags)], mutual.loop_of, None)
-        sys.stdout.flush()
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-    os._exit(1)
 
-
-def ended(process):
-    """Its exit status, once it has ended."""
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    return work
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -440,7 +403,7 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path, small_model, number, status):
             (tmp_path / "hangs").touch()
             time.sleep(600)
 
-    process = begin(small_model, tmp_path, Hangs, *FEW[1:])
+    process = fork(begin(small_model, tmp_path, Hangs, *FEW[1:]), tmp_path / "said")
     while not (tmp_path / "hangs").exists():
         time.sleep(0.05)
     os.kill(process, number)
@@ -460,11 +423,7 @@ def test_when_a_rank_dies_all_stop_with_its_message(tmp_path, small_model, fault
                 raise fault()
             return super().step(reply)
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    ranks = [begin(small_model, tmp_path, Fails, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2",
-                   MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in "01"]
+    ranks = fork_ranks(2, begin(small_model, tmp_path, Fails), tmp_path / "said")
     assert all([ended(process) for process in ranks])
     said = (tmp_path / "said").read_text()
     assert says in said and "Traceback" not in said
@@ -497,37 +456,18 @@ def scored(score):
     return Scored
 
 
-def test_without_failures_there_are_no_pairs_and_the_agents_stay(toy_run, capfd):
-    run = toy_run(scored(lambda task, replies: 1.0))
-    out = capfd.readouterr().out
-    assert "no pairs for the target agent, which stays as it is" in out
-    assert "no pairs for the failure agent, which stays as it is" in out
-    assert (run / "iter1/pairs-target.jsonl").read_text() == ""
-    for agent in ("target", "failure"):
-        assert ((run / f"iter1/{agent}-agent/model.safetensors").read_bytes()
-                == (run / f"sft-{agent}/model.safetensors").read_bytes())
-    found = {e["trains"]: e["dropped"] for e in events(run, "pairs")}
-    assert found == {"target": {"as good as the expert": 16, "not both failures": 8},
-                     "failure": {"not both failures": 8}}
-    assert [e["success"] for e in events(run, "evaluation")] == [1.0] * 4
-
-
-def test_failures_with_equal_rewards_train_the_target_alone(toy_run, capfd):
-    run = toy_run(scored(lambda task, replies: 0.5))
-    out = capfd.readouterr().out
-    assert "no pairs for the failure agent" in out and "no pairs for the target" not in out
+@pytest.mark.parametrize("reward, target, failure", [
+    (1.0, ({}, {"as good as the expert": 16, "not both failures": 8}), {"not both failures": 8}),
+    (0.5, ({"expert>target": 8, "expert>failure": 8}, {"equal failures": 8}), {"equal failures": 8})])
+def test_an_agent_without_pairs_stays_as_it_is(toy_run, reward, target, failure):
+    """Where nobody fails there are none, and of equal failures none for the failure agent."""
+    run = toy_run(scored(lambda task, replies: reward))
     found = {e["trains"]: (e["kept"], e["dropped"]) for e in events(run, "pairs")}
-    assert found == {"target": ({"expert>target": 8, "expert>failure": 8}, {"equal failures": 8}),
-                     "failure": ({}, {"equal failures": 8})}
-    assert ((run / "iter1/target-agent/model.safetensors").read_bytes()
-            != (run / "sft-target/model.safetensors").read_bytes())
-
-
-def test_one_instruction_is_enough(toy_run):
-    run = toy_run(Toy, "--train-tasks", 1, "--eval-tasks", 1, "--rollouts", 4, "--dpo-batch", 1)
-    assert len((run / "experts.jsonl").read_text().splitlines()) == 1
-    assert {e["trajectories"] for e in events(run, "exploration")} == {4}
-    assert all(e["tasks"] == 1 for e in events(run, "evaluation"))
+    assert found == {"target": target, "failure": ({}, failure)}
+    for agent, kept in (("target", target[0]), ("failure", {})):
+        stays = ((run / f"iter1/{agent}-agent/model.safetensors").read_bytes()
+                 == (run / f"sft-{agent}/model.safetensors").read_bytes())
+        assert stays == (not kept)
 
 
 # ------------------------------------------------------------------------------ secrets
@@ -541,22 +481,9 @@ def test_secrets_are_in_no_file_and_no_line(small_model, tmp_path, fault):
                 raise fault
             return super().step(reply)
 
-    status = ended(begin(small_model, tmp_path, Fails, *FEW[1:], HF_TOKEN="hf_canary1",
-                         MYSQL_PWD="canary3", OPENAI_API_KEY="sk-canary2", WANDB_API_KEY="canary4"))
+    status = ended(fork(
+        begin(small_model, tmp_path, Fails, *FEW[1:]), tmp_path / "said", HF_TOKEN="hf_canary1",
+        MYSQL_PWD="canary3", OPENAI_API_KEY="sk-canary2", WANDB_API_KEY="canary4"))
     found = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert len(found) > 9 and (status == 0) == (fault is None)
     assert not any(b"canary" in text for text in found)
-
-
-@pytest.mark.parametrize("flags", [
-    "--webshop-url http://user:can%40ary@shop:3000", "--webshop-url http://u:canary@h/?q --bogus",
-    "--env intercodesql --mysql-url mysql://agent:can@ary@h:1",
-    "--env intercodesql --mysql-url mysql://agent:can/ary@h:1", "--mysql-urll mysql://a:canary@h:1",
-    "--env intercodesql --mysql-url mysql://agent:canary@h:99999 --intercode-data d --model m",
-    "--experts http://u:canary@h/f --seed -1", "--model https://u:canary@hub/m --max-tokens 0",
-])
-def test_a_refusal_masks_passwords(flags, monkeypatch):
-    monkeypatch.setenv("MYSQL_PWD", "")
-    with pytest.raises(SettingsError) as error:
-        settings.parse(flags.split())
-    assert "canary" not in str(error.value) and "ary@" not in str(error.value)

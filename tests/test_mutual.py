@@ -4,22 +4,21 @@ import copy
 import gc
 import json
 import math
+import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import make_model, make_tokenizer
+from conftest import ended, fork, fork_ranks, make_model, make_tokenizer
 
 import dpo
 import envs
@@ -29,11 +28,10 @@ from harness import report
 from harness.log import Log
 from harness.settings import Settings, SettingsError, check
 from look.conversations import conversations
+from program import start
 from program.run import Run
 from worlds import Step, World, fields_of
 from worlds.intercodesql.world import InterCodeSQL
-
-ROOT = Path(__file__).parent.parent
 
 # ------------------------------------------------------------------------------------- GRPO
 
@@ -47,13 +45,6 @@ ROOT = Path(__file__).parent.parent
 ])
 def test_advantages_by_hand(rewards, expected):
     assert mutual.advantages(rewards) == pytest.approx(expected, abs=2e-6)
-
-
-def test_advantages_sum_to_zero():
-    rng = random.Random(0)
-    for _ in range(100):
-        found = mutual.advantages([rng.choice([0, 0.25, 0.7, 1]) for _ in range(8)])
-        assert abs(sum(found)) < 1e-9
 
 
 @pytest.fixture(scope="module")
@@ -135,17 +126,6 @@ def test_both_bounds_for_both_signs(agent, monkeypatch, advantage, ratio, expect
     assert statistics == {"action": [1, ratio in (2.0, 0.5)]}
 
 
-def test_the_gradient_of_k3_at_the_reference_is_zero(agent):
-    model, group, sampler = policies(agent)
-    group.advantages = [0.0] * 4
-    for name in ("old", "ref"):
-        setattr(group, name, dpo.log_probs_of(Accelerator(cpu=True), model, [group], 4096,
-                                              sampler=sampler)[0])
-    loss, _ = mutual.grpo_loss(model, [group], sampler, 0.2, 0.28, 1.0)
-    gradient = torch.autograd.grad(loss, model.lm_head.weight)[0]
-    assert loss.item() == pytest.approx(0, abs=1e-10) and gradient.abs().max() < 1e-6
-
-
 def test_log_probabilities_are_those_of_the_distribution_sampled_from(agent):
     """Over the words that may be drawn they sum to 1; what is never drawn has none of it."""
     model, encoder = agent
@@ -224,16 +204,6 @@ def test_every_gold_query_inverts_to_a_question_with_the_same_rows(databases):
     assert same > 900  # of 5,400: a column may be called as stored or by a synonym
 
 
-def test_what_the_tiny_tokenizer_decodes_is_read_back(databases):
-    env, generator = databases
-    question = next(q for q in env.world.questions["train"].values() if "COUNT(*)" in q["gold"])
-    task = next(t for t in env.tasks("train") if env.find(t) == question)
-    apart = question["gold"].replace("COUNT(*)", "COUNT ( * )")
-    found, = generator.finds(task, ["SHOW TABLES", apart, "submit"], random.Random(0))
-    assert found["task"]["gold"] == question["gold"] and generator.verify(found) is None
-    assert generator.patterns(task, [apart]) == generator.patterns(task, [question["gold"]])
-
-
 def test_a_query_that_its_words_would_not_say_is_of_no_family(databases):
     """Places are where things are, not in them; names have no average and none is above 20."""
     env, generator = databases
@@ -245,12 +215,7 @@ def test_a_query_that_its_words_would_not_say_is_of_no_family(databases):
                     f"SELECT AVG({label}) FROM {other}", f"SELECT {label} FROM {other} "
                     f"WHERE {text} > 20", f"SELECT {label} FROM {other} ORDER BY {text} DESC"):
             assert generator.question(db, sql, random.Random(0)) is None, sql
-
-
-def test_a_damaged_query_is_of_no_family(databases):
-    env, generator = databases
-    for task in env.tasks("train")[:50]:
-        question = env.find(task)
+    for question in env.world.questions["train"].values():
         for damaged in (question["gold"] + " LIMIT 3 OFFSET 1", "SELECT", question["gold"] + " x",
                         question["gold"].replace("SELECT", "SELECT nothing,", 1)):
             assert generator.question(question["db"], damaged, random.Random(0)) is None
@@ -295,7 +260,6 @@ def test_planted_questions_are_refused(databases):
     assert generator.refusal({**train, "query": "x", "gold": "SELECT 1"}) is None
     for gold in ("SELECT @@version", "DROP TABLE t"):  # nobody may ask that
         assert "cannot be asked" in generator.refusal({**train, "query": "x", "gold": gold})
-    # However it is written.
     gold, asked = train["gold"], "a question of a split"
     for other in (gold.lower(), gold.replace(" FROM ", " -- all\nFROM ") + " ;", f"{gold}/* x */"):
         assert generator.refusal({**train, "query": "x", "gold": other}) == asked
@@ -359,6 +323,11 @@ def test_goals_of_splits_and_of_held_out_products_are_refused(shop):
             # What a held-out product meets is refused, whatever family it was thought of in.
             one = {**goal, "attributes": goal["attributes"][:1], "goal_options": ["mauve"]}
             assert generator.refusal(one) == "no product meets it"
+    new = next(found["task"] for task in env.tasks("train") for found in generator.finds(
+        task, replies_of(env, task), random.Random(3)) if not generator.refusal(found["task"]))
+    for words in (env.find(env.tasks(split)[0])["instruction"] for split in ("test", "unseen")):
+        said = {**new, "instruction": f" {words.upper()}"}
+        assert generator.refusal(said) == "a goal of a split"
     for goal in (env.find(task) for task in env.tasks("unseen")):
         one = {**goal, "attributes": goal["attributes"][:1], "price_upper": goal["price_upper"] + 1}
         assert generator.refusal(one) in ("a goal of a split", "a held-out product meets it")
@@ -413,16 +382,6 @@ def test_solutions_that_do_not_prove_a_goal_are_refused(shop):
     assert again == found  # what did nothing is no part of a solution
 
 
-def test_a_goal_is_not_asked_for_in_the_words_of_another(shop):
-    env, generator = shop
-    found = next(found for task in env.tasks("train") for found in generator.finds(
-        task, replies_of(env, task), random.Random(3)) if not generator.refusal(found["task"]))
-    for split in ("test", "unseen"):
-        words = env.find(env.tasks(split)[0])["instruction"]
-        for said in (words, f" {words.upper()}"):
-            assert generator.refusal({**found["task"], "instruction": said}) == "a goal of a split"
-
-
 def test_patterns_count_what_was_carried_out_alone(shop, databases):
     env, generator = shop
     task = env.tasks("train")[0]
@@ -431,7 +390,9 @@ def test_patterns_count_what_was_carried_out_alone(shop, databases):
     env, generator = databases
     task = env.tasks("train")[0]
     assert generator.patterns(task, ["SELECT nonsense", "SHOW TABLES", "submit"]) == set()
-    assert len(generator.patterns(task, [env.find(task)["gold"]])) == 1
+    gold = env.find(task)["gold"]
+    pattern, = generator.patterns(task, [gold])  # as the tiny tokenizer decodes it, too
+    assert generator.patterns(task, [re.sub(r"([(),*])", r" \1 ", gold)]) == {pattern}
 
 
 # ----------------------------------------------------------------------------------- the loop
@@ -557,12 +518,6 @@ def test_a_segment_that_goes_on_says_again_what_it_had_said(run, monkeypatch):
     assert events(stopped, "full") == events(whole, "full") != []
 
 
-def test_the_task_set_also_grows_from_training_tasks(run):
-    r = run("evolve", start_from="train")
-    sizes = [len(mutual.task_set(r, i)) for i in range(3)]
-    assert sizes[0] == 5 and sizes[2] > 5 and len(r.tasks.added()) == sizes[2] - 5
-
-
 def test_what_is_forgotten_is_what_was_won_in_the_visits_before(run):
     r = run("evolve", window=2, grpo_steps=8, evolve_every=6, step_rollouts=3)
     visits = {}
@@ -578,8 +533,7 @@ def test_what_is_forgotten_is_what_was_won_in_the_visits_before(run):
 
 
 @pytest.mark.parametrize("changed", [dict(method="evolve"), dict(method="grpo")])
-def test_a_world_without_new_tasks_is_refused_before_anything_runs(run, changed, monkeypatch,
-                                                                   tmp_path):
+def test_a_world_without_new_tasks_is_refused_before_anything_runs(run, changed, monkeypatch, tmp_path):
     monkeypatch.setattr(Letters, "task_generator", World.task_generator)
     with pytest.raises(envs.Refused, match="letters: nobody makes new tasks in this world"):
         run(**changed)
@@ -590,22 +544,22 @@ def test_a_world_without_new_tasks_is_refused_before_anything_runs(run, changed,
 
 def test_signals_have_their_evidence_and_a_task_is_picked_once(run):
     r = run("evolve", rare_below=60.0)
-    rows = [row for i in (1, 2) for row in r.folder.read_jsonl(f"iter{i}/signals.jsonl")]
-    assert {"boundary", "rare"} <= {row["signal"] for row in rows}
-    for row in rows:
-        if row["signal"] == "boundary":
-            assert row["failure"] and row["success"]
+    signals = set()
     for i in (1, 2):
-        picked = [row["task"] for row in r.folder.read_jsonl(f"iter{i}/signals.jsonl") if row["picked"]]
-        assert len(picked) == len(set(picked)) > 0
+        rows = r.folder.read_jsonl(f"iter{i}/signals.jsonl")
+        signals |= {row["signal"] for row in rows}
+        assert all(row["failure"] and row["success"] for row in rows if row["signal"] == "boundary")
+        picked = [row["task"] for row in rows if row["picked"]]
         visited = {t.task for t in r.folder.trajectories(f"iter{i}/target-agent/episodes.jsonl")}
-        assert set(picked) <= visited
+        assert len(picked) == len(set(picked)) > 0 and set(picked) <= visited
+    assert {"boundary", "rare"} <= signals
 
 
 def test_without_new_tasks_evolution_is_grpo_bit_for_bit(run):
     a, b = run("evolve", "a", add_most=0), run("grpo", "b")
     assert weights(a, 3) == weights(b, 3)
-    assert weights(a, 3) != weights(run("grpo", "c", seed=1), 3)
+    kl = [e["kl"] for e in events(b, "grpo")]
+    assert kl[0] == pytest.approx(0, abs=1e-5) and abs(kl[-1]) > 1e-6  # it starts at the reference
 
 
 def test_a_run_goes_on_in_the_precision_that_it_was_begun_in(run, monkeypatch):
@@ -614,11 +568,6 @@ def test_a_run_goes_on_in_the_precision_that_it_was_begun_in(run, monkeypatch):
     monkeypatch.setattr(Accelerator, "mixed_precision", property(lambda self: "bf16"))
     with pytest.raises(SettingsError, match=r"precision \(no -> bf16\); give another --out"):
         run("grpo")
-
-
-def test_the_first_step_starts_at_the_reference(run):
-    kl = [e["kl"] for e in events(run("grpo"), "grpo")]
-    assert kl[0] == pytest.approx(0, abs=1e-5) and abs(kl[-1]) > 1e-6
 
 
 def test_each_pass_visits_every_task_and_no_step_one_twice(run):
@@ -635,25 +584,22 @@ def test_each_pass_visits_every_task_and_no_step_one_twice(run):
 
 
 def test_random_exploration_has_no_signal_and_as_many_episodes(run):
-    a, b = run("evolve", "a"), run("evolve", "b", explorer="random")
+    a, b = run("evolve", "a", start_from="train"), run("evolve", "b", explorer="random", verify=False,
+                                                       start_from="train")
     counts = [[e["episodes"] for e in events(r, "explored")] for r in (a, b)]
-    assert counts[0][:2] == counts[1][:2]
+    assert counts[0][0] == counts[1][0]
     assert {t.agent for t in b.folder.trajectories("iter1/explored.jsonl")} == {"random"}
-
-
-def test_without_verification_proposals_join_as_they_come(run):
-    r = run("evolve", verify=False)
-    assert any(row["task"]["number"] % 2 for row in r.tasks.added())
+    for r, odd in ((a, False), (b, True)):  # without verification proposals join as they come
+        sizes = [len(mutual.task_set(r, i)) for i in range(3)]
+        assert sizes[0] == 5 and sizes[2] > 5 and len(r.tasks.added()) == sizes[2] - 5
+        assert any(row["task"]["number"] % 2 for row in r.tasks.added()) == odd
 
 
 def test_an_address_or_key_that_cannot_be_is_said_before_anything_runs(run, endpoint, monkeypatch,
                                                                        tmp_path):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    for url, faults, message in (
-            (endpoint.url, [(401, "no such key", {})], "status 401: no such key"),
-            (endpoint.url, [(404, "no model m", {})], "status 404: no model m"),
-            (endpoint.url, [(308, "moved", {"Location": "/v2"})], "status 308"),
-            ("http://127.0.0.1:9/v1", [], "ConnectionError")):
+    for url, faults, message in ((endpoint.url, [(401, "no such key", {})], "401: no such key"),
+                                 ("http://127.0.0.1:9/v1", [], "ConnectionError")):
         endpoint.faults = faults
         with pytest.raises(envs.EnvError, match=message):
             run("evolve", explorer=url, explorer_model="m")
@@ -664,14 +610,21 @@ def test_an_address_or_key_that_cannot_be_is_said_before_anything_runs(run, endp
 # ----------------------------------------------------------------------------------- processes
 
 
-KILLED = """
-import sys
-sys.path[:0] = [{tests!r}, {root!r}]
-import envs, runpy
-from test_mutual import Letters
-envs.make = lambda *_, **__: envs.Repaired(Letters("short"))
-runpy.run_path({root!r} + "/coevolve.py", run_name="__main__")
-"""
+FEW = dict(max_tokens=400, max_new_tokens=4, slots=8, warm_start="none", start_tasks=5, evolve_every=2,
+           step_tasks=3, step_rollouts=4, grpo_batch=2, near_text=1, threads=1)
+
+
+def evolving(small_model, out, **changed):
+    """What runs CoEvolve on letters, in a process of its own."""
+    values = dict(FEW, method="evolve", model=small_model, out=out, **changed)
+
+    def work():
+        sys.argv = ["coevolve.py"]
+        envs.make = lambda *_, **__: envs.Repaired(Letters("short"))
+        start.start([x for name, value in values.items() for x in (f"--{name}", str(value))],
+                    mutual.loop_of, None)
+
+    return work
 
 
 def files_of(run):
@@ -680,27 +633,17 @@ def files_of(run):
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(small_model, tmp_path):
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED.format(tests=str(ROOT / "tests"), root=str(ROOT)))
-    flags = dict(method="evolve", model=small_model, max_tokens=400, max_new_tokens=4, slots=8,
-                 warm_start="none", start_tasks=5, grpo_steps=6, evolve_every=2, step_tasks=3,
-                 step_rollouts=4, grpo_batch=2, grpo_lr=1e-4, near_text=1.0,
-                 checkpoint_minutes=0, threads=1)
-    command = [sys.executable, str(script), *(
-        x for name, value in flags.items() for x in (f"--{name}", str(value)))]
-
     def finish(out, kills=0):
         rng = random.Random(5)
+        work = evolving(small_model, out, grpo_steps=6, grpo_lr=1e-4, checkpoint_minutes=0)
         for _ in range(kills):
-            process = subprocess.Popen([*command, "--out", str(out)], stdout=subprocess.DEVNULL,
-                                       stderr=subprocess.DEVNULL)
-            while process.poll() is None and not (out / "metrics.jsonl").exists():
+            process, deadline = fork(work, tmp_path / "said"), time.monotonic() + 60
+            while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
-            time.sleep(rng.uniform(0.1, 1.5))
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-        done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
+            time.sleep(rng.uniform(0.1, 1))
+            os.kill(process, signal.SIGKILL)
+            ended(process)
+        assert ended(fork(work, tmp_path / "said")) == 0, (tmp_path / "said").read_text()[-3000:]
         return files_of(out)
 
     assert finish(tmp_path / "killed", kills=4) == finish(tmp_path / "whole")
@@ -716,23 +659,17 @@ def test_a_state_before_the_first_update_has_no_moments(tmp_path):
     assert state().restore(model, optimizer) == (3, []) and not optimizer.state
 
 
-def test_two_sharded_processes_evolve_like_one(hub_folder, tmp_path):
-    script = tmp_path / "two.py"
-    script.write_text(KILLED.format(tests=str(ROOT / "tests"), root=str(ROOT)))
-    flags = ["--method", "evolve", "--model", str(hub_folder), "--max-tokens", "400", "--threads",
-             "1", "--max-new-tokens", "4", "--slots", "8", "--warm-start", "none", "--start-from",
-             "train", "--start-tasks", "5", "--grpo-steps", "4", "--evolve-every", "2",
-             "--step-tasks", "3", "--step-rollouts", "4", "--grpo-batch", "2", "--grpo-lr", "1e-5",
-             "--near-text", "1"]
-    two = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    for out, launcher, more in (("one", [], []), ("two", two, ["--shard", "on"])):
-        done = subprocess.run([sys.executable, *launcher, str(script), *flags, *more, "--out",
-                               str(tmp_path / out)], capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
+def test_two_sharded_processes_evolve_like_one(small_model, tmp_path):
+    said = tmp_path / "said"
+    for ranks, more in ((1, {}), (2, dict(shard="on"))):
+        work = evolving(small_model, tmp_path / str(ranks), start_from="train", grpo_steps=4,
+                        grpo_lr=1e-5, **more)
+        started = fork_ranks(ranks, work, said) if ranks > 1 else [fork(work, said)]
+        assert [ended(process) for process in started] == [0] * ranks, said.read_text()[-3000:]
     events = [[json.loads(line) for line in (tmp_path / out / "metrics.jsonl").open()]
-              for out in ("one", "two")]
+              for out in "12"]
     steps = [[(e["loss"], e["kl"]) for e in found if e["event"] == "grpo"] for found in events]
     assert torch.tensor(steps[0]).sub(torch.tensor(steps[1])).abs().max() < 1e-6
     assert len(steps[0]) == 4 and abs(steps[0][3][1]) > 1e-4  # it has learnt something
-    one, two = ((tmp_path / out / "iter1/tasks.jsonl").read_text() for out in ("one", "two"))
+    one, two = ((tmp_path / out / "iter1/tasks.jsonl").read_text() for out in "12")
     assert one == two != ""

@@ -1,7 +1,6 @@
 """What is trained on and what is evaluated: counts, tasks that are in both, experts of elsewhere."""
 
 import json
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -61,42 +60,14 @@ def test_goals_of_a_server_are_known_by_their_numbers(tmp_path):
     assert line.startswith("5 of 200 evaluated tasks are also trained on (--experts ")
     assert "webshop-test-0 (as webshop-train-0), webshop-test-4" in line
     assert "webshop-test-12" not in line
-    for remedy in ("--split-file", "--eval-tasks", "--overlap drop", "--overlap keep"):
-        assert remedy in line
-    assert "\n" not in line
-
+    assert "--split-file" in line and "--overlap drop" in line and "\n" not in line
     found = survey(settings(webshop_url=ADDRESS, experts=file, eval_tasks=200, overlap="drop"))
     assert found.left_out == {f"webshop-train-{n}" for n in (0, 4, 9, 12, 199)}
-    assert found.counts == (f"webshop: 7 experts from {file}, 200 of 500 test tasks; split by rule; "
-                            "5 experts of evaluated tasks left out")
     found = survey(settings(webshop_url=ADDRESS, experts=file, eval_tasks=200, overlap="keep"))
     assert (found.left_out, found.about["overlap"], found.about["experts"]) == (set(), 5, 7)
-    assert survey(settings(webshop_url=ADDRESS, experts=file, eval_tasks=200, train_tasks=0,
-                           eval_splits="validation")).about["overlap"] == 0  # 500-699
     # Those that are not trained on do not count.
     assert survey(settings(webshop_url=ADDRESS, experts=published(["a_3000", "a_7"], tmp_path / "f"),
                            eval_tasks=200, train_tasks=1)).about["experts"] == 1
-
-
-@pytest.mark.parametrize("variable, by_rule, of_rule, both", [
-    ("ETO_REPOSITORY", (106, 274, 102), (200, 500, 1000), 21),
-    ("IPR_REPOSITORY", (80, 186, 124), (200, 500, 1000), 12)])
-def test_the_published_lists(variable, by_rule, of_rule, both, tmp_path):
-    if not os.environ.get(variable):
-        pytest.skip(f"{variable} names no copy of their repository")
-    folder = Path(os.environ[variable]) / "eval_agent/data/webshop"
-    listed = json.loads((folder / "train_indices.json").read_text())
-    file = published(dict.fromkeys(listed), tmp_path / "e")
-    for count, of, more in zip(by_rule, of_rule, (dict(eval_tasks=200), {},
-                                                  dict(eval_splits="validation"))):
-        with pytest.raises(SettingsError, match=f"^{count} of {of} evaluated tasks"):
-            survey(settings(webshop_url=ADDRESS, experts=file, **more))
-    s = dict(webshop_url=ADDRESS, experts=file, split_file=str(folder))
-    with pytest.raises(SettingsError, match=f"^{both} of 200 evaluated tasks"):
-        survey(settings(**s))
-    assert len(survey(settings(**s, overlap="drop")).left_out) == both
-    kept = survey(settings(**s, overlap="keep"))
-    assert kept.about["overlap"] == both and f"split {folder}" in kept.counts
 
 
 @pytest.mark.skipif(not (DATA / "scienceworld").exists(), reason="the published lists are absent")
@@ -138,13 +109,10 @@ def test_questions_are_known_by_text_and_database(tmp_path):
                            mysql_url="mysql://a@h")).about["split_by"] == str(tmp_path)
 
 
-def test_no_built_in_split_overlaps_another():
-    for env in ("webshop", "intercodesql", "scienceworld"):
-        for splits in ("test", "validation"):
-            found = survey(settings(env=env, eval_splits=splits))
-            assert found.about["overlap"] == 0 and "split by rule" in found.counts
-    if (DATA / "intercode").exists():
-        assert survey(settings(env="intercodesql", intercode_data=str(DATA / "intercode"))).about["overlap"] == 0
+@pytest.mark.parametrize("env", ["webshop", "intercodesql", "scienceworld"])
+def test_no_built_in_split_overlaps_another(env):
+    for splits in ("test", "validation"):
+        assert survey(settings(env=env, eval_splits=splits)).about["overlap"] == 0
 
 
 def test_an_experts_file_of_ours_may_hold_evaluated_tasks(tmp_path):
@@ -224,23 +192,18 @@ def test_tasks_of_a_run_are_those_of_its_own_data(tmp_path):
         survey(replace(s, model=str(tmp_path / "gone/iter3")))
 
 
-def test_a_run_that_evaluates_says_nothing_of_training_tasks():
-    assert survey(settings(method="evaluate")).counts == (
-        "webshop: 250 of 250 test, 144 of 144 unseen tasks; split by rule")
-    assert survey(settings(method="evaluate", train_tasks=9999)).tried == [
-        "webshop-test-249", "webshop-unseen-143"]
+def test_a_run_that_evaluates_tries_the_last_task_of_each_split(tmp_path):
+    found = survey(settings(method="evaluate", train_tasks=9999))  # and counts no training tasks
+    assert found.tried == ["webshop-test-249", "webshop-unseen-143"]
     with pytest.raises(SettingsError, match="--eval-tasks 145: webshop has 144 unseen tasks"):
         survey(settings(method="evaluate", eval_tasks=145))
-
-
-def test_of_a_server_the_highest_goals_are_tried(tmp_path):
     (tmp_path / "train_indices.json").write_text("[7, 3, 7]")
-    (tmp_path / "test_indices.json").write_text("[11896, 2]")
+    (tmp_path / "test_indices.json").write_text("[11896, 2]")  # of a server the highest goal
     found = survey(settings(webshop_url=ADDRESS, split_file=str(tmp_path), method="evaluate"))
     assert found.tried == ["webshop-test-11896"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", "[-1]", '["1"]', "[true]", "[1e99]", None])
+@pytest.mark.parametrize("text", ["{", "[]", "[-1]", "[true]", None])
 def test_lists_of_goals_that_cannot_be_are_named(tmp_path, text):
     (tmp_path / "train_indices.json").write_text("[1]")
     if text is not None:
@@ -278,30 +241,15 @@ def talk(turn):
 
 def test_experts_of_this_shop_pass_whatever_their_limits(official):  # noqa: F811
     make = lambda: envs.make("webshop", webshop_url=official.url)
-    shop = make()
-    found = []
+    shop, found = make(), []
     for n in range(20):
         turn = opening(shop, f"webshop-test-{n}")
         turn["content"] = re.sub(r"lower than [\d.]+", f"lower than {n + 1}0.00", turn["content"])
         found.append((f"webshop-train-{n}", talk(turn), 1.0))
     tasks.check_openings(ARun(make), found)
     found[13] = ("webshop-train-13", talk(opening(shop, "webshop-test-14")), 1.0)
-    with pytest.raises(SettingsError) as error:
+    with pytest.raises(SettingsError, match="--experts FILE: webshop-train-13 is another task here"):
         tasks.check_openings(ARun(make), found)
-    line = str(error.value)
-    assert line.startswith("--experts FILE: webshop-train-13 is another task here. It opens there | here")
-    there, here = re.findall(r"'([^']*)'", line)[-2:]
-    assert there != here and len(line) < 500 and "\n" not in line
-
-
-def test_numbers_that_mean_other_questions_are_refused(tmp_path):
-    env = envs.make("intercodesql")
-    names = env.tasks("train")
-    right = [(t, talk(opening(env, t)), 1.0) for t in names[:40]]
-    tasks.check_openings(ARun(lambda: envs.make("intercodesql")), right)
-    wrong = [(b, messages, 1.0) for (_, messages, _), b in zip(right, names[1:])]
-    with pytest.raises(SettingsError, match="intercodesql-train-1 is another task here"):
-        tasks.check_openings(ARun(lambda: envs.make("intercodesql")), wrong)
 
 
 def test_what_is_set_aside():
@@ -361,9 +309,6 @@ def test_a_run_refuses_experts_of_elsewhere_before_it_trains(toy_run, tmp_path, 
     toy_run(Told, "--method", "sft", "--experts", file, "--out", again)
     assert (again / "experts.jsonl").read_bytes() == file.read_bytes()
     assert json.loads((again / "config.json").read_text())["tasks"]["experts"] == 8
-    first = table(again).splitlines()[0]
-    assert first.endswith("seed 0, split by rule")
-
     monkeypatch.setattr(Told, "changed", "toy-train-6")
     with pytest.raises(SettingsError, match="toy-train-6 is another task here.*word.*sentence"):
         toy_run(Told, "--method", "sft", "--experts", file, "--out", tmp_path / "refused")
@@ -388,5 +333,4 @@ def test_left_out_experts_are_counted(toy_run, tmp_path):
     assert [e for e in events if e["event"] == "dropped"] == [dict(
         event="dropped", phase="experts.jsonl", reason="evaluated too", count=1, tasks=["toy-test-2"])]
     toy_run(Toy, *flags[:-1], tmp_path / "kept", "--overlap", "keep")
-    kept = tmp_path / "kept"
-    assert table(kept).splitlines()[1] == "1 evaluated tasks were also trained on (--overlap keep)"
+    assert "--overlap keep" in table(tmp_path / "kept").splitlines()[1]
