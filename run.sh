@@ -8,6 +8,7 @@
 #   bash run.sh play ENV [TASK]        play a task yourself; --agent RUN: with a trained agent
 #   bash run.sh compare RUN RUN ...    one report on several runs: means over seeds, by method
 #   bash run.sh study webshop [...]    methods x seeds and one report; --help lists what it takes
+#   bash run.sh tour                   docs/tour.md again: one task's way through both methods
 #   bash run.sh pretrain               make the tiny model again, or one of your own texts
 #   bash run.sh load-intercode DUMP --admin-url URL --mysql-url URL
 #                                      InterCode's databases into a MySQL or MariaDB server
@@ -67,11 +68,11 @@ add() {
 
 command=${1:-}
 case $command in
-    page | play | compare | study | pretrain | load-intercode | test | bench) env= ;;
+    page | play | compare | study | tour | pretrain | load-intercode | test | bench) env= ;;
     *)  # an environment has a folder
         env=$command
         [ -n "$env" ] && [ -f "$here/worlds/$env/__init__.py" ] || {
-            sed -n '2,18s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; } ;;
+            sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; } ;;
 esac
 shift
 
@@ -108,6 +109,9 @@ case $command in
     page | play) program "look.$command" "$@" ;;
     compare) program study.report "$@" ;;
     study) program study.runs "$@" ;;
+    tour)  # its digits are those of any x86 processor
+        export ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE
+        program study.tour "$@" ;;
     pretrain) program pretrain.pretrain "$@" ;;
     load-intercode) program worlds.intercodesql.spider "$@" ;;
     bench) exec "$python" "$here/bench/bench.py" "$@" ;;

@@ -16,7 +16,7 @@ MAY = {"worlds": "worlds", "engine": "engine", "envs": "worlds", "dpo": "engine"
        "program": RUN, "baselines": f"{RUN} baselines", "look": f"{RUN} look",
        "coevolve": f"{RUN} baselines look", "mutual": f"{RUN} coevolve",
        "pretrain": "pretrain worlds dpo engine",
-       "study": f"{RUN} look study"}
+       "study": f"{RUN} coevolve mutual look study"}
 TOP = {"coevolve", "dpo", "envs", "mutual"}
 OTHERS = ["tests", "bench"]  # which import what they like, and which nobody imports
 TEXT_ONLY = {"torch", "transformers", "accelerate", "tokenizers", "safetensors"}
