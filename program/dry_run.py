@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
 import envs
@@ -32,7 +32,7 @@ from harness.settings import (
     start_episodes,
 )
 from program.tasks import survey
-from training.models import in_bf16
+from training.models import config_of, in_bf16
 from training.trainer import disk_bytes
 
 # GPU -> bytes of memory, dense bf16 FLOP/s, bytes/s of memory [NVIDIA's data sheets]
@@ -72,7 +72,7 @@ class Machine:
 
 def dry_run(s: Settings) -> None:
     """Prints the plan; SettingsError, naming what to change, if it cannot fit."""
-    here, config = machine(s.dry_run), AutoConfig.from_pretrained(s.model)
+    here, config = machine(s.dry_run), config_of(s.model)
     shard, recompute = (flag.replace("auto", "off" if here.cpu else "on") == "on"
                         for flag in (s.shard, s.gradient_checkpointing))
     half = not here.cpu or in_bf16(s)

@@ -1,16 +1,22 @@
 """One rank reads a model and hands it out: to the bit what each rank would read, in less memory."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from accelerate.utils import gather_object
-from conftest import in_ranks
-from test_families import tiny
+from conftest import Toy, in_ranks, make_tokenizer
+from test_families import log_probs, tiny
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+import dpo
 from engine import sharding
+from harness.files import read_jsonl
+from harness.settings import SettingsError
 from program import dry_run
-from training.models import load_model
+from training.models import check_model, load_model
 
 # Tied embeddings (gemma3_text, bert with a bias), scaled ones (gemma3_text), experts that are fused
 # on loading (mixtral), learned positions (gpt2), a rotary embedding (llama).
@@ -114,3 +120,80 @@ def test_only_the_rank_that_reads_ever_holds_a_whole_model(tmp_path):
     assert first["each"] > first["bytes"] and other["each"] > other["bytes"]
     assert first["one"] > first["bytes"] and other["one"] < 0.6 * other["bytes"]
     assert other["one"] == pytest.approx(other["planned"], rel=0.1)
+
+
+SWITCHES = (  # keys of a config.json that say how a pass computes or what it returns
+    *(dict(_attn_implementation=name) for name in ("sdpa", "eager", "flash_attention_2")),
+    dict(_attn_implementation={"": "sdpa"}), dict(attn_implementation="eager"),
+    dict(_attn_implementation="eager", output_attentions=True), dict(output_attentions=True),
+    dict(output_hidden_states=True), dict(use_cache=False), dict(return_dict=False), dict(torchscript=True))
+
+
+def write_model(family, folder):
+    """Its config, saved with random weights and a tokenizer that fits."""
+    config, tokenizer = tiny(family), make_tokenizer("chatml")
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn(p.shape)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3_text", "gpt2", "bert"])
+def test_no_switch_in_a_config_changes_what_a_model_computes(family, tmp_path):
+    """Packed texts, as transformers reads each alone, whatever the folder's config switches."""
+    config = write_model(family, tmp_path)
+    texts = [dpo.Trajectory(ids=[5, 6, 7, *more], action_mask=[0] * 3 + [1] * 12)
+             for more in (range(20, 32), range(50, 62))]
+    for switch in ({}, *SWITCHES):
+        (tmp_path / "config.json").write_text(json.dumps(config | switch))
+        check_model(tmp_path, 32)
+        model = load_model(tmp_path)
+        with torch.no_grad():
+            ours = dpo.action_log_probs(model, texts)
+            alone = [log_probs(model, t.ids)[range(2, 14), t.ids[3:]].sum() for t in texts]
+        assert ours.tolist() == pytest.approx(torch.stack(alone).tolist(), abs=1e-4), switch
+        model.save_pretrained(tmp_path / "again")
+        saved = json.loads((tmp_path / "again/config.json").read_text())
+        assert not {"_attn_implementation", "attn_implementation"} & {*saved}, switch
+
+
+def test_a_config_with_its_own_attention_trains_as_without_it(toy_run, small_model, tmp_path):
+    config, steps = json.loads((small_model / "config.json").read_text()), []
+    for name, switch in (("plain", {}), ("named", dict(_attn_implementation="sdpa"))):
+        folder = shutil.copytree(small_model, tmp_path / name)
+        (folder / "config.json").write_text(json.dumps(config | switch))
+        toy_run(Toy, "--model", folder, "--out", tmp_path / f"run-{name}")
+        steps.append([{k: v for k, v in event.items() if k != "tokens_per_second"}
+                      for event in read_jsonl(tmp_path / f"run-{name}/metrics.jsonl")
+                      if event["event"] == "train"])
+    assert steps[0] == steps[1] != []
+
+
+@pytest.mark.parametrize("changed, names", [
+    *((dict(quantization_config=dict(quant_method=method, bits=4)), method)
+      for method in ("gptq", "awq", "bitsandbytes", "fp8")),
+    (dict(pad_token_id="none"), "pad_token_id"), (dict(vocab_size=None), "vocab_size"),
+    (dict(_attn_implementation="sdpa", output_attentions=True), "output_attentions")])
+def test_a_config_that_cannot_be_trained_is_refused_with_what_is_wrong(
+        changed, names, small_model, tmp_path):
+    folder = shutil.copytree(small_model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(SettingsError) as error:
+        check_model(folder, 256)
+    line = str(error.value)
+    assert f"--model {folder}" in line and names in line and "\n" not in line
+
+
+def test_a_model_without_a_padding_token_is_used(small_model, tmp_path):
+    """As published Llama and Mistral have it, in the config and in the tokenizer."""
+    folder = shutil.copytree(small_model, tmp_path / "model")
+    for name, key in (("config.json", "pad_token_id"), ("tokenizer_config.json", "pad_token")):
+        values = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(values | {key: None}))
+    check_model(folder, 256)
+    assert load_model(folder).config.pad_token_id is None

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
+from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS
 from transformers.utils.hub import cached_file, extract_commit_hash
 
@@ -78,13 +79,36 @@ def is_small(folder) -> bool:
     return Path(folder).is_dir() and sum(file.stat().st_size for file in files) < 40_000_000
 
 
+def config_of(folder):
+    """The config in a folder or on the hub, with known values where it says what passes return.
+
+    ValueError for quantised weights, which cannot be trained.
+    """
+    config = AutoConfig.from_pretrained(
+        folder, trust_remote_code=False, return_dict=True, output_attentions=False,
+        output_hidden_states=False)
+    if quantised := getattr(config, "quantization_config", None):
+        raise ValueError(f"its weights are quantised ({quantised.get('quant_method')}), and "
+                         "training needs them whole; give the model that it was made from")
+    return config
+
+
 def load_model(folder, dtype=torch.float32, data=True):
     """A causal LM from a folder or hub name; fp32 to train: bf16 weights would not move at 1e-6.
 
-    data: whether its weights are read; without (on meta) it takes no memory.
+    data: whether its weights are read; without (on meta) it takes no memory. ValueError where some
+    are missing.
     """
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="ragged",
-                                                device_map=None if data else "meta")
+    model, found = AutoModelForCausalLM.from_pretrained(
+        folder, config=config_of(folder), dtype=dtype, attn_implementation="ragged",
+        device_map=None if data else "meta", output_loading_info=True, use_safetensors=True)
+    if lacking := sorted(found["missing_keys"]) + sorted(map(str, found["mismatched_keys"])):
+        raise ValueError(f"{len(lacking)} of its weights are missing or of another size, such as "
+                         f"{lacking[0]}")
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and part.config._attn_implementation != "ragged":
+            raise ValueError(f"{type(part).__name__} takes no attention but its own; {probe.OTHER}")
+    return model
 
 
 def check_model(folder, max_tokens: int, weights: bool = True) -> None:
@@ -101,7 +125,7 @@ def check_model(folder, max_tokens: int, weights: bool = True) -> None:
             if "auto_map" in json.loads((Path(folder) / name).read_text(encoding="utf-8")):
                 raise ValueError(f"its {name} has an auto_map, which names code to be run with it; "
                                  "use a model without code of its own")
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = config_of(folder)
         if not {*CAUSAL_LMS.values()} & {*(config.architectures or [])}:
             raise ValueError(f"its architecture is {config.architectures}, not a causal LM")
         probe.check_config(config, max_tokens)
@@ -117,16 +141,14 @@ def check_model(folder, max_tokens: int, weights: bool = True) -> None:
         if local and not any(Path(folder).glob("*.safetensors")):
             raise ValueError("no *.safetensors file with weights in it (files of other kinds may "
                              "hold code and are not read)")
-        _, found = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="ragged", device_map="meta", output_loading_info=True,
-            use_safetensors=True, trust_remote_code=False)
-        if lacking := sorted(found["missing_keys"]) + sorted(map(str, found["mismatched_keys"])):
-            raise ValueError(f"{len(lacking)} of its weights are missing or of another size, such "
-                             f"as {lacking[0]}")
+        load_model(folder, data=False)
     # What a file that is not what it says makes of the libraries that read it.
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError,
-            TemplateError, SafetensorError) as error:
-        problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            TemplateError, SafetensorError, StrictDataclassError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        problem = said[0]
+        if isinstance(error, StrictDataclassError):  # whose first line only says that it is one
+            problem = f"{said[-1].strip()}; correct that entry of its config.json"
         remedy = "" if "; " in problem else ("; give tiny, smollm2, a hub name within reach, or a "
                                              "folder with config, weights and tokenizer")
         raise SettingsError(f"--model {folder}: {problem}{remedy}") from None

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 import dpo
 from engine import sharding
@@ -79,7 +79,7 @@ class Trainer:
 
     def sampler(self, temperature: float) -> dpo.Sampler:
         """What agents of this run draw tokens from."""
-        vocabulary = AutoConfig.from_pretrained(self.base).get_text_config().vocab_size
+        vocabulary = models.config_of(self.base).vocab_size
         return dpo.Sampler(temperature, self.encoder().suppress_tokens(vocabulary))
 
     def log_probs(self, model, groups: list[dpo.Group], sampler: dpo.Sampler | None = None) -> list:
