@@ -191,7 +191,7 @@ def test_an_expert_is_the_same_whatever_its_simulator_has_played(monkeypatch):
     monkeypatch.setattr(envs.Repaired, "waits", (0.0,))
     env, found = envs.make("scienceworld", "short"), []
     for kill in (False, True):
-        monkeypatch.setattr(science, "_golds", {})
+        monkeypatch.setattr(ScienceWorld, "_golds", {})
         if not kill:
             env.reset(MIXES[0])
             env.expert()

@@ -14,23 +14,19 @@ from urllib.parse import urlsplit
 ENVIRONMENTS = ("webshop", "scienceworld", "intercodesql", "bfcl")  # the folders
 
 
-# ------------------------------------------------------------------------------------- settings
-
-
 def option(default, help: str, **limits):
     """A setting: its default, its help with unit and source, and its limits.
 
-    at_least, at_most, above, below: bounds of a number. like, form: what says whether a text can
-    be, and what it must be in words. real: it names a real environment, whose words the tiny model
-    does not know. file: it names a file or folder. password: the environment variable that gets
-    the password of an address.
+    at_least, at_most, above, below: bounds of a number. like, form: a test of a text, and what it
+    must be in words. real: it names a real environment, whose words the tiny model does not know.
+    file: it names a file or folder. password: the environment variable for an address's password.
     """
     return field(default=default, metadata=dict(help=help, **limits))
 
 
 @dataclass(frozen=True)
 class Options:
-    """What an environment's folder states: a subclass of this name, a frozen dataclass as well.
+    """What an environment's folder states, in a frozen dataclass of this name too.
 
     Its fields are the environment's own settings, each made by `option`. `presets` replace defaults
     of all settings in this environment, as `PRESETS` in `harness/settings.py` does in all.
@@ -69,9 +65,6 @@ def without_passwords(text: str) -> str:
     return re.sub(r"(://[^:@/\s]*):(?!password@)\S*@", r"\1:***@", text)
 
 
-# ----------------------------------------------------------------------------- an environment
-
-
 class EnvError(Exception):
     """The environment broke, so the episode is void; the text is one line with the remedy."""
 
@@ -92,15 +85,14 @@ class World:
     """An environment: one object plays one episode at a time, and worlds repeat exactly.
 
     A subclass states what is below, and has
-        reset(task) -> str                  the first observation
-        step(reply) -> Step                 RuntimeError where no episode is running
+        start(what) -> str                  begins an episode on what `find` gives; the observation
+        step(reply) -> Step
         expert() -> page -> reply           of the episode just reset; Refused: there is none
     It does not count steps: a rollout stops after `max_steps` replies, and the reward is what it
     was then. One that breaks raises EnvError at the first fault, which is no failure of the
     agent's. After `close`, `reset` starts afresh.
 
-    Tasks have ids, NAME-SPLIT-KEY. Those that are made during a run join those of one object by
-    `add`; their split is "added", which no other object knows.
+    Tasks have ids, NAME-SPLIT-KEY; the split of those made during a run is "added".
     """
     name: str
     rules = ""            # said once at the start of an episode, by the full view
@@ -109,6 +101,8 @@ class World:
     test_splits: tuple[str, ...]
     max_steps: int        # of the task just reset
     latency = 0           # passes of a model for which a rollout lets it work before it waits
+    drawn_anew = "(?!)"   # what of a page each start of this world draws anew, as a pattern
+    makes_tasks = False   # whether `tasks.py` of its folder makes new ones of what agents find
     theirs = None         # `published.Theirs`, where an episode is to be as in ETO's code
 
     def __init__(self, view: str = "full"):
@@ -124,6 +118,10 @@ class World:
             raise Refused(f"{self.name}: unknown split {split!r}; choose from: "
                           f"{', '.join(self.splits)}")
         return [f"{self.name}-{split}-{key}" for key in self.splits[split]]
+
+    def reset(self, task: str) -> str:
+        """Begins an episode on a task; the first observation."""
+        return self.start(self.find(task))
 
     def find(self, task: str):
         """What the task is; ValueError if there is none."""
@@ -147,12 +145,8 @@ class World:
     def wording(self, task: str) -> str | None:
         """A task's instruction, where that is known without playing it and no other task's."""
 
-    def lasting(self, text: str) -> str:
-        """What a text says whenever this world starts: without what each start draws anew."""
-        return text
-
     def action(self, reply: str) -> str | None:
-        """The action in a reply; None where there is none, which by our own reading is never so."""
+        """The action in a reply; None where there is none."""
         return self.theirs.action(reply) if self.theirs else parse_reply(reply)
 
     def said(self, text: str) -> str:
@@ -160,7 +154,7 @@ class World:
         return self.theirs.observation(text) if self.theirs else text
 
     def possible(self) -> tuple[list[str], str]:
-        """For a person: actions that can be played now, and what the others look like, in lines."""
+        """For a person: actions that can be played now, and the forms of others, in lines."""
         return [], ""
 
     def reply(self, action: str) -> str:
@@ -168,10 +162,9 @@ class World:
         return action if self.view == "short" or "Action:" in action else f"Action: {action}"
 
     def add(self, task: dict) -> str:
-        """The id of a task made during a run, from now on one of this object's: NAME-added-N.
+        """The id of a task made during a run, NAME-added-N, which only this object knows.
 
-        N counts from 0 in the order of adding; the same task again has the same id. ValueError
-        naming what is wrong with it; Refused by a world whose tasks are not ours to make.
+        N counts from 0; the same task again has the same id. ValueError naming what is wrong.
         """
         new = copy.deepcopy(self.check(task))
         if new not in self._added:
@@ -183,7 +176,9 @@ class World:
         raise Refused(f"{self.name}: takes no new tasks")
 
     def task_generator(self):
-        """Who makes tasks of what an agent finds here; Refused where nobody can."""
+        """What makes tasks of an agent's finds; Refused where nothing does."""
+        if self.makes_tasks:
+            return import_module(f"worlds.{self.name}.tasks").TaskGenerator(self)
         raise Refused(f"{self.name}: nobody makes new tasks in this world; --method evolve plays "
                       "the built-in shop, the built-in databases and bfcl; elsewhere give --method "
                       "grpo --start-from train")
@@ -202,16 +197,13 @@ def fields_of(task: dict, **kinds) -> dict:
     return {name: task[name] for name in kinds}
 
 
-# -------------------------------------------------------------------------------- conversations
-
-
 def plain(text: str) -> str:
-    """The text in lower case with single spaces, by which two that say the same are one."""
+    """The text in lower case with single spaces."""
     return " ".join(text.lower().split())
 
 
 def words_of(text: str) -> str:
-    """The text's words and numbers alone: two that differ in signs only are one."""
+    """The text's words and numbers alone, in lower case."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
@@ -233,10 +225,7 @@ def opening(env, observation: str, playing: bool = False) -> list[dict]:
 
 
 def first_reply(messages: list[dict], steps: int) -> int:
-    """Where the first of so many replies stands: the number of turns that come before it.
-
-    "OK" and the replies of examples are no replies of the episode.
-    """
+    """How many turns come before the first of so many replies; "OK" and examples are none."""
     acted = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
     return acted[-steps] if 0 < steps <= len(acted) else len(messages)
 
@@ -244,8 +233,7 @@ def first_reply(messages: list[dict], steps: int) -> int:
 def turns(env, messages: list[dict], answer: Callable[[list[dict]], str]) -> Iterator[Step]:
     """Plays an episode from its opening: the step of each reply answer(messages).
 
-    The one loop of whoever answers in text. `messages` grow and end with the last reply, after
-    which the episode is done or out of turns.
+    The one loop of whoever answers in text. `messages` grow and end with the last reply.
     """
     for turn in range(1, env.max_steps + 1):
         reply = answer(messages)
@@ -258,10 +246,7 @@ def turns(env, messages: list[dict], answer: Callable[[list[dict]], str]) -> Ite
 
 
 def converse(env, observation: str, act: Callable[[str], str]) -> tuple[list[dict], float]:
-    """The conversation of one who replies act(observation) until the episode ends, and its reward.
-
-    Scripted experts and tests play like this; what they read is the bare text of the environment.
-    """
+    """The conversation of one who replies act(bare observation) to the end, and its reward."""
     messages, page = opening(env, observation), observation
     for step in turns(env, messages, lambda _: act(env.theirs.bare(page) if env.theirs else page)):
         page = step.observation

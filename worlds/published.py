@@ -8,8 +8,10 @@ Their texts stay in the user's copy. `Theirs` is how their code talks to an agen
 
 import json
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
+from os.path import commonprefix
 from pathlib import Path
 from textwrap import shorten
 from typing import Literal, Optional
@@ -98,30 +100,39 @@ class Theirs:
 
 def read_prompts(folder: str, env: str, examples: int) -> Theirs:
     """The instruction and the first examples for an environment in a copy of their `prompt/`."""
-    path, stem = Path(folder), STEMS[env]
-    inst = path / "instructions" / f"{stem}_inst.txt"
-    shown = path / "icl_examples" / f"{stem}_icl.json"
-    try:
-        instruction = inst.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise Refused(f"--prompts {folder}: {error}; give ETO's or IPR's eval_agent/prompt, with "
-                      f"instructions/{inst.name} in it") from None
-    if not examples:
-        return Theirs(env, instruction, ())
-    try:
-        found = json.loads(shown.read_text(encoding="utf-8"))
-        kept = tuple(tuple({"role": turn["role"], "content": turn["content"] + ""}
-                           for turn in example) for example in found[:examples])
-        for example in kept:
-            if [turn["role"] for turn in example] != ["user", "assistant"] * (len(example) // 2):
-                raise ValueError("an example is not of user and assistant in turn")
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise Refused(f"--prompts {folder}: {shown.name}: {type(error).__name__} {error}; it must "
-                      "be a JSON list of conversations of role and content") from None
+    where, stem, kept = f"--prompts {folder}: ", STEMS[env], ()
+    inst, shown = f"instructions/{stem}_inst.txt", f"icl_examples/{stem}_icl.json"
+    with reading(where + inst, "a file of ETO's or IPR's eval_agent/prompt"):
+        instruction = Path(folder, inst).read_text(encoding="utf-8")
+    if examples:
+        with reading(where + shown, "a JSON list of conversations of user and assistant in turn"):
+            found = read_json(Path(folder, shown))
+            kept = tuple(tuple({"role": turn["role"], "content": turn["content"] + ""}
+                               for turn in example) for example in found[:examples])
+            if not all(map(in_turn, kept)):
+                raise ValueError("roles that are not in turn")
     if len(kept) < examples:
-        raise Refused(f"--prompts {folder}: {shown.name} has {len(kept)} examples; give --examples "
-                      f"{len(kept)}")
+        raise Refused(f"{where}{shown} has {len(kept)} examples; give --examples {len(kept)}")
     return Theirs(env, instruction, kept)
+
+
+def in_turn(messages) -> bool:
+    roles = [message["role"] for message in messages]
+    return roles == ["user", "assistant"] * (len(roles) // 2)
+
+
+@contextmanager
+def reading(where: str, must: str):
+    """Whatever is wrong with a user's file is Refused in a line, with what it must be."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__} "
+        raise Refused(f"{where}: {kind}{shorten(str(error), 200)}; it must be {must}") from None
+
+
+def read_json(path: Path):
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 # ---------------------------------------------------------------------------------------- experts
@@ -136,25 +147,17 @@ def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
     conversation are replaced by the environment's prompt. Refused naming the entry, also where
     `env` has no such task.
     """
-    def refuse(problem, entry=""):
-        raise Refused(f"--experts {path}{entry}: {problem}")
-
-    remedy = "give ETO's JSON list or a run's experts.jsonl"
-    try:
+    where, found = f"--experts {path}", {}
+    must = "ETO's JSON list or a run's experts.jsonl, of this environment's tasks"
+    with reading(where, must):
         text = Path(path).read_text(encoding="utf-8")
         listed = text.lstrip().startswith("[")
         rows = json.loads(text) if listed else []
-    except (OSError, ValueError, RecursionError) as error:
-        refuse(f"{error}; {remedy}")
     for n, line in enumerate([] if listed else StringIO(text), 1):
-        try:
+        with reading(f"{where}, line {n}", must):
             rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError, RecursionError):
-            refuse(f"not a whole JSON object: {shorten(line[:200], 40)!r}; {remedy}", f", line {n}")
-    found = {}
     for n, row in enumerate(rows):
-        at = f", entry {n}"
-        try:
+        with reading(f"{where}, entry {n}", must):
             task, messages, reward = (published(row, env) if "conversations" in row else
                                       (row["task"], row["messages"], row["reward"]))
             messages = opened(messages, env, "conversations" in row)
@@ -164,17 +167,15 @@ def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
             for m in messages:
                 m["content"].encode()  # a str without half of a surrogate pair
             env.find(task)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            refuse(f"not a trajectory ({type(error).__name__}: {shorten(str(error), 200)})", at)
-        if [m["role"] for m in messages] != ["user", "assistant"] * (len(messages) // 2):
-            refuse("its turns are not user and assistant in turn", at)
-        if type(reward) not in (int, float) or not 0 <= reward <= 1:
-            refuse(f"reward {shorten(repr(reward), 60)} is not a number in [0, 1]", at)
-        if task in found:
-            refuse(f"{task} is there twice; keep one of them", at)
-        found[task] = task, messages, float(reward)
+            if not in_turn(messages):
+                raise ValueError("its turns are not user and assistant in turn")
+            if type(reward) not in (int, float) or not 0 <= reward <= 1:
+                raise ValueError(f"reward {shorten(repr(reward), 60)} is not a number in [0, 1]")
+            if task in found:
+                raise ValueError(f"{task} is there twice")
+            found[task] = task, messages, float(reward)
     if not found:
-        refuse("holds no trajectory")
+        raise Refused(f"{where}: holds no trajectory")
     return list(found.values())
 
 
@@ -216,7 +217,7 @@ def opens_otherwise(env, messages: list[dict], shown: str) -> tuple[str, str] | 
     are cut to begin shortly before they part.
     """
     def said(text):
-        return plain(env.lasting(Theirs.bare(text.strip())))
+        return plain(re.sub(env.drawn_anew, "", Theirs.bare(text.strip())))
 
     told = messages[len(opening(env, "")) - 1]["content"]
     told, here = told.removeprefix(f"{env.prompt}\n\n"), said(shown)
@@ -224,9 +225,7 @@ def opens_otherwise(env, messages: list[dict], shown: str) -> tuple[str, str] | 
     if any(said("\n\n".join(parts[n:])) == here for n in range(len(parts))):
         return None
     there = said(told)
-    apart = next((n for n, (a, b) in enumerate(zip(there, here)) if a != b),
-                 min(len(there), len(here)))
-    start = max(0, apart - 40)
+    start = max(0, len(commonprefix([there, here])) - 40)
     return tuple("..." * (start > 0) + shorten(text[start:start + 400], 120, placeholder=" ...")
                  for text in (there, here))
 
@@ -234,29 +233,27 @@ def opens_otherwise(env, messages: list[dict], shown: str) -> tuple[str, str] | 
 # --------------------------------------------------------------------------------- lists of tasks
 
 
-def read_lists(folder: str, names: dict[str, str], read, what: str, twice: bool) -> dict[str, list]:
-    """split -> what read(entry) makes of the entries of NAME_indices.json in a folder.
+def read_lists(folder: str | None, rule: dict, names: dict[str, str], read, must: str,
+               twice: bool) -> dict[str, list]:
+    """split -> tasks: those of `rule`, or of the published NAME_indices.json in a folder.
 
-    `folder` may also be one of the files. twice: an entry that is there again counts once (ETO's
-    training list of WebShop has one), else it is refused. Refused, naming the file, which must be
-    `what`.
+    names: split -> NAME. read(entry) is a task, or None for one that is left out. The validation
+    tasks stay the rule's, without the listed ones. `folder` may also be one of the files. twice:
+    an entry that is there again counts once (ETO's training list of WebShop has one), else it is
+    refused. Refused, naming the file, which must be `must`.
     """
-    path, found = Path(folder), {}
-    if not path.exists():
-        files = ", ".join(f"{name}_indices.json" for name in names.values())
-        raise Refused(f"--split-file {folder}: there is no such folder; give that of {files}")
-    for split, name in names.items():
+    found, path = dict(rule), Path(folder or "")
+    for split, name in names.items() if folder else ():
         file = f"{name}_indices.json"
-        file = path / file if path.is_dir() else path.with_name(file)
-        try:
-            listed = json.loads(file.read_text(encoding="utf-8"))
-            entries = [read(entry) for entry in listed]
+        file = path.with_name(file) if path.is_file() else path / file
+        with reading(f"--split-file {file}", must):
+            read_all = map(read, read_json(file))
+            entries = [task for task in read_all if task is not None]
             found[split] = list(dict.fromkeys(entries))
             if len(found[split]) < len(entries) and not twice:
-                again = next(e for n, e in enumerate(entries) if e in entries[:n])
-                raise ValueError(f"{again} is there twice")
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise Refused(f"--split-file {file}: {error}; it must be {what}") from None
-        if not found[split]:
-            raise Refused(f"--split-file {file}: it has no task; it must be {what}")
+                raise ValueError("an entry is there twice")
+            if not found[split]:
+                raise ValueError("it has no task for these settings")
+    listed = {task for split in names for task in found[split]} if folder else ()
+    found["validation"] = [task for task in rule["validation"] if task not in listed]
     return found

@@ -33,10 +33,7 @@ LOCK = threading.Lock()  # the maths simulator sets the precision of the whole p
 
 
 class Clock(datetime):
-    """What two simulators take for the time: the day of the trading simulator, without a zone.
-
-    They read today's date and go through the local time zone; so a task is the same everywhere.
-    """
+    """What two simulators take for the time: without today's date and the local time zone."""
 
     def timestamp(self):
         return datetime.timestamp(self.replace(tzinfo=timezone.utc))
@@ -59,8 +56,7 @@ def parse_calls(reply: str) -> list[dict | str]:
 
     They stand in blocks <tool_call>...</tool_call>, as in the chat templates of Qwen and Hermes;
     without one, in blocks ```json ... ```; without one, the reply is nothing else. Each of these
-    holds one call or a list of them, {"name": text, "arguments": object} and no other key. What a
-    model thought, up to </think>, does not count.
+    holds one call or a list of them. What a model thought, up to </think>, does not count.
     """
     said = reply.rpartition("</think>")[2].partition("<think>")[0]
     if OPEN in said:
@@ -149,7 +145,10 @@ class Simulators:
             return f"Error: beyond {MOST_PATHS} paths the file system takes no calls"
         with LOCK, mpmath.workdps(15), decimal.localcontext():
             try:
-                return _written(_in_order(function(**copy.deepcopy(call["arguments"]))))
+                result = _in_order(function(**copy.deepcopy(call["arguments"])))
+                with suppress(Exception):  # as the package: JSON has no form for it
+                    return json.dumps(result) if type(result) is dict else str(result)
+                return str(result)
             except RecursionError:  # its text depends on who called whom
                 return "Error during execution: maximum recursion depth exceeded"
             except Exception as error:
@@ -167,15 +166,9 @@ class Simulators:
             return "too deep"
 
 
-def _written(result) -> str:
-    if type(result) is dict:
-        with suppress(Exception):  # as the package: an object that JSON has no form for
-            return json.dumps(result)
-    return str(result)
-
-
 def _in_order(result):
-    """A result whose text prints a set, whose order differs between processes, in one order."""
+    """A result; one whose text prints a set, whose order differs between processes, in one order.
+    """
     error = result.get("error") if type(result) is dict else None
     for lead, end in (("Invalid fields for update: ", ""),
                       ("Invalid travel class. Must be one of {", "}")):
@@ -186,7 +179,7 @@ def _in_order(result):
 
 
 def _paths(files) -> int:
-    """Paths below the root, and below where one is; of those beyond MOST_PATHS only some."""
+    """Paths below the root, and below where one is, as far as MOST_PATHS."""
     found, left = 0, [files.root, files._current_dir]
     while left and found <= MOST_PATHS:
         inside = getattr(left.pop(), "contents", {}).values()
@@ -197,10 +190,9 @@ def _paths(files) -> int:
 
 def failed(result: str) -> bool:
     """Whether a result tells of an error."""
-    if result.lstrip("[{'\" ").lower().startswith("error"):
-        return True
     value = json_of(result)
-    return isinstance(value, dict) and "error" in value
+    return (result.lstrip("[{'\" ").lower().startswith("error")
+            or isinstance(value, dict) and "error" in value)
 
 
 def json_of(result: str):

@@ -60,10 +60,7 @@ def _entries(category: str) -> dict[str, dict]:
 
 
 def start_state(key: str) -> dict:
-    """Where the episodes of CATEGORY-NUMBER start: classes of simulators, their config, its size.
-
-    The config is everybody's: copy it before a simulator gets it.
-    """
+    """Where the episodes of CATEGORY-NUMBER start; the config is everybody's: copy it."""
     category = key.rpartition("-")[0].replace("-", "_")
     entry = _entries(category)[key]
     return dict(classes=entry["involved_classes"], config=entry["initial_config"],
@@ -99,8 +96,6 @@ def tasks(category: str) -> dict[str, dict]:
 
 def as_json(call: str, methods: dict) -> dict:
     """A call of a ground truth, written in Python, as {name, arguments}; literals alone are read.
-
-    Positional arguments get their names from the signature in `methods`.
     """
     node = ast.parse(call, mode="eval").body
     names = list(signature(methods[node.func.id]).parameters)[1:]  # without self
@@ -128,10 +123,7 @@ def splits(category: str, published: bool) -> dict[str, dict[str, dict]]:
 
 
 def _sides() -> list[str]:
-    """The side of each of the 200 numbers: SIZES of each, alike in every kind of start.
-
-    The numbers go by their first simulator, then by all of them, and each goes where most is owed.
-    """
+    """The side of each of the 200 numbers: SIZES of each, alike for all kinds of simulators."""
     base, rng = list(_entries("base").values()), random.Random("BFCL's splits")
     alike = defaultdict(list)
     for n, entry in enumerate(base):

@@ -26,22 +26,18 @@ would need."""
 class Bfcl(World):
     """Multi-turn tasks of BFCL v3 on simulators of files, messages, trading, travel and others.
 
-    A task is what `data.tasks` says. Splits: train, validation, test of one category, or of
-    all four; with bfcl_split="published" `test` is all 200 tasks of the category.
-
-    A reply with calls is answered with their results, one without a call ends the user's turn and
-    is answered with what the user says next. More than 20 replies with calls in a turn end the
-    episode, which has failed. The reward comes at the end: 1 if after each turn with a ground truth
-    the simulators are in its state and its results are among those of the agent so far (the
-    package's checks), else 0; with bfcl_reward="turns" the share of these turns.
-
-    view="short": functions are documented by signature and description, not as JSON.
+    A task is what `data.tasks` says. A reply with calls is answered with their results, one without
+    a call ends the user's turn and is answered with what the user says next. More than 20 replies
+    with calls in a turn end the episode, which has failed. The reward comes at the end: 1 if after
+    each turn with a ground truth the simulators are in its state and its results are among those of
+    the agent so far (the package's checks), else 0; with bfcl_reward="turns" the share of these
+    turns. view="short": functions are documented by signature and description, not as JSON.
     """
     name = "bfcl"
     rules = PROMPT
     test_splits = ("test",)
+    makes_tasks = True
     max_steps = MOST_REPLIES + 1  # of the task just reset: of all its turns
-    latency = 0
 
     def __init__(self, view: str = "full", bfcl_category: str = "base", bfcl_split: str = "ours",
                  bfcl_reward: str = "all"):
@@ -72,24 +68,18 @@ class Bfcl(World):
     def wording(self, task: str) -> str:
         return "\n".join(self.find(task)["turns"])  # one number's are the same in two categories
 
-    def reset(self, task: str) -> str:
-        return self.start(self.find(task))
-
     def start(self, task: dict) -> str:
-        """Starts an episode on a task that need not belong to a split; the first observation."""
         self._task, self._turn, self._replies = task, 0, 0
         self.world, self._truth = Simulators(task["start"]), Simulators(task["start"])
         self.results, self._passed = [], []  # of all calls; whether each checked turn passed
         self.max_steps = (MOST_REPLIES + 1) * len(task["turns"])
         later = {name for names in task["hidden"].values() for name in names}
-        shown = [row for name, row in data.functions(task["start"]).items() if name not in later]
-        return f"{self._documents(shown)}\n\n{task['turns'][0]}"
+        return self._said([name for name in data.functions(task["start"]) if name not in later])
 
     def step(self, reply: str) -> Step:
         if calls := parse_calls(reply):
             self._replies += 1
-            results = [self.world.run(call) for call in calls]
-            self.results += results
+            self.results += (results := [self.world.run(call) for call in calls])
             if self._replies > MOST_REPLIES:
                 return self._end(f"More than {MOST_REPLIES} replies with calls: the episode ends.")
             return Step("\n".join(f"<tool_response>\n{result}\n</tool_response>"
@@ -98,11 +88,7 @@ class Bfcl(World):
         self._turn, self._replies = self._turn + 1, 0
         if self._turn == len(self._task["turns"]):
             return self._end("The conversation is over.")
-        said, shown = self._task["turns"][self._turn], self._task["hidden"].get(str(self._turn))
-        if shown:
-            known = data.functions(self._task["start"])
-            said = f"{self._documents([known[name] for name in shown])}\n\n{said}"
-        return Step(said, 0.0, False)
+        return Step(self._said(self._task["hidden"].get(str(self._turn), ())), 0.0, False)
 
     def possible(self) -> tuple[list[str], str]:
         return [], '{"name": ..., "arguments": {...}}, a call; or words, which end your turn'
@@ -114,15 +100,10 @@ class Bfcl(World):
         replies = iter(script(self._task["calls"]))
         return lambda observation: next(replies)
 
-    def task_generator(self):
-        from worlds.bfcl.tasks import TaskGenerator
-        return TaskGenerator(self)
-
     def _check_turn(self) -> None:
         """Makes the turn's calls of the ground truth and compares, as `multi_turn_checker` does."""
-        truth = self._task["calls"][self._turn]
-        results = [self._truth.run(call) for call in truth]
-        if not truth:
+        results = [self._truth.run(call) for call in self._task["calls"][self._turn]]
+        if not results:
             return
         try:
             passed = self._replies > 0 and all(found["valid"] for found in (
@@ -134,13 +115,16 @@ class Bfcl(World):
 
     def _end(self, text: str) -> Step:
         """The end, with the reward; turns that were not reached have not passed."""
-        checked = sum(map(bool, self._task["calls"]))
-        share = sum(self._passed) / checked
+        share = sum(self._passed) / sum(map(bool, self._task["calls"]))
         return Step(text, share if self.share_of_turns else float(share == 1), True)
 
-    def _documents(self, rows: list[dict]) -> str:
-        lines = map(json.dumps, rows) if self.view == "full" else map(in_short, rows)
-        return "\n".join(["<tools>", *lines, "</tools>"])
+    def _said(self, shown: list[str]) -> str:
+        """What the user says in this turn, after the documents of the functions shown, if any."""
+        known, write = data.functions(self._task["start"]), (
+            json.dumps if self.view == "full" else in_short)
+        said = self._task["turns"][self._turn]
+        lines = ["<tools>", *(write(known[name]) for name in shown), "</tools>", "", said]
+        return "\n".join(lines) if shown else said
 
 
 def in_short(document: dict) -> str:

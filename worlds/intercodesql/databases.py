@@ -25,7 +25,6 @@ TOO_LARGE = f"{ERROR}The result has more than {MAX_ROWS:,} rows or too much text
 REMEDY = "bash run.sh load-intercode makes users that may only read"
 INSTALL = "pip install 'PyMySQL[rsa]>=1.1,<2', or activate run.sh's .venv"
 
-
 # The first look at a query, before it reaches a database. What a query hides from it (in a comment
 # inside a name, say) is left to the database: read-only user or authorizer, limits.
 _READS = re.compile(r"[\s(]*(select|with|show|desc|describe|explain)\b", re.I)
@@ -67,8 +66,8 @@ class Sqlite:
                     "time total trim upper".split())
 
     def __init__(self, name: str, script: str):
-        self.name = name
-        self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        self.name, self._db = name, sqlite3.connect(
+            ":memory:", isolation_level=None, check_same_thread=False)
         try:
             _template(script).backup(self._db)
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
@@ -117,11 +116,10 @@ class Sqlite:
             return [(table,) for table in sorted(self._tables)]
         asked = re.fullmatch(r"(?:desc|describe|explain|show\s+(?:columns|fields)\s+(?:from|in))"
                              r"\s+`?(\w+)`?", sql, re.I)
-        if not asked:
-            return ERROR + self._as_mysql(f'near "{sql.split()[-1]}": syntax error', sql)
-        if columns := self._columns.get(asked[1].lower()):
-            return list(columns)
-        return ERROR + self._as_mysql(f"no such table: {asked[1]}", sql)
+        if asked and asked[1].lower() in self._columns:
+            return list(self._columns[asked[1].lower()])
+        return ERROR + self._as_mysql(f"no such table: {asked[1]}" if asked else
+                                      f'near "{sql.split()[-1]}": syntax error', sql)
 
     def _describe(self, table):
         """MySQL's six columns: Field, Type, Null, Key, Default, Extra."""
@@ -138,20 +136,6 @@ class Sqlite:
                          r"near|access to|misuse of aggregate)"
                          r'(?:: |:? ?)"?(.*?)(?:" ?:? ?syntax error|\(\)| is prohibited)?$', error)
         kind, name = match.groups() if match else ("", "")
-        clause = "field list"
-        for word in re.finditer(r"\b(from|on|where|group|having|order)\b|(?<![\w.])"
-                                + re.escape(name) + r"(?!\w)", sql, re.I):
-            if not word[1]:
-                break
-            clause = f"{word[1].lower()} {'statement' if word[1].lower() == 'group' else 'clause'}"
-        texts = {
-            "no such table": f"Table '{self.name}.{name.split('.')[-1]}' doesn't exist",
-            "no such column": f"Unknown column '{name}' in '{clause}'",
-            "ambiguous column name": f"Column '{name}' in {clause} is ambiguous",
-            "no such function": f"FUNCTION {self.name}.{name} does not exist",
-            "misuse of aggregate": "Invalid use of group function"}
-        if kind in texts:
-            return texts[kind]
         if kind == "access to" or error.startswith(("not authorized", "unsafe use")):
             return f"SELECT command denied to user for '{name or sql[:40]}'"
         if kind == "near" or error.startswith(("incomplete input", "You can only execute one")):
@@ -159,7 +143,18 @@ class Sqlite:
             return ("You have an error in your SQL syntax; check the manual that corresponds to "
                     "your MySQL server version for the right syntax to use near "
                     f"'{sql[at:]}' at line 1")
-        return INTERRUPTED[len(ERROR):] if error == "interrupted" else error
+        clause = "field list"  # in which the name comes first
+        for word in re.finditer(r"\b(from|on|where|group|having|order)\b|(?<![\w.])"
+                                + re.escape(name) + r"(?!\w)", sql, re.I):
+            if not word[1]:
+                break
+            clause = word[1].lower() + (" statement" if word[1].lower() == "group" else " clause")
+        return {"no such table": f"Table '{self.name}.{name.split('.')[-1]}' doesn't exist",
+                "no such column": f"Unknown column '{name}' in '{clause}'",
+                "ambiguous column name": f"Column '{name}' in {clause} is ambiguous",
+                "no such function": f"FUNCTION {self.name}.{name} does not exist",
+                "misuse of aggregate": "Invalid use of group function",
+                }.get(kind, INTERRUPTED[len(ERROR):] if error == "interrupted" else error)
 
 
 @lru_cache(maxsize=256)
@@ -185,8 +180,7 @@ class MySQL:
     """A database of a MySQL or MariaDB server, with a connection of its own.
 
     The server ends a query after SECONDS; should it not, the client stops listening soon after and
-    kills the query from another connection. A connection that is lost is an EnvError, never the
-    answer to a query.
+    kills the query from another connection. A connection that is lost is an EnvError.
     """
     TIMED_OUT = {1969, 3024}  # MariaDB's and MySQL's limit
     DENIED = {1044, 1045, 1049, 1698}
@@ -212,15 +206,14 @@ class MySQL:
     def _connect(self):
         user, self._others = reader(self._url, self.name)
         self._connection = connect(self._url, user=user, database=self.name)
-        mariadb = "MariaDB" in self._connection.get_server_info()
-        limit = (f"max_statement_time = {SECONDS}" if mariadb else
+        limit = (f"max_statement_time = {SECONDS}"
+                 if "MariaDB" in self._connection.get_server_info() else
                  f"max_execution_time = {1000 * SECONDS}")
         with self._connection.cursor() as cursor:
             cursor.execute(f"SET SESSION {limit}, SESSION sql_select_limit = {MAX_ROWS + 1}")
 
     def _run(self, sql):
-        pymysql = driver()
-        started = time.monotonic()
+        pymysql, started = driver(), time.monotonic()
         cursor = self._connection.cursor(pymysql.cursors.SSCursor)  # rows stay on the server
         try:
             cursor.execute(sql)
@@ -228,8 +221,7 @@ class MySQL:
                 return None
             answer = _fetch(cursor)
         except pymysql.MySQLError as error:
-            code, text = (*error.args, "", "")[:2]
-            took = time.monotonic() - started
+            (code, text), took = (*error.args, "", "")[:2], time.monotonic() - started
             if code in self.TIMED_OUT or code == 1317 and took > 0.9 * SECONDS:
                 return INTERRUPTED
             if code == 2013 and took > SECONDS + 2.5:  # the client's own limit, see `connect`
@@ -250,12 +242,11 @@ class MySQL:
         thread = self._connection.thread_id()
         self._abandon()
         self._connect()
-        with self._connection.cursor() as cursor:
-            try:
-                cursor.execute(f"KILL {thread}")
-            except driver().MySQLError as error:
-                if error.args[:1] != (1094,):  # it has ended by itself
-                    raise
+        try:
+            self._connection.query(f"KILL {thread}")
+        except driver().MySQLError as error:
+            if error.args[:1] != (1094,):  # it has ended by itself
+                raise
 
     def _abandon(self):
         """Closes the socket without a word to the server."""
@@ -283,9 +274,9 @@ class MySQL:
 def reader(url: str, database: str) -> tuple[str, re.Pattern]:
     """The user who reads `database`, and what finds a mention of others that it could read too.
 
-    The user is the one that `load_intercode` made for the database, or, where there is none, that
-    of the URL, who must hold no right but to read single databases (Refused). Other databases that
-    this one may read are refused in queries, unless a table here has the same name.
+    The user is the one that `load_intercode` made for the database; without one that of the URL,
+    who must hold no right but to read single databases (Refused). Other databases that this one may
+    read are refused in queries, unless a table here has the same name.
     """
     ours, given = database_user(url, database), unquote(urlsplit(url).username)
     try:

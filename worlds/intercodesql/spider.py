@@ -4,10 +4,8 @@
 """
 
 import argparse
-import json
 import re
 import sys
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,6 +13,9 @@ from urllib.parse import urlsplit
 from worlds import EnvError, Refused, without_passwords
 from worlds.intercodesql import MYSQL_ADDRESS, databases, is_mysql_address
 from worlds.intercodesql.questions import SQLWorld, numbered
+from worlds.published import read_json, reading
+
+FLAG = "--intercode-data"
 
 
 @lru_cache(maxsize=2)
@@ -31,40 +32,28 @@ def spider_world(folder: str) -> SQLWorld:
         split_by = str(folder)
         for split in ("train", "test"):
             questions[split] = found = _read_questions(folder / f"ic_spider_{split}.json")
-            taken = folder / f"{split}_indices.json"
-            if taken.exists():
-                with _reading(taken, f"must list numbers of ic_spider_{split}.json"):
-                    questions[split] = {str(i): found[str(i)]
-                                        for i in json.loads(taken.read_text(encoding="utf-8"))}
+            if (taken := folder / f"{split}_indices.json").exists():
+                with reading(f"{FLAG}: {taken}", f"numbers of ic_spider_{split}.json"):
+                    questions[split] = {str(i): found[str(i)] for i in read_json(taken)}
     else:
         found = list(_read_questions(folder / "ic_spider_dev.json").values())
         side = {db: {4: "test", 3: "validation"}.get(i % 5, "train")
                 for i, db in enumerate(sorted({q["db"] for q in found}))}
         questions = {split: numbered([q for q in found if side[q["db"]] == split])
                      for split in ("train", "validation", "test")}
-    dump, scripts = folder / "ic_spider_dbs.sql", {}
-    if dump.exists():
-        with _reading(dump, "must be InterCode's dump"):
+    scripts = {}
+    if (dump := folder / "ic_spider_dbs.sql").exists():
+        with reading(f"{FLAG}: {dump}", "InterCode's dump"):
             scripts = sqlite_scripts(dump.read_text(encoding="utf-8"))
     return SQLWorld(scripts, questions, split_by)
 
 
 def _read_questions(path: Path) -> dict[str, dict]:
-    with _reading(path, "must be InterCode's list of records with query, gold and db"):
+    with reading(f"{FLAG}: {path}", "InterCode's list of records with query, gold and db"):
         # IPR keeps the database's name one level deeper than InterCode.
         return numbered([dict(query=r["query"], gold=" ".join(r["gold"].split()),
                               db=r["db"] if "db" in r else r["extra"]["db"])
-                         for r in json.loads(path.read_text(encoding="utf-8"))])
-
-
-@contextmanager
-def _reading(path: Path, must: str):
-    """Refused, with what the file must be, for whatever is wrong with it."""
-    try:
-        yield
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise Refused(f"--intercode-data: {path}: {type(error).__name__} {error}; it {must}"
-                      ) from None
+                         for r in read_json(path)])
 
 
 def sqlite_scripts(dump: str) -> dict[str, str]:
@@ -130,8 +119,7 @@ def main(argv: list[str]) -> None:
     def refuse(message):
         raise Refused(without_passwords(message))
 
-    parser = argparse.ArgumentParser(prog="run.sh load-intercode",
-                                     description=load_intercode.__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser("run.sh load-intercode", description=__doc__)
     parser.add_argument("dump", type=Path, help="ic_spider_dbs.sql")
     parser.add_argument("--admin-url", required=True, help="mysql://user:password@host:port")
     parser.add_argument("--mysql-url", required=True, help="as later given for training")

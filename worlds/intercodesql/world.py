@@ -53,7 +53,6 @@ class InterCodeSQL(World):
     name = "intercodesql"
     rules = PROMPT
     max_steps = 10
-    latency = 0
 
     def __init__(self, view: str = "full", intercode_data: str | None = None,
                  mysql_url: str | None = None):
@@ -68,6 +67,10 @@ class InterCodeSQL(World):
                           "that has as FOLDER/ic_spider_dbs.sql")
         self._db = None
 
+    @property
+    def makes_tasks(self) -> bool:
+        return bool(self.world.tables)  # of the databases that are generated
+
     def wording(self, task: str) -> str:
         question = self.find(task)
         return f"{question['db']}: {question['query']}"
@@ -81,11 +84,8 @@ class InterCodeSQL(World):
             raise ValueError(f"its gold query cannot be asked: {error}")
         return question
 
-    def reset(self, task: str) -> str:
-        return self.start(self.find(task))
-
     def start(self, question: dict, script: str | None = None) -> str:
-        """Starts an episode on a question (db, query, gold), over the database `script` makes."""
+        """Also on a question of no split, over the database that `script` makes."""
         self.close()
         self._db = self.database(question["db"], script)
         self._question, self._last = question, None
@@ -113,7 +113,6 @@ class InterCodeSQL(World):
         return Step("submitted", raw if self.theirs else min(max(raw, 0.0), 1.0), True, raw)
 
     def action(self, reply: str) -> str | None:
-        """The query in a reply, "submit", or None where there is neither."""
         return parse_sql_reply(reply) if self.view == "full" else reply.strip() or None
 
     def possible(self) -> tuple[list[str], str]:
@@ -125,10 +124,6 @@ class InterCodeSQL(World):
 
     def expert(self):
         return sql_expert(self._question["gold"], thoughts=self.view == "full")
-
-    def task_generator(self):
-        from worlds.intercodesql.tasks import TaskGenerator
-        return TaskGenerator(self) if self.world.tables else super().task_generator()
 
     def close(self):
         if self._db is not None:
@@ -173,11 +168,10 @@ def sql_reward(agent_rows, gold_rows) -> float:
     if not isinstance(agent_rows, list) or not isinstance(gold_rows, list):
         return 0.0
     agent, gold = ([str(tuple(row)) for row in rows] for rows in (agent_rows, gold_rows))
-    common = Counter(agent) & Counter(gold)
-    union = sum((Counter(agent) | Counter(gold)).values())
+    common, union = Counter(agent) & Counter(gold), (Counter(agent) | Counter(gold)).total()
     if not union:
         return 1.0
-    share = sum(common.values()) / union
+    share = common.total() / union
     if len(common) < 2:
         return share
     tau = kendall_tau(_first_of(common, agent), _first_of(common, gold))

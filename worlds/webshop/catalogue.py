@@ -1,10 +1,9 @@
-"""The embedded shop's catalogue and goals, and its scripted expert.
+"""The embedded shop's catalogue and goals, the same for every run, and its scripted expert.
 
-All are the same in every process and for every run. The catalogue is built of near-twins so that a
-shopper has to read. Each of 12 product types has 8 families (pairs of attributes), and each family
-four products under one title: a good one, one that is 41-60 dollars dearer, one without the goals'
-colours, and one with both faults. Titles decide attributes, the results page decides the price, the
-item page decides the colour. Experts read pages only, as agents do.
+Near-twins make a shopper read. Each of 12 product types has 8 families (pairs of attributes), and
+each family four products under one title: a good one, one that is 41-60 dollars dearer, one without
+the goals' colours, and one with both faults. Titles decide attributes, the results page decides the
+price, the item page decides the colour.
 """
 
 import random
@@ -13,41 +12,31 @@ import string
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 
 WORLD_SEED = 20251122  # ours; the world does not depend on a run's seed
 
-WORN = ["small", "medium", "large"]
+SIZES = {"worn": ["small", "medium", "large"], "beds": ["twin", "queen", "king"],
+         "windows": ["short", "regular", "tall"], "-": []}
 # type -> (department, sizes, attributes). The types' words are disjoint: sharing one would give
 # a product of the wrong type a share of the reward.
-TYPES = {
-    "rain jacket": ("Clothing", WORN, [
-        "quick dry", "light weight", "machine washable", "slim fit", "wind proof"]),
-    "yoga pants": ("Clothing", WORN, [
-        "high waist", "quick dry", "machine washable", "slim fit", "moisture wicking"]),
-    "winter gloves": ("Clothing", WORN, [
-        "touch screen", "wind proof", "light weight", "non slip", "fleece lined"]),
-    "bed sheets": ("Home", ["twin", "queen", "king"], [
-        "machine washable", "eco friendly", "super soft", "fade resistant", "easy care"]),
-    "window curtains": ("Home", ["short", "regular", "tall"], [
-        "noise reducing", "easy care", "eco friendly", "hand made", "energy saving"]),
-    "dog harness": ("Pets", WORN, [
-        "heavy duty", "light weight", "quick release", "super soft", "night safe"]),
-    "desk lamp": ("Office", [], [
-        "energy saving", "touch screen", "space saving", "eye caring", "long lasting"]),
-    "phone case": ("Electronics", [], [
-        "heavy duty", "non slip", "slim fit", "wireless charging", "hand made"]),
-    "wall clock": ("Home", [], [
-        "battery powered", "hand made", "night safe", "space saving", "noise reducing"]),
-    "coffee mug": ("Kitchen", [], [
-        "dishwasher safe", "leak proof", "hand made", "lead free", "eco friendly"]),
-    "travel bag": ("Luggage", [], [
-        "water repellent", "light weight", "heavy duty", "carry on", "space saving"]),
-    "office chair": ("Furniture", [], [
-        "height adjustable", "heavy duty", "easy assemble", "super soft", "space saving"]),
-}
-COLOUR_POOL = ["beige", "black", "blue", "brown", "gold", "green", "navy", "orange", "pink",
-               "purple", "red", "silver", "white", "yellow"]
+TYPES = {name: (department, SIZES[sizes], attributes.split(", "))
+         for name, department, sizes, attributes in (line.split("; ") for line in """\
+rain jacket; Clothing; worn; quick dry, light weight, machine washable, slim fit, wind proof
+yoga pants; Clothing; worn; high waist, quick dry, machine washable, slim fit, moisture wicking
+winter gloves; Clothing; worn; touch screen, wind proof, light weight, non slip, fleece lined
+bed sheets; Home; beds; machine washable, eco friendly, super soft, fade resistant, easy care
+window curtains; Home; windows; noise reducing, easy care, eco friendly, hand made, energy saving
+dog harness; Pets; worn; heavy duty, light weight, quick release, super soft, night safe
+desk lamp; Office; -; energy saving, touch screen, space saving, eye caring, long lasting
+phone case; Electronics; -; heavy duty, non slip, slim fit, wireless charging, hand made
+wall clock; Home; -; battery powered, hand made, night safe, space saving, noise reducing
+coffee mug; Kitchen; -; dishwasher safe, leak proof, hand made, lead free, eco friendly
+travel bag; Luggage; -; water repellent, light weight, heavy duty, carry on, space saving
+office chair; Furniture; -; height adjustable, heavy duty, easy assemble, super soft, space saving
+""".splitlines())}
+COLOUR_POOL = ("beige black blue brown gold green navy orange pink purple red silver white "
+               "yellow").split()
 PLACES = ["at home", "on the road", "in the city", "for a gift", "for daily use", "in small rooms",
           "for beginners", "all year round"]
 BULLETS = ["one year warranty", "packed without plastic", "designed with care", "tested by hand",
@@ -58,10 +47,9 @@ TEMPLATES = [
     "find me a {type} with {attributes}, i want {options}, and price lower than {limit} dollars",
 ]
 # What an instruction asks for, read back from its text.
-_PATTERNS = [re.compile(template.format(type=r"(?P<type>\w+ \w+)", limit=r"(?P<limit>[\d.]+)",
-                                        attributes="(?P<attributes>.+?)",
-                                        options="(?P<options>.+?)"))
-             for template in TEMPLATES]
+_PATTERNS = [re.compile(template.format(
+    type=r"(?P<type>\w+ \w+)", attributes="(?P<attributes>.+?)", options="(?P<options>.+?)",
+    limit=r"(?P<limit>[\d.]+)")) for template in TEMPLATES]
 _TYPE_WORDS = {word for name in TYPES for word in name.split()}
 
 
@@ -95,24 +83,25 @@ def shop_world() -> ShopWorld:
             families.append(family)
             products += _twins(rng, family)
     rng.shuffle(products)  # equal scores rank by number, so the order must say nothing
-    for product in products:  # as it happens, no two are alike
-        product["asin"] = "B0" + "".join(rng.choices(string.ascii_uppercase + string.digits, k=8))
+    for made in products:  # as it happens, no two are alike
+        made["asin"] = "B0" + "".join(rng.choices(string.ascii_uppercase + string.digits, k=8))
 
-    goals, seen, keys = {"unseen": []}, defaultdict(list), set()
-    for family in families:
-        for _ in range(12):
-            goal = draw_goal(rng, family, keys, products)
-            keys.add(goal_key(goal))
-            (goals["unseen"] if family["held_out"] else seen[goal_key(goal)[:-1]]).append(goal)
-    alike = list(seen.values())
-    rng.shuffle(alike)
+    goals, alike, keys = {"unseen": []}, defaultdict(list), set()
+    for family in [family for family in families for _ in range(12)]:
+        goal = draw_goal(rng, family, keys, products)
+        keys.add(goal_key(goal))
+        (goals["unseen"] if family["held_out"] else alike[goal_key(goal)[:-1]]).append(goal)
+    groups = list(alike.values())
+    rng.shuffle(groups)
     for split, size in (("train", 600), ("validation", 158), ("test", 250)):
         goals[split], left = [], []
-        for group in alike:
-            fits = len(goals[split]) + len(group) <= size
-            (goals[split] if fits else left).extend(group if fits else [group])
+        for group in groups:
+            if len(goals[split]) + len(group) <= size:
+                goals[split] += group
+            else:
+                left.append(group)
         rng.shuffle(goals[split])
-        alike = left
+        groups = left
     return ShopWorld(products, goals, families)
 
 
@@ -128,24 +117,20 @@ def _family(rng, name, attributes, colours, held_out):
 
 def _twins(rng, family):
     # Twins must rank alike in a search, so their indexed texts are of one length.
-    description = f"A {family['query']} {rng.choice(PLACES)}."
-    bullets = rng.sample(BULLETS, 2)
-    twins = []
-    for dear in (False, True):
-        for colours in (family["colours"], family["others"]):
-            price = family["price"]
-            if colours is family["others"]:
-                price += rng.randint(-4, 4)
-            if dear:  # a limit is at most 40 dollars above the good twin's price
-                price = family["price"] + rng.randint(41, 60)
-            options = {"color": rng.sample(colours, 4)}
-            if family["sizes"]:
-                options["size"] = family["sizes"]
-            shared = ("Title", "query", "product_category", "Attributes", "held_out")
-            twins.append({"name": family["Title"], **{key: family[key] for key in shared},
-                          "BulletPoints": bullets, "Description": description,
-                          "options": options, "price": float(price)})
-    return twins
+    shared = {key: family[key] for key in ("Title", "query", "product_category", "Attributes",
+                                           "held_out")}
+    shared |= dict(name=family["Title"], Description=f"A {family['query']} {rng.choice(PLACES)}.",
+                   BulletPoints=rng.sample(BULLETS, 2))
+    for dear, colours in product((False, True), (family["colours"], family["others"])):
+        price = family["price"]
+        if colours is family["others"]:
+            price += rng.randint(-4, 4)
+        if dear:  # a limit is at most 40 dollars above the good twin's price
+            price = family["price"] + rng.randint(41, 60)
+        options = {"color": rng.sample(colours, 4)}
+        if family["sizes"]:
+            options["size"] = family["sizes"]
+        yield {**shared, "options": options, "price": float(price)}
 
 
 def listed_as_fitting(product: dict, goal: dict) -> bool:
@@ -198,9 +183,6 @@ def instruction_of(rng: random.Random, goal: dict) -> str:
         options=", ".join(goal["goal_options"]), limit=f"{goal['price_upper']:.2f}")
 
 
-# -------------------------------------------------------------------- reading the shop's pages
-
-
 def split_page(observation: str) -> list[str]:
     return re.split(r" \[SEP\] | \| ", observation)
 
@@ -234,30 +216,23 @@ def fitting(results, want):
     return [r for r in affordable if matches(r[1]) == most]
 
 
-# ------------------------------------------------------------------------- the scripted expert
-
-
 def shop_expert(thoughts: bool):
     """An expert that reads the pages only, full or short: observation -> reply.
 
     Searches the type and attributes, opens the first result within the limit with the most
     attributes, goes back for the next one if the colour is missing, clicks the options and buys.
     """
-    script = None
+    script = _expert_script()
+    next(script)
 
     def reply(observation: str) -> str:
-        nonlocal script
-        if script is None:
-            script = _expert_script(observation)
-            thought, action = next(script)
-        else:
-            thought, action = script.send(observation)
+        thought, action = script.send(observation)
         return f"Thought: {thought}\nAction: {action}" if thoughts else action
     return reply
 
 
-def _expert_script(page):
-    want = read_instruction(page)
+def _expert_script():
+    want = read_instruction((yield))
     colour, attributes = want["options"][0], " and ".join(want["attributes"])
     page = yield (f"I should search for a {want['type']} that is {attributes}.",
                   f"search[{want['type']} {' '.join(want['attributes'])}]")

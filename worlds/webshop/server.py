@@ -17,17 +17,14 @@ from worlds.published import read_lists
 from worlds.webshop.shop import DONE, Shop, Shown
 
 RULE = {"train": range(1500, 1500 + 1624), "validation": range(500, 1500), "test": range(500)}
-LIMIT = re.compile(r",?( and)? price lower than [\d,]+(\.\d+)? dollars", re.I)
 
 
 class WebShopServer(Shop):
     """An official WebShop server, driven as a browser does: by its pages' links and forms.
 
-    A task is the number of one of the server's goals, of which the catalogue of 1,000 products has
-    6,910 and all 1.18 million products 12,087; `reset` takes any. By rule splits are those of
-    WebShop's own baselines, test 0-499, validation 500-1499, and as many training goals from 1500
-    on as the paper has. split_file: the folder of ETO's or IPR's train_indices.json and
-    test_indices.json instead; validation is then the rule's without the listed goals.
+    A task is the number of one of the server's goals; `reset` takes any. By rule splits are those
+    of WebShop's own baselines, with as many training goals as the paper has. split_file: the folder
+    of ETO's or IPR's train_indices.json and test_indices.json.
 
     Goal numbers mean the same on every server with the same catalogue, but price limits are drawn
     when it starts: the instruction is read from the page. EnvError where the server was replaced: a
@@ -35,15 +32,14 @@ class WebShopServer(Shop):
     time another one is read again.
 
     A server keeps of a session its goal only (the rest is in the URLs) and slows down with each
-    session, so every episode on a goal uses the same one.
-
-    EnvError at the first request that fails: no answer, errors, broken or huge pages, a link or
-    redirect to another host. Where the server itself has no page for its link (404, for an option
-    name with a slash), the click does nothing. Text of a model leaves as the search form's field
-    and in no other way.
+    session, so every episode on a goal uses the same one. EnvError at the first request that fails:
+    no answer, errors, broken or huge pages, a link or redirect to another host. Where the server
+    itself has no page for its link (404, for an option name with a slash), the click does nothing.
+    Text of a model leaves as the search form's field and in no other way.
     """
     test_splits = ("test",)
     latency = 2
+    drawn_anew = r"(?i),?( and)? price lower than [\d,]+(\.\d+)? dollars"
     max_bytes = 10_000_000
     max_query = 1000  # characters; a URL has to hold it and Lucene takes 1,024 words
     slow = 3.0        # seconds of a purchase from which on the user is told
@@ -56,13 +52,9 @@ class WebShopServer(Shop):
         """webshop_url: http://host:port. timeout: seconds without an answer that a request may
         take; load_timeout: the first one, which has the server load its catalogue."""
         super().__init__(view)
-        lists = dict(RULE)
-        if split_file:
-            self.split_by = split_file
-            lists |= read_lists(split_file, {"train": "train", "test": "test"}, _goal,
-                                "a JSON list of goal numbers", twice=True)
-            listed = {*lists["train"], *lists["test"]}
-            lists["validation"] = [goal for goal in lists["validation"] if goal not in listed]
+        self.split_by = split_file or self.split_by
+        lists = read_lists(split_file, RULE, {"train": "train", "test": "test"}, _goal,
+                           "a JSON list of goal numbers", twice=True)
         self.splits = {split: {str(goal): goal for goal in goals} for split, goals in lists.items()}
         self.url, self.timeout, self.load_timeout = webshop_url.rstrip("/"), timeout, load_timeout
         self._http = requests.Session()  # keeps its connection
@@ -76,10 +68,6 @@ class WebShopServer(Shop):
     def definition(self, split: str, key: str) -> int | None:
         """The task's goal number, which the server may not have."""
         return int(key) if re.fullmatch(r"[0-9]{1,9}", key) else None
-
-    def lasting(self, text: str) -> str:
-        """`text` without the price limit, which each start of the server draws anew."""
-        return LIMIT.sub("", text)
 
     def reset(self, task: str) -> str:
         goal, known = self.find(task), self._known.setdefault(self.url, {})
@@ -138,21 +126,20 @@ class WebShopServer(Shop):
         if self._instruction not in (None, page.instruction):
             self._fail("the instruction has changed; was the server restarted?")
         self._instruction, self._form = page.instruction, page.form or self._form
-        if page.form is not None:
-            return Shown("search", page.pieces, {})
-        if "next >" in page.links:
-            return Shown("results", page.pieces, page.links)
-        return Shown("item", page.pieces, page.links, item or before.item)
+        kind = ("search" if page.form is not None else
+                "results" if "next >" in page.links else "item")
+        return Shown(kind, page.pieces, {} if kind == "search" else page.links,
+                     (item or before.item) if kind == "item" else None)
 
     def _load(self, method: str, url: str, data, opening: bool) -> tuple[str, str] | None:
         """HTML and address of the page at `url` after redirects; None if there is none."""
         first = self.url not in self._loaded
-        timeout = self.load_timeout if first else self.timeout
         if self.url in self._loading:  # a second request would make it load its catalogue once more
             self._fail(f"no answer to the first request in {self.load_timeout:,.0f} s, in which it "
                        "loads its catalogue; start again when it has")
         try:
-            status, html, at = self._fetch(method, url, data, timeout)
+            status, html, at = self._fetch(method, url, data,
+                                           self.load_timeout if first else self.timeout)
         except requests.exceptions.InvalidSchema as error:  # no adapter, see __init__
             self._fail(f"refused to follow it to another host: {str(error)[-200:]}")
         except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as error:
@@ -166,11 +153,10 @@ class WebShopServer(Shop):
             return html, at
         if status == 404 and not opening:
             return None
-        problem = f"HTTP {status}" if status != 200 else "a page that ends early"
-        if opening and status == 500:
-            problem += (", its answer to a goal that its catalogue does not have; lower "
-                        "--train-tasks or --eval-tasks, or start it with more products")
-        self._fail(problem)
+        self._fail((f"HTTP {status}" if status != 200 else "a page that ends early")
+                   + ", its answer to a goal that its catalogue does not have; lower "
+                   "--train-tasks or --eval-tasks, or start it with more products"
+                   * (opening and status == 500))
 
     def _fetch(self, method: str, url: str, data, timeout: float) -> tuple[int, str, str]:
         """Status, text and address of the page at `url`, within limits of time and size."""

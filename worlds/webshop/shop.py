@@ -53,8 +53,7 @@ class Shop(World):
 
     Text and rules are the official text environment's, with two differences: a search is valid
     on the search page only (as in WebShop's browser environment; not by ETO's protocol), and the
-    page after a purchase ends at "Your code:", because the rest shows the goal and the reward. An
-    invalid action keeps the page.
+    page after a purchase ends at "Your code:", because the rest shows the goal and the reward.
 
     view="short", for a very small model: pieces are joined by " | ", pages after the first come
     without the instruction and "Back to Search" (it can still be clicked), and a page that was
@@ -65,7 +64,6 @@ class Shop(World):
     name = "webshop"
     rules = PROMPT
     max_steps = 10
-    latency = 0
     shown = None  # the page that the agent sees, a `Shown`; None: none yet
 
     def step(self, reply: str) -> Step:
@@ -127,6 +125,7 @@ class WebShop(Shop):
     which the official server shows when it is started with --attrs.
     """
     test_splits = ("test", "unseen")
+    makes_tasks = True
     max_results = 50
     page_size = 4  # results; WebShop itself shows 10
 
@@ -147,21 +146,12 @@ class WebShop(Shop):
     def wording(self, task: str) -> str:
         return self.find(task)["instruction"]  # with its price limit, without which it is another
 
-    def reset(self, task: str) -> str:
-        return self.start(self.find(task))
-
     def start(self, goal: dict) -> str:
-        """Starts an episode on a goal, which may be of no split; the first observation."""
         self._goal = goal
         return self._begin(self._follow(Page()))
 
     def expert(self):
-        """A scripted expert for the episode just reset: observation -> reply."""
         return catalogue.shop_expert(thoughts=self.view == "full")
-
-    def task_generator(self):
-        from worlds.webshop.tasks import ShopSmith
-        return ShopSmith(self)
 
     def _find(self, query: str) -> Shown:
         return self._follow(Page("results", query=query))
@@ -177,16 +167,15 @@ class WebShop(Shop):
 
     def _render(self, page: Page) -> tuple[list[str], dict[str, Page]]:
         """The page's visible pieces of text, and the page behind each clickable."""
-        head = ["Instruction:", self._goal["instruction"], "Back to Search"]
-        links = {"back to search": Page()}
-        if page.kind == "search":
-            return ["WebShop", *head[:2], "Search"], {}
         if page.kind == "done":
             return DONE, {}
-
+        pieces = ["Instruction:", self._goal["instruction"]]
+        if page.kind == "search":
+            return ["WebShop", *pieces, "Search"], {}
+        pieces, links = [*pieces, "Back to Search"], {"back to search": Page()}
         if page.kind == "results":
             hits = self._search(page.query)[:self.max_results]
-            pieces = [*head, f"Page {page.number} (Total results: {len(hits)})"]
+            pieces.append(f"Page {page.number} (Total results: {len(hits)})")
             if page.number > 1:
                 pieces.append("< Prev")
                 links["< prev"] = replace(page, number=page.number - 1)
@@ -199,25 +188,22 @@ class WebShop(Shop):
                 links[product["asin"].lower()] = replace(page, kind="item", item=i)
             return pieces, links
 
-        product = self.world.products[page.item]
-        pieces = [*head, "< Prev"]
+        product, pieces = self.world.products[page.item], [*pieces, "< Prev"]
+        subs = {"Description": [product["Description"]], "Features": product["BulletPoints"],
+                "Reviews": [], "Attributes": product["Attributes"]}
         if page.kind == "sub-page":
             links["< prev"] = replace(page, kind="item", sub="")  # chosen options are kept
-            pieces += {"Description": [product["Description"]], "Reviews": [],
-                       "Features": product["BulletPoints"],
-                       "Attributes": product["Attributes"]}[page.sub]
-            return pieces, links
+            return pieces + subs[page.sub], links
         links["< prev"] = replace(page, kind="results", item=-1, options=())  # options are lost
-        for sub in ("Description", "Features", "Reviews", "Attributes"):
-            links[sub.lower()] = replace(page, kind="sub-page", sub=sub)
+        links |= {sub.lower(): replace(page, kind="sub-page", sub=sub) for sub in subs}
         links["buy now"] = replace(page, kind="done")
         for name, values in product["options"].items():
             pieces += [name, *values]
-            for value in values:
-                chosen = tuple({**dict(page.options), name: value}.items())
-                links[value] = replace(page, options=chosen)
+            links |= {value: replace(page, options=tuple({**dict(page.options),
+                                                          name: value}.items()))
+                      for value in values}
         pieces += [product["Title"], f"Price: ${float(product['price'])}", "Rating: N.A.",
-                   "Description", "Features", "Reviews", "Attributes", "Buy Now"]
+                   *subs, "Buy Now"]
         return pieces, links
 
 
@@ -237,14 +223,13 @@ class BM25:
 
     def __init__(self, texts: list[str]):
         counts = [Counter(self._words(text)) for text in texts]
-        lengths = [sum(count.values()) for count in counts]
-        mean = sum(lengths) / len(lengths)
+        mean = sum(count.total() for count in counts) / len(counts)
         found = Counter(word for count in counts for word in count)
         self._weights = defaultdict(list)  # word -> [(document, its score for the word)]
-        for i, (count, length) in enumerate(zip(counts, lengths)):
+        for i, count in enumerate(counts):
             for word, n in count.items():
                 idf = math.log(1 + (len(texts) - found[word] + 0.5) / (found[word] + 0.5))
-                tf = n / (n + 0.9 * (1 - 0.4 + 0.4 * length / mean))
+                tf = n / (n + 0.9 * (1 - 0.4 + 0.4 * count.total() / mean))
                 self._weights[word].append((i, idf * tf))
 
     @staticmethod
@@ -253,7 +238,7 @@ class BM25:
 
     def __call__(self, query: str) -> list[int]:
         """Documents that share a word with the query, best first; ties in document order."""
-        scores = defaultdict(float)
+        scores = Counter()
         for word in self._words(query):
             for i, weight in self._weights.get(word, ()):
                 scores[i] += weight

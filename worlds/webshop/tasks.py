@@ -13,7 +13,7 @@ from worlds.webshop.catalogue import goal_for, goal_key, instruction_of, meets
 FITS_MOST = 4  # products that may meet a goal, else it asks for nothing in particular [ours]
 
 
-class ShopSmith:
+class TaskGenerator:
     # What an explorer model is told about the tasks that it writes.
     form = ("A task is what a customer wants to buy: a kind of product, one or two attributes, the "
             "options and a price limit, in the words of the shop's pages and of the instruction; "
