@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from harness.settings import SettingsError
+from worlds import EnvError, Refused, without_passwords
 
 ROOT = Path(__file__).parent.parent  # of the project
 
@@ -32,8 +33,8 @@ def command(name: str, work) -> None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         work(sys.argv[1:])
-    except (RunError, SettingsError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+    except (RunError, SettingsError, Refused, EnvError) as error:
+        print(f"{name}: {without_passwords(' '.join(str(error).split()))}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -18,32 +18,41 @@ class Agent:
 
     def __init__(self, folder, s: Settings):
         disable_progress_bar()
-        self.settings, self.encoder = s, Encoder(AutoTokenizer.from_pretrained(folder))
+        self.encoder, self.proposed = Encoder(AutoTokenizer.from_pretrained(folder)), None
         self.model = load_model(folder, torch.bfloat16 if in_bf16(s) else torch.float32).eval()
         self.model.to("cuda" if torch.cuda.is_available() else "cpu")
         prepack(self.model)
         self.cache = SlotCache(self.model, 1, s.max_tokens)
-        vocabulary = self.model.config.get_text_config().vocab_size
-        self.suppress_tokens = torch.tensor(self.encoder.suppress_tokens(vocabulary),
-                                            device=self.model.device)
+        self.suppress_tokens = torch.tensor(self.encoder.suppress_tokens(
+            self.model.config.get_text_config().vocab_size), device=self.model.device)
+        self.slot = Slot(0, self.encoder, Sampling(
+            0.0, s.max_tokens, s.max_new_tokens, s.tokens_per_forward, slots=1,
+            stops=STOPS[s.options.protocol]))
+        self.slot.begin(Trajectory())
 
-    def begin(self, env, task: str, observation: str) -> None:
-        s, stops = self.settings, STOPS[self.settings.options.protocol]
-        self.slot, self.proposed = Slot(0, self.encoder, Sampling(
-            0.0, s.max_tokens, s.max_new_tokens, s.tokens_per_forward, slots=1, stops=stops)), None
-        self.slot.env = env
-        self.slot.begin(Trajectory(task))
-        self.slot.observe(observation)
-
-    @property
-    def full(self) -> bool:
-        return self.slot.playing.ended == "context"
+    def read(self, messages: list[dict]) -> None:
+        """Its context becomes the conversation: its own replies as written, a person's as said."""
+        slot, t = self.slot, self.slot.playing
+        new = messages[len(t.messages):] if t.messages else messages[-1:]
+        for message in new:
+            if not t.messages:
+                t.ids = self.encoder.start(messages)
+            elif message["role"] == "user":
+                t.ids += self.encoder.observation(message["content"])
+            elif message["content"] != self.proposed:
+                del t.ids[slot.reply_at:]
+                slot.past = min(slot.past, slot.reply_at)
+                t.ids += self.encoder.reply(message["content"])
+            if message["role"] == "user":
+                slot.reply_at, self.proposed = len(t.ids), None
+        t.messages = list(messages)
 
     @torch.inference_mode()
-    def propose(self) -> tuple[str | None, str]:
+    def propose(self, messages: list[dict]) -> tuple[str | None, str]:
         """Its reply, None where that would fill its context, and what it had in mind."""
+        self.read(messages)
         slot, t, minds = self.slot, self.slot.playing, []
-        while not t.ended:
+        while len(t.ids) < slot.sampling.max_tokens and not t.ended:
             logits = next_token_logits(self.model, self.cache, [
                 (0, slot.past, t.ids[slot.past:])])                                         # (1, V)
             logits[:, self.suppress_tokens] = -torch.inf
@@ -53,20 +62,6 @@ class Agent:
             if self.proposed is not None:
                 return self.proposed, self.told(t.ids[slot.reply_at:], minds)
         return None, ""
-
-    def take(self, reply: str, step) -> None:
-        """What was played in its turn, by whomever, and what that led to."""
-        slot, t = self.slot, self.slot.playing
-        if reply != self.proposed:
-            del t.ids[slot.reply_at:], t.action_mask[slot.reply_at:]
-            t.ids += self.encoder.reply(reply)
-            t.action_mask += [0] * (len(t.ids) - slot.reply_at)
-            slot.past = min(slot.past, slot.reply_at)
-        self.proposed = None
-        if not step.done and len(t.ids) < self.settings.max_tokens:
-            slot.observe(step)
-        elif not step.done:
-            t.ended = "context"
 
     def told(self, ids: list[int], minds: list) -> str:
         """The three best tokens where the action begins, and where it was least sure."""

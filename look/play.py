@@ -15,16 +15,9 @@ from dataclasses import fields
 from pathlib import Path
 
 import envs
-from harness.files import RunError, made_tasks, read_object
+from harness.files import RunError, command, made_tasks, read_object
 from harness.report import visible
-from harness.settings import (
-    Settings,
-    SettingsError,
-    flag,
-    options_of,
-    parse,
-    without_passwords,
-)
+from harness.settings import Settings, SettingsError, flag, options_of, parse
 from program.tasks import settings_of
 
 # Of a run's settings, those that its agent plays with.
@@ -33,9 +26,6 @@ PLAYED_WITH = ("view", "max_tokens", "max_new_tokens", "examples")
 
 class Quit(Exception):
     """The episode ends before its end, and how."""
-
-
-# ------------------------------------------------------------------------------ the terminal
 
 
 def say(text: str = "", indent: str = "") -> None:
@@ -60,58 +50,45 @@ def ask(prompt: str) -> str | None:
     return line
 
 
-# ---------------------------------------------------------------------------------- an episode
-
-
 def play(env, task: str, agent=None) -> str:
     """One episode, by the person, or by `agent` until the person takes over; how it ended."""
-    observation, step, turns, mine, told = env.reset(task), None, 0, agent is None, []
+    observation, step, played, mine, told = env.reset(task), None, 0, agent is None, []
+
+    def reply(messages) -> str:
+        nonlocal mine
+        say(f"\n--- turn {played + 1} of {env.max_steps}")
+        proposed = None
+        while True:
+            if mine and (typed := act(env, agent is not None, told)) is not None:
+                return typed
+            if proposed is None:
+                proposed, thoughts = agent.propose(messages)
+                if proposed is None:
+                    raise Quit("out of context")
+                say(thoughts)
+                say(proposed, "    ")
+            answer = ask("Enter plays it, t takes over, q quits: ")
+            mine = answer == "t"
+            if not answer:
+                return proposed
+
     say(f"{task}, at most {env.max_steps} turns; "
         + ("? explains, q quits" if mine else "t takes over, Enter goes on, q quits"))
     if mine and env.rules and not env.prompt:
         say("\nThe rules, which this view does not tell the agent:")
         say(env.rules, "  ")
-    say("\n" + "\n\n".join(m["content"] for m in envs.opening(env, observation, playing=True)))
-    if agent:
-        agent.begin(env, task, observation)
+    messages = envs.opening(env, observation, playing=True)
+    say("\n" + "\n\n".join(m["content"] for m in messages))
     try:
-        while not step or not step.done and turns < env.max_steps:
-            reply, mine = choose(env, agent, mine, told, turns + 1)
-            step, turns = env.step(reply), turns + 1
-            if agent:
-                agent.take(reply, step)
+        for step in envs.turns(env, messages, reply):
+            played += 1
             say("\n" + step.observation)
         how = "done" if step.done else "out of turns"
     except Quit as quit:
         how = str(quit)
     reward = step.reward if step else 0.0
-    return (f"{how} after {turns} turn{'s' * (turns != 1)}: reward {reward:.3f}, "
+    return (f"{how} after {played} turn{'s' * (played != 1)}: reward {reward:.3f}, "
             f"{'a' if reward >= envs.SUCCESS else 'no'} success")
-
-
-def choose(env, agent, mine: bool, told: list, turn: int) -> tuple[str, bool]:
-    """The reply of a turn, and whose the next turn is; Quit where the agent has no room for one."""
-    if agent and agent.full:
-        raise Quit("out of context")
-    say(f"\n--- turn {turn} of {env.max_steps}")
-    proposed = None
-    while True:
-        if mine:
-            reply = act(env, agent is not None, told)
-            if reply is not None:
-                return reply, True
-            mine = False
-        if proposed is None:
-            proposed, thoughts = agent.propose()
-            if proposed is None:
-                raise Quit("out of context")
-            say(thoughts)
-            say(proposed, "    ")
-        answer = ask("Enter plays it, t takes over, q quits: ")
-        if answer == "t":
-            mine = True
-        elif not answer:
-            return proposed, False
 
 
 def act(env, agent: bool, told: list) -> str | None:
@@ -129,10 +106,10 @@ def act(env, agent: bool, told: list) -> str | None:
     while True:
         line = ask("your action, or its number" * bool(actions) + "your action" * (not actions)
                    + ", Enter gives back to the agent" * agent + ": ")
-        if line is None and not agent:
-            raise Quit("left")
         if not line and agent:
             return None
+        if line is None:
+            raise Quit("left")
         if line == "?":
             say(env.rules or "This environment has no rules to tell.", "  ")
         elif line and line.isdecimal() and actions:
@@ -141,9 +118,6 @@ def act(env, agent: bool, told: list) -> str | None:
             say(f"there are {len(actions)} of them")
         elif line:
             return env.reply(line)
-
-
-# ------------------------------------------------------------------------------------ the start
 
 
 def agent_of(path: Path) -> tuple[Path, Path | str, str]:
@@ -233,10 +207,7 @@ if __name__ == "__main__":
     for stream in (sys.stdin, sys.stdout):  # whatever is typed or shown, it goes on
         stream.reconfigure(errors="replace")
     try:
-        main(sys.argv[1:])
-    except (SettingsError, RunError, envs.Refused, envs.EnvError) as error:
-        print(f"play: {without_passwords(' '.join(str(error).split()))}", file=sys.stderr)
-        sys.exit(2)
+        command("play", main)
     except KeyboardInterrupt:
         print("\nplay: stopped", file=sys.stderr)
         os._exit(130)  # waits for no environment that hangs

@@ -169,13 +169,14 @@ def test_the_agent_reads_what_the_person_did(trained, typed, monkeypatch):
 
     seen, propose = [], Agent.propose
 
-    def spy(self):
-        if len(seen) < 2:
-            seen.append((list(self.slot.playing.ids), self.encoder))
-        return propose(self)
+    def spy(self, messages):
+        self.read(messages)
+        seen.append((list(self.slot.playing.ids), self.encoder))
+        return propose(self, messages)
 
     monkeypatch.setattr(Agent, "propose", spy)
     typed("t", "search[mug]", "3", "", "q")("webshop", "webshop-test-0", "--agent", trained)
+    assert len(seen) == 2
     world = envs.make("webshop", "short")
     messages = envs.opening(world, world.reset("webshop-test-0"))
     for action in ("search[mug]", 2):
