@@ -3,15 +3,13 @@
     bash run.sh bench [--quick] [train | rollout]
 
 An alternative runs in turn with ours; the table shows the median of the ratios within the repeats
-and their range. Seconds are this process's CPU time on one thread, so that other programs count
-little; a GPU is measured by bench/gpu.py. An alternative must first give the same losses, gradients
-or tokens, or the benchmark stops.
+and their range, in CPU seconds of one thread. An alternative must first give the same losses,
+gradients or tokens, or the benchmark stops. A GPU is measured by bench/gpu.py.
 """
 
 import argparse
 import functools
 import importlib.util
-import json
 import random
 import statistics
 import sys
@@ -28,16 +26,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import dpo
 import envs
+from harness.report import section
 from playing.rollout import Sampling, rollout
 from pretrain.pretrain import make_tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, WORDS = 2048, 1748  # tokens, and how many of them are words
 BETA, LR = 0.1, 1e-6
 TRL = importlib.util.find_spec("trl")
-
-
-# ------------------------------------------------------------------------------------- measuring
 
 
 def seconds(work) -> float:
@@ -62,22 +57,9 @@ def compared(what, against, unit, amounts, times) -> dict:
     """A row: `amounts` and `times`, ours and the other's, are work done and seconds per repeat."""
     (ours, other), (our_times, other_times) = amounts, times
     ratios = [(b / other) / (a / ours) for a, b in zip(our_times, other_times)]
-    return dict(what=what, against=against, unit=unit, repeats=len(ratios),
-                ours=ours / statistics.median(our_times),
+    return dict(what=what, against=against, unit=unit, ours=ours / statistics.median(our_times),
                 other=other / statistics.median(other_times),
                 ratio=[statistics.median(ratios), min(ratios), max(ratios)])
-
-
-def markdown(rows: list[dict]) -> str:
-    cells = [("", "ours", "against", "other", "ratio (range)")] + [
-        (r["what"], f"{r['ours']:,.4g} {r['unit']}", r["against"], f"{r['other']:,.4g}",
-         "{:.2f} ({:.2f}-{:.2f})".format(*r["ratio"])) for r in rows]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    cells.insert(1, tuple("-" * width for width in widths))
-    return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells)
-
-
-# ------------------------------------------------------------------------------------ train step
 
 
 def make_model(attention: str) -> Qwen3ForCausalLM:
@@ -102,7 +84,7 @@ def make_groups(instructions: int, length: int, actions: int, common: float = 1 
     prompt; `common` is the share of `length` with which an instruction's trajectories begin alike.
     Pairs: the expert above each failure, and one failure above the other.
     """
-    rng, groups = random.Random(0), []
+    rng, groups, alike = random.Random(0), [], int(common * length)
 
     def trajectory():
         scale, prompt = rng.uniform(0.8, 1.2), length // 7
@@ -112,8 +94,7 @@ def make_groups(instructions: int, length: int, actions: int, common: float = 1 
         return [rng.randrange(vocabulary) for _ in mask], mask
 
     for task in range(instructions):
-        (ids, mask), alike = trajectory(), int(common * length)
-        others = [trajectory() for _ in range(2)]
+        (ids, mask), *others = (trajectory() for _ in range(3))
         sequences = [dpo.Trajectory(ids=ids, action_mask=mask)] + [
             dpo.Trajectory(ids=ids[:alike] + other[alike:],
                            action_mask=mask[:alike] + other_mask[alike:])
@@ -133,14 +114,15 @@ def fit(accelerator, model, batches, tokens_per_forward=4096, log=lambda event: 
 
 def batch_of_pair(group: dpo.Group, pair: dpo.Pair) -> dict:
     """The tensors of a pair as TRL's collator names them, chosen before rejected."""
+    def padded(rows):
+        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+
     sides = [group.sequences[i] for i in (pair.chosen, pair.rejected)]
-    chosen, rejected = (torch.tensor([group.reference[i]])
-                        for i in (pair.chosen, pair.rejected))
-    ids, real, mask = (pad_sequence(list(map(torch.tensor, rows)), batch_first=True)
-                       for rows in ([s.ids for s in sides], [[1] * len(s.ids) for s in sides],
-                                    [s.action_mask for s in sides]))
-    return dict(input_ids=ids, attention_mask=real, completion_mask=mask, ref_chosen_logps=chosen,
-                ref_rejected_logps=rejected)
+    return dict(input_ids=padded(s.ids for s in sides),
+                attention_mask=padded([1] * len(s.ids) for s in sides),
+                completion_mask=padded(s.action_mask for s in sides),
+                ref_chosen_logps=torch.tensor([group.reference[pair.chosen]]),
+                ref_rejected_logps=torch.tensor([group.reference[pair.rejected]]))
 
 
 def textbook_backward(model, batches: list[dict]) -> float:
@@ -159,7 +141,7 @@ def textbook_backward(model, batches: list[dict]) -> float:
 
 
 def step(model, optimizer, backward) -> float:
-    """One optimiser step after the gradient of backward(), which returns the loss."""
+    """One optimiser step after backward(), which returns the loss."""
     loss = backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -168,9 +150,7 @@ def step(model, optimizer, backward) -> float:
 
 
 def trl_step(batches: list[dict]):
-    """A function that takes one step of TRL's DPOTrainer over the batches; returns the loss.
-
-    The batches go to its training_step as its own loop hands them over, the reference known.
+    """A function that takes one step of TRL's DPOTrainer, as its own loop does; it gives the loss.
     """
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
@@ -225,9 +205,6 @@ def step_rows(share: str, instructions: int, length: int, actions: int, repeats:
     times = in_turn(repeats, works)
     return [compared(f"train step, {share} in common", name, "pairs/s", (pairs, pairs),
                      (times["ours"], times[name])) for name in [*works][1:]]
-
-
-# -------------------------------------------------------------------------------------- rollouts
 
 
 def word_tokenizer():
@@ -304,24 +281,17 @@ def rollout_rows(quick: bool) -> list[dict]:
                      (times["ours"], times["other"]))]
 
 
-# ----------------------------------------------------------------------------------------- table
-
-SECTIONS = dict(train=train_rows, rollout=rollout_rows)
-
-
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], prog="run.sh bench")
-    parser.add_argument("section", nargs="?", choices=SECTIONS, help="none: both")
+    parser.add_argument("section", nargs="?", choices=("train", "rollout"), help="none: both")
     parser.add_argument("--quick", action="store_true", help="less of everything, no repeats")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench.json", help="as JSON")
     asked = parser.parse_args(argv)
     torch.set_num_threads(1)
-    rows = [row for name in ([asked.section] if asked.section else SECTIONS)
-            for row in SECTIONS[name](asked.quick)]
-    print(markdown(rows))
-    out = dict(torch=torch.__version__, quick=asked.quick, rows=rows)
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(json.dumps(out, indent=1))
+    rows = train_rows(asked.quick) if asked.section != "rollout" else []
+    rows += rollout_rows(asked.quick) if asked.section != "train" else []
+    print(section("Ours beside others", "<work <against <unit ours other ratio (range)", [
+        (r["what"], r["against"], r["unit"], f"{r['ours']:,.4g}", f"{r['other']:,.4g}",
+         "{:.2f}".format(r["ratio"][0]), "({1:.2f}-{2:.2f})".format(*r["ratio"])) for r in rows]))
 
 
 if __name__ == "__main__":

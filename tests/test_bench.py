@@ -1,7 +1,5 @@
 """The benchmark's own arithmetic, and both sections in a small size; no time is asserted."""
 
-import json
-
 import pytest
 
 from bench import bench, gpu
@@ -42,9 +40,7 @@ def test_trajectories_have_the_stated_sizes_and_begin_alike(common, alike):
             assert len({tuple(s.ids[:n]) for s in g.sequences}) == different
 
 
-def test_both_sections_compare_the_same_work_and_write_their_rows(tmp_path, capsys):
-    out = tmp_path / "bench.json"
-    bench.main(["--quick", "--out", str(out)])
-    rows = json.loads(out.read_text())["rows"]
-    assert {r["what"].split(",")[0] for r in rows} == {"train step", "rollout"}
-    assert all(r["ratio"][0] > 0 and r["against"] in capsys.readouterr().out for r in rows[:1])
+def test_both_sections_compare_the_same_work(capsys):
+    bench.main(["--quick"])
+    said = capsys.readouterr().out
+    assert "train step, 1/7" in said and "train step, 1/2" in said and "rollout, 4 slots" in said
