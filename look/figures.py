@@ -42,9 +42,6 @@ def svg(made: Figure, path: Path | None = None) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(drawn.getvalue()).decode()
 
 
-# ----------------------------------------------------------------------------- what they hold
-
-
 def curve(ax, points: list[tuple], **style) -> None:
     """A line through points (x, y, low, high); the band between the last two, where not None."""
     n = math.ceil(len(points) / MOST_POINTS)
@@ -80,9 +77,6 @@ def stacked(ax, names: list[str], parts: dict[str, list[float]], colours: dict) 
 
 def legend(ax) -> None:
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2)
-
-
-# ---------------------------------------------------------------------------------- of a run
 
 
 def run_figure(settings: dict, of: dict) -> Figure | None:

@@ -61,9 +61,6 @@ def status(run_dir: Path, log: dict) -> str:
             + (f"; in {running[-1]['phase']} at step {running[-1]['step']}" if running else ""))
 
 
-# ---------------------------------------------------------------------------------- the file
-
-
 def render(template: str, data: dict, **shown) -> str:
     """The page that a template makes, in ASCII: style, script and data stand in it."""
     env = Environment(loader=FileSystemLoader([ROOT / "look", ROOT / "study"]), autoescape=True,

@@ -4,20 +4,8 @@ import random
 import re
 
 from pretrain.text import Words, play
-from worlds.intercodesql.questions import (
-    HELD_OUT,
-    NAMES,
-    PEOPLE,
-    SITES,
-    THINGS,
-    VALUES,
-    Table,
-    database_script,
-    draw_database,
-    draw_question,
-    schema_key,
-    tables_of,
-)
+from worlds.intercodesql import questions
+from worlds.intercodesql.questions import HELD_OUT, NAMES, PEOPLE, SITES, THINGS, VALUES, tables_of
 from worlds.intercodesql.world import InterCodeSQL
 
 # What tables are also about here; those of the held-out table are in no practice text.
@@ -46,10 +34,7 @@ Jade Kelp Lark Moss Nadir Onyx Pearl Quartz Reef Slate Thorn Umber Vale Willow Z
 
 
 def exchanged() -> list[Words]:
-    """Nouns, for those of a larger pool, and names and values for each other.
-
-    Held-out nouns stay: nobody asks about them.
-    """
+    """Nouns, for those of a larger pool, and names and values for each other."""
     nouns = tuple(noun for noun in (*PEOPLE, *THINGS, *SITES) if noun not in HELD_OUT)
     values = tuple(sorted({v for pool in (*NAMES.values(), *VALUES.values()) for v in pool}))
     return [Words(nouns, (*nouns, *NOUNS), tuple(FRESH_NOUNS)),
@@ -69,25 +54,25 @@ ANALYSTS = [
 
 
 def conversations(seed: int, n: int) -> list[list[dict]]:
-    """n conversations of analysts of mixed competence.
+    """n conversations of analysts of mixed competence, who often submit a wrong result.
 
     The databases are new ones, over all nouns (so a small model has seen every word), none with the
-    tables and columns of a split's, but nobody asks about a held-out noun or queries its table. The
-    analysts make mistakes, recover, and often submit a wrong result.
+    tables and columns of a split's, but nobody asks about a held-out noun or queries its table.
     """
     env = InterCodeSQL("short")
     rng, nouns = random.Random(f"analysts-{seed}"), {*PEOPLE, *THINGS, *SITES}
-    taken = {schema_key(script) for script in env.world.databases.values()}
+    taken = {questions.schema_key(script) for script in env.world.databases.values()}
     texts = []
     while len(texts) < n:
-        tables = draw_database(rng, nouns)
-        script = database_script(tables)
-        if schema_key(script) in taken or all(held_out(table) for table in tables):
+        tables = questions.draw_database(rng, nouns)
+        script = questions.database_script(tables)
+        if questions.schema_key(script) in taken or all(held_out(table) for table in tables):
             continue
         for _ in range(min(4, n - len(texts))):
-            question = dict(draw_question(rng, tables, 0.02), db=f"{tables[0].key[:-3]}_0")
+            question = questions.draw_question(rng, tables, 0.02)
+            question["db"] = f"{tables[0].key[:-3]}_0"
             while any(held_out(t) for t in tables if t.name in tables_of(question["gold"])):
-                question |= draw_question(rng, tables, 0.02)
+                question |= questions.draw_question(rng, tables, 0.02)
             habits = rng.choices(ANALYSTS, [a["share"] for a in ANALYSTS])[0]
             actions = _analyst_script(rng, tables, question, habits)
             texts.append(play(env, env.start(question, script), actions))
@@ -95,7 +80,7 @@ def conversations(seed: int, n: int) -> list[list[dict]]:
     return texts
 
 
-def held_out(table: Table) -> bool:
+def held_out(table: questions.Table) -> bool:
     return table.noun[:-1] in HELD_OUT
 
 
@@ -133,7 +118,7 @@ def _analyst_script(rng, tables, question, habits):
 
 
 def _guess(rng, gold, needed):
-    """The query of one who has not looked: table and columns as the words come to mind."""
+    """The query of one who has not looked."""
     for table in needed:
         if rng.random() < 0.3:
             gold = re.sub(rf"\b{table.name}\b", rng.choice([table.noun, table.noun[:-1]]), gold)
@@ -143,7 +128,7 @@ def _guess(rng, gold, needed):
 
 
 def _mistake(rng, query, needed):
-    """The query with one mistake: of those that this query can have."""
+    """The query with one mistake."""
     table = needed[0]
     columns = [c.name for c in (*table.numbers, *table.texts) if not c.name.endswith("_id")]
     edits = [

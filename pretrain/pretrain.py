@@ -1,11 +1,10 @@
 """Makes the tiny model, `pretrain/tiny/`: it reads what it is shown, and learns on a laptop.
 
 It stands in for Llama-2-7B-Chat: a Llama of two layers with a tokenizer and chat template of its
-own, in a folder that `from_pretrained` loads, so that nothing else knows it is tiny. It is trained
-on random tokens said twice, which forms the heads that copy (a norm on queries and keys, as in
-Qwen3, keeps them from forming), and then on practice texts, with copying kept in each batch. It
-never sees an expert or an evaluated task, and nobody in its texts asks for what is held out for the
-split "unseen".
+own, in a folder that `from_pretrained` loads. It is trained on random tokens said twice, which
+forms the heads that copy (a norm on queries and keys, as in Qwen3, keeps them from forming), and
+then on practice texts, with copying kept in each batch. It never sees an expert or an evaluated
+task, and nobody in its texts asks for what is held out for the split "unseen".
 
     bash run.sh pretrain [--env NAME ...] [--out FOLDER]
 
@@ -53,7 +52,7 @@ OBSERVED = 0.3  # of a text's other tokens than replies, the share that is train
 def make(out: Path, texts: dict = TEXTS, copy_batches: int = COPY_BATCHES) -> None:
     """Pretrains a model on the texts {environment: (conversations, passes)}, into the folder out.
 
-    On one machine with one version of the packages the same bits each time: in one thread.
+    In one thread: on one machine with one version of the packages the same bits each time.
     """
     torch.set_num_threads(1)
     set_seed(0)
@@ -108,7 +107,7 @@ def train(accelerator, model, batches: list[list[dpo.Group]], rate: float) -> No
 
 
 def text_group(rng: random.Random, ids: list[int], tokenizer) -> dpo.Group:
-    """A conversation, trained on its replies and on a share of the rest, drawn at random."""
+    """A conversation, trained on its replies and a random share of the rest."""
     begin, end = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
     mask, replies = [], False
     for i in ids:

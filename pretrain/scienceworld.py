@@ -18,8 +18,6 @@ ANIMALS = tuple("bear beaver butterfly chameleon chipmunk crocodile dove dragonf
 
 def exchanged() -> list[Words]:
     """Colours and plants always; what lives how long and which room is where can mostly be learnt.
-
-    A box is red, blue or of another colour, a task says which.
     """
     return [
         Words(COLOURS, COLOURS, tuple("grey teal cyan maroon lilac crimson scarlet indigo".split()),
@@ -58,10 +56,7 @@ def conversations(seed: int, n: int) -> list[list[dict]]:
 
 
 def wanderer(env, seed: int, k: int) -> list[dict]:
-    """Conversation number k of a wanderer of random competence with `env` on a training task.
-
-    Few solve their task; they lose their way and come back, and do what has no effect.
-    """
+    """Conversation number k of a wanderer of random competence on a training task."""
     rng = random.Random(f"explorer-{seed}-{k}")
     habits = rng.choices(WANDERERS, [e["share"] for e in WANDERERS])[0]
     page = env.reset(rng.choice(env.tasks("train")))

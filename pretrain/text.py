@@ -24,8 +24,7 @@ class Words:
 def play(env, page: str, actions: Generator[str, str, None]) -> list[dict]:
     """The conversation of a noisy player with `env`, which has just shown `page`.
 
-    actions: yields a reply and is sent what it led to. It ends with the last reply, when the
-    episode or the player does.
+    actions: yields a reply and is sent what it led to. It ends with the episode or the player.
     """
     messages = [{"role": "user", "content": page}]
     reply = next(actions)
@@ -46,16 +45,14 @@ def exchange(rng: random.Random, conversation: list[dict], kinds: list[Words],
              anything: tuple[str, ...] = (), fresh: bool = False) -> list[dict]:
     """The conversation with its words of each kind exchanged for others of the kind's pool.
 
-    anything: what any words are drawn from. fresh: all kinds become fresh words, as far as there
-    are enough of them.
+    anything: what any words are drawn from. fresh: all kinds become fresh words, while they last.
     """
     text = "\n".join(m["content"] for m in conversation)
     new = {}
     for kind in kinds:
         if fresh or rng.random() < kind.share:
             found = sorted(set(pattern(kind.words).findall(text)))
-            pool = (kind.fresh if fresh else
-                    anything if rng.random() < kind.any else kind.pool)
+            pool = kind.fresh if fresh else anything if rng.random() < kind.any else kind.pool
             new |= dict(zip(found, rng.sample(pool, min(len(pool), len(found)))))
     if not new:
         return conversation

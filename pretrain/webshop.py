@@ -31,11 +31,10 @@ COMPETENCE = [
 
 
 def conversations(seed: int, n: int) -> list[list[dict]]:
-    """n conversations of shoppers of mixed competence.
+    """n conversations of shoppers of mixed competence, who often buy the wrong product.
 
-    Their instructions are new ones, of no split. Held-out products are listed by searches, but no
-    shopper opens one. Each shopper acts on its instruction, makes mistakes and recovers, and often
-    buys the wrong product; from 1,500 shoppers on every other product has been opened.
+    Their instructions are of no split. Held-out products are listed by searches, but no shopper
+    opens one; from 1,500 shoppers on every other product has been opened.
     """
     shop = WebShop("short")
     world = shop.world
@@ -46,17 +45,14 @@ def conversations(seed: int, n: int) -> list[list[dict]]:
     may_open = [product["asin"] for product in products]
     targets, texts = [], []
     for _ in range(n):
-        habits = rng.choices(COMPETENCE, [c["share"] for c in COMPETENCE])[0]
-        target = None
+        habits, target = rng.choices(COMPETENCE, [c["share"] for c in COMPETENCE])[0], None
         if not habits["asked"]:
             targets = targets or rng.sample(products, len(products))
             target = targets.pop()
         family = rng.choice([f for f in families if not target or f["query"] == target["query"]])
-        goal = catalogue.draw_goal(rng, family, taken, world.products)
-        page = shop.start(goal)
+        page = shop.start(catalogue.draw_goal(rng, family, taken, world.products))
         actions = _shopper_script(rng, page, habits, target, may_open)
-        actions = _with_slips(rng, shop, habits, actions)
-        texts.append(play(shop, page, actions))
+        texts.append(play(shop, page, _with_slips(rng, shop, habits, actions)))
     return texts
 
 
@@ -72,8 +68,7 @@ def _with_slips(rng, shop, habits, actions):
 def _slip(rng, shop):
     """An action that this page does not take."""
     links = shop.clickables()
-    clicks = [rng.choice(catalogue.COLOUR_POOL), "Search",
-              "Buy Now", "Next >", "< Prev"]
+    clicks = [rng.choice(catalogue.COLOUR_POOL), "Search", "Buy Now", "Next >", "< Prev"]
     slips = [f"click[{text}]" for text in clicks if text.lower() not in links]
     if links:  # every page but the search page
         slips.append(f"search[{rng.choice(list(catalogue.TYPES))}]")
@@ -83,15 +78,12 @@ def _slip(rng, shop):
 def _shopper_script(rng, page, habits, target, may_open):
     want, opened = catalogue.read_instruction(page), set()
     while True:
-        if target:
-            query = " ".join([target["query"], *target["Attributes"]])
-        else:
-            words = [want["type"], *want["attributes"]]
-            if rng.random() > habits["asked"]:  # forgets a part, or mixes an attribute up
-                mixed_up = rng.choice(["", *catalogue.TYPES[want["type"]][2]])
-                words[rng.randrange(1, len(words))] = mixed_up  # it always knows the type
-            query = " ".join(dict.fromkeys(word for word in words if word))
-        page = yield f"search[{query}]"
+        words = ([target["query"], *target["Attributes"]] if target else
+                 [want["type"], *want["attributes"]])
+        if not target and rng.random() > habits["asked"]:  # forgets a part or mixes it up
+            mixed_up = rng.choice(["", *catalogue.TYPES[want["type"]][2]])
+            words[rng.randrange(1, len(words))] = mixed_up  # it always knows the type
+        page = yield f"search[{' '.join(dict.fromkeys(filter(None, words)))}]"
         results = []
         while True:
             if "(seen)" not in page:

@@ -116,9 +116,6 @@ def trained(run: Path, agent: str = r"\w+") -> list[dict]:
     return [e for e in events(run)["phase"] if re.fullmatch(rf"iter\d+/{agent}-agent", e["phase"])]
 
 
-# ---------------------------------------------------------------------------------- finished runs
-
-
 def finished(folder: Path) -> dict[str, dict[int, Path]]:
     """method -> seed -> folder of the finished runs of a study."""
     runs = {}

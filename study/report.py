@@ -23,17 +23,9 @@ from harness.scores import table2
 from look import figures
 from look.conversations import conversations
 from look.page import render
+from study import methods
 from study.figure3 import distances_of
-from study.methods import (
-    CLAIMS,
-    EVOLUTIONS,
-    MEASURES,
-    THRESHOLDS,
-    chosen,
-    equals,
-    method_of,
-    name_of,
-)
+from study.methods import CLAIMS, MEASURES, THRESHOLDS, name_of
 from study.numbers import cost, evaluations, evolution, explored, interval, last, means, paired
 
 
@@ -99,9 +91,6 @@ def write_report(title: str, runs: dict, out: Path) -> str:
     return text
 
 
-# ---------------------------------------------------------------------------------- its parts
-
-
 def parts(runs: dict):
     """The parts of a report in order; those without rows say nothing."""
     target, second = evaluations(runs, AGENTS[1:2]), evaluations(runs, AGENTS[2:])
@@ -126,7 +115,7 @@ def parts(runs: dict):
         "hold it.")
     yield Part("What survives at equal cost", "<difference <verdicts", at_equal_cost(pairs))
     made = {m: means([evolution(path) for path in runs[m].values()])
-            for m in runs if m in EVOLUTIONS}
+            for m in runs if m in methods.EVOLUTIONS}
     yield Part("Agent and tasks: episodes; tasks and proposals after the start",
                _header("<method", *(next(iter(made.values())) if made else ()), "verified"),
                [(name_of(m), *row.values(), row["added"] / row["replayed"] if row["replayed"]
@@ -170,8 +159,8 @@ def at_equal_cost(pairs: dict) -> list[tuple[str, str]]:
     """For each claim at equal cost its name, and the verdict at equal epochs, then at this cost."""
     found = {}
     for (a, b, split, key), pair in pairs.items():
-        if "coevolve" in equals(b):
-            before = pairs.get((a, method_of(b), split, key), dict(verdict="not compared"))
+        if "coevolve" in methods.equals(b):
+            before = pairs.get((a, methods.method_of(b), split, key), dict(verdict="not compared"))
             found.setdefault(_difference(a, b), {}).setdefault(
                 f"{before['verdict']} at equal epochs, then {pair['verdict']}", []).append(
                 f"{key} on {split}")
@@ -272,7 +261,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, help="folder of the report [`report`, beside the runs]")
     asked = parser.parse_args(argv)
     out = asked.out or Path(os.path.commonpath([p.resolve().parent for p in asked.runs]), "report")
-    print(write_report("Comparison of runs", chosen(asked.runs), out))
+    print(write_report("Comparison of runs", methods.chosen(asked.runs), out))
     print(f"compare: {out} holds this, the numbers and the figures")
 
 
