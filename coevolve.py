@@ -188,7 +188,8 @@ def train_preferences(run: Run, out: Path, agent: str, i: int) -> dict:
         run.log.say(f"iter{i}: no pairs for the {agent} agent, which stays as it is")
         trainer.copy(before, out)
         return dict(steps=0)
-    epochs = preference_epochs(groups, s, rng, s.dpo_steps if agent == "target" else 0)
+    epochs = (preference_epochs(groups, s, rng, s.dpo_epochs, s.dpo_steps) if agent == "target" else
+              preference_epochs(groups, s, rng, s.failure_epochs or s.dpo_epochs))
     # log pi_ref(e|u) of every trajectory, once, by the same forward pass as log pi
     reference = before if s.reference == "phase" else first
     model = trainer.load(reference)
@@ -212,10 +213,11 @@ def train_preferences(run: Run, out: Path, agent: str, i: int) -> dict:
     return numbers
 
 
-def preference_epochs(groups: list[dpo.Group], s: Settings, rng, steps: int) -> list:
-    """dpo_epochs passes over the pairs, shuffled anew each, or as many as hold `steps` batches."""
+def preference_epochs(groups: list[dpo.Group], s: Settings, rng, passes: int,
+                      steps: int = 0) -> list:
+    """Passes over the pairs, shuffled anew each: so many, or as many as hold `steps` batches."""
     epochs = []
-    while sum(map(len, epochs)) < steps if steps else len(epochs) < s.dpo_epochs:
+    while sum(map(len, epochs)) < steps if steps else len(epochs) < passes:
         epoch = dpo.batches(groups, s.dpo_batch, s.batch_unit, rng)
         epochs.append(epoch[:steps - sum(map(len, epochs))] if steps else epoch)
     return epochs

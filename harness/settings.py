@@ -149,6 +149,9 @@ class Preferences:
     d_fail: Literal["all", "cross", "buffer", "none"] = setting(
         "all", "all pairs of failures; target x failure agent (literal Eq. 6); over all iterations "
         "so far; none: the failure agent is frozen [Section 4.2]")
+    failure_epochs: int = setting(
+        0, "passes of the failure agent over its pairs; 0 = dpo_epochs [ours]", at_least=0,
+        only=("coevolve",))
     d_tgt_failures: Literal["cross", "hard", "none"] = setting(
         "cross", "failure pairs: F_tgt x F_fail; those with a hard chosen one; none [Eq. 8]")
     hard_threshold: float = setting(0.6, "a failure of at least this reward is hard [Table 2]",

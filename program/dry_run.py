@@ -271,10 +271,11 @@ def phases(s: Settings, found: Lengths, hours: Hours) -> list[tuple[str, float, 
     seen = (agents - 1) * ((iterations + 1) / 2 if buffered(s) else 1)
     own, other = (found.experts * found.tokens * trajectories for trajectories in (
         1 + agents * s.rollouts, agents * s.rollouts * seen))
-    read, trained = own + other, (own + other) * s.dpo_epochs
+    other_trained = other * (s.failure_epochs or s.dpo_epochs)
+    read, trained = own + other, own * s.dpo_epochs + other_trained
     if s.dpo_steps:  # of the target; a pair has two trajectories
         unit = 2 if s.batch_unit == "pairs" else 1 + agents * s.rollouts
-        trained = s.dpo_steps * s.dpo_batch * unit * found.tokens + other * s.dpo_epochs
+        trained = s.dpo_steps * s.dpo_batch * unit * found.tokens + other_trained
     return rows + [
         ("exploration", explored * found.tokens * iterations, hours.playing(explored) * iterations),
         ("preferences", trained * iterations, hours.training(trained, read) * iterations)]

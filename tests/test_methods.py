@@ -254,19 +254,19 @@ def test_the_failure_agent_explores_again_before_d_tgt(run):
     assert {p["chosen"]["iteration"] for p in pairs(r, "failure", 2)} == {1, 2}  # the buffer
 
 
-@pytest.mark.parametrize("steps", [2, 11])
-def test_steps_of_the_target_are_a_setting(run, steps):
-    r = run("coevolve", dpo_steps=steps)
+@pytest.mark.parametrize("steps,passes", [(2, 0), (11, 3)])
+def test_steps_of_the_target_and_passes_of_the_failure_agent_are_settings(run, steps, passes):
+    r = run("coevolve", dpo_steps=steps, failure_epochs=passes)
     assert len(events(r, "train", phase="iter1/target-agent")) == steps
     epochs = [e["epoch"] for e in events(r, "train", phase="iter1/failure-agent")]
-    assert set(epochs) == {1, 2} and len(epochs) != steps
+    assert set(epochs) == {*range(1, (passes or 2) + 1)} and len(epochs) != steps
 
 
 def test_an_epoch_is_gone_through_before_the_next():
     groups = [dpo.Group(str(i), [], [dpo.Pair("kind", 0, 1)]) for i in range(5)]
-    s = Settings(dpo_batch=2, dpo_epochs=2)
+    s = Settings(dpo_batch=2)
     epochs = lambda steps: [[[g.task for g in b] for b in epoch] for epoch in
-                            coevolve.preference_epochs(groups, s, random.Random(0),
+                            coevolve.preference_epochs(groups, s, random.Random(0), 2,
                                                        steps)]
     assert [len(e) for e in epochs(0)] == [3, 3] and [len(e) for e in epochs(7)] == [3, 3, 1]
     assert all(sorted(sum(e, [])) == list("01234") for e in epochs(7)[:2])
