@@ -78,11 +78,10 @@ def make_model(attention: str) -> Qwen3ForCausalLM:
 
 def make_groups(instructions: int, length: int, actions: int, common: float = 1 / 7,
                 vocabulary: int = VOCABULARY) -> list[dpo.Group]:
-    """Instructions with an expert and a failure of each of two agents, in five turns.
+    """Instructions with an expert and a failure of each of two agents, in five turns, in 3 pairs.
 
     `length` and `actions` are mean tokens of a trajectory, the first seventh of which is the
     prompt; `common` is the share of `length` with which an instruction's trajectories begin alike.
-    Pairs: the expert above each failure, and one failure above the other.
     """
     rng, groups, alike = random.Random(0), [], int(common * length)
 
@@ -230,12 +229,9 @@ class Pages(envs.World):
 
 
 def make_player(attention: str, encoder) -> Qwen3ForCausalLM:
-    """A model whose replies end by themselves after some 20 tokens.
-
-    Suppressed tokens get rows of zeros: of 2,000 logits the best is always above 0.
-    """
+    """A model whose replies end by themselves after some 20 tokens."""
     model = make_model(attention).eval()
-    with torch.no_grad():
+    with torch.no_grad():  # suppressed: of 2,000 logits the best is always above 0
         model.lm_head.weight[list(encoder.suppress_tokens(VOCABULARY))] = 0
         model.lm_head.weight[encoder.end_of_turn] *= 1.9
     return model

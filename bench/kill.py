@@ -3,9 +3,9 @@
     python bench/kill.py --kills 50 --env webshop [--dir FOLDER] [settings of the run]
 
 Half of the kills (SIGKILL) come at a random moment, half within 30 ms of a change in the run's
-folder, while a file is being written; each hits all processes of the run or one. A run that ends is
-compared file by file, and another begins. With one slot, rollouts go in chunks. Exit status 1 if
-anything but the times differs, or a process of the run outlives it.
+folder; each hits all processes of the run or one. A run that ends is compared file by file, and
+another begins. With one slot, rollouts go in chunks. Exit status 1 if anything but the times
+differs, or a process of the run outlives it.
 """
 
 import argparse
@@ -44,10 +44,10 @@ def contents(out: Path) -> dict:
     return files
 
 
-def sizes(out: Path) -> dict:
+def sizes(out: Path | None) -> dict:
     """name -> bytes of what is in the folder."""
     found = {}
-    for path in out.rglob("*"):
+    for path in out.rglob("*") if out else ():
         with suppress(FileNotFoundError):  # it has just been renamed
             found[path] = path.stat().st_size
     return found
@@ -55,23 +55,21 @@ def sizes(out: Path) -> dict:
 
 def wait(process: subprocess.Popen, seconds: float, out: Path | None = None) -> None:
     """Until the process ends, the time is over or (with `out`) the folder changes."""
-    deadline, before = time.monotonic() + seconds, sizes(out) if out else None
-    while process.poll() is None and time.monotonic() < deadline:
-        if out and sizes(out) != before:
-            return
+    deadline, before = time.monotonic() + seconds, sizes(out)
+    while process.poll() is None and time.monotonic() < deadline and sizes(out) == before:
         time.sleep(0.001 if out else 0.02)
 
 
 def kill(process: subprocess.Popen, rng: random.Random) -> list[psutil.Process]:
     """Kills all processes of the run or one; returns all that there were."""
+    family = []
     with suppress(psutil.NoSuchProcess):
         parent = psutil.Process(process.pid)
         family = [parent, *parent.children(recursive=True)]
-        for victim in [rng.choice(family)] if rng.random() < 0.5 else family:
-            with suppress(psutil.NoSuchProcess):
-                victim.kill()
-        return family
-    return []
+    for victim in [rng.choice(family)] if family and rng.random() < 0.5 else family:
+        with suppress(psutil.NoSuchProcess):
+            victim.kill()
+    return family
 
 
 def killed_run(out: Path, flags: list[str], rng: random.Random, usual: float, most: int):

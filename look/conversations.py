@@ -14,8 +14,6 @@ from harness.report import config_of, events
 # Of a trajectory, what the page has: token ids stay behind.
 KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "steps", "cut_replies", "ended",
         "messages")
-
-
 # Episodes of the phase that is running, an endpoint's; those that have ended are in it in full.
 RUNNING = "playing/endpoint.jsonl"
 
@@ -24,9 +22,9 @@ def conversations(run_dir, megabytes: float = math.inf, tasks: int | None = None
                   first=()) -> dict:
     """Everything that the task browser shows, as JSON takes it: the most telling tasks first.
 
-    megabytes: how much it may be as `look.page` packs it; later tasks come without their
-    conversations (`messages` is None). tasks: how many there may be at all. first: ids of tasks
-    that come before the others, with their conversations; RunError if the run has none of one.
+    megabytes: how much it may be as `look.page` packs it; later tasks come without conversations.
+    tasks: how many there may be at all. first: ids of tasks that come before the others, with their
+    conversations; RunError if the run has none of one.
     """
     run_dir = Path(run_dir)
     settings, found = config_of(run_dir)["settings"], {}  # task -> its trajectories and pairs
@@ -44,10 +42,14 @@ def conversations(run_dir, megabytes: float = math.inf, tasks: int | None = None
                     **{field: row[field] for field in KEPT if field in row}, "joined": False,
                     "from": name.removesuffix(".jsonl"),
                     "opening": first_reply(row["messages"], row["steps"])})
-    margins = _margins(run_dir)
+    # (phase, when, task) -> what the log has of its pairs, one after another
+    margins = {(event["phase"], event["when"], task): iter(pairs)
+               for event in events(run_dir, growing=True)["margins"]
+               for task, pairs in event["pairs"].items()}
     for name, rows in rows_of.items():
         for row in rows if rows and "chosen" in rows[0] else ():
-            found[row["task"]]["pairs"].append(_pair(row, name, found, margins))
+            task = found[row["task"]]
+            task["pairs"].append(_pair(row, name, [*task["runs"]], margins))
     if unknown := [task for task in first if task not in found]:
         raise RunError(f"{', '.join(unknown)}: no trajectory in {run_dir}; it has {len(found)} "
                        f"tasks, such as {', '.join([*found][:3])}")
@@ -68,46 +70,33 @@ def conversations(run_dir, megabytes: float = math.inf, tasks: int | None = None
 
 
 def outputs(run_dir: Path) -> list[str]:
-    """Names of the .jsonl files of finished phases, in order.
-
-    A file that no finished phase wrote is left from before something was deleted.
-    """
+    """Names of the .jsonl files of finished phases, in order."""
     phases = run_dir / "phases.json"
     names = [name for phase in (read_object(phases) if phases.exists() else ())
              for name in (phase, f"{phase}/episodes.jsonl")  # those that GRPO learned from
              if name.endswith(".jsonl")]
-    # Last, for the episodes of a phase that is running; the others are in its phase's file too.
+    # RUNNING is last: its episodes are in their phase's file too, once that is finished.
     return [name for name in [*names, RUNNING] if (run_dir / name).is_file()]
 
 
-def _pair(row: dict, name: str, found: dict, margins: dict) -> dict:
-    """A row of pairs-*.jsonl; chosen and rejected are numbers of the task's trajectories.
+def _pair(row: dict, name: str, runs: list[tuple], margins: dict) -> dict:
+    """A row of pairs-*.jsonl; chosen and rejected are numbers of the task's trajectories, `runs`.
 
     before, after: [chosen and rejected log-probability, margin], None where not measured.
     """
-    keys = [*found[row["task"]]["runs"]]
-    iteration = int(re.match(r"iter(\d+)/", name)[1])
-    phase = f"iter{iteration}/{row['trains']}-agent"
-    return {**row, "iteration": iteration,
-            **{side: keys.index(tuple(row[side][part] for part in ("agent", "iteration",
+    iteration = name.split("/")[0]
+    phase = f"{iteration}/{row['trains']}-agent"
+    return {**row, "iteration": int(iteration.removeprefix("iter")),
+            **{side: runs.index(tuple(row[side][part] for part in ("agent", "iteration",
                                                                    "rollout")))
                for side in ("chosen", "rejected")},
             **{when: next(margins.get((phase, when, row["task"]), iter(())), None)
                for when in ("before", "after")}}
 
 
-def _margins(run_dir: Path) -> dict:
-    """(phase, "before" or "after", task) -> what the log has of its pairs, one after another."""
-    return {(event["phase"], event["when"], task): iter(pairs)
-            for event in events(run_dir, growing=True)["margins"]
-            for task, pairs in event["pairs"].items()}
-
-
 def _interest(runs) -> tuple:
-    """Sort key, most telling first: a hard failure, above the target's, of the last iteration.
-
-    Then the other explored tasks, then the evaluated ones, by how much the target changed.
-    """
+    """Sort key, most telling first: a hard failure, above the target's, of the last iteration;
+    then the other explored tasks, then the evaluated ones, by how much the target changed."""
     explored = [r for r in runs if not r["from"].startswith(("eval", "playing"))
                 and r["agent"] != "expert"]
     if not explored:

@@ -25,8 +25,7 @@ MEGABYTES = 4.5  # of conversations in a page, if not said otherwise
 def make_page(run_dir, megabytes: float = MEGABYTES, tasks=()) -> str:
     """Writes RUN/run.html, curves.svg and curves.png, also of a run that is going on; says so.
 
-    tasks: ids that come first, with their conversations. RunError if the folder is not a run, or
-    if it has no trajectory of one of them.
+    tasks: ids that come first. RunError if it is no run, or has no trajectory of one of them.
     """
     path = Path(run_dir) / "run.html"
     write_text(path, page(Path(run_dir), megabytes, tasks))

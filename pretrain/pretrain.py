@@ -164,8 +164,7 @@ def card(folder: Path, texts: dict) -> str:
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """One token per word, quoted word, number or mark of `texts`; others are spelled out.
 
-    A plural is its singular and "##s", and "doctor_info" is three tokens, so that a noun is the
-    same token wherever it stands.
+    A noun is the same token wherever it stands, in its plural and in "doctor_info".
     """
     pattern = Regex(r"'[^\W_]+'|[^\W_]+(?:\.[^\W_]+)?|_|[^\w\s]")
     split = pre_tokenizers.Split(pattern, behavior="removed", invert=True)

@@ -100,9 +100,7 @@ def costs(like: Path, eto: Path | None = None) -> dict:
 
 
 def mean_cost(run: Path) -> tuple[float, float]:
-    """Optimiser steps and tokens of the target's training in an iteration, means over iterations.
-
-    Tokens are those of the trajectories, counted as often as they are read.
+    """Optimiser steps of the target, and tokens as often as it reads them, means over iterations.
     """
     taken = [(e["steps"], e.get("tokens", 0)) for e in trained(run, "target")]
     if not sum(tokens for _, tokens in taken):
@@ -144,11 +142,8 @@ def chosen(paths: list[Path]) -> dict[str, dict[int, Path]]:
 
 
 def checked(runs: dict, alike=()) -> dict[str, dict[int, Path]]:
-    """The runs, methods in a report's order, and seeds.
-
-    RunError if runs of a method differ in more than the seed, or runs of several in more than what
-    the study varies between them; alike: the only settings in which several may not differ.
-    """
+    """The runs in a report's order. RunError if those of a method differ in more than the seed, or
+    those of several in more than what the study varies; alike: then only these may not differ."""
     order, first = [*ALL, *sorted(runs)], {}
     runs = {m: dict(sorted(runs[m].items())) for m in sorted(runs, key=order.index)}
     for method, by_seed in runs.items():

@@ -28,9 +28,8 @@ def t_quantile(degrees: int) -> float:
 def interval(values) -> dict:
     """Mean and half the width of its 95% t interval (None for one value) over seeds."""
     values = np.asarray(list(values), dtype=float)
-    n, half = len(values), None
-    if n > 1:
-        half = float(t_quantile(n - 1) * values.std(ddof=1) / math.sqrt(n))
+    n = len(values)
+    half = float(t_quantile(n - 1) * values.std(ddof=1) / math.sqrt(n)) if n > 1 else None
     return dict(n=n, mean=float(values.mean()), half=half)
 
 

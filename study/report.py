@@ -65,10 +65,7 @@ def _header(*names) -> str:
 
 
 def write_report(title: str, runs: dict, out: Path) -> str:
-    """Writes the report on finished runs into the folder `out`; returns it as text.
-
-    runs: method -> seed -> folder. RunError without runs.
-    """
+    """Writes the report on finished runs (method -> seed -> folder) into `out`; it as text."""
     if not runs:
         raise RunError(f"{out.parent}: no finished run in it (METHOD-sSEED with result.json)")
     out.mkdir(parents=True, exist_ok=True)

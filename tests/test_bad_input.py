@@ -228,7 +228,7 @@ def test_what_the_environment_does_not_have_is_named(more, small_model, tmp_path
 
 LISTS = {"no JSON": "boil 0", "an object": '{"boil": 0}', "nothing": "[]", "too many": '[["boil", 0, 1]]',
          "an unknown task": '[["brew", 0]]', "an unknown variation": '[["boil", 30]]',
-         "a truth": '[["boil", true]]', "twice": '[["boil", 1], ["task-1-boil", 1]]',
+         "a truth": '[["boil", true]]',
          "no text": b'[["\xff", 1]]', "deep": "[" * 100_000}
 QUESTION = {"query": "how many", "gold": "SELECT 1", "db": "d"}
 ALL = dict.fromkeys(("ic_spider_train.json", "ic_spider_test.json"), json.dumps([QUESTION]))

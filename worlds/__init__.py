@@ -216,7 +216,7 @@ def parse_reply(reply: str) -> str:
 def opening(env, observation: str, playing: bool = False) -> list[dict]:
     """The turns an episode opens with: what the agent is told, then its first observation.
 
-    playing: as an agent reads it, which in ETO's protocol has an example that none is trained on.
+    playing: with the example that an agent reads in ETO's protocol and is not trained on.
     """
     if env.theirs:
         return env.theirs.opening(observation, playing)
@@ -231,10 +231,7 @@ def first_reply(messages: list[dict], steps: int) -> int:
 
 
 def turns(env, messages: list[dict], answer: Callable[[list[dict]], str]) -> Iterator[Step]:
-    """Plays an episode from its opening: the step of each reply answer(messages).
-
-    The one loop of whoever answers in text. `messages` grow and end with the last reply.
-    """
+    """Plays an episode, whoever answers: the step of each reply answer(messages), which grow."""
     for turn in range(1, env.max_steps + 1):
         reply = answer(messages)
         messages.append({"role": "assistant", "content": reply})

@@ -70,10 +70,7 @@ class Theirs:
     examples: tuple[tuple[dict, ...], ...]  # conversations shown to an agent that plays
 
     def opening(self, observation: str, playing: bool) -> list[dict]:
-        """The instruction and "OK" as turns of their own, the examples, then the task.
-
-        Nobody is trained on the examples, nor on the head of a task's description.
-        """
+        """The instruction and "OK", the examples (which nobody is trained on), then the task."""
         turns = [{"role": "user", "content": self.instruction},
                  {"role": "assistant", "content": "OK"}]
         turns += [dict(turn) for example in self.examples for turn in example] if playing else []
@@ -188,14 +185,10 @@ def published(row: dict, env) -> tuple[str, list[dict], float]:
 
 
 def opened(messages: list[dict], env, theirs: bool) -> list[dict]:
-    """A conversation with the opening of a rollout by the environment's protocol, without examples.
-
-    theirs: it is of a published list. Observations are then theirs too, or bare.
-    """
+    """A conversation, of a published list if `theirs`, as one who trains on it here reads it."""
     messages = [{"role": m["role"], "content": m["content"]} for m in messages]
-    told = messages[1]["content"]
+    told, protocol = messages[1]["content"], env.theirs
     has_rules = "Action:" not in told if theirs else told == "OK" and len(messages) > 3
-    protocol = env.theirs
     if not (protocol or theirs or has_rules):
         return messages  # our own, by our own protocol
     rules, (first, *rest) = messages[:2 * has_rules], messages[2 * has_rules:]
@@ -211,10 +204,9 @@ def opened(messages: list[dict], env, theirs: bool) -> list[dict]:
 
 
 def opens_otherwise(env, messages: list[dict], shown: str) -> tuple[str, str] | None:
-    """What an expert and the environment show of a task, where that is not the same text.
+    """What an expert and the environment show of a task, if it differs, from where they part.
 
-    Aside are rules, the words before an observation, and what a server draws at each start. Both
-    are cut to begin shortly before they part.
+    Rules, the words before an observation and what a server draws at each start may differ.
     """
     def said(text):
         return plain(re.sub(env.drawn_anew, "", Theirs.bare(text.strip())))
@@ -233,25 +225,21 @@ def opens_otherwise(env, messages: list[dict], shown: str) -> tuple[str, str] | 
 # --------------------------------------------------------------------------------- lists of tasks
 
 
-def read_lists(folder: str | None, rule: dict, names: dict[str, str], read, must: str,
-               twice: bool) -> dict[str, list]:
+def read_lists(folder: str | None, rule: dict, names: dict[str, str], read,
+               must: str) -> dict[str, list]:
     """split -> tasks: those of `rule`, or of the published NAME_indices.json in a folder.
 
-    names: split -> NAME. read(entry) is a task, or None for one that is left out. The validation
-    tasks stay the rule's, without the listed ones. `folder` may also be one of the files. twice:
-    an entry that is there again counts once (ETO's training list of WebShop has one), else it is
-    refused. Refused, naming the file, which must be `must`.
+    names: split -> NAME. read(entry) is a task, or None for one that is left out; one that is
+    there again counts once. The validation tasks stay the rule's, without the listed ones.
+    `folder` may also be one of the files. Refused, naming the file, which must be `must`.
     """
     found, path = dict(rule), Path(folder or "")
     for split, name in names.items() if folder else ():
         file = f"{name}_indices.json"
         file = path.with_name(file) if path.is_file() else path / file
         with reading(f"--split-file {file}", must):
-            read_all = map(read, read_json(file))
-            entries = [task for task in read_all if task is not None]
-            found[split] = list(dict.fromkeys(entries))
-            if len(found[split]) < len(entries) and not twice:
-                raise ValueError("an entry is there twice")
+            entries = dict.fromkeys(map(read, read_json(file)))
+            found[split] = [task for task in entries if task is not None]
             if not found[split]:
                 raise ValueError("it has no task for these settings")
     listed = {task for split in names for task in found[split]} if folder else ()

@@ -204,10 +204,8 @@ def json_of(result: str):
 
 
 def script(calls: list[list[dict]]) -> list[str]:
-    """The replies of one who makes these calls, turn by turn, and ends each turn in words.
-
-    One call a reply, or as many as it takes to make a turn's calls in MOST_REPLIES replies.
-    """
+    """The replies of one who makes these calls, one a reply as long as MOST_REPLIES are enough, and
+    ends each turn in words."""
     replies = []
     for turn in calls:
         at_once = -(-len(turn) // MOST_REPLIES) or 1

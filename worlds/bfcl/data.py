@@ -79,7 +79,7 @@ def tasks(category: str) -> dict[str, dict]:
 
     start: a key for `start_state`. turns: what the user says, turn by turn. calls: the ground
     truth, for each turn a list of calls {name, arguments}; nothing is checked where it is empty.
-    hidden: turn -> functions that are not documented before that turn, which opens with them.
+    hidden: turn -> functions that are documented from that turn on.
     """
     truths = _rows(f"possible_answer/BFCL_v4_multi_turn_{category}.json")
     found = {}

@@ -1,8 +1,8 @@
 """New tasks for BFCL's simulators, made of calls that somebody made there.
 
 A find is a row of calls without an error, from the start state of a training task. What the user
-says is an explorer model's; without one it is a template over the documents of the functions, which
-spells the calls out and is easier than what people ask.
+says is an explorer model's, or a template, which spells the calls out and is easier than what
+people ask.
 """
 
 import json
@@ -36,11 +36,8 @@ class TaskGenerator:
         return {*names, *(f"{a}, {b}" for a, b in zip(names, names[1:]))}
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
-        """Proposals {text, task, solution, template} from an episode: at most two.
-
-        Both ask for what was done up to somewhere, without calls that led to nothing: in one turn,
-        and, if something was changed on the way, in several, which end with changes.
-        """
+        """Proposals {text, task, solution, template} of an episode: at most two, which ask for what
+        was done up to somewhere: in one turn, and in several, which end with changes."""
         start = self.env.find(task)["start"]
         made = list(self._made(start, replies))
         rows = [row for n in range(len(made)) if len(row := useful(made[:n + 1])) <= MOST_CALLS]
@@ -94,7 +91,7 @@ class TaskGenerator:
         return None
 
     def template(self, start: str, calls: list[dict]) -> str:
-        """What these calls do, in order, by the first sentences of their documents."""
+        """What these calls do, by the first sentences of their documents."""
         known, said = functions(start), []
         for call in calls:
             text = known[call["name"]]["description"].rpartition("Tool description: ")[2].strip()
@@ -130,8 +127,6 @@ class TaskGenerator:
 
 def useful(made: list[tuple]) -> list[tuple]:
     """The calls that changed something, the last, and those whose results are in later arguments.
-
-    made: (call, result, whether it changed anything), in order.
     """
     kept, later = [], []  # later: values of arguments, as texts
     for call, result, changed in reversed(made):

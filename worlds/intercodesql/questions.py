@@ -20,15 +20,14 @@ THINGS = "car book phone boat lamp guitar camera kite bike clock radio sofa".spl
 SITES = "town school museum farm harbor hotel island valley market castle station park".split()
 HELD_OUT = {"baker", "actor", "writer", "clock", "radio", "sofa", "castle", "station", "park"}
 
-# kind -> (names of the name column, numeric concepts, text concepts)
+# kind -> (the name column, numeric concepts, text concepts)
 CONCEPTS = {
-    "people": (["name"],
-               [["age", "years"], ["salary", "pay", "wage"], ["score", "points", "marks"]],
+    "people": ("name", [["age", "years"], ["salary", "pay", "wage"], ["score", "points", "marks"]],
                [["country", "nation", "homeland"], ["grade", "rank", "level"]]),
-    "things": (["model"], [["price", "cost", "fee"], ["weight", "mass", "load"],
-                           ["speed", "pace", "tempo"]],
+    "things": ("model", [["price", "cost", "fee"], ["weight", "mass", "load"],
+                         ["speed", "pace", "tempo"]],
                [["color", "shade", "tint"], ["brand", "maker", "label"]]),
-    "sites": (["site"], [["area", "size", "extent"], ["seats", "rooms", "places"]],
+    "sites": ("site", [["area", "size", "extent"], ["seats", "rooms", "places"]],
               [["region", "zone", "district"]]),
 }
 VALUES = {  # of text concepts, by their first name
@@ -92,18 +91,16 @@ def draw_database(rng: random.Random, nouns: set) -> list[Table]:
     for kind, noun in kinds:
         label, numeric, textual = CONCEPTS[kind]
         rows = rng.randint(12, 16)
-        places = len(tables[0].label.values) if tables else 0
         numbers = [Column(tuple(names), rng.choice(names), tuple(rng.sample(range(10, 100), rows)))
                    for names in rng.sample(numeric, 2)]
         texts = [Column(tuple(names), rng.choice(names),
                         tuple(rng.choices(VALUES[names[0]], k=rows)))
                  for names in rng.sample(textual, min(2, len(textual)))]
-        key = f"{noun}_id"
         if tables:  # every row is at a place; the column has the name of the place's key
-            at = tuple(rng.choices(range(1, places + 1), k=rows))
-            texts.append(Column((), tables[0].key, at))
-        tables.append(Table(style.format(noun), f"{noun}s", key,
-                            Column((), label[0], tuple(rng.sample(NAMES[kind], rows))),
+            places = range(1, len(tables[0].label.values) + 1)
+            texts.append(Column((), tables[0].key, tuple(rng.choices(places, k=rows))))
+        tables.append(Table(style.format(noun), f"{noun}s", f"{noun}_id",
+                            Column((), label, tuple(rng.sample(NAMES[kind], rows))),
                             tuple(numbers), tuple(texts)))
     return tables
 
@@ -127,72 +124,60 @@ def database_script(tables: list[Table]) -> str:
 # table, {k} its key, {e} its text column with the value {u}. Weight is on families whose near
 # misses earn a share of the reward. Compound and long questions are most of the tasks, but rare in
 # the pretraining text: how to put conditions together is to be learnt from experts and failures.
+def lists(weight: int, words: str, condition: str) -> tuple[int, str, str]:
+    return weight, "list the {n} of {t} " + words, "SELECT {n} FROM {t} " + condition
+
+
 SIMPLE = [
     (1, "how many {t} are there", "SELECT COUNT(*) FROM {t}"),
     (1, "how many {t} have {c} {v}", "SELECT COUNT(*) FROM {t} WHERE {c} = {v}"),
     (1, "what is the average {a} of {t}", "SELECT AVG({a}) FROM {t}"),
-    (1, "what is the highest {a} of {t} with {c} {v}",
-     "SELECT MAX({a}) FROM {t} WHERE {c} = {v}"),
+    (1, "what is the highest {a} of {t} with {c} {v}", "SELECT MAX({a}) FROM {t} WHERE {c} = {v}"),
     (1, "what are the different values of {c} of {t}", "SELECT DISTINCT {c} FROM {t}"),
     (1, "how many {t} are there for each {c}", "SELECT {c}, COUNT(*) FROM {t} GROUP BY {c}"),
-    (2, "list the {n} of {t} with {c} {v}", "SELECT {n} FROM {t} WHERE {c} = {v}"),
-    (3, "list the {n} of {t} with {a} above {x}", "SELECT {n} FROM {t} WHERE {a} > {x}"),
-    (3, "list the {n} of {t} with {a} below {x}", "SELECT {n} FROM {t} WHERE {a} < {x}"),
+    lists(2, "with {c} {v}", "WHERE {c} = {v}"),
+    lists(3, "with {a} above {x}", "WHERE {a} > {x}"),
+    lists(3, "with {a} below {x}", "WHERE {a} < {x}"),
     (2, "list the {n} and {b} of {t} with {a} above {x}",
      "SELECT {n}, {b} FROM {t} WHERE {a} > {x}"),
     (3, "list the {n} of the {z} {t} with the highest {a}",
      "SELECT {n} FROM {t} ORDER BY {a} DESC LIMIT {z}"),
     (2, "list the {n} of the {z} {t} with the lowest {a}",
      "SELECT {n} FROM {t} ORDER BY {a} LIMIT {z}"),
-    (2, "list the {n} of {t} from the highest {a} to the lowest",
-     "SELECT {n} FROM {t} ORDER BY {a} DESC"),
-    (2, "list the {n} of {t} with {a} above the average",
-     "SELECT {n} FROM {t} WHERE {a} > (SELECT AVG({a}) FROM {t})"),
-    (2, "list the {n} of {t} in {p} with {e} {u}",
-     "SELECT {n} FROM {t} JOIN {p} USING ({k}) WHERE {e} = {u}"),
+    lists(2, "from the highest {a} to the lowest", "ORDER BY {a} DESC"),
+    lists(2, "with {a} above the average", "WHERE {a} > (SELECT AVG({a}) FROM {t})"),
+    lists(2, "in {p} with {e} {u}", "JOIN {p} USING ({k}) WHERE {e} = {u}"),
 ]
 COMPOUND = [
-    (3, "list the {n} of {t} with {a} above {x} and {b} below {y}",
-     "SELECT {n} FROM {t} WHERE {a} > {x} AND {b} < {y}"),
-    (3, "list the {n} of {t} with {a} above {x} or {b} below {y}",
-     "SELECT {n} FROM {t} WHERE {a} > {x} OR {b} < {y}"),
-    (3, "list the {n} of {t} with {c} {v} or {v2}",
-     "SELECT {n} FROM {t} WHERE {c} = {v} OR {c} = {v2}"),
-    (3, "list the {n} of {t} with {c} {v} or {a} above {x}",
-     "SELECT {n} FROM {t} WHERE {c} = {v} OR {a} > {x}"),
-    (3, "list the {n} of {t} with {c} {v} or {a} above {x} or {b} below {y}",
-     "SELECT {n} FROM {t} WHERE {c} = {v} OR {a} > {x} OR {b} < {y}"),
-    (3, "list the {n} of {t} with {c} {v} or {v2} or {a} above {x}",
-     "SELECT {n} FROM {t} WHERE {c} = {v} OR {c} = {v2} OR {a} > {x}"),
+    lists(3, "with {a} above {x} and {b} below {y}", "WHERE {a} > {x} AND {b} < {y}"),
+    lists(3, "with {a} above {x} or {b} below {y}", "WHERE {a} > {x} OR {b} < {y}"),
+    lists(3, "with {c} {v} or {v2}", "WHERE {c} = {v} OR {c} = {v2}"),
+    lists(3, "with {c} {v} or {a} above {x}", "WHERE {c} = {v} OR {a} > {x}"),
+    lists(3, "with {c} {v} or {a} above {x} or {b} below {y}",
+          "WHERE {c} = {v} OR {a} > {x} OR {b} < {y}"),
+    lists(3, "with {c} {v} or {v2} or {a} above {x}", "WHERE {c} = {v} OR {c} = {v2} OR {a} > {x}"),
     (3, "list the {n} of the {z} {t} with the highest {a} and {b} above {x}",
      "SELECT {n} FROM {t} WHERE {b} > {x} ORDER BY {a} DESC LIMIT {z}"),
-    (3, "list the {n} of {t} with {a} above {x} from the lowest {b} to the highest",
-     "SELECT {n} FROM {t} WHERE {a} > {x} ORDER BY {b}"),
-    (3, "list the {n} of {t} with {c} {v} or {a} above {x} from the highest {b} to the lowest",
-     "SELECT {n} FROM {t} WHERE {c} = {v} OR {a} > {x} ORDER BY {b} DESC"),
-    (2, "list the {n} of {t} in {p} with {e} {u} or {a} above {x}",
-     "SELECT {n} FROM {t} JOIN {p} USING ({k}) WHERE {e} = {u} OR {a} > {x}"),
+    lists(3, "with {a} above {x} from the lowest {b} to the highest",
+          "WHERE {a} > {x} ORDER BY {b}"),
+    lists(3, "with {c} {v} or {a} above {x} from the highest {b} to the lowest",
+          "WHERE {c} = {v} OR {a} > {x} ORDER BY {b} DESC"),
+    lists(2, "in {p} with {e} {u} or {a} above {x}",
+          "JOIN {p} USING ({k}) WHERE {e} = {u} OR {a} > {x}"),
 ]
-
-
 # What they find without their last condition is mostly more than half of the answer, so that a
 # failure can be a near miss. The pretraining text has none of them.
 LONG = [
-    (1, "list the {n} of {t} with {a} above {x} or {c} {v} or {v2}",
-     "SELECT {n} FROM {t} WHERE {a} > {x} OR {c} = {v} OR {c} = {v2}"),
-    (1, "list the {n} of {t} with {a} below {x} or {c} {v} or {v2}",
-     "SELECT {n} FROM {t} WHERE {a} < {x} OR {c} = {v} OR {c} = {v2}"),
-    (1, "list the {n} of {t} with {a} above {x} or {b} below {y} or {c} {v} or {v2}",
-     "SELECT {n} FROM {t} WHERE {a} > {x} OR {b} < {y} OR {c} = {v} OR {c} = {v2}"),
+    lists(1, "with {a} above {x} or {c} {v} or {v2}", "WHERE {a} > {x} OR {c} = {v} OR {c} = {v2}"),
+    lists(1, "with {a} below {x} or {c} {v} or {v2}", "WHERE {a} < {x} OR {c} = {v} OR {c} = {v2}"),
+    lists(1, "with {a} above {x} or {b} below {y} or {c} {v} or {v2}",
+          "WHERE {a} > {x} OR {b} < {y} OR {c} = {v} OR {c} = {v2}"),
 ]
 
 
 def draw_question(rng: random.Random, tables: list[Table], compound: float,
                   long: float = 0.0) -> dict:
-    """query and gold of a random question, compound or long with these probabilities.
-
-    It is not always worth asking.
-    """
+    """query and gold of a random question, compound or long with these probabilities."""
     drawn = rng.random()
     families = COMPOUND if drawn < compound else LONG if drawn < compound + long else SIMPLE
     _, query, gold = rng.choices(families, [family[0] for family in families])[0]
@@ -280,8 +265,6 @@ def tables_of(gold: str) -> list[str]:
 
 def sql_expert(gold: str, thoughts: bool):
     """An expert that knows the gold query: looks at the tables, describes those it needs, submits.
-
-    thoughts: in ReAct form, else bare queries.
     """
     needed = tables_of(gold)[:7]  # so that query and submission fit into 10 turns
     turns = [("I should see which tables there are.", "SHOW TABLES"),

@@ -145,11 +145,8 @@ def shown(result, sql: str, short: bool) -> str:
 
 
 def parse_sql_reply(reply: str) -> str | None:
-    """The query in a ReAct reply, "submit", or None where there is neither.
-
-    As InterCode's ReAct agents read it: after the first "Action:" either the word submit anywhere,
-    or the first line of the first fenced sql block.
-    """
+    """As InterCode's ReAct agents read it: after the first "Action:" the word submit anywhere, or
+    the first line of the first fenced sql block; None where there is neither."""
     _, marker, action = reply.partition("Action:")
     if "submit" in action:
         return "submit"

@@ -169,8 +169,8 @@ class ScienceWorld(World):
 
     def _solve(self) -> list[str]:
         """Loads the task with its solution, which is the same whatever was played before."""
-        # The simulator keeps the walks through the house that it has drawn for earlier solutions. A
-        # walk that is kept draws no random numbers, and what is drawn next is then another.
+        # The simulator keeps the walks that it has drawn for earlier solutions; a walk that is kept
+        # draws no random numbers, and what is drawn next is then another.
         self._simulator.walks.clear()
         self._load(gold=True)
         return list(self._simulator.interface.getGoldActionSequence())
@@ -240,11 +240,9 @@ class _Simulator:
 
 
 def _first_lines(process, seconds: float) -> tuple[int, str]:
-    """Port and token, which Java says first; all else that it says is read and thrown away.
-
-    ValueError, and the process is ended, where it does not say them in time.
-    """
+    """Port and token, which Java says first; ValueError, and it is ended, if not in time."""
     late = threading.Timer(seconds, process.kill)
+    late.daemon = True
     late.start()
     port, token = (process.stdout.readline().decode().strip() for _ in range(2))
     late.cancel()
@@ -252,6 +250,7 @@ def _first_lines(process, seconds: float) -> tuple[int, str]:
         process.kill()
         process.wait()
         raise ValueError(f"it ended, or said nothing for {seconds:g} s")
+    # All else that it says is read and thrown away.
     threading.Thread(target=lambda: deque(process.stdout, maxlen=0), daemon=True).start()
     return int(port), token
 
@@ -291,7 +290,7 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
 
     names = {"train": "train", "seen": "dev", "unseen": "test"}
     return read_lists(split_file, splits, names, read, "a JSON list of [task name, variation], "
-                      f"some of --task-types {task_types}", twice=False)
+                      f"some of --task-types {task_types}")
 
 
 def _listed(entry) -> tuple[str, int]:
@@ -307,10 +306,9 @@ def _listed(entry) -> tuple[str, int]:
 
 
 def science_actions(gold: list[str]) -> list[str]:
-    """The simulator's solution, looking around wherever it acts.
+    """The simulator's solution, looking around wherever it acts: who reads can then tell why.
 
-    The solution walks without looking where it is, so nobody could tell from what is read why it
-    goes where it goes. What it does to doors, which are open, is left out.
+    What it does to doors, which are open, is left out.
     """
     actions, looked = ["look around"], True
     for action in gold:
@@ -327,8 +325,7 @@ def science_actions(gold: list[str]) -> list[str]:
 def science_expert(gold: list[str], thoughts: bool, timed: bool = False):
     """An expert that plays `science_actions`, naming things as it has read them (see `as_shown`).
 
-    timed: it plays the solution as it is, because each step counts or the names change. Once its
-    actions are over it only looks around.
+    timed: it plays the solution as it is, because each step counts or the names change.
     """
     script, shown = iter(gold if timed else science_actions(gold)), []
 

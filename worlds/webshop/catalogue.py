@@ -152,10 +152,8 @@ def goal_key(goal: dict) -> tuple:
 
 
 def draw_goal(rng: random.Random, family: dict, taken: set, products: list[dict]) -> dict:
-    """A random goal of the family, whose key is not in `taken`.
-
-    Where the family is held out only held-out products are listed as fitting, else none of them.
-    """
+    """A random goal of the family, of no key in `taken`; of the products that are listed as
+    fitting all are held out or none is, as the family."""
     while True:
         attributes = rng.sample(family["Attributes"], rng.choice([1, 2]))
         options = [rng.choice(family["colours"])]
@@ -188,10 +186,7 @@ def split_page(observation: str) -> list[str]:
 
 
 def read_instruction(observation: str) -> dict:
-    """type, attributes, options (colour first) and limit, from the first page's text.
-
-    ValueError for an instruction that is in none of the TEMPLATES.
-    """
+    """type, attributes, options (colour first) and limit; ValueError if it is of no TEMPLATES."""
     match = next(filter(None, (pattern.search(observation) for pattern in _PATTERNS)), None)
     if match is None:
         raise ValueError("the scripted expert reads the catalogue's own wordings only, not "

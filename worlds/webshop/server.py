@@ -54,7 +54,7 @@ class WebShopServer(Shop):
         super().__init__(view)
         self.split_by = split_file or self.split_by
         lists = read_lists(split_file, RULE, {"train": "train", "test": "test"}, _goal,
-                           "a JSON list of goal numbers", twice=True)
+                           "a JSON list of goal numbers")
         self.splits = {split: {str(goal): goal for goal in goals} for split, goals in lists.items()}
         self.url, self.timeout, self.load_timeout = webshop_url.rstrip("/"), timeout, load_timeout
         self._http = requests.Session()  # keeps its connection

@@ -1,7 +1,6 @@
 """WebShop: an agent searches a shop, opens pages, and buys what an instruction asks for.
 
-`Shop` reads the action in a reply and shows a page as text. `WebShop` is the embedded shop;
-`server.py` asks an official server.
+`WebShop` is the embedded shop; `server.py` asks an official server.
 """
 
 import math
@@ -120,9 +119,9 @@ class Page:
 class WebShop(Shop):
     """The embedded shop: WebShop's pages, actions and reward over a generated catalogue.
 
-    A task is a goal: what `webshop_reward` takes, with its instruction. Splits: train, validation,
-    test (new goals) and unseen (new families of products). Item pages have the button "Attributes",
-    which the official server shows when it is started with --attrs.
+    A task is a goal: what `webshop_reward` takes, with its instruction. `test` has new goals,
+    `unseen` new families of products. Item pages have the button "Attributes", as those of the
+    official server started with --attrs.
     """
     test_splits = ("test", "unseen")
     makes_tasks = True
@@ -254,10 +253,7 @@ COLOURS = ("beige black blue brown gold gray green grey navy orange pink purple 
 
 @lru_cache(maxsize=65536)
 def token_set_ratio(a: str, b: str) -> int:
-    """Similarity of two strings as word sets, 0-100, as in thefuzz 0.19 (difflib's ratio).
-
-    0.20 changed to 2 LCS / (len + len), which differs on a few strings near the threshold.
-    """
+    """Similarity of two strings as word sets, 0-100, as in thefuzz 0.19 (difflib's ratio)."""
     def words(text):  # characters 128-255 are dropped, other non-word characters split
         return set(re.sub(r"\W", " ", re.sub("[\x80-\xff]", "", text)).lower().split())
 
@@ -286,8 +282,7 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
 
     `product`: name, Title, query, product_category, Attributes, BulletPoints, Description.
     `goal`: name, query, product_category, attributes, goal_options (list or dict), price_upper.
-    `nouns(name)` lists the words of a name that decide its type. The official code asks a tagger;
-    taking every alphabetic word, the default, needs none.
+    `nouns(name)`: the words that decide a name's type; the official code asks a tagger.
 
         r_type * (n_att + n_opt + r_price) / (|A| + |O| + 1)
     """
@@ -299,10 +294,8 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
     same_query = product["query"] == goal["query"]
     same_category = len(parts(product) & parts(goal)) >= 2
     r_type = 1.0 if same_query or same_category or title_score > 0.2 else 0.5
-    if title_score < 0.1:
-        r_type = 0.1
-    if title_score == 0:  # no shared noun is worth nothing, even with the same query
-        r_type = 0.0
+    if title_score < 0.1:  # no shared noun is worth nothing, even with the same query
+        r_type = 0.1 if title_score else 0.0
 
     texts = [product["Title"].lower(), " ".join(product["BulletPoints"]).lower(),
              product["Description"].lower()]
@@ -311,8 +304,7 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
 
     goal_options = goal["goal_options"]
     if isinstance(goal_options, dict):
-        # The official code compares whole (name, value) pairs here, so that the name's letters
-        # count as well; only an entry that is itself a colour word is normalised.
+        # The official code compares whole (name, value) pairs here.
         goal_options = goal_options.items()
     wanted = [str(normalise_colour(option)) for option in goal_options]
     chosen = [normalise_colour(option) for option in options.values()]

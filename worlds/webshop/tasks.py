@@ -24,21 +24,17 @@ class TaskGenerator:
     def __init__(self, shop):
         """shop: a WebShop of the generator's own, which it plays."""
         self.shop, world = shop, shop.world
-        self.said = {words_of(goal["instruction"]) for goals in world.goals.values()
-                     for goal in goals}
-        self.taken = {goal_key(goal) for goal in world.goals["train"]}
+        goals = [(split, goal) for split in world.goals for goal in world.goals[split]]
+        self.said = {words_of(goal["instruction"]) for _, goal in goals}
+        self.taken = {goal_key(goal) for split, goal in goals if split == "train"}
+        # What is evaluated is not asked for with another price limit either.
+        self.evaluated = {goal_key(goal)[:-1] for split, goal in goals if split != "train"}
         self.attributes = {a for product in world.products for a in product["Attributes"]}
         self.options = {value for product in world.products
                         for values in product["options"].values() for value in values}
-        # What is evaluated is not asked for with another price limit either.
-        self.evaluated = {goal_key(goal)[:-1] for split, goals in world.goals.items()
-                          if split != "train" for goal in goals}
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
-        """Kinds of the actions that the shop carried out, and of two in a row.
-
-        What is searched and bought is told by how much of it was asked for.
-        """
+        """Kinds of the actions that the shop carried out, and of two in a row."""
         kinds = [kind for _, kind, _ in self._carried_out(self.shop.find(task), replies)]
         return {*kinds, *(f"{a}, {b}" for a, b in zip(kinds, kinds[1:]))}
 
@@ -55,8 +51,8 @@ class TaskGenerator:
     def written(self, task: str, proposal: dict) -> dict | None:
         """An explorer model's proposal: its words, and the goal that they come to.
 
-        None where nothing is bought, or where the words do not name the kind of product, an
-        attribute and a limit, or name what the purchase is not.
+        None where nothing is bought, or the words do not name the purchase's kind, attributes and
+        options and a limit.
         """
         text, actions = proposal["query"], proposal["action_sequence"]
         limits = re.findall(r"(?:than|under|below|\$)\s*\$?(\d+(?:\.\d+)?)", text.lower())
