@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from engine import chat_template, packing, ranks, sharding
@@ -122,6 +121,8 @@ def token_log_probs(model, sequences: list[Trajectory], sampler: Sampler = Sampl
 
     sampler: what pi is; as it stands, the softmax over the whole vocabulary.
     """
+    if isinstance(model, ranks.Together):  # this rank runs some of the sequences
+        return model.gather(sequences, partial(token_log_probs, sampler=sampler))
     p = packing.pack(sequences, next(model.parameters()).device)
     logits = model(input_ids=p.ids, position_ids=p.positions, **p.attention,
                    logits_to_keep=p.predicting, use_cache=False).logits[0]                # (K, V)
@@ -381,38 +382,33 @@ def fit(accelerator, model, epochs: list[list[list[Group]]], objective: Objectiv
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
-        due = checkpoint is not None and checkpoint.due()  # the main rank's clock decides
-        losses, of_ranks, due = zip(*gather_object([(loss, statistics, due)]))
-        total = {}
-        for sums in of_ranks:
-            add_statistics(total, sums)
         tokens, seconds = sum(g.tokens for g in batch), time.perf_counter() - started
         events.append(dict(
-            step=step, epoch=epoch, loss=sum(losses), lr=rate, gradient_norm=norm,
+            step=step, epoch=epoch, loss=loss, lr=rate, gradient_norm=norm,
             tokens_per_second=round(tokens / seconds),
-            kinds={kind: mean_statistics(objective.names, sums) for kind, sums in total.items()}))
+            kinds={k: mean_statistics(objective.names, row) for k, row in statistics.items()}))
         log(events[-1])
-        if due[0]:
+        if checkpoint and ranks.on_main(accelerator, checkpoint.due):  # by one clock
             checkpoint.save(model, optimizer, step, events)
 
 
 def backward(accelerator, model, batch: list[Group], objective: Objective, how: Optimisation,
              step: int) -> tuple[float, dict]:
-    """Adds up the gradient of a batch's loss; this rank's part of the loss and its statistics."""
+    """Adds up the gradient of a batch's loss; the loss and its statistics."""
     divisor, total, statistics = objective.divisor(batch), 0.0, {}
-    packs = ranks.micro_batches(accelerator, batch, how.tokens_per_forward)
-    for i, (pack, idle) in enumerate(packs, 1):
+    packs = ranks.packs(accelerator, model, batch, how.tokens_per_forward)
+    for i, (pack, together) in enumerate(packs, 1):
         # DDP all-reduces once a step; FSDP reduce-scatters after every pass, so that no rank holds
         # whole gradients.
         with nullcontext() if i == len(packs) else accelerator.no_sync(model):
             with sharding.precision(accelerator, model):
-                loss, sums = objective.loss(model, pack)
-            check_finite("loss", loss.item(), step, pack)
-            # Both average over ranks, but the divisor counts the pairs of all: undo it.
-            accelerator.backward(loss * (0 if idle else accelerator.num_processes / divisor))
-        if not idle:
-            total += loss.item() / divisor
-            add_statistics(statistics, sums)
+                loss, sums = objective.loss(together, pack)
+            value = loss.item()
+            check_finite("loss", value, step, pack)
+            # Gradients are averaged over ranks, each of which has those of its own sequences.
+            accelerator.backward(loss * (accelerator.num_processes / divisor))
+        total += value / divisor
+        add_statistics(statistics, sums)
     return total, statistics
 
 

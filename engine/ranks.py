@@ -1,11 +1,17 @@
-"""Groups dealt to ranks and cut into forward passes. A group is anything with `task`,
-`sequences` and `tokens`, the sum of its sequences' lengths; it stays whole.
+"""Groups cut into forward passes, and their sequences dealt to ranks. A group is anything with
+`task`, `sequences` and `tokens`, the sum of its sequences' lengths; one pass has all of it.
 """
 
+import itertools
+import math
+from dataclasses import dataclass
+
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 
 from engine import sharding
+
+BUSY = 0.9  # of the ranks' time; below it the sequences of a group go to several ranks [ours]
 
 
 def on_main(accelerator, answer):
@@ -25,47 +31,96 @@ def fill(groups: list, size: int, cost) -> list[list]:
     return result
 
 
-def split_over_ranks(groups: list, ranks: int) -> list[list]:
-    """The groups dealt to ranks, longest first to the rank with the fewest tokens; order is kept.
+def share_out(sizes: list[int], shares: int) -> list[list[int]]:
+    """The numbers of some sizes, largest first to the share that has the least; order is kept."""
+    numbers, totals = [[] for _ in range(shares)], [0] * shares
+    for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+        least = totals.index(min(totals))
+        numbers[least].append(n)
+        totals[least] += sizes[n]
+    return [sorted(share) for share in numbers]
 
-    At every step all ranks wait for the one with the most tokens.
+
+def deal(groups: list, ranks: int, tokens: int) -> tuple[list[list[int]], bool]:
+    """The sequences that each rank runs, counted over all groups; and whether they fit a pass.
+
+    All ranks wait for the one with the most tokens. A group stays on one rank, where what its
+    sequences begin alike runs once, unless ranks would idle or a rank would have over `tokens`. A
+    longer sequence fits alone.
     """
-    shares, tokens = [[] for _ in range(ranks)], [0] * ranks
-    for n in sorted(range(len(groups)), key=lambda n: -groups[n].tokens):
-        rank = tokens.index(min(tokens))
-        shares[rank].append(n)
-        tokens[rank] += groups[n].tokens
-    return [[groups[n] for n in sorted(share)] for share in shares]
+    lengths = [len(s.ids) for g in groups for s in g.sequences]
+    numbers = iter(range(len(lengths)))
+    whole = [[next(numbers) for _ in g.sequences] for g in groups]
+    for parts in whole, [[n] for n in range(len(lengths))]:
+        shares = [[n for part in share for n in parts[part]] for share in share_out(
+            [sum(lengths[n] for n in part) for part in parts], ranks)]
+        loads = [sum(lengths[n] for n in share) for share in shares]
+        if max(loads) <= tokens and sum(loads) >= BUSY * ranks * max(loads):
+            break
+    return shares, all(load <= tokens or len(share) == 1 for load, share in zip(loads, shares))
 
 
-def micro_batches(accelerator, groups: list, tokens: int) -> list[tuple[list, bool]]:
-    """This rank's (pack, idle) over its share of `groups`, as many as any other rank has.
+def passes(groups: list, ranks: int, tokens: int) -> list[tuple[list, list[list[int]]]]:
+    """(groups, the sequences of each rank, as `deal` counts them) of each pass over `groups`.
 
-    A pack has at most `tokens` tokens, or is one larger group. A rank with fewer packs runs one
-    group more, whose result does not count, so that all meet.
+    A rank has at most `tokens` tokens in a pass, but for what does not fit otherwise.
     """
-    work = [fill(share, tokens, lambda g: g.tokens)
-            for share in split_over_ranks(groups, accelerator.num_processes)]
-    mine = work[accelerator.process_index]
-    missing = max(len(share) for share in work) - len(mine)
-    return [(pack, False) for pack in mine] + [(groups[:1], True)] * missing
+    if ranks == 1:
+        return [(pack, [list(range(sum(len(g.sequences) for g in pack)))])
+                for pack in fill(groups, tokens, lambda g: g.tokens)]
+    parts = math.ceil(sum(g.tokens for g in groups) / (ranks * tokens))
+    if parts == 1 or len(groups) == 1:
+        shares, fit = deal(groups, ranks, tokens)
+        if fit or len(groups) == 1:
+            return [(groups, shares)]
+    cut = share_out([g.tokens for g in groups], min(max(parts, 2), len(groups)))
+    return [found for part in cut for found in passes([groups[n] for n in part], ranks, tokens)]
+
+
+@dataclass(frozen=True)
+class Together:
+    """A model that all ranks run at once: each rank its share of a pass, and all get all of it."""
+
+    accelerator: object
+    model: torch.nn.Module  # of `sharding.shard_model`
+    shares: list[list[int]]
+
+    def gather(self, sequences: list, read):
+        """read(model, sequences), a value of each action token, (A,), in the order of `sequences`.
+
+        Gradients flow into those of this rank's share.
+        """
+        mine = self.shares[self.accelerator.process_index]
+        values = read(self.model, [sequences[n] for n in mine] or sequences[:1])
+        tokens = [s.action_tokens for s in sequences]
+        first = [0, *itertools.accumulate(tokens)]
+        places = [k for n in mine for k in range(first[n], first[n + 1])]
+        own = values.new_zeros(first[-1])
+        own = (own.index_copy(0, torch.tensor(places, device=values.device), values) if mine else
+               own + 0 * values.sum())  # it ran so that all meet
+        return own + (self.accelerator.reduce(own.detach()) - own.detach())
+
+
+def packs(accelerator, model, groups: list, tokens: int) -> list[tuple[list, object]]:
+    """(groups, the model to run them with) of each pass over `groups`, alike on all ranks."""
+    n = accelerator.num_processes
+    return [(pack, Together(accelerator, model, shares) if n > 1 else model)
+            for pack, shares in passes(groups, n, tokens)]
 
 
 @torch.no_grad()
 def over_sequences(accelerator, model, groups: list, tokens_per_forward: int, read,
                    progress=None) -> list[list]:
-    """read(model, sequences) -> a value for each; those of each group, found on all ranks.
+    """read(model, sequences) -> a value for each; those of each group.
 
     model: of `sharding.shard_model`. All ranks get all values.
     """
     model.eval()
     values_of = {}
-    for pack, _ in micro_batches(accelerator, groups, tokens_per_forward):
+    for pack, together in packs(accelerator, model, groups, tokens_per_forward):
         with sharding.precision(accelerator, model):
-            values = iter(read(model, [s for g in pack for s in g.sequences]))
+            values = iter(read(together, [s for g in pack for s in g.sequences]))
         values_of.update({g.task: [next(values) for _ in g.sequences] for g in pack})
         if progress is not None:
-            progress.update(accelerator.num_processes * sum(g.tokens for g in pack))
-    for part in gather_object([values_of]):
-        values_of.update(part)
+            progress.update(sum(g.tokens for g in pack))
     return [values_of[g.task] for g in groups]

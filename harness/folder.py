@@ -13,7 +13,7 @@ import dpo
 from engine import ranks
 from harness import files, reuse
 from harness.log import Log
-from harness.settings import FREE, Settings, SettingsError
+from harness.settings import FREE, ROUNDING, Settings, SettingsError
 
 LAYOUT = 3  # of a run's folder: its settings and the files in which phases keep episodes
 
@@ -72,7 +72,8 @@ class Folder:
                                 "with other settings and files; give another --out")
         if before:
             now = self.settings.flat()
-            self._refuse_changes({**before["settings"], **{n: now[n] for n in FREE}}, now)
+            may = {n: now[n] for n in (*FREE, *ROUNDING)}
+            self._refuse_changes({**before["settings"], **may}, now)
         self._drop_unfinished_events()
         return before
 
@@ -92,6 +93,9 @@ class Folder:
                 self.log.say(
                     f"{self.path} was begun by other code: its finished phases stay as they are. "
                     "Give another --out to compute all with this code")
+            now = self.settings.flat()
+            if changed := {n: now[n] for n in ROUNDING if now[n] != before["settings"].get(n)}:
+                self.log("changed", **changed)  # config.json keeps what the run began with
         elif self.main:
             files.write_text(self.path / "config.json", json.dumps(
                 dict(settings=self.settings.flat(), base=base, layout=LAYOUT, tasks=tasks,

@@ -55,7 +55,7 @@ def are_signals(text: str) -> bool:
 
 
 # Limits beside those of `worlds.option`. only: the methods that a setting is for. free: it changes
-# nothing in the files of a run, and so may change when the run goes on.
+# nothing in the files of a run, rounding: nothing but rounding; both may change when it goes on.
 # In brackets: the paper; ETO: its scripts; S, D: a summary of and notes on arXiv 2604.15840; AE:
 # AgentEvolver's config, the likeliest for the rest of it; ours.
 
@@ -94,7 +94,7 @@ class Common:
     max_tokens: int = setting(4096, "of a trajectory, which ends where they are full [ours]",
                               at_least=1)
     max_new_tokens: int = setting(256, "of one reply [ours]", at_least=1)
-    slots: int = setting(32, "episodes side by side; changes rounding only [ours]", at_least=1)
+    slots: int = setting(32, "episodes side by side [ours]", at_least=1, rounding=True)
 
 
 @dataclass(frozen=True)
@@ -243,20 +243,24 @@ class Machine:
     """Optimiser and machine"""
     weight_decay: float = setting(0.0, "AdamW's [ETO]", at_least=0)
     max_grad_norm: float = setting(1.0, "gradient clipping [transformers' default]", above=0)
-    tokens_per_forward: int = setting(4096, "in one pass; changes rounding only [ours]", at_least=1)
+    tokens_per_forward: int = setting(
+        0, "of a rank in one pass; 0: 16,384 on GPUs, 4,096 on CPUs and with tiny [ours]",
+        at_least=0, rounding=True)
     bf16: Literal["auto", "on", "off"] = setting(
         "auto", "of passes; auto: where it is faster, from 10 M parameters on, not tiny [ours]")
     shard: Literal["auto", "on", "off"] = setting(
-        "auto", "all that trains over the ranks (FSDP2); auto: on GPUs, not tiny [ours]")
+        "auto", "all that trains over the ranks (FSDP2); auto: on GPUs, not tiny [ours]",
+        rounding=True)
     gradient_checkpointing: Literal["auto", "on", "off"] = setting(
-        "auto", "layers are computed again in the backward pass; auto: as shard [ours]")
+        "auto", "layers are computed again in the backward pass; auto: as shard [ours]",
+        rounding=True)
     checkpoint_minutes: float = setting(
         10, "between states inside a phase, at least 20 times what one takes; 0 = each step [ours]",
         at_least=0, free=True)
     track: Optional[str] = setting(
         None, "a tracker of accelerate too, such as tensorboard or wandb [files only]", free=True)
     threads: int = setting(0, "CPU threads of a process, 0 = its share of the cores [ours]",
-                           at_least=0, at_most=1024)
+                           at_least=0, at_most=1024, rounding=True)
 
 
 GROUPS = {  # -> the methods that read them
@@ -298,8 +302,8 @@ def from_flat(**values) -> Settings:
     return Settings(**values, options=kind(**own))
 
 
-# They change nothing in the files of a run, and so may change when it goes on.
 FREE = tuple(f.name for f in fields(Settings) if f.metadata.get("free"))
+ROUNDING = tuple(f.name for f in fields(Settings) if f.metadata.get("rounding"))
 # Experts, SFT agents and their evaluations depend on none of these; on any other setting they may.
 AFTER_SFT = ("method", *FREE, *(f.name for group in (Exploration, Preferences, Baselines, Grpo)
                                 for f in fields(group)))
@@ -342,6 +346,11 @@ def options_of(s: Settings) -> dict:
 
 def agents_of(method: str) -> tuple[str, ...]:
     return ("target", SECOND_AGENT[method]) if method in SECOND_AGENT else ("target",)
+
+
+def tokens_per_forward(s: Settings, gpu: bool) -> int:
+    """Where the setting leaves it to the machine; the tiny model computes alike everywhere."""
+    return s.tokens_per_forward or (16_384 if gpu and s.model != "tiny" else 4096)
 
 
 def segments_of(s: Settings) -> int:
@@ -517,8 +526,9 @@ def usage(argv: list[str]) -> str:
         for f, value in values_of(s):
             if f.name in {own.name for own in fields(group)}:
                 was = f" ({f.default})" * (value != f.default)
-                shown += textwrap.wrap(f"  {flag(f.name)} {value}{was}: {f.metadata['help']}",
-                                       width, subsequent_indent="      ", break_on_hyphens=False)
+                what = f.metadata["help"] + "; changes rounding only" * (f.name in ROUNDING)
+                shown += textwrap.wrap(f"  {flag(f.name)} {value}{was}: {what}", width,
+                                       subsequent_indent="      ", break_on_hyphens=False)
     return "\n".join([*shown, "", *hidden, "In parentheses: the default, where this environment, "
                       "the model or a flag replaces it."])
 

@@ -7,7 +7,7 @@ without data; hours follow from the experts' lengths and from two assumptions, w
 import math
 import re
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -30,6 +30,7 @@ from harness.settings import (
     options_of,
     segments_of,
     start_episodes,
+    tokens_per_forward,
 )
 from program.tasks import survey
 from training.models import config_of, in_bf16
@@ -47,12 +48,13 @@ SAMPLE = 40                       # training tasks whose experts are played to k
 
 @dataclass(frozen=True)
 class Lengths:
-    """Means over expert trajectories: tokens, tokens of replies, replies."""
+    """Means over expert trajectories: tokens, tokens of replies, replies; the tokens of some."""
 
     experts: int
     tokens: float
     action_tokens: float
     turns: float
+    sample: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Machine:
 def dry_run(s: Settings) -> None:
     """Prints the plan; SettingsError, naming what to change, if it cannot fit."""
     here, config = machine(s.dry_run), config_of(s.model)
+    s = replace(s, tokens_per_forward=tokens_per_forward(s, not here.cpu))
     shard, recompute = (flag.replace("auto", "off" if here.cpu else "on") == "on"
                         for flag in (s.shard, s.gradient_checkpointing))
     half = not here.cpu or in_bf16(s)
@@ -81,7 +84,7 @@ def dry_run(s: Settings) -> None:
             config, dtype=torch.bfloat16 if half else torch.float32, attn_implementation="ragged")
     numbers = sum(p.numel() for p in model.parameters())
     found = lengths(s, AutoTokenizer.from_pretrained(s.model))
-    sequences = longest_pass(s, found, here.cpu)
+    sequences = longest_pass(s, found, here)
     training = training_memory(model, sequences, here.count if shard else 0, recompute)
     if not half:  # what computes in the format of the weights
         del training[OF_A_PASS]
@@ -110,21 +113,25 @@ def dry_run(s: Settings) -> None:
     check_fit(s, here, totals, numbers, slot)
 
 
-def longest_pass(s: Settings, found: Lengths, cpu: bool) -> list[dpo.Trajectory]:
-    """The trajectories of the largest pass, without the prompt that they share: the worst case.
+def longest_pass(s: Settings, found: Lengths, here: Machine) -> list[dpo.Trajectory]:
+    """A rank's trajectories of the largest pass, without what they begin alike.
 
-    One pass holds --tokens-per-forward, but an instruction's trajectories stay together: an expert
-    and rollouts for the target, for the failure agent those of all iterations, perhaps; in GRPO the
-    episodes of a task in a step. On a GPU all must fit as long as it may get; a CPU's memory has to
-    hold what is usual.
+    They have --tokens-per-forward, or more, because an instruction's trajectories run in one pass:
+    an expert and rollouts for the target, for the failure agent those of all iterations, perhaps;
+    in GRPO the episodes of a task in a step. On GPUs, which share them out, all must fit as long as
+    they may get, with replies as long as they may be; a CPU's memory has to hold what is usual.
     """
     rollouts = len(agents_of(s.method)) * s.rollouts
     together = (s.step_rollouts if s.method in EVOLVING else
                 max(1 + rollouts, rollouts * s.iterations if buffered(s) else 0))
-    n = max(s.tokens_per_forward // together, math.ceil(found.tokens) if cpu else s.max_tokens)
-    written = int(found.action_tokens / found.tokens * n)
+    least = math.ceil(together / here.count)
+    longest = math.ceil(found.tokens) if here.cpu else s.max_tokens
+    count = max(least, 0 if here.cpu else s.tokens_per_forward // s.max_tokens)
+    n = max(s.tokens_per_forward // count, longest)
+    replies = found.action_tokens if here.cpu else found.turns * s.max_new_tokens
+    written = int(n * replies / (found.tokens - found.action_tokens + replies))
     return [dpo.Trajectory(ids=[k] * n, action_mask=[0] * (n - written) + [1] * written)
-            for k in range(together)]
+            for k in range(count)]
 
 
 def exploring_memory(s: Settings, numbers: int, slot: int, half: bool, training: dict,
@@ -224,10 +231,10 @@ def lengths(s: Settings, tokenizer) -> Lengths:
     env.close()
     first = len(envs.opening(env, ""))
     encoded = [encoder.encode(messages, first) for messages in conversations]
-    n = len(encoded)
-    return Lengths(count, sum(len(ids) for ids, _ in encoded) / n,
-                   sum(sum(mask) for _, mask in encoded) / n,
-                   sum(m["role"] == "assistant" for c in conversations for m in c[first:]) / n)
+    n, sample = len(encoded), tuple(len(ids) for ids, _ in encoded)
+    return Lengths(count, sum(sample) / n, sum(sum(mask) for _, mask in encoded) / n,
+                   sum(m["role"] == "assistant" for c in conversations for m in c[first:]) / n,
+                   sample)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """`accelerate launch` as run.sh uses it: `python3 program/launch.py coevolve.py FLAGS`.
 
-Three things are changed: without an `accelerate config` of the user it is told what it would
-otherwise guess aloud; threads that wait sleep; and what ends a training process is said once and
-its exit status passed on.
+Four things are changed: without an `accelerate config` of the user it is told what it would
+otherwise guess aloud; threads that wait sleep; a GPU's memory grows in segments; and what ends a
+training process is said once and its exit status passed on.
 """
 
 import logging
@@ -32,6 +32,9 @@ def launch() -> None:
     # Spinning, they take a shared machine's cores from their own team: a tenth of the speed. It is
     # read when torch is loaded, so it has to stand in the environment of the training process.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Texts of all lengths would leave gaps in blocks of fixed size, a quarter of the memory.
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if not os.path.isfile(default_config_file):
         sys.argv[1:1] = machine()
     # Ctrl-C reaches the training process by itself, kill does not; either way wait for its end.

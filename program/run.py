@@ -2,6 +2,7 @@
 
 import random
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -9,7 +10,7 @@ from accelerate import Accelerator
 import envs
 from harness import files, reuse
 from harness.folder import Folder
-from harness.settings import EVOLVING, Settings, is_endpoint, options_of
+from harness.settings import EVOLVING, Settings, is_endpoint, options_of, tokens_per_forward
 from playing.endpoint import explorer_of
 from program.tasks import check_openings, survey, trains
 from training.trainer import Trainer
@@ -24,7 +25,9 @@ class Run:
         The order is: what the environment lacks, the lock, a first request, changed settings, and
         only then the base model, which may take minutes; settings are on disk before any phase.
         """
-        self.settings, self.accelerator = settings, accelerator
+        self.settings = settings = replace(settings, tokens_per_forward=tokens_per_forward(
+            settings, accelerator.device.type == "cuda"))
+        self.accelerator = accelerator
         self.main = accelerator.is_main_process
         self.folder = Folder(settings, accelerator)
         self.log = self.folder.log

@@ -100,6 +100,11 @@ def one_line(error: Exception) -> str | None:
     if isinstance(error, envs.EnvError) or (
             isinstance(error, OSError) and error.errno in files.UNWRITABLE):
         return f"{error}{'. The same command goes on from here once that is mended' * GOES_ON}"
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+            isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)):
+        what = ". ".join(str(error).split(". ")[:2]) or "out of memory"
+        return (f"{what}; lower --tokens-per-forward or --slots, and the same command goes on from "
+                "here; or lower --max-tokens, with another --out")
     if isinstance(error, RuntimeError) and any(s in str(error) for s in PEER_GONE):
         return (f"process {os.environ.get('RANK', '0')} ends because another of this run has "
                 "ended; its message says why")

@@ -7,11 +7,10 @@ import numpy as np
 
 from harness.files import RunError
 from harness.report import config_of, events, result
-from harness.settings import FREE, SAMPLING, SIGNALS
+from harness.settings import FREE, ROUNDING, SAMPLING, SIGNALS
 
 # Between the seeds of a method: what changes nothing, or rounding only.
-MAY_DIFFER = {*FREE, "seed", "threads", "slots", "tokens_per_forward", "shard",
-              "gradient_checkpointing"}
+MAY_DIFFER = {*FREE, *ROUNDING, "seed"}
 # name -> (what a report calls it, its settings). In braces stands what another run of the seed says
 # (`costs`): `steps`, as many optimiser steps of the target as co-evolution took; `token_steps`,
 # steps that read as many tokens; `rollouts`, those of both its agents together; `tasks`, as many

@@ -111,8 +111,10 @@ def test_ranks_whole_or_sharded_equal_one_process(run, ranks, shard, name):
         assert b["loss"] == pytest.approx(a["loss"], abs=1e-10)
         assert b["gradient_norm"] == pytest.approx(a["gradient_norm"], abs=1e-9)
         assert b["kinds"].keys() == a["kinds"].keys()
-        for kind in a["kinds"]:
-            assert b["kinds"][kind] == pytest.approx(a["kinds"][kind], abs=1e-9)
+        for kind, row in a["kinds"].items():
+            if abs(row["margin"]) < 1e-9:  # before the first update its sign is rounding
+                row = row | dict(accuracy=b["kinds"][kind]["accuracy"])
+            assert b["kinds"][kind] == pytest.approx(row, abs=1e-9)
     assert one["weights"].keys() == other["weights"].keys()
     for parameter, weights in one["weights"].items():
         torch.testing.assert_close(other["weights"][parameter], weights, atol=1e-9, rtol=0)

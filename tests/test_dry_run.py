@@ -122,11 +122,11 @@ def test_the_papers_models_fit_eight_gpus_and_a_7b_model_not_one(folder, capsys)
 
 
 def test_a_buffer_of_failures_is_planned_for_as_it_is_in_the_last_iteration(folder, capsys):
-    """Three iterations of two rollouts: six trajectories in a pass, and 1 + 2 + 3 times two read;
-    without it an expert and two, and three times two."""
+    """Three iterations of two rollouts: six trajectories in a pass, so three on each of two GPUs,
+    and 1 + 2 + 3 times two read; without it an expert and two, and three times two."""
     qwen, read = folder("qwen3-4b"), {}
-    for d_fail, tokens in (("all", 3 * 4096), ("buffer", 6 * 4096)):
-        plan_of(qwen, "8xH100", "--iterations", "3", "--d-fail", d_fail)
+    for d_fail, tokens in (("all", 2 * 4096), ("buffer", 3 * 4096)):
+        plan_of(qwen, "2xH100", "--iterations", "3", "--d-fail", d_fail, "--tokens-per-forward", "99")
         printed = capsys.readouterr().out
         assert f"activations of {tokens:,} tokens" in printed
         read[d_fail] = float(re.search(r"preferences +([\d.]+) M", printed)[1])
@@ -160,7 +160,7 @@ def test_the_second_system_holds_two_policies_and_plays_between_steps(folder, ca
     for part in ("weights, fp32", "the first policy, fp32"):  # 4 x 4.02 / 8
         assert rows[part] == ["2.0", "2.0"]
     assert rows["Adam's moments, fp32"] == ["4.0", "4.0"] and rows["bf16 replica"] == ["8.0"]
-    assert f"activations of {6 * 4096:,} tokens" in printed
+    assert "activations of 16,384 tokens" in printed
     tokens = {name: float(re.search(rf"{name} +([\d.]+) M", printed)[1])
               for name in ("exploration", "rollouts", "GRPO")}
     assert tokens["rollouts"] == tokens["GRPO"]

@@ -32,6 +32,9 @@ def make_accelerator(s: Settings) -> Accelerator:
         raise SettingsError(f"{torch.cuda.device_count()} GPUs are here, but torch "
                             f"{torch.__version__} cannot use them; update their driver, or set "
                             "CUDA_VISIBLE_DEVICES= to train on the CPU")
+    # cuDNN, which torch prefers on Hopper, makes a plan for each exact size and stride, in up to a
+    # second, and lengths of texts hardly repeat; flash attention needs none. bench/gpu.py has both.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         accelerator = Accelerator(
             cpu=not gpu, mixed_precision="bf16" if in_bf16(s) else "no", log_with=s.track,

@@ -1,0 +1,83 @@
+"""What eight GPUs would do, without one: their time and their memory."""
+
+import json
+import random
+
+import pytest
+import torch
+from conftest import Toy
+
+import dpo
+from engine import ranks
+from harness.settings import SettingsError
+from program import start
+
+
+def random_group(task, lengths, pairs):
+    sequences = [dpo.Trajectory(ids=[k] * n, action_mask=[0, *[1] * (n - 1)])
+                 for k, n in enumerate(lengths)]
+    return dpo.Group(task, sequences, [dpo.Pair("k", 0, 1)] * pairs)
+
+
+def lognormal(rng):
+    """Tokens of a trajectory: 2,200 on average, as in WebShop with a 7B model."""
+    return min(4096, max(600, int(rng.lognormvariate(7.6, 0.45))))
+
+
+@pytest.mark.parametrize("trajectories, pairs, size, unit", [
+    (3, 3, 32, "pairs"), (2, 1, 32, "pairs"), (1, 0, 48, "instructions")],
+    ids=["target", "failure agent", "SFT"])
+def test_most_of_the_ranks_time_works(trajectories, pairs, size, unit):
+    """All ranks wait for the longest share of a pass. Every sequence is in one share."""
+    rng, work, time = random.Random(0), 0, 0
+    groups = [random_group(str(n), [lognormal(rng) for _ in range(trajectories)], pairs)
+              for n in range(400)]
+    for batch in dpo.batches(groups, size, unit, rng):
+        seen = []
+        for pack, shares in ranks.passes(batch, 8, 16_384):
+            lengths = [len(s.ids) for g in pack for s in g.sequences]
+            loads = [sum(lengths[n] for n in share) for share in shares]
+            assert sorted(sum(shares, [])) == list(range(len(lengths))) and max(loads) <= 16_384
+            seen += [g.task for g in pack]
+            work, time = work + sum(loads), time + 8 * max(loads)
+        assert sorted(seen) == sorted(g.task for g in batch)
+    assert work / time > 0.9
+
+
+@pytest.mark.parametrize("groups, ranks_, tokens, expected", [
+    # A rank each; two trajectories would have 12 of a pass's 8 tokens.
+    ([[6, 6], [6, 6]], 2, 12, [(2, [[0, 1], [2, 3]])]),
+    ([[6, 6], [6, 6]], 2, 8, [(1, [[0], [1]]), (1, [[0], [1]])]),
+    # On one rank the group of 9 would let the other idle.
+    ([[5, 4], [2]], 2, 12, [(2, [[0], [1, 2]])]),
+    # More than fits is a pass of its own; a rank without work has no sequence.
+    ([[9, 9, 9]], 2, 8, [(1, [[0, 2], [1]])]),
+    ([[9]], 2, 8, [(1, [[0], []])]),
+    ([[3], [3], [3]], 1, 6, [(2, [[0, 1]]), (1, [[0]])])])
+def test_sequences_are_dealt(groups, ranks_, tokens, expected):
+    made = ranks.passes([random_group(str(n), lengths, 0) for n, lengths in enumerate(groups)],
+                        ranks_, tokens)
+    assert [(len(pack), shares) for pack, shares in made] == expected
+
+
+def test_out_of_memory_is_one_line_and_the_run_goes_on_with_less(toy_run, monkeypatch):
+    """Flags that change rounding only may change; --max-tokens, which the line names too, may not."""
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a "
+                                     "total capacity of\n79.0 GiB")
+    backward = dpo.backward
+    monkeypatch.setattr(dpo, "backward", lambda *a: full() if a[3].divisor is dpo.count_pairs else
+                        backward(*a))
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        toy_run(Toy, "--tokens-per-forward", 200)
+    line = start.one_line(error.value)
+    assert "2.00 GiB" in line and "\n" not in line
+    assert all(flag in line for flag in ("--tokens-per-forward", "--slots", "--max-tokens"))
+    monkeypatch.setattr(dpo, "backward", backward)
+    with pytest.raises(SettingsError, match="max_tokens"):
+        toy_run(Toy, "--tokens-per-forward", 200, "--max-tokens", 128)
+    run = toy_run(Toy, "--tokens-per-forward", 100, "--slots", 2)
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert dict(event="changed", tokens_per_forward=100, slots=2) in events
+    assert sum(e["event"] == "phase" and e["phase"] == "sft-target" for e in events) == 1
+    assert (run / "result.json").exists()
