@@ -202,6 +202,9 @@ def test_another_runs_folder_is_refused_with_what_differs(small_model, tmp_path)
     edited("config.json", settings={**json.loads((out / "config.json").read_text())["settings"],
                                     "model": str(retrained)})(out)
     assert f"another model than --model {retrained}" in refused(*flags(out, retrained, *more))
+    edited("config.json", layout=2)(out)  # as of a program whose tiny model was another
+    line = refused(*flags(out, retrained, *more))
+    assert str(out) in line and "earlier version" in line and "--out" in line
 
 
 def test_experts_that_do_not_fit_are_refused_before_anything_is_trained(small_model, tmp_path):
