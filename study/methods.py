@@ -45,7 +45,18 @@ EVOLUTIONS = {
         f"evolution without {signal}",
         f"--method evolve --signals {','.join(s for s in SIGNALS if s != signal)}")
        for signal in SIGNALS}}
-ALL = METHODS | EVOLUTIONS
+# How much of a failure agent, at equal steps of the target; each with what it is compared with.
+FROZEN = {**{f"dose-k{k}": f"dose-k{k}-frozen" for k in (1, 2, 4, 8)},
+          **dict.fromkeys(("dose-epochs-1", "dose-epochs-9", "dose-buffer"), "dose-k4-frozen")}
+_FOUR = "--method coevolve --dpo-steps 60 --rollouts 4"
+DOSES = {
+    **{m: (f"{k} rollouts{', frozen' * frozen}",
+           f"{_FOUR[:-1]}{k}{' --d-fail none' * frozen}")
+       for k in (1, 2, 4, 8) for frozen, m in enumerate((f"dose-k{k}", f"dose-k{k}-frozen"))},
+    **{f"dose-epochs-{n}": (f"4 rollouts, {n} epochs", f"{_FOUR} --failure-epochs {n}")
+       for n in (1, 9)},
+    "dose-buffer": ("4 rollouts, all iterations", f"{_FOUR} --d-fail buffer")}
+ALL = METHODS | EVOLUTIONS | DOSES
 # What the paper says is ahead of what (in Figure 4: alike); and ours, what it does not compare.
 CLAIMS = [("coevolve", "eto", "Tables 3, 4"), ("coevolve", "eto-steps", "ours"),
           ("coevolve", "eto-steps-rollouts", "ours"), ("coevolve", "eto-tokens", "ours"),
@@ -61,7 +72,8 @@ CLAIMS = [("coevolve", "eto", "Tables 3, 4"), ("coevolve", "eto-steps", "ours"),
               *((f"evolve-without-{signal}", "Table 5") for signal in SIGNALS),
               ("evolve-unverified", "Table 11"))),
           *(("evolve", f"evolve-only-{signal}", "ours") for signal in SIGNALS),
-          ("evolve", "grpo-tasks", "ours"), ("evolve", "sft", "ours"), ("grpo", "sft", "ours")]
+          ("evolve", "grpo-tasks", "ours"), ("evolve", "sft", "ours"), ("grpo", "sft", "ours"),
+          *((dose, frozen, "ours") for dose, frozen in FROZEN.items())]
 THRESHOLDS = (0.6, 0.7, 0.8)
 MEASURES = ("reward", "success")
 

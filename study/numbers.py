@@ -75,6 +75,12 @@ def cost(run: Path) -> dict:
                 + sum(e.get("episodes", 0) for e in target))  # of `mutual.py`
 
 
+def hard_negatives(run: Path) -> float:
+    """The share of hard negatives in what the failure agent explored once it had been trained."""
+    return float(np.mean([e["hard_negative"] for e in events(run)["exploration"]
+                          if e["agent"] == "failure" and e["iteration"] > 1]))
+
+
 def evolution(run: Path) -> dict:
     """What a run of `mutual.py` took and made."""
     of, target = events(run), trained(run, "target")

@@ -26,7 +26,17 @@ from look.page import render
 from study import methods
 from study.figure3 import distances_of
 from study.methods import CLAIMS, MEASURES, THRESHOLDS, name_of
-from study.numbers import cost, evaluations, evolution, explored, interval, last, means, paired
+from study.numbers import (
+    cost,
+    evaluations,
+    evolution,
+    explored,
+    hard_negatives,
+    interval,
+    last,
+    means,
+    paired,
+)
 
 
 @dataclass
@@ -122,6 +132,7 @@ def parts(runs: dict):
     yield _course(runs.get("coevolve", {}))
     yield from _figure3(runs)
     yield from _figure4(runs, target, splits)
+    yield from _dose(runs, target, splits)
     yield Part("Over iterations", "<agent <split <method iteration runs <reward <success",
                [(agent, split, name_of(m), i, len(row["reward"]),
                  *(interval(row[key].values()) for key in MEASURES))
@@ -233,6 +244,28 @@ def _figure4(runs: dict, target: dict, splits: list[str]):
     ax.legend()
     yield Part("Figure 4: lambda_SFT", _header("lambda", *(f"<{split}" for split in splits)), rows,
                figures=dict(figure4=made))
+
+
+def _dose(runs: dict, target: dict, splits: list[str]):
+    """Dose: hard negatives of a trained failure agent, less a frozen one's; response: reward."""
+    rows = [(name_of(dose), *(paired(*by_seed) for by_seed in (
+                [{seed: hard_negatives(path) for seed, path in runs[m].items()}
+                 for m in (dose, frozen)],
+                *([last(target[m], split, "reward") for m in (dose, frozen)] for split in splits))))
+            for dose, frozen in methods.FROZEN.items() if {dose, frozen} <= target.keys()]
+    if not rows:
+        return
+    made, axes = figures.figure(len(splits))
+    for n, (ax, split) in enumerate(zip(axes, splits), 2):
+        for name, hard, reward in ((row[0], row[1], row[n]) for row in rows if row[n]):
+            ax.errorbar(hard["mean"], reward["mean"], reward["half"] or 0, hard["half"] or 0,
+                        marker="o", capsize=3, label=name)
+        ax.set(title=split, xlabel="share of hard negatives, trained - frozen",
+               ylabel="reward of the target, trained - frozen")
+    figures.legend(axes[0])
+    yield Part("Dose and response: a trained failure agent less a frozen one, at equal steps",
+               _header("<dose", "<hard_negatives", *(f"<{split} reward" for split in splits)), rows,
+               figures=dict(dose=made))
 
 
 def _draw_curves(target: dict, splits: list[str]):

@@ -102,6 +102,25 @@ def write_run(folder, *trained, **settings):
     return folder
 
 
+def test_dose_and_response_by_hand(tmp_path):
+    """Hard negatives count once the failure agent was trained: 0.3, 0.5 less 0.1, 0.1."""
+    runs, target = {}, {}
+    for method, share, reward in (("dose-k2", 0.3, 0.7), ("dose-k2-frozen", 0.1, 0.6)):
+        for seed in (3, 4):
+            path = runs.setdefault(method, {})[seed] = tmp_path / f"{method}-{seed}"
+            path.mkdir()
+            (path / "metrics.jsonl").write_text("".join(json.dumps(dict(
+                event="exploration", agent=agent, iteration=i, hard_negative=hard)) + "\n"
+                for agent, i, hard in (("failure", 1, 0.9), ("target", 2, 0.9),
+                                       ("failure", 2, share * (seed - 2) - 0.1 * (seed - 3)),
+                                       ("failure", 3, share * (seed - 2) - 0.1 * (seed - 3)))))
+        target[method] = {"test": {2: dict(reward={3: reward, 4: reward + 0.1})}}
+    (part,) = several._dose(runs, target, ["test"])
+    ((name, hard, response),) = part.rows
+    assert name == "2 rollouts" and hard["mean"] == pytest.approx((0.2 + 0.4) / 2)
+    assert response["mean"] == pytest.approx(0.1) and list(part.figures) == ["dose"]
+
+
 def test_methods_at_equal_cost_take_it_from_other_runs(tmp_path):
     """Co-evolution: 40 and 30 steps over 900 and 500 tokens; ETO: 20 and 10 over 600 and 400.
 
