@@ -3,6 +3,7 @@
 import base64
 import io
 import math
+from collections import defaultdict
 from pathlib import Path
 
 import matplotlib
@@ -80,8 +81,8 @@ def legend(ax) -> None:
 
 
 def run_figure(settings: dict, of: dict) -> Figure | None:
-    """Reward and success by iteration, with 95% intervals over tasks; what exploration and pairs
-    were made of. of: the run's `events`; None where it has none of these yet."""
+    """Reward and success by iteration; what exploration and pairs were made of. of: the run's
+    `events`; None where it has none of these yet."""
     evaluations, exploration, pairs = of["evaluation"], of["exploration"], of["pairs"]
     panels = 2 * bool(evaluations) + bool(exploration) + bool(pairs)
     if not panels:
@@ -105,9 +106,9 @@ def run_figure(settings: dict, of: dict) -> Figure | None:
 
 
 def _evaluations(reward, success, evaluations: list[dict]) -> None:
-    splits, curves = list(dict.fromkeys(e["split"] for e in evaluations)), {}
+    splits, curves = list(dict.fromkeys(e["split"] for e in evaluations)), defaultdict(list)
     for e in evaluations:
-        curves.setdefault((e["agent"], e["split"]), []).append(e)
+        curves[e["agent"], e["split"]].append(e)
     for (agent, split), found in curves.items():
         style = dict(color=AGENT_COLOURS.get(agent, "#555555"), label=f"{agent} agent, {split}",
                      linestyle=LINES[splits.index(split) % 3])
@@ -123,14 +124,14 @@ def _evaluations(reward, success, evaluations: list[dict]) -> None:
 
 def training_figures(of: dict) -> list[tuple[str, Figure]]:
     """For GRPO and each training phase its curves over steps, of the run's `events`."""
-    found, phases = [], {}
+    found, phases = [], defaultdict(list)
     if of["grpo"]:
         found.append(("GRPO", _over_steps({
             title: {"": ("#0072B2", [(e["step"], e[key]) for e in of["grpo"]])}
             for title, key in (("Reward of its episodes", "reward"), ("Success", "success"),
                                ("KL", "kl"), ("Tasks in D", "D"))})))
     for e in of["train"]:
-        phases.setdefault(e["phase"], []).append(e)
+        phases[e["phase"]].append(e)
     for phase, steps in phases.items():
         panels = {"Loss": {"": ("#555555", [(e["step"], e["loss"]) for e in steps])}}
         for title, key in (("Margin, nats", "margin"), ("Chosen above rejected", "accuracy")):

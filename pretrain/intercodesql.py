@@ -127,21 +127,21 @@ def _guess(rng, gold, needed):
     return gold
 
 
-def _mistake(rng, query, needed):
+def _mistake(rng, q, needed):
     """The query with one mistake."""
     table = needed[0]
     columns = [c.name for c in (*table.numbers, *table.texts) if not c.name.endswith("_id")]
     edits = [
-        lambda q: re.sub(r" WHERE .*", "", q),
-        lambda q: re.sub(r" (AND|OR) .*", "", q),
-        lambda q: q.replace(" AND ", " OR ") if " AND " in q else q.replace(" OR ", " AND "),
-        lambda q: q.replace(">", "<", 1) if ">" in q else q.replace("<", ">", 1),
-        lambda q: q.replace(" DESC", ""),
-        lambda q: re.sub(r"LIMIT \d", f"LIMIT {rng.randint(1, 6)}", q),
-        lambda q: re.sub(r"([<>]) \d+", rf"\1 {rng.randint(20, 80)}", q, count=1),
-        lambda q: re.sub("|".join(rf"\b{c}\b" for c in columns), rng.choice(columns), q, count=1),
-        lambda q: re.sub(r"SELECT \w+", f"SELECT {rng.choice(columns)}", q, count=1),
-        lambda q: re.sub(rf" FROM {table.name}", "", q, count=1),
-        lambda q: q.replace("SELECT", "SELECT *" if rng.random() < 0.5 else "SELECT FROM", 1),
+        re.sub(r" WHERE .*", "", q),
+        re.sub(r" (AND|OR) .*", "", q),
+        q.replace(" AND ", " OR ") if " AND " in q else q.replace(" OR ", " AND "),
+        q.replace(">", "<", 1) if ">" in q else q.replace("<", ">", 1),
+        q.replace(" DESC", ""),
+        re.sub(r"LIMIT \d", f"LIMIT {rng.randint(1, 6)}", q),
+        re.sub(r"([<>]) \d+", rf"\1 {rng.randint(20, 80)}", q, count=1),
+        re.sub("|".join(rf"\b{c}\b" for c in columns), rng.choice(columns), q, count=1),
+        re.sub(r"SELECT \w+", f"SELECT {rng.choice(columns)}", q, count=1),
+        re.sub(rf" FROM {table.name}", "", q, count=1),
+        q.replace("SELECT", "SELECT *" if rng.random() < 0.5 else "SELECT FROM", 1),
     ]
-    return rng.choice([q for q in [edit(query) for edit in edits] if q != query])
+    return rng.choice([edited for edited in edits if edited != q])

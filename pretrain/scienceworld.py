@@ -8,27 +8,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pretrain.text import Words, play
 from worlds.scienceworld.world import ScienceWorld, as_shown, science_actions, things_in
 
-ROOMS = ("kitchen", "foundry", "workshop", "bathroom", "outside", "living room", "bedroom",
-         "greenhouse", "art studio", "hallway")
-COLOURS = tuple("red orange yellow green blue violet purple white black".split())
-PLANTS = tuple("apple avocado banana cherry grapefruit lemon peach pea".split())
-ANIMALS = tuple("bear beaver butterfly chameleon chipmunk crocodile dove dragonfly elephant frog "
-                "hedgehog jay mouse parrot rabbit tortoise turtle wolf".split())
-
 
 def exchanged() -> list[Words]:
     """Colours and plants always; what lives how long and which room is where can mostly be learnt.
     """
-    return [
-        Words(COLOURS, COLOURS, tuple("grey teal cyan maroon lilac crimson scarlet indigo".split()),
-              any=0.3),
-        Words(PLANTS, PLANTS, tuple("mango plum fig papaya quince lime olive melon".split()),
-              any=0.3),
-        Words(ANIMALS, ANIMALS, tuple("otter badger lynx heron weasel gecko moose toad robin panda "
-                                      "lemur camel hare finch".split()), share=0.5, any=0.6),
-        Words(ROOMS, ROOMS, tuple("attic pantry library laundry nursery porch corridor balcony "
-                                  "lobby kiosk".split()), share=0.4, any=0.6),
-    ]
+    return [Words(*(tuple(text.split(", ")) for text in (words, words, fresh)), share, any)
+            for words, fresh, share, any in (
+        ("red, orange, yellow, green, blue, violet, purple, white, black",
+         "grey, teal, cyan, maroon, lilac, crimson, scarlet, indigo", 1.0, 0.3),
+        ("apple, avocado, banana, cherry, grapefruit, lemon, peach, pea",
+         "mango, plum, fig, papaya, quince, lime, olive, melon", 1.0, 0.3),
+        ("bear, beaver, butterfly, chameleon, chipmunk, crocodile, dove, dragonfly, elephant, "
+         "frog, hedgehog, jay, mouse, parrot, rabbit, tortoise, turtle, wolf",
+         "otter, badger, lynx, heron, weasel, gecko, moose, toad, robin, panda, lemur, camel, "
+         "hare, finch", 0.5, 0.6),
+        ("kitchen, foundry, workshop, bathroom, outside, living room, bedroom, greenhouse, "
+         "art studio, hallway",
+         "attic, pantry, library, laundry, nursery, porch, corridor, balcony, lobby, kiosk",
+         0.4, 0.6))]
 
 
 # The mixture of competence: chances of each habit. `share`: of all wanderers; `right`: does what

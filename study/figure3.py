@@ -1,5 +1,6 @@
 """Figure 3: how much the failures of an instruction differ, 1 - cos of their embeddings."""
 
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -32,24 +33,23 @@ def distances_of(runs: dict) -> tuple[dict, dict | None]:
             if of_tasks := distances(explored(runs[method][seed], agent), embed):
                 found[name][seed] = of_tasks
     eto, failure = found["ETO"], found["co-evolution: failure agent"]
-    shared = {seed: [failure[seed][task] - eto[seed][task]
-                     for task in eto[seed].keys() & failure[seed].keys()]
-              for seed in eto.keys() & failure.keys()}
-    means = {seed: float(np.mean(found)) for seed, found in shared.items() if found}
+    means = {seed: float(np.mean([failure[seed][task] - eto[seed][task] for task in shared]))
+             for seed in eto.keys() & failure.keys()
+             if (shared := eto[seed].keys() & failure[seed].keys())}
     return ({name: by_seed for name, by_seed in found.items() if by_seed},
             paired(means, dict.fromkeys(means, 0.0)))
 
 
 def distances(rows: list, embed) -> dict[str, float]:
     """The mean pairwise distance of each instruction's failures, where it has two at least."""
-    by_task = {}
+    by_task = defaultdict(list)
     for row in rows:
         if row.reward < SUCCESS and any(row.action_mask):
-            by_task.setdefault(row.task, []).append(row)
-    by_task = {task: found for task, found in by_task.items() if len(found) > 1}
-    vectors = iter(embed([row for found in by_task.values() for row in found]))
+            by_task[row.task].append(row)
+    several = {task: found for task, found in by_task.items() if len(found) > 1}
+    vectors = iter(embed(sum(several.values(), [])))
     return {task: mean_distance(np.stack([next(vectors) for _ in found]))
-            for task, found in by_task.items()}
+            for task, found in several.items()}
 
 
 def mean_distance(vectors: np.ndarray) -> float:

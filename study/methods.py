@@ -1,6 +1,7 @@
 """The methods of a study: the flags that make each, what it is compared with, its finished runs."""
 
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -127,17 +128,13 @@ def trained(run: Path, agent: str = r"\w+") -> list[dict]:
 
 def finished(folder: Path) -> dict[str, dict[int, Path]]:
     """method -> seed -> folder of the finished runs of a study."""
-    runs = {}
-    for path in folder.glob("*-s*"):
-        method, _, seed = path.name.rpartition("-s")
-        if method in ALL and seed.isdigit() and (path / "result.json").exists():
-            runs.setdefault(method, {})[int(seed)] = path
-    return checked(runs)
+    return chosen([path for path in folder.glob("*-s*") if (path / "result.json").exists()
+                   and path.name.rpartition("-s")[0] in ALL], alike=())
 
 
-def chosen(paths: list[Path]) -> dict[str, dict[int, Path]]:
+def chosen(paths: list[Path], alike=("env", "model", "quick")) -> dict[str, dict[int, Path]]:
     """The same of any finished runs; their method by the folder's name where a study made it."""
-    runs = {}
+    runs = defaultdict(dict)
     for path in paths:
         settings, name = config_of(path)["settings"], path.resolve().name.rpartition("-s")[0]
         if not (path / "result.json").exists():
@@ -145,24 +142,23 @@ def chosen(paths: list[Path]) -> dict[str, dict[int, Path]]:
         method, seed = settings["method"], settings["seed"]
         if name in ALL and method_of(name) == method:
             method = name
-        if seed in runs.setdefault(method, {}):
+        if seed in runs[method]:
             raise RunError(f"{path} and {runs[method][seed]} are both {method} with seed {seed}; "
                            "compare one of them")
         runs[method][seed] = path
-    return checked(runs, alike=("env", "model", "quick"))
+    return checked(runs, alike)
 
 
-def checked(runs: dict, alike=()) -> dict[str, dict[int, Path]]:
+def checked(runs: dict, alike: tuple) -> dict[str, dict[int, Path]]:
     """The runs in a report's order. RunError if those of a method differ in more than the seed, or
     those of several in more than what the study varies; alike: then only these may not differ."""
     order, first = [*ALL, *sorted(runs)], {}
     runs = {m: dict(sorted(runs[m].items())) for m in sorted(runs, key=order.index)}
     for method, by_seed in runs.items():
-        given = dict(re.findall(r"--(\S+) (\S+)", ALL[method][1] if method in ALL else ""))
-        own = {"method", *(name.replace("-", "_") for name in given)}
+        asked = ALL[method][1].replace("-", "_") if method in ALL else ""
+        own = {"method", *re.findall(r"__(\w+)", asked)}
         own |= {"temperature"} if method in SAMPLING else set()  # where the others play greedily
-        for_seed = {name.replace("-", "_") for name, value in given.items()
-                    if value in ("{steps}", "{token_steps}", "{tasks}")}
+        for_seed = set(re.findall(r"__(\w+) {(?:steps|token_steps|tasks)}", asked))
         for path in by_seed.values():
             config = config_of(path)
             made = config["settings"] | dict(precision=config.get("precision", "no"))

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import textwrap
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -165,13 +166,12 @@ def _difference(a: str, b: str) -> str:
 
 def at_equal_cost(pairs: dict) -> list[tuple[str, str]]:
     """For each claim at equal cost its name, and the verdict at equal epochs, then at this cost."""
-    found = {}
+    found = defaultdict(lambda: defaultdict(list))
     for (a, b, split, key), pair in pairs.items():
         if "coevolve" in methods.equals(b):
             before = pairs.get((a, methods.method_of(b), split, key), dict(verdict="not compared"))
-            found.setdefault(_difference(a, b), {}).setdefault(
-                f"{before['verdict']} at equal epochs, then {pair['verdict']}", []).append(
-                f"{key} on {split}")
+            change = f"{before['verdict']} at equal epochs, then {pair['verdict']}"
+            found[_difference(a, b)][change].append(f"{key} on {split}")
     return [(name, "; ".join(f"{change} in {', '.join(where)}"
                              for change, where in changes.items()))
             for name, changes in found.items()]
@@ -193,14 +193,13 @@ def _table2(runs: dict) -> list[tuple]:
 
 def _course(by_seed: dict) -> Part:
     """Explored rewards, hard negatives and pairs of co-evolution by iteration."""
-    values = {}
+    values = defaultdict(lambda: defaultdict(list))
     for of in map(events, by_seed.values()):
-        found = [(e["iteration"], f"{e['agent']} {key}", e[key]) for e in of["exploration"]
-                 for key in ("reward", "success", "hard_negative")]
-        found += [(e["iteration"], f"pairs of the {e['trains']}: {kind}", n) for e in of["pairs"]
-                  for kind, n in e["kept"].items()]
-        for i, name, value in found:
-            values.setdefault(name, {}).setdefault(i, []).append(value)
+        for e, key in itertools.product(of["exploration"], ("reward", "success", "hard_negative")):
+            values[f"{e['agent']} {key}"][e["iteration"]].append(e[key])
+        for e in of["pairs"]:
+            for kind, n in e["kept"].items():
+                values[f"pairs of the {e['trains']}: {kind}"][e["iteration"]].append(n)
     iterations = sorted({i for by in values.values() for i in by})
     return Part("Co-evolution, iteration by iteration", _header("<mean over seeds", *iterations),
                 [(name, *(float(np.mean(by[i])) if i in by else None for i in iterations))

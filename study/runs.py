@@ -67,16 +67,16 @@ def launch(env: str, command: list[str], log: Path | None) -> None:
             free = held(lock, wait=True)
         free.release()
     with open(log, "a") if log else nullcontext() as to:
-        child = subprocess.Popen(["bash", str(ROOT / "run.sh"), env, *command], stdout=to,
-                                 stderr=to, env={**os.environ, "PYTHON": sys.executable,
-                                                 "PART_OF_A_STUDY": "1"})
+        child = subprocess.Popen(
+            ["bash", str(ROOT / "run.sh"), env, *command], stdout=to, stderr=to,
+            env={**os.environ, "PYTHON": sys.executable, "PART_OF_A_STUDY": "1"})
         running.add(child)
         status = child.wait()
         running.remove(child)
     if status:
-        said = f" ({log} says why)" if log else ""
-        raise SettingsError(f"{command[-1]} ended with status {status}{said}; once its "
-                            "reason is gone, the same command goes on from here")
+        raise SettingsError(f"{command[-1]} ended with status {status}"
+                            + f" ({log} says why)" * bool(log)
+                            + "; once its reason is gone, the same command goes on from here")
 
 
 def stop(number, _) -> None:
@@ -105,10 +105,10 @@ def main(argv: list[str]) -> None:
     if {"--method", "--seed"} & {flag.split("=")[0] for flag in more}:
         raise SettingsError("a study takes --methods and --seeds, not --method and --seed")
     model = parse(["--env", asked.env, *more]).model
-    if asked.jobs is None:
-        asked.jobs = min(cores, 8) if model == "tiny" and not GPU else 1
-    if asked.jobs < 1:
-        raise SettingsError(f"--jobs {asked.jobs}: give 1 or more")
+    usual = min(cores, 8) if model == "tiny" and not GPU else 1
+    jobs = usual if asked.jobs is None else asked.jobs
+    if jobs < 1:
+        raise SettingsError(f"--jobs {jobs}: give 1 or more")
     for method, other in ((m, other) for m in asked.methods for other in equals(m)):
         if other not in asked.methods and not asked.report:
             raise SettingsError(f"{method} takes its steps or tasks from runs of {other}; add "
@@ -119,7 +119,7 @@ def main(argv: list[str]) -> None:
         if not GPU:  # also, the cores of a machine must not change what a study finds
             more = ["--threads", "1", *more]
         methods = [method for method in ALL if method in asked.methods]
-        make_runs(asked.env, methods, list(dict.fromkeys(asked.seeds)), folder, more, asked.jobs)
+        make_runs(asked.env, methods, list(dict.fromkeys(asked.seeds)), folder, more, jobs)
     from study.report import write_report  # with torch
     print(write_report(f"Study on {asked.env}", finished(folder), folder / "report"))
     print(f"study: {folder / 'report'} holds this, the numbers and the figures")

@@ -284,7 +284,7 @@ def test_a_report_on_a_few_runs_leaves_out_what_it_cannot_say(finished, tmp_path
     ("grpo", dict(method="grpo", start_tasks=180), "differ in start_tasks (180, 0)")])
 def test_a_report_on_runs_of_different_settings_is_refused(tmp_path, method, changed, says):
     same = dict(lambda_sft=0.1, d_fail="all", dpo_steps=0, start_tasks=0)
-    for folder, more in ((tmp_path / "eto-s3", {}), (tmp_path / f"{method}-s9", changed)):
+    for folder, more in ((tmp_path / "eto-s3", {}), (tmp_path / f"{method}-s9", dict(changed, seed=9))):
         (write_run(folder, **{**same, **more}) / "result.json").write_text("{}")
     if says is None:
         assert {*methods.finished(tmp_path)} == {"eto", method}

@@ -26,7 +26,7 @@ def option(default, help: str, **limits):
 
 @dataclass(frozen=True)
 class Options:
-    """What an environment's folder states, in a frozen dataclass of this name too.
+    """What an environment's folder states, in a frozen subclass of the same name.
 
     Its fields are the environment's own settings, each made by `option`. `presets` replace defaults
     of all settings in this environment, as `PRESETS` in `harness/settings.py` does in all.
