@@ -228,6 +228,38 @@ def test_a_family_is_right_or_refused_before_any_phase_and_listed(family):
         assert listed().get(family) == found, "python tests/test_families.py prints the lists"
 
 
+def with_weights(family, size, norms):
+    """A model whose matrices are normal, of this standard deviation; its norms' weights too."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny(family), dtype=torch.float32,
+                                             attn_implementation="ragged")
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.normal_(0, size)
+            elif norms:
+                p *= size
+    return model
+
+
+@pytest.mark.parametrize("family", ["bloom", "xglm", "roformer", "rembert", "codegen", "phimoe"])
+def test_a_wrong_family_is_found_however_small_its_weights_are(family):
+    for size, norms in ((1e-4, False), (1e-3, False), (0.02, False), (0.02, True), (1.0, False)):
+        with pytest.raises(ValueError, match="log-probabilities that are"):
+            probe.check_numbers(with_weights(family, size, norms), LONGEST)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2", "mistral", "gemma", "phi",
+                                    "smollm3", "mixtral", "bert", "nanochat"])
+def test_a_right_family_passes_whatever_its_weights_and_keeps_them(family):
+    for size, norms in ((1e-4, False), (1e-3, False), (0.02, True), (3.0, False)):
+        for dtype in (torch.float32, torch.bfloat16):  # as they were saved
+            model = with_weights(family, size, norms).to(dtype).float()
+            before = copy.deepcopy(model.state_dict())
+            probe.check_numbers(model, LONGEST)
+            assert all(torch.equal(before[key], p) for key, p in model.state_dict().items())
+
+
 @pytest.mark.parametrize("family", ["gpt_neox", "mistral"])
 def test_other_families_run_the_whole_loop(family, toy_run, tmp_path, monkeypatch):
     """Layers elsewhere, no number of key heads; a sliding window as long as an episode. The
