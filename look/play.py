@@ -18,7 +18,6 @@ import envs
 from harness.files import RunError, command, made_tasks, read_object
 from harness.report import visible
 from harness.settings import Settings, SettingsError, flag, options_of, parse
-from program.tasks import settings_of
 
 # Of a run's settings, those that its agent plays with.
 PLAYED_WITH = ("view", "max_tokens", "max_new_tokens", "examples")
@@ -129,7 +128,7 @@ def agent_of(path: Path) -> tuple[Path, Path | str, str]:
                        "runs/webshop-coevolve-s0")
     if run != path:
         return run, path, f"{path.parent.name}/{path.name}"
-    settings = settings_of(run)
+    settings = read_object(run / "config.json")["settings"]
     model = settings["model"]
     if settings["method"] == "evaluate" and model == "smollm2":
         from training import smollm2  # with torch

@@ -1,5 +1,6 @@
 """A run: what its phases work with. Which there are, and in which order, is in `coevolve.py`."""
 
+import json
 import random
 from contextlib import closing
 from dataclasses import replace
@@ -12,7 +13,7 @@ from harness import files, reuse
 from harness.folder import Folder
 from harness.settings import EVOLVING, Settings, is_endpoint, options_of, tokens_per_forward
 from playing.endpoint import explorer_of
-from program.tasks import check_openings, survey, trains
+from program.tasks import TRAINED_ON, check_openings, marks, survey, trained_on, trains
 from training.trainer import Trainer
 
 
@@ -41,7 +42,7 @@ class Run:
         before = self.folder.find_earlier()
         if settings.experts and trains(settings) and "experts.jsonl" not in self.folder.phases:
             self.folder.on_main(lambda: check_openings(self, self.tasks.experts()))
-        self.trainer = Trainer(settings, self.folder)
+        self.trainer = Trainer(settings, self.folder, self.tasks)
         self.folder.record(before, self.trainer.identity, self.tasks.about)
         self.folder.ingredients = self.folder.on_main(lambda: reuse.ingredients(
             self.folder, self.trainer.identity, [self.trainer.shard, self.trainer.recompute]))
@@ -123,6 +124,16 @@ class RunTasks:
             ids = [env.add(task) for task in tasks]
         self.folder.write_jsonl(out, [dict(id=id, task=task) for id, task in zip(ids, tasks)])
         return ids
+
+    def record(self, before, out: Path) -> None:
+        """Writes into an agent's folder what it and `before`, from which it came, were trained on.
+
+        Later runs refuse to evaluate it on that, wherever the folder has been moved.
+        """
+        with closing(self.make_env()) as env:
+            own = [*self.training, *(row["id"] for row in self.added())]
+            known = trained_on(before).union(*(marks(env, task) for task in own))
+        files.write_text(out / TRAINED_ON, json.dumps(dict(marks=sorted(known))))
 
     def of_split(self, split: str) -> list[str]:
         """The evaluated tasks of a split."""

@@ -2,12 +2,14 @@
 
 import re
 from contextlib import closing, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import envs
-from harness.files import read_jsonl, read_object
-from harness.settings import BUILT_IN, Settings, SettingsError, options_of
+from harness.files import hashed, read_object
+from harness.settings import Settings, SettingsError
+
+TRAINED_ON = "trained_on.json"  # in an agent's folder
 
 
 @dataclass
@@ -67,24 +69,26 @@ def survey(s: Settings, env) -> Tasks:
 def compare(s: Settings, env, training: list[str], evaluated: list[str]) -> tuple[set[str], int]:
     """Training tasks that are left out, and how many evaluated ones are trained on all the same.
 
-    What the runs behind --model and --failure-from were trained on counts too. SettingsError if an
-    evaluated task is among them, unless --overlap says what to do then.
+    What --model and --failure-from were trained on counts too. SettingsError if an evaluated task
+    is among them, unless --overlap says what to do then.
     """
     left_out, overlap = set(), 0
     place = {mark: task for task in reversed(evaluated) for mark in marks(env, task)}
-    sources = [(f"--experts {s.experts}" if s.experts else "the training split", env, training)]
-    for flag, folder in (("--model", s.model), ("--failure-from", s.failure_from)):
-        if folder and folder not in BUILT_IN and (before := trained_before(s, Path(folder))):
-            sources.append((f"{flag} {folder}", *before))
-    for source, there, tasks in sources:
-        both = {task: place[mark] for task in tasks for mark in marks(there, task) if mark in place}
-        own = tasks is training
-        if own and s.overlap == "drop" and len(both) < len(tasks):
+    own = {task: marks(env, task) for task in training}
+    sources = [(f"--experts {s.experts}" if s.experts else "the training split", own)]
+    before = {f"--model {s.model}": [s.model]}
+    if s.failure_from:
+        before[f"--failure-from {s.failure_from}"] = Path(s.failure_from).glob("*/failure-agent")
+    sources += [(flag, {mark: {mark} for agent in agents for mark in trained_on(agent)})
+                for flag, agents in before.items()]
+    for source, tasks in sources:
+        both = {task: place[mark] for task, known in tasks.items() for mark in known & {*place}}
+        if tasks is own and s.overlap == "drop" and len(both) < len(tasks):
             left_out = {*both}
         elif s.overlap == "keep":
             overlap = max(overlap, len({*both.values()}))
         elif both:
-            shown = ", ".join(other if task == other else f"{other} (as {task})"
+            shown = ", ".join(other if task == other or tasks is not own else f"{other} (as {task})"
                               for task, other in [*both.items()][:3])
             raise SettingsError(
                 f"{len({*both.values()})} of {len(evaluated)} evaluated tasks are also trained on "
@@ -92,7 +96,7 @@ def compare(s: Settings, env, training: list[str], evaluated: list[str]) -> tupl
                 + "--split-file FOLDER of the lists that belong to these experts, " * (
                     s.flat().get("split_file", "-") is None)
                 + "--eval-tasks, --eval-splits), "
-                + "leave out their experts (--overlap drop), " * own
+                + "leave out their experts (--overlap drop), " * (tasks is own)
                 + "or evaluate them all the same (--overlap keep)")
     return left_out, overlap
 
@@ -100,40 +104,19 @@ def compare(s: Settings, env, training: list[str], evaluated: list[str]) -> tupl
 def marks(env, task: str) -> set[str]:
     """By which a task is known in whatever split: what it is, and its instruction if that says so.
 
-    Empty for a task that this environment does not have.
+    Hashes. Empty for a task that this environment does not have.
     """
     with suppress(ValueError):
         wording = env.wording(task)
-        return {repr(env.find(task)), *([envs.plain(wording)] if wording else [])}
+        known = [repr(env.find(task)), *([envs.plain(wording)] if wording else [])]
+        return {hashed([env.name, mark])[:16] for mark in known}
     return set()
 
 
-def trained_before(s: Settings, folder: Path):
-    """What the run that a model's folder is in was trained on, if it was on this environment.
-
-    Its environment, of its own data where they are still there, and its tasks: those of its experts
-    and of its tasks.jsonl, which it may have made.
-    """
-    inside = (folder.resolve(), *folder.resolve().parents[:2]) if folder.is_dir() else ()
-    run = next((path for path in inside if (path / "phases.json").exists()), None)
-    before = settings_of(run) if run else {}
-    if before.get("env") != s.env:
-        return None
-    env, own = envs.make(s.env, s.view, **options_of(s)), {
-        f.name: before[f.name] for f in fields(s.options) if f.name in before}
-    with suppress(envs.Refused):
-        env = envs.make(s.env, s.view, **own)
-    tasks = []
-    for file in (*run.glob("experts.jsonl"), *sorted(run.glob("iter*/tasks.jsonl"))):
-        for row in read_jsonl(file):
-            with suppress(ValueError):
-                made = "task" in row and "id" in row
-                tasks.append(env.add(row["task"]) if made else row.get("task") or row["id"])
-    return env, tasks
-
-
-def settings_of(run: Path) -> dict:
-    return read_object(run / "config.json")["settings"]
+def trained_on(folder) -> set[str]:
+    """`marks` of what the agent in a folder and its ancestors were trained on; empty: not known."""
+    file = Path(folder) / TRAINED_ON
+    return {*read_object(file)["marks"]} if file.exists() else set()
 
 
 def check_openings(run, experts: list[tuple[str, list[dict], float]]) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +16,7 @@ from harness.log import Log
 from harness.report import table
 from harness.settings import SettingsError, from_flat, options_of
 from program import tasks
+from program.run import RunTasks
 from worlds.webshop.server import WebShopServer
 from worlds.webshop.shop import WebShop
 
@@ -123,53 +124,53 @@ def test_an_experts_file_of_ours_may_hold_evaluated_tasks(tmp_path):
     assert survey(settings(experts=ours(["webshop-train-2"], tmp_path / "f"))).about["experts"] == 1
 
 
-def a_run(folder, names, **changed):
-    folder.mkdir()
-    s = dict(env="webshop", model="tiny", webshop_url=None, intercode_data=None)
-    (folder / "config.json").write_text(json.dumps(dict(settings={**s, **changed})))
-    (folder / "phases.json").write_text("{}")
-    ours(names, folder / "experts.jsonl")
-    (folder / "iter3/target-agent").mkdir(parents=True)
+def trained(folder, names, env=None, before="tiny", added=()):
+    """An agent's folder as a run writes it that trained on these tasks of `env` and added others."""
+    def make_env():
+        world = envs.make("webshop") if env is None else env
+        for row in added:
+            world.add(row["task"])
+        return world
+
+    folder.mkdir(parents=True)
+    RunTasks.record(SimpleNamespace(training=names, added=lambda: added, make_env=make_env),
+                    before, folder)
     return folder
 
 
-def test_what_another_run_was_trained_on_counts_too(tmp_path):
-    first = a_run(tmp_path / "a", ["webshop-test-5", "webshop-added-1"])
-    model = str(first / "iter3/target-agent")
-    for method in ("evaluate", "coevolve"):
-        with pytest.raises(SettingsError, match=f"^1 of 394 .*--model {model}\\)"):
-            survey(settings(method=method, model=model))
-    assert survey(settings(method="evaluate", model=model, overlap="keep")).about["overlap"] == 1
-    with pytest.raises(SettingsError, match="--failure-from"):
-        survey(settings(failure_from=str(first)))
-    (tmp_path / "best").symlink_to(model)
-    with pytest.raises(SettingsError, match="^1 of 394 "):
-        survey(settings(method="evaluate", model=str(tmp_path / "best")))
-    # On a server the numbers mean other goals; and another environment is none of this one's.
-    s = settings(method="evaluate", model=model, webshop_url=ADDRESS)
+def test_what_an_agent_was_trained_on_counts_too(tmp_path):
+    agent = str(trained(tmp_path / "a", ["webshop-test-5", "webshop-train-1"]))
+    for method, overlap in (("evaluate", "refuse"), ("coevolve", "refuse"), ("coevolve", "drop")):
+        with pytest.raises(SettingsError) as error:
+            survey(settings(method=method, model=agent, overlap=overlap))
+        line = str(error.value)
+        assert line.startswith("1 of 394 evaluated tasks") and "webshop-test-5;" in line
+        assert f"--model {agent}" in line and "--overlap keep" in line
+    assert survey(settings(method="evaluate", model=agent, overlap="keep")).about["overlap"] == 1
+    for moved in (shutil.copytree(agent, tmp_path / "copied"), Path(agent).rename(tmp_path / "b")):
+        (tmp_path / f"to-{moved.name}").symlink_to(moved)
+        for model in (moved, tmp_path / f"to-{moved.name}"):
+            with pytest.raises(SettingsError, match="^1 of 394 "):
+                survey(settings(method="evaluate", model=str(model)))
+    # On a server the numbers mean other goals; and another environment's tasks are none of these.
+    s = settings(method="evaluate", model=str(moved), webshop_url=ADDRESS)
     assert survey(s).about["overlap"] == 0
-    assert survey(settings(env="intercodesql", failure_from=str(first))).about["overlap"] == 0
+    assert survey(settings(env="intercodesql", model=str(moved))).about["overlap"] == 0
+    assert survey(settings(method="evaluate", model="hub/name")).about["overlap"] == 0
 
 
-def test_tasks_of_a_run_without_experts_and_those_it_made_count_too(tmp_path):
-    run = a_run(tmp_path / "a", [], model="hub/name")
-    (run / "experts.jsonl").unlink()
-    (run / "iter0").mkdir()
+def test_a_failure_agent_and_tasks_that_were_made_count_too(tmp_path):
+    trained(tmp_path / "run/iter3/failure-agent", ["webshop-test-5"])
+    with pytest.raises(SettingsError, match="--failure-from"):
+        survey(settings(failure_from=str(tmp_path / "run")))
     goal = WebShop().find("webshop-test-9")
-    (run / "iter0/tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (
-        dict(id="webshop-test-4"), dict(id="webshop-added-0", task=goal))))
-    with pytest.raises(SettingsError, match="^2 of 394 .*test-4, webshop-test-9 \\(as webshop-added-0"):
-        survey(settings(method="evaluate", model=str(run / "iter3/target-agent")))
+    agent = trained(tmp_path / "b", ["webshop-test-4"],
+                    added=[dict(id="webshop-added-0", task=goal)])
+    with pytest.raises(SettingsError, match="^2 of 394 .*(test-4, webshop-test-9|9, webshop-test-4);"):
+        survey(settings(method="evaluate", model=str(agent)))
 
 
-def test_a_name_on_the_hub_is_no_run_that_one_stands_in(tmp_path, monkeypatch):
-    """Neither of this environment nor of another one, whose base model is no folder there."""
-    for env in ("webshop", "intercodesql"):
-        monkeypatch.chdir(a_run(tmp_path / env, ["webshop-test-5"], env=env))
-        assert survey(settings(method="evaluate", model="hub/name")).about["overlap"] == 0
-
-
-def test_tasks_of_a_run_are_those_of_its_own_data(tmp_path):
+def test_what_was_trained_on_is_known_whatever_number_it_has_elsewhere(tmp_path):
     """The same number means another question there, and the same question has another number."""
     def data(name, train, test):
         folder = tmp_path / name
@@ -180,16 +181,49 @@ def test_tasks_of_a_run_are_those_of_its_own_data(tmp_path):
         return str(folder)
 
     there, here = data("there", "abcd", "e"), data("here", "xyz", "wcb")
-    run = a_run(tmp_path / "run", [f"intercodesql-train-{n}" for n in range(4)], env="intercodesql",
-                intercode_data=there, mysql_url="mysql://a@h")
+    agent = trained(tmp_path / "agent", [f"intercodesql-train-{n}" for n in range(4)],
+                    envs.make("intercodesql", intercode_data=there, mysql_url="mysql://a@h"))
+    shutil.rmtree(there)
     s = settings(env="intercodesql", method="evaluate", intercode_data=here,
-                 mysql_url="mysql://a@h", model=str(run / "iter3/target-agent"))
-    with pytest.raises(SettingsError, match="^2 of 3 .*intercodesql-test-2 \\(as intercodesql-train-1"):
+                 mysql_url="mysql://a@h", model=str(agent))
+    with pytest.raises(SettingsError, match="^2 of 3 .*intercodesql-test-[12]"):
         survey(s)
-    a_run(tmp_path / "gone", ["intercodesql-test-1"], env="intercodesql",  # numbers are all there is
-          intercode_data=str(tmp_path / "nowhere"))
-    with pytest.raises(SettingsError, match="^1 of 3 .*intercodesql-test-1;"):
-        survey(replace(s, model=str(tmp_path / "gone/iter3")))
+
+
+def seen(folder):
+    """Which of the toy's tasks an agent's folder says that it, or one before it, was trained on."""
+    known = tasks.trained_on(folder)
+    return {name for split in ("train", "test") for name in Toy().tasks(split)
+            if tasks.marks(Toy(), name) <= known}
+
+
+def test_three_generations_of_moved_agents_know_what_the_first_was_trained_on(toy_run, tmp_path):
+    first = toy_run(Toy, "--method", "sft")
+    own = {f"toy-train-{n}" for n in range(8)}
+    assert seen(first / "sft-target") == own
+    rows = [json.loads(line) for line in (first / "experts.jsonl").open()]
+    rows[2]["task"] = "toy-test-2"
+    rows[2]["messages"][0]["content"] = "task toy-test-2: say the word"
+    file = tmp_path / "experts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    toy_run(Toy, "--experts", file, "--overlap", "keep", "--out", tmp_path / "a")
+    for name in ("sft-target", "sft-failure", "iter1/failure-agent", "iter1/target-agent"):
+        assert seen(tmp_path / "a" / name) == own - {"toy-train-2"} | {"toy-test-2"}
+    model = (tmp_path / "a/iter1/target-agent").rename(tmp_path / "elsewhere")
+    second = ["--method", "sft", "--model", model, "--train-tasks", 2]
+    with pytest.raises(SettingsError, match="^1 of 8 .*--model .*toy-test-2"):
+        toy_run(Toy, *second, "--out", tmp_path / "b")
+    toy_run(Toy, *second, "--overlap", "keep", "--out", tmp_path / "b")
+    last = shutil.copytree(tmp_path / "b/sft-target", tmp_path / "last")
+    assert seen(last) == own - {"toy-train-2"} | {"toy-test-2"}
+    with pytest.raises(SettingsError, match="^1 of 8 .*--model .*toy-test-2"):
+        toy_run(Toy, "--method", "evaluate", "--model", last, "--out", tmp_path / "c")
+    # A failure agent of elsewhere keeps what it was trained on, and so does what becomes of it.
+    toy_run(Toy, "--failure-from", tmp_path / "a", "--train-tasks", 2, "--overlap", "keep",
+            "--out", tmp_path / "d")
+    for name in ("sft-failure", "iter1/failure-agent"):
+        assert "toy-test-2" in seen(tmp_path / "d" / name)
+    assert seen(tmp_path / "d/iter1/target-agent") == {"toy-train-0", "toy-train-1"}
 
 
 def test_a_run_that_evaluates_tries_the_last_task_of_each_split(tmp_path):

@@ -16,9 +16,9 @@ from training import models
 class Trainer:
     """Loads, trains and saves models of `models.load_model` on the machine of a run."""
 
-    def __init__(self, settings: Settings, folder):
+    def __init__(self, settings: Settings, folder, tasks):
         """Checks the base model; SettingsError where it is unusable."""
-        self.settings, self.folder, self.log = settings, folder, folder.log
+        self.settings, self.folder, self.log, self.tasks = settings, folder, folder.log, tasks
         self.accelerator = accelerator = folder.accelerator
         self._first = None  # the base model's weights, which were loaded to be checked
         s, large = settings, accelerator.device.type == "cuda" and settings.model != "tiny"
@@ -143,6 +143,7 @@ class Trainer:
         """
         if self.folder.main:
             AutoTokenizer.from_pretrained(before).save_pretrained(out)
+            self.tasks.record(before, out)
         return sharding.save(self.accelerator, model, out)
 
     def copy(self, agent, out: Path) -> None:
