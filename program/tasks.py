@@ -73,22 +73,24 @@ def compare(s: Settings, env, training: list[str], evaluated: list[str]) -> tupl
     is among them, unless --overlap says what to do then.
     """
     left_out, overlap = set(), 0
-    place = {mark: task for task in reversed(evaluated) for mark in marks(env, task)}
+    known = {task: marks(env, task) for task in evaluated}
+    place = {mark: task for task in reversed(evaluated) for mark in known[task]}
     own = {task: marks(env, task) for task in training}
     sources = [(f"--experts {s.experts}" if s.experts else "the training split", own)]
     before = {f"--model {s.model}": [s.model]}
     if s.failure_from:
         before[f"--failure-from {s.failure_from}"] = Path(s.failure_from).glob("*/failure-agent")
-    sources += [(flag, {mark: {mark} for agent in agents for mark in trained_on(agent)})
-                for flag, agents in before.items()]
+    for flag, agents in before.items():
+        seen = set().union(*map(trained_on, agents))
+        sources.append((flag, {task: seen & known[task] for task in evaluated}))
     for source, tasks in sources:
-        both = {task: place[mark] for task, known in tasks.items() for mark in known & {*place}}
+        both = {task: place[mark] for task in tasks for mark in sorted(tasks[task] & place.keys())}
         if tasks is own and s.overlap == "drop" and len(both) < len(tasks):
             left_out = {*both}
         elif s.overlap == "keep":
             overlap = max(overlap, len({*both.values()}))
         elif both:
-            shown = ", ".join(other if task == other or tasks is not own else f"{other} (as {task})"
+            shown = ", ".join(other if task == other else f"{other} (as {task})"
                               for task, other in [*both.items()][:3])
             raise SettingsError(
                 f"{len({*both.values()})} of {len(evaluated)} evaluated tasks are also trained on "

@@ -30,6 +30,7 @@ from harness.settings import Settings, SettingsError, check
 from look.conversations import conversations
 from program import start
 from program.run import Run
+from program.tasks import marks, trained_on
 from worlds import Step, World, fields_of
 from worlds.intercodesql.world import InterCodeSQL
 
@@ -496,6 +497,11 @@ def test_the_task_set_grows_from_signals(run):
     task = r.folder.trajectories("iter3/target-agent/episodes.jsonl")[-1].task
     assert [t["id"] for t in conversations(r.folder.path, first=[task])["tasks"]][0] == task
 
+    env = r.tasks.make_env()  # what an agent says that it was trained on grows with the set
+    known = [[marks(env, task) <= trained_on(r.agent_folder("target", i))
+              for task in env.tasks("added")] for i in (1, 2, 3)]
+    assert list(map(sum, known)) == sizes
+
 
 def test_a_segment_that_goes_on_says_again_what_it_had_said(run, monkeypatch):
     """Of one stopped in its second step the events are those of one that was not."""
@@ -629,7 +635,8 @@ def evolving(small_model, out, **changed):
 
 def files_of(run):
     return {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*") if p.is_file()
-            and p.suffix in (".jsonl", ".safetensors") and p.name != "metrics.jsonl"}
+            and (p.suffix in (".jsonl", ".safetensors") or p.name == "trained_on.json")
+            and p.name != "metrics.jsonl"}
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(small_model, tmp_path):

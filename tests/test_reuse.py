@@ -81,6 +81,7 @@ def test_what_is_taken_is_what_the_method_would_have_made(play, capsys):
     assert without_marks(second) == without_marks(alone)
     assert phases(second) == {name: str(first.folder.path) if name in SHARED[:3] else None
                               for name in phases(alone)}
+    assert "sft-target/trained_on.json" in contents(second.folder.path)[0]
     third = play("lambda-0.1-s0", lambda_sft=0.9)
     assert taken(third) == SHARED and {*phases(third).values()} == {str(first.folder.path), None}
     assert without_marks(third) == without_marks(play("../alone-2", lambda_sft=0.9, reuse=None))
