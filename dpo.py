@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine import chat_template, packing, ranks, sharding
+from engine.log_softmax import target_log_probs
 
 # ---------------------------------------------------------------------------------- encoding
 
@@ -125,15 +126,9 @@ def token_log_probs(model, sequences: list[Trajectory], sampler: Sampler = Sampl
         return model.gather(sequences, partial(token_log_probs, sampler=sampler))
     p = packing.pack(sequences, next(model.parameters()).device)
     logits = model(input_ids=p.ids, position_ids=p.positions, **p.attention,
-                   logits_to_keep=p.predicting, use_cache=False).logits[0]                # (K, V)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if sampler.temperature != 1:
-        logits = logits / sampler.temperature
-    if sampler.suppress_tokens:
-        logits = logits.index_fill(1, p.targets.new_tensor(sampler.suppress_tokens), -torch.inf)
-    if p.logits_of is not None:  # index_select, unlike [], adds gradients in a fixed order
-        logits = logits.index_select(0, p.logits_of)                                      # (U, V)
-    log_probs = -F.cross_entropy(logits, p.targets, reduction="none")                     # (U,)
+                   logits_to_keep=p.predicting, use_cache=False).logits.squeeze(0)        # (K, V)
+    # log pi(t_k | t_<k) = log softmax(logits / temperature)[t_k]
+    log_probs = target_log_probs(logits, p.targets, p.logits_of, sampler)                 # (U,)
     return log_probs.index_select(0, p.target_of)                                         # (A,)
 
 

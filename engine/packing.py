@@ -30,7 +30,7 @@ class Packed:
     positions: Tensor          # (1, N)
     attention: dict            # what `ragged_attention` needs
     predicting: Tensor         # (K,) rows whose logits are wanted
-    logits_of: Tensor | None   # (U,) each target's row of these logits; None where K = U
+    logits_of: list | None     # (U,) each target's row of these logits, rising; None where K = U
     targets: Tensor            # (U,) token ids
     target_of: Tensor          # (A,) each action token's target
 
@@ -40,13 +40,14 @@ def pack(sequences, device) -> Packed:
     rows, first = lay_out(sequences)                                                 # (M,), (N,)
     ids = [i for s in sequences for i in s.ids]
     positions = [k for s in sequences for k in range(len(s.ids))]
-    targets, target_of, offset = {}, [], 0  # row -> its number as a target; that of each token
+    acting, offset = [], 0  # the row of each action token
     for s in sequences:
-        target_of += [targets.setdefault(rows[offset + k], len(targets))
-                      for k in range(1, len(s.ids)) if s.action_mask[k]]
+        acting += [rows[offset + k] for k in range(1, len(s.ids)) if s.action_mask[k]]
         offset += len(s.ids)
-    predicting = {}  # row -> number of the logits there; a target's are at the row before it
-    logits_of = [predicting.setdefault(rows[first[row] - 1], len(predicting)) for row in targets]
+    before = {row: rows[first[row] - 1] for row in acting}  # a target -> the row that predicts it
+    predicting = {row: n for n, row in enumerate(dict.fromkeys(before.values()))}  # -> its number
+    targets = sorted(before, key=lambda row: predicting[before[row]])
+    number = {row: n for n, row in enumerate(targets)}
     tensor = partial(torch.tensor, dtype=torch.long, device=device)
     shared = dict(rows=tensor(rows), first=tensor(first)) if len(first) < len(rows) else {}
     return Packed(
@@ -54,9 +55,10 @@ def pack(sequences, device) -> Packed:
         positions=tensor([[positions[m] for m in first]]),
         attention=dict(lengths=[len(s.ids) for s in sequences], **shared),
         predicting=tensor(list(predicting)),
-        logits_of=tensor(logits_of) if len(predicting) < len(logits_of) else None,
+        logits_of=([predicting[before[row]] for row in targets]
+                   if len(predicting) < len(targets) else None),
         targets=tensor([ids[first[row]] for row in targets]),
-        target_of=tensor(target_of))
+        target_of=tensor([number[row] for row in acting]))
 
 
 def lay_out(sequences) -> tuple[list[int], list[int]]:

@@ -8,7 +8,7 @@ import torch
 from conftest import Toy
 
 import dpo
-from engine import ranks
+from engine import log_softmax, ranks
 from harness.settings import SettingsError
 from program import start
 
@@ -81,3 +81,37 @@ def test_out_of_memory_is_one_line_and_the_run_goes_on_with_less(toy_run, monkey
     assert dict(event="changed", tokens_per_forward=100, slots=2) in events
     assert sum(e["event"] == "phase" and e["phase"] == "sft-target" for e in events) == 1
     assert (run / "result.json").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sampler", [dpo.Sampler(), dpo.Sampler(0.7, (3, 9))])
+@pytest.mark.parametrize("logits_of", [None, [0, 0, 1, 2, 4, 4, 4]])
+def test_log_softmax_in_pieces_is_the_dense_one(dtype, sampler, logits_of, monkeypatch):
+    """Log-probabilities, and gradients of weighted ones, to the bit; and by hand in float64."""
+    torch.manual_seed(0)
+    made = 3 * torch.randn(5 if logits_of else 7, 50, dtype=torch.float64)
+    targets, weights = torch.tensor([1, 8, 2, 40, 49, 0, 1]), torch.linspace(-1, 2, 7)
+    found = []
+    for piece in (50, 120, 10_000):  # a row, two, all
+        monkeypatch.setattr(log_softmax, "PIECE", piece)
+        leaf = made.to(dtype).requires_grad_()
+        log_probs = log_softmax.target_log_probs(leaf * 1, targets, logits_of, sampler)
+        (log_probs * weights).sum().backward()
+        found.append((log_probs.detach(), leaf.grad))
+    for log_probs, gradient in found[:2]:
+        assert torch.equal(log_probs, found[2][0])
+        close = dict(rtol=0, atol=0) if dtype != torch.bfloat16 else {}  # of two targets of a row
+        torch.testing.assert_close(gradient, found[2][1], **close)
+    leaf = made.to(dtype).double().requires_grad_()
+    rows = (leaf / sampler.temperature)[logits_of or range(7)]
+    drawn = [i for i in range(50) if i not in sampler.suppress_tokens]
+    by_hand = rows[range(7), targets] - rows[:, drawn].logsumexp(1)
+    (by_hand * weights).sum().backward()
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    assert (found[0][0] - by_hand).abs().max() < min(tolerance, 1e-5)  # fp32 inside
+    assert (found[0][1] - leaf.grad).abs().max() < tolerance
+    with pytest.raises(RuntimeError, match="modified by an inplace operation|second time"):
+        monkeypatch.setattr(log_softmax, "PIECE", 50)
+        log_probs = log_softmax.target_log_probs(leaf * 1, targets, logits_of, sampler).sum()
+        log_probs.backward(retain_graph=True)
+        log_probs.backward()  # the logits are gone

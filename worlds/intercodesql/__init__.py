@@ -39,7 +39,7 @@ class Options(Published):
         "smollm2": dict(start_from="train", start_tasks=40, iterations=3, train_tasks=120,
                         eval_tasks=100, dpo_epochs=2, rollouts=2, view="short", max_tokens=768,
                         max_new_tokens=144,  # a gold query of InterCode's has up to 132
-                        tokens_per_forward=2048),
+                        tokens_per_forward=1024),
         "smollm2 eto": dict(view="full", rollouts=1, max_tokens=3072, gradient_checkpointing="on"),
     }
 
