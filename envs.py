@@ -22,6 +22,7 @@ from worlds import (  # noqa: F401
     parse_reply,
     plain,
     turns,
+    words_of,
 )
 from worlds.published import STOPS, opens_otherwise, read_experts, read_prompts  # noqa: F401
 

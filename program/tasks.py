@@ -3,6 +3,7 @@
 import re
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import envs
@@ -36,7 +37,7 @@ def survey(s: Settings, env) -> Tasks:
     """
     if s.method == "evolve" or s.method == "grpo" and s.start_from == "explore":
         env.task_generator()
-    words, training = [], []
+    words, training, openings = [], [], {}
 
     def take(split, asked, flag):
         there = env.tasks(split)
@@ -47,13 +48,16 @@ def survey(s: Settings, env) -> Tasks:
         return there[:asked or None]
 
     if trains(s) and s.experts:  # which say what the training tasks are
-        training = [e[0] for e in envs.read_experts(s.experts, env)[:s.train_tasks or None]]
+        first = len(envs.opening(env, ""))  # turns before an expert's first reply
+        openings = {task: " ".join(m["content"] for m in messages[:first]) for task, messages, _
+                    in envs.read_experts(s.experts, env)[:s.train_tasks or None]}
+        training = [*openings]
         words.append(f"{len(training)} experts from {s.experts}")
     elif trains(s):
         training = take("train", s.train_tasks, "--train-tasks")
     splits = env.test_splits if s.eval_splits == "test" else ("validation",)
     evaluated = [take(split, s.eval_tasks, "--eval-tasks") for split in splits]
-    left_out, overlap = compare(s, env, training, sum(evaluated, []))
+    left_out, overlap = compare(s, env, training, sum(evaluated, []), openings)
     # Of a server the task with the highest number: if it has that, it has all.
     tried = [max(tasks, key=lambda task: [int(n) for n in re.findall("[0-9]+", task)[-1:]])
              for tasks in (training, *evaluated) if tasks]
@@ -66,16 +70,20 @@ def survey(s: Settings, env) -> Tasks:
         + f"; {overlap} evaluated tasks are also trained on" * bool(overlap))
 
 
-def compare(s: Settings, env, training: list[str], evaluated: list[str]) -> tuple[set[str], int]:
+def compare(s: Settings, env, training: list[str], evaluated: list[str],
+            openings: dict[str, str]) -> tuple[set[str], int]:
     """Training tasks that are left out, and how many evaluated ones are trained on all the same.
 
-    What --model and --failure-from were trained on counts too. SettingsError if an evaluated task
-    is among them, unless --overlap says what to do then.
+    What --model and --failure-from were trained on counts too, and what the opening of an expert
+    tells beside its own task. SettingsError if an evaluated task is among them, unless --overlap
+    says what to do then.
     """
     left_out, overlap = set(), 0
     known = {task: marks(env, task) for task in evaluated}
     place = {mark: task for task in reversed(evaluated) for mark in known[task]}
     own = {task: marks(env, task) for task in training}
+    for task, others in told(env, openings, evaluated).items():
+        own[task] = own[task].union(*(known[other] for other in others))
     sources = [(f"--experts {s.experts}" if s.experts else "the training split", own)]
     before = {f"--model {s.model}": [s.model]}
     if s.failure_from:
@@ -103,14 +111,39 @@ def compare(s: Settings, env, training: list[str], evaluated: list[str]) -> tupl
     return left_out, overlap
 
 
+def told(env, openings: dict[str, str], evaluated: list[str]) -> dict[str, list[str]]:
+    """For each expert's task the evaluated tasks whose instruction its opening says, word by word.
+
+    Of instructions that overlap the longest counts, the task's own before all; those of fewer than
+    four words stand in other texts too [ours].
+    """
+    def words(task):
+        return f" {envs.words_of(''.join(env.wording(task)[:1]))} "
+
+    tasks = {words(task): task for task in (*env.tasks("train"), *reversed(evaluated))}
+    longest = sorted((said for said in tasks if said.count(" ") > 4), key=len, reverse=True)
+
+    @lru_cache(None)  # without their own instructions most openings are the same
+    def others(text):
+        found = []
+        for said in longest:
+            if said in text:
+                text = text.replace(said, " | ")
+                found.append(tasks[said])
+        return [task for task in found if task in evaluated]
+
+    return {task: others(f" {envs.words_of(opening)} ".replace(words(task), " | "))
+            for task, opening in openings.items()}
+
+
 def marks(env, task: str) -> set[str]:
     """By which a task is known in whatever split: what it is, and its instruction if that says so.
 
     Hashes. Empty for a task that this environment does not have.
     """
     with suppress(ValueError):
-        wording = env.wording(task)
-        known = [repr(env.find(task)), *([envs.plain(wording)] if wording else [])]
+        wording = envs.plain("\n".join(env.wording(task)))
+        known = [repr(env.find(task)), *([wording] if wording else [])]
         return {hashed([env.name, mark])[:16] for mark in known}
     return set()
 

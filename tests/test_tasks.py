@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +28,11 @@ ADDRESS = "http://127.0.0.1:9"
 
 def settings(**values):
     return from_flat(**{"model": "m", **values})
+
+
+def file_of(env, task):
+    return json.dumps(dict(task=task, reward=1.0, messages=[
+        dict(role="user", content=env.reset(task)), dict(role="assistant", content="search[x]")]))
 
 
 def survey(s):
@@ -122,6 +128,46 @@ def test_an_experts_file_of_ours_may_hold_evaluated_tasks(tmp_path):
         survey(settings(experts=file))
     # In the built-in shop equal numbers of two splits are two goals.
     assert survey(settings(experts=ours(["webshop-train-2"], tmp_path / "f"))).about["experts"] == 1
+
+
+def test_an_evaluated_instruction_is_found_wherever_an_opening_says_it(tmp_path):
+    """In somebody's words before the first page, in another case and other signs."""
+    shop = envs.make("webshop")
+    page, [other], [short] = (shop.reset("webshop-train-3"), shop.wording("webshop-test-5"),
+                              shop.wording("webshop-train-3"))
+    for text, found in (
+            (f"You shop.\n\nTask: {other.upper()}!\n\n{page}", 1), (f"{page}\n\n{other}", 1),
+            (f"First line.\n{other.replace(' ', '  ')}\nThen act.\n\n{page}", 1),
+            (f"You shop for people.\n\nFor example: {short}\n\n{page}", 0),  # what it is itself
+            (f"{other[5:]} {page}", 0), (f"{other[:-9]}\n\n{page}", 0), (page, 0)):
+        file = tmp_path / "e"
+        file.write_text(json.dumps(dict(task="webshop-train-3", reward=1.0, messages=talk(
+            {"role": "user", "content": text}))) + "\n" + file_of(shop, "webshop-train-4"))
+        s = settings(experts=str(file))
+        if found:
+            with pytest.raises(SettingsError, match="test-5 \\(as webshop-train-3\\)"):
+                survey(s)
+            assert survey(replace(s, overlap="drop")).left_out == {"webshop-train-3"}
+        else:
+            assert survey(s).about["overlap"] == 0, text
+
+
+def test_a_short_instruction_inside_a_longer_one_is_none(tmp_path):
+    """Questions: of those that overlap the longest is meant, and few words are no instruction."""
+    def record(query):
+        return dict(query=query, gold=f"SELECT '{query}'", db="d")
+
+    long = "what is the name of each town in the north"
+    (tmp_path / "ic_spider_train.json").write_text(json.dumps([record(long), record("How many?")]))
+    (tmp_path / "ic_spider_test.json").write_text(json.dumps(
+        [record("What is the name of each town"), record("in the north")]))
+    for before, found in (("", 0), (f"Here somebody asks: {long}? ", 0), ("look in the north ", 0),
+                          ("What is the NAME, of each town? ", 1)):
+        for task, query in enumerate((long, "How many?")):
+            file = published([f"ic_{task}"], tmp_path / "e", f"{before}\n\n{query}")
+            s = settings(env="intercodesql", intercode_data=str(tmp_path), experts=file,
+                         mysql_url="mysql://a@h", overlap="keep")
+            assert survey(s).about["overlap"] == found, (before, query)
 
 
 def trained(folder, names, env=None, before="tiny", added=()):

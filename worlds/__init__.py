@@ -142,8 +142,12 @@ class World:
         """The task of a published expert trajectory, whose id ends in the task's number."""
         return f"{self.name}-train-{int(re.findall('[0-9]+', id)[-1])}"
 
-    def wording(self, task: str) -> str | None:
-        """A task's instruction, where that is known without playing it and no other task's."""
+    def wording(self, task: str) -> list[str]:
+        """A task's instruction, as its opening says it, and what else makes it this one in words.
+
+        Empty where that is not known without playing it, or does not tell it from others.
+        """
+        return []
 
     def action(self, reply: str) -> str | None:
         """The action in a reply; None where there is none."""

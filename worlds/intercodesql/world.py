@@ -71,9 +71,8 @@ class InterCodeSQL(World):
     def makes_tasks(self) -> bool:
         return bool(self.world.tables)  # of the databases that are generated
 
-    def wording(self, task: str) -> str:
-        question = self.find(task)
-        return f"{question['db']}: {question['query']}"
+    def wording(self, task: str) -> list[str]:
+        return [self.find(task)["query"], self.find(task)["db"]]
 
     def check(self, task: dict) -> dict:
         question = fields_of(task, query=str, gold=str, db=str)

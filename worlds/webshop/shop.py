@@ -142,8 +142,8 @@ class WebShop(Shop):
             raise ValueError(f"the shop has no {goal['query']!r}")
         return goal
 
-    def wording(self, task: str) -> str:
-        return self.find(task)["instruction"]  # with its price limit, without which it is another
+    def wording(self, task: str) -> list[str]:
+        return [self.find(task)["instruction"]]  # with its price limit, without which it is another
 
     def start(self, goal: dict) -> str:
         self._goal = goal
