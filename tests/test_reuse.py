@@ -22,6 +22,7 @@ from harness.folder import Folder
 from harness.log import Log
 from harness.settings import AFTER_SFT, Settings, SettingsError, check
 from program.run import Run
+from worlds import environment
 
 SHARED = ["experts.jsonl", "sft-target", "eval-0-target-test.jsonl", "sft-failure",
           "eval-0-failure-test.jsonl"]
@@ -110,8 +111,24 @@ def test_a_setting_that_matters_prevents_it(play):
     for name, value in dict(
             seed=1, sft_lr=2e-4, sft_epochs=2, max_tokens=300, max_new_tokens=4, slots=4,
             expert_min_reward=0.5, tokens_per_forward=64, weight_decay=0.1, train_tasks=5,
-            eval_splits="validation").items():
+            eval_splits="validation", overlap="keep").items():
         assert taken(play(name, "sft", **{name: value})) == [], name
+
+
+def test_lists_of_tasks_are_compared_by_what_they_say(play, tmp_path):
+    """The same lists in another folder are the same; with one other task of any split none is."""
+    def lists(name, **changed):
+        folder = tmp_path / name
+        folder.mkdir()
+        found = dict(train=[["boil", 0]], dev=[["boil", 1]], test=[["boil", 2]]) | changed
+        for split, tasks in found.items():
+            (folder / f"{split}_indices.json").write_text(json.dumps(tasks))
+        return dict(env="scienceworld", options=environment("scienceworld")(split_file=str(folder)))
+
+    play("a", "sft", **lists("first"))
+    assert taken(play("b", "sft", **lists("copied"))) == SHARED[:3]
+    for split in ("train", "dev", "test"):
+        assert taken(play(split, "sft", **lists(f"other-{split}", **{split: [["boil", 3]]}))) == []
 
 
 def test_code_model_and_files_that_have_changed_prevent_it(play, begin, monkeypatch, tmp_path,

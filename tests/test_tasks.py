@@ -1,5 +1,6 @@
 """What is trained on and what is evaluated: counts, tasks that are in both, experts of elsewhere."""
 
+import gc
 import json
 import re
 import shutil
@@ -13,10 +14,11 @@ from conftest import Toy
 from test_webshop_server import official, serve  # noqa: F401
 
 import envs
+import mutual
 from harness.log import Log
 from harness.report import table
 from harness.settings import SettingsError, from_flat, options_of
-from program import tasks
+from program import start, tasks
 from program.run import RunTasks
 from worlds.webshop.server import WebShopServer
 from worlds.webshop.shop import WebShop
@@ -234,6 +236,40 @@ def test_what_was_trained_on_is_known_whatever_number_it_has_elsewhere(tmp_path)
                  mysql_url="mysql://a@h", model=str(agent))
     with pytest.raises(SettingsError, match="^2 of 3 .*intercodesql-test-[12]"):
         survey(s)
+
+
+def test_lists_that_overlap_train_on_what_no_list_evaluates(official, small_model, tmp_path):  # noqa: F811
+    """--split-file from the lists to an agent that knows what it was trained on."""
+    lists = tmp_path / "lists"
+    lists.mkdir()
+    (lists / "train_indices.json").write_text("[0, 1, 2, 3, 4, 5]")
+    (lists / "test_indices.json").write_text("[4, 5, 6]")
+    shop = envs.make("webshop", webshop_url=official.url)
+    file = tmp_path / "experts.jsonl"
+    file.write_text("\n".join(file_of(shop, f"webshop-train-{n}") for n in range(6)))
+
+    def play(out, *more):
+        start.main([*map(str, (
+            "--webshop-url", official.url, "--split-file", lists, "--max-tokens", 2000, "--out",
+            tmp_path / out, "--max-new-tokens", 4, "--threads", 1, *more))], mutual.loop_of)
+        gc.collect()
+        return tmp_path / out
+
+    sft = ("--method", "sft", "--experts", file, "--model", small_model, "--sft-epochs", 1)
+    with pytest.raises(SettingsError, match="^2 of 3 evaluated tasks .*test-4 \\(as webshop-train-4"):
+        play("refused", *sft)
+    runs = {choice: play(choice, *sft, "--overlap", choice) for choice in ("drop", "keep")}
+    for choice, trains, overlap in (("drop", range(4), 0), ("keep", range(6), 2)):
+        rows = [json.loads(line) for line in (runs[choice] / "experts.jsonl").open()]
+        assert [row["task"] for row in rows] == [f"webshop-train-{n}" for n in trains]
+        rows = [json.loads(line) for line in (runs[choice] / "eval-0-target-test.jsonl").open()]
+        assert [row["task"] for row in rows] == [f"webshop-test-{n}" for n in (4, 5, 6)]
+        about = json.loads((runs[choice] / "config.json").read_text())["tasks"]
+        assert (about["split_by"], about["overlap"]) == (str(lists), overlap)
+    evaluate = "--method", "evaluate", "--model"
+    play("again", *evaluate, runs["drop"] / "sft-target")
+    with pytest.raises(SettingsError, match="^2 of 3 evaluated tasks .*--model .*webshop-test-4,"):
+        play("refused", *evaluate, runs["keep"] / "sft-target")
 
 
 def seen(folder):
