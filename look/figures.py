@@ -57,11 +57,9 @@ def curve(ax, points: list[tuple], **style) -> None:
         ax.fill_between(x, low, high, color=style["color"], alpha=0.12, lw=0)
 
 
-def label(ax, title: str, x: str = "", y: str = "", percent: bool = False) -> None:
+def label(ax, title: str, x: str = "", y: str = "") -> None:
     ax.set(title=title, xlabel=x, ylabel=y)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if percent:
-        ax.yaxis.set_major_formatter(PercentFormatter(1))
 
 
 def stacked(ax, names: list[str], parts: dict[str, list[float]], colours: dict) -> None:
@@ -118,7 +116,8 @@ def _evaluations(reward, success, evaluations: list[dict]) -> None:
     label(reward, "Reward, 95% interval over tasks", "iteration (0: the start)", "mean reward")
     for ax in reward, success:
         legend(ax)
-    label(success, "Success rate", "iteration (0: the start)", "tasks with reward 1", True)
+    label(success, "Success rate", "iteration (0: the start)", "tasks with reward 1")
+    success.yaxis.set_major_formatter(PercentFormatter(1))
     success.set_ylim(bottom=0)
 
 

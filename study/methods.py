@@ -128,7 +128,7 @@ def trained(run: Path, agent: str = r"\w+") -> list[dict]:
 
 def finished(folder: Path) -> dict[str, dict[int, Path]]:
     """method -> seed -> folder of the finished runs of a study."""
-    return chosen([path for path in folder.glob("*-s*") if (path / "result.json").exists()
+    return chosen([path for path in folder.glob("*-s[0-9]*") if (path / "result.json").exists()
                    and path.name.rpartition("-s")[0] in ALL], alike=())
 
 

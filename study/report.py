@@ -24,20 +24,10 @@ from harness.scores import table2
 from look import figures
 from look.conversations import conversations
 from look.page import render
-from study import methods
+from study import methods, numbers
 from study.figure3 import distances_of
 from study.methods import CLAIMS, MEASURES, THRESHOLDS, name_of
-from study.numbers import (
-    cost,
-    evaluations,
-    evolution,
-    explored,
-    hard_negatives,
-    interval,
-    last,
-    means,
-    paired,
-)
+from study.numbers import explored, interval, last, means, paired
 
 
 @dataclass
@@ -101,12 +91,12 @@ def write_report(title: str, runs: dict, out: Path) -> str:
 
 def parts(runs: dict):
     """The parts of a report in order; those without rows say nothing."""
-    target, second = evaluations(runs, AGENTS[1:2]), evaluations(runs, AGENTS[2:])
+    target, second = numbers.evaluations(runs, AGENTS[1:2]), numbers.evaluations(runs, AGENTS[2:])
     splits = list(dict.fromkeys(split for by_split in target.values() for split in by_split))
     yield _finals("Greedy evaluation of the target after its last iteration", target, splits, runs)
     yield _finals("The second agents: the failure agent, or the second positive one", second,
                   splits, runs)
-    costs = {m: means([cost(path) for path in runs[m].values()]) for m in runs}
+    costs = {m: means([numbers.cost(path) for path in runs[m].values()]) for m in runs}
     yield Part("What it took after the first SFT, means over seeds",
                _header("<method", *next(iter(costs.values()))),
                [(name_of(m), *row.values()) for m, row in costs.items()])
@@ -122,7 +112,7 @@ def parts(runs: dict):
         f"were there no differences, {len(pairs) / 20:.1f} of these {len(pairs)} would still not "
         "hold it.")
     yield Part("What survives at equal cost", "<difference <verdicts", at_equal_cost(pairs))
-    made = {m: means([evolution(path) for path in runs[m].values()])
+    made = {m: means([numbers.evolution(path) for path in runs[m].values()])
             for m in runs if m in methods.EVOLUTIONS}
     yield Part("Agent and tasks: episodes; tasks and proposals after the start",
                _header("<method", *(next(iter(made.values())) if made else ()), "verified"),
@@ -248,7 +238,7 @@ def _figure4(runs: dict, target: dict, splits: list[str]):
 def _dose(runs: dict, target: dict, splits: list[str]):
     """Dose: hard negatives of a trained failure agent, less a frozen one's; response: reward."""
     rows = [(name_of(dose), *(paired(*by_seed) for by_seed in (
-                [{seed: hard_negatives(path) for seed, path in runs[m].items()}
+                [{seed: numbers.hard_negatives(path) for seed, path in runs[m].items()}
                  for m in (dose, frozen)],
                 *([last(target[m], split, "reward") for m in (dose, frozen)] for split in splits))))
             for dose, frozen in methods.FROZEN.items() if {dose, frozen} <= target.keys()]

@@ -60,7 +60,7 @@ def type_words(name: str) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class ShopWorld:
-    products: list[dict]          # webshop_reward's product, with asin, price, options, held_out
+    products: list[dict]          # webshop_reward's product, with asin, options and its family's
     goals: dict[str, list[dict]]  # split -> webshop_reward's goals, with the instruction
     families: list[dict]          # what `draw_goal` takes: what its products share
 
@@ -109,18 +109,17 @@ def _family(rng, name, attributes, colours, held_out):
     # Goals ask for `colours`; the twins without them have the type's other four.
     mine = rng.sample(colours, 4)
     price = rng.choice([p for p in range(15, 70) if p % 10])
-    return {"Title": " ".join([*attributes, name]).title(), "query": name,
-            "product_category": f"{TYPES[name][0]} › {name.title()}", "Attributes": attributes,
-            "price": price, "held_out": held_out, "sizes": TYPES[name][1],
-            "colours": mine, "others": [c for c in colours if c not in mine]}
+    title = " ".join([*attributes, name]).title()
+    return {"name": title, "Title": title, "query": name, "Attributes": attributes, "price": price,
+            "product_category": f"{TYPES[name][0]} › {name.title()}", "held_out": held_out,
+            "sizes": TYPES[name][1], "colours": mine,
+            "others": [c for c in colours if c not in mine]}
 
 
 def _twins(rng, family):
     # Twins must rank alike in a search, so their indexed texts are of one length.
-    shared = {key: family[key] for key in ("Title", "query", "product_category", "Attributes",
-                                           "held_out")}
-    shared |= dict(name=family["Title"], Description=f"A {family['query']} {rng.choice(PLACES)}.",
-                   BulletPoints=rng.sample(BULLETS, 2))
+    shared = family | dict(Description=f"A {family['query']} {rng.choice(PLACES)}.",
+                           BulletPoints=rng.sample(BULLETS, 2))
     for dear, colours in product((False, True), (family["colours"], family["others"])):
         price = family["price"]
         if colours is family["others"]:
@@ -130,7 +129,7 @@ def _twins(rng, family):
         options = {"color": rng.sample(colours, 4)}
         if family["sizes"]:
             options["size"] = family["sizes"]
-        yield {**shared, "options": options, "price": float(price)}
+        yield shared | {"options": options, "price": float(price)}
 
 
 def listed_as_fitting(product: dict, goal: dict) -> bool:
