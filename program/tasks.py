@@ -37,7 +37,7 @@ def survey(s: Settings, env) -> Tasks:
     """
     if s.method == "evolve" or s.method == "grpo" and s.start_from == "explore":
         env.task_generator()
-    words, training, openings = [], [], {}
+    words, training = [], {}  # training: task -> the opening of its expert in a file
 
     def take(split, asked, flag):
         there = env.tasks(split)
@@ -49,15 +49,14 @@ def survey(s: Settings, env) -> Tasks:
 
     if trains(s) and s.experts:  # which say what the training tasks are
         first = len(envs.opening(env, ""))  # turns before an expert's first reply
-        openings = {task: " ".join(m["content"] for m in messages[:first]) for task, messages, _
+        training = {task: " ".join(m["content"] for m in messages[:first]) for task, messages, _
                     in envs.read_experts(s.experts, env)[:s.train_tasks or None]}
-        training = [*openings]
         words.append(f"{len(training)} experts from {s.experts}")
     elif trains(s):
-        training = take("train", s.train_tasks, "--train-tasks")
+        training = dict.fromkeys(take("train", s.train_tasks, "--train-tasks"), "")
     splits = env.test_splits if s.eval_splits == "test" else ("validation",)
     evaluated = [take(split, s.eval_tasks, "--eval-tasks") for split in splits]
-    left_out, overlap = compare(s, env, training, sum(evaluated, []), openings)
+    left_out, overlap = compare(s, env, training, sum(evaluated, []))
     # Of a server the task with the highest number: if it has that, it has all.
     tried = [max(tasks, key=lambda task: [int(n) for n in re.findall("[0-9]+", task)[-1:]])
              for tasks in (training, *evaluated) if tasks]
@@ -70,8 +69,8 @@ def survey(s: Settings, env) -> Tasks:
         + f"; {overlap} evaluated tasks are also trained on" * bool(overlap))
 
 
-def compare(s: Settings, env, training: list[str], evaluated: list[str],
-            openings: dict[str, str]) -> tuple[set[str], int]:
+def compare(s: Settings, env, training: dict[str, str],
+            evaluated: list[str]) -> tuple[set[str], int]:
     """Training tasks that are left out, and how many evaluated ones are trained on all the same.
 
     What --model and --failure-from were trained on counts too, and what the opening of an expert
@@ -82,7 +81,7 @@ def compare(s: Settings, env, training: list[str], evaluated: list[str],
     known = {task: marks(env, task) for task in evaluated}
     place = {mark: task for task in reversed(evaluated) for mark in known[task]}
     own = {task: marks(env, task) for task in training}
-    for task, others in told(env, openings, evaluated).items():
+    for task, others in told(env, training, evaluated).items():
         own[task] = own[task].union(*(known[other] for other in others))
     sources = [(f"--experts {s.experts}" if s.experts else "the training split", own)]
     before = {f"--model {s.model}": [s.model]}
@@ -133,7 +132,7 @@ def told(env, openings: dict[str, str], evaluated: list[str]) -> dict[str, list[
         return [task for task in found if task in evaluated]
 
     return {task: others(f" {envs.words_of(opening)} ".replace(words(task), " | "))
-            for task, opening in openings.items()}
+            for task, opening in openings.items() if opening}
 
 
 def marks(env, task: str) -> set[str]:

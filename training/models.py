@@ -117,7 +117,7 @@ def load_model(folder, dtype=torch.float32, data=True):
 def check_model(folder, max_tokens: int, weights: bool = True) -> None:
     """SettingsError if the model in `folder` (or on the hub) cannot be used.
 
-    No code but transformers' own is loaded, and no weights; `wrong_numbers` needs them.
+    No code but transformers' own is loaded, and no weights; `probe.check_numbers` needs them.
     weights: whether it has to have them.
     """
     local = Path(folder).is_dir()
@@ -155,18 +155,6 @@ def check_model(folder, max_tokens: int, weights: bool = True) -> None:
         remedy = "" if "; " in problem else ("; give tiny, smollm2, a hub name within reach, or a "
                                              "folder with config, weights and tokenizer")
         raise SettingsError(f"--model {folder}: {problem}{remedy}") from None
-
-
-def wrong_numbers(model, folder, max_tokens: int) -> str | None:
-    """What `probe.check_numbers` refuses a model of `load_model` for; on the CPU, in fp32.
-
-    There rounding is far smaller than any fault, and the device is no part of what is asked.
-    """
-    try:
-        probe.check_numbers(model, max_tokens)
-    except ValueError as error:
-        return f"--model {folder}: {error}"
-    return None
 
 
 def digests(weights: dict) -> dict[str, bytes]:

@@ -10,7 +10,7 @@ import dpo
 from engine import sharding
 from engine.checkpoint import Checkpoint
 from harness.settings import BUILT_IN, EVOLVING, Settings, SettingsError, agents_of, segments_of
-from training import models
+from training import models, probe
 
 
 class Trainer:
@@ -55,9 +55,12 @@ class Trainer:
         if self.folder.phases:
             return
 
-        def wrong_numbers():  # of the one load before the first step, on the main rank
+        def wrong_numbers():  # of the one load before the first step: on the CPU, in fp32
             self._first = models.load_model(self.base)
-            return models.wrong_numbers(self._first, self.base, s.max_tokens)
+            try:
+                probe.check_numbers(self._first, s.max_tokens)
+            except ValueError as error:
+                return f"--model {self.base}: {error}"
 
         if wrong := self.folder.on_main(wrong_numbers):
             raise SettingsError(wrong)
