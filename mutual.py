@@ -8,8 +8,6 @@ generator, beside it in `worlds/`.
 
 `--method evolve` is all of it, `--method grpo` trains on the start tasks alone. No code of the
 paper could be had: what the notes on it leave open is a setting, marked so.
-
-    python coevolve.py --env webshop --method evolve          (run.sh does this)
 """
 
 import itertools
@@ -77,10 +75,7 @@ def task_set(run: Run, i: int) -> list[str]:
 
 
 def advantages(rewards: list[float]) -> list[float]:
-    """A_k = (R_k - mean R) / (std R + 1e-6) of a group, std with K - 1; empty where all are equal.
-
-    One advantage for all action tokens of an episode; a group of equals teaches nothing.
-    """
+    """A_k = (R_k - mean R) / (std R + 1e-6) of a group, std with K - 1; empty if all are equal."""
     rewards = torch.tensor(rewards, dtype=torch.float64)                                     # (K,)
     if len(rewards) < 2 or (rewards == rewards[0]).all():
         return []
@@ -103,10 +98,7 @@ def grpo_loss(model, groups: list[Rollouts], sampler: dpo.Sampler, low: float, h
 
 
 def train(run: Run, out: Path, i: int) -> dict:
-    """Segment i: E steps of GRPO, played from the live weights; with moments and episodes in `out`.
-
-    A step plays K episodes of each of B tasks and takes several optimiser steps on them.
-    """
+    """Segment i: E steps of GRPO, played from the live weights; also moments and episodes."""
     s, trainer, tasks = run.settings, run.trainer, task_set(run, i - 1)
     before = run.agent_folder("target", i - 1)
     reference, model = trainer.load(run.agent_folder("target", 0)), trainer.load(before)
@@ -149,13 +141,15 @@ def grpo_step(run: Run, model, reference, optimizer, step: int, batch: list[str]
     starts = [Trajectory(task, "target", step, k, run.seed("grpo", step, task, k))
               for task in batch for k in range(s.step_rollouts)]
     played = play_with(run, trainer.whole(model), trainer.encoder(), starts, s.grpo_temperature)
-    groups, updates = groups_of(run, played), []
+    # Equal rewards have no advantage: their tasks are left out of the minibatch that they are in.
+    minibatches = [[g for g in minibatch if g.advantages] for minibatch in dpo.batches(
+        groups_of(run, played), s.grpo_batch, "instructions", run.rng("grpo", step))]
+    groups, updates = [g for minibatch in minibatches for g in minibatch], []
     for policy, name in ((reference, "ref"), (model, "old")):
         for g, log_probs in zip(groups, trainer.log_probs(policy, groups, sampler)):
             setattr(g, name, log_probs)
     loss = partial(grpo_loss, sampler=sampler, low=s.clip_low, high=s.clip_high, beta=s.grpo_kl)
-    minibatches = dpo.batches(groups, s.grpo_batch, "instructions", run.rng("grpo", step))
-    dpo.fit(run.accelerator, model, [minibatches],
+    dpo.fit(run.accelerator, model, [[m for m in minibatches if m]],
             dpo.Objective(loss, dpo.count_action_tokens, ("tokens", "clipped")),
             trainer.optimisation(s.grpo_lr), updates.append, optimizer=optimizer)
     lost = list((Counter(t.task for t in starts) - Counter(t.task for t in played)).elements())
@@ -186,14 +180,13 @@ def batches_of(run: Run) -> Iterator[list[str]]:
 
 
 def groups_of(run: Run, played: list[Trajectory]) -> list[Rollouts]:
-    """The episodes by task, with advantages; those of equal rewards are left out."""
+    """The episodes that can train by task, with advantages, none where rewards are equal."""
     by_task = defaultdict(list)
     for t in played:
         if not unusable(t, run.settings):
             by_task[t.task].append(t)
-    groups = [Rollouts(task, found, advantages=advantages([t.reward for t in found]))
-              for task, found in by_task.items()]
-    return [g for g in groups if g.advantages]
+    return [Rollouts(task, found, advantages=advantages([t.reward for t in found]))
+            for task, found in by_task.items()]
 
 
 # ----------------------------------------------------------------------------------- the signals
@@ -232,33 +225,33 @@ def rare(patterns: list[set[str]], below: float, least: int) -> dict[str, int]:
 def find_signals(run: Run, out: Path, i: int) -> dict:
     """Every signal of segment i with its evidence, and which of them are picked."""
     s, generator, asked = run.settings, run.tasks.task_generator(), run.settings.signals.split(",")
-    history = {j: run.folder.trajectories(f"iter{j}/target-agent/episodes.jsonl")
-               for j in range(1, i + 1)}
-    scores, groups = defaultdict(list), {}
-    for (_, task), visit in itertools.groupby(
-            (t for episodes in history.values() for t in episodes),
-            key=lambda t: (t.iteration, t.task)):
-        groups[task] = list(visit)  # the latest stays
-        y = [int(t.reward >= envs.SUCCESS) for t in groups[task]]
-        scores[task].append(sum(y) / len(y))
-    window = history[i]
-    visited = {t.task for t in window}
+    # Of earlier segments' episodes stay the scores and, of a task, the last visit's success.
+    scores, won, groups, window = defaultdict(list), {}, {}, []
+    for j in range(1, i + 1):
+        for (_, task), visit in itertools.groupby(
+                run.folder.trajectories(f"iter{j}/target-agent/episodes.jsonl"),
+                key=lambda t: (t.iteration, t.task)):
+            visit = list(visit)
+            scores[task].append(mean(t.reward >= envs.SUCCESS for t in visit))
+            if scores[task][-1] >= 0.5:
+                won[task] = evidence(visit)["success"]
+            if j == i:
+                groups[task] = visit  # the latest
+                window += visit
     held = [generator.patterns(t.task, explorer.replies(t)) for t in window]
 
     rows = [dict(signal="forgetting", task=task, scores_ago=n, **evidence(groups[task]),
-                 success_then=last_success(history, task))
-            for task, n in forgetting(scores, visited, s.window).items()]
+                 success_then=won[task])
+            for task, n in forgetting(scores, set(groups), s.window).items()]
     rows += [dict(signal="boundary", task=task, successes=n, **evidence(groups[task]))
-             for task, n in boundary({task: [int(t.reward >= envs.SUCCESS) for t in groups[task]]
-                                      for task in visited}).items()]
+             for task, n in boundary({task: [int(t.reward >= envs.SUCCESS) for t in visit]
+                                      for task, visit in groups.items()}).items()]
     for pattern, n in rare(held, s.rare_below, s.rare_min).items():
         holding = sorted((t for t, p in zip(window, held) if pattern in p), key=lambda t: t.reward)
         rows.append(dict(signal="rare", pattern=pattern, episodes=n, task=holding[0].task,
                          **evidence(holding)))
-    rows = [row for row in rows if row["signal"] in asked]
+    rows = [row | dict(picked=False) for row in rows if row["signal"] in asked]
     rows.sort(key=lambda row: (SIGNALS.index(row["signal"]), row["task"], row.get("pattern", "")))
-    for row in rows:
-        row["picked"] = False
     picked = set()
     for kind in SIGNALS:
         found = [row for row in rows if row["signal"] == kind]
@@ -267,24 +260,16 @@ def find_signals(run: Run, out: Path, i: int) -> dict:
             if own < s.picks and row["task"] not in picked:  # one in several signals is picked once
                 picked.add(row["task"])
                 row["picked"] = True
-    counts = Counter(row["signal"] for row in rows)
+    counts = {kind: sum(row["signal"] == kind for row in rows) for kind in SIGNALS}
     run.folder.write_jsonl(out, rows)
-    run.log("signals", iteration=i, **{kind: counts[kind] for kind in SIGNALS}, picked=len(picked),
-            patterns=len(set().union(*held)))
-    return dict(**{kind: counts[kind] for kind in SIGNALS}, picked=len(picked))
+    run.log("signals", iteration=i, **counts, picked=len(picked), patterns=len(set().union(*held)))
+    return dict(**counts, picked=len(picked))
 
 
 def evidence(episodes: list[Trajectory]) -> dict:
     """A failure among the episodes, and a success, as the conversations that they were."""
-    failed = next((t.messages for t in episodes if t.reward < envs.SUCCESS), None)
-    won = next((t.messages for t in episodes if t.reward >= envs.SUCCESS), None)
-    return dict(failure=failed, success=won)
-
-
-def last_success(history: dict[int, list[Trajectory]], task: str) -> list[dict] | None:
-    won = [t.messages for episodes in history.values() for t in episodes
-           if t.task == task and t.reward >= envs.SUCCESS]
-    return won[-1] if won else None
+    return {name: next((t.messages for t in episodes if (t.reward >= envs.SUCCESS) == won), None)
+            for name, won in (("failure", False), ("success", True))}
 
 
 # ----------------------------------------------------------------------- from signals to tasks
@@ -299,19 +284,19 @@ def explore(run: Run, out: Path, i: int) -> dict:
                   for n in range(start_episodes(s))]
     else:
         picks = [row for row in run.folder.read_jsonl(f"iter{i}/signals.jsonl") if row["picked"]]
-        if s.explorer == "random":  # as many episodes, without a signal
+        places = [(row["task"], row["signal"]) for row in picks]
+        if s.guide == "random":  # as many episodes, without a signal
             pool, rng = task_set(run, i - 1), run.rng("random", i)
-            picks = [dict(task=task, signal="random")
-                     for task in rng.sample(pool, min(len(picks), len(pool)))]
-        starts = [(row["task"], row["signal"], n) for row in picks
-                  for n in range(s.explorer_episodes)]
+            places = [(task, "random") for task in rng.sample(pool, min(len(picks), len(pool)))]
+            picks = []
+        starts = [(*place, n) for place in places for n in range(s.explorer_episodes)]
     episodes = [Trajectory(task, kind, i, n, run.seed("explore", i, task, n))
                 for task, kind, n in starts]
     known = [row["text"] for row in proposed(run, i)]
     played, taken = explorer.explore(run, episodes, picks, known, run.agent_folder("target", i))
     run.folder.write_jsonl(out, played)
     run.log("explored", iteration=i, episodes=len(played), **taken,
-            tokens=sum(len(t.ids) for t in played))
+            tokens=sum(len(t.ids) for t in played), cut_replies=sum(t.cut_replies for t in played))
     return played_of(played)
 
 
@@ -339,10 +324,9 @@ def propose(run: Run, out: Path, i: int) -> dict:
             texts.append(set(row["text"].lower().split()))
             added += 1
     run.folder.write_jsonl(out, rows)
-    reasons = Counter(row["reason"] for row in rows if row["reason"])
-    kinds = Counter(row["signal"] for row in rows if not row["reason"])
     run.log("proposals", iteration=i, proposals=len(rows), replayed=replayed, added=added,
-            kinds=kinds, refused=reasons)
+            kinds=Counter(row["signal"] for row in rows if not row["reason"]),
+            refused=Counter(row["reason"] for row in rows if row["reason"]))
     return dict(proposals=len(rows), added=added)
 
 
@@ -374,9 +358,8 @@ def refusal(generator, proposal: dict, known: set[str], texts: list[set[str]],
 
 def join(run: Run, out: Path, i: int) -> dict:
     """The tasks that join D."""
-    found = [row for row in run.folder.read_jsonl(f"iter{i}/proposals.jsonl")
-             if row["verdict"] == "added"]
-    ids = run.tasks.add(out, [row["task"] for row in found])
+    ids = run.tasks.add(out, [row["task"] for row in run.folder.read_jsonl(
+        f"iter{i}/proposals.jsonl") if row["verdict"] == "added"])
     if i == 0 and not ids:
         raise SettingsError("no start task came of the unguided exploration; give --start-from "
                             "train and another --out, or a --model that finds something")

@@ -193,14 +193,15 @@ class Grpo:
     """GRPO, and tasks that evolve"""
     warm_start: Literal["sft", "none"] = setting("sft", "starts after SFT, or as it is [D: none]")
     start_from: Literal["explore", "train"] = setting(
-        "explore", "start tasks: made by unguided exploration, or the first training tasks [S]")
+        "explore", "start tasks: of unguided exploration [S], or of the training split [ours]")
     start_tasks: int = setting(100, "so many start tasks, at most [D]", at_least=1)
     grpo_steps: int = setting(120, "T, training steps [D]", at_least=1)
     evolve_every: int = setting(10, "E, steps between two evolutions of the tasks [D]", at_least=1)
     evaluate_every: int = setting(2, "evaluation after so many times E steps [D: 20]", at_least=1)
     step_tasks: int = setting(32, "B, tasks a step [D, AE]", at_least=1)
     step_rollouts: int = setting(8, "K, episodes of a task in a step [D, AE]", at_least=2)
-    grpo_batch: int = setting(8, "tasks per optimiser step, B / 8 of them a step [AE]", at_least=1)
+    grpo_batch: int = setting(8, "tasks per optimiser step, B / 8 of them a step [AE]; equal "
+                              "rewards are counted in, and left out [ours]", at_least=1)
     grpo_lr: float = setting(1e-6, "learning rate, constant [D, AE]", above=0)
     grpo_temperature: float = setting(0.9, "of training episodes [D, AE]", above=0)
     grpo_kl: float = setting(1e-3, "beta, weight of the KL to the first policy [D, AE]", at_least=0)
@@ -213,10 +214,12 @@ class Grpo:
                                 "[ours]", above=0, at_most=100)
     rare_min: int = setting(1, "episodes that hold a rare pattern, at least [S; D: 2]", at_least=1)
     picks: int = setting(8, "picked signals of each kind, at most [ours]", at_least=1)
+    guide: Literal["signals", "random"] = setting(
+        "signals", "what it goes back to: picked signals [S], or as many tasks at random [D]")
     explorer: str = setting(
-        "policy", "who explores again: policy, random (no signals), or https://host/v1 [D]",
-        like=lambda text: text in ("policy", "random") or is_web_address(text),
-        form="policy, random or https://host/v1")
+        "policy", "who explores: policy, the agent [ours], or https://host/v1 [D: Qwen3-Max]",
+        like=lambda text: text == "policy" or is_web_address(text),
+        form="policy or https://host/v1")
     explorer_model: Optional[str] = setting(None, "the explorer's name at its endpoint [-]")
     explorer_episodes: int = setting(6, "episodes of the explorer for a pick [ours]", at_least=1)
     explorer_temperature: float = setting(1.1, "of the explorer [ours; AE: 1]", above=0)
@@ -241,7 +244,7 @@ class Chat:
 @dataclass(frozen=True)
 class Machine:
     """Optimiser and machine"""
-    weight_decay: float = setting(0.0, "AdamW's [ETO]", at_least=0)
+    weight_decay: float = setting(0.0, "AdamW's [ETO; in GRPO ours: verl's is 0.01]", at_least=0)
     max_grad_norm: float = setting(1.0, "gradient clipping [transformers' default]", above=0)
     tokens_per_forward: int = setting(
         0, "of a rank in one pass; 0: 16,384 on GPUs, 4,096 on CPUs and with tiny [ours]",
@@ -257,6 +260,10 @@ class Machine:
     checkpoint_minutes: float = setting(
         10, "between states inside a phase, at least 20 times what one takes; 0 = each step [ours]",
         at_least=0, free=True)
+    answer_seconds: float = setting(300, "an endpoint's answer may take, all of it [ours]", above=0,
+                                    free=True)
+    answer_kb: float = setting(1000, "of an endpoint's answer, else the episode is lost [ours]",
+                               above=0, free=True)
     track: Optional[str] = setting(
         None, "a tracker of accelerate too, such as tensorboard or wandb [files only]", free=True)
     threads: int = setting(0, "CPU threads of a process, 0 = its share of the cores [ours]",
@@ -359,8 +366,8 @@ def segments_of(s: Settings) -> int:
 
 
 def start_episodes(s: Settings) -> int:
-    """Of the unguided exploration; one in six becomes a task that is new, or more [ours]."""
-    return 6 * s.start_tasks
+    """Of the unguided exploration; of the agent's one in six becomes a new task or more [ours]."""
+    return s.start_tasks * (1 if is_endpoint(s.explorer) else 6)
 
 
 # --------------------------------------------------------------------------- what is refused

@@ -3,6 +3,7 @@
 The key is read from the environment and stands in no file, log or message.
 """
 
+import json
 import os
 import random
 import re
@@ -11,6 +12,7 @@ import time
 
 import requests
 from tqdm import tqdm
+from urllib3.exceptions import HTTPError
 
 import envs
 from harness.settings import SettingsError
@@ -20,7 +22,6 @@ KEY = "OPENAI_API_KEY"  # the environment variable
 TRIES = 8
 PASSING = {408, 409, 425, 429}  # statuses that may be gone in a moment, as 500 and above
 USAGE = ("requests", "retries", "unreported", "prompt_tokens", "completion_tokens")
-TIMEOUT = 10, 300  # seconds to connect, and between two parts of an answer [ours]
 
 
 class EndpointError(envs.EnvError):
@@ -38,6 +39,7 @@ class Endpoint:
         """s: settings; url, name and the others in place of its model's."""
         path = "/chat/completions"
         self.url = (url or s.model).rstrip("/").removesuffix(path) + path
+        self.seconds, self.most = s.answer_seconds, int(1000 * s.answer_kb)
         self.body = dict(model=name or s.model_name, temperature=temperature,
                          max_tokens=max_tokens or s.max_new_tokens)
         self.key = os.environ.get(KEY, "").strip()
@@ -50,12 +52,10 @@ class Endpoint:
             wait, text = min(2.0 ** attempt, 60) * random.uniform(0.5, 1), ""
             body = {**self.body, "messages": messages}
             try:
-                answer = requests.post(self.url, json=body, auth=self._sign, timeout=TIMEOUT,
-                                       allow_redirects=False)
-                status, text = answer.status_code, self._without_key(answer.text)
-                problem = f"status {status}: {text[:200]}"
+                status, text, asked_to_wait = self._post(body)
+                problem = f"status {status}: {self._without_key(text)[:200]}"
                 if status == 200:
-                    reply, used = self._read(answer.json())
+                    reply, used = self._read(json.loads(text))
                     return reply, dict(used, retries=attempt)
                 if status == 400 and re.search("context.?(length|size|window)|too long", text,
                                                re.I):
@@ -64,11 +64,11 @@ class Endpoint:
                     continue
                 if status not in PASSING and status < 500:
                     break
-                if re.fullmatch(r"\d+(\.\d+)?", answer.headers.get("Retry-After", "")):
-                    wait = min(float(answer.headers["Retry-After"]), 120)
-            except (requests.RequestException, ValueError, LookupError, TypeError, AttributeError,
-                    OverflowError, RecursionError) as error:
-                problem = f"{type(error).__name__}: {error} {text[:200]}"
+                if re.fullmatch(r"\d+(\.\d+)?", asked_to_wait):
+                    wait = min(float(asked_to_wait), 120)
+            except (requests.RequestException, HTTPError, ValueError, LookupError, TypeError,
+                    AttributeError, OverflowError, RecursionError) as error:
+                problem = f"{type(error).__name__}: {error} {self._without_key(text)[:200]}"
             if attempt < tries - 1:
                 time.sleep(wait)
         problem = self._without_key(" ".join(problem.split()))
@@ -77,6 +77,21 @@ class Endpoint:
         if not self.key:
             problem += f" (without a key: {KEY} is not set)"
         raise EndpointError(f"{self.url}: {problem} (attempt {attempt + 1})")
+
+    def _post(self, body: dict) -> tuple[int, str, str]:
+        """Status, text and Retry-After. EndpointError where the text is too long."""
+        text, ends = b"", time.monotonic() + self.seconds
+        with requests.post(self.url, json=body, auth=self._sign, timeout=(10, self.seconds),
+                           allow_redirects=False, stream=True) as answer:
+            while part := answer.raw.read1(1 << 16, True):
+                text += part
+                if len(text) > self.most:
+                    raise EndpointError(f"{self.url}: an answer is longer than --answer-kb "
+                                        f"{self.most / 1000:g}")
+                if time.monotonic() > ends:
+                    raise requests.Timeout(f"it took more than --answer-seconds {self.seconds:g}")
+            return (answer.status_code, text.decode(errors="replace"),
+                    answer.headers.get("Retry-After", ""))
 
     def _read(self, answer: dict) -> tuple[str, dict]:
         """The reply and the usage in an answer; an error of any kind where it is no answer."""

@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -95,10 +95,14 @@ def play_at_endpoint(run, endpoint: Endpoint, trajectories: list[Trajectory],
             finally:
                 idle.put(env)
 
-        with (run.log.bar(run.folder.running, len(trajectories), "episode") as progress,
-              ThreadPoolExecutor(slots) as threads):
+        threads = ThreadPoolExecutor(slots)
+        with run.log.bar(run.folder.running, len(trajectories), "episode") as progress:
             progress.update(len(trajectories) - len(missing))
-            list(threads.map(play, missing))  # after an error no other episode begins
+            try:
+                for played in as_completed([threads.submit(play, t) for t in missing]):
+                    played.result()
+            finally:  # after an error no other episode begins, and none is waited for
+                threads.shutdown(wait=False, cancel_futures=True)
         while not idle.empty():
             idle.get().close()
         return trajectories, {name: sum(used[name] for used in kept.spent) for name in USAGE}

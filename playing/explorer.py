@@ -30,8 +30,7 @@ Answer with one JSON object in a ```json block: "where" (the page, table or plac
 "try" (what somebody who goes back there should look into)."""
 
 ACT = """\
-You explore: you need not solve the task below, but find out what can be done around it, above all:
-{context}
+You explore: you need not solve the task below, but find out what can be done around it{context}.
 
 Do something that was not done there yet, one action a turn.{form}
 
@@ -47,18 +46,21 @@ checked, without steps that only explore. {form} Do not repeat any of these:
 {known}
 
 Answer with a JSON list of objects in a ```json block, each with "intent" (the aim in a sentence), \
-"query" (the text of the task), "confidence" (0 to 1) and "action_sequence" (the list of all \
-actions, exactly as they have to be written, that solve it from the start)."""
+"query" (the text of the task) and "action_sequence" (the list of all actions, exactly as they \
+have to be written, that solve it from the start)."""
+
+OBJECT = re.compile(r'\{\s*"')  # where one begins; one of a proposal's, not of an action in it:
+PROPOSAL = re.compile(r'\{\s*"(intent|query|action_sequence)"')
 
 
 def explore(run, episodes: list[Trajectory], picks: list[dict], known: list[str],
             folder: Path) -> tuple[list[Trajectory], dict]:
     """Plays `episodes` as the explorer; them, and an endpoint's usage and unreadable answers.
 
-    picks: the signals that lead it; known: texts of tasks; folder: the agent, as its own explorer.
+    picks: the signals that lead it, or none; known: texts of tasks; folder: the agent, if it is it.
     """
     s = run.settings
-    if not (is_endpoint(s.explorer) and picks):
+    if not is_endpoint(s.explorer):
         return play(run, folder, episodes, s.explorer_temperature), {}
     generator, known = run.tasks.task_generator(), "\n".join(known)[-LONGEST:]
     picks = {pick["task"]: pick for pick in picks}
@@ -66,10 +68,11 @@ def explore(run, episodes: list[Trajectory], picks: list[dict], known: list[str]
 
     def play_one(env, t, ask):
         t.usage |= dict(unreadable=0, context=None, proposals=[])
-        with locks[t.task]:  # a signal is reflected on once, in the first of its episodes
-            contexts = (e.usage["context"] for e in episodes if e.task == t.task and e.usage)
-            t.usage["context"] = next(filter(None, contexts), None) or reflect(
-                ask, t, picks[t.task])
+        if t.task in picks:
+            with locks[t.task]:  # a signal is reflected on once, in the first of its episodes
+                contexts = (e.usage["context"] for e in episodes if e.task == t.task and e.usage)
+                t.usage["context"] = next(filter(None, contexts), None) or reflect(
+                    ask, t, picks[t.task])
         act_and_abstract(env, t, ask, generator, known)
 
     played, spent = play_at_endpoint(run, explorer_of(s), episodes, play_one)
@@ -87,12 +90,9 @@ def abstract(generator, t: Trajectory, rng: random.Random) -> list[dict]:
     """
     if t.usage is None:
         return generator.finds(t.task, replies(t), rng)
-    rows = []
-    for proposal in t.usage["proposals"]:
-        found = proposal and generator.written(t.task, proposal)
-        rows.append(found or dict(text=proposal["query"] if proposal else "", task=None,
-                                  solution=[]))
-    return rows
+    return [proposal and generator.written(t.task, proposal) or dict(
+        text=proposal["query"] if proposal else "", task=None, solution=[])
+        for proposal in t.usage["proposals"]]
 
 
 # -------------------------------------------------------------------------------- an endpoint
@@ -104,9 +104,8 @@ def reflect(ask, t: Trajectory, pick: dict) -> dict | str:
                            (("success", won), ("failure", pick["failure"])) if messages)
     try:
         said, _ = ask([user(REFLECT.format(signal=describe(pick), evidence=evidence))])
-        found = blocks(said)
-        if len(found) == 1 and isinstance(found[0], dict):
-            return found[0]
+        if found := next(filter(None, objects(said)), None):
+            return found
     except ContextFull:
         pass
     t.usage["unreadable"] += 1
@@ -114,16 +113,14 @@ def reflect(ask, t: Trajectory, pick: dict) -> dict | str:
 
 
 def act_and_abstract(env, t: Trajectory, ask, generator, known: str) -> None:
-    """One episode of the endpoint: actions, then proposals, each answer of it only data.
-
-    known: the texts of tasks that were made already.
-    """
+    """One episode of the endpoint: actions, then proposals; known: texts of tasks so far."""
     form = "" if env.prompt else f" Answer with the action and nothing else: {generator.actions}."
+    led = f", above all:\n{json.dumps(t.usage['context'])}" if t.usage["context"] else ""
 
     def act(messages):
         opening, *rest = messages
-        return ask([user(ACT.format(context=json.dumps(t.usage["context"]), form=form,
-                                    opening=opening["content"])), *rest])[0]
+        return ask([user(ACT.format(context=led, form=form, opening=opening["content"])),
+                    *rest])[0]
 
     seen = conversation.play(env, t, act)
     if t.ended == "context":
@@ -135,10 +132,9 @@ def act_and_abstract(env, t: Trajectory, ask, generator, known: str) -> None:
     except ContextFull:
         t.ended = "context"
         return
-    for value in blocks(said):  # a list, or objects in blocks of their own
-        t.usage["unreadable"] += value is None
-        found = value if isinstance(value, list) else [] if value is None else [value]
-        t.usage["proposals"] += map(proposal_of, found)
+    found = objects(said)
+    t.usage["unreadable"] += found.count(None)
+    t.usage["proposals"] += [proposal_of(value) for value in found if value is not None]
 
 
 def user(text: str) -> dict:
@@ -146,7 +142,6 @@ def user(text: str) -> dict:
 
 
 def describe(pick: dict) -> str:
-    """The signal in words."""
     return {"forgetting": "it solved this task before and no longer does",
             "boundary": "of several tries of one policy some succeed and some fail",
             "rare": f"it hardly ever does this: {pick.get('pattern')}"}[pick["signal"]]
@@ -161,34 +156,27 @@ def told(messages: list[dict], most: int) -> str:
     return first + later[-(most - len(first)):]
 
 
-def blocks(reply: str) -> list:
-    """The JSON values of a reply's fenced blocks; None for what cannot be read, or for no block.
+def objects(reply: str) -> list[dict | None]:
+    """The JSON objects in a reply; None for each that is broken or cut, or where nothing is said.
 
-    A fence that ends a block ends its line: in a JSON text, a line's end within is written as \\n.
+    After such a one the next begins as a proposal does: what stands in it is not another.
     """
-    return [json_of(text) for text in re.findall(r"^```(?:json)?(.*?)```[ \t]*$", reply,
-                                                 re.S | re.M)] or [None]
+    found, at = [], 0
+    while start := (PROPOSAL if found[-1:] == [None] else OBJECT).search(reply, at):
+        try:
+            value, at = json.JSONDecoder().raw_decode(reply, start.start())
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # half a surrogate pair
+        except (ValueError, RecursionError):
+            value, at = None, max(at, start.end())
+        found.append(value)
+    return found or [None] * ("[]" not in reply)
 
 
-def json_of(text: str):
-    """An object or list of JSON that can be written again; else None."""
-    try:
-        value = json.loads(text)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # nor half a surrogate pair
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, (dict, list)) else None
-
-
-def proposal_of(value) -> dict | None:
+def proposal_of(value: dict) -> dict | None:
     """A proposal's query and its actions as texts; None where it is of another form."""
-    query = value.get("query") if isinstance(value, dict) else None
-    actions = value.get("action_sequence") if isinstance(value, dict) else None
+    query, actions = value.get("query"), value.get("action_sequence")
     if not (isinstance(query, str) and query.strip() and len(query) < 1000
             and isinstance(actions, list)):
         return None
-    try:
-        return dict(query=query, action_sequence=[
-            action if isinstance(action, str) else json.dumps(action) for action in actions])
-    except RecursionError:
-        return None
+    return dict(query=query, action_sequence=[
+        action if isinstance(action, str) else json.dumps(action) for action in actions])

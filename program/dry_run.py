@@ -295,10 +295,10 @@ def evolution(s: Settings, found: Lengths, hours: Hours) -> list[tuple[str, floa
     explored = start_episodes(s) * (s.start_from == "explore")
     guided = (s.method == "evolve") * (segments_of(s) - 1) * len(
         s.signals.split(",")) * s.picks * s.explorer_episodes
-    if is_endpoint(s.explorer) and guided:
-        print(f"explorer: at most {guided:,} episodes at its endpoint, with a request a turn")
-    else:
-        explored += guided
+    explored += guided
+    if is_endpoint(s.explorer) and explored:
+        print(f"explorer: at most {explored:,} episodes at its endpoint, with a request a turn")
+        explored = 0
     read = step * found.tokens
     return [("exploration", explored * found.tokens, hours.playing(explored)),
             ("rollouts", read * s.grpo_steps, hours.playing(step) * s.grpo_steps),

@@ -70,7 +70,7 @@ class Run:
 
     def _ask_explorer(self) -> None:
         """A word of the explorer's endpoint: address, name, key and temperature are tried."""
-        if self.settings.method == "evolve" and is_endpoint(self.settings.explorer):
+        if self.settings.method in EVOLVING and is_endpoint(self.settings.explorer):
             _, took = explorer_of(self.settings)(
                 [{"role": "user", "content": "Answer with: ok"}], tries=4)
             self.log.say(f"explorer: {self.settings.explorer_model} answers; "

@@ -38,7 +38,7 @@ EVOLUTIONS = {
     "evolve": ("evolution", "--method evolve"),
     "grpo-tasks": ("GRPO, as many start tasks as evolution ends with",
                    "--method grpo --start-tasks {tasks}"),
-    "evolve-random": ("evolution, random exploration", "--method evolve --explorer random"),
+    "evolve-random": ("evolution, random exploration", "--method evolve --guide random"),
     "evolve-unverified": ("evolution, nothing verified", "--method evolve --verify false"),
     **{f"evolve-only-{signal}": (f"evolution, {signal} alone",
                                  f"--method evolve --signals {signal}") for signal in SIGNALS},

@@ -8,11 +8,13 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ import envs
 import mutual
 from engine.checkpoint import Checkpoint
 from harness import report
+from harness.files import ROOT
 from harness.log import Log
 from harness.settings import Settings, SettingsError, check
 from look.conversations import conversations
@@ -139,6 +142,29 @@ def test_log_probabilities_are_those_of_the_distribution_sampled_from(agent):
         assert (p == 0) == (token in never), token
         total += p
     assert total == pytest.approx(1.0) and len(never) > 5  # control tokens and padded rows
+
+
+def test_the_mask_is_in_the_kl_by_hand(monkeypatch):
+    """Token 2 is never drawn: of the other two pi is (2/3, 1/3) and pi_ref (1/2, 1/2).
+
+    Drawn 0: d = ln 1/2 - ln 2/3 = ln 3/4, k3 = 3/4 - ln 3/4 - 1. Drawn 1: d = ln 3/2. Weighted by
+    pi that is KL(pi || pi_ref) = 2/3 ln 4/3 + 1/3 ln 2/3, however likely token 2 is.
+    """
+    def policy(*weights):
+        def model(**_):
+            return SimpleNamespace(logits=torch.tensor([[weights]]).log())
+        model.parameters = lambda: iter([torch.zeros(1)])
+        return model
+
+    sampler, k3 = dpo.Sampler(1.0, (2,)), []
+    for token in (0, 1):
+        t = dpo.Trajectory(ids=[0, token], action_mask=[0, 1])
+        ref = dpo.token_log_probs(policy(1.0, 1.0, 9.0), [t], sampler)
+        group = dpo.Rollouts("task", [t], advantages=[0.0], old=[ref], ref=[ref])
+        k3.append(mutual.grpo_loss(policy(2.0, 1.0, 0.1), [group], sampler, 0.2, 0.28, 1.0)[0])
+    assert k3 == pytest.approx([0.75 - math.log(0.75) - 1, 1.5 - math.log(1.5) - 1])
+    kl = 2 / 3 * math.log(4 / 3) + 1 / 3 * math.log(2 / 3)
+    assert (2 * k3[0] + k3[1]) / 3 == pytest.approx(kl)
 
 
 # ------------------------------------------------------------------------------------- signals
@@ -525,17 +551,58 @@ def test_a_segment_that_goes_on_says_again_what_it_had_said(run, monkeypatch):
 
 
 def test_what_is_forgotten_is_what_was_won_in_the_visits_before(run):
+    """And the success that is shown with it is of that visit, not of the one that failed."""
     r = run("evolve", window=2, grpo_steps=8, evolve_every=6, step_rollouts=3)
     visits = {}
     for t in r.folder.trajectories("iter1/target-agent/episodes.jsonl"):
-        visits.setdefault(t.task, {}).setdefault(t.iteration, []).append(int(t.reward == 1))
-    expected = set()
+        visits.setdefault(t.task, {}).setdefault(t.iteration, []).append(t)
+    expected = {}
     for task, by_step in visits.items():
-        *before, now = by_step.values()
-        lost = sum(now) / 3 < 0.5 and any(sum(y) / 3 >= 0.5 for y in before[-2:])
-        expected |= {task} if lost else set()
+        *before, now = [[t.reward == 1 for t in group] for group in by_step.values()]
+        won = [n for n, y in enumerate(before) if sum(y) / 3 >= 0.5]
+        if sum(now) / 3 < 0.5 and won and len(before) - won[-1] <= 2:
+            expected[task] = next(
+                t.messages for t in [*by_step.values()][won[-1]] if t.reward == 1)
     rows = r.folder.read_jsonl("iter1/signals.jsonl")
-    assert {row["task"] for row in rows if row["signal"] == "forgetting"} == expected
+    assert expected and expected == {
+        row["task"]: row["success_then"] for row in rows if row["signal"] == "forgetting"}
+
+
+def test_of_earlier_segments_no_episode_is_held(run, monkeypatch):
+    alive = []
+
+    def patterns(smith, task, replies):
+        gc.collect()
+        alive.append(sum(isinstance(o, dpo.Trajectory) for o in gc.get_objects()))
+        return set()
+
+    monkeypatch.setattr(Smith, "patterns", patterns)
+    run("evolve", grpo_steps=6, evolve_every=1)
+    assert max(alive[-12:]) <= max(alive[:12])  # twelve episodes a segment, after the first and 5th
+
+
+def test_a_minibatch_counts_the_tasks_that_it_leaves_out(run, monkeypatch):
+    """Six tasks in twos: whoever is left out, the others stay together as they were."""
+    cuts, fit, equal = [], dpo.fit, set()
+
+    def watch(accelerator, model, epochs, *more, **names):
+        cuts.append([{g.task for g in minibatch} for minibatch in epochs[0]])
+        fit(accelerator, model, epochs, *more, **names)
+
+    def play(run, model, encoder, starts, temperature):
+        for t in starts:
+            t.ids, t.action_mask = encoder.encode([dict(role="user", content="say"),
+                                                   dict(role="assistant", content="c")])
+            t.reward = t.rollout % 2 if t.task[-1] not in equal else 0.0
+        return starts
+
+    monkeypatch.setattr(dpo, "fit", watch)
+    monkeypatch.setattr(mutual, "play_with", play)
+    for n, equal in enumerate(({}, {"0"}, {"1", "2", "4"}, {"0", "1", "2", "3"})):
+        run("grpo", f"run{n}", start_from="train", start_tasks=6, step_tasks=6, grpo_steps=1)
+        kept = [{task for task in minibatch if task[-1] not in equal} for minibatch in cuts[0]]
+        assert cuts[n] == [minibatch for minibatch in kept if minibatch]
+    assert [len(minibatch) for minibatch in cuts[0]] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("changed", [dict(method="evolve"), dict(method="grpo")])
@@ -590,7 +657,7 @@ def test_each_pass_visits_every_task_and_no_step_one_twice(run):
 
 
 def test_random_exploration_has_no_signal_and_as_many_episodes(run):
-    a, b = run("evolve", "a", start_from="train"), run("evolve", "b", explorer="random", verify=False,
+    a, b = run("evolve", "a", start_from="train"), run("evolve", "b", guide="random", verify=False,
                                                        start_from="train")
     counts = [[e["episodes"] for e in events(r, "explored")] for r in (a, b)]
     assert counts[0][0] == counts[1][0]
@@ -611,6 +678,65 @@ def test_an_address_or_key_that_cannot_be_is_said_before_anything_runs(run, endp
             run("evolve", explorer=url, explorer_model="m")
         assert not (tmp_path / "run/iter0").exists()
         gc.collect()
+
+
+class Vowels(Letters):
+    """Pays the share of vowels among eight letters."""
+
+    def step(self, reply):
+        return Step("thanks", sum(letter in "aeiou" for letter in reply[:8]) / 8, True)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_forty_steps_teach_a_policy_what_pays(run, monkeypatch, seed):
+    monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(Vowels("short")))
+    r = run("grpo", start_from="train", start_tasks=4, grpo_steps=40, evolve_every=40, seed=seed,
+            step_tasks=4, step_rollouts=6, max_new_tokens=6, slots=24, grpo_lr=3e-3,
+            grpo_temperature=1.0, checkpoint_minutes=10)
+    rewards = [e["reward"] for e in events(r, "grpo")]
+    assert np.mean(rewards[:5]) < 0.2 and np.mean(rewards[-5:]) > 0.6
+
+
+def test_an_explorer_at_an_endpoint_makes_the_start_tasks_too(run, endpoint, monkeypatch):
+    """One episode a start task; what becomes of it is checked as any other proposal."""
+    monkeypatch.setattr(Smith, "form", "A number.", raising=False)
+    monkeypatch.setattr(Smith, "actions", "letters", raising=False)
+    monkeypatch.setattr(Smith, "written", lambda smith, task, proposal: dict(
+        text=proposal["query"], task=dict(number=int(proposal["query"])),
+        solution=proposal["action_sequence"]), raising=False)
+    numbers = iter(range(10, 99))
+    endpoint.answer = lambda messages: (
+        json.dumps(dict(query=str(next(numbers)), action_sequence=["a"]))
+        if "Write new tasks" in messages[0]["content"] else "c")
+    r = run("grpo", explorer=endpoint.url, explorer_model="m")
+    asked = [body["messages"][0]["content"] for _, _, body in endpoint.seen]
+    assert sum("You explore" in text for text in asked) == 5 == len(asked[1:]) / 2
+    assert {row["task"]["number"] for row in r.tasks.added()} == {10, 12}  # 14 is a split's
+    assert events(r, "explored")[0]["requests"] == 10
+
+
+def test_evolution_from_end_to_end_in_the_databases(tmp_path):
+    """The tiny model; what joins is solved by its own solution and the scripted expert elsewhere."""
+    flags = ("--env intercodesql --method evolve --train-tasks 60 --eval-tasks 5 --sft-epochs 2 "
+             "--start-tasks 20 --grpo-steps 4 --evolve-every 2 --step-tasks 8 --step-rollouts 4 "
+             f"--picks 4 --explorer-episodes 3 --threads 1 --out {tmp_path / 'run'}").split()
+    done = subprocess.run([sys.executable, str(ROOT / "coevolve.py"), *flags], cwd=ROOT, text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    proposals = [json.loads(line) for line in (tmp_path / "run/iter1/proposals.jsonl").open()]
+    tasks = [json.loads(line) for line in (tmp_path / "run/iter1/tasks.jsonl").open()]
+    added = [row for row in proposals if row["verdict"] == "added"]
+    assert [row["task"] for row in added] == [row["task"] for row in tasks] != []
+    env = envs.make("intercodesql", "short")
+    trained = {env.find(task)["db"] for task in env.tasks("train")[:60]}
+    for row in added:
+        task = env.add(row["task"])
+        assert row["task"]["db"] in trained and row["text"] in env.reset(task)
+        assert [env.step(reply) for reply in row["solution"]][-1].reward == 1
+        assert envs.converse(env, env.reset(task), env.expert())[1] == 1
+    env.close()
+    episodes = [json.loads(line) for line in (tmp_path / "run/iter2/target-agent/episodes.jsonl").open()]
+    assert any("added" in t["task"] for t in episodes)  # they are trained on
 
 
 # ----------------------------------------------------------------------------------- processes

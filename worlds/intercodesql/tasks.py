@@ -10,6 +10,7 @@ from contextlib import closing
 
 from worlds import words_of
 from worlds.intercodesql import questions
+from worlds.intercodesql.databases import ERROR
 from worlds.intercodesql.questions import HELD_OUT, tables_of, worth_asking
 
 # Words of a query that returns something else another time.
@@ -18,6 +19,10 @@ VARYING = set("now date time datetime julianday strftime unixepoch timediff curr
 # What a placeholder of a gold query stands for; one that comes twice is the same both times.
 HOLES = {**dict.fromkeys("tnabceksp", r"\w+"), **dict.fromkeys(("v", "v2", "u"), r"'\w+'"),
          **dict.fromkeys("xyz", r"\d+")}
+
+# What a query does, and how a question says so.
+OPERATIONS = ((r"\bcount\b", r"\b(how many|number of|count)\b"),
+              (r"\bavg\b", r"\b(average|mean)\b"), (r"\b(or|in)\b", r"\bor\b"))
 
 
 def _pattern(gold: str) -> re.Pattern:
@@ -44,8 +49,9 @@ def families(sql: str):
 
 class TaskGenerator:
     # What an explorer model is told about the tasks that it writes.
-    form = ("A task is a question about this database that one SELECT answers. Its actions are "
-            "queries, the answer's SELECT the last of them, and then: submit")
+    form = ("A task is a question about this database that one SELECT answers; it names the same "
+            "things, columns, values and numbers, and no others. Its actions are queries, the "
+            "answer's SELECT the last of them, and then: submit")
     # And about those that it plays, where the rules are not said.
     actions = "SHOW TABLES, DESC table, a SELECT or, once the last result is the answer, submit"
 
@@ -108,12 +114,29 @@ class TaskGenerator:
         return None
 
     def written(self, task: str, proposal: dict) -> dict | None:
-        """An explorer model's proposal: its words, and the last query of its actions as gold."""
-        queries = [self.env.action(action) or action for action in proposal["action_sequence"]]
-        answers = [sql for sql in queries if re.match(r"\s*select", sql, re.I)]
+        """An explorer model's proposal: its words and actions, with the last query as gold."""
+        solution = [self.env.action(reply) or reply for reply in proposal["action_sequence"]]
+        answers = [sql for sql in solution if re.match(r"\s*select", sql, re.I)]
         if not answers:
             return None
-        return self.proposal(proposal["query"], squeezed(answers[-1]), self.env.find(task)["db"])
+        return dict(text=proposal["query"], solution=[*map(self.env.reply, solution)],
+                    task=dict(query=proposal["query"], gold=squeezed(answers[-1]),
+                              db=self.env.find(task)["db"]))
+
+    def agree(self, task: dict) -> bool:
+        """Whether question and query are about the same: tables, columns, values and numbers.
+
+        The query reads a table. It may ask for names, and for the first row, without being told. A
+        comparison or an order that is turned round is not noticed.
+        """
+        tables, question = self.env.world.tables[task["db"]], task["query"]
+        sql = re.sub(r"\blimit 1$", "", task["gold"], flags=re.I)
+        quoted = {*re.findall("'(.*?)'", sql)}
+        said, asked = named(tables, question, quoted), named(tables, sql, quoted) | quoted
+        return (any(table.name in tables_of(sql.lower()) for table in tables)
+                and said <= asked and asked - said <= {table.label.name for table in tables}
+                and all(bool(re.search(does, sql, re.I)) == bool(re.search(says, question, re.I))
+                        for does, says in OPERATIONS))
 
     def key(self, task: dict) -> str:
         """What makes two questions one: the query on its database."""
@@ -145,6 +168,8 @@ class TaskGenerator:
     def verify(self, proposal: dict) -> str | None:
         """Plays the solution twice; why it does not prove the question, or None."""
         task, played = proposal["task"], []
+        if not self.agree(task):
+            return "its text does not ask for what its query reads"
         if len(proposal["solution"]) > self.env.max_steps:
             return "its solution is longer than an episode"
         with closing(self.env.database(task["db"])) as database:
@@ -159,6 +184,8 @@ class TaskGenerator:
                     break
             played.append((pages, step.reward, step.done and n == len(proposal["solution"])))
         self.env.close()
+        if any(page.startswith(ERROR) for page in played[0][0]):
+            return "an action of its solution fails"
         if played[0] != played[1]:
             return "its replays differ"
         if not played[0][2]:
@@ -172,6 +199,20 @@ class TaskGenerator:
                 rows = database.run(sql) if sql and sql != "submit" else None
                 if isinstance(rows, list) and rows and re.match(r"\s*select", sql, re.I):
                     yield squeezed(sql)
+
+
+def named(tables: list, text: str, values: set[str]) -> set[str]:
+    """What a question or a query names of a database, by its own names: and which of `values`."""
+    names = {}
+    for table in tables:
+        names |= dict.fromkeys((table.name, table.noun, table.noun[:-1]), table.name)
+        for column in table.columns:
+            if column.concept or column is table.label:
+                names |= {word + end: column.name for word in (column.name, *column.concept)
+                          for end in ("", "s")}
+                values = values | {*map(str, column.values)}
+    return {names.get(word.lower(), word) for word in re.findall(r"\w+", text)
+            if word.lower() in names or word in values or word.isdigit()}
 
 
 def squeezed(sql: str) -> str:
