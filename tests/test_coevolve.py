@@ -1,7 +1,9 @@
 """Pairs by hand; whole runs, repeated, killed and continued."""
 
+import gc
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -16,7 +18,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker, register_tracker_class
-from conftest import make_model, make_tokenizer
+from conftest import ended, fork, fork_ranks, make_model, make_tokenizer
 from safetensors.torch import load_file, save_file
 
 import coevolve
@@ -25,6 +27,7 @@ import envs
 import mutual
 from harness import files
 from harness.settings import Settings, SettingsError
+from look.page import make_page
 from program import start
 from training import models, pairs, trainer
 
@@ -157,28 +160,25 @@ def test_published_experts_open_like_our_rollouts(tmp_path):
 # ----------------------------------------------------------------------------------- whole runs
 
 
-def command(out, *more):
+def flags(out, *more):
     """A quick run made quicker: what is tested here is that it all fits together."""
-    return [sys.executable, str(ROOT / "coevolve.py"), "--quick", "--rollouts", "1", "--iterations", "1", "--train-tasks", "40",
-            "--eval-tasks", "6", "--sft-epochs", "3", "--seed", "5", "--checkpoint-minutes", "0",
-            "--out", str(out), *more]
+    return ["--quick", "--rollouts", "1", "--iterations", "1", "--train-tasks", "16", "--eval-tasks",
+            "2", "--sft-epochs", "3", "--sft-batch", "4", "--dpo-batch", "8", "--seed", "5",
+            "--threads", "1", "--checkpoint-minutes", "0", "--out", str(out), *more]
 
 
-def finish(out, *more):
-    done = subprocess.run(command(out, *more), capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "\r" not in done.stderr  # no moving bar in a log
-    return done.stdout
+def running(out, *more, page=None):
+    """What does such a run, in a process of its own."""
+    return lambda: start.start(["--env", "webshop", *flags(out, *more)], mutual.loop_of, page)
 
 
-def refused(out, *more):
-    done = subprocess.run(command(out, *more), capture_output=True, text=True, timeout=600)
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-3000:]
-    return done.stderr
-
-
-def rows_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def finish(out, *more, page=None):
+    """What such a run prints."""
+    said = out.parent / f"{out.name}.said"
+    said.unlink(missing_ok=True)
+    assert ended(fork(running(out, *more, page=page), said)) == 0, said.read_text()[-3000:]
+    assert "\r" not in said.read_text()  # no moving bar in a log
+    return said.read_text()
 
 
 def contents(run):
@@ -199,15 +199,14 @@ def contents(run):
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     out = tmp_path_factory.mktemp("quick") / "run"
-    printed = finish(out)
-    return out, printed
+    return out, finish(out, page=make_page)
 
 
 def test_a_quick_run_makes_the_files_of_the_contract(quick):
     out, printed = quick
     settings = json.loads((out / "config.json").read_text())["settings"]
-    assert settings["quick"] and settings["seed"] == 5
-    for name in ("result.json", "curves.png", "experts.jsonl", "sft-target/model.safetensors",
+    assert settings["quick"] and settings["seed"] == 5 and "target" in printed
+    for name in ("result.json", "curves.png", "run.html", "sft-target/model.safetensors",
                  "sft-failure/tokenizer.json", "iter1/target-agent/config.json",
                  "iter1/failure-agent/model.safetensors", "eval-1-target-test.jsonl"):
         assert (out / name).exists(), name
@@ -216,8 +215,7 @@ def test_a_quick_run_makes_the_files_of_the_contract(quick):
     trajectories = {}
     for name, agent in (("experts", "expert"), ("iter1/target", "target"),
                         ("iter1/failure", "failure")):
-        for line in (out / f"{name}.jsonl").read_text().splitlines():
-            row = json.loads(line)
+        for row in files.read_jsonl(out / f"{name}.jsonl"):
             assert set(row) == fields and row["agent"] == agent
             assert len(row["ids"]) == len(row["action_mask"])
             assert row["steps"] == sum(m["role"] == "assistant" for m in row["messages"])
@@ -225,64 +223,49 @@ def test_a_quick_run_makes_the_files_of_the_contract(quick):
     tasks = {task for task, _ in trajectories}
     assert len(trajectories) == 3 * len(tasks) == 3 * settings["train_tasks"]
     # The pairs of the file are those of Eq. (6) and (8), counted here from the rewards alone.
-    expected = {("target", ET): 0, ("target", EF): 0, ("target", FF): 0, ("failure", FF): 0}
+    expected = Counter()
     for task in tasks:
         e, t, f = (trajectories[task, agent]["reward"] for agent in ("expert", "target", "failure"))
         expected["target", ET] += e != t
         expected["target", EF] += e != f
-        expected["target", FF] += t != f and t < 1 and f < 1
-        expected["failure", FF] += t != f and t < 1 and f < 1
-    found = dict.fromkeys(expected, 0)
-    for row in rows_of(out / "iter1/pairs-target.jsonl") + rows_of(out / "iter1/pairs-failure.jsonl"):
-        found[row["trains"], row["kind"]] += 1
-        assert row["chosen"]["reward"] > row["rejected"]["reward"]
-    assert found == expected and all(expected.values()), expected
-    assert "target" in printed
-
-
-def test_the_first_preference_step_logs_ln2(quick):
-    events = [json.loads(line) for line in (quick[0] / "metrics.jsonl").read_text().splitlines()]
-    first = next(e for e in events if e["event"] == "train" and e["phase"] == "iter1/failure-agent")
-    assert first["loss"] == pytest.approx(0.6931471805599453, abs=1e-4)
+        for trains in ("target", "failure"):
+            expected[trains, FF] += t != f and t < 1 and f < 1
+    found = Counter()
+    for trains in ("target", "failure"):
+        for row in files.read_jsonl(out / f"iter1/pairs-{trains}.jsonl"):
+            found[row["trains"], row["kind"]] += 1
+            assert row["chosen"]["reward"] > row["rejected"]["reward"]
+    assert found == expected and len(expected) == 4 and all(expected.values()), expected
+    first = next(e for e in files.read_jsonl(out / "metrics.jsonl")
+                 if e["event"] == "train" and e["phase"] == "iter1/failure-agent")
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-4)
 
 
 def test_a_killed_run_goes_on_inside_the_phase_to_the_same_result(quick, tmp_path):
-    """SIGKILL in the middle of SFT, and later in the middle of the target's preference training."""
-    out = tmp_path / "run"
-    for phase, before, step in (
-            ("sft-target", "experts.jsonl", 4), ("iter1/target-agent", "iter1/failure-agent", 2)):
-        process = subprocess.Popen(command(out), stdout=subprocess.DEVNULL,
-                                   stderr=subprocess.DEVNULL)
-        deadline = time.time() + 120
-        while not (before in (out / "phases.json").read_text() if (out / "phases.json").exists()
-                   else False) or not any(int(p.name[5:]) >= step
-                                          for p in out.glob("checkpoint/step-*")):
-            assert process.poll() is None and time.time() < deadline
-            time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        assert not (out / "result.json").exists() and f'"{phase}"' not in (
-            out / "phases.json").read_text()
-    assert "iter1/target-agent went on after step" in finish(out)
-    assert contents(out) == contents(quick[0])
-
-
-def test_equal_seeds_give_equal_runs_bit_for_bit(quick, tmp_path):
-    """The second one as if killed between the renaming of its first output and its recording."""
+    """SIGKILL between the renaming of its first output and its recording; in the middle of SFT;
+    and in the middle of the target's preference training."""
     out = tmp_path / "run"
     out.mkdir()
     for name in ("config.json", "experts.jsonl"):
         shutil.copy(quick[0] / name, out / name)
-    assert "no phases.json" in refused(out)
+    with pytest.raises(SettingsError, match="no phases.json"):
+        start.main(flags(out), mutual.loop_of)
+    gc.collect()  # releases the folder
     (out / "phases.json").write_text("{}")
-    finish(out)
+    for phase, before, step in (
+            ("sft-target", "experts.jsonl", 4), ("iter1/target-agent", "iter1/failure-agent", 2)):
+        process, deadline = fork(running(out), tmp_path / "said"), time.time() + 120
+        while f'"{before}"' not in (out / "phases.json").read_text() or not any(
+                int(p.name[5:]) >= step for p in out.glob("checkpoint/step-*")):
+            assert time.time() < deadline, (tmp_path / "said").read_text()[-3000:]
+            time.sleep(0.01)
+        os.kill(process, signal.SIGKILL)
+        ended(process)
+        assert f'"{phase}"' not in (out / "phases.json").read_text()
+    assert "iter1/target-agent went on after step" in finish(out)
     assert contents(out) == contents(quick[0])
-
-
-def test_a_finished_run_says_so_and_trains_nothing(quick):
-    before = contents(quick[0])
-    assert "was finished before" in finish(quick[0])
-    assert contents(quick[0]) == before
+    assert "was finished before" in finish(out)
+    assert contents(out) == contents(quick[0])
 
 
 def test_gpus_that_torch_cannot_use_are_not_passed_over(monkeypatch):
@@ -342,11 +325,10 @@ def test_hub_folders_of_the_papers_models_run_the_whole_loop(hub_folder, tmp_pat
 
 
 def test_two_sharded_processes_train_like_one(quick, tmp_path):
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    python, *rest = command(tmp_path / "run", "--method", "eto", "--shard", "on", "--threads", "1")
-    done = subprocess.run([python, *launch, *rest], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 processes on cpu, weights sharded" in done.stdout
+    said = tmp_path / "said"
+    started = fork_ranks(2, running(tmp_path / "run", "--method", "eto", "--shard", "on"), said)
+    assert [ended(process) for process in started] == [0, 0], said.read_text()[-3000:]
+    assert "2 processes on cpu, weights sharded" in said.read_text()
     runs = quick[0], tmp_path / "run"
     assert runs[1].joinpath("experts.jsonl").read_bytes() == (
         runs[0].joinpath("experts.jsonl").read_bytes())
@@ -375,8 +357,7 @@ def test_a_tracker_gets_every_number_of_the_log(tmp_path, monkeypatch):
             given.append((step, values))
 
     register_tracker_class(Recorder)
-    start.main(command(tmp_path / "run", "--method", "sft", "--track", "recorder")[2:]
-               + ["--env", "webshop"], mutual.loop_of)
+    start.main(flags(tmp_path / "run", "--method", "sft", "--track", "recorder"), mutual.loop_of)
     config, *logged = given
     assert config["method"] == "sft" and config["track"] == "recorder"
     events = files.read_jsonl(tmp_path / "run/metrics.jsonl")
@@ -417,7 +398,7 @@ def test_what_cannot_be_saved_is_known_before_the_first_step(quick, tmp_path, mo
 
     monkeypatch.setattr(trainer.Trainer, "save", save_badly)
     with pytest.raises(SettingsError) as refusal:
-        start.main([*command(tmp_path / "run")[2:], "--env", "webshop"], mutual.loop_of)
+        start.main(flags(tmp_path / "run"), mutual.loop_of)
     AcceleratorState._reset_state(True)
     assert message in str(refusal.value)
     events = files.read_jsonl(tmp_path / "run/metrics.jsonl")
@@ -429,5 +410,5 @@ def test_a_tracker_that_is_not_there_is_refused(tmp_path, tracker):
     if importlib.util.find_spec(tracker):
         pytest.skip(f"{tracker} is installed")
     with pytest.raises(SettingsError, match=f"--track {tracker}: "):
-        start.main(command(tmp_path / "run", "--track", tracker)[2:], mutual.loop_of)
+        start.main(flags(tmp_path / "run", "--track", tracker), mutual.loop_of)
     assert not (tmp_path / "run").exists()
