@@ -354,32 +354,6 @@ def test_hostile_calls_are_observations_and_nothing_else(monkeypatch):
     assert reward("base-0", one_by_one(tasks("base")["base-0"])) == 1
 
 
-def test_odd_replies_and_arguments_are_observations():
-    """Replies with a piece in the place of another, and calls of every function with what JSON has."""
-    rng, pieces = random.Random(0), ["<tool_call>", "</tool_call>", "```json", "```", "<think>", "</think>",
-                                     '{"name": "ls", "arguments": {}}', '"name"', '"arguments"', "[", "]", "{", "}"]
-    keys = rng.sample(list(tasks("base")), 12) + rng.sample(list(tasks("long_context")), 6)
-    values = [*VALUES, 10 ** 19, -10 ** 19, 1e308, -0.0, "a\0", "\u2028", "é" * 50, [[]], {"a": []}, "2024-13-45"]
-    for key in keys:
-        env = env_of(key)
-        functions = list(data.functions(key).values())
-        for n in range(60):
-            calls = [dict(name=row["name"], arguments={
-                name: rng.choice(values) for name in row["parameters"]["properties"] if rng.random() < 0.9})
-                for row in rng.sample(functions, 3)]
-            reply = as_reply(calls)
-            if n % 3 == 0:
-                first, last = sorted(rng.randrange(len(reply)) for _ in range(2))
-                reply = reply[:first] + rng.choice(pieces) + reply[last:]
-            if n % 15 == 0:
-                env.reset(f"bfcl-test-{key}")
-            step = env.step(reply)
-            step.observation.encode()
-            assert step.reward == 0
-            if step.done:
-                env.reset(f"bfcl-test-{key}")
-
-
 MATHS = next(key for key in tasks("base") if "MathAPI" in start_state(key)["classes"])
 
 

@@ -27,7 +27,6 @@ from playing.rollout import Sampling, rollout
 from training.pairs import reopened
 from worlds import first_reply
 from worlds.intercodesql.world import sql_reward
-from worlds.published import read_prompts
 from worlds.webshop.shop import WebShop
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,17 +92,6 @@ def test_an_episode_in_the_shop_turn_by_turn(prompts):
          ("assistant", replies[4]), ("user", f"Observation:\n{clocks}")]), 0.0)
 
 
-def test_our_own_protocol_is_as_it_was():
-    env = envs.make("webshop")
-    page = env.reset("webshop-test-0")
-    assert envs.opening(env, page, playing=True) == [
-        {"role": "user", "content": f"{env.prompt}\n\n{page}"}]
-    first = env.step("Action: search[rug]\nAction: search[desk lamp]").observation  # the last one
-    assert first.startswith("Instruction:") and "Lamp" in first
-    assert env.step("Action: search[wall clock]").observation == first  # off the search page
-    assert env.step("click[Back to Search]").observation == page        # the bare reply is played
-
-
 def test_the_examples_are_as_many_as_asked_for(prompts):
     counts = [len(envs.opening(make("webshop", prompts, examples=n), "page", True)) for n in range(3)]
     assert counts == [3, 7, 9]
@@ -159,14 +147,9 @@ def test_science_opens_with_its_heading_and_a_wrong_first_focus_is_minus_1(scien
     assert expert[2]["content"].startswith("Your task is to find")
     # Not the first: what had been reached before. One without an action forgets it.
     assert conversation(science, task, ["Action: look around", "Action: focus on air"])[1] >= 0
-    reached = conversation(science, task, ["Action: teleport to kitchen"] * 2)[1]
-    assert reached > 0
-    assert conversation(science, task, ["Action: teleport to kitchen"] * 2 + [
-        "wait", "wait1"])[1] == 0.0
-    ours = envs.make("scienceworld")
-    ours.reset(task)
-    assert ours.step("Action: focus on air").reward == 0.0
-    ours.close()
+    reached = ["Action: teleport to kitchen"] * 2
+    assert conversation(science, task, reached)[1] > 0
+    assert conversation(science, task, reached + ["wait", "wait1"])[1] == 0.0
 
 
 # ------------------------------------------------------------------------------ published experts
@@ -312,19 +295,13 @@ def test_one_setting_brings_their_numbers():
     assert (s.max_new_tokens, s.temperature, s.sft_lr, s.examples) == (512, 0.0, 2e-5, 1)
     assert options_of(s) == dict(task_types="all", split_file=None, protocol="eto", prompts="p",
                                  examples=1)
-    assert parse([*flags, "--temperature", "0.7"]).temperature == 0.7
+    assert parse([*flags, "--temperature", "0.5"]).temperature == 0.5
     assert parse([*flags, "--method", "rft"]).temperature == 0.7
-    real = ["--env", "intercodesql", "--model", "smollm2"]  # which plays at 1 in all methods
-    assert {parse([*real, "--method", m]).temperature for m in ("coevolve", "rft")} == {1.0}
-    default = parse(["--env", "scienceworld", "--model", "m"])
-    assert (default.max_new_tokens, default.temperature, default.sft_lr) == (256, 0.7, 1e-5)
 
 
 @pytest.mark.parametrize("file, text", [
     ("instructions/webshop_inst.txt", None), ("icl_examples/webshop_icl.json", None),
-    *(("icl_examples/webshop_icl.json", text) for text in (
-        "{", "[]", "[[1]]", '[[{"role": "user", "content": "x"}]]', '[[{"role": "user"}]]',
-        '[[{"role": "user", "content": 3}]]'))])
+    *(("icl_examples/webshop_icl.json", text) for text in ("{", "[]", '[[{"role": "user"}]]'))])
 def test_a_folder_without_prompts_is_named(tmp_path, file, text):
     for kind, name in (("instructions", "webshop_inst.txt"), ("icl_examples", "webshop_icl.json")):
         (tmp_path / kind).mkdir()
@@ -537,31 +514,3 @@ def test_databases_beside_their_code(monkeypatch):
                                       **their_options(root, "intercode_sql"))
         rewards.append(assert_same(env, task, theirs, replies))
     assert None not in rewards and {-1.0, 0, 1.0} < set(rewards)
-
-
-@pytest.mark.parametrize("variable, env, goals", [
-    ("ETO_REPOSITORY", "webshop", (1823, 880, 200)), ("IPR_REPOSITORY", "webshop", (1624, 857, 200)),
-    ("ETO_REPOSITORY", "scienceworld", (1483, None, 194))])
-def test_their_lists_are_read_as_they_lie_there(variable, env, goals):
-    stem = {"webshop": "webshop", "scienceworld": "sciworld"}[env]
-    folder = repository(variable) / f"eval_agent/data/{stem}"
-    more = dict(webshop_url="http://127.0.0.1:9") if env == "webshop" else {}
-    world = envs.make(env, split_file=str(folder), **more)
-    train, validation, test = goals
-    assert len(world.tasks("train")) == train and world.split_by == str(folder)
-    assert len(world.tasks(world.test_splits[0])) == test
-    assert validation is None or len(world.tasks("validation")) == validation
-    listed = json.loads((folder / "test_indices.json").read_text())
-    if env == "webshop":
-        assert world.tasks("test") == [f"webshop-test-{n}" for n in listed]
-
-
-def test_their_prompts_are_read_as_they_lie_there():
-    for variable, stem, env in (("ETO_REPOSITORY", "webshop", "webshop"),
-                                ("ETO_REPOSITORY", "sciworld", "scienceworld"),
-                                ("IPR_REPOSITORY", "intercode_sql", "intercodesql")):
-        folder = repository(variable) / "eval_agent/prompt"
-        found = read_prompts(folder, env, 1)
-        assert found.instruction == (folder / f"instructions/{stem}_inst.txt").read_text()
-        assert list(found.examples[0]) == json.loads(
-            (folder / f"icl_examples/{stem}_icl.json").read_text())[0]
