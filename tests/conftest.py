@@ -271,7 +271,10 @@ def small_model(tmp_path_factory):
 
 @pytest.fixture
 def toy_run(small_model, tmp_path, monkeypatch):
-    """toy_run(environment, *flags) runs co-evolution with it in tmp_path/run, here and now."""
+    """toy_run(environment, *flags) runs co-evolution with it in tmp_path/run, here and now.
+
+    toy_run.page(folder) is called at its end.
+    """
     def run(env=Toy, *flags):
         monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(env()))
         monkeypatch.setattr(envs.Repaired, "waits", (0.0, 0.0))
@@ -281,7 +284,7 @@ def toy_run(small_model, tmp_path, monkeypatch):
         import mutual
         from program import start
         try:
-            start.main([*map(str, small), *map(str, flags)], mutual.loop_of)
+            start.main([*map(str, small), *map(str, flags)], mutual.loop_of, run.page)
         except Exception as error:
             error.__context__ = None  # frames would hold the run's lock
             raise error.with_traceback(None)
@@ -289,6 +292,7 @@ def toy_run(small_model, tmp_path, monkeypatch):
             gc.collect()
         return tmp_path / "run"
 
+    run.page = None
     return run
 
 

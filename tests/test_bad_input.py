@@ -64,7 +64,11 @@ EXPERTS = {  # what is wrong -> (content, where)
     "an unknown sender": (eto([*OK[:3], ("system", "x")]), "entry 0"),
     "two replies in a row": (eto([*OK, ("gpt", "Action: b")]), "entry 0"),
     "half of a surrogate pair": (eto([*OK[:3], ("gpt", "\ud800")]), "entry 0"),
-    "a reward of 70": (eto(reward=70), "reward 70"), "of NaN": (eto(reward=float("nan")), "reward nan"),
+    "no turns": (ours(messages=[]), "entry 0"), "half a turn": (ours(messages=[{}, {}]), "entry 0"),
+    "no content": (ours(messages=[dict(role="user", content=None)] * 2), "entry 0"),
+    "an endless number": ('{"a": ' + "9" * 5000 + "}", ""), "a turn of a number": (json.dumps([dict(
+        id="webshop_3", conversations=[7])]), "entry 0"),
+    "a reward of text": (ours(reward="1"), "entry 0"), "a reward of 70": (eto(reward=70), "reward 70"), "of NaN": (eto(reward=float("nan")), "reward nan"),
     "of true": (eto(reward=True), "reward True"),
     "a task twice": (ours() + "\n" + ours(), "entry 1: webshop-train-17"),
 }
@@ -133,13 +137,11 @@ MODELS = {  # what is done to a folder that is right -> what the line must name
     "no tokenizer": (without("tokenizer.json"), "tokenizer"),
     "no chat template": (without("chat_template.jinja"), "no chat template"),
     "a template without turns": (written("chat_template.jinja", "hello"), "chat template"),
-    "a broken chat template": (written("chat_template.jinja", "{% for %}"), "--model"),
     "no weights": (without("model.safetensors"), "safetensors"),
     "pickled weights": (pickled, "may hold code"),
     "half of the weights": (lambda f: os.truncate(f / "model.safetensors", 9999), "--model"),
     "a layer without weights": (without_a_layer, "weights"),
     "weights of another size": (edited("config.json", intermediate_size=64), "size"),
-    "half of a config": (written("config.json", '{"model_type"'), "--model"),
     "an unknown architecture": (edited("config.json", model_type="mystery"), "mystery"),
     "no causal LM": (edited("config.json", architectures=["BertModel"]), "not a causal LM"),
     "code in the config": (edited("config.json", **CODE), "its config.json"),
@@ -229,16 +231,14 @@ def test_what_the_environment_does_not_have_is_named(more, small_model, tmp_path
     assert not (tmp_path / "run/config.json").exists()
 
 
-LISTS = {"no JSON": "boil 0", "an object": '{"boil": 0}', "nothing": "[]", "too many": '[["boil", 0, 1]]',
-         "an unknown task": '[["brew", 0]]', "an unknown variation": '[["boil", 30]]',
-         "a truth": '[["boil", true]]',
-         "no text": b'[["\xff", 1]]', "deep": "[" * 100_000}
+LISTS = ("boil 0", "[]", '[["brew", 0]]', '[["boil", 30]]', '[["boil", true]]',
+         b'[["\xff", 1]]', "[" * 100_000, None)
 QUESTION = {"query": "how many", "gold": "SELECT 1", "db": "d"}
 ALL = dict.fromkeys(("ic_spider_train.json", "ic_spider_test.json"), json.dumps([QUESTION]))
 WRONG = [  # environment, setting, files, what the line must name
-    *(("scienceworld", "split_file", {f"{split}_indices.json": text
-                                      for split in ("train", "dev", "test")}, "--split-file")
-      for text in LISTS.values()),
+    *(("scienceworld", "split_file", {} if text is None else {
+        f"{split}_indices.json": text for split in ("train", "dev", "test")}, "--split-file")
+      for text in LISTS),
     *(("intercodesql", "intercode_data", files, says) for files, says in [
         ({}, "ic_spider_dev.json"), ({"ic_spider_dev.json": '{"query": 1}'}, "ic_spider_dev.json"),
         ({"ic_spider_dev.json": json.dumps([QUESTION | {"gold": None}])}, "gold"),

@@ -28,18 +28,6 @@ def test_work_that_is_not_the_same_stops_the_benchmark(difference):
         bench.check("losses", difference, 1e-5)
 
 
-@pytest.mark.parametrize("common, alike", [(1 / 7, 99), (1 / 2, 349)])
-def test_trajectories_have_the_stated_sizes_and_begin_alike(common, alike):
-    groups = bench.make_groups(20, 698, 112, common)
-    sequences = [s for g in groups for s in g.sequences]
-    assert len(sequences) == 60 and all(len(g.pairs) == 3 for g in groups)
-    assert sum(len(s.ids) for s in sequences) / 60 == pytest.approx(698, rel=0.05)
-    assert sum(s.action_tokens for s in sequences) / 60 == pytest.approx(112, rel=0.05)
-    for g in groups:
-        for n, different in ((alike, 1), (alike + 3, 3)):
-            assert len({tuple(s.ids[:n]) for s in g.sequences}) == different
-
-
 def test_both_sections_compare_the_same_work(capsys):
     bench.main(["--quick"])
     said = capsys.readouterr().out

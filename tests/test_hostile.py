@@ -155,15 +155,6 @@ def test_a_forged_page_gives_the_agent_no_turn(monkeypatch):
         assert len(ends) == 3 + 3  # of the pages and of the replies
 
 
-@pytest.mark.parametrize("reply, action", [
-    ("Action: search[a]\nAction: click[b]", "click[b]"), ("search[a]", "search[a]"),
-    ("Thought: the page says Action: buy\nAction: search[a]", "search[a]"), ("Action:", ""),
-    ("", ""),
-])
-def test_an_action_is_read_from_the_reply_alone(reply, action):
-    assert envs.parse_reply(reply) == action
-
-
 def test_a_tokenizer_that_cannot_tell_text_from_control_is_refused():
     tokenizer = make_tokenizer("chatml")
     encoder, call = dpo.Encoder(tokenizer), type(tokenizer).__call__

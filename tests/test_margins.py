@@ -1,7 +1,5 @@
 """What the log says of pairs before and after training is what the agents' checkpoints say."""
 
-import json
-
 import pytest
 import torch
 from conftest import Toy
@@ -26,7 +24,7 @@ def log_probs(run, folder, sides):
 
 
 @pytest.mark.parametrize("flags, last", [
-    ([], "iter1/{}-agent"), (["--log-prob", "mean"], "iter1/{}-agent"),
+    (["--log-prob", "mean"], "iter1/{}-agent"),
     (["--reference", "sft", "--iterations", 2, "--beta-later", 0.3], "iter2/{}-agent")])
 def test_margins_are_those_of_the_checkpoints(toy_run, flags, last):
     run = toy_run(Uneven, "--cut-turns", -1, *flags)
@@ -69,8 +67,3 @@ def test_the_hardest_negatives_are_watched_and_copied():
     found[0].reference = [1.0]
     assert groups[1].reference == []
     assert margins.hardest(groups[:3], 0) == []
-
-
-def test_none_are_measured_where_none_are_asked_for(toy_run):
-    run = toy_run(Uneven, "--margins", 0)
-    assert '"margins"' not in json.dumps([e["event"] for e in read_jsonl(run / "metrics.jsonl")])

@@ -212,15 +212,12 @@ def test_a_frozen_failure_agent_stays_as_it_is(run):
 
 
 @pytest.mark.parametrize("batch, equal_agents", [(TASKS, True), (TASKS // 2, False)])
-def test_two_agents_whose_experts_fit_one_batch_are_said_to_be_equal(run, capsys, batch,
-                                                                     equal_agents):
+def test_two_agents_whose_experts_fit_one_batch_are_said_to_be_equal(run, batch, equal_agents):
     """Their seeds shuffle batches, and there is one: they differ by the order of sums alone."""
     r = run("coevolve", sft_batch=batch, sft_epochs=2)
     found = [weights(r.folder.path / f"sft-{agent}") for agent in ("target", "failure")]
     apart = max((found[0][name] - found[1][name]).abs().max().item() for name in found[0])
     assert (apart < 1e-6) == equal_agents
-    said = "sft-failure: all 6 experts are in one batch" in capsys.readouterr().out
-    assert said == equal_agents
     assert [e["experts"] for e in events(r, "equal agents")] == [TASKS] * equal_agents
 
 
@@ -254,12 +251,12 @@ def test_the_failure_agent_explores_again_before_d_tgt(run):
     assert {p["chosen"]["iteration"] for p in pairs(r, "failure", 2)} == {1, 2}  # the buffer
 
 
-@pytest.mark.parametrize("steps,passes", [(2, 0), (11, 3)])
-def test_steps_of_the_target_and_passes_of_the_failure_agent_are_settings(run, steps, passes):
-    r = run("coevolve", dpo_steps=steps, failure_epochs=passes)
-    assert len(events(r, "train", phase="iter1/target-agent")) == steps
+def test_steps_and_passes_are_settings_and_the_learning_rate_may_fall_along_a_cosine(run):
+    r = run("coevolve", dpo_schedule="cosine", dpo_warmup=0.0, dpo_steps=11, failure_epochs=3)
+    lr = [e["lr"] for e in events(r, "train", phase="iter1/target-agent")]
+    assert lr == pytest.approx([1e-4 * (1 + math.cos(math.pi * k / 11)) / 2 for k in range(11)])
     epochs = [e["epoch"] for e in events(r, "train", phase="iter1/failure-agent")]
-    assert set(epochs) == {*range(1, (passes or 2) + 1)} and len(epochs) != steps
+    assert set(epochs) == {1, 2, 3} and len(epochs) != 11
 
 
 def test_an_epoch_is_gone_through_before_the_next():
@@ -329,16 +326,19 @@ def test_what_a_batch_counts_and_is_divided_by(run, monkeypatch, changed, diviso
         sum(len(g.pairs) for g in b) >= 4 > len(b) for b in epochs[0][:-1])
 
 
-@pytest.mark.parametrize("turns, kept", [(-1, 3), (0, 1), (1, 2), (5, 3)])
-def test_a_rejected_trajectory_ends_so_many_turns_after_the_experts(run, monkeypatch, turns, kept):
+@pytest.fixture
+def three_turns(monkeypatch):
     """The expert takes one turn, the agents all three."""
     def step(self, reply):
         self.turns = getattr(self, "turns", 0) + 1
-        done = reply == "c" or self.turns % 3 == 0
-        return envs.Step("go on", float(reply == "c"), done)
+        return envs.Step("go on", float(reply == "c"), reply == "c" or self.turns % 3 == 0)
 
     monkeypatch.setattr(OneReply, "max_steps", 3)
     monkeypatch.setattr(OneReply, "step", step)
+
+
+@pytest.mark.parametrize("turns, kept", [(-1, 3), (0, 1), (1, 2)])
+def test_a_rejected_trajectory_ends_so_many_turns_after_the_experts(run, three_turns, turns, kept):
     r = run("eto", cut_turns=turns, rollouts=1, slots=1)
     groups = preference_groups(r, "target", 1)
     turns_of = lambda mask: sum(b > a for a, b in zip([0, *mask], mask))
@@ -347,14 +347,8 @@ def test_a_rejected_trajectory_ends_so_many_turns_after_the_experts(run, monkeyp
     assert {turns_of(g.sequences[p.chosen].action_mask) for g in groups for p in g.pairs} == {1}
 
 
-def test_the_ends_of_rejected_trajectories_count_or_not(run, monkeypatch):
-    """Three turns of one reply each; the ends of two and the third reply are left out."""
-    def step(self, reply):
-        self.turns = getattr(self, "turns", 0) + 1
-        return envs.Step("go on", float(reply == "c"), reply == "c" or self.turns % 3 == 0)
-
-    monkeypatch.setattr(OneReply, "max_steps", 3)
-    monkeypatch.setattr(OneReply, "step", step)
+def test_the_ends_of_rejected_trajectories_count_or_not(run, three_turns):
+    """The ends of two turns of one reply each and the third reply are left out."""
     for cut in (5, 1):  # two turns are left of it: neither ended the episode
         whole, left = (preference_groups(run("eto", f"{cut}{ends}", rejected_ends=ends,
                                                       cut_turns=cut, rollouts=1), "target", 1)
@@ -386,22 +380,13 @@ def test_trajectories_that_filled_the_context_make_pairs_or_not(run, monkeypatch
     assert ended["context"] > 0 and bool(pairs(r, "target")) == pairs_made
     dropped = events(r, "pairs", trains="target")[0]["dropped"]
     assert dropped.get("too long", 0) == (0 if pairs_made else ended["context"])
-    printed = capsys.readouterr().out
-    for e in events(r, "phase"):
+    for e in events(r, "phase"):  # a phase of which most end so says it
         if "episodes" in e and e["phase"] != "experts.jsonl":
             full = [t["ended"] for t in r.folder.read_jsonl(e["phase"])].count("context")
-            line = (f"{e['phase']}: {full} of {e['episodes']} episodes filled --max-tokens 100 "
-                    "before they were over; raise --max-tokens")
-            assert (line in printed) == (full > e["episodes"] / 2)
             assert [found["episodes"] for found in events(r, "full", phase=e["phase"])] == (
                 [full] if full > e["episodes"] / 2 else [])
+    printed = capsys.readouterr().out
     assert "episodes filled --max-tokens 100" in printed
-
-
-def test_the_learning_rate_may_fall_along_a_cosine(run):
-    r = run("eto", dpo_schedule="cosine", dpo_warmup=0.0, dpo_steps=4)
-    lr = [e["lr"] for e in events(r, "train", phase="iter1/target-agent")]
-    assert lr == pytest.approx([1e-4 * (1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)])
 
 
 @pytest.mark.parametrize("reference, zero", [("phase", True), ("sft", False)])
@@ -430,7 +415,6 @@ def test_the_forking_guides_changes_apply_and_change_a_run(run, monkeypatch):
                                 and path.suffix in (".jsonl", ".safetensors")}
 
     before = written(run("coevolve", out="as it is"))
-    assert written(run("coevolve", out="again")) == before
     for n, (name, old, new) in enumerate(ablations):
         source = (root / name).read_text()
         assert source.count(old) == 1, old

@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 import pytest
 from test_report import METRICS, SETTINGS, trajectory, write_lines
 
-from harness.files import ROOT, RunError, read_jsonl
+from harness.files import RunError, read_jsonl
 from look.conversations import conversations
 from look.page import main, make_page, page
 
@@ -91,29 +91,24 @@ def data_of(made: str) -> dict:
 # -------------------------------------------------------------------------- what it is made of
 
 
-def test_the_page_is_one_file_of_ascii_that_refers_to_nothing_outside(run):
+def test_the_page_is_one_file_that_refers_to_nothing_outside_and_holds_no_markup_of_a_run(run):
     main([str(run)])
-    made = (run / "run.html").read_bytes()
-    assert made.isascii() and (run / "curves.svg").exists() and (run / "curves.png").exists()
+    made = (run / "run.html").read_text(encoding="ascii")
+    assert (run / "curves.svg").exists() and (run / "curves.png").exists()
     tags = []
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))
-    parser.feed(made.decode())
+    parser.feed(made)
     links = [a[name] for _, a in tags for name in ("src", "href", "action", "srcset") if name in a]
     assert links and all(link.startswith(("#", "data:")) for link in links)
     assert sum(link.startswith("data:image/svg+xml") for link in links) == 2  # and training's
-    assert b"url(" not in made.split(b"</style>")[0] and b"@import" not in made
+    assert "url(" not in made.split("</style>")[0] and "@import" not in made
     policy = next(a["content"] for _, a in tags if a.get("http-equiv"))
     assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
-
-
-def test_what_the_files_say_is_in_no_markup(run):
-    made = page(run)
     assert made.count("<script") == made.count("</script") == 2  # the data and ours
-    assert "<img src=x" not in made and "<!--" not in made and "onerror=\"" not in made
-    texts = [m["content"] for task in data_of(made)["tasks"] for r in task["runs"]
-             for m in r["messages"]]
-    assert HOSTILE in texts
+    assert "<img src=x" not in made and "<!--" not in made and 'onerror="' not in made
+    assert HOSTILE in [m["content"] for task in data_of(made)["tasks"] for r in task["runs"]
+                       for m in r["messages"]]
 
 
 def test_trajectories_keep_what_they_are_and_lose_their_token_ids(run):
@@ -203,36 +198,31 @@ def test_a_run_of_any_length_can_be_looked_at(run, keep):
 def test_the_successes_that_joined_the_experts_are_marked(run):
     joined = [*read_jsonl(run / "experts.jsonl"), read_jsonl(run / "iter1/target.jsonl")[2]]
     write_lines(run / "iter1/experts.jsonl", joined)
-    phases = json.loads((run / "phases.json").read_text())
-    (run / "phases.json").write_text(json.dumps({**phases, "iter1/experts.jsonl": {}}))
+    add_phase(run, "iter1/experts.jsonl")
     marked = [(t["id"], r["agent"]) for t in conversations(run)["tasks"] for r in t["runs"]
               if r["joined"] and r["agent"] != "expert"]
     assert marked == [(TASKS[2], "target")]
 
 
-def test_the_page_comes_at_the_end_of_a_run_and_cannot_undo_it(toy_run, tmp_path, capsys):
-    import mutual
-    from program import start
+def add_phase(run, name):
+    phases = json.loads((run / "phases.json").read_text())
+    (run / "phases.json").write_text(json.dumps({**phases, name: {}}))
 
-    folder = toy_run()  # without a page
-    assert not (folder / "run.html").exists()
-    pairs = [json.loads(line) for line in open(folder / "iter1/pairs-target.jsonl")]
-    settings = json.loads((folder / "config.json").read_text())["settings"]
-    again = [x for name in ("model", "iterations", "sft_epochs", "dpo_epochs", "max_tokens",
-                            "max_new_tokens", "threads", "slots", "dpo_lr", "out")
-             for x in ("--" + name.replace("_", "-"), str(settings[name]))]
 
+def test_the_page_comes_at_the_end_of_a_run_and_cannot_undo_it(toy_run, capsys):
     def fails(run_dir):
         raise KeyError("no such\nthing")
 
-    start.main(again, mutual.loop_of, fails)
-    start.main(again, mutual.loop_of, make_page)
+    toy_run.page = fails
+    folder = toy_run()
+    assert not (folder / "run.html").exists()
+    toy_run.page = make_page
+    toy_run()
     said = capsys.readouterr()
     lines = (said.out + said.err).splitlines()
     assert any("is finished, but its page failed: KeyError" in line for line in lines)
-    assert any("run.html, 0." in line for line in lines)
     made = [p for t in data_of((folder / "run.html").read_text())["tasks"] for p in t["pairs"]]
-    assert len(made) >= len(pairs) > 0
+    assert len(made) >= len(read_jsonl(folder / "iter1/pairs-target.jsonl")) > 0
     assert all(p["after"] and p["before"][2] == 0.0 for p in made)
 
 
@@ -273,20 +263,14 @@ def test_the_policy_lets_the_page_work_and_its_address_names_a_task(run, tmp_pat
 
 
 @needs_browser
-def test_hostile_text_stays_text(run, tmp_path):
-    told = in_browser(tmp_path, page(run), """
-        told.pwned = document.title === "pwned" || all("#detail script, #detail img").length;
-        told.said = all(".talk .page, .talk .action").map(e => e.textContent);
-        told.named = all(".talk .control").map(e => e.dataset.name);""", TASKS[0])
-    assert not told["pwned"] and told["said"].count(HOSTILE) == 2
-    assert {"U+0000", "U+001B", "U+0007", "U+202E", "U+2028", "U+FEFF", "U+D800"} <= {
-        *told["named"]}
-
-
-@needs_browser
 def test_the_tasks_are_filtered_sorted_and_shown_side_by_side(run, tmp_path):
+    write_lines(run / "iter1/target-agent/episodes.jsonl", [  # as GRPO plays them
+        trajectory("webshop-added-0", "target", 0.5, ["click[x]"], step) for step in (7, 8)])
+    add_phase(run, "iter1/target-agent")
     told = in_browser(tmp_path, page(run), """
-        told.all = shown();
+        pick("split", "added"); all("tr[data-task] button")[0].click();
+        told.step = all(".map th")[0].textContent + all(".talk .who")[0].textContent;
+        pick("split", "all"); told.all = shown();
         pick("split", "test"); told.test = shown();
         pick("split", "train"); pick("show", "hard"); told.hard = shown();
         pick("sort", "-hardest"); told.hardest = shown();
@@ -302,6 +286,9 @@ def test_the_tasks_are_filtered_sorted_and_shown_side_by_side(run, tmp_path):
         told.heads = all(".talk .who").map(e => e.textContent);
         told.parts = all(".turn.parts .action").map(e => e.textContent.slice(0, 8));
         told.rows = all(".pairs tbody tr").map(e => [...e.cells].map(c => c.textContent));
+        told.pwned = document.title === "pwned" || all("#detail script, #detail img").length;
+        told.said = all(".talk .page, .talk .action").map(e => e.textContent);
+        told.named = all(".talk .control").map(e => e.dataset.name);
         told.whole = all(".all").filter(e => !e.hidden).length;
         all(".pairs tbody button")[2].click();
         told.sides = all(".talk .who").map(e => e.className);
@@ -309,7 +296,10 @@ def test_the_tasks_are_filtered_sorted_and_shown_side_by_side(run, tmp_path):
         told.first = current.id; press("h"); told.iteration = iteration; press("l"); press("l");
         told.columns = all(".talk .who").length;
         press("/"); told.focus = document.activeElement.id;""")
-    assert told["all"] == ["train-3", "train-1", "train-0", "train-2", "test-0"]
+    assert not told["pwned"] and told["said"].count(HOSTILE) == 2
+    assert {"U+0000", "U+001B", "U+202E", "U+2028", "U+FEFF", "U+D800"} <= {*told["named"]}
+    assert told["step"].startswith("step") and "step 8" in told["step"]
+    assert told["all"] == ["train-3", "added-0", "train-1", "train-0", "train-2", "test-0"]
     assert told["test"] == ["test-0"]
     assert told["hard"] == ["train-3", "train-0"]  # a failure of 0.6 or more: 0.7 and 0.9
     assert told["hardest"] == ["train-0", "train-3"]
@@ -328,18 +318,6 @@ def test_the_tasks_are_filtered_sorted_and_shown_side_by_side(run, tmp_path):
     assert told["sides"] == ["who chosen", "who rejected"]
     assert (told["next"], told["first"]) == ("webshop-train-2", "webshop-train-3")
     assert (told["iteration"], told["columns"], told["focus"]) == (1, 5, "search")
-
-
-@needs_browser
-def test_what_grpo_played_is_told_by_its_step(run, tmp_path):
-    write_lines(run / "iter1/target-agent/episodes.jsonl", [
-        trajectory("webshop-added-0", "target", 0.5, ["click[x]"], step) for step in (7, 8)])
-    phases = json.loads((run / "phases.json").read_text())
-    (run / "phases.json").write_text(json.dumps({**phases, "iter1/target-agent": {}}))
-    told = in_browser(tmp_path, page(run), """
-        told.step = all(".map th")[0].textContent + all(".talk .who")[0].textContent;""",
-        "webshop-added-0")
-    assert told["step"].startswith("step") and "step 8" in told["step"]
 
 
 LOOKS = """(() => {
@@ -377,9 +355,3 @@ def test_the_page_fits_the_screen_and_its_text_stands_out(run, tmp_path):
         assert told[width]["width"] <= int(width) and told[width]["seen"] > 30
         assert told[width]["contrast"] >= 4.5
     assert told["320"]["paper"] > 0.8 and told["1280"]["paper"] < 0.1
-
-
-def test_the_readme_shows_a_small_picture():
-    picture = ROOT / "docs/page.png"
-    assert "docs/page.png" in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size < 300_000

@@ -1,20 +1,16 @@
 """PPO by hand: advantages, the clipped objective, its gradient, and a bandit with a known best."""
 
-import json
 import math
 import random
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import adamw, make_model
-from test_dpo import VOCABULARY, brute_force_log_prob, sequence, sequences
+from conftest import adamw, in_ranks, make_model
+from test_dpo import VOCABULARY, sequence, sequences
 
 import dpo
 from baselines import ppo
@@ -106,27 +102,6 @@ def test_the_kl_terms_gradient_is_that_of_the_divergence():
     assert found.tolist() == pytest.approx(model.logits.grad.tolist())
 
 
-def test_token_log_probs_sum_to_those_of_the_trajectory():
-    model, found = make_model(VOCABULARY), sequences(9, 14, 5)
-    log_probs = dpo.token_log_probs(model, found)
-    sums = [part.sum().item() for part in log_probs.split([s.action_tokens for s in found])]
-    assert sums == pytest.approx([brute_force_log_prob(model, s).item() for s in found])
-
-
-def test_the_temperature_divides_the_logits():
-    model = Table([math.log(2), 0.0, 0.0])  # at temperature 1/2 the odds are 4 : 1 : 1
-    found = dpo.token_log_probs(model, [sequence([0, 0, 1], [0, 1, 1])], dpo.Sampler(0.5))
-    assert found.exp().tolist() == pytest.approx([4 / 6, 1 / 6])
-
-
-def test_what_is_never_drawn_has_no_part_in_a_log_probability():
-    model = Table([math.log(2), 0.0, 5.0])  # the third is never drawn: 2 : 1 is left
-    found = dpo.token_log_probs(model, [sequence([0, 0, 1], [0, 1, 1])], dpo.Sampler(suppress_tokens=(2,)))
-    assert found.exp().tolist() == pytest.approx([2 / 3, 1 / 3])
-    found.sum().backward()
-    assert model.logits.grad[2] == 0
-
-
 @pytest.mark.parametrize("kl", [0.0, 0.5])
 def test_a_bandit_is_solved(kl):
     """Three actions worth 0, 0.5 and 1. The best policy is known: proportional to
@@ -157,11 +132,10 @@ def test_the_divergence_is_counted_per_episode():
     assert dpo.kl_of([group]) == pytest.approx(math.log(2) / 2)
 
 
-def train(shard):
+def train(accelerator, shard):
     """Five instructions of two episodes, two steps; the losses and all log-probabilities."""
-    accelerator, log = Accelerator(cpu=True), []
-    groups = [dpo.Rollouts(str(i), sequences(9 + i, 12, seed=i), advantages=[0.5 + i, -0.5 - i])
-              for i in range(5)]
+    groups, log = [dpo.Rollouts(str(i), sequences(9 + i, 12, seed=i), advantages=[0.5 + i, -0.5 - i])
+                   for i in range(5)], []
     for name, seed in (("old", 3), ("ref", 4)):
         model = sharding.shard_model(accelerator, make_model(VOCABULARY, seed=seed).float(), shard)
         read(accelerator, model, groups, name, dpo.Sampler(0.7), 40)
@@ -176,16 +150,6 @@ def train(shard):
 @pytest.mark.parametrize("shard", [False, True])
 def test_two_processes_train_like_one(shard):
     """The first step has one instruction: the second process has nothing to do."""
-    tests = Path(__file__).parent
-    # A thread of gloo's may abort a process that takes itself apart; the program ends like this too.
-    code = (f"import os, sys, json; sys.path[:0] = [{str(tests)!r}, {str(tests.parent)!r}]; "
-            f"import test_ppo; found = test_ppo.train({shard}); "
-            "import torch.distributed as d; d.get_rank() or print(json.dumps(found), flush=True); "
-            "d.barrier(); os._exit(0)")
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                           "--nproc_per_node", "2", "--no_python", sys.executable, "-c", code],
-                          capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    two, one = json.loads(done.stdout.splitlines()[-1]), train(False)
+    two, one = in_ranks(2, train, shard), train(Accelerator(cpu=True), False)
     for name in one:
         assert two[name] == pytest.approx(one[name], abs=2e-5), name

@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from test_coevolve import contents
 from test_methods import OneReply
-from test_study import finished  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 import coevolve
@@ -264,17 +263,6 @@ def test_the_shared_phases_read_no_setting_that_is_said_not_to_matter(begin):
     assert read & {*AFTER_SFT} == {"method", "iterations", "reuse", "checkpoint_minutes",
                                    "failure_from"}  # with which nothing is shared
     assert {*AFTER_SFT} <= {f.name for f in fields(Settings)}
-
-
-def test_a_study_takes_a_seeds_sft_agents_from_its_first_run(finished):  # noqa: F811
-    folder, commands = finished
-    for seed in (0, 1):
-        first = folder / f"coevolve-s{seed}"
-        for method, shared in (("coevolve", []), ("eto", SHARED[:3]), ("lambda-0.5", SHARED),
-                               ("eto-steps-rollouts", SHARED[:3])):
-            events = read_jsonl(folder / f"{method}-s{seed}/metrics.jsonl")
-            assert {e["phase"]: e["reused"] for e in events if "reused" in e} == dict.fromkeys(
-                shared, str(first))
 
 
 def test_a_folder_that_is_not_there_is_refused(begin):

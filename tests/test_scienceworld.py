@@ -93,22 +93,10 @@ def test_published_lists_are_read_whole(given):
     assert not taken & {task.split("-", 2)[2] for task in env.tasks("validation")}
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '[["task-1-boil", 30]]', '[["bake", 0]]', None])
-def test_a_list_that_cannot_be_is_refused(tmp_path, text):
-    for name in ("train", "dev", "test"):
-        (tmp_path / f"{name}_indices.json").write_text('[["task-1-boil", 0]]')
-    if text is not None:
-        (tmp_path / "dev_indices.json").write_text(text)
-    else:
-        (tmp_path / "dev_indices.json").unlink()
-    with pytest.raises(ValueError, match="dev_indices.json: .*\\[task name, variation\\]"):
-        envs.make("scienceworld", split_file=str(tmp_path))
-
-
-@pytest.mark.parametrize("task", ["scienceworld-seen-boil-30", "scienceworld-dev-boil-3", "boil"])
-def test_what_does_not_exist_is_refused(env, task):
-    with pytest.raises(ValueError, match="tasks.split. lists"):
-        env.reset(task)
+def test_what_does_not_exist_is_refused(env):
+    for task in ("scienceworld-seen-boil-30", "scienceworld-dev-boil-3", "boil"):
+        with pytest.raises(ValueError, match="tasks.split. lists"):
+            env.reset(task)
 
 
 def test_published_ids_name_their_tasks(env):
@@ -141,23 +129,14 @@ def test_the_direct_call_sees_what_the_package_shows(env, official):
 
 
 def test_a_wrong_focus_ends_the_episode_with_what_was_reached(env):
+    seen = play(env, "scienceworld-train-boil-0", ["dance", "", "Action: fly\nto the moon", "☃\0"])
+    assert set(seen[1::2]) == {"No known action matches that input."} and set(seen[2::2]) == {0.0}
+    assert env.max_steps == 100  # the caps are of the types of tasks
     seen = play(env, "scienceworld-train-find-animal-0",
                 ["go to kitchen", "go to outside", "focus on axe", "wait"])
     assert seen[1:] == ["You move to the kitchen.", pytest.approx(0.25),
                         "You move to the outside.", pytest.approx(0.25),
-                        "You focus on the axe.", pytest.approx(0.25)]
-
-
-def test_an_invalid_action_is_an_observation(env):
-    seen = play(env, "scienceworld-train-boil-0", ["dance", "", "Action: fly\nto the moon", "☃\0"])
-    assert set(seen[1::2]) == {"No known action matches that input."} and set(seen[2::2]) == {0.0}
-
-
-def test_step_caps_are_set_by_task_type(env):
-    for task, cap in (("scienceworld-train-boil-0", 100), ("scienceworld-seen-find-plant-160", 15),
-                      ("scienceworld-train-lifespan-longest-lived-0", 10)):
-        env.reset(task)
-        assert env.max_steps == cap
+                        "You focus on the axe.", pytest.approx(0.25)] and env.max_steps == 15
 
 
 # ------------------------------------------------------------------------------ experts

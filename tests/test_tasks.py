@@ -79,29 +79,6 @@ def test_goals_of_a_server_are_known_by_their_numbers(tmp_path):
                            eval_tasks=200, train_tasks=1)).about["experts"] == 1
 
 
-@pytest.mark.skipif(not (DATA / "scienceworld").exists(), reason="the published lists are absent")
-def test_published_experts_of_science_need_the_published_lists(tmp_path):
-    from worlds.scienceworld.world import SCIENCE_TASKS
-    from worlds.scienceworld.world import _listed as listed
-
-    order = list(SCIENCE_TASKS)
-    train = [listed(e) for e in json.loads((DATA / "scienceworld/train_indices.json").read_text())]
-    file = published([f"{order.index(kind)}_{n}" for kind, n in train], tmp_path / "e", "Your task")
-    with pytest.raises(SettingsError, match="^52 of 410 .*scienceworld-seen-.* \\(as scienceworld-train-"):
-        survey(settings(env="scienceworld", experts=file))
-    with pytest.raises(SettingsError, match="^68 of 130 "):
-        survey(settings(env="scienceworld", experts=file, eval_splits="validation"))
-    folder = str(DATA / "scienceworld")
-    theirs = dict(env="scienceworld", experts=file, split_file=folder)
-    assert survey(settings(**theirs, eval_splits="validation")).about["split_by"] == folder
-    # Of ETO's own 194 seen tasks 54 are in its training list, of its 211 unseen ones none.
-    with pytest.raises(SettingsError, match="^54 of 405 evaluated tasks are also trained on") as error:
-        survey(settings(**theirs))
-    assert "unseen" not in str(error.value) and "--split-file" not in str(error.value)
-    kept = survey(settings(**theirs, overlap="keep"))
-    assert kept.about["overlap"] == 54 and kept.counts.startswith(f"scienceworld: 1483 experts from {file}, ")
-
-
 def test_questions_are_known_by_text_and_database(tmp_path):
     def record(query, gold, db="d"):
         return dict(query=query, gold=gold, db=db)

@@ -80,6 +80,15 @@ def test_reward_on_hand_worked_cases(product, goal, options, price, reward):
     assert got == pytest.approx(reward, abs=1e-12)
 
 
+def test_shared_attribute_words_give_no_credit_for_another_type():
+    shop = WebShop().world
+    jacket = next(p for p in shop.products if p["query"] == "rain jacket"
+                  and "light weight" in p["Attributes"])
+    gloves = next(g for g in shop.goals["train"] if g["query"] == "winter gloves"
+                  and "light weight" in g["name"].lower())
+    assert webshop.webshop_reward(jacket, gloves, {}, 1.0, nouns=catalogue.type_words) == 0
+
+
 # ------------------------------------------------------------------------------ pages and actions
 
 SMALL = catalogue.ShopWorld(
