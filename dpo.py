@@ -10,7 +10,6 @@ import math
 import random
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 
@@ -393,9 +392,7 @@ def backward(accelerator, model, batch: list[Group], objective: Objective, how: 
     divisor, total, statistics = objective.divisor(batch), 0.0, {}
     packs = ranks.packs(accelerator, model, batch, how.tokens_per_forward)
     for i, (pack, together) in enumerate(packs, 1):
-        # DDP all-reduces once a step; FSDP reduce-scatters after every pass, so that no rank holds
-        # whole gradients.
-        with nullcontext() if i == len(packs) else accelerator.no_sync(model):
+        with sharding.last_reduces(accelerator, model, i == len(packs)):
             with sharding.precision(accelerator, model):
                 loss, sums = objective.loss(together, pack)
             value = loss.item()

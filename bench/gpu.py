@@ -1,39 +1,49 @@
-"""Measures a GPU with a model of billions of parameters: memory against the dry run, and speed.
+"""Measures a GPU in 25 minutes: speed, memory against the dry run, agreement, repeatability.
 
-    python bench/gpu.py                 Qwen3-4B's published size, random weights, on this GPU
-    python bench/gpu.py --model FOLDER  the size in a hub folder's config.json
-    python bench/gpu.py --small         a few thousand parameters, on any machine: the path only
+    python bench/gpu.py            Qwen3 at 0.6B and 4B, Llama-2's width with fewer layers; random
+    python bench/gpu.py --small    a few thousand parameters, on any machine: the path only
 
-Texts are random tokens, about 3,000 an episode; training is sharded over one GPU, as in a run.
-Prints a Markdown table and writes it as JSON.
+Texts are random tokens, about 3,000 an episode; training is sharded over one GPU, as in a run. The
+most important figure comes first; each is printed, and appended to a file, as soon as it is there.
 """
 
 import argparse
 import json
+import operator
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import dpo
 from bench.bench import Pages, fit, make_groups, word_tokenizer
 from engine import sharding
 from engine.cache import cache_shape
+from harness.files import ROOT
 from harness.settings import Settings
 from playing.rollout import Sampling, rollout
 from program import dry_run
 from training.models import make_accelerator
 
-QWEN3_4B = dict(vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
-                num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-                tie_word_embeddings=True, max_position_embeddings=262144)
-SMALL = dict(vocab_size=2048, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-             num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+QWEN3 = dict(vocab_size=151936, head_dim=128, num_key_value_heads=8, tie_word_embeddings=True,
+             max_position_embeddings=262144)
+MODELS = {  # in the order in which they are measured
+    "Qwen3-4B": Qwen3Config(**QWEN3, hidden_size=2560, intermediate_size=9728,
+                            num_hidden_layers=36, num_attention_heads=32),
+    "Qwen3-0.6B": Qwen3Config(**QWEN3, hidden_size=1024, intermediate_size=3072,
+                              num_hidden_layers=28, num_attention_heads=16),
+    "7B's width, 12 layers": LlamaConfig(
+        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=12,
+        num_attention_heads=32, num_key_value_heads=32)}  # all 32 take 108 GB
+SMALL = Qwen3Config(vocab_size=2048, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+                    num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 
 
 def build(config, dtype, device):
@@ -56,7 +66,7 @@ def forward_flops(model, tokens: int, seen: int, projected: int) -> float:
 
 def training(config, accelerator, length: int, steps: int) -> list[tuple[str, str]]:
     """Steps over two instructions each: memory as planned and taken, tokens/s, utilisation."""
-    device, rows, events = accelerator.device, [], []
+    device, events = accelerator.device, []
     groups = make_groups(2 * steps, length, length // 3, vocabulary=config.vocab_size)
     with FakeTensorMode():
         empty = build(config, torch.bfloat16, "cpu")
@@ -68,13 +78,9 @@ def training(config, accelerator, length: int, steps: int) -> list[tuple[str, st
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     fit(accelerator, model, [groups[2 * i:2 * i + 2] for i in range(steps)], 1, events.append)
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-        rows += [("training memory, GB", f"{peak / 1e9:.1f}"), ("the dry run's prediction, GB",
-                 f"{predicted / 1e9:.1f} ({predicted / peak - 1:+.0%})")]
     rates = [event["tokens_per_second"] for event in events[1:]]  # the first one warms up
-    rows.append(("training, tokens/s",
-                 f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})"))
+    rows = [("training, tokens/s",
+             f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})")]
     name = torch.cuda.get_device_name() if device.type == "cuda" else ""
     if known := next((gpu for gpu in dry_run.GPUS if gpu in name), None):
         sequences, peak = [s for g in groups for s in g.sequences], dry_run.GPUS[known][1]
@@ -83,6 +89,11 @@ def training(config, accelerator, length: int, steps: int) -> list[tuple[str, st
                               sum(s.action_tokens for s in sequences))
         rows.append((f"model FLOPs utilisation, of {peak / 1e12:.0f} TFLOP/s",
                      f"{3 * flops / tokens * statistics.median(rates) / peak:.0%}"))
+    if device.type == "cuda":
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        rows += [("training memory, GB", f"{peak / 1e9:.1f}, reserved {reserved / 1e9:.1f}"),
+                 ("the dry run's prediction, GB",
+                  f"{predicted / 1e9:.1f} ({predicted / peak - 1:+.0%})")]
     return rows
 
 
@@ -113,29 +124,61 @@ def rollouts(config, accelerator, slots: int, words: int, reply: int) -> list[tu
             ("rollouts, tokens an episode", f"{tokens / len(played):,.0f}")]
 
 
+def attention(config, accelerator, length: int, steps: int) -> list[tuple[str, str]]:
+    """Training with cuDNN's attention, which the program turns off, after training without it."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    rows = [row for row in training(config, accelerator, length, steps) if "tokens/s" in row[0]]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return [(f"{what}, cuDNN's attention", value) for what, value in rows]
+
+
+def to_the_bit(folder: Path) -> list[tuple[str, str]]:
+    """Whether a run of the tiny model gives the same weights and episodes twice."""
+    runs = []
+    for n in "12":
+        subprocess.run([sys.executable, "coevolve.py", "--env", "webshop", "--quick", "--out",
+                        folder / n], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        files = sorted([*(folder / n).rglob("*.safetensors"), *(folder / n).glob("iter*/*.jsonl")])
+        runs.append([file.read_bytes() for file in files])
+    same = len(runs[0]) == len(runs[1]) and sum(map(operator.eq, *runs))
+    return [("files of the tiny model's two runs that are equal", f"{same} of {len(runs[0])}")]
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="hub folder whose config.json gives the size")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--out", default="gpu.json")
+    parser.add_argument("--out", default="gpu.jsonl")
     asked = parser.parse_args(argv)
     if not asked.small and not torch.cuda.is_available():
         sys.exit("gpu.py: this machine has no GPU; --small shows that the script works")
     torch.set_num_threads(1)
-    config = (AutoConfig.from_pretrained(asked.model) if asked.model else
-              Qwen3Config(**QWEN3_4B | (SMALL if asked.small else {})))
     accelerator = make_accelerator(Settings(model="of this size"))
     length, playing = (150, (2, 20, 8)) if asked.small else (3000, (asked.slots, 300, 100))
+    models = dict(small=SMALL) if asked.small else MODELS
+    first, *others = models.items()
+    plan = [(training, *first, length, asked.steps), (attention, *first, length, asked.steps),
+            (rollouts, *first, *playing), (agreement, *first, length)]
+    plan += [(training, *model, length, asked.steps) for model in others]
+
+    def note(model, rows):
+        for what, value in rows:
+            print(f"| {model:22} | {what:52} | {value:24} |", flush=True)
+            with open(asked.out, "a") as file:
+                file.write(json.dumps([model, what, value]) + "\n")
+
     name = torch.cuda.get_device_name() if accelerator.device.type == "cuda" else "CPU"
-    rows = [("device", name), ("torch", torch.__version__)]
-    for measure, *sizes in ((training, length, asked.steps), (agreement, length),
-                            (rollouts, *playing)):
-        rows += measure(config, accelerator, *sizes)
+    note("", [("device", name), ("torch", torch.__version__)])
+    for measure, model, config, *sizes in plan:
+        try:
+            note(model, measure(config, accelerator, *sizes))
+        except RuntimeError as error:  # out of memory, say; the others are measured
+            note(model, [(f"{measure.__name__} failed", str(error).split(". ")[0])])
         accelerator.free_memory()
-    print("\n".join(f"| {what:50} | {value:24} |" for what, value in rows))
-    Path(asked.out).write_text(json.dumps(dict(rows), indent=1))
+    if not asked.small:
+        with tempfile.TemporaryDirectory() as folder:
+            note("tiny", to_the_bit(Path(folder)))
 
 
 if __name__ == "__main__":

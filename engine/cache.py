@@ -1,12 +1,26 @@
 """Sampling with many episodes side by side: keys and values that are kept over all their turns."""
 
+import itertools
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # before torch 2.10
+    varlen_attn = None
+
 BLOCK = 64  # positions of a slot that are read together [ours]
+
+
+def slot_cache(model, slots: int, tokens: int) -> "SlotCache":
+    """The cache that is fastest where the model is."""
+    flash = model.device.type == "cuda" and model.dtype == torch.bfloat16 and (
+        "block_table" in (getattr(varlen_attn, "__kwdefaults__", 0) or ()))  # torch >= 2.12
+    return (VarlenCache if flash else SlotCache)(model, slots, tokens)
 
 
 class SlotCache:
@@ -14,7 +28,7 @@ class SlotCache:
 
     def __init__(self, model, slots: int, tokens: int):
         layers, heads, d = cache_shape(model.config)
-        self.tokens, room = tokens, -(-tokens // BLOCK) * BLOCK
+        self.shape, self.tokens, room = [heads, d], tokens, -(-tokens // BLOCK) * BLOCK
         # Zeros: what a block holds beyond a slot's last token is read, with weight 0.
         self.kv = torch.zeros((layers, 2, slots, heads, room, d), dtype=model.dtype,
                               device=model.device)
@@ -58,6 +72,9 @@ class SlotCache:
             raise ValueError(f"layer {layer} attends more than once in a pass, and the cache holds "
                              "one set of keys a layer; use a model such as Llama, Qwen2 or Qwen3")
         self.seen.add(layer)
+        return self.attend_layer(layer, query, key, value, scaling)
+
+    def attend_layer(self, layer: int, query, key, value, scaling: float) -> Tensor:
         keys, values = self.of_layer(layer)
         H, N, d = query.shape[1:]
         query, key, value = query[0], key[0], value[0]
@@ -118,6 +135,41 @@ class SlotCache:
         count = count.repeat_interleave(H) * BLOCK
         return (head, head * most + block, most, positions > self.positions[slot, None],
                 keys.int(), values.int().flatten(), (count.cumsum(0) - count).int())
+
+
+class VarlenCache(SlotCache):
+    """On a GPU: flash attention over the slots, each a page of its own; pages and single tokens in
+    one call a layer. Not run on a GPU yet: a test compares it with the call's documented contract.
+    """
+
+    def __init__(self, model, slots: int, tokens: int):
+        layers, *self.shape = cache_shape(model.config)
+        self.tokens, room = tokens, -(-tokens // 256) * 256  # flash attention's unit of a page
+        self.kv = torch.zeros((layers, 2, slots, room, *self.shape), dtype=model.dtype,
+                              device=model.device)
+
+    def place(self, segments: list[tuple[int, int, int]]) -> None:
+        self.seen = set()
+        slots, past, new = zip(*segments)
+        ends = [p + n for p, n in zip(past, new)]
+        tensor = partial(torch.tensor, device=self.kv.device)
+        self.slots = tensor([slot for slot, _, n in segments for _ in range(n)])          # (N,)
+        self.positions = tensor([p + k for _, p, n in segments for k in range(n)])        # (N,)
+        tensor = partial(tensor, dtype=torch.int32)
+        self.how = dict(
+            cu_seq_q=tensor([0, *itertools.accumulate(new)]), cu_seq_k=None, max_q=max(new),
+            max_k=max(ends), seqused_k=tensor(ends), block_table=tensor(slots)[:, None],
+            window_size=(-1, 0), enable_gqa=True)  # causal, the last new token with the last key
+
+    def copy(self, source: int, slot: int, n: int) -> None:
+        self.kv[:, :, slot, :n] = self.kv[:, :, source, :n]
+
+    def attend_layer(self, layer: int, query, key, value, scaling: float) -> Tensor:
+        keys, values = self.kv[layer]                                       # (slots, room, H_kv, d)
+        keys[self.slots, self.positions] = key[0].transpose(0, 1)
+        values[self.slots, self.positions] = value[0].transpose(0, 1)
+        return varlen_attn(query[0].transpose(0, 1).contiguous(), keys, values, scale=scaling,
+                           **self.how)[None]
 
 
 def next_token_logits(model, cache: SlotCache,

@@ -11,6 +11,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from engine import ranks
+
 SHARE = 0.05  # of a phase's time may go into writing states [ours]
 
 
@@ -76,10 +78,11 @@ class Checkpoint:
         Damaged, naming the file, if it cannot be read.
         """
         self.accelerator.wait_for_everyone()
-        for path in reversed(self._saved()):
-            file = path / self._file(model)
-            if not file.exists():  # made with shards, or without
-                continue
+        name = self._file(model)  # others were made with shards, or without
+        for path in ranks.on_main(self.accelerator, lambda: [
+                path for path in reversed(self._saved()) if (path / name).exists()]):
+            file = path / name
+            appear(file)
             try:
                 state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             except (RuntimeError, OSError, ValueError, EOFError, UnpicklingError):
@@ -105,6 +108,18 @@ class Checkpoint:
     def _file(self, model) -> str:
         sharded = isinstance(model, FSDPModule)
         return f"shard-{self.accelerator.process_index}.pt" if sharded else "whole.pt"
+
+
+def appear(path: Path, seconds: int = 120) -> None:
+    """Waits for what another rank has written: a folder that machines share over a network says for
+    up to a minute that there is no file which was asked for too early (NFS's acdirmax).
+    """
+    for _ in range(seconds):
+        if path.exists():
+            return
+        time.sleep(1)
+    raise OSError(errno.ENOENT, "written by another rank and not seen by this one; give an --out "
+                  "on a disk that all machines share", str(path))
 
 
 def _force(path: Path) -> None:

@@ -120,9 +120,9 @@ def other_form(key, value, attention_mask, lengths, cache, sliding_window=None, 
         return "has attention sinks (s_aux)"
     if key.shape[-1] != value.shape[-1]:
         return f"has keys of {key.shape[-1]} and values of {value.shape[-1]} numbers"
-    if cache and key.shape[1::2] != cache.kv.shape[3::2]:
+    if cache and [*key.shape[1::2]] != cache.shape:
         return "has {} key heads of {} numbers where its config says {} of {}".format(
-            *key.shape[1::2], *cache.kv.shape[3::2])
+            *key.shape[1::2], *cache.shape)
     return None
 
 

@@ -3,7 +3,9 @@
 Weights, gradients and AdamW's moments are fp32 everywhere; on a GPU the passes compute in bf16.
 """
 
+import os
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -41,7 +43,11 @@ def shard_model(accelerator, model, shard: bool, recompute: bool = False):
     if not torch.distributed.is_initialized():  # a single process
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group(rank=0, world_size=1, store=store)
-    mesh = init_device_mesh(device.type, (accelerator.num_processes,))
+    # Sharded inside a machine and replicated between machines, whose network is slower.
+    n = accelerator.num_processes
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", n))
+    mesh = (init_device_mesh(device.type, (n // local, local), mesh_dim_names=("between", "inside"))
+            if 1 < local < n else init_device_mesh(device.type, (n,)))
     bf16 = accelerator.mixed_precision == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32 if bf16 else None)
     # Gathered one at a time, in a pass and back. The outermost too: after a pass without gradients
@@ -127,6 +133,15 @@ def precision(accelerator, model):
     """The context in which a model of `shard_model` computes: bf16 if the accelerator says so."""
     return (torch.autocast(accelerator.device.type, enabled=False)  # shards bring their own policy
             if isinstance(model, FSDPModule) else accelerator.autocast())
+
+
+def last_reduces(accelerator, model, last: bool):
+    """The context of a pass of a step. In the last one DDP all-reduces, as FSDP does between
+    machines; inside, FSDP reduce-scatters after every pass, so that no rank holds whole gradients.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(last)
+    return nullcontext() if last else accelerator.no_sync(model)
 
 
 def dtypes(accelerator, model) -> dict[str, str]:

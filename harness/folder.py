@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 import dpo
 from engine import ranks
+from engine.checkpoint import appear
 from harness import files, reuse
 from harness.log import Log
 from harness.settings import FREE, ROUNDING, Settings, SettingsError
@@ -142,7 +143,8 @@ class Folder:
                 files.replace(temporary, path)
                 for inside in ("playing", "checkpoint"):  # what it kept to go on from
                     shutil.rmtree(self.path / inside, ignore_errors=True)
-            self.accelerator.wait_for_everyone()  # who reads it next finds it
+            self.accelerator.wait_for_everyone()
+            appear(path)  # to who reads it next
             events = events or [dict(
                 event="phase", phase=output, seconds=round(time.perf_counter() - started, 2),
                 resident_mb=psutil.Process().memory_info().rss >> 20, **numbers)]

@@ -5,7 +5,7 @@ from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from dpo import Encoder, Trajectory
-from engine.cache import SlotCache, next_token_logits
+from engine.cache import next_token_logits, slot_cache
 from engine.prepacked import prepack
 from envs import STOPS
 from harness.settings import Settings
@@ -22,7 +22,7 @@ class Agent:
         self.model = load_model(folder, torch.bfloat16 if in_bf16(s) else torch.float32).eval()
         self.model.to("cuda" if torch.cuda.is_available() else "cpu")
         prepack(self.model)
-        self.cache = SlotCache(self.model, 1, s.max_tokens)
+        self.cache = slot_cache(self.model, 1, s.max_tokens)
         self.suppress_tokens = torch.tensor(self.encoder.suppress_tokens(
             self.model.config.get_text_config().vocab_size), device=self.model.device)
         self.slot = Slot(0, self.encoder, Sampling(

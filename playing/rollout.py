@@ -13,7 +13,7 @@ from torch import Tensor
 
 import envs
 from dpo import Encoder, Trajectory
-from engine.cache import SlotCache, next_token_logits, sample
+from engine.cache import next_token_logits, sample, slot_cache
 from engine.packing import shared_beginning
 from playing.conversation import before_stops, take
 
@@ -170,7 +170,7 @@ class Rollout:
         self.model, self.make_env, self.sampling = model.eval(), make_env, sampling
         self.lost, self.ended = lost, ended
         self.slots = [Slot(n, encoder, sampling) for n in range(slots)]
-        self.cache = SlotCache(model, slots, sampling.max_tokens)
+        self.cache = slot_cache(model, slots, sampling.max_tokens)
         vocabulary = model.config.get_text_config().vocab_size
         self.suppress_tokens = torch.tensor(encoder.suppress_tokens(vocabulary), dtype=torch.long,
                                             device=model.device)

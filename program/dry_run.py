@@ -5,6 +5,7 @@ without data; hours follow from the experts' lengths and from two assumptions, w
 """
 
 import math
+import random
 import re
 import weakref
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
 import envs
-from engine import sharding
+from engine import ranks, sharding
 from engine.cache import slot_bytes, slots_that_fit
 from engine.checkpoint import SHARE
 from harness.settings import (
@@ -103,14 +104,16 @@ def dry_run(s: Settings) -> None:
     print(f"{f'total, of {here.memory / 1e9:.1f}':42}{gb(totals[0]):>10}{gb(totals[1]):>11}\n")
     print(f"experts: {found.experts:,}, on average {found.turns:.1f} replies, "
           f"{found.tokens:,.0f} tokens, {found.action_tokens:,.0f} of them in replies")
-    print_phases(phases(s, found, Hours(s, found, here, numbers, slot, recompute)), here)
+    fit = slots_that_fit(FITS * here.memory - totals[1] + slot * s.slots, slot)
+    used = s if here.cpu else replace(s, slots=max(1, min(fit, s.slots)))
+    print_phases(phases(s, found, Hours(used, found, here, numbers, slot, recompute)), here)
     kept, inside = disk_bytes(s, numbers)
     state = inside / 2e9  # GB, and seconds at 1 GB/s
     print(f"disk: {kept / 1e9:,.0f} GB of agents, {inside / 1e9:,.0f} GB for checkpoints inside a "
           f"phase; one of {state:,.1f} GB every {s.checkpoint_minutes:g} minutes, or more if "
           f"writing takes over {SHARE:.0%} of the time: at 1 GB/s {state:,.0f} s, so every "
           f"{max(s.checkpoint_minutes, state / SHARE / 60):,.0f} minutes")
-    check_fit(s, here, totals, numbers, slot)
+    check_fit(s, here, totals, numbers, fit)
 
 
 def longest_pass(s: Settings, found: Lengths, here: Machine) -> list[dpo.Trajectory]:
@@ -146,10 +149,9 @@ def exploring_memory(s: Settings, numbers: int, slot: int, half: bool, training:
     return exploring | {f"cache of {s.slots} slots": slot * s.slots}
 
 
-def check_fit(s: Settings, here: Machine, totals, numbers: int, slot: int) -> None:
+def check_fit(s: Settings, here: Machine, totals, numbers: int, fit: int) -> None:
     """SettingsError if the run does not fit the memory; fewer slots are said."""
-    training, exploring = totals
-    room = FITS * here.memory
+    training, room = totals[0], FITS * here.memory
     if here.cpu:
         if max(totals) > room:
             raise SettingsError(
@@ -158,7 +160,6 @@ def check_fit(s: Settings, here: Machine, totals, numbers: int, slot: int) -> No
         return
     print(f"host memory while a model is loaded, beside the programs: {gb(4 * numbers)} "
           "GB, by the first rank")  # in fp32; it hands out a layer at a time
-    fit = slots_that_fit(room - exploring + slot * s.slots, slot)
     if fit < s.slots:
         print(f"{s.slots} slots do not fit beside the replica: {max(fit, 1)} will be used")
     if training > room:
@@ -182,14 +183,17 @@ def training_memory(model, sequences: list[dpo.Trajectory], ranks: int,
                     recompute: bool) -> dict[str, float]:
     """Bytes on a GPU in a pass over `sequences`; ranks: that share out the weights, 0 if whole."""
     numbers, layer, outside = sizes(model)
-    # Shards are gathered for two layers at a time; gradients are made in bf16 and added in fp32.
-    gathered = 2 * (outside + 2 * layer) + 6 * max(outside, layer) if ranks else 2 * numbers
+    held = activations(model, sequences, recompute)
+    # Shards are gathered for two layers at a time; gradients are made in bf16 and added in fp32. At
+    # the end those of the embeddings are, by themselves: of both uses, their sum, and in fp32.
+    gathered = (max(2 * (outside + 2 * layer) + 6 * layer, 12 * outside - held) if ranks else
+                2 * numbers)
     tokens = sum(len(s.ids) for s in sequences)
     return {"weights, fp32": 4 * numbers / max(ranks, 1),
             "gradients, fp32": 4 * numbers / max(ranks, 1),
             "Adam's moments, fp32": 8 * numbers / max(ranks, 1),
             OF_A_PASS: gathered,
-            f"activations of {tokens:,} tokens": activations(model, sequences, recompute)}
+            f"activations of {tokens:,} tokens": held}
 
 
 def sizes(model) -> tuple[int, int, int]:
@@ -250,9 +254,23 @@ class Hours:
     slot: int
     recompute: bool
 
-    def training(self, tokens: float, references: float = 0.0) -> float:
-        work = self.numbers * ((8 if self.recompute else 6) * tokens + 2 * references)
-        return work / (ARITHMETIC * self.machine.flops * self.machine.count) / 3600
+    def training(self, tokens: float, batch: int, together: int = 1, read: float = 0.0) -> float:
+        """batch: instructions of a step, of so many trajectories together. read: by a reference."""
+        work = self.numbers * ((8 if self.recompute else 6) * tokens + 2 * read)
+        return work / (self.busy(batch, together) * ARITHMETIC * self.machine.flops
+                       * self.machine.count) / 3600
+
+    def busy(self, batch: int, together: int) -> float:
+        """The share of the GPUs' time that works, as the program deals trajectories like these."""
+        rng, work, time = random.Random(0), 0, 0
+        for _ in range(20):
+            lengths = [rng.choices(self.found.sample, k=together) for _ in range(batch)]
+            groups = [dpo.Group("", [dpo.Trajectory(ids=range(n)) for n in row]) for row in lengths]
+            for pack, shares in ranks.passes(groups, self.machine.count, self.s.tokens_per_forward):
+                sizes = [len(s.ids) for g in pack for s in g.sequences]
+                loads = [sum(sizes[n] for n in share) for share in shares]
+                work, time = work + sum(loads), time + len(loads) * max(loads)
+        return work / time
 
     def playing(self, episodes: float) -> float:
         s, found, here = self.s, self.found, self.machine
@@ -268,7 +286,7 @@ def phases(s: Settings, found: Lengths, hours: Hours) -> list[tuple[str, float, 
     """(name, tokens, hours) of the run's phases."""
     agents = len(agents_of(s.method))
     sft = agents * s.sft_epochs * found.experts * found.tokens
-    rows = [("SFT", sft, hours.training(sft))]
+    rows = [("SFT", sft, hours.training(sft, s.sft_batch))]
     if s.method in EVOLVING:
         return rows * (s.warm_start == "sft") + evolution(s, found, hours)
     iterations = s.iterations * (s.method != "sft")
@@ -279,13 +297,17 @@ def phases(s: Settings, found: Lengths, hours: Hours) -> list[tuple[str, float, 
     own, other = (found.experts * found.tokens * trajectories for trajectories in (
         1 + agents * s.rollouts, agents * s.rollouts * seen))
     other_trained = other * (s.failure_epochs or s.dpo_epochs)
-    read, trained = own + other, own * s.dpo_epochs + other_trained
+    together, trained = 1 + agents * s.rollouts, own * s.dpo_epochs
     if s.dpo_steps:  # of the target; a pair has two trajectories
-        unit = 2 if s.batch_unit == "pairs" else 1 + agents * s.rollouts
-        trained = s.dpo_steps * s.dpo_batch * unit * found.tokens + other_trained
+        unit = 2 if s.batch_unit == "pairs" else together
+        trained = s.dpo_steps * s.dpo_batch * unit * found.tokens
+    # An instruction has as many pairs as trajectories, about; a batch counts either.
+    batch = max(1, s.dpo_batch // (together if s.batch_unit == "pairs" else 1))
+    preferring = hours.training(trained, batch, together, own) + bool(other) * hours.training(
+        other_trained, s.dpo_batch, agents * s.rollouts, other)
     return rows + [
         ("exploration", explored * found.tokens * iterations, hours.playing(explored) * iterations),
-        ("preferences", trained * iterations, hours.training(trained, read) * iterations)]
+        ("preferences", (trained + other_trained) * iterations, preferring * iterations)]
 
 
 def evolution(s: Settings, found: Lengths, hours: Hours) -> list[tuple[str, float, float]]:
@@ -302,7 +324,8 @@ def evolution(s: Settings, found: Lengths, hours: Hours) -> list[tuple[str, floa
     read = step * found.tokens
     return [("exploration", explored * found.tokens, hours.playing(explored)),
             ("rollouts", read * s.grpo_steps, hours.playing(step) * s.grpo_steps),
-            ("GRPO", read * s.grpo_steps, hours.training(read, 2 * read) * s.grpo_steps)]
+            ("GRPO", read * s.grpo_steps, s.grpo_steps * hours.training(
+                read, min(s.grpo_batch, most), s.step_rollouts, 2 * read))]
 
 
 def print_phases(rows: list[tuple[str, float, float]], here: Machine) -> None:
@@ -326,19 +349,20 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in self.sizes and key not in self.known:
-                self.sizes[key] = storage.nbytes()
-                self.now += self.sizes[key]
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._gone, key)
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor.untyped_storage())
         return result
 
-    def _gone(self, key):
-        self.now -= self.sizes.pop(key)
+    def add(self, storage) -> None:
+        key = storage._cdata
+        if key not in self.sizes and key not in self.known:
+            self.set(key, storage.nbytes())
+            weakref.finalize(storage, lambda: self.set(key, 0) or self.sizes.pop(key))
+
+    def set(self, key, size: int) -> None:
+        self.now += size - self.sizes.get(key, 0)
+        self.sizes[key] = size
+        self.peak = max(self.peak, self.now)
 
 
 def activations(model, sequences: list[dpo.Trajectory], recompute: bool) -> int:

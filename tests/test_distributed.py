@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import dpo
 from engine import sharding
-from engine.checkpoint import Checkpoint
+from engine.checkpoint import Checkpoint, appear
 
 
 class Stopped(Exception):
@@ -42,7 +44,7 @@ def train(accelerator, folder, shard, name, stop=0):
     assert isinstance(model, DistributedDataParallel) == (not shard and ranks > 1)
     if shard:
         local = sum(p.to_local().numel() for p in model.parameters())
-        assert local * ranks < 1.3 * sum(p.numel() for p in model.parameters())
+        assert local * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) < 1.3 * sum(p.numel() for p in model.parameters())
     dpo.add_reference(accelerator, model, groups, 40)
 
     def note(event):
@@ -129,6 +131,48 @@ def test_a_phase_that_was_stopped_goes_on_to_the_same_bits(run, ranks, shard, st
     assert again["log"] == whole["log"] and again["reference"] == whole["reference"]
     for parameter, weights in whole["weights"].items():
         assert torch.equal(again["weights"][parameter], weights)
+
+
+def on_machines(accelerator, folder, of_each):
+    os.environ["LOCAL_WORLD_SIZE"] = str(of_each)
+    return train(accelerator, folder, True, f"of-{of_each}", stop=3)
+
+
+def test_two_machines_of_two_equal_one_of_four(tmp_path):
+    """Sharded inside a machine and replicated between them; stopped and continued, too."""
+    one, two = (in_ranks(4, on_machines, tmp_path, of_each) for of_each in (4, 2))
+    for a, b in zip(one["log"], two["log"], strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], abs=1e-10)
+        assert b["gradient_norm"] == pytest.approx(a["gradient_norm"], abs=1e-9)
+    first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / f"of-{n}", dtype=torch.float64)
+                     .state_dict() for n in (4, 2))
+    for parameter, weights in first.items():
+        torch.testing.assert_close(second[parameter], weights, atol=1e-9, rtol=0)
+
+
+def test_torchrun_starts_a_run(tmp_path):
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
+         "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", root / "coevolve.py", "--env",
+         "webshop", "--method", "sft", "--train-tasks", "8", "--eval-tasks", "4", "--sft-epochs",
+         "1", "--threads", "1", "--out", tmp_path / "run"],
+        capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "2 processes on cpu" in done.stdout and (tmp_path / "run/result.json").exists()
+
+
+def test_a_file_that_a_shared_folder_shows_late_is_waited_for(tmp_path, monkeypatch):
+    """NFS remembers "no such file" for a while, and then is asked again."""
+    file, clock = tmp_path / "made", []
+    monkeypatch.setattr("time.sleep", clock.append)
+    monkeypatch.setattr(Path, "exists", lambda path: sum(clock) >= 60)
+    appear(file)
+    assert sum(clock) == 60
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    with pytest.raises(OSError, match="--out on a disk that all machines share") as error:
+        appear(file)
+    assert error.value.filename == str(file)
 
 
 @pytest.mark.parametrize("shard", [False, True])

@@ -212,8 +212,10 @@ def test_what_a_run_would_refuse_is_not_planned(folder, tmp_path, capsys):
 
 def test_the_gpu_script_runs_its_path_anywhere(tmp_path):
     done = subprocess.run([sys.executable, str(ROOT / "bench/gpu.py"), "--small", "--out",
-                           str(tmp_path / "gpu.json")], capture_output=True, text=True, timeout=200)
+                           str(tmp_path / "gpu.jsonl")], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
-    rows = json.loads((tmp_path / "gpu.json").read_text())
+    lines = (tmp_path / "gpu.jsonl").read_text().splitlines()
+    rows = {what: value for _, what, value in map(json.loads, lines)}
+    assert len(rows) == len(lines) == len(done.stdout.splitlines()) == 7
     assert rows["device"] in done.stdout and rows["training, tokens/s"] in done.stdout
     assert float(rows["log-probability in bf16 against fp32, relative"]) < 0.01

@@ -1,14 +1,19 @@
 """What eight GPUs would do, without one: their time and their memory."""
 
 import json
+import os
 import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import Toy
+from conftest import Toy, make_model
 
 import dpo
-from engine import log_softmax, ranks
+from engine import cache, log_softmax, ranks
 from harness.settings import SettingsError
 from program import start
 
@@ -115,3 +120,65 @@ def test_log_softmax_in_pieces_is_the_dense_one(dtype, sampler, logits_of, monke
         log_probs = log_softmax.target_log_probs(leaf * 1, targets, logits_of, sampler).sum()
         log_probs.backward(retain_graph=True)
         log_probs.backward()  # the logits are gone
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory):
+    """What lets tensors "on cuda" take part in autograd where torch was built without CUDA."""
+    here, library = Path(__file__).parent, tmp_path_factory.mktemp("guard") / "guard.so"
+    if torch.cuda.is_available() or not shutil.which("g++"):
+        pytest.skip("a machine without GPUs and with g++ simulates them")
+    root = Path(torch.__file__).parent
+    subprocess.run(["g++", "-shared", "-fPIC", "-std=c++20", f"-I{root}/include", here / "guard.cpp",
+                    "-o", library, f"-L{root}/lib", "-lc10", "-ltorch_cpu"], check=True)
+    return dict(LD_PRELOAD=str(library), LD_LIBRARY_PATH=f"{root}/lib", OMP_NUM_THREADS="1", PYTHONPATH=".")
+
+
+@pytest.mark.parametrize("model, share", [("llama2-7b", 0.2), ("qwen3-4b", 0.5)])
+def test_a_rank_of_eight_takes_the_planned_memory_and_waits_seldom(guard, model, share):
+    """Three layers at full width, two steps of two passes of 8,192 tokens each."""
+    done = subprocess.run(
+        [sys.executable, "tests/fake_gpu.py", model, "3", "8", "2048", str(share), "8192"],
+        cwd=Path(__file__).parents[1], env=os.environ | guard, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["mixed"] == {}
+    assert found["planned"] == pytest.approx(found["peak"], rel=0.05)
+    waits = found["waits"]  # loss and statistics of four passes; the gradient's norm of two steps
+    assert waits["tolist"] == 4 and waits["item"] == 4 + 2 and waits["to the device"] <= 4 * 20
+
+
+def documented(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size,
+               enable_gqa, seqused_k, block_table):
+    """What torch's documentation says of varlen_attn over pages, a sequence at a time."""
+    assert window_size == (-1, 0) and cu_seq_k is None and key.is_contiguous()
+    assert query.is_contiguous() and key.shape[1] % 256 == 0  # flash attention's pages
+    assert all(t.dtype == torch.int32 for t in (cu_seq_q, seqused_k, block_table))
+    sizes, out = cu_seq_q.diff().tolist(), torch.empty_like(query)
+    assert max_q == max(sizes) and max_k == int(seqused_k.max())
+    for n, size in enumerate(sizes):
+        first, used = int(cu_seq_q[n]), int(seqused_k[n])
+        q = query[first:first + size].transpose(0, 1)                               # (H, n, d)
+        k, v = (x[block_table[n].long()].flatten(0, 1)[:used].transpose(0, 1).repeat_interleave(
+            q.shape[0] // x.shape[2], 0) for x in (key, value))                     # (H, used, d)
+        seen = torch.ones(size, used, dtype=torch.bool).tril(used - size)
+        scores = (scale * q @ k.mT).masked_fill(~seen, -torch.inf)
+        out[first:first + size] = (scores.softmax(-1) @ v).transpose(0, 1)
+    return out
+
+
+def test_flash_attention_over_the_cache_is_given_what_its_contract_wants(monkeypatch):
+    """Pages, single tokens and a copied slot give the logits of the cache that CPUs use."""
+    monkeypatch.setattr(cache, "varlen_attn", documented)
+    model, rng = make_model(50), random.Random(0)
+    ids = lambda n: [rng.randrange(50) for _ in range(n)]  # noqa: E731
+    caches = [kind(model, 4, 300) for kind in (cache.SlotCache, cache.VarlenCache)]
+    steps = [[(2, 0, ids(40)), (0, 0, ids(7))], [(0, 7, ids(1)), (1, 40, ids(1)), (2, 40, ids(230))],
+             [(1, 41, ids(1)), (2, 270, ids(1)), (0, 8, ids(3)), (3, 0, ids(5))]]
+    with torch.no_grad():
+        for step in steps:
+            ours, flash = (cache.next_token_logits(model, c, step) for c in caches)
+            torch.testing.assert_close(flash, ours, atol=1e-5, rtol=0)
+            for c in caches if step is steps[0] else ():
+                c.copy(2, 1, 40)
+    assert type(cache.slot_cache(model, 4, 300)) is cache.SlotCache  # a CPU
