@@ -1,4 +1,4 @@
-"""Measures a GPU in 25 minutes: speed, memory against the dry run, agreement, repeatability.
+"""Measures a GPU in 25 minutes: speed, memory against the dry run, repeatability.
 
     python bench/gpu.py            Qwen3 at 0.6B and 4B, Llama-2's width with fewer layers; random
     python bench/gpu.py --small    a few thousand parameters, on any machine: the path only
@@ -24,8 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 import dpo
 from bench.bench import Pages, fit, make_groups, word_tokenizer
-from engine import sharding
-from engine.cache import cache_shape
+from engine import cache, sharding
 from harness.files import ROOT
 from harness.settings import Settings
 from playing.rollout import Sampling, rollout
@@ -58,7 +57,7 @@ def forward_flops(model, tokens: int, seen: int, projected: int) -> float:
     A token sees itself, too. The vocabulary is projected for `projected` tokens.
     """
     c = model.config.get_text_config()
-    layers, _, d = cache_shape(c)
+    layers, _, d = cache.cache_shape(c)
     weights = sum(p.numel() for p in sharding.layers_of(model).parameters() if p.ndim == 2)
     attention = 2 * layers * c.num_attention_heads * d * seen
     return 2 * (weights * tokens + attention + projected * c.hidden_size * c.vocab_size)
@@ -97,18 +96,6 @@ def training(config, accelerator, length: int, steps: int) -> list[tuple[str, st
     return rows
 
 
-def agreement(config, accelerator, length: int) -> list[tuple[str, str]]:
-    """Log-probabilities of the same trajectories in fp32 and with bf16 passes."""
-    group = make_groups(1, length, length // 3, vocabulary=config.vocab_size)[0]
-    model = build(config, torch.float32, accelerator.device).eval()
-    with torch.no_grad():
-        exact = dpo.action_log_probs(model, group.sequences)
-        with torch.autocast(accelerator.device.type, torch.bfloat16):
-            rounded = dpo.action_log_probs(model, group.sequences)
-    off = ((rounded - exact) / exact).abs().max().item()
-    return [("log-probability in bf16 against fp32, relative", f"{off:.1e}")]
-
-
 def rollouts(config, accelerator, slots: int, words: int, reply: int) -> list[tuple[str, str]]:
     """Twice as many episodes as slots: pages of so many words, replies of so many tokens."""
     device = accelerator.device
@@ -124,12 +111,20 @@ def rollouts(config, accelerator, slots: int, words: int, reply: int) -> list[tu
             ("rollouts, tokens an episode", f"{tokens / len(played):,.0f}")]
 
 
-def attention(config, accelerator, length: int, steps: int) -> list[tuple[str, str]]:
-    """Training with cuDNN's attention, which the program turns off, after training without it."""
+def with_cudnn(*arguments) -> list[tuple[str, str]]:
+    """Training with cuDNN's attention, which the program turns off."""
     torch.backends.cuda.enable_cudnn_sdp(True)
-    rows = [row for row in training(config, accelerator, length, steps) if "tokens/s" in row[0]]
+    rows = training(*arguments)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    return [(f"{what}, cuDNN's attention", value) for what, value in rows]
+    return [(f"{what}, cuDNN's attention", value) for what, value in rows[:1]]
+
+
+def without_flash(*arguments) -> list[tuple[str, str]]:
+    """Rollouts with the attention of CPUs, over the cache as tables."""
+    flash, cache.varlen_attn = cache.varlen_attn, None
+    rows = rollouts(*arguments)
+    cache.varlen_attn = flash
+    return [(f"{what}, read as tables", value) for what, value in rows[:1]]
 
 
 def to_the_bit(folder: Path) -> list[tuple[str, str]]:
@@ -147,20 +142,18 @@ def to_the_bit(folder: Path) -> list[tuple[str, str]]:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--out", default="gpu.jsonl")
     asked = parser.parse_args(argv)
     if not asked.small and not torch.cuda.is_available():
         sys.exit("gpu.py: this machine has no GPU; --small shows that the script works")
     torch.set_num_threads(1)
     accelerator = make_accelerator(Settings(model="of this size"))
-    length, playing = (150, (2, 20, 8)) if asked.small else (3000, (asked.slots, 300, 100))
+    steps, length, playing = (2, 150, (2, 20, 8)) if asked.small else (6, 3000, (32, 300, 100))
     models = dict(small=SMALL) if asked.small else MODELS
     first, *others = models.items()
-    plan = [(training, *first, length, asked.steps), (attention, *first, length, asked.steps),
-            (rollouts, *first, *playing), (agreement, *first, length)]
-    plan += [(training, *model, length, asked.steps) for model in others]
+    plan = [(training, *first, length, steps), (with_cudnn, *first, length, steps),
+            (rollouts, *first, *playing), (without_flash, *first, *playing)]
+    plan += [(training, *model, length, steps) for model in others]
 
     def note(model, rows):
         for what, value in rows:

@@ -45,21 +45,21 @@ class InPieces(torch.autograd.Function):
     def forward(ctx, logits, targets, rows, pieces, whole):
         ctx.save_for_backward(logits, targets, rows)
         ctx.work = pieces, whole
-        return torch.cat([whole(*InPieces.cut(logits, targets, rows, piece)) for piece in pieces])
+        return torch.cat([whole(*part) for part in InPieces.cut(logits, targets, rows, pieces)])
 
     @staticmethod
     def backward(ctx, gradient):
         logits, targets, rows = ctx.saved_tensors
         pieces, whole = ctx.work
-        for piece in pieces:
-            part, *others = InPieces.cut(logits, targets, rows, piece)
+        parts = InPieces.cut(logits, targets, rows, pieces)
+        for (part, *others), (_, _, u, until) in zip(parts, pieces):
             with torch.enable_grad():
                 leaf = part.detach().requires_grad_()
                 found = whole(leaf, *others)
-            part.copy_(torch.autograd.grad(found, leaf, gradient[piece[2]:piece[3]])[0])
+            part.copy_(torch.autograd.grad(found, leaf, gradient[u:until])[0])
         return logits, None, None, None, None
 
     @staticmethod
-    def cut(logits, targets, rows, piece):
-        k, end, u, until = piece
-        return logits[k:end], targets[u:until], None if rows is None else rows[u:until] - k
+    def cut(logits, targets, rows, pieces):
+        return [(logits[k:end], targets[u:until], None if rows is None else rows[u:until] - k)
+                for k, end, u, until in pieces]

@@ -183,16 +183,22 @@ def training_memory(model, sequences: list[dpo.Trajectory], ranks: int,
                     recompute: bool) -> dict[str, float]:
     """Bytes on a GPU in a pass over `sequences`; ranks: that share out the weights, 0 if whole."""
     numbers, layer, outside = sizes(model)
-    held = activations(model, sequences, recompute)
-    # Shards are gathered for two layers at a time; gradients are made in bf16 and added in fp32. At
-    # the end those of the embeddings are, by themselves: of both uses, their sum, and in fp32.
-    gathered = (max(2 * (outside + 2 * layer) + 6 * layer, 12 * outside - held) if ranks else
-                2 * numbers)
+    held, more = activations(model, sequences, recompute), 2 * numbers
+    if ranks:  # the most of three moments, in bf16, but gradients are added up in fp32
+        head = model.get_output_embeddings().weight.numel()
+        one = [replace(s, action_mask=[0] * (len(s.ids) - 1) + [1]) for s in sequences]
+        more = max(
+            2 * outside,  # at the logits
+            # In the layers two of them are gathered, and the logits' weights have their gradient.
+            activations(model, one, recompute) - held
+            + 2 * (outside + head + 2 * layer) + 6 * layer,
+            # At the end the embeddings have gradients of both uses, their sum, and that in fp32.
+            12 * outside - held)
     tokens = sum(len(s.ids) for s in sequences)
     return {"weights, fp32": 4 * numbers / max(ranks, 1),
             "gradients, fp32": 4 * numbers / max(ranks, 1),
             "Adam's moments, fp32": 8 * numbers / max(ranks, 1),
-            OF_A_PASS: gathered,
+            OF_A_PASS: more,
             f"activations of {tokens:,} tokens": held}
 
 

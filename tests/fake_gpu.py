@@ -1,6 +1,6 @@
 """One rank of several GPUs on tensors without data: what training allocates and waits for.
 
-    PYTHONPATH=. LD_PRELOAD=guard.so python tests/fake_gpu.py MODEL LAYERS RANKS TOKENS SHARE PASS
+    PYTHONPATH=. LD_PRELOAD=guard.so python tests/fake_gpu.py MODEL LAYERS RANKS TOKENS SHARE PASS  (0: all layers)
 
 guard.so (of guard.cpp) lets tensors "on cuda" take part in autograd where torch was built without
 CUDA. Sizes and dtypes are torch's own; attention is the kernel that torch chooses on an H100
@@ -32,14 +32,14 @@ from engine import sharding
 from program import dry_run
 
 ROOT = Path(__file__).parent.parent
-LLAMA = dict(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_attention_heads=32)
 MODELS = {
-    "llama2-7b": LlamaConfig(**LLAMA),
-    "llama2-13b": LlamaConfig(**LLAMA | dict(
-        hidden_size=5120, intermediate_size=13824, num_attention_heads=40)),
-    "qwen3-4b": Qwen3Config(vocab_size=151936, hidden_size=2560, intermediate_size=9728,
-                            num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-                            tie_word_embeddings=True)}
+    "llama2-7b": (LlamaConfig, dict(num_hidden_layers=32, hidden_size=4096, vocab_size=32000,
+                                    intermediate_size=11008, num_attention_heads=32)),
+    "llama2-13b": (LlamaConfig, dict(num_hidden_layers=40, hidden_size=5120, vocab_size=32000,
+                                     intermediate_size=13824, num_attention_heads=40)),
+    "qwen3-4b": (Qwen3Config, dict(num_hidden_layers=36, hidden_size=2560, vocab_size=151936,
+                                   intermediate_size=9728, num_attention_heads=32, head_dim=128,
+                                   num_key_value_heads=8, tie_word_embeddings=True))}
 
 
 class Stream:
@@ -145,9 +145,8 @@ def main(name, layers, ranks, tokens, share, tokens_of_pass):
     mesh = sharding.init_device_mesh("cuda", (ranks,))
     sharding.init_device_mesh = lambda *_, **__: mesh  # made of real numbers
     dist.broadcast_object_list = lambda *_, **__: None
-    accelerator, config = Rank(ranks), MODELS[name]
-    config.num_hidden_layers = layers or {"llama2-13b": 40, "qwen3-4b": 36}.get(name, 32)
-
+    accelerator, (kind, sizes) = Rank(ranks), MODELS[name]
+    config = kind(**sizes | (dict(num_hidden_layers=layers) if layers else {}))
     per_rank = tokens_of_pass // tokens
     sides = trajectories(per_rank * ranks * 2, tokens, share)
     batch = [dpo.Group(str(n), [a, b], [dpo.Pair("k", 0, 1)], [-10.0] * 2)
