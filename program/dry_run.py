@@ -185,13 +185,13 @@ def training_memory(model, sequences: list[dpo.Trajectory], ranks: int,
     numbers, layer, outside = sizes(model)
     held, more = activations(model, sequences, recompute), 2 * numbers
     if ranks:  # the most of three moments, in bf16, but gradients are added up in fp32
-        head = model.get_output_embeddings().weight.numel()
+        hidden = sum(len(s.ids) for s in sequences) * model.config.get_text_config().hidden_size
         one = [replace(s, action_mask=[0] * (len(s.ids) - 1) + [1]) for s in sequences]
         more = max(
             2 * outside,  # at the logits
-            # In the layers two of them are gathered, and the logits' weights have their gradient.
+            # In the layers two of them are gathered; three more hidden states live [simulated].
             activations(model, one, recompute) - held
-            + 2 * (outside + head + 2 * layer) + 6 * layer,
+            + 2 * (outside + 2 * layer + 3 * hidden) + 6 * layer,
             # At the end the embeddings have gradients of both uses, their sum, and that in fp32.
             12 * outside - held)
     tokens = sum(len(s.ids) for s in sequences)
