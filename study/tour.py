@@ -33,7 +33,8 @@ CHARACTERS = 96  # of a line of the first picture
 def make_runs() -> None:
     for run, *flags in (RUN, "coevolve"), (EVOLVE, "evolve", "--reuse", RUN):
         subprocess.run([sys.executable, ROOT / "coevolve.py", "--env", "webshop", "--quick",
-                        "--threads", "1", "--out", run, "--method", *flags], check=True)
+                        "--train-tasks", "30", "--eval-tasks", "8", "--threads", "1",
+                        "--out", run, "--method", *flags], check=True)
 
 
 def settings_of(run: Path) -> SimpleNamespace:
