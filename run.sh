@@ -119,6 +119,6 @@ case $command in
         cd "$here"
         export CUDA_VISIBLE_DEVICES=  # the tests compare to the bit, or nearly, on the CPU
         exec "$python" -m pytest -q -rs --durations=10 -o testpaths=tests -n logical --maxprocesses 4 \
-            --dist loadfile "$@" ;;
+            --dist loadfile --no-loadscope-reorder "$@" ;;
     *) exec "$python" "$here/program/launch.py" "$here/coevolve.py" --env "$command" "$@" ;;
 esac

@@ -334,3 +334,8 @@ def endpoint(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     yield server
     server.shutdown()
+
+
+def pytest_collection_modifyitems(items):
+    """The longest file first, so that no worker is left with it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_tour.py")
