@@ -118,7 +118,7 @@ def test_only_the_rank_that_reads_ever_holds_a_whole_model(tmp_path):
     """The other holds its half and one part of 17 whole, as planned; read by each, both all."""
     first, other = in_ranks(2, memory, tmp_path)
     assert first["each"] > first["bytes"] and other["each"] > other["bytes"]
-    assert first["one"] > first["bytes"] and other["one"] < 0.6 * other["bytes"]
+    assert first["one"] > first["bytes"] and other["one"] < 0.65 * other["bytes"]
     assert other["one"] == pytest.approx(other["planned"], rel=0.1)
 
 

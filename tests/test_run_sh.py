@@ -145,7 +145,7 @@ def test_active_environment_that_satisfies_the_requirements_is_used(machine):
     run = machine(python3=FULL)
     done = run("test", "-k", "a name")
     assert done.stdout == ("ran -m pytest -q -rs --durations=10 -o testpaths=tests -n logical --maxprocesses 4 "
-                           "--dist loadfile -k a name\n") and done.returncode == 0
+                           "--dist loadfile --no-loadscope-reorder -k a name\n") and done.returncode == 0
     assert "coevolve.py --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
     assert run("load-intercode", "a").stdout == (
         "ran -m worlds.intercodesql.spider a\n")
