@@ -115,10 +115,13 @@ def test_every_rank_gets_the_bits_that_it_would_read(family, tmp_path):
 
 
 def test_only_the_rank_that_reads_ever_holds_a_whole_model(tmp_path):
-    """The other holds its half and one part of 17 whole, as planned; read by each, both all."""
+    """The other holds its half and one part of 17 whole, as planned; read by each, both all.
+
+    Gloo may let go of a part that it has sent when the next one is there already: two parts.
+    """
     first, other = in_ranks(2, memory, tmp_path)
     assert first["each"] > first["bytes"] and other["each"] > other["bytes"]
-    assert first["one"] > first["bytes"] and other["one"] < 0.65 * other["bytes"]
+    assert first["one"] > first["bytes"] and other["one"] < (1 / 2 + 2 / 17) * other["bytes"]
     assert other["one"] == pytest.approx(other["planned"], rel=0.1)
 
 

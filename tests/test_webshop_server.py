@@ -95,7 +95,8 @@ def serve():
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
     monkeypatch.setattr(envs.Repaired, "waits", (0.01, 0.01))
-    monkeypatch.setattr(WebShopServer, "_known", {})  # a port may be a second server's
+    for state, empty in (("_known", {}), ("_loaded", set()), ("_loading", set())):
+        monkeypatch.setattr(WebShopServer, state, empty)  # a port may be a second server's
 
 
 def client(server, view="full", **changed):
