@@ -9,9 +9,9 @@ import argparse
 import math
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -23,6 +23,8 @@ import mutual
 from dpo import Trajectory
 from harness.files import ROOT, command, read_jsonl, write_text
 from harness.report import config_of, events
+from harness.settings import from_flat
+from playing.explorer import replies
 from training.models import TINY, load_model
 
 RUN, EVOLVE = Path("runs/tour"), Path("runs/tour-evolve")
@@ -37,22 +39,24 @@ def make_runs() -> None:
                         "--out", run, "--method", *flags], check=True)
 
 
-def settings_of(run: Path) -> SimpleNamespace:
-    return SimpleNamespace(**config_of(run)["settings"])
+@cache
+def trajectories(path: Path) -> dict[str, list[Trajectory]]:
+    """task -> its trajectories in a file."""
+    found = defaultdict(list)
+    for row in read_jsonl(path):
+        found[row["task"]].append(Trajectory(**row))
+    return found
 
 
-def trajectories(path: Path, task: str) -> list[Trajectory]:
-    return [Trajectory(**row) for row in read_jsonl(path) if row["task"] == task]
-
-
-def replies(e: Trajectory) -> list[str]:
-    return [m["content"] for m in e.messages if m["role"] == "assistant"]
+@cache
+def model_of(folder):
+    return load_model(folder).eval()
 
 
 @torch.inference_mode()
 def log_probs(folder, episodes: list[Trajectory], sampler=dpo.Sampler()) -> list[list[float]]:
     """log pi(t_k | t_<k) of each episode's action tokens, by the model in a folder, in nats."""
-    found = dpo.token_log_probs(load_model(folder).eval(), episodes, sampler)
+    found = dpo.token_log_probs(model_of(folder), episodes, sampler)
     return [each.tolist() for each in found.split([e.action_tokens for e in episodes])]
 
 
@@ -64,12 +68,12 @@ def first_system() -> dict:
 
     Of several the one whose episodes have the fewest different replies.
     """
-    s, found, rose = settings_of(RUN), [], []
+    s, found, rose = from_flat(**config_of(RUN)["settings"]), [], []
     before, after = (e["pairs"] for e in events(RUN)["margins"]
                      if e["phase"] == "iter1/target-agent")
     for row in read_jsonl(RUN / "experts.jsonl"):
         e, dropped = Trajectory(**row), Counter()
-        target, failure = (trajectories(RUN / f"iter1/{agent}.jsonl", e.task)
+        target, failure = (trajectories(RUN / f"iter1/{agent}.jsonl")[e.task]
                            for agent in ("target", "failure"))
         pairs = coevolve.d_tgt(e, target, failure, s, dropped)
         for pair, *measured in zip(pairs, before.get(e.task, []), after.get(e.task, [])):
@@ -100,7 +104,7 @@ def first_system() -> dict:
                 if pair["task"] == expert.task],
         episodes=[expert, *target, *failure],
         later=[e for agent in ("target", "failure")
-               for e in trajectories(RUN / f"iter2/{agent}.jsonl", expert.task)])
+               for e in trajectories(RUN / f"iter2/{agent}.jsonl")[expert.task]])
 
 
 def token_rows(e: Trajectory, base: list[float], sft: list[float]) -> list[dict]:
@@ -121,14 +125,15 @@ def second_system() -> dict:
 
     Of several the one with the ratio that clipping changes most.
     """
-    s, iteration, tokenizer = (settings_of(EVOLVE), EVOLVE / "iter1",
+    s, iteration, tokenizer = (from_flat(**config_of(EVOLVE)["settings"]), EVOLVE / "iter1",
                                AutoTokenizer.from_pretrained(BEFORE))
     proposals, found = read_jsonl(iteration / "proposals.jsonl"), []
     sampler = dpo.Sampler(s.grpo_temperature, dpo.Encoder(tokenizer).suppress_tokens(
-        load_model(BEFORE).config.vocab_size))
+        model_of(BEFORE).config.vocab_size))
+    played = trajectories(EVOLVE / "iter2/target-agent/episodes.jsonl")
     added = [row for row in proposals if row["verdict"] == "added"]
     for row, proposal in zip(read_jsonl(iteration / "tasks.jsonl"), added, strict=True):
-        group = [e for e in trajectories(EVOLVE / "iter2/target-agent/episodes.jsonl", row["id"])
+        group = [e for e in played[row["id"]]
                  if e.iteration == s.evolve_every + 1]  # played by iter1/target-agent as it is
         if advantages := mutual.advantages([e.reward for e in group]):
             found.append(dict(new=row["id"], proposal=proposal, group=list(zip(group, advantages)),
