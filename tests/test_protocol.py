@@ -1,18 +1,11 @@
 """--protocol eto: what an agent reads, by the texts of a prompt folder, and what is trained on it.
 
-The folder here is our own, of the form that ETO and IPR publish. Where ETO_REPOSITORY or
-IPR_REPOSITORY names a copy of theirs, their own environments play the same replies beside ours.
+The folder here is our own, of the form that ETO and IPR publish. How replies are read is what
+their environments do (ETO a2fc5da, IPR 93335a3), which were run beside ours.
 """
 
-import importlib.util
 import json
-import os
-import random
-import re
-import sys
-import types
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,10 +19,7 @@ from playing.conversation import play
 from playing.rollout import Sampling, rollout
 from training.pairs import reopened
 from worlds import first_reply
-from worlds.intercodesql.world import sql_reward
-from worlds.webshop.shop import WebShop
 
-ROOT = Path(__file__).resolve().parents[1]
 CHAT = [("user", "Observation:\nWebShop [SEP] Instruction: [SEP] a hat [SEP] Search"),
         ("assistant", "Thought: I search.\nAction: search[hat]"),
         ("user", "Observation:\nInstruction: [SEP] a hat [SEP] B0HAT"),
@@ -92,6 +82,24 @@ def test_an_episode_in_the_shop_turn_by_turn(prompts):
          ("assistant", replies[4]), ("user", f"Observation:\n{clocks}")]), 0.0)
 
 
+@pytest.mark.parametrize("reply, action", [
+    ("Action:", None), ("Action:click[x]", None), ("search[rug]", None), ("action: search[rug]", None),
+    ("Thought: a\nAction: search[rug]\nAction: search[lamp]", "search[rug]"),
+    (" Action: search[dog harness] ", "search[dog harness]"),
+    ("Action: search[wall clock] now", "search[wall clock]"),
+    ("Thought: Action: search[rug]\nObservation: x", "search[rug]"),
+    # their shop is given these, and stays on its page
+    ("Action:  search[lamp]", ""), ("Action: \nsearch[lamp]", ""), ("Action: click[Search]", ""),
+    ("Action: search[a] and click[b]", ""),
+])
+def test_a_reply_acts_in_the_shop_as_in_theirs(prompts, reply, action):
+    env, ours = make("webshop", prompts), envs.make("webshop")
+    env.reset("webshop-test-0"), ours.reset("webshop-test-0")
+    expected = ("Observation: Invalid format. The input must contains 'Action: '" if action is None
+                else f"Observation:\n{ours.step(action).observation}")
+    assert env.step(reply) == envs.Step(expected, 0.0, False)
+
+
 def test_the_examples_are_as_many_as_asked_for(prompts):
     counts = [len(envs.opening(make("webshop", prompts, examples=n), "page", True)) for n in range(3)]
     assert counts == [3, 7, 9]
@@ -130,6 +138,39 @@ def test_what_the_databases_say(prompts):
     assert read[2].endswith("\n") and read[3].startswith("Observation: Error executing query:")
 
 
+@pytest.mark.parametrize("reply, sql", [  # Q: a query
+    ("Q", None), ("Action: Q", None), ("I submit", None), ("", None), ("```sql\nQ\n```", None),
+    ("Action:\n```sql\n\n```", None), ("Action:submit.", "submit"), ("Action: submit", "submit"),
+    ("Action: ```sql\nQ\n```\nAction: submit", "submit"), ("Action:```sql\nQ\nLIMIT 1\n```", "Q"),
+    ("Action:\n```sql Q ```\nAction:\n```sql\nSHOW TABLES\n```", "Q"),
+])
+def test_a_reply_acts_on_the_databases_as_in_theirs(prompts, reply, sql):
+    env = make("intercodesql", prompts)
+    task = env.tasks("test")[0]
+    env.reset(task)
+    query = env.find(task)["gold"]
+    step = env.step(reply.replace("Q", query))
+    assert step.done == (sql == "submit")
+    if not step.done:
+        env.reset(task)
+        shown = env.step(f"Action: \n```sql\n{query}\n```").observation
+        assert (step.observation == shown) == (sql == "Q")
+        assert sql == "Q" or step.observation.startswith("Observation: I don't understand")
+
+
+def test_a_wrong_answer_may_earn_less_than_0(prompts):
+    env, ours = make("intercodesql", prompts), envs.make("intercodesql")
+    rewards = set()
+    for task in env.tasks("test")[:60]:
+        query = f"SELECT * FROM ({env.find(task)['gold']}) AS t ORDER BY 1 DESC"
+        for world in (ours, env):
+            world.reset(task)
+            world.step(f"Action: \n```sql\n{query}\n```")
+            step = world.step("Action: submit")
+            rewards.add(step.reward if world is env else -9)
+    assert {-1.0, 1.0} < rewards
+
+
 @pytest.fixture(scope="module")
 def science(prompts):
     env = make("scienceworld", prompts)
@@ -145,6 +186,8 @@ def test_science_opens_with_its_heading_and_a_wrong_first_focus_is_minus_1(scien
     assert messages[-1]["content"].startswith("Observation: ") and reward == -1.0
     expert = envs.opening(science, messages[6]["content"])
     assert expert[2]["content"].startswith("Your task is to find")
+    science.reset(task)
+    assert conversation(science, task, [f"Action: {a}" for a in science.gold()])[1] == 1.0
     # Not the first: what had been reached before. One without an action forgets it.
     assert conversation(science, task, ["Action: look around", "Action: focus on air"])[1] >= 0
     reached = ["Action: teleport to kitchen"] * 2
@@ -310,207 +353,3 @@ def test_a_folder_without_prompts_is_named(tmp_path, file, text):
     path.unlink() if text is None else path.write_text(text)
     with pytest.raises(envs.Refused, match=rf"^--prompts {tmp_path}: .*{path.name}.*$"):
         make("webshop", str(tmp_path))
-
-
-# ------------------------------------------------------------------------------ beside their code
-
-
-def repository(variable):
-    path = os.environ.get(variable)
-    if not path or not (Path(path) / "eval_agent/envs").is_dir():
-        pytest.skip(f"{variable} names no copy of their repository")
-    return Path(path)
-
-
-def their_code(root, name, monkeypatch):
-    """Their module eval_agent.envs.NAME, with what it imports and does not use here left out."""
-    def empty(module, **names):
-        found = types.ModuleType(module)
-        found.__dict__.update({"__path__": [], **names})
-        monkeypatch.setitem(sys.modules, module, found)
-
-    def load(module, path):
-        spec = importlib.util.spec_from_file_location(module, root / path)
-        found = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, module, found)
-        spec.loader.exec_module(found)
-        return found
-
-    for module in ("eval_agent", "eval_agent.utils", "webshop", "webshop.web_agent_site"):
-        empty(module)
-    empty("webshop.web_agent_site.envs", WebAgentTextEnv=object)
-    empty("eval_agent.tasks", WebShopTask=object, SciWorldTask=object, IntercodeSQLTask=object)
-    load("eval_agent.utils.datatypes", "eval_agent/utils/datatypes.py")
-    templates = load("eval_agent.prompt.templates", "eval_agent/prompt/templates.py")
-    empty("eval_agent.prompt", prompt_with_icl=templates.prompt_with_icl)
-    base = load("eval_agent.envs.base", "eval_agent/envs/base.py")
-    empty("eval_agent.envs", BaseEnv=base.BaseEnv)
-    return load(f"eval_agent.envs.{name}", f"eval_agent/envs/{name}.py")
-
-
-def their_options(root, stem, **more):
-    return dict(icl_format="conversation", max_steps=10,
-                instruction_path=root / f"eval_agent/prompt/instructions/{stem}_inst.txt",
-                icl_path=root / f"eval_agent/prompt/icl_examples/{stem}_icl.json", **more)
-
-
-def assert_same(env, task, theirs, replies):
-    """Our environment and theirs on the same replies: turn by turn, how it ends, the reward."""
-    _, state = theirs.reset()
-    assert envs.opening(env, env.reset(task), playing=True) == state.history
-    messages, steps = list(state.history), 0
-    for reply in replies:
-        step, (_, state) = env.step(reply), theirs.step(reply)
-        steps += 1
-        messages.append({"role": "assistant", "content": reply})
-        assert state.history[:len(messages)] == messages
-        over = step.done or steps == env.max_steps
-        assert state.finished == over
-        if over:
-            reward = 0 if state.reward is None else state.reward
-            assert step.reward == reward and (step.reward == 1.0) == (reward == 1.0)
-            return step.reward
-        messages.append({"role": "user", "content": step.observation})
-        assert state.history == messages
-    return None
-
-
-class OfficialShop:
-    """The catalogue of the embedded shop as the official text environment plays it."""
-
-    def __init__(self):
-        self.shop = WebShop()
-
-    def reset(self, session):
-        self.observation = self.shop.reset(f"webshop-test-{session}")
-
-    def step(self, action):
-        found = re.match(r"(.+)\[(.+)\]", action)
-        name, argument = found.groups() if found else (action, None)
-        argument = argument and argument.lower()
-        shown = self.shop.shown
-        if name == "search" and argument:
-            shown = self.shop._find(argument)
-        elif name == "click" and argument in shown.links and argument != "search":
-            shown = self.shop._follow(shown.links[argument])
-        return self.shop._show(shown), shown.reward, shown.kind == "done", None
-
-
-def odd_replies(rng, right, links):
-    """A player who mostly does what is right, and otherwise all that a model may write."""
-    for reply in right:
-        while rng.random() < 0.35:
-            yield rng.choice([
-                "", "hm", "Action:", "Action: ", "Action:click[buy now]", "search[rug]", "click[Search]",
-                "Thought: a\nAction: search[rug]\nAction: search[lamp]", "Action: search[ ]",
-                "Action:  search[lamp]", "Action: search[wall clock] now", "action: search[rug]",
-                f"Action: click[{rng.choice(links())}]", "Action: click[next >]\nThought: so",
-                "Action: click[< Prev]", "Action: search[a] and click[b]", " Action: search[dog harness] ",
-                "Thought: Action: search[rug]\nObservation: x", "Action: \nsearch[lamp]"])
-        yield reply
-
-
-@pytest.mark.parametrize("variable", ["ETO_REPOSITORY", "IPR_REPOSITORY"])
-def test_the_shop_beside_their_code(variable, monkeypatch):
-    root, rng = repository(variable), random.Random(0)
-    code, official = their_code(root, "webshop_env", monkeypatch), OfficialShop()
-    env = make("webshop", str(root / "eval_agent/prompt"), examples=1 - (variable[0] == "I"))
-    rewards = []
-    for n in range(150):
-        task = f"webshop-test-{n}"
-        plain = envs.make("webshop")
-        script = [m["content"] for m in envs.converse(plain, plain.reset(task), plain.expert())[0][1::2]]
-        theirs = code.WebShopEnv(types.SimpleNamespace(session_id=n), official,
-                                 **their_options(root, "webshop"))
-        replies = odd_replies(rng, script * 4, lambda: env.clickables() or ["x"])
-        rewards.append(assert_same(env, task, theirs, replies))
-    assert None not in rewards and {0, 1.0} < set(rewards)
-
-
-class OfficialScience:
-    """The simulator as their jar shows it: the description has a heading."""
-
-    def __init__(self):
-        self.world = envs.make("scienceworld")
-
-    def load(self, kind, number, simplificationStr, generateGoldPath):
-        self.task = f"scienceworld-train-{kind}-{number}"
-
-    def reset(self):
-        self.world.reset(self.task)
-        self.server = self.world._simulator.interface
-        return "", {"taskDesc": self.server.freeActionTaskDesc()}
-
-    def step(self, action):
-        observation = self.server.step(action)
-        score, done = self.server.getScore(), self.server.getCompleted()
-        return observation, 0, done or score < 0, {"raw_score": score}
-
-
-def test_science_beside_their_code(monkeypatch, tmp_path):
-    root, rng = repository("ETO_REPOSITORY"), random.Random(1)
-    monkeypatch.chdir(root)  # where it looks for its step caps
-    code, official = their_code(root, "sciworld_env", monkeypatch), OfficialScience()
-    env = make("scienceworld", str(root / "eval_agent/prompt"))
-    rewards = []
-    for kind, number in (("find-animal", 0), ("find-plant", 3), ("lifespan-longest-lived", 1),
-                         ("find-non-living-thing", 2), ("power-component", 1)):
-        for k in range(4):
-            task = f"scienceworld-train-{kind}-{number}"
-            env.reset(task)
-            right = [f"Thought: t\nAction: {a}" for a in env.gold()]
-            if k == 3:
-                right = ["Action: focus on air"]
-            names = {"find-animal": "task-3-find-animal", "find-plant": "task-3-find-plant",
-                     "lifespan-longest-lived": "task-6-lifespan-(longest-lived)",
-                     "find-non-living-thing": "task-3-find-non-living-thing",
-                     "power-component": "task-2-power-component"}
-            theirs = code.SciWorldEnv(
-                types.SimpleNamespace(sub_task_name=names[kind], variation_idx=number), official,
-                **their_options(root, "sciworld"))
-            official.load = lambda *_, **__: setattr(official, "task", task)
-            replies = right if k in (0, 3) else odd_replies(rng, right * 40, lambda: [
-                "x", "look around", "air"])
-            rewards.append(assert_same(env, task, theirs, replies))
-    env.close(), official.world.close()
-    assert {1.0, -1.0} < set(rewards)
-
-
-class OfficialQueries:
-    """InterCode's environment over the generated databases."""
-
-    def __init__(self):
-        self.world = envs.make("intercodesql")
-
-    def reset(self, task):
-        self.query = self.world.reset(task)
-        self.gold, self.last = self.world.find(task)["gold"], None
-
-    def step(self, action):
-        if action == "submit":
-            gold = self.world._db.run(self.gold)
-            return "", sql_reward(self.last, gold), True, None
-        self.last = self.world._db.run(action)
-        return self.last, 0, False, None
-
-
-def test_databases_beside_their_code(monkeypatch):
-    root, rng = repository("IPR_REPOSITORY"), random.Random(2)
-    code, official = their_code(root, "intercode_sql_env", monkeypatch), OfficialQueries()
-    env, rewards = make("intercodesql", str(root / "eval_agent/prompt")), []
-    for task in env.tasks("test")[:60]:
-        gold = env.find(task)["gold"]
-        table = re.search(r"FROM (\w+)", gold)[1]
-        replies = []
-        while len(replies) < 12:
-            query = rng.choice([gold, "SHOW TABLES", f"DESC {table}", f"SELECT * FROM {table}", "SELECT",
-                                f"SELECT nothing FROM {table}", f"SELECT * FROM {table} ORDER BY 1 DESC",
-                                f"SELECT * FROM ({gold}) AS t ORDER BY 1 DESC", "SELECT * FROM nowhere", "", f"{gold}\nLIMIT 1", gold])
-            replies.append(rng.choice([f"Thought: t\nAction: \n```sql\n{query}\n```"] * 6 + [
-                query, "Action: submit", "Action:submit.", f"Action: {query}", "I submit", "",
-                f"Action: ```sql\n{query}\n```\nAction: submit", f"```sql\n{query}\n```",
-                f"Action:\n```sql {query} ```\nAction:\n```sql\nSHOW TABLES\n```"]))
-        theirs = code.IntercodeSQLEnv(types.SimpleNamespace(task_id=task, env=official),
-                                      **their_options(root, "intercode_sql"))
-        rewards.append(assert_same(env, task, theirs, replies))
-    assert None not in rewards and {-1.0, 0, 1.0} < set(rewards)
