@@ -4,11 +4,11 @@ import gc
 import json
 import multiprocessing
 import os
-import re
 import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -183,11 +183,31 @@ def run_rank(rank, ranks, folder, work, arguments):
     os._exit(0)  # a thread of gloo's may abort a process that takes itself apart
 
 
+def events(run, name, **wanted):
+    """Of the log of a run or of its folder, the events of this name with these values."""
+    folder = run if isinstance(run, Path) else run.folder.path
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    return [e for e in found if e["event"] == name and wanted.items() <= e.items()]
+
+
 def adamw(**changed) -> dpo.Optimisation:
     """How the tests train: a constant rate and no decay."""
     return dpo.Optimisation(**dict(
         lr=1e-3, warmup=0.0, schedule="constant", weight_decay=0.0, max_grad_norm=1.0,
         tokens_per_forward=1000) | changed)
+
+
+def peak(work):
+    """The most bytes that work() held at a time, of those that torch's allocator gave out in it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
+                                profile_memory=True) as profile:
+        work()
+    now = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
 
 
 HUB = [("llama2", "Llama", dict(num_key_value_heads=4)),
@@ -209,6 +229,13 @@ def hub_folder(request, tmp_path):
     return folder
 
 
+@pytest.fixture(scope="session")
+def agent():
+    """(model, encoder); some rows of the model's embedding are of no token."""
+    tokenizer = make_tokenizer("chatml")
+    return make_model(len(tokenizer) + 5, seed=1), dpo.Encoder(tokenizer)
+
+
 @pytest.fixture(params=TEMPLATES)
 def tokenizer(request):
     return make_tokenizer(request.param)
@@ -226,18 +253,10 @@ def pytest_runtest_makereport():
 class Toy(envs.World):
     """An environment of two replies, whose reward depends on what was written."""
     name, test_splits, max_steps = "toy", ("test",), 2
-
-    def tasks(self, split):
-        return [f"toy-{split}-{n}" for n in range(8)]
-
-    def find(self, task):
-        if not re.fullmatch(r"toy-\w+-\d", task):
-            raise ValueError(f"unknown task {task!r}")
-        return task
+    splits = {split: {str(n): f"toy-{split}-{n}" for n in range(8)} for split in ("train", "test")}
 
     def reset(self, task):
-        self.find(task)
-        self.task, self.replies = task, []
+        self.task, self.replies = self.find(task), []
         return f"task {task}: say the word"
 
     def step(self, reply):
@@ -269,6 +288,10 @@ def small_model(tmp_path_factory):
     return folder
 
 
+TOY = ("--iterations", 1, "--sft-epochs", 1, "--dpo-epochs", 1, "--max-tokens", 256,
+       "--max-new-tokens", 6, "--threads", 1, "--slots", 3, "--dpo-lr", 1e-3)
+
+
 @pytest.fixture
 def toy_run(small_model, tmp_path, monkeypatch):
     """toy_run(environment, *flags) runs co-evolution with it in tmp_path/run, here and now.
@@ -278,9 +301,7 @@ def toy_run(small_model, tmp_path, monkeypatch):
     def run(env=Toy, *flags):
         monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(env()))
         monkeypatch.setattr(envs.Repaired, "waits", (0.0, 0.0))
-        small = ["--model", small_model, "--iterations", 1, "--sft-epochs", 1, "--dpo-epochs", 1,
-                 "--max-tokens", 256, "--max-new-tokens", 6, "--threads", 1, "--slots", 3,
-                 "--dpo-lr", 1e-3, "--out", tmp_path / "run"]
+        small = *TOY, "--model", small_model, "--out", tmp_path / "run"
         import mutual
         from program import start
         try:
@@ -296,44 +317,88 @@ def toy_run(small_model, tmp_path, monkeypatch):
     return run
 
 
+class Loopback(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_):
+        pass  # the client has gone, as it should
+
+
+@pytest.fixture
+def serve():
+    """serve(read, answer) -> a server on loopback, which closes at the end of the test.
+
+    `seen` has read(handler, body) of each request; answer(*of that) -> (status, text, headers, or
+    where to). `faults` are for the next requests, one each: such an answer, None (it closes the
+    connection), "cut" (halfway), seconds that it takes, or False.
+    """
+    servers = []
+
+    def start(read, answer, protocol="HTTP/1.0"):
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = protocol
+            wbufsize = 1 << 16  # one packet an answer
+
+            def setup(self):
+                super().setup()
+                server.connections += 1
+
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+                request = read(self, body)
+                with lock:
+                    server.seen.append(request)
+                    fault = server.faults.pop(0) if server.faults else False
+                if fault is None:
+                    self.close_connection = True
+                    return
+                if isinstance(fault, float):
+                    time.sleep(fault)
+                status, text, more = fault if isinstance(fault, tuple) else answer(*request)
+                data, headers = text.encode(), {"Location": more} if isinstance(more, str) else more
+                self.send_response(status)
+                for name, value in {"Content-Length": len(data), **(headers or {})}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if fault == "cut":
+                    self.close_connection, data = True, data[:len(data) // 2]
+                self.wfile.write(data)
+
+            do_GET = do_POST
+
+            def log_message(self, *_):
+                pass
+
+        lock, server = threading.Lock(), Loopback(("127.0.0.1", 0), Handler)
+        server.seen, server.faults, server.connections = [], [], 0
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
 KEY = "sk-secret-0123456789"  # of the endpoint
 
 
 @pytest.fixture
-def endpoint(monkeypatch):
-    """endpoint.answer(messages) -> reply; endpoint.faults are answered first: (status, text,
-    headers) each, or None for a closed connection. endpoint.seen are the requests' bodies."""
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with lock:
-                server.seen.append((self.path, self.headers.get("Authorization"), body))
-                fault = server.faults.pop(0) if server.faults else False
-            if fault is None:
-                self.close_connection = True
-                return
-            status, text, headers = fault or (200, json.dumps(dict(
-                choices=[dict(message=dict(content=server.answer(body["messages"])))],
-                usage=dict(prompt_tokens=100, completion_tokens=7))), {})
-            data = text.encode()
-            self.send_response(status)
-            for name, value in {"Content-Length": len(data), **headers}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(data)
+def endpoint(serve, monkeypatch):
+    """endpoint.answer(messages) -> reply; endpoint.seen are (path, authorization, body)."""
+    def answer(path, authorization, body):
+        said = dict(choices=[dict(message=dict(content=server.answer(body["messages"])))],
+                    usage=dict(prompt_tokens=100, completion_tokens=7))
+        return 200, json.dumps(said), {}
 
-        def log_message(self, *_):
-            pass
-
-    lock, server = threading.Lock(), ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    server.seen, server.faults, server.answer = [], [], lambda messages: "c"
-    server.url = f"http://127.0.0.1:{server.server_port}/v1"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = serve(lambda handler, body: (
+        handler.path, handler.headers.get("Authorization"), json.loads(body)), answer)
+    server.answer, server.url = lambda messages: "c", f"{server.url}/v1"
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    yield server
-    server.shutdown()
+    return server
 
 
 def pytest_collection_modifyitems(items):

@@ -24,15 +24,10 @@ class Guess(envs.World):
     """Three turns at most; "c" pays 1 and ends, anything else pays 0."""
 
     name, rules, max_steps, test_splits = "guess", "Guess.", 3, ("test",)
+    splits = {split: {str(i): f"letter {split}-{i}" for i in range(4)} for split in ("train", "test")}
 
-    def tasks(self, split):
-        return [f"{split}-{i}" for i in range(4)]
-
-    def find(self, task):
-        return task
-
-    def reset(self, task):
-        return f"letter {task}"
+    def start(self, letter):
+        return letter
 
     def step(self, reply):
         return envs.Step(f"not {reply}", float(reply == "c"), reply == "c")
@@ -87,8 +82,8 @@ def test_an_evaluation_has_the_rows_and_events_of_any_other(endpoint, run):
     r = run(slots=2, price_in=2.0, price_out=10.0)
     rows = rows_of(r)
     assert [(e["task"], e["reward"], e["steps"], e["ended"]) for e in rows] == [
-        ("test-0", 0.0, 3, "budget"), ("test-1", 1.0, 1, "done"),
-        ("test-2", 0.0, 3, "budget"), ("test-3", 0.0, 3, "budget")]
+        ("guess-test-0", 0.0, 3, "budget"), ("guess-test-1", 1.0, 1, "done"),
+        ("guess-test-2", 0.0, 3, "budget"), ("guess-test-3", 0.0, 3, "budget")]
     assert [m["role"] for m in rows[0]["messages"]] == ["user", "assistant"] * 3
     score = report.result(r.folder.path)["evaluations"][0]
     assert (score["reward"], score["success"], score["tasks"]) == (0.25, 0.25, 4)
@@ -250,7 +245,7 @@ def test_a_stopped_run_goes_on_and_pays_for_no_episode_twice(endpoint, run, tmp_
 def test_an_episode_that_is_refused_for_good_is_left_out_and_counted(endpoint, run):
     endpoint.faults = [False, (400, "against our policy", {})]
     r = run()
-    assert [e["task"] for e in rows_of(r)] == ["test-0", "test-2", "test-3"]
+    assert [e["task"] for e in rows_of(r)] == ["guess-test-0", "guess-test-2", "guess-test-3"]
     score = report.result(r.folder.path)["evaluations"][0]
     assert (score["tasks"], score["lost"]) == (3, 1)
 

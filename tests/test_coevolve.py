@@ -18,12 +18,11 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker, register_tracker_class
-from conftest import ended, fork, fork_ranks, make_model, make_tokenizer
+from conftest import ended, events, fork, fork_ranks, make_model, make_tokenizer
 from safetensors.torch import load_file, save_file
 
 import coevolve
 import dpo
-import envs
 import mutual
 from harness import files
 from harness.settings import Settings, SettingsError
@@ -140,23 +139,6 @@ def test_cut_keeps_whole_turns():
     assert pairs.cut(whole, 3) == pairs.cut(whole, 9) == whole
 
 
-# --------------------------------------------------------------------------------- expert files
-
-
-def published(*turns, **more):
-    turns = turns or [("human", "rules"), ("gpt", "OK"), ("human", "Instruction: mug"),
-                      ("gpt", "Thought: t\nAction: search[mug]"), ("human", "done")]
-    return {"id": "webshop_17", "conversations": [{"from": f, "value": v} for f, v in turns], **more}
-
-
-def test_published_experts_open_like_our_rollouts(tmp_path):
-    env = envs.make("webshop", "full")
-    (tmp_path / "eto.json").write_text(json.dumps([published(reward=0.8)]))
-    assert envs.read_experts(tmp_path / "eto.json", env) == [("webshop-train-17", [
-        {"role": "user", "content": f"{env.prompt}\n\nInstruction: mug"},
-        {"role": "assistant", "content": "Thought: t\nAction: search[mug]"}], 0.8)]
-
-
 # ----------------------------------------------------------------------------------- whole runs
 
 
@@ -189,11 +171,11 @@ def contents(run):
         if path.is_file() and name not in ("lock", "config.json", "phases.json", "curves.png",
                                             "curves.svg", "run.html"):
             files[name] = path.read_bytes()
-    events = [json.loads(line) for line in files.pop("metrics.jsonl").splitlines()]
-    for event in events:
+    logged = [json.loads(line) for line in files.pop("metrics.jsonl").splitlines()]
+    for event in logged:
         for timing in ("seconds", "tokens_per_second", "resident_mb"):
             event.pop(timing, None)
-    return files, events
+    return files, logged
 
 
 @pytest.fixture(scope="module")
@@ -236,8 +218,7 @@ def test_a_quick_run_makes_the_files_of_the_contract(quick):
             found[row["trains"], row["kind"]] += 1
             assert row["chosen"]["reward"] > row["rejected"]["reward"]
     assert found == expected and len(expected) == 4 and all(expected.values()), expected
-    first = next(e for e in files.read_jsonl(out / "metrics.jsonl")
-                 if e["event"] == "train" and e["phase"] == "iter1/failure-agent")
+    first = events(out, "train", phase="iter1/failure-agent")[0]
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-4)
 
 
@@ -286,9 +267,8 @@ def test_a_hub_name_runs_from_the_cache(tmp_path):
     tokenizer.save_pretrained(repo / "snapshots" / commit)
     (repo / "refs").mkdir()
     (repo / "refs/main").write_text(commit)
-    command = [sys.executable, str(ROOT / "coevolve.py"), "--model", "org/small", "--method", "sft",
-               "--train-tasks", "1", "--eval-tasks", "1", "--sft-epochs", "1", "--view", "short",
-               "--max-tokens", "1200", "--max-new-tokens", "2", "--out", str(tmp_path / "run")]
+    command = [sys.executable, str(ROOT / "coevolve.py"), "--model", "org/small", "--view", "short",
+               "--method", "evaluate", "--eval-tasks", "1", "--eval-splits", "test", "--max-tokens", "1200", "--max-new-tokens", "2", "--out", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={
         **os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
@@ -307,8 +287,8 @@ def test_eto_is_the_same_run_without_the_failure_agent(quick, tmp_path):
 
 def test_hub_folders_of_the_papers_models_run_the_whole_loop(hub_folder, tmp_path):
     """SFT at lr 1e-6 moves the weights and loses nothing."""
-    finish(tmp_path / "run", "--model", str(hub_folder), "--train-tasks", "4", "--eval-tasks", "2",
-           "--sft-epochs", "1", "--max-tokens", "4096", "--max-new-tokens", "8",
+    finish(tmp_path / "run", "--model", str(hub_folder), "--train-tasks", "4", "--eval-tasks", "1",
+           "--eval-splits", "test", "--sft-epochs", "1", "--max-tokens", "4096", "--max-new-tokens", "8",
            "--sft-lr", "1e-6", "--sft-batch", "2", "--dpo-lr", "1e-3")
     rows = [json.loads(line) for line in (tmp_path / "run/iter1/target.jsonl").open()]
     assert {row["steps"] for row in rows} == {10}  # it never finds the shop's actions
@@ -332,8 +312,7 @@ def test_two_sharded_processes_train_like_one(quick, tmp_path):
     runs = quick[0], tmp_path / "run"
     assert runs[1].joinpath("experts.jsonl").read_bytes() == (
         runs[0].joinpath("experts.jsonl").read_bytes())
-    losses = [[e["loss"] for e in files.read_jsonl(run / "metrics.jsonl")
-               if e["event"] == "train" and e["phase"] == "sft-target"] for run in runs]
+    losses = [[e["loss"] for e in events(run, "train", phase="sft-target")] for run in runs]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5) and len(losses[0]) > 5
     played = [[(r["task"], r["seed"]) for r in files.read_jsonl(run / "iter1/target.jsonl")]
               for run in runs]
@@ -398,8 +377,7 @@ def test_what_cannot_be_saved_is_known_before_the_first_step(quick, tmp_path, mo
         start.main(flags(tmp_path / "run"), mutual.loop_of)
     AcceleratorState._reset_state(True)
     assert message in str(refusal.value)
-    events = files.read_jsonl(tmp_path / "run/metrics.jsonl")
-    assert events and not any(e["event"] == "train" for e in events)
+    assert not events(tmp_path / "run", "train")
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "wandbb"])

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 import dpo
 from engine import sharding
 from engine.checkpoint import Checkpoint, appear
+from harness.files import ROOT
 
 
 class Stopped(Exception):
@@ -151,12 +152,10 @@ def test_two_machines_of_two_equal_one_of_four(tmp_path):
 
 
 def test_torchrun_starts_a_run(tmp_path):
-    root = Path(__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
-         "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", root / "coevolve.py", "--env",
-         "webshop", "--method", "sft", "--train-tasks", "8", "--eval-tasks", "4", "--sft-epochs",
-         "1", "--threads", "1", "--out", tmp_path / "run"],
+         "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", ROOT / "coevolve.py", "--env",
+         "webshop", "--method", "evaluate", "--eval-tasks", "2", "--eval-splits", "test", "--threads", "1", "--out", tmp_path / "run"],
         capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "2 processes on cpu" in done.stdout and (tmp_path / "run/result.json").exists()

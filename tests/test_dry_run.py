@@ -2,30 +2,32 @@
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
+import fake_gpu
 import pytest
 import torch
-from conftest import make_tokenizer
+from conftest import ended, fork, make_tokenizer, peak
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 import dpo
 import envs
 import mutual
+from bench import gpu
 from engine import cache, sharding
 from harness.settings import SettingsError, parse
 from program import dry_run, start
 
-ROOT = Path(__file__).parent.parent
 QWEN = dict(vocab_size=500, hidden_size=64, intermediate_size=160, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=32, max_position_embeddings=4096)
+            num_key_value_heads=2, head_dim=32, num_hidden_layers=2, max_position_embeddings=4096)
+MODELS = fake_gpu.MODELS | dict(
+    small=(Qwen3Config, QWEN),
+    wide=(Qwen3Config, QWEN | dict(vocab_size=32000, hidden_size=8192, intermediate_size=69720,
+                                   num_attention_heads=64)))  # 4.02e9 numbers in two layers
 
 
-def model_of(layers, fake, **changed):
-    config = Qwen3Config(num_hidden_layers=layers, **{**QWEN, **changed})
+def model_of(layers, fake):
+    config = Qwen3Config(**QWEN | dict(num_hidden_layers=layers))
     make = lambda: AutoModelForCausalLM.from_config(  # noqa: E731
         config, dtype=torch.float32, attn_implementation="ragged")
     if not fake:
@@ -41,22 +43,14 @@ def sequences(*lengths):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_activations_equal_what_the_allocator_gave_out(recompute):
-    """torch's profiler saw every allocation of a real pass: its highest sum is the peak."""
     planned = dry_run.activations(model_of(3, fake=True), sequences(400, 300), recompute)
     model = model_of(3, fake=False)
     if recompute:
         sharding.recompute_layers(model)
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
-                                profile_memory=True) as profile:
-        dpo.action_log_probs(model.train(), sequences(400, 300)).sum().backward()
-    now = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    assert planned == pytest.approx(peak, rel=0.1)
+    took = peak(lambda: dpo.action_log_probs(model.train(), sequences(400, 300)).sum().backward())
+    assert planned == pytest.approx(took, rel=0.1)
 
 
 def test_recomputing_keeps_one_input_a_layer():
@@ -75,20 +69,11 @@ def test_a_slot_holds_keys_and_values_of_every_layer():
 
 @pytest.fixture
 def folder(tmp_path):
-    """folder(name): a hub folder of that model's published size, without weights."""
+    """folder(name): a hub folder of that model's size, without weights."""
     def make(name):
-        if name == "llama2-7b":
-            config = LlamaConfig(
-                architectures=["LlamaForCausalLM"], vocab_size=32000, hidden_size=4096,
-                intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
-                num_key_value_heads=32, max_position_embeddings=4096)
-        else:
-            sizes = dict(QWEN, num_hidden_layers=2) if name == "small" else dict(
-                vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
-                num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-                tie_word_embeddings=True, max_position_embeddings=262144)
-            config = Qwen3Config(architectures=["Qwen3ForCausalLM"], **sizes)
-        config.save_pretrained(tmp_path)
+        kind, sizes = MODELS[name]
+        kind(architectures=[kind.__name__.replace("Config", "ForCausalLM")],
+             **dict(max_position_embeddings=4096) | sizes).save_pretrained(tmp_path)
         make_tokenizer("llama2" if name == "llama2-7b" else "chatml").save_pretrained(tmp_path)
         return str(tmp_path)
     return make
@@ -115,8 +100,8 @@ def test_the_papers_models_fit_eight_gpus_and_a_7b_model_not_one(folder, capsys)
     assert "one of 80.9 GB every 10 minutes" in printed and "81 s, so every 27 min" in printed
     # 0.8 x (0.92 x 84.8 - 13.5) GB hold 24 of 2.147 GB.
     assert "32 slots do not fit beside the replica: 24 will be used" in printed
-    with pytest.raises(SettingsError, match=r"training takes 11\d\.\d GB of 84\.8; use more GPUs"):
-        plan_of(llama, "1xH100")
+    with pytest.raises(SettingsError, match=r"training takes \d+\.\d GB of 84\.8; use more GPUs"):
+        plan_of(folder("wide"), "1xH100")  # 64 GB and a pass
     plan_of(folder("qwen3-4b"), "1xH200")
     assert "4.02 B parameters on 1 x H200" in capsys.readouterr().out
 
@@ -155,11 +140,11 @@ def test_what_explores_again_and_steps_that_are_asked_for_are_planned(folder, tm
 
 def test_the_second_system_holds_two_policies_and_plays_between_steps(folder, capsys):
     """3 steps in segments of 2, so 2 segments: 400 tasks x 6 episodes a step; 6 x 1,000
-    before, 2 kinds x 500 picks x 3 between them. Qwen3-4B has 4.02e9 parameters."""
-    qwen, flags = folder("qwen3-4b"), (
+    before, 2 kinds x 500 picks x 3 between them. The model has 4.02e9 parameters."""
+    wide, flags = folder("wide"), (
         "--method evolve --step-tasks 400 --step-rollouts 6 --grpo-steps 3 --evolve-every 2 "
         "--start-tasks 1000 --signals forgetting,rare --picks 500 --explorer-episodes 3").split()
-    plan_of(qwen, "8xH100", *flags)
+    plan_of(wide, "8xH100", *flags)
     printed = capsys.readouterr().out
     rows = {line[:42].rstrip(): line[42:].split() for line in printed.splitlines()}
     for part in ("weights, fp32", "the first policy, fp32"):  # 4 x 4.02 / 8
@@ -173,13 +158,13 @@ def test_the_second_system_holds_two_policies_and_plays_between_steps(folder, ca
     # The SFT agent, and two of GRPO with two moments: 4 x 4.02 x 7 GB.
     assert "disk: 113 GB of agents" in printed
 
-    plan_of(qwen, "8xH100", *flags, "--method", "grpo", "--start-from", "train", "--start-tasks", "40",
+    plan_of(wide, "8xH100", *flags, "--method", "grpo", "--start-from", "train", "--start-tasks", "40",
             "--warm-start", "none")
     printed = capsys.readouterr().out
     assert re.search(r"exploration +0\.0 M", printed) and "\nSFT " not in printed
     few = float(re.search(r"rollouts +([\d.]+) M", printed)[1])
     assert few / tokens["rollouts"] == pytest.approx(40 / 400, rel=2e-2)
-    plan_of(qwen, "8xH100", *flags, "--explorer", "http://h/v1", "--explorer-model", "m")
+    plan_of(wide, "8xH100", *flags, "--explorer", "http://h/v1", "--explorer-model", "m")
     printed = capsys.readouterr().out
     assert "explorer: at most 4,000 episodes at its endpoint" in printed  # one a start task
     assert re.search(r"exploration +0\.0 M", printed)
@@ -211,10 +196,9 @@ def test_what_a_run_would_refuse_is_not_planned(folder, tmp_path, capsys):
 
 
 def test_the_gpu_script_runs_its_path_anywhere(tmp_path):
-    done = subprocess.run([sys.executable, str(ROOT / "bench/gpu.py"), "--small", "--out",
-                           str(tmp_path / "gpu.jsonl")], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = (tmp_path / "gpu.jsonl").read_text().splitlines()
+    out, said = tmp_path / "gpu.jsonl", tmp_path / "said"
+    assert ended(fork(lambda: gpu.main(["--small", "--out", str(out)]), said)) == 0, said.read_text()
+    lines, said = out.read_text().splitlines(), said.read_text()
     rows = {what: value for _, what, value in map(json.loads, lines)}
-    assert len(rows) == len(lines) == len(done.stdout.splitlines()) == 7
-    assert rows["device"] in done.stdout and rows["training, tokens/s"] in done.stdout
+    assert len(rows) == len(lines) == len(said.splitlines()) == 7
+    assert rows["device"] in said and rows["training, tokens/s"] in said

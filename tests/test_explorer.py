@@ -4,7 +4,6 @@ import json
 import random
 import re
 import threading
-import time
 from collections import Counter
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -220,38 +219,38 @@ def test_a_huge_reply_is_neither_kept_nor_sent_nor_asked_for_again(explore, endp
 def test_a_connection_that_never_answers_holds_no_error_up(explore, endpoint, monkeypatch):
     """The first request hangs, and with it the signal's episodes; the next is refused for good."""
     post, hanging, ends = endpoint.RequestHandlerClass.do_POST, [True], threading.Event()
+    waited = []
 
     def answer(handler):
         if hanging and hanging.pop():
-            ends.wait(60)
+            waited.append(ends.wait(60))
         post(handler)
 
     monkeypatch.setattr(endpoint.RequestHandlerClass, "do_POST", answer)
     endpoint.faults = [(401, "no such key", {})] * 9
-    started = time.monotonic()
     with pytest.raises(envs.EnvError, match="401"):
         explore(WELL, 2, slots=3, answer_seconds=300)
-    assert time.monotonic() - started < 10
+    assert waited == []
     ends.set()
 
 
 def test_an_answer_that_drips_is_asked_for_again(explore_once, endpoint, monkeypatch):
-    post, drips = endpoint.RequestHandlerClass.do_POST, [True]
+    post, drips, whole = endpoint.RequestHandlerClass.do_POST, [True], []
 
     def answer(handler):
         if not (drips and drips.pop()):
             return post(handler)
         handler.send_response(200)
         handler.end_headers()
-        for _ in range(40):  # four seconds
+        for _ in range(600):  # a minute
             handler.wfile.write(b" ")
             handler.wfile.flush()
             threading.Event().wait(0.1)
+        whole.append(True)
 
     monkeypatch.setattr(endpoint.RequestHandlerClass, "do_POST", answer)
-    started = time.monotonic()
     rows, _, taken = explore_once(WELL)
-    assert len(rows) == 1 and taken["retries"] == 1 and time.monotonic() - started < 3
+    assert len(rows) == 1 and taken["retries"] == 1 and not whole
 
 
 def new_pairs(env, rng, n):

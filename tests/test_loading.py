@@ -6,14 +6,13 @@ import shutil
 import pytest
 import torch
 from accelerate.utils import gather_object
-from conftest import Toy, in_ranks, make_tokenizer
+from conftest import in_ranks, make_tokenizer, peak
 from test_families import log_probs, tiny
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import dpo
 from engine import sharding
-from harness.files import read_jsonl
 from harness.settings import SettingsError
 from program import dry_run
 from training.models import check_model, load_model
@@ -81,19 +80,6 @@ def compare(accelerator, folder, family):
     assert_same(again, expected)
 
 
-def peak(work):
-    """The most bytes that work() held at a time, of those that torch's allocator gave out in it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
-                                profile_memory=True) as profile:
-        work()
-    now = most = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
-
-
 def memory(accelerator, folder):
     """Of a model of 16 layers, in fp32: its bytes, and the most that each rank holds of them."""
     config = tiny("llama")
@@ -145,7 +131,7 @@ def write_model(family, folder):
     return json.loads((folder / "config.json").read_text())
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3_text", "gpt2", "bert"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
 def test_no_switch_in_a_config_changes_what_a_model_computes(family, tmp_path):
     """Packed texts, as transformers reads each alone, whatever the folder's config switches."""
     config = write_model(family, tmp_path)
@@ -162,18 +148,6 @@ def test_no_switch_in_a_config_changes_what_a_model_computes(family, tmp_path):
         model.save_pretrained(tmp_path / "again")
         saved = json.loads((tmp_path / "again/config.json").read_text())
         assert not {"_attn_implementation", "attn_implementation"} & {*saved}, switch
-
-
-def test_a_config_with_its_own_attention_trains_as_without_it(toy_run, small_model, tmp_path):
-    config, steps = json.loads((small_model / "config.json").read_text()), []
-    for name, switch in (("plain", {}), ("named", dict(_attn_implementation="sdpa"))):
-        folder = shutil.copytree(small_model, tmp_path / name)
-        (folder / "config.json").write_text(json.dumps(config | switch))
-        toy_run(Toy, "--model", folder, "--out", tmp_path / f"run-{name}")
-        steps.append([{k: v for k, v in event.items() if k != "tokens_per_second"}
-                      for event in read_jsonl(tmp_path / f"run-{name}/metrics.jsonl")
-                      if event["event"] == "train"])
-    assert steps[0] == steps[1] != []
 
 
 @pytest.mark.parametrize("changed, names", [

@@ -1,19 +1,18 @@
 """Every method and every ablation as a whole run: a random model in an environment of one reply."""
 
 import itertools
-import json
 import math
 import random
 import sys
 from collections import Counter, defaultdict
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import make_tokenizer
-from test_changing import blocks, changes
+from conftest import events, make_tokenizer
+from safetensors.torch import load_file
+from test_changing import ROOT, blocks, changes
 
 import coevolve
 import dpo
@@ -29,15 +28,9 @@ TASKS = 6
 class OneReply(envs.World):
     """Pays (sum of the reply's letters modulo 5) / 4: a random reply succeeds one time in five."""
 
-    name, max_steps = "one reply", 1
-    test_splits = ("test",)
+    name, max_steps, test_splits = "one", 1, ("test",)
+    splits = {split: {str(i): i for i in range(TASKS)} for split in ("train", "validation", "test")}
     best = 4  # of (letters modulo 5); what agents write is capped here
-
-    def tasks(self, split):
-        return [f"{split}-{i}" for i in range(TASKS)]
-
-    def find(self, task):
-        return task
 
     def reset(self, task):
         return f"say something, {task}"
@@ -68,13 +61,7 @@ def run(small_model, tmp_path, monkeypatch):
     return start
 
 
-def events(run, name, **wanted):
-    found = [json.loads(line) for line in (run.folder.path / "metrics.jsonl").open()]
-    return [e for e in found if e["event"] == name and all(e[k] == wanted[k] for k in wanted)]
-
-
 def weights(folder):
-    from safetensors.torch import load_file
     return load_file(folder / "model.safetensors")
 
 
@@ -90,12 +77,6 @@ def pairs(run, agent, i=1):
 # ------------------------------------------------------------------------------------- methods
 
 
-def test_sft_stops_after_its_evaluation(run):
-    r = run("sft")
-    assert sorted(p.name for p in r.folder.path.iterdir() if p.is_dir()) == ["sft-target"]
-    assert [e["iteration"] for e in events(r, "evaluation")] == [0]
-
-
 def test_a_checkpoint_is_evaluated_as_in_the_run_that_made_it(run):
     first = run("eto", sft_lr=1e-2)
     again = run("evaluate", "again", model=str(first.folder.path / "iter1/target-agent"))
@@ -106,8 +87,10 @@ def test_a_checkpoint_is_evaluated_as_in_the_run_that_made_it(run):
     assert not [p.name for p in again.folder.path.iterdir() if p.is_dir()]
 
 
-def test_a_run_continued_by_other_code_says_so(run, monkeypatch, capsys):
-    run("sft")
+def test_sft_stops_after_its_evaluation_and_says_if_other_code_goes_on(run, monkeypatch, capsys):
+    folder = run("sft").folder.path
+    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == ["sft-target"]
+    assert [e["iteration"] for e in events(folder, "evaluation")] == [0]
     capsys.readouterr()
     run("sft")
     assert "by other code" not in capsys.readouterr().out
@@ -134,9 +117,9 @@ def test_join_by_hand():
 def test_rft_adds_each_success_once(run):
     r = run("rft", samples=6)
     sampled = r.folder.read_jsonl("iter1/target.jsonl")
-    assert Counter(e["task"] for e in sampled) == {f"train-{i}": 6 for i in range(TASKS)}
+    assert Counter(e["task"] for e in sampled) == {f"one-train-{i}": 6 for i in range(TASKS)}
     new = {(e["task"], e["messages"][1]["content"]) for e in sampled if e["reward"] == 1}
-    new -= {(f"train-{i}", "c") for i in range(TASKS)}
+    new -= {(f"one-train-{i}", "c") for i in range(TASKS)}
     joined = r.folder.read_jsonl("iter1/experts.jsonl")
     assert new and len(joined) == TASKS + len(new)
     assert {(e["task"], e["messages"][1]["content"]) for e in joined[TASKS:]} == new
@@ -168,7 +151,7 @@ def test_dart_samples_more_where_the_first_samples_failed(run):
     assert min(e["rollout"] for e in more) == 4
     assert len({(e["task"], e["seed"]) for e in first + more}) == len(first + more)
     new = {(e["task"], e["messages"][1]["content"]) for e in first + more if e["reward"] == 1}
-    new -= {(f"train-{i}", "c") for i in range(TASKS)}
+    new -= {(f"one-train-{i}", "c") for i in range(TASKS)}
     joined = r.folder.read_jsonl("iter1/experts.jsonl")[TASKS:]
     assert {(e["task"], e["messages"][1]["content"]) for e in joined} == new
     assert len(joined) == len(new) == events(r, "joined")[0]["successes"]
@@ -405,7 +388,6 @@ def test_rollouts_and_temperature(run):
 
 
 def test_the_forking_guides_changes_apply_and_change_a_run(run, monkeypatch):
-    root = Path(__file__).parent.parent
     ablations = list(changes(blocks("docs/changing.md")[0]))
     assert len(ablations) == 5
 
@@ -416,7 +398,7 @@ def test_the_forking_guides_changes_apply_and_change_a_run(run, monkeypatch):
 
     before = written(run("coevolve", out="as it is"))
     for n, (name, old, new) in enumerate(ablations):
-        source = (root / name).read_text()
+        source = (ROOT / name).read_text()
         assert source.count(old) == 1, old
         changed = ModuleType("changed")
         with monkeypatch.context() as patch:

@@ -9,26 +9,23 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ended, fork, fork_ranks, make_model, make_tokenizer
+from conftest import ended, events, fork, fork_ranks
 
 import dpo
 import envs
 import mutual
 from engine.checkpoint import Checkpoint
 from harness import report
-from harness.files import ROOT
 from harness.log import Log
 from harness.settings import Settings, SettingsError, check
 from look.conversations import conversations
@@ -50,12 +47,6 @@ from worlds.intercodesql.world import InterCodeSQL
 ])
 def test_advantages_by_hand(rewards, expected):
     assert mutual.advantages(rewards) == pytest.approx(expected, abs=2e-6)
-
-
-@pytest.fixture(scope="module")
-def agent():
-    tokenizer = make_tokenizer("chatml")
-    return make_model(len(tokenizer) + 5, seed=1), dpo.Encoder(tokenizer)
 
 
 def sampled(encoder, n, seed=0, length=9):
@@ -143,29 +134,6 @@ def test_log_probabilities_are_those_of_the_distribution_sampled_from(agent):
         assert (p == 0) == (token in never), token
         total += p
     assert total == pytest.approx(1.0) and len(never) > 5  # control tokens and padded rows
-
-
-def test_the_mask_is_in_the_kl_by_hand(monkeypatch):
-    """Token 2 is never drawn: of the other two pi is (2/3, 1/3) and pi_ref (1/2, 1/2).
-
-    Drawn 0: d = ln 1/2 - ln 2/3 = ln 3/4, k3 = 3/4 - ln 3/4 - 1. Drawn 1: d = ln 3/2. Weighted by
-    pi that is KL(pi || pi_ref) = 2/3 ln 4/3 + 1/3 ln 2/3, however likely token 2 is.
-    """
-    def policy(*weights):
-        def model(**_):
-            return SimpleNamespace(logits=torch.tensor([[weights]]).log())
-        model.parameters = lambda: iter([torch.zeros(1)])
-        return model
-
-    sampler, k3 = dpo.Sampler(1.0, (2,)), []
-    for token in (0, 1):
-        t = dpo.Trajectory(ids=[0, token], action_mask=[0, 1])
-        ref = dpo.token_log_probs(policy(1.0, 1.0, 9.0), [t], sampler)
-        group = dpo.Rollouts("task", [t], advantages=[0.0], old=[ref], ref=[ref])
-        k3.append(mutual.grpo_loss(policy(2.0, 1.0, 0.1), [group], sampler, 0.2, 0.28, 1.0)[0])
-    assert k3 == pytest.approx([0.75 - math.log(0.75) - 1, 1.5 - math.log(1.5) - 1])
-    kl = 2 / 3 * math.log(4 / 3) + 1 / 3 * math.log(2 / 3)
-    assert (2 * k3[0] + k3[1]) / 3 == pytest.approx(kl)
 
 
 # ------------------------------------------------------------------------------------- signals
@@ -469,18 +437,20 @@ class Smith:
         return "odd" if proposal["task"]["number"] % 2 else None
 
 
+FEW = dict(max_tokens=400, max_new_tokens=4, slots=8, warm_start="none", start_tasks=5, evolve_every=2,
+           step_tasks=3, step_rollouts=4, grpo_batch=2, near_text=1.0, threads=1)
+
+
 @pytest.fixture
 def run(small_model, tmp_path, monkeypatch):
     """run(method, **settings) -> the finished run."""
     monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(Letters("short")))
 
     def start(method, out="run", **changed):
-        values = dict(model=str(small_model), out=str(tmp_path / out), method=method, max_tokens=400,
-                      max_new_tokens=4, slots=8, warm_start="none", start_tasks=5, grpo_steps=6,
-                      evolve_every=2, evaluate_every=1, step_tasks=3, step_rollouts=4,
-                      grpo_batch=2, grpo_lr=1e-4, grpo_temperature=1.5, explorer_temperature=1.5,
-                      expert_min_reward=0.0, near_text=1.0, picks=2, explorer_episodes=2,
-                      checkpoint_minutes=0)
+        values = dict(FEW, model=str(small_model), out=str(tmp_path / out), method=method,
+                      grpo_steps=6, evaluate_every=1, grpo_lr=1e-4, grpo_temperature=1.5,
+                      explorer_temperature=1.5, expert_min_reward=0.0, picks=2,
+                      explorer_episodes=2, checkpoint_minutes=0)
         r = Run(check(Settings(**{**values, **changed})), Accelerator(cpu=True))
         mutual.mutual(r)
         r.folder.lock.release()
@@ -493,13 +463,8 @@ def weights(r, i):
     return (r.folder.path / f"iter{i}/target-agent/model.safetensors").read_bytes()
 
 
-def events(r, name):
-    found = [json.loads(line) for line in (r.folder.path / "metrics.jsonl").open()]
-    return [e for e in found if e["event"] == name]
-
-
 def test_the_task_set_grows_from_signals(run):
-    r = run("evolve")
+    r = run("evolve", rare_below=60.0)
     files = [f"iter{i}/{name}.jsonl" for i in (1, 2) for name in
              ("signals", "explored", "proposals", "tasks")]
     assert all((r.folder.path / name).exists() for name in files)
@@ -513,6 +478,16 @@ def test_the_task_set_grows_from_signals(run):
     assert [e["step"] for e in events(r, "grpo")] == [1, 2, 3, 4, 5, 6]
     assert {e["D"] for e in events(r, "grpo")} == set(sizes)
     assert all(0 <= e["clipped"] < 1 for e in events(r, "grpo"))
+
+    kinds = set()
+    for i in (1, 2):
+        found = r.folder.read_jsonl(f"iter{i}/signals.jsonl")
+        kinds |= {row["signal"] for row in found}
+        assert all(row["failure"] and row["success"] for row in found if row["signal"] == "boundary")
+        picked = [row["task"] for row in found if row["picked"]]
+        visited = {t.task for t in r.folder.trajectories(f"iter{i}/target-agent/episodes.jsonl")}
+        assert len(picked) == len(set(picked)) > 0 and set(picked) <= visited
+    assert {"boundary", "rare"} <= kinds
 
     text = report.table(r.folder.path)
     signals = text.split("iteration  forgetting")[1].split("\n\n")[0].splitlines()[1:]
@@ -617,19 +592,6 @@ def test_a_world_without_new_tasks_is_refused_before_anything_runs(run, changed,
     assert run("grpo", "other", start_from="train").folder.phases
 
 
-def test_signals_have_their_evidence_and_a_task_is_picked_once(run):
-    r = run("evolve", rare_below=60.0)
-    signals = set()
-    for i in (1, 2):
-        rows = r.folder.read_jsonl(f"iter{i}/signals.jsonl")
-        signals |= {row["signal"] for row in rows}
-        assert all(row["failure"] and row["success"] for row in rows if row["signal"] == "boundary")
-        picked = [row["task"] for row in rows if row["picked"]]
-        visited = {t.task for t in r.folder.trajectories(f"iter{i}/target-agent/episodes.jsonl")}
-        assert len(picked) == len(set(picked)) > 0 and set(picked) <= visited
-    assert {"boundary", "rare"} <= signals
-
-
 def test_without_new_tasks_evolution_is_grpo_bit_for_bit(run):
     a, b = run("evolve", "a", add_most=0), run("grpo", "b")
     assert weights(a, 3) == weights(b, 3)
@@ -638,11 +600,12 @@ def test_without_new_tasks_evolution_is_grpo_bit_for_bit(run):
 
 
 def test_a_run_goes_on_in_the_precision_that_it_was_begun_in(run, monkeypatch):
-    assert json.loads((run("grpo").folder.path / "config.json").read_text())["precision"] == "no"
-    gc.collect()  # gives its folder free
+    few = dict(start_from="train", grpo_steps=1)
+    r = run("grpo", **few)
+    assert json.loads((r.folder.path / "config.json").read_text())["precision"] == "no"
     monkeypatch.setattr(Accelerator, "mixed_precision", property(lambda self: "bf16"))
     with pytest.raises(SettingsError, match=r"precision \(no -> bf16\); give another --out"):
-        run("grpo")
+        run("grpo", **few)
 
 
 def test_each_pass_visits_every_task_and_no_step_one_twice(run):
@@ -689,11 +652,10 @@ class Vowels(Letters):
         return Step("thanks", sum(letter in "aeiou" for letter in reply[:8]) / 8, True)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_forty_steps_teach_a_policy_what_pays(run, monkeypatch, seed):
+def test_forty_steps_teach_a_policy_what_pays(run, monkeypatch):
     monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(Vowels("short")))
-    r = run("grpo", start_from="train", start_tasks=4, grpo_steps=40, evolve_every=40, seed=seed,
-            step_tasks=4, step_rollouts=6, max_new_tokens=6, slots=24, grpo_lr=3e-3,
+    r = run("grpo", start_from="train", start_tasks=4, grpo_steps=40, evolve_every=40, step_tasks=4,
+            step_rollouts=6, max_new_tokens=6, slots=24, grpo_lr=3e-3,
             grpo_temperature=1.0, checkpoint_minutes=10)
     rewards = [e["reward"] for e in events(r, "grpo")]
     assert np.mean(rewards[:5]) < 0.2 and np.mean(rewards[-5:]) > 0.6
@@ -719,12 +681,11 @@ def test_an_explorer_at_an_endpoint_makes_the_start_tasks_too(run, endpoint, mon
 
 def test_evolution_from_end_to_end_in_the_databases(tmp_path):
     """The tiny model; what joins is solved by its own solution and the scripted expert elsewhere."""
-    flags = ("--env intercodesql --method evolve --train-tasks 60 --eval-tasks 5 --sft-epochs 2 "
+    flags = ("--env intercodesql --method evolve --train-tasks 60 --eval-tasks 2 --sft-epochs 2 "
              "--start-tasks 20 --grpo-steps 4 --evolve-every 2 --step-tasks 8 --step-rollouts 4 "
              f"--picks 4 --explorer-episodes 3 --threads 1 --out {tmp_path / 'run'}").split()
-    done = subprocess.run([sys.executable, str(ROOT / "coevolve.py"), *flags], cwd=ROOT, text=True,
-                          capture_output=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    work, said = lambda: start.start(flags, mutual.loop_of, None), tmp_path / "said"
+    assert ended(fork(work, said)) == 0, said.read_text()[-3000:]
     proposals = [json.loads(line) for line in (tmp_path / "run/iter1/proposals.jsonl").open()]
     tasks = [json.loads(line) for line in (tmp_path / "run/iter1/tasks.jsonl").open()]
     added = [row for row in proposals if row["verdict"] == "added"]
@@ -742,10 +703,6 @@ def test_evolution_from_end_to_end_in_the_databases(tmp_path):
 
 
 # ----------------------------------------------------------------------------------- processes
-
-
-FEW = dict(max_tokens=400, max_new_tokens=4, slots=8, warm_start="none", start_tasks=5, evolve_every=2,
-           step_tasks=3, step_rollouts=4, grpo_batch=2, near_text=1, threads=1)
 
 
 def evolving(small_model, out, **changed):
@@ -801,9 +758,7 @@ def test_two_sharded_processes_evolve_like_one(small_model, tmp_path):
                         grpo_lr=1e-5, **more)
         started = fork_ranks(ranks, work, said) if ranks > 1 else [fork(work, said)]
         assert [ended(process) for process in started] == [0] * ranks, said.read_text()[-3000:]
-    events = [[json.loads(line) for line in (tmp_path / out / "metrics.jsonl").open()]
-              for out in "12"]
-    steps = [[(e["loss"], e["kl"]) for e in found if e["event"] == "grpo"] for found in events]
+    steps = [[(e["loss"], e["kl"]) for e in events(tmp_path / out, "grpo")] for out in "12"]
     assert torch.tensor(steps[0]).sub(torch.tensor(steps[1])).abs().max() < 1e-6
     assert len(steps[0]) == 4 and abs(steps[0][3][1]) > 1e-4  # it has learnt something
     one, two = ((tmp_path / out / "iter1/tasks.jsonl").read_text() for out in "12")

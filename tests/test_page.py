@@ -182,14 +182,14 @@ def test_a_run_that_goes_on_can_be_looked_at(run):
                for r in t["runs"])
 
 
-@pytest.mark.parametrize("keep", [1, 2, 5, 7])
-def test_a_run_of_any_length_can_be_looked_at(run, keep):
+def test_a_run_of_any_length_can_be_looked_at(run):
     for path in (run / "iter2", run / "iter1"):
         shutil.rmtree(path)
     (run / "result.json").unlink()
     (run / "phases.json").write_text(json.dumps({"experts.jsonl": {}}))
-    write_lines(run / "metrics.jsonl", METRICS[:keep])
-    assert "<h2" in page(run)
+    for keep in (1, 2, 5, 7):
+        write_lines(run / "metrics.jsonl", METRICS[:keep])
+        assert "<h2" in page(run)
     (run / "phases.json").write_text("{}")
     write_lines(run / "metrics.jsonl", [])
     assert "not finished: 0 phases so far" in page(run)

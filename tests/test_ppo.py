@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import adamw, in_ranks, make_model
-from test_dpo import VOCABULARY, sequence, sequences
+from conftest import adamw
+from test_dpo import sequence
 
 import dpo
 from baselines import ppo
-from engine import sharding
 
 
 class Table(torch.nn.Module):
@@ -130,26 +129,3 @@ def test_the_divergence_is_counted_per_episode():
     group = episodes([0, 1], [2], advantages=[0.0, 0.0], old=[[.5, .5], [.5]],
                      ref=[[.25, .5], [.5]])
     assert dpo.kl_of([group]) == pytest.approx(math.log(2) / 2)
-
-
-def train(accelerator, shard):
-    """Five instructions of two episodes, two steps; the losses and all log-probabilities."""
-    groups, log = [dpo.Rollouts(str(i), sequences(9 + i, 12, seed=i), advantages=[0.5 + i, -0.5 - i])
-                   for i in range(5)], []
-    for name, seed in (("old", 3), ("ref", 4)):
-        model = sharding.shard_model(accelerator, make_model(VOCABULARY, seed=seed).float(), shard)
-        read(accelerator, model, groups, name, dpo.Sampler(0.7), 40)
-    model = sharding.shard_model(accelerator, make_model(VOCABULARY, seed=3).float(), shard)
-    loss = partial(ppo.ppo_loss, sampler=dpo.Sampler(0.7), clip=0.2, kl=0.1)
-    dpo.fit(accelerator, model, [[groups[:1], groups[1:]]],
-            dpo.Objective(loss, dpo.count_action_tokens), adamw(tokens_per_forward=40), log.append)
-    return dict(loss=[e["loss"] for e in log], norm=[e["gradient_norm"] for e in log],
-                log_probs=[x for g in groups for part in g.old + g.ref for x in part.tolist()])
-
-
-@pytest.mark.parametrize("shard", [False, True])
-def test_two_processes_train_like_one(shard):
-    """The first step has one instruction: the second process has nothing to do."""
-    two, one = in_ranks(2, train, shard), train(Accelerator(cpu=True), False)
-    for name in one:
-        assert two[name] == pytest.approx(one[name], abs=2e-5), name

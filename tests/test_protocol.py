@@ -216,6 +216,14 @@ def test_published_experts_stay_as_their_file_has_them(prompts, tmp_path):
     assert without == said([("user", RULES["webshop"]), ("assistant", "OK"), *PUBLISHED[2:-1]])
 
 
+def test_published_experts_open_like_our_rollouts(tmp_path):
+    env = envs.make("webshop")
+    (tmp_path / "f").write_text(json.dumps([entry(PUBLISHED, reward=0.8)]))
+    opening = f"{env.prompt}\n\n{PUBLISHED[2][1]}"
+    turns = said([("user", opening), PUBLISHED[3], ("user", "[SEP] B0"), PUBLISHED[5]])
+    assert envs.read_experts(tmp_path / "f", env) == [("webshop-train-17", turns, 0.8)]
+
+
 def test_experts_of_a_run_by_the_other_protocol_are_read_in_this_ones(prompts, tmp_path):
     theirs, ours = make("webshop", prompts), envs.make("webshop")
     task = "webshop-train-3"

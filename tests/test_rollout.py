@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from conftest import make_model, make_tokenizer
+from conftest import make_tokenizer
 
 import dpo
 import envs
@@ -36,12 +36,6 @@ class Ruled(Echo):
     rules = "you shop " * 20
 
 
-@pytest.fixture(scope="module")
-def agent():
-    tokenizer = make_tokenizer("chatml")
-    return make_model(len(tokenizer), seed=1), dpo.Encoder(tokenizer)
-
-
 def play(agent, tasks=range(7), temperature=0.0, slots=3, max_tokens=400, max_new_tokens=12,
          tokens_per_forward=10_000, env=Echo):
     model, encoder = agent
@@ -68,7 +62,7 @@ def one_by_one(agent, task, temperature, max_new_tokens=12):
         reply = []
         while True:
             logits = model(torch.tensor([ids])).logits[0, -1]
-            logits[encoder.pieces.suppress_tokens] = -torch.inf
+            logits[[*encoder.suppress_tokens(len(logits))]] = -torch.inf
             if temperature == 0:
                 token = int(logits.argmax())
             else:

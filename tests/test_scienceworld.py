@@ -204,7 +204,7 @@ def test_an_episode_whose_simulator_dies_goes_on(env, monkeypatch):
     monkeypatch.setattr(envs.Repaired, "waits", (0.0,))
     resumed = envs.make("scienceworld", "short")
     with monkeypatch.context() as patient:
-        patient.setattr(science._Simulator, "seconds", 15)  # starting takes 2, more beside others
+        patient.setattr(science._Simulator, "seconds", 8)  # starting takes 2, more beside others
         resumed._env._simulator = science._Simulator()
     seen = [resumed.reset(TASKS[1])]
     for n, action in enumerate(LOOKING_ROUND):

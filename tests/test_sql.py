@@ -531,7 +531,8 @@ def test_the_server_itself_limits_time_and_rows(server, monkeypatch):
 @pytest.mark.parametrize("where", ["sqlite", "mariadb"])
 def test_no_state_leaks_into_the_next_episode(where, request, monkeypatch):
     monkeypatch.setattr(databases, "refusal", lambda sql: None)  # to leave as much as can be left
-    env = InterCodeSQL(**options(where, request))
+    env = InterCodeSQL(**{} if where == "sqlite" else dict(
+        intercode_data=str(DATA), mysql_url=URL.format(request.getfixturevalue("mariadb"))))
     question = dict(query="q", gold="SELECT 1", db="d")
     env.start(question, SCRIPT)
     for sql in ("SELECT @a := 5", "SET @a = 5", "USE world_1", "BEGIN", "SET autocommit = 0",
@@ -542,11 +543,6 @@ def test_no_state_leaks_into_the_next_episode(where, request, monkeypatch):
     assert "5" not in env.step(act("SELECT @a")).observation
     assert env.step(act("submit")).reward == 0  # the last episode's result is gone
     env.close()
-
-
-def options(where, request):
-    return {} if where == "sqlite" else dict(
-        intercode_data=str(DATA), mysql_url=URL.format(request.getfixturevalue("mariadb")))
 
 
 @pytest.fixture

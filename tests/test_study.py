@@ -3,6 +3,9 @@
 import fcntl
 import json
 import math
+import os
+import runpy
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +19,7 @@ import psutil
 import pytest
 import torch
 from accelerate import Accelerator
+from conftest import ended, fork
 from test_methods import OneReply
 from transformers import AutoModel
 
@@ -23,7 +27,7 @@ import coevolve
 import envs
 from dpo import Trajectory
 from harness import report
-from harness.files import ROOT, RunError, read_jsonl
+from harness.files import RunError, read_jsonl
 from harness.settings import SettingsError, parse
 from program.run import Run
 from study import figure3, methods, numbers, runs
@@ -331,21 +335,26 @@ def test_figure_4_has_all_its_points_and_none_twice(begun, tmp_path):
 
 
 def test_a_study_that_is_stopped_ends_its_runs(tmp_path):
-    """SIGTERM, to the study alone, while two runs work."""
-    command = [sys.executable, "-m", "study.runs", "webshop", "--methods", "sft", "--seeds", "3",
-               "4", "--jobs", "2", "--quick", "--sft-epochs", "500", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True)
+    """SIGTERM, to the study alone, while two runs work: an interpreter that says so and waits."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/bash\ncase $* in */requirements.py* | *version_info* | */settings.py*)"
+                      " ;; *) echo works; exec sleep 600 ;; esac")
+    python.chmod(0o755)
+
+    def work():
+        sys.executable = str(python)
+        sys.argv = ["runs", *f"webshop --methods sft --seeds 3 4 --jobs 2 --out {tmp_path}".split()]
+        runpy.run_module("study.runs", run_name="__main__")
+
+    process, said = fork(work, tmp_path / "said"), tmp_path / "said"
     logs = [tmp_path / f"sft-s{seed}.log" for seed in (3, 4)]
-    deadline = time.monotonic() + 100
-    while not all(log.exists() and "webshop:" in log.read_text() for log in logs):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()
-    said = process.communicate(timeout=30)[1]
-    assert process.returncode == 143 and said.endswith("the same command goes on from here\n")
-    assert len(family) >= 2 and not psutil.wait_procs(family, timeout=30)[1]
+    while not all(log.exists() and log.read_text() == "works\n" for log in logs):
+        time.sleep(0.05)
+    family = psutil.Process(process).children(recursive=True)
+    os.kill(process, signal.SIGTERM)
+    assert ended(process) == 143 and len(family) == 2
+    assert said.read_text().endswith("the same command goes on from here\n")
+    assert not psutil.wait_procs(family, timeout=30)[1]
 
 
 def test_runs_go_side_by_side_but_not_before_those_whose_steps_they_take(tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator
-from conftest import Toy
-from test_webshop_server import official, serve  # noqa: F401
+from conftest import Toy, events
+from test_webshop_server import official, shop_server  # noqa: F401
 
 import envs
 import mutual
@@ -23,18 +23,11 @@ from program.run import RunTasks
 from worlds.webshop.server import WebShopServer
 from worlds.webshop.shop import WebShop
 
-ROOT = Path(__file__).resolve().parents[1]
-DATA = ROOT.parent / "shared" / "data"
 ADDRESS = "http://127.0.0.1:9"
 
 
 def settings(**values):
     return from_flat(**{"model": "m", **values})
-
-
-def file_of(env, task):
-    return json.dumps(dict(task=task, reward=1.0, messages=[
-        dict(role="user", content=env.reset(task)), dict(role="assistant", content="search[x]")]))
 
 
 def survey(s):
@@ -49,12 +42,24 @@ def published(ids, path, text="Instruction: x"):
     return str(path)
 
 
-def ours(names, path, env=None):
-    rows = [dict(task=n, reward=1.0, messages=[dict(role="user", content=env.reset(n) if env else "x"),
-                                               dict(role="assistant", content="Action: search[x]")])
-            for n in names]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def talk(text):
+    return [dict(role="user", content=text), dict(role="assistant", content="Action: search[x]")]
+
+
+def ours(openings, path):
+    """An experts file of ours: task -> how its conversation opens."""
+    path.write_text("".join(json.dumps(dict(task=task, reward=1.0, messages=talk(text))) + "\n"
+                            for task, text in openings.items()))
     return str(path)
+
+
+def asked(folder, train, test):
+    """Settings of the databases with a folder of these questions: (words, database) each."""
+    folder.mkdir(exist_ok=True)
+    for split, questions in (("train", train), ("test", test)):
+        (folder / f"ic_spider_{split}.json").write_text(json.dumps(
+            [dict(query=q, gold=f"SELECT '{q}'", db=db) for q, db in questions]))
+    return dict(env="intercodesql", intercode_data=str(folder), mysql_url="mysql://a@h")
 
 
 # ------------------------------------------------------------------------------ in both
@@ -80,19 +85,12 @@ def test_goals_of_a_server_are_known_by_their_numbers(tmp_path):
 
 
 def test_questions_are_known_by_text_and_database(tmp_path):
-    def record(query, gold, db="d"):
-        return dict(query=query, gold=gold, db=db)
-
-    (tmp_path / "ic_spider_train.json").write_text(json.dumps([
-        record("How many?", "SELECT 1"), record("Who?", "SELECT 2"), record("What?", "SELECT 3", "e")]))
-    (tmp_path / "ic_spider_test.json").write_text(json.dumps([
-        record("how  many?", "SELECT COUNT(1)"), record("What?", "SELECT 3"), record("Why?", "SELECT 4")]))
-    s = settings(env="intercodesql", intercode_data=str(tmp_path), mysql_url="mysql://a@h")
+    here = asked(tmp_path, [("How many?", "d"), ("Who?", "d"), ("What?", "e")],
+                 [("how  many?", "d"), ("What?", "d"), ("Why?", "d")])
     with pytest.raises(SettingsError, match="^1 of 3 .*the training split.*intercodesql-test-0 \\(as int"):
-        survey(s)
+        survey(settings(**here))
     file = published(["ic_2"], tmp_path / "e", "What?")  # the same words on another database
-    assert survey(settings(env="intercodesql", intercode_data=str(tmp_path), experts=file,
-                           mysql_url="mysql://a@h")).about["split_by"] == str(tmp_path)
+    assert survey(settings(**here, experts=file)).about["split_by"] == str(tmp_path)
 
 
 @pytest.mark.parametrize("env", ["webshop", "intercodesql", "scienceworld"])
@@ -102,11 +100,12 @@ def test_no_built_in_split_overlaps_another(env):
 
 
 def test_an_experts_file_of_ours_may_hold_evaluated_tasks(tmp_path):
-    file = ours(["webshop-train-1", "webshop-unseen-3", "webshop-test-2"], tmp_path / "e")
+    names = "webshop-train-1", "webshop-unseen-3", "webshop-test-2"
+    file = ours(dict.fromkeys(names, "x"), tmp_path / "e")
     with pytest.raises(SettingsError, match="^2 of 394 .*such as webshop-unseen-3, webshop-test-2;"):
         survey(settings(experts=file))
     # In the built-in shop equal numbers of two splits are two goals.
-    assert survey(settings(experts=ours(["webshop-train-2"], tmp_path / "f"))).about["experts"] == 1
+    assert survey(settings(experts=ours({"webshop-train-2": "x"}, tmp_path / "f"))).about["experts"] == 1
 
 
 def test_an_evaluated_instruction_is_found_wherever_an_opening_says_it(tmp_path):
@@ -119,10 +118,8 @@ def test_an_evaluated_instruction_is_found_wherever_an_opening_says_it(tmp_path)
             (f"First line.\n{other.replace(' ', '  ')}\nThen act.\n\n{page}", 1),
             (f"You shop for people.\n\nFor example: {short}\n\n{page}", 0),  # what it is itself
             (f"{other[5:]} {page}", 0), (f"{other[:-9]}\n\n{page}", 0), (page, 0)):
-        file = tmp_path / "e"
-        file.write_text(json.dumps(dict(task="webshop-train-3", reward=1.0, messages=talk(
-            {"role": "user", "content": text}))) + "\n" + file_of(shop, "webshop-train-4"))
-        s = settings(experts=str(file))
+        s = settings(experts=ours({"webshop-train-3": text, "webshop-train-4": shop.reset(
+            "webshop-train-4")}, tmp_path / "e"))
         if found:
             with pytest.raises(SettingsError, match="test-5 \\(as webshop-train-3\\)"):
                 survey(s)
@@ -133,19 +130,14 @@ def test_an_evaluated_instruction_is_found_wherever_an_opening_says_it(tmp_path)
 
 def test_a_short_instruction_inside_a_longer_one_is_none(tmp_path):
     """Questions: of those that overlap the longest is meant, and few words are no instruction."""
-    def record(query):
-        return dict(query=query, gold=f"SELECT '{query}'", db="d")
-
     long = "what is the name of each town in the north"
-    (tmp_path / "ic_spider_train.json").write_text(json.dumps([record(long), record("How many?")]))
-    (tmp_path / "ic_spider_test.json").write_text(json.dumps(
-        [record("What is the name of each town"), record("in the north")]))
+    here = asked(tmp_path, [(long, "d"), ("How many?", "d")],
+                 [("What is the name of each town", "d"), ("in the north", "d")])
     for before, found in (("", 0), (f"Here somebody asks: {long}? ", 0), ("look in the north ", 0),
                           ("What is the NAME, of each town? ", 1)):
         for task, query in enumerate((long, "How many?")):
             file = published([f"ic_{task}"], tmp_path / "e", f"{before}\n\n{query}")
-            s = settings(env="intercodesql", intercode_data=str(tmp_path), experts=file,
-                         mysql_url="mysql://a@h", overlap="keep")
+            s = settings(**here, experts=file, overlap="keep")
             assert survey(s).about["overlap"] == found, (before, query)
 
 
@@ -197,22 +189,13 @@ def test_a_failure_agent_and_tasks_that_were_made_count_too(tmp_path):
 
 def test_what_was_trained_on_is_known_whatever_number_it_has_elsewhere(tmp_path):
     """The same number means another question there, and the same question has another number."""
-    def data(name, train, test):
-        folder = tmp_path / name
-        folder.mkdir()
-        for split, questions in (("train", train), ("test", test)):
-            (folder / f"ic_spider_{split}.json").write_text(json.dumps(
-                [dict(query=q, gold=f"SELECT '{q}'", db="d") for q in questions]))
-        return str(folder)
-
-    there, here = data("there", "abcd", "e"), data("here", "xyz", "wcb")
+    there, here = (asked(tmp_path / train, [(q, "d") for q in train], [(q, "d") for q in test])
+                   for train, test in (("abcd", "e"), ("xyz", "wcb")))
     agent = trained(tmp_path / "agent", [f"intercodesql-train-{n}" for n in range(4)],
-                    envs.make("intercodesql", intercode_data=there, mysql_url="mysql://a@h"))
-    shutil.rmtree(there)
-    s = settings(env="intercodesql", method="evaluate", intercode_data=here,
-                 mysql_url="mysql://a@h", model=str(agent))
+                    envs.make(there.pop("env"), **there))
+    shutil.rmtree(tmp_path / "abcd")
     with pytest.raises(SettingsError, match="^2 of 3 .*intercodesql-test-[12]"):
-        survey(s)
+        survey(settings(**here, method="evaluate", model=str(agent)))
 
 
 def test_lists_that_overlap_train_on_what_no_list_evaluates(official, small_model, tmp_path):  # noqa: F811
@@ -222,8 +205,8 @@ def test_lists_that_overlap_train_on_what_no_list_evaluates(official, small_mode
     (lists / "train_indices.json").write_text("[0, 1, 2, 3, 4, 5]")
     (lists / "test_indices.json").write_text("[4, 5, 6]")
     shop = envs.make("webshop", webshop_url=official.url)
-    file = tmp_path / "experts.jsonl"
-    file.write_text("\n".join(file_of(shop, f"webshop-train-{n}") for n in range(6)))
+    file = ours({f"webshop-train-{n}": shop.reset(f"webshop-train-{n}") for n in range(6)},
+                tmp_path / "experts.jsonl")
 
     def play(out, *more):
         start.main([*map(str, (
@@ -265,7 +248,14 @@ def test_three_generations_of_moved_agents_know_what_the_first_was_trained_on(to
     rows[2]["messages"][0]["content"] = "task toy-test-2: say the word"
     file = tmp_path / "experts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--method", "sft", "--experts", file, "--out", tmp_path / "dropped"]
+    with pytest.raises(SettingsError, match="^1 of 8 evaluated tasks are also trained on"):
+        toy_run(Toy, *flags)
+    toy_run(Toy, *flags, "--overlap", "drop")
+    assert events(tmp_path / "dropped", "dropped") == [dict(
+        event="dropped", phase="experts.jsonl", reason="evaluated too", count=1, tasks=["toy-test-2"])]
     toy_run(Toy, "--experts", file, "--overlap", "keep", "--out", tmp_path / "a")
+    assert "--overlap keep" in table(tmp_path / "a").splitlines()[1]
     for name in ("sft-target", "sft-failure", "iter1/failure-agent", "iter1/target-agent"):
         assert seen(tmp_path / "a" / name) == own - {"toy-train-2"} | {"toy-test-2"}
     model = (tmp_path / "a/iter1/target-agent").rename(tmp_path / "elsewhere")
@@ -324,23 +314,14 @@ class ARun:
         self.log = Log(Accelerator(cpu=True), Path("metrics.jsonl"))
 
 
-def opening(shop, task):
-    return {"role": "user", "content": f"{shop.prompt}\n\n{shop.reset(task)}"}
-
-
-def talk(turn):
-    return [turn, {"role": "assistant", "content": "Action: search[x]"}]
-
-
 def test_experts_of_this_shop_pass_whatever_their_limits(official):  # noqa: F811
     make = lambda: envs.make("webshop", webshop_url=official.url)
     shop, found = make(), []
     for n in range(20):
-        turn = opening(shop, f"webshop-test-{n}")
-        turn["content"] = re.sub(r"lower than [\d.]+", f"lower than {n + 1}0.00", turn["content"])
-        found.append((f"webshop-train-{n}", talk(turn), 1.0))
+        text = re.sub(r"lower than [\d.]+", f"lower than {n + 1}0.00", shop.reset(f"webshop-test-{n}"))
+        found.append((f"webshop-train-{n}", talk(f"{shop.prompt}\n\n{text}"), 1.0))
     tasks.check_openings(ARun(make), found)
-    found[13] = ("webshop-train-13", talk(opening(shop, "webshop-test-14")), 1.0)
+    found[13] = ("webshop-train-13", talk(shop.reset("webshop-test-14")), 1.0)
     with pytest.raises(SettingsError, match="--experts FILE: webshop-train-13 is another task here"):
         tasks.check_openings(ARun(make), found)
 
@@ -351,15 +332,13 @@ def test_what_is_set_aside():
     for same in (page, page.replace("30.00", "120.00"), f"Observation:\n{page}", f"{page} \n",
                  f"{env.prompt}\n\n{page}", f"rules of\n\nanother version\n\n{page}", page.upper(),
                  page.replace(", and price lower than 30.00 dollars", "")):
-        assert envs.opens_otherwise(env, talk({"role": "user", "content": same}), page) is None
+        assert envs.opens_otherwise(env, talk(same), page) is None
     for other in ("a hat", page.replace("hat", "cap"), f"{page} and more", f"A {page}", ""):
-        assert envs.opens_otherwise(env, talk({"role": "user", "content": other}), page)
+        assert envs.opens_otherwise(env, talk(other), page)
     embedded = envs.make("webshop")  # its limits stay, so another limit is another goal
-    assert envs.opens_otherwise(embedded, talk({"role": "user", "content": page.replace("30", "40")}),
-                                page)
+    assert envs.opens_otherwise(embedded, talk(page.replace("30", "40")), page)
     science = envs.World("short")
-    assert envs.opens_otherwise(science, talk({"role": "user", "content": "Task Description:\nBoil."}),
-                                "Boil.") is None
+    assert envs.opens_otherwise(science, talk("Task Description:\nBoil."), "Boil.") is None
 
 
 def test_a_server_that_is_replaced_between_two_episodes_is_noticed(official):  # noqa: F811
@@ -408,22 +387,3 @@ def test_a_run_refuses_experts_of_elsewhere_before_it_trains(toy_run, tmp_path, 
     assert not (tmp_path / "refused/config.json").exists()
     # What was read before is not read again.
     toy_run(Told, "--method", "sft", "--experts", file, "--out", tmp_path / "again")
-
-
-def test_left_out_experts_are_counted(toy_run, tmp_path):
-    run = toy_run(Toy, "--method", "sft")
-    rows = [json.loads(line) for line in (run / "experts.jsonl").open()]
-    rows[2]["task"] = "toy-test-2"
-    rows[2]["messages"][0]["content"] = "task toy-test-2: say the word"
-    file = tmp_path / "experts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--method", "sft", "--experts", file, "--out", tmp_path / "dropped"]
-    with pytest.raises(SettingsError, match="^1 of 8 evaluated tasks are also trained on"):
-        toy_run(Toy, *flags)
-    toy_run(Toy, *flags, "--overlap", "drop")
-    dropped = tmp_path / "dropped"
-    events = [json.loads(line) for line in (dropped / "metrics.jsonl").open()]
-    assert [e for e in events if e["event"] == "dropped"] == [dict(
-        event="dropped", phase="experts.jsonl", reason="evaluated too", count=1, tasks=["toy-test-2"])]
-    toy_run(Toy, *flags[:-1], tmp_path / "kept", "--overlap", "keep")
-    assert "--overlap keep" in table(tmp_path / "kept").splitlines()[1]

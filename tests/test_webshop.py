@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -143,30 +142,6 @@ OPEN = ("search[kettle]", "click[B0AAAAAAAA]")
 ])
 def test_text_of_every_kind_of_page(actions, text):
     assert small_shop(*actions)[1] == text
-
-
-def test_pages_have_the_layout_of_the_recorded_ones():
-    texts = {x["label"][:2]: x["text"] for x in data("recorded_exchanges.json") if x["text"]}
-    pieces = texts["02"].split(" [SEP] ")
-    products = [{**KETTLE, "asin": asin, "Title": title, "price": float(price[1:]), "options": {}}
-                for asin, title, price in zip(*[iter(pieces[5:])] * 3)]
-    goal = {**WANT, "instruction": pieces[1]}
-    shop = WebShop(world=replace(SMALL, products=products, goals={"train": [goal]}))
-    shop.page_size = 10
-    products[0].update(
-        Description=texts["08"].split(" [SEP] ")[-1],
-        options={"flavor name": ["sea salt", "baker's choice"],
-                 "size": ["12 ounce (pack of 2)", "8 ounce (pack of 6)"]})
-    shop._search = lambda query: list(range(9))  # the order is Lucene's
-    assert shop.reset("webshop-train-0") == texts["01"]
-    for action, label in [("search[oat granola non gmo]", "02"), ("click[Next >]", "03"),
-                          ("click[< Prev]", "04"), ("click[B0HVDGAJ09]", "05"),
-                          ("click[baker's choice]", "06"), ("click[12 ounce (pack of 2)]", "07"),
-                          ("click[Description]", "08"), ("click[< Prev]", "09")]:
-        text = shop.step(action).observation
-        # That server runs without the button for attributes.
-        assert text.replace(" [SEP] Attributes [SEP] Buy", " [SEP] Buy") == texts[label]
-    assert texts["10"].startswith(shop.step("click[Buy Now]").observation)
 
 
 @pytest.mark.parametrize("before, action", [
