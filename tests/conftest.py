@@ -166,6 +166,14 @@ def ended(process):
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
+def wait_until(condition, seconds=300):
+    """Until condition() is true; the seconds are those of a busy machine."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def run_rank(rank, ranks, folder, work, arguments):
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # for a profile of memory
     if ranks > 1:

@@ -19,6 +19,7 @@ from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import (  # noqa:
 )
 
 import envs  # noqa: E402
+from harness.files import ROOT  # noqa: E402
 from playing.explorer import proposal_of  # noqa: E402
 from worlds.bfcl import data  # noqa: E402
 from worlds.bfcl.calls import (  # noqa: E402
@@ -36,7 +37,6 @@ from worlds.bfcl.data import CATEGORIES, MORE_FUNCTIONS, SIZES, start_state, tas
 from worlds.bfcl.tasks import useful  # noqa: E402
 from worlds.bfcl.world import Bfcl  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(package.__file__).parents[2]
 ROWS = {}      # the package's id -> its test entry
 TRUTHS = {}    # the package's id -> its ground truth
@@ -598,6 +598,3 @@ def test_an_explorers_words_and_calls_become_a_task_or_nothing():
     for actions in ([], ["mkdir(dir_name='new')"], [5], [None], [[make, "x"]], [DEEP]):
         found = generator.written(task, proposal_of(dict(query="x", action_sequence=actions)))
         assert found is None or found["task"]["calls"] == [[make]]
-
-
-# ----------------------------------------------------------------------------------- whole runs

@@ -5,9 +5,8 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from harness.files import ROOT
 
 
 def blocks(page):

@@ -129,17 +129,23 @@ def tiny(family, limit=LONGEST):
     return config
 
 
+def random_model(config):
+    """A model of it in fp32, of which every number of every layer matters."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
+                                             attn_implementation="ragged")
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn(p.shape)
+    return model
+
+
 def checked(config):
     """(model, None), random, if a run would take it, else (None, why not)."""
     try:
         probe.check_config(config, LONGEST)
         probe.check_layers(config, LONGEST)
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
-                                                 attn_implementation="ragged")
-        with torch.no_grad():
-            for p in model.parameters():  # so that every number of every layer matters
-                p += 0.1 * torch.randn(p.shape)
+        model = random_model(config)
         probe.check_numbers(model, LONGEST)
     except ValueError as error:
         return None, str(error)

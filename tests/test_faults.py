@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
-from conftest import TOY, Toy, ended, events, fork, fork_ranks, make_model
+from conftest import TOY, Toy, ended, events, fork, fork_ranks, make_model, wait_until
 from test_coevolve import contents
 
 import dpo
@@ -368,8 +368,7 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path, small_model, number, status):
             time.sleep(600)
 
     process = fork(begin(small_model, tmp_path, Hangs, *FEW[1:]), tmp_path / "said")
-    while not (tmp_path / "hangs").exists():
-        time.sleep(0.05)
+    wait_until((tmp_path / "hangs").exists)
     os.kill(process, number)
     assert ended(process) == status
     said = (tmp_path / "said").read_text()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from harness.files import ROOT
+
 # room -> the rooms that it may import; nothing is imported upwards
 LOW = "worlds envs dpo engine harness"
 RUN = f"{LOW} training playing program"
@@ -60,16 +61,6 @@ def test_the_top_level_holds_the_method():
 def test_every_room_is_a_package_of_the_list():
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert packages == {*MAY, "bench"} - TOP
-
-
-def test_no_line_is_longer_than_100_characters():
-    """But in tables of the tests, a case a line."""
-    paths = [path for room in (*MAY, "bench") for path in files(room) if path.exists()]
-    assert len(paths) > 40
-    long = [f"{path.relative_to(ROOT)}:{number}: {len(line)}" for path in paths
-            for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
-            if len(line) > 100]
-    assert long == []
 
 
 @pytest.mark.parametrize("module", ["worlds.webshop", "envs"])

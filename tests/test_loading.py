@@ -7,9 +7,8 @@ import pytest
 import torch
 from accelerate.utils import gather_object
 from conftest import in_ranks, make_tokenizer, peak
-from test_families import log_probs, tiny
+from test_families import log_probs, random_model, tiny
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
 
 import dpo
 from engine import sharding
@@ -45,14 +44,10 @@ def assert_same(model, expected):
                        for value in vars(module).values())
 
 
-def random_model(accelerator, config, folder):
+def written(accelerator, config, folder):
     """A folder with a model in bf16, in several files."""
     if accelerator.is_main_process:
-        torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for p in model.parameters():
-            p.data += 0.1 * torch.randn(p.shape)
-        model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="20KB")
+        random_model(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="20KB")
         assert (folder / "model.safetensors.index.json").exists()
     accelerator.wait_for_everyone()
     return folder
@@ -61,7 +56,7 @@ def random_model(accelerator, config, folder):
 def compare(accelerator, folder, family):
     """Sharded, whole, as a copy that plays, and saved again: always what `from_pretrained` gives."""
     main = accelerator.is_main_process
-    expected = load_model(random_model(accelerator, tiny(family), folder))
+    expected = load_model(written(accelerator, tiny(family), folder))
     whole = sharding.shard_model(accelerator, load_model(folder, data=main), shard=False)
     assert_same(whole.module, expected)
     model = load_model(folder, data=main)
@@ -84,7 +79,7 @@ def memory(accelerator, folder):
     """Of a model of 16 layers, in fp32: its bytes, and the most that each rank holds of them."""
     config = tiny("llama")
     config.num_hidden_layers, config.vocab_size = 16, 100
-    random_model(accelerator, config, folder)
+    written(accelerator, config, folder)
     model = load_model(folder, data=False)
     numbers, *parts = dry_run.sizes(model)  # a rank's shards, and a layer, or what is outside of them
     each = peak(lambda: sharding.shard_model(accelerator, load_model(folder), True))
@@ -118,23 +113,12 @@ SWITCHES = (  # keys of a config.json that say how a pass computes or what it re
     dict(output_hidden_states=True), dict(use_cache=False), dict(return_dict=False), dict(torchscript=True))
 
 
-def write_model(family, folder):
-    """Its config, saved with random weights and a tokenizer that fits."""
-    config, tokenizer = tiny(family), make_tokenizer("chatml")
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.1 * torch.randn(p.shape)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return json.loads((folder / "config.json").read_text())
-
-
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
 def test_no_switch_in_a_config_changes_what_a_model_computes(family, tmp_path):
     """Packed texts, as transformers reads each alone, whatever the folder's config switches."""
-    config = write_model(family, tmp_path)
+    random_model(tiny(family)).save_pretrained(tmp_path)
+    make_tokenizer("chatml").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
     texts = [dpo.Trajectory(ids=[5, 6, 7, *more], action_mask=[0] * 3 + [1] * 12)
              for more in (range(20, 32), range(50, 62))]
     for switch in ({}, *SWITCHES):

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ended, events, fork, fork_ranks
+from conftest import ended, events, fork, fork_ranks, wait_until
 
 import dpo
 import envs
@@ -729,9 +729,8 @@ def test_a_killed_run_goes_on_to_the_same_bits(small_model, tmp_path):
         rng = random.Random(5)
         work = evolving(small_model, out, grpo_steps=6, grpo_lr=1e-4, checkpoint_minutes=0)
         for _ in range(kills):
-            process, deadline = fork(work, tmp_path / "said"), time.monotonic() + 60
-            while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            process = fork(work, tmp_path / "said")
+            wait_until((out / "metrics.jsonl").exists)
             time.sleep(rng.uniform(0.1, 1))
             os.kill(process, signal.SIGKILL)
             ended(process)

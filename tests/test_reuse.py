@@ -133,7 +133,7 @@ def test_lists_of_tasks_are_compared_by_what_they_say(play, tmp_path):
 def test_code_model_and_files_that_have_changed_prevent_it(play, begin, monkeypatch, tmp_path,
                                                            small_model):
     rows = [dict(task=f"one-train-{n}", reward=1.0, messages=[
-        dict(role="user", content=f"say something, one-train-{n}"),
+        dict(role="user", content=f"say something, train-{n}"),
         dict(role="assistant", content="c")]) for n in range(6)]
     experts, copied = tmp_path / "mine/experts.jsonl", tmp_path / "yours/experts.jsonl"
 

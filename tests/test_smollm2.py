@@ -11,13 +11,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import CONVERSATION, Toy, adamw
+from conftest import CONVERSATION
 from transformers import AutoTokenizer
 
 import dpo
-from engine import sharding
 from harness.settings import Settings, SettingsError
-from playing.rollout import Sampling, rollout
 from program.run import Run
 from training import models, smollm2
 
@@ -149,44 +147,3 @@ def test_its_template_opens_with_a_system_message_of_its_own(encoder):
     assert encoder.end_of_turn == tokenizer.eos_token_id
     # Digits are split before words, as in the published tokenizer.
     assert tokenizer.tokenize("a\n\n12  3") == ["a", "ĊĊ", "1", "2", "ĠĠ", "3"]
-
-
-def test_two_steps_of_training_in_fp32_and_bf16(folder, encoder):
-    """The loss falls, alike in both; the weights stay fp32, are saved and found again."""
-    ids, mask = encoder.encode(CONVERSATION)
-    group = dpo.Group("mug", [dpo.Trajectory(ids=ids, action_mask=mask)])
-    losses = {}
-    for precision in ("no", "bf16"):
-        AcceleratorState._reset_state(True)
-        accelerator, log = Accelerator(cpu=True, mixed_precision=precision), []
-        model = sharding.shard_model(accelerator, models.load_model(folder), False)
-        dpo.fit(accelerator, model, [[[group]], [[group]]],
-                dpo.Objective(dpo.sft_loss, dpo.count_action_tokens),
-                adamw(lr=1e-4, tokens_per_forward=2048), log.append)
-        assert {p.dtype for p in model.parameters()} == {torch.float32}
-        losses[precision] = [event["loss"] for event in log]
-    AcceleratorState._reset_state(True)
-    assert losses["no"][1] < losses["no"][0] - 0.1
-    assert losses["bf16"][0] == pytest.approx(losses["no"][0], rel=0.01)
-    assert losses["bf16"][1] == pytest.approx(losses["no"][1], rel=0.05)  # AdamW magnifies rounding
-
-
-def test_a_rollout_is_what_generate_writes_token_by_token(folder, encoder):
-    model = models.load_model(folder)
-    tasks = Toy().tasks("test")[:3]
-    episodes = [dpo.Trajectory(task, "target") for task in tasks]
-    rollout(model, encoder, Toy, episodes, Sampling(
-        0.0, max_tokens=512, max_new_tokens=16, tokens_per_forward=2048, slots=2))
-    model.set_attn_implementation("sdpa")
-    for episode in episodes:
-        env = Toy()
-        ids = encoder.start([dict(role="user", content=env.reset(episode.task))])
-        for turn in range(env.max_steps):
-            written = model.generate(
-                torch.tensor([ids]), do_sample=False, max_new_tokens=16,
-                eos_token_id=encoder.end_of_turn, suppress_tokens=encoder.pieces.suppress_tokens)[0].tolist()
-            reply = written[len(ids):]
-            ids = written + [encoder.end_of_turn] * (reply[-1] != encoder.end_of_turn)
-            step = env.step(encoder.decode(reply))
-            ids += [] if step.done else encoder.observation(step.observation)
-        assert episode.ids[:len(ids)] == ids and len(episode.ids) <= len(ids)

@@ -14,12 +14,13 @@ import threading
 import time
 from collections import Counter
 from contextlib import closing, suppress
-from pathlib import Path
 
 import pytest
+from conftest import wait_until
 
 import envs
 import mutual
+from harness.files import ROOT
 from program import start
 from worlds.intercodesql import databases, questions, spider
 from worlds.intercodesql.world import (
@@ -30,7 +31,6 @@ from worlds.intercodesql.world import (
     sql_reward,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data" / "intercode"
 
 
@@ -471,11 +471,7 @@ def test_attacks_on_mariadb_do_nothing_and_nothing_runs_on(mariadb):
             assert_harmless(db, sql, time.monotonic, 20)
             assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
             assert db.run("SHOW TABLES") == [("baker",), ("town",)]
-        for _ in range(50):
-            if not (running := root_query(mariadb, asked)):
-                break
-            time.sleep(0.1)
-        assert running == [], sql[:80]
+        wait_until(lambda: not root_query(mariadb, asked), 20)
 
 
 def test_without_the_first_look_mariadb_still_refuses(mariadb, monkeypatch):

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ended, fork
+from conftest import ended, fork, wait_until
 from test_methods import OneReply
 from transformers import AutoModel
 
@@ -348,8 +348,7 @@ def test_a_study_that_is_stopped_ends_its_runs(tmp_path):
 
     process, said = fork(work, tmp_path / "said"), tmp_path / "said"
     logs = [tmp_path / f"sft-s{seed}.log" for seed in (3, 4)]
-    while not all(log.exists() and log.read_text() == "works\n" for log in logs):
-        time.sleep(0.05)
+    wait_until(lambda: all(log.exists() and log.read_text() == "works\n" for log in logs))
     family = psutil.Process(process).children(recursive=True)
     os.kill(process, signal.SIGTERM)
     assert ended(process) == 143 and len(family) == 2

@@ -5,11 +5,11 @@ import platform
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from harness.files import ROOT
+
 FILES = ("tour.md", "tour-mask.svg", "tour-tree.svg", "tour-margins.svg")
 
 

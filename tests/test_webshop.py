@@ -5,17 +5,16 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 from statistics import mean
 
 import pytest
 
 import envs
+from harness.files import ROOT
 from worlds.webshop import catalogue
 from worlds.webshop import shop as webshop
 from worlds.webshop.shop import WebShop
 
-ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data" / "webshop"
 
 

@@ -10,17 +10,16 @@ import time
 from contextlib import suppress
 from html import escape
 from itertools import chain, cycle, repeat
-from pathlib import Path
 from urllib.parse import parse_qsl
 
 import pytest
 
 import envs
+from harness.files import ROOT
 from worlds.webshop import catalogue
 from worlds.webshop.server import WebShopServer, _Html
 from worlds.webshop.shop import Page, WebShop
 
-ROOT = Path(__file__).resolve().parents[1]
 RECORDED = ROOT.parent / "shared" / "data" / "webshop" / "recorded_exchanges.json"
 
 
