@@ -332,8 +332,8 @@ def test_a_study_with_an_explorer_at_an_endpoint(env, endpoint, tmp_path, monkey
 
     endpoint.answer = answer
     monkeypatch.setattr(runs, "launch", launch)
-    flags = ("--train-tasks 40 --eval-tasks 5 --sft-epochs 1 --start-tasks 20 --grpo-steps 2 "
-             "--evolve-every 1 --step-tasks 6 --step-rollouts 4 --picks 2 --explorer-episodes 2 "
+    flags = ("--train-tasks 40 --eval-tasks 2 --sft-epochs 1 --start-tasks 10 --grpo-steps 2 "
+             "--evolve-every 1 --step-tasks 4 --step-rollouts 4 --picks 2 --explorer-episodes 2 "
              "--explorer-model m --threads 1 --explorer").split()
     runs.main(["intercodesql", "--jobs", "1", "--methods", "evolve", "evolve-random", "--seeds", "0",
                "--out", str(tmp_path), *flags, endpoint.url])

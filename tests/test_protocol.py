@@ -5,14 +5,12 @@ their environments do (ETO a2fc5da, IPR 93335a3), which were run beside ours.
 """
 
 import json
-from collections import Counter
 
 import pytest
 import torch
 from conftest import make_model, make_tokenizer
 
 import envs
-from baselines import rft
 from dpo import Encoder, Trajectory
 from harness.settings import options_of, parse
 from playing.conversation import play
@@ -300,21 +298,6 @@ def test_a_rollout_reads_what_their_agent_reads_and_trains_without_the_example(a
         assert [trained.ids, trained.action_mask] == list(encoder.encode(trained.messages, 3))
         assert sum(trained.action_mask) == sum(row.action_mask)
         assert reopened(expert, expert) == expert
-
-
-def test_only_successes_without_the_example_join_the_experts(agent, monkeypatch, prompts):
-    """As join_successes does it."""
-    env = make("webshop", prompts)
-    task = "webshop-train-0"
-    messages, reward = envs.converse(env, env.reset(task), env.expert())
-    replies = [m["content"] for m in messages[3::2]]
-    row, = play_scripted(agent, monkeypatch, env, [task], ["Action: click[oh]"] + replies)
-    assert row.reward == reward and row.ended == "done"
-    ids, mask = agent[1].encode(messages, 3)
-    expert = Trajectory(task, "expert", messages=messages, ids=ids, action_mask=mask, steps=len(replies))
-    row.reward = 1.0
-    joined = rft.join([expert], {task: [reopened(row, expert)]}, Counter())
-    assert len(joined) == 2 and joined[1].messages[:3] == messages[:3]
 
 
 @pytest.mark.parametrize("reply, kept, ours", [
