@@ -24,7 +24,8 @@ class Guess(envs.World):
     """Three turns at most; "c" pays 1 and ends, anything else pays 0."""
 
     name, rules, max_steps, test_splits = "guess", "Guess.", 3, ("test",)
-    splits = {split: {str(i): f"letter {split}-{i}" for i in range(4)} for split in ("train", "test")}
+    splits = {split: {str(i): f"letter {split}-{i}" for i in range(4)}
+              for split in ("train", "test")}
 
     def start(self, letter):
         return letter

@@ -259,7 +259,8 @@ def test_a_hub_name_runs_from_the_cache(small_model, tmp_path):
     (repo / "refs").mkdir()
     (repo / "refs/main").write_text(commit)
     command = [sys.executable, str(ROOT / "coevolve.py"), "--model", "org/small", "--view", "short",
-               "--method", "evaluate", "--eval-tasks", "1", "--eval-splits", "test", "--max-tokens", "1200", "--max-new-tokens", "2", "--out", str(tmp_path / "run")]
+               "--method", "evaluate", "--eval-tasks", "1", "--eval-splits", "test",
+               "--max-tokens", "1200", "--max-new-tokens", "2", "--out", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={
         **os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
@@ -279,7 +280,8 @@ def test_eto_is_the_same_run_without_the_failure_agent(quick, tmp_path):
 def test_hub_folders_of_the_papers_models_run_the_whole_loop(hub_folder, tmp_path):
     """SFT at lr 1e-6 moves the weights and loses nothing."""
     finish(tmp_path / "run", "--model", str(hub_folder), "--train-tasks", "4", "--eval-tasks", "1",
-           "--eval-splits", "test", "--sft-epochs", "1", "--max-tokens", "4096", "--max-new-tokens", "8",
+           "--eval-splits", "test", "--sft-epochs", "1", "--max-tokens", "4096",
+           "--max-new-tokens", "8",
            "--sft-lr", "1e-6", "--sft-batch", "2", "--dpo-lr", "1e-3")
     rows = [json.loads(line) for line in (tmp_path / "run/iter1/target.jsonl").open()]
     assert {row["steps"] for row in rows} == {10}  # it never finds the shop's actions

@@ -155,7 +155,8 @@ def test_torchrun_starts_a_run(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
          "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", ROOT / "coevolve.py", "--env",
-         "webshop", "--method", "evaluate", "--eval-tasks", "2", "--eval-splits", "test", "--threads", "1", "--out", tmp_path / "run"],
+         "webshop", "--method", "evaluate", "--eval-tasks", "2", "--eval-splits", "test",
+         "--threads", "1", "--out", tmp_path / "run"],
         capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "2 processes on cpu" in done.stdout and (tmp_path / "run/result.json").exists()

@@ -197,7 +197,8 @@ def test_what_a_run_would_refuse_is_not_planned(folder, tmp_path, capsys):
 
 def test_the_gpu_script_runs_its_path_anywhere(tmp_path):
     out, said = tmp_path / "gpu.jsonl", tmp_path / "said"
-    assert ended(fork(lambda: gpu.main(["--small", "--out", str(out)]), said)) == 0, said.read_text()
+    process = fork(lambda: gpu.main(["--small", "--out", str(out)]), said)
+    assert ended(process) == 0, said.read_text()
     lines, said = out.read_text().splitlines(), said.read_text()
     rows = {what: value for _, what, value in map(json.loads, lines)}
     assert len(rows) == len(lines) == len(said.splitlines()) == 7

@@ -437,8 +437,8 @@ class Smith:
         return "odd" if proposal["task"]["number"] % 2 else None
 
 
-FEW = dict(max_tokens=400, max_new_tokens=4, slots=8, warm_start="none", start_tasks=5, evolve_every=2,
-           step_tasks=3, step_rollouts=4, grpo_batch=2, near_text=1.0, threads=1)
+FEW = dict(max_tokens=400, max_new_tokens=4, slots=8, warm_start="none", start_tasks=5,
+           evolve_every=2, step_tasks=3, step_rollouts=4, grpo_batch=2, near_text=1.0, threads=1)
 
 
 @pytest.fixture
@@ -483,7 +483,8 @@ def test_the_task_set_grows_from_signals(run):
     for i in (1, 2):
         found = r.folder.read_jsonl(f"iter{i}/signals.jsonl")
         kinds |= {row["signal"] for row in found}
-        assert all(row["failure"] and row["success"] for row in found if row["signal"] == "boundary")
+        assert all(row["failure"] and row["success"] for row in found
+                   if row["signal"] == "boundary")
         picked = [row["task"] for row in found if row["picked"]]
         visited = {t.task for t in r.folder.trajectories(f"iter{i}/target-agent/episodes.jsonl")}
         assert len(picked) == len(set(picked)) > 0 and set(picked) <= visited

@@ -337,8 +337,8 @@ def test_figure_4_has_all_its_points_and_none_twice(begun, tmp_path):
 def test_a_study_that_is_stopped_ends_its_runs(tmp_path):
     """SIGTERM, to the study alone, while two runs work: an interpreter that says so and waits."""
     python = tmp_path / "python"
-    python.write_text("#!/bin/bash\ncase $* in */requirements.py* | *version_info* | */settings.py*)"
-                      " ;; *) echo works; exec sleep 600 ;; esac")
+    python.write_text("#!/bin/bash\ncase $* in */requirements.py* | *version_info* | "
+                      "*/settings.py*) ;; *) echo works; exec sleep 600 ;; esac")
     python.chmod(0o755)
 
     def work():

@@ -108,7 +108,8 @@ def test_an_experts_file_of_ours_may_hold_evaluated_tasks(tmp_path):
     with pytest.raises(SettingsError, match="^2 of 394 .*such as webshop-unseen-3, webshop-test-2;"):
         survey(settings(experts=file))
     # In the built-in shop equal numbers of two splits are two goals.
-    assert survey(settings(experts=ours({"webshop-train-2": "x"}, tmp_path / "f"))).about["experts"] == 1
+    found = survey(settings(experts=ours({"webshop-train-2": "x"}, tmp_path / "f")))
+    assert found.about["experts"] == 1
 
 
 def test_an_evaluated_instruction_is_found_wherever_an_opening_says_it(tmp_path):
@@ -256,7 +257,8 @@ def test_three_generations_of_moved_agents_know_what_the_first_was_trained_on(to
         toy_run(Toy, *flags)
     toy_run(Toy, *flags, "--overlap", "drop")
     assert events(tmp_path / "dropped", "dropped") == [dict(
-        event="dropped", phase="experts.jsonl", reason="evaluated too", count=1, tasks=["toy-test-2"])]
+        event="dropped", phase="experts.jsonl", reason="evaluated too", count=1,
+        tasks=["toy-test-2"])]
     toy_run(Toy, "--experts", file, "--overlap", "keep", "--out", tmp_path / "a")
     assert "--overlap keep" in table(tmp_path / "a").splitlines()[1]
     for name in ("sft-target", "sft-failure", "iter1/failure-agent", "iter1/target-agent"):
@@ -321,7 +323,8 @@ def test_experts_of_this_shop_pass_whatever_their_limits(official):  # noqa: F81
     make = lambda: envs.make("webshop", webshop_url=official.url)
     shop, found = make(), []
     for n in range(20):
-        text = re.sub(r"lower than [\d.]+", f"lower than {n + 1}0.00", shop.reset(f"webshop-test-{n}"))
+        text = shop.reset(f"webshop-test-{n}")
+        text = re.sub(r"lower than [\d.]+", f"lower than {n + 1}0.00", text)
         found.append((f"webshop-train-{n}", talk(f"{shop.prompt}\n\n{text}"), 1.0))
     tasks.check_openings(ARun(make), found)
     found[13] = ("webshop-train-13", talk(shop.reset("webshop-test-14")), 1.0)
