@@ -2,7 +2,6 @@
 
 import gc
 import json
-import multiprocessing
 import os
 import socket
 import sys
@@ -114,24 +113,6 @@ def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64) -> Qwen3ForC
     return model
 
 
-def in_ranks(ranks, work, *arguments):
-    """work(accelerator, *arguments) in so many processes (gloo): what it returns on the first."""
-    processes = multiprocessing.get_context("forkserver")  # which imports once
-    processes.set_forkserver_preload(["dpo", "transformers.models.qwen3.modeling_qwen3"])
-    with tempfile.TemporaryDirectory() as folder:
-        started = [processes.Process(target=run_rank, args=(rank, ranks, folder, work, arguments))
-                   for rank in range(ranks)]
-        for process in started:
-            process.start()
-        for process in started:
-            process.join(300)
-        codes = [process.exitcode for process in started]
-        for process in started:
-            process.kill()
-        assert codes == [0] * ranks, "see the standard error of the ranks"
-        return json.loads((Path(folder) / "result.json").read_text())
-
-
 def fork(work, said, **environment) -> int:
     """The number of a fork of this process that does work(); the file `said` has what it prints."""
     if process := os.fork():
@@ -151,8 +132,18 @@ def fork(work, said, **environment) -> int:
     os._exit(1)
 
 
+@pytest.fixture(autouse=True)
+def no_process_group():
+    """A model that one process shards begins a group of one, which forks would take for theirs."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def fork_ranks(ranks, work, said):
-    """So many forks that do work() together, as torchrun starts them."""
+    """So many forks that do work() together, as torchrun starts them; one does it alone."""
+    if ranks == 1:
+        return [fork(work, said)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -166,29 +157,31 @@ def ended(process):
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
+def in_ranks(ranks, work, *arguments):
+    """work(accelerator, *arguments) in so many processes (gloo): what it returns on the first."""
+    def begin():
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # for a profile of memory
+        accelerator = Accelerator(cpu=True)
+        assert accelerator.num_processes == ranks
+        result = work(accelerator, *arguments)
+        if accelerator.is_main_process:
+            (folder / "result.json").write_text(json.dumps(result))
+        accelerator.wait_for_everyone()
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        started = fork_ranks(ranks, begin, folder / "said")
+        codes = [ended(process) for process in started]
+        assert codes == [0] * ranks, (folder / "said").read_text()[-3000:]
+        return json.loads((folder / "result.json").read_text())
+
+
 def wait_until(condition, seconds=300):
     """Until condition() is true; the seconds are those of a busy machine."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def run_rank(rank, ranks, folder, work, arguments):
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # for a profile of memory
-    if ranks > 1:
-        os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
-                           LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1")
-        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store",
-                                             rank=rank, world_size=ranks)
-    accelerator = Accelerator(cpu=True)
-    assert accelerator.num_processes == ranks
-    result = work(accelerator, *arguments)
-    if accelerator.is_main_process:
-        (Path(folder) / "result.json").write_text(json.dumps(result))
-    accelerator.wait_for_everyone()
-    sys.stderr.flush()
-    os._exit(0)  # a thread of gloo's may abort a process that takes itself apart
 
 
 def events(run, name, **wanted):

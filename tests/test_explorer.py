@@ -11,15 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from accelerate import Accelerator
 
 import dpo
 import envs
 import mutual
-from harness import files, report
-from harness.settings import Settings, parse
+from harness import files
+from harness.settings import Settings
 from playing import explorer
-from program.run import Run
+from program import start
 from study import runs
 from worlds.intercodesql import questions
 
@@ -325,13 +324,9 @@ def test_a_study_with_an_explorer_at_an_endpoint(env, endpoint, tmp_path, monkey
         return json.dumps(dict(query=f"show 3 {table}", action_sequence=[
             f"SELECT * FROM {table} LIMIT 3", "submit"]))
 
-    def launch(name, command, log):
-        run = Run(parse(["--env", name, *command]), Accelerator(cpu=True))
-        mutual.mutual(run)
-        (run.folder.path / "result.json").write_text(json.dumps(report.result(run.folder.path)))
-
     endpoint.answer = answer
-    monkeypatch.setattr(runs, "launch", launch)
+    monkeypatch.setattr(runs, "launch", lambda name, command, log: start.main(
+        ["--env", name, *command], mutual.loop_of))
     flags = ("--train-tasks 40 --eval-tasks 2 --sft-epochs 1 --start-tasks 10 --grpo-steps 2 "
              "--evolve-every 1 --step-tasks 4 --step-rollouts 4 --picks 2 --explorer-episodes 2 "
              "--explorer-model m --threads 1 --explorer").split()

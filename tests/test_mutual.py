@@ -756,8 +756,7 @@ def test_two_sharded_processes_evolve_like_one(small_model, tmp_path):
     for ranks, more in ((1, {}), (2, dict(shard="on"))):
         work = evolving(small_model, tmp_path / str(ranks), start_from="train", grpo_steps=4,
                         grpo_lr=1e-5, **more)
-        started = fork_ranks(ranks, work, said) if ranks > 1 else [fork(work, said)]
-        assert [ended(process) for process in started] == [0] * ranks, said.read_text()[-3000:]
+        assert [ended(process) for process in fork_ranks(ranks, work, said)] == [0] * ranks, said.read_text()[-3000:]
     steps = [[(e["loss"], e["kl"]) for e in events(tmp_path / out, "grpo")] for out in "12"]
     assert torch.tensor(steps[0]).sub(torch.tensor(steps[1])).abs().max() < 1e-6
     assert len(steps[0]) == 4 and abs(steps[0][3][1]) > 1e-4  # it has learnt something

@@ -18,18 +18,16 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import ended, fork, wait_until
 from test_methods import OneReply
 from transformers import AutoModel
 
-import coevolve
 import envs
+import mutual
 from dpo import Trajectory
-from harness import report
 from harness.files import RunError, read_jsonl
-from harness.settings import SettingsError, parse
-from program.run import Run
+from harness.settings import SettingsError
+from program import start
 from study import figure3, methods, numbers, runs
 from study import report as several
 
@@ -172,9 +170,7 @@ def finished(tmp_path_factory, small_model):
     def launch(env, command, log):
         commands.append(command)
         assert log is None
-        run = Run(parse(["--env", env, *command]), Accelerator(cpu=True))
-        coevolve.coevolve(run)
-        (run.folder.path / "result.json").write_text(json.dumps(report.result(run.folder.path)))
+        start.main(["--env", env, *command], mutual.loop_of)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(envs, "make", lambda *_, **__: OneReply())
