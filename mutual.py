@@ -11,8 +11,10 @@ paper could be had: what the notes on it leave open is a setting, marked so.
 """
 
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from harness.files import mean
 from harness.scores import played as played_of
 from harness.settings import EVOLVING, SIGNALS, SettingsError, segments_of, start_episodes
 from playing import explorer
-from playing.episodes import log_full, play_with, unusable
+from playing.episodes import log_full, play, play_with, unusable
 from program.run import Run
 
 # ----------------------------------------------------------------------------------- the loop
@@ -61,14 +63,17 @@ def mutual(run: Run) -> None:
 
 
 def evolve(run: Run, i: int) -> None:
-    run.phase(f"iter{i}/explored.jsonl", explore, i)
+    if not aimed(run, i):
+        run.phase(f"iter{i}/explored.jsonl", explore, i)
     run.phase(f"iter{i}/proposals.jsonl", propose, i)
     run.phase(f"iter{i}/tasks.jsonl", join, i)
 
 
 def task_set(run: Run, i: int) -> list[str]:
     """D after the evolution of segment i: ids, in the order in which they joined."""
-    return [row["id"] for row in rows_of(run, "tasks", i + 1)]
+    rows = rows_of(run, "tasks", i + 1)
+    left = {row["id"] for row in rows if "left" in row}
+    return [row["id"] for row in rows if row["id"] not in left]
 
 
 # ------------------------------------------------------------------------------------- GRPO
@@ -166,16 +171,24 @@ def batches_of(run: Run) -> Iterator[list[str]]:
     """The tasks of step 1, 2, ...: passes over D as it then is, shuffled by the run's seed.
 
     Tasks that join enter the next pass. No task is twice in a step, so one of a small D is smaller.
+    With --start-share D_0 and the tasks added have passes of their own.
     """
-    s, queue = run.settings, []
+    s, queues = run.settings, ([], [])
     for step in itertools.count(1):
-        tasks = task_set(run, (step - 1) // s.evolve_every)
-        batch = []
-        while len(batch) < min(s.step_tasks, len(tasks)):
-            if not queue:
-                queue = run.rng("pass", step).sample(tasks, len(tasks))
-                queue.sort(key=lambda task: task in batch, reverse=True)  # they come last
-            batch.append(queue.pop())
+        tasks, batch = task_set(run, (step - 1) // s.evolve_every), []
+        size = most = min(s.step_tasks, len(tasks))
+        pools = [tasks]
+        if s.start_share:
+            start = task_set(run, 0)  # none of them ever leaves
+            pools = [start, tasks[len(start):]]
+            most = min(len(start), max(math.ceil(s.start_share * size), size - len(pools[1])))
+        for queue, pool, until in zip(queues, pools, (most, size)):
+            queue[:] = [task for task in queue if task in pool]
+            while len(batch) < until:
+                if not queue:
+                    queue += run.rng("pass", step).sample(pool, len(pool))
+                    queue.sort(key=lambda task: task in batch, reverse=True)  # they come last
+                batch.append(queue.pop())
         yield batch
 
 
@@ -222,16 +235,21 @@ def rare(patterns: list[set[str]], below: float, least: int) -> dict[str, int]:
     return {p: n for p, n in counts.items() if n >= least and 100 * n < below * len(patterns)}
 
 
+def visits(run: Run, i: int) -> Iterator[tuple[str, list[Trajectory]]]:
+    """The visits of segment i: a task and its group of episodes, step by step."""
+    for (_, task), visit in itertools.groupby(
+            run.folder.trajectories(f"iter{i}/target-agent/episodes.jsonl"),
+            key=lambda t: (t.iteration, t.task)):
+        yield task, list(visit)
+
+
 def find_signals(run: Run, out: Path, i: int) -> dict:
     """Every signal of segment i with its evidence, and which of them are picked."""
     s, generator, asked = run.settings, run.tasks.task_generator(), run.settings.signals.split(",")
     # Of earlier segments' episodes stay the scores and, of a task, the last visit's success.
     scores, won, groups, window = defaultdict(list), {}, {}, []
     for j in range(1, i + 1):
-        for (_, task), visit in itertools.groupby(
-                run.folder.trajectories(f"iter{j}/target-agent/episodes.jsonl"),
-                key=lambda t: (t.iteration, t.task)):
-            visit = list(visit)
+        for task, visit in visits(run, j):
             scores[task].append(mean(t.reward >= envs.SUCCESS for t in visit))
             if scores[task][-1] >= 0.5:
                 won[task] = evidence(visit)["success"]
@@ -247,6 +265,8 @@ def find_signals(run: Run, out: Path, i: int) -> dict:
              for task, n in boundary({task: [int(t.reward >= envs.SUCCESS) for t in visit]
                                       for task, visit in groups.items()}).items()]
     for pattern, n in rare(held, s.rare_below, s.rare_min).items():
+        if aimed(run, i) and not generator.parses(pattern):
+            continue
         holding = sorted((t for t, p in zip(window, held) if pattern in p), key=lambda t: t.reward)
         rows.append(dict(signal="rare", pattern=pattern, episodes=n, task=holding[0].task,
                          **evidence(holding)))
@@ -275,6 +295,21 @@ def evidence(episodes: list[Trajectory]) -> dict:
 # ----------------------------------------------------------------------- from signals to tasks
 
 
+def aimed(run: Run, i: int) -> bool:
+    """Whether evolution i varies the picked tasks by script, without an explorer."""
+    return i > 0 and run.settings.explorer == "aimed"
+
+
+def places(run: Run, i: int) -> list[dict]:
+    """The signals picked in segment i, or of --guide random as many tasks without a signal."""
+    picks = [row for row in run.folder.read_jsonl(f"iter{i}/signals.jsonl") if row["picked"]]
+    if run.settings.guide == "signals":
+        return picks
+    pool = task_set(run, i - 1)
+    return [dict(task=task, signal="random") for task in run.rng("random", i).sample(
+        pool, min(len(picks), len(pool)))]
+
+
 def explore(run: Run, out: Path, i: int) -> dict:
     """Episodes of the explorer, who goes back to what was picked; for D_0 unguided."""
     s, picks = run.settings, []
@@ -283,17 +318,14 @@ def explore(run: Run, out: Path, i: int) -> dict:
         starts = [(tasks[n % len(tasks)], "start", n // len(tasks))
                   for n in range(start_episodes(s))]
     else:
-        picks = [row for row in run.folder.read_jsonl(f"iter{i}/signals.jsonl") if row["picked"]]
-        places = [(row["task"], row["signal"]) for row in picks]
-        if s.guide == "random":  # as many episodes, without a signal
-            pool, rng = task_set(run, i - 1), run.rng("random", i)
-            places = [(task, "random") for task in rng.sample(pool, min(len(picks), len(pool)))]
-            picks = []
-        starts = [(*place, n) for place in places for n in range(s.explorer_episodes)]
+        picks = places(run, i)
+        starts = [(pick["task"], pick["signal"], n) for pick in picks
+                  for n in range(s.explorer_episodes)]
     episodes = [Trajectory(task, kind, i, n, run.seed("explore", i, task, n))
                 for task, kind, n in starts]
     known = [row["text"] for row in proposed(run, i)]
-    played, taken = explorer.explore(run, episodes, picks, known, run.agent_folder("target", i))
+    played, taken = explorer.explore(run, episodes, picks if s.guide == "signals" else [], known,
+                                     run.agent_folder("target", i))
     run.folder.write_jsonl(out, played)
     run.log("explored", iteration=i, episodes=len(played), **taken,
             tokens=sum(len(t.ids) for t in played), cut_replies=sum(t.cut_replies for t in played))
@@ -301,33 +333,70 @@ def explore(run: Run, out: Path, i: int) -> dict:
 
 
 def propose(run: Run, out: Path, i: int) -> dict:
-    """What the explored episodes become: proposals, each with its verdict and the reason for it."""
-    s, generator, rng, rows = run.settings, run.tasks.task_generator(), run.rng("propose", i), []
-    D = task_set(run, i - 1) if i else []
-    known = {generator.key(task) for task in run.tasks.definitions(D)}
-    most = s.add_most if i else s.start_tasks
+    """Proposals of the explored episodes, or aimed ones, each with its verdict and its reason."""
+    s, generator, rng = run.settings, run.tasks.task_generator(), run.rng("propose", i)
+    if aimed(run, i):
+        rows = [dict(signal=pick["signal"], source=pick["task"], **proposal)
+                for pick in places(run, i) for _ in range(s.explorer_episodes)
+                for proposal in generator.vary(pick["task"], pick.get("pattern"), rng)]
+        rows = rng.sample(rows, len(rows))
+    else:
+        explored = run.folder.trajectories(f"iter{i}/explored.jsonl")
+        rows = [dict(signal=t.agent, source=t.task, **proposal)
+                for t in rng.sample(explored, len(explored))
+                for proposal in explorer.abstract(generator, t, rng)]
+    counts = judge(run, generator, rows, i)
+    run.folder.write_jsonl(out, rows)
+    run.log("proposals", iteration=i, proposals=len(rows), **counts,
+            kinds=Counter(row["signal"] for row in rows if not row["reason"]),
+            refused=Counter(row["reason"] for row in rows if row["reason"]))
+    return dict(proposals=len(rows), added=counts["added"])
+
+
+def judge(run: Run, generator, rows: list[dict], i: int) -> dict:
+    """Adds verdict and reason to each proposal; how many were replayed, tried and added."""
+    s, joined = run.settings, [row["id"] for row in rows_of(run, "tasks", i)]
+    known = {generator.key(task) for task in run.tasks.definitions(joined)}
     texts = [set(row["text"].lower().split()) for row in proposed(run, i)]
-    explored = run.folder.trajectories(f"iter{i}/explored.jsonl")
-    for t in rng.sample(explored, len(explored)):
-        for proposal in explorer.abstract(generator, t, rng):
-            rows.append(dict(signal=t.agent, source=t.task, **proposal))
-    added, replayed = 0, 0
+    most, waiting = s.add_most if i else s.start_tasks, []
+    counts = dict(replayed=0, added=0, **dict(tried=0) if s.solve_check else {})
     for row in rows:
         reason = (refusal(generator, row, known, texts, s.near_text) or
-                  ("enough were added" if added == most else None))
+                  ("enough were added" if counts["added"] == most else None))
         if s.verify and not reason:
-            replayed += 1
+            counts["replayed"] += 1
             reason = generator.verify(row)
         row |= dict(verdict="refused" if reason else "added", reason=reason)
         if reason is None:
             known.add(generator.key(row["task"]))
             texts.append(set(row["text"].lower().split()))
-            added += 1
-    run.folder.write_jsonl(out, rows)
-    run.log("proposals", iteration=i, proposals=len(rows), replayed=replayed, added=added,
-            kinds=Counter(row["signal"] for row in rows if not row["reason"]),
-            refused=Counter(row["reason"] for row in rows if row["reason"]))
-    return dict(proposals=len(rows), added=added)
+            counts["added"] += 1
+            waiting.append(row)
+        if s.solve_check and waiting and (counts["added"] == most or row is rows[-1]):
+            counts["tried"] += try_to_solve(run, waiting, i)
+            counts["added"] -= sum(row["verdict"] == "refused" for row in waiting)
+            waiting = []
+    run.tasks.tried_on = []
+    return counts
+
+
+def try_to_solve(run: Run, rows: list[dict], i: int) -> int:
+    """The agent plays each proposal `solve_check` times, and those never or always solved are
+    refused; the number of episodes."""
+    s, tasks = run.settings, [row["task"] for row in rows]
+    run.tasks.tried_on += tasks
+    with closing(run.tasks.make_env()) as env:
+        ids = [env.add(task) for task in tasks]
+    episodes = [Trajectory(task, "target", i, n, run.seed("solve", i, task, n))
+                for task in ids for n in range(s.solve_check)]
+    played = play(run, run.agent_folder("target", i), episodes, s.grpo_temperature)
+    for row, task in zip(rows, ids):
+        won = [t.reward >= envs.SUCCESS for t in played if t.task == task]
+        row["solved"] = sum(won)
+        if not 0 < sum(won) < len(won):
+            row |= dict(verdict="refused",
+                        reason=f"the agent {'always' if any(won) else 'never'} solves it")
+    return len(played)
 
 
 def proposed(run: Run, i: int) -> list[dict]:
@@ -357,13 +426,19 @@ def refusal(generator, proposal: dict, known: set[str], texts: list[set[str]],
 
 
 def join(run: Run, out: Path, i: int) -> dict:
-    """The tasks that join D."""
+    """The tasks that join D, and the mastered ones that leave it."""
+    numbers, left = {}, []
+    if i and run.settings.mastered == "leave":
+        start, latest = task_set(run, 0), dict(visits(run, i))
+        left = [task for task, visit in latest.items() if task not in start
+                and all(t.reward >= envs.SUCCESS for t in visit)]
+        numbers = dict(left=len(left))
     ids = run.tasks.add(out, [row["task"] for row in run.folder.read_jsonl(
-        f"iter{i}/proposals.jsonl") if row["verdict"] == "added"])
+        f"iter{i}/proposals.jsonl") if row["verdict"] == "added"], left)
     if i == 0 and not ids:
         raise SettingsError("no start task came of the unguided exploration; give --start-from "
                             "train and another --out, or a --model that finds something")
-    return dict(tasks=len(ids))
+    return dict(tasks=len(ids), **numbers)
 
 
 def first_tasks(run: Run, out: Path) -> dict:

@@ -124,13 +124,13 @@ def _pairs(of):
 
 def _signals(of):
     by = {name: {e["iteration"]: e for e in of[name]} for name in ("signals", "explored")}
-    joined = {int(e["phase"][4:].split("/")[0]): e["tasks"] for e in of["phase"]
+    joined = {int(e["phase"][4:].split("/")[0]): e["tasks"] - e.get("left", 0) for e in of["phase"]
               if e["phase"].endswith("/tasks.jsonl")}
     return ("Signals, and what became of what the explorer found; tasks are those of D then",
             "iteration forgetting boundary rare picked episodes proposals added tasks",
             [(i := e["iteration"], *(by["signals"].get(i, {}).get(name, "-")
                                      for name in ("forgetting", "boundary", "rare", "picked")),
-              by["explored"][i]["episodes"], e["proposals"], e["added"],
+              by["explored"].get(i, {}).get("episodes", "-"), e["proposals"], e["added"],
               sum(n for j, n in joined.items() if j <= i)) for e in of["proposals"]])
 
 

@@ -217,17 +217,25 @@ class Grpo:
     guide: Literal["signals", "random"] = setting(
         "signals", "what it goes back to: picked signals [S], or as many tasks at random [D]")
     explorer: str = setting(
-        "policy", "who explores: policy, the agent [ours], or https://host/v1 [D: Qwen3-Max]",
-        like=lambda text: text == "policy" or is_web_address(text),
-        form="policy or https://host/v1")
+        "policy", "who explores: policy, the agent [ours], or https://host/v1 [D: Qwen3-Max]; "
+        "aimed: the agent for start tasks, later nobody: what is picked is varied by script [ours]",
+        like=lambda text: text in ("policy", "aimed") or is_web_address(text),
+        form="policy, aimed or https://host/v1")
     explorer_model: Optional[str] = setting(None, "the explorer's name at its endpoint [-]")
-    explorer_episodes: int = setting(6, "episodes of the explorer for a pick [ours]", at_least=1)
+    explorer_episodes: int = setting(6, "episodes of the explorer for a pick, or variations [ours]",
+                                     at_least=1)
     explorer_temperature: float = setting(1.1, "of the explorer [ours; AE: 1]", above=0)
     add_most: int = setting(20, "tasks that join in one evolution, at most [ours]", at_least=0)
     near_text: float = setting(
         0.8, "a proposal's largest Jaccard share of words in common with an earlier one [AE]",
         above=0, at_most=1)
     verify: bool = setting(True, "proposed tasks join only if their solution replays [S]")
+    solve_check: int = setting(0, "and if of so many plays the agent solves some and not all, 4 to "
+                               "8 are sensible; 0 = not played [ours]", at_least=0)
+    start_share: float = setting(0.0, "of a step's tasks that are start tasks, at least; 0: passes "
+                                 "over all tasks [ours]", at_least=0, at_most=1)
+    mastered: Literal["keep", "leave"] = setting(
+        "keep", "added tasks whose last visit's episodes were all solved; leave: they leave [ours]")
 
 
 @dataclass(frozen=True)
@@ -318,7 +326,7 @@ BUILT_IN = ("tiny", "smollm2")  # models that are words, and no folders
 
 # What replaces the defaults of all environments. An environment's folder has presets of its own by
 # the same names and "", for all runs in it; they come after these. In this order: "", the model,
-# the protocol, both, "quick", "quick MODEL", "chat".
+# the protocol, both, "quick", "quick MODEL", "aimed", "chat".
 PRESETS = {
     # Tuned on the validation splits; it starts from nothing and so needs larger steps.
     "tiny": dict(view="short", sft_batch=16, dpo_batch=16, beta_later=0.1, lambda_sft=0.5,
@@ -339,6 +347,7 @@ PRESETS = {
     "quick tiny": dict(train_tasks=60, eval_tasks=60, rollouts=2, iterations=2, dpo_epochs=2,
                        sft_epochs=3),
     "quick smollm2": dict(train_tasks=8, eval_tasks=4, sft_batch=4),
+    "aimed": dict(rare_min=2, start_share=0.5, mastered="leave"),
     "chat": dict(method="chat", max_tokens=100_000),  # with the examples; the endpoint knows better
 }
 
@@ -437,6 +446,8 @@ def conflicts(s: Settings) -> list[tuple[bool, str, str]]:
          "nothing would be trained; raise one"),
         (is_endpoint(s.explorer) and not s.explorer_model, "--explorer-model",
          "give the explorer's name at its endpoint"),
+        (s.solve_check == 1, "--solve-check 1",
+         "one play is solved never or always; give 0, or 2 and more"),
         (s.method == "evolve" and s.grpo_steps <= s.evolve_every, f"--grpo-steps {s.grpo_steps}",
          f"the tasks would never evolve; give more than --evolve-every {s.evolve_every}"),
         (s.max_new_tokens >= s.max_tokens, f"--max-new-tokens {s.max_new_tokens}",
@@ -474,13 +485,13 @@ def preset(argv: list[str]) -> dict:
     """The values that stand in for the defaults, by what `argv` says: see PRESETS."""
     first, hints = Parser(), get_type_hints(Settings)
     for f in fields(Settings):
-        if f.name in ("env", "model", "method", "quick"):
+        if f.name in ("env", "model", "method", "quick", "explorer"):
             first.add(f, hints[f.name])
     first.add_argument("--protocol", default="ours")
     seen = first.parse_known_args(argv)[0]
     names = ["", seen.model, seen.protocol, f"{seen.model} {seen.protocol}"]
     names += ["quick", f"quick {seen.model}"] if seen.quick else []
-    names += ["chat"] if is_endpoint(seen.model) else []
+    names += [seen.explorer, *(["chat"] if is_endpoint(seen.model) else [])]
     values, own = dict(env=seen.env), environment(seen.env).presets
     for name in names:
         values |= PRESETS.get(name, {}) | own.get(name, {})

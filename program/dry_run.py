@@ -321,12 +321,13 @@ def evolution(s: Settings, found: Lengths, hours: Hours) -> list[tuple[str, floa
     most = s.start_tasks + (segments_of(s) - 1) * s.add_most * (s.method == "evolve")
     step = min(s.step_tasks, most) * s.step_rollouts  # episodes, each read by both policies
     explored = start_episodes(s) * (s.start_from == "explore")
-    guided = (s.method == "evolve") * (segments_of(s) - 1) * len(
+    guided = (s.method == "evolve" and s.explorer != "aimed") * (segments_of(s) - 1) * len(
         s.signals.split(",")) * s.picks * s.explorer_episodes
     explored += guided
     if is_endpoint(s.explorer) and explored:
         print(f"explorer: at most {explored:,} episodes at its endpoint, with a request a turn")
         explored = 0
+    explored += s.solve_check * most  # and those of what is refused
     read = step * found.tokens
     return [("exploration", explored * found.tokens, hours.playing(explored)),
             ("rollouts", read * s.grpo_steps, hours.playing(step) * s.grpo_steps),

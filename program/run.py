@@ -84,6 +84,7 @@ class RunTasks:
     def __init__(self, settings: Settings, folder: Folder):
         """Counts the tasks and says so; what a run lacks shows at once."""
         self.settings, self.folder = settings, folder
+        self.tried_on = []  # proposals that the running phase plays
         with closing(self.make_env()) as env:
             found = survey(settings, env)
         self.splits, self.about = found.splits, found.about
@@ -101,8 +102,8 @@ class RunTasks:
         """An environment with the tasks that were made during the run."""
         s = self.settings
         env = envs.make(s.env, s.view, **options_of(s))
-        for row in self.added():
-            env.add(row["task"])
+        for task in [*(row["task"] for row in self.added()), *self.tried_on]:
+            env.add(task)
         return env
 
     def experts(self) -> list[tuple[str, list[dict], float]]:
@@ -115,14 +116,16 @@ class RunTasks:
     def added(self) -> list[dict]:
         return files.made_tasks(self.folder.path, self.folder.phases)
 
-    def add(self, out: Path, tasks: list[dict]) -> list[str]:
+    def add(self, out: Path, tasks: list[dict], left: list[str]) -> list[str]:
         """Writes a phase's tasks.jsonl: from then on every environment of the run has them too.
 
-        Returns their ids. ValueError, naming what is wrong, for one that the environment refuses.
+        left: ids of those that nobody trains on any more. Returns the new ids. ValueError, naming
+        what is wrong, for one that the environment refuses.
         """
         with closing(self.make_env()) as env:
             ids = [env.add(task) for task in tasks]
-        self.folder.write_jsonl(out, [dict(id=id, task=task) for id, task in zip(ids, tasks)])
+        self.folder.write_jsonl(out, [*(dict(id=id, task=task) for id, task in zip(ids, tasks)),
+                                      *(dict(id=id, left=True) for id in left)])
         return ids
 
     def record(self, before, out: Path) -> None:

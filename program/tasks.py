@@ -35,7 +35,7 @@ def survey(s: Settings, env) -> Tasks:
     SettingsError where there are too few, or some are in both; Refused where tasks would have to be
     made and nobody makes them.
     """
-    if s.method == "evolve" or s.method == "grpo" and s.start_from == "explore":
+    if s.method == "evolve" or s.method == "grpo" and (s.solve_check or s.start_from == "explore"):
         env.task_generator()
     words, training = [], {}  # training: task -> the opening of its expert in a file
 

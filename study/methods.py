@@ -39,6 +39,10 @@ EVOLUTIONS = {
     "grpo-tasks": ("GRPO, as many start tasks as evolution ends with",
                    "--method grpo --start-tasks {tasks}"),
     "evolve-random": ("evolution, random exploration", "--method evolve --guide random"),
+    **{f"evolve-{name}": (f"evolution, {name.replace('-', ' ')}",
+                          "--method evolve --explorer aimed --rare-min 2 --start-share 0.5 "
+                          f"--mastered leave{more}")
+       for name, more in (("aimed", ""), ("aimed-random", " --guide random"))},
     "evolve-unverified": ("evolution, nothing verified", "--method evolve --verify false"),
     **{f"evolve-only-{signal}": (f"evolution, {signal} alone",
                                  f"--method evolve --signals {signal}") for signal in SIGNALS},
@@ -73,6 +77,8 @@ CLAIMS = [("coevolve", "eto", "Tables 3, 4"), ("coevolve", "eto-steps", "ours"),
               *((f"evolve-without-{signal}", "Table 5") for signal in SIGNALS),
               ("evolve-unverified", "Table 11"))),
           *(("evolve", f"evolve-only-{signal}", "ours") for signal in SIGNALS),
+          *(("evolve-aimed", other, "ours") for other in (
+              "evolve", "grpo", "grpo-tasks", "evolve-random", "evolve-aimed-random", "sft")),
           ("evolve", "grpo-tasks", "ours"), ("evolve", "sft", "ours"), ("grpo", "sft", "ours"),
           *((dose, frozen, "ours") for dose, frozen in FROZEN.items())]
 THRESHOLDS = (0.6, 0.7, 0.8)

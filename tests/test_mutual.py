@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -391,6 +392,50 @@ def test_patterns_count_what_was_carried_out_alone(shop, databases):
     assert generator.patterns(task, [re.sub(r"([(),*])", r" \1 ", gold)]) == {pattern}
 
 
+@pytest.mark.parametrize("name", ["shop", "databases"])
+def test_a_variation_is_of_the_same_kind_and_its_solution_proves_it(name, request):
+    env, generator = request.getfixturevalue(name)
+    rng, texts = random.Random(0), set()
+    same = ("query",) if name == "shop" else ("db",)
+    for task in env.tasks("train")[:25]:
+        for _ in range(2):
+            proposal, = generator.vary(task, None, rng)
+            old, new = env.find(task), proposal["task"]
+            assert generator.refusal(new) is None and generator.verify(proposal) is None
+            assert all(new[field] == old[field] for field in same)
+            if name == "databases":
+                assert generator.family(new["gold"]) == generator.family(old["gold"])
+            id = env.add(new)  # somebody who reads the text alone solves it
+            messages, reward = envs.converse(env, page := env.reset(id), env.expert())
+            assert reward == 1 and proposal["text"] in page
+            texts.add(proposal["text"])
+    assert len(texts) > 45
+
+
+def test_a_rare_pattern_is_asked_for_where_it_can_be(shop, databases):
+    for (env, generator), can, cannot in (
+            (shop, ("< prev, open number 3", "next >", "search for 1 attributes"),
+             ("buy without an option", "choose something else", "open number 1, description",
+              "search for 0 attributes")),
+            (databases, ("how many {t} are there for each {c}",
+                         "list the {n} of {t} in {p} with {e} {u}"),
+             ("SELECT x FROM x", "list the {n}"))):
+        task, found = env.tasks("train")[0], Counter()
+        for pattern in can:
+            assert generator.parses(pattern)
+            for seed in range(5):
+                for proposal in generator.vary(task, pattern, random.Random(seed)):
+                    found[pattern] += 1
+                    id = env.add(proposal["task"])
+                    assert pattern in generator.patterns(id, proposal["solution"])
+                    assert generator.verify(proposal) is None
+        assert set(found) == set(can)
+        assert not any(generator.parses(pattern) for pattern in cannot)
+    question = env.find(env.tasks("train")[0])
+    odd = env.add({**question, "query": "x", "gold": "SELECT 1"})  # of no family
+    assert generator.vary(odd, None, random.Random(0)) == []
+
+
 # ----------------------------------------------------------------------------------- the loop
 
 
@@ -435,6 +480,13 @@ class Smith:
 
     def verify(self, proposal):
         return "odd" if proposal["task"]["number"] % 2 else None
+
+    def parses(self, pattern):
+        return pattern != "4 letters"
+
+    def vary(self, task, pattern, rng):
+        number = rng.randrange(10, 200)
+        return [dict(text=f"say {number}, {task}, {pattern}", task=dict(number=number), solution=[])]
 
 
 FEW = dict(max_tokens=400, max_new_tokens=4, slots=8, warm_start="none", start_tasks=5,
@@ -634,6 +686,116 @@ def test_random_exploration_has_no_signal_and_as_many_episodes(run):
         assert any(row["task"]["number"] % 2 for row in r.tasks.added()) == odd
 
 
+def test_aimed_tasks_vary_what_was_picked_and_nobody_explores(run):
+    r = run("evolve", explorer="aimed", rare_below=60.0, rare_min=2)
+    assert [e["iteration"] for e in events(r, "explored")] == [0]  # the start tasks
+    assert not (r.folder.path / "iter1/explored.jsonl").exists()
+    patterns = set()
+    for i in (1, 2):
+        rows = r.folder.read_jsonl(f"iter{i}/signals.jsonl")
+        picked = {(row["task"], row["signal"], str(row.get("pattern"))) for row in rows if row["picked"]}
+        proposals = r.folder.read_jsonl(f"iter{i}/proposals.jsonl")
+        assert Counter((row["source"], row["signal"], row["text"].rsplit(", ", 1)[1])
+                       for row in proposals) == dict.fromkeys(picked, 2)  # --explorer-episodes
+        patterns |= {(row["pattern"], row["episodes"]) for row in rows if row["signal"] == "rare"}
+    assert patterns and all(p != "4 letters" and n > 1 for p, n in patterns)
+    assert len(mutual.task_set(r, 2)) > len(mutual.task_set(r, 0))
+    assert "episodes" in report.table(r.folder.path)
+
+
+def test_half_of_each_step_is_start_tasks(run, monkeypatch):
+    r = run("evolve", explorer="aimed", start_share=0.5, step_tasks=4, grpo_steps=12, picks=4)
+    start, visits = set(mutual.task_set(r, 0)), Counter()
+    for step, batch in zip(range(1, 13), mutual.batches_of(r)):
+        added = len(mutual.task_set(r, (step - 1) // 2)) - len(start)
+        assert len(set(batch)) == 4 and len(start & {*batch}) == max(2, 4 - added)
+        visits.update(task for task in batch if task in start)
+    assert len(start) == 5 and max(visits.values()) - min(visits.values()) <= 1  # passes over them
+    for tasks, share, of_start in ((8, 0.75, 3), (8, 0.5, 2), (1, 0.5, 3), (0, 0.5, 3), (8, 1.0, 3)):
+        monkeypatch.setattr(mutual, "task_set", lambda run, i: (
+            ["s0", "s1", "s2"] + [f"a{n}" for n in range(tasks if i else 0)]))
+        s = replace(r.settings, start_share=share, step_tasks=4, evolve_every=1)
+        first, *later = itertools.islice(mutual.batches_of(SimpleNamespace(settings=s, rng=r.rng)), 9)
+        assert len(first) == 3
+        for batch in later:
+            assert len({*batch}) == len(batch) == min(4, 3 + tasks)
+            assert sum(task[0] == "s" for task in batch) == of_start
+
+
+def test_added_tasks_that_are_mastered_leave_for_good(run, monkeypatch):
+    """The agent here solves what has an even id, all of it; start tasks stay all the same."""
+    def play(run, model, encoder, starts, temperature):
+        for t in starts:
+            t.ids, t.action_mask = encoder.encode([dict(role="user", content="say"),
+                                                   dict(role="assistant", content="c")])
+            t.messages = [dict(role="user", content="say"), dict(role="assistant", content="c")]
+            t.reward = 1.0 if int(t.task[-1]) % 2 == 0 else t.rollout % 2
+        return starts
+
+    monkeypatch.setattr(mutual, "play_with", play)
+    r = run("evolve", explorer="aimed", mastered="leave", step_tasks=30, grpo_steps=8, picks=4)
+    start, gone = mutual.task_set(r, 0), set()
+    for i in (1, 2, 3):
+        before = set(mutual.task_set(r, i - 1))
+        left = {row["id"] for row in r.folder.read_jsonl(f"iter{i}/tasks.jsonl") if "left" in row}
+        assert left == {task for task in before if task not in start and int(task[-1]) % 2 == 0}
+        gone |= left
+        assert not gone & {*mutual.task_set(r, i)} and {*start} <= {*mutual.task_set(r, i)}
+        assert not gone & {t.task for t in r.folder.trajectories(
+            f"iter{i + 1}/target-agent/episodes.jsonl")}
+    assert len(gone) > 2
+    phases = {e["phase"]: e.get("left") for e in events(r, "phase")}
+    assert sum(phases[f"iter{i}/tasks.jsonl"] for i in (1, 2, 3)) == len(gone)
+    table = report.table(r.folder.path).split("iteration  forgetting")[1].split("\n\n")[0]
+    assert [int(line.split()[-1]) for line in table.splitlines()[1:]] == [
+        len(mutual.task_set(r, i)) for i in range(4)]
+
+
+def test_what_is_always_or_never_solved_does_not_join(run, monkeypatch):
+    """The agent solves number n in n % 5 of its four plays."""
+    asked = []
+
+    def play(run, folder, starts, temperature):
+        with run.tasks.make_env() as env:
+            for t in starts:
+                t.reward = float(t.rollout < env.find(t.task) % 5)
+        asked.append((str(folder), Counter(t.task for t in starts), temperature))
+        return starts
+
+    monkeypatch.setattr(envs.Repaired, "__enter__", lambda env: env, raising=False)
+    monkeypatch.setattr(envs.Repaired, "__exit__", lambda env, *_: env.close(), raising=False)
+    monkeypatch.setattr(mutual, "play", play)
+    r = run("evolve", explorer="aimed", solve_check=4, start_from="train", add_most=2, picks=4,
+            explorer_episodes=5, step_tasks=5)
+    rows = [row for i in (1, 2) for row in r.folder.read_jsonl(f"iter{i}/proposals.jsonl")]
+    tried = [row for row in rows if "solved" in row]
+    assert len(tried) > 5 and all(row["solved"] == row["task"]["number"] % 5 for row in tried)
+    for row in tried:
+        assert row["reason"] == {0: "the agent never solves it", 4: "the agent always solves it"}.get(
+            row["solved"])
+        assert row["verdict"] == ("added" if row["reason"] is None else "refused")
+    assert {row["solved"] for row in tried} >= {0, 4}
+    assert all(row["verdict"] == "refused" for row in rows if "solved" not in row)
+    added = [row["task"] for row in tried if row["verdict"] == "added"]
+    assert [row["task"] for row in r.tasks.added()] == added and len(added) == 4
+    logged = events(r, "proposals")
+    assert sum(e["tried"] for e in logged) == 4 * len(tried) == sum(
+        n for _, tasks, _ in asked for n in tasks.values())
+    for e, i in zip(logged, (1, 2)):
+        assert e["refused"] == Counter(
+            row["reason"] for row in r.folder.read_jsonl(f"iter{i}/proposals.jsonl") if row["reason"])
+    assert {folder[-19:] for folder, _, _ in asked} == {"/iter1/target-agent", "/iter2/target-agent"}
+    assert {temperature for _, _, temperature in asked} == {1.5}  # as in training
+
+
+def test_plays_that_cannot_say_anything_are_refused(run, monkeypatch):
+    with pytest.raises(SettingsError, match="--solve-check 1"):
+        run("grpo", solve_check=1)
+    monkeypatch.setattr(Letters, "task_generator", World.task_generator)
+    with pytest.raises(envs.Refused, match="letters: nobody makes new tasks in this world"):
+        run("grpo", start_from="train", solve_check=4)
+
+
 def test_an_address_or_key_that_cannot_be_is_said_before_anything_runs(run, endpoint, monkeypatch,
                                                                        tmp_path):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
@@ -725,10 +887,12 @@ def files_of(run):
             and p.name != "metrics.jsonl"}
 
 
-def test_a_killed_run_goes_on_to_the_same_bits(small_model, tmp_path):
+@pytest.mark.parametrize("more", [{}, dict(
+    explorer="aimed", solve_check=3, mastered="leave", start_share=0.5, grpo_temperature=1.5)])
+def test_a_killed_run_goes_on_to_the_same_bits(small_model, tmp_path, more):
     def finish(out, kills=0):
         rng = random.Random(5)
-        work = evolving(small_model, out, grpo_steps=6, grpo_lr=1e-4, checkpoint_minutes=0)
+        work = evolving(small_model, out, grpo_steps=6, grpo_lr=1e-4, checkpoint_minutes=0, **more)
         for _ in range(kills):
             process = fork(work, tmp_path / "said")
             wait_until((out / "metrics.jsonl").exists)

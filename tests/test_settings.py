@@ -87,7 +87,7 @@ def test_an_address_is_http_with_host_and_path_alone(address):
     ("--model https://h/v1?key=1 --model-name m", "must be http://host"),
     ("--max-tokens 32 --max-new-tokens 32", "--max-tokens 32"),
     ("--method evolve --explorer https://h/v1", "--explorer-model"),
-    ("--method evolve --explorer somebody", "must be policy or"),
+    ("--method evolve --explorer somebody", "must be policy, aimed or"),
     ("--method evolve --grpo-steps 10", "--evolve-every 10"),
     ("--signals rare,rare", "each once"), ("--signals rare,other", "each once"),
 ])

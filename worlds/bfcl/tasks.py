@@ -52,6 +52,16 @@ class TaskGenerator:
         return [self._proposal(start, [self.template(start, turn) for turn in way], way,
                                template=True) for way in ways]
 
+    def parses(self, pattern: str) -> bool:
+        """Of any function something can be asked."""
+        return True
+
+    def vary(self, task: str, pattern: str | None, rng: random.Random) -> list[dict]:
+        """Proposals that ask for a part of what the task asks for, with the rare pattern if any."""
+        found = self.finds(task, script(self.env.find(task)["calls"]), rng)
+        return [proposal for proposal in found if pattern is None
+                or pattern in self.patterns(task, proposal["solution"])]
+
     def written(self, task: str, proposal: dict) -> dict | None:
         """An explorer model's proposal: its words, and its calls as the solution of one turn."""
         calls = [call for text in proposal["action_sequence"] for call in parse_calls(text)]

@@ -181,6 +181,11 @@ def draw_question(rng: random.Random, tables: list[Table], compound: float,
     drawn = rng.random()
     families = COMPOUND if drawn < compound else LONG if drawn < compound + long else SIMPLE
     _, query, gold = rng.choices(families, [family[0] for family in families])[0]
+    return fill(rng, tables, query, gold)
+
+
+def fill(rng: random.Random, tables: list[Table], query: str, gold: str) -> dict:
+    """The same of the family with these words."""
     table = rng.choice(tables[1:] if "{p}" in gold else tables)
     a, b = rng.sample(table.numbers, 2)
     texts = [c for c in table.texts if c.concept]

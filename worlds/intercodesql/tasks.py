@@ -13,6 +13,7 @@ from worlds.intercodesql import questions
 from worlds.intercodesql.databases import ERROR
 from worlds.intercodesql.questions import HELD_OUT, tables_of, worth_asking
 
+DRAWS = 20  # of a variation, until one is new and worth asking [ours]
 # Words of a query that returns something else another time.
 VARYING = set("now date time datetime julianday strftime unixepoch timediff current_date "
               "current_time current_timestamp random randomblob".split())
@@ -83,6 +84,25 @@ class TaskGenerator:
         db = self.env.find(task)["db"]
         asked = [self.question(db, sql, rng) for sql in self._ran(db, replies)]
         return [self.proposal(*found, db) for found in asked if found]
+
+    def parses(self, pattern: str) -> bool:
+        """Whether questions of this pattern can be drawn."""
+        return any(pattern == words for words, _, _ in FAMILIES)
+
+    def vary(self, task: str, pattern: str | None, rng: random.Random) -> list[dict]:
+        """A proposal of the same database and the same family, or that of a rare pattern; none
+        where the query is of no family or nothing new is drawn."""
+        question = self.env.find(task)
+        tables = self.env.world.tables[db := question["db"]]
+        of = [(words, gold) for words, gold, _ in families(question["gold"])] if pattern is None \
+            else [(words, gold) for words, gold, _ in FAMILIES if words == pattern]
+        with closing(self.env.database(db)) as database:
+            for _ in range(DRAWS * bool(of)):
+                drawn = questions.fill(rng, tables, *of[0])
+                if (worth_asking(database.run, drawn["gold"])
+                        and not self.refusal(dict(drawn, db=db))):
+                    return [self.proposal(drawn["query"], drawn["gold"], db)]
+        return []
 
     def proposal(self, text: str, sql: str, db: str) -> dict:
         actions = ["SHOW TABLES", *(f"DESC {table}" for table in tables_of(sql)), sql, "submit"]

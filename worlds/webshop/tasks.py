@@ -7,9 +7,13 @@ the episode's own actions are its solution: what was bought by mistake is right 
 import random
 import re
 
-from worlds import parse_reply, words_of
-from worlds.webshop.catalogue import goal_for, goal_key, instruction_of, meets
+from worlds import converse, parse_reply, words_of
+from worlds.webshop.catalogue import draw_goal, goal_for, goal_key, instruction_of, meets
 
+DRAWS = 20  # of a variation, until one is new and its solution has the rare pattern [ours]
+# What the scripted expert does; no goal asks for the other kinds of actions.
+ASKED = re.compile(r"search for [12] attributes|open number \d+|< prev|next >|"
+                   "choose what was asked|buy as asked")
 FITS_MOST = 4  # products that may meet a goal, else it asks for nothing in particular [ours]
 
 
@@ -35,7 +39,10 @@ class TaskGenerator:
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
         """Kinds of the actions that the shop carried out, and of two in a row."""
-        kinds = [kind for _, kind, _ in self._carried_out(self.shop.find(task), replies)]
+        return self._kinds(self.shop.find(task), replies)
+
+    def _kinds(self, goal: dict, replies: list[str]) -> set[str]:
+        kinds = [kind for _, kind, _ in self._carried_out(goal, replies)]
         return {*kinds, *(f"{a}, {b}" for a, b in zip(kinds, kinds[1:]))}
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
@@ -47,6 +54,25 @@ class TaskGenerator:
         goal = goal_for(rng, product, attributes, chosen)
         goal["instruction"] = instruction_of(rng, goal)
         return [dict(text=goal["instruction"], task=goal, solution=actions)]
+
+    def parses(self, pattern: str) -> bool:
+        """Whether goals whose solution has this pattern can be drawn."""
+        return all(ASKED.fullmatch(kind) for kind in pattern.split(", "))
+
+    def vary(self, task: str, pattern: str | None, rng: random.Random) -> list[dict]:
+        """A proposal of the same type of product, which the scripted expert solves, with the rare
+        pattern if there is one; none where nothing like that is drawn."""
+        families = [family for family in self.shop.world.families
+                    if family["query"] == self.shop.find(task)["query"] and not family["held_out"]]
+        for _ in range(DRAWS):
+            goal = draw_goal(rng, rng.choice(families), set(), self.shop.world.products)
+            if self.refusal(goal):
+                continue
+            messages, _ = converse(self.shop, self.shop.start(goal), self.shop.expert())
+            solution = [m["content"] for m in messages if m["role"] == "assistant"]
+            if pattern is None or pattern in self._kinds(goal, solution):
+                return [dict(text=goal["instruction"], task=goal, solution=solution)]
+        return []
 
     def written(self, task: str, proposal: dict) -> dict | None:
         """An explorer model's proposal: its words, and the goal that they come to.
