@@ -30,11 +30,8 @@ SUCCESS = 1.0  # the reward of a solved task; whatever is below is a failure
 
 
 def make(name: str, view: str = "full", examples: int = 1, **options) -> "Repaired":
-    """The environment called `name`; `view` is "full" (the official text) or "short".
-
-    examples: that an agent is shown by ETO's protocol. options: the fields of its `Options`.
-    Refused, naming what is wrong with one of them.
-    """
+    """The environment called `name`; `view` is "full" (the official text) or "short". examples:
+    that an agent is shown by ETO's protocol. options: the fields of its `Options`."""
     chosen = environment(name)(**options)
     env = chosen.make(view)
     if chosen.protocol == "eto":
@@ -67,8 +64,7 @@ class Repaired:
     """An environment that, when it breaks, starts afresh and is played to where it was.
 
     Worlds repeat exactly, so an episode that was disturbed is the one that would have been.
-    EnvError if that fails after all `waits`, or if the world is another one than before. This is
-    the only place that repeats anything: an environment raises EnvError at the first fault.
+    EnvError if that fails after all `waits`, or if the world is another one than before.
     """
     waits = (0.5, 1.0, 5.0, 25.0)  # seconds before each repetition: a server's restart takes some
 

@@ -55,17 +55,17 @@ EXPERTS = {  # what is wrong -> (content, where)
     "nothing": ("[]", ""), "no JSON": (ours() + "\n{'task'}\n", "line 2"),
     "half of a list": (eto()[:-9], ""), "deep": ("[" * 100_000, ""),
     "no text": (b'[{"id": "\xff"}]', ""), "no object": ("[null]", "entry 0"),
-    "no field": ('{"task": "a"}', "entry 0"), "no id": (eto(id="webshop"), "entry 0"),
-    "another environment": (ours("scienceworld-train-boil-0"), "entry 0"),
+    "no field": ('{"task": "a"}', "line 1"), "no id": (eto(id="webshop"), "entry 0"),
+    "another environment": (ours("scienceworld-train-boil-0"), "line 1"),
     "no such task": (eto(id="webshop_99999"), "entry 0"), "no reply": (eto(OK[:3]), "entry 0"),
     "an unknown sender": (eto([*OK[:3], ("system", "x")]), "entry 0"),
     "two replies in a row": (eto([*OK, ("gpt", "Action: b")]), "entry 0"),
     "half of a surrogate pair": (eto([*OK[:3], ("gpt", "\ud800")]), "entry 0"),
-    "no turns": (ours(messages=[]), "entry 0"), "half a turn": (ours(messages=[{}, {}]), "entry 0"),
-    "no content": (ours(messages=[dict(role="user", content=None)] * 2), "entry 0"),
+    "no turns": (ours(messages=[]), "line 1"), "half a turn": (ours(messages=[{}, {}]), "line 1"),
+    "no content": (ours(messages=[dict(role="user", content=None)] * 2), "line 1"),
     "an endless number": ('{"a": ' + "9" * 5000 + "}", ""), "a reward of 70": (eto(reward=70), "reward 70"),
     "of NaN": (eto(reward=float("nan")), "reward nan"), "of true": (eto(reward=True), "reward True"),
-    "a task twice": (ours() + "\n" + ours(), "entry 1: webshop-train-17"),
+    "a task twice": (ours() + "\n" + ours(), "line 2: webshop-train-17"),
 }
 
 

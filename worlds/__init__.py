@@ -1,7 +1,7 @@
 """What environments share. Each of them is a folder here; read `webshop/shop.py` first.
 
 The folder's `__init__` states its settings in a class `Options` and imports the standard library
-alone; what it needs is imported where it is made. Nothing here knows a tensor or a file of a run.
+alone; what it needs is imported where it is made.
 """
 
 import copy
@@ -17,19 +17,17 @@ ENVIRONMENTS = ("webshop", "scienceworld", "intercodesql", "bfcl")  # the folder
 def option(default, help: str, **limits):
     """A setting: its default, its help with unit and source, and its limits.
 
-    at_least, at_most, above, below: bounds of a number. like, form: a test of a text, and what it
-    must be in words. real: it names a real environment, whose words the tiny model does not know.
-    file: it names a file or folder. password: the environment variable for an address's password.
+    at_least, at_most, above, below: of a number. like, form: a test of a text, and what it must be
+    in words. real: it names a real environment, whose words the tiny model does not know. file: it
+    names a file or folder. password: the environment variable for an address's password.
     """
     return field(default=default, metadata=dict(help=help, **limits))
 
 
 @dataclass(frozen=True)
 class Options:
-    """What an environment's folder states, in a frozen subclass of the same name.
-
-    Its fields are the environment's own settings, each made by `option`. `presets` replace defaults
-    of all settings in this environment, as `PRESETS` in `harness/settings.py` does in all.
+    """An environment's own settings, in a frozen subclass of the same name in its folder. `presets`
+    replace defaults of all settings there, as `PRESETS` in `harness/settings.py` does everywhere.
     """
     presets = {}
     protocol = "ours"  # "eto" where an episode is told as ETO's code does
@@ -111,7 +109,7 @@ class World:
         self._added = []  # what the tasks are
 
     def tasks(self, split: str) -> list[str]:
-        """Task ids of a split, in order; ValueError if there is no such split."""
+        """Task ids of a split, in order."""
         if split == "added":
             return [f"{self.name}-added-{n}" for n in range(len(self._added))]
         if split not in self.splits:
@@ -129,8 +127,7 @@ class World:
         split, key = match.groups() if match else ("", "")
         if split == "added" and task in self.tasks("added"):
             return self._added[int(key)]
-        found = self.definition(split, key) if split in self.splits else None
-        if found is None:
+        if split not in self.splits or (found := self.definition(split, key)) is None:
             raise ValueError(f"unknown task {task!r}; tasks(split) lists them")
         return found
 
@@ -143,10 +140,8 @@ class World:
         return f"{self.name}-train-{int(re.findall('[0-9]+', id)[-1])}"
 
     def wording(self, task: str) -> list[str]:
-        """A task's instruction, as its opening says it, and what else makes it this one in words.
-
-        Empty where that is not known without playing it, or does not tell it from others.
-        """
+        """A task's instruction, as its opening says it, and what else makes it this one in words;
+        empty where that is not known without playing it, or does not tell it from others."""
         return []
 
     def action(self, reply: str) -> str | None:
@@ -166,10 +161,8 @@ class World:
         return action if self.view == "short" or "Action:" in action else f"Action: {action}"
 
     def add(self, task: dict) -> str:
-        """The id of a task made during a run, NAME-added-N, which only this object knows.
-
-        N counts from 0; the same task again has the same id. ValueError naming what is wrong.
-        """
+        """The id of a task made during a run, NAME-added-N, which only this object knows; the same
+        task again has the same id. ValueError naming what is wrong."""
         new = copy.deepcopy(self.check(task))
         if new not in self._added:
             self._added.append(new)
@@ -183,9 +176,8 @@ class World:
         """What makes tasks of an agent's finds; Refused where nothing does."""
         if self.makes_tasks:
             return import_module(f"worlds.{self.name}.tasks").TaskGenerator(self)
-        raise Refused(f"{self.name}: nobody makes new tasks in this world; --method evolve plays "
-                      "the built-in shop, the built-in databases and bfcl; elsewhere give --method "
-                      "grpo --start-from train")
+        raise Refused(f"{self.name}: nobody makes new tasks in this world; give --method grpo "
+                      "--start-from train, or play the built-in shop, built-in databases or bfcl")
 
     def close(self) -> None:
         """Ends what runs; after it `reset` starts afresh."""
@@ -218,10 +210,8 @@ def parse_reply(reply: str) -> str:
 
 
 def opening(env, observation: str, playing: bool = False) -> list[dict]:
-    """The turns an episode opens with: what the agent is told, then its first observation.
-
-    playing: with the example that an agent reads in ETO's protocol and is not trained on.
-    """
+    """The turns an episode opens with: what the agent is told, then its first observation; if
+    playing, with the example that an agent reads in ETO's protocol and is not trained on."""
     if env.theirs:
         return env.theirs.opening(observation, playing)
     content = f"{env.prompt}\n\n{observation}" if env.prompt else observation

@@ -18,8 +18,6 @@ from typing import Literal, Optional
 
 from worlds import Options, Refused, opening, option, plain
 
-# ---------------------------------------------------------------------------------- their settings
-
 LISTS = option(
     None, "folder of ETO's or IPR's train_, test_ and (ScienceWorld) dev_indices.json, as it lies "
     "in their repository [by rule]", file=True)
@@ -46,8 +44,6 @@ class Published(Options):
             (eto and s.method in ("grpo", "evolve"), f"--protocol eto --method {s.method}",
              "its explorers know this project's texts only; leave out one of them")]
 
-
-# ---------------------------------------------------------------------------------- how they talk
 
 STEMS = {"webshop": "webshop", "scienceworld": "sciworld", "intercodesql": "intercode_sql"}
 # A reply ends before one of these [ETO's agents; ours].
@@ -132,29 +128,23 @@ def read_json(path: Path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-# ---------------------------------------------------------------------------------------- experts
-
-
 def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
-    """(task, messages, reward) of each trajectory in a file.
+    """(task, messages, reward) of each trajectory in a file; Refused naming the entry.
 
     Takes our own experts.jsonl, or the format that ETO and IPR publish: a JSON list of `id` (its
     last number is the task's), `conversations` of `from` (human or gpt) and `value`, and, if
     known, `reward` (else 1). They open as rollouts do: by our own protocol the rules of a published
-    conversation are replaced by the environment's prompt. Refused naming the entry, also where
-    `env` has no such task.
+    conversation are replaced by the environment's prompt.
     """
     where, found = f"--experts {path}", {}
     must = "ETO's JSON list or a run's experts.jsonl, of this environment's tasks"
     with reading(where, must):
         text = Path(path).read_text(encoding="utf-8")
         listed = text.lstrip().startswith("[")
-        rows = json.loads(text) if listed else []
-    for n, line in enumerate([] if listed else StringIO(text), 1):
-        with reading(f"{where}, line {n}", must):
-            rows.append(dict(json.loads(line)))
+        rows = json.loads(text) if listed else StringIO(text)
     for n, row in enumerate(rows):
-        with reading(f"{where}, entry {n}", must):
+        with reading(f"{where}, {f'entry {n}' if listed else f'line {n + 1}'}", must):
+            row = row if listed else json.loads(row)
             task, messages, reward = (published(row, env) if "conversations" in row else
                                       (row["task"], row["messages"], row["reward"]))
             messages = opened(messages, env, "conversations" in row)
@@ -204,10 +194,8 @@ def opened(messages: list[dict], env, theirs: bool) -> list[dict]:
 
 
 def opens_otherwise(env, messages: list[dict], shown: str) -> tuple[str, str] | None:
-    """What an expert and the environment show of a task, if it differs, from where they part.
-
-    Rules, the words before an observation and what a server draws at each start may differ.
-    """
+    """What an expert and the environment show of a task, if it differs, from where they part; but
+    for rules, the words before an observation and what a server draws at each start."""
     def said(text):
         return plain(re.sub(env.drawn_anew, "", Theirs.bare(text.strip())))
 
@@ -222,26 +210,24 @@ def opens_otherwise(env, messages: list[dict], shown: str) -> tuple[str, str] | 
                  for text in (there, here))
 
 
-# --------------------------------------------------------------------------------- lists of tasks
-
-
 def read_lists(folder: str | None, rule: dict, names: dict[str, str], read,
                must: str) -> dict[str, list]:
     """split -> tasks: those of `rule`, or of the published NAME_indices.json in a folder.
 
     names: split -> NAME. read(entry) is a task, or None for one that is left out; one that is
     there again counts once. The validation tasks stay the rule's, without the listed ones.
-    `folder` may also be one of the files. Refused, naming the file, which must be `must`.
+    `folder` may also be one of the files.
     """
-    found, path = dict(rule), Path(folder or "")
-    for split, name in names.items() if folder else ():
-        file = f"{name}_indices.json"
-        file = path.with_name(file) if path.is_file() else path / file
+    if not folder:
+        return rule
+    found, listed, path = dict(rule), set(), Path(folder)
+    for split, name in names.items():
+        file = (path.parent if path.is_file() else path) / f"{name}_indices.json"
         with reading(f"--split-file {file}", must):
             entries = dict.fromkeys(map(read, read_json(file)))
             found[split] = [task for task in entries if task is not None]
             if not found[split]:
                 raise ValueError("it has no task for these settings")
-    listed = {task for split in names for task in found[split]} if folder else ()
+        listed.update(found[split])
     found["validation"] = [task for task in rule["validation"] if task not in listed]
     return found

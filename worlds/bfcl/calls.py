@@ -54,9 +54,9 @@ trading_bot.datetime = travel_booking.datetime = Clock
 def parse_calls(reply: str) -> list[dict | str]:
     """The calls in a reply, in order; a text in place of one that cannot be made says why.
 
-    They stand in blocks <tool_call>...</tool_call>, as in the chat templates of Qwen and Hermes;
-    without one, in blocks ```json ... ```; without one, the reply is nothing else. Each of these
-    holds one call or a list of them. What a model thought, up to </think>, does not count.
+    They stand in blocks <tool_call>...</tool_call>, as in the chat templates of Qwen and Hermes,
+    else in blocks ```json ... ```, else the reply is nothing else; each holds one call or a list.
+    What a model thought, up to </think>, does not count.
     """
     said = reply.rpartition("</think>")[2].partition("<think>")[0]
     if OPEN in said:
@@ -167,8 +167,7 @@ class Simulators:
 
 
 def _in_order(result):
-    """A result; one whose text prints a set, whose order differs between processes, in one order.
-    """
+    """A result; one that prints a set, whose order differs between processes, in one order."""
     error = result.get("error") if type(result) is dict else None
     for lead, end in (("Invalid fields for update: ", ""),
                       ("Invalid travel class. Must be one of {", "}")):

@@ -1,7 +1,6 @@
 """The tasks of BFCL v3 multi-turn, as the package bfcl-eval brings them, and how they are split.
 
-Of the package we use the data, the simulators and the two checks of a turn. It is installed without
-its dependencies, so nothing else of it is imported, and all of it here.
+The package is installed without its dependencies: its data, simulators and two checks do without.
 """
 
 import ast
@@ -21,17 +20,11 @@ PACKAGE = "bfcl-eval==2026.3.23"  # others hold other ground truths
 try:
     if version("bfcl-eval") != PACKAGE.partition("==")[2]:
         raise ImportError
-    from bfcl_eval.constants.executable_backend_config import (
-        CLASS_FILE_PATH_MAPPING,
-        MULTI_TURN_FUNC_DOC_FILE_MAPPING,
-    )
+    from bfcl_eval.constants import executable_backend_config as backend
+    from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_checker  # noqa: F401
     from bfcl_eval.eval_checker.multi_turn_eval.func_source_code import (  # noqa: F401
         trading_bot,
         travel_booking,
-    )
-    from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import (  # noqa: F401
-        response_checker,
-        state_checker,
     )
 except ImportError:
     raise Refused(f"bfcl: the package {PACKAGE} is not here; pip install --no-deps {PACKAGE}"
@@ -43,13 +36,13 @@ MORE_FUNCTIONS = "I have updated some more functions you can choose from. What a
 
 
 def simulator_class(name: str) -> type:
-    return getattr(import_module(CLASS_FILE_PATH_MAPPING[name]), name)
+    return getattr(import_module(backend.CLASS_FILE_PATH_MAPPING[name]), name)
 
 
 @lru_cache(None)
 def documents(name: str) -> dict[str, dict]:
     """The functions of a simulator, by name: description, parameters, response."""
-    rows = _rows(f"multi_turn_func_doc/{MULTI_TURN_FUNC_DOC_FILE_MAPPING[name]}")
+    rows = _rows(f"multi_turn_func_doc/{backend.MULTI_TURN_FUNC_DOC_FILE_MAPPING[name]}")
     return {row["name"]: row for row in rows}
 
 
@@ -75,11 +68,9 @@ def functions(start: str) -> dict[str, dict]:
 
 @lru_cache(None)
 def tasks(category: str) -> dict[str, dict]:
-    """CATEGORY-NUMBER -> task, each an object that JSON holds.
-
-    start: a key for `start_state`. turns: what the user says, turn by turn. calls: the ground
-    truth, for each turn a list of calls {name, arguments}; nothing is checked where it is empty.
-    hidden: turn -> functions that are documented from that turn on.
+    """CATEGORY-NUMBER -> task. start: a key for `start_state`. turns: what the user says. calls:
+    the ground truth, for each turn a list of calls {name, arguments}; nothing is checked where it
+    is empty. hidden: turn -> functions that are documented from that turn on.
     """
     truths = _rows(f"possible_answer/BFCL_v4_multi_turn_{category}.json")
     found = {}
@@ -95,8 +86,7 @@ def tasks(category: str) -> dict[str, dict]:
 
 
 def as_json(call: str, methods: dict) -> dict:
-    """A call of a ground truth, written in Python, as {name, arguments}; literals alone are read.
-    """
+    """A call of a ground truth, written in Python, as {name, arguments}; of literals alone."""
     node = ast.parse(call, mode="eval").body
     names = list(signature(methods[node.func.id]).parameters)[1:]  # without self
     given = [*zip(names, node.args), *((k.arg, k.value) for k in node.keywords)]
@@ -106,10 +96,9 @@ def as_json(call: str, methods: dict) -> dict:
 
 @lru_cache(None)
 def splits(category: str, published: bool) -> dict[str, dict[str, dict]]:
-    """Split -> key -> task, in an order that mixes the domains; of one category, or of "all".
-
-    Tasks of one number, and those of equal start states, are on one side in all categories.
-    published: `test` is all 200 tasks of a category, so that it shares start states with training.
+    """Split -> key -> task, in an order that mixes the domains; of one category, or of "all". Tasks
+    of one number, and those of equal start states, are on one side in all categories. published:
+    `test` is all 200 tasks of a category, so that it shares start states with training.
     """
     wanted = [(c, n) for c in (CATEGORIES if category == "all" else (category,))
               for n in range(200)]

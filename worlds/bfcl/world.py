@@ -26,12 +26,11 @@ would need."""
 class Bfcl(World):
     """Multi-turn tasks of BFCL v3 on simulators of files, messages, trading, travel and others.
 
-    A task is what `data.tasks` says. A reply with calls is answered with their results, one without
-    a call ends the user's turn and is answered with what the user says next. More than 20 replies
-    with calls in a turn end the episode, which has failed. The reward comes at the end: 1 if after
-    each turn with a ground truth the simulators are in its state and its results are among those of
-    the agent so far (the package's checks), else 0; with bfcl_reward="turns" the share of these
-    turns. view="short": functions are documented by signature and description, not as JSON.
+    A reply with calls is answered with their results, one without a call ends the user's turn. More
+    than 20 replies with calls in a turn end the episode, which has failed. The reward comes at the
+    end: 1 if after each turn with a ground truth the simulators are in its state and its results
+    are among those of the agent so far (the package's checks), else 0; with bfcl_reward="turns" the
+    share of these turns. view="short": functions are documented by signature and description.
     """
     name = "bfcl"
     rules = PROMPT
@@ -107,8 +106,8 @@ class Bfcl(World):
             return
         try:
             passed = self._replies > 0 and all(found["valid"] for found in (
-                data.state_checker(self.world.instances, self._truth.instances),
-                data.response_checker(self.results, results, self._turn)))
+                data.multi_turn_checker.state_checker(self.world.instances, self._truth.instances),
+                data.multi_turn_checker.response_checker(self.results, results, self._turn)))
         except RecursionError:  # a directory inside itself is in no ground truth
             passed = False
         self._passed.append(passed)

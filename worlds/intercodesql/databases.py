@@ -1,8 +1,8 @@
 """The databases behind InterCodeSQL, and everything that keeps model-written SQL harmless.
 
-`Sqlite` is embedded, `MySQL` a database of a MySQL or MariaDB server; one object is open for one
-episode. `run(sql)` gives a list of row tuples, None where there is no result set, or an error text
-that starts with ERROR; it only reads, one statement at a time, within limits of time and size.
+`Sqlite` is embedded, `MySQL` on a MySQL or MariaDB server. `run(sql)` gives a list of row tuples,
+None where there is no result set, or an error text that starts with ERROR; it only reads, one
+statement at a time, within limits of time and size.
 """
 
 import hashlib
@@ -180,7 +180,7 @@ class MySQL:
     """A database of a MySQL or MariaDB server, with a connection of its own.
 
     The server ends a query after SECONDS; should it not, the client stops listening soon after and
-    kills the query from another connection. A connection that is lost is an EnvError.
+    kills the query from another connection.
     """
     TIMED_OUT = {1969, 3024}  # MariaDB's and MySQL's limit
     DENIED = {1044, 1045, 1049, 1698}
@@ -274,9 +274,9 @@ class MySQL:
 def reader(url: str, database: str) -> tuple[str, re.Pattern]:
     """The user who reads `database`, and what finds a mention of others that it could read too.
 
-    The user is the one that `load_intercode` made for the database; without one that of the URL,
-    who must hold no right but to read single databases (Refused). Other databases that this one may
-    read are refused in queries, unless a table here has the same name.
+    The user is the one that `load_intercode` made for the database, else that of the URL, who may
+    do nothing but read single databases (Refused). Others of these are refused in queries, unless a
+    table here has the same name.
     """
     ours, given = database_user(url, database), unquote(urlsplit(url).username)
     try:
@@ -316,9 +316,9 @@ def driver():
     """PyMySQL, which only a server needs."""
     try:
         import pymysql
-        return pymysql
     except ImportError as error:
         raise Refused(f"--mysql-url: {error}; {INSTALL}") from None
+    return pymysql
 
 
 def connect(url: str, **options):

@@ -1,7 +1,4 @@
-"""InterCodeSQL's generated databases and questions, and its scripted expert.
-
-All are the same in every process and for every run.
-"""
+"""InterCodeSQL's generated databases and questions, always the same, and its scripted expert."""
 
 import random
 import re
@@ -204,11 +201,8 @@ def fill(rng: random.Random, tables: list[Table], query: str, gold: str) -> dict
 
 @cache
 def sql_world() -> SQLWorld:
-    """360 databases with 5 questions each: train, validation, test (new databases), unseen.
-
-    unseen: over nouns that no training task names. Every gold has rows, at most 300 characters of
-    them, and leaving its WHERE out would earn at most 0.7.
-    """
+    """360 databases with 5 questions each: train, validation, test (new databases) and unseen (over
+    nouns that no training task names). Every gold is `worth_asking`."""
     rng = random.Random(WORLD_SEED)
     all_nouns = {*PEOPLE, *THINGS, *SITES}
     databases, tables_of_db, questions, drawn = {}, {}, {}, set()
@@ -248,10 +242,8 @@ def schema_key(script: str) -> frozenset:
 
 
 def worth_asking(run, gold: str) -> bool:
-    """Whether run(gold) has rows, not too many, and fewer of them than without its condition.
-
-    run: SQL -> rows, or a text that says why there are none.
-    """
+    """Whether run(gold) has rows, not too many, and fewer of them than without its condition. run:
+    SQL -> rows, or a text that says why there are none."""
     rows = run(gold)
     if not isinstance(rows, list) or not rows or rows[0][0] is None or len(str(rows)) > 300:
         return False

@@ -22,10 +22,9 @@ FLAG = "--intercode-data"
 def spider_world(folder: str) -> SQLWorld:
     """InterCode's questions and, as sqlite scripts, its databases.
 
-    The questions are ic_spider_dev.json, dealt to splits by whole databases (every fifth in
-    alphabetical order to test, the ones before these to validation); or IPR's ic_spider_train.json
-    and ic_spider_test.json, of which train_indices.json and test_indices.json, where they are, say
-    which to take in which order. The dump ic_spider_dbs.sql is needed for sqlite only.
+    The questions are ic_spider_dev.json, dealt to splits by whole databases; or IPR's
+    ic_spider_train.json and ic_spider_test.json, of which train_indices.json and test_indices.json,
+    where they are, say which to take in which order. The dump is needed for sqlite only.
     """
     folder, questions, split_by = Path(folder), {}, "by rule"
     if (folder / "ic_spider_train.json").exists():
@@ -81,9 +80,9 @@ def sqlite_scripts(dump: str) -> dict[str, str]:
 def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
     """Loads InterCode's dump and makes, per database, the user that may read it and nothing else.
 
-    admin_url: a user that may create databases and users; mysql_url: the name that these users'
-    names start with, and their password. The dump's own CREATE USER (an all-powerful admin/admin)
-    and its GRANT are left out; its tables replace those of the same names. Returns the databases.
+    mysql_url: the name that these users' names start with, and their password. The dump's own
+    CREATE USER (an all-powerful admin/admin) and its GRANT are left out; its tables replace those
+    of the same names. Returns the databases.
     """
     text = re.sub(r"^(CREATE USER|GRANT|FLUSH)\b.*?;", "", dump.read_text(encoding="utf-8"),
                   flags=re.M)
@@ -125,9 +124,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--mysql-url", required=True, help="as later given for training")
     parser.error = refuse
     asked = parser.parse_args(argv)
-    for flag, url in (("--admin-url", asked.admin_url), ("--mysql-url", asked.mysql_url)):
-        if not is_mysql_address(url):
-            refuse(f"{flag} must be {MYSQL_ADDRESS}")
+    if not (is_mysql_address(asked.admin_url) and is_mysql_address(asked.mysql_url)):
+        refuse(f"--admin-url and --mysql-url must be {MYSQL_ADDRESS}")
     names = load_intercode(asked.dump, asked.admin_url, asked.mysql_url)
     print(f"{len(names)} databases, each with a user that may only read it")
 

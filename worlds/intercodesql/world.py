@@ -41,11 +41,9 @@ turns; without a submission the answer counts as wrong."""
 class InterCodeSQL(World):
     """Questions about databases that the agent explores with SQL, then submits its last result.
 
-    A task is a question: query (in words), gold (SQL) and db, the database's name. Splits of the
-    generated databases: train, validation, test (new databases) and unseen (about nouns that no
-    training task asks about). intercode_data: a folder of InterCode's questions, over its dump
-    in sqlite, or with mysql_url over a server. Observations are those of InterCode's ReAct agents:
-    rows as Python prints them, cut at 350 characters. The gold query of a submission is run live.
+    A task is a question: query (in words), gold (SQL) and db, the database's name; on generated
+    databases, or on InterCode's. Observations are those of InterCode's ReAct agents: rows as Python
+    prints them, cut at 350 characters. The gold query of a submission is run live.
 
     view="short", for a very small model: replies are bare queries or "submit", and results come
     without brackets, DESC as names alone, at most SHORT_ROWS rows.
@@ -176,12 +174,8 @@ def sql_reward(agent_rows, gold_rows) -> float:
 
 def _first_of(common: Counter, rows: list[str]) -> list[str]:
     """As many of the rows as `common` counts, the first ones, in their order."""
-    left, kept = Counter(common), []
-    for row in rows:
-        if left[row]:
-            left[row] -= 1
-            kept.append(row)
-    return kept
+    seen = Counter()
+    return [row for row in rows if seen.update([row]) or seen[row] <= common[row]]
 
 
 def kendall_tau(a: list[str], b: list[str]) -> float:

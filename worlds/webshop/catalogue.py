@@ -67,10 +67,8 @@ class ShopWorld:
 
 @cache
 def shop_world() -> ShopWorld:
-    """384 products and 1,152 goals; the products of 12 families (one a type) are held out.
-
-    For a goal of the split "unseen" only held-out products are listed as fitting, else none of
-    them. Goals that differ in their price limit only are in one split.
+    """384 products and 1,152 goals; the products of 12 families (one a type) are held out, for the
+    split "unseen". Goals that differ in their price limit only are in one split.
     """
     rng = random.Random(WORLD_SEED)
     families, products = [], []
@@ -117,7 +115,7 @@ def _family(rng, name, attributes, colours, held_out):
 
 
 def _twins(rng, family):
-    # Twins must rank alike in a search, so their indexed texts are of one length.
+    # They rank alike in a search, since their indexed texts are of one length.
     shared = family | dict(Description=f"A {family['query']} {rng.choice(PLACES)}.",
                            BulletPoints=rng.sample(BULLETS, 2))
     for dear, colours in product((False, True), (family["colours"], family["others"])):
@@ -159,9 +157,9 @@ def draw_goal(rng: random.Random, family: dict, taken: set, products: list[dict]
         if family["sizes"] and rng.random() < 0.5:
             options.append(rng.choice(family["sizes"]))
         goal = goal_for(rng, family, attributes, options)
-        apart = any(listed_as_fitting(p, goal) for p in products
-                    if p["held_out"] != family["held_out"])
-        if goal_key(goal) not in taken and not apart:
+        if goal_key(goal) not in taken and not any(
+                p["held_out"] != family["held_out"] and listed_as_fitting(p, goal)
+                for p in products):
             return goal | {"instruction": instruction_of(rng, goal)}
 
 
@@ -211,11 +209,8 @@ def fitting(results, want):
 
 
 def shop_expert(thoughts: bool):
-    """An expert that reads the pages only, full or short: observation -> reply.
-
-    Searches the type and attributes, opens the first result within the limit with the most
-    attributes, goes back for the next one if the colour is missing, clicks the options and buys.
-    """
+    """An expert that reads the pages only: it opens the first result within the limit with the most
+    attributes, goes back for the next if the colour is missing, clicks the options and buys."""
     script = _expert_script()
     next(script)
 

@@ -23,19 +23,17 @@ class WebShopServer(Shop):
     """An official WebShop server, driven as a browser does: by its pages' links and forms.
 
     A task is the number of one of the server's goals; `reset` takes any. By rule splits are those
-    of WebShop's own baselines, with as many training goals as the paper has. split_file: the folder
-    of ETO's or IPR's train_indices.json and test_indices.json.
+    of WebShop's own baselines, with as many training goals as the paper has.
 
     Goal numbers mean the same on every server with the same catalogue, but price limits are drawn
-    when it starts: the instruction is read from the page. EnvError where the server was replaced: a
-    goal that this process has met before reads otherwise now. Before one that is met for the first
-    time another one is read again.
+    when it starts. EnvError where the server was replaced: a goal that this process has met before
+    reads otherwise now. Before one that is met for the first time another one is read again.
 
-    A server keeps of a session its goal only (the rest is in the URLs) and slows down with each
-    session, so every episode on a goal uses the same one. EnvError at the first request that fails:
-    no answer, errors, broken or huge pages, a link or redirect to another host. Where the server
-    itself has no page for its link (404, for an option name with a slash), the click does nothing.
-    Text of a model leaves as the search form's field and in no other way.
+    A server slows down with each session, of which it keeps the goal only, so every episode on a
+    goal uses the same one. EnvError at the first request that fails: no answer, errors, broken or
+    huge pages, a link or redirect to another host. Where the server has no page for its own link
+    (404, for an option name with a slash), the click does nothing. Text of a model leaves as the
+    search form's field and in no other way.
     """
     test_splits = ("test",)
     latency = 2
@@ -49,8 +47,8 @@ class WebShopServer(Shop):
 
     def __init__(self, webshop_url: str, view: str = "full", split_file: str | None = None,
                  timeout: float = 60.0, load_timeout: float = 1200.0):
-        """webshop_url: http://host:port. timeout: seconds without an answer that a request may
-        take; load_timeout: the first one, which has the server load its catalogue."""
+        """timeout: seconds without an answer that a request may take; load_timeout: the first one,
+        which has the server load its catalogue."""
         super().__init__(view)
         self.split_by = split_file or self.split_by
         lists = read_lists(split_file, RULE, {"train": "train", "test": "test"}, _goal,
@@ -61,13 +59,11 @@ class WebShopServer(Shop):
         self._http.trust_env = False     # no proxy may come between, and no saved password
         self._http.headers["Accept-Encoding"] = "identity"  # a page is as large as it is sent
         self._http.max_redirects = 5
-        # Whatever a page's links and redirects say, no other host is asked.
-        self._http.adapters.clear()
+        self._http.adapters.clear()  # whatever a page's links and redirects say, no other host
         self._http.mount(urljoin(self.url, "/"), requests.adapters.HTTPAdapter())
 
     def definition(self, split: str, key: str) -> int | None:
-        """The task's goal number, which the server may not have."""
-        return int(key) if re.fullmatch(r"[0-9]{1,9}", key) else None
+        return int(key) if re.fullmatch(r"[0-9]{1,9}", key) else None  # the server may not have it
 
     def reset(self, task: str) -> str:
         goal, known = self.find(task), self._known.setdefault(self.url, {})
@@ -83,8 +79,7 @@ class WebShopServer(Shop):
         page = self._open("GET", f"{self.url}/coevolve_fixed_{goal}")
         if (before := known.setdefault(goal, self._instruction)) != self._instruction:
             self._fail(f"was a server replaced? Goal {goal} was {before[-80:]!r} and is "
-                       f"{self._instruction[-80:]!r}; a start draws new price limits, and no phase "
-                       "must mix two of them")
+                       f"{self._instruction[-80:]!r}; a start draws new price limits")
         return page
 
     def expert(self):
@@ -115,9 +110,8 @@ class WebShopServer(Shop):
             self._fail(f"a page that cannot be read ({error})")
         if page.reward is not None:
             if time.monotonic() - started > self.slow:
-                _say_once(f"webshop: a purchase takes {self.url} more than {self.slow:g} s; it "
-                          "slows down with every session it has seen. Restart it before the next "
-                          "run (not within one: a restart draws new price limits)")
+                _say_once(f"webshop: a purchase takes {self.url} more than {self.slow:g} s: it has "
+                          "slowed down. Restart it before the next run, not within one")
             if not 0 <= page.reward <= 1:
                 self._fail("the reward of the purchase is not a number in [0, 1]")
             return Shown("done", DONE, {}, reward=page.reward)
@@ -184,10 +178,8 @@ def _goal(entry) -> int:
 
 
 class _Html(HTMLParser):
-    """A page of an official server: its visible text, and where its links and forms lead.
-
-    pieces, instruction: text. links: lowercased text -> (method, address, product if it is a
-    product's link). form: where a search is posted to. reward: of a purchase (nan: unreadable).
+    """A page of an official server: its text; its links, lowercased text -> (method, address,
+    product of a product's link); where its form posts a search; the reward of a purchase.
     """
     HIDDEN = ("style", "script", "head", "title")
 

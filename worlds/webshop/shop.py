@@ -1,7 +1,4 @@
-"""WebShop: an agent searches a shop, opens pages, and buys what an instruction asks for.
-
-`WebShop` is the embedded shop; `server.py` asks an official server.
-"""
+"""WebShop, the embedded shop: an agent searches, opens pages, and buys what it was asked for."""
 
 import math
 import re
@@ -10,7 +7,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
 
-from worlds import Step, World, fields_of
+from worlds import Step, World, fields_of, words_of
 from worlds.webshop import catalogue
 
 PROMPT = """\
@@ -33,9 +30,6 @@ An action that the page does not offer does nothing and uses up a turn."""
 DONE = ["Thank you for shopping with us!", "Your code:"]
 
 
-# ---------------------------------------------------------------------------------------- any shop
-
-
 @dataclass(frozen=True)
 class Shown:
     """What a page shows, whichever shop it is from."""
@@ -54,11 +48,9 @@ class Shop(World):
     on the search page only (as in WebShop's browser environment; not by ETO's protocol), and the
     page after a purchase ends at "Your code:", because the rest shows the goal and the reward.
 
-    view="short", for a very small model: pieces are joined by " | ", pages after the first come
-    without the instruction and "Back to Search" (it can still be clicked), and a page that was
-    shown before in the episode is its first piece and "(seen)".
-
-    A subclass says what a search finds (`_find`) and what a click leads to (`_follow`).
+    view="short", for a very small model: pages after the first come without the instruction and
+    "Back to Search" (it can still be clicked), and one that was shown before in the episode is its
+    first piece and "(seen)".
     """
     name = "webshop"
     rules = PROMPT
@@ -66,8 +58,7 @@ class Shop(World):
     shown = None  # the page that the agent sees, a `Shown`; None: none yet
 
     def step(self, reply: str) -> Step:
-        shown = self.shown
-        action = self.action(reply)
+        shown, action = self.shown, self.action(reply)
         if action is None:
             return Step(self.theirs.no_action, 0.0, False)
         match = re.match(r"(.+)\[(.+)\]", action)
@@ -102,9 +93,6 @@ class Shop(World):
         return text
 
 
-# ------------------------------------------------------------------------------- the embedded shop
-
-
 @dataclass(frozen=True)
 class Page:
     """Where the shopper is. As in WebShop's URLs, a page carries all navigation state."""
@@ -117,11 +105,9 @@ class Page:
 
 
 class WebShop(Shop):
-    """The embedded shop: WebShop's pages, actions and reward over a generated catalogue.
-
-    A task is a goal: what `webshop_reward` takes, with its instruction. `test` has new goals,
-    `unseen` new families of products. Item pages have the button "Attributes", as those of the
-    official server started with --attrs.
+    """WebShop's pages (of a server started with --attrs), actions and reward over a generated
+    catalogue. A task is a goal: what `webshop_reward` takes, with its instruction. `test` has new
+    goals, `unseen` new families of products.
     """
     test_splits = ("test", "unseen")
     makes_tasks = True
@@ -156,13 +142,10 @@ class WebShop(Shop):
         return self._follow(Page("results", query=query))
 
     def _follow(self, page: Page) -> Shown:
-        pieces, links = self._render(page)
-        reward = 0.0
-        if page.kind == "done":
-            product = self.world.products[page.item]
-            reward = webshop_reward(product, self._goal, dict(page.options), product["price"],
-                                    nouns=catalogue.type_words)
-        return Shown(page.kind, pieces, links, page.item, reward, page.options)
+        product = self.world.products[page.item]
+        reward = webshop_reward(product, self._goal, dict(page.options), product["price"],
+                                catalogue.type_words) if page.kind == "done" else 0.0
+        return Shown(page.kind, *self._render(page), page.item, reward, page.options)
 
     def _render(self, page: Page) -> tuple[list[str], dict[str, Page]]:
         """The page's visible pieces of text, and the page behind each clickable."""
@@ -198,30 +181,25 @@ class WebShop(Shop):
         links["buy now"] = replace(page, kind="done")
         for name, values in product["options"].items():
             pieces += [name, *values]
-            links |= {value: replace(page, options=tuple({**dict(page.options),
-                                                          name: value}.items()))
-                      for value in values}
+            links |= {value: replace(page, options=tuple((dict(page.options) | {
+                name: value}).items())) for value in values}
         pieces += [product["Title"], f"Price: ${float(product['price'])}", "Rating: N.A.",
                    *subs, "Buy Now"]
         return pieces, links
 
 
-# -------------------------------------------------------------------------------------- the search
-
-
 @lru_cache(maxsize=4)
 def _search_engine(world):
     """Search over title, description and first bullet; not over options, so colours stay hidden."""
-    rank = BM25([" ".join([p["Title"], p["Description"], *p["BulletPoints"][:1]])
-                 for p in world.products])
-    return lru_cache(maxsize=4096)(rank)
+    return lru_cache(maxsize=4096)(BM25([
+        " ".join([p["Title"], p["Description"], *p["BulletPoints"][:1]]) for p in world.products]))
 
 
 class BM25:
     """Ranking of Lucene's kind over short texts: k1 0.9, b 0.4 as WebShop sets them."""
 
     def __init__(self, texts: list[str]):
-        counts = [Counter(self._words(text)) for text in texts]
+        counts = [Counter(words_of(text).split()) for text in texts]
         mean = sum(count.total() for count in counts) / len(counts)
         found = Counter(word for count in counts for word in count)
         self._weights = defaultdict(list)  # word -> [(document, its score for the word)]
@@ -231,20 +209,14 @@ class BM25:
                 tf = n / (n + 0.9 * (1 - 0.4 + 0.4 * count.total() / mean))
                 self._weights[word].append((i, idf * tf))
 
-    @staticmethod
-    def _words(text):
-        return re.findall(r"\w+", text.lower())
-
     def __call__(self, query: str) -> list[int]:
         """Documents that share a word with the query, best first; ties in document order."""
         scores = Counter()
-        for word in self._words(query):
+        for word in words_of(query).split():
             for i, weight in self._weights.get(word, ()):
                 scores[i] += weight
         return sorted(scores, key=lambda i: (-scores[i], i))
 
-
-# -------------------------------------------------------------------------------------- the reward
 
 # The sixteen plain words of WebShop's colour list, in its (alphabetical) order.
 COLOURS = ("beige black blue brown gold gray green grey navy orange pink purple red silver "
@@ -303,8 +275,7 @@ def webshop_reward(product: dict, goal: dict, options: dict, price: float,
                 or any(want in text for text in texts) for want in goal["attributes"])
 
     goal_options = goal["goal_options"]
-    if isinstance(goal_options, dict):
-        # The official code compares whole (name, value) pairs here.
+    if isinstance(goal_options, dict):  # the official code compares whole (name, value) pairs
         goal_options = goal_options.items()
     wanted = [str(normalise_colour(option)) for option in goal_options]
     chosen = [normalise_colour(option) for option in options.values()]

@@ -168,7 +168,7 @@ class TaskGenerator:
 
 def named(text: str, phrases) -> tuple[list[str], str]:
     """The phrases that stand in a text, of two that overlap the longer; the text without them."""
-    text, found = f" {re.sub(r'[^a-z0-9|]+', ' ', text.lower()).strip()} ", []
+    text, found = re.sub(r"[^a-z0-9|]+", " ", f" {text.lower()} "), []
     for phrase in sorted(phrases, key=lambda phrase: (-len(phrase), phrase)):
         words = f" {words_of(phrase)} "
         if words in text:
