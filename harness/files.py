@@ -38,23 +38,16 @@ def command(name: str, work) -> None:
         sys.exit(2)
 
 
-# --------------------------------------------------------------------------------- reading
-
-
 def made_tasks(run: Path, phases) -> list[dict]:
-    """Rows {id, task} of the tasks.jsonl files that a run's finished phases wrote, in their order.
-
-    Training tasks, which GRPO may start from, have an id alone and are not among them.
-    """
+    """Rows {id, task} of the tasks.jsonl files that a run's finished phases wrote, in their order;
+    not those of training tasks, which have an id alone."""
     return [row for name in phases if Path(name).name == "tasks.jsonl"
             for row in read_jsonl(run / name) if "task" in row]
 
 
 def read_jsonl(path, growing: bool = False) -> list[dict]:
-    """The objects of a JSON-lines file; RunError naming file and line where one is not whole.
-
-    growing: a last line without its end is still being written, and left out.
-    """
+    """The objects of a JSON-lines file; RunError naming file and line where one is not whole; if
+    growing, without a last line that is still being written."""
     path = Path(path)
     if not path.is_file():
         raise RunError(f"{path}: no such file; is {path.parent} a run, and has it come that far?")
@@ -81,8 +74,6 @@ def whole_object(data: bytes, where, remedy: str) -> dict:
     raise RunError(f"{where}: not a whole JSON object: {start!r}; {remedy}")
 
 
-# --------------------------------------------------------------------------------- writing
-
 # What a disk that is full, broken or not ours says.
 UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES,
               errno.EPERM}
@@ -97,9 +88,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace(temporary: Path, path: Path) -> None:
-    """Renames a file or folder. Atomic and durable: readers see all of it or nothing, also after a
-    power loss.
-    """
+    """Renames a file or folder. Atomic and durable: readers see all or nothing, also after a power
+    loss."""
     inside = sorted(temporary.rglob("*")) if temporary.is_dir() else []
     for part in [*inside, temporary]:
         force(part)
@@ -137,9 +127,6 @@ def held(path: Path, wait: bool = False) -> FileLock | None:
     except Timeout:
         return None
     return lock
-
-
-# -------------------------------------------------------------------------- what made a run
 
 
 def hashed(value) -> str:
@@ -183,9 +170,6 @@ def versions() -> dict:
 def run_path(s) -> Path:
     """The folder of a run with settings `s`."""
     return Path(s.out or f"runs/{s.env}-{s.method}-s{s.seed}{'-quick' * s.quick}")
-
-
-# ---------------------------------------------------------------------------------- numbers
 
 
 def seed_of(*parts) -> int:

@@ -37,8 +37,6 @@ class Folder:
             raise SettingsError(f"--reuse {settings.reuse}: there is no such folder; give one of "
                                 "runs, or leave it out")
 
-    # ------------------------------------------------------------------------------- opening
-
     def take(self) -> None:
         """Makes the folder and holds it for this process; SettingsError if it cannot be had."""
         try:
@@ -79,33 +77,30 @@ class Folder:
         return before
 
     def record(self, before: dict | None, base: str, tasks: dict) -> None:
-        """Writes config.json and phases.json of a new run; of an old one the model must be this.
-
-        base: what identifies the model that it starts from. tasks: how they were split.
-        """
+        """Writes config.json and phases.json of a new run; of an old one the model must be `base`.
+        tasks: how they were split."""
+        precision, now = self.accelerator.mixed_precision, self.settings.flat()
         if before:
-            precision = before.get("precision", self.accelerator.mixed_precision)
             if before["base"] != base:
                 raise SettingsError(f"{self.path} was made from another model than --model "
                                     f"{self.settings.model} is now; give another --out")
-            self._refuse_changes(dict(precision=precision),
-                                 dict(precision=self.accelerator.mixed_precision))
-            if before.get("code") != files.code_hash():
+            self._refuse_changes(dict(precision=before["precision"]), dict(precision=precision))
+            if before["code"] != files.code_hash():
                 self.log.say(
                     f"{self.path} was begun by other code: its finished phases stay as they are. "
                     "Give another --out to compute all with this code")
-            now = self.settings.flat()
             if changed := {n: now[n] for n in ROUNDING if now[n] != before["settings"].get(n)}:
                 self.log("changed", **changed)  # config.json keeps what the run began with
         elif self.main:
-            files.write_text(self.path / "config.json", json.dumps(
-                dict(settings=self.settings.flat(), base=base, layout=LAYOUT, tasks=tasks,
-                     precision=self.accelerator.mixed_precision,
-                     code=files.code_hash(), commit=files.git_commit(),
-                     versions=files.versions()), indent=1))
+            files.write_text(self.path / "config.json", json.dumps(dict(
+                settings=now, base=base, layout=LAYOUT, tasks=tasks,
+                precision=precision, code=files.code_hash(), commit=files.git_commit(),
+                versions=files.versions()), indent=1))
         if not (self.path / "phases.json").exists():
             self._write_phases()
-        self.log.start_trackers(self.settings)
+        if self.settings.track:
+            self.accelerator.init_trackers("coevolve", {
+                name: value for name, value in now.items() if value is not None})
 
     def _refuse_changes(self, before: dict, now: dict) -> None:
         changed = [f"{name} ({before.get(name)} -> {now.get(name)})"
@@ -114,14 +109,9 @@ class Folder:
             raise SettingsError(f"{self.path} was made with other settings: {', '.join(changed)}; "
                                 "give another --out, or these again")
 
-    # -------------------------------------------------------------------------------- phases
-
     def phase(self, output: str, work) -> None:
-        """Runs work(temporary path) -> numbers for the log, unless it was done before.
-
-        Done means: recorded with a hash of `output`, its name, that still holds. The output appears
-        by renaming, so a run killed at any moment has all of it or nothing.
-        """
+        """Runs work(temporary path) -> numbers for the log, unless it was done before: recorded
+        with a hash of `output` that still holds. The output appears by renaming."""
         path = self.path / output
         if self._done(output):
             return
@@ -155,10 +145,8 @@ class Folder:
         self.log.say(line(**events[-1]))
 
     def _entry(self, path: Path, inputs: str | None) -> dict:
-        """What is recorded of a finished phase: hashes of what it wrote, and of the log so far.
-
-        inputs: the hash of what went into it, where another run may take it over.
-        """
+        """What is recorded of a finished phase: hashes of what it wrote, and of the log so far; of
+        what went into it, where another run may take it over."""
         metrics = self.path / "metrics.jsonl"
         files.force(metrics)
         return dict(sha256=files.digest(path), metrics_sha256=files.digest(metrics),
@@ -168,9 +156,8 @@ class Folder:
         """Whether the phase is recorded and its output unchanged; else forgets all that follows."""
         path, earlier = self.path / output, self.finished
         self.finished = [*earlier, output]
-        found = output in self.phases and self.on_main(
-            lambda: path.exists() and files.digest(path))
-        if found:
+        if output in self.phases and (found := self.on_main(
+                lambda: path.exists() and files.digest(path))):
             if found == self.phases[output]["sha256"]:
                 return True
             raise SettingsError(f"{path} is not what its phase wrote; restore it, or delete it to "
@@ -203,8 +190,6 @@ class Folder:
         """Identifies the running phase and what it starts from: the phases before it, by hash."""
         done = {name: recorded["sha256"] for name, recorded in self.phases.items()}
         return self.on_main(lambda: files.hashed([self.running, done]))
-
-    # --------------------------------------------------------------------------- files
 
     def read_jsonl(self, name: str) -> list[dict]:
         return files.read_jsonl(self.path / name)

@@ -1,6 +1,4 @@
 """What a run says of itself: events in metrics.jsonl and to trackers, lines and bars on the screen.
-
-Every rank has one; the main one writes.
 """
 
 import json
@@ -14,7 +12,8 @@ from harness import files
 
 
 class Log:
-    """log(event, ...) appends an event to the file, and gives its numbers to the trackers."""
+    """log(event, ...) appends an event to the file, and gives its numbers to the trackers. Every
+    rank has one; the main one writes."""
 
     def __init__(self, accelerator: Accelerator, file: Path):
         self.accelerator, self.file = accelerator, file
@@ -26,9 +25,8 @@ class Log:
             return
         with files.writing(self.file), open(self.file, "a") as f:
             f.write(json.dumps(dict(event=event, **fields)) + "\n")
-        if self.accelerator.trackers:
-            self._track(dict(numbers(event, fields)),
-                        fields.get("step", fields.get("iteration", self.phases)))
+        self._track(dict(numbers(event, fields)),
+                    fields.get("step", fields.get("iteration", self.phases)))
 
     def dropped(self, phase: str, reason: str, tasks: list[str]) -> None:
         """What a phase left out, if it was anything."""
@@ -44,11 +42,6 @@ class Log:
         return tqdm(total=total, unit=unit, desc=phase, leave=False, disable=not self.main,
                     unit_scale=unit == "token", dynamic_ncols=True, delay=every,
                     mininterval=max(0.1, every), maxinterval=max(10, every))
-
-    def start_trackers(self, settings) -> None:
-        if settings.track:
-            self.accelerator.init_trackers("coevolve", {
-                name: value for name, value in settings.flat().items() if value is not None})
 
     def _track(self, values: dict, x: int) -> None:
         """Gives the trackers an event's numbers, at its optimiser step, iteration, or phase x."""

@@ -1,19 +1,14 @@
-"""What a run's log says, and its closing table.
-
-The table is read back from the run's files, so it works on any finished or interrupted run.
-"""
+"""What a run's log says, and the closing table of any run, finished or not."""
 
 import textwrap
 from collections import Counter, defaultdict
+from datetime import timedelta
 from pathlib import Path
 
 from harness.files import RunError, read_jsonl, read_object
 
 AGENTS = ("expert", "target", "failure", "positive")  # the order of columns
 KINDS = ("expert>target", "expert>failure", "expert>positive", "failure>failure")
-
-
-# ---------------------------------------------------------------- reading
 
 
 def visible(text: str) -> str:
@@ -40,86 +35,61 @@ def events(run_dir, growing: bool = False) -> dict[str, list[dict]]:
 
 
 def result(run_dir) -> dict:
-    """`settings`, `evaluations`, `exploration`, `pairs` and `dropped` of a run, in order.
-
-    No times, --out and --reuse in it: equal runs give equal bytes. RunError if it is not a run.
-    """
+    """`settings`, `evaluations`, `exploration`, `pairs` and `dropped` of a run, in order; no times,
+    --out and --reuse, so that equal runs give equal bytes."""
     settings, of = config_of(run_dir)["settings"], events(run_dir)
     return {"settings": {n: v for n, v in settings.items() if n not in ("out", "reuse")},
             "evaluations": of["evaluation"], "exploration": of["exploration"],
             "pairs": of["pairs"], "dropped": of["dropped"]}
 
 
-# ---------------------------------------------------------------- the closing table
-
-
 def table(run_dir) -> str:
-    """Evaluations, exploration (the paper's Table 2), pairs, time and tokens, as plain text.
-
-    At most 100 columns, unless a name is very long. A part that the run has no events of is left
-    out. RunError if `run_dir` is not a run.
-    """
+    """Evaluations, exploration (the paper's Table 2), pairs, time and tokens, as plain text."""
     config = config_of(run_dir)
-    parts = sections(config["settings"], events(run_dir))
-    return "\n\n".join([f"{run_dir}: {headline(config['settings'])}{_split(config)}",
-                        *(section(*part) for part in parts)]) + "\n"
+    s, about = config["settings"], config["tasks"]
+    both = (f"\n{about['overlap']} evaluated tasks were also trained on (--overlap keep)"
+            if about["overlap"] else "")
+    return "\n\n".join([f"{run_dir}: {headline(s)}, split {about['split_by']}{both}",
+                        *(section(*part) for part in sections(s, events(run_dir)))]) + "\n"
 
 
 def headline(s: dict) -> str:
     return f"{s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}"
 
 
-def _split(config: dict) -> str:
-    """How the tasks were split, and how many were both trained on and evaluated."""
-    about = config.get("tasks") or {"split_by": config["settings"].get("split_file") or "by rule"}
-    both = about.get("overlap")
-    return f", split {about['split_by']}" + (
-        f"\n{both} evaluated tasks were also trained on (--overlap keep)" if both else "")
-
-
 def sections(settings: dict, of: dict) -> list[tuple[str, str, list]]:
-    """(title, header, rows) of each part of the table that has rows, as `section` takes them.
-
-    of: the run's `events`.
-    """
-    parts = [_evaluations(of), _endpoint(of), _exploration(of, settings["hard_threshold"]),
-             _pairs(of), _signals(of), _refused(of),
-             ("Trajectories dropped", "<phase <reason count",
-              [(e["phase"], e["reason"], e["count"]) for e in of["dropped"]]), _phases(of)]
+    """(title, header, rows) of each part of the table that has rows, of a run's `events`."""
+    threshold, pairs = settings["hard_threshold"], of["pairs"]
+    kinds = [kind for kind in KINDS if any(kind in e["kept"] for e in pairs)]
+    parts = [
+        ("Evaluation, greedy; reward with its 95% bootstrap interval over tasks",
+         "iteration <agent <split tasks reward interval success steps",
+         [(e["iteration"], e["agent"], e["split"], _tasks(e), f"{e['reward']:.3f}",
+           f"[{e['reward_low']:.3f}, {e['reward_high']:.3f}]", _percent(e["success"]),
+           f"{e['steps']:.1f}") for e in of["evaluation"]]),
+        ("What the endpoint took",
+         "<split requests retries without_usage tokens_read tokens_written dollars",
+         [(e["split"], f"{e['requests']:,}", f"{e['retries']:,}", f"{e['unreported']:,}",
+           f"{e['prompt_tokens']:,}", f"{e['completion_tokens']:,}",
+           f"{e['dollars']:.2f}" if "dollars" in e else "-")
+          for e in of["evaluation"] if "requests" in e]),
+        (f"Exploration; a negative has a reward below {threshold}, a hard one from {threshold} "
+         "to 1", "iteration <agent trajectories success negative hard_negative reward",
+         [(e["iteration"], e["agent"], e["trajectories"], _percent(e["success"]),
+           _percent(e["negative"]), _percent(e["hard_negative"]), f"{e['reward']:.3f}")
+          for e in _with_sum(of["exploration"])]),
+        ("Pairs kept, by kind, and dropped, by reason",
+         f"iteration <trains {' '.join(kinds)} dropped <reasons",
+         [(e["iteration"], e["trains"], *(e["kept"].get(kind, 0) for kind in kinds),
+           sum(e["dropped"].values()), ", ".join(f"{why} {n}" for why, n in e["dropped"].items()))
+          for e in pairs]),
+        _signals(of),
+        ("Proposals refused", "<reason count",
+         sum((Counter(e["refused"]) for e in of["proposals"]), Counter()).most_common()),
+        ("Trajectories dropped", "<phase <reason count",
+         [(e["phase"], e["reason"], e["count"]) for e in of["dropped"]]),
+        _phases(of)]
     return [part for part in parts if part[2]]
-
-
-def _evaluations(of):
-    return ("Evaluation, greedy; reward with its 95% bootstrap interval over tasks",
-            "iteration <agent <split tasks reward interval success steps",
-            [(e["iteration"], e["agent"], e["split"], _tasks(e), f"{e['reward']:.3f}",
-              f"[{e['reward_low']:.3f}, {e['reward_high']:.3f}]", _percent(e["success"]),
-              f"{e['steps']:.1f}") for e in of["evaluation"]])
-
-
-def _endpoint(of):
-    return ("What the endpoint took",
-            "<split requests retries without_usage tokens_read tokens_written dollars",
-            [(e["split"], f"{e['requests']:,}", f"{e['retries']:,}", f"{e['unreported']:,}",
-              f"{e['prompt_tokens']:,}", f"{e['completion_tokens']:,}",
-              f"{e['dollars']:.2f}" if "dollars" in e else "-")
-             for e in of["evaluation"] if "requests" in e])
-
-
-def _exploration(of, threshold):
-    return (f"Exploration; a negative has a reward below {threshold}, a hard one from {threshold} "
-            "to 1", "iteration <agent trajectories success negative hard_negative reward",
-            [(e["iteration"], e["agent"], e["trajectories"], _percent(e["success"]),
-              _percent(e["negative"]), _percent(e["hard_negative"]), f"{e['reward']:.3f}")
-             for e in _with_sum(of["exploration"])])
-
-
-def _pairs(of):
-    kinds = [kind for kind in KINDS if any(kind in e["kept"] for e in of["pairs"])]
-    return ("Pairs kept, by kind, and dropped, by reason",
-            f"iteration <trains {' '.join(kinds)} dropped <reasons",
-            [(e["iteration"], e["trains"], *(e["kept"].get(kind, 0) for kind in kinds),
-              sum(e["dropped"].values()), _counts(e["dropped"])) for e in of["pairs"]])
 
 
 def _signals(of):
@@ -134,11 +104,6 @@ def _signals(of):
               sum(n for j, n in joined.items() if j <= i)) for e in of["proposals"]])
 
 
-def _refused(of):
-    refused = sum((Counter(e["refused"]) for e in of["proposals"]), Counter())
-    return "Proposals refused", "<reason count", refused.most_common()
-
-
 def _phases(of):
     phases = [{"tokens": 0, "episodes": 0, "resident_mb": 0, **e} for e in of["phase"]]
     reused = [p for p in phases if "reused" in p]
@@ -146,7 +111,8 @@ def _phases(of):
              **{key: sum(p[key] for p in part) for key in ("seconds", "tokens", "episodes")}}
             for name, part in (("total", phases), ("of these reused (*)", reused)) if part]
     return ("Wall time and tokens", "<phase h:mm:ss tokens tokens/s episodes memory_MB",
-            [(p["phase"] + " *" * ("reused" in p), _clock(p["seconds"]), f"{p['tokens']:,}",
+            [(p["phase"] + " *" * ("reused" in p), timedelta(seconds=round(p["seconds"])),
+              f"{p['tokens']:,}",
               f"{p['tokens'] / p['seconds']:,.0f}" if p["tokens"] and p["seconds"] else "-",
               f"{p['episodes']:,}" if p["episodes"] else "-", f"{p['resident_mb']:,.0f}")
              for p in phases + sums])
@@ -197,12 +163,3 @@ def _tasks(e: dict) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}%"
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-
-
-def _counts(counts: dict) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in counts.items() if n)

@@ -1,7 +1,7 @@
 """What runs of one seed have in common is made once: experts, SFT agents, their evaluations.
 
-A run with --reuse FOLDER takes such a phase from a run in there (or from FOLDER itself) whose hash
-of all that went into it is its own. The log then holds what that run logged, and from where.
+With --reuse FOLDER such a phase is taken from a run in there (or from FOLDER itself) whose hash of
+all that went into it is the same. The log then holds what that run logged, and from where.
 """
 
 import json
@@ -20,10 +20,9 @@ SHARED = re.compile(r"experts\.jsonl|sft-\w+|eval-0-.+")
 
 
 def ingredients(folder, base: str, training: list) -> str:
-    """A hash of all that goes into the shared phases of a folder, beside the phases before each.
-
-    base: what identifies the model; training: how it is laid out on the machine. Packages and
-    machine count, since they may change rounding.
+    """A hash of all that goes into the shared phases of a folder, beside the phases before each:
+    packages and machine too, since they may change rounding. base: what identifies the model;
+    training: how it is laid out on the machine.
     """
     settings = {name: value for name, value in folder.settings.flat().items()
                 if name not in AFTER_SFT}
@@ -50,24 +49,22 @@ def inputs(folder, output: str) -> str | None:
 @contextmanager
 def once(folder, key: str | None):
     """Of runs that come to a phase of equal inputs together one makes it, and the others wait."""
-    lock = None
-    if folder.main and folder.settings.reuse and key:
-        path = Path(folder.settings.reuse) / f".{key[:16]}.lock"
-        if (lock := files.held(path)) is None:
-            folder.log.say(f"{folder.running} waits for another folder, which is making it")
-            lock = files.held(path, wait=True)
+    if not (folder.main and folder.settings.reuse and key):
+        yield
+        return
+    path = Path(folder.settings.reuse) / f".{key[:16]}.lock"
+    if (lock := files.held(path)) is None:
+        folder.log.say(f"{folder.running} waits for another folder, which is making it")
+        lock = files.held(path, wait=True)
     try:
         yield
     finally:
-        if lock:
-            lock.release()
+        lock.release()
 
 
 def take(folder, output: str, key: str | None, temporary: Path) -> list[dict] | None:
-    """Puts there what another run made of equal inputs; the events that it logged meanwhile.
-
-    The last one says which run that was. None: there is none.
-    """
+    """Puts there what another run made of equal inputs; the events that it logged meanwhile, the
+    last with that run's name; None: there is none."""
     if not folder.settings.reuse or not key:
         return None
     source = Path(folder.settings.reuse)
@@ -77,10 +74,9 @@ def take(folder, output: str, key: str | None, temporary: Path) -> list[dict] | 
         if done.get("inputs") != key or other.samefile(folder.path):
             continue
         try:
-            whole = files.digest(other / output) == done["sha256"]
             events = logged(other, phases, output)
-            if not whole or [e["event"] for e in events if e.get("phase") == output][-1:] != [
-                    "phase"]:
+            if files.digest(other / output) != done["sha256"] or [
+                    e["event"] for e in events if e.get("phase") == output][-1:] != ["phase"]:
                 continue  # somebody has changed it since
             copy(other / output, temporary)
         except (FileNotFoundError, shutil.Error):  # or deleted it

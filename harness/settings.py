@@ -1,10 +1,9 @@
 """Every number of a run, once: its unit, its default and where the default comes from.
 
 The defaults are the first paper's (arXiv 2511.22254) in `Common` to `Preferences`, the second's in
-`Grpo`. `PRESETS`, and those of an environment's folder, replace some of them; a flag on the command
-line beats all. An environment's own settings are stated in its folder and stand in `s.options`.
-Only the standard library is imported here, so that `run.sh` can refuse a mistyped flag with
-`python3 harness/settings.py FLAGS` before it installs anything.
+`Grpo`. `PRESETS`, and those of an environment's folder, replace some of them; a flag beats all. An
+environment's own settings are stated in its folder and stand in `s.options`. Only the standard
+library is imported, so that `run.sh` can refuse a mistyped flag before it installs anything.
 """
 
 import argparse
@@ -19,13 +18,7 @@ from dataclasses import Field, asdict, dataclass, fields
 from typing import Literal, Optional, get_args, get_origin, get_type_hints
 from urllib.parse import unquote
 
-from worlds import (
-    ENVIRONMENTS,
-    Options,
-    environment,
-    is_web_address,
-    without_passwords,
-)
+from worlds import ENVIRONMENTS, Options, environment, is_web_address, without_passwords
 from worlds import option as setting
 
 METHODS = {
@@ -322,7 +315,6 @@ ROUNDING = tuple(f.name for f in fields(Settings) if f.metadata.get("rounding"))
 # Experts, SFT agents and their evaluations depend on none of these; on any other setting they may.
 AFTER_SFT = ("method", *FREE, *(f.name for group in (Exploration, Preferences, Baselines, Grpo)
                                 for f in fields(group)))
-BUILT_IN = ("tiny", "smollm2")  # models that are words, and no folders
 
 # What replaces the defaults of all environments. An environment's folder has presets of its own by
 # the same names and "", for all runs in it; they come after these. In this order: "", the model,
@@ -332,10 +324,8 @@ PRESETS = {
     "tiny": dict(view="short", sft_batch=16, dpo_batch=16, beta_later=0.1, lambda_sft=0.5,
                  ppo_lr=1e-4, step_tasks=16, near_text=1.0),
     # As in a first trial on the databases, not tuned on a validation split yet; for one or three
-    # hours on two cores and 8 GB. Beta, lambda_SFT and half the learning rate in later iterations
-    # are the paper's. A hundred experts make few steps, so batches are smaller (8 and 16, not 48
-    # and 32) and steps go further (1e-4 and 5e-6, not 1e-5 and 1e-6). At temperature 1 failures
-    # differ more. Measuring the margins of all pairs again takes a fifth of a phase of one epoch.
+    # hours on two cores and 8 GB. A hundred experts make few steps, so batches are smaller than the
+    # paper's and steps go further. At temperature 1 failures differ more.
     "smollm2": dict(sft_epochs=2, sft_batch=8, sft_lr=1e-4, dpo_batch=16, dpo_lr=5e-6,
                     dpo_lr_later=2.5e-6, temperature=1.0, ppo_lr=5e-6, step_tasks=8,
                     step_rollouts=4, grpo_steps=20, grpo_lr=5e-6, start_tasks=25, evolve_every=5,
@@ -350,9 +340,6 @@ PRESETS = {
     "aimed": dict(rare_min=2, start_share=0.5, mastered="leave"),
     "chat": dict(method="chat", max_tokens=100_000),  # with the examples; the endpoint knows better
 }
-
-
-# ------------------------------------------------------------------------ what follows from them
 
 
 def options_of(s: Settings) -> dict:
@@ -377,9 +364,6 @@ def segments_of(s: Settings) -> int:
 def start_episodes(s: Settings) -> int:
     """Of the unguided exploration; of the agent's one in six becomes a new task or more [ours]."""
     return s.start_tasks * (1 if is_endpoint(s.explorer) else 6)
-
-
-# --------------------------------------------------------------------------- what is refused
 
 
 class SettingsError(ValueError):
@@ -454,9 +438,6 @@ def conflicts(s: Settings) -> list[tuple[bool, str, str]]:
          f"must be below --max-tokens {s.max_tokens}")]
 
 
-# ------------------------------------------------------------------------- the command line
-
-
 class Parser(argparse.ArgumentParser):
     """A parser without abbreviations or help, which raises SettingsError."""
 
@@ -482,7 +463,7 @@ def _boolean(text: str) -> bool:
 
 
 def preset(argv: list[str]) -> dict:
-    """The values that stand in for the defaults, by what `argv` says: see PRESETS."""
+    """The values of PRESETS that stand in for the defaults, by what `argv` says."""
     first, hints = Parser(), get_type_hints(Settings)
     for f in fields(Settings):
         if f.name in ("env", "model", "method", "quick", "explorer"):
@@ -504,17 +485,16 @@ def read(argv: list[str]) -> Settings:
     """Settings from the command line, not checked but for their types."""
     parser, presets = Parser(), preset(argv)
     kind = environment(presets["env"])
-    for part in (Settings, kind):
-        hints = get_type_hints(part)
-        for f in fields(part):
-            if f.name != "options":
-                parser.add(f, hints[f.name])
+    hints = get_type_hints(Settings) | get_type_hints(kind)
+    for f in (*fields(Settings), *fields(kind)):
+        if f.name != "options":
+            parser.add(f, hints[f.name])
     parser.set_defaults(**presets)
     values, unknown = parser.parse_known_args(argv)
     if unknown:
-        name = re.sub(r"^--|=.*", "", unknown[0]).replace("-", "_")
-        its = [env for env in ENVIRONMENTS if name in {f.name for f in fields(environment(env))}]
-        raise SettingsError(f"{flag(name)} is for {' and '.join(its)}, not for {values.env}" if its
+        name = unknown[0].partition("=")[0].replace("_", "-")
+        its = [e for e in ENVIRONMENTS if name in {flag(f.name) for f in fields(environment(e))}]
+        raise SettingsError(f"{name} is for {' and '.join(its)}, not for {values.env}" if its
                             else f"unknown: {' '.join(unknown)}; --help lists every setting")
     for f in fields(kind):  # settings are logged: no password in them
         variable, address = f.metadata.get("password"), getattr(values, f.name)

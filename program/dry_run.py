@@ -119,10 +119,9 @@ def dry_run(s: Settings) -> None:
 def longest_pass(s: Settings, found: Lengths, here: Machine) -> list[dpo.Trajectory]:
     """A rank's trajectories of the largest pass, without what they begin alike.
 
-    They have --tokens-per-forward, or more, because an instruction's trajectories run in one pass:
-    an expert and rollouts for the target, for the failure agent those of all iterations, perhaps;
-    in GRPO the episodes of a task in a step. On GPUs, which share them out, all must fit as long as
-    they may get, with replies as long as they may be; a CPU's memory has to hold what is usual.
+    They have --tokens-per-forward, or more, because an instruction's trajectories run in one pass.
+    On GPUs, which share them out, all must fit as long as they may get, with replies as long as
+    they may be; a CPU's memory has to hold what is usual.
     """
     rollouts = len(agents_of(s.method)) * s.rollouts
     together = (s.step_rollouts if s.method in EVOLVING else
@@ -143,9 +142,8 @@ def exploring_memory(s: Settings, numbers: int, slot: int, half: bool, training:
     exploring = {f"{'bf16' if half else 'fp32'} replica": (2 if half else 4) * numbers}
     if s.method in EVOLVING:  # which plays between two steps, with what they need in memory
         training["the first policy, fp32"] = training["weights, fp32"]
-        exploring = {part: training[part] for part in (
-            "weights, fp32", "the first policy, fp32", "Adam's moments, fp32")} | (
-                {} if live else exploring)
+        held = "weights, fp32", "the first policy, fp32", "Adam's moments, fp32"
+        exploring = {part: training[part] for part in held} | ({} if live else exploring)
     return exploring | {f"cache of {s.slots} slots": slot * s.slots}
 
 
@@ -212,8 +210,7 @@ def sizes(model) -> tuple[int, int, int]:
 
 def machine(asked: str) -> Machine:
     """`here`, or an 8xH100 somewhere else; the CPU where there is no GPU."""
-    elsewhere = re.fullmatch(rf"(\d+)x({'|'.join(GPUS)})", asked)
-    if elsewhere:
+    if elsewhere := re.fullmatch(rf"(\d+)x({'|'.join(GPUS)})", asked):
         return Machine(int(elsewhere[1]), elsewhere[2], *GPUS[elsewhere[2]])
     if asked != "here":
         raise SettingsError(f"--dry-run: {asked!r} is no machine; name one to plan for, such as "
@@ -297,8 +294,7 @@ def phases(s: Settings, found: Lengths, hours: Hours) -> list[tuple[str, float, 
         return rows * (s.warm_start == "sft") + evolution(s, found, hours)
     iterations = s.iterations * (s.method != "sft")
     explored = (agents + (agents - 1) * s.explore_again) * s.rollouts * found.experts
-    # The target learns from an instruction's expert and rollouts, the failure agent from these, or
-    # in iteration i from those of i iterations.
+    # The target learns from an instruction's expert and rollouts, the failure agent from these.
     seen = (agents - 1) * ((iterations + 1) / 2 if buffered(s) else 1)
     own, other = (found.experts * found.tokens * trajectories for trajectories in (
         1 + agents * s.rollouts, agents * s.rollouts * seen))
@@ -373,11 +369,8 @@ class Live(TorchDispatchMode):
 
 
 def activations(model, sequences: list[dpo.Trajectory], recompute: bool) -> int:
-    """Most bytes that a pass forward and back holds beside weights, gradients and moments.
-
-    model: of tensors without data (FakeTensorMode), in the format it computes in. Gradients of
-    weights count while they are made, since they are handed on at once.
-    """
+    """Most bytes that a pass forward and back holds beside weights, gradients and moments, with
+    gradients while they are made. model: without data, in the format it computes in."""
     if recompute:
         sharding.recompute_layers(model)
     model.train()

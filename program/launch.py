@@ -1,8 +1,6 @@
 """`accelerate launch` as run.sh uses it: `python3 program/launch.py coevolve.py FLAGS`.
 
-Four things are changed: without an `accelerate config` of the user it is told what it would
-otherwise guess aloud; threads that wait sleep; a GPU's memory grows in segments; and what ends a
-training process is said once and its exit status passed on.
+It is told what it would otherwise guess aloud, and what ends a training process is said once.
 """
 
 import logging
@@ -29,8 +27,7 @@ def machine() -> list[str]:
 
 
 def launch() -> None:
-    # Spinning, they take a shared machine's cores from their own team: a tenth of the speed. It is
-    # read when torch is loaded, so it has to stand in the environment of the training process.
+    # Spinning threads take a shared machine's cores from their own team: a tenth of the speed.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Texts of all lengths would leave gaps in blocks of fixed size, a quarter of the memory.
     if "PYTORCH_ALLOC_CONF" not in os.environ:

@@ -12,7 +12,6 @@ import envs
 from harness import files, reuse
 from harness.folder import Folder
 from harness.settings import EVOLVING, Settings, is_endpoint, options_of, tokens_per_forward
-from playing.endpoint import explorer_of
 from program.tasks import TRAINED_ON, check_openings, marks, survey, trained_on, trains
 from training.trainer import Trainer
 
@@ -21,11 +20,8 @@ class Run:
     """A folder with tasks, a base model and a machine to train on."""
 
     def __init__(self, settings: Settings, accelerator: Accelerator):
-        """Takes the folder, new or to go on in; SettingsError if it cannot be this run's.
-
-        The order is: what the environment lacks, the lock, a first request, changed settings, and
-        only then the base model, which may take minutes; settings are on disk before any phase.
-        """
+        """Takes the folder, new or to go on in; SettingsError if it cannot be this run's. The base
+        model, which may take minutes, comes last."""
         self.settings = settings = replace(settings, tokens_per_forward=tokens_per_forward(
             settings, accelerator.device.type == "cuda"))
         self.accelerator = accelerator
@@ -59,10 +55,8 @@ class Run:
         return random.Random(self.seed(*names))
 
     def agent_folder(self, agent: str, i: int) -> Path | str:
-        """An agent's checkpoint after iteration i; 0 is after SFT.
-
-        Where there is none before training, the base model's, which may be a name on the hub.
-        """
+        """An agent's checkpoint after iteration i, 0 is after SFT; where there is no SFT, the base
+        model, which may be a name on the hub."""
         s = self.settings
         if s.method == "evaluate" or not i and s.method in EVOLVING and s.warm_start == "none":
             return self.trainer.base
@@ -71,22 +65,22 @@ class Run:
     def _ask_explorer(self) -> None:
         """A word of the explorer's endpoint: address, name, key and temperature are tried."""
         if self.settings.method in EVOLVING and is_endpoint(self.settings.explorer):
+            from playing.endpoint import explorer_of
+
             _, took = explorer_of(self.settings)(
                 [{"role": "user", "content": "Answer with: ok"}], tries=4)
-            self.log.say(f"explorer: {self.settings.explorer_model} answers; "
-                         f"{took['prompt_tokens']} tokens read, "
-                         f"{took['completion_tokens']} written")
+            self.log.say(f"explorer: {self.settings.explorer_model} answers; tokens: "
+                         f"{took['prompt_tokens']} read, {took['completion_tokens']} written")
 
 
 class RunTasks:
     """A run's environment, its splits, and the tasks that were made during the run."""
 
     def __init__(self, settings: Settings, folder: Folder):
-        """Counts the tasks and says so; what a run lacks shows at once."""
         self.settings, self.folder = settings, folder
         self.tried_on = []  # proposals that the running phase plays
         with closing(self.make_env()) as env:
-            found = survey(settings, env)
+            found = survey(settings, env)  # what a run lacks shows at once
         self.splits, self.about = found.splits, found.about
         self.training, self.left_out, self.tried = found.training, found.left_out, found.tried
         folder.log.say(found.counts)
@@ -118,10 +112,8 @@ class RunTasks:
 
     def add(self, out: Path, tasks: list[dict], left: list[str]) -> list[str]:
         """Writes a phase's tasks.jsonl: from then on every environment of the run has them too.
-
-        left: ids of those that nobody trains on any more. Returns the new ids. ValueError, naming
-        what is wrong, for one that the environment refuses.
-        """
+        Their ids; left: those that nobody trains on any more. ValueError, naming what is wrong, for
+        one that the environment refuses."""
         with closing(self.make_env()) as env:
             ids = [env.add(task) for task in tasks]
         self.folder.write_jsonl(out, [*(dict(id=id, task=task) for id, task in zip(ids, tasks)),
@@ -129,10 +121,8 @@ class RunTasks:
         return ids
 
     def record(self, before, out: Path) -> None:
-        """Writes into an agent's folder what it and `before`, from which it came, were trained on.
-
-        Later runs refuse to evaluate it on that, wherever the folder has been moved.
-        """
+        """Writes into an agent's folder what it and `before`, from which it came, were trained on:
+        later runs refuse to evaluate it on that, wherever the folder has been moved."""
         with closing(self.make_env()) as env:
             own = [*self.training, *(row["id"] for row in self.added())]
             known = trained_on(before).union(*(marks(env, task) for task in own))
@@ -144,7 +134,6 @@ class RunTasks:
             return env.tasks(split)[:self.settings.eval_tasks or None]
 
     def definitions(self, tasks: list[str]) -> list:
-        """What the tasks are."""
         with closing(self.make_env()) as env:
             return [env.find(task) for task in tasks]
 

@@ -22,9 +22,7 @@ from training.models import check_model, make_accelerator
 
 def start(argv: list[str], loop_of, page) -> None:
     """Runs loop_of(method)(run) with the settings in `argv`, then page(folder) of a finished run.
-
-    What the user or the machine did wrong, and a stop, end this process with one line.
-    """
+    What the user or the machine did wrong, and a stop, end this process with one line."""
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     gc.freeze()  # else each freeing of memory between phases walks all that was imported, 0.2 s
@@ -112,11 +110,8 @@ def one_line(error: Exception) -> str | None:
 
 
 def end(line: str, status: int) -> None:
-    """Ends this process at once, with one line; it waits for no environment that hangs.
-
-    Nothing is lost by it: what was finished is on the disk, simulators end with their parent, and
-    servers see their connections close.
-    """
+    """Ends this process at once, with one line; it waits for no environment that hangs. What was
+    finished is on the disk, and simulators end with their parent."""
     os.write(2, f"\r{os.path.basename(sys.argv[0])}: {line}\n".encode(errors="replace"))
     with suppress(Exception):
         sys.stdout.flush()

@@ -30,11 +30,7 @@ def trains(s: Settings) -> bool:
 
 
 def survey(s: Settings, env) -> Tasks:
-    """Counts the tasks of a run.
-
-    SettingsError where there are too few, or some are in both; Refused where tasks would have to be
-    made and nobody makes them.
-    """
+    """Counts the tasks of a run; SettingsError where there are too few, or some are in both."""
     if s.method == "evolve" or s.method == "grpo" and (s.solve_check or s.start_from == "explore"):
         env.task_generator()
     words, training = [], {}  # training: task -> the opening of its expert in a file
@@ -74,8 +70,7 @@ def compare(s: Settings, env, training: dict[str, str],
     """Training tasks that are left out, and how many evaluated ones are trained on all the same.
 
     What --model and --failure-from were trained on counts too, and what the opening of an expert
-    tells beside its own task. SettingsError if an evaluated task is among them, unless --overlap
-    says what to do then.
+    tells beside its own task.
     """
     left_out, overlap = set(), 0
     known = {task: marks(env, task) for task in evaluated}
@@ -112,9 +107,8 @@ def compare(s: Settings, env, training: dict[str, str],
 
 def told(env, openings: dict[str, str], evaluated: list[str]) -> dict[str, list[str]]:
     """For each expert's task the evaluated tasks whose instruction its opening says, word by word.
-
-    Of instructions that overlap the longest counts, the task's own before all; those of fewer than
-    four words stand in other texts too [ours].
+    Of those that overlap the longest counts, the task's own before all; of fewer than four words
+    they stand in other texts too [ours].
     """
     def words(task):
         return f" {envs.words_of(''.join(env.wording(task)[:1]))} "
@@ -136,10 +130,8 @@ def told(env, openings: dict[str, str], evaluated: list[str]) -> dict[str, list[
 
 
 def marks(env, task: str) -> set[str]:
-    """By which a task is known in whatever split: what it is, and its instruction if that says so.
-
-    Hashes. Empty for a task that this environment does not have.
-    """
+    """Hashes by which a task is known in whatever split: of what it is, and of its instruction if
+    that says so; none for a task that this environment does not have."""
     with suppress(ValueError):
         wording = envs.plain("\n".join(env.wording(task)))
         known = [repr(env.find(task)), *([wording] if wording else [])]
@@ -154,10 +146,8 @@ def trained_on(folder) -> set[str]:
 
 
 def check_openings(run, experts: list[tuple[str, list[dict], float]]) -> None:
-    """SettingsError at the first expert whose task opens otherwise here than in its conversation.
-
-    Its id then means another task here: another catalogue, other data, other lists. One reset each.
-    """
+    """SettingsError at the first expert whose task opens otherwise here than in its conversation:
+    its id means another task here, of another catalogue, other data, other lists."""
     lost = envs.LostEpisodes(len(experts))
     with (closing(run.tasks.make_env()) as env,
           run.log.bar("openings of experts", len(experts), "task") as progress):

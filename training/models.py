@@ -55,10 +55,8 @@ def make_accelerator(s: Settings) -> Accelerator:
 
 
 def in_bf16(s: Settings) -> bool:
-    """Whether passes compute in bf16 here, and rollouts hold their weights in it.
-
-    The tiny model computes alike everywhere, so that its results do not depend on the machine.
-    """
+    """Whether passes compute in bf16 here, and rollouts hold their weights in it; the tiny model
+    computes alike everywhere."""
     if s.bf16 != "auto" or s.model == "tiny" or s.method == "chat":
         return s.bf16 == "on"
     if torch.cuda.is_available():
@@ -67,10 +65,8 @@ def in_bf16(s: Settings) -> bool:
 
 
 def bf16_is_faster() -> bool:
-    """Whether the CPU trains faster in bf16 than in fp32 [measured], as far as torch knows it.
-
-    AVX512-BF16 is no faster than AVX512 in fp32, which torch's MKL has for Intel's CPUs alone.
-    """
+    """Whether the CPU trains faster in bf16 than in fp32 [measured]: AVX512-BF16 is no faster than
+    AVX512 in fp32, which torch's MKL has for Intel's CPUs alone."""
     cpu = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch do not say
     intel = "Intel" in cpu.get("cpu_name", "")
     return bool(cpu.get("amx_bf16") or cpu.get("avx512_bf16") and not intel)
@@ -83,10 +79,7 @@ def is_small(folder) -> bool:
 
 
 def config_of(folder):
-    """The config in a folder or on the hub, with known values where it says what passes return.
-
-    ValueError for quantised weights, which cannot be trained.
-    """
+    """The config in a folder or on the hub, with known values where it says what passes return."""
     config = AutoConfig.from_pretrained(
         folder, trust_remote_code=False, return_dict=True, output_attentions=False,
         output_hidden_states=False)
@@ -98,10 +91,7 @@ def config_of(folder):
 
 def load_model(folder, dtype=torch.float32, data=True):
     """A causal LM from a folder or hub name; fp32 to train: bf16 weights would not move at 1e-6.
-
-    data: whether its weights are read; without (on meta) it takes no memory. ValueError where some
-    are missing.
-    """
+    Without its data it is on meta, and takes no memory. ValueError where some are missing."""
     model, found = AutoModelForCausalLM.from_pretrained(
         folder, config=config_of(folder), dtype=dtype, attn_implementation="ragged",
         device_map=None if data else "meta", output_loading_info=True, use_safetensors=True)
@@ -115,11 +105,8 @@ def load_model(folder, dtype=torch.float32, data=True):
 
 
 def check_model(folder, max_tokens: int, weights: bool = True) -> None:
-    """SettingsError if the model in `folder` (or on the hub) cannot be used.
-
-    No code but transformers' own is loaded, and no weights; `probe.check_numbers` needs them.
-    weights: whether it has to have them.
-    """
+    """SettingsError if the model in `folder` (or on the hub) cannot be used. No code but
+    transformers' own is loaded, and no weights. weights: whether it has to have them."""
     local = Path(folder).is_dir()
     try:
         if not local and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(folder)):  # of the hub
@@ -164,10 +151,8 @@ def digests(weights: dict) -> dict[str, bytes]:
 
 
 def check_copy(saved: dict[str, bytes], folder, copy) -> None:
-    """SettingsError unless what was saved in `copy` is read back as it was.
-
-    saved: `digests` of the weights; folder: where the tokenizer came from.
-    """
+    """SettingsError unless what was saved in `copy` is read back as it was. saved: `digests` of the
+    weights; folder: where the tokenizer came from."""
     again = digests(load_model(copy).state_dict())
     wrong = [key for key in saved if saved[key] != again.get(key)]
     conversation = [{"role": "user", "content": "find a mug"},

@@ -40,11 +40,8 @@ def preference_groups(run, agent: str, i: int) -> list[dpo.Group]:
 
 
 def reopened(t: Trajectory, like: Trajectory) -> Trajectory:
-    """The trajectory's replies after the opening of another one of its task.
-
-    So ETO trains: the example that a rollout was shown is left out, and the sides of a pair share
-    the expert's first turn.
-    """
+    """The trajectory's replies after the opening of another one of its task. So ETO trains: without
+    the example that a rollout was shown; the sides of a pair share the expert's first turn."""
     old, new = t.action_mask.index(1), like.action_mask.index(1)
     turns, others = (envs.first_reply(x.messages, x.steps) for x in (t, like))
     return replace(t, ids=like.ids[:new] + t.ids[old:],

