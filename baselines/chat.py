@@ -44,10 +44,8 @@ def without_prompt(message: dict, env) -> dict:
 
 
 def examples(run: Run) -> list[dict]:
-    """The conversations of `examples` successful experts, drawn by the seed, one after another.
-
-    None is of a task that is evaluated. The environment's rules open the first of them only.
-    """
+    """The conversations of `examples` successful experts of tasks that are not evaluated, drawn by
+    the seed. The environment's rules open the first of them only."""
     s, env, found = run.settings, run.tasks.make_env(), []
     rng = run.rng("examples")
     evaluated = {mark for split in run.tasks.splits for task in run.tasks.of_split(split)

@@ -63,8 +63,7 @@ def ppo_loss(model, groups: list[dpo.Rollouts], sampler: dpo.Sampler, clip: floa
 
         L = sum_k  -min(rho_k A, clip(rho_k, 1 - clip, 1 + clip) A) + kl/2 (log pi/pi_SFT)^2
 
-    On a policy's own samples the squared term has the gradient of the tokens' KL(pi || pi_SFT),
-    each after a given beginning: what an early token does to later divergences is left out [ours].
+    On a policy's own samples the squared term has the gradient of the tokens' KL(pi || pi_SFT).
     """
     surrogate, _, new, sft = dpo.clipped_surrogate(model, groups, sampler, clip, clip)       # (A,)
     return (kl * (new - sft) ** 2 / 2 - surrogate).sum(), {}

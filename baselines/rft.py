@@ -15,8 +15,7 @@ def more_where_hard(run: Run):
     """task -> numbers of DART's additional rollouts, more of them where the first failed.
 
     Section 5.3: n rollouts estimate the difficulty "based on the fraction of successful rollouts",
-    which is multiplied by the budget N. So we read: N (1 - successes / n), rounded; an instruction
-    that always succeeds gets none.
+    which is multiplied by the budget N. So we read: N (1 - successes / n), rounded.
     """
     s, played, successes = run.settings, Counter(), Counter()
     for t in run.folder.trajectories("iter1/target.jsonl"):
@@ -51,11 +50,8 @@ def join_successes(run: Run, out: Path) -> dict:
 
 def join(experts: list[Trajectory], sampled: dict[str, list[Trajectory]],
          dropped: Counter) -> list[Trajectory]:
-    """`experts` followed by the new successes in `sampled` (task -> trajectories).
-
-    Of an instruction's trajectories with equal actions, whatever the thoughts before them, the
-    first is kept, the expert before all.
-    """
+    """`experts` followed by the new successes in `sampled` (task -> trajectories); of those with
+    equal actions, whatever the thoughts before them, the first is kept, the expert before all."""
     def actions(t: Trajectory):
         return t.task, *(" ".join(envs.parse_reply(m["content"]).split())
                          for m in t.messages if m["role"] == "assistant")

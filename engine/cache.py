@@ -39,11 +39,8 @@ class SlotCache:
         return keys.view(*keys.shape[:2], *keys.shape[:1:-1]), values
 
     def place(self, segments: list[tuple[int, int, int]]) -> None:
-        """Says where the coming tokens go.
-
-        segments: (slot, past, n), n new tokens after the `past` that the slot holds; those of one
-        token come first.
-        """
+        """Says where the coming tokens go: segments (slot, past, n), n new tokens after the `past`
+        that the slot holds; those of one token come first."""
         device = self.kv.device
         self.seen = set()  # layers of this pass that attended
         single = [(slot, past) for slot, past, n in segments if n == 1]
@@ -63,11 +60,8 @@ class SlotCache:
             values[slot, :, :n] = values[source, :, :n]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float):
-        """Adds key and value (1, H_kv, N, d) of the tokens placed; their attention, (1, N, H, d).
-
-        query (1, H, N, d). Each token sees what its own slot holds, up to itself. ValueError if
-        a layer attends twice in a pass: it has one place for its keys.
-        """
+        """Adds key and value (1, H_kv, N, d) of the tokens placed; the attention of their query
+        (1, H, N, d), each to its own slot up to itself, (1, N, H, d)."""
         if layer in self.seen:
             raise ValueError(f"layer {layer} attends more than once in a pass, and the cache holds "
                              "one set of keys a layer; use a model such as Llama, Qwen2 or Qwen3")
@@ -100,9 +94,8 @@ class SlotCache:
         """Attention of one token in each of S slots, (S, H, d), of its scaled query (S, H, d).
 
         Slots are of uneven length, and a product for each is slow. So keys and values are read as
-        tables, in blocks of BLOCK positions of a head: d rows of keys, each one of the head's
-        numbers at these positions, weighted by a query, are its scores; rows of values, each one
-        position's, weighted by the softmax of the scores, are the attention.
+        tables, in blocks of BLOCK positions of a head: its d rows of keys, weighted by a query, are
+        the scores; its rows of values, weighted by their softmax, are the attention.
         """
         S, H, d = query.shape
         self.blocks = self.blocks or self.find_blocks(H)  # the same in all layers
@@ -120,8 +113,8 @@ class SlotCache:
         """The B blocks that single tokens see, by slot, head of the query (of H) and position.
 
         Each block's head (B,), counted over all slots; its place (B,) where each head has as many
-        as the longest, and that number; which of its positions are not seen (B, BLOCK); its rows
-        of keys (B, d) and values (B * BLOCK,), and where in these each head begins (S * H,).
+        as the longest, and that number; its unseen positions (B, BLOCK); its rows of keys (B, d)
+        and values (B * BLOCK,), and where in these each head begins (S * H,).
         """
         H_kv, room, d = self.kv.shape[3:]
         count, step = self.positions // BLOCK + 1, torch.arange(room + d, device=self.kv.device)
@@ -174,11 +167,8 @@ class VarlenCache(SlotCache):
 
 def next_token_logits(model, cache: SlotCache,
                       segments: list[tuple[int, int, list[int]]]) -> Tensor:
-    """One pass over new tokens; float logits after each segment's last one, (S, V).
-
-    segments: (slot, past, new ids) as `SlotCache.place` wants them. Their keys and values are in
-    the cache afterwards.
-    """
+    """One pass over new tokens; float logits after each segment's last one, (S, V). segments:
+    (slot, past, new ids) as `SlotCache.place` wants them."""
     device, lengths = model.device, [len(new) for _, _, new in segments]
     ids = torch.tensor([i for _, _, new in segments for i in new], device=device)     # (N,)
     positions = torch.tensor([past + k for _, past, new in segments for k in range(len(new))],
@@ -190,10 +180,8 @@ def next_token_logits(model, cache: SlotCache,
 
 
 def sample(logits: Tensor, temperature: float, draws: list[float] | None) -> Tensor:
-    """A token per row of logits (S, V): the best one at temperature 0, else by inverse CDF.
-
-    draws: one uniform number in [0, 1) per row, from the episode's own generator.
-    """
+    """A token per row of logits (S, V): the best one at temperature 0, else by inverse CDF of one
+    uniform number in [0, 1) per row."""
     if temperature == 0:
         return logits.argmax(-1)
     p = (logits / temperature).softmax(-1)

@@ -19,18 +19,16 @@ TRIAL = ANSWERED + [{"role": "user", "content": "second"},
 class Pieces:
     """The pieces of a tokenizer's chat template, and the ids of what stands between them.
 
-    They are read off a conversation of a reply and an observation. A control token in a text that
-    others wrote is plain text; so is the token that the tokenizer names unknown, which in many is
-    the end of a text or of a turn. ValueError, naming the template's problem, if there is none, if
-    a turn changes once it is answered, or if nothing marks the end of a reply.
+    A control token in a text that others wrote is plain text; so is the token that the tokenizer
+    names unknown, which in many is the end of a text or of a turn. ValueError, naming the problem,
+    if there is no template, if a turn changes once answered, or if nothing marks a reply's end.
     """
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.name = tokenizer.name_or_path or type(tokenizer).__name__
-        special = {t for t in tokenizer.all_special_tokens if t}
+        self.special = special = {t for t in tokenizer.all_special_tokens if t}  # control tokens
         special |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
-        self.special = special  # the control tokens' texts
         self.control = set(tokenizer.convert_tokens_to_ids(sorted(special)))  # their ids
         self.unknown = tokenizer.unk_token_id  # may stand for characters without an id
         # The control tokens of a text that nobody but the template wrote.
@@ -58,7 +56,6 @@ class Pieces:
         self.end, self.after = rest[:cut], rest[cut:]  # what the template writes after that token
         self.before_observation, self.after_observation = asked[len(full):].split(WORD)
         self.end_of_turn = tokenizer.convert_tokens_to_ids(self.end_token)
-        # With a control token other than the end of a turn a reply would open a turn.
         self.suppress_tokens = sorted(self.control - {self.end_of_turn})
         if tokenizer.unk_token and tokenizer.unk_token in asked:
             self.unknown = None  # as a mark of turns it may not stand for characters as well
@@ -66,8 +63,8 @@ class Pieces:
 
     def ids_of_opening(self, messages: list[dict]) -> list[int]:
         *earlier, last = messages
-        probe = earlier + [{**last, "content": WORD}]
-        before, after = self.render(probe, True).rsplit(WORD, 1)
+        probe = self.render([*earlier, {**last, "content": WORD}], True)
+        before, after = probe.rsplit(WORD, 1)
         return self.ids_after("", before, last["content"].strip(), after)
 
     def ids_of_reply(self, text: str) -> list[int]:
@@ -78,10 +75,8 @@ class Pieces:
                               self.after_observation)
 
     def check(self, messages: list[dict], first: int) -> None:
-        """ValueError if the template, given all at once, writes another text than turn by turn.
-
-        first: how many turns the conversation opens with.
-        """
+        """ValueError if the template, given all at once, writes another text than turn by turn, of
+        which the conversation opens with the `first` ones."""
         text = self.render(messages[:first], True)
         for m in messages[first:]:
             content = m["content"].strip()

@@ -23,9 +23,8 @@ class Damaged(Exception):
 class Checkpoint:
     """The newest state inside a training phase: weights, moments, random state, position, log.
 
-    folder/step-N holds one file per shard; it appears by renaming once it is on the disk, then the
-    one before goes. inputs: identifies the phase and what it started from; a state of other inputs
-    is not used.
+    folder/step-N holds one file per shard and appears by renaming; then the one before goes.
+    inputs: identifies the phase and what it started from; a state of other inputs is not used.
     """
 
     def __init__(self, accelerator, folder: Path, inputs: str, minutes: float):
@@ -35,8 +34,8 @@ class Checkpoint:
 
     def due(self) -> bool:
         """After the minutes given, or as many more as keep writing a SHARE of the time."""
-        wait = max(self.seconds, self.took / SHARE) if self.seconds else 0
-        return time.monotonic() - self.saved_at >= wait
+        least = self.took / SHARE if self.seconds else 0
+        return time.monotonic() - self.saved_at >= max(self.seconds, least)
 
     def save(self, model, optimizer, step: int, events: list[dict]) -> None:
         """Every rank calls this after the same step. events: what the phase has logged so far."""
@@ -73,10 +72,7 @@ class Checkpoint:
         self.took = self.saved_at - started
 
     def restore(self, model, optimizer) -> tuple[int, list[dict]]:
-        """Puts the newest state back; the steps it had made and their events, or 0 and none.
-
-        Damaged, naming the file, if it cannot be read.
-        """
+        """Puts the newest state back; the steps it had made and their events, or 0 and none."""
         self.accelerator.wait_for_everyone()
         name = self._file(model)  # others were made with shards, or without
         for path in ranks.on_main(self.accelerator, lambda: [
@@ -111,9 +107,8 @@ class Checkpoint:
 
 
 def appear(path: Path, seconds: int = 120) -> None:
-    """Waits for what another rank has written: a folder that machines share over a network says for
-    up to a minute that there is no file which was asked for too early (NFS's acdirmax).
-    """
+    """Waits for what another rank has written: a network's folder says for up to a minute that
+    there is no file which was asked for too early (NFS's acdirmax)."""
     for _ in range(seconds):
         if path.exists():
             return

@@ -14,8 +14,8 @@ def target_log_probs(logits: Tensor, targets: Tensor, logits_of: list[int] | Non
                      sampler) -> Tensor:
     """log pi of targets (U,) by rows of logits (K, V), (U,) in nats, fp32 or more inside.
 
-    logits_of: each target's row, in order; None where it is the target's own number. sampler: of
-    dpo.py. Nobody else may need the logits: those of several pieces are replaced by their gradient.
+    logits_of: each target's row, in order; None where it is the target's own number. Nobody else
+    may need the logits: those of several pieces are replaced by their gradient.
     """
     rows = None if logits_of is None else torch.tensor(logits_of, device=logits.device)
     step = max(1, PIECE // logits.shape[1])

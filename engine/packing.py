@@ -21,11 +21,9 @@ from transformers import AttentionInterface
 class Packed:
     """What a forward pass takes, and where in its logits the action tokens are predicted.
 
-    The A action tokens of all sequences have U distinct targets, since sequences share some; K rows
-    of logits, the only ones made, predict them, since where two sequences part, one row predicts
-    two tokens (K <= U <= A).
+    The A action tokens have U distinct targets, since sequences share some; K rows of logits, the
+    only ones made, predict them, two tokens where two sequences part (K <= U <= A).
     """
-
     ids: Tensor                # (1, N)
     positions: Tensor          # (1, N)
     attention: dict            # what `ragged_attention` needs
@@ -85,8 +83,6 @@ def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
 
     query (1, H, N, d), key and value (1, H_kv, N, d); returns (1, N, H, d). rows and first: as
     `lay_out` says, where sequences share tokens; else N = sum(lengths). Rollouts: of `cache`.
-    ValueError, naming the layer's class, for attention of another form than softmax over all
-    earlier tokens.
     """
     rows, first = others.pop("rows", None), others.pop("first", None)
     if other := other_form(key, value, attention_mask, lengths, cache, **others):

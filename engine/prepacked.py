@@ -2,9 +2,8 @@
 
 torch reorders a layer's weights in every product, which with the few rows of a pass of single
 tokens takes longer than the product itself. Ordered once, a rollout of SmolLM2-135M in 8 slots is
-1.81 (1.75-1.88) times as fast in fp32 and 1.20 (1.16-1.23) in bf16 on AVX512 (docs/speed.md). The
-sums are the same, in fp32 rounded otherwise. The operators are private to torch: without them, or
-without oneDNN's kernels for a CPU, the layers stay as they are.
+1.81 (1.75-1.88) times as fast in fp32 and 1.20 (1.16-1.23) in bf16 on AVX512 (docs/speed.md),
+rounded otherwise in fp32. The operators are private to torch: without them the layers stay as are.
 """
 
 import torch

@@ -44,9 +44,8 @@ def share_out(sizes: list[int], shares: int) -> list[list[int]]:
 def deal(groups: list, ranks: int, tokens: int) -> tuple[list[list[int]], bool]:
     """The sequences that each rank runs, counted over all groups; and whether they fit a pass.
 
-    All ranks wait for the one with the most tokens. A group stays on one rank, where what its
-    sequences begin alike runs once, unless ranks would idle or a rank would have over `tokens`. A
-    longer sequence fits alone.
+    A group stays on one rank, where what its sequences begin alike runs once, unless ranks would
+    idle or a rank would have over `tokens`. A longer sequence fits alone.
     """
     lengths = [len(s.ids) for g in groups for s in g.sequences]
     numbers = iter(range(len(lengths)))
@@ -61,10 +60,8 @@ def deal(groups: list, ranks: int, tokens: int) -> tuple[list[list[int]], bool]:
 
 
 def passes(groups: list, ranks: int, tokens: int) -> list[tuple[list, list[list[int]]]]:
-    """(groups, the sequences of each rank, as `deal` counts them) of each pass over `groups`.
-
-    A rank has at most `tokens` tokens in a pass, but for what does not fit otherwise.
-    """
+    """(groups, the sequences of each rank, as `deal` counts them) of each pass over `groups`; a
+    rank has at most `tokens` tokens in it, but for what does not fit otherwise."""
     if ranks == 1:
         return [(pack, [list(range(sum(len(g.sequences) for g in pack)))])
                 for pack in fill(groups, tokens, lambda g: g.tokens)]
@@ -86,10 +83,8 @@ class Together:
     shares: list[list[int]]
 
     def gather(self, sequences: list, read):
-        """read(model, sequences), a value of each action token, (A,), in the order of `sequences`.
-
-        Gradients flow into those of this rank's share.
-        """
+        """read(model, sequences), a value of each action token, (A,), in the order of `sequences`;
+        with gradients in this rank's share."""
         mine = self.shares[self.accelerator.process_index]
         values = read(self.model, [sequences[n] for n in mine] or sequences[:1])
         tokens = [s.action_tokens for s in sequences]
@@ -111,10 +106,7 @@ def packs(accelerator, model, groups: list, tokens: int) -> list[tuple[list, obj
 @torch.no_grad()
 def over_sequences(accelerator, model, groups: list, tokens_per_forward: int, read,
                    progress=None) -> list[list]:
-    """read(model, sequences) -> a value for each; those of each group.
-
-    model: of `sharding.shard_model`. All ranks get all values.
-    """
+    """read(model, sequences) -> a value for each; those of each group, on all ranks."""
     model.eval()
     values_of = {}
     for pack, together in packs(accelerator, model, groups, tokens_per_forward):

@@ -25,8 +25,7 @@ def shard_model(accelerator, model, shard: bool, recompute: bool = False):
     """The fp32 model, ready to train on all ranks: whole on each (DDP), or sharded (FSDP2).
 
     model: in host memory on the main rank, whose numbers all ranks get; the others' needs no data.
-    recompute: gradient checkpointing. ValueError for weights of less than 32 bits: at a learning
-    rate of 1e-6 they do not move.
+    recompute: gradient checkpointing. ValueError for 16 bits: at a rate of 1e-6 they do not move.
     """
     for name, p in model.named_parameters():
         if torch.finfo(p.dtype).bits < 32:
@@ -59,10 +58,8 @@ def shard_model(accelerator, model, shard: bool, recompute: bool = False):
 
 
 def hand_out(model, device) -> None:
-    """Puts the main rank's numbers into each rank's model, on the device; all ranks must call it.
-
-    Buffers that are not saved are handed out, too, which torch's state dicts leave out.
-    """
+    """Puts the main rank's numbers into each rank's model, on the device: also those of buffers
+    that are not saved, which torch's state dicts leave out. All ranks must call it."""
     def receive(tensor):
         if isinstance(tensor, DTensor):  # of a layer that is sharded already
             return tensor
@@ -109,10 +106,8 @@ def layers_of(model) -> torch.nn.ModuleList:
 
 
 def no_dropout(model) -> None:
-    """Sets every rate at which the model's code drops or jitters numbers to 0, not its config's.
-
-    Losses compare log pi with log pi_ref, so one trajectory has to have one probability: with
-    dropout the first DPO loss is not ln 2. Training mode stays on for gradient checkpointing.
+    """Sets every rate at which the model's code drops or jitters numbers to 0, not its config's:
+    with dropout the first DPO loss is not ln 2. Training mode stays on for gradient checkpointing.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -124,7 +119,7 @@ def no_dropout(model) -> None:
 
 def recompute_layers(model) -> None:
     """Turns gradient checkpointing on."""
-    with warnings.catch_warnings():  # later versions of transformers give the method another name
+    with warnings.catch_warnings():  # transformers will give the method another name
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -158,10 +153,8 @@ def clip_grad_norm(accelerator, model, largest: float) -> float:
 
 
 def save(accelerator, model, folder: Path) -> dict:
-    """Writes a model of `shard_model` as `from_pretrained` reads it; every rank has to call it.
-
-    Returns its weights, on the main rank.
-    """
+    """Writes a model of `shard_model` as `from_pretrained` reads it; its weights, on the main rank.
+    Every rank has to call it."""
     weights = states.get_model_state_dict(model, options=WHOLE)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
@@ -170,10 +163,9 @@ def save(accelerator, model, folder: Path) -> dict:
 
 @torch.no_grad()
 def whole(accelerator, model, make):
-    """A model of `shard_model` as it plays, whole on each rank; every rank has to call it.
-
-    It is the live one where that is whole and plays in its own format, else a copy into make(), a
-    model without data (on meta) in the format it plays in.
+    """A model of `shard_model` as it plays, whole on each rank; every rank has to call it. The live
+    one where that is whole and plays in its own format, else a copy into make(), a model without
+    data (on meta) in the format it plays in.
     """
     live = accelerator.unwrap_model(model)
     if not isinstance(model, FSDPModule) and accelerator.mixed_precision != "bf16":

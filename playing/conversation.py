@@ -12,11 +12,8 @@ class ContextFull(Exception):
 
 def play(env, t: Trajectory, answer: Callable[[list[dict]], str],
          stops: tuple[str, ...] = envs.STOPS["ours"]) -> str:
-    """Plays t.task to its end by answer(messages) -> reply; what the last reply led to.
-
-    As in a rollout a reply ends before one of the texts in `stops`, and an episode that fills the
-    context (`answer` raises ContextFull) ends at its last whole turn.
-    """
+    """Plays t.task to its end by answer(messages) -> reply; what the last reply led to. An episode
+    that fills the context (`answer` raises ContextFull) ends at its last whole turn."""
     def reply(messages):
         return before_stops(answer(messages), stops).strip()
 

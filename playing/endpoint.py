@@ -1,7 +1,5 @@
-"""An OpenAI-compatible chat endpoint: messages in, a reply out, with retries and what it took.
-
-The key is read from the environment and stands in no file, log or message.
-"""
+"""An OpenAI-compatible chat endpoint: messages in, a reply out. The key, of the environment, stands
+in no file, log or message."""
 
 import json
 import os
@@ -31,8 +29,8 @@ class EndpointError(envs.EnvError):
 class Endpoint:
     """Calls the model: messages -> (reply, usage), with retries and growing waits between them.
 
-    usage: what the call took, by the names in USAGE, and cut_replies, 1 where it was cut. Tokens
-    are those that the endpoint reports; `unreported` is 1 where it reports none.
+    usage: what the call took, by the names in USAGE, and cut_replies, 1 where it was cut;
+    `unreported` is 1 where the endpoint reports no tokens.
     """
 
     def __init__(self, s, url=None, name=None, temperature=0, max_tokens=None):
@@ -74,8 +72,7 @@ class Endpoint:
         problem = self._without_key(" ".join(problem.split()))
         if problem.startswith("status 404") and "/v1/" not in self.url:
             problem += " (most addresses end in /v1)"
-        if not self.key:
-            problem += f" (without a key: {KEY} is not set)"
+        problem += f" (without a key: {KEY} is not set)" * (not self.key)
         raise EndpointError(f"{self.url}: {problem} (attempt {attempt + 1})")
 
     def _post(self, body: dict) -> tuple[int, str, str]:

@@ -24,10 +24,8 @@ from playing.rollout import Sampling, rollout
 
 def play(run, folder: Path, trajectories: list[Trajectory],
          temperature: float) -> list[Trajectory]:
-    """Plays what `trajectories` begin, in order, with the model in a folder.
-
-    It is in memory only meanwhile, in bf16 where the machine computes in it.
-    """
+    """Plays what `trajectories` begin, in order, with the model in a folder, which is in memory
+    only meanwhile, in bf16 where the machine computes in it."""
     bf16 = run.accelerator.mixed_precision == "bf16"
     model = run.trainer.read(folder, torch.bfloat16 if bf16 else torch.float32)
     hand_out(model, run.accelerator.device)  # one rank reads the weights
@@ -38,11 +36,8 @@ def play(run, folder: Path, trajectories: list[Trajectory],
 
 def play_with(run, model, encoder: Encoder, trajectories: list[Trajectory],
               temperature: float) -> list[Trajectory]:
-    """The same with a model that is whole on each rank.
-
-    Each rank plays its share, all get all. Lost episodes are left out and logged; EnvError where
-    they are too many.
-    """
+    """The same with a model that is whole on each rank, which plays its share; all get all. Lost
+    episodes are left out and logged; EnvError where they are too many."""
     processes = run.accelerator.num_processes
     share = trajectories[run.accelerator.process_index::processes]
     order = {(t.task, t.rollout): n for n, t in enumerate(trajectories)}
@@ -112,10 +107,7 @@ def play_at_endpoint(run, endpoint: Endpoint, trajectories: list[Trajectory],
 
 
 def without_lost(run, played: list[Trajectory]) -> list[Trajectory]:
-    """The episodes whose environment did not break; the others are logged.
-
-    EnvError where they are too many.
-    """
+    """The episodes whose environment did not break; the others are logged."""
     phase, lost = run.folder.running, [t.task for t in played if t.ended == "lost"]
     run.log.dropped(phase, envs.LOST, lost)
     if envs.too_many(len(lost), len(played)):
@@ -162,9 +154,6 @@ def play_share(run, model, encoder: Encoder, share: list[Trajectory],
     rollout(model, encoder, run.tasks.make_env, share, sampling, of=of, ended=ended)
     torch.set_num_threads(threads)
     return share
-
-
-# -------------------------------------------------------------------- what can be trained on
 
 
 def usable_rollouts(run, names: list[str], dropped: Counter) -> dict[str, list[Trajectory]]:

@@ -20,11 +20,8 @@ LOOKED_AT = 8  # kept episodes that are begun again, to see if it is still their
 
 
 class Kept:
-    """A file that begins with what the phase started from and then has an episode a line.
-
-    Of an endpoint it also has a line for each answered request, those of lost episodes too. There
-    is no file without one of either.
-    """
+    """A file that begins with what the phase started from and then has an episode a line; of an
+    endpoint also a line for each answered request, those of lost episodes too."""
 
     def __init__(self, path: Path, inputs: list):
         self.path, self.head, self.lock = path, dict(inputs=inputs), threading.Lock()
@@ -53,10 +50,8 @@ class Kept:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
 
     def fill(self, share: list[Trajectory], size: int = 1, make_env=None) -> list[Trajectory]:
-        """`share` with the kept episodes of whole chunks (of `size`) instead of their beginnings.
-
-        Without, if they begin otherwise in make_env() by now: a server may have been replaced.
-        """
+        """`share` with the kept episodes of whole chunks (of `size`) in place of their beginnings;
+        not if they begin otherwise in make_env() by now: a server may have been replaced."""
         rows = [self.rows.get(identity(vars(t))) for t in share]
         for first in range(0, len(rows), size):
             if None in (part := rows[first:first + size]):

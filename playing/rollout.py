@@ -1,7 +1,4 @@
-"""The engine of a rollout: one model, many slots, a cache of keys and values over all turns.
-
-`rollout` plays episodes, `Rollout` is its loop of steps, `Slot` the place of one episode.
-"""
+"""A rollout: one model, many slots, a cache of keys and values over all turns."""
 
 import random
 from collections.abc import Callable
@@ -41,12 +38,9 @@ def rollout(model, encoder: Encoder, make_env, trajectories: list[Trajectory], s
     """Plays the episodes, `slots` side by side, and returns them in the order given.
 
     Every episode has its own random generator, so what runs beside it changes nothing but rounding.
-    `make_env()` gives each slot its environment. An episode whose environment breaks ends "lost",
-    which is no failure of the agent's; EnvError is raised where `envs.LostEpisodes` says that too
-    many are, of these episodes or of so many on all ranks (`of`).
-
-    Episodes that have ended already stay as they are. A chunk depends on nothing in the chunks
-    before it. ended(trajectory) is called when one ends.
+    An episode whose environment breaks ends "lost"; EnvError where too many are, of these episodes
+    or of so many on all ranks (`of`). Episodes that have ended already stay as they are. A chunk
+    depends on nothing in the chunks before it. ended(trajectory) is called when one ends.
     """
     size = sampling.chunk or len(trajectories) or 1
     chunks = [[t for t in trajectories[first:first + size] if not t.ended]
@@ -119,11 +113,9 @@ class Slot:
         self.reply_at = len(t.ids)
 
     def write(self, token: int) -> str | None:
-        """The episode goes on with a sampled token; the text of the reply that it completes.
-
-        An end of turn that was not sampled gets action_mask 0. A reply that fills the context is
-        taken back and ends the episode at its last whole turn.
-        """
+        """The episode goes on with a sampled token; the text of the reply that it completes. An end
+        of turn that was not sampled gets action_mask 0. A reply that fills the context is taken
+        back and ends the episode."""
         t, at, s = self.playing, self.reply_at, self.sampling
         self.past = len(t.ids)
         t.ids.append(token)
@@ -158,11 +150,9 @@ class Slot:
 
 
 class Rollout:
-    """Episodes in slots; each turn of the loop is one forward pass over all that is new in them.
-
-    What a slot adds in a pass is one sampled token, or a page. It keeps its cache over an episode's
-    turns and takes the next episode at once. As far as a prompt begins like what some slot holds,
-    it is copied from there and not read.
+    """Episodes in slots; each turn of the loop is one forward pass over all that is new in them: of
+    a slot one sampled token, or a page. As far as a prompt begins like what some slot holds, it is
+    copied from there and not read.
     """
 
     def __init__(self, model, encoder: Encoder, make_env, sampling: Sampling, slots: int,
@@ -203,11 +193,8 @@ class Rollout:
         slot.due, slot.answer = self.now + slot.env.latency, self.threads.submit(call, text)
 
     def read_answers(self) -> None:
-        """The answers of environments that are due.
-
-        A slow environment works while others generate. Its answer is read a fixed number of passes
-        later, not when it is there: batches, and so rounding, must not depend on time.
-        """
+        """The answers of environments that are due: those of a slow one a fixed number of passes
+        later, not when they are there, since batches, and so rounding, must not depend on time."""
         playing = [slot for slot in self.slots if slot.playing]
         asked = [slot for slot in playing if slot.answer]
         if len(asked) == len(playing):
@@ -224,11 +211,8 @@ class Rollout:
             self.end_if_over(slot)
 
     def choose(self) -> list[Slot]:
-        """What this pass reads: every single token that waits, then pages while they fit.
-
-        One page goes in any case. A prompt that begins like one of this pass waits for it, and is
-        then copied.
-        """
+        """What this pass reads: every single token that waits, then pages while they fit, at least
+        one. A prompt that begins like one of this pass waits for it, and is then copied."""
         chosen, openings, room = [], [], self.sampling.tokens_per_forward
         for slot in sorted((slot for slot in self.slots if slot.playing and not slot.answer),
                            key=lambda slot: (slot.waiting, slot.number)):
@@ -265,10 +249,8 @@ class Rollout:
             self.end_if_over(slot)
 
     def borrow(self, slot: Slot, others: list[Slot]) -> None:
-        """A prompt that is still to be read: its beginning comes from the slot with most of it.
-
-        Its last token is read in any case, which gives the logits.
-        """
+        """A prompt that is still to be read: its beginning comes from the slot with most of it. Its
+        last token is read in any case, which gives the logits."""
         if not slot.opening:
             return
         prompt = slot.playing.ids[:-1]
