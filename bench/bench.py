@@ -2,9 +2,9 @@
 
     bash run.sh bench [--quick] [train | rollout]
 
-An alternative runs in turn with ours; the table shows the median of the ratios within the repeats
-and their range, in CPU seconds of one thread. An alternative must first give the same losses,
-gradients or tokens, or the benchmark stops. A GPU is measured by bench/gpu.py.
+An alternative, which must first give the same losses, gradients or tokens, runs in turn with ours;
+the table shows the median of the ratios within the repeats and their range, in CPU seconds of one
+thread. A GPU is measured by bench/gpu.py.
 """
 
 import argparse
@@ -80,8 +80,8 @@ def make_groups(instructions: int, length: int, actions: int, common: float = 1 
                 vocabulary: int = VOCABULARY) -> list[dpo.Group]:
     """Instructions with an expert and a failure of each of two agents, in five turns, in 3 pairs.
 
-    `length` and `actions` are mean tokens of a trajectory, the first seventh of which is the
-    prompt; `common` is the share of `length` with which an instruction's trajectories begin alike.
+    `length` and `actions` are mean tokens of a trajectory; `common` is the share of `length` with
+    which an instruction's trajectories begin alike.
     """
     rng, groups, alike = random.Random(0), [], int(common * length)
 

@@ -52,10 +52,8 @@ def build(config, dtype, device):
 
 
 def forward_flops(model, tokens: int, seen: int, projected: int) -> float:
-    """FLOP of one pass, 2 a multiply-add, over `tokens` tokens that attend to `seen` in all.
-
-    A token sees itself, too. The vocabulary is projected for `projected` tokens.
-    """
+    """FLOP of one pass, 2 a multiply-add, over `tokens` tokens that attend to `seen` in all; the
+    vocabulary is projected for `projected` of them."""
     c = model.config.get_text_config()
     layers, _, d = cache.cache_shape(c)
     weights = sum(p.numel() for p in sharding.layers_of(model).parameters() if p.ndim == 2)

@@ -3,9 +3,8 @@
     python bench/kill.py --kills 50 --env webshop [--dir FOLDER] [settings of the run]
 
 Half of the kills (SIGKILL) come at a random moment, half within 30 ms of a change in the run's
-folder; each hits all processes of the run or one. A run that ends is compared file by file, and
-another begins. With one slot, rollouts go in chunks. Exit status 1 if anything but the times
-differs, or a process of the run outlives it.
+folder; each hits all processes of the run or one. Exit status 1 if anything but the times differs
+where it ends, or a process of the run outlives it.
 """
 
 import argparse

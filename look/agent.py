@@ -33,8 +33,7 @@ class Agent:
     def read(self, messages: list[dict]) -> None:
         """Its context becomes the conversation: its own replies as written, a person's as said."""
         slot, t = self.slot, self.slot.playing
-        new = messages[len(t.messages):] if t.messages else messages[-1:]
-        for message in new:
+        for message in messages[len(t.messages):] if t.messages else messages[-1:]:
             if not t.messages:
                 t.ids = self.encoder.start(messages)
             elif message["role"] == "user":

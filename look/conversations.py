@@ -23,8 +23,7 @@ def conversations(run_dir, megabytes: float = math.inf, tasks: int | None = None
     """Everything that the task browser shows, as JSON takes it: the most telling tasks first.
 
     megabytes: how much it may be as `look.page` packs it; later tasks come without conversations.
-    tasks: how many there may be at all. first: ids of tasks that come before the others, with their
-    conversations; RunError if the run has none of one.
+    tasks: how many there may be. first: ids of those that come before the others.
     """
     run_dir = Path(run_dir)
     settings, found = config_of(run_dir)["settings"], {}  # task -> its trajectories and pairs
@@ -80,10 +79,8 @@ def outputs(run_dir: Path) -> list[str]:
 
 
 def _pair(row: dict, name: str, runs: list[tuple], margins: dict) -> dict:
-    """A row of pairs-*.jsonl; chosen and rejected are numbers of the task's trajectories, `runs`.
-
-    before, after: [chosen and rejected log-probability, margin], None where not measured.
-    """
+    """A row of pairs-*.jsonl; chosen and rejected are numbers of the task's trajectories, `runs`,
+    before and after [chosen and rejected log-probability, margin], None where not measured."""
     iteration = name.split("/")[0]
     phase = f"{iteration}/{row['trains']}-agent"
     return {**row, "iteration": int(iteration.removeprefix("iter")),

@@ -114,9 +114,9 @@ def _evaluations(reward, success, evaluations: list[dict]) -> None:
                        for e in found], **style)
         curve(success, [(e["iteration"], e["success"], None, None) for e in found], **style)
     label(reward, "Reward, 95% interval over tasks", "iteration (0: the start)", "mean reward")
-    for ax in reward, success:
-        legend(ax)
     label(success, "Success rate", "iteration (0: the start)", "tasks with reward 1")
+    legend(reward)
+    legend(success)
     success.yaxis.set_major_formatter(PercentFormatter(1))
     success.set_ylim(bottom=0)
 

@@ -1,7 +1,7 @@
 """A run as a page: `python -m look.page RUN` (run.sh page) writes RUN/run.html and its curves.
 
-One file without anything from elsewhere: page.css and page.js stand in it, and a policy that lets
-the browser load nothing. What a run's files say is text in it, never markup.
+page.css and page.js stand in it, and a policy that lets the browser load nothing. What a run's
+files say is text in it, never markup.
 """
 
 import argparse
@@ -23,10 +23,7 @@ MEGABYTES = 4.5  # of conversations in a page, if not said otherwise
 
 
 def make_page(run_dir, megabytes: float = MEGABYTES, tasks=()) -> str:
-    """Writes RUN/run.html, curves.svg and curves.png, also of a run that is going on; says so.
-
-    tasks: ids that come first. RunError if it is no run, or has no trajectory of one of them.
-    """
+    """Writes RUN/run.html, curves.svg and curves.png, also of a run that is going on; says so."""
     path = Path(run_dir) / "run.html"
     write_text(path, page(Path(run_dir), megabytes, tasks))
     return f"{path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser"

@@ -1,7 +1,5 @@
-"""Play an environment in the terminal: `python -m look.play ENV [TASK]` (run.sh play).
-
-You read what the agent reads and reply as it does. With --agent RUN the trained agent plays, turn
-by turn, and shows what it had in mind; t takes over.
+"""Play an environment in the terminal: `python -m look.play ENV [TASK]` (run.sh play), or with
+--agent RUN see a trained agent play and what it had in mind.
 """
 
 import argparse
@@ -74,8 +72,7 @@ def play(env, task: str, agent=None) -> str:
     say(f"{task}, at most {env.max_steps} turns; "
         + ("? explains, q quits" if mine else "t takes over, Enter goes on, q quits"))
     if mine and env.rules and not env.prompt:
-        say("\nThe rules, which this view does not tell the agent:")
-        say(env.rules, "  ")
+        say(f"\nThe rules, which this view does not tell the agent:\n{env.rules}")
     messages = envs.opening(env, observation, playing=True)
     say("\n" + "\n\n".join(m["content"] for m in messages))
     try:
@@ -91,10 +88,8 @@ def play(env, task: str, agent=None) -> str:
 
 
 def act(env, agent: bool, told: list) -> str | None:
-    """The person's reply; None gives the turn to the agent. Quit where there is none to give to.
-
-    told: the forms of actions as they were said in the turn before, which are not said again.
-    """
+    """The person's reply; None gives the turn to the agent. told: the forms of actions as they were
+    said in the turn before, which are not said again."""
     actions, forms = env.possible()
     news = [line for line in forms.splitlines() if line not in told]
     told[:] = forms.splitlines()
@@ -103,7 +98,7 @@ def act(env, agent: bool, told: list) -> str | None:
         numbered = "   ".join(f"{n} {a}".replace(" ", "\0") for n, a in enumerate(actions, 1))
         say("\n".join([*textwrap.wrap(numbered, 96), *news]).replace("\0", " "), "  ")
     while True:
-        line = ask("your action, or its number" * bool(actions) + "your action" * (not actions)
+        line = ask("your action" + ", or its number" * bool(actions)
                    + ", Enter gives back to the agent" * agent + ": ")
         if not line and agent:
             return None
@@ -130,11 +125,9 @@ def agent_of(path: Path) -> tuple[Path, Path | str, str]:
         return run, path, f"{path.parent.name}/{path.name}"
     settings = read_object(run / "config.json")["settings"]
     model = settings["model"]
-    if settings["method"] == "evaluate" and model == "smollm2":
-        from training import smollm2  # with torch
-        return run, smollm2.base(), model
     if settings["method"] == "evaluate" and model != "tiny":
-        return run, model, model
+        from training import smollm2  # with torch
+        return run, smollm2.base() if model == "smollm2" else model, model
     done = [name for name in read_object(run / "phases.json")
             if name == "sft-target" or name.endswith("/target-agent")]
     if not done:

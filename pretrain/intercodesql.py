@@ -54,11 +54,8 @@ ANALYSTS = [
 
 
 def conversations(seed: int, n: int) -> list[list[dict]]:
-    """n conversations of analysts of mixed competence, who often submit a wrong result.
-
-    The databases are new ones, over all nouns (so a small model has seen every word), none with the
-    tables and columns of a split's, but nobody asks about a held-out noun or queries its table.
-    """
+    """n conversations of analysts of mixed competence, who often submit a wrong result. Databases
+    are new ones, over all nouns, but nobody asks about a held-out noun or queries its table."""
     env = InterCodeSQL("short")
     rng, nouns = random.Random(f"analysts-{seed}"), {*PEOPLE, *THINGS, *SITES}
     taken = {questions.schema_key(script) for script in env.world.databases.values()}

@@ -1,10 +1,9 @@
 """Makes the tiny model, `pretrain/tiny/`: it reads what it is shown, and learns on a laptop.
 
-It stands in for Llama-2-7B-Chat: a Llama of two layers with a tokenizer and chat template of its
-own, in a folder that `from_pretrained` loads. It is trained on random tokens said twice, which
-forms the heads that copy (a norm on queries and keys, as in Qwen3, keeps them from forming), and
-then on practice texts, with copying kept in each batch. It never sees an expert or an evaluated
-task, and nobody in its texts asks for what is held out for the split "unseen".
+A Llama of two layers with a tokenizer and chat template of its own. It is trained on random tokens
+said twice, which forms the heads that copy (a norm on queries and keys, as in Qwen3, keeps them
+from forming), and then on practice texts, with copying kept in each batch. It never sees an expert
+or an evaluated task, nor anybody who asks for what is held out for the split "unseen".
 
     bash run.sh pretrain [--env NAME ...] [--out FOLDER]
 
@@ -50,10 +49,8 @@ OBSERVED = 0.3  # of a text's other tokens than replies, the share that is train
 
 
 def make(out: Path, texts: dict = TEXTS, copy_batches: int = COPY_BATCHES) -> None:
-    """Pretrains a model on the texts {environment: (conversations, passes)}, into the folder out.
-
-    In one thread: on one machine with one version of the packages the same bits each time.
-    """
+    """Pretrains a model on the texts {environment: (conversations, passes)}, into the folder out:
+    on one machine with one version of the packages the same bits each time."""
     torch.set_num_threads(1)
     set_seed(0)
     rng = random.Random(0)
@@ -162,10 +159,8 @@ def card(folder: Path, texts: dict) -> str:
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """One token per word, quoted word, number or mark of `texts`; others are spelled out.
-
-    A noun is the same token wherever it stands, in its plural and in "doctor_info".
-    """
+    """One token per word, quoted word, number or mark of `texts`; others are spelled out. A noun is
+    the same token in its plural and in "doctor_info"."""
     pattern = Regex(r"'[^\W_]+'|[^\W_]+(?:\.[^\W_]+)?|_|[^\w\s]")
     split = pre_tokenizers.Split(pattern, behavior="removed", invert=True)
     words = {word for text in texts for word, _ in split.pre_tokenize_str(text)}

@@ -23,10 +23,8 @@ def copy_loss(model, length: int, n: int = 256) -> float:
 
 def answers(model, tokenizer, env: str, fresh: bool, n: int = 300) -> tuple[int, float, float]:
     """How many exchanged words the replies of new practice text hold, which it alone can tell, and
-    how often the likeliest of all such words is the one said, and one that was shown.
-
-    fresh: they are words that no text held, else those of the texts.
-    """
+    how often the likeliest of all such words is the one said, and one that was shown. fresh: they
+    are words that no text held."""
     source = importlib.import_module(f"pretrain.{env}")
     kinds, rng, encoder = source.exchanged(), random.Random(1), dpo.Encoder(tokenizer)
     frame = set(encoder.observation(""))

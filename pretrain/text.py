@@ -22,10 +22,8 @@ class Words:
 
 
 def play(env, page: str, actions: Generator[str, str, None]) -> list[dict]:
-    """The conversation of a noisy player with `env`, which has just shown `page`.
-
-    actions: yields a reply and is sent what it led to. It ends with the episode or the player.
-    """
+    """The conversation of a noisy player with `env`, which has just shown `page`. actions: yields a
+    reply and is sent what it led to."""
     messages = [{"role": "user", "content": page}]
     reply = next(actions)
     for _ in range(env.max_steps):
@@ -43,10 +41,8 @@ def play(env, page: str, actions: Generator[str, str, None]) -> list[dict]:
 
 def exchange(rng: random.Random, conversation: list[dict], kinds: list[Words],
              anything: tuple[str, ...] = (), fresh: bool = False) -> list[dict]:
-    """The conversation with its words of each kind exchanged for others of the kind's pool.
-
-    anything: what any words are drawn from. fresh: all kinds become fresh words, while they last.
-    """
+    """The conversation with its words of each kind exchanged for others of the kind's pool; any
+    words are drawn from `anything`. fresh: all kinds become fresh words, while they last."""
     text = "\n".join(m["content"] for m in conversation)
     new = {}
     for kind in kinds:

@@ -31,11 +31,8 @@ COMPETENCE = [
 
 
 def conversations(seed: int, n: int) -> list[list[dict]]:
-    """n conversations of shoppers of mixed competence, who often buy the wrong product.
-
-    Their instructions are of no split. Held-out products are listed by searches, but no shopper
-    opens one; from 1,500 shoppers on every other product has been opened.
-    """
+    """n conversations of shoppers of mixed competence, who often buy the wrong product. Their
+    instructions are of no split. Held-out products are listed, but no shopper opens one."""
     shop = WebShop("short")
     world = shop.world
     rng = random.Random(f"shoppers-{seed}")

@@ -19,7 +19,7 @@ TOKENS = 4096  # in one forward pass; more are no faster
 def distances_of(runs: dict) -> tuple[dict, dict | None]:
     """Distances of each instruction's failures: agent -> seed -> task -> distance, over the seeds
     that ETO and co-evolution both have; and the failure agent's minus ETO's, where both failed
-    twice or more: elsewhere the one's are the harder ones."""
+    twice or more."""
     agents = {"ETO": ("eto", "target"), "co-evolution: target": ("coevolve", "target"),
               "co-evolution: failure agent": ("coevolve", "failure")}
     found = {name: {} for name in agents}

@@ -1,7 +1,4 @@
-"""The numbers of a report: what runs say, means over seeds with their intervals, differences.
-
-`runs`: method -> seed -> folder.
-"""
+"""The numbers of a report, on `runs`: method -> seed -> folder."""
 
 import math
 from functools import cache

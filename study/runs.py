@@ -5,9 +5,8 @@
     bash run.sh study webshop --report                     the report on what is there so far
 
 Each run is a folder like any other (`STUDY/METHOD-sSEED`): a study that was stopped goes on where
-it was. Seeds come before methods, so that every method has the same seeds at any moment. Settings
-that are not the study's own are given to every run; without a GPU a run has one thread. Of several
-runs side by side each writes to its own `METHOD-sSEED.log`.
+it was. Seeds come before methods. Settings that are not the study's own are given to every run;
+without a GPU a run has one thread. Of several side by side each writes `METHOD-sSEED.log`.
 """
 
 import argparse

@@ -60,14 +60,9 @@ def log_probs(folder, episodes: list[Trajectory], sampler=dpo.Sampler()) -> list
     return [each.tolist() for each in found.split([e.action_tokens for e in episodes])]
 
 
-# ----------------------------------------------------------------------------- co-evolution
-
-
 def first_system() -> dict:
-    """A task of runs/tour with all kinds of pairs, a near-success and margins that rose.
-
-    Of several the one whose episodes have the fewest different replies.
-    """
+    """A task of runs/tour with all kinds of pairs, a near-success and margins that rose; of several
+    the one whose episodes have the fewest different replies."""
     s, found, rose = from_flat(**config_of(RUN)["settings"]), [], []
     before, after = (e["pairs"] for e in events(RUN)["margins"]
                      if e["phase"] == "iter1/target-agent")
@@ -117,14 +112,9 @@ def token_rows(e: Trajectory, base: list[float], sft: list[float]) -> list[dict]
     return rows
 
 
-# --------------------------------------------------------------------------------- CoEvolve
-
-
 def second_system() -> dict:
-    """A task that a signal of runs/tour-evolve led to, whose next group of episodes teaches.
-
-    Of several the one with the ratio that clipping changes most.
-    """
+    """A task that a signal of runs/tour-evolve led to, whose next group of episodes teaches; of
+    several the one with the ratio that clipping changes most."""
     s, iteration, tokenizer = (from_flat(**config_of(EVOLVE)["settings"]), EVOLVE / "iter1",
                                AutoTokenizer.from_pretrained(BEFORE))
     proposals, found = read_jsonl(iteration / "proposals.jsonl"), []
@@ -148,10 +138,8 @@ def second_system() -> dict:
 
 
 def most_clipped(group: list[Trajectory], advantages: list[float], sampler, s) -> dict:
-    """Of the group's tokens the one whose term of the loss clipping changes most.
-
-    Its ratio is that of iter2/target-agent to the agent that sampled it.
-    """
+    """Of the group's tokens the one whose term of the loss clipping changes most. Its ratio is that
+    of iter2/target-agent to the agent that sampled it."""
     old, now = (log_probs(EVOLVE / f"iter{i}/target-agent", group, sampler) for i in (1, 2))
     terms = []
     for k, (e, A) in enumerate(zip(group, advantages)):
@@ -162,9 +150,6 @@ def most_clipped(group: list[Trajectory], advantages: list[float], sampler, s) -
             terms.append(dict(episode=e.rollout, token=token, A=A, old=log_old, now=log_now,
                               ratio=ratio, unclipped=ratio * A, term=min(ratio * A, clipped * A)))
     return max(terms, key=lambda term: abs(term["unclipped"] - term["term"]))
-
-
-# --------------------------------------------------------------------------------- pictures
 
 
 def flowed(tokens: list[dict]) -> list[dict]:
@@ -190,9 +175,6 @@ def tree(episodes: list[Trajectory]) -> list[dict]:
             node["agents"].add(e.agent)
         node["ends"].append(e)
     return list(nodes.values())
-
-
-# ------------------------------------------------------------------------------------- text
 
 
 def code(file: str, part: str) -> str:

@@ -139,7 +139,7 @@ def test_the_most_telling_tasks_are_first_or_those_that_are_named(run):
         return [t["id"].removeprefix("webshop-") for t in conversations(run, **more)["tasks"]]
 
     assert ids() == ["train-3", "train-1", "train-0", "train-2", "test-0"]
-    assert ids(first=["webshop-test-0"], tasks=2) == ["test-0", "train-3"]
+    assert ids(first=["webshop-test-0"])[:2] == ["test-0", "train-3"]
     main([str(run), "--megabytes", "0", "--tasks", "webshop-test-0"])
     there = [all(r["messages"] for r in t["runs"])
              for t in data_of((run / "run.html").read_text())["tasks"]]
