@@ -32,10 +32,9 @@ def prepack(model) -> None:
 
 def known(dtype: torch.dtype) -> bool:
     """Whether torch has the operators, and oneDNN kernels of this CPU for a number format."""
-    if not (torch.backends.mkldnn.is_available()
-            and torch.backends.cpu.get_cpu_capability().startswith("AVX")):
-        return False
     operators = ["_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported"]
-    return all(hasattr(torch.ops.mkldnn, name) for name in operators) and (
-        dtype == torch.float32
-        or dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return (torch.backends.mkldnn.is_available()
+            and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+            and all(hasattr(torch.ops.mkldnn, name) for name in operators)
+            and (dtype == torch.float32 or dtype == torch.bfloat16
+                 and torch.ops.mkldnn._is_mkldnn_bf16_supported()))

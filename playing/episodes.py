@@ -51,10 +51,9 @@ def play_with(run, model, encoder: Encoder, trajectories: list[Trajectory],
 
 def play_at_endpoint(run, endpoint: Endpoint, trajectories: list[Trajectory],
                      play_one) -> tuple[list[Trajectory], dict]:
-    """The same, `slots` at a time from one process, and what the answered requests took.
-
-    play_one(env, t, ask) plays an episode with ask(messages) -> (reply, usage). `trajectories` then
-    holds also what an earlier process has paid for. An episode that is refused for good is lost.
+    """The same, `slots` at a time from one process, and what the answered requests took: by
+    play_one(env, t, ask) with ask(messages) -> (reply, usage). `trajectories` then holds also what
+    an earlier process has paid for. An episode that is refused for good is lost.
     """
     inputs = [run.folder.inputs()]
 

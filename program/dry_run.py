@@ -1,7 +1,7 @@
 """What `--dry-run` prints: if a run fits its GPUs, what it reads and writes, how long it takes.
 
-No weights are loaded. Memory of a training pass is that of the model's own code, run on tensors
-without data; hours follow from the experts' lengths and from two assumptions, which are printed.
+Memory of a training pass is that of the model's own code, run on tensors without data; hours follow
+from the experts' lengths and from two assumptions, which are printed.
 """
 
 import math

@@ -74,8 +74,8 @@ def bf16_is_faster() -> bool:
 
 def is_small(folder) -> bool:
     """Whether a folder holds a model of less than 10 M parameters, such as a tiny one's agent."""
-    files = Path(folder).glob("*.safetensors")
-    return Path(folder).is_dir() and sum(file.stat().st_size for file in files) < 40_000_000
+    return Path(folder).is_dir() and sum(
+        file.stat().st_size for file in Path(folder).glob("*.safetensors")) < 40_000_000
 
 
 def config_of(folder):

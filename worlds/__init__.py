@@ -86,9 +86,8 @@ class World:
         start(what) -> str                  begins an episode on what `find` gives; the observation
         step(reply) -> Step
         expert() -> page -> reply           of the episode just reset; Refused: there is none
-    It does not count steps: a rollout stops after `max_steps` replies, and the reward is what it
-    was then. One that breaks raises EnvError at the first fault, which is no failure of the
-    agent's. After `close`, `reset` starts afresh.
+    It does not count steps: a rollout stops after `max_steps` replies. One that breaks raises
+    EnvError at the first fault; after `close`, `reset` starts afresh.
 
     Tasks have ids, NAME-SPLIT-KEY; the split of those made during a run is "added".
     """

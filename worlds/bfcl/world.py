@@ -3,7 +3,7 @@
 
 import json
 
-from worlds import Refused, Step, World, fields_of
+from worlds import Step, World, fields_of
 from worlds.bfcl import data
 from worlds.bfcl.calls import CLOSE, MOST_REPLIES, OPEN, Simulators, parse_calls, problem, script
 
@@ -44,10 +44,6 @@ class Bfcl(World):
         self.prompt = PROMPT  # in either view: no model is made for these tasks
         self.splits = data.splits(bfcl_category, bfcl_split == "published")
         self.share_of_turns = bfcl_reward == "turns"
-
-    def published_task(self, id: str):
-        raise Refused("bfcl: nobody publishes trajectories in ETO's form, whose replies name "
-                      "actions; give a run's experts.jsonl")
 
     def check(self, task: dict) -> dict:
         """A new task: the start state of a training task, other turns and other calls."""

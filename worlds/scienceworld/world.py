@@ -246,21 +246,16 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
                 splits[split] += [(kind, number) for number in part[i:i + 1]]
 
     def read(entry):
-        task = _listed(entry)
-        return task if task_types == "all" or task[0] in types else None
+        """A published [task name, variation]; a name may have ETO's prefix and parentheses."""
+        name, number = entry
+        kind = re.sub(r"^task-\d+[ab]?-|[()]", "", name).replace("mendellian", "mendelian")
+        if type(number) is not int or not _is_task(kind, number):
+            raise ValueError(f"no task {name!r} with a variation {number!r}")
+        return (kind, number) if task_types == "all" or kind in types else None
 
     names = {"train": "train", "seen": "dev", "unseen": "test"}
     return read_lists(split_file, splits, names, read, "a JSON list of [task name, variation], "
                       f"some of --task-types {task_types}")
-
-
-def _listed(entry) -> tuple[str, int]:
-    """A published [task name, variation]; a name may have ETO's prefix and parentheses."""
-    name, number = entry
-    kind = re.sub(r"^task-\d+[ab]?-|[()]", "", name).replace("mendellian", "mendelian")
-    if type(number) is not int or not _is_task(kind, number):
-        raise ValueError(f"no task {name!r} with a variation {number!r}")
-    return kind, number
 
 
 def science_actions(gold: list[str]) -> list[str]:
