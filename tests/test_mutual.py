@@ -137,6 +137,29 @@ def test_log_probabilities_are_those_of_the_distribution_sampled_from(agent):
     assert total == pytest.approx(1.0) and len(never) > 5  # control tokens and padded rows
 
 
+def test_the_mask_is_in_the_kl_by_hand(monkeypatch):
+    """Token 2 is never drawn: of the other two pi is (2/3, 1/3) and pi_ref (1/2, 1/2).
+
+    Drawn 0: d = ln 1/2 - ln 2/3 = ln 3/4, k3 = 3/4 - ln 3/4 - 1. Drawn 1: d = ln 3/2. Weighted by
+    pi that is KL(pi || pi_ref) = 2/3 ln 4/3 + 1/3 ln 2/3, however likely token 2 is.
+    """
+    def policy(*weights):
+        def model(**_):
+            return SimpleNamespace(logits=torch.tensor([[weights]]).log())
+        model.parameters = lambda: iter([torch.zeros(1)])
+        return model
+
+    sampler, k3 = dpo.Sampler(1.0, (2,)), []
+    for token in (0, 1):
+        t = dpo.Trajectory(ids=[0, token], action_mask=[0, 1])
+        ref = dpo.token_log_probs(policy(1.0, 1.0, 9.0), [t], sampler)
+        group = dpo.Rollouts("task", [t], advantages=[0.0], old=[ref], ref=[ref])
+        k3.append(mutual.grpo_loss(policy(2.0, 1.0, 0.1), [group], sampler, 0.2, 0.28, 1.0)[0])
+    assert k3 == pytest.approx([0.75 - math.log(0.75) - 1, 1.5 - math.log(1.5) - 1])
+    kl = 2 / 3 * math.log(4 / 3) + 1 / 3 * math.log(2 / 3)
+    assert (2 * k3[0] + k3[1]) / 3 == pytest.approx(kl)
+
+
 # ------------------------------------------------------------------------------------- signals
 
 
