@@ -250,7 +250,7 @@ def _dose(runs: dict, target: dict, splits: list[str]):
             ax.errorbar(hard["mean"], reward["mean"], reward["half"] or 0, hard["half"] or 0,
                         marker="o", capsize=3, label=name)
         ax.set(title=split, xlabel="share of hard negatives, trained - frozen",
-               ylabel="reward of the target, trained - frozen")
+               ylabel="reward, trained - frozen")
     figures.legend(axes[0])
     yield Part("Dose and response: a trained failure agent less a frozen one, at equal steps",
                _header("<dose", "<hard_negatives", *(f"<{split} reward" for split in splits)), rows,

@@ -1,6 +1,7 @@
 """One rank reads a model and hands it out: to the bit what each rank would read, in less memory."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -14,6 +15,7 @@ import dpo
 from engine import sharding
 from harness.settings import SettingsError
 from program import dry_run
+from training import models
 from training.models import check_model, load_model
 
 # Tied embeddings (gemma3_text, bert with a bias), scaled ones (gemma3_text), experts that are fused
@@ -148,6 +150,16 @@ def test_a_config_that_cannot_be_trained_is_refused_with_what_is_wrong(
         check_model(folder, 256)
     line = str(error.value)
     assert f"--model {folder}" in line and names in line and "\n" not in line
+
+
+@pytest.mark.parametrize("damage", [
+    shutil.rmtree, lambda folder: os.truncate(folder / "model.safetensors", 1_000_000)])
+def test_a_damaged_shipped_model_is_one_line_with_both_remedies(tmp_path, monkeypatch, damage):
+    folder = shutil.copytree(models.TINY, tmp_path / "tiny")
+    monkeypatch.setattr(models, "TINY", folder)
+    damage(folder)
+    with pytest.raises(SettingsError, match="git checkout.*bash run.sh pretrain"):
+        check_model(str(folder), 256)
 
 
 def test_a_model_without_a_padding_token_is_used(small_model, tmp_path):

@@ -140,6 +140,8 @@ def check_model(folder, max_tokens: int, weights: bool = True) -> None:
         if isinstance(error, StrictDataclassError):  # whose first line only says that it is one
             problem = f"{said[-1].strip()}; correct that entry of its config.json"
         remedy = "" if "; " in problem else (
+            "; `git checkout` of it restores it, `bash run.sh pretrain` makes it again"
+            if str(folder) == str(TINY) else
             "; give tiny, smollm2, a hub name within reach, or a folder with config, weights and "
             "tokenizer; where --model smollm2 made this folder, delete this folder")
         raise SettingsError(f"--model {folder}: {problem}{remedy}") from None
