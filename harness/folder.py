@@ -1,8 +1,10 @@
 """The folder of a run: phases that happen once, their files, and how it goes on."""
 
+import ctypes
 import json
 import shutil
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -142,6 +144,8 @@ class Folder:
                 self.log(**event)
             self.phases[output] = self.on_main(lambda: self._entry(path, inputs))  # on all ranks
             self._write_phases()
+        with suppress(OSError, AttributeError):  # glibc would keep what a phase has freed, GBs
+            ctypes.CDLL(None).malloc_trim(0)
         self.log.say(line(**events[-1]))
 
     def _entry(self, path: Path, inputs: str | None) -> dict:
