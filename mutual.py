@@ -445,4 +445,5 @@ def first_tasks(run: Run, out: Path) -> dict:
     """D_0 of --start-from train: tasks of the training split, in their order."""
     tasks = run.tasks.training[:run.settings.start_tasks]
     run.folder.write_jsonl(out, [dict(id=task) for task in tasks])
-    return dict(tasks=len(tasks))
+    missing = run.settings.start_tasks - len(tasks)
+    return dict(tasks=len(tasks), **dict(missing=missing) if missing else {})

@@ -697,6 +697,13 @@ def test_each_pass_visits_every_task_and_no_step_one_twice(run):
     assert set(visits.values()) == {6} and len(visits) == 5  # 30 visits of 5 tasks
 
 
+def test_start_tasks_that_the_training_split_lacks_are_counted(run):
+    r = run("grpo", start_from="train", start_tasks=8, step_tasks=6, grpo_steps=1)
+    done, = (e for e in r.folder.read_jsonl("metrics.jsonl")
+             if e["event"] == "phase" and e["phase"] == "iter0/tasks.jsonl")
+    assert (done["tasks"], done["missing"]) == (6, 2)
+
+
 def test_random_exploration_has_no_signal_and_as_many_episodes(run):
     a, b = run("evolve", "a", start_from="train"), run("evolve", "b", guide="random", verify=False,
                                                        start_from="train")
