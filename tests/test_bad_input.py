@@ -37,8 +37,6 @@ def refused(*flags) -> str:
     return line
 
 
-# ------------------------------------------------------------------------------ experts files
-
 OK = [("human", "rules"), ("gpt", "OK"), ("human", "Instruction: mug"), ("gpt", "Action: search[a]")]
 
 
@@ -80,8 +78,6 @@ def test_an_experts_file_that_is_wrong_is_named(case, tmp_path):
         assert f"--experts {file}" in one_line(error.value)
         assert where in one_line(error.value) or file != path
 
-
-# ------------------------------------------------------------------------------ models
 
 def tree(folder):
     return {path: path.read_bytes() for path in folder.rglob("*")
@@ -139,6 +135,11 @@ MODELS = {  # what is done to a folder that is right -> what the line must name
     "weights of another size": (edited("config.json", intermediate_size=64), "size"),
     "an unknown architecture": (edited("config.json", model_type="mystery"), "mystery"),
     "no causal LM": (edited("config.json", architectures=["BertModel"]), "not a causal LM"),
+    "weights of 4 bits": (edited("config.json", quantization_config=dict(
+        quant_method="gptq", bits=4)), "gptq"),
+    "no token's number": (edited("config.json", pad_token_id="none"), "pad_token_id"),
+    "attentions asked for": (edited("config.json", _attn_implementation="sdpa",
+                                    output_attentions=True), "output_attentions"),
     "code in the config": (edited("config.json", **CODE), "its config.json"),
     "code in the tokenizer": (edited("tokenizer_config.json", **CODE), "its tokenizer_config.json"),
     "attention twice a layer": (other(DiffLlamaForCausalLM, DiffLlamaConfig), "attends more than"),
@@ -167,8 +168,6 @@ def test_a_model_that_is_no_folder_is_named(tmp_path, monkeypatch):
     for model in (tmp_path / "nowhere", tmp_path / "file", "no/such/model", "a b", "x" * 200):
         assert f"--model {model}" in refused(*flags(tmp_path / "run", model))
 
-
-# ------------------------------------------------------------------------------ folders and data
 
 def test_a_folder_for_the_run_that_is_none_is_named(small_model, tmp_path):
     (tmp_path / "file").write_text("x")

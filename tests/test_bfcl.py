@@ -34,7 +34,6 @@ from worlds.bfcl.calls import (  # noqa: E402
     script,
 )
 from worlds.bfcl.data import CATEGORIES, MORE_FUNCTIONS, SIZES, start_state, tasks  # noqa: E402
-from worlds.bfcl.tasks import useful  # noqa: E402
 from worlds.bfcl.world import Bfcl  # noqa: E402
 
 PACKAGE = Path(package.__file__).parents[2]
@@ -109,9 +108,6 @@ def one_by_one(task):
 
 def block(name, /, **arguments):
     return as_reply([dict(name=name, arguments=arguments)])
-
-
-# --------------------------------------------------------------------------- against the package
 
 
 def state(value):
@@ -205,9 +201,6 @@ def test_one_episode_leaves_nothing_to_the_next():
     assert [Simulators(key).states() for key in keys] == before
 
 
-# ------------------------------------------------------------------------------------- the turns
-
-
 FILES = "bfcl-test-base-0"  # four turns about files, the first of three calls
 
 
@@ -267,9 +260,6 @@ def test_the_expert_calls_one_at_a_time_ends_turns_in_words_and_is_right():
         assert sum(reply in (DONE, MISSING) for reply in replies) == len(env.find(task)["turns"])
     crowded = tasks("long_context")["long-context-38"]["calls"]  # 34 calls in a turn
     assert max(map(len, crowded)) == 34 and max(len(parse_calls(r)) for r in script(crowded)) == 2
-
-
-# ------------------------------------------------------------------------------- calls as JSON
 
 
 LS = dict(name="ls", arguments={})
@@ -422,9 +412,6 @@ def test_a_task_is_the_same_in_every_process_zone_and_at_any_time():
     assert len(said) == 1 and said.pop().startswith("[True, True, True, True]")
 
 
-# --------------------------------------------------------------------------------------- splits
-
-
 @pytest.mark.parametrize("category", [*CATEGORIES, "all"])
 def test_splits_have_their_sizes_all_domains_and_no_start_state_on_two_sides(category):
     env, times = envs.make("bfcl", bfcl_category=category), 4 if category == "all" else 1
@@ -458,9 +445,6 @@ def test_splits_are_what_they_were_and_the_published_one_tests_all():
     for task in ("bfcl-train-base-1000", f"bfcl-train-base-{min(sides[0])}", "bfcl-train-miss-func-127"):
         with pytest.raises(ValueError, match="unknown task"):
             ours.find(task)
-
-
-# ------------------------------------------------------------------------------------ new tasks
 
 
 def new_task(env, n=0):
@@ -572,16 +556,6 @@ def test_a_solution_that_does_not_prove_its_task_is_refused():
     cars = next(key for key in env.splits["train"] if "VehicleControlAPI" in start_state(key)["classes"])
     assert generator.verify(dict(text="x", task=dict(start=cars, turns=["x"], calls=[outside]),
                              solution=script([outside]))) is None  # what is drawn is drawn again
-
-
-def test_looks_that_led_to_nothing_are_left_out():
-    def row(name, result, changed=False, **arguments):
-        return dict(name=name, arguments=arguments), json.dumps(result), changed
-
-    rows = [row("pwd", {"path": "/"}), row("ls", {"found": ["notes"]}), row("cd", {"now": "notes"}, True, folder="notes"),
-            row("find", {"id": 7123}), row("du", {"size": 5}), row("send", {}, True, text="it is 7123"), row("ls", {})]
-    assert [call["name"] for call, _, _ in useful(rows)] == ["ls", "cd", "find", "send", "ls"]
-    assert [call["name"] for call, _, _ in useful(rows[:2])] == ["ls"] and useful([]) == []
 
 
 def test_an_explorers_words_and_calls_become_a_task_or_nothing():

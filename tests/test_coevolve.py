@@ -16,8 +16,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker, register_tracker_class
-from conftest import ended, events, fork, fork_ranks, wait_until
+from conftest import ended, events, fork, fork_ranks, make_tokenizer, wait_until
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import coevolve
 import dpo
@@ -134,9 +135,6 @@ def test_cut_keeps_whole_turns():
     assert pairs.cut(whole, 1) == first(4)
     assert pairs.cut(whole, 2) == first(6)
     assert pairs.cut(whole, 3) == pairs.cut(whole, 9) == whole
-
-
-# ----------------------------------------------------------------------------------- whole runs
 
 
 def flags(out, *more):
@@ -267,18 +265,15 @@ def test_a_hub_name_runs_from_the_cache(small_model, tmp_path):
     assert json.loads((tmp_path / "run/config.json").read_text())["base"] == f"org/small {commit}"
 
 
-def test_eto_is_the_same_run_without_the_failure_agent(quick, tmp_path):
-    out = tmp_path / "eto"
-    finish(out, "--method", "eto")
-    for same in ("sft-target/model.safetensors", "iter1/target.jsonl", "eval-0-target-test.jsonl"):
-        assert (out / same).read_bytes() == (quick[0] / same).read_bytes()
-    assert not list(out.rglob("*failure*"))
-    kinds = {json.loads(line)["kind"] for line in (out / "iter1/pairs-target.jsonl").open()}
-    assert kinds == {ET}
-
-
-def test_hub_folders_of_the_papers_models_run_the_whole_loop(hub_folder, tmp_path):
-    """SFT at lr 1e-6 moves the weights and loses nothing."""
+def test_a_folder_like_the_hubs_runs_the_whole_loop(tmp_path):
+    """Llama's template, tied weights stored in bf16: SFT at lr 1e-6 moves them and loses nothing."""
+    tokenizer, hub_folder = make_tokenizer("llama2"), tmp_path / "model"
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer) + 3, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=4096, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=True)).to(
+            torch.bfloat16).save_pretrained(hub_folder)
+    tokenizer.save_pretrained(hub_folder)
     finish(tmp_path / "run", "--model", str(hub_folder), "--train-tasks", "4", "--eval-tasks", "1",
            "--eval-splits", "test", "--sft-epochs", "1", "--max-tokens", "4096",
            "--max-new-tokens", "8",
@@ -331,13 +326,11 @@ def test_a_tracker_gets_every_number_of_the_log(tmp_path):
     register_tracker_class(Recorder)
     start.main(flags(tmp_path / "run", "--method", "sft", "--track", "recorder"), mutual.loop_of)
     config, *logged = given
-    assert config["method"] == "sft" and config["track"] == "recorder"
+    assert config["method"] == "sft"
     for event, (step, values) in zip(files.read_jsonl(tmp_path / "run/metrics.jsonl"), logged,
                                      strict=True):
         if event["event"] == "train":
             assert step == event["step"] and values["train/sft-target/loss"] == event["loss"]
-        if event["event"] == "evaluation":
-            assert values[f"evaluation/target/{event['split']}/reward"] == event["reward"]
     AcceleratorState._reset_state(True)
 
 

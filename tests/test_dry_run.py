@@ -53,12 +53,6 @@ def test_activations_equal_what_the_allocator_gave_out(recompute):
     assert planned == pytest.approx(took, rel=0.1)
 
 
-def test_recomputing_keeps_one_input_a_layer():
-    tokens, hidden = 700, QWEN["hidden_size"]
-    sizes = [dry_run.activations(model_of(n, fake=True), sequences(400, 300), True) for n in (2, 6)]
-    assert sizes[1] - sizes[0] == 4 * tokens * hidden * 4
-
-
 def test_a_slot_holds_keys_and_values_of_every_layer():
     """Qwen3-4B: 36 layers, 8 heads of 128, keys and values, 2 bytes: 147,456 bytes a token."""
     assert cache.slot_bytes(Qwen3Config(num_hidden_layers=36, num_attention_heads=32, head_dim=128,
@@ -104,18 +98,6 @@ def test_the_papers_models_fit_eight_gpus_and_a_7b_model_not_one(folder, capsys)
         plan_of(folder("wide"), "1xH100")  # 64 GB and a pass
     plan_of(folder("qwen3-4b"), "1xH200")
     assert "4.02 B parameters on 1 x H200" in capsys.readouterr().out
-
-
-def test_a_buffer_of_failures_is_planned_for_as_it_is_in_the_last_iteration(folder, capsys):
-    """Three iterations of two rollouts: six trajectories in a pass, so three on each of two GPUs,
-    and 1 + 2 + 3 times two read; without it an expert and two, and three times two."""
-    small, read = folder("small"), {}
-    for d_fail, tokens in (("all", 2 * 4096), ("buffer", 3 * 4096)):
-        plan_of(small, "2xH100", "--iterations", "3", "--d-fail", d_fail, "--tokens-per-forward", "99")
-        printed = capsys.readouterr().out
-        assert f"activations of {tokens:,} tokens" in printed
-        read[d_fail] = float(re.search(r"preferences +([\d.]+) M", printed)[1])
-    assert read["buffer"] / read["all"] == pytest.approx((3 * 3 + 12) / (3 * 3 + 6), rel=1e-2)
 
 
 def test_what_explores_again_and_steps_that_are_asked_for_are_planned(folder, tmp_path, capsys,
@@ -205,9 +187,6 @@ def test_the_gpu_script_runs_its_path_anywhere(tmp_path):
     assert rows["device"] in said and rows["training, tokens/s"] in said
 
 
-# -------------------------------------------------------------------------------------- benchmarks
-
-
 def test_operations_of_a_pass_by_hand():
     # Per layer q, k, v, o of 192 x 192 and three matrices of 192 x 512; 4 layers; 2 a multiply-add.
     weights = 4 * (4 * 192 * 192 + 3 * 192 * 512)
@@ -215,20 +194,6 @@ def test_operations_of_a_pass_by_hand():
     attention = 4 * 2 * 192 * (1 + 2 + 3)
     assert gpu.forward_flops(bench.make_model("sdpa"), 3, 1 + 2 + 3, 2) == 2 * (
         3 * weights + attention + 2 * 192 * 2048)
-
-
-def test_a_ratio_is_formed_within_each_repeat():
-    row = bench.compared("a", "b", "units/s", (10, 5), ([1.0, 2.0, 4.0], [1.0, 4.0, 2.0]))
-    # Seconds a unit: ours 0.1, 0.2, 0.4; the other's 0.2, 0.8, 0.4.
-    assert row["ratio"] == pytest.approx([2, 1, 4])
-    assert (row["ours"], row["other"]) == pytest.approx((5, 2.5))
-
-
-@pytest.mark.parametrize("difference", [1e-4, float("nan")])
-def test_work_that_is_not_the_same_stops_the_benchmark(difference):
-    bench.check("losses", 1e-6, 1e-5)
-    with pytest.raises(SystemExit, match="losses"):
-        bench.check("losses", difference, 1e-5)
 
 
 def test_both_sections_compare_the_same_work(capsys):

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 import threading
 from collections import Counter
 from contextlib import closing, nullcontext
@@ -15,18 +14,14 @@ import pytest
 import dpo
 import envs
 import mutual
-from harness import files
 from harness.settings import Settings
 from playing import explorer
-from program import start
-from study import runs
 from worlds.intercodesql import questions
 
 WELL = (  # its answers, by what it is asked for: context, action, proposals
     '```json\n{"where": "here", "try": "more"}\n```', "SHOW TABLES",
     '```json\n[{"intent": "i", "query": "how many NOUN do we have", '
     '"action_sequence": ["SHOW TABLES", "SELECT COUNT(*) FROM NOUN", "submit"]}]\n```')
-PROSE = "It should try harder.", "Let me think about it.", "I would ask about tables."
 BADLY = ('```json\n["where"]\n```', "DROP TABLE x; --",
          '```json\n[{"query": 7}, "x", {"query": "q", "action_sequence": "submit"}, '
          '{"query": "q", "action_sequence": ["DROP TABLE x", "submit"]}]\n```')
@@ -99,11 +94,6 @@ def test_what_an_explorer_imagines_after_its_action_is_not_played(explore_once):
     assert {m["content"] for m in t.messages if m["role"] == "assistant"} == {"SHOW TABLES"}
 
 
-def test_an_explorer_that_writes_prose_proposes_nothing(explore_once):
-    rows, t, taken = explore_once(PROSE)
-    assert rows == [] and taken["unreadable"] == 3  # the signal and two episodes
-
-
 def test_proposals_of_another_form_are_counted_and_never_mended(explore_once):
     rows, t, taken = explore_once(BADLY)
     assert [row["task"] for row in rows] == [None] * 3 and taken["unreadable"] == 1
@@ -155,20 +145,6 @@ def test_an_explorer_is_told_the_task_the_failure_and_the_last_success():
     assert "no longer" in context and t.usage["unreadable"] == 1
 
 
-def test_an_explorer_that_fails_first_or_answers_late_is_asked_again_and_counted(
-        explore_once, endpoint, monkeypatch):
-    waits, post = [1.5, 0, 1.5], endpoint.RequestHandlerClass.do_POST
-
-    def late(handler):
-        threading.Event().wait(waits.pop() if waits else 0)
-        post(handler)
-
-    monkeypatch.setattr(endpoint.RequestHandlerClass, "do_POST", late)
-    endpoint.faults = [False] * 3 + [(500, "", {}), (429, "", {"Retry-After": "0"}), (200, "{", {})]
-    rows, _, taken = explore_once(WELL)
-    assert len(rows) == 1 and taken["retries"] == 5
-
-
 def test_a_conversation_that_the_endpoint_refuses_is_lost_and_the_others_are_kept(explore,
                                                                                   endpoint):
     """It is tried again when the phase goes on; the others are not paid for twice."""
@@ -187,12 +163,6 @@ def test_a_signal_too_long_for_the_explorer_is_named_instead(explore_once, endpo
     endpoint.faults = [(400, "maximum context length is 8192 tokens", {})]
     rows, t, taken = explore_once(WELL)
     assert "some succeed" in t.usage["context"] and len(rows) == 1 and taken["unreadable"] == 1
-
-
-def test_an_explorer_that_is_gone_ends_the_phase_with_one_line(explore_once, endpoint):
-    endpoint.faults = [(500, "", {})] * 99
-    with pytest.raises(envs.EnvError, match="status 500"):
-        explore_once(WELL)
 
 
 def test_an_unguided_explorer_is_told_of_no_signal(env, explore, endpoint):
@@ -312,31 +282,3 @@ def test_the_solution_that_is_replayed_is_what_the_explorer_wrote(env, change):
     assert generator.verify(generator.written(task, proposal)) is None
     proposal["action_sequence"] = change(actions)
     assert generator.verify(generator.written(task, proposal))
-
-
-def test_a_study_with_an_explorer_at_an_endpoint(env, endpoint, tmp_path, monkeypatch):
-    """Evolution, and its control at random, in the databases with the tiny model."""
-    def answer(messages):
-        asked = messages[0]["content"]
-        if "Write new tasks" not in asked:
-            return "SHOW TABLES" if len(messages) < 3 else "DESC " + messages[2]["content"].split()[0]
-        table = re.search(r"DESC (\w+)", asked)[1]
-        return json.dumps(dict(query=f"show 3 {table}", action_sequence=[
-            f"SELECT * FROM {table} LIMIT 3", "submit"]))
-
-    endpoint.answer = answer
-    monkeypatch.setattr(runs, "launch", lambda name, command, log: start.main(
-        ["--env", name, *command], mutual.loop_of))
-    flags = ("--train-tasks 40 --eval-tasks 2 --sft-epochs 1 --start-tasks 10 --grpo-steps 2 "
-             "--evolve-every 1 --step-tasks 4 --step-rollouts 4 --picks 2 --explorer-episodes 2 "
-             "--explorer-model m --threads 1 --explorer").split()
-    runs.main(["intercodesql", "--jobs", "1", "--methods", "evolve", "evolve-random", "--seeds", "0",
-               "--out", str(tmp_path), *flags, endpoint.url])
-    told = (tmp_path / "report/report.json").read_text()
-    assert "evolution, random exploration" in told
-    signals, random_ones = (files.read_jsonl(tmp_path / f"{method}-s0/iter1/explored.jsonl")
-                            for method in ("evolve", "evolve-random"))
-    assert len(signals) == len(random_ones) > 0
-    assert {t["agent"] for t in random_ones} == {"random"} != {t["agent"] for t in signals}
-    for method in ("evolve", "evolve-random"):
-        assert files.read_jsonl(tmp_path / f"{method}-s0/iter1/tasks.jsonl")

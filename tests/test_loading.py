@@ -136,22 +136,6 @@ def test_no_switch_in_a_config_changes_what_a_model_computes(family, tmp_path):
         assert not {"_attn_implementation", "attn_implementation"} & {*saved}, switch
 
 
-@pytest.mark.parametrize("changed, names", [
-    *((dict(quantization_config=dict(quant_method=method, bits=4)), method)
-      for method in ("gptq", "awq", "bitsandbytes", "fp8")),
-    (dict(pad_token_id="none"), "pad_token_id"), (dict(vocab_size=None), "vocab_size"),
-    (dict(_attn_implementation="sdpa", output_attentions=True), "output_attentions")])
-def test_a_config_that_cannot_be_trained_is_refused_with_what_is_wrong(
-        changed, names, small_model, tmp_path):
-    folder = shutil.copytree(small_model, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changed))
-    with pytest.raises(SettingsError) as error:
-        check_model(folder, 256)
-    line = str(error.value)
-    assert f"--model {folder}" in line and names in line and "\n" not in line
-
-
 @pytest.mark.parametrize("damage", [
     shutil.rmtree, lambda folder: os.truncate(folder / "model.safetensors", 1_000_000)])
 def test_a_damaged_shipped_model_is_one_line_with_both_remedies(tmp_path, monkeypatch, damage):

@@ -21,7 +21,6 @@ from baselines import ppo, rft
 from harness.files import read_jsonl
 from harness.settings import Settings, SettingsError, check
 from program.run import Run
-from training import margins
 from training.models import load_model
 from training.pairs import preference_groups
 
@@ -76,9 +75,6 @@ def equal(a, b):
 
 def pairs(run, agent, i=1):
     return run.folder.read_jsonl(f"iter{i}/pairs-{agent}.jsonl")
-
-
-# ------------------------------------------------------------------------------------- methods
 
 
 def test_a_checkpoint_is_evaluated_as_in_the_run_that_made_it(run):
@@ -186,9 +182,6 @@ def test_the_positive_agent_learns_like_eto_and_the_target_as_beside_a_failure_a
     assert all(p["sft_weight"] > 0 for p in pairs(r, "positive"))
     assert not list(r.folder.path.rglob("*failure*"))
     assert not equal(r.folder.path / "sft-positive", r.folder.path / "iter1/positive-agent")
-
-
-# ----------------------------------------------------------------------------------- ablations
 
 
 def test_a_frozen_failure_agent_stays_as_it_is(run):
@@ -383,14 +376,6 @@ def test_the_reference_is_the_agent_entering_the_phase_or_the_sft_agent(run, ref
     assert (abs(first["margin"]) < 1e-5) == zero
 
 
-def test_rollouts_and_temperature(run):
-    r = run("eto", rollouts=1, temperature=0.0, iterations=2, dpo_lr=1e-30)
-    cold = [[e["ids"] for e in r.folder.read_jsonl(f"iter{i}/target.jsonl")] for i in (1, 2)]
-    assert cold[0] == cold[1] and len(cold[0]) == TASKS
-    r = run("eto", out="warm", rollouts=3)
-    assert len({tuple(e["ids"]) for e in r.folder.read_jsonl("iter1/target.jsonl")}) > TASKS
-
-
 def test_the_forking_guides_changes_apply_and_change_a_run(run, monkeypatch):
     ablations = list(changes(blocks("docs/changing.md")[0]))
     assert len(ablations) == 5
@@ -413,9 +398,6 @@ def test_the_forking_guides_changes_apply_and_change_a_run(run, monkeypatch):
             else:
                 patch.setattr(coevolve, "coevolve", changed.coevolve)
             assert written(run("coevolve", out=f"change {n}")) != before, new
-
-
-# ----------------------------------------------------------------------------------------- margins
 
 
 class Uneven(Toy):
@@ -461,17 +443,3 @@ def test_margins_are_those_of_the_checkpoints(toy_run, flags, last):
                     assert found[2] == pytest.approx(beta * (chosen - rejected), abs=3e-4)
                 seen += 1
     assert seen > 4
-
-
-def group(task, *rewards):
-    sequences = [dpo.Trajectory(task=task, reward=r) for r in rewards]
-    return dpo.Group(task, sequences, [dpo.Pair("kind", 0, n) for n in range(1, len(sequences))])
-
-
-def test_the_hardest_negatives_are_watched_and_copied():
-    groups = [group("a", 1, 0.2), group("b", 1, 0.1, 0.9), group("c", 1, 0.5), group("d", 1)]
-    found = margins.hardest(groups[:3], 2)
-    assert [g.task for g in found] == ["b", "c"]
-    found[0].reference = [1.0]
-    assert groups[1].reference == []
-    assert margins.hardest(groups[:3], 0) == []

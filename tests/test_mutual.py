@@ -21,13 +21,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ended, events, fork, fork_ranks, wait_until
+from test_coevolve import contents
 
 import dpo
 import envs
 import mutual
 from engine.checkpoint import Checkpoint
 from harness import report
-from harness.log import Log
 from harness.settings import Settings, SettingsError, check
 from look.conversations import conversations
 from program import start
@@ -35,8 +35,6 @@ from program.run import Run
 from program.tasks import marks, trained_on
 from worlds import Step, World, fields_of
 from worlds.intercodesql.world import InterCodeSQL
-
-# ------------------------------------------------------------------------------------- GRPO
 
 
 @pytest.mark.parametrize("rewards, expected", [
@@ -76,8 +74,9 @@ def policies(agent, seeds=(2, 3), n=4):
 
 
 def by_hand(model, group, sampler, low, high, beta):
-    """The loss as one loop over tokens in float64, from plain passes over whole sequences."""
-    total = torch.zeros((), dtype=torch.float64)
+    """The loss as one loop over tokens in float64, from plain passes over whole sequences; and how
+    many ratios are out of bounds."""
+    total, outside = torch.zeros((), dtype=torch.float64), 0
     for t, advantage, old, ref in zip(group.sequences, group.advantages, group.old, group.ref):
         logits = model(input_ids=torch.tensor([t.ids]), lengths=[len(t.ids)]).logits[0].double()
         logits = logits / sampler.temperature
@@ -89,52 +88,26 @@ def by_hand(model, group, sampler, low, high, beta):
             new = logits[j - 1][t.ids[j]] - torch.logsumexp(logits[j - 1][allowed], 0)
             ratio = math.e ** (new - old[k])
             clipped = min(max(ratio.item(), 1 - low), 1 + high)
+            outside += clipped != ratio.item()
             surrogate = ratio * advantage
             if clipped != ratio.item() and clipped * advantage < surrogate.item():
                 surrogate = torch.tensor(clipped * advantage, dtype=torch.float64)
             d = ref[k] - new
             total = total - surrogate + beta * (math.e ** d - d - 1)
             k += 1
-    return total
+    return total, outside
 
 
 @pytest.mark.parametrize("low, high, beta", [(0.2, 0.28, 1e-3), (0.01, 0.02, 0.5), (0.5, 3.0, 0)])
 def test_the_objective_is_the_loop_over_tokens(agent, low, high, beta):
     model, group, sampler = policies(agent)
-    loss, _ = mutual.grpo_loss(model, [group], sampler, low, high, beta)
-    expected = by_hand(model, group, sampler, low, high, beta)
+    loss, statistics = mutual.grpo_loss(model, [group], sampler, low, high, beta)
+    expected, outside = by_hand(model, group, sampler, low, high, beta)
+    assert statistics == {"action": [36, outside]} and outside > 0
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     gradients = [torch.autograd.grad(x, model.lm_head.weight, retain_graph=True)[0]
                  for x in (loss, expected)]
     assert torch.allclose(*gradients, rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("advantage, ratio, expected", [
-    (1.0, 2.0, 1.28), (1.0, 1.1, 1.1), (1.0, 0.5, 0.5),     # a gain is clipped above alone
-    (-1.0, 2.0, -2.0), (-1.0, 0.9, -0.9), (-1.0, 0.5, -0.8),  # a loss below alone
-])
-def test_both_bounds_for_both_signs(agent, monkeypatch, advantage, ratio, expected):
-    t = dpo.Trajectory(ids=[0, 1], action_mask=[0, 1])
-    log = torch.tensor([math.log(ratio)])
-    group = dpo.Rollouts("task", [t], advantages=[advantage], old=[torch.zeros(1)], ref=[log])
-    monkeypatch.setattr(dpo, "token_log_probs", lambda *_: log)
-    loss, statistics = mutual.grpo_loss(None, [group], dpo.Sampler(), 0.2, 0.28, 1.0)
-    assert loss.item() == pytest.approx(-expected)
-    assert statistics == {"action": [1, ratio in (2.0, 0.5)]}
-
-
-def test_log_probabilities_are_those_of_the_distribution_sampled_from(agent):
-    """Over the words that may be drawn they sum to 1; what is never drawn has none of it."""
-    model, encoder = agent
-    never = encoder.suppress_tokens(model.config.vocab_size)
-    start = encoder.start([dict(role="user", content="find a mug")])
-    total, size = 0.0, model.config.vocab_size
-    for token in range(size):
-        t = dpo.Trajectory(ids=[*start, token], action_mask=[0] * len(start) + [1])
-        p = dpo.token_log_probs(model, [t], dpo.Sampler(0.9, never)).exp().item()
-        assert (p == 0) == (token in never), token
-        total += p
-    assert total == pytest.approx(1.0) and len(never) > 5  # control tokens and padded rows
 
 
 def test_the_mask_is_in_the_kl_by_hand(monkeypatch):
@@ -158,9 +131,6 @@ def test_the_mask_is_in_the_kl_by_hand(monkeypatch):
     assert k3 == pytest.approx([0.75 - math.log(0.75) - 1, 1.5 - math.log(1.5) - 1])
     kl = 2 / 3 * math.log(4 / 3) + 1 / 3 * math.log(2 / 3)
     assert (2 * k3[0] + k3[1]) / 3 == pytest.approx(kl)
-
-
-# ------------------------------------------------------------------------------------- signals
 
 
 @pytest.mark.parametrize("scores, window, found", [
@@ -187,9 +157,6 @@ def test_rare():
     assert mutual.rare(held, 3.0, 1) == {"p": 2}           # 3 of 100 is at the threshold
     assert mutual.rare(held, 3.1, 1) == {"p": 2, "q": 3}
     assert mutual.rare(held, 3.1, 3) == {"q": 3} and mutual.rare([], 3.1, 1) == {}
-
-
-# ----------------------------------------------------------------------------------- new tasks
 
 
 @pytest.fixture(scope="module")
@@ -239,16 +206,6 @@ def test_a_query_that_its_words_would_not_say_is_of_no_family(databases):
         for damaged in (question["gold"] + " LIMIT 3 OFFSET 1", "SELECT", question["gold"] + " x",
                         question["gold"].replace("SELECT", "SELECT nothing,", 1)):
             assert generator.question(question["db"], damaged, random.Random(0)) is None
-
-
-def test_a_run_query_becomes_a_task_that_its_solution_solves(databases):
-    env, generator = databases
-    rng, verdicts = random.Random(1), Counter()
-    for task in env.tasks("train")[:60]:
-        for found in generator.finds(task, ["SHOW TABLES", "SELECT nonsense", env.find(task)["gold"]],
-                                 rng):
-            verdicts[generator.verify(found)] += 1
-    assert verdicts == {None: 60}
 
 
 def test_solutions_that_do_not_prove_a_question_are_refused(databases):
@@ -459,9 +416,6 @@ def test_a_rare_pattern_is_asked_for_where_it_can_be(shop, databases):
     assert generator.vary(odd, None, random.Random(0)) == []
 
 
-# ----------------------------------------------------------------------------------- the loop
-
-
 class Letters(World):
     """Pays (sum of the reply's letters and the task's number, modulo 5) / 4; any number is a task."""
     name, test_splits, max_steps, latency = "letters", ("test",), 1, 0
@@ -520,6 +474,7 @@ FEW = dict(max_tokens=400, max_new_tokens=4, slots=8, warm_start="none", start_t
 def run(small_model, tmp_path, monkeypatch):
     """run(method, **settings) -> the finished run."""
     monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(Letters("short")))
+    monkeypatch.setattr("gc.collect", lambda: 0)  # accelerate's, after each phase
 
     def start(method, out="run", **changed):
         values = dict(FEW, model=str(small_model), out=str(tmp_path / out), method=method,
@@ -581,27 +536,6 @@ def test_the_task_set_grows_from_signals(run):
     assert list(map(sum, known)) == sizes
 
 
-def test_a_segment_that_goes_on_says_again_what_it_had_said(run, monkeypatch):
-    """Of one stopped in its second step the events are those of one that was not."""
-    asked = max(t.action_mask.index(1) for t in run("grpo", "probe").folder.trajectories(
-        "iter1/target-agent/episodes.jsonl"))
-    few = dict(grpo_steps=2, max_tokens=asked + 2, too_long="cut")  # of the four of a reply
-    whole, log = run("grpo", "whole", **few), Log.__call__
-
-    def stop(self, event, **more):
-        if event == "grpo" and more["step"] == 2 and (self.file.parent / "checkpoint/step-1").exists():
-            raise KeyboardInterrupt
-        log(self, event, **more)
-
-    monkeypatch.setattr(Log, "__call__", stop)
-    with pytest.raises(KeyboardInterrupt):
-        run("grpo", "stopped", **few)
-    monkeypatch.setattr(Log, "__call__", log)
-    gc.collect()  # gives its folder free
-    stopped = run("grpo", "stopped", **few)
-    assert events(stopped, "full") == events(whole, "full") != []
-
-
 def test_what_is_forgotten_is_what_was_won_in_the_visits_before(run):
     """And the success that is shown with it is of that visit, not of the one that failed."""
     r = run("evolve", window=2, grpo_steps=8, evolve_every=6, step_rollouts=3)
@@ -625,13 +559,20 @@ def test_of_earlier_segments_no_episode_is_held(run, monkeypatch):
 
     def patterns(smith, task, replies):
         if next(asked) % 12 == 11:  # the last of a segment's twelve episodes
-            gc.collect()
             alive.append(sum(isinstance(o, dpo.Trajectory) for o in gc.get_objects()))
         return set()
 
     monkeypatch.setattr(Smith, "patterns", patterns)
     run("evolve", grpo_steps=6, evolve_every=1)
     assert len(alive) == 5 and alive[-1] <= alive[0]
+
+
+def says_c(encoder, starts):
+    """The episodes of an agent that says "c"."""
+    for t in starts:
+        t.messages = [dict(role="user", content="say"), dict(role="assistant", content="c")]
+        t.ids, t.action_mask = encoder.encode(t.messages)
+        yield t
 
 
 def test_a_minibatch_counts_the_tasks_that_it_leaves_out(run, monkeypatch):
@@ -643,9 +584,7 @@ def test_a_minibatch_counts_the_tasks_that_it_leaves_out(run, monkeypatch):
         fit(accelerator, model, epochs, *more, **names)
 
     def play(run, model, encoder, starts, temperature):
-        for t in starts:
-            t.ids, t.action_mask = encoder.encode([dict(role="user", content="say"),
-                                                   dict(role="assistant", content="c")])
+        for t in says_c(encoder, starts):
             t.reward = t.rollout % 2 if t.task[-1] not in equal else 0.0
         return starts
 
@@ -658,14 +597,14 @@ def test_a_minibatch_counts_the_tasks_that_it_leaves_out(run, monkeypatch):
     assert [len(minibatch) for minibatch in cuts[0]] == [2, 2, 2]
 
 
-@pytest.mark.parametrize("changed", [dict(method="evolve"), dict(method="grpo")])
+@pytest.mark.parametrize("changed", [
+    dict(method="evolve"), dict(method="grpo"),
+    dict(method="grpo", start_from="train", solve_check=4)])
 def test_a_world_without_new_tasks_is_refused_before_anything_runs(run, changed, monkeypatch, tmp_path):
     monkeypatch.setattr(Letters, "task_generator", World.task_generator)
     with pytest.raises(envs.Refused, match="letters: nobody makes new tasks in this world"):
         run(**changed)
     assert not (tmp_path / "run/experts.jsonl").exists()
-    gc.collect()  # gives its folder free
-    assert run("grpo", "other", start_from="train").folder.phases
 
 
 def test_without_new_tasks_evolution_is_grpo_bit_for_bit(run):
@@ -682,19 +621,6 @@ def test_a_run_goes_on_in_the_precision_that_it_was_begun_in(run, monkeypatch):
     monkeypatch.setattr(Accelerator, "mixed_precision", property(lambda self: "bf16"))
     with pytest.raises(SettingsError, match=r"precision \(no -> bf16\); give another --out"):
         run("grpo", **few)
-
-
-def test_each_pass_visits_every_task_and_no_step_one_twice(run):
-    r = run("grpo", start_from="train", start_tasks=5, step_tasks=3, grpo_steps=10)
-    steps = {}
-    for i in range(1, 6):
-        for t in r.folder.trajectories(f"iter{i}/target-agent/episodes.jsonl"):
-            steps.setdefault(t.iteration, []).append(t.task)
-    visits = Counter()
-    for tasks in steps.values():
-        assert set(Counter(tasks).values()) == {4} and len(set(tasks)) == 3
-        visits.update(set(tasks))
-    assert set(visits.values()) == {6} and len(visits) == 5  # 30 visits of 5 tasks
 
 
 def test_start_tasks_that_the_training_split_lacks_are_counted(run):
@@ -733,32 +659,29 @@ def test_aimed_tasks_vary_what_was_picked_and_nobody_explores(run):
     assert "episodes" in report.table(r.folder.path)
 
 
-def test_half_of_each_step_is_start_tasks(run, monkeypatch):
-    r = run("evolve", explorer="aimed", start_share=0.5, step_tasks=4, grpo_steps=12, picks=4)
-    start, visits = set(mutual.task_set(r, 0)), Counter()
-    for step, batch in zip(range(1, 13), mutual.batches_of(r)):
-        added = len(mutual.task_set(r, (step - 1) // 2)) - len(start)
-        assert len(set(batch)) == 4 and len(start & {*batch}) == max(2, 4 - added)
-        visits.update(task for task in batch if task in start)
-    assert len(start) == 5 and max(visits.values()) - min(visits.values()) <= 1  # passes over them
-    for tasks, share, of_start in ((8, 0.75, 3), (8, 0.5, 2), (1, 0.5, 3), (0, 0.5, 3), (8, 1.0, 3)):
-        monkeypatch.setattr(mutual, "task_set", lambda run, i: (
-            ["s0", "s1", "s2"] + [f"a{n}" for n in range(tasks if i else 0)]))
-        s = replace(r.settings, start_share=share, step_tasks=4, evolve_every=1)
-        first, *later = itertools.islice(mutual.batches_of(SimpleNamespace(settings=s, rng=r.rng)), 9)
-        assert len(first) == 3
-        for batch in later:
-            assert len({*batch}) == len(batch) == min(4, 3 + tasks)
-            assert sum(task[0] == "s" for task in batch) == of_start
+@pytest.mark.parametrize("tasks, share, of_start", [  # a step has 4 tasks, D_0 has 3
+    (8, 0.75, 3), (8, 0.5, 2), (1, 0.5, 3), (0, 0.5, 3), (8, 1.0, 3), (8, 0.0, None)])
+def test_each_pass_visits_every_task_and_no_step_one_twice(monkeypatch, tasks, share, of_start):
+    """With --start-share the start tasks have so much of each step, and passes of their own."""
+    start, added = ["s0", "s1", "s2"], [f"a{n}" for n in range(tasks)]
+    monkeypatch.setattr(mutual, "task_set", lambda run, i: start + added[:tasks if i else 0])
+    run = SimpleNamespace(rng=lambda *key: random.Random(repr(key)), settings=Settings(
+        start_share=share, step_tasks=4, evolve_every=1))
+    first, *later = itertools.islice(mutual.batches_of(run), 45)
+    assert len(first) == 3
+    for batch in later:
+        assert len({*batch}) == len(batch) == min(4, 3 + tasks)
+        assert of_start is None or sum(task in start for task in batch) == of_start
+    visits = Counter(task for batch in later for task in batch)
+    for pool in (start, added) if share else (start + added,):
+        counts = [visits[task] for task in pool]
+        assert not counts or max(counts) - min(counts) <= 1
 
 
 def test_added_tasks_that_are_mastered_leave_for_good(run, monkeypatch):
     """The agent here solves what has an even id, all of it; start tasks stay all the same."""
     def play(run, model, encoder, starts, temperature):
-        for t in starts:
-            t.ids, t.action_mask = encoder.encode([dict(role="user", content="say"),
-                                                   dict(role="assistant", content="c")])
-            t.messages = [dict(role="user", content="say"), dict(role="assistant", content="c")]
+        for t in says_c(encoder, starts):
             t.reward = 1.0 if int(t.task[-1]) % 2 == 0 else t.rollout % 2
         return starts
 
@@ -776,9 +699,6 @@ def test_added_tasks_that_are_mastered_leave_for_good(run, monkeypatch):
     assert len(gone) > 2
     phases = {e["phase"]: e.get("left") for e in events(r, "phase")}
     assert sum(phases[f"iter{i}/tasks.jsonl"] for i in (1, 2, 3)) == len(gone)
-    table = report.table(r.folder.path).split("iteration  forgetting")[1].split("\n\n")[0]
-    assert [int(line.split()[-1]) for line in table.splitlines()[1:]] == [
-        len(mutual.task_set(r, i)) for i in range(4)]
 
 
 def test_what_is_always_or_never_solved_does_not_join(run, monkeypatch):
@@ -811,19 +731,8 @@ def test_what_is_always_or_never_solved_does_not_join(run, monkeypatch):
     logged = events(r, "proposals")
     assert sum(e["tried"] for e in logged) == 4 * len(tried) == sum(
         n for _, tasks, _ in asked for n in tasks.values())
-    for e, i in zip(logged, (1, 2)):
-        assert e["refused"] == Counter(
-            row["reason"] for row in r.folder.read_jsonl(f"iter{i}/proposals.jsonl") if row["reason"])
     assert {folder[-19:] for folder, _, _ in asked} == {"/iter1/target-agent", "/iter2/target-agent"}
     assert {temperature for _, _, temperature in asked} == {1.5}  # as in training
-
-
-def test_plays_that_cannot_say_anything_are_refused(run, monkeypatch):
-    with pytest.raises(SettingsError, match="--solve-check 1"):
-        run("grpo", solve_check=1)
-    monkeypatch.setattr(Letters, "task_generator", World.task_generator)
-    with pytest.raises(envs.Refused, match="letters: nobody makes new tasks in this world"):
-        run("grpo", start_from="train", solve_check=4)
 
 
 def test_an_address_or_key_that_cannot_be_is_said_before_anything_runs(run, endpoint, monkeypatch,
@@ -835,7 +744,6 @@ def test_an_address_or_key_that_cannot_be_is_said_before_anything_runs(run, endp
         with pytest.raises(envs.EnvError, match=message):
             run("evolve", explorer=url, explorer_model="m")
         assert not (tmp_path / "run/iter0").exists()
-        gc.collect()
 
 
 class Vowels(Letters):
@@ -895,9 +803,6 @@ def test_evolution_from_end_to_end_in_the_databases(tmp_path):
     assert any("added" in t["task"] for t in episodes)  # they are trained on
 
 
-# ----------------------------------------------------------------------------------- processes
-
-
 def evolving(small_model, out, **changed):
     """What runs CoEvolve on letters, in a process of its own."""
     values = dict(FEW, method="evolve", model=small_model, out=out, **changed)
@@ -911,13 +816,7 @@ def evolving(small_model, out, **changed):
     return work
 
 
-def files_of(run):
-    return {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*") if p.is_file()
-            and (p.suffix in (".jsonl", ".safetensors") or p.name == "trained_on.json")
-            and p.name != "metrics.jsonl"}
-
-
-@pytest.mark.parametrize("more", [{}, dict(
+@pytest.mark.parametrize("more", [dict(max_tokens=28, too_long="cut"), dict(
     explorer="aimed", solve_check=3, mastered="leave", start_share=0.5, grpo_temperature=1.5)])
 def test_a_killed_run_goes_on_to_the_same_bits(small_model, tmp_path, more):
     def finish(out, kills=0):
@@ -930,9 +829,11 @@ def test_a_killed_run_goes_on_to_the_same_bits(small_model, tmp_path, more):
             os.kill(process, signal.SIGKILL)
             ended(process)
         assert ended(fork(work, tmp_path / "said")) == 0, (tmp_path / "said").read_text()[-3000:]
-        return files_of(out)
+        return contents(out)
 
-    assert finish(tmp_path / "killed", kills=4) == finish(tmp_path / "whole")
+    killed, whole = finish(tmp_path / "killed", kills=4), finish(tmp_path / "whole")
+    assert killed == whole
+    assert any(e["event"] == "full" for e in whole[1]) == ("too_long" in more)
 
 
 def test_a_state_before_the_first_update_has_no_moments(tmp_path):

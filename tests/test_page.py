@@ -88,9 +88,6 @@ def data_of(made: str) -> dict:
         re.search(r' id="data">(.*?)</script>', made)[1])))
 
 
-# -------------------------------------------------------------------------- what it is made of
-
-
 def test_the_page_is_one_file_that_refers_to_nothing_outside_and_holds_no_markup_of_a_run(run):
     main([str(run)])
     made = (run / "run.html").read_text(encoding="ascii")
@@ -122,17 +119,6 @@ def test_trajectories_keep_what_they_are_and_lose_their_token_ids(run):
     assert task["runs"][2]["opening"] == 1 and not {"ids", "action_mask"} & {*task["runs"][2]}
 
 
-def test_each_pair_has_its_margins_in_the_order_of_its_file(run):
-    pairs = {t["id"]: [[p[name] for name in ("iteration", "trains", "kind", "chosen", "rejected",
-                                             "weight", "before", "after")] for p in t["pairs"]]
-             for t in conversations(run)["tasks"]}
-    assert pairs[TASKS[0]] == [
-        [1, "target", "expert>target", 0, 1, 0.5, [-10, -20, 0], [-10, -20.25, 0.25]],
-        [1, "target", "expert>failure", 0, 2, 0.5, [-10, -30, 0], [-10, -30, 0.5]],
-        [1, "target", "failure>failure", 2, 1, 1.0, [-30, -20, 0], [-30, -20, -0.25]]]
-    assert [p[-2:] for p in pairs[TASKS[1]]] == [[None, None]]  # it was not measured
-
-
 def test_the_most_telling_tasks_are_first_or_those_that_are_named(run):
     """A hard negative above the target's reward, by its height; where the target failed; others."""
     def ids(**more):
@@ -156,17 +142,6 @@ def test_where_there_is_no_room_the_least_telling_conversations_are_left_out(run
     assert re.search(r"no room for the conversations of \d of 5 tasks", made)
 
 
-def test_the_task_is_told_by_what_others_do_not_say(run):
-    for file in ("experts.jsonl", "eval-0-target-test.jsonl", "eval-1-target-test.jsonl"):
-        rows = read_jsonl(run / file)
-        for n, row in enumerate(rows):
-            row["messages"][0]["content"] = (
-                f"Rules of the shop\n\nWebShop [SEP] Instruction: [SEP] buy {file} {n} [SEP] "
-                "Search")
-        write_lines(run / file, rows)
-    assert [t["say"] for t in conversations(run)["tasks"]][0] == "buy experts.jsonl 3"
-
-
 def test_a_run_that_goes_on_can_be_looked_at(run):
     """Its last line is half written, its last file of no finished phase, and a checkpoint there."""
     (run / "result.json").unlink()
@@ -180,28 +155,6 @@ def test_a_run_that_goes_on_can_be_looked_at(run):
     assert "not finished: 2 phases so far" in made and "in iter1/target-agent at step 3" in made
     assert all(r["agent"] != "failure" or r["iteration"] == 1 for t in data_of(made)["tasks"]
                for r in t["runs"])
-
-
-def test_a_run_of_any_length_can_be_looked_at(run):
-    for path in (run / "iter2", run / "iter1"):
-        shutil.rmtree(path)
-    (run / "result.json").unlink()
-    (run / "phases.json").write_text(json.dumps({"experts.jsonl": {}}))
-    for keep in (1, 2, 5, 7):
-        write_lines(run / "metrics.jsonl", METRICS[:keep])
-        assert "<h2" in page(run)
-    (run / "phases.json").write_text("{}")
-    write_lines(run / "metrics.jsonl", [])
-    assert "not finished: 0 phases so far" in page(run)
-
-
-def test_the_successes_that_joined_the_experts_are_marked(run):
-    joined = [*read_jsonl(run / "experts.jsonl"), read_jsonl(run / "iter1/target.jsonl")[2]]
-    write_lines(run / "iter1/experts.jsonl", joined)
-    add_phase(run, "iter1/experts.jsonl")
-    marked = [(t["id"], r["agent"]) for t in conversations(run)["tasks"] for r in t["runs"]
-              if r["joined"] and r["agent"] != "expert"]
-    assert marked == [(TASKS[2], "target")]
 
 
 def add_phase(run, name):
@@ -224,9 +177,6 @@ def test_the_page_comes_at_the_end_of_a_run_and_cannot_undo_it(toy_run, capsys):
     made = [p for t in data_of((folder / "run.html").read_text())["tasks"] for p in t["pairs"]]
     assert len(made) >= len(read_jsonl(folder / "iter1/pairs-target.jsonl")) > 0
     assert all(p["after"] and p["before"][2] == 0.0 for p in made)
-
-
-# ---------------------------------------------------------------------------------- in a browser
 
 
 def in_browser(tmp_path, made: str, script: str = "", fragment: str = ""):
@@ -318,40 +268,3 @@ def test_the_tasks_are_filtered_sorted_and_shown_side_by_side(run, tmp_path):
     assert told["sides"] == ["who chosen", "who rejected"]
     assert (told["next"], told["first"]) == ("webshop-train-2", "webshop-train-3")
     assert (told["iteration"], told["columns"], told["focus"]) == (1, 5, "search")
-
-
-LOOKS = """(() => {
-  const light = colour => { const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map(x => x / 255)
-    .map(x => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-  const style = e => frame.contentWindow.getComputedStyle(e);
-  const behind = e => { for (; e; e = e.parentElement)
-    if (!/, 0\\)$/.test(style(e).backgroundColor)) return style(e).backgroundColor;
-    return "rgb(255, 255, 255)"; };
-  const seen = [...frame.contentDocument.querySelectorAll(
-    "h1, h3, .note, td, .action, .page, .agent, .chip, .here")].filter(e =>
-    e.textContent.trim() && e.getClientRects().length);
-  return {width: frame.contentDocument.documentElement.scrollWidth, seen: seen.length,
-    paper: light(style(frame.contentDocument.body).backgroundColor),
-    contrast: Math.min(...seen.map(e => { const [a, b] = [light(style(e).color), light(behind(e))];
-      return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05); }))}; })()"""
-
-
-@needs_browser
-def test_the_page_fits_the_screen_and_its_text_stands_out(run, tmp_path):
-    """In light and dark at least 4.5 : 1, as WCAG 2 asks of small text."""
-    made = page(run)
-    source = json.dumps(made).replace("<", "\\u003c")
-    told = in_browser(tmp_path, made, f"""
-        const source = {source};
-        for (const [width, scheme] of [[320, "light"], [768, "dark"], [1280, "dark"]]) {{
-          const frame = make("iframe", {{srcdoc: source, width, height: 800}});
-          frame.style.colorScheme = scheme;
-          document.body.append(frame);
-          await new Promise(done => setTimeout(done, 800));
-          told[width] = {LOOKS};
-        }}""")
-    for width in ("320", "768", "1280"):
-        assert told[width]["width"] <= int(width) and told[width]["seen"] > 30
-        assert told[width]["contrast"] >= 4.5
-    assert told["320"]["paper"] > 0.8 and told["1280"]["paper"] < 0.1

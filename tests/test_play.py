@@ -16,7 +16,6 @@ from harness.files import ROOT, RunError, read_jsonl
 from harness.report import visible
 from harness.settings import SettingsError
 from look import play
-from look.agent import first_of_action
 from look.play import main
 from program import start
 from training import smollm2
@@ -70,12 +69,6 @@ def test_queries_are_typed_as_they_are(typed, view):
     assert said.count("SHOW TABLES; DESC table; SELECT ...; submit") == 1  # and not every turn
 
 
-def test_the_simulator_says_what_is_possible(typed):
-    said = typed("look around", "q")("scienceworld", "scienceworld-seen-boil-14")
-    assert "activate OBJ" in said and "OBJ is one of: agent" in said
-    assert "reset task" not in said and "left after 1 turn" in said
-
-
 @pytest.mark.parametrize("argv, said", [
     ([], "name an environment"), (["shop"], "unknown environment 'shop'"),
     (["webshop", "webshop-test-9999"], "unknown task .*such as webshop-test-0"),
@@ -99,9 +92,6 @@ def test_it_works_with_a_pipe_and_mistakes_are_one_line():
     done = run("webshop", "--agent", "/nowhere")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(b"play: --agent /nowhere: neither a run nor an agent")
-
-
-# ----------------------------------------------------------------------------------- the agent
 
 
 @pytest.fixture(scope="module")
@@ -191,12 +181,3 @@ def test_a_model_that_was_evaluated_alone_plays_or_is_said_not_to(tmp_path, monk
     (tmp_path / "config.json").write_text('{"settings": {"method": "evaluate", "model": "tiny"}}')
     with pytest.raises(RunError, match="name another run"):
         play.agent_of(tmp_path)
-
-
-@pytest.mark.parametrize("text, token", [
-    ("click[x]", 0), ("Thought: so\nAction: click[x]", 3), ("Action:", 0)])
-def test_where_the_action_of_a_reply_begins(text, token):
-    pieces = {"click[x]": ["click", "[x]"], "Action:": ["Action:"],
-              "Thought: so\nAction: click[x]": ["Thought: ", "so\nAction", ": ", "click", "[x]"]}
-    words = pieces[text]
-    assert first_of_action(lambda ids: "".join(words[n] for n in ids), range(len(words))) == token

@@ -75,17 +75,6 @@ def test_the_objective_by_hand():
     assert loss.item() == pytest.approx(-surrogate + 0.1 * math.log(2) ** 2 / 2)
 
 
-def test_clipped_tokens_have_no_gradient():
-    model = Table([math.log(2), 0.0, 0.0])
-    for advantage, old, moves in ((1.0, .2, False), (1.0, .4, True), (-1.0, .2, True),
-                                  (-1.0, .4, False)):
-        group = episodes([1], advantages=[advantage], old=[[old]], ref=[[.25]])
-        loss, _ = ppo.ppo_loss(model, [group], dpo.Sampler(), clip=0.2, kl=0.0)
-        model.zero_grad()
-        loss.backward()
-        assert bool(model.logits.grad.abs().max() > 0) == moves, (advantage, old)
-
-
 def test_the_kl_terms_gradient_is_that_of_the_divergence():
     """All three actions as often as the policy takes them: 2, 1 and 1 of 4."""
     model, sft = Table([math.log(2), 0.0, 0.0]), [0.2, 0.5, 0.3]

@@ -58,9 +58,6 @@ def conversation(env, task, replies):
     return messages, reward
 
 
-# ------------------------------------------------------------------------------ by hand
-
-
 def test_an_episode_in_the_shop_turn_by_turn(prompts):
     env, ours = make("webshop", prompts), envs.make("webshop")
     task, replies = "webshop-test-0", [
@@ -193,9 +190,6 @@ def test_science_opens_with_its_heading_and_a_wrong_first_focus_is_minus_1(scien
     assert conversation(science, task, reached + ["wait", "wait1"])[1] == 0.0
 
 
-# ------------------------------------------------------------------------------ published experts
-
-
 def entry(turns, id="webshop_17", **more):
     roles = {"user": "human", "assistant": "gpt"}
     return {"id": id, "conversations": [{"from": roles[r], "value": v} for r, v in turns], **more}
@@ -244,9 +238,6 @@ def test_ok_is_no_action_and_experts_are_encoded_as_rollouts_are(template):
     assert ids == grown and mask.index(1) == len(encoder.start(messages[:3]))
     assert sum(mask) == len(encoder.reply(messages[3]["content"])
                             + encoder.reply(messages[5]["content"]))
-
-
-# ------------------------------------------------------------------------------ rollouts
 
 
 @pytest.fixture(scope="module")
@@ -318,9 +309,6 @@ def test_a_reply_ends_where_theirs_ends(agent, monkeypatch, prompts, reply, kept
         t = Trajectory("webshop-train-0")
         play(env, t, lambda messages: reply, envs.STOPS[stops])
         assert [m["content"] for m in t.messages[7::2]] == [text] * 10
-
-
-# ------------------------------------------------------------------------------ settings
 
 
 def test_one_setting_brings_their_numbers():

@@ -157,12 +157,6 @@ def test_the_figure_draws_the_rewards_of_the_log(run):
     assert [bar.get_height() for bar in pairs.patches] == [12, 30, 5, 11]
 
 
-def test_a_long_curve_is_means_of_neighbours():
-    made, (ax,) = figures.figure(1)
-    figures.curve(ax, [(n, n % 2, None, None) for n in range(80)])
-    assert [*map(tuple, ax.get_lines()[0].get_xydata())] == [(n, 0.5) for n in range(1, 80, 2)]
-
-
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
     for read in (report.result, report.table, lambda path: several.main([str(path)])):
         with pytest.raises(RunError, match="not a run"):
@@ -181,9 +175,6 @@ def test_a_line_or_a_file_that_is_not_whole_is_refused_by_name(run):
 
 def test_what_a_terminal_would_obey_is_escaped():
     assert report.visible("\x1b]0;mine\x07 \ud800\tb\r\n") == "<1B>]0;mine<07> <D800> b\n"
-
-
-# ------------------------------------------------------------------------------------- compare
 
 
 def runs_of(tmp_path, *settings):

@@ -89,7 +89,7 @@ def test_an_address_is_http_with_host_and_path_alone(address):
     ("--method evolve --explorer https://h/v1", "--explorer-model"),
     ("--method evolve --explorer somebody", "must be policy, aimed or"),
     ("--method evolve --grpo-steps 10", "--evolve-every 10"),
-    ("--signals rare,rare", "each once"), ("--signals rare,other", "each once"),
+    ("--method grpo --solve-check 1", "--solve-check 1"), ("--signals rare,rare", "each once"), ("--signals rare,other", "each once"),
 ])
 def test_settings_that_do_not_go_together_are_named(line, says):
     with pytest.raises(SettingsError) as error:

@@ -41,8 +41,6 @@ def intercode():
     return DATA
 
 
-# ------------------------------------------------------------------------------ reward
-
 def cell(value):
     if not isinstance(value, dict):
         return value
@@ -94,8 +92,6 @@ def test_tau_b_agrees_with_its_definition():
         if na and nb:
             assert kendall_tau(a, b) == pytest.approx(up / (na * nb) ** 0.5, abs=1e-12)
 
-
-# ------------------------------------------------------------------------------ replies
 
 @pytest.mark.parametrize("reply, sql", [
     ("Thought: x\nAction: \n```sql\nSELECT 1\n```", "SELECT 1"),
@@ -192,8 +188,6 @@ def test_the_last_result_is_what_is_submitted(small):
     assert env.step(act("submit")).reward == 1
 
 
-# ------------------------------------------------------------------------------ the embedded world
-
 def play(env, task):
     """The reward of the expert, and the texts of its episode."""
     messages, reward = envs.converse(env, env.reset(task), env.expert())
@@ -223,8 +217,6 @@ def test_splits_share_no_database_and_unseen_shares_no_noun():
     assert len({(q["db"], q["query"]) for qs in world.questions.values()
                 for q in qs.values()}) == 1800
 
-
-# ------------------------------------------------------------------------------ hostile queries
 
 SECRET = "orchard7"  # in another database; no observation may ever show it
 HOLD = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r) "
@@ -323,8 +315,6 @@ def test_attacks_leave_room_for_honest_queries():
         assert databases.refusal(sql) is None and not databases.naming([]).search(sql), sql
 
 
-# ------------------------------------------------------------------------------ Spider in sqlite
-
 def test_spider_questions_are_split_by_database_and_their_experts_replay_to_1(intercode):
     env = envs.make("intercodesql", intercode_data=str(intercode))
     assert env.test_splits == ("test",) and len(env.world.databases) == 20
@@ -346,8 +336,6 @@ def test_iprs_records_are_read(tmp_path):
     assert env.tasks("train") == ["intercodesql-train-3", "intercodesql-train-1"]
     assert env.find(env.published_task("intercode_sql_3")) == dict(query="q", gold="SELECT 1", db="d")
 
-
-# ------------------------------------------------------------------------------ a real MariaDB
 
 ROOT_URL, URL = "mysql://root:@127.0.0.1:{}", "mysql://agent:s3cret@127.0.0.1:{}"
 RUNNING, START = {}, {}  # port -> its process, what starts it again
@@ -606,8 +594,6 @@ def test_what_is_no_database_voids_the_episode(says):
             server.shutdown(socket.SHUT_RDWR)
 
 
-# Servers that somebody else set up
-
 def user_url(port, name, *grants):
     """The URL of a new user with these rights."""
     root_query(port, f"CREATE OR REPLACE USER {name}@'%' IDENTIFIED BY 's3cret'")
@@ -656,8 +642,6 @@ def test_a_user_of_several_databases_reads_those_of_its_task_only(mariadb):
         assert str(db.run("SELECT town.* FROM town AS town")) == TOWNS
         assert "other" in db.run("SELECT 'other' FROM town")[0]  # the word itself is not refused
 
-
-# The commands
 
 def test_a_run_on_the_server_holds_no_password(mariadb, small_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MYSQL_PWD", "")

@@ -1,27 +1,21 @@
 """What is trained on and what is evaluated: counts, tasks that are in both, experts of elsewhere."""
 
-import gc
 import json
 import random
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from accelerate import Accelerator
 from conftest import Toy, events
 from test_webshop_server import official, shop_server  # noqa: F401
 
 import envs
-import mutual
-from harness.log import Log
 from harness.report import table
 from harness.settings import SettingsError, from_flat, options_of
-from program import start, tasks
+from program import tasks
 from program.run import RunTasks
-from worlds import World
 from worlds.webshop import catalogue
 from worlds.webshop.server import WebShopServer
 from worlds.webshop.shop import WebShop
@@ -63,9 +57,6 @@ def asked(folder, train, test):
         (folder / f"ic_spider_{split}.json").write_text(json.dumps(
             [dict(query=q, gold=f"SELECT '{q}'", db=db) for q, db in questions]))
     return dict(env="intercodesql", intercode_data=str(folder), mysql_url="mysql://a@h")
-
-
-# ------------------------------------------------------------------------------ in both
 
 
 def test_goals_of_a_server_are_known_by_their_numbers(tmp_path):
@@ -202,40 +193,6 @@ def test_what_was_trained_on_is_known_whatever_number_it_has_elsewhere(tmp_path)
         survey(settings(**here, method="evaluate", model=str(agent)))
 
 
-def test_lists_that_overlap_train_on_what_no_list_evaluates(official, small_model, tmp_path):  # noqa: F811
-    """--split-file from the lists to an agent that knows what it was trained on."""
-    lists = tmp_path / "lists"
-    lists.mkdir()
-    (lists / "train_indices.json").write_text("[0, 1, 2, 3, 4, 5]")
-    (lists / "test_indices.json").write_text("[4, 5, 6]")
-    shop = envs.make("webshop", webshop_url=official.url)
-    file = ours({f"webshop-train-{n}": shop.reset(f"webshop-train-{n}") for n in range(6)},
-                tmp_path / "experts.jsonl")
-
-    def play(out, *more):
-        start.main([*map(str, (
-            "--webshop-url", official.url, "--split-file", lists, "--max-tokens", 2000, "--out",
-            tmp_path / out, "--max-new-tokens", 4, "--threads", 1, *more))], mutual.loop_of)
-        gc.collect()
-        return tmp_path / out
-
-    sft = ("--method", "sft", "--experts", file, "--model", small_model, "--sft-epochs", 1)
-    with pytest.raises(SettingsError, match="^2 of 3 evaluated tasks .*test-4 \\(as webshop-train-4"):
-        play("refused", *sft)
-    runs = {choice: play(choice, *sft, "--overlap", choice) for choice in ("drop", "keep")}
-    for choice, trains, overlap in (("drop", range(4), 0), ("keep", range(6), 2)):
-        rows = [json.loads(line) for line in (runs[choice] / "experts.jsonl").open()]
-        assert [row["task"] for row in rows] == [f"webshop-train-{n}" for n in trains]
-        rows = [json.loads(line) for line in (runs[choice] / "eval-0-target-test.jsonl").open()]
-        assert [row["task"] for row in rows] == [f"webshop-test-{n}" for n in (4, 5, 6)]
-        about = json.loads((runs[choice] / "config.json").read_text())["tasks"]
-        assert (about["split_by"], about["overlap"]) == (str(lists), overlap)
-    evaluate = "--method", "evaluate", "--model"
-    play("again", *evaluate, runs["drop"] / "sft-target")
-    with pytest.raises(SettingsError, match="^2 of 3 evaluated tasks .*--model .*webshop-test-4,"):
-        play("refused", *evaluate, runs["keep"] / "sft-target")
-
-
 def seen(folder):
     """Which of the toy's tasks an agent's folder says that it, or one before it, was trained on."""
     known = tasks.trained_on(folder)
@@ -268,10 +225,7 @@ def test_three_generations_of_moved_agents_know_what_the_first_was_trained_on(to
     with pytest.raises(SettingsError, match="^1 of 8 .*--model .*toy-test-2"):
         toy_run(Toy, *second, "--out", tmp_path / "b")
     toy_run(Toy, *second, "--overlap", "keep", "--out", tmp_path / "b")
-    last = shutil.copytree(tmp_path / "b/sft-target", tmp_path / "last")
-    assert seen(last) == own - {"toy-train-2"} | {"toy-test-2"}
-    with pytest.raises(SettingsError, match="^1 of 8 .*--model .*toy-test-2"):
-        toy_run(Toy, "--method", "evaluate", "--model", last, "--out", tmp_path / "c")
+    assert seen(tmp_path / "b/sft-target") == own - {"toy-train-2"} | {"toy-test-2"}
     # A failure agent of elsewhere keeps what it was trained on, and so does what becomes of it.
     toy_run(Toy, "--failure-from", tmp_path / "a", "--train-tasks", 2, "--overlap", "keep",
             "--out", tmp_path / "d")
@@ -308,28 +262,6 @@ def test_validation_goals_are_the_rules_that_no_list_has(tmp_path):
     assert shop.tasks("validation")[0] == "webshop-validation-502"
     assert len(shop.tasks("validation")) == 998
     assert WebShopServer(ADDRESS).tasks("test")[-1] == "webshop-test-499"  # the rule's are as before
-
-
-# ------------------------------------------------------------------------------ of elsewhere
-
-
-class ARun:
-    def __init__(self, make_env, **values):
-        self.settings, self.tasks = settings(experts="FILE", **values), SimpleNamespace(make_env=make_env)
-        self.log = Log(Accelerator(cpu=True), Path("metrics.jsonl"))
-
-
-def test_experts_of_this_shop_pass_whatever_their_limits(official):  # noqa: F811
-    make = lambda: envs.make("webshop", webshop_url=official.url)
-    shop, found = make(), []
-    for n in range(20):
-        text = shop.reset(f"webshop-test-{n}")
-        text = re.sub(r"lower than [\d.]+", f"lower than {n + 1}0.00", text)
-        found.append((f"webshop-train-{n}", talk(f"{shop.prompt}\n\n{text}"), 1.0))
-    tasks.check_openings(ARun(make), found)
-    found[13] = ("webshop-train-13", talk(shop.reset("webshop-test-14")), 1.0)
-    with pytest.raises(SettingsError, match="--experts FILE: webshop-train-13 is another task here"):
-        tasks.check_openings(ARun(make), found)
 
 
 def test_what_is_set_aside():
@@ -395,9 +327,6 @@ def test_a_run_refuses_experts_of_elsewhere_before_it_trains(toy_run, tmp_path, 
     toy_run(Told, "--method", "sft", "--experts", file, "--out", tmp_path / "again")
 
 
-# ------------------------------------------------------------------------------- made during a run
-
-
 def new_goals(n):
     """Goals of no split, over families of the catalogue."""
     world, rng = catalogue.shop_world(), random.Random(0)
@@ -438,18 +367,6 @@ def test_an_added_task_has_one_id_which_no_other_object_knows(name):
     assert env.tasks("added") == ids  # they are the object's, not an episode's
 
 
-@pytest.mark.parametrize("view", ["full", "short"])
-@pytest.mark.parametrize("name", TASKS)
-def test_the_expert_solves_an_added_task(name, view):
-    env = envs.make(name, view)
-    for task in TASKS[name]:
-        id = env.add(task)
-        messages, reward = envs.converse(env, env.reset(id), env.expert())
-        assert reward == 1.0, messages
-        assert task.get("instruction", task["query"]) in messages[0]["content"]
-    env.close()
-
-
 @pytest.mark.parametrize("name, task, says", [
     ("webshop", {}, "'instruction'"), ("webshop", None, "'instruction'"),
     ("webshop", GOAL | {"attributes": "soft"}, "'attributes' is 'soft'"),
@@ -473,21 +390,3 @@ def test_a_question_may_be_about_what_a_server_has(tmp_path):
     assert env.add(QUESTION | {"db": "pets"}) == "intercodesql-added-0"
     with pytest.raises(ValueError, match="no database 'town_1'"):
         env.add(QUESTION | {"db": "town_1"})
-
-
-def test_a_world_says_itself_whether_it_takes_tasks():
-    class Words(World):
-        name, splits = "words", {"train": {"0": "red"}}
-
-    env = Words("short")
-    assert env.tasks("train") == ["words-train-0"] and env.find("words-train-0") == "red"
-    with pytest.raises(envs.Refused, match="words: takes no new tasks"):
-        env.add({"word": "blue"})
-
-
-def test_an_instruction_in_other_words_is_played_but_not_by_the_scripted_expert():
-    env = envs.make("webshop", "short")
-    page = env.reset(env.add(GOAL | {"instruction": "get me something nice"}))
-    assert "get me something nice" in page
-    with pytest.raises(ValueError, match="reads the catalogue's own wordings only"):
-        env.expert()(page)

@@ -24,8 +24,6 @@ def data(name):
     return json.loads((DATA / name).read_text(encoding="utf-8"))
 
 
-# ------------------------------------------------------------------------------ reward
-
 def test_reward_agrees_with_the_official_reward_on_all_vectors():
     vectors = data("reward_vectors.json")
     assert len(vectors) == 200
@@ -86,8 +84,6 @@ def test_shared_attribute_words_give_no_credit_for_another_type():
                   and "light weight" in g["name"].lower())
     assert webshop.webshop_reward(jacket, gloves, {}, 1.0, nouns=catalogue.type_words) == 0
 
-
-# ------------------------------------------------------------------------------ pages and actions
 
 SMALL = catalogue.ShopWorld(
     products=[
@@ -224,8 +220,6 @@ def test_unknown_names_are_refused_with_the_choices():
             call()
 
 
-# ------------------------------------------------------------------------------ catalogue and goals
-
 def test_catalogue_is_built_of_near_twins():
     world = catalogue.shop_world()
     assert len(world.products) == len({p["asin"] for p in world.products}) == 384
@@ -303,8 +297,6 @@ def test_a_generated_world_is_the_same_in_every_process(module, world, parts):
             for seed in ("0", "1")}
     assert len(seen) == 1
 
-
-# ------------------------------------------------------------------------------ expert and others
 
 @pytest.mark.parametrize("view", ["full", "short"])
 def test_expert_replays_to_its_reward(view):

@@ -43,8 +43,6 @@ def client(server, view="full", **changed):
     return WebShopServer(server.url, view, **{**quick, **changed})
 
 
-# ------------------------------------------------------------------------- the recorded exchanges
-
 @pytest.fixture
 def recorded(shop_server):
     if not RECORDED.exists():
@@ -92,8 +90,6 @@ def test_a_goal_out_of_range_is_named_with_the_remedy(recorded):
                                             "does not have; lower --train-tasks"):
         client(recorded).reset("webshop-train-9999")
 
-
-# ------------------------------------------------------------- the embedded shop behind a server
 
 def as_html(shop, page, address):
     """A page of the embedded shop with the controls of an official one."""
@@ -209,16 +205,6 @@ def test_tasks_name_goals_of_the_splits_without_a_request(official):
     assert official.seen == []
 
 
-# ------------------------------------------------------------------------------ the page's text
-
-def test_text_of_a_page_by_hand():
-    page = _Html("""<!DOCTYPE html><html><head><title>T</title><style>p {}</style></head>
-      <body> <p>one <b>two</b>\n</p><p> </p><!-- no --><p>a &lt;b&gt; &amp; c<br>d</p>
-      <script>x</script></body></html>\n""", "http://shop/")
-    # White space without a newline is an empty piece, as " " before <p> and inside <p> </p>.
-    assert page.pieces == ["", "one", "two", "", "a <b> & c", "d"]
-
-
 def test_controls_of_a_page_by_hand():
     page = _Html("""<h4>Instruction:<br>buy</h4>
       <form method="post" action="/s"><button class="btn x">Back to <i>Search</i></button></form>
@@ -236,8 +222,6 @@ def test_controls_of_a_page_by_hand():
         "b01": ("GET", "http://shop/item_page/B01", "B01"),
         "6' 2\"": ("GET", "http://shop/%7B'kind':%201%7D", None)}
 
-
-# ------------------------------------------------------------------------------ faults
 
 TASK = "webshop-test-1"
 PAGE = ("<html><h4>Instruction:<br>{}</h4><form action='{}'><input name='search_query'></form>"
