@@ -11,6 +11,7 @@ import time
 import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -274,7 +275,13 @@ TOY = ("--iterations", 1, "--sft-epochs", 1, "--dpo-epochs", 1, "--max-tokens", 
 
 
 @pytest.fixture
-def toy_run(small_model, tmp_path, monkeypatch):
+def no_garbage(monkeypatch):
+    """Accelerate collects it after each phase, which takes small runs half their time."""
+    monkeypatch.setattr("accelerate.utils.memory.gc", SimpleNamespace(collect=lambda: 0))
+
+
+@pytest.fixture
+def toy_run(small_model, tmp_path, monkeypatch, no_garbage):
     """toy_run(environment, *flags) runs co-evolution with it in tmp_path/run, here and now.
 
     toy_run.page(folder) is called at its end.
@@ -286,9 +293,7 @@ def toy_run(small_model, tmp_path, monkeypatch):
         import mutual
         from program import start
         try:
-            with monkeypatch.context() as patch:
-                patch.setattr("gc.collect", lambda: 0)  # accelerate's, after each phase
-                start.main([*map(str, small), *map(str, flags)], mutual.loop_of, run.page)
+            start.main([*map(str, small), *map(str, flags)], mutual.loop_of, run.page)
         except Exception as error:
             error.__context__ = None  # frames would hold the run's lock
             raise error.with_traceback(None)
@@ -298,6 +303,19 @@ def toy_run(small_model, tmp_path, monkeypatch):
 
     run.page = None
     return run
+
+
+@pytest.fixture
+def begin(small_model, tmp_path, monkeypatch, no_garbage):
+    """begin(world, out, **settings) -> a run that has not begun, in what world() makes."""
+    def start(world, out="run", /, **settings):
+        from harness.settings import Settings, check
+        from program.run import Run
+        monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(world()))
+        values = dict(model=str(small_model), out=str(tmp_path / out)) | settings
+        return Run(check(Settings(**values)), Accelerator(cpu=True))
+
+    return start
 
 
 class Loopback(ThreadingHTTPServer):

@@ -4,18 +4,16 @@ import gc
 import json
 
 import pytest
-from accelerate import Accelerator
 from conftest import KEY, ended, fork
 
 import coevolve
 import envs
 import mutual
 from harness import report
-from harness.settings import Settings, SettingsError, check
+from harness.settings import Settings, SettingsError
 from look.page import make_page
 from playing import endpoint as endpoints
 from program import start
-from program.run import Run
 
 ASKED = [dict(role="user", content="?")]
 
@@ -39,15 +37,13 @@ class Guess(envs.World):
 
 
 @pytest.fixture
-def run(endpoint, tmp_path, monkeypatch):
+def run(begin, endpoint, monkeypatch):
     """run(**settings) -> the finished run."""
-    monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(Guess()))
     monkeypatch.setattr(endpoints.time, "sleep", lambda seconds: None)
 
     def start(**changed):
-        values = dict(method="chat", model=endpoint.url, model_name="m", slots=1, examples=0,
-                      out=str(tmp_path / "run"))
-        found = Run(check(Settings(**{**values, **changed})), Accelerator(cpu=True))
+        found = begin(Guess, **dict(
+            method="chat", model=endpoint.url, model_name="m", slots=1, examples=0) | changed)
         coevolve.coevolve(found)
         return found
 

@@ -146,10 +146,6 @@ def test_the_second_system_holds_two_policies_and_plays_between_steps(folder, ca
     assert re.search(r"exploration +0\.0 M", printed) and "\nSFT " not in printed
     few = float(re.search(r"rollouts +([\d.]+) M", printed)[1])
     assert few / tokens["rollouts"] == pytest.approx(40 / 400, rel=2e-2)
-    plan_of(wide, "8xH100", *flags, "--explorer", "http://h/v1", "--explorer-model", "m")
-    printed = capsys.readouterr().out
-    assert "explorer: at most 4,000 episodes at its endpoint" in printed  # one a start task
-    assert re.search(r"exploration +0\.0 M", printed)
 
 
 @pytest.mark.parametrize("machine", ["8xB9000", "8", "x"])

@@ -9,7 +9,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import Toy, events, make_tokenizer
 from safetensors.torch import load_file
 from test_changing import ROOT, blocks, changes
@@ -19,8 +18,7 @@ import dpo
 import envs
 from baselines import ppo, rft
 from harness.files import read_jsonl
-from harness.settings import Settings, SettingsError, check
-from program.run import Run
+from harness.settings import Settings, SettingsError
 from training.models import load_model
 from training.pairs import preference_groups
 
@@ -46,18 +44,16 @@ class OneReply(envs.World):
         return lambda observation: "c"
 
 
-@pytest.fixture
-def run(small_model, tmp_path, monkeypatch):
-    """run(method, **settings) -> the finished run."""
-    monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(OneReply()))
-    monkeypatch.setattr("gc.collect", lambda: 0)  # accelerate's, after each phase: half the time
+SMALL = dict(iterations=1, train_tasks=TASKS, max_tokens=400, max_new_tokens=5, slots=8, rollouts=2,
+             sft_epochs=1, sft_lr=1e-4, dpo_epochs=2, dpo_batch=4, dpo_lr=1e-4, dpo_lr_later=1e-4,
+             temperature=1.5)
 
+
+@pytest.fixture
+def run(begin):
+    """run(method, **settings) -> the finished run."""
     def start(method, out="run", **changed):
-        values = dict(model=str(small_model), out=str(tmp_path / out), method=method, iterations=1,
-                      train_tasks=TASKS, max_tokens=400, max_new_tokens=5, slots=8, rollouts=2,
-                      sft_epochs=1, sft_lr=1e-4, dpo_epochs=2, dpo_batch=4, dpo_lr=1e-4,
-                      dpo_lr_later=1e-4, temperature=1.5)
-        r = Run(check(Settings(**{**values, **changed})), Accelerator(cpu=True))
+        r = begin(OneReply, out, **dict(SMALL, method=method) | changed)
         coevolve.coevolve(r)
         return r
 

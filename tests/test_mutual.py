@@ -28,10 +28,9 @@ import envs
 import mutual
 from engine.checkpoint import Checkpoint
 from harness import report
-from harness.settings import Settings, SettingsError, check
+from harness.settings import Settings, SettingsError
 from look.conversations import conversations
 from program import start
-from program.run import Run
 from program.tasks import marks, trained_on
 from worlds import Step, World, fields_of
 from worlds.intercodesql.world import InterCodeSQL
@@ -471,17 +470,13 @@ FEW = dict(max_tokens=400, max_new_tokens=4, slots=8, warm_start="none", start_t
 
 
 @pytest.fixture
-def run(small_model, tmp_path, monkeypatch):
+def run(begin):
     """run(method, **settings) -> the finished run."""
-    monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(Letters("short")))
-    monkeypatch.setattr("gc.collect", lambda: 0)  # accelerate's, after each phase
-
-    def start(method, out="run", **changed):
-        values = dict(FEW, model=str(small_model), out=str(tmp_path / out), method=method,
-                      grpo_steps=6, evaluate_every=1, grpo_lr=1e-4, grpo_temperature=1.5,
-                      explorer_temperature=1.5, expert_min_reward=0.0, picks=2,
-                      explorer_episodes=2, checkpoint_minutes=0)
-        r = Run(check(Settings(**{**values, **changed})), Accelerator(cpu=True))
+    def start(method, out="run", world=Letters, **changed):
+        r = begin(world, out, **dict(
+            FEW, method=method, grpo_steps=6, evaluate_every=1, grpo_lr=1e-4, grpo_temperature=1.5,
+            explorer_temperature=1.5, expert_min_reward=0.0, picks=2, explorer_episodes=2,
+            checkpoint_minutes=0) | changed)
         mutual.mutual(r)
         r.folder.lock.release()
         return r
@@ -753,9 +748,8 @@ class Vowels(Letters):
         return Step("thanks", sum(letter in "aeiou" for letter in reply[:8]) / 8, True)
 
 
-def test_forty_steps_teach_a_policy_what_pays(run, monkeypatch):
-    monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(Vowels("short")))
-    r = run("grpo", start_from="train", start_tasks=4, grpo_steps=40, evolve_every=40, step_tasks=4,
+def test_forty_steps_teach_a_policy_what_pays(run):
+    r = run("grpo", world=Vowels, start_from="train", start_tasks=4, grpo_steps=40, evolve_every=40, step_tasks=4,
             step_rollouts=6, max_new_tokens=6, slots=24, grpo_lr=3e-3,
             grpo_temperature=1.0, checkpoint_minutes=10)
     rewards = [e["reward"] for e in events(r, "grpo")]
@@ -809,7 +803,7 @@ def evolving(small_model, out, **changed):
 
     def work():
         sys.argv = ["coevolve.py"]
-        envs.make = lambda *_, **__: envs.Repaired(Letters("short"))
+        envs.make = lambda *_, **__: envs.Repaired(Letters())
         start.start([x for name, value in values.items() for x in (f"--{name}", str(value))],
                     mutual.loop_of, None)
 

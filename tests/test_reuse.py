@@ -7,20 +7,17 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from accelerate import Accelerator
 from conftest import ended, fork
 from test_coevolve import contents
-from test_methods import OneReply
+from test_methods import SMALL, OneReply
 
 import coevolve
-import envs
 import mutual
 from harness import files, report, reuse
 from harness.files import read_jsonl
 from harness.folder import Folder
 from harness.log import Log
-from harness.settings import AFTER_SFT, Settings, SettingsError, check
-from program.run import Run
+from harness.settings import AFTER_SFT, Settings, SettingsError
 from worlds import environment
 
 SHARED = ["experts.jsonl", "sft-target", "eval-0-target-test.jsonl", "sft-failure",
@@ -28,27 +25,19 @@ SHARED = ["experts.jsonl", "sft-target", "eval-0-target-test.jsonl", "sft-failur
 
 
 @pytest.fixture
-def begin(small_model, tmp_path, monkeypatch):
-    """begin(name, method, **settings) -> a run that has not begun, in tmp_path/study/name."""
-    monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(OneReply()))
-    monkeypatch.setattr("gc.collect", lambda: 0)
-    study = tmp_path / "study"
-    study.mkdir()
-
-    def start(name, method="coevolve", **changed):
-        values = dict(model=str(small_model), out=str(study / name), reuse=str(study), method=method,
-                      iterations=1, train_tasks=6, max_tokens=400, max_new_tokens=5, slots=8,
-                      sft_epochs=1, sft_lr=1e-4, dpo_epochs=1, dpo_batch=4, temperature=1.5)
-        return Run(check(Settings(**{**values, **changed})), Accelerator(cpu=True))
-
-    return start
+def study(begin, tmp_path):
+    """study(name, method, **settings) -> a run that has not begun, in tmp_path/study/name."""
+    folder = tmp_path / "study"
+    folder.mkdir()
+    return lambda name, method="coevolve", **changed: begin(OneReply, f"study/{name}", **dict(
+        SMALL, reuse=str(folder), method=method, dpo_epochs=1, rollouts=1) | changed)
 
 
 @pytest.fixture
-def play(begin):
+def play(study):
     """The same, finished."""
     def finish(*args, **more):
-        run = begin(*args, **more)
+        run = study(*args, **more)
         coevolve.coevolve(run)
         (run.folder.path / "result.json").write_text(json.dumps(report.result(run.folder.path)))
         run.folder.close()
@@ -130,7 +119,7 @@ def test_lists_of_tasks_are_compared_by_what_they_say(play, tmp_path):
         assert taken(play(split, "sft", **lists(f"other-{split}", **{split: [["boil", 3]]}))) == []
 
 
-def test_code_model_and_files_that_have_changed_prevent_it(play, begin, monkeypatch, tmp_path,
+def test_code_model_and_files_that_have_changed_prevent_it(play, study, monkeypatch, tmp_path,
                                                            small_model):
     rows = [dict(task=f"one-train-{n}", reward=1.0, messages=[
         dict(role="user", content=f"say something, train-{n}"),
@@ -173,7 +162,7 @@ def test_what_somebody_has_changed_is_made_again(play, damage):
     assert without_marks(second) == without_marks(play("c", "sft", reuse=None))
 
 
-def test_a_run_killed_after_it_took_a_phase_goes_on_to_the_same_result(play, begin, monkeypatch):
+def test_a_run_killed_after_it_took_a_phase_goes_on_to_the_same_result(play, study, monkeypatch):
     """Stopped before the log, after it, and before the phase is recorded."""
     play("a", "sft")
     expected = without_marks(play("whole", "eto"))
@@ -190,7 +179,7 @@ def test_a_run_killed_after_it_took_a_phase_goes_on_to_the_same_result(play, beg
                 return done
 
             patch.setattr(target, at, dies)
-            run = begin(at, "eto")
+            run = study(at, "eto")
             with pytest.raises(KeyboardInterrupt):
                 coevolve.coevolve(run)
             run.folder.lock.release()
@@ -210,9 +199,9 @@ def test_of_runs_that_start_together_one_makes_a_phase(play, tmp_path):
     assert [without_marks(run) for run in runs] == [alone] * 2
 
 
-def test_the_shared_phases_read_no_setting_that_is_said_not_to_matter(begin):
+def test_the_shared_phases_read_no_setting_that_is_said_not_to_matter(study):
     """A run whose settings note what is read of them."""
-    read, run = set(), begin("a")
+    read, run = set(), study("a")
 
     class Noting:
         def __init__(self, settings):
@@ -235,19 +224,19 @@ def test_the_shared_phases_read_no_setting_that_is_said_not_to_matter(begin):
     assert {*AFTER_SFT} <= {f.name for f in fields(Settings)}
 
 
-def test_a_folder_that_is_not_there_is_refused(begin):
+def test_a_folder_that_is_not_there_is_refused(study):
     with pytest.raises(SettingsError, match="--reuse .*nowhere: there is no such folder"):
-        begin("a", reuse="nowhere")
+        study("a", reuse="nowhere")
 
 
-def test_runs_of_mutual_take_what_the_other_methods_made(play, begin):
+def test_runs_of_mutual_take_what_the_other_methods_made(play, study):
     play("a", "sft")
-    run = begin("b", "grpo", start_from="train", start_tasks=6, grpo_steps=1, step_tasks=2,
+    run = study("b", "grpo", start_from="train", start_tasks=6, grpo_steps=1, step_tasks=2,
                 step_rollouts=2)
     mutual.mutual(run)
     assert taken(run) == SHARED[:3] and [*phases(run)][3:] == [
         "iter0/tasks.jsonl", "iter1/target-agent", "eval-1-target-test.jsonl"]
-    run = begin("c", "grpo", warm_start="none", start_from="train", start_tasks=6, grpo_steps=1,
+    run = study("c", "grpo", warm_start="none", start_from="train", start_tasks=6, grpo_steps=1,
                 step_tasks=2, step_rollouts=2)
     mutual.mutual(run)
     assert taken(run) == []

@@ -360,12 +360,3 @@ def test_an_invalid_action_asks_the_server_nothing(official):
     for action in ["click[Search]", "click[Buy Now]", " search[lamp]", ""]:
         assert shop.step(action) == envs.Step(page, 0.0, False)
     assert len(official.seen) == 1
-
-
-def test_a_server_that_slows_down_is_reported_once(official, capfd):
-    for _ in range(2):
-        shop = client(official)
-        shop.slow = 0.0
-        episode(shop, TASK, catalogue.shop_expert(True))
-    line, = capfd.readouterr().err.splitlines()
-    assert official.url in line and "Restart it before the next run" in line
