@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -123,6 +124,7 @@ def fork(work, said, **environment) -> int:
         sys.stdout, sys.stderr = open(1, "w"), open(2, "w")
         os.environ.update(environment)
         AcceleratorState._reset_state(reset_partial_state=True)
+        tqdm.set_lock(threading.RLock())  # the shared one stays locked if its holder is killed
         work()
         sys.stdout.flush()
         os._exit(0)

@@ -164,7 +164,7 @@ def contents(run):
     for path in sorted(run.rglob("*")):
         name = str(path.relative_to(run))
         if path.is_file() and name not in ("lock", "config.json", "phases.json", "curves.png",
-                                            "curves.svg", "run.html", "moments.pt"):
+                                            "curves.svg", "run.html"):
             files[name] = path.read_bytes()
     logged = [json.loads(line) for line in files.pop("metrics.jsonl").splitlines()]
     for event in logged:
