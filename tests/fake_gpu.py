@@ -1,17 +1,20 @@
 """One rank of several GPUs on tensors without data: what training allocates and waits for.
 
-    PYTHONPATH=. LD_PRELOAD=guard.so python tests/fake_gpu.py
+    PYTHONPATH=. LD_PRELOAD=guard.so python tests/fake_gpu.py MODEL LAYERS RANKS TOKENS SHARE PASS  (0: all layers)
 
 guard.so (of guard.cpp) lets tensors "on cuda" take part in autograd where torch was built without
 CUDA. Sizes and dtypes are torch's own; attention is the kernel that torch chooses on an H100
-without cuDNN. Three layers of Qwen3-4B at full width on a rank of eight; two optimiser steps of two
-passes of 8,192 tokens, trajectories of 2,048, half of them in replies. Prints JSON.
+without cuDNN. Two optimiser steps of two passes; trajectories of TOKENS, a SHARE of them in
+replies, so many that a rank has PASS in a pass. Prints JSON.
 """
 
 import contextlib
 import functools
 import json
+import sys
+import traceback
 from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,9 +31,12 @@ import dpo
 from engine import sharding
 from program import dry_run
 
+ROOT = Path(__file__).parent.parent
 MODELS = {
     "llama2-7b": (LlamaConfig, dict(num_hidden_layers=32, hidden_size=4096, vocab_size=32000,
                                     intermediate_size=11008, num_attention_heads=32)),
+    "llama2-13b": (LlamaConfig, dict(num_hidden_layers=40, hidden_size=5120, vocab_size=32000,
+                                     intermediate_size=13824, num_attention_heads=40)),
     "qwen3-4b": (Qwen3Config, dict(num_hidden_layers=36, hidden_size=2560, vocab_size=151936,
                                    intermediate_size=9728, num_attention_heads=32, head_dim=128,
                                    num_key_value_heads=8, tie_word_embeddings=True))}
@@ -70,8 +76,8 @@ def tolist(self):
 
 
 class Host(TorchDispatchMode):
-    """What the host waits for."""
-    waits = Counter()
+    """What the host waits for, and what mixes tensors of both devices."""
+    waits, mixed = Counter(), Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -83,6 +89,11 @@ class Host(TorchDispatchMode):
         devices = {t.device.type for t in leaves}
         if devices == {"cpu"} and out is not None and out.device.type == "cuda":
             self.waits["to the device"] += 1
+        elif len(devices) > 1 and out.device.type == "cuda":
+            frame = next(f for f in reversed(traceback.extract_stack())
+                         if str(ROOT) in f.filename and ".venv" not in f.filename
+                         and f.filename != __file__)
+            self.mixed[f"{function} {frame.filename}:{frame.lineno}"] += 1
         return result
 
 
@@ -122,24 +133,28 @@ class Rank:
         self.num_processes = ranks
 
 
-def main(ranks=8, tokens=2048, tokens_of_pass=8192):
+def trajectories(count: int, tokens: int, share: float) -> list[dpo.Trajectory]:
+    written = int(share * tokens)
+    mask = [0] * (tokens - written) + [1] * written
+    return [dpo.Trajectory(ids=[n] * tokens, action_mask=mask) for n in range(count)]
+
+
+def main(name, layers, ranks, tokens, share, tokens_of_pass):
     pretend()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     mesh = sharding.init_device_mesh("cuda", (ranks,))
     sharding.init_device_mesh = lambda *_, **__: mesh  # made of real numbers
     dist.broadcast_object_list = lambda *_, **__: None
-    accelerator, (kind, sizes) = Rank(ranks), MODELS["qwen3-4b"]
-    config = kind(**sizes | dict(num_hidden_layers=3))
-    per_rank, half = tokens_of_pass // tokens, tokens // 2
-    sides = [dpo.Trajectory(ids=[n] * tokens, action_mask=[0] * half + [1] * half)
-             for n in range(per_rank * ranks * 2)]
+    accelerator, (kind, sizes) = Rank(ranks), MODELS[name]
+    config = kind(**sizes | (dict(num_hidden_layers=layers) if layers else {}))
+    per_rank = tokens_of_pass // tokens
+    sides = trajectories(per_rank * ranks * 2, tokens, share)
     batch = [dpo.Group(str(n), [a, b], [dpo.Pair("k", 0, 1)], [-10.0] * 2)
              for n, (a, b) in enumerate(zip(sides[::2], sides[1::2]))]
     build = functools.partial(AutoModelForCausalLM.from_config, config,
                               attn_implementation="ragged")
     with FakeTensorMode():
-        planned = dry_run.training_memory(
-            build(dtype=torch.bfloat16), sides[:per_rank], ranks, True)
+        planned = dry_run.training_memory(build(dtype=torch.bfloat16), sides[:per_rank], ranks, True)
     with FakeTensorMode(), Memory([]) as memory, Host():
         model = sharding.shard_model(accelerator, build(dtype=torch.float32), True, True)
         memory.peak = memory.now
@@ -147,8 +162,10 @@ def main(ranks=8, tokens=2048, tokens_of_pass=8192):
         dpo.fit(accelerator, model, [[batch, batch]], dpo.Objective(
             functools.partial(dpo.preference_loss, beta=0.1), dpo.count_pairs), dpo.Optimisation(
                 1e-6, 0.0, "constant", 0.0, 1.0, tokens_of_pass), lambda event: None)
-    print(json.dumps(dict(peak=memory.peak, planned=sum(planned.values()), waits=Host.waits)))
+    print(json.dumps(dict(peak=memory.peak, planned=sum(planned.values()), parts=planned,
+                          mixed=Host.mixed, waits=Host.waits)))
 
 
 if __name__ == "__main__":
-    main()
+    name, layers, ranks, tokens, share, of_pass = sys.argv[1:]
+    main(name, int(layers), int(ranks), int(tokens), float(share), int(of_pass))

@@ -100,6 +100,18 @@ def test_the_papers_models_fit_eight_gpus_and_a_7b_model_not_one(folder, capsys)
     assert "4.02 B parameters on 1 x H200" in capsys.readouterr().out
 
 
+def test_a_buffer_of_failures_is_planned_for_as_it_is_in_the_last_iteration(folder, capsys):
+    """Three iterations of two rollouts: six trajectories in a pass, so three on each of two GPUs,
+    and 1 + 2 + 3 times two read; without it an expert and two, and three times two."""
+    small, read = folder("small"), {}
+    for d_fail, tokens in (("all", 2 * 4096), ("buffer", 3 * 4096)):
+        plan_of(small, "2xH100", "--iterations", "3", "--d-fail", d_fail, "--tokens-per-forward", "99")
+        printed = capsys.readouterr().out
+        assert f"activations of {tokens:,} tokens" in printed
+        read[d_fail] = float(re.search(r"preferences +([\d.]+) M", printed)[1])
+    assert read["buffer"] / read["all"] == pytest.approx((3 * 3 + 12) / (3 * 3 + 6), rel=1e-2)
+
+
 def test_what_explores_again_and_steps_that_are_asked_for_are_planned(folder, tmp_path, capsys,
                                                                      monkeypatch):
     """Two agents of one rollout each, and the failure agent once more; a step of 32 pairs reads 64

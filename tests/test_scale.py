@@ -134,12 +134,15 @@ def guard(tmp_path_factory):
     return dict(LD_PRELOAD=str(library), LD_LIBRARY_PATH=f"{root}/lib", OMP_NUM_THREADS="1", PYTHONPATH=".")
 
 
-def test_a_rank_of_eight_takes_the_planned_memory_and_waits_seldom(guard):
+@pytest.mark.parametrize("model, share", [("llama2-7b", 0.2), ("qwen3-4b", 0.5)])
+def test_a_rank_of_eight_takes_the_planned_memory_and_waits_seldom(guard, model, share):
+    """Three layers at full width, two steps of two passes of 8,192 tokens each."""
     done = subprocess.run(
-        [sys.executable, "tests/fake_gpu.py"], cwd=Path(__file__).parents[1],
-        env=os.environ | guard, capture_output=True, text=True)
+        [sys.executable, "tests/fake_gpu.py", model, "3", "8", "2048", str(share), "8192"],
+        cwd=Path(__file__).parents[1], env=os.environ | guard, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
+    assert found["mixed"] == {}
     assert found["planned"] == pytest.approx(found["peak"], rel=0.05)
     waits = found["waits"]  # loss and statistics of four passes; the gradient's norm of two steps
     assert waits["tolist"] == 4 and waits["item"] == 4 + 2 and waits["to the device"] <= 4 * 20
