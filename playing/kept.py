@@ -15,7 +15,7 @@ import envs
 from dpo import Trajectory
 from harness import files
 
-CHUNK = 8      # episodes of a slot in a chunk; what that costs is in docs/speed.md [ours]
+CHUNK = 8      # episodes of a slot in a chunk [ours]
 LOOKED_AT = 8  # kept episodes that are begun again, to see if it is still their world [ours]
 
 
