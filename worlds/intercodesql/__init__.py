@@ -35,9 +35,10 @@ class Options(Published):
         # fresh seeds 3 to 5: 0.40 to 0.41 and 0.43.
         "tiny": dict(train_tasks=100, rollouts=4, max_tokens=512, max_new_tokens=48, slots=64,
                      sft_epochs=4, sft_lr=3e-4, dpo_lr=3e-5, dpo_lr_later=3e-5, grpo_lr=1e-4,
-                     grpo_kl=0.2, start_from="train", rejected_ends="leave out"),
+                     grpo_kl=0.2, start_from="train", rejected_ends="leave out", lambda_sft=2.0),
         "smollm2": dict(start_from="train", start_tasks=40, iterations=3, train_tasks=120,
                         eval_tasks=100, dpo_epochs=2, rollouts=2, view="short", max_tokens=768,
+                        rejected_ends="leave out",
                         max_new_tokens=144,  # a gold query of InterCode's has up to 132
                         tokens_per_forward=1024),
         "smollm2 eto": dict(view="full", rollouts=1, max_tokens=3072, gradient_checkpointing="on"),
