@@ -26,7 +26,6 @@ from playing.episodes import play, usable_rollouts
 from program.run import Run
 from training import margins
 from training.pairs import preference_groups
-from training.trainer import failure_agent_of
 
 # ----------------------------------------------------------------------------------- the loop
 
@@ -118,7 +117,7 @@ def train_sft(run: Run, out: Path, agent: str, i: int = 0) -> dict:
     """The base model fine-tuned on the experts' action tokens, Eq. (3)-(5)."""
     s, rng = run.settings, run.rng("sft", agent, *([i] if i else []))
     if agent == "failure" and s.failure_from:
-        run.trainer.copy(failure_agent_of(s, run.trainer.base), out)
+        run.trainer.copy(run.trainer.failure_agent(), out)
         return {}
     groups = [dpo.Group(e.task, [e]) for e in run.folder.trajectories(
         f"iter{i}/experts.jsonl" if i else "experts.jsonl")]
@@ -193,7 +192,8 @@ def train_preferences(run: Run, out: Path, agent: str, i: int) -> dict:
     # log pi_ref(e|u) of every trajectory, once, by the same forward pass as log pi
     reference = before if s.reference == "phase" else first
     model = trainer.load(reference)
-    trainer.add_reference(model, groups)
+    for g, log_probs in zip(groups, trainer.log_probs(model, groups)):
+        g.reference = log_probs
     if reference != before:
         del model  # one at a time in memory
         model = trainer.load(before)

@@ -302,14 +302,6 @@ def log_probs_of(accelerator, model, groups: list[Group], tokens_per_forward: in
     return ranks.over_sequences(accelerator, model, groups, tokens_per_forward, read, progress)
 
 
-def add_reference(accelerator, model, groups: list[Group], tokens_per_forward: int,
-                  progress=None) -> None:
-    """Sets every group's reference log-probabilities to those of `model`, once per phase."""
-    found = log_probs_of(accelerator, model, groups, tokens_per_forward, progress)
-    for g, log_probs in zip(groups, found):
-        g.reference = log_probs
-
-
 # ------------------------------------------------------------------------------ optimiser loop
 
 

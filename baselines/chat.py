@@ -12,7 +12,7 @@ from playing.conversation import ContextFull
 from playing.endpoint import Endpoint
 from playing.episodes import play_at_endpoint
 from program.run import Run
-from program.tasks import check_openings, marks
+from program.tasks import marks
 
 
 def play(run: Run, trajectories: list[Trajectory]) -> tuple[list[Trajectory], dict]:
@@ -60,7 +60,7 @@ def examples(run: Run) -> list[dict]:
     for task, messages, reward in experts:
         if reward >= envs.SUCCESS and not marks(env, task) & evaluated:
             if s.experts:
-                check_openings(run, [(task, messages, reward)])
+                run.tasks.check_openings([(task, messages, reward)])
             found.append(messages)
         if len(found) == s.examples:
             break

@@ -182,7 +182,8 @@ def step_rows(share: str, instructions: int, length: int, actions: int, repeats:
     groups = make_groups(instructions, length, actions, common)
     pairs = dpo.count_pairs(groups)
     ours, other = make_model("ragged"), make_model("sdpa")
-    dpo.add_reference(accelerator, ours, groups, 4096)
+    for g, found in zip(groups, dpo.log_probs_of(accelerator, ours, groups, 4096)):
+        g.reference = found
     for g in groups:  # margins other than 0
         g.reference = [log_prob + n for n, log_prob in enumerate(g.reference)]
     loss = dpo.preference_loss(ours, groups, beta=BETA)[0] / pairs

@@ -71,7 +71,8 @@ def training(config, accelerator, length: int, steps: int) -> list[tuple[str, st
     predicted = sum(dry_run.training_memory(empty, longest.sequences, 1, True).values())
     model = sharding.shard_model(accelerator, build(config, torch.float32, device), True,
                                  recompute=True)
-    dpo.add_reference(accelerator, model, groups, 1)
+    for g, found in zip(groups, dpo.log_probs_of(accelerator, model, groups, 1)):
+        g.reference = found
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     fit(accelerator, model, [groups[2 * i:2 * i + 2] for i in range(steps)], 1, events.append)

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 
 import mutual
 from harness.settings import parse
-from program.run import Run
+from program.start import open_run
 
 KINDS = ("another's", "turned round", "?")
 TURNS = {"lower": "higher", "above": "below", "below": "above", "highest": "lowest",
@@ -26,7 +26,7 @@ env, agent = sys.argv[1:]
 with tempfile.TemporaryDirectory() as folder:
     s = parse(f"--env {env} --method evolve --warm-start none --start-tasks 200 --verify false "
               f"--solve-check 8 --threads 1 --out {folder}".split())
-    run = Run(replace(s, model=agent), Accelerator())
+    run = open_run(replace(s, model=agent), Accelerator())
     generator, rng, rows = run.tasks.task_generator(), random.Random(0), []
     field = "instruction" if env == "webshop" else "query"
     while len(rows) < 200:

@@ -10,14 +10,27 @@ from contextlib import suppress
 from dataclasses import replace
 
 import torch
+from accelerate import Accelerator
 from transformers.utils.logging import disable_progress_bar
 
 import envs
 from engine.checkpoint import Damaged
-from harness import files, report
-from harness.settings import SettingsError, parse, without_passwords
+from harness import files, report, reuse
+from harness.folder import Folder
+from harness.settings import (
+    EVOLVING,
+    Settings,
+    SettingsError,
+    is_endpoint,
+    parse,
+    tokens_per_forward,
+    without_passwords,
+)
+from playing.endpoint import explorer_of
 from program.run import Run
+from program.tasks import RunTasks, trains
 from training.models import check_model, make_accelerator
+from training.trainer import Trainer
 
 
 def start(argv: list[str], loop_of, page) -> None:
@@ -56,11 +69,43 @@ def main(argv: list[str], loop_of, page=None) -> None:
     accelerator = make_accelerator(settings)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(settings.threads or max(1, cores // accelerator.num_processes))
-    run = Run(settings, accelerator)
+    run = open_run(settings, accelerator)
     loop_of(settings.method)(run)
     if run.main:
         finish(run, page)
     run.folder.close()
+
+
+def open_run(settings: Settings, accelerator: Accelerator) -> Run:
+    """The run of these settings, new or to go on; SettingsError if the folder cannot be its. The
+    base model, which may take minutes, comes last."""
+    s = replace(settings, tokens_per_forward=tokens_per_forward(
+        settings, accelerator.device.type == "cuda"))
+    folder = Folder(s, accelerator)
+    tasks = RunTasks(s, folder)
+    if folder.main:  # alone: a WebShop server must not load its catalogue twice at once
+        if not (folder.path / "result.json").exists():
+            ask_explorer(s, folder.log)
+        folder.take()
+        tasks.try_out()
+    accelerator.wait_for_everyone()
+    before = folder.find_earlier()
+    if s.experts and trains(s) and "experts.jsonl" not in folder.phases:
+        folder.on_main(lambda: tasks.check_openings(tasks.experts()))
+    trainer = Trainer(s, folder, tasks)
+    folder.record(before, trainer.identity, tasks.about)
+    folder.ingredients = folder.on_main(lambda: reuse.ingredients(
+        folder, trainer.identity, [trainer.shard, trainer.recompute]))
+    accelerator.wait_for_everyone()
+    return Run(s, accelerator, folder, tasks, trainer)
+
+
+def ask_explorer(s: Settings, log) -> None:
+    """A word of the explorer's endpoint: address, name, key and temperature are tried."""
+    if s.method in EVOLVING and is_endpoint(s.explorer):
+        _, took = explorer_of(s)([{"role": "user", "content": "Answer with: ok"}], tries=4)
+        log.say(f"explorer: {s.explorer_model} answers; tokens: {took['prompt_tokens']} read, "
+                f"{took['completion_tokens']} written")
 
 
 def finish(run: Run, page) -> None:

@@ -1,5 +1,6 @@
 """What a run trains on and what it evaluates: counted and compared before any phase."""
 
+import json
 import re
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -7,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 
 import envs
-from harness.files import hashed, read_object
-from harness.settings import Settings, SettingsError
+from harness.files import hashed, made_tasks, read_object, write_text
+from harness.settings import Settings, SettingsError, options_of
 
 TRAINED_ON = "trained_on.json"  # in an agent's folder
 
@@ -145,21 +146,89 @@ def trained_on(folder) -> set[str]:
     return {*read_object(file)["marks"]} if file.exists() else set()
 
 
-def check_openings(run, experts: list[tuple[str, list[dict], float]]) -> None:
-    """SettingsError at the first expert whose task opens otherwise here than in its conversation:
-    its id means another task here, of another catalogue, other data, other lists."""
-    lost = envs.LostEpisodes(len(experts))
-    with (closing(run.tasks.make_env()) as env,
-          run.log.bar("openings of experts", len(experts), "task") as progress):
-        for task, messages, _ in experts:
-            try:
-                apart = envs.opens_otherwise(env, messages, env.reset(task))
-                lost.answered()
-            except envs.EnvError as error:
-                apart = lost.add(error)
-            if apart:
-                raise SettingsError(
-                    f"--experts {run.settings.experts}: {task} is another task here. It opens "
-                    f"there | here: {apart[0]!r} | {apart[1]!r}; give the environment and the "
-                    "--view that these experts were made in, or experts of this one")
-            progress.update()
+class RunTasks:
+    """A run's environment, its splits, and the tasks that were made during the run."""
+
+    def __init__(self, settings: Settings, folder):
+        self.settings, self.folder = settings, folder
+        self.tried_on = []  # proposals that the running phase plays
+        with closing(self.make_env()) as env:
+            found = survey(settings, env)  # what a run lacks shows at once
+        self.splits, self.about = found.splits, found.about
+        self.training, self.left_out, self.tried = found.training, found.left_out, found.tried
+        folder.log.say(found.counts)
+
+    def try_out(self) -> None:
+        """Begins an episode of each kind, so that an environment's faults show at once."""
+        with closing(self.make_env()) as env:
+            env.waits = ()
+            for task in self.tried:
+                env.reset(task)
+
+    def make_env(self):
+        """An environment with the tasks that were made during the run."""
+        s = self.settings
+        env = envs.make(s.env, s.view, **options_of(s))
+        for task in [*(row["task"] for row in self.added()), *self.tried_on]:
+            env.add(task)
+        return env
+
+    def experts(self) -> list[tuple[str, list[dict], float]]:
+        """(task, messages, reward) of --experts FILE, without those of evaluated tasks."""
+        s = self.settings
+        with closing(self.make_env()) as env:
+            return [e for e in envs.read_experts(s.experts, env)[:s.train_tasks or None]
+                    if e[0] not in self.left_out]
+
+    def check_openings(self, experts: list[tuple[str, list[dict], float]]) -> None:
+        """SettingsError at the first expert whose task opens otherwise here than in its
+        conversation: its id means another task here, of another catalogue, data or lists."""
+        lost = envs.LostEpisodes(len(experts))
+        with (closing(self.make_env()) as env,
+              self.folder.log.bar("openings of experts", len(experts), "task") as progress):
+            for task, messages, _ in experts:
+                try:
+                    apart = envs.opens_otherwise(env, messages, env.reset(task))
+                    lost.answered()
+                except envs.EnvError as error:
+                    apart = lost.add(error)
+                if apart:
+                    raise SettingsError(
+                        f"--experts {self.settings.experts}: {task} is another task here. It opens "
+                        f"there | here: {apart[0]!r} | {apart[1]!r}; give the environment and the "
+                        "--view that these experts were made in, or experts of this one")
+                progress.update()
+
+    def added(self) -> list[dict]:
+        return made_tasks(self.folder.path, self.folder.phases)
+
+    def add(self, out: Path, tasks: list[dict], left: list[str]) -> list[str]:
+        """Writes a phase's tasks.jsonl: from then on every environment of the run has them too.
+        Their ids; left: those that nobody trains on any more. ValueError, naming what is wrong, for
+        one that the environment refuses."""
+        with closing(self.make_env()) as env:
+            ids = [env.add(task) for task in tasks]
+        self.folder.write_jsonl(out, [*(dict(id=id, task=task) for id, task in zip(ids, tasks)),
+                                      *(dict(id=id, left=True) for id in left)])
+        return ids
+
+    def record(self, before, out: Path) -> None:
+        """Writes into an agent's folder what it and `before`, from which it came, were trained on:
+        later runs refuse to evaluate it on that, wherever the folder has been moved."""
+        with closing(self.make_env()) as env:
+            own = [*self.training, *(row["id"] for row in self.added())]
+            known = trained_on(before).union(*(marks(env, task) for task in own))
+        write_text(out / TRAINED_ON, json.dumps(dict(marks=sorted(known))))
+
+    def of_split(self, split: str) -> list[str]:
+        """The evaluated tasks of a split."""
+        with closing(self.make_env()) as env:
+            return env.tasks(split)[:self.settings.eval_tasks or None]
+
+    def definitions(self, tasks: list[str]) -> list:
+        with closing(self.make_env()) as env:
+            return [env.find(task) for task in tasks]
+
+    def task_generator(self):
+        """Who makes tasks in an environment of its own; see `worlds/`."""
+        return self.make_env().task_generator()

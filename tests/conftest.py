@@ -312,10 +312,10 @@ def begin(small_model, tmp_path, monkeypatch, no_garbage):
     """begin(world, out, **settings) -> a run that has not begun, in what world() makes."""
     def start(world, out="run", /, **settings):
         from harness.settings import Settings, check
-        from program.run import Run
+        from program.start import open_run
         monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(world()))
         values = dict(model=str(small_model), out=str(tmp_path / out)) | settings
-        return Run(check(Settings(**values)), Accelerator(cpu=True))
+        return open_run(check(Settings(**values)), Accelerator(cpu=True))
 
     return start
 

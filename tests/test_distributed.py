@@ -46,7 +46,8 @@ def train(accelerator, folder, shard, name, stop=0):
     if shard:
         local = sum(p.to_local().numel() for p in model.parameters())
         assert local * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) < 1.3 * sum(p.numel() for p in model.parameters())
-    dpo.add_reference(accelerator, model, groups, 40)
+    for g, found in zip(groups, dpo.log_probs_of(accelerator, model, groups, 40)):
+        g.reference = found
 
     def note(event):
         log.append(event)
@@ -189,7 +190,8 @@ def test_passes_in_bf16_move_fp32_weights(shard):
             weights="float32", gradients="float32", moments="float32",
             compute="float32" if precision == "no" else "bfloat16")
         groups, seen = [group(str(i), seed=i) for i in range(3)], set()
-        dpo.add_reference(accelerator, model, groups, 1000)
+        for g, found in zip(groups, dpo.log_probs_of(accelerator, model, groups, 1000)):
+            g.reference = found
         head = model.get_output_embeddings()
         head.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
         loss = partial(dpo.preference_loss, beta=0.1)

@@ -172,7 +172,7 @@ def group(task="a", seed=0, pairs=None):
 
 def test_identical_policy_and_reference_give_ln2():
     model, g = make_model(VOCABULARY), group()
-    dpo.add_reference(Accelerator(cpu=True), model, [g], tokens_per_forward=20)
+    [g.reference] = dpo.log_probs_of(Accelerator(cpu=True), model, [g], tokens_per_forward=20)
     loss, statistics = dpo.preference_loss(model, [g], beta=0.1)
     assert loss.item() == pytest.approx(math.log(2) * (0.5 + 0.5 + 1.0), abs=1e-12)
     assert statistics["failure>failure"][3] == pytest.approx(0, abs=1e-12)
@@ -285,7 +285,7 @@ def test_training_drops_nothing_whatever_the_models_config_says():
         once, again = (dpo.action_log_probs(model, g.sequences) for _ in range(2))
     assert torch.equal(once, again)
     assert vars(model.config).items() >= options.items()  # which is saved with the agent
-    dpo.add_reference(accelerator, model, [g], tokens_per_forward=100)
+    [g.reference] = dpo.log_probs_of(accelerator, model, [g], tokens_per_forward=100)
     dpo.fit(accelerator, model, [[[g]]],
             dpo.Objective(partial(dpo.preference_loss, beta=0.1), dpo.sum_weights), adamw(),
             log.append)

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import dpo
 from harness.settings import Settings, SettingsError
-from program.run import Run
+from program.start import open_run
 from training import models, smollm2
 
 ABSENT = "SmolLM2 is not here; `bash run.sh webshop --model smollm2 --quick` makes its folder"
@@ -111,7 +111,7 @@ def test_what_a_killed_process_left_goes_and_what_is_damaged_is_said(tmp_path, m
     s = Settings(env="intercodesql", view="short", model="smollm2", method="evaluate",
                  eval_tasks=1, out=str(tmp_path / "run"))
     with pytest.raises(SettingsError, match="smollm2: .*config.json.* delete this folder"):
-        Run(s, Accelerator(cpu=True))  # it is empty
+        open_run(s, Accelerator(cpu=True))  # it is empty
 
 
 @pytest.mark.parametrize("has, model, flag, expected", [

@@ -15,7 +15,6 @@ import envs
 from harness.report import table
 from harness.settings import SettingsError, from_flat, options_of
 from program import tasks
-from program.run import RunTasks
 from worlds.webshop import catalogue
 from worlds.webshop.server import WebShopServer
 from worlds.webshop.shop import WebShop
@@ -145,7 +144,7 @@ def trained(folder, names, env=None, before="tiny", added=()):
         return world
 
     folder.mkdir(parents=True)
-    RunTasks.record(SimpleNamespace(training=names, added=lambda: added, make_env=make_env),
+    tasks.RunTasks.record(SimpleNamespace(training=names, added=lambda: added, make_env=make_env),
                     before, folder)
     return folder
 

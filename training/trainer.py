@@ -44,7 +44,7 @@ class Trainer:
         s = self.settings
         models.check_model(self.base, s.max_tokens)
         if s.failure_from and "sft-failure" not in self.folder.phases:
-            failure_agent_of(s, self.base)  # if it cannot be used, it is said now
+            self.failure_agent()  # if it cannot be used, it is said now
         if self.folder.phases:
             return
 
@@ -83,10 +83,6 @@ class Trainer:
         with self.log.bar("log-probabilities", sum(g.tokens for g in groups), "token") as progress:
             return dpo.log_probs_of(self.accelerator, model, groups,
                                     self.settings.tokens_per_forward, progress, sampler)
-
-    def add_reference(self, model, groups: list[dpo.Group]) -> None:
-        for g, log_probs in zip(groups, self.log_probs(model, groups)):
-            g.reference = log_probs
 
     def optimisation(self, lr: float, warmup: float = 0.0, schedule: str = "constant"):
         s = self.settings
@@ -163,21 +159,20 @@ class Trainer:
         self.saving_works = True
         self.accelerator.wait_for_everyone()
 
-
-def failure_agent_of(s: Settings, base) -> Path:
-    """The last failure agent of the run --failure-from; SettingsError if that run has none, or
-    another tokenizer: its tokens train the target."""
-    source = Path(s.failure_from)
-    found = sorted(source.glob("iter*/failure-agent"), key=lambda p: int(p.parent.name[4:]))
-    if not found:
-        raise SettingsError(f"--failure-from {source}: no iter<i>/failure-agent in it; give "
-                            "the folder of a run of --method coevolve")
-    models.check_model(found[-1], s.max_tokens)
-    theirs, ours = (AutoTokenizer.from_pretrained(name) for name in (found[-1], base))
-    if (theirs.get_vocab(), theirs.chat_template) != (ours.get_vocab(), ours.chat_template):
-        raise SettingsError(f"--failure-from {source}: its tokenizer is not that of --model "
-                            f"{s.model}; give a run that started from this model")
-    return found[-1]
+    def failure_agent(self) -> Path:
+        """The last failure agent of the run --failure-from; SettingsError if that run has none, or
+        another tokenizer: its tokens train the target."""
+        s, source = self.settings, Path(self.settings.failure_from)
+        found = sorted(source.glob("iter*/failure-agent"), key=lambda p: int(p.parent.name[4:]))
+        if not found:
+            raise SettingsError(f"--failure-from {source}: no iter<i>/failure-agent in it; give "
+                                "the folder of a run of --method coevolve")
+        models.check_model(found[-1], s.max_tokens)
+        theirs, ours = (AutoTokenizer.from_pretrained(name) for name in (found[-1], self.base))
+        if (theirs.get_vocab(), theirs.chat_template) != (ours.get_vocab(), ours.chat_template):
+            raise SettingsError(f"--failure-from {source}: its tokenizer is not that of --model "
+                                f"{s.model}; give a run that started from this model")
+        return found[-1]
 
 
 def disk_bytes(s: Settings, numbers: int) -> tuple[int, int]:
