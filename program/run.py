@@ -20,7 +20,7 @@ class Run:
     trainer: object  # training.trainer.Trainer
 
     def __post_init__(self):
-        self.main, self.log = self.accelerator.is_main_process, self.folder.log
+        self.main, self.log = self.folder.main, self.folder.log
 
     def phase(self, output: str, work, *args, **more) -> None:
         """Runs work(run, temporary path, ...) -> numbers for the log; see `Folder.phase`."""

@@ -145,7 +145,7 @@ def trained(folder, names, env=None, before="tiny", added=()):
 
     folder.mkdir(parents=True)
     tasks.RunTasks.record(SimpleNamespace(training=names, added=lambda: added, make_env=make_env),
-                    before, folder)
+                          before, folder)
     return folder
 
 
