@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-import dpo
-from pretrain import intercodesql, pretrain, reading, scienceworld, webshop
-from pretrain.text import Words, exchange, pattern
+from lab import tokens as dpo
+from lab.pretrain import intercodesql, pretrain, reading, scienceworld, webshop
+from lab.pretrain.text import Words, exchange, pattern
 from worlds.intercodesql.questions import HELD_OUT
 from worlds.scienceworld import world
 from worlds.webshop import catalogue

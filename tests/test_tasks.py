@@ -11,10 +11,10 @@ import pytest
 from conftest import Toy, events
 from test_webshop_server import official, shop_server  # noqa: F401
 
-import envs
-from harness.report import table
-from harness.settings import SettingsError, from_flat, options_of
-from program import tasks
+from lab import play_env as envs
+from lab.harness.report import table
+from lab.harness.settings import SettingsError, from_flat, options_of
+from lab.program import tasks
 from worlds.webshop import catalogue
 from worlds.webshop.server import WebShopServer
 from worlds.webshop.shop import WebShop
