@@ -129,7 +129,7 @@ def test_a_known_word_is_one_token_and_none_is_unknown(encoder):
 
 
 def test_the_shipped_model_is_small_and_copies_what_it_reads():
-    folder = pretrain.HERE / "tiny"
+    folder = pretrain.ROOT / "tiny"
     assert sum(path.stat().st_size for path in folder.iterdir()) < 4_000_000
     model, _ = reading.load(folder)
     assert reading.copy_loss(model, 6) < 0.5
