@@ -404,7 +404,7 @@ METHODS = {"sft": (coevolve, (Common,)), "eto": (coevolve, (Common, Preferences)
 
 # --------------------------------------------------------------------------------------- a run
 
-TINY = Path(__file__).parent / "tiny"
+MODELS = {"tiny": Path(__file__).parent / "tiny"}  # what a name means
 
 
 class Run:
@@ -416,7 +416,7 @@ class Run:
         large = gpu and s.model != "tiny"
         self.settings, self.options, self.name = s, options, ""  # of the running phase's output
         self.folder = Path(s.out or f"runs/{s.env}-{s.method}-s{s.seed}")
-        self.base = TINY if s.model == "tiny" else Path(s.model)
+        self.base = MODELS.get(s.model) or Path(s.model)
         self.bf16, self.recompute = (large if flag == "auto" else flag == "on"
                                      for flag in (s.bf16, s.gradient_checkpointing))
         self.accelerator = Accelerator(
@@ -441,8 +441,9 @@ class Run:
         now = asdict(self.settings) | asdict(self.options)
         if self.main and not config.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            alone = self.base != TINY and dpo.trial(dpo.read_model(self.base).eval(), self.encoder)
-            config.write_text(json.dumps(dict(settings=now, alone=alone or [False, False])))
+            alone = (False, False) if self.settings.model == "tiny" else dpo.trial(
+                dpo.read_model(self.base).eval(), self.encoder)
+            config.write_text(json.dumps(dict(settings=now, alone=alone), indent=1))
         self.accelerator.wait_for_everyone()
         before = json.loads(config.read_text())
         flags.check_same(before["settings"], json.loads(json.dumps(now)), type(self.settings))
@@ -456,7 +457,7 @@ class Run:
         from files of the same bytes, from agents that were made alike, and with this `how`."""
         path, self.name = self.folder / output, output
         agents = {self.folder / name: row["recipe"] for name, row in self.done.items()}
-        recipe = hashed([work.__name__, [known_by(made, agents) for made in inputs], how])
+        self.recipe = recipe = hashed([work.__name__, known_by(inputs, agents), how])
         recorded = self.before.pop(output, {})
         if recorded.get("recipe") == recipe and path.exists():
             self.done[output] = recorded
@@ -470,15 +471,18 @@ class Run:
             for old in temporary, path:
                 shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
-        numbers = work(self, temporary, *inputs, **how)
+        numbers = self.make(temporary, work, *inputs, **how)
         self.accelerator.wait_for_everyone()
-        self.done[output] = dict(work=work.__name__, recipe=recipe, **how, **numbers,
-                                 seconds=round(time.perf_counter() - started, 1))
+        self.done[output] = dict(work=work.__name__, recipe=recipe, **how) | dict(
+            seconds=round(time.perf_counter() - started, 1)) | numbers
         if self.main:
             os.replace(temporary, path)
             self.record(output)
         self.accelerator.wait_for_everyone()
         return path
+
+    def make(self, out: Path, work, *inputs, **how) -> dict:
+        return work(self, out, *inputs, **how)
 
     def record(self, output: str) -> None:
         """Writes and prints that a phase is finished."""
@@ -526,17 +530,21 @@ class Run:
     def play(self, agent, episodes: list[Trajectory], temperature: float, make_env=None) -> list:
         """Plays what the episodes begin, each rank a share; all get all, in the order given.
         make_env: of environments that know more tasks than the run's."""
-        share, s = episodes[self.accelerator.process_index::self.ranks], self.settings
-        answer = self.answer(self.replica(agent), temperature)
-        with bar(self, len(share)) as progress:
-            envs.play(make_env or self.make_env, self.encoder, share, answer, s.slots,
-                      s.max_tokens, lambda t: progress.update())
+        share = episodes[self.accelerator.process_index::self.ranks]
+        share = self.play_share(share, self.answer(self.replica(agent), temperature),
+                                make_env or self.make_env)
         if self.ranks > 1:
             shares = [None] * self.ranks
             torch.distributed.all_gather_object(shares, share, self.patient)
             share = itertools.chain(*shares)
         order = {(t.task, t.rollout): n for n, t in enumerate(episodes)}
         return sorted(share, key=lambda t: order[t.task, t.rollout])
+
+    def play_share(self, share: list[Trajectory], answer, make_env) -> list[Trajectory]:
+        with bar(self, len(share)) as progress:
+            envs.play(make_env, self.encoder, share, answer, self.settings.slots,
+                      self.settings.max_tokens, lambda t: progress.update())
+        return share
 
 
 def bar(run: Run, total: int):

@@ -49,9 +49,9 @@ def known_by(made, agents: dict[Path, str]):
 
 
 def line(name: str, numbers: dict) -> str:
-    """A name and its numbers in one line, those of dictionaries among them; texts are left out."""
+    """A name and its numbers in one line, those of dictionaries among them; all else is left out."""
     flat = {}
     for key, value in numbers.items():
         flat |= value if isinstance(value, dict) else {key: value}
     return "  ".join([f"{name:28}", *(f"{key} {x:.3f}" if isinstance(x, float) else f"{key} {x:,}"
-                                      for key, x in flat.items() if not isinstance(x, str))])
+                                      for key, x in flat.items() if isinstance(x, (int, float)))])
