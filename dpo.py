@@ -224,9 +224,9 @@ def action_log_probs(per_token: Tensor, sequences: list[Trajectory]) -> Tensor:
 
 def fill(things: list, size: float, cost: Callable[[list], float]) -> list[list]:
     """Consecutive things that cost at most `size` together, or one that costs more."""
-    filled = [[]]
+    filled = []
     for thing in things:
-        if filled[-1] and cost([*filled[-1], thing]) > size:
+        if not filled or cost([*filled[-1], thing]) > size:
             filled.append([])
         filled[-1].append(thing)
     return filled
