@@ -1,4 +1,4 @@
-"""`python -m lab --env webshop ...`: any method with the careful run; `bash run.sh webshop` does it.
+"""`python -m lab --env webshop ...`: any method with the careful run, as `bash run.sh` starts it.
 
 What the user or the machine did wrong, and a stop, end it with one line.
 """
@@ -53,9 +53,10 @@ def one_line(error: Exception) -> str | None:
         return without_passwords(str(error))
     if isinstance(error, (FloatingPointError, envs.EnvError, OSError)):
         return f"{error}{on}"
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error):
-        return ("out of memory; lower --tokens-per-forward or --slots, and the same command goes on "
-                "from here; or lower --max-tokens, with another --out")
+    memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    if memory or "DefaultCPUAllocator" in str(error):
+        return ("out of memory; lower --tokens-per-forward or --slots, and the same command goes "
+                "on from here; or lower --max-tokens, with another --out")
     if isinstance(error, RuntimeError) and any(text in str(error) for text in PEER_GONE):
         return (f"process {os.environ.get('RANK', '0')} ends because another of this run has "
                 "ended; its message says why")

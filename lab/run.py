@@ -57,8 +57,8 @@ class Run(evolve.Run):
         weights = sum(file.stat().st_size for file in self.base.glob("*.safetensors"))
         needed = weights * (2 + 2 * getattr(s, "iterations", 0))
         if needed > (free := shutil.disk_usage(self.folder).free):
-            raise envs.Refused(f"--out {self.folder}: {free / 1e9:.1f} GB are free, and agents take "
-                               f"up to {needed / 1e9:.1f} GB; give a folder on another disk")
+            raise envs.Refused(f"--out {self.folder}: {free / 1e9:.1f} GB are free, and agents "
+                               f"take up to {needed / 1e9:.1f} GB; give a folder on another disk")
         self.small = 0 < weights < SMALL
         super().open()
         overlap.check(self)
@@ -145,8 +145,8 @@ class Run(evolve.Run):
         with coevolve.bar(self, len(steps)) as progress:
             dpo.fit(model, steps, self.log_probs, how, log, checkpoint)
         dpo.save(self.accelerator, model, self.tokenizer, out)
-        self.write(out / "train.jsonl", events)
-        self.write(out / "margins.jsonl", margins.of(self, model, steps, how))
+        coevolve.write(self, out / "train.jsonl", events)
+        coevolve.write(self, out / "margins.jsonl", margins.of(self, model, steps, how))
         overlap.record(self, out)
         return dict(steps=len(events), first_loss=events[0]["loss"], loss=events[-1]["loss"])
 

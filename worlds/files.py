@@ -49,7 +49,7 @@ def known_by(made, agents: dict[Path, str]):
 
 
 def line(name: str, numbers: dict) -> str:
-    """A name and its numbers in one line, those of dictionaries among them; all else is left out."""
+    """A name and its numbers in one line, those in dictionaries too; all else is left out."""
     flat = {}
     for key, value in numbers.items():
         flat |= value if isinstance(value, dict) else {key: value}
