@@ -34,7 +34,7 @@ import dpo
 import envs
 from dpo import Group, Pair, Trajectory
 from worlds import flags
-from worlds.files import hashed, known_by, line, read_jsonl, seed_of, write_jsonl
+from worlds.files import hashed, known_by, line, read_json, read_jsonl, seed_of, write_jsonl
 
 # ------------------------------------------------------------------------------------ the loop
 
@@ -435,12 +435,12 @@ class Run:
                 dpo.read_model(self.base).eval(), self.encoder)
             config.write_text(json.dumps(dict(settings=now, alone=alone), indent=1))
         self.accelerator.wait_for_everyone()
-        before = json.loads(config.read_text())
+        before = read_json(config)
         flags.check_same(before["settings"], json.loads(json.dumps(now)), type(self.settings))
         self.alone = before["alone"]  # whether passes, and replies, are of one text at a time
         if any(self.alone) and self.main:
             print(f"{self.base} does not read texts side by side as it reads each: one at a time")
-        self.before = json.loads(phases.read_text()) if phases.exists() else {}
+        self.before = read_json(phases) if phases.exists() else {}
 
     def once(self, output: str, work, *inputs, **how) -> Path:
         """Does work(run, temporary path, *inputs, **how) -> numbers, unless `output` was made so:
