@@ -18,10 +18,10 @@ from contextlib import closing, suppress
 import pytest
 from conftest import wait_until
 
-import envs
-import mutual
-from harness.files import ROOT
-from program import start
+from lab import mutual
+from lab import play_env as envs
+from lab.harness.files import ROOT
+from lab.program import start
 from worlds.intercodesql import databases, questions, spider
 from worlds.intercodesql.world import (
     EXPLANATION,
@@ -641,6 +641,37 @@ def test_a_user_of_several_databases_reads_those_of_its_task_only(mariadb):
             assert db.run(sql).startswith("Error"), sql
         assert str(db.run("SELECT town.* FROM town AS town")) == TOWNS
         assert "other" in db.run("SELECT 'other' FROM town")[0]  # the word itself is not refused
+
+
+def test_intercode_is_loaded_again_over_what_is_there(mariadb, tmp_path):
+    """Over a whole load, and over one that ended between a parent table and its child's rows."""
+    whole = (DATA / "ic_spider_dbs.sql").read_text(encoding="utf-8")
+    (tmp_path / "cut.sql").write_text(whole[:whole.index("LOCK TABLES `Paragraphs`")])
+    count = "SELECT COUNT(*) FROM cre_doc_template_mgt.{}"
+    tables = ("paragraphs", "documents", "templates", "ref_template_types")
+
+    def rows():
+        return [root_query(mariadb, count.format(table))[0][0] for table in tables]
+
+    before = rows()
+    root_query(mariadb, "DELETE FROM cre_doc_template_mgt.paragraphs LIMIT 5")
+    for dump in (DATA / "ic_spider_dbs.sql", tmp_path / "cut.sql", DATA / "ic_spider_dbs.sql"):
+        spider.load_intercode(dump, ROOT_URL.format(mariadb), URL.format(mariadb))
+        assert rows()[1:] == before[1:] and rows()[0] in (0, before[0])
+    assert rows() == before and min(before) > 0
+    with closing(databases.MySQL("cre_Doc_Template_Mgt", URL.format(mariadb))) as db:
+        assert db.run("SELECT COUNT(*) FROM Documents") == [(before[1],)]
+
+
+def test_a_load_that_fails_names_the_remedy_for_what_is_wrong(mariadb, tmp_path):
+    dump = tmp_path / "dump.sql"
+    dump.write_text("USE `d`;\nSELECT nothing FROM town;\n")
+    url, rights = URL.format(mariadb), "may create databases and users"
+    with pytest.raises(envs.EnvError, match="Unknown column 'nothing'") as error:
+        spider.load_intercode(dump, ROOT_URL.format(mariadb), url)
+    assert rights not in str(error.value)
+    with pytest.raises(envs.EnvError, match=f"denied.*{rights}"):
+        spider.load_intercode(dump, user_url(mariadb, "nobody", "SELECT ON other.*"), url)
 
 
 def test_a_run_on_the_server_holds_no_password(mariadb, small_model, tmp_path, monkeypatch, capsys):

@@ -1,12 +1,16 @@
 """The client of a real WebShop server: recorded exchanges, the embedded shop served, and faults."""
 
+import copy
 import gzip
 import json
 import random
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from html import escape
 from itertools import chain, cycle, repeat
@@ -14,8 +18,8 @@ from urllib.parse import parse_qsl
 
 import pytest
 
-import envs
-from harness.files import ROOT
+from lab import play_env as envs
+from lab.harness.files import ROOT
 from worlds.webshop import catalogue
 from worlds.webshop.server import WebShopServer, _Html
 from worlds.webshop.shop import Page, WebShop
@@ -26,8 +30,9 @@ RECORDED = ROOT.parent / "shared" / "data" / "webshop" / "recorded_exchanges.jso
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
     monkeypatch.setattr(envs.Repaired, "waits", (0.01, 0.01))
-    for state, empty in (("_known", {}), ("_loaded", set()), ("_loading", set())):
-        monkeypatch.setattr(WebShopServer, state, empty)  # a port may be a second server's
+    for name in ("_known", "_answered", "_loading"):  # a port may be a second server's
+        monkeypatch.setattr(WebShopServer, name, copy.deepcopy(getattr(WebShopServer, name)))
+        getattr(WebShopServer, name).clear()
 
 
 @pytest.fixture
@@ -123,11 +128,15 @@ def as_html(shop, page, address):
 
 @pytest.fixture
 def official(shop_server):
-    """The embedded shop's test goals behind the routes of a server."""
+    """The embedded shop's test goals behind the routes of a server. warm: it has its catalogue."""
     shop, pages = WebShop(), [Page()]
     goals = shop.world.goals["test"]
 
     def answer(method, path, form):
+        if not server.warm:  # it loads its catalogue once for each who asks meanwhile
+            server.loads += 1
+            time.sleep(0.3)
+            server.warm = True
         match = re.fullmatch(r"/coevolve_fixed_(\d+)(?:/(\d+))?", path)
         if not match or int(match[1]) >= len(goals):
             return 500, "<h1>Internal Server Error</h1>", None
@@ -142,7 +151,9 @@ def official(shop_server):
             return 302, "", address(Page("results", query=form["search_query"].lower()))
         return 200, as_html(shop, page, address), None
 
-    return shop_server(answer)
+    server = shop_server(answer)
+    server.warm, server.loads = True, 0
+    return server
 
 
 def any_policy(shop, seed):
@@ -305,12 +316,81 @@ def test_the_first_request_has_time_and_is_not_repeated_while_the_catalogue_load
     official.faults = [0.4]
     assert client(official, timeout=0.1, load_timeout=5.0).reset(TASK).startswith("WebShop")
     official.faults, official.seen[:] = [0.4], []
-    WebShopServer._loaded.discard(official.url)
     with pytest.raises(envs.EnvError, match="ReadTimeout"):
         client(official, load_timeout=0.1).reset(TASK)
     with pytest.raises(envs.EnvError, match="start again when it has"):
         envs.Repaired(client(official)).reset(TASK)
     assert len(official.seen) == 1
+
+
+def test_one_asks_a_cold_server_and_the_others_wait(official):
+    """After it was killed within everybody's request; unnoticed, before others begin; and in other
+    processes."""
+    def begin(n):
+        shop = envs.Repaired(client(official))
+        shop.reset(f"webshop-test-{n}")
+        return shop
+
+    shops = [begin(n) for n in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        official.faults, official.warm = [None] * 4, False
+        expected = list(threads.map(lambda shop: shop.step("search[desk lamp]"), shops))
+        assert official.loads == 1 and "Page 1" in expected[0].observation
+        official.warm = False
+        assert [shop.step("search[desk lamp]") for shop in threads.map(begin, range(4))] == expected
+    assert official.loads == 2
+    official.warm, code = False, (
+        "from worlds.webshop.server import WebShopServer;"
+        f"WebShopServer({official.url!r}, load_timeout=60).reset('webshop-test-0')")
+    others = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(3)]
+    assert [other.wait(60) for other in others] == [0, 0, 0]
+    assert official.loads == 3
+
+
+@pytest.fixture
+def replace_server(official):
+    """replace_server(): it is another one from now on, with other price limits for half of the goals,
+    those of even numbers. No request is lost meanwhile."""
+    goals = WebShop().world.goals["test"]  # those behind the server's routes
+    before = list(goals)
+
+    def replace():
+        goals[:] = [g if n % 2 else dict(g, instruction=g["instruction"].replace("than ", "than 1"))
+                    for n, g in enumerate(before)]
+
+    yield replace
+    goals[:] = before
+
+
+def test_a_replaced_server_ends_the_run_whoever_notices(official, replace_server):
+    """A goal that was seen reads otherwise, or another one does before a goal that is new; nobody
+    tries again until one agrees by chance."""
+    shops = [envs.Repaired(client(official)) for _ in range(2)]
+    for n in range(6):
+        shops[0].reset(f"webshop-test-{n}")
+    replace_server()
+    shops[1].reset("webshop-test-3")  # whose limit is the same
+    asked = len(official.seen)
+    with pytest.raises(envs.Refused, match="webshop-test-4 at .* replaced. Goal 4 was .*--out"):
+        shops[0].reset("webshop-test-4")
+    assert len(official.seen) == asked + 1
+    with pytest.raises(envs.Refused, match="replaced. Goal [024] was "):
+        for n in range(7, 13, 2):  # new to it, with the limits that they had
+            shops[1].reset(f"webshop-test-{n}")
+
+
+@pytest.mark.parametrize("last", ["click[< Prev]", "click[Buy Now]"])
+def test_an_episode_ends_on_the_server_that_it_began_on(official, replace_server, last):
+    """Also where nothing on the last page says whose it is; a goal that is the same on both may."""
+    shops = [envs.Repaired(client(official)) for _ in range(3)]
+    for n, shop in zip((1, 2, 2), shops):
+        found = shop.step(catalogue.shop_expert(False)(shop.reset(f"webshop-test-{n}")))
+        shop.step(f"click[{catalogue.read_results(found.observation)[0][0]}]")
+    shops[2].step("click[Buy Now]")
+    replace_server()
+    assert shops[0].step(last).done == ("Buy" in last)
+    with pytest.raises(envs.Refused, match="Goal 2 was "):
+        shops[1].step(last)
 
 
 @pytest.mark.parametrize("to", ["http://127.0.0.1:{other}/x", "https://127.0.0.1:{port}/x",

@@ -1,13 +1,20 @@
 """WebShop on an official server, of which this is a client."""
 
+import fcntl
 import math
+import os
 import re
 import sys
+import tempfile
 import time
+from collections import defaultdict
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from html.parser import HTMLParser
 from itertools import islice
-from urllib.parse import urljoin
+from pathlib import Path
+from urllib.parse import urljoin, urlsplit
+from weakref import WeakSet
 
 import requests
 import urllib3
@@ -26,8 +33,12 @@ class WebShopServer(Shop):
     of WebShop's own baselines, with as many training goals as the paper has.
 
     Goal numbers mean the same on every server with the same catalogue, but price limits are drawn
-    when it starts. EnvError where the server was replaced: a goal that this process has met before
-    reads otherwise now. Before one that is met for the first time another one is read again.
+    when it starts. Refused where the server was replaced: a goal that this process has met before
+    reads otherwise now. Before one that is met for the first time another one is read again, and
+    after a purchase, whose page does not show it, the episode's own.
+
+    A server loads its catalogue at its first request, and once more for each that comes meanwhile.
+    So those that it has not answered since it last failed ask one at a time, on all of a machine.
 
     A server slows down with each session, of which it keeps the goal only, so every episode on a
     goal uses the same one. EnvError at the first request that fails: no answer, errors, broken or
@@ -41,14 +52,14 @@ class WebShopServer(Shop):
     max_bytes = 10_000_000
     max_query = 1000  # characters; a URL has to hold it and Lucene takes 1,024 words
     slow = 3.0        # seconds of a purchase from which on the user is told
-    _known = {}       # server -> goal -> the instruction that this process has read
-    _loaded = set()   # servers that have answered this process
-    _loading = set()  # servers that did not, within load_timeout
+    _known = defaultdict(dict)        # server -> goal -> the instruction this process has read
+    _answered = defaultdict(WeakSet)  # server -> whom it has answered since it last failed
+    _loading = set()                  # servers that did not answer within load_timeout
 
     def __init__(self, webshop_url: str, view: str = "full", split_file: str | None = None,
                  timeout: float = 60.0, load_timeout: float = 1200.0):
-        """timeout: seconds without an answer that a request may take; load_timeout: the first one,
-        which has the server load its catalogue."""
+        """timeout: seconds that a request may take; load_timeout: one that may have the server load
+        its catalogue."""
         super().__init__(view)
         self.split_by = split_file or self.split_by
         lists = read_lists(split_file, RULE, {"train": "train", "test": "test"}, _goal,
@@ -66,20 +77,20 @@ class WebShopServer(Shop):
         return int(key) if re.fullmatch(r"[0-9]{1,9}", key) else None  # the server may not have it
 
     def reset(self, task: str) -> str:
-        goal, known = self.find(task), self._known.setdefault(self.url, {})
-        self._task = task
-        if known and goal not in known:  # one that is known says whether it is the same server
+        self._task, self._goal, known = task, self.find(task), self._known[self.url]
+        if known and self._goal not in known:  # one that is says whether it is the same server
             first = list(islice(known, 8))
-            self._begins(first[len(known) % len(first)], known)
-        return self._begin(self._begins(goal, known))
+            self._read(first[len(known) % len(first)])
+        return self._begin(self._read(self._goal))
 
-    def _begins(self, goal: int, known: dict[int, str]) -> Shown:
-        """A goal's first page; EnvError if its instruction is not what this process has read."""
+    def _read(self, goal: int) -> Shown:
+        """A goal's first page; Refused if its instruction is not what this process has read."""
         self._instruction = self.shown = self._form = None
-        page = self._open("GET", f"{self.url}/coevolve_fixed_{goal}")
+        page, known = self._open("GET", f"{self.url}/coevolve_fixed_{goal}"), self._known[self.url]
         if (before := known.setdefault(goal, self._instruction)) != self._instruction:
-            self._fail(f"was a server replaced? Goal {goal} was {before[-80:]!r} and is "
-                       f"{self._instruction[-80:]!r}; a start draws new price limits")
+            raise Refused(f"{self._task} at {self.url}: the server was replaced. Goal {goal} was "
+                          f"{before[-80:]!r} and is {self._instruction[-80:]!r}; a start draws new "
+                          "price limits, so begin a run with another --out")
         return page
 
     def expert(self):
@@ -88,6 +99,7 @@ class WebShopServer(Shop):
 
     def close(self):
         self._http.close()
+        self._answered[self.url].discard(self)
 
     def _find(self, query: str) -> Shown:
         # A slash would end in a 404, and <r>, <a>, <c>, <q> at the start are commands.
@@ -114,6 +126,7 @@ class WebShopServer(Shop):
                           "slowed down. Restart it before the next run, not within one")
             if not 0 <= page.reward <= 1:
                 self._fail("the reward of the purchase is not a number in [0, 1]")
+            self._read(self._goal)
             return Shown("done", DONE, {}, reward=page.reward)
         if page.instruction is None or (before is None and page.form is None):
             self._fail("this is no page of a WebShop server; is the address right?")
@@ -127,23 +140,23 @@ class WebShopServer(Shop):
 
     def _load(self, method: str, url: str, data, opening: bool) -> tuple[str, str] | None:
         """HTML and address of the page at `url` after redirects; None if there is none."""
-        first = self.url not in self._loaded
-        if self.url in self._loading:  # a second request would make it load its catalogue once more
-            self._fail(f"no answer to the first request in {self.load_timeout:,.0f} s, in which it "
-                       "loads its catalogue; start again when it has")
-        try:
-            status, html, at = self._fetch(method, url, data,
-                                           self.load_timeout if first else self.timeout)
-        except requests.exceptions.InvalidSchema as error:  # no adapter, see __init__
-            self._fail(f"refused to follow it to another host: {str(error)[-200:]}")
-        except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as error:
-            if isinstance(error, requests.ConnectionError):
-                self._loaded.discard(self.url)  # started again, it loads its catalogue again
-            if first and isinstance(error, requests.ReadTimeout):
-                self._loading.add(self.url)
-            self._fail(f"{type(error).__name__}; is the server running?")
+        answered = self._answered[self.url]
+        with nullcontext() if self in answered else self._in_turn():
+            if self.url in self._loading:  # it would load its catalogue once more
+                self._fail(f"no answer to the first request in {self.load_timeout:,.0f} s, in "
+                           "which it loads its catalogue; start again when it has")
+            timeout = self.timeout if self in answered else self.load_timeout
+            try:
+                status, html, at = self._fetch(method, url, data, timeout)
+            except requests.exceptions.InvalidSchema as error:  # no adapter, see __init__
+                self._fail(f"refused to follow it to another host: {str(error)[-200:]}")
+            except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as error:
+                if isinstance(error, requests.ReadTimeout) and self not in answered:
+                    self._loading.add(self.url)
+                answered.clear()  # started again, it loads its catalogue again
+                self._fail(f"{type(error).__name__}; is the server running?")
         if status == 200 and "</html>" in html:
-            self._loaded.add(self.url)
+            answered.add(self)
             return html, at
         if status == 404 and not opening:
             return None
@@ -151,6 +164,14 @@ class WebShopServer(Shop):
                    + ", its answer to a goal that its catalogue does not have; lower "
                    "--train-tasks or --eval-tasks, or start it with more products"
                    * (opening and status == 500))
+
+    @contextmanager
+    def _in_turn(self):
+        """One at a time of all processes of a user on this machine that ask this server."""
+        name = f"webshop-{os.getuid()}-{urlsplit(self.url).netloc.replace(':', '-')}"
+        with open(Path(tempfile.gettempdir(), name), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+            yield
 
     def _fetch(self, method: str, url: str, data, timeout: float) -> tuple[int, str, str]:
         """Status, text and address of the page at `url`, within limits of time and size."""
