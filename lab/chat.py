@@ -191,8 +191,8 @@ def is_endpoint(model: str) -> bool:
 @dataclass(frozen=True)
 class Chat(Overlap):
     model_name: Optional[str] = None  # at its endpoint
-    # conversations of experts, or by --protocol eto of its prompts, that are shown first [ETO; 0 for
-    # IPR's code on WebShop]
+    # conversations shown first: of experts, or by --protocol eto of its prompts [ETO; 0 in
+    # the code of IPR on WebShop]
     examples: flags.limited(int, "must be 0, 1 or 2", lambda n: 0 <= n <= 2) = 1
     # a task that the endpoint refuses for good ends the run, or counts as reward 0
     refused: flags.Free[Literal["stop", "zero"]] = "stop"
