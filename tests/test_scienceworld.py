@@ -16,6 +16,7 @@ from conftest import wait_until
 
 import envs
 from harness.files import ROOT
+from harness.settings import parse
 from worlds.scienceworld import world as science
 from worlds.scienceworld.world import ScienceWorld
 
@@ -87,6 +88,14 @@ def test_sizes_and_order_of_the_splits():
         dict(train=676, validation=70, seen=75, unseen=75)]
     first = Counter(kind for kind, _ in list(splits[0]["train"].values())[:96])
     assert set(first.values()) == {4}  # the first tasks are of all types
+
+
+def test_a_quick_run_plays_few_episodes():
+    """Of experts, explorations and evaluations by two agents on two splits: a minute's."""
+    s = parse(["--env", "scienceworld", "--quick"])
+    explored, evaluated = s.train_tasks * 2 * s.rollouts, s.eval_tasks * 2 * 2
+    assert s.train_tasks + explored * s.iterations + evaluated * (s.iterations + 1) <= 150
+    assert s.slots <= 2
 
 
 @pytest.mark.skipif(not DATA.exists(), reason=f"{DATA} is absent: the project does not ship it")
