@@ -266,7 +266,7 @@ class MySQL:
             self._abandon()
             if code in self.DENIED:
                 raise Refused(f"--mysql-url: {where}: {text}; {REMEDY}") from None
-            raise EnvError(f"{where}: {text or error}; is the server running and within reach?"
+            raise EnvError(f"{where}: {text or error}; see that the server runs and is within reach"
                            ) from None
 
 

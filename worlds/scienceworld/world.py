@@ -186,7 +186,7 @@ class ScienceWorld(World):
                 raise
             kind, number = self._task
             raise EnvError(f"scienceworld {kind} {number}: the simulator died ({problem[:200]}); "
-                           "is there memory for its Java process?") from None
+                           "see that there is memory for its Java process") from None
 
     def _stop(self):
         if self._simulator:

@@ -129,9 +129,9 @@ class WebShopServer(Shop):
             self._read(self._goal)
             return Shown("done", DONE, {}, reward=page.reward)
         if page.instruction is None or (before is None and page.form is None):
-            self._fail("this is no page of a WebShop server; is the address right?")
+            self._fail("this is no page of a WebShop server; see that the address is right")
         if self._instruction not in (None, page.instruction):
-            self._fail("the instruction has changed; was the server restarted?")
+            self._fail("the instruction has changed, as when the server was restarted")
         self._instruction, self._form = page.instruction, page.form or self._form
         kind = ("search" if page.form is not None else
                 "results" if "next >" in page.links else "item")
@@ -154,16 +154,16 @@ class WebShopServer(Shop):
                 if isinstance(error, requests.ReadTimeout) and self not in answered:
                     self._loading.add(self.url)
                 answered.clear()  # started again, it loads its catalogue again
-                self._fail(f"{type(error).__name__}; is the server running?")
+                self._fail(f"{type(error).__name__}; see that the server runs")
         if status == 200 and "</html>" in html:
             answered.add(self)
             return html, at
         if status == 404 and not opening:
             return None
         self._fail((f"HTTP {status}" if status != 200 else "a page that ends early")
-                   + ", its answer to a goal that its catalogue does not have; lower "
-                   "--train-tasks or --eval-tasks, or start it with more products"
-                   * (opening and status == 500))
+                   + (", its answer to a goal that its catalogue does not have; start it with all "
+                      "products" + ", or lower --train-tasks or --eval-tasks"
+                      * (self.split_by == "by rule")) * (opening and status == 500))
 
     @contextmanager
     def _in_turn(self):
