@@ -1,252 +1,216 @@
 """Co-Evolving Agents: Learning from Failures as Hard Negatives (arXiv 2511.22254), in raw PyTorch.
 
-Read this first: the loop, its phases, the pairs. Then `dpo.py` (tokens in, gradients out) and
-`envs.py` (text in, text out). A phase reads files of the run and writes one file or folder of it,
-named in the loop: every stage can be looked at, and a run that was stopped goes on where it was.
+Read from the top: the loop, its phases, the pairs, the settings, the run; then `dpo.py` (tokens in,
+gradients or tokens out) and `envs.py` (text in, text out; the episode). A task is the paper's
+instruction u, an episode is one play of it, and its record is a trajectory e. A phase reads files
+of the run and writes one of them, so that every stage can be looked at, or edited.
 
-A task is the paper's instruction u. An episode is one play of it, and its record is a trajectory e.
-
-    python coevolve.py --env webshop          train and evaluate (run.sh does this)
+    python coevolve.py --env webshop            # or: accelerate launch --multi_gpu coevolve.py ...
 """
 
+from __future__ import annotations
+
 import itertools
+import json
+import math
+import os
+import random
+import shutil
 import sys
-from collections import Counter
-from collections.abc import Callable
+import time
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Literal, Optional
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+from tqdm import tqdm
 
 import dpo
 import envs
-from baselines import chat, ppo, rft
-from dpo import Trajectory
-from harness.scores import played, scores, table2
-from harness.settings import Settings, SettingsError, agents_of
-from playing.episodes import play, usable_rollouts
-from program.run import Run
-from training import margins
-from training.pairs import preference_groups
+from dpo import Group, Pair, Trajectory
+from worlds import flags
+from worlds.files import hashed, known_by, line, read_jsonl, seed_of, write_jsonl
 
-# ----------------------------------------------------------------------------------- the loop
+# ------------------------------------------------------------------------------------ the loop
+
+AGENTS = {"sft": ("target",), "eto": ("target",), "coevolve": ("target", "failure"),
+          "positive": ("target", "positive")}  # the parameter-matched control of Section 5.4
 
 
 def coevolve(run: Run) -> None:
-    """The method, Sections 4.1-4.3, and the paper's baselines: the same phases, fewer or others."""
-    s, phase = run.settings, run.phase
-    # The parameter-matched baseline of Section 5.4 has a second positive agent as its auxiliary.
-    agents = agents_of(s.method)
+    """The method, Sections 4.1-4.3. ETO is this loop with the target alone, SFT its beginning.
 
-    if s.method in ("chat", "evaluate"):  # nothing is trained
-        return evaluations(run, "target", 0)
-
-    phase("experts.jsonl", collect_experts)
-    for agent in agents:  # the same experts, another seed each
-        phase(f"sft-{agent}", train_sft, agent)                                  # Eq. (3)-(5)
-        evaluations(run, agent, 0)
-    if s.method == "sft":
-        return
-
-    if s.method in ("rft", "dart"):  # successes join the experts
-        phase("iter1/target.jsonl", explore, "target", 1, lambda task: range(s.samples))
-        if s.method == "dart":
-            phase("iter1/target-more.jsonl", explore, "target", 1, rft.more_where_hard(run))
-        phase("iter1/experts.jsonl", rft.join_successes)
-        phase("iter1/target-agent", train_sft, "target", 1)
-        return evaluations(run, "target", 1)
-
-    for i in range(1, s.iterations + 1):  # ETO is this loop with the target alone
-        n = s.ppo_rollouts if s.method == "ppo" else s.rollouts
-        for agent in agents:
-            phase(f"iter{i}/{agent}.jsonl", explore, agent, i, lambda task: range(n))
-        if s.method == "ppo":
-            phase(f"iter{i}/target-agent", ppo.train, i)
-            evaluations(run, "target", i)
-            continue
-        for agent in reversed(agents):  # the failure agent first
-            phase(f"iter{i}/pairs-{agent}.jsonl", make_pairs, agent, i)          # Eq. (6), (8)
-            phase(f"iter{i}/{agent}-agent", train_preferences, agent, i)         # Eq. (7), (9)
-            if s.explore_again and agent != "target":
-                phase(f"iter{i}/{agent}-more.jsonl", explore, agent, i,
-                      lambda task: range(n, 2 * n), trained=True)
-        for agent in agents:
-            evaluations(run, agent, i)
+    once(file, phase, what it reads ..., ...) does the phase, unless the file was made from that.
+    """
+    s, once, names = run.settings, run.once, AGENTS[run.settings.method]
+    experts = once("experts.jsonl", collect_experts, *map(Path, filter(None, [s.experts])))
+    agents = {name: once(f"sft-{name}", train_sft, run.base, experts, name=name)  # another seed
+              for name in names}                                                 # Eq. (3)-(5)
+    if "failure" in names and s.failure_from:
+        agents["failure"] = Path(s.failure_from)
+    first, earlier = dict(agents), []
+    evaluations(run, agents, 0)
+    for i in range(1, s.iterations + 1) if s.method != "sft" else ():
+        played = {name: once(f"iter{i}/{name}.jsonl", explore, agent, experts, name=name, i=i)
+                  for name, agent in agents.items()}
+        for name in reversed(names):  # the failure agent first
+            pairs = once(f"iter{i}/pairs-{name}.jsonl", make_pairs, experts, played, earlier,
+                         trains=name)                                            # Eq. (6), (8)
+            episodes = [experts, *played.values(), *earlier]
+            agents[name] = once(f"iter{i}/{name}-agent", train_preferences, agents[name],
+                                first[name], pairs, episodes, name=name, i=i)    # Eq. (7), (9)
+        evaluations(run, agents, i)
+        earlier += played.values() if s.d_fail == "buffer" else ()
 
 
-def evaluations(run: Run, agent: str, i: int) -> None:
-    for split in run.tasks.splits:
-        run.phase(f"eval-{i}-{agent}-{split}.jsonl", evaluate, agent, i, split)
+def evaluations(run: Run, agents: dict[str, Path], i: int) -> None:
+    for name, split in itertools.product(agents, run.splits):
+        out = f"eval-{i}-{name}-{split}.jsonl"
+        run.once(out, evaluate, agents[name], name=name, i=i, split=split)
 
 
 # ---------------------------------------------------------------------------------- the phases
-# phase(run, out, ...) writes `out`, a temporary path, and returns numbers for the log.
+# phase(run, out, files ..., ...) writes `out`, a temporary path, and returns numbers for the table.
 
 
-def collect_experts(run: Run, out: Path) -> dict:
-    """Expert trajectories of the training tasks, kept above expert_min_reward.
-
-    They are the scripted expert's, or those of --experts FILE.
-    """
-    s, env, encoder = run.settings, run.tasks.make_env(), run.trainer.encoder()
-    experts, dropped = [], {"reward": [], "too long": [], "evaluated too": [], envs.LOST: []}
+def collect_experts(run: Run, out: Path, file: Path | None = None) -> dict:
+    """Expert trajectories of the training tasks, kept above expert_min_reward: those of a file,
+    else the scripted expert's."""
+    s, env, kept, dropped = run.settings, run.make_env(), [], Counter()
+    evaluated = {task for split in run.splits for task in env.tasks(split)}
     first = len(envs.opening(env, ""))  # turns before an expert's first reply
-    for task, messages, reward in envs.experts(env, s.experts, s.train_tasks, dropped[envs.LOST]):
-        ids, mask = encoder.encode(messages, first)
-        if task in run.tasks.left_out:
-            dropped["evaluated too"].append(task)
-        elif reward <= s.expert_min_reward and reward < envs.SUCCESS:
-            dropped["reward"].append(task)
+    for task, messages, reward in envs.experts(env, file, s.train_tasks):
+        ids, mask = run.encoder.encode(messages, first)
+        if task in evaluated:
+            dropped["evaluated too"] += 1
+        elif reward <= s.expert_min_reward and reward < env.success:
+            dropped["reward"] += 1
         elif len(ids) > s.max_tokens:
-            dropped["too long"].append(task)
+            dropped["too long"] += 1
         else:
             steps = sum(m["role"] == "assistant" for m in messages[first:])
-            experts.append(Trajectory(task, "expert", messages=messages, ids=ids, action_mask=mask,
-                                      reward=reward, steps=steps, ended="done"))
+            kept.append(Trajectory(task, "expert", messages=messages, ids=ids, action_mask=mask,
+                                   reward=reward, steps=steps, ended="done"))
     env.close()
-    for reason, tasks in dropped.items():
-        run.log.dropped("experts.jsonl", reason, tasks)
-    if not experts:
-        raise SettingsError(
-            f"no expert trajectory is left: {len(dropped['reward'])} at or below "
-            f"--expert-min-reward {s.expert_min_reward}, {len(dropped['too long'])} longer than "
-            f"--max-tokens {s.max_tokens}; lower the one, raise the other or give better --experts")
-    run.folder.write_jsonl(out, experts)
-    return played(experts)
+    if not kept:
+        raise envs.Refused(f"no expert trajectory is left: {dict(dropped)}; lower "
+                           "--expert-min-reward, raise --max-tokens or give better --experts")
+    run.write(out, kept)
+    return dict(experts=len(kept), dropped=dropped)
 
 
-def train_sft(run: Run, out: Path, agent: str, i: int = 0) -> dict:
-    """The base model fine-tuned on the experts' action tokens, Eq. (3)-(5)."""
-    s, rng = run.settings, run.rng("sft", agent, *([i] if i else []))
-    if agent == "failure" and s.failure_from:
-        run.trainer.copy(run.trainer.failure_agent(), out)
-        return {}
-    groups = [dpo.Group(e.task, [e]) for e in run.folder.trajectories(
-        f"iter{i}/experts.jsonl" if i else "experts.jsonl")]
-    epochs = [dpo.batches(groups, s.sft_batch, "instructions", rng) for _ in range(s.sft_epochs)]
-    if agent != "target" and len(epochs[0]) == 1:  # another seed orders batches; one has no order
-        run.log("equal agents", phase=run.folder.running, experts=len(groups))
-        run.log.say(f"{run.folder.running}: all {len(groups)} experts are in one batch, so that "
-                    "this agent is the target but for rounding; raise --train-tasks, or give a "
-                    f"--sft-batch below {len(groups)}")
-    return run.trainer.fit(run.trainer.load(run.trainer.base), run.trainer.base, out, epochs,
-                           dpo.Objective(dpo.sft_loss, dpo.count_action_tokens),
-                           run.trainer.optimisation(s.sft_lr, s.sft_warmup, "cosine"))
+def train_sft(run: Run, out: Path, base: Path, experts: Path, name: str) -> dict:
+    """A model fine-tuned on the experts' action tokens, Eq. (3)-(5)."""
+    s, rng = run.settings, random.Random(seed_of(run.settings.seed, "sft", name))
+    groups = [Group([e]) for e in read(experts)]
+    steps = [batch for _ in range(s.sft_epochs)
+             for batch in dpo.batches(groups, s.sft_batch, "instructions", rng)]
+    # A batch's mean is per action token, as in ETO's trainer.
+    return run.fit(run.load(base), out, steps, dpo.Objective(
+        dpo.sft_loss, lambda g: g.sequences[0].action_tokens, s.sft_lr, s.sft_warmup, "cosine"))
 
 
-def explore(run: Run, out: Path, agent: str, i: int, rollouts: Callable[[str], range],
-            trained: bool = False) -> dict:
-    """Sampled episodes on every expert's task; rollouts(task) are their numbers.
-
-    trained: by the agent as this iteration trained it, else as the one before left it.
-    """
-    s = run.settings
-    episodes = [Trajectory(e.task, agent, i, n, run.seed(agent, i, e.task, n))
-                for e in run.folder.trajectories("experts.jsonl") for n in rollouts(e.task)]
-    episodes = play(run, run.agent_folder(agent, i if trained else i - 1), episodes, s.temperature)
-    run.folder.write_jsonl(out, episodes)
-    shares = table2(episodes, s.hard_threshold)  # success, negative, hard negative, mean reward
-    run.log("exploration", agent=Path(run.folder.running).stem, iteration=i,
-            trajectories=len(episodes), **shares)
-    return dict(**played(episodes), reward=shares["reward"], hard_negative=shares["hard_negative"])
+def explore(run: Run, out: Path, agent: Path, experts: Path, name: str, i: int) -> dict:
+    """Sampled episodes of an agent on every expert's task."""
+    episodes = [Trajectory(e.task, name, i, n, seed_of(run.settings.seed, name, i, e.task, n))
+                for e in read(experts) for n in range(run.settings.rollouts)]
+    episodes = run.play(agent, episodes, run.settings.temperature)
+    run.write(out, episodes)
+    return scores(episodes, run)
 
 
-def make_pairs(run: Run, out: Path, trains: str, i: int) -> dict:
+def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) -> dict:
+    """Greedy episodes of an agent on a split."""
+    tasks = run.env.tasks(split)[:run.settings.eval_tasks or None]
+    episodes = run.play(agent, [Trajectory(task, name, i) for task in tasks], 0.0)
+    run.write(out, episodes)
+    return scores(episodes, run)
+
+
+def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path],
+               earlier: list[Path], trains: str) -> dict:
     """The pairs that one agent learns from, D_fail or D_tgt. What makes no pair is counted."""
-    s, dropped, rows, before = run.settings, Counter(), [], Counter()
-    agents = agents_of(s.method)
-    again = "-more" if s.explore_again and trains == "target" else ""
-    buffered = range(1, i) if trains == "failure" and s.d_fail == "buffer" else ()
-    target = usable_rollouts(run, [f"iter{i}/target.jsonl"], dropped)
-    second = usable_rollouts(run, [f"iter{i}/{a}{again}.jsonl" for a in agents[1:]], dropped)
-    earlier = usable_rollouts(run, [f"iter{j}/{a}.jsonl" for j in buffered for a in agents],
-                              before)  # what was dropped in its own iteration is counted there
-    for expert in run.folder.trajectories("experts.jsonl"):
-        e_tgt, e_second, old = (found.get(expert.task, []) for found in (target, second, earlier))
-        if trains == "target":
-            pairs = d_tgt(expert, e_tgt, e_second, s, dropped)
-        elif trains == "positive":
-            # Section 5.4: "trained in the same manner as ETO using only expert and the agent's own
-            # failures". What the target then learns from is not said; here both agents'
-            # trajectories, as beside a failure agent, so that nothing else differs.
-            pairs = d_tgt(expert, e_second, [], s, dropped)
+    s, rows, dropped = run.settings, [], Counter()
+    now = {name: by_task(read(file), dropped) for name, file in played.items()}
+    before = by_task(read(*earlier), Counter())  # what was dropped then is counted there
+    for expert in instructions(read(experts), now, s):
+        target, *others = (found[expert.task] for found in now.values())
+        second = [*itertools.chain(*others)]
+        if trains in ("target", "positive"):  # "in the same manner as ETO" [Section 5.4]
+            sides = (target, second) if trains == "target" else (second, [])
+            pairs = d_tgt(expert, *sides, s, dropped, run.env.success)
         else:
-            pairs = d_fail(e_tgt, e_second, old, s, dropped)
-        rows += [dict(task=expert.task, trains=trains, **pair) for pair in pairs]
-    run.folder.write_jsonl(out, rows)
-    run.log("pairs", iteration=i, trains=trains, kept=Counter(row["kind"] for row in rows),
-            dropped=dropped)
-    return dict(pairs=len(rows))
+            pairs = d_fail(target, second + before[expert.task], s, dropped, run.env.success)
+        rows += [dict(task=expert.task, **pair) for pair in pairs]
+    run.write(out, rows)
+    if not rows:
+        print(f"{run.name}: no pairs, since {dict(dropped)}; explore at a higher --temperature or "
+              "with more --rollouts, or train less before")
+    return dict(pairs=Counter(row["kind"] for row in rows), dropped=dropped)
 
 
-def train_preferences(run: Run, out: Path, agent: str, i: int) -> dict:
-    """The agent after DPO on its pairs of this iteration, Eq. (7) or (9)."""
-    s, rng, trainer = run.settings, run.rng("dpo", agent, i), run.trainer
-    before, first = run.agent_folder(agent, i - 1), run.agent_folder(agent, 0)
-    beta, lr = (s.beta, s.dpo_lr) if i == 1 else (s.beta_later, s.dpo_lr_later)
-    groups = preference_groups(run, agent, i)
-    if not groups:
-        run.log.say(f"iter{i}: no pairs for the {agent} agent, which stays as it is")
-        trainer.copy(before, out)
+def by_task(episodes: list[Trajectory], dropped: Counter) -> dict[str, list[Trajectory]]:
+    """task -> its trajectories that can train; counts in `dropped` the others."""
+    found = defaultdict(list)
+    for t in episodes:
+        if t.ended == "context" or not any(t.action_mask):
+            dropped["too long"] += 1
+        else:
+            found[t.task].append(t)
+    return found
+
+
+def train_preferences(run: Run, out: Path, agent: Path, first: Path, pairs: Path,
+                      episodes: list[Path], name: str, i: int) -> dict:
+    """The agent after weighted DPO + SFT on its pairs, Eq. (9); the pairs of the failure agent have
+    no SFT weight, so that for it this is Eq. (7). first: the agent after SFT."""
+    s, rng = run.settings, random.Random(seed_of(run.settings.seed, "dpo", name, i))
+    groups = preference_groups(read_jsonl(pairs), read(*episodes), s)
+    if not groups:  # the agent stays as it is
+        if run.main:
+            shutil.copytree(agent, out)
         return dict(steps=0)
-    epochs = (preference_epochs(groups, s, rng, s.dpo_epochs, s.dpo_steps) if agent == "target" else
-              preference_epochs(groups, s, rng, s.failure_epochs or s.dpo_epochs))
-    # log pi_ref(e|u) of every trajectory, once, by the same forward pass as log pi
-    reference = before if s.reference == "phase" else first
-    model = trainer.load(reference)
-    for g, log_probs in zip(groups, trainer.log_probs(model, groups)):
-        g.reference = log_probs
-    if reference != before:
+    s = replace(s, beta=s.beta if i == 1 else s.beta_later,
+                lambda_dpo=1.0 if name.startswith("failure") else s.lambda_dpo)
+    epochs = s.failure_epochs if name == "failure" and s.failure_epochs else s.dpo_epochs
+    steps, most = [], s.dpo_steps if name == "target" else 0  # of them; 0: so many epochs
+    while len(steps) < most if most else epochs:
+        steps += dpo.batches(groups, s.dpo_batch, s.batch_unit, rng)
+        epochs -= 1
+    reference = first if s.reference == "sft" else agent
+    model = run.load(reference)
+    if s.reference != "none":  # else log pi_ref is 0
+        dpo.add_references(model, groups, run.log_probs, run.tokens_per_forward * run.ranks)
+    if reference != agent:
         del model  # one at a time in memory
-        model = trainer.load(before)
-    watched = margins.hardest(groups, s.margins)
-    entered = ([g.reference for g in watched] if s.reference == "phase" else
-               trainer.log_probs(model, watched))
-    # Eq. (9), which is Eq. (7) for the failure agent: its pairs have no SFT weight.
-    loss = partial(dpo.preference_loss, beta=beta, lambda_sft=s.lambda_sft, log_prob=s.log_prob,
-                   lambda_dpo=1.0 if agent == "failure" else s.lambda_dpo, sft_term=s.sft_term)
-    divisor = dpo.count_pairs if s.normalise == "pairs" else dpo.sum_weights
-    numbers = trainer.fit(model, before, out, epochs, dpo.Objective(loss, divisor),
-                          trainer.optimisation(lr, s.dpo_warmup, s.dpo_schedule))
-    for when, policy in (("before", entered), ("after", None)) if watched else ():
-        policy = policy or trainer.log_probs(model, watched)
-        run.log("margins", phase=run.folder.running, when=when,
-                pairs=margins.of_pairs(watched, policy, beta, s.log_prob))
-    return numbers
-
-
-def preference_epochs(groups: list[dpo.Group], s: Settings, rng, passes: int,
-                      steps: int = 0) -> list:
-    """Passes over the pairs, shuffled anew each: so many, or as many as hold `steps` batches."""
-    epochs = []
-    while sum(map(len, epochs)) < steps if steps else len(epochs) < passes:
-        epoch = dpo.batches(groups, s.dpo_batch, s.batch_unit, rng)
-        epochs.append(epoch[:steps - sum(map(len, epochs))] if steps else epoch)
-    return epochs
-
-
-def evaluate(run: Run, out: Path, agent: str, i: int, split: str) -> dict:
-    """Greedy episodes on a split, by the agent after iteration i."""
-    tasks = run.tasks.of_split(split)
-    episodes = [Trajectory(task, agent, i) for task in tasks]
-    if run.settings.method == "chat":
-        episodes, taken = chat.play(run, episodes)
-    else:
-        episodes, taken = play(run, run.agent_folder(agent, i), episodes, temperature=0), {}
-    run.folder.write_jsonl(out, episodes)
-    found = {**scores(episodes, tasks), **taken}  # reward, its interval, success ...
-    run.log("evaluation", agent=agent, iteration=i, split=split, tasks=len(episodes), **found)
-    return dict(**played(episodes), **found)
+        model = run.load(agent)
+    return run.fit(model, out, steps[:most or None], dpo.Objective(
+        partial(dpo.preference_loss, s=s),
+        lambda g: len(g.pairs) if s.normalise == "pairs" else sum(p.weight for p in g.pairs),
+        s.dpo_lr if i == 1 else s.dpo_lr_later, s.dpo_warmup))
 
 
 # ----------------------------------------------------------------------------------- the pairs
 
 
+def instructions(experts: list[Trajectory], played: dict, s: Settings) -> list[Trajectory]:
+    """The experts whose instructions make pairs: all. played: agent -> task -> its trajectories."""
+    return experts
+
+
 def d_tgt(expert: Trajectory, target: list[Trajectory], failure: list[Trajectory], s: Settings,
-          dropped: Counter) -> list[dict]:
+          dropped: Counter, success: float = 1.0) -> list[dict]:
     """The target's pairs for one instruction, Eq. (8), with the weights of Section 4.3.
 
     target, failure: this iteration's rollouts of the two agents; rewards are in [0, 1]. Returns
-    rows of pairs-*.jsonl without task and trains; counts in `dropped`, by reason, the comparisons
-    that make no pair.
+    rows of pairs-*.jsonl without the task; counts in `dropped`, by reason, the comparisons that
+    make no pair. success: the reward from which a trajectory is no failure.
     """
     # Eq. (8): D_tgt = {e_exp > e_tgt} u {e_exp > e_fail} u {e_w > e_l in F_tgt x F_fail}, by reward
     pairs = []
@@ -263,10 +227,9 @@ def d_tgt(expert: Trajectory, target: list[Trajectory], failure: list[Trajectory
     # All expert-prediction pairs of an instruction weigh 1.0 together.
     weight = 1.0 / len(pairs) if pairs and s.pair_weights == "instruction" else 1.0
     rows = [pair_row(kind, w, l, weight, sft_weight=weight) for kind, w, l in pairs]
-    if s.d_tgt_failures == "none":
-        return rows
     # F_tgt x F_fail: DPO alone, lambda_SFT = 0.
-    for w, l in ordered_failures(itertools.product(target, failure), dropped):
+    candidates = itertools.product(target, failure) if s.d_tgt_failures != "none" else ()
+    for w, l in ordered_failures(candidates, dropped, success):
         if s.d_tgt_failures == "hard" and w.reward < s.hard_threshold:
             dropped["no hard failure"] += 1
         else:
@@ -274,27 +237,24 @@ def d_tgt(expert: Trajectory, target: list[Trajectory], failure: list[Trajectory
     return rows
 
 
-def d_fail(target: list[Trajectory], failure: list[Trajectory], earlier: list[Trajectory],
-           s: Settings, dropped: Counter) -> list[dict]:
+def d_fail(target: list[Trajectory], failure: list[Trajectory], s: Settings, dropped: Counter,
+           success: float = 1.0) -> list[dict]:
     """The failure agent's pairs for one instruction, Eq. (6): the better failure is preferred.
-
-    target, failure: this iteration's rollouts of the two agents; earlier: both agents' rollouts of
-    earlier iterations. Result and `dropped` as for `d_tgt`.
-    """
+    Arguments and result as for `d_tgt`; --d-fail buffer has earlier iterations in `failure`."""
     if s.d_fail == "none":  # the failure agent stays as it is
         return []
     # Eq. (6): D_fail = {e_w > e_l in F_tgt x F_fail}; "all" has the pairs within one agent too,
     # since the failure agent learns from failures "from both the target and itself" (Section 4.2).
     candidates = (itertools.product(target, failure) if s.d_fail == "cross" else
-                  itertools.combinations(target + failure + earlier, 2))
+                  itertools.combinations(target + failure, 2))
     return [pair_row("failure>failure", w, l, 1.0, sft_weight=0.0)
-            for w, l in ordered_failures(candidates, dropped)]
+            for w, l in ordered_failures(candidates, dropped, success)]
 
 
-def ordered_failures(candidates, dropped: Counter):
+def ordered_failures(candidates, dropped: Counter, success: float):
     """Of two failures with different rewards, the better one first."""
     for a, b in candidates:
-        if max(a.reward, b.reward) >= envs.SUCCESS:
+        if max(a.reward, b.reward) >= success:
             dropped["not both failures"] += 1
         elif a.reward == b.reward:
             dropped["equal failures"] += 1
@@ -304,16 +264,321 @@ def ordered_failures(candidates, dropped: Counter):
 
 def pair_row(kind: str, chosen: Trajectory, rejected: Trajectory, weight: float,
              sft_weight: float) -> dict:
-    """A row of pairs-*.jsonl, which names its trajectories by file and rollout."""
-    chosen, rejected = (
-        dict(file=t.file, agent=t.agent, iteration=t.iteration, rollout=t.rollout, reward=t.reward)
-        for t in (chosen, rejected))
+    """A row of pairs-*.jsonl, which names its trajectories by agent, iteration and rollout."""
+    chosen, rejected = (dict(agent=t.agent, iteration=t.iteration, rollout=t.rollout,
+                             reward=t.reward) for t in (chosen, rejected))
     return dict(kind=kind, chosen=chosen, rejected=rejected, weight=weight, sft_weight=sft_weight)
 
 
-if __name__ == "__main__":
-    from look.page import make_page
-    from mutual import loop_of  # the second system's file, which imports this one
-    from program.start import start  # parses, locks, resumes, reports
+def preference_groups(rows: list[dict], episodes: list[Trajectory], s: Settings) -> list[Group]:
+    """Rows of pairs as groups: an instruction's distinct trajectories, once each, and its pairs.
+    episodes: the trajectories that the rows name, and the experts."""
+    groups, places = {}, {}  # places: trajectory and how it is cut -> index
+    known = {(t.task, t.agent, t.iteration, t.rollout): t for t in episodes}
+    for row in rows:
+        task, at = row["task"], []
+        group = groups.setdefault(task, Group([]))
+        # A rejected trajectory that wanders on long after the expert was done teaches little.
+        longest = known[task, "expert", 0, 0].steps + s.cut_turns if s.cut_turns >= 0 else math.inf
+        for side in "chosen", "rejected":
+            key = task, *(row[side][name] for name in ("agent", "iteration", "rollout"))
+            turns = min(known[key].steps, longest if side == "rejected" else math.inf)
+            ends = side == "chosen" or s.rejected_ends == "count"
+            if (key, turns, ends) not in places:
+                places[key, turns, ends] = len(group.sequences)
+                group.sequences.append(shortened(known[key], turns, ends))
+            at.append(places[key, turns, ends])
+        group.pairs.append(Pair(row["kind"], *at, row["weight"], row["sft_weight"]))
+    return [*groups.values()]
 
-    start(sys.argv[1:], loop_of, make_page)
+
+def shortened(t: Trajectory, turns: int, ends: bool) -> Trajectory:
+    """The trajectory up to the end of its turn number `turns`. Without `ends`, its mask leaves out
+    what ends a turn, the last token of each reply, and the reply that ended the episode."""
+    mask = [*t.action_mask, 0]
+    last = [k for k in range(len(t.ids)) if mask[k] and not mask[k + 1]]
+    if turns < len(last):
+        size = last[turns - 1] + 1
+        t = replace(t, ids=t.ids[:size], action_mask=mask[:size], ended="budget")
+        last = last[:turns]
+    if not ends:
+        until = last[-2] if t.ended == "done" and len(last) > 1 else len(t.ids)
+        left = [int(acts and k not in last and k < until) for k, acts in enumerate(t.action_mask)]
+        t = replace(t, action_mask=left if any(left) else t.action_mask)
+    return t
+
+
+# ------------------------------------------------------------------------------------ settings
+# In brackets the source: the paper; ETO, the scripts of Song et al.; ours. A comment is the help,
+# a type the limits; what is Free changes nothing but rounding, and may change when a run goes on.
+
+AUTO = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True)
+class Common:
+    env: Literal[envs.ENVIRONMENTS] = "webshop"
+    method: str = "coevolve"             # what is trained, and how
+    model: str = "tiny"                  # or a causal LM with a chat template: folder or hub name
+    seed: flags.Whole = 0                # of everything random in the run
+    out: flags.Free[Optional[str]] = None  # the run's folder [runs/ENV-METHOD-sSEED]
+    experts: flags.OldFile = None        # ETO's list, or a run's experts.jsonl [scripted experts]
+    expert_min_reward: float = 0.7       # experts at or below it are dropped, but for 1 [App. A]
+    train_tasks: flags.Whole = 0         # instructions, 0 = all [Table 1]
+    eval_tasks: flags.Whole = 0          # of each evaluated split, 0 = all [Table 1]
+    eval_splits: Literal["test", "validation"] = "test"  # validation: for tuning
+    view: Literal["full", "short"] = "full"  # short: without repeated text, for tiny [ours]
+    max_tokens: flags.Count = 4096       # of a trajectory, which ends there [ours]
+    max_new_tokens: flags.Count = 256    # of a reply [ours]
+    sft_epochs: flags.Count = 3          # [App. B]
+    sft_batch: flags.Count = 48          # trajectories per step [App. B]
+    sft_lr: flags.Rate = 1e-5            # peak [App. B]
+    sft_warmup: flags.Share = 0.03       # share of steps, linear, then cosine [App. B]
+    weight_decay: flags.Weight = 0.0     # in all phases [ETO]
+    max_grad_norm: flags.Rate = 1.0      # in all phases [transformers' default]
+    slots: flags.Free[flags.Count] = 32  # episodes side by side on a rank [ours]
+    tokens_per_forward: flags.Free[flags.Whole] = 0  # of a rank; 0: 8,192 on GPUs, else 1,024
+    bf16: AUTO = "auto"                  # passes and rollouts; auto: on GPUs, not tiny [ours]
+    shard: flags.Free[AUTO] = "auto"     # what trains over the ranks (FSDP2); auto: if several
+    gradient_checkpointing: flags.Free[AUTO] = "auto"  # layers run again in the backward pass
+
+
+@dataclass(frozen=True)
+class Preferences:
+    iterations: flags.Count = 3          # K [App. B; 5 on InterCodeSQL]
+    rollouts: flags.Count = 1            # per instruction and agent [Section 5.2.1]
+    temperature: flags.Weight = 0.7      # evaluation is greedy [ours; ETO explores greedily]
+    dpo_epochs: flags.Count = 3          # passes over the pairs of an iteration [App. B]
+    dpo_steps: flags.Whole = 0           # of the target in an iteration; 0 = dpo_epochs [ours]
+    dpo_batch: flags.Count = 32          # of batch_unit, per step [App. B]
+    batch_unit: Literal["pairs", "instructions"] = "pairs"  # an instruction stays whole [ETO]
+    dpo_lr: flags.Rate = 1e-6            # in iteration 1 [App. B; ETO]
+    dpo_lr_later: flags.Rate = 5e-7      # [App. B; ETO]
+    dpo_warmup: flags.Share = 0.1        # share of steps, linear, then constant [ETO]
+    beta: flags.Rate = 0.1               # in iteration 1 [App. B; ETO]
+    beta_later: flags.Rate = 0.5         # [App. B; ETO]
+    lambda_dpo: flags.Weight = 1.0       # of Eq. (9) [Section 4.3]
+    lambda_sft: flags.Weight = 0.1       # of Eq. (9) [Section 4.3]
+    log_prob: Literal["sum", "mean"] = "sum"  # over a trajectory's action tokens [Eq. 2, 5, 7]
+    sft_term: Literal["sum", "mean"] = "sum"  # of Eq. (9), likewise [as written]
+    reference: Literal["phase", "sft", "none"] = "phase"  # pi_ref: as the phase begins [ETO]
+    normalise: Literal["pairs", "weights"] = "pairs"  # what a batch's sum is divided by [ours]
+    expert_beaten: Literal["swap", "drop"] = "swap"   # by a prediction: that is chosen [Eq. 8]
+    pair_weights: Literal["instruction", "none"] = "instruction"  # its expert pairs: 1 [4.3]
+    d_tgt_failures: Literal["cross", "hard", "none"] = "cross"  # pairs of failures [Eq. 8]
+    hard_threshold: flags.Weight = 0.6   # a failure from it on is hard [Table 2]
+    cut_turns: int = 5                   # rejected: the expert's turns + so many, < 0: all [ETO]
+    rejected_ends: Literal["count", "leave out"] = "count"  # ends of turns and episode [Eq. 7]
+
+
+@dataclass(frozen=True)
+class FailureAgent:
+    # all pairs of failures; cross: target x failure agent, the literal Eq. (6); buffer: over all
+    # iterations so far; none: the agent is frozen [Section 4.2]
+    d_fail: Literal["all", "cross", "buffer", "none"] = "all"
+    failure_epochs: flags.Whole = 0      # 0 = dpo_epochs [ours]
+    failure_from: flags.OldFile = None   # folder of an agent that it starts from [after SFT]
+
+
+@dataclass(frozen=True)
+class Settings(FailureAgent, Preferences, Common, flags.Stated):
+    """Every number of a run."""
+    # In place of the defaults, by the model's name or the protocol's; an environment's folder has
+    # others. The tiny model starts from nothing and so needs larger steps.
+    presets = {"tiny": dict(view="short", sft_batch=16, dpo_batch=16, beta_later=0.1,
+                            lambda_sft=0.5),
+               "eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5)}
+
+    def conflicts(self, s) -> list[tuple[bool, str, str]]:
+        return [(self.max_new_tokens >= self.max_tokens, f"--max-new-tokens {self.max_new_tokens}",
+                 f"must be below --max-tokens {self.max_tokens}"),
+                (self.rollouts > 1 and self.temperature == 0, "--temperature 0",
+                 "all rollouts of an instruction would be the same; raise it")]
+
+
+# method -> its loop, and the settings that the loop reads: classes of them, or names
+METHODS = {"sft": (coevolve, (Common,)), "eto": (coevolve, (Common, Preferences)),
+           "positive": (coevolve, (Common, Preferences)),
+           "coevolve": (coevolve, (Common, Preferences, FailureAgent))}
+
+
+# --------------------------------------------------------------------------------------- a run
+
+TINY = Path(__file__).parent / "tiny"
+
+
+class Run:
+    """A run's folder, machine and models. What was made is not made again, so that a run which was
+    stopped goes on after its last finished phase."""
+
+    def __init__(self, settings: Settings, options):
+        s, gpu = settings, torch.cuda.is_available()
+        large = gpu and s.model != "tiny"
+        self.settings, self.options, self.name = s, options, ""  # of the running phase's output
+        self.folder = Path(s.out or f"runs/{s.env}-{s.method}-s{s.seed}")
+        self.base = TINY if s.model == "tiny" else Path(s.model)
+        self.bf16, self.recompute = (large if flag == "auto" else flag == "on"
+                                     for flag in (s.bf16, s.gradient_checkpointing))
+        self.accelerator = Accelerator(
+            cpu=not gpu, mixed_precision="bf16" if self.bf16 else "no",
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))])
+        self.main, self.ranks = self.accelerator.is_main_process, self.accelerator.num_processes
+        self.patient = None if self.ranks == 1 else torch.distributed.new_group(
+            backend="gloo", timeout=timedelta(days=7))  # one rank may play for hours longer
+        self.shard = self.ranks > 1 if s.shard == "auto" else s.shard == "on"
+        self.tokens_per_forward = s.tokens_per_forward or (8192 if gpu else 1024)
+        self.make_env = partial(envs.make, s.env, s.view, **asdict(options))
+        self.env = self.make_env()
+        self.splits = self.env.test_splits if s.eval_splits == "test" else ("validation",)
+        self.tokenizer = dpo.read(transformers.AutoTokenizer, self.base)
+        self.encoder = dpo.Encoder(self.tokenizer)
+        self.done, self.before = {}, {}  # output -> what is recorded of it: by now, and at first
+        self.open()
+
+    def open(self) -> None:
+        """The folder, new or of a run with the same settings; else Refused."""
+        config, phases = (self.folder / f"{name}.json" for name in ("config", "phases"))
+        now = asdict(self.settings) | asdict(self.options)
+        if self.main and not config.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            alone = self.base != TINY and dpo.trial(dpo.read_model(self.base).eval(), self.encoder)
+            config.write_text(json.dumps(dict(settings=now, alone=alone or [False, False])))
+        self.accelerator.wait_for_everyone()
+        before = json.loads(config.read_text())
+        flags.check_same(before["settings"], json.loads(json.dumps(now)), type(self.settings))
+        self.alone = before["alone"]  # whether passes, and replies, are of one text at a time
+        if any(self.alone) and self.main:
+            print(f"{self.base} does not read texts side by side as it reads each: one at a time")
+        self.before = json.loads(phases.read_text()) if phases.exists() else {}
+
+    def once(self, output: str, work, *inputs, **how) -> Path:
+        """Does work(run, temporary path, *inputs, **how) -> numbers, unless `output` was made so:
+        from files of the same bytes, from agents that were made alike, and with this `how`."""
+        path, self.name = self.folder / output, output
+        agents = {self.folder / name: row["recipe"] for name, row in self.done.items()}
+        recipe = hashed([work.__name__, [known_by(made, agents) for made in inputs], how])
+        recorded = self.before.pop(output, {})
+        if recorded.get("recipe") == recipe and path.exists():
+            self.done[output] = recorded
+            return path
+        if recorded and self.main:
+            tqdm.write(f"{output} is made again: it is gone, or what it was made from is another")
+        started, temporary = time.perf_counter(), path.with_name(f"{path.name}.tmp")
+        self.accelerator.wait_for_everyone()
+        if self.main:
+            path.parent.mkdir(exist_ok=True)
+            for old in temporary, path:
+                shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+        self.accelerator.wait_for_everyone()
+        numbers = work(self, temporary, *inputs, **how)
+        self.accelerator.wait_for_everyone()
+        self.done[output] = dict(work=work.__name__, recipe=recipe, **how, **numbers,
+                                 seconds=round(time.perf_counter() - started, 1))
+        if self.main:
+            os.replace(temporary, path)
+            self.record(output)
+        self.accelerator.wait_for_everyone()
+        return path
+
+    def record(self, output: str) -> None:
+        """Writes and prints that a phase is finished."""
+        part = self.folder / "phases.json.tmp"
+        part.write_text(json.dumps(self.done | self.before, indent=1))
+        os.replace(part, self.folder / "phases.json")
+        tqdm.write(line(output, self.done[output]))
+
+    def write(self, path: Path, rows: list) -> None:
+        if self.main:
+            write_jsonl(path, rows)
+
+    def load(self, agent: Path):
+        """The model in a folder, ready to train."""
+        return dpo.load(self.accelerator, agent, self.recompute, self.shard)
+
+    def log_probs(self, model, sequences: list[Trajectory], sampler=dpo.Sampler()) -> torch.Tensor:
+        tokens = 0 if self.alone[0] else self.tokens_per_forward
+        return dpo.log_probs(self.accelerator, model, sequences, tokens, sampler)
+
+    def fit(self, model, out: Path, steps: list[list[Group]], how: dpo.Objective) -> dict:
+        """Trains a model of `load` into a folder, whose train.jsonl has a line for each step."""
+        s, events = self.settings, []
+        how = replace(how, weight_decay=s.weight_decay, max_grad_norm=s.max_grad_norm,
+                      tokens=self.tokens_per_forward * self.ranks)
+        with bar(self, len(steps)) as progress:
+            dpo.fit(model, steps, self.log_probs, how,
+                    lambda event: (events.append(event), progress.update()))
+        dpo.save(self.accelerator, model, self.tokenizer, out)
+        self.write(out / "train.jsonl", events)
+        return dict(steps=len(events), first_loss=events[0]["loss"], loss=events[-1]["loss"])
+
+    def answer(self, model, temperature: float):
+        """What replies to conversations, [(t, random numbers)] -> [(sampled ids, log_probs)]."""
+        never = self.encoder.never(model.config.get_text_config().vocab_size)
+        reply = partial(dpo.replies, model, self.encoder, dpo.Sampler(temperature, never),
+                        self.settings.max_new_tokens, self.env.stops)
+        return lambda asked: reply([(t.ids, rng) for t, rng in asked], self.alone[1])
+
+    def replica(self, agent: Path):
+        """The model in a folder as it plays, whole on each rank."""
+        dtype = torch.bfloat16 if self.bf16 else torch.float32
+        return dpo.read_model(agent, dtype, self.accelerator.device).eval()
+
+    def play(self, agent, episodes: list[Trajectory], temperature: float, make_env=None) -> list:
+        """Plays what the episodes begin, each rank a share; all get all, in the order given.
+        make_env: of environments that know more tasks than the run's."""
+        share, s = episodes[self.accelerator.process_index::self.ranks], self.settings
+        answer = self.answer(self.replica(agent), temperature)
+        with bar(self, len(share)) as progress:
+            envs.play(make_env or self.make_env, self.encoder, share, answer, s.slots,
+                      s.max_tokens, lambda t: progress.update())
+        if self.ranks > 1:
+            shares = [None] * self.ranks
+            torch.distributed.all_gather_object(shares, share, self.patient)
+            share = itertools.chain(*shares)
+        order = {(t.task, t.rollout): n for n, t in enumerate(episodes)}
+        return sorted(share, key=lambda t: order[t.task, t.rollout])
+
+
+def bar(run: Run, total: int):
+    return tqdm(total=total, desc=run.name, leave=False, disable=not run.main, delay=2)
+
+
+def read(*files: Path) -> list[Trajectory]:
+    return [Trajectory(**row) for file in files for row in read_jsonl(file)]
+
+
+# ---------------------------------------------------------------------------------- the table
+
+
+def scores(episodes: list[Trajectory], run: Run) -> dict:
+    """Means over episodes; the shares of successes and of hard failures are those of Table 2."""
+    rows = [dict(reward=t.reward, success=t.reward >= run.env.success,
+                 hard=run.settings.hard_threshold <= t.reward < run.env.success, turns=t.steps,
+                 budget=t.ended == "budget") for t in episodes]
+    return dict(episodes=len(rows), **{k: sum(row[k] for row in rows) / len(rows) for k in rows[0]})
+
+
+def table(run: Run) -> str:
+    """What the phases found: pairs, exploration, greedy episodes."""
+    s, lines = run.settings, []
+    for work in "make_pairs", "explore", "evaluate":
+        lines += [line(name, row) for name, row in run.done.items() if row["work"] == work]
+    return "\n".join([f"\n{run.folder}: {s.method} on {s.env}, model {s.model}, seed {s.seed}",
+                      *lines, f"{sum(d['seconds'] for d in run.done.values()):,.0f} s in all"])
+
+
+def main(argv: list[str], settings: type = Settings, run: type = Run, methods: dict = METHODS):
+    """Runs the loop of a method. Another class of settings or run, or other methods, extends it."""
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        run = run(*flags.parse(argv, settings, methods, envs.environment))
+        methods[run.settings.method][0](run)
+    except (envs.Refused, envs.EnvError, dpo.Unusable, FloatingPointError, OSError) as error:
+        sys.exit(f"coevolve.py: {' '.join(str(error).split())}")  # the user's or the machine's
+    if run.main:
+        print(table(run))
+    run.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,80 +1,40 @@
-"""Tokens in, gradients out: the action mask, log-probabilities, the losses, the optimiser loop.
+"""Tokens in, gradients or tokens out: encoding, log-probabilities, losses, training, sampling.
 
-Nothing here knows an environment, a file or a setting. Equation numbers are those of arXiv
-2511.22254. `engine/` has what makes it fast and large, and changes no number: packing (a beginning
-that trajectories share runs once), ranks, sharding, checkpoints.
+Nothing here knows an environment, a file of a run or a flag. A model is asked for two things alone,
+log-probabilities and replies, by the plain forward and `generate` of transformers, so that any
+causal language model will do. Equations are those of arXiv 2511.22254. Shapes: B trajectories of L
+tokens in a pass, A action tokens, V words; T trajectories and P pairs of a batch.
 """
 
+import gc
+import inspect
 import itertools
 import math
 import random
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from functools import lru_cache, partial
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+import transformers
+from accelerate import init_empty_weights
 from torch import Tensor
-
-from engine import chat_template, packing, ranks, sharding
-from engine.log_softmax import target_log_probs
-
-# ---------------------------------------------------------------------------------- encoding
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
-class Encoder:
-    """Conversations as token ids, turn by turn, from the tokenizer's own chat template.
+class Unusable(ValueError):
+    """A model, a tokenizer or its chat template cannot be used; one line with the remedy."""
 
-    A conversation grows at its end only: start(messages) gives the ids up to the agent's first
-    reply, reply(text) those of a written reply and its end of turn, observation(text) those from
-    there to where the next reply begins. The same three pieces serve experts and rollouts, so the
-    ids an agent sampled are never tokenised again. Control tokens in what others wrote are encoded
-    as plain text. ValueError, naming the template's problem, if it rewrites earlier turns or
-    nothing marks the end of a reply.
-    """
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-        self.pieces = pieces = chat_template.Pieces(tokenizer)  # what surrounds replies
-        self.start, self.reply, self.observation = (
-            pieces.ids_of_opening, pieces.ids_of_reply, pieces.ids_of_observation)
-        self.end_of_turn: int = pieces.end_of_turn
-        self.text_of = lru_cache(None)(lambda token: tokenizer.decode([token]))
-        self.encode(chat_template.TRIAL)  # a template's faults show at once
-
-    def encode(self, messages: list[dict], first: int = 0) -> tuple[list[int], list[int]]:
-        """(ids, action_mask), both (l,): mask 1 on the tokens of each reply and its end of turn.
-
-        The conversation opens with `first` turns (0: those before a reply) and then alternates.
-        """
-        first = first or next(i for i, m in enumerate(messages) if m["role"] == "assistant")
-        ids = self.start(messages[:first])
-        action_mask = [0] * len(ids)
-        for message in messages[first:]:
-            acts = message["role"] == "assistant"
-            piece = (self.reply if acts else self.observation)(message["content"])
-            ids += piece
-            action_mask += [int(acts)] * len(piece)
-        self.pieces.check(messages, first)  # the template, given all at once, writes the same text
-        return ids, action_mask
-
-    def suppress_tokens(self, vocabulary: int) -> tuple[int, ...]:
-        """Ids that are never sampled: control tokens, with which a reply would open a turn, and
-        rows that only pad the embedding.
-        """
-        control = {i for i in self.pieces.suppress_tokens if i < vocabulary}
-        return tuple(sorted(control | {*range(len(self.tokenizer), vocabulary)}))
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of a sampled reply, without its end-of-turn token."""
-        return self.tokenizer.decode([i for i in ids if i != self.end_of_turn]).strip()
+# ------------------------------------------------------------------------------------ encoding
 
 
 @dataclass
 class Trajectory:
     """An episode e of a task u, whole or as far as it has come; a line of a .jsonl file."""
-
     task: str = ""
     agent: str = ""                  # its name; of what an explorer plays, the signal
     iteration: int = 0               # in GRPO the step
@@ -83,22 +43,111 @@ class Trajectory:
     messages: list[dict] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)          # (l,) read and written, in order
     action_mask: list[int] = field(default_factory=list)  # (l,) 1 where the agent wrote the token
+    log_probs: list[float] = field(default_factory=list)  # (a,) of those, as they were sampled
     reward: float = 0.0              # in [0, 1]; by ETO's protocol from -1
-    steps: int = 0
-    cut_replies: int = 0             # that filled max_new_tokens
-    ended: str = ""                  # done, budget, context or lost
     raw_reward: float | None = None  # before clipping, where the environment clips
-    usage: dict | None = None        # what an endpoint took, and as an explorer proposed
-    file: str = ""                   # the name of the file it is kept in; not written
+    steps: int = 0
+    ended: str = ""                  # done, budget or context
+
+    def extend(self, ids: list[int], acts: int) -> None:
+        self.ids += ids
+        self.action_mask += [acts] * len(ids)
 
     @property
     def action_tokens(self) -> int:
         return sum(self.action_mask[1:])
 
-    def record(self) -> dict:
-        """The line's fields, in order; raw_reward and usage only where there is one."""
-        row = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "file"}
-        return {name: value for name, value in row.items() if value is not None}
+
+class Encoder:
+    """Conversations as token ids, turn by turn, from the tokenizer's own chat template:
+
+        start | reply end | observation | reply end | observation | ...
+
+    Each piece is tokenised once, as it follows what stands before it: experts and rollouts have the
+    same ids, sampled ids are never tokenised again, and the action mask is made with the ids.
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer, X = tokenizer, "CONTENT"  # stands for what others write
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self.special = sorted({*tokenizer.all_special_tokens, *special} - {""})
+        if not tokenizer.chat_template:
+            self.refuse("it has no chat template; use a chat model")
+        talk = [dict(role=role, content=X) for role in ("user", "assistant", "user")]
+        self.asked, answered, again = (self.render(talk[:n], n != 2) for n in (1, 2, 3))
+        before, _, rest = answered[len(self.asked):].partition(X)
+        self.end = min((t for t in self.special if t in rest), key=rest.index, default="")
+        thought = dict(role="assistant", content="<think>a</think> b")
+        if not (self.end and answered.startswith(self.asked) and again.startswith(answered)
+                and thought["content"] in self.render([talk[0], thought, talk[0]], True)):
+            self.refuse("its chat template changes a turn that was answered, or no control token "
+                        "ends a reply; use an Instruct model that does not think")
+        self.end_of_turn = tokenizer.convert_tokens_to_ids(self.end)
+        space, _, after = rest.partition(self.end)  # Llama 2 writes a space before its end of turn
+        self.around_reply = before, space + self.end
+        self.around_observation = (after + again[len(answered):]).split(X)
+        self.encode(talk[:2] + [talk[0], thought], 1)  # a tokenizer's faults show at once
+
+    def refuse(self, why: str):
+        raise Unusable(f"the tokenizer of {self.tokenizer.name_or_path}: {why}")
+
+    def render(self, messages: list[dict], go_on: bool) -> str:
+        return self.tokenizer.apply_chat_template(messages, tokenize=False,
+                                                  add_generation_prompt=go_on)
+
+    def start(self, messages: list[dict]) -> list[int]:
+        """The ids up to where the agent's first reply begins."""
+        return self.ids_after("", self.render(
+            [{**m, "content": self.plain(m["content"])} for m in messages], True))
+
+    def reply(self, text: str) -> list[int]:
+        """Those of a reply in words and of its end of turn."""
+        return self.ids_after(self.asked, self.plain(text).join(self.around_reply))
+
+    def observation(self, text: str) -> list[int]:
+        """Those from a reply's end of turn to where the next reply begins."""
+        return self.ids_after(self.end, self.plain(text).join(self.around_observation))
+
+    def plain(self, text: str) -> str:
+        """A text without control tokens, with which it could open or end a turn."""
+        for token in self.special:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text.strip()
+
+    def ids_after(self, before: str, text: str) -> list[int]:
+        start, ids = (self.tokenizer(t, add_special_tokens=False)["input_ids"] if t else []
+                      for t in (before, before + text))
+        if ids[:len(start)] != start:
+            self.refuse(f"its tokens of {before[-20:]!r} change with what follows; use another")
+        return ids[len(start):]
+
+    def encode(self, messages: list[dict], first: int) -> tuple[list[int], list[int]]:
+        """(ids, action_mask), both (l,), of a conversation that opens with `first` turns."""
+        t = Trajectory()
+        t.extend(self.start(messages[:first]), acts=0)
+        for m in messages[first:]:
+            acts = m["role"] == "assistant"
+            t.extend((self.reply if acts else self.observation)(m["content"]), acts=int(acts))
+        return t.ids, t.action_mask
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode([i for i in ids if i != self.end_of_turn])
+
+    def close(self, ids: list[int], stops: tuple[str, ...]) -> tuple[list[int], list[int], str]:
+        """A sampled reply, which ends before one of the texts `stops`: its ids, the end of turn if
+        it lacks that, and its text."""
+        text, whole = self.decode(ids), ids[-1] == self.end_of_turn
+        if found := [text.index(stop) for stop in stops if stop in text]:
+            text, whole = text[:min(found)], False
+            while len(self.decode(ids)) > len(text) or ids[-1:] == [self.end_of_turn]:
+                ids = ids[:-1]
+        return ids, [] if whole else [self.end_of_turn], text.strip()
+
+    def never(self, vocabulary: int) -> tuple[int, ...]:
+        """Ids that are never sampled: other control tokens, and rows that pad the embedding."""
+        control = {*self.tokenizer.convert_tokens_to_ids(self.special)} - {self.end_of_turn}
+        return (*sorted({i for i in control if i < vocabulary}
+                        | {*range(len(self.tokenizer), vocabulary)}),)
 
 
 # --------------------------------------------------------------------------- log-probabilities
@@ -106,51 +155,91 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Sampler:
-    """The distribution that tokens are drawn from: softmax(logits / temperature), without some.
+    """The distribution that tokens are drawn from, softmax(logits / temperature) without some. A
+    log-probability of sampled tokens is of the same one: mass on tokens that are never drawn would
+    grow with every push down."""
+    temperature: float = 1.0     # 0: always the most probable token
+    never: tuple[int, ...] = ()  # ids that are never drawn
 
-    A log-probability of sampled tokens is of the same distribution: mass on tokens that are never
-    drawn would grow with every push down.
-    """
-
-    temperature: float = 1.0
-    suppress_tokens: tuple[int, ...] = ()  # ids that are never drawn
+    def logits(self, logits: Tensor) -> Tensor:
+        """Those whose softmax is the distribution, (..., V) float32."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        never = torch.tensor(self.never, dtype=torch.long, device=logits.device)
+        return (logits / (self.temperature or 1.0)).index_fill(-1, never, -torch.inf)
 
 
 def token_log_probs(model, sequences: list[Trajectory], sampler: Sampler = Sampler()) -> Tensor:
-    """log pi(t_k | t_<k) of every action token of every sequence, laid end to end, (A,), in nats.
+    """log pi(t_k | t_<k) of every action token of every trajectory, laid end to end, (A,), in nats,
+    by one pass. Padding on the right needs no mask: it stands behind all that matters. sampler:
+    what pi is; as it stands, the softmax over the whole vocabulary."""
+    device, longest = next(model.parameters()).device, max(len(s.ids) for s in sequences)
+    ids, acts = (torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+                 for rows in ([s.ids for s in sequences], [s.action_mask for s in sequences]))
+    acts = acts[:, 1:].bool()                                       # (B, L-1), and ids (B, L)
+    # Logits are made only where the next token of some row is an action.
+    keep = acts.any(0).nonzero()[:, 0]                                            # (K,)
+    chosen = "logits_to_keep" in inspect.signature(model.forward).parameters
+    logits = model(input_ids=ids, use_cache=False,
+                   **dict(logits_to_keep=keep) if chosen else {}).logits          # (B, K, V)
+    logits = logits if chosen else logits[:, keep]
+    logits, targets = logits[acts[:, keep]], ids[:, 1:][acts]                     # (A, V), (A,)
 
-    sampler: what pi is; as it stands, the softmax over the whole vocabulary.
-    """
-    if isinstance(model, ranks.Together):  # this rank runs some of the sequences
-        return model.gather(sequences, partial(token_log_probs, sampler=sampler))
-    p = packing.pack(sequences, next(model.parameters()).device)
-    logits = model(input_ids=p.ids, position_ids=p.positions, **p.attention,
-                   logits_to_keep=p.predicting, use_cache=False).logits.squeeze(0)        # (K, V)
-    # log pi(t_k | t_<k) = log softmax(logits / temperature)[t_k]
-    log_probs = target_log_probs(logits, p.targets, p.logits_of, sampler)                 # (U,)
-    return log_probs.index_select(0, p.target_of)                                         # (A,)
+    # log pi(t_k | t_<k) = log softmax(logits)[t_k]
+    return -F.cross_entropy(sampler.logits(logits), targets, reduction="none")
 
 
-def action_log_probs(model, sequences: list[Trajectory]) -> Tensor:
-    """log pi(e|u) of each trajectory, (B,) float64, in nats.
+def log_probs(accelerator, model, sequences: list[Trajectory], tokens: int,
+              sampler: Sampler = Sampler()) -> Tensor:
+    """`token_log_probs` of many, (A,), in passes of at most so many tokens with padding (0: of one
+    trajectory each). On several ranks each runs some passes, and all get all. Gradients flow into a
+    rank's own passes, times the number of ranks, because they are averaged over ranks."""
+    ranks, lengths = accelerator.num_processes, [len(s.ids) for s in sequences]
+    first = [0, *itertools.accumulate(s.action_tokens for s in sequences)]
+    longest_first = sorted(range(len(sequences)), key=lambda n: -lengths[n])  # little padding
+    if ranks > 1 and tokens:  # no rank idles
+        tokens = min(tokens, max(*lengths, math.ceil(sum(lengths) / ranks)))
+    passes = fill(longest_first, tokens, lambda ns: len(ns) * lengths[ns[0]])
+    own = torch.zeros(first[-1], device=accelerator.device)
+    bf16 = accelerator.mixed_precision == "bf16" and not isinstance(model, FSDPModule)
+    with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=bf16):
+        for k in range(accelerator.process_index, math.ceil(len(passes) / ranks) * ranks, ranks):
+            # All ranks have to meet in a pass; one without work repeats something and forgets it.
+            ns, counts = (passes[k], 1) if k < len(passes) else (passes[-1][-1:], 0)
+            places = [j for n in ns for j in range(first[n], first[n + 1])]
+            own = own.index_add(0, torch.tensor(places, device=own.device), counts * (
+                token_log_probs(model, [sequences[n] for n in ns], sampler)))
+    return own if ranks == 1 else ranks * own + (
+        accelerator.reduce(own.detach()) - ranks * own.detach())
 
+
+def action_log_probs(per_token: Tensor, sequences: list[Trajectory]) -> Tensor:
+    """log pi(e|u) of each trajectory, (T,) float64, from those of its action tokens, (A,), in nats.
     Eq. (2), (5): the sum over action tokens t_k of log pi(t_k | t_<k); observations only condition.
-    Sums are float64, because a few hundred nats in float32 lose more than a late step changes.
-    """
-    per_token = token_log_probs(model, sequences)                                         # (A,)
-    owner = torch.tensor([b for b, s in enumerate(sequences) for _ in range(s.action_tokens)],
+    In float32 a few hundred nats lose more than a late step changes."""
+    owner = torch.tensor([n for n, s in enumerate(sequences) for _ in range(s.action_tokens)],
                          dtype=torch.long, device=per_token.device)
-    sums = torch.zeros(len(sequences), dtype=torch.float64, device=per_token.device)
-    return sums.index_add(0, owner, per_token.double())                                   # (B,)
+    return per_token.new_zeros(len(sequences), dtype=torch.float64).index_add(
+        0, owner, per_token.double())
 
 
-# ------------------------------------------------------------------------------------- losses
+def fill(things: list, size: float, cost: Callable[[list], float]) -> list[list]:
+    """Consecutive things that cost at most `size` together, or one that costs more."""
+    filled = [[]]
+    for thing in things:
+        if filled[-1] and cost([*filled[-1], thing]) > size:
+            filled.append([])
+        filled[-1].append(thing)
+    return filled
+
+
+# -------------------------------------------------------------------------------------- losses
+# loss(policy, groups) -> the sum over the groups, (), and sums of statistics by kind, one of them
+# the count. policy: log pi of all action tokens of the groups' trajectories, (A,), in nats.
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A preference between two sequences of a group, by index."""
-
+    """A preference between two trajectories of a group, by index."""
     kind: str
     chosen: int
     rejected: int
@@ -160,243 +249,307 @@ class Pair:
 
 @dataclass
 class Group:
-    """One instruction: its distinct sequences, each run through the model once, and its pairs."""
-
-    task: str
+    """One instruction: its distinct trajectories, each run through a model once, and its pairs."""
     sequences: list[Trajectory]
     pairs: list[Pair] = field(default_factory=list)
-    reference: list[float] = field(default_factory=list)  # log pi_ref of each sequence, nats
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(s.ids) for s in self.sequences)
+    reference: list[float] = field(default_factory=list)  # log pi_ref(e|u) of each; empty: 0
 
 
-def dpo_loss(policy_chosen, policy_rejected, reference_chosen, reference_rejected, beta):
-    """Eq. (7), of log-probabilities in nats, each (P,): the loss and the margin of each pair."""
+def trajectories(groups: list[Group]) -> list[Trajectory]:
+    return [s for g in groups for s in g.sequences]
+
+
+def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[Tensor, dict]:
+    """Eq. (3)-(5), summed over the groups' trajectories."""
+    # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A), A the tokens of thoughts and actions
+    return -policy.double().sum(), {}
+
+
+def dpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, reference_chosen: Tensor,
+             reference_rejected: Tensor, s) -> tuple[Tensor, Tensor]:
+    """Eq. (7), of log-probabilities in nats, each (P,): the loss and the margin of each pair. s:
+    settings, of which it asks for beta."""
     # Eq. (7): L = -log sigma( beta log pi(e_w)/ref(e_w) - beta log pi(e_l)/ref(e_l) )
-    margin = beta * ((policy_chosen - reference_chosen) - (policy_rejected - reference_rejected))
+    margin = s.beta * ((policy_chosen - reference_chosen) - (policy_rejected - reference_rejected))
     return -F.logsigmoid(margin), margin
 
 
-def sft_loss(model, groups: list[Group]):
-    """Eq. (3)-(5) summed over the groups' trajectories: (), and no statistics."""
-    # Eq. (5): L = - sum_k log pi(t_k | t_<k) 1(t_k in A), A the tokens of thoughts and actions
-    return -action_log_probs(model, [s for g in groups for s in g.sequences]).sum(), {}
-
-
-def pair_losses(policy: Tensor, groups: list[Group], beta: float, log_prob: str = "sum"):
-    """`dpo_loss` of the groups' pairs: loss and margin (P,), and the places in `policy` of the
-    chosen and the rejected ones. policy: log pi(e|u) of the groups' sequences, (T,), in nats.
-    """
-    reference = policy.new_tensor([r for g in groups for r in g.reference])               # (T,)
-    if log_prob == "mean":
-        tokens = policy.new_tensor([s.action_tokens for g in groups for s in g.sequences])
-        policy, reference = policy / tokens, reference / tokens
-    firsts = itertools.accumulate((len(g.sequences) for g in groups), initial=0)
-    places = [(first + p.chosen, first + p.rejected)
-              for first, g in zip(firsts, groups) for p in g.pairs]
-    chosen, rejected = map(list, zip(*places))
-    return *dpo_loss(policy[chosen], policy[rejected], reference[chosen], reference[rejected],
-                     beta), chosen, rejected
-
-
-def preference_loss(model, groups: list[Group], beta, lambda_dpo=1.0, lambda_sft=0.0,
-                    log_prob="sum", sft_term="sum"):
-    """Eq. (9) summed over the groups' pairs: (), and statistics per kind of pair.
-
-    With lambda_dpo = 1 and every sft_weight 0 this is Eq. (7), the failure agent's loss.
-    Statistics: {kind: [pairs, chosen and rejected log-probability, margin, correct]}, sums.
-    """
-    sequences = [s for g in groups for s in g.sequences]
+def preference_loss(policy: Tensor, groups: list[Group], s) -> tuple[Tensor, dict]:
+    """Eq. (9), summed over the groups' pairs. With lambda_dpo 1 and every sft_weight 0 it is
+    Eq. (7), the failure agent's loss. s: settings, of which it asks for beta, lambda_dpo,
+    lambda_sft, log_prob and sft_term."""
+    pi, ref, tokens, w, l = of_pairs(policy, groups, s.log_prob)
+    preference, margin = dpo_loss(pi[w], pi[l], ref[w], ref[l], s)                # (P,)
     pairs = [p for g in groups for p in g.pairs]
-    policy = action_log_probs(model, sequences)                                           # (T,)
-    preference, margin, chosen, rejected = pair_losses(policy, groups, beta, log_prob)    # (P,)
-    weight = policy.new_tensor([p.weight for p in pairs])                                 # (P,)
-    sft_weight = policy.new_tensor([p.sft_weight for p in pairs])                         # (P,)
-    tokens = policy.new_tensor([s.action_tokens for s in sequences])                      # (T,)
+    weight = pi.new_tensor([p.weight for p in pairs])                             # (P,)
+    sft_weight = pi.new_tensor([p.sft_weight for p in pairs])                     # (P,)
     # Eq. (9): L = lambda_DPO L_DPO + lambda_SFT E[-log pi(e_chosen|u)], failure pairs without SFT
-    sft = -policy[chosen] / (tokens[chosen] if sft_term == "mean" else 1)                 # (P,)
-    loss = (lambda_dpo * weight * preference + lambda_sft * sft_weight * sft).sum()
+    total = pi * tokens if s.log_prob == "mean" else pi                           # (T,)
+    sft = -total[w] / (tokens[w] if s.sft_term == "mean" else 1)                  # (P,)
+    loss = (s.lambda_dpo * weight * preference + s.lambda_sft * sft_weight * sft).sum()
 
-    columns = torch.stack([torch.ones_like(margin), policy[chosen], policy[rejected], margin,
-                           (margin > 0).double()], 1).detach()                            # (P, 5)
-    statistics = {}
-    for pair, row in zip(pairs, columns.tolist()):
-        add_statistics(statistics, {pair.kind: row})
-    return loss, statistics
-
-
-def count_action_tokens(batch: list[Group]) -> int:
-    """The divisor of the SFT phase: a batch's mean is per action token, as in ETO's trainer."""
-    return sum(s.action_tokens for g in batch for s in g.sequences)
+    sums = {}
+    for pair, *row in zip(pairs, total[w].tolist(), total[l].tolist(), margin.tolist()):
+        add(sums, {pair.kind: dict(count=1, chosen=row[0], rejected=row[1], margin=row[2],
+                                   accuracy=row[2] > 0)})
+    return loss, sums
 
 
-def count_pairs(batch: list[Group]) -> int:
-    return sum(len(g.pairs) for g in batch)
+def of_pairs(policy: Tensor, groups: list[Group], log_prob: str = "sum") -> tuple[Tensor, ...]:
+    """log pi(e|u) and log pi_ref(e|u) of the groups' trajectories and their action tokens, (T,)
+    each; and the places in these of each pair's chosen and rejected one, (P,) each."""
+    sequences = trajectories(groups)
+    pi = action_log_probs(policy, sequences)
+    reference = pi.new_tensor([r for g in groups for r in g.reference or [0.0] * len(g.sequences)])
+    tokens = pi.new_tensor([s.action_tokens for s in sequences])
+    if log_prob == "mean":
+        pi, reference = pi / tokens, reference / tokens
+    firsts = itertools.accumulate((len(g.sequences) for g in groups), initial=0)
+    places = [(n + p.chosen, n + p.rejected) for n, g in zip(firsts, groups) for p in g.pairs]
+    return pi, reference, tokens, *torch.tensor(places, device=pi.device).T
 
 
-def sum_weights(batch: list[Group]) -> float:
-    return sum(p.weight for g in batch for p in g.pairs)
-
-
-def add_statistics(total: dict, more: dict) -> None:
+def add(sums: dict, more: dict) -> None:
     for kind, row in more.items():
-        total[kind] = [a + b for a, b in zip(total.get(kind, [0.0] * len(row)), row)]
-
-
-def mean_statistics(names: tuple[str, ...], sums: list[float]) -> dict:
-    """The first of some sums, a count, and the others' means by it; log-probabilities in nats."""
-    count, *rest = sums
-    return {names[0]: int(count), **{name: x / count for name, x in zip(names[1:], rest)}}
-
-
-# ------------------------------------------------------------- policy gradients, PPO and GRPO
-
-
-@dataclass
-class Rollouts(Group):
-    """One instruction's episodes: `sequences`, and what follows for each of them."""
-
-    advantages: list[float] = field(default_factory=list)
-    old: list[Tensor] = field(default_factory=list)  # (a,) log pi of its action tokens when it
-    ref: list[Tensor] = field(default_factory=list)  # was sampled, and of the first policy; nats
-
-
-def clipped_surrogate(model, groups: list[Rollouts], sampler: Sampler, low: float, high: float):
-    """min(rho_j A, clip(rho_j, 1 - low, 1 + high) A) of every action token t_j, its ratio rho_j =
-    pi(t_j|.) / pi_old(t_j|.), log pi and log pi_ref, each (A,). A is its episode's advantage.
-    """
-    sequences = [s for g in groups for s in g.sequences]
-    new = token_log_probs(model, sequences, sampler)
-    old, ref = (torch.cat([x for g in groups for x in xs(g)]).to(new)
-                for xs in (lambda g: g.old, lambda g: g.ref))
-    tokens = torch.tensor([s.action_tokens for s in sequences], device=new.device)
-    advantage = new.new_tensor([a for g in groups for a in g.advantages]).repeat_interleave(tokens)
-    ratio = (new - old).exp()
-    surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-    return surrogate, ratio, new, ref
-
-
-def kl_of(groups: list[Rollouts]) -> float:
-    """The sampling policy's divergence from the first policy, in nats per episode, as sampled."""
-    episodes = [(old - ref).sum().item() for g in groups for old, ref in zip(g.old, g.ref)]
-    return sum(episodes) / max(len(episodes), 1)
-
-
-# ------------------------------------------------------------------- of a policy as it stands
-
-
-def log_probs_of(accelerator, model, groups: list[Group], tokens_per_forward: int, progress=None,
-                 sampler: Sampler | None = None) -> list[list]:
-    """log pi(e|u) of each group's sequences, in nats; with a sampler `token_log_probs`, (a,) each.
-
-    All ranks get all of them.
-    """
-    def read(model, sequences):
-        if sampler is None:
-            return action_log_probs(model, sequences).tolist()
-        return token_log_probs(model, sequences, sampler).cpu().split(
-            [s.action_tokens for s in sequences])
-
-    return ranks.over_sequences(accelerator, model, groups, tokens_per_forward, read, progress)
+        before = sums.get(kind, {})
+        sums[kind] = {name: before.get(name, 0) + x for name, x in row.items()}
 
 
 # ------------------------------------------------------------------------------ optimiser loop
 
 
-def batches(groups: list[Group], size: int, unit: str, rng: random.Random) -> list[list[Group]]:
-    """The groups shuffled and cut into batches of at most `size` pairs (or instructions).
-
-    An instruction stays whole, alone if it has more pairs. Nothing is left out.
-    """
-    cost = (lambda g: len(g.pairs)) if unit == "pairs" else (lambda g: 1)
-    return ranks.fill(rng.sample(groups, len(groups)), size, cost)
-
-
 @dataclass(frozen=True)
 class Objective:
-    """What a batch is trained on; its loss is a sum over groups, divided by the whole batch's."""
+    """What a batch is trained on, and how. Its loss is a sum over its groups, divided by one over
+    the whole batch: a mean of passes' means would weigh a pair by the pass that it is in."""
 
-    loss: Callable     # (model, groups) -> sum of losses (), {kind: sums of statistics}
-    divisor: Callable  # batch -> what its sum is divided by, over all passes and ranks
-    names: tuple[str, ...] = ("pairs", "chosen_log_prob", "rejected_log_prob", "margin",
-                              "accuracy")  # of the sums; the first one counts
-
-
-@dataclass(frozen=True)
-class Optimisation:
-    """AdamW's rate and its schedule, and how much one pass holds."""
-
-    lr: float
-    warmup: float   # share of steps in which the rate rises
-    schedule: str   # constant or cosine, after the warm-up
-    weight_decay: float
-    max_grad_norm: float
-    tokens_per_forward: int
+    loss: Callable              # (policy, groups) -> sum, statistics
+    divisor: Callable           # group -> number
+    lr: float                   # peak
+    warmup: float = 0.0         # share of the steps, linear
+    schedule: str = "constant"  # or cosine, after the warm-up
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    tokens: int = 4096          # whose activations are in memory at once, on all ranks together
+    before: Callable | None = None  # (batch, log_probs) -> a third argument of the loss
 
     def rate(self, step: int, steps: int) -> float:
         """The learning rate at step 0, 1, ... of so many."""
         rising = int(self.warmup * steps)  # a phase of one step has none
         if step < rising:
-            return self.lr * (step / rising)  # linearly, from 0
+            return self.lr * step / rising
         if self.schedule == "constant":
             return self.lr
-        return self.lr * (0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising))))
+        return self.lr * 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
 
 
-def fit(accelerator, model, epochs: list[list[list[Group]]], objective: Objective,
-        how: Optimisation, log: Callable, checkpoint=None, optimizer=None) -> None:
-    """Trains a model of `sharding.shard_model` in place: AdamW over epochs of batches of groups.
+def batches(groups: list[Group], size: int, unit: str, rng: random.Random) -> list[list[Group]]:
+    """The groups, shuffled, in batches of at most `size` pairs (or instructions). An instruction
+    stays whole, alone if it has more pairs; nothing is left out."""
+    cost = (lambda gs: sum(max(1, len(g.pairs)) for g in gs)) if unit == "pairs" else len
+    return fill(rng.sample(groups, len(groups)), size, cost)
 
-    log(dict) is called once per optimiser step. checkpoint: of engine/, from which a phase that was
-    stopped goes on. optimizer: one whose moments go on. FloatingPointError, naming the tasks, if
-    the loss or the gradient stops being finite.
-    """
-    steps = [(number, batch) for number, epoch in enumerate(epochs, 1) for batch in epoch]
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), weight_decay=how.weight_decay,
-                                               fused=True)
-    model.train()
-    done, events = checkpoint.restore(model, optimizer) if checkpoint else (0, [])
-    for event in events:
-        log(event)
-    for step, (epoch, batch) in enumerate(steps[done:], done + 1):
-        started, rate = time.perf_counter(), how.rate(step - 1, len(steps))
-        loss, statistics = backward(accelerator, model, batch, objective, how, step)
-        norm = sharding.clip_grad_norm(accelerator, model, how.max_grad_norm)
-        check_finite("gradient norm", norm, step, batch)
-        optimizer.param_groups[0]["lr"] = rate
+
+def together(groups: list[Group], tokens: int) -> list[list[Group]]:
+    """Groups whose losses are differentiated at once: at most so many tokens, or one group."""
+    return fill(groups, tokens, lambda gs: sum(len(s.ids) for s in trajectories(gs)))
+
+
+@torch.no_grad()
+def add_references(model, groups: list[Group], log_probs: Callable, tokens: int) -> None:
+    """Puts log pi_ref(e|u) of each trajectory into its group, by the same passes as log pi."""
+    for some in together(groups, tokens):
+        sequences = trajectories(some)
+        values = action_log_probs(log_probs(model, sequences), sequences).tolist()
+        for g in some:
+            g.reference, values = values[:len(g.sequences)], values[len(g.sequences):]
+
+
+def fit(model, steps: list[list[Group]], log_probs: Callable, how: Objective, log: Callable,
+        checkpoint=None, optimizer=None) -> None:
+    """Trains a model of `load` in place by AdamW, a batch of groups a step. log_probs(model,
+    trajectories) -> (A,). log(dict): after each step. checkpoint: has restore(model, optimizer) ->
+    steps done, and keep(model, optimizer, step). optimizer: one whose moments go on.
+    FloatingPointError, naming the tasks, where the loss stops being finite."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = optimizer or torch.optim.AdamW(parameters, fused=True,
+                                               weight_decay=how.weight_decay)
+    done = checkpoint.restore(model, optimizer) if checkpoint else 0
+    for step, batch in enumerate(steps[done:], done + 1):
+        total, statistics, divisor = 0.0, {}, sum(map(how.divisor, batch))
+        given = [how.before(batch, partial(log_probs, model))] if how.before else []
+        for groups in together(batch, how.tokens):
+            value, sums = how.loss(log_probs(model, trajectories(groups)), groups, *given)
+            (value / divisor).backward()
+            total += value.item() / divisor
+            add(statistics, sums)
+        if torch.distributed.is_initialized() and not isinstance(model, FSDPModule):
+            for p in parameters:  # whole on each rank; gradients of shards are averaged already
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                torch.distributed.all_reduce(p.grad.div_(torch.distributed.get_world_size()))
+        norm = torch.nn.utils.clip_grad_norm_(parameters, how.max_grad_norm)
+        norm = getattr(norm, "full_tensor", lambda: norm)().item()  # of shards
+        if not math.isfinite(total + norm):
+            tasks = ", ".join({s.task: 0 for s in trajectories(batch)})
+            raise FloatingPointError(f"loss {total}, gradient norm {norm} at step {step} on "
+                                     f"{tasks}; look at these, or lower the learning rate")
+        optimizer.param_groups[0]["lr"] = rate = how.rate(step - 1, len(steps))
         optimizer.step()
         optimizer.zero_grad()
-        tokens, seconds = sum(g.tokens for g in batch), time.perf_counter() - started
-        events.append(dict(
-            step=step, epoch=epoch, loss=loss, lr=rate, gradient_norm=norm,
-            tokens_per_second=round(tokens / seconds),
-            kinds={k: mean_statistics(objective.names, row) for k, row in statistics.items()}))
-        log(events[-1])
-        if checkpoint and ranks.on_main(accelerator, checkpoint.due):  # by one clock
-            checkpoint.save(model, optimizer, step, events)
+        log(dict(step=step, loss=total, lr=rate, norm=norm, kinds={
+            kind: {name: x if name == "count" else x / row["count"] for name, x in row.items()}
+            for kind, row in statistics.items()}))
+        if checkpoint:
+            checkpoint.keep(model, optimizer, step)
 
 
-def backward(accelerator, model, batch: list[Group], objective: Objective, how: Optimisation,
-             step: int) -> tuple[float, dict]:
-    """Adds up the gradient of a batch's loss; the loss and its statistics."""
-    divisor, total, statistics = objective.divisor(batch), 0.0, {}
-    packs = ranks.packs(accelerator, model, batch, how.tokens_per_forward)
-    for i, (pack, together) in enumerate(packs, 1):
-        with sharding.last_reduces(accelerator, model, i == len(packs)):
-            with sharding.precision(accelerator, model):
-                loss, sums = objective.loss(together, pack)
-            value = loss.item()
-            check_finite("loss", value, step, pack)
-            # Gradients are averaged over ranks, each of which has those of its own sequences.
-            accelerator.backward(loss * (accelerator.num_processes / divisor))
-        total += value / divisor
-        add_statistics(statistics, sums)
-    return total, statistics
+# -------------------------------------------------------------------------------------- models
 
 
-def check_finite(what: str, value: float, step: int, groups: list[Group]) -> None:
-    if not math.isfinite(value):
-        raise FloatingPointError(f"{what} {value} at step {step} on tasks "
-                                 f"{', '.join(g.task for g in groups)}")
+def read(kind, folder, **how):
+    """What kind.from_pretrained makes of a folder or hub name; Unusable where it makes nothing."""
+    try:
+        return kind.from_pretrained(str(folder), **how)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise Unusable(f"--model {folder}: {said}; give a hub name within reach, or a folder with "
+                       "config, weights and tokenizer of a causal LM") from None
+
+
+def read_config(folder):
+    """The config in a folder; of a checkpoint that also reads pictures that of its text model, if
+    transformers has that as a causal LM of its own."""
+    config = read(transformers.AutoConfig, folder)
+    text = config.get_text_config()
+    return text if type(text) in transformers.AutoModelForCausalLM._model_mapping else config
+
+
+def read_model(folder, dtype=torch.float32, device="cpu"):
+    """The causal LM in a folder. Unusable where it lacks weights, which transformers would draw."""
+    model, found = read(transformers.AutoModelForCausalLM, folder, config=read_config(folder),
+                        dtype=dtype, device_map={"": device}, output_loading_info=True)
+    if lacking := sorted(map(str, {*found["missing_keys"], *found["mismatched_keys"]})):
+        raise Unusable(f"--model {folder}: {len(lacking)} weights are missing, such as "
+                       f"{lacking[0]}; give a whole checkpoint")
+    model.generation_config = transformers.GenerationConfig()  # its own may penalise repetitions
+    return model
+
+
+def prepare(model, recompute: bool):
+    """The model, made ready to train. recompute: gradient checkpointing."""
+    for module in model.modules():  # with dropout the first DPO loss is not ln 2
+        for name, value in list(vars(module).items()):  # p, attention_dropout, router_jitter_noise
+            if isinstance(value, float) and ("drop" in name or "jitter" in name or (
+                    name == "p" and isinstance(module, torch.nn.Dropout))):
+                setattr(module, name, 0.0)
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()  # else layers are not recomputed
+
+
+def load(accelerator, folder, recompute: bool, shard: bool):
+    """The model in a folder, ready to train: fp32 weights, since bf16 ones would not move at a rate
+    of 1e-6; bf16 passes if the accelerator says so; with `shard` in parts over the ranks (FSDP2),
+    read by one of them, else whole on each."""
+    gc.collect()  # a sharded model that nobody holds any more is freed only here
+    if not shard:
+        return prepare(read_model(folder, device=accelerator.device), recompute)
+    whole = read_model(folder).state_dict() if accelerator.is_main_process else {}
+    with init_empty_weights():  # parameters without data; buffers, some in no file, with theirs
+        model = transformers.AutoModelForCausalLM.from_config(read_config(folder),
+                                                              dtype=torch.float32)
+    model.tie_weights()
+    prepare(model, recompute)
+    bf16 = accelerator.mixed_precision == "bf16"
+    how = dict(mesh=init_device_mesh(accelerator.device.type, (accelerator.num_processes,)),
+               mp_policy=MixedPrecisionPolicy(*(torch.bfloat16, torch.float32) if bf16 else ()),
+               reshard_after_forward=True)
+    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList)
+                  and len(m) == model.config.get_text_config().num_hidden_layers)
+    for part in [*layers, model]:
+        fully_shard(part, **how)
+    states.set_model_state_dict(model, whole, options=states.StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True))
+    return model
+
+
+def save(accelerator, model, tokenizer, folder) -> None:
+    """Writes a model of `load`, whole, as `from_pretrained` reads it. Every rank has to call it."""
+    weights = states.get_model_state_dict(
+        model, options=states.StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if accelerator.is_main_process:
+        tied = model.all_tied_weights_keys or {}  # which would stand in the file twice
+        model.save_pretrained(folder, state_dict={k: weights[k] for k in weights if k not in tied})
+        tokenizer.save_pretrained(folder)
+
+
+# ------------------------------------------------------------------------------------ sampling
+
+
+@torch.inference_mode()
+def replies(model, encoder: Encoder, sampler: Sampler, max_new_tokens: int, stops: tuple[str, ...],
+            asked: list[tuple[list[int], random.Random]], alone: bool = False) -> list[tuple]:
+    """A reply to each conversation, (ids so far, random numbers): sampled ids, at most so many, up
+    to the end of turn or a text in `stops`; and the log-probability of each as the sampler had it,
+    in nats (none at temperature 0). alone: one by one, without a cache."""
+    if alone and len(asked) > 1:
+        return [replies(model, encoder, sampler, max_new_tokens, stops, [one], True)[0]
+                for one in asked]
+    prompts, end = [ids for ids, _ in asked], encoder.end_of_turn
+    longest = max(map(len, prompts))
+
+    def left(rows):  # padded there, all begin to write in the same column
+        return torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=model.device)
+
+    draw = Draw([rng for _, rng in asked], sampler, end, lambda ids: any(
+        stop in encoder.decode(ids[longest:][-len(stop) - 1:]) for stop in stops))
+    rows = model.generate(left(prompts), attention_mask=left([[1] * len(p) for p in prompts]),
+                          do_sample=False, eos_token_id=end, pad_token_id=end,
+                          max_new_tokens=max_new_tokens, logits_processor=[draw],
+                          use_cache=not alone)
+    rows = [row[:row.index(end) + 1] if end in row else row for row in rows[:, longest:].tolist()]
+    log_probs = torch.stack(draw.log_probs, 1).tolist() if draw.log_probs else [[]] * len(rows)
+    return [(row, values[:len(row)]) for row, values in zip(rows, log_probs)]
+
+
+class Draw(transformers.LogitsProcessor):
+    """Draws each row's token with the row's own random numbers, so that what runs beside it changes
+    nothing, and leaves `generate` no other choice. A row that is over draws no more."""
+    def __init__(self, rngs: list[random.Random], sampler: Sampler, end: int, stopped: Callable):
+        self.rngs, self.sampler, self.end, self.stopped = rngs, sampler, end, stopped
+        self.over, self.log_probs = [False] * len(rngs), []
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        logits = self.sampler.logits(logits)                                      # (B, V)
+        if not (logits < torch.inf).all():  # nor nan
+            raise FloatingPointError("logits that are no numbers; lower the learning rate")
+        self.over = [over or self.stopped(row) for over, row in zip(self.over, ids.tolist())]
+        if not self.sampler.temperature:
+            token = logits.argmax(-1, keepdim=True)                               # (B, 1)
+        else:
+            log_p = logits.log_softmax(-1)
+            cdf = log_p.exp().double().cumsum(-1)                                 # (B, V)
+            draws = [0.0 if over else rng.random() for over, rng in zip(self.over, self.rngs)]
+            u = cdf[:, -1:] * torch.tensor(draws, dtype=torch.float64, device=cdf.device)[:, None]
+            token = (cdf <= u).sum(-1, keepdim=True)                              # (B, 1)
+            self.log_probs.append(log_p.gather(1, token)[:, 0])
+        token = token.masked_fill(torch.tensor(self.over, device=token.device)[:, None], self.end)
+        self.over = [over or t == self.end for over, t in zip(self.over, token[:, 0].tolist())]
+        return torch.full_like(logits, -torch.inf).scatter_(1, token, 0.0)
+
+
+@torch.inference_mode()
+def trial(model, encoder: Encoder, most: float = 0.02) -> tuple[bool, bool]:
+    """Whether passes, and whether replies have to be of one text at a time, since in some families
+    padding or the cache puts log-probabilities off, here by more than `most` nats."""
+    end, rng = encoder.end_of_turn, random.Random(0)
+    sampler = Sampler(never=(*encoder.never(model.config.get_text_config().vocab_size), end))
+    texts = [[rng.randrange(len(encoder.tokenizer)) for _ in range(n)] for n in (40, 23)]
+    asked = [(ids, random.Random(n)) for n, ids in enumerate(texts)]
+    made = replies(model, encoder, sampler, 16, (), asked)
+    whole = [Trajectory(ids=ids + new, action_mask=[0] * len(ids) + [1] * len(new))
+             for ids, (new, _) in zip(texts, made)]
+    alone = torch.cat([token_log_probs(model, [t], sampler) for t in whole])
+    drawn = alone.new_tensor([x for _, log_probs in made for x in log_probs])
+    padded = token_log_probs(model, whole, sampler)
+    return tuple(not (alone - other).abs().max() < most for other in (padded, drawn))

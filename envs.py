@@ -1,133 +1,105 @@
-"""Environments: text in, text out. Which there are, their experts, their repair.
+"""Environments, text in, text out; and the episode, in which an agent meets one. No tensors here.
 
-They are folders of `worlds/`; `worlds.World` says what one is, `worlds/webshop/shop.py` is the one
-to read first. A new one is a folder there and its name in `worlds.ENVIRONMENTS`.
+An environment is a folder of `worlds/`: `worlds.World` says what one is, `worlds/webshop/shop.py`
+is the one to read first. Whoever answers, a model, an endpoint or a person, plays `episode`.
 """
 
-import sys
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
-from tqdm import tqdm
+from worlds import ENVIRONMENTS, EnvError, Refused, World, environment, opening  # noqa: F401
+from worlds.published import experts, make  # noqa: F401
 
-from worlds import (  # noqa: F401
-    EnvError,
-    Refused,
-    Step,
-    World,
-    converse,
-    environment,
-    first_reply,
-    opening,
-    parse_reply,
-    plain,
-    turns,
-    words_of,
-)
-from worlds.published import STOPS, opens_otherwise, read_experts, read_prompts  # noqa: F401
-
-SUCCESS = 1.0  # the reward of a solved task; whatever is below is a failure
+# Seconds before an episode whose environment broke is played again; a server's restart takes some.
+WAITS = (0.5, 5.0, 25.0)
 
 
-def make(name: str, view: str = "full", examples: int = 1, **options) -> "Repaired":
-    """The environment called `name`; `view` is "full" (the official text) or "short". examples:
-    that an agent is shown by ETO's protocol. options: the fields of its `Options`."""
-    chosen = environment(name)(**options)
-    env = chosen.make(view)
-    if chosen.protocol == "eto":
-        env.theirs = read_prompts(chosen.prompts, name, examples)
-    return Repaired(env)
+# -------------------------------------------------------------------------------- the episode
 
 
-def experts(env: World, file: str | None, count: int,
-            lost: list[str]) -> Iterator[tuple[str, list[dict], float]]:
-    """(task, messages, reward) of `count` experts (0: all): of a file, else the scripted expert's.
+def episode(env: World, encoder, t, max_tokens: int):
+    """The agent meets the environment: one play of the task t.task, written into trajectory t.
 
-    `lost` gets the tasks whose environment broke; EnvError if they are too many.
+    A generator. It yields where it is the agent's turn: t as far as it has come, and the episode's
+    own random numbers. It is sent what the agent sampled, token ids and the log-probability of
+    each, or None where the agent can read no further.
     """
-    if file:
-        yield from read_experts(file, env)[:count or None]
-        return
-    tasks = env.tasks("train")[:count or None]
-    losses = LostEpisodes(len(tasks))
-    for task in tasks:
+    t.messages, t.ids, t.action_mask, t.log_probs = [], [], [], []
+    t.reward, t.steps, t.ended = 0.0, 0, ""
+    rng, page = random.Random(t.seed), env.reset(t.task)
+    said = opening(env, page, playing=True)
+    shown = read = encoder.start(said)
+    while len(t.ids) + len(read) < max_tokens:  # else no reply would fit after it
+        t.messages += said
+        t.extend(read, acts=0)                  # what the agent reads only conditions ...
+        sampled = yield t, rng
+        if sampled is None:
+            break
+        written, end, text = encoder.close(sampled[0], env.stops)
+        if len(t.ids) + len(written) + len(end) >= max_tokens:
+            break                               # a reply that fills the context is taken back
+        t.extend(written, acts=1)               # ... what it wrote is trained on,
+        t.extend(end, acts=0)                   # but no end of turn that it did not write
+        t.log_probs += sampled[1][:len(written)]
+        t.messages.append(dict(role="assistant", content=text))
+
+        step = env.step(text)
+        t.reward, t.raw_reward, t.steps = step.reward, step.raw, t.steps + 1
+        if step.done or t.steps == env.max_steps:
+            t.ended = "done" if step.done else "budget"
+            break
+        said = [dict(role="user", content=step.observation)]
+        read = encoder.observation(step.observation)
+    t.ended = t.ended or "context"
+    if env.theirs:  # ETO shows an agent examples, and trains it without them
+        start = encoder.start(opening(env, page))
+        t.ids[:len(shown)], t.action_mask[:len(shown)] = start, [0] * len(start)
+
+
+def episode_again(env: World, encoder, t, max_tokens: int):
+    """`episode`, played again from its start where its environment breaks: worlds and random
+    numbers repeat, so that it is the same one. EnvError where it breaks once more after WAITS."""
+    for wait in (*WAITS, None):
         try:
-            played = converse(env, env.reset(task), env.expert())
-            losses.answered()
-            yield task, *played
-        except EnvError as error:
-            lost.append(task)
-            losses.add(error)
+            return (yield from episode(env, encoder, t, max_tokens))
+        except EnvError:
+            env.close()
+            if wait is None:
+                raise
+            time.sleep(wait)
 
 
-class Repaired:
-    """An environment that, when it breaks, starts afresh and is played to where it was.
+def play(make_env: Callable[[], World], encoder, trajectories: list, answer: Callable, slots: int,
+         max_tokens: int, ended: Callable = lambda t: None) -> None:
+    """Plays what the trajectories begin, `slots` side by side. In each round the agent answers all
+    that wait, answer([(t, rng)]) -> what each is sent, then all environments take a step.
+    ended(t) is called when an episode ends. EnvError where one broke for good."""
+    def go_on(running, reply):
+        """What the episode yields next; None where it is over."""
+        try:
+            return running.send(reply)
+        except StopIteration:
+            return None
 
-    Worlds repeat exactly, so an episode that was disturbed is the one that would have been.
-    EnvError if that fails after all `waits`, or if the world is another one than before.
-    """
-    waits = (0.5, 1.0, 5.0, 25.0)  # seconds before each repetition: a server's restart takes some
-
-    def __init__(self, env: World):
-        self._env, self._seen = env, []
-
-    def __getattr__(self, name):
-        return getattr(self._env, name)
-
-    def reset(self, task: str) -> str:
-        self._task, self._seen = task, []  # of the episode: (reply, what it led to)
-        self._seen.append((None, page := self._safely(lambda: self._env.reset(task))))
-        return page
-
-    def step(self, reply: str) -> Step:
-        self._seen.append((reply, step := self._safely(lambda: self._env.step(reply))))
-        return step
-
-    def expert(self):
-        return self._safely(self._env.expert)
-
-    def _safely(self, call):
-        for attempt, wait in enumerate((*self.waits, None)):
-            try:
-                if attempt:
-                    self._play_again()
-                return call()
-            except EnvError:
-                self._env.close()
-                if wait is None:
-                    raise
-                time.sleep(wait)
-
-    def _play_again(self):
-        for reply, before in self._seen:
-            now = self._env.reset(self._task) if reply is None else self._env.step(reply)
-            if now != before:
-                raise EnvError(f"{self._task}: it is not the world it was before it broke; was a "
-                               "server replaced? Restore it, or start a run with another --out")
-
-
-# Lost episodes that are tolerated: this share of a phase, at least one. So many in succession mean
-# that the environment itself is down [ours].
-LOST_SHARE, LOST_IN_A_ROW, LOST = 0.01, 3, "the environment broke"
-
-
-def too_many(lost: int, of: int) -> bool:
-    return 0 < lost == of or lost > max(1, LOST_SHARE * of)
-
-
-class LostEpisodes:
-    """Counts the episodes of a phase, `of` in all, whose environment broke beyond repair."""
-
-    def __init__(self, of: int):
-        self.of, self.lost, self.in_a_row = of, 0, 0
-
-    def add(self, error: EnvError) -> None:
-        """Tells of a lost episode; raises `error` where they are too many."""
-        self.lost += 1
-        self.in_a_row += 1
-        if self.in_a_row == LOST_IN_A_ROW or too_many(self.lost, self.of):
-            raise error
-        tqdm.write(f"lost, and left out: {error}", file=sys.stderr)
-
-    def answered(self) -> None:
-        self.in_a_row = 0
+    free, waiting, playing, asked = [], trajectories[::-1], [], []
+    threads = ThreadPoolExecutor(slots)
+    try:
+        while waiting or playing:
+            replies = answer(asked) if asked else []
+            while waiting and len(playing) < slots:
+                env, t = free.pop() if free else make_env(), waiting.pop()
+                playing.append((env, t, episode_again(env, encoder, t, max_tokens)))
+                replies.append(None)  # which begins an episode
+            asks = list(threads.map(go_on, [running for *_, running in playing], replies))
+            for (env, t, _), ask in zip(playing, asks):
+                if ask is None:
+                    free.append(env)
+                    ended(t)
+            playing = [one for one, ask in zip(playing, asks) if ask is not None]
+            asked = [ask for ask in asks if ask is not None]
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)  # nobody waits for one that hangs
+        for env in free:
+            env.close()

@@ -28,7 +28,7 @@ supported() {
 }
 
 # Prints what interpreter $1 lacks of requirements.txt; fails if that is anything.
-satisfied() { "$1" "$here/harness/requirements.py" "$here/requirements.txt" 2>/dev/null; }
+satisfied() { "$1" "$here/lab/harness/requirements.py" "$here/requirements.txt" 2>/dev/null; }
 
 # Makes .venv complete. The file `installing` marks one that an interruption left half-made.
 install() {
@@ -85,7 +85,7 @@ done
 
 if [ -n "$env" ]; then
     # A mistyped setting is refused before anything is installed.
-    help=$(PYTHONPATH=$here "$python" "$here/harness/settings.py" --env "$env" "$@") || exit 2
+    help=$(PYTHONPATH=$here "$python" "$here/lab/harness/settings.py" --env "$env" "$@") || exit 2
     for flag in "$@"; do case $flag in -h | --help) echo "$help"; exit ;; esac; done
 fi
 if ! lacks=$(satisfied "$python"); then
@@ -95,7 +95,7 @@ fi
 
 case "$command ${1:-}" in bfcl* | test* | "play bfcl")  # one more package; the tests can do without
     package=$(sed -n 's/^# bfcl: \([^ ]*\).*/\1/p' "$here/requirements.txt")
-    if ! "$python" "$here/harness/requirements.py" <(echo "$package") >/dev/null 2>&1; then
+    if ! "$python" "$here/lab/harness/requirements.py" <(echo "$package") >/dev/null 2>&1; then
         { [ "$python" = "$venv/bin/python" ] && add "$package"; } || [ "$command" = test ] ||
             fail "bfcl needs one more package: $python -m pip install --no-deps $package"
     fi
@@ -106,19 +106,19 @@ program() { PYTHONSAFEPATH=1 exec "$python" -m "$@"; }
 
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 case $command in
-    page | play) program "look.$command" "$@" ;;
-    compare) program study.report "$@" ;;
-    study) program study.runs "$@" ;;
+    page | play) program "lab.look.$command" "$@" ;;
+    compare) program lab.study.report "$@" ;;
+    study) program lab.study.runs "$@" ;;
     tour)  # its digits are those of any x86 processor
         export ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE
-        program study.tour "$@" ;;
-    pretrain) program pretrain.pretrain "$@" ;;
+        program lab.study.tour "$@" ;;
+    pretrain) program lab.pretrain.pretrain "$@" ;;
     load-intercode) program worlds.intercodesql.spider "$@" ;;
-    bench) exec "$python" "$here/bench/bench.py" "$@" ;;
+    bench) exec "$python" "$here/lab/bench/bench.py" "$@" ;;
     test)
         cd "$here"
         export CUDA_VISIBLE_DEVICES=  # the tests compare to the bit, or nearly, on the CPU
         exec "$python" -m pytest -q -rs --durations=10 -o testpaths=tests -n logical --maxprocesses 4 \
             --dist loadfile --no-loadscope-reorder "$@" ;;
-    *) exec "$python" "$here/program/launch.py" "$here/coevolve.py" --env "$command" "$@" ;;
+    *) exec "$python" "$here/lab/program/launch.py" "$here/lab/loop.py" --env "$command" "$@" ;;
 esac

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 torch.set_num_threads(1)
 torch.cpu.get_capabilities = dict  # every CPU computes in fp32 here, whatever the model
 
-import dpo  # noqa: E402  with engine.packing, which registers the attention of all models here
-import envs  # noqa: E402
+from lab import play_env as envs  # noqa: E402
+from lab import tokens as dpo  # noqa: E402  with engine.packing, which registers the attention of all models here
 
 gc.freeze()  # as the program does: what was imported is no garbage
 
@@ -292,8 +292,8 @@ def toy_run(small_model, tmp_path, monkeypatch, no_garbage):
         monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(env()))
         monkeypatch.setattr(envs.Repaired, "waits", (0.0, 0.0))
         small = *TOY, "--model", small_model, "--out", tmp_path / "run"
-        import mutual
-        from program import start
+        from lab import mutual
+        from lab.program import start
         try:
             start.main([*map(str, small), *map(str, flags)], mutual.loop_of, run.page)
         except Exception as error:
@@ -311,8 +311,8 @@ def toy_run(small_model, tmp_path, monkeypatch, no_garbage):
 def begin(small_model, tmp_path, monkeypatch, no_garbage):
     """begin(world, out, **settings) -> a run that has not begun, in what world() makes."""
     def start(world, out="run", /, **settings):
-        from harness.settings import Settings, check
-        from program.start import open_run
+        from lab.harness.settings import Settings, check
+        from lab.program.start import open_run
         monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(world()))
         values = dict(model=str(small_model), out=str(tmp_path / out)) | settings
         return open_run(check(Settings(**values)), Accelerator(cpu=True))

@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-import dpo
-from engine import sharding
-from program import dry_run
+from lab import tokens as dpo
+from lab.engine import sharding
+from lab.program import dry_run
 
 ROOT = Path(__file__).parent.parent
 MODELS = {

@@ -13,10 +13,10 @@ from conftest import make_model, make_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-import envs
-import mutual
-from harness.files import ROOT
-from program import start
+from lab import mutual
+from lab import play_env as envs
+from lab.harness.files import ROOT
+from lab.program import start
 
 
 def one_line(error) -> str:
@@ -254,7 +254,7 @@ def test_a_folder_of_data_that_is_wrong_is_named(env, name, files, says, tmp_pat
 
 
 def test_the_command_ends_with_2_and_one_line(tmp_path):
-    for command in ([ROOT / "coevolve.py", "--beta", "much"], ["-m", "look.page", "nowhere"]):
+    for command in ([ROOT / "lab/loop.py", "--beta", "much"], ["-m", "lab.look.page", "nowhere"]):
         done = subprocess.run([sys.executable, *map(str, command)], text=True, cwd=tmp_path,
                               capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
         assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr

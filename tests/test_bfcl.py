@@ -18,9 +18,9 @@ from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import (  # noqa:
     multi_turn_checker,
 )
 
-import envs  # noqa: E402
-from harness.files import ROOT  # noqa: E402
-from playing.explorer import proposal_of  # noqa: E402
+from lab import play_env as envs  # noqa: E402
+from lab.harness.files import ROOT  # noqa: E402
+from lab.playing.explorer import proposal_of  # noqa: E402
 from worlds.bfcl import data  # noqa: E402
 from worlds.bfcl.calls import (  # noqa: E402
     DONE,

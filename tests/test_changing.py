@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 
-from harness.files import ROOT
+from lab.harness.files import ROOT
 
 
 def blocks(page):
@@ -40,7 +40,7 @@ def test_a_new_method_and_a_new_environment_are_a_few_lines(small_model, tmp_pat
         (copy / name).write_text(text.replace(old, new) if old else new + "\n")
     out = tmp_path / "run"
     done = subprocess.run(
-        [sys.executable, str(copy / "coevolve.py"), "--env", "echo", "--loud", "--method", "more-sft",
+        [sys.executable, str(copy / "lab/loop.py"), "--env", "echo", "--loud", "--method", "more-sft",
          "--model", str(small_model), "--sft-epochs", "1", "--max-tokens", "256",
          "--max-new-tokens", "8", "--threads", "1", "--out", str(out)],
         capture_output=True, text=True, timeout=300)

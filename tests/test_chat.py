@@ -6,14 +6,14 @@ import json
 import pytest
 from conftest import KEY, ended, fork
 
-import coevolve
-import envs
-import mutual
-from harness import report
-from harness.settings import Settings, SettingsError
-from look.page import make_page
-from playing import endpoint as endpoints
-from program import start
+from lab import loop as coevolve
+from lab import mutual
+from lab import play_env as envs
+from lab.harness import report
+from lab.harness.settings import Settings, SettingsError
+from lab.look.page import make_page
+from lab.playing import endpoint as endpoints
+from lab.program import start
 
 ASKED = [dict(role="user", content="?")]
 

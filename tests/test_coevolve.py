@@ -20,15 +20,15 @@ from conftest import ended, events, fork, fork_ranks, make_tokenizer, wait_until
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import coevolve
-import dpo
-import mutual
-from harness import files
-from harness.files import ROOT
-from harness.settings import Settings, SettingsError
-from look.page import make_page
-from program import start
-from training import models, pairs, trainer
+from lab import loop as coevolve
+from lab import mutual
+from lab import tokens as dpo
+from lab.harness import files
+from lab.harness.files import ROOT
+from lab.harness.settings import Settings, SettingsError
+from lab.look.page import make_page
+from lab.program import start
+from lab.training import models, pairs, trainer
 
 
 def trajectory(agent, reward, rollout=0, iteration=1):
@@ -256,7 +256,7 @@ def test_a_hub_name_runs_from_the_cache(small_model, tmp_path):
     shutil.copytree(small_model, repo / "snapshots" / commit)
     (repo / "refs").mkdir()
     (repo / "refs/main").write_text(commit)
-    command = [sys.executable, str(ROOT / "coevolve.py"), "--model", "org/small", "--view", "short",
+    command = [sys.executable, str(ROOT / "lab/loop.py"), "--model", "org/small", "--view", "short",
                "--method", "evaluate", "--eval-tasks", "1", "--eval-splits", "test",
                "--max-tokens", "1200", "--max-new-tokens", "2", "--out", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
-import dpo
-from engine import sharding
-from engine.checkpoint import Checkpoint, appear
-from harness.files import ROOT
+from lab import tokens as dpo
+from lab.engine import sharding
+from lab.engine.checkpoint import Checkpoint, appear
+from lab.harness.files import ROOT
 
 
 class Stopped(Exception):
@@ -155,7 +155,7 @@ def test_two_machines_of_two_equal_one_of_four(tmp_path):
 def test_torchrun_starts_a_run(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
-         "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", ROOT / "coevolve.py", "--env",
+         "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", ROOT / "lab/loop.py", "--env",
          "webshop", "--method", "evaluate", "--eval-tasks", "2", "--eval-splits", "test",
          "--threads", "1", "--out", tmp_path / "run"],
         capture_output=True, text=True, timeout=300)

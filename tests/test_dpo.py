@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from conftest import CHATML, CONVERSATION, LLAMA2, adamw, make_model, make_tokenizer
 from transformers import MixtralConfig, MixtralForCausalLM
 
-import dpo
-from engine import packing, ranks, sharding
+from lab import tokens as dpo
+from lab.engine import packing, ranks, sharding
 
 VOCABULARY = 50
 

@@ -10,13 +10,13 @@ from conftest import ended, fork, make_tokenizer, peak
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-import dpo
-import envs
-import mutual
-from bench import bench, gpu
-from engine import cache, sharding
-from harness.settings import SettingsError, parse
-from program import dry_run, start
+from lab import mutual
+from lab import play_env as envs
+from lab import tokens as dpo
+from lab.bench import bench, gpu
+from lab.engine import cache, sharding
+from lab.harness.settings import SettingsError, parse
+from lab.program import dry_run, start
 
 QWEN = dict(vocab_size=500, hidden_size=64, intermediate_size=160, num_attention_heads=4,
             num_key_value_heads=2, head_dim=32, num_hidden_layers=2, max_position_embeddings=4096)

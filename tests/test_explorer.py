@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-import dpo
-import envs
-import mutual
-from harness.settings import Settings
-from playing import explorer
+from lab import mutual
+from lab import play_env as envs
+from lab import tokens as dpo
+from lab.harness.settings import Settings
+from lab.playing import explorer
 from worlds.intercodesql import questions
 
 WELL = (  # its answers, by what it is asked for: context, action, proposals

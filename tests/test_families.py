@@ -13,12 +13,12 @@ from conftest import Toy, make_tokenizer
 from test_rollout import Echo
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-import dpo
-from engine import prepacked, sharding
-from harness.settings import SettingsError
-from playing.rollout import Sampling, rollout
-from training import probe
-from training.models import CAUSAL_LMS
+from lab import tokens as dpo
+from lab.engine import prepacked, sharding
+from lab.harness.settings import SettingsError
+from lab.playing.rollout import Sampling, rollout
+from lab.training import probe
+from lab.training.models import CAUSAL_LMS
 
 DOCS = (Path(__file__).parent.parent / "docs" / "large_models.md").read_text(encoding="utf-8")
 LONGEST = 64  # tokens of an episode

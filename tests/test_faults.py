@@ -20,15 +20,15 @@ import pytest
 from conftest import TOY, Toy, ended, events, fork, fork_ranks, make_model, wait_until
 from test_coevolve import contents
 
-import dpo
-import envs
-import mutual
-from engine.checkpoint import Damaged
-from harness import files
-from harness.settings import SettingsError
-from playing import episodes as phases
-from playing.rollout import Sampling, rollout
-from program import start
+from lab import mutual
+from lab import play_env as envs
+from lab import tokens as dpo
+from lab.engine.checkpoint import Damaged
+from lab.harness import files
+from lab.harness.settings import SettingsError
+from lab.playing import episodes as phases
+from lab.playing.rollout import Sampling, rollout
+from lab.program import start
 
 
 class Breaks(Toy):

@@ -8,11 +8,11 @@ from conftest import Toy, make_model, make_tokenizer
 from test_coevolve import contents
 from test_rollout import Ruled
 
-import dpo
-from engine.cache import next_token_logits
-from harness.files import read_jsonl, seed_of
-from playing.kept import Kept
-from playing.rollout import Sampling, rollout
+from lab import tokens as dpo
+from lab.engine.cache import next_token_logits
+from lab.harness.files import read_jsonl, seed_of
+from lab.playing.kept import Kept
+from lab.playing.rollout import Sampling, rollout
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def play(agent, monkeypatch):
             return logits
 
         passes, ended = [], []
-        monkeypatch.setattr("playing.rollout.next_token_logits", forward)
+        monkeypatch.setattr("lab.playing.rollout.next_token_logits", forward)
         rollout(*agent, Ruled, episodes, Sampling(0.7, 400, 12, 100, slots=3, chunk=chunk),
                 ended=ended.append)
         return [e.record() for e in episodes], passes, ended
@@ -81,7 +81,7 @@ def stopping(after):
 @pytest.fixture
 def stopped(toy_run, tmp_path, monkeypatch):
     """stopped(env): a run of 16 episodes a phase in chunks of 6, in that environment."""
-    monkeypatch.setattr("playing.episodes.CHUNK", 2)
+    monkeypatch.setattr("lab.playing.episodes.CHUNK", 2)
 
     def run(env=Toy):
         try:
@@ -146,7 +146,7 @@ def test_whole_chunks_of_the_same_start_are_kept_and_what_requests_took(tmp_path
 
 def test_settings_may_not_change_once_an_episode_is_kept(toy_run, stopped, tmp_path):
     """Or episodes of another model would be taken for this one's; before, they may."""
-    from harness.settings import SettingsError
+    from lab.harness.settings import SettingsError
     flags = ["--method", "evaluate", "--max-new-tokens"]
     for env, tokens in ((stopping(1), 3), (stopping(14), 6)):
         with pytest.raises(Stopped):

@@ -11,12 +11,12 @@ from conftest import in_ranks, make_tokenizer, peak
 from test_families import log_probs, random_model, tiny
 from torch.distributed.tensor import DTensor
 
-import dpo
-from engine import sharding
-from harness.settings import SettingsError
-from program import dry_run
-from training import models
-from training.models import check_model, load_model
+from lab import tokens as dpo
+from lab.engine import sharding
+from lab.harness.settings import SettingsError
+from lab.program import dry_run
+from lab.training import models
+from lab.training.models import check_model, load_model
 
 # Tied embeddings (gemma3_text, bert with a bias), scaled ones (gemma3_text), experts that are fused
 # on loading (mixtral), learned positions (gpt2), a rotary embedding (llama).

@@ -13,14 +13,14 @@ from conftest import Toy, events, make_tokenizer
 from safetensors.torch import load_file
 from test_changing import ROOT, blocks, changes
 
-import coevolve
-import dpo
-import envs
-from baselines import ppo, rft
-from harness.files import read_jsonl
-from harness.settings import Settings, SettingsError
-from training.models import load_model
-from training.pairs import preference_groups
+from lab import loop as coevolve
+from lab import play_env as envs
+from lab import tokens as dpo
+from lab.baselines import ppo, rft
+from lab.harness.files import read_jsonl
+from lab.harness.settings import Settings, SettingsError
+from lab.training.models import load_model
+from lab.training.pairs import preference_groups
 
 TASKS = 6
 
@@ -90,7 +90,7 @@ def test_sft_stops_after_its_evaluation_and_says_if_other_code_goes_on(run, monk
     capsys.readouterr()
     run("sft")
     assert "by other code" not in capsys.readouterr().out
-    monkeypatch.setattr("harness.files.code_hash", lambda: "edited")
+    monkeypatch.setattr("lab.harness.files.code_hash", lambda: "edited")
     run("sft")
     assert "by other code: its finished phases stay as they are" in capsys.readouterr().out
 
@@ -389,7 +389,7 @@ def test_the_forking_guides_changes_apply_and_change_a_run(run, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "changed", changed)
             exec(compile(source.replace(old, new), name, "exec"), changed.__dict__)
-            if name == "dpo.py":
+            if name == "lab/tokens.py":
                 patch.setattr(dpo, "dpo_loss", changed.dpo_loss)
             else:
                 patch.setattr(coevolve, "coevolve", changed.coevolve)

@@ -22,15 +22,15 @@ import torch
 from accelerate import Accelerator
 from conftest import ended, events, fork, fork_ranks, wait_until
 
-import dpo
-import envs
-import mutual
-from engine.checkpoint import Checkpoint
-from harness import report
-from harness.settings import Settings, SettingsError
-from look.conversations import conversations
-from program import start
-from program.tasks import marks, trained_on
+from lab import mutual
+from lab import play_env as envs
+from lab import tokens as dpo
+from lab.engine.checkpoint import Checkpoint
+from lab.harness import report
+from lab.harness.settings import Settings, SettingsError
+from lab.look.conversations import conversations
+from lab.program import start
+from lab.program.tasks import marks, trained_on
 from worlds import Step, World, fields_of
 from worlds.intercodesql.world import InterCodeSQL
 

@@ -12,9 +12,9 @@ from html.parser import HTMLParser
 import pytest
 from test_report import METRICS, SETTINGS, trajectory, write_lines
 
-from harness.files import RunError, read_jsonl
-from look.conversations import conversations
-from look.page import main, make_page, page
+from lab.harness.files import RunError, read_jsonl
+from lab.look.conversations import conversations
+from lab.look.page import main, make_page, page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser",
                                                 "google-chrome"))), None)

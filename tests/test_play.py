@@ -10,15 +10,15 @@ import sys
 
 import pytest
 
-import envs
-import mutual
-from harness.files import ROOT, RunError, read_jsonl
-from harness.report import visible
-from harness.settings import SettingsError
-from look import play
-from look.play import main
-from program import start
-from training import smollm2
+from lab import mutual
+from lab import play_env as envs
+from lab.harness.files import ROOT, RunError, read_jsonl
+from lab.harness.report import visible
+from lab.harness.settings import SettingsError
+from lab.look import play
+from lab.look.play import main
+from lab.program import start
+from lab.training import smollm2
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_mistakes_are_told(argv, said):
 
 def test_it_works_with_a_pipe_and_mistakes_are_one_line():
     def run(*argv, typed=""):
-        return subprocess.run([sys.executable, "-m", "look.play", *argv], input=typed.encode(),
+        return subprocess.run([sys.executable, "-m", "lab.look.play", *argv], input=typed.encode(),
                               capture_output=True, cwd=ROOT, env={**os.environ, "LC_ALL": "C"})
 
     done = run("webshop", "webshop-test-3", typed="search[m\xfcg mug]\n\n99\n3\nclick[Buy Now]\n")
@@ -134,7 +134,7 @@ def test_the_agent_plays_as_in_its_evaluation_and_says_what_it_had_in_mind(train
 
 def test_the_agent_reads_what_the_person_did(trained, typed, monkeypatch):
     """After two of a person's turns its context is what `Encoder.encode` makes of the messages."""
-    from look.agent import Agent
+    from lab.look.agent import Agent
 
     seen, propose = [], Agent.propose
 

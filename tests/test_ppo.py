@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from conftest import adamw
 from test_dpo import sequence
 
-import dpo
-from baselines import ppo
+from lab import tokens as dpo
+from lab.baselines import ppo
 
 
 class Table(torch.nn.Module):

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-import dpo
-from pretrain import intercodesql, pretrain, reading, scienceworld, webshop
-from pretrain.text import Words, exchange, pattern
+from lab import tokens as dpo
+from lab.pretrain import intercodesql, pretrain, reading, scienceworld, webshop
+from lab.pretrain.text import Words, exchange, pattern
 from worlds.intercodesql.questions import HELD_OUT
 from worlds.scienceworld import world
 from worlds.webshop import catalogue
@@ -129,7 +129,7 @@ def test_a_known_word_is_one_token_and_none_is_unknown(encoder):
 
 
 def test_the_shipped_model_is_small_and_copies_what_it_reads():
-    folder = pretrain.HERE / "tiny"
+    folder = pretrain.ROOT / "tiny"
     assert sum(path.stat().st_size for path in folder.iterdir()) < 4_000_000
     model, _ = reading.load(folder)
     assert reading.copy_loss(model, 6) < 0.5

@@ -10,12 +10,12 @@ import pytest
 import torch
 from conftest import make_model, make_tokenizer
 
-import envs
-from dpo import Encoder, Trajectory
-from harness.settings import options_of, parse
-from playing.conversation import play
-from playing.rollout import Sampling, rollout
-from training.pairs import reopened
+from lab import play_env as envs
+from lab.harness.settings import options_of, parse
+from lab.playing.conversation import play
+from lab.playing.rollout import Sampling, rollout
+from lab.tokens import Encoder, Trajectory
+from lab.training.pairs import reopened
 from worlds import first_reply
 
 CHAT = [("user", "Observation:\nWebShop [SEP] Instruction: [SEP] a hat [SEP] Search"),
@@ -259,7 +259,7 @@ def play_scripted(agent, monkeypatch, env, tasks, replies, **more):
         said.append(next(script))
         return torch.tensor(said[-1:])
 
-    monkeypatch.setattr("playing.rollout.sample", scripted)
+    monkeypatch.setattr("lab.playing.rollout.sample", scripted)
     sampling = Sampling(**{**dict(temperature=0, slots=1, max_tokens=8000, max_new_tokens=512,
                                   tokens_per_forward=4096, stops=envs.STOPS["eto"]), **more})
     return rollout(model, encoder, lambda: env, [Trajectory(t, "target", 1) for t in tasks],

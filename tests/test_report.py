@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from dpo import Trajectory
-from harness import report, scores
-from harness.files import RunError
-from look import figures
-from study import report as several
+from lab.harness import report, scores
+from lab.harness.files import RunError
+from lab.look import figures
+from lab.study import report as several
+from lab.tokens import Trajectory
 
 SETTINGS = {"env": "webshop", "method": "coevolve", "model": "tiny", "seed": 7, "out": None,
             "hard_threshold": 0.6}

@@ -11,13 +11,13 @@ from conftest import ended, fork
 from test_coevolve import contents
 from test_methods import SMALL, OneReply
 
-import coevolve
-import mutual
-from harness import files, report, reuse
-from harness.files import read_jsonl
-from harness.folder import Folder
-from harness.log import Log
-from harness.settings import AFTER_SFT, Settings, SettingsError
+from lab import loop as coevolve
+from lab import mutual
+from lab.harness import files, report, reuse
+from lab.harness.files import read_jsonl
+from lab.harness.folder import Folder
+from lab.harness.log import Log
+from lab.harness.settings import AFTER_SFT, Settings, SettingsError
 from worlds import environment
 
 SHARED = ["experts.jsonl", "sft-target", "eval-0-target-test.jsonl", "sft-failure",

@@ -7,11 +7,11 @@ import pytest
 import torch
 from conftest import make_tokenizer
 
-import dpo
-import envs
-from engine.cache import SlotCache, next_token_logits, sample
-from harness.files import seed_of
-from playing.rollout import Sampling, Slot, rollout
+from lab import play_env as envs
+from lab import tokens as dpo
+from lab.engine.cache import SlotCache, next_token_logits, sample
+from lab.harness.files import seed_of
+from lab.playing.rollout import Sampling, Slot, rollout
 
 
 class Echo(envs.World):
@@ -46,7 +46,7 @@ def play(agent, tasks=range(7), temperature=0.0, slots=3, max_tokens=400, max_ne
 
 def watch(monkeypatch, note):
     """Calls note(segments) before each pass of the model: (slot, past, new ids) of each."""
-    monkeypatch.setattr("playing.rollout.next_token_logits", lambda model, cache, segments: (
+    monkeypatch.setattr("lab.playing.rollout.next_token_logits", lambda model, cache, segments: (
         note(segments), next_token_logits(model, cache, segments))[1])
 
 
@@ -157,7 +157,7 @@ def test_what_prompts_begin_alike_is_read_once_by_all_slots(agent, monkeypatch, 
     shared = play(agent, tasks, 1.0, slots, tokens_per_forward=tokens_per_forward, env=Ruled)
     ours, largest = sum(read), max(at_once)
     read.clear()
-    monkeypatch.setattr("playing.rollout.shared_beginning", lambda a, b: 0)
+    monkeypatch.setattr("lab.playing.rollout.shared_beginning", lambda a, b: 0)
     alone = play(agent, tasks, 1.0, slots, tokens_per_forward=tokens_per_forward, env=Ruled)
     assert [e.record() for e in shared] == [e.record() for e in alone]
     once = len(starts[0]) + sum(len(s) - 60 for s in starts[1:])  # 60: less than they share

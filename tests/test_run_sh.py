@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from harness.files import ROOT
+from lab.harness.files import ROOT
 
 TOOLS = "bash sh cat dirname grep mkdir rm sed touch uname".split()
 OLD = "exit 1"  # an interpreter whose version check fails
@@ -27,9 +27,9 @@ def machine(tmp_path):
     repo, bin_ = tmp_path / "a repo", tmp_path / "bin"
     for folder in (repo, bin_, tmp_path / "home"):
         folder.mkdir()
-    (repo / "harness").mkdir()
+    (repo / "lab/harness").mkdir(parents=True)
     shutil.copytree(ROOT / "worlds", repo / "worlds")
-    for name in ("run.sh", "requirements.txt", "harness/requirements.py", "harness/settings.py"):
+    for name in ("run.sh", "requirements.txt", "lab/harness/requirements.py", "lab/harness/settings.py"):
         shutil.copy(ROOT / name, repo / name)
     for tool in TOOLS:
         (bin_ / tool).symlink_to(shutil.which(tool))
@@ -125,7 +125,7 @@ def test_bfcl_gets_its_one_package_without_its_dependencies(machine, tmp_path, s
     if status:
         assert "bfcl needs one more package: " in one_line(done) and "--no-deps" in one_line(done)
     else:
-        assert "coevolve.py --env bfcl --model m" in done.stdout
+        assert "lab/loop.py --env bfcl --model m" in done.stdout
         assert "installing bfcl-eval==2026.3.23" in done.stderr
     assert run("test").stdout.startswith("ran -m pytest")  # with or without it
     assert run("webshop").stdout.startswith("ran ") and len(log.read_text().splitlines()) == 2
@@ -146,12 +146,12 @@ def test_active_environment_that_satisfies_the_requirements_is_used(machine):
     done = run("test", "-k", "a name")
     assert done.stdout == ("ran -m pytest -q -rs --durations=10 -o testpaths=tests -n logical --maxprocesses 4 "
                            "--dist loadfile --no-loadscope-reorder -k a name\n") and done.returncode == 0
-    assert "coevolve.py --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
+    assert "lab/loop.py --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
     assert run("load-intercode", "a").stdout == (
         "ran -m worlds.intercodesql.spider a\n")
-    assert run("study", "webshop").stdout == "ran -m study.runs webshop\n"
-    assert run("compare", "runs/a").stdout == "ran -m study.report runs/a\n"
-    assert run("page", "runs/a").stdout == "ran -m look.page runs/a\n"
-    assert run("play", "webshop").stdout == "ran -m look.play webshop\n"
-    assert "bench/bench.py --quick" in run("bench", "--quick").stdout
+    assert run("study", "webshop").stdout == "ran -m lab.study.runs webshop\n"
+    assert run("compare", "runs/a").stdout == "ran -m lab.study.report runs/a\n"
+    assert run("page", "runs/a").stdout == "ran -m lab.look.page runs/a\n"
+    assert run("play", "webshop").stdout == "ran -m lab.look.play webshop\n"
+    assert "lab/bench/bench.py --quick" in run("bench", "--quick").stdout
     assert not run.venv.exists()

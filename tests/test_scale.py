@@ -12,10 +12,10 @@ import pytest
 import torch
 from conftest import Toy, make_model
 
-import dpo
-from engine import cache, log_softmax, ranks
-from harness.settings import SettingsError
-from program import start
+from lab import tokens as dpo
+from lab.engine import cache, log_softmax, ranks
+from lab.harness.settings import SettingsError
+from lab.program import start
 
 
 def random_group(task, lengths, pairs):

@@ -14,9 +14,8 @@ import pytest
 import scienceworld
 from conftest import wait_until
 
-import envs
-from harness.files import ROOT
-from harness.settings import parse
+from lab import play_env as envs
+from lab.harness.files import ROOT
 from worlds.scienceworld import world as science
 from worlds.scienceworld.world import ScienceWorld
 
@@ -284,7 +283,7 @@ def test_a_simulator_is_used_again_unless_it_is_dead_or_has_played_enough(monkey
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_no_simulator_outlives_its_process(end):
-    code = ("import envs, signal, time; env = envs.make('scienceworld', 'short');"
+    code = ("import signal, time; from lab import play_env as envs; env = envs.make('scienceworld', 'short');"
             "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a background job has none
             f"env.reset({TASKS[0]!r}); print('ready', flush=True); time.sleep(60)")
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,

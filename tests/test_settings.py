@@ -8,9 +8,9 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from harness import settings
-from harness.files import ROOT
-from harness.settings import PRESETS, Settings, SettingsError, check, from_flat, parse
+from lab.harness import settings
+from lab.harness.files import ROOT
+from lab.harness.settings import PRESETS, Settings, SettingsError, check, from_flat, parse
 from worlds import ENVIRONMENTS, environment
 
 PARTS = (Settings, *map(environment, ENVIRONMENTS))
@@ -116,7 +116,7 @@ def test_a_password_stands_in_no_setting_and_no_message(monkeypatch):
                                   "--webshop-url http://127.0.0.1:3000/ --experts a --model b"])
 def test_a_machine_without_packages_accepts_what_it_should(line):
     """-S: the standard library and nothing else."""
-    done = subprocess.run([sys.executable, "-S", str(ROOT / "harness/settings.py"),
+    done = subprocess.run([sys.executable, "-S", str(ROOT / "lab/harness/settings.py"),
                            *line.split()], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert (done.returncode, done.stderr) == (0, "")

@@ -14,10 +14,10 @@ from accelerate.state import AcceleratorState
 from conftest import CONVERSATION
 from transformers import AutoTokenizer
 
-import dpo
-from harness.settings import Settings, SettingsError
-from program.start import open_run
-from training import models, smollm2
+from lab import tokens as dpo
+from lab.harness.settings import Settings, SettingsError
+from lab.program.start import open_run
+from lab.training import models, smollm2
 
 ABSENT = "SmolLM2 is not here; `bash run.sh webshop --model smollm2 --quick` makes its folder"
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"

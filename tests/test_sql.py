@@ -18,10 +18,10 @@ from contextlib import closing, suppress
 import pytest
 from conftest import wait_until
 
-import envs
-import mutual
-from harness.files import ROOT
-from program import start
+from lab import mutual
+from lab import play_env as envs
+from lab.harness.files import ROOT
+from lab.program import start
 from worlds.intercodesql import databases, questions, spider
 from worlds.intercodesql.world import (
     EXPLANATION,

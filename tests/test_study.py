@@ -23,14 +23,14 @@ from conftest import ended, fork, wait_until
 from test_methods import OneReply
 from transformers import AutoModel
 
-import envs
-import mutual
-from dpo import Trajectory
-from harness.files import RunError, read_jsonl
-from harness.settings import SettingsError
-from program import start
-from study import figure3, methods, numbers, runs
-from study import report as several
+from lab import mutual
+from lab import play_env as envs
+from lab.harness.files import RunError, read_jsonl
+from lab.harness.settings import SettingsError
+from lab.program import start
+from lab.study import figure3, methods, numbers, runs
+from lab.study import report as several
+from lab.tokens import Trajectory
 
 
 def test_interval_by_hand():
@@ -327,7 +327,7 @@ def test_a_study_that_is_stopped_ends_its_runs(tmp_path):
     def work():
         sys.executable = str(python)
         sys.argv = ["runs", *f"webshop --methods sft --seeds 3 4 --jobs 2 --out {tmp_path}".split()]
-        runpy.run_module("study.runs", run_name="__main__")
+        runpy.run_module("lab.study.runs", run_name="__main__")
 
     process, said = fork(work, tmp_path / "said"), tmp_path / "said"
     logs = [tmp_path / f"sft-s{seed}.log" for seed in (3, 4)]

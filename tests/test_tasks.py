@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 from conftest import Toy, events
 
-import envs
-from harness.report import table
-from harness.settings import SettingsError, from_flat, options_of
-from program import tasks
+from lab import play_env as envs
+from lab.harness.report import table
+from lab.harness.settings import SettingsError, from_flat, options_of
+from lab.program import tasks
 from worlds.webshop import catalogue
 from worlds.webshop.server import WebShopServer
 from worlds.webshop.shop import WebShop

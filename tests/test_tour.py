@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from harness.files import ROOT
+from lab.harness.files import ROOT
 
 FILES = ("tour.md", "tour-mask.svg", "tour-tree.svg", "tour-margins.svg")
 
@@ -17,7 +17,7 @@ FILES = ("tour.md", "tour-mask.svg", "tour-tree.svg", "tour-margins.svg")
 def clone(tmp_path_factory):
     """A folder like a clone's, in which a reader has run the tour's first command."""
     folder = tmp_path_factory.mktemp("clone")
-    (folder / "pretrain").symlink_to(ROOT / "pretrain")
+    (folder / "tiny").symlink_to(ROOT / "tiny")
     subprocess.run(["bash", ROOT / "run.sh", "tour", "--out", "docs"], cwd=folder, check=True,
                    env={**os.environ, "PYTHON": sys.executable}, capture_output=True)
     return folder

@@ -9,8 +9,8 @@ from statistics import mean
 
 import pytest
 
-import envs
-from harness.files import ROOT
+from lab import play_env as envs
+from lab.harness.files import ROOT
 from worlds.webshop import catalogue
 from worlds.webshop import shop as webshop
 from worlds.webshop.shop import WebShop

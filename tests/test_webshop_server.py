@@ -18,8 +18,8 @@ from urllib.parse import parse_qsl
 
 import pytest
 
-import envs
-from harness.files import ROOT
+from lab import play_env as envs
+from lab.harness.files import ROOT
 from worlds.webshop import catalogue
 from worlds.webshop.server import WebShopServer, _Html
 from worlds.webshop.shop import Page, WebShop

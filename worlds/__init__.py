@@ -7,34 +7,19 @@ alone; what it needs is imported where it is made.
 import copy
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from urllib.parse import urlsplit
+
+from worlds.flags import Refused, Stated
 
 ENVIRONMENTS = ("webshop", "scienceworld", "intercodesql", "bfcl")  # the folders
 
 
-def option(default, help: str, **limits):
-    """A setting: its default, its help with unit and source, and its limits.
-
-    at_least, at_most, above, below: of a number. like, form: a test of a text, and what it must be
-    in words. real: it names a real environment, whose words the tiny model does not know. file: it
-    names a file or folder. password: the environment variable for an address's password.
-    """
-    return field(default=default, metadata=dict(help=help, **limits))
-
-
 @dataclass(frozen=True)
-class Options:
-    """An environment's own settings, in a frozen subclass of the same name in its folder. `presets`
-    replace defaults of all settings there, as `PRESETS` in `harness/settings.py` does everywhere.
-    """
-    presets = {}
+class Options(Stated):
+    """An environment's own settings, in a frozen subclass of the same name in its folder."""
     protocol = "ours"  # "eto" where an episode is told as ETO's code does
-
-    def conflicts(self, s) -> list[tuple[bool, str, str]]:
-        """(whether it is so, flags, what is wrong) of these options among all settings `s`."""
-        return []
 
     def make(self, view: str) -> "World":
         raise NotImplementedError
@@ -67,10 +52,6 @@ class EnvError(Exception):
     """The environment broke, so the episode is void; the text is one line with the remedy."""
 
 
-class Refused(ValueError):
-    """What the user gave cannot be used; the text is one line: object, value, remedy."""
-
-
 @dataclass(frozen=True)
 class Step:
     observation: str  # the text the agent reads next
@@ -101,6 +82,7 @@ class World:
     drawn_anew = "(?!)"   # what of a page each start of this world draws anew, as a pattern
     makes_tasks = False   # whether `tasks.py` of its folder makes new ones of what agents find
     theirs = None         # `published.Theirs`, where an episode is to be as in ETO's code
+    success = 1.0         # the reward from which an episode is solved; one below is a failure
 
     def __init__(self, view: str = "full"):
         self.view = view

@@ -8,30 +8,27 @@ Their texts stay in the user's copy. `Theirs` is how their code talks to an agen
 
 import json
 import re
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
 from os.path import commonprefix
 from pathlib import Path
 from textwrap import shorten
-from typing import Literal, Optional
+from typing import Literal
 
-from worlds import Options, Refused, opening, option, plain
-
-LISTS = option(
-    None, "folder of ETO's or IPR's train_, test_ and (ScienceWorld) dev_indices.json, as it lies "
-    "in their repository [by rule]", file=True)
+from worlds import Options, Refused, World, converse, environment, opening, plain
+from worlds.flags import OldFile
 
 
 @dataclass(frozen=True)
 class Published(Options):
     """The settings of an environment that ETO or IPR published something for."""
-    protocol: Literal["ours", "eto"] = option(
-        "ours", "how an episode is told to an agent: by this project, or as ETO's code does (IPR's "
-        "on InterCodeSQL), with its lengths, stops, rates and rewards [ours]")
-    prompts: Optional[str] = option(
-        None, "eto: folder of ETO's or IPR's prompts, eval_agent/prompt of their repository [-]",
-        file=True)
+    # how an episode is told to an agent: by this project, or as ETO's code does (IPR's on
+    # InterCodeSQL), with its lengths, stops, rates and rewards [ours]
+    protocol: Literal["ours", "eto"] = "ours"
+    # eto: folder of ETO's or IPR's prompts, eval_agent/prompt of their repository [-]
+    prompts: OldFile = None
 
     def conflicts(self, s):
         eto = self.protocol == "eto"
@@ -208,6 +205,34 @@ def opens_otherwise(env, messages: list[dict], shown: str) -> tuple[str, str] | 
     start = max(0, len(commonprefix([there, here])) - 40)
     return tuple("..." * (start > 0) + shorten(text[start:start + 400], 120, placeholder=" ...")
                  for text in (there, here))
+
+
+def make(name: str, view: str = "full", examples: int = 1, **options) -> World:
+    """The environment called `name`. view: "full", the official text, or "short". examples: that an
+    agent is shown by ETO's protocol. options: the fields of the environment's `Options`."""
+    chosen = environment(name)(**options)
+    env = chosen.make(view)
+    if chosen.protocol == "eto":
+        env.theirs = read_prompts(chosen.prompts, name, examples)
+    env.stops = STOPS[chosen.protocol]  # a reply ends before one of these texts
+    return env
+
+
+def experts(env: World, file: str | None, count: int) -> Iterator[tuple[str, list[dict], float]]:
+    """(task, messages, reward) of `count` experts (0: all): those of a file, else the scripted
+    expert's. Refused, naming the entry, where a file is not one of experts, or an expert's task
+    opens otherwise here than in its conversation."""
+    if not file:
+        for task in env.tasks("train")[:count or None]:
+            page = env.reset(task)
+            yield task, *converse(env, page, env.expert())
+        return
+    for task, messages, reward in read_experts(file, env)[:count or None]:
+        if apart := opens_otherwise(env, messages, env.reset(task)):
+            raise Refused(f"--experts {file}: {task} is another task here. It opens there | here: "
+                          f"{apart[0]!r} | {apart[1]!r}; give the environment and the --view that "
+                          "these experts were made in, or experts of this one")
+        yield task, messages, reward
 
 
 def read_lists(folder: str | None, rule: dict, names: dict[str, str], read,

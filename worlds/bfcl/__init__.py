@@ -4,19 +4,18 @@ import dataclasses
 from typing import Literal
 
 import worlds
-from worlds import option
 
 
 @dataclasses.dataclass(frozen=True)
 class Options(worlds.Options):
-    bfcl_category: Literal["base", "miss_func", "miss_param", "long_context", "all"] = option(
-        "base", "category of BFCL's multi-turn tasks, or all four [ours]")
-    bfcl_split: Literal["ours", "published"] = option(
-        "ours", "ours: 100 tasks of a category train, 20 validate, 80 test; published: all 200 "
-        "test, so that start states of the training are among them [ours]")
-    bfcl_reward: Literal["all", "turns"] = option(
-        "all", "all: 1 where every turn passes BFCL's checks, else 0, so that failures tie and "
-        "co-evolution has no pairs of failures; turns: the share of turns that pass [BFCL, ours]")
+    # category of BFCL's multi-turn tasks, or all four [ours]
+    bfcl_category: Literal["base", "miss_func", "miss_param", "long_context", "all"] = "base"
+    # ours: 100 tasks of a category train, 20 validate, 80 test; published: all 200 test, so that
+    # start states of the training are among them [ours]
+    bfcl_split: Literal["ours", "published"] = "ours"
+    # all: 1 where every turn passes BFCL's checks, else 0, so that failures tie and co-evolution
+    # has no pairs of failures; turns: the share of turns that pass [BFCL, ours]
+    bfcl_reward: Literal["all", "turns"] = "all"
 
     presets = {
         # Openings have up to 29,000 characters.

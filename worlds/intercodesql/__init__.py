@@ -2,9 +2,9 @@
 
 import re
 from dataclasses import dataclass
-from typing import Optional
+from typing import Annotated, Optional
 
-from worlds import option
+from worlds.flags import REAL, Limits, OldFile, limited
 from worlds.published import Published
 
 MYSQL_ADDRESS = "mysql://user:password@host:port, with / and @ in a password as %2F and %40"
@@ -16,15 +16,17 @@ def is_mysql_address(text: str) -> bool:
     return bool(match) and 0 < int(match[1] or 3306) < 65536
 
 
+Address = Annotated[limited(Optional[str], f"must be {MYSQL_ADDRESS}", is_mysql_address), REAL,
+                    Limits(password="MYSQL_PWD")]
+
+
 @dataclass(frozen=True)
 class Options(Published):
-    intercode_data: Optional[str] = option(
-        None, "folder of InterCode's ic_spider_dev.json and ic_spider_dbs.sql [generated data]",
-        file=True, real=True)
-    mysql_url: Optional[str] = option(
-        None, "server of InterCode's databases, mysql://user:password@host:port; the password may "
-        "be in MYSQL_PWD instead [sqlite]", like=is_mysql_address, password="MYSQL_PWD", real=True,
-        form=MYSQL_ADDRESS)
+    # folder of InterCode's ic_spider_dev.json and ic_spider_dbs.sql [generated data]
+    intercode_data: Annotated[OldFile, REAL] = None
+    # server of InterCode's databases, mysql://user:password@host:port; the password may be in
+    # MYSQL_PWD instead [sqlite]
+    mysql_url: Address = None
 
     presets = {
         "": dict(iterations=5, expert_min_reward=1.0),  # App. B; App. A

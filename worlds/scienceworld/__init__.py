@@ -1,17 +1,16 @@
 """ScienceWorld, in its simulator."""
 
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Literal
 
-from worlds import option
-from worlds.published import LISTS, Published
+from worlds.flags import OldFile
+from worlds.published import Published
 
 
 @dataclass(frozen=True)
 class Options(Published):
-    task_types: Literal["all", "short"] = option(
-        "all", "task types: ETO's 24, or eight whose texts are short [ETO, ours]")
-    split_file: Optional[str] = LISTS
+    task_types: Literal["all", "short"] = "all"  # ETO's 24, or eight with short texts [ETO, ours]
+    split_file: OldFile = None  # folder of ETO's lists of tasks [by rule]
 
     presets = {
         "": dict(expert_min_reward=1.0, slots=16),  # a slot has a simulator of its own

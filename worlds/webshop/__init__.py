@@ -1,18 +1,19 @@
 """WebShop: the embedded shop, or an official server."""
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Annotated, Optional
 
-from worlds import is_web_address, option
-from worlds.published import LISTS, Published
+from worlds import is_web_address
+from worlds.flags import REAL, OldFile, limited
+from worlds.published import Published
+
+WebAddress = limited(Optional[str], "must be http://host:port or https://host", is_web_address)
 
 
 @dataclass(frozen=True)
 class Options(Published):
-    webshop_url: Optional[str] = option(
-        None, "address of a real WebShop server, http://host:port [the embedded shop]",
-        like=is_web_address, form="http://host:port or https://host", real=True)
-    split_file: Optional[str] = LISTS
+    webshop_url: Annotated[WebAddress, REAL] = None  # of a real WebShop server [the embedded shop]
+    split_file: OldFile = None  # folder of ETO's or IPR's lists of tasks [by rule]
 
     presets = {
         # Chosen for room, seeds 0 to 2: after SFT success is 0.32 to 0.35 on validation, 0.32 to

@@ -1,0 +1,1 @@
+"""What extends the method: every setting, environment at scale, control, report and measurement."""

@@ -1,0 +1,57 @@
+"""Files of JSON lines, and what tells values and files from others."""
+
+import hashlib
+import json
+from pathlib import Path
+
+
+def read_jsonl(file: Path) -> list[dict]:
+    return [json.loads(row) for row in file.read_text().splitlines()]
+
+
+def write_jsonl(file: Path, rows: list) -> None:
+    """Objects, or the fields of dataclasses that are not None, one a line."""
+    rows = (row if isinstance(row, dict) else
+            {name: value for name, value in vars(row).items() if value is not None} for row in rows)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def hashed(value) -> str:
+    """16 hexadecimal digits, the same ones for the same value as JSON."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def seed_of(*names) -> int:
+    """48 bits, the same ones for the same names and numbers anywhere."""
+    return int(hashlib.sha256("/".join(map(str, names)).encode()).hexdigest()[:12], 16)
+
+
+def fingerprint(path: Path) -> list | str:
+    """What tells a file from others, its size and its last megabyte; of a folder that of its files.
+    What is not there, such as a name on the hub, is told by its name."""
+    found = []
+    for file in [path] if path.is_file() else sorted(path.glob("*.*")):
+        with open(file, "rb") as f:
+            f.seek(max(0, (size := file.stat().st_size) - (1 << 20)))
+            found.append([file.name, size, hashlib.sha256(f.read()).hexdigest()])
+    return found or str(path)
+
+
+def known_by(made, agents: dict[Path, str]):
+    """What tells an input of a phase from another: of a file its bytes; of an agent how it was made
+    (`agents`), since 27 GB take long to hash; of another folder its fingerprint."""
+    if isinstance(made, (dict, list, tuple)):
+        return [known_by(part, agents) for part in (
+            made.values() if isinstance(made, dict) else made)]
+    if made.is_file():
+        return hashlib.sha256(made.read_bytes()).hexdigest()
+    return agents.get(made) or fingerprint(made)
+
+
+def line(name: str, numbers: dict) -> str:
+    """A name and its numbers in one line, those of dictionaries among them; texts are left out."""
+    flat = {}
+    for key, value in numbers.items():
+        flat |= value if isinstance(value, dict) else {key: value}
+    return "  ".join([f"{name:28}", *(f"{key} {x:.3f}" if isinstance(x, float) else f"{key} {x:,}"
+                                      for key, x in flat.items() if not isinstance(x, str))])
