@@ -14,14 +14,14 @@ import threading
 import time
 from collections import Counter
 from contextlib import closing, suppress
+from pathlib import Path
 
 import pytest
+from again import Again
 from conftest import wait_until
 
-from lab import mutual
-from lab import play_env as envs
-from lab.harness.files import ROOT
-from lab.program import start
+import coevolve
+import worlds
 from worlds.intercodesql import databases, questions, spider
 from worlds.intercodesql.world import (
     EXPLANATION,
@@ -30,7 +30,9 @@ from worlds.intercodesql.world import (
     parse_sql_reply,
     sql_reward,
 )
+from worlds.published import make
 
+ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data" / "intercode"
 
 
@@ -125,7 +127,7 @@ TOWNS = "[(1, 'Avon', 30), (2, 'Brill', 20), (3, 'Crewe', 10)]"
 @pytest.fixture
 def small():
     """start(gold) -> an environment over the two small tables of SCRIPT."""
-    env = envs.make("intercodesql")
+    env = make("intercodesql")
 
     def start(gold="SELECT site FROM town"):
         env.start(dict(query="which towns?", gold=gold, db="d"), SCRIPT)
@@ -170,7 +172,7 @@ def test_the_last_result_is_what_is_submitted(small):
         "[('Avon', 30), ('Brill', 20)]")
     env.step(act("SELECT site FROM town"))
     assert env.step("no action").observation == EXPLANATION  # changes nothing
-    assert env.step(act("submit")) == envs.Step("submitted", 1.0, True, 1.0)
+    assert env.step(act("submit")) == worlds.Step("submitted", 1.0, True, 1.0)
     env = small()
     env.step(act("SELECT site FROM town"))
     env.step(act("DESC town"))  # a look after the right query loses
@@ -181,7 +183,7 @@ def test_the_last_result_is_what_is_submitted(small):
     assert small().step(act("submit")).reward == 0  # nothing was asked
     env = small()
     env.step(act("SELECT site FROM town ORDER BY site DESC"))  # clipped, and kept
-    assert env.step(act("submit")) == envs.Step("submitted", 0.0, True, -1.0)
+    assert env.step(act("submit")) == worlds.Step("submitted", 0.0, True, -1.0)
     env = small(gold="SELECT a.site, b.site, c.site FROM town a, town b, town c")
     shown = env.step(act("SELECT a.site, b.site, c.site FROM town a, town b, town c")).observation
     assert len(shown) == 353 and shown.endswith("...")  # the result is not cut
@@ -190,13 +192,13 @@ def test_the_last_result_is_what_is_submitted(small):
 
 def play(env, task):
     """The reward of the expert, and the texts of its episode."""
-    messages, reward = envs.converse(env, env.reset(task), env.expert())
+    messages, reward = worlds.converse(env, env.reset(task), env.expert())
     return reward, [m["content"] for m in messages]
 
 
 @pytest.mark.parametrize("view", ["full", "short"])
 def test_expert_replays_to_1(view):
-    with closing(envs.make("intercodesql", view)) as env:
+    with closing(make("intercodesql", view)) as env:
         for split in ("train", "validation", "test", "unseen"):
             assert all(play(env, task)[0] == 1 for task in env.tasks(split))
 
@@ -316,7 +318,7 @@ def test_attacks_leave_room_for_honest_queries():
 
 
 def test_spider_questions_are_split_by_database_and_their_experts_replay_to_1(intercode):
-    env = envs.make("intercodesql", intercode_data=str(intercode))
+    env = make("intercodesql", intercode_data=str(intercode))
     assert env.test_splits == ("test",) and len(env.world.databases) == 20
     tasks = [task for split in ("train", "validation", "test") for task in env.tasks(split)]
     assert len(tasks) == 1034 and all(play(env, task)[0] == 1 for task in tasks)
@@ -330,7 +332,7 @@ def test_iprs_records_are_read(tmp_path):
     for split in ("train", "test"):
         (tmp_path / f"ic_spider_{split}.json").write_text(json.dumps([record] * 4))
     (tmp_path / "train_indices.json").write_text("[3, 1]")
-    with pytest.raises(envs.Refused, match="ic_spider_dbs.sql"):
+    with pytest.raises(worlds.Refused, match="ic_spider_dbs.sql"):
         InterCodeSQL(intercode_data=str(tmp_path))  # there is no dump
     env = InterCodeSQL(intercode_data=str(tmp_path), mysql_url="mysql://a@h")
     assert env.tasks("train") == ["intercodesql-train-3", "intercodesql-train-1"]
@@ -414,7 +416,7 @@ def plain(row):
 
 
 def test_every_gold_query_scores_1_on_mariadb_and_most_are_answered_alike_by_sqlite(mariadb):
-    env = envs.make("intercodesql", intercode_data=str(DATA), mysql_url=URL.format(mariadb))
+    env = make("intercodesql", intercode_data=str(DATA), mysql_url=URL.format(mariadb))
     failed, below, same, ran = Counter(), [], 0, 0
     for task in (task for split in env.splits for task in env.tasks(split)):
         question = env.find(task)
@@ -530,10 +532,9 @@ def test_no_state_leaks_into_the_next_episode(where, request, monkeypatch):
 
 
 @pytest.fixture
-def repaired(mariadb, monkeypatch):
+def repaired(mariadb):
     """An episode on MariaDB that goes on when its connection is lost; it has seen the tables."""
-    monkeypatch.setattr(envs.Repaired, "waits", (0.0, 0.0, 0.0))
-    env = envs.Repaired(InterCodeSQL(intercode_data=str(DATA), mysql_url=URL.format(mariadb)))
+    env = Again(InterCodeSQL(intercode_data=str(DATA), mysql_url=URL.format(mariadb)), times=3)
     env.reset(env.tasks("test")[0])
     env.shown = env.step(act("SHOW TABLES"))
     yield env
@@ -555,17 +556,17 @@ def test_a_connection_lost_within_a_query_is_no_answer_of_the_agents(repaired, m
     times = 2
     assert repaired.step(act("SHOW TABLES")) == repaired.shown
     times = 99
-    with pytest.raises(envs.EnvError, match="database .*: gone; see that the server runs.*[^?]$"):
+    with pytest.raises(worlds.EnvError, match="database .*: gone; see that the server runs.*[^?]$"):
         repaired.step(act("SHOW TABLES"))
     assert len(failures) == 2 + 4  # it is not asked again within
 
 
 def test_an_episode_goes_on_when_its_server_is_killed_and_started_again(mariadb, repaired,
                                                                         monkeypatch):
-    monkeypatch.setattr(envs.Repaired, "waits", (2.0,) * 20)
+    repaired.times, repaired.wait = 20, 2.0
     RUNNING[mariadb].kill()
     RUNNING[mariadb].wait()
-    with pytest.raises(envs.EnvError, match="see that the server runs"):
+    with pytest.raises(worlds.EnvError, match="see that the server runs"):
         databases.MySQL("d", URL.format(mariadb))
     again = threading.Timer(1, START[mariadb])
     again.start()
@@ -587,7 +588,7 @@ def test_what_is_no_database_voids_the_episode(says):
                         connection.sendall(says)
 
         server.close() if says is None else threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(envs.EnvError, match=f"mysql://127.0.0.1:{port}, database d") as error:
+        with pytest.raises(worlds.EnvError, match=f"mysql://127.0.0.1:{port}, database d") as error:
             databases.MySQL("d", URL.format(port))
         assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
         if says is not None:
@@ -607,7 +608,7 @@ def test_a_user_who_may_do_more_than_read_is_refused(mariadb):
     databases.MySQL("d", user_url(mariadb, "somebody", "SELECT ON d.*")).close()
     url = user_url(mariadb, "somebody", "SELECT, INSERT ON d.*")
     for wrong, told in ((url, "INSERT on `d`.*"), (url.replace("s3cret", "s3cretx"), "denied")):
-        with pytest.raises(envs.Refused, match="load-intercode") as error:
+        with pytest.raises(worlds.Refused, match="load-intercode") as error:
             databases.MySQL("d", wrong)
         assert told in str(error.value) and "s3cret" not in str(error.value)
         assert "\n" not in str(error.value)
@@ -667,10 +668,10 @@ def test_a_load_that_fails_names_the_remedy_for_what_is_wrong(mariadb, tmp_path)
     dump = tmp_path / "dump.sql"
     dump.write_text("USE `d`;\nSELECT nothing FROM town;\n")
     url, rights = URL.format(mariadb), "may create databases and users"
-    with pytest.raises(envs.EnvError, match="Unknown column 'nothing'") as error:
+    with pytest.raises(worlds.EnvError, match="Unknown column 'nothing'") as error:
         spider.load_intercode(dump, ROOT_URL.format(mariadb), url)
     assert rights not in str(error.value)
-    with pytest.raises(envs.EnvError, match=f"denied.*{rights}"):
+    with pytest.raises(worlds.EnvError, match=f"denied.*{rights}"):
         spider.load_intercode(dump, user_url(mariadb, "nobody", "SELECT ON other.*"), url)
 
 
@@ -678,11 +679,11 @@ def test_a_run_on_the_server_holds_no_password(mariadb, small_model, tmp_path, m
     monkeypatch.setenv("MYSQL_PWD", "")
     flags = ["--env", "intercodesql", "--model", small_model, "--intercode-data", DATA, "--view", "short",
              "--method", "eto", "--train-tasks", 3, "--eval-tasks", 2, "--iterations", 1,
-             "--max-tokens", 512, "--max-new-tokens", 8, "--threads", 1, "--out", tmp_path / "run"]
-    start.main([*map(str, flags), "--mysql-url", URL.format(mariadb)], mutual.loop_of)
+             "--max-tokens", 512, "--max-new-tokens", 8, "--out", tmp_path / "run"]
+    coevolve.main([*map(str, flags), "--mysql-url", URL.format(mariadb)])
     files = [p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()]
     said = capsys.readouterr()
-    assert "Evaluation" in said.out and len(files) > 10
+    assert "target" in said.out and len(files) > 10
     for text in (said.out.encode(), said.err.encode(), *files):
         assert b"s3cret" not in text
 
