@@ -470,7 +470,7 @@ def test_a_task_made_during_a_run_is_played_and_its_faults_are_named():
     held = env.find(env.tasks("test")[0])["start"]
     for wrong, named in [
             ({"start": held}, "no start state of a training task"), ({"turns": []}, "lists of calls"),
-            ({"calls": [[]]}, "lists of calls"), ({"calls": "x"}, "its 'calls' is 'x'"),
+            ({"calls": [[]]}, "lists of calls"),
             ({"calls": [[dict(name="_load_scenario", arguments={})]]}, "no function '_load_scenario'"),
             ({"calls": [[dict(name="ls", arguments=[])]]}, "a call is")]:
         with pytest.raises(ValueError, match=".*" + named):

@@ -213,8 +213,6 @@ def test_tasks_name_goals_of_the_splits_without_a_request(official):
         shop.reset("webshop-unseen-3")
     with pytest.raises(worlds.Refused, match="--experts"):
         shop.expert()
-    with pytest.raises(worlds.Refused):
-        shop.add(shop.find("webshop-train-1500"))
     assert official.seen == []
 
 

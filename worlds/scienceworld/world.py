@@ -80,7 +80,6 @@ class ScienceWorld(World):
     rules = PROMPT
     test_splits = ("seen", "unseen")
     max_steps = 100
-    latency = 3
     recycle = 2000
     _idle = []   # simulators that no object uses
     _golds = {}  # (task type, variation) -> the simulator's solution

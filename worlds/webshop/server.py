@@ -41,7 +41,6 @@ class WebShopServer(Shop):
     form's field and in no other way.
     """
     test_splits = ("test",)
-    latency = 2
     drawn_anew = r"(?i),?( and)? price lower than [\d,]+(\.\d+)? dollars"
     max_query = 1000  # characters; a URL has to hold it and Lucene takes 1,024 words
     _known = defaultdict(dict)        # server -> goal -> the instruction this process has read
