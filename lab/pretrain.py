@@ -7,7 +7,7 @@ or an evaluated task, nor anybody who asks for what is held out for the split "u
 
     bash run.sh pretrain [--env NAME ...] [--out FOLDER]
 
-An environment's texts are a file of this folder, NAME.py, with `conversations` and `exchanged`.
+An environment's texts are of a recipe, lab/recipes/NAME.py, with `conversations` and `exchanged`.
 """
 
 import argparse
@@ -18,18 +18,17 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+import transformers
 from accelerate import Accelerator
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, set_seed
 
-from lab import tokens as dpo
-from lab.engine import sharding
-from lab.pretrain import reading
-from lab.pretrain.text import exchange
+import dpo
+from dpo import Group, Trajectory
+from lab.practice import exchange
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+HERE = Path(__file__).resolve().parent
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
     "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
@@ -46,27 +45,26 @@ TEXTS = {"webshop": (12_000, 4), "intercodesql": (16_000, 2), "scienceworld": (6
 OTHER_TEXTS = (8000, 3)
 COPIES = dict(long=8, short=12)
 RATE = 2e-3
+TOKENS = 4096  # of a pass, with padding
 OBSERVED = 0.3  # of a text's other tokens than replies, the share that is trained on
 
 
 def make(out: Path, texts: dict = TEXTS, copy_batches: int = COPY_BATCHES) -> None:
-    """Pretrains a model on the texts {environment: (conversations, passes)}, into the folder out:
+    """Pretrains a model on the texts {environment: (conversations, passes)}, into the folder `out`:
     on one machine with one version of the packages the same bits each time."""
     torch.set_num_threads(1)
-    set_seed(0)
+    transformers.set_seed(0)
     rng = random.Random(0)
-    sources = {env: importlib.import_module(f"lab.pretrain.{env}") for env in texts}
+    sources = {env: recipe(env) for env in texts}
     raw = {env: sources[env].conversations(0, texts[env][0]) for env in texts}
     kinds = {env: sources[env].exchanged() for env in texts}
     tokenizer = make_tokenizer(
         [m["content"] for env in texts for c in raw[env] for m in c]
         + [word for env in texts for kind in kinds[env] for word in (*kind.pool, *kind.fresh)])
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
-                    bos_token_id=None, pad_token_id=None, **MODEL),
-        dtype=torch.float32, attn_implementation="ragged")
+    model = dpo.prepare(transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
+                    bos_token_id=None, pad_token_id=None, **MODEL), dtype=torch.float32), False)
     accelerator = Accelerator(cpu=True)
-    model = sharding.shard_model(accelerator, model, shard=False)
 
     def copies(**count):
         return [copy_group(rng, len(tokenizer), *LENGTHS[length])
@@ -84,41 +82,79 @@ def make(out: Path, texts: dict = TEXTS, copy_batches: int = COPY_BATCHES) -> No
             read += [text_group(rng, i[:MODEL["max_position_embeddings"]], tokenizer) for i in ids]
     batches = dpo.batches(read, 16, "instructions", rng)
     train(accelerator, model, [batch + copies(**COPIES) for batch in batches], RATE)
-    sharding.save(accelerator, model, out)
-    tokenizer.save_pretrained(out)
+    dpo.save(accelerator, model, tokenizer, out)
     (out / "README.md").write_text(card(out, texts), encoding="utf-8")
 
 
-def train(accelerator, model, batches: list[list[dpo.Group]], rate: float) -> None:
-    tokens, losses = sum(g.tokens for batch in batches for g in batch), []
-    how = dpo.Optimisation(rate, warmup=0.05, schedule="cosine", weight_decay=0.01,
-                           max_grad_norm=1.0, tokens_per_forward=4096)
-    with tqdm(total=tokens, unit=" tokens", unit_scale=True, mininterval=10) as bar:
-        def log(event):
-            losses.append(event["loss"])
-            bar.update(sum(g.tokens for g in batches[event["step"] - 1]))
-
-        dpo.fit(accelerator, model, [batches], dpo.Objective(dpo.sft_loss, dpo.count_action_tokens),
-                how, log)
-    last = losses[-50:]
-    print(f"{tokens:,} tokens, loss {losses[0]:.2f} -> {sum(last) / len(last):.3f} nats per token")
+def train(accelerator, model, batches: list[list[Group]], rate: float) -> None:
+    """A pass over the batches, whose loss is the mean over action tokens."""
+    losses = []
+    how = dpo.Objective(dpo.sft_loss, lambda g: g.sequences[0].action_tokens, rate, warmup=0.05,
+                        schedule="cosine", weight_decay=0.01, tokens=TOKENS)
+    with tqdm(total=len(batches), unit=" steps", mininterval=10) as bar:
+        dpo.fit(model, batches, lambda model, sequences: dpo.log_probs(
+            accelerator, model, sequences, TOKENS), how,
+            lambda event: (losses.append(event["loss"]), bar.update()))
+    print(f"loss {losses[0]:.2f} -> {sum(losses[-50:]) / len(losses[-50:]):.3f} nats per token")
 
 
-def text_group(rng: random.Random, ids: list[int], tokenizer) -> dpo.Group:
+def text_group(rng: random.Random, ids: list[int], tokenizer) -> Group:
     """A conversation, trained on its replies and a random share of the rest."""
     begin, end = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
     mask, replies = [], False
     for i in ids:
         mask.append(int(replies or rng.random() < OBSERVED))
         replies = i == begin or replies and i != end
-    return dpo.Group("text", [dpo.Trajectory(ids=ids, action_mask=mask)])
+    return Group([Trajectory(ids=ids, action_mask=mask)])
 
 
-def copy_group(rng: random.Random, vocabulary: int, shortest: int, longest: int) -> dpo.Group:
+def copy_group(rng: random.Random, vocabulary: int, shortest: int, longest: int) -> Group:
     """Random tokens, said twice; trained on what can be known, from the second said again."""
     once = [rng.randrange(vocabulary) for _ in range(rng.randint(shortest, longest))]
     mask = [0] * (len(once) + 1) + [1] * (len(once) - 1)
-    return dpo.Group("copy", [dpo.Trajectory(ids=once * 2, action_mask=mask)])
+    return Group([Trajectory(ids=once * 2, action_mask=mask)])
+
+
+# Whether a model reads: does it repeat what it was shown, also words that it never met?
+
+
+def copy_loss(model, length: int, n: int = 256) -> float:
+    """Nats per token of random tokens of the whole vocabulary said again, after the first."""
+    vocabulary = model.config.vocab_size
+    random_tokens = torch.Generator().manual_seed(length)
+    ids = torch.randint(vocabulary, (n, length), generator=random_tokens).repeat(1, 2)
+    with torch.no_grad():
+        logits = model(input_ids=ids[:, :-1]).logits[:, length:]        # (n, length - 1, V)
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, length + 1:].flatten()).item()
+
+
+def answers(model, tokenizer, env: str, fresh: bool, n: int = 300) -> tuple[int, float, float]:
+    """How many exchanged words the replies of new practice text hold, which it alone can tell, and
+    how often the likeliest of all such words is the one said, and one that was shown. fresh: they
+    are words that no text held."""
+    source = recipe(env)
+    kinds, rng, encoder = source.exchanged(), random.Random(1), dpo.Encoder(tokenizer)
+    frame = set(encoder.observation(""))
+
+    def tokens(words) -> set[int]:
+        return {i for word in words for i in encoder.observation(word)} - frame
+
+    unknown = tokens(word for kind in kinds for word in kind.fresh)
+    known = tokens(word for kind in kinds for word in (*kind.words, *kind.pool))
+    told, words = unknown if fresh else known, torch.tensor(sorted(unknown | known))
+    asked = same = shown = 0
+    for conversation in source.conversations(1, n):
+        conversation = exchange(rng, conversation, kinds, fresh=fresh)
+        ids, mask = (x[:2048] for x in encoder.encode(conversation, 1))
+        places = [k for k, i in enumerate(ids) if mask[k] and i in told and i in ids[:k]]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids])).logits[0]                     # (l, V)
+        for k in places:
+            likeliest = words[logits[k - 1, words].argmax()].item()
+            asked += 1
+            same += likeliest == ids[k]
+            shown += likeliest in told.intersection(ids[:k])
+    return asked, same / asked, shown / asked
 
 
 CARD = """\
@@ -148,18 +184,19 @@ the latter for words that no text held:
 
 
 def card(folder: Path, texts: dict) -> str:
-    model, tokenizer = reading.load(folder)
-    rows = [(env, *reading.answers(model, tokenizer, env, fresh=False),
-             reading.answers(model, tokenizer, env, fresh=True)[2]) for env in texts]
+    model = dpo.read_model(folder).eval()
+    tokenizer = dpo.read(transformers.AutoTokenizer, folder)
+    rows = [(env, *answers(model, tokenizer, env, fresh=False),
+             answers(model, tokenizer, env, fresh=True)[2]) for env in texts]
     return CARD.format(
         layers=model.config.num_hidden_layers, hidden=model.config.hidden_size,
         parameters=model.num_parameters(), vocabulary=len(tokenizer), torch=torch.__version__,
         read=", ".join(f"{n:,} of {env} {passes} times" for env, (n, passes) in texts.items()),
-        copies=", ".join(f"{reading.copy_loss(model, n):.2f} at length {n}" for n in (6, 20, 60)),
+        copies=", ".join(f"{copy_loss(model, n):.2f} at length {n}" for n in (6, 20, 60)),
         answers="\n".join("| {} | {} | {:.0%} | {:.0%} | {:.0%} |".format(*row) for row in rows))
 
 
-def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def make_tokenizer(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
     """One token per word, quoted word, number or mark of `texts`; others are spelled out. A noun is
     the same token in its plural and in "doctor_info"."""
     pattern = Regex(r"'[^\W_]+'|[^\W_]+(?:\.[^\W_]+)?|_|[^\w\s]")
@@ -176,21 +213,25 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Sequence([
         decoders.WordPiece(cleanup=False), decoders.Fuse(), decoders.Replace(" [", "["),
         decoders.Replace("[ ", "["), decoders.Replace(" ]", "]"), decoders.Replace(" _ ", "_")])
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<|unknown|>", eos_token="<|end|>",
         additional_special_tokens=special[:3], chat_template=CHAT_TEMPLATE)
+
+
+def recipe(env: str):
+    return importlib.import_module(f"lab.recipes.{env}")
 
 
 def main(flags: list[str]) -> None:
     parser = argparse.ArgumentParser("run.sh pretrain", description="Makes the tiny model.")
     parser.add_argument("--env", nargs="+", default=list(TEXTS), metavar="NAME",
-                        help="whose texts it reads, lab/pretrain/NAME.py [all built-in ones]")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", default=ROOT / "tiny",
+                        help="whose texts it reads, lab/recipes/NAME.py [all built-in ones]")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", default=HERE.parent / "tiny",
                         help="where it goes [%(default)s]")
     given = parser.parse_args(flags)
     for env in given.env:
-        if not (HERE / f"{env}.py").is_file():
-            parser.error(f"--env {env}: there is no lab/pretrain/{env}.py with its practice text")
+        if not (HERE / "recipes" / f"{env}.py").is_file():
+            parser.error(f"--env {env}: there is no lab/recipes/{env}.py with its practice text")
     make(given.out, {env: TEXTS.get(env, OTHER_TEXTS) for env in given.env})
 
 

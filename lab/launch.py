@@ -1,4 +1,4 @@
-"""`accelerate launch` as run.sh uses it: `python3 lab/program/launch.py lab/loop.py FLAGS`.
+"""`accelerate launch` as run.sh uses it: `python3 -m lab.launch -m lab FLAGS`.
 
 It is told what it would otherwise guess aloud, and what ends a training process is said once.
 """

@@ -5,7 +5,7 @@ import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 
-from lab.pretrain.text import Words, play
+from lab.practice import Words, play
 from worlds.scienceworld.world import ScienceWorld, as_shown, science_actions, things_in
 
 

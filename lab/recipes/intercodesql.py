@@ -3,7 +3,7 @@
 import random
 import re
 
-from lab.pretrain.text import Words, play
+from lab.practice import Words, play
 from worlds.intercodesql import questions
 from worlds.intercodesql.questions import HELD_OUT, NAMES, PEOPLE, SITES, THINGS, VALUES, tables_of
 from worlds.intercodesql.world import InterCodeSQL
