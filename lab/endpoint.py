@@ -6,59 +6,70 @@ import os
 import random
 import re
 import sys
+import threading
 import time
 
 import requests
 from tqdm import tqdm
 from urllib3.exceptions import HTTPError
 
-from lab import play_env as envs
-from lab.harness.settings import SettingsError
-from lab.playing.conversation import ContextFull
+from envs import EnvError, Refused
 
 KEY = "OPENAI_API_KEY"  # the environment variable
 TRIES = 8
+SECONDS, MOST = 300, 1_000_000  # for an answer, and bytes of it [ours]
 PASSING = {408, 409, 425, 429}  # statuses that may be gone in a moment, as 500 and above
-USAGE = ("requests", "retries", "unreported", "prompt_tokens", "completion_tokens")
+REFUSING = {400, 403, 413, 422, 451}  # which may be about these messages alone
 
 
-class EndpointError(envs.EnvError):
-    """The endpoint refused, or could not be reached after all tries; one line for the user."""
+class EndpointError(EnvError):
+    """The endpoint could not be reached after all tries, or takes nothing; one line."""
+
+
+class NotAnswered(EndpointError):
+    """The endpoint refuses these messages for good, as a filter of contents does."""
+
+
+class ContextFull(Exception):
+    """The messages are longer than the model can read."""
 
 
 class Endpoint:
     """Calls the model: messages -> (reply, usage), with retries and growing waits between them.
 
-    usage: what the call took, by the names in USAGE, and cut_replies, 1 where it was cut;
-    `unreported` is 1 where the endpoint reports no tokens.
+    usage: what the call took: requests, retries, prompt_tokens and completion_tokens; `unreported`
+    is 1 where the endpoint reports no tokens, `cut_replies` where the reply was cut.
     """
 
-    def __init__(self, s, url=None, name=None, temperature=0, max_tokens=None):
-        """s: settings; url, name and the others in place of its model's."""
+    def __init__(self, url: str, name: str, temperature: float, max_tokens: int):
+        """name: the model's there; max_tokens: of a reply, at most."""
         path = "/chat/completions"
-        self.url = (url or s.model).rstrip("/").removesuffix(path) + path
-        self.seconds, self.most = s.answer_seconds, int(1000 * s.answer_kb)
-        self.body = dict(model=name or s.model_name, temperature=temperature,
-                         max_tokens=max_tokens or s.max_new_tokens)
+        self.url = url.rstrip("/").removesuffix(path) + path
+        self.body = dict(model=name, temperature=temperature, max_tokens=max_tokens)
+        self.stopped = threading.Event()  # once set, nothing is asked or waited for any more
         self.key = os.environ.get(KEY, "").strip()
         if re.search(r"[^!-~]", self.key):
-            raise SettingsError(f"the key in {KEY} holds a character that no key has")
+            raise Refused(f"the key in {KEY} holds a character that no key has")
 
-    def __call__(self, messages: list[dict], tries: int = TRIES) -> tuple[str, dict]:
-        """ContextFull if they are too long for the model; EndpointError after the last attempt."""
-        for attempt in range(tries):
+    def __call__(self, messages: list[dict]) -> tuple[str, dict]:
+        """ContextFull if they are too long for the model; NotAnswered if it refuses these alone;
+        EndpointError after the last attempt."""
+        status, problem = 0, "stopped"
+        for attempt in range(TRIES):
             wait, text = min(2.0 ** attempt, 60) * random.uniform(0.5, 1), ""
+            if self.stopped.is_set():
+                break
             body = {**self.body, "messages": messages}
             try:
-                status, text, asked_to_wait = self._post(body)
-                problem = f"status {status}: {self._without_key(text)[:200]}"
+                status, text, asked_to_wait = self.post(body)
+                problem = f"status {status}: {self.without_key(text)[:200]}"
                 if status == 200:
-                    reply, used = self._read(json.loads(text))
+                    reply, used = self.read(json.loads(text))
                     return reply, dict(used, retries=attempt)
                 if status == 400 and re.search("context.?(length|size|window)|too long", text,
                                                re.I):
                     raise ContextFull
-                if status == 400 and self._refused(body, text):
+                if status == 400 and self.refuses_parameter(body, text):
                     continue
                 if status not in PASSING and status < 500:
                     break
@@ -66,44 +77,45 @@ class Endpoint:
                     wait = min(float(asked_to_wait), 120)
             except (requests.RequestException, HTTPError, ValueError, LookupError, TypeError,
                     AttributeError, OverflowError, RecursionError) as error:
-                problem = f"{type(error).__name__}: {error} {self._without_key(text)[:200]}"
-            if attempt < tries - 1:
-                time.sleep(wait)
-        problem = self._without_key(" ".join(problem.split()))
+                problem = f"{type(error).__name__}: {error} {self.without_key(text)[:200]}"
+            if attempt < TRIES - 1:
+                self.stopped.wait(wait)
+        problem = self.without_key(" ".join(problem.split()))
         if problem.startswith("status 404") and "/v1/" not in self.url:
             problem += " (most addresses end in /v1)"
         problem += f" (without a key: {KEY} is not set)" * (not self.key)
-        raise EndpointError(f"{self.url}: {problem} (attempt {attempt + 1})")
+        raise (NotAnswered if status in REFUSING else EndpointError)(
+            f"{self.url}: {problem} (attempt {attempt + 1})")
 
-    def _post(self, body: dict) -> tuple[int, str, str]:
+    def post(self, body: dict) -> tuple[int, str, str]:
         """Status, text and Retry-After. EndpointError where the text is too long."""
-        text, ends = b"", time.monotonic() + self.seconds
-        with requests.post(self.url, json=body, auth=self._sign, timeout=(10, self.seconds),
+        text, ends = b"", time.monotonic() + SECONDS
+        with requests.post(self.url, json=body, auth=self.sign, timeout=(10, SECONDS),
                            allow_redirects=False, stream=True) as answer:
             while part := answer.raw.read1(1 << 16, True):
                 text += part
-                if len(text) > self.most:
-                    raise EndpointError(f"{self.url}: an answer is longer than --answer-kb "
-                                        f"{self.most / 1000:g}")
+                if len(text) > MOST:
+                    raise EndpointError(f"{self.url}: an answer is longer than {MOST:,} bytes")
                 if time.monotonic() > ends:
-                    raise requests.Timeout(f"it took more than --answer-seconds {self.seconds:g}")
+                    raise requests.Timeout(f"it took more than {SECONDS} seconds")
             return (answer.status_code, text.decode(errors="replace"),
                     answer.headers.get("Retry-After", ""))
 
-    def _read(self, answer: dict) -> tuple[str, dict]:
+    def read(self, answer: dict) -> tuple[str, dict]:
         """The reply and the usage in an answer; an error of any kind where it is no answer."""
         choice, used = answer["choices"][0], answer.get("usage") or {}
         reply = choice["message"].get("content") or ""
         if isinstance(reply, list):  # of parts
             reply = "".join(part.get("text") or "" for part in reply)
         if len(self.key) >= 16:  # shorter ones, such as EMPTY, are words and no secrets
-            reply = self._without_key(str(reply))
+            reply = self.without_key(str(reply))
         return str(reply), dict(
             requests=1, unreported=int(not used),
             cut_replies=int(choice.get("finish_reason") == "length"),
-            **{name: max(0, int(used.get(name) or 0)) for name in USAGE[-2:]})
+            **{name: max(0, int(used.get(name) or 0))
+               for name in ("prompt_tokens", "completion_tokens")})
 
-    def _refused(self, body: dict, text: str) -> bool:
+    def refuses_parameter(self, body: dict, text: str) -> bool:
         """Whether `text` refuses a parameter of `body`; from now on it is sent as asked for."""
         if "max_completion_tokens" in text and "max_tokens" in body:
             self.body = {"max_completion_tokens" if name == "max_tokens" else name: value
@@ -117,16 +129,10 @@ class Endpoint:
             return False
         return True
 
-    def _without_key(self, text: str) -> str:
+    def without_key(self, text: str) -> str:
         return text.replace(self.key, "***") if self.key else text
 
-    def _sign(self, request):  # as `auth`, so that no .netrc takes its place
+    def sign(self, request):  # as `auth`, so that no .netrc takes its place
         if self.key:
             request.headers["Authorization"] = f"Bearer {self.key}"
         return request
-
-
-def explorer_of(s) -> Endpoint:
-    """The model that `--explorer` names."""
-    return Endpoint(s, url=s.explorer, name=s.explorer_model, temperature=s.explorer_temperature,
-                    max_tokens=1024)
