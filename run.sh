@@ -28,7 +28,7 @@ supported() {
 }
 
 # Prints what interpreter $1 lacks of requirements.txt; fails if that is anything.
-satisfied() { "$1" "$here/lab/harness/requirements.py" "$here/requirements.txt" 2>/dev/null; }
+satisfied() { "$1" "$here/lab/requirements.py" "$here/requirements.txt" 2>/dev/null; }
 
 # Makes .venv complete. The file `installing` marks one that an interruption left half-made.
 install() {
@@ -95,7 +95,7 @@ fi
 
 case "$command ${1:-}" in bfcl* | test* | "play bfcl")  # one more package; the tests can do without
     package=$(sed -n 's/^# bfcl: \([^ ]*\).*/\1/p' "$here/requirements.txt")
-    if ! "$python" "$here/lab/harness/requirements.py" <(echo "$package") >/dev/null 2>&1; then
+    if ! "$python" "$here/lab/requirements.py" <(echo "$package") >/dev/null 2>&1; then
         { [ "$python" = "$venv/bin/python" ] && add "$package"; } || [ "$command" = test ] ||
             fail "bfcl needs one more package: $python -m pip install --no-deps $package"
     fi
@@ -106,12 +106,10 @@ program() { PYTHONSAFEPATH=1 exec "$python" -m "$@"; }
 
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 case $command in
-    page | play) program "lab.look.$command" "$@" ;;
-    compare) program lab.study.report "$@" ;;
-    study) program lab.study.runs "$@" ;;
+    page | play | compare | study) program "lab.$command" "$@" ;;
     tour)  # its digits are those of any x86 processor
         export ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE
-        program lab.study.tour "$@" ;;
+        program lab.tour "$@" ;;
     pretrain) program lab.pretrain.pretrain "$@" ;;
     load-intercode) program worlds.intercodesql.spider "$@" ;;
     bench) exec "$python" "$here/lab/bench/bench.py" "$@" ;;

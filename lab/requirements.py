@@ -1,4 +1,4 @@
-"""What this interpreter lacks of requirements.txt: `python3 lab/harness/requirements.py FILE`.
+"""What this interpreter lacks of requirements.txt: `python3 lab/requirements.py FILE`.
 
 Prints it in one line, and ends with status 1 if that is anything. run.sh runs it with interpreters
 that may have no package at all: `packaging` is the only one that it needs.
