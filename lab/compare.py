@@ -25,7 +25,7 @@ from lab.conversations import conversations
 from lab.figure3 import distances_of
 from lab.page import render
 from lab.report import columns, section
-from lab.runfiles import command, config_of, of, phases_of
+from lab.runfiles import command, config_of, explorations, of, phases_of
 from lab.study_methods import CLAIMS, MEASURES, THRESHOLDS, name_of
 from lab.study_numbers import explored, interval, last, means, paired
 from worlds.flags import Refused
@@ -171,7 +171,8 @@ def _table2(runs: dict) -> list[tuple]:
     """Shares at each threshold; also co-evolution's minus ETO's on the same seeds."""
     names = ("success", "negative", "hard_negative")
     rewards = {m: {seed: [t.reward for t in explored(path)] for seed, path in runs[m].items()}
-               for m in ("eto", "positive", "coevolve") if m in runs}
+               for m in ("eto", "positive", "coevolve")
+               if m in runs and any(map(explored, runs[m].values()))}
     share = {(m, t): {key: {seed: numbers.table2(found, t)[key]
                             for seed, found in rewards[m].items()} for key in names}
              for m in rewards for t in THRESHOLDS}
@@ -185,10 +186,10 @@ def _table2(runs: dict) -> list[tuple]:
 def _course(by_seed: dict) -> Part:
     """Explored rewards, hard negatives and pairs of co-evolution by iteration."""
     values = defaultdict(lambda: defaultdict(list))
-    for path in by_seed.values():
-        for e, key in itertools.product(numbers.explorations(path), ("reward", "success", "hard")):
+    for phases in map(phases_of, by_seed.values()):
+        for e, key in itertools.product(explorations(phases), ("reward", "success", "hard")):
             values[f"{e['name']} {key}"][e["i"]].append(e[key])
-        for e in of(phases_of(path), "make_pairs"):
+        for e in of(phases, "make_pairs"):
             for kind, n in e["pairs"].items():
                 values[f"pairs of the {e['trains']}: {kind}"][e["i"]].append(n)
     iterations = sorted({i for by in values.values() for i in by})

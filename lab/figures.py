@@ -12,7 +12,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from lab.report import evaluations, headline
-from lab.runfiles import agents_of, config_of, kinds_of, of, phases_of, read, visible
+from lab.runfiles import (
+    agents_of,
+    config_of,
+    explorations,
+    kinds_of,
+    of,
+    phases_of,
+    read,
+    visible,
+)
 
 # Text stays text in an SVG, and equal runs give equal bytes.
 matplotlib.rcParams.update({
@@ -94,7 +103,7 @@ def run_figure(run: Path) -> Figure | None:
     """Reward and success by iteration; what exploration and pairs were made of; None where the run
     has none of these yet."""
     phases = phases_of(run)
-    evaluated, explored, pairs = (evaluations(run, phases), of(phases, "explore"),
+    evaluated, explored, pairs = (evaluations(run, phases), explorations(phases),
                                   of(phases, "make_pairs"))
     panels = 2 * bool(evaluated) + bool(explored) + bool(pairs)
     if not panels:
@@ -104,7 +113,6 @@ def run_figure(run: Path) -> Figure | None:
         draw_evaluations(*axes[:2], evaluated, coloured(agents_of(phases)))
     if explored:
         ax = axes[2 * bool(evaluated)]
-        explored = [row for row in explored if row["episodes"]]
         stacked(ax, [f"{row['i']} {row['name']}" for row in explored], {
             "success": [row["success"] for row in explored],
             "hard negative": [row["hard"] for row in explored],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.runfiles import config_of, kinds_of, of, phases_of, read
+from lab.runfiles import config_of, explorations, kinds_of, of, phases_of, read
 
 # Settings, and what is recorded of a phase, that may differ between equal runs.
 NOT_RESULT = {"out", "reuse", "recipe", "made", "seconds", "resident_mb", "reused"}
@@ -77,7 +77,7 @@ def sections(run: Path) -> list[tuple[str, str, list]]:
          "to 1", "iteration <agent trajectories success negative hard_negative reward",
          [(e["i"], e["name"], e["episodes"], percent(e["success"]),
            percent(1 - e["success"] - e["hard"]), percent(e["hard"]), f"{e['reward']:.3f}")
-          for e in with_sum(of(phases, "explore"))]),
+          for e in with_sum(explorations(phases))]),
         ("Pairs, by kind, and comparisons that made none, by reason",
          f"iteration <trains {' '.join(kinds)} dropped <reasons",
          [(e["i"], e["trains"], *(e["pairs"].get(kind, 0) for kind in kinds),
@@ -93,7 +93,6 @@ def sections(run: Path) -> list[tuple[str, str, list]]:
 
 def with_sum(exploration: list[dict]):
     """Each iteration's rows, followed by all together where there are several."""
-    exploration = [row for row in exploration if row["episodes"]]
     for i in sorted({row["i"] for row in exploration}):
         rows = [row for row in exploration if row["i"] == i]
         yield from rows

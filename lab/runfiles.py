@@ -74,6 +74,11 @@ def of(phases: dict, work: str) -> list[dict]:
     return [dict(row, output=output) for output, row in phases.items() if row.get("work") == work]
 
 
+def explorations(phases: dict) -> list[dict]:
+    """What is recorded of the agents' explorations; an explorer of `evolve.py` is no agent."""
+    return [row for row in of(phases, "explore") if "name" in row and row["episodes"]]
+
+
 def agents_of(phases: dict) -> list[str]:
     """The names of a run's agents, in the order in which it made them."""
     return list(dict.fromkeys(row["name"] for row in phases.values() if "name" in row))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from dpo import Trajectory
-from lab.runfiles import agents_of, of, phases_of, read
+from lab.runfiles import agents_of, explorations, of, phases_of, read
 from lab.study_methods import MEASURES, task_counts, trained
 from worlds import World
 
@@ -70,18 +70,13 @@ def cost(run: Path) -> dict:
     return dict(steps_of_the_target=sum(e["steps"] for e in target),
                 steps_of_all_agents=sum(e["steps"] for e in of_all),
                 tokens_of_the_target=sum(e.get("tokens", 0) for e in target),
-                rollouts=sum(e["episodes"] for e in explorations(run))
+                rollouts=sum(e["episodes"] for e in explorations(phases_of(run)))
                 + sum(e.get("episodes", 0) for e in target))  # of `evolve.py`
-
-
-def explorations(run: Path) -> list[dict]:
-    """What is recorded of the agents' explorations; an explorer of `evolve.py` is none of them."""
-    return [row for row in of(phases_of(run), "explore") if "name" in row]
 
 
 def hard_negatives(run: Path) -> float:
     """The share of hard negatives in what the failure agent explored once it had been trained."""
-    return float(np.mean([e["hard"] for e in explorations(run)
+    return float(np.mean([e["hard"] for e in explorations(phases_of(run))
                           if e["name"] == "failure" and e["i"] > 1]))
 
 
@@ -103,7 +98,7 @@ def evolution(run: Path) -> dict:
 
 def explored(run: Path, agent: str | None = None) -> list[Trajectory]:
     """All explored trajectories of a run, or one agent's."""
-    return [Trajectory(**row) for e in explorations(run) if agent in (None, e["name"])
+    return [Trajectory(**row) for e in explorations(phases_of(run)) if agent in (None, e["name"])
             for row in read(run / e["output"])]
 
 
