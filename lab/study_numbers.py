@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.harness.files import read_jsonl
-from lab.harness.report import AGENTS, events
-from lab.study.methods import MEASURES, trained
-from lab.tokens import Trajectory
+from dpo import Trajectory
+from lab.runfiles import agents_of, explorations, of, phases_of, read
+from lab.study_methods import MEASURES, task_counts, trained
+from worlds import World
 
 
 @cache
@@ -45,13 +45,15 @@ def means(rows: list[dict]) -> dict:
     return {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
 
 
-def evaluations(runs: dict, agents) -> dict:
-    """method -> split -> iteration -> measure -> seed -> value; of second agents no run has two."""
+def evaluations(runs: dict, second: bool) -> dict:
+    """method -> split -> iteration -> measure -> seed -> value, of the target, or of the run's
+    second agent."""
     found = {m: {} for m in runs}
     for m, seed, path in ((m, seed, path) for m in runs for seed, path in runs[m].items()):
-        for e in events(path)["evaluation"]:
-            if e["agent"] in agents:
-                row = found[m].setdefault(e["split"], {}).setdefault(e["iteration"], {})
+        phases = phases_of(path)
+        for e in of(phases, "evaluate"):
+            if e["name"] in agents_of(phases)[int(second):][:1]:
+                row = found[m].setdefault(e["split"], {}).setdefault(e["i"], {})
                 for key in MEASURES:
                     row.setdefault(key, {})[seed] = e[key]
     return {m: by_split for m, by_split in found.items() if by_split}
@@ -68,32 +70,40 @@ def cost(run: Path) -> dict:
     return dict(steps_of_the_target=sum(e["steps"] for e in target),
                 steps_of_all_agents=sum(e["steps"] for e in of_all),
                 tokens_of_the_target=sum(e.get("tokens", 0) for e in target),
-                rollouts=sum(e["trajectories"] for e in events(run)["exploration"])
-                + sum(e.get("episodes", 0) for e in target))  # of `lab/mutual.py`
+                rollouts=sum(e["episodes"] for e in explorations(phases_of(run)))
+                + sum(e.get("episodes", 0) for e in target))  # of `evolve.py`
 
 
 def hard_negatives(run: Path) -> float:
     """The share of hard negatives in what the failure agent explored once it had been trained."""
-    return float(np.mean([e["hard_negative"] for e in events(run)["exploration"]
-                          if e["agent"] == "failure" and e["iteration"] > 1]))
+    return float(np.mean([e["hard"] for e in explorations(phases_of(run))
+                          if e["name"] == "failure" and e["i"] > 1]))
 
 
 def evolution(run: Path) -> dict:
-    """What a run of `lab/mutual.py` took and made."""
-    of, target = events(run), trained(run, "target")
-    later = [e for e in of["proposals"] if e["iteration"]]  # 0 makes the start tasks
-    return dict(agent_episodes=sum(e["episodes"] for e in target),
-                explorer_episodes=sum(e["episodes"] for e in of["explored"] if e["iteration"]),
-                start_episodes=sum(e["episodes"] for e in of["explored"] if not e["iteration"]),
-                updates=sum(e["updates"] for e in of["grpo"]),
-                skipped=sum(e["skipped"] for e in of["grpo"]),
-                first_tasks=of["grpo"][0]["D"], last_tasks=of["grpo"][-1]["D"],
-                replayed=sum(e["replayed"] for e in later), added=sum(e["added"] for e in later))
+    """What a run of `evolve.py` took and made."""
+    phases, tasks = phases_of(run), task_counts(run)
+
+    def total(file, key, start=False):
+        return sum(row.get(key, 0) for output, row in phases.items()
+                   if output.endswith(file) and (row["i"] == 0) == start)
+
+    return dict(agent_episodes=sum(e.get("episodes", 0) for e in trained(run, "target")),
+                explorer_episodes=total("explored.jsonl", "episodes"),
+                start_episodes=total("explored.jsonl", "episodes", start=True),
+                first_tasks=tasks[0], last_tasks=tasks[-1],
+                proposals=total("proposals.jsonl", "proposals"),
+                added=total("proposals.jsonl", "added"))
 
 
 def explored(run: Path, agent: str | None = None) -> list[Trajectory]:
     """All explored trajectories of a run, or one agent's."""
-    rows = [Trajectory(**row) for path in sorted(run.glob("iter*/*.jsonl"))
-            if path.stem.split("-")[0] in AGENTS[1:]  # target.jsonl, target-more.jsonl
-            for row in read_jsonl(path)]
-    return [row for row in rows if agent in (None, row.agent)]
+    return [Trajectory(**row) for e in explorations(phases_of(run)) if agent in (None, e["name"])
+            for row in read(run / e["output"])]
+
+
+def table2(rewards: list[float], threshold: float) -> dict:
+    """The paper's Table 2: shares of explored trajectories by their reward, together 1."""
+    won = float(np.mean([r >= World.success for r in rewards]))
+    hard = float(np.mean([threshold <= r < World.success for r in rewards]))
+    return dict(success=won, negative=1 - won - hard, hard_negative=hard)

@@ -12,21 +12,19 @@ import sys
 from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from transformers import AutoTokenizer
 
-from lab import loop as coevolve
-from lab import mutual
-from lab import tokens as dpo
-from lab.harness.files import ROOT, command, read_jsonl, write_text
-from lab.harness.report import config_of, events
-from lab.harness.settings import from_flat
-from lab.playing.explorer import replies
-from lab.tokens import Trajectory
-from lab.training.models import TINY, load_model
+import coevolve
+import dpo
+import evolve
+from dpo import Trajectory
+from lab.runfiles import command, config_of, read
 
+ROOT, FILES = Path(__file__).parent.parent, Path(__file__).parent / "page_files"
 RUN, EVOLVE = Path("runs/tour"), Path("runs/tour-evolve")
 BEFORE, AFTER = RUN / "sft-target", RUN / "iter1/target-agent"
 CHARACTERS = 96  # of a line of the first picture
@@ -34,7 +32,7 @@ CHARACTERS = 96  # of a line of the first picture
 
 def make_runs() -> None:
     for run, *flags in (RUN, "coevolve"), (EVOLVE, "evolve", "--reuse", RUN):
-        subprocess.run([sys.executable, ROOT / "lab/loop.py", "--env", "webshop", "--quick",
+        subprocess.run([sys.executable, "-m", "lab", "--env", "webshop", "--quick",
                         "--train-tasks", "30", "--eval-tasks", "8", "--threads", "1",
                         "--out", run, "--method", *flags], check=True)
 
@@ -43,14 +41,22 @@ def make_runs() -> None:
 def trajectories(path: Path) -> dict[str, list[Trajectory]]:
     """task -> its trajectories in a file."""
     found = defaultdict(list)
-    for row in read_jsonl(path):
-        found[row["task"]].append(Trajectory(**row))
+    for t in coevolve.read(path):
+        found[t.task].append(t)
     return found
+
+
+def replies(t: Trajectory) -> list[str]:
+    return [m["content"] for m in t.messages if m["role"] == "assistant"]
+
+
+def settings_of(run: Path) -> SimpleNamespace:
+    return SimpleNamespace(**config_of(run)["settings"])
 
 
 @cache
 def model_of(folder):
-    return load_model(folder).eval()
+    return dpo.read_model(folder).eval()
 
 
 @torch.inference_mode()
@@ -63,16 +69,15 @@ def log_probs(folder, episodes: list[Trajectory], sampler=dpo.Sampler()) -> list
 def first_system() -> dict:
     """A task of runs/tour with all kinds of pairs, a near-success and margins that rose; of several
     the one whose episodes have the fewest different replies."""
-    s, found, rose = from_flat(**config_of(RUN)["settings"]), [], []
-    before, after = (e["pairs"] for e in events(RUN)["margins"]
-                     if e["phase"] == "iter1/target-agent")
-    for row in read_jsonl(RUN / "experts.jsonl"):
-        e, dropped = Trajectory(**row), Counter()
+    s, found, rose = settings_of(RUN), [], []
+    measured = {row["task"]: row for row in read(AFTER / "margins.jsonl")}
+    for e in coevolve.read(RUN / "experts.jsonl"):
+        dropped = Counter()
         target, failure = (trajectories(RUN / f"iter1/{agent}.jsonl")[e.task]
                            for agent in ("target", "failure"))
         pairs = coevolve.d_tgt(e, target, failure, s, dropped)
-        for pair, *measured in zip(pairs, before.get(e.task, []), after.get(e.task, [])):
-            pair["before"], pair["after"] = measured
+        for n, pair in enumerate(pairs):
+            pair.update((when, measured[e.task][when][n]) for when in ("before", "after"))
         up = [pair["after"][2] > 0 for pair in pairs]
         hard = any(p["kind"] == "expert>failure" and p["rejected"]["reward"] >= s.hard_threshold
                    for p in pairs)
@@ -85,17 +90,17 @@ def first_system() -> dict:
     rejected = failure[by_hand["rejected"]["rollout"]]
     (e_w, e_l), (ref_w, ref_l) = (
         [sum(each) for each in log_probs(folder, [expert, rejected])] for folder in (AFTER, BEFORE))
-    base, sft = (log_probs(folder, [expert])[0] for folder in (TINY, BEFORE))
+    base, sft = (log_probs(folder, [expert])[0] for folder in (coevolve.TINY, BEFORE))
     tokens, first = token_rows(expert, base, sft), expert.action_mask[
         expert.action_mask.index(1):].index(0)  # tokens of the first reply
-    loss, margin = dpo.dpo_loss(*map(torch.tensor, (e_w, e_l, ref_w, ref_l)), s.beta)
+    loss, margin = dpo.dpo_loss(*map(torch.tensor, (e_w, e_l, ref_w, ref_l)), s)
     return dict(
         s=s, task=expert.task, expert=expert, pairs=pairs, dropped=dropped, by_hand=by_hand,
         rose=sum(rose), measured=len(rose),
         nats=(e_w, ref_w, e_l, ref_l), loss=loss.item(), margin=margin.item(),
         tokens=tokens, first=first, sums=dict(base=sum(base), sft=sum(sft)),
         head=dict(base=sum(base[:first]), sft=sum(sft[:first])),
-        d_fail=[pair for pair in read_jsonl(RUN / "iter1/pairs-failure.jsonl")
+        d_fail=[pair for pair in read(RUN / "iter1/pairs-failure.jsonl")
                 if pair["task"] == expert.task],
         episodes=[expert, *target, *failure],
         later=[e for agent in ("target", "failure")
@@ -115,24 +120,24 @@ def token_rows(e: Trajectory, base: list[float], sft: list[float]) -> list[dict]
 def second_system() -> dict:
     """A task that a signal of runs/tour-evolve led to, whose next group of episodes teaches; of
     several the one with the ratio that clipping changes most."""
-    s, iteration, tokenizer = (from_flat(**config_of(EVOLVE)["settings"]), EVOLVE / "iter1",
+    s, iteration, tokenizer = (settings_of(EVOLVE), EVOLVE / "iter1",
                                AutoTokenizer.from_pretrained(BEFORE))
-    proposals, found = read_jsonl(iteration / "proposals.jsonl"), []
-    sampler = dpo.Sampler(s.grpo_temperature, dpo.Encoder(tokenizer).suppress_tokens(
+    proposals, found = read(iteration / "proposals.jsonl"), []
+    sampler = dpo.Sampler(s.grpo_temperature, dpo.Encoder(tokenizer).never(
         model_of(BEFORE).config.vocab_size))
     played = trajectories(EVOLVE / "iter2/target-agent/episodes.jsonl")
     added = [row for row in proposals if row["verdict"] == "added"]
-    for row, proposal in zip(read_jsonl(iteration / "tasks.jsonl"), added, strict=True):
+    for row, proposal in zip(read(iteration / "tasks.jsonl"), added, strict=True):
         group = [e for e in played[row["id"]]
                  if e.iteration == s.evolve_every + 1]  # played by iter1/target-agent as it is
-        if advantages := mutual.advantages([e.reward for e in group]):
+        if advantages := evolve.advantages([e.reward for e in group]):
             found.append(dict(new=row["id"], proposal=proposal, group=list(zip(group, advantages)),
                               term=most_clipped(group, advantages, sampler, s)))
     told = max(found, key=lambda x: abs(x["term"]["unclipped"] - x["term"]["term"]))
     told["term"]["token"] = tokenizer.decode([told["term"]["token"]])
     return dict(
         s=s, **told, refused=Counter(row["reason"] for row in proposals if row["reason"]),
-        signal=next(row for row in read_jsonl(iteration / "signals.jsonl") if row["picked"] and
+        signal=next(row for row in read(iteration / "signals.jsonl") if row["picked"] and
                     all(row[name] == told["proposal"][of]
                         for name, of in (("signal", "signal"), ("task", "source")))))
 
@@ -185,7 +190,7 @@ def code(file: str, part: str) -> str:
 
 
 def make_tour(out: Path) -> None:
-    env = Environment(loader=FileSystemLoader(ROOT / "lab/study"), undefined=StrictUndefined,
+    env = Environment(loader=FileSystemLoader(FILES), undefined=StrictUndefined,
                       trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     env.globals.update(code=code, replies=replies, run=RUN, evolve=EVOLVE)
     out.mkdir(parents=True, exist_ok=True)
@@ -195,8 +200,9 @@ def make_tour(out: Path) -> None:
                     margins=first["pairs"])
     for kind, drawn in pictures.items():
         svg = env.get_template("tour.svg.j2").render(kind=kind, drawn=drawn)
-        write_text(out / f"tour-{kind}.svg", svg)
-    write_text(out / "tour.md", env.get_template("tour.md.j2").render(a=first, b=second))
+        (out / f"tour-{kind}.svg").write_text(svg, encoding="utf-8")
+    text = env.get_template("tour.md.j2").render(a=first, b=second)
+    (out / "tour.md").write_text(text, encoding="utf-8")
 
 
 def main(argv: list[str]) -> None:

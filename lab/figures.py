@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -10,19 +11,33 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from lab.harness.report import KINDS, headline, visible
+from lab.report import evaluations, headline
+from lab.runfiles import (
+    agents_of,
+    config_of,
+    explorations,
+    kinds_of,
+    of,
+    phases_of,
+    read,
+    visible,
+)
 
 # Text stays text in an SVG, and equal runs give equal bytes.
 matplotlib.rcParams.update({
     "svg.fonttype": "none", "svg.hashsalt": "", "axes.grid": True, "axes.axisbelow": True,
     "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
     "axes.titlesize": "medium", "legend.frameon": False, "legend.fontsize": "small"})
-# Okabe and Ito's colours, told apart by colour-blind readers too; as in page.css.
+# Okabe and Ito's colours, told apart by colour-blind readers too; as in page.css. Agents of other
+# names, and kinds of pairs, take the next of OTHERS.
 AGENT_COLOURS = {"target": "#0072B2", "failure": "#D55E00", "positive": "#CC79A7"}
-SHARES = {"success": "#009E73", "hard_negative": "#F0E442", "negative": "#999999"}
-KIND_COLOURS = dict(zip(KINDS, ("#0072B2", "#D55E00", "#CC79A7", "#7566B8")))
+SHARES = {"success": "#009E73", "hard negative": "#F0E442", "negative": "#999999"}
+OTHERS = ("#7566B8", "#56B4E9", "#8B5A2B")
 LINES = ("-", "--", ":")
 MOST_POINTS = 40  # of a curve; more are averaged
+# Of a step of training, what is drawn over steps, and its title; all but the loss are GRPO's.
+STEP_NUMBERS = dict(loss="Loss", reward="Reward of its episodes", success="Success", kl="KL",
+                    D="Tasks in D")
 
 
 def figure(panels: int, title: str = "", width: float = 4.0, height: float = 3.8):
@@ -62,12 +77,18 @@ def label(ax, title: str, x: str = "", y: str = "") -> None:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
+def coloured(names: list[str]) -> dict[str, str]:
+    """name -> colour, of agents or of kinds of pairs; `expert>failure` has the failure agent's."""
+    others = itertools.cycle(OTHERS)
+    return {name: AGENT_COLOURS.get(name.removeprefix("expert>")) or next(others)
+            for name in names}
+
+
 def stacked(ax, names: list[str], parts: dict[str, list[float]], colours: dict) -> None:
     """A bar for each name, made of parts: name of the part -> its height in each bar."""
     bottom = [0.0] * len(names)
     for part, heights in parts.items():
-        ax.bar(names, heights, 0.8, bottom, color=colours.get(part, "#999999"),
-               label=part.replace("_", " "))
+        ax.bar(names, heights, 0.8, bottom, color=colours.get(part, "#999999"), label=part)
         bottom = [low + height for low, height in zip(bottom, heights)]
     ax.grid(axis="x", visible=False)
     ax.tick_params(axis="x", rotation=90 if len(names) > 4 else 0)
@@ -78,41 +99,44 @@ def legend(ax) -> None:
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2)
 
 
-def run_figure(settings: dict, of: dict) -> Figure | None:
-    """Reward and success by iteration; what exploration and pairs were made of. of: the run's
-    `events`; None where it has none of these yet."""
-    evaluations, exploration, pairs = of["evaluation"], of["exploration"], of["pairs"]
-    panels = 2 * bool(evaluations) + bool(exploration) + bool(pairs)
+def run_figure(run: Path) -> Figure | None:
+    """Reward and success by iteration; what exploration and pairs were made of; None where the run
+    has none of these yet."""
+    phases = phases_of(run)
+    evaluated, explored, pairs = (evaluations(run, phases), explorations(phases),
+                                  of(phases, "make_pairs"))
+    panels = 2 * bool(evaluated) + bool(explored) + bool(pairs)
     if not panels:
         return None
-    made, axes = figure(panels, headline(settings))
-    if evaluations:
-        _evaluations(*axes[:2], evaluations)
-    if exploration:
-        ax = axes[2 * bool(evaluations)]
-        stacked(ax, [f"{e['iteration']} {e['agent']}" for e in exploration],
-                {share: [e[share] for e in exploration] for share in SHARES}, SHARES)
+    made, axes = figure(panels, headline(config_of(run)["settings"]))
+    if evaluated:
+        draw_evaluations(*axes[:2], evaluated, coloured(agents_of(phases)))
+    if explored:
+        ax = axes[2 * bool(evaluated)]
+        stacked(ax, [f"{row['i']} {row['name']}" for row in explored], {
+            "success": [row["success"] for row in explored],
+            "hard negative": [row["hard"] for row in explored],
+            "negative": [1 - row["success"] - row["hard"] for row in explored]}, SHARES)
         ax.set(title="Exploration on the training tasks", ylabel="share of trajectories")
         ax.yaxis.set_major_formatter(PercentFormatter(1))
     if pairs:
-        kinds = [kind for kind in KINDS if any(kind in e["kept"] for e in pairs)]
-        stacked(axes[-1], [f"{e['iteration']} {e['trains']}" for e in pairs],
-                {**{kind: [e["kept"].get(kind, 0) for e in pairs] for kind in kinds},
-                 "made no pair": [sum(e["dropped"].values()) for e in pairs]}, KIND_COLOURS)
+        kinds = kinds_of(phases)
+        stacked(axes[-1], [f"{row['i']} {row['trains']}" for row in pairs],
+                {**{kind: [row["pairs"].get(kind, 0) for row in pairs] for kind in kinds},
+                 "made no pair": [sum(row["dropped"].values()) for row in pairs]}, coloured(kinds))
         axes[-1].set(title="Pairs, by iteration and agent", ylabel="comparisons")
     return made
 
 
-def _evaluations(reward, success, evaluations: list[dict]) -> None:
-    splits, curves = list(dict.fromkeys(e["split"] for e in evaluations)), defaultdict(list)
-    for e in evaluations:
-        curves[e["agent"], e["split"]].append(e)
+def draw_evaluations(reward, success, rows: list[dict], colours: dict) -> None:
+    splits, curves = list(dict.fromkeys(e["split"] for e in rows)), defaultdict(list)
+    for e in rows:
+        curves[e["name"], e["split"]].append(e)
     for (agent, split), found in curves.items():
-        style = dict(color=AGENT_COLOURS.get(agent, "#555555"), label=f"{agent} agent, {split}",
+        style = dict(color=colours[agent], label=f"{agent} agent, {split}",
                      linestyle=LINES[splits.index(split) % 3])
-        curve(reward, [(e["iteration"], e["reward"], e["reward_low"], e["reward_high"])
-                       for e in found], **style)
-        curve(success, [(e["iteration"], e["success"], None, None) for e in found], **style)
+        curve(reward, [(e["i"], e["reward"], e["low"], e["high"]) for e in found], **style)
+        curve(success, [(e["i"], e["success"], None, None) for e in found], **style)
     label(reward, "Reward, 95% interval over tasks", "iteration (0: the start)", "mean reward")
     label(success, "Success rate", "iteration (0: the start)", "tasks with reward 1")
     legend(reward)
@@ -121,27 +145,35 @@ def _evaluations(reward, success, evaluations: list[dict]) -> None:
     success.set_ylim(bottom=0)
 
 
-def training_figures(of: dict) -> list[tuple[str, Figure]]:
-    """For GRPO and each training phase its curves over steps, of the run's `events`."""
-    found, phases = [], defaultdict(list)
-    if of["grpo"]:
-        found.append(("GRPO", _over_steps({
-            title: {"": ("#0072B2", [(e["step"], e[key]) for e in of["grpo"]])}
-            for title, key in (("Reward of its episodes", "reward"), ("Success", "success"),
-                               ("KL", "kl"), ("Tasks in D", "D"))})))
-    for e in of["train"]:
-        phases[e["phase"]].append(e)
-    for phase, steps in phases.items():
-        panels = {"Loss": {"": ("#555555", [(e["step"], e["loss"]) for e in steps])}}
+def steps_of(run: Path) -> dict[str, list[dict]]:
+    """Agent -> its optimiser steps, as in train.jsonl; of the phase that is running those of the
+    log, in which a step that was made again stands again."""
+    phases, log = phases_of(run), run / "metrics.jsonl"
+    found = {name: read(run / name / "train.jsonl") for name in phases
+             if (run / name / "train.jsonl").is_file()}
+    for event in read(log, growing=True) if log.is_file() else ():
+        if event["event"] == "train" and event["phase"] not in phases:
+            found.setdefault(event["phase"], {})[event["step"]] = event
+    return {name: [*(rows.values() if isinstance(rows, dict) else rows)]
+            for name, rows in found.items() if rows}
+
+
+def training_figures(run: Path) -> list[tuple[str, Figure]]:
+    """For each training phase its curves over steps."""
+    found, colours = [], coloured(kinds_of(phases_of(run)))
+    for phase, steps in steps_of(run).items():
+        names = [name for name in STEP_NUMBERS if any(name in e for e in steps)]
+        panels = {STEP_NUMBERS[name]: {"": ("#555555", [(e["step"], e[name]) for e in steps
+                                                        if name in e])} for name in names}
         for title, key in (("Margin, nats", "margin"), ("Chosen above rejected", "accuracy")):
             panels[title] = {kind: (colour, [(e["step"], e["kinds"][kind][key]) for e in steps
                                              if key in e["kinds"].get(kind, {})])
-                             for kind, colour in KIND_COLOURS.items()}
-        found.append((phase, _over_steps(panels)))
+                             for kind, colour in colours.items()}
+        found.append((phase, over_steps(panels)))
     return found
 
 
-def _over_steps(panels: dict) -> Figure:
+def over_steps(panels: dict) -> Figure:
     """panels: title -> name -> (colour, points), without those that have no points."""
     panels = {title: named for title, named in panels.items() if any(p for _, p in named.values())}
     made, axes = figure(len(panels), width=3.6, height=2.6)

@@ -5,13 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
-from lab.engine.packing import pack
-from lab.engine.ranks import fill
-from lab.play_env import SUCCESS
-from lab.study.numbers import explored, paired
+import dpo
+from lab.study_numbers import explored, paired
+from worlds import World
 
 TOKENS = 4096  # in one forward pass; more are no faster
 
@@ -44,7 +41,7 @@ def distances(rows: list, embed) -> dict[str, float]:
     """The mean pairwise distance of each instruction's failures, where it has two at least."""
     by_task = defaultdict(list)
     for row in rows:
-        if row.reward < SUCCESS and any(row.action_mask):
+        if row.reward < World.success and any(row.action_mask):
             by_task[row.task].append(row)
     several = {task: found for task, found in by_task.items() if len(found) > 1}
     vectors = iter(embed(sum(several.values(), [])))
@@ -64,23 +61,20 @@ class Embedder:
     over their action tokens."""
 
     def __init__(self, folder: Path):
-        disable_progress_bar()
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16 if device == "cuda" else torch.float32,
-            attn_implementation="ragged").base_model.to(device).eval()
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.model = dpo.read_model(folder, dtype, device).base_model.eval()
 
     @torch.inference_mode()
     def __call__(self, rows: list) -> list[np.ndarray]:
-        """Many trajectories a pass, no padding; those of an instruction share their beginning."""
-        found = []
-        for batch in fill(rows, TOKENS, lambda row: len(row.ids)):
-            packed = pack(batch, self.model.device)
-            states = self.model(input_ids=packed.ids, position_ids=packed.positions,
-                                use_cache=False, **packed.attention).last_hidden_state[0]  # (N, d)
-            if "rows" in packed.attention:
-                states = states.index_select(0, packed.attention["rows"])                  # (M, d)
-            for row, own in zip(batch, states.split([len(row.ids) for row in batch])):     # (l, d)
-                action = torch.tensor(row.action_mask, dtype=torch.bool, device=own.device)
-                found.append(own[action].float().mean(0).cpu().numpy())
-        return found
+        """In passes of at most TOKENS with padding, which stands on the right, behind all."""
+        found, longest = {}, sorted(range(len(rows)), key=lambda n: -len(rows[n].ids))
+        for ns in dpo.fill(longest, TOKENS, lambda ns: len(ns) * len(rows[ns[0]].ids)):
+            length = len(rows[ns[0]].ids)
+            ids = torch.tensor([rows[n].ids + [0] * (length - len(rows[n].ids)) for n in ns],
+                               device=self.model.device)                            # (B, L)
+            states = self.model(input_ids=ids, use_cache=False).last_hidden_state   # (B, L, d)
+            for n, own in zip(ns, states):
+                acts = torch.tensor(rows[n].action_mask, dtype=torch.bool, device=own.device)
+                found[n] = own[:len(acts)][acts].float().mean(0).cpu().numpy()      # (d,)
+        return [found[n] for n in range(len(rows))]

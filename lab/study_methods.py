@@ -1,17 +1,21 @@
 """The methods of a study: the flags that make each, what it is compared with, its finished runs."""
 
+import itertools
 import re
 from collections import defaultdict
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 
-from lab.harness.files import RunError
-from lab.harness.report import config_of, events, result
-from lab.harness.settings import FREE, ROUNDING, SAMPLING, SIGNALS
+from evolve import SIGNALS
+from lab.runfiles import config_of, phases_of
+from lab.settings import Settings
+from worlds.flags import Refused, limits_of
 
 # Between the seeds of a method: what changes nothing, or rounding only.
-MAY_DIFFER = {*FREE, *ROUNDING, "seed"}
+MAY_DIFFER = {"seed", *(f.name for f in fields(Settings)
+                        if any(limits.free for limits in limits_of(Settings, f.name)))}
 # name -> (what a report calls it, its settings). In braces stands what another run of the seed says
 # (`costs`): `steps`, as many optimiser steps of the target as co-evolution took; `token_steps`,
 # steps that read as many tokens; `rollouts`, those of both its agents together; `tasks`, as many
@@ -32,7 +36,7 @@ METHODS = {
     "ppo": ("PPO", "--method ppo"),
     **{f"lambda-{w}": (f"co-evolution, lambda_SFT {w}", f"--method coevolve --lambda-sft {w}")
        for w in ("0.01", "0.1", "0.5")}}  # Figure 4's values
-# Of the second system, `lab/mutual.py`, with its controls; for a study of their own, beside SFT.
+# Of the second system, `evolve.py`, with its controls; for a study of their own, beside SFT.
 EVOLUTIONS = {
     "grpo": ("GRPO on the start tasks", "--method grpo"),
     "evolve": ("evolution", "--method evolve"),
@@ -81,6 +85,7 @@ CLAIMS = [("coevolve", "eto", "Tables 3, 4"), ("coevolve", "eto-steps", "ours"),
               "evolve", "grpo", "grpo-tasks", "evolve-random", "evolve-aimed-random", "sft")),
           ("evolve", "grpo-tasks", "ours"), ("evolve", "sft", "ours"), ("grpo", "sft", "ours"),
           *((dose, frozen, "ours") for dose, frozen in FROZEN.items())]
+SAMPLING = ("rft", "dart", "ppo")  # which play a task several times, and so never greedily
 THRESHOLDS = (0.6, 0.7, 0.8)
 MEASURES = ("reward", "success")
 
@@ -109,27 +114,36 @@ def flags(method: str, folder: Path, seed: int) -> list[str]:
 
 def costs(like: Path, eto: Path | None = None) -> dict:
     """What `METHODS` has in braces, of runs of co-evolution and ETO, or of evolution."""
-    if grpo := events(like)["grpo"]:
-        return dict(tasks=grpo[-1]["D"])
+    if tasks := task_counts(like):
+        return dict(tasks=tasks[-1])
     steps, tokens = mean_cost(like)
     eto_steps, eto_tokens = mean_cost(eto) if eto else (0, 1)
-    return dict(steps=max(1, round(steps)), rollouts=2 * result(like)["settings"]["rollouts"],
+    return dict(steps=max(1, round(steps)),
+                rollouts=2 * config_of(like)["settings"]["rollouts"],
                 token_steps=max(1, round(eto_steps * tokens / eto_tokens)))
+
+
+def task_counts(run: Path) -> list[int]:
+    """How many tasks GRPO trains on, by segment: those that have joined less those that left."""
+    added = [row["tasks"] - row.get("left", 0) for output, row in phases_of(run).items()
+             if output.endswith("tasks.jsonl")]
+    return [*itertools.accumulate(added)]
 
 
 def mean_cost(run: Path) -> tuple[float, float]:
     """Optimiser steps of the target, and tokens as often as it reads them, means over iterations.
     """
-    taken = [(e["steps"], e.get("tokens", 0)) for e in trained(run, "target")]
+    taken = [(row["steps"], row.get("tokens", 0)) for row in trained(run, "target")]
     if not sum(tokens for _, tokens in taken):
-        raise RunError(f"{run}: the target was not trained in it; let this run finish before "
-                       "those at equal cost")
+        raise Refused(f"{run}: the target was not trained in it; let this run finish before "
+                      "those at equal cost")
     return tuple(np.mean(taken, axis=0).tolist())
 
 
 def trained(run: Path, agent: str = r"\w+") -> list[dict]:
     """The training phases after the first SFT, of all agents or one."""
-    return [e for e in events(run)["phase"] if re.fullmatch(rf"iter\d+/{agent}-agent", e["phase"])]
+    return [row for output, row in phases_of(run).items()
+            if re.fullmatch(rf"iter\d+/{agent}-agent", output)]
 
 
 def finished(folder: Path) -> dict[str, dict[int, Path]]:
@@ -144,19 +158,19 @@ def chosen(paths: list[Path], alike=("env", "model", "quick")) -> dict[str, dict
     for path in paths:
         settings, name = config_of(path)["settings"], path.resolve().name.rpartition("-s")[0]
         if not (path / "result.json").exists():
-            raise RunError(f"{path} has not finished; the command that began it goes on from there")
+            raise Refused(f"{path} has not finished; the command that began it goes on from there")
         method, seed = settings["method"], settings["seed"]
         if name in ALL and method_of(name) == method:
             method = name
         if seed in runs[method]:
-            raise RunError(f"{path} and {runs[method][seed]} are both {method} with seed {seed}; "
+            raise Refused(f"{path} and {runs[method][seed]} are both {method} with seed {seed}; "
                            "compare one of them")
         runs[method][seed] = path
     return checked(runs, alike)
 
 
 def checked(runs: dict, alike: tuple) -> dict[str, dict[int, Path]]:
-    """The runs in a report's order. RunError if those of a method differ in more than the seed, or
+    """The runs in a report's order. Refused if those of a method differ in more than the seed, or
     those of several in more than what the study varies; alike: then only these may not differ."""
     order, first = [*ALL, *sorted(runs)], {}
     runs = {m: dict(sorted(runs[m].items())) for m in sorted(runs, key=order.index)}
@@ -166,13 +180,12 @@ def checked(runs: dict, alike: tuple) -> dict[str, dict[int, Path]]:
         own |= {"temperature"} if method in SAMPLING else set()  # where the others play greedily
         for_seed = set(re.findall(r"__(\w+) {(?:steps|token_steps|tasks)}", asked))
         for path in by_seed.values():
-            config = config_of(path)
-            made = config["settings"] | dict(precision=config.get("precision", "no"))
+            made = config_of(path)["settings"]
             for name in sorted(made.keys() - MAY_DIFFER - for_seed):
                 shared = name not in own and (not alike or name in alike)
                 other, before = first.setdefault(("" if shared else method, name),
                                                  (path, made[name]))
                 if made[name] != before:
-                    raise RunError(f"{path} and {other} differ in {name} ({made[name]}, {before}); "
+                    raise Refused(f"{path} and {other} differ in {name} ({made[name]}, {before}); "
                                    "a report is on runs that differ in method and seed")
     return runs

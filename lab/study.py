@@ -20,10 +20,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
-from lab.harness.files import ROOT, command, held
-from lab.harness.settings import SettingsError, parse, without_passwords
-from lab.study.methods import ALL, METHODS, equals, finished, flags, method_of
+import envs
+from lab import settings
+from lab.compare import write_report
+from lab.runfiles import command
+from lab.study_methods import ALL, METHODS, equals, finished, flags, method_of
+from worlds import without_passwords
+from worlds.flags import Refused, parse
 
+ROOT = Path(__file__).parent.parent
 GPU = shutil.which("nvidia-smi") is not None
 running = set()  # processes of `launch`
 
@@ -31,9 +36,9 @@ running = set()  # processes of `launch`
 def make_runs(env: str, methods: list[str], seeds: list[int], folder: Path, more: list[str],
               jobs: int) -> None:
     """Makes the runs that are missing, `jobs` at once; finished ones say so themselves and end."""
-    ours, started = parse(["--env", env, *more]).lambda_sft, {}
+    ours, started = settings_of(env, more).lambda_sft, {}
     for method in methods:  # what one of them refuses is said before all
-        parse(["--env", env, *more, "--method", method_of(method)])
+        settings_of(env, more, method_of(method))
     folder.mkdir(parents=True, exist_ok=True)  # for the logs
 
     def one(seed, method):
@@ -57,23 +62,23 @@ def make_runs(env: str, methods: list[str], seeds: list[int], folder: Path, more
         run.result()
 
 
+def settings_of(env: str, more: list[str], method: str = "coevolve"):
+    return parse(["--env", env, *more, "--method", method], settings.Settings, settings.METHODS,
+                 envs.environment)[0]
+
+
 def launch(env: str, command: list[str], log: Path | None) -> None:
-    """`run.sh ENV COMMAND`, its output in `log`, if any. SettingsError unless it ends with 0."""
-    lock = Path(command[-1]) / "lock"
-    if lock.exists():  # held by a run that outlived a study that was killed: that ends first
-        if not (free := held(lock)):
-            print(f"study: waits for the process that runs in {lock.parent}", flush=True)
-            free = held(lock, wait=True)
-        free.release()
+    """`run.sh ENV COMMAND`, its output in `log`, if any. Refused unless it ends with 0."""
     with open(log, "a") if log else nullcontext() as to:
         child = subprocess.Popen(
             ["bash", str(ROOT / "run.sh"), env, *command], stdout=to, stderr=to,
-            env={**os.environ, "PYTHON": sys.executable, "PART_OF_A_STUDY": "1"})
+            env={"OMP_WAIT_POLICY": "passive", **os.environ,  # threads that spin take others' cores
+                 "PYTHON": sys.executable, "PART_OF_A_STUDY": "1"})
         running.add(child)
         status = child.wait()
         running.remove(child)
     if status:
-        raise SettingsError(f"{command[-1]} ended with status {status}"
+        raise Refused(f"{command[-1]} ended with status {status}"
                             + f" ({log} says why)" * bool(log)
                             + "; once its reason is gone, the same command goes on from here")
 
@@ -102,24 +107,21 @@ def main(argv: list[str]) -> None:
     asked, more = parser.parse_known_args(argv)
     folder = asked.out or Path(f"runs/study-{asked.env}")
     if {"--method", "--seed"} & {flag.split("=")[0] for flag in more}:
-        raise SettingsError("a study takes --methods and --seeds, not --method and --seed")
-    model = parse(["--env", asked.env, *more]).model
+        raise Refused("a study takes --methods and --seeds, not --method and --seed")
+    model = settings_of(asked.env, more).model
     usual = min(cores, 8) if model == "tiny" and not GPU else 1
     jobs = usual if asked.jobs is None else asked.jobs
     if jobs < 1:
-        raise SettingsError(f"--jobs {jobs}: give 1 or more")
+        raise Refused(f"--jobs {jobs}: give 1 or more")
     for method, other in ((m, other) for m in asked.methods for other in equals(m)):
         if other not in asked.methods and not asked.report:
-            raise SettingsError(f"{method} takes its steps or tasks from runs of {other}; add "
+            raise Refused(f"{method} takes its steps or tasks from runs of {other}; add "
                                 f"{other} to --methods")
-    # Threads that wait must sleep: spinning, they take a busy machine's cores from their own team.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported
     if not asked.report:
         if not GPU:  # also, the cores of a machine must not change what a study finds
             more = ["--threads", "1", *more]
         methods = [method for method in ALL if method in asked.methods]
         make_runs(asked.env, methods, list(dict.fromkeys(asked.seeds)), folder, more, jobs)
-    from lab.study.report import write_report  # with torch
     print(write_report(f"Study on {asked.env}", finished(folder), folder / "report"))
     print(f"study: {folder / 'report'} holds this, the numbers and the figures")
 

@@ -18,16 +18,17 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.harness.files import RunError, command
-from lab.harness.report import AGENTS, columns, config_of, events, section
-from lab.harness.scores import table2
-from lab.look import figures
-from lab.look.conversations import conversations
-from lab.look.page import render
-from lab.study import methods, numbers
-from lab.study.figure3 import distances_of
-from lab.study.methods import CLAIMS, MEASURES, THRESHOLDS, name_of
-from lab.study.numbers import explored, interval, last, means, paired
+from lab import figures
+from lab import study_methods as methods
+from lab import study_numbers as numbers
+from lab.conversations import conversations
+from lab.figure3 import distances_of
+from lab.page import render
+from lab.report import columns, section
+from lab.runfiles import command, config_of, explorations, of, phases_of
+from lab.study_methods import CLAIMS, MEASURES, THRESHOLDS, name_of
+from lab.study_numbers import explored, interval, last, means, paired
+from worlds.flags import Refused
 
 
 @dataclass
@@ -68,7 +69,7 @@ def _header(*names) -> str:
 def write_report(title: str, runs: dict, out: Path) -> str:
     """Writes the report on finished runs (method -> seed -> folder) into `out`; it as text."""
     if not runs:
-        raise RunError(f"{out.parent}: no finished run in it (METHOD-sSEED with result.json)")
+        raise Refused(f"{out.parent}: no finished run in it (METHOD-sSEED with result.json)")
     out.mkdir(parents=True, exist_ok=True)
     made = [part for part in parts(runs) if part.rows]
     shown = {name: figures.svg(drawn, out / name)
@@ -91,7 +92,7 @@ def write_report(title: str, runs: dict, out: Path) -> str:
 
 def parts(runs: dict):
     """The parts of a report in order; those without rows say nothing."""
-    target, second = numbers.evaluations(runs, AGENTS[1:2]), numbers.evaluations(runs, AGENTS[2:])
+    target, second = (numbers.evaluations(runs, second=which) for which in (False, True))
     splits = list(dict.fromkeys(split for by_split in target.values() for split in by_split))
     yield _finals("Greedy evaluation of the target after its last iteration", target, splits, runs)
     yield _finals("The second agents: the failure agent, or the second positive one", second,
@@ -115,9 +116,8 @@ def parts(runs: dict):
     made = {m: means([numbers.evolution(path) for path in runs[m].values()])
             for m in runs if m in methods.EVOLUTIONS}
     yield Part("Agent and tasks: episodes; tasks and proposals after the start",
-               _header("<method", *(next(iter(made.values())) if made else ()), "verified"),
-               [(name_of(m), *row.values(), row["added"] / row["replayed"] if row["replayed"]
-                 else None) for m, row in made.items()])
+               _header("<method", *next(iter(made.values()), ())),
+               [(name_of(m), *row.values()) for m, row in made.items()])
     yield Part("Table 2: explored trajectories, all agents and iterations of a method",
                "<method threshold <success <negative <hard_negative", _table2(runs))
     yield _course(runs.get("coevolve", {}))
@@ -170,26 +170,28 @@ def at_equal_cost(pairs: dict) -> list[tuple[str, str]]:
 def _table2(runs: dict) -> list[tuple]:
     """Shares at each threshold; also co-evolution's minus ETO's on the same seeds."""
     names = ("success", "negative", "hard_negative")
-    of = {m: {seed: explored(path) for seed, path in runs[m].items()}
-          for m in ("eto", "positive", "coevolve") if m in runs}
-    share = {(m, t): {key: {seed: table2(rows, t)[key] for seed, rows in of[m].items()}
-                      for key in names} for m in of for t in THRESHOLDS}
+    rewards = {m: {seed: [t.reward for t in explored(path)] for seed, path in runs[m].items()}
+               for m in ("eto", "positive", "coevolve")
+               if m in runs and any(map(explored, runs[m].values()))}
+    share = {(m, t): {key: {seed: numbers.table2(found, t)[key]
+                            for seed, found in rewards[m].items()} for key in names}
+             for m in rewards for t in THRESHOLDS}
     rows = [(name_of(m), t, *(interval(by_seed.values()) for by_seed in by_key.values()))
             for (m, t), by_key in share.items()]
     return rows + [(_difference("coevolve", "eto"), t, *(
         paired(share["coevolve", t][key], share["eto", t][key]) for key in names))
-        for t in THRESHOLDS if {"eto", "coevolve"} <= of.keys()]
+        for t in THRESHOLDS if {"eto", "coevolve"} <= rewards.keys()]
 
 
 def _course(by_seed: dict) -> Part:
     """Explored rewards, hard negatives and pairs of co-evolution by iteration."""
     values = defaultdict(lambda: defaultdict(list))
-    for of in map(events, by_seed.values()):
-        for e, key in itertools.product(of["exploration"], ("reward", "success", "hard_negative")):
-            values[f"{e['agent']} {key}"][e["iteration"]].append(e[key])
-        for e in of["pairs"]:
-            for kind, n in e["kept"].items():
-                values[f"pairs of the {e['trains']}: {kind}"][e["iteration"]].append(n)
+    for phases in map(phases_of, by_seed.values()):
+        for e, key in itertools.product(explorations(phases), ("reward", "success", "hard")):
+            values[f"{e['name']} {key}"][e["i"]].append(e[key])
+        for e in of(phases, "make_pairs"):
+            for kind, n in e["pairs"].items():
+                values[f"pairs of the {e['trains']}: {kind}"][e["i"]].append(n)
     iterations = sorted({i for by in values.values() for i in by})
     return Part("Co-evolution, iteration by iteration", _header("<mean over seeds", *iterations),
                 [(name, *(float(np.mean(by[i])) if i in by else None for i in iterations))

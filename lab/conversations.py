@@ -7,30 +7,24 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
-from lab.harness.files import RunError, read_jsonl, read_object
-from lab.harness.report import config_of, events
-from lab.play_env import SUCCESS, first_reply
+from lab.runfiles import agents_of, config_of, phases_of, read
+from worlds import World, first_reply
+from worlds.flags import Refused
 
 # Of a trajectory, what the page has: token ids stay behind.
-KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "steps", "cut_replies", "ended",
-        "messages")
-# Episodes of the phase that is running, an endpoint's; those that have ended are in it in full.
-RUNNING = "playing/endpoint.jsonl"
+KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "steps", "ended", "messages")
 
 
-def conversations(run_dir, megabytes: float = math.inf, tasks: int | None = None,
+def conversations(run: Path, megabytes: float = math.inf, tasks: int | None = None,
                   first=()) -> dict:
     """Everything that the task browser shows, as JSON takes it: the most telling tasks first.
 
-    megabytes: how much it may be as `look.page` packs it; later tasks come without conversations.
+    megabytes: how much it may be as `page.packed` packs it; later tasks come without conversations.
     tasks: how many there may be. first: ids of those that come before the others.
     """
-    run_dir = Path(run_dir)
-    settings, found = config_of(run_dir)["settings"], {}  # task -> its trajectories and pairs
-    rows_of = {name: read_jsonl(run_dir / name, growing=name == RUNNING)
-               for name in outputs(run_dir)}
-    for name, rows in rows_of.items():
-        for row in (row for row in rows if "messages" in row):
+    settings, phases, found = config_of(run)["settings"], phases_of(run), {}
+    for name, rows in episodes_of(run, phases):  # task -> its trajectories and pairs
+        for row in rows:
             runs = found.setdefault(row["task"], dict(runs={}, pairs=[]))["runs"]
             key = row["agent"], row["iteration"], row["rollout"]
             if name.startswith("iter") and Path(name).stem == "experts":
@@ -41,20 +35,15 @@ def conversations(run_dir, megabytes: float = math.inf, tasks: int | None = None
                     **{field: row[field] for field in KEPT if field in row}, "joined": False,
                     "from": name.removesuffix(".jsonl"),
                     "opening": first_reply(row["messages"], row["steps"])})
-    # (phase, when, task) -> what the log has of its pairs, one after another
-    margins = {(event["phase"], event["when"], task): iter(pairs)
-               for event in events(run_dir, growing=True)["margins"]
-               for task, pairs in event["pairs"].items()}
-    for name, rows in rows_of.items():
-        for row in rows if rows and "chosen" in rows[0] else ():
-            task = found[row["task"]]
-            task["pairs"].append(_pair(row, name, [*task["runs"]], margins))
+    for name, row in phases.items():
+        if "pairs" in row and (run / name).is_file():
+            add_pairs(found, run, name, row)
     if unknown := [task for task in first if task not in found]:
-        raise RunError(f"{', '.join(unknown)}: no trajectory in {run_dir}; it has {len(found)} "
-                       f"tasks, such as {', '.join([*found][:3])}")
+        raise Refused(f"{', '.join(unknown)}: no trajectory in {run}; it has {len(found)} "
+                      f"tasks, such as {', '.join([*found][:3])}")
     ranked = sorted(found, key=lambda task: (task not in first,
-                                             _interest(found[task]["runs"].values())))
-    says = _instructions({task: here["runs"] for task, here in found.items()})
+                                             interest(found[task]["runs"].values())))
+    says = instructions({task: here["runs"] for task, here in found.items()})
     packer, room, listed = zlib.compressobj(), 1e6 * megabytes, []
     for task in ranked[:tasks]:
         runs = [*found[task]["runs"].values()]
@@ -64,34 +53,44 @@ def conversations(run_dir, megabytes: float = math.inf, tasks: int | None = None
                            say=says[task], runs=runs, pairs=found[task]["pairs"]))
         packed = packer.compress(json.dumps(listed[-1]).encode())
         room -= 4 / 3 * len(packed + packer.flush(zlib.Z_SYNC_FLUSH))
-    return dict(tasks=listed, success=SUCCESS, hard=settings.get("hard_threshold", SUCCESS),
+    return dict(tasks=listed, success=World.success, agents=agents_of(phases),
+                hard=settings.get("hard_threshold", World.success),
                 cut_turns=settings.get("cut_turns", -1))
 
 
-def outputs(run_dir: Path) -> list[str]:
-    """Names of the .jsonl files of finished phases, in order."""
-    phases = run_dir / "phases.json"
-    names = [name for phase in (read_object(phases) if phases.exists() else ())
-             for name in (phase, f"{phase}/episodes.jsonl")  # those that GRPO learned from
-             if name.endswith(".jsonl")]
-    # RUNNING is last: its episodes are in their phase's file too, once that is finished.
-    return [name for name in [*names, RUNNING] if (run_dir / name).is_file()]
+def episodes_of(run: Path, phases: dict):
+    """(name, trajectories) of the files of finished phases, in order; then of what the phase that
+    is running has played so far, which are in its own file too once it is finished."""
+    names = [name for phase in phases for name in (phase, f"{phase}/episodes.jsonl")]  # GRPO's
+    growing = sorted(path.relative_to(run).as_posix() for path in run.glob("playing/*.jsonl"))
+    for name in [*names, *growing]:
+        if name.endswith(".jsonl") and (run / name).is_file():
+            rows = [row for row in read(run / name, growing=name in growing) if "messages" in row]
+            yield name, rows
 
 
-def _pair(row: dict, name: str, runs: list[tuple], margins: dict) -> dict:
-    """A row of pairs-*.jsonl; chosen and rejected are numbers of the task's trajectories, `runs`,
-    before and after [chosen and rejected log-probability, margin], None where not measured."""
-    iteration = name.split("/")[0]
-    phase = f"{iteration}/{row['trains']}-agent"
-    return {**row, "iteration": int(iteration.removeprefix("iter")),
-            **{side: runs.index(tuple(row[side][part] for part in ("agent", "iteration",
-                                                                   "rollout")))
-               for side in ("chosen", "rejected")},
-            **{when: next(margins.get((phase, when, row["task"]), iter(())), None)
-               for when in ("before", "after")}}
+def add_pairs(found: dict, run: Path, name: str, recorded: dict) -> None:
+    """Adds the rows of a file of pairs to their tasks. Chosen and rejected become numbers of the
+    task's trajectories; before and after are [log-probability of the chosen one, of the rejected
+    one, margin], None where they were not measured."""
+    margins = run / name.split("/")[0] / f"{recorded['trains']}-agent/margins.jsonl"
+    measured = {row["task"]: row for row in read(margins)} if margins.is_file() else {}
+    counts = Counter()  # task -> how many of its pairs came before
+    for row in read(run / name):
+        task, n, of = row["task"], counts[row["task"]], measured.get(row["task"], {})
+        counts[task] += 1
+        here = found.get(task, dict(runs={}))
+        places = {key: at for at, key in enumerate(here["runs"])}
+        sides = {side: places.get(tuple(row[side][part] for part in (
+            "agent", "iteration", "rollout"))) for side in ("chosen", "rejected")}
+        if None not in sides.values():  # else episodes are being played again
+            here["pairs"].append({**row, **sides, "trains": recorded["trains"],
+                                  "iteration": recorded["i"],
+                                  **{when: of[when][n] if of else None
+                                     for when in ("before", "after")}})
 
 
-def _interest(runs) -> tuple:
+def interest(runs) -> tuple:
     """Sort key, most telling first: a hard failure, above the target's, of the last iteration;
     then the other explored tasks, then the evaluated ones, by how much the target changed."""
     explored = [r for r in runs if not r["from"].startswith(("eval", "playing"))
@@ -102,14 +101,14 @@ def _interest(runs) -> tuple:
     last = max(r["iteration"] for r in explored)
     targets, others = ([r["reward"] for r in explored if r["iteration"] == last
                         and (r["agent"] == "target") == is_target] for is_target in (True, False))
-    failures = [reward for reward in others or targets if reward < SUCCESS]
+    failures = [reward for reward in others or targets if reward < World.success]
     if not failures:
         return (2, 0.0, 0.0)
     target, hardest = max(targets, default=0.0), max(failures)
     return (int(bool(others) and target >= hardest), -hardest, target)
 
 
-def _instructions(runs: dict[str, dict]) -> dict[str, str]:
+def instructions(runs: dict[str, dict]) -> dict[str, str]:
     """task -> what its opening says that most others do not."""
     openings = {}
     for task, found in runs.items():

@@ -6,7 +6,8 @@ const bytes = Uint8Array.from(atob($("data").textContent), c => c.charCodeAt(0))
 const data = await new Response(
   new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
 const ENDINGS = {done: "done", budget: "out of steps", context: "out of context"};
-const KNOWN = ["expert", "target", "failure", "positive"]; // agents with a colour of their own
+// Classes of agents with a colour of their own, in page.css; agents of other names share OTHERS.
+const KNOWN = ["expert", "target", "failure", "positive"], OTHERS = ["one", "two", "three"];
 const PHONE = "(max-width: 900px)"; // as in page.css
 
 // ---------------------------------------------------------------------------------- reading
@@ -63,7 +64,8 @@ const tasks = data.tasks.map((task, order) => {
     above: isAbove(runs),
     changed: Object.values(courses).some(points => points.some(p => p[1] !== points[0][1]))};
 });
-const agents = [...new Set(tasks.flatMap(task => Object.keys(task.courses)))];
+const agents = [...new Set([...data.agents, // in the order in which the run made them
+  ...tasks.flatMap(task => Object.keys(task.courses))])];
 
 // ----------------------------------------------------------------------------------- making
 
@@ -108,7 +110,10 @@ const fixed = (x, digits) =>
   (Number(x.toFixed(digits)) < 0 ? "\u2212" : "") + Math.abs(x).toFixed(digits);
 const signed = x => (x > 0 ? "+" : "") + fixed(x, 2);
 const pill = reward => say("span", "reward " + grade(reward), show(reward));
-const classOf = agent => "agent " + (KNOWN.includes(agent) ? agent : "other");
+function classOf(agent) {
+  const at = agents.filter(name => !KNOWN.includes(name)).indexOf(agent);
+  return "agent " + (KNOWN.includes(agent) ? agent : OTHERS[at % OTHERS.length]);
+}
 const named = agent => say("span", classOf(agent), ...visible(agent));
 
 // ------------------------------------------------------------------------------------- list
@@ -350,8 +355,7 @@ function talk(shown) {
 
 function ending(run) {
   const raw = (run.raw_reward ?? run.reward) !== run.reward ? `raw reward ${run.raw_reward}` : "";
-  const cut = run.cut_replies ? `cut replies: ${run.cut_replies}` : "";
-  return [ENDINGS[run.ended] || run.ended, raw, cut].filter(Boolean).join(", ");
+  return [ENDINGS[run.ended] || run.ended, raw].filter(Boolean).join(", ");
 }
 
 function who(run, n, parted, first) {
