@@ -32,6 +32,8 @@ def main(argv: list[str]) -> None:
     transformers.utils.logging.disable_progress_bar()
     if settings.model == "smollm2":
         coevolve.MODELS["smollm2"] = smollm2.base()
+    if settings.method == "chat":  # in no folder; a run has this one's tokenizer, and no use for it
+        coevolve.MODELS[settings.model] = coevolve.MODELS["tiny"]
     check_machine(settings)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
