@@ -495,7 +495,7 @@ class Run:
         how = replace(how, weight_decay=s.weight_decay, max_grad_norm=s.max_grad_norm,
                       tokens=self.tokens_per_forward * self.ranks)
         with bar(self, len(steps)) as progress:
-            dpo.fit(model, steps, self.log_probs, how,
+            dpo.fit(model, steps, partial(self.log_probs, sampler=how.sampler), how,
                     lambda event: (events.append(event), progress.update()))
         dpo.save(self.accelerator, model, self.tokenizer, out)
         write(self, out / "train.jsonl", events)

@@ -329,6 +329,7 @@ class Objective:
     max_grad_norm: float = 1.0
     tokens: int = 4096          # whose activations are in memory at once, on all ranks together
     before: Callable | None = None  # (batch, log_probs) -> a third argument of the loss
+    sampler: Sampler = Sampler()  # what pi is
 
     def rate(self, step: int, steps: int) -> float:
         rising = int(self.warmup * steps)  # a phase of one step has none
