@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
     run = Run(settings, options)
     METHODS[settings.method][0](run)
     if run.main:
-        print(report.table(run.folder))
+        print(report.close(run.folder))
         with suppress(KeyboardInterrupt):
             print(page.make_page(run.folder))
     run.accelerator.wait_for_everyone()  # one that ends earlier takes its connections along
