@@ -60,7 +60,7 @@ def evolve(run: Run, find: Callable | None = None) -> None:
         agent = once("sft-target", train_sft, run.base, experts, name="target")
     evaluations(run, dict(target=agent), 0)
     first, segments = agent, math.ceil(s.grpo_steps / s.evolve_every)
-    tasks = once("iter0/tasks.jsonl", first_tasks) if s.start_from == "train" else evolution(0)
+    tasks = once("iter0/tasks.jsonl", first_tasks, i=0) if s.start_from == "train" else evolution(0)
     for i in range(1, segments + 1):
         batches = [once(f"iter{i}/batches.jsonl", plan, tasks, batches, i=i)]
         agent = once(f"iter{i}/target-agent", train, agent, first, tasks, *batches, i=i)
@@ -188,7 +188,7 @@ def train(run: Run, out: Path, agent: Path, first: Path, tasks: Path, batches: P
     write(run, out / "episodes.jsonl", [t for step in steps for t in step["episodes"]])
     return dict(episodes=sum(len(step["episodes"]) for step in steps),
                 **{name: log[-1][name] for name in ("reward", "kl", "D")},
-                updates=sum(line["updates"] for line in log))
+                steps=sum(line["updates"] for line in log), tokens=sum(l["tokens"] for l in log))
 
 
 def grpo_step(run: Run, model, reference, optimizer, make_env: Callable, step: int,
@@ -239,8 +239,8 @@ def plan(run: Run, out: Path, tasks: Path, before: list[Path], i: int) -> dict:
     of a pass is `waiting` for the next segment. Tasks that join enter the next pass. No task is
     twice in a step. With --start-share D_0 and the tasks added have passes of their own."""
     s, rows, d = run.settings, [], active(read_jsonl(tasks))
-    pool = [row["id"] for row in d]
-    start = [row["id"] for row in d if row["joined"] == 0]  # none of them ever leaves
+    pool = [row["task"] for row in d]
+    start = [row["task"] for row in d if row["joined"] == 0]  # none of them ever leaves
     size = most = min(s.step_tasks, len(pool))
     pools = [pool, []]
     if s.start_share:
@@ -340,28 +340,29 @@ def find_signals(run: Run, out: Path, tasks: Path, played: list[Path], i: int) -
         rows += sorted((row for row in found if s.explorer != "aimed" or "pattern" not in row
                         or generator.parses(row["pattern"])),
                        key=lambda row: (row["task"], row.get("pattern", "")))
-    found = Counter(row["signal"] for row in rows)
-    picked = pick({kind: rng_of(run, "picks", i, kind).sample(
-        of_kind := [row for row in rows if row["signal"] == kind], len(of_kind))
-        for kind in found}, s.picks)
+    found = {kind: [row for row in rows if row["signal"] == kind] for kind in SIGNALS}
+    picked = pick([rng_of(run, "picks", i, kind).sample(of_kind, len(of_kind))
+                   for kind, of_kind in found.items()], s.picks)
     if s.guide == "random":
-        pool = [row["id"] for row in active(d)]
+        pool = [row["task"] for row in active(d)]
         picked = [dict(signal="random", task=task) for task in rng_of(run, "random", i).sample(
             pool, min(len(picked), len(pool)))]
         rows += picked
     for row in picked:
         row["picked"] = True
     write(run, out, rows)
-    return dict(found=found, picked={f"picked {kind}": n for kind, n in Counter(
-        row["signal"] for row in picked).items()}, patterns=len(set().union(*seen.patterns)))
+    return dict(**{kind: len(of_kind) for kind, of_kind in found.items()}, picked=len(picked),
+                picks={f"picked {kind}": n for kind, n in Counter(
+                    row["signal"] for row in picked).items()},
+                patterns=len(set().union(*seen.patterns)))
 
 
-def pick(found: dict[str, list[dict]], most: int) -> list[dict]:
-    """The first rows of the signals, which pick in turn, at most so many each; a task that has
+def pick(found: list[list[dict]], most: int) -> list[dict]:
+    """The first rows of each signal, which pick in turn, at most so many each; a task that has
     several signals is picked once."""
-    picked, queues = {}, {kind: iter(rows) for kind, rows in found.items()}
+    picked, queues = {}, [iter(rows) for rows in found]
     for _ in range(most):
-        for queue in queues.values():
+        for queue in queues:
             if row := next((row for row in queue if row["task"] not in picked), None):
                 picked[row["task"]] = row
     return [*picked.values()]
@@ -369,8 +370,8 @@ def pick(found: dict[str, list[dict]], most: int) -> list[dict]:
 
 # ----------------------------------------------------------------------- from signals to tasks
 # A row of tasks.jsonl is a task of D, in the order in which they joined: its id, when it joined
-# and, of a new one, what it is, its text and its signal. One that has left has `left`: ids of new
-# tasks count all that ever joined. `tasks`, a list: the file of D, or none before D_0.
+# and, of a new one, its definition, text and signal. One that has left has `left`: ids of new tasks
+# count all that ever joined. `tasks`, where it is a list: the file of D, or none before D_0.
 
 
 def active(d: list[dict]) -> list[dict]:
@@ -381,8 +382,8 @@ def world(run: Run, d: list[dict], proposals: list[dict] = ()):
     """An environment that knows the tasks of D, and those of proposals."""
     env = run.make_env()
     for row in d:
-        if "task" in row and (id := env.add(row["task"])) != row["id"]:
-            raise envs.Refused(f"tasks.jsonl: {row['id']} is {id} here; keep its rows in order")
+        if "definition" in row and (task := env.add(row["definition"])) != row["task"]:
+            raise envs.Refused(f"tasks.jsonl: {row['task']} is {task} here; keep its rows in order")
     for row in proposals:
         env.add(row["task"])
     return env
@@ -396,11 +397,11 @@ def training_tasks(run: Run) -> list[str]:
     return [task for task in tasks[:s.train_tasks or None] if task not in evaluated]
 
 
-def first_tasks(run: Run, out: Path) -> dict:
+def first_tasks(run: Run, out: Path, i: int) -> dict:
     """D_0 of --start-from train: training tasks, in their order."""
     tasks = training_tasks(run)[:run.settings.start_tasks]
-    write(run, out, [dict(id=task, joined=0) for task in tasks])
-    return dict(D=len(tasks), missing=run.settings.start_tasks - len(tasks))
+    write(run, out, [dict(task=task, joined=0) for task in tasks])
+    return dict(tasks=len(tasks), missing=run.settings.start_tasks - len(tasks))
 
 
 def explore(run: Run, out: Path, agent: Path, tasks: list[Path], signals: list[Path],
@@ -485,7 +486,7 @@ def check(run: Run, rows: list[dict], before: list[dict], d: list[dict], room: i
     evolution that were let in already."""
     s, env, verdicts = run.settings, world(run, d), []
     generator = env.task_generator()
-    known = {generator.key(env.find(row["id"])) for row in d}
+    known = {generator.key(env.find(row["task"])) for row in d}
     known |= {generator.key(row["task"]) for row in before}
     texts = [words(row["text"]) for row in (*d, *before) if "text" in row]
     for row in rows:
@@ -547,17 +548,17 @@ def join(run: Run, out: Path, tasks: list[Path], proposals: Path, played: list[P
     d, seen, left = rows_of(tasks), Seen(run.env.success), []
     if i and run.settings.mastered == "leave":
         seen.add_segment(read(*played))
-        left = [row for row in active(d) if row["joined"] and row["id"] in seen.groups
-                and all(map(seen.solved, seen.groups[row["id"]]))]
+        left = [row for row in active(d) if row["joined"] and row["task"] in seen.groups
+                and all(map(seen.solved, seen.groups[row["task"]]))]
     d = [row | dict(left=i) if row in left else row for row in d]
     added, env = [row for row in read_jsonl(proposals) if row["verdict"] == "added"], world(run, d)
-    d += [dict(id=env.add(row["task"]), joined=i, signal=row["signal"], text=row["text"],
-               task=row["task"]) for row in added]
+    d += [dict(task=env.add(row["task"]), joined=i, signal=row["signal"], text=row["text"],
+               definition=row["task"]) for row in added]
     if not d:
         raise envs.Refused("no start task came of the unguided exploration; give --start-from "
                            "train and another --out, or a --model that finds something")
     write(run, out, d)
-    return dict(D=len(active(d)), joined=len(added), left=len(left))
+    return dict(tasks=len(added), left=len(left), D=len(active(d)))
 
 
 # ------------------------------------------------------------------------------------ settings

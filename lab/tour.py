@@ -127,11 +127,12 @@ def second_system() -> dict:
         model_of(BEFORE).config.vocab_size))
     played = trajectories(EVOLVE / "iter2/target-agent/episodes.jsonl")
     added = [row for row in proposals if row["verdict"] == "added"]
-    for row, proposal in zip(read(iteration / "tasks.jsonl"), added, strict=True):
-        group = [e for e in played[row["id"]]
+    joined = [row for row in read(iteration / "tasks.jsonl") if row["joined"] == 1]
+    for row, proposal in zip(joined, added, strict=True):
+        group = [e for e in played[row["task"]]
                  if e.iteration == s.evolve_every + 1]  # played by iter1/target-agent as it is
         if advantages := evolve.advantages([e.reward for e in group]):
-            found.append(dict(new=row["id"], proposal=proposal, group=list(zip(group, advantages)),
+            found.append(dict(new=row["task"], proposal=proposal, group=list(zip(group, advantages)),
                               term=most_clipped(group, advantages, sampler, s)))
     told = max(found, key=lambda x: abs(x["term"]["unclipped"] - x["term"]["term"]))
     told["term"]["token"] = tokenizer.decode([told["term"]["token"]])
