@@ -80,11 +80,11 @@ def collect_experts(run: Run, out: Path, file: Path | None = None) -> dict:
     """Expert trajectories of the training tasks, kept above expert_min_reward: those of a file,
     else the scripted expert's."""
     s, env, kept, dropped = run.settings, run.make_env(), [], Counter()
-    evaluated = {task for split in run.splits for task in env.tasks(split)}
+    evaluated = {repr(env.find(task)) for split in run.splits for task in env.tasks(split)}
     first = len(envs.opening(env, ""))  # turns before an expert's first reply
     for task, messages, reward in envs.experts(env, file, s.train_tasks):
         ids, mask = run.encoder.encode(messages, first)
-        if task in evaluated:
+        if repr(env.find(task)) in evaluated:  # whatever its number
             dropped["evaluated too"] += 1
         elif reward <= s.expert_min_reward and reward < env.success:
             dropped["reward"] += 1

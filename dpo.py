@@ -319,7 +319,6 @@ def add(sums: dict, more: dict) -> None:
 class Objective:
     """What a batch is trained on, and how. Its loss is a sum over its groups, divided by one over
     the whole batch: a mean of passes' means would weigh a pair by the pass that it is in."""
-
     loss: Callable              # (policy, groups) -> sum, statistics
     divisor: Callable           # group -> number
     lr: float                   # peak

@@ -392,9 +392,9 @@ def world(run: Run, d: list[dict], proposals: list[dict] = ()):
 def training_tasks(run: Run) -> list[str]:
     """The training split, or the tasks of --experts, without what is evaluated."""
     s, env = run.settings, run.env
-    evaluated = {task for split in run.splits for task in env.tasks(split)}
+    evaluated = {repr(env.find(task)) for split in run.splits for task in env.tasks(split)}
     tasks = [task for task, *_ in read_experts(s.experts, env)] if s.experts else env.tasks("train")
-    return [task for task in tasks[:s.train_tasks or None] if task not in evaluated]
+    return [task for task in tasks[:s.train_tasks or None] if repr(env.find(task)) not in evaluated]
 
 
 def first_tasks(run: Run, out: Path, i: int) -> dict:

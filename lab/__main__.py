@@ -32,6 +32,8 @@ def main(argv: list[str]) -> None:
     transformers.utils.logging.disable_progress_bar()
     if settings.model == "smollm2":
         coevolve.MODELS["smollm2"] = smollm2.base()
+    if settings.method == "chat":  # in no folder; a run has this one's tokenizer, and no use for it
+        coevolve.MODELS[settings.model] = coevolve.MODELS["tiny"]
     check_machine(settings)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -39,7 +41,7 @@ def main(argv: list[str]) -> None:
     run = Run(settings, options)
     METHODS[settings.method][0](run)
     if run.main:
-        print(report.table(run.folder))
+        print(report.close(run.folder))
         with suppress(KeyboardInterrupt):
             print(page.make_page(run.folder))
     run.accelerator.wait_for_everyone()  # one that ends earlier takes its connections along

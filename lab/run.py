@@ -17,6 +17,7 @@ import json
 import shutil
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -33,7 +34,6 @@ from lab import cache, fast, margins, overlap, packing, store
 from lab.checkpoint import Checkpoint
 from lab.kept import CHUNK, Kept
 from lab.prepacked import prepack
-from worlds.files import read_jsonl
 
 SMALL = 40_000_000  # bytes of weights: threads would wait for each other, 3.6 s against 1.6 s
 
@@ -82,12 +82,6 @@ class Run(evolve.Run):
                 taken = broadcast_object_list(taken)[0]
             self.reads.clear()
             numbers = taken or super().make(out, work, *inputs, **how)
-        files = [*files_of(inputs)]
-        if self.main and (out / "config.json").exists() and not taken:
-            before = next(file for file in files if file.is_dir() or not file.exists())
-            overlap.record(self, out, before, {
-                row["task"] for file in files if file.suffix == ".jsonl"
-                for row in read_jsonl(file) if "task" in row})
         if self.main:  # what the phase has kept to go on from
             for inside in "playing", "checkpoint":
                 shutil.rmtree(self.folder / inside, ignore_errors=True)
@@ -119,7 +113,7 @@ class Run(evolve.Run):
 
     def replica(self, agent):
         model = super().replica(agent)
-        if self.fast:
+        if self.fast and model is not agent:  # one that is being trained stays as it is
             model.set_attn_implementation("ragged")
             prepack(model)
         return model
@@ -150,11 +144,15 @@ class Run(evolve.Run):
             self.log("train", phase=self.name, **event)
 
         with coevolve.bar(self, len(steps)) as progress:
-            dpo.fit(model, steps, self.log_probs, how, log, checkpoint)
+            dpo.fit(model, steps, partial(self.log_probs, sampler=how.sampler), how, log,
+                    checkpoint)
         dpo.save(self.accelerator, model, self.tokenizer, out)
         coevolve.write(self, out / "train.jsonl", events)
         coevolve.write(self, out / "margins.jsonl", margins.of(self, model, steps, how))
-        return dict(steps=len(events), first_loss=events[0]["loss"], loss=events[-1]["loss"])
+        overlap.record(self, out, model, steps)
+        tokens = sum(len(t.ids) for batch in steps for t in dpo.trajectories(batch))
+        return dict(steps=len(events), tokens=tokens, first_loss=events[0]["loss"],
+                    loss=events[-1]["loss"])
 
     def play_share(self, share: list[dpo.Trajectory], answer, make_env) -> list[dpo.Trajectory]:
         s, cpu = self.settings, self.accelerator.device.type == "cpu"
@@ -174,15 +172,6 @@ class Run(evolve.Run):
                     kept.add(chunk)
         torch.set_num_threads(threads)
         return [t for chunk in chunks for t in kept.of(chunk)]
-
-
-def files_of(made):
-    """The files and folders among the inputs of a phase, in their order."""
-    if isinstance(made, (dict, list, tuple)):
-        for part in made.values() if isinstance(made, dict) else made:
-            yield from files_of(part)
-    elif isinstance(made, Path):
-        yield made
 
 
 def flat(fields: dict) -> dict:

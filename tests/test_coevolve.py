@@ -10,16 +10,16 @@ import time
 from collections import Counter
 from dataclasses import replace
 
-import coevolve
-import dpo
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import CHATML, TOY, Toy, ended, fork, make_model, make_tokenizer
-from coevolve import Settings
-from dpo import Pair, Trajectory
 from safetensors.torch import load_file, save_file
 
+import coevolve
+import dpo
+from coevolve import Settings
+from dpo import Pair, Trajectory
 from worlds.files import read_jsonl
 
 

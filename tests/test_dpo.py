@@ -9,12 +9,10 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
-import dpo
 import pytest
 import torch
 from accelerate import Accelerator
 from conftest import CONVERSATION, TEMPLATES, make_model, make_tokenizer
-from dpo import Group, Objective, Pair, Trajectory
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -23,6 +21,9 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
 )
+
+import dpo
+from dpo import Group, Objective, Pair, Trajectory
 
 VOCABULARY = 50
 LOSS = SimpleNamespace(beta=0.1, lambda_dpo=1.0, lambda_sft=0.1, log_prob="sum", sft_term="sum")
