@@ -7,8 +7,9 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
-from lab.runfiles import agents_of, config_of, phases_of, read
+from lab.runfiles import agents_of, config_of, phases_of
 from worlds import World, first_reply
+from worlds.files import read_jsonl
 from worlds.flags import Refused
 
 # Of a trajectory, what the page has: token ids stay behind.
@@ -65,7 +66,7 @@ def episodes_of(run: Path, phases: dict):
     growing = sorted(path.relative_to(run).as_posix() for path in run.glob("playing/*.jsonl"))
     for name in [*names, *growing]:
         if name.endswith(".jsonl") and (run / name).is_file():
-            rows = [row for row in read(run / name, growing=name in growing) if "messages" in row]
+            rows = [row for row in read_jsonl(run / name, growing=name in growing) if "messages" in row]
             yield name, rows
 
 
@@ -74,9 +75,9 @@ def add_pairs(found: dict, run: Path, name: str, recorded: dict) -> None:
     task's trajectories; before and after are [log-probability of the chosen one, of the rejected
     one, margin], None where they were not measured."""
     margins = run / name.split("/")[0] / f"{recorded['trains']}-agent/margins.jsonl"
-    measured = {row["task"]: row for row in read(margins)} if margins.is_file() else {}
+    measured = {row["task"]: row for row in read_jsonl(margins)} if margins.is_file() else {}
     counts = Counter()  # task -> how many of its pairs came before
-    for row in read(run / name):
+    for row in read_jsonl(run / name):
         task, n, of = row["task"], counts[row["task"]], measured.get(row["task"], {})
         counts[task] += 1
         here = found.get(task, dict(runs={}))

@@ -19,9 +19,9 @@ from lab.runfiles import (
     kinds_of,
     of,
     phases_of,
-    read,
     visible,
 )
+from worlds.files import read_jsonl
 
 # Text stays text in an SVG, and equal runs give equal bytes.
 matplotlib.rcParams.update({
@@ -149,9 +149,9 @@ def steps_of(run: Path) -> dict[str, list[dict]]:
     """Agent -> its optimiser steps, as in train.jsonl; of the phase that is running those of the
     log, in which a step that was made again stands again."""
     phases, log = phases_of(run), run / "metrics.jsonl"
-    found = {name: read(run / name / "train.jsonl") for name in phases
+    found = {name: read_jsonl(run / name / "train.jsonl") for name in phases
              if (run / name / "train.jsonl").is_file()}
-    for event in read(log, growing=True) if log.is_file() else ():
+    for event in read_jsonl(log, growing=True) if log.is_file() else ():
         if event["event"] == "train" and event["phase"] not in phases:
             found.setdefault(event["phase"], {})[event["step"]] = event
     return {name: [*(rows.values() if isinstance(rows, dict) else rows)]
@@ -166,8 +166,9 @@ def training_figures(run: Path) -> list[tuple[str, Figure]]:
         panels = {STEP_NUMBERS[name]: {"": ("#555555", [(e["step"], e[name]) for e in steps
                                                         if name in e])} for name in names}
         for title, key in (("Margin, nats", "margin"), ("Chosen above rejected", "accuracy")):
-            panels[title] = {kind: (colour, [(e["step"], e["kinds"][kind][key]) for e in steps
-                                             if key in e["kinds"].get(kind, {})])
+            panels[title] = {kind: (colour, [
+                (e["step"], e["kinds"][kind][key]) for e in steps
+                if key in e.get("kinds", {}).get(kind, {})])
                              for kind, colour in colours.items()}
         found.append((phase, over_steps(panels)))
     return found

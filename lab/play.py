@@ -19,8 +19,9 @@ import transformers
 import coevolve
 import dpo
 import envs
-from lab.runfiles import command, config_of, phases_of, read, visible
+from lab.runfiles import command, config_of, phases_of, visible
 from worlds import flags
+from worlds.files import read_jsonl
 from worlds.flags import Refused
 
 
@@ -203,12 +204,12 @@ def main(argv: list[str]) -> None:
     s, options = settings_for(words[0], more, folder, config["settings"])
     transformers.utils.logging.disable_progress_bar()
     env = envs.make(s.env, s.view, **asdict(options))
-    encoder = Encoder(dpo.read(transformers.AutoTokenizer, folder or coevolve.TINY))
+    encoder = Encoder(dpo.read(transformers.AutoTokenizer, folder or coevolve.MODELS["tiny"]))
     try:
         for output in phases_of(run) if run else ():
-            if output.endswith("tasks.jsonl"):  # that evolution made; training tasks have no task
-                for row in read(run / output):
-                    env.add(row["task"]) if "task" in row else None
+            if output.endswith("tasks.jsonl"):  # training tasks have no definition
+                for row in read_jsonl(run / output):
+                    env.add(row["definition"]) if "definition" in row else None
         task = choose_task(env, words[1] if len(words) > 1 else env.test_splits[0])
         propose = proposer(folder, config, encoder, env.stops) if run else None
         say(f"{folder} plays, greedily." * bool(run))

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from lab.endpoint import USAGE
-from lab.runfiles import config_of, explorations, kinds_of, of, phases_of, read
+from lab.runfiles import config_of, explorations, kinds_of, of, phases_of
+from worlds.files import read_jsonl
 
 BEST = ("best", "best_success")
 # Settings, and what is recorded of a phase, that may differ between equal runs.
@@ -29,7 +30,7 @@ def evaluations(run: Path, phases: dict) -> list[dict]:
     the mean reward and how many episodes filled the context, `out_of_context`."""
     found = []
     for row in (row for row in of(phases, "evaluate") if (run / row["output"]).is_file()):
-        episodes = read(run / row["output"])
+        episodes = read_jsonl(run / row["output"])
         of_task = {e["task"]: [] for e in episodes}
         for e in episodes:
             of_task[e["task"]].append(e["reward"])
@@ -70,8 +71,7 @@ def sections(run: Path) -> list[tuple[str, str, list]]:
     """(title, header, rows) of each part of the table that has rows."""
     threshold, phases = config_of(run)["settings"]["hard_threshold"], phases_of(run)
     kinds, pairs = kinds_of(phases), of(phases, "make_pairs")
-    refused = Counter(row["reason"] for output in phases if output.endswith("/proposals.jsonl")
-                      and (run / output).is_file() for row in read(run / output) if row["reason"])
+    refused = sum((Counter(row["refused"]) for row in of(phases, "judge")), Counter())
     parts = [
         ("Evaluation; reward with its 95% bootstrap interval over tasks",
          "iteration <agent <split tasks reward interval success steps out_of_context",
@@ -114,31 +114,34 @@ def with_sum(exploration: list[dict]):
 
 
 def signals(phases: dict) -> tuple[str, str, list]:
-    """What became of what the explorer of the second system found."""
-    rows, tasks = [], 0
+    """What became of what the explorer of the second system found, and the tasks D after it."""
+    rows = []
     for output, row in phases.items():
         if output.endswith("/tasks.jsonl"):
             made = [phases.get(output.replace("tasks", name), {})
                     for name in ("signals", "explored", "proposals")]
-            tasks += row.get("tasks", 0) - row.get("left", 0)
-            rows.append((row["i"], *(part.get(name, "-") for part, names in zip(made, (
-                ("forgetting", "boundary", "rare", "picked"), ("episodes",),
-                ("proposals", "added"))) for name in names), tasks))
-    return ("Signals, and what became of what the explorer found; tasks are those of D then",
-            "iteration forgetting boundary rare picked episodes proposals added tasks", rows)
+            rows.append((row["i"], *(made[0].get("found", {}).get(kind, "-")
+                                     for kind in ("forgetting", "boundary", "rare")),
+                         sum(made[0].get("picked", {}).values()), made[1].get("episodes", "-"),
+                         *(made[2].get(name, "-") for name in ("proposals", "added")),
+                         row.get("left", "-"), row["D"]))
+    return ("Signals, and what became of what the explorer found",
+            "iteration forgetting boundary rare picked episodes proposals added left tasks", rows)
 
 
 def times(phases: dict) -> tuple[str, str, list]:
     rows = [(output + " *" * ("reused" in row), row) for output, row in phases.items()]
     reused = [row for row in phases.values() if "reused" in row]
+    counts = ("steps", "updates", "episodes", "tokens")
     for name, some in ("total", [*phases.values()]), ("of these reused (*)", reused):
         if some:
             rows.append((name, {key: sum(row.get(key, 0) for row in some)
-                                for key in ("seconds", "steps", "episodes", "tokens")}))
-    return ("Wall time", "<phase h:mm:ss steps episodes tokens",
+                                for key in ("seconds", *counts)}))
+    counts = [key for key in counts if any(key in row for row in phases.values())]
+    return ("Wall time", " ".join(["<phase h:mm:ss", *counts]),
             [(name, timedelta(seconds=round(row["seconds"])),
-              *(f"{row[key]:,}" if row.get(key) else "-"
-                for key in ("steps", "episodes", "tokens"))) for name, row in rows])
+              *(f"{row[key]:,}" if row.get(key) else "-" for key in counts))
+             for name, row in rows])
 
 
 def reasons(row: dict) -> str:

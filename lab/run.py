@@ -113,7 +113,7 @@ class Run(evolve.Run):
 
     def replica(self, agent):
         model = super().replica(agent)
-        if self.fast:
+        if self.fast and model is not agent:  # one that is being trained stays as it is
             model.set_attn_implementation("ragged")
             prepack(model)
         return model
@@ -150,7 +150,9 @@ class Run(evolve.Run):
         coevolve.write(self, out / "train.jsonl", events)
         coevolve.write(self, out / "margins.jsonl", margins.of(self, model, steps, how))
         overlap.record(self, out, model, steps)
-        return dict(steps=len(events), first_loss=events[0]["loss"], loss=events[-1]["loss"])
+        tokens = sum(len(t.ids) for batch in steps for t in dpo.trajectories(batch))
+        return dict(steps=len(events), tokens=tokens, first_loss=events[0]["loss"],
+                    loss=events[-1]["loss"])
 
     def play_share(self, share: list[dpo.Trajectory], answer, make_env) -> list[dpo.Trajectory]:
         s, cpu = self.settings, self.accelerator.device.type == "cpu"

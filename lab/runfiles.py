@@ -1,13 +1,12 @@
-"""Reading a run: its settings, its phases, and its files, whole or still growing."""
+"""Reading a run: its settings and its phases; and what commands that read runs have in common."""
 
-import json
 import re
 import signal
 import sys
-import textwrap
 from pathlib import Path
 
 from worlds import EnvError, without_passwords
+from worlds.files import read_json
 from worlds.flags import Refused
 
 
@@ -28,41 +27,18 @@ def visible(text: str) -> str:
                    for c in text.replace("\r\n", "\n"))
 
 
-def whole(data: bytes, where) -> dict:
-    """The JSON object in `data`; Refused where it is none."""
-    try:
-        value = json.loads(data)
-        if isinstance(value, dict):
-            return value
-    except ValueError:
-        pass
-    start = textwrap.shorten(data[:200].decode(errors="replace"), 40)
-    raise Refused(f"{where}: not a whole JSON object: {start!r}; restore it, or delete it")
-
-
-def read(path: Path, growing: bool = False) -> list[dict]:
-    """The objects of a .jsonl file; Refused, naming file and line, where one is not whole. growing:
-    without a last line that is still being written."""
-    if not path.is_file():
-        raise Refused(f"{path}: no such file; is {path.parent} a run, and has it come that far?")
-    lines = path.read_bytes().splitlines(keepends=True)
-    if growing and lines and not lines[-1].endswith(b"\n"):
-        lines.pop()
-    return [whole(line, f"{path}, line {n}") for n, line in enumerate(lines, 1)]
-
-
 def config_of(run: Path) -> dict:
     """config.json of a run; Refused if the folder is not one."""
     if not (run / "config.json").is_file():
         raise Refused(f"{run}: not a run, it has no config.json; name a folder like "
                       "runs/webshop-coevolve-s0")
-    return whole((run / "config.json").read_bytes(), run / "config.json")
+    return read_json(run / "config.json")
 
 
 def phases_of(run: Path) -> dict[str, dict]:
     """phases.json of a run, output -> what is recorded of it, with the iteration `i` of each."""
     path = run / "phases.json"
-    rows = whole(path.read_bytes(), path) if path.exists() else {}
+    rows = read_json(path) if path.exists() else {}
     for output, row in rows.items():
         found = re.match(r"iter(\d+)/", output)
         row.setdefault("i", int(found[1]) if found else 0)

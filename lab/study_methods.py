@@ -1,6 +1,5 @@
 """The methods of a study: the flags that make each, what it is compared with, its finished runs."""
 
-import itertools
 import re
 from collections import defaultdict
 from dataclasses import fields
@@ -124,10 +123,8 @@ def costs(like: Path, eto: Path | None = None) -> dict:
 
 
 def task_counts(run: Path) -> list[int]:
-    """How many tasks GRPO trains on, by segment: those that have joined less those that left."""
-    added = [row["tasks"] - row.get("left", 0) for output, row in phases_of(run).items()
-             if output.endswith("tasks.jsonl")]
-    return [*itertools.accumulate(added)]
+    """How many tasks GRPO trained on, by evolution: those at the start, and so on."""
+    return [row["D"] for output, row in phases_of(run).items() if output.endswith("tasks.jsonl")]
 
 
 def mean_cost(run: Path) -> tuple[float, float]:

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from dpo import Trajectory
-from lab.runfiles import agents_of, explorations, of, phases_of, read
+from lab.runfiles import agents_of, explorations, of, phases_of
 from lab.study_methods import MEASURES, task_counts, trained
 from worlds import World
+from worlds.files import read_jsonl
 
 
 @cache
@@ -67,8 +68,11 @@ def last(by_split: dict, split: str, key: str) -> dict[int, float]:
 def cost(run: Path) -> dict:
     """Steps after the first SFT, the target's and all agents'; the target's tokens; rollouts."""
     of_all, target = trained(run), trained(run, "target")
-    return dict(steps_of_the_target=sum(e["steps"] for e in target),
-                steps_of_all_agents=sum(e["steps"] for e in of_all),
+
+    def steps(rows):
+        return sum(e.get("steps", 0) + e.get("updates", 0) for e in rows)
+
+    return dict(steps_of_the_target=steps(target), steps_of_all_agents=steps(of_all),
                 tokens_of_the_target=sum(e.get("tokens", 0) for e in target),
                 rollouts=sum(e["episodes"] for e in explorations(phases_of(run)))
                 + sum(e.get("episodes", 0) for e in target))  # of `evolve.py`
@@ -99,7 +103,7 @@ def evolution(run: Path) -> dict:
 def explored(run: Path, agent: str | None = None) -> list[Trajectory]:
     """All explored trajectories of a run, or one agent's."""
     return [Trajectory(**row) for e in explorations(phases_of(run)) if agent in (None, e["name"])
-            for row in read(run / e["output"])]
+            for row in read_jsonl(run / e["output"])]
 
 
 def table2(rewards: list[float], threshold: float) -> dict:

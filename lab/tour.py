@@ -22,7 +22,8 @@ import coevolve
 import dpo
 import evolve
 from dpo import Trajectory
-from lab.runfiles import command, config_of, read
+from lab.runfiles import command, config_of
+from worlds.files import read_jsonl
 
 ROOT, FILES = Path(__file__).parent.parent, Path(__file__).parent / "page_files"
 RUN, EVOLVE = Path("runs/tour"), Path("runs/tour-evolve")
@@ -70,7 +71,7 @@ def first_system() -> dict:
     """A task of runs/tour with all kinds of pairs, a near-success and margins that rose; of several
     the one whose episodes have the fewest different replies."""
     s, found, rose = settings_of(RUN), [], []
-    measured = {row["task"]: row for row in read(AFTER / "margins.jsonl")}
+    measured = {row["task"]: row for row in read_jsonl(AFTER / "margins.jsonl")}
     for e in coevolve.read(RUN / "experts.jsonl"):
         dropped = Counter()
         target, failure = (trajectories(RUN / f"iter1/{agent}.jsonl")[e.task]
@@ -90,7 +91,7 @@ def first_system() -> dict:
     rejected = failure[by_hand["rejected"]["rollout"]]
     (e_w, e_l), (ref_w, ref_l) = (
         [sum(each) for each in log_probs(folder, [expert, rejected])] for folder in (AFTER, BEFORE))
-    base, sft = (log_probs(folder, [expert])[0] for folder in (coevolve.TINY, BEFORE))
+    base, sft = (log_probs(folder, [expert])[0] for folder in (coevolve.MODELS["tiny"], BEFORE))
     tokens, first = token_rows(expert, base, sft), expert.action_mask[
         expert.action_mask.index(1):].index(0)  # tokens of the first reply
     loss, margin = dpo.dpo_loss(*map(torch.tensor, (e_w, e_l, ref_w, ref_l)), s)
@@ -100,7 +101,7 @@ def first_system() -> dict:
         nats=(e_w, ref_w, e_l, ref_l), loss=loss.item(), margin=margin.item(),
         tokens=tokens, first=first, sums=dict(base=sum(base), sft=sum(sft)),
         head=dict(base=sum(base[:first]), sft=sum(sft[:first])),
-        d_fail=[pair for pair in read(RUN / "iter1/pairs-failure.jsonl")
+        d_fail=[pair for pair in read_jsonl(RUN / "iter1/pairs-failure.jsonl")
                 if pair["task"] == expert.task],
         episodes=[expert, *target, *failure],
         later=[e for agent in ("target", "failure")
@@ -122,22 +123,23 @@ def second_system() -> dict:
     several the one with the ratio that clipping changes most."""
     s, iteration, tokenizer = (settings_of(EVOLVE), EVOLVE / "iter1",
                                AutoTokenizer.from_pretrained(BEFORE))
-    proposals, found = read(iteration / "proposals.jsonl"), []
+    proposals, found = read_jsonl(iteration / "proposals.jsonl"), []
     sampler = dpo.Sampler(s.grpo_temperature, dpo.Encoder(tokenizer).never(
         model_of(BEFORE).config.vocab_size))
     played = trajectories(EVOLVE / "iter2/target-agent/episodes.jsonl")
     added = [row for row in proposals if row["verdict"] == "added"]
-    for row, proposal in zip(read(iteration / "tasks.jsonl"), added, strict=True):
-        group = [e for e in played[row["id"]]
+    joined = [row for row in read_jsonl(iteration / "tasks.jsonl") if row["joined"] == 1]
+    for row, proposal in zip(joined, added, strict=True):
+        group = [e for e in played[row["task"]]
                  if e.iteration == s.evolve_every + 1]  # played by iter1/target-agent as it is
         if advantages := evolve.advantages([e.reward for e in group]):
-            found.append(dict(new=row["id"], proposal=proposal, group=list(zip(group, advantages)),
+            found.append(dict(new=row["task"], proposal=proposal, group=list(zip(group, advantages)),
                               term=most_clipped(group, advantages, sampler, s)))
     told = max(found, key=lambda x: abs(x["term"]["unclipped"] - x["term"]["term"]))
     told["term"]["token"] = tokenizer.decode([told["term"]["token"]])
     return dict(
         s=s, **told, refused=Counter(row["reason"] for row in proposals if row["reason"]),
-        signal=next(row for row in read(iteration / "signals.jsonl") if row["picked"] and
+        signal=next(row for row in read_jsonl(iteration / "signals.jsonl") if row["picked"] and
                     all(row[name] == told["proposal"][of]
                         for name, of in (("signal", "signal"), ("task", "source")))))
 

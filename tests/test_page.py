@@ -24,7 +24,7 @@ from test_report import (
 from lab.conversations import conversations
 from lab.figures import steps_of, training_figures
 from lab.page import main, page, status
-from lab.runfiles import read
+from worlds.files import read_jsonl
 from worlds.flags import Refused
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser",
@@ -123,7 +123,7 @@ def test_trajectories_keep_what_they_are_and_lose_their_token_ids(run):
     assert [(r["agent"], r["iteration"], r["reward"]) for r in task["runs"]] == [
         ("expert", 0, 1.0), ("target", 1, 0.2), ("failure", 1, 0.9), ("target", 2, 1.0),
         ("failure", 2, 0.1)]
-    assert task["runs"][2]["messages"] == read(run / "iter1/failure.jsonl")[0]["messages"]
+    assert task["runs"][2]["messages"] == read_jsonl(run / "iter1/failure.jsonl")[0]["messages"]
     assert task["runs"][2]["opening"] == 1 and not {"ids", "action_mask"} & {*task["runs"][2]}
 
 
@@ -179,13 +179,13 @@ def test_the_page_of_a_run_of_the_core(plain_run):  # noqa: F811
     """Every pair of its files is on the page, and every trajectory with its messages."""
     data = conversations(plain_run)
     for name in "target", "failure":
-        rows = read(plain_run / f"iter1/pairs-{name}.jsonl")
+        rows = read_jsonl(plain_run / f"iter1/pairs-{name}.jsonl")
         made = [(t["id"], p["kind"], t["runs"][p["rejected"]]["reward"]) for t in data["tasks"]
                 for p in t["pairs"] if p["trains"] == name]
         assert sorted(made) == sorted((r["task"], r["kind"], r["rejected"]["reward"]) for r in rows)
     played = [r["messages"] for t in data["tasks"] for r in t["runs"] if r["from"] == "iter1/target"]
     assert sorted(map(str, played)) == sorted(str(r["messages"])
-                                              for r in read(plain_run / "iter1/target.jsonl"))
+                                              for r in read_jsonl(plain_run / "iter1/target.jsonl"))
     assert data["agents"] == ["target", "failure"] 
     assert status(plain_run).endswith("so far, the last eval-1-failure-unseen.jsonl")
     assert len(training_figures(plain_run)) == 4  # both SFT agents, both trained ones

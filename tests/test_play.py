@@ -14,9 +14,11 @@ import torch
 import coevolve
 import dpo
 import envs
+import worlds
 from lab import play
 from lab.play import main
-from lab.runfiles import read, visible
+from lab.runfiles import visible
+from worlds.files import read_jsonl
 from worlds.flags import Refused
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +61,7 @@ def typed(monkeypatch, capsys):
 
 def expert(task, view="full", env="webshop"):
     world = envs.make(env, view)
-    messages, reward = envs.converse(world, world.reset(task), world.expert())
+    messages, reward = worlds.converse(world, world.reset(task), world.expert())
     world.close()
     return [m["content"] for m in messages if m["role"] == "assistant"], reward, messages
 
@@ -114,7 +116,7 @@ def test_the_agent_plays_as_in_its_evaluation_and_says_how_sure_it_is(plain_run,
     agent = plain_run / "iter1/target-agent"
     model = dpo.read_model(agent).eval()
     encoder = dpo.Encoder(dpo.read(coevolve.transformers.AutoTokenizer, agent))
-    for row in read(plain_run / "eval-1-target-test.jsonl")[:2]:
+    for row in read_jsonl(plain_run / "eval-1-target-test.jsonl")[:2]:
         said = typed(*[""] * row["steps"])("webshop", row["task"], "--agent", plain_run)
         replies = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         assert " ".join(" ".join(proposals(said)).split()) == " ".join(
@@ -123,7 +125,7 @@ def test_the_agent_plays_as_in_its_evaluation_and_says_how_sure_it_is(plain_run,
         # Of the last reply, by the model's own softmax over what may be drawn.
         written = [k for k, acts in enumerate(row["action_mask"]) if acts]
         first = max(k for k in written if k - 1 not in written)
-        with torch.inference_mode():
+        with torch.no_grad():
             logits = model(torch.tensor([row["ids"]])).logits[0]
         logits[:, [*encoder.never(logits.shape[1])]] = -torch.inf
         p = [logits[k - 1].softmax(-1)[row["ids"][k]].item() for k in written if k >= first]
