@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import coevolve
 import dpo
-from coevolve import Common, Run, by_task, collect_experts, evaluations, read, scores, train_sft
+from coevolve import Common, Run, by_task, evaluations, read, scores, train_sft, write
 from dpo import Group, Sampler, Trajectory
 from worlds import World, first_reply, flags
 from worlds.files import seed_of
@@ -42,7 +43,7 @@ def rft(run: Run) -> None:
 
 def begin(run: Run) -> tuple[Path, Path]:
     """The experts and the agent after SFT, as in the core's loop."""
-    experts = run.once("experts.jsonl", collect_experts,
+    experts = run.once("experts.jsonl", coevolve.collect_experts,
                        *map(Path, filter(None, [run.settings.experts])))
     agent = run.once("sft-target", train_sft, run.base, experts, name="target")
     evaluations(run, {"target": agent}, 0)
@@ -64,7 +65,7 @@ def explore(run: Run, out: Path, agent: Path, experts: Path, *first: Path, name:
     episodes = [Trajectory(e.task, name, i, n, seed_of(s.seed, name, i, e.task, n))
                 for e in read(experts) for n in numbers(e.task)]
     episodes = run.play(agent, episodes, s.temperature)
-    run.write(out, episodes)
+    write(run, out, episodes)
     return scores(episodes, run) if episodes else dict(episodes=0)
 
 
@@ -79,7 +80,7 @@ def join_successes(run: Run, out: Path, experts: Path, played: list[Path]) -> di
     """The experts and the sampled successes."""
     dropped, known = Counter(), read(experts)
     joined = join(known, by_task(read(*played), dropped), dropped, run.env)
-    run.write(out, joined)
+    write(run, out, joined)
     return dict(experts=len(known), successes=len(joined) - len(known), dropped=dropped)
 
 
@@ -221,8 +222,6 @@ class Ppo:
 class Baselines(Ppo, flags.Stated):
     samples: flags.Count = 5       # rollouts of an instruction, DART's n [Section 5.3; ours]
     dart_budget: flags.Whole = 10  # N; N x (share of failures) more rollouts [Section 5.3]
-
-    presets = {"tiny": dict(ppo_lr=1e-4), "smollm2": dict(ppo_lr=5e-6)}
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         return [*super().conflicts(s),

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Literal, Optional
 
 import envs
-from coevolve import Run, bar, scores
+from coevolve import Run, bar, scores, write
 from dpo import Trajectory
 from lab.endpoint import ContextFull, Endpoint, NotAnswered
+from lab.kept import whole_lines
 from lab.overlap import Overlap, marks
 from worlds import flags, is_web_address
 from worlds.files import hashed, seed_of
@@ -47,7 +47,7 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
         numbers = play_at_endpoint(run, episodes)
     else:
         episodes, numbers = run.play(agent, episodes, s.temperature), {}
-    run.write(out, episodes)
+    write(run, out, episodes)
     if s.rollouts > 1:
         rewards = {task: [] for task in tasks}
         for t in episodes:
@@ -61,36 +61,15 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
 # --------------------------------------------------------------------------------- an endpoint
 
 
-class EndpointRun(Run):
-    """A run whose --model may be an endpoint, which is no folder: `base` is then the tiny model,
-    which does nothing."""
-
-    def __init__(self, settings, options):
-        self.asked = settings
-        super().__init__(replace(settings, model="tiny") if is_endpoint(settings.model) else
-                         settings, options)
-
-    def open(self) -> None:
-        self.settings = self.asked
-        super().open()
-
-
 class Answers:
     """The answers of an endpoint that a run has paid for, by what was asked: lines of a file."""
 
-    def __init__(self, path: Path):
-        self.path, self.rows, self.lock, end = path, {}, threading.Lock(), 0
-        for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
-            try:
-                row = json.loads(line)
-            except ValueError:  # the power was lost while it was written
-                break
-            self.rows[row["asked"]], end = row, end + len(line) + 1
-        if path.exists():
-            os.truncate(path, end)
+    def __init__(self, file: Path):
+        self.file, self.lock = file, threading.Lock()
+        self.rows = {row["asked"]: row for row in whole_lines(file)} if file.exists() else {}
 
     def add(self, row: dict) -> None:
-        with self.lock, open(self.path, "a") as file:
+        with self.lock, open(self.file, "a") as file:
             file.write(json.dumps(row) + "\n")
             self.rows[row["asked"]] = row
 
@@ -196,14 +175,6 @@ class Chat(Overlap):
     examples: flags.limited(int, "must be 0, 1 or 2", lambda n: 0 <= n <= 2) = 1
     # a task that the endpoint refuses for good ends the run, or counts as reward 0
     refused: flags.Free[Literal["stop", "zero"]] = "stop"
-
-    presets = {"chat": dict(method="chat", temperature=0.0, rollouts=1, max_tokens=100_000),
-               "evaluate": dict(temperature=0.0, rollouts=1)}
-
-    @classmethod
-    def preset_names(cls, values: dict) -> list[str]:
-        method = "chat" if is_endpoint(values["model"]) else values["method"]
-        return [*super().preset_names(values), method]
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         chats = s.method == "chat"

@@ -1,17 +1,16 @@
 """What an agent was trained on stands in its folder, and a run refuses to evaluate it on that."""
 
 import json
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from coevolve import Run
+from dpo import Group, trajectories
 from envs import Refused, World
 from worlds import flags, plain
 from worlds.files import hashed
-from worlds.published import read_experts
 
 FILE = "trained_on.json"  # in an agent's folder
 
@@ -36,27 +35,24 @@ def trained_on(agent: Path) -> set[str]:
     return {*json.loads(file.read_text())["marks"]} if file.exists() else set()
 
 
-def record(run: Run, out: Path, before: Path, tasks: Iterable[str], env: World = None) -> None:
-    """Writes into an agent's folder what it and `before`, from which it came, were trained on.
-    env: where it knows more tasks than the run's, as those made during a run."""
+def record(run: Run, out: Path, model, steps: list[list[Group]]) -> None:
+    """Writes into an agent's folder what it, a model that was trained on these steps, and the agent
+    that it was read from were trained on."""
     if run.main:
-        known = trained_on(before).union(*(marks(env or run.env, task) for task in {*tasks}))
-        (out / FILE).write_text(json.dumps(dict(tasks=sorted({*tasks}), marks=sorted(known))))
+        tasks = {t.task for batch in steps for t in trajectories(batch)}
+        known = trained_on(Path(model.name_or_path)).union(*(marks(run.env, t) for t in tasks))
+        (out / FILE).write_text(json.dumps(dict(tasks=sorted(tasks), marks=sorted(known))))
 
 
 def check(run: Run) -> None:
-    """Refused where an evaluated task was trained on by an agent that the run begins from, or is a
-    training task by another id; `collect_experts` leaves out those with the same id."""
+    """Refused where an agent that the run begins from was trained on an evaluated task. (The run's
+    own experts of evaluated tasks are left out by `collect_experts`.)"""
     s, env = run.settings, run.env
     evaluated = {task: marks(env, task) for split in run.splits
                  for task in env.tasks(split)[:s.eval_tasks or None]}
     sources = {f"--model {s.model}": trained_on(run.base)}
     if s.failure_from:
         sources[f"--failure-from {s.failure_from}"] = trained_on(Path(s.failure_from))
-    if s.method not in ("evaluate", "chat"):
-        names = [e[0] for e in read_experts(s.experts, env)] if s.experts else env.tasks("train")
-        sources[f"--experts {s.experts}" if s.experts else "the training split"] = set().union(*(
-            marks(env, task) for task in names[:s.train_tasks or None] if task not in evaluated))
     for source, known in sources.items():
         both = [task for task in evaluated if evaluated[task] & known]
         if both and s.overlap == "refuse":

@@ -3,16 +3,20 @@ agent's folder that is evaluated as it is."""
 
 import json
 import os
-from dataclasses import dataclass
+import signal
+import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import KEY, ended, fork
+from conftest import KEY, ended, fork, wait_until
 
 import coevolve
+import dpo
 import envs
-from lab import chat, overlap
 from lab import endpoint as endpoints
+from lab import overlap
+from lab.run import Run
+from lab.settings import METHODS, Settings
 from worlds import Step, flags
 from worlds.files import read_jsonl
 
@@ -37,15 +41,6 @@ class Guess(envs.World):
         return lambda observation: next(replies)
 
 
-@dataclass(frozen=True)
-class Settings(chat.Chat, coevolve.Settings):
-    presets = chat.Chat.presets
-
-
-METHODS = {name: (loop, (*reads, overlap.Overlap)) for name, (loop, reads)
-           in (coevolve.METHODS | chat.METHODS).items()}
-
-
 def parsed(*argv):
     return flags.parse([*map(str, argv)], Settings, METHODS, envs.environment)
 
@@ -57,8 +52,11 @@ def start(tmp_path, monkeypatch):
     monkeypatch.setattr(endpoints.random, "uniform", lambda low, high: 0.0)
 
     def begin(*argv):
-        r = chat.EndpointRun(*parsed("--out", tmp_path / "run", *argv))
-        METHODS[r.settings.method][0](r)
+        s, options = parsed("--out", tmp_path / "run", *argv)
+        if s.method == "chat":
+            monkeypatch.setitem(coevolve.MODELS, s.model, coevolve.MODELS["tiny"])
+        r = coevolve.Run(s, options)
+        METHODS[s.method][0](r)
         return r
 
     return begin
@@ -265,25 +263,35 @@ def test_an_error_of_one_episode_ends_the_others_before_their_next_request(endpo
     assert len(endpoint.seen) <= 4
 
 
-def test_the_key_is_nowhere_when_a_whole_command_has_run(endpoint, tmp_path):
-    endpoint.answer = lambda messages: "Thought: t\nAction: search[mug]"
-    for out, faults, status, says in (("run", 0, 0, "prompt_tokens"), ("refused", 9, 1, "bad key ***")):
-        endpoint.faults = [(401, f"bad key {KEY}", {})] * faults
-        command = ["--model", endpoint.url, "--model-name", "m", "--eval-tasks", "2", "--examples",
-                   "1", "--out", str(tmp_path / out)]
-        said = tmp_path / f"{out}.said"
+def test_killed_while_it_plays_a_run_pays_for_nothing_twice_and_the_key_is_nowhere(endpoint, tmp_path):
+    def work():
+        try:
+            coevolve.MODELS[endpoint.url] = coevolve.MODELS["tiny"]
+            coevolve.main([
+                "--model", endpoint.url, "--model-name", "m", "--eval-tasks", "6", "--slots", "2",
+                "--max-new-tokens", "9", "--out", str(tmp_path / "run")], Settings, Run, METHODS)
+        except SystemExit as error:
+            print(error, flush=True)
+            os._exit(1)
 
-        def work():
-            try:
-                coevolve.main(command, Settings, chat.EndpointRun, METHODS)
-            except SystemExit as error:
-                print(error, flush=True)
-                os._exit(1)
-
-        assert ended(fork(work, said)) == status
-        assert says in said.read_text()
-    texts = [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(texts) > 6 and not any(KEY in text for text in texts)
+    asked = lambda: [json.dumps(body["messages"]) for _, _, body in endpoint.seen]
+    endpoint.answer = lambda messages: time.sleep(0.02) or "Thought: t\nAction: search[mug]"
+    for kills in (20, 70):  # of 2 x 6 episodes of 15 turns
+        process = fork(work, tmp_path / "said")
+        wait_until(lambda: len(endpoint.seen) > kills)
+        os.kill(process, signal.SIGKILL)
+        ended(process)
+    endpoint.faults = [(401, f"bad key {KEY}", {})] * 2
+    assert ended(fork(work, tmp_path / "said")) == 1
+    assert "bad key ***" in (tmp_path / "said").read_text()
+    endpoint.faults = []
+    assert ended(fork(work, tmp_path / "said")) == 0
+    # Each end may have cost the two answers that were on their way.
+    rows = [r for f in (tmp_path / "run").glob("eval-*.jsonl") for r in read_jsonl(f)]
+    assert len({*asked()}) == sum(r["steps"] for r in rows) and len(rows) == 12
+    assert len(asked()) - len({*asked()}) <= 6
+    texts = [f.read_text(errors="replace") for f in tmp_path.rglob("*") if f.is_file()]
+    assert len(texts) > 5 and not any(KEY in text for text in texts)
 
 
 # --------------------------------------------------------------------------------- the requests
@@ -422,13 +430,12 @@ def test_what_does_not_go_together_is_refused(argv, says):
         parsed(*argv.split())
 
 
-def test_evaluation_is_greedy_unless_asked_otherwise():
-    for argv in (("--method", "evaluate"), ("--model", "http://a/v1", "--model-name", "m")):
-        s, _ = parsed(*argv)
-        assert (s.temperature, s.rollouts) == (0, 1)
-        s, _ = parsed(*argv, "--temperature", 1, "--rollouts", 4)
-        assert (s.temperature, s.rollouts) == (1, 4)
-    assert s.method == "chat"
+@pytest.mark.parametrize("argv", [("--method", "evaluate"),
+                                  ("--model", "http://a/v1", "--model-name", "m")])
+def test_evaluation_is_greedy_unless_asked_otherwise(argv):
+    more = "--temperature", 1, "--rollouts", 4
+    assert [(s.temperature, s.rollouts, s.method) for s, _ in (parsed(*argv), parsed(*argv, *more))] == [
+        (0, 1, s := "evaluate" if "evaluate" in argv else "chat"), (1, 4, s)]
 
 
 # ------------------------------------------------------------ what an agent was trained on
@@ -436,7 +443,8 @@ def test_evaluation_is_greedy_unless_asked_otherwise():
 
 def trained(run, folder, names, before="nowhere"):
     folder.mkdir(parents=True)
-    overlap.record(run, folder, folder.parent / before, names)
+    model = SimpleNamespace(name_or_path=str(folder.parent / before))
+    overlap.record(run, folder, model, [[dpo.Group([dpo.Trajectory(name)])] for name in names])
     return folder
 
 
@@ -463,9 +471,8 @@ def test_a_task_is_known_by_what_it_is_whatever_its_number(start, small, tmp_pat
         overlap.check(r)
 
 
-def test_the_training_split_and_the_failure_agents_tasks_count_too(start, small, tmp_path):
-    r = start("--method", "sft", *small)
-    overlap.check(r)
+def test_a_failure_agents_tasks_count_too_unless_they_are_kept(start, small, tmp_path):
+    r = start("--method", "evaluate", *small)
     failure = trained(r, tmp_path / "failure", ["guess-test-0"])
     r.settings = parsed("--method", "coevolve", "--failure-from", failure)[0]
     with pytest.raises(envs.Refused, match=f"--failure-from {failure}"):
@@ -474,17 +481,17 @@ def test_the_training_split_and_the_failure_agents_tasks_count_too(start, small,
     overlap.check(r)
 
 
-def test_no_built_in_split_overlaps_another_and_a_servers_goals_are_known_by_number(tmp_path):
-    def run(s, **options):
-        env = envs.make(s.env, **options)
-        return SimpleNamespace(settings=s, env=env, splits=env.test_splits, base=tmp_path)
-
-    for name in ("webshop", "intercodesql", "scienceworld"):
-        overlap.check(run(parsed("--env", name, "--method", "sft")[0]))
-    turns = [("human", "rules"), ("gpt", "OK"), ("human", "x"), ("gpt", "Action: search[x]")]
-    (tmp_path / "e").write_text(json.dumps([
-        dict(id=f"webshop_{n}", conversations=[{"from": f, "value": v} for f, v in turns])
-        for n in (0, 4, 9, 12, 199, 200, 3000)]))
-    s = parsed("--method", "sft", "--experts", tmp_path / "e", "--eval-tasks", 200)[0]
-    with pytest.raises(envs.Refused, match="^5 of 200 .*webshop-test-0, webshop-test-4.*--split-file"):
-        overlap.check(run(s, webshop_url="http://127.0.0.1:9"))
+def test_an_agent_of_a_run_is_known_by_all_that_came_before_it(small, tmp_path, monkeypatch):
+    """By the careful run: of SFT, and of the agent that learned from pairs of two tasks alone."""
+    monkeypatch.setattr(envs, "make", lambda name, view, **_: Guess(view))
+    monkeypatch.setattr(coevolve, "instructions", lambda experts, *_: experts[:2])
+    monkeypatch.setattr(Guess, "splits", Guess.splits | dict(
+        train=Guess.splits["train"] | {"9": "letter test-2"}))  # an evaluated task's own
+    r = Run(*parsed("--method", "eto", *small, "--iterations", 1, "--out", tmp_path / "run"))
+    METHODS["eto"][0](r)
+    assert r.done["experts.jsonl"]["dropped"] == {"evaluated too": 1}
+    known = {name: json.loads((r.folder / name / overlap.FILE).read_text())
+             for name in ("sft-target", "iter1/target-agent")}
+    assert [len(found["tasks"]) for found in known.values()] == [4, 2]
+    assert known["sft-target"]["marks"] == known["iter1/target-agent"]["marks"] == sorted(set().union(*(
+        overlap.marks(r.env, f"guess-train-{n}") for n in range(4))))

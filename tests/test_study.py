@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import re
-import runpy
 import signal
 import sys
 import threading
@@ -17,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from test_report import evaluation, trajectory, write_lines, write_run
+from test_report import trajectory, write_lines, write_run
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 from dpo import Trajectory
