@@ -80,11 +80,11 @@ def collect_experts(run: Run, out: Path, file: Path | None = None) -> dict:
     """Expert trajectories of the training tasks, kept above expert_min_reward: those of a file,
     else the scripted expert's."""
     s, env, kept, dropped = run.settings, run.make_env(), [], Counter()
-    evaluated = {task for split in run.splits for task in env.tasks(split)}
+    evaluated = {repr(env.find(task)) for split in run.splits for task in env.tasks(split)}
     first = len(envs.opening(env, ""))  # turns before an expert's first reply
     for task, messages, reward in envs.experts(env, file, s.train_tasks):
         ids, mask = run.encoder.encode(messages, first)
-        if task in evaluated:
+        if repr(env.find(task)) in evaluated:  # whatever its number
             dropped["evaluated too"] += 1
         elif reward <= s.expert_min_reward and reward < env.success:
             dropped["reward"] += 1
@@ -331,7 +331,7 @@ class Common:
     slots: flags.Free[flags.Count] = 32  # episodes side by side on a rank [ours]
     tokens_per_forward: flags.Free[flags.Whole] = 0  # of a rank; 0: 8,192 on GPUs, else 1,024
     bf16: AUTO = "auto"                  # passes and rollouts; auto: on GPUs, not tiny [ours]
-    shard: flags.Free[AUTO] = "auto"     # what trains over the ranks (FSDP2); auto: if several
+    shard: flags.Free[AUTO] = "auto"     # what trains over the ranks (FSDP2), if several
     gradient_checkpointing: flags.Free[AUTO] = "auto"  # layers run again in the backward pass
 
 
@@ -415,7 +415,7 @@ class Run:
         self.main, self.ranks = self.accelerator.is_main_process, self.accelerator.num_processes
         self.patient = None if self.ranks == 1 else torch.distributed.new_group(
             backend="gloo", timeout=timedelta(days=7))  # one rank may play for hours longer
-        self.shard = self.ranks > 1 if s.shard == "auto" else s.shard == "on"
+        self.shard = self.ranks > 1 and s.shard != "off"
         self.tokens_per_forward = s.tokens_per_forward or (8192 if gpu else 1024)
         self.make_env = partial(envs.make, s.env, s.view, **asdict(options))
         self.env = self.make_env()
@@ -436,7 +436,7 @@ class Run:
             config.write_text(json.dumps(dict(settings=now, alone=alone), indent=1))
         self.accelerator.wait_for_everyone()
         before = read_json(config)
-        flags.check_same(before["settings"], json.loads(json.dumps(now)), type(self.settings))
+        flags.check_same(before.get("settings"), json.loads(json.dumps(now)), type(self.settings))
         self.alone = before["alone"]  # whether passes, and replies, are of one text at a time
         if any(self.alone) and self.main:
             print(f"{self.base} does not read texts side by side as it reads each: one at a time")
@@ -495,7 +495,7 @@ class Run:
         how = replace(how, weight_decay=s.weight_decay, max_grad_norm=s.max_grad_norm,
                       tokens=self.tokens_per_forward * self.ranks)
         with bar(self, len(steps)) as progress:
-            dpo.fit(model, steps, self.log_probs, how,
+            dpo.fit(model, steps, partial(self.log_probs, sampler=how.sampler), how,
                     lambda event: (events.append(event), progress.update()))
         dpo.save(self.accelerator, model, self.tokenizer, out)
         write(self, out / "train.jsonl", events)

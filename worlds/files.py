@@ -51,7 +51,7 @@ def fingerprint(path: Path) -> list | str:
     """What tells a file from others, its size and its last megabyte; of a folder that of its files.
     What is not there, such as a name on the hub, is told by its name."""
     found = []
-    for file in [path] if path.is_file() else sorted(path.glob("*.*")):
+    for file in [path] if path.is_file() else sorted(filter(Path.is_file, path.glob("*.*"))):
         with open(file, "rb") as f:
             f.seek(max(0, (size := file.stat().st_size) - (1 << 20)))
             found.append([file.name, size, hashlib.sha256(f.read()).hexdigest()])
