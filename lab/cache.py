@@ -1,4 +1,4 @@
-"""Replies with keys and values that are kept over an episode's turns, so that nothing is read twice.
+"""Replies with keys and values that are kept over an episode's turns: nothing is read twice.
 
 For models of plain causal attention in all layers, on a CPU; it gives what `dpo.replies` gives.
 """
@@ -25,7 +25,8 @@ class Cached:
     def __init__(self, model, encoder: dpo.Encoder, sampler: dpo.Sampler, stops: tuple[str, ...],
                  s):
         """s: settings, of which it asks for slots, max_tokens, max_new_tokens."""
-        self.model, self.encoder, self.sampler, self.stops, self.s = model, encoder, sampler, stops, s
+        self.model, self.encoder, self.sampler = model, encoder, sampler
+        self.stops, self.s = stops, s
         self.cache = SlotCache(model, s.slots, s.max_tokens)
         self.held = [[] for _ in range(s.slots)]  # the tokens whose keys and values a slot holds
         self.slot_of = {}                         # an episode's random numbers -> its slot

@@ -5,8 +5,8 @@ import shutil
 import time
 from pathlib import Path
 
-import torch
 import torch.distributed.checkpoint as dcp
+from accelerate.utils import broadcast_object_list
 from torch.distributed.checkpoint import state_dict as states
 
 SHARE = 0.05  # of a phase's time may go into writing states [ours]
@@ -44,9 +44,7 @@ class Checkpoint:
         """Every rank calls this after the same step. A state is written after the minutes given, or
         as many more as keep writing a SHARE of the time; the main rank's clock decides."""
         least = max(self.seconds, self.took / SHARE if self.seconds else 0)
-        due = torch.tensor(time.monotonic() - self.saved_at >= least, device=self.accelerator.device)
-        if self.accelerator.num_processes > 1:
-            torch.distributed.broadcast(due := due.int(), src=0)
+        due = broadcast_object_list([time.monotonic() - self.saved_at >= least])[0]
         if not due:
             return
         started, main = time.monotonic(), self.accelerator.is_main_process

@@ -17,6 +17,7 @@ import json
 import shutil
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -57,8 +58,8 @@ class Run(evolve.Run):
         weights = sum(file.stat().st_size for file in self.base.glob("*.safetensors"))
         needed = weights * (2 + 2 * getattr(s, "iterations", 0))
         if needed > (free := shutil.disk_usage(self.folder).free):
-            raise envs.Refused(f"--out {self.folder}: {free / 1e9:.1f} GB are free, and agents take "
-                               f"up to {needed / 1e9:.1f} GB; give a folder on another disk")
+            raise envs.Refused(f"--out {self.folder}: {free / 1e9:.1f} GB are free, and agents "
+                               f"take up to {needed / 1e9:.1f} GB; give a folder on another disk")
         self.small = 0 < weights < SMALL
         super().open()
         overlap.check(self)
@@ -143,12 +144,15 @@ class Run(evolve.Run):
             self.log("train", phase=self.name, **event)
 
         with coevolve.bar(self, len(steps)) as progress:
-            dpo.fit(model, steps, self.log_probs, how, log, checkpoint)
+            dpo.fit(model, steps, partial(self.log_probs, sampler=how.sampler), how, log,
+                    checkpoint)
         dpo.save(self.accelerator, model, self.tokenizer, out)
-        self.write(out / "train.jsonl", events)
-        self.write(out / "margins.jsonl", margins.of(self, model, steps, how))
-        overlap.record(self, out)
-        return dict(steps=len(events), first_loss=events[0]["loss"], loss=events[-1]["loss"])
+        coevolve.write(self, out / "train.jsonl", events)
+        coevolve.write(self, out / "margins.jsonl", margins.of(self, model, steps, how))
+        overlap.record(self, out, model, steps)
+        tokens = sum(len(t.ids) for batch in steps for t in dpo.trajectories(batch))
+        return dict(steps=len(events), tokens=tokens, first_loss=events[0]["loss"],
+                    loss=events[-1]["loss"])
 
     def play_share(self, share: list[dpo.Trajectory], answer, make_env) -> list[dpo.Trajectory]:
         s, cpu = self.settings, self.accelerator.device.type == "cpu"

@@ -4,9 +4,30 @@ import hashlib
 import json
 from pathlib import Path
 
+from worlds.flags import Refused
 
-def read_jsonl(file: Path) -> list[dict]:
-    return [json.loads(row) for row in file.read_text().splitlines()]
+
+def read_json(file: Path) -> dict:
+    """The JSON object in a file; Refused, naming it, unless it is whole."""
+    return whole_object(file.read_text(encoding="utf-8", errors="replace"), file)
+
+
+def read_jsonl(file: Path, growing: bool = False) -> list[dict]:
+    """The objects of a file, one a line; Refused, naming file and line, where one is not whole.
+    growing: without a last line that is still being written."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    lines = text.split("\n")[:-1] if growing or text.endswith("\n") else text.split("\n")
+    return [whole_object(row, f"{file}, line {n}") for n, row in enumerate(lines, 1)]
+
+
+def whole_object(text: str, where) -> dict:
+    try:
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
+    except ValueError:
+        pass
+    raise Refused(f"{where}: {text[:40]!r} is no whole JSON object; restore the file, or delete it")
 
 
 def write_jsonl(file: Path, rows: list) -> None:
@@ -30,7 +51,7 @@ def fingerprint(path: Path) -> list | str:
     """What tells a file from others, its size and its last megabyte; of a folder that of its files.
     What is not there, such as a name on the hub, is told by its name."""
     found = []
-    for file in [path] if path.is_file() else sorted(path.glob("*.*")):
+    for file in [path] if path.is_file() else sorted(filter(Path.is_file, path.glob("*.*"))):
         with open(file, "rb") as f:
             f.seek(max(0, (size := file.stat().st_size) - (1 << 20)))
             found.append([file.name, size, hashlib.sha256(f.read()).hexdigest()])
@@ -49,7 +70,7 @@ def known_by(made, agents: dict[Path, str]):
 
 
 def line(name: str, numbers: dict) -> str:
-    """A name and its numbers in one line, those of dictionaries among them; all else is left out."""
+    """A name and its numbers in one line, those in dictionaries too; all else is left out."""
     flat = {}
     for key, value in numbers.items():
         flat |= value if isinstance(value, dict) else {key: value}

@@ -80,7 +80,6 @@ class ScienceWorld(World):
     rules = PROMPT
     test_splits = ("seen", "unseen")
     max_steps = 100
-    latency = 3
     recycle = 2000
     _idle = []   # simulators that no object uses
     _golds = {}  # (task type, variation) -> the simulator's solution
@@ -186,7 +185,7 @@ class ScienceWorld(World):
                 raise
             kind, number = self._task
             raise EnvError(f"scienceworld {kind} {number}: the simulator died ({problem[:200]}); "
-                           "is there memory for its Java process?") from None
+                           "see that there is memory for its Java process") from None
 
     def _stop(self):
         if self._simulator:

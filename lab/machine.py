@@ -1,0 +1,72 @@
+"""What a machine cannot do, said before anything is loaded: GPUs that torch cannot use, models that
+no card of it holds. Both functions give one line with the remedy, or None.
+"""
+
+import math
+import os
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+
+FREE = 0.92  # of a card's memory: contexts, NCCL's buffers and the allocator's gaps take the rest
+ACTING = 0.5  # of a pass's tokens, those whose next token is an action of some row [ours]
+
+
+def check_torch(devices: Path = Path("/dev")) -> str | None:
+    """Why this torch cannot use the GPUs that the machine has, and the command that mends it. An
+    empty CUDA_VISIBLE_DEVICES asks for the CPU. devices: where the system lists its devices."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or torch.cuda.is_available():
+        return None
+    amd, nvidia = (devices / "kfd").exists(), (devices / "nvidia0").exists()
+    if not (amd or nvidia):
+        return None
+    if torch.version.hip if amd else torch.version.cuda:
+        return (f"this machine has GPUs, but torch {torch.__version__} cannot reach them; update "
+                "their driver, or set CUDA_VISIBLE_DEVICES= to train on the CPU")
+    index = f"https://download.pytorch.org/whl/rocm{rocm()}" if amd else "https://pypi.org/simple"
+    return (f"this machine has {'AMD' if amd else 'NVIDIA'} GPUs, and torch {torch.__version__} "
+            f"was built without them: {sys.executable} -m pip install --force-reinstall "
+            f"--index-url {index} torch; or set CUDA_VISIBLE_DEVICES= to train on the CPU")
+
+
+def rocm(file: Path = Path("/opt/rocm/.info/version")) -> str:
+    """The major and minor version of ROCm that this machine has, as torch's indices are named."""
+    return ".".join(file.read_text().split(".")[:2]) if file.exists() else "X.Y"
+
+
+def check_memory(config, ranks: int, card_bytes: float, tokens: int) -> str | None:
+    """Why a model cannot be trained and played on so many cards of this memory, and what would fit.
+
+    config: of the model. In fp32, weights, gradients and AdamW's two moments are 16 bytes a
+    parameter, in parts over the ranks; with one rank autocast holds a bf16 copy too. A bf16 pass
+    over `tokens` tokens keeps a layer's input for each layer, the inside of one layer and logits.
+    A replica that plays takes 2 bytes a parameter, beside it nothing that trains.
+    """
+    c, room = config.get_text_config(), FREE * card_bytes
+    with init_empty_weights():
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    parameters = model.num_parameters()
+    states = 16 * parameters / ranks + (2 * parameters if ranks == 1 else 0)
+    inner = getattr(c, "intermediate_size", None) or 4 * c.hidden_size
+    token = (2 * c.hidden_size * (c.num_hidden_layers + 8) + 8 * inner
+             + 10 * ACTING * c.vocab_size)  # bf16 logits, and in fp32 themselves and a gradient
+    said = f"{parameters / 1e9:.2f} B parameters on {ranks} x {card_bytes / 1e9:.0f} GB: "
+    if 2 * parameters > room:
+        return (f"{said}the copy that plays takes {2 * parameters / 1e9:.0f} GB on each; give "
+                "larger cards, or a smaller model")
+    longest = int((room - states) // token)
+    if longest >= tokens:
+        return None
+    if longest >= 1024:
+        return (f"{said}training takes {(states + tokens * token) / 1e9:.0f} GB on each, "
+                f"{tokens * token / 1e9:.0f} of them for a pass; lower --tokens-per-forward from "
+                f"{tokens} to {longest // 512 * 512}")
+    left = room - tokens * token
+    enough = math.ceil(16 * parameters / left) if left > 0 else None
+    remedy = f"{max(2, enough)} such cards would do" if enough else "give larger cards"
+    return (f"{said}weights, gradients and moments take {states / 1e9:.0f} GB on each and a pass "
+            f"{tokens * token / 1e9:.0f}; {remedy}, or a smaller model")
