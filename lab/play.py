@@ -207,9 +207,9 @@ def main(argv: list[str]) -> None:
     encoder = Encoder(dpo.read(transformers.AutoTokenizer, folder or coevolve.MODELS["tiny"]))
     try:
         for output in phases_of(run) if run else ():
-            if output.endswith("tasks.jsonl"):  # that evolution made; training tasks have no task
+            if output.endswith("tasks.jsonl"):  # training tasks have no definition
                 for row in read_jsonl(run / output):
-                    env.add(row["task"]) if "task" in row else None
+                    env.add(row["definition"]) if "definition" in row else None
         task = choose_task(env, words[1] if len(words) > 1 else env.test_splits[0])
         propose = proposer(folder, config, encoder, env.stops) if run else None
         say(f"{folder} plays, greedily." * bool(run))
