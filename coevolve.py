@@ -80,11 +80,11 @@ def collect_experts(run: Run, out: Path, file: Path | None = None) -> dict:
     """Expert trajectories of the training tasks, kept above expert_min_reward: those of a file,
     else the scripted expert's."""
     s, env, kept, dropped = run.settings, run.make_env(), [], Counter()
-    evaluated = {task for split in run.splits for task in env.tasks(split)}
+    evaluated = {repr(env.find(task)) for split in run.splits for task in env.tasks(split)}
     first = len(envs.opening(env, ""))  # turns before an expert's first reply
     for task, messages, reward in envs.experts(env, file, s.train_tasks):
         ids, mask = run.encoder.encode(messages, first)
-        if task in evaluated:
+        if repr(env.find(task)) in evaluated:  # whatever its number
             dropped["evaluated too"] += 1
         elif reward <= s.expert_min_reward and reward < env.success:
             dropped["reward"] += 1
@@ -174,7 +174,7 @@ def train_preferences(run: Run, out: Path, agent: Path, first: Path, pairs: Path
         return dict(steps=0)
     s = replace(s, beta=s.beta if i == 1 else s.beta_later,
                 lambda_dpo=1.0 if name.startswith("failure") else s.lambda_dpo)
-    epochs = s.failure_epochs if name == "failure" and s.failure_epochs else s.dpo_epochs
+    epochs = s.failure_epochs if name.startswith("failure") and s.failure_epochs else s.dpo_epochs
     steps, most = [], s.dpo_steps if name == "target" else 0  # of them; 0: so many epochs
     while len(steps) < most if most else epochs:
         steps += dpo.batches(groups, s.dpo_batch, s.batch_unit, rng)
@@ -331,7 +331,7 @@ class Common:
     slots: flags.Free[flags.Count] = 32  # episodes side by side on a rank [ours]
     tokens_per_forward: flags.Free[flags.Whole] = 0  # of a rank; 0: 8,192 on GPUs, else 1,024
     bf16: AUTO = "auto"                  # passes and rollouts; auto: on GPUs, not tiny [ours]
-    shard: flags.Free[AUTO] = "auto"     # what trains over the ranks (FSDP2); auto: if several
+    shard: flags.Free[AUTO] = "auto"     # what trains over the ranks (FSDP2), if several
     gradient_checkpointing: flags.Free[AUTO] = "auto"  # layers run again in the backward pass
 
 
@@ -415,7 +415,7 @@ class Run:
         self.main, self.ranks = self.accelerator.is_main_process, self.accelerator.num_processes
         self.patient = None if self.ranks == 1 else torch.distributed.new_group(
             backend="gloo", timeout=timedelta(days=7))  # one rank may play for hours longer
-        self.shard = self.ranks > 1 if s.shard == "auto" else s.shard == "on"
+        self.shard = self.ranks > 1 and s.shard != "off"
         self.tokens_per_forward = s.tokens_per_forward or (8192 if gpu else 1024)
         self.make_env = partial(envs.make, s.env, s.view, **asdict(options))
         self.env = self.make_env()
@@ -436,12 +436,13 @@ class Run:
             config.write_text(json.dumps(dict(settings=now, ways=ways), indent=1))
         self.accelerator.wait_for_everyone()
         before = read_json(config)
-        flags.check_same(before["settings"], json.loads(json.dumps(now)), type(self.settings))
+        flags.check_same(before.get("settings"), json.loads(json.dumps(now)), type(self.settings))
         self.passes_alone, *self.ways = before["ways"]  # of replies: alone, with a cache
-        if self.main and (self.passes_alone, *self.ways) != (False, False, True):
-            print(f"{self.base} is not read side by side with a cache as each text alone, so passes "
-                  f"are of {'one' if self.passes_alone else 'several'}, replies of "
-                  f"{'one' if self.ways[0] else 'several'}, with{'' if self.ways[1] else 'out'} it")
+        if self.main and before["ways"] != [False, False, True]:
+            one = {True: "one text at a time", False: "several texts at once"}
+            print(f"{self.base} reads some texts otherwise side by side or with a cache: passes of "
+                  f"{one[self.passes_alone]}, replies to {one[self.ways[0]]}, "
+                  f"with{'' if self.ways[1] else 'out'} a cache")
         self.before = read_json(phases) if phases.exists() else {}
 
     def once(self, output: str, work, *inputs, **how) -> Path:
@@ -497,7 +498,7 @@ class Run:
         how = replace(how, weight_decay=s.weight_decay, max_grad_norm=s.max_grad_norm,
                       tokens=self.tokens_per_forward * self.ranks)
         with bar(self, len(steps)) as progress:
-            dpo.fit(model, steps, self.log_probs, how,
+            dpo.fit(model, steps, partial(self.log_probs, sampler=how.sampler), how,
                     lambda event: (events.append(event), progress.update()))
         dpo.save(self.accelerator, model, self.tokenizer, out)
         write(self, out / "train.jsonl", events)

@@ -204,7 +204,7 @@ def log_probs(accelerator, model, sequences: list[Trajectory], tokens: int,
             # All ranks have to meet in a pass; one without work repeats something and forgets it.
             ns, counts = (passes[k], 1) if k < len(passes) else (passes[-1][-1:], 0)
             places = [j for n in ns for j in range(first[n], first[n + 1])]
-            own = own.index_add(0, torch.tensor(places, device=own.device), counts * (
+            own = own.index_add(0, torch.tensor(places, device=own.device).long(), counts * (
                 token_log_probs(model, [sequences[n] for n in ns], sampler)))
     return own if ranks == 1 else ranks * own + (
         accelerator.reduce(own.detach()) - ranks * own.detach())
@@ -303,7 +303,7 @@ def of_pairs(policy: Tensor, groups: list[Group], log_prob: str = "sum") -> tupl
         pi, reference = pi / tokens, reference / tokens
     firsts = itertools.accumulate((len(g.sequences) for g in groups), initial=0)
     places = [(n + p.chosen, n + p.rejected) for n, g in zip(firsts, groups) for p in g.pairs]
-    return pi, reference, tokens, *torch.tensor(places, device=pi.device).T
+    return pi, reference, tokens, *torch.tensor(places, device=pi.device).reshape(-1, 2).T
 
 
 def add(sums: dict, more: dict) -> None:
@@ -319,7 +319,6 @@ def add(sums: dict, more: dict) -> None:
 class Objective:
     """What a batch is trained on, and how. Its loss is a sum over its groups, divided by one over
     the whole batch: a mean of passes' means would weigh a pair by the pass that it is in."""
-
     loss: Callable              # (policy, groups) -> sum, statistics
     divisor: Callable           # group -> number
     lr: float                   # peak
@@ -329,6 +328,7 @@ class Objective:
     max_grad_norm: float = 1.0
     tokens: int = 4096          # whose activations are in memory at once, on all ranks together
     before: Callable | None = None  # (batch, log_probs) -> a third argument of the loss
+    sampler: Sampler = Sampler()  # what pi is
 
     def rate(self, step: int, steps: int) -> float:
         rising = int(self.warmup * steps)  # a phase of one step has none
@@ -405,7 +405,7 @@ def read(kind, folder, **how):
     """What kind.from_pretrained makes of a folder or hub name; Unusable where it makes nothing."""
     try:
         return kind.from_pretrained(str(folder), **how)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # of safetensors, too, and of tokenizers
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise Unusable(f"--model {folder}: {said}; give a hub name within reach, or a folder with "
                        "config, weights and tokenizer of a causal LM") from None

@@ -30,20 +30,36 @@ GOES_ON = "PART_OF_A_STUDY" not in os.environ  # a study says it of itself, and 
 def main(argv: list[str]) -> None:
     settings, options = parse(argv, Settings, METHODS, envs.environment)
     transformers.utils.logging.disable_progress_bar()
-    machine.check(settings)
     if settings.model == "smollm2":
         coevolve.MODELS["smollm2"] = smollm2.base()
+    if settings.method == "chat":  # in no folder; a run has this one's tokenizer, and no use for it
+        coevolve.MODELS[settings.model] = coevolve.MODELS["tiny"]
+    check_machine(settings)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     torch.set_num_threads(settings.threads or max(1, cores // ranks))
     run = Run(settings, options)
     METHODS[settings.method][0](run)
     if run.main:
-        print(report.table(run.folder))
+        print(report.close(run.folder))
         with suppress(KeyboardInterrupt):
             print(page.make_page(run.folder))
     run.accelerator.wait_for_everyone()  # one that ends earlier takes its connections along
     run.accelerator.end_training()
+
+
+def check_machine(s: Settings) -> None:
+    """Refused where this machine cannot do what is asked, before anything is loaded."""
+    if s.model == "tiny" or s.method == "chat":
+        return
+    why = machine.check_torch()
+    if torch.cuda.is_available() and s.method != "evaluate":
+        card = torch.cuda.get_device_properties(0).total_memory
+        why = machine.check_memory(
+            dpo.read_config(coevolve.MODELS.get(s.model, s.model)),
+            int(os.environ.get("WORLD_SIZE", 1)), card, s.tokens_per_forward or 8192)
+    if why:
+        raise envs.Refused(f"--model {s.model}: {why}")
 
 
 def one_line(error: Exception) -> str | None:

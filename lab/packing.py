@@ -86,17 +86,19 @@ def shared_beginning(a: list[int], b: list[int]) -> int:
 
 
 def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None,
-                     scaling=None, lengths=None, cache=None, rows=None, first=None, **others):
+                     scaling=None, **how):
     """Causal attention of trajectories laid end to end in one row; no padding, no mask tensor.
 
-    query (1, H, N, d), key and value (1, H_kv, N, d); returns (1, N, H, d). rows and first: as
-    `lay_out` says, where trajectories share tokens; else N = sum(lengths). In rollouts: of `cache`.
+    query (1, H, N, d), key and value (1, H_kv, N, d); returns (1, N, H, d). how: lengths, whose sum
+    is N; where trajectories share tokens, rows and first as `lay_out` says; in rollouts the cache.
     """
-    odd = [name for name in ("sliding_window", "softcap", "s_aux") if others.get(name) is not None]
-    if odd or attention_mask is not None or lengths is None or key.shape[-1] != value.shape[-1]:
+    odd = [name for name in ("sliding_window", "softcap", "s_aux") if how.get(name) is not None]
+    if odd or attention_mask is not None or "lengths" not in how or (
+            key.shape[-1] != value.shape[-1]):
         raise ValueError(f"{type(module).__name__} is no plain causal attention: {odd or 'a mask'}")
-    if cache is not None:
-        return cache.attend(module.layer_idx, query, key, value, scaling), None
+    if "cache" in how:
+        return how["cache"].attend(module.layer_idx, query, key, value, scaling), None
+    rows, first, lengths = how.get("rows"), how.get("first"), how["lengths"]
     if rows is not None:
         query, key, value = (x.index_select(2, rows) for x in (query, key, value))
     outputs = torch.cat([

@@ -17,6 +17,7 @@ import json
 import shutil
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -112,7 +113,7 @@ class Run(evolve.Run):
 
     def replica(self, agent):
         model = super().replica(agent)
-        if self.fast:
+        if self.fast and model is not agent:  # one that is being trained stays as it is
             model.set_attn_implementation("ragged")
             prepack(model)
         return model
@@ -143,12 +144,15 @@ class Run(evolve.Run):
             self.log("train", phase=self.name, **event)
 
         with coevolve.bar(self, len(steps)) as progress:
-            dpo.fit(model, steps, self.log_probs, how, log, checkpoint)
+            dpo.fit(model, steps, partial(self.log_probs, sampler=how.sampler), how, log,
+                    checkpoint)
         dpo.save(self.accelerator, model, self.tokenizer, out)
         coevolve.write(self, out / "train.jsonl", events)
         coevolve.write(self, out / "margins.jsonl", margins.of(self, model, steps, how))
-        overlap.record(self, out)
-        return dict(steps=len(events), first_loss=events[0]["loss"], loss=events[-1]["loss"])
+        overlap.record(self, out, model, steps)
+        tokens = sum(len(t.ids) for batch in steps for t in dpo.trajectories(batch))
+        return dict(steps=len(events), tokens=tokens, first_loss=events[0]["loss"],
+                    loss=events[-1]["loss"])
 
     def play_share(self, share: list[dpo.Trajectory], answer, make_env) -> list[dpo.Trajectory]:
         s, cpu = self.settings, self.accelerator.device.type == "cpu"

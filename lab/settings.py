@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 import coevolve
-import evolve
-from lab import baselines, chat
+from lab import baselines, chat, explorer
+from lab.overlap import Overlap
 from worlds.flags import Free, OldFile, Weight, Whole
 
 
@@ -24,7 +24,7 @@ class Careful:
 
 
 @dataclass(frozen=True)
-class Settings(Careful, chat.Chat, baselines.Baselines, evolve.Grpo, coevolve.Settings):
+class Settings(Careful, chat.Chat, baselines.Baselines, explorer.Explorer, coevolve.Settings):
     """All settings of a run."""
     presets = coevolve.Settings.presets | {
         # Tuned on the validation splits; it starts from nothing and so needs larger steps.
@@ -42,17 +42,20 @@ class Settings(Careful, chat.Chat, baselines.Baselines, evolve.Grpo, coevolve.Se
                            sft_epochs=3),
         "quick smollm2": dict(train_tasks=8, eval_tasks=4, sft_batch=4),
         "aimed": dict(rare_min=2, start_share=0.5, mastered="leave"),
-        "chat": dict(method="chat", max_tokens=100_000),  # with examples; the endpoint knows better
+        "evaluate": dict(temperature=0.0, rollouts=1),
+        # With the examples; the endpoint knows better what it can read.
+        "chat": dict(method="chat", temperature=0.0, rollouts=1, max_tokens=100_000),
     }
 
     @staticmethod
     def preset_names(values: dict) -> list[str]:
         names = coevolve.Settings.preset_names(values)
         names += ["quick", f"quick {values['model']}"] if values["quick"] else []
-        names += ["chat"] if values["model"].startswith(("http://", "https://")) else []
+        names += ["chat"] if chat.is_endpoint(values["model"]) else (  # "eto" is a protocol's
+            ["evaluate"] if values["method"] == "evaluate" else [])
         return [*names, values["explorer"]]
 
 
 # method -> its loop, and what it reads
-METHODS = {name: (loop, (*reads, Careful)) for name, (loop, reads) in (
-    coevolve.METHODS | evolve.METHODS | baselines.METHODS | chat.METHODS).items()}
+METHODS = {name: (loop, (*reads, Careful, Overlap)) for name, (loop, reads) in (
+    coevolve.METHODS | explorer.METHODS | baselines.METHODS | chat.METHODS).items()}

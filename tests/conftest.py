@@ -1,6 +1,5 @@
-"""Small models and tokenizers that the tests share; none of them is downloaded."""
+"""Small models, tokenizers and an environment that the tests share; nothing is downloaded."""
 
-import gc
 import json
 import os
 import socket
@@ -21,14 +20,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
-torch.cpu.get_capabilities = dict  # every CPU computes in fp32 here, whatever the model
 
-from lab import play_env as envs  # noqa: E402
-from lab import tokens as dpo  # noqa: E402  with engine.packing, which registers the attention of all models here
-
-gc.freeze()  # as the program does: what was imported is no garbage
+import coevolve  # noqa: E402
+import dpo  # noqa: E402
+import envs  # noqa: E402
+from lab.run import Run  # noqa: E402
+from lab.settings import METHODS, Settings  # noqa: E402
+from worlds import Step  # noqa: E402
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -103,7 +104,7 @@ def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64) -> Qwen3ForC
                          num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                          head_dim=8, max_position_embeddings=512, eos_token_id=None,
                          bos_token_id=None, pad_token_id=None)
-    model = Qwen3ForCausalLM._from_config(config, attn_implementation="ragged").to(dtype)
+    model = Qwen3ForCausalLM(config).to(dtype)
     for parent in list(model.modules()):  # transformers' own norm computes in float32
         for name, child in parent.named_children():
             if type(child).__name__ == "Qwen3RMSNorm":
@@ -186,33 +187,6 @@ def wait_until(condition, seconds=300):
         time.sleep(0.01)
 
 
-def events(run, name, **wanted):
-    """Of the log of a run or of its folder, the events of this name with these values."""
-    folder = run if isinstance(run, Path) else run.folder.path
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-    return [e for e in found if e["event"] == name and wanted.items() <= e.items()]
-
-
-def adamw(**changed) -> dpo.Optimisation:
-    """How the tests train: a constant rate and no decay."""
-    return dpo.Optimisation(**dict(
-        lr=1e-3, warmup=0.0, schedule="constant", weight_decay=0.0, max_grad_norm=1.0,
-        tokens_per_forward=1000) | changed)
-
-
-def peak(work):
-    """The most bytes that work() held at a time, of those that torch's allocator gave out in it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU],
-                                profile_memory=True) as profile:
-        work()
-    now = most = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
-
-
 @pytest.fixture(scope="session")
 def agent():
     """(model, encoder); some rows of the model's embedding are of no token."""
@@ -236,7 +210,7 @@ def pytest_runtest_makereport():
 
 class Toy(envs.World):
     """An environment of two replies, whose reward depends on what was written."""
-    name, test_splits, max_steps = "toy", ("test",), 2
+    name, test_splits, max_steps, stops = "toy", ("test",), 2, ("Observation:",)
     splits = {split: {str(n): f"toy-{split}-{n}" for n in range(8)} for split in ("train", "test")}
 
     def reset(self, task):
@@ -246,7 +220,7 @@ class Toy(envs.World):
     def step(self, reply):
         self.replies.append(reply)
         done = len(self.replies) == self.max_steps
-        return envs.Step(f"you said {len(reply)}", self.reward() if done else 0.0, done)
+        return Step(f"you said {len(reply)}", self.reward() if done else 0.0, done)
 
     def reward(self):
         if self.replies == ["the word"] * 2:
@@ -273,51 +247,19 @@ def small_model(tmp_path_factory):
 
 
 TOY = ("--iterations", 1, "--sft-epochs", 1, "--dpo-epochs", 1, "--max-tokens", 256,
-       "--max-new-tokens", 6, "--threads", 1, "--slots", 3, "--dpo-lr", 1e-3)
+       "--max-new-tokens", 6, "--slots", 3, "--dpo-lr", 1e-3)
 
 
 @pytest.fixture
-def no_garbage(monkeypatch):
-    """Accelerate collects it after each phase, which takes small runs half their time."""
-    monkeypatch.setattr("accelerate.utils.memory.gc", SimpleNamespace(collect=lambda: 0))
-
-
-@pytest.fixture
-def toy_run(small_model, tmp_path, monkeypatch, no_garbage):
-    """toy_run(environment, *flags) runs co-evolution with it in tmp_path/run, here and now.
-
-    toy_run.page(folder) is called at its end.
-    """
+def toy_run(small_model, tmp_path, monkeypatch):
+    """toy_run(environment, *flags) runs the core with it in tmp_path/run, here and now."""
     def run(env=Toy, *flags):
-        monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(env()))
-        monkeypatch.setattr(envs.Repaired, "waits", (0.0, 0.0))
-        small = *TOY, "--model", small_model, "--out", tmp_path / "run"
-        from lab import mutual
-        from lab.program import start
-        try:
-            start.main([*map(str, small), *map(str, flags)], mutual.loop_of, run.page)
-        except Exception as error:
-            error.__context__ = None  # frames would hold the run's lock
-            raise error.with_traceback(None)
-        finally:
-            gc.collect()
+        monkeypatch.setattr(envs, "make", lambda *_, **__: env())
+        coevolve.main([str(f) for f in (*TOY, "--model", small_model, "--out", tmp_path / "run",
+                                        *flags)])
         return tmp_path / "run"
 
-    run.page = None
     return run
-
-
-@pytest.fixture
-def begin(small_model, tmp_path, monkeypatch, no_garbage):
-    """begin(world, out, **settings) -> a run that has not begun, in what world() makes."""
-    def start(world, out="run", /, **settings):
-        from lab.harness.settings import Settings, check
-        from lab.program.start import open_run
-        monkeypatch.setattr(envs, "make", lambda *_, **__: envs.Repaired(world()))
-        values = dict(model=str(small_model), out=str(tmp_path / out)) | settings
-        return open_run(check(Settings(**values)), Accelerator(cpu=True))
-
-    return start
 
 
 class Loopback(ThreadingHTTPServer):
@@ -404,6 +346,28 @@ def endpoint(serve, monkeypatch):
     return server
 
 
-def pytest_collection_modifyitems(items):
-    """The longest file first, so that no worker is left with it at the end."""
-    items.sort(key=lambda item: item.path.name != "test_tour.py")
+
+@pytest.fixture(scope="session")
+def settings():
+    """Some settings, by name, as an object."""
+    return lambda **values: SimpleNamespace(tokens_per_forward=0, **values)
+
+
+SMALL_RUN = ("--env webshop --train-tasks 6 --eval-tasks 4 --iterations 1 --rollouts 2 "
+             "--sft-epochs 2 --dpo-epochs 2 --sft-batch 3 --dpo-batch 4").split()
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory):
+    """A whole run of the plain core, a few tasks."""
+    folder = tmp_path_factory.mktemp("runs") / "plain"
+    coevolve.main([*SMALL_RUN, "--out", str(folder)])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def careful_run(tmp_path_factory):
+    """The same by the careful and fast run."""
+    folder = tmp_path_factory.mktemp("runs") / "careful"
+    coevolve.main([*SMALL_RUN, "--out", str(folder)], Settings, Run, METHODS)
+    return folder

@@ -1,38 +1,30 @@
-"""Pairs by hand; whole runs, repeated, killed and continued."""
+"""Pairs by hand; whole runs, repeated, edited, killed and continued; a user's mistakes."""
 
-import gc
-import importlib.util
 import json
 import math
 import os
+import random
 import shutil
 import signal
-import subprocess
-import sys
+import time
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.tracking import GeneralTracker, register_tracker_class
-from conftest import ended, events, fork, fork_ranks, make_tokenizer, wait_until
+from conftest import CHATML, TOY, Toy, ended, fork, make_model, make_tokenizer
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from lab import loop as coevolve
-from lab import mutual
-from lab import tokens as dpo
-from lab.harness import files
-from lab.harness.files import ROOT
-from lab.harness.settings import Settings, SettingsError
-from lab.look.page import make_page
-from lab.program import start
-from lab.training import models, pairs, trainer
+import coevolve
+import dpo
+from coevolve import Settings
+from dpo import Pair, Trajectory
+from worlds.files import read_jsonl
 
 
 def trajectory(agent, reward, rollout=0, iteration=1):
-    return dpo.Trajectory(agent=agent, iteration=iteration, rollout=rollout, reward=reward)
+    return Trajectory(agent=agent, iteration=iteration, rollout=rollout, reward=reward)
 
 
 def expert(reward=1.0):
@@ -109,267 +101,456 @@ def test_d_tgt_settings():
     ([0.5, 0.25], [0.75, 1.0], ["t0:0.5>t1:0.25", "f0:0.75>t0:0.5", "f0:0.75>t1:0.25"]),
 ])
 def test_d_fail_by_hand(own, other, rows):
-    found = brief(coevolve.d_fail(target(*own), failure(*other), [], Settings(), Counter()))
+    dropped = Counter()
+    found = brief(coevolve.d_fail(target(*own), failure(*other), Settings(), dropped))
     assert [f"{w}>{l}" for _, w, l, _, _ in found] == rows
     assert all((kind, weight, sft) == (FF, 1.0, 0.0) for kind, _, _, weight, sft in found)
+    assert len(found) + dropped.total() == math.comb(len(own) + len(other), 2)
 
 
-def test_d_fail_settings():
-    own, other = target(0.5, 0.25), failure(0.75)
-    settings = replace(Settings(), d_fail="cross")
-    cross = brief(coevolve.d_fail(own, other, [], settings, Counter()))
-    assert [(w, l) for _, w, l, _, _ in cross] == [("f0:0.75", "t0:0.5"), ("f0:0.75", "t1:0.25")]
-    old = [trajectory("target", 0.1)]
-    settings = replace(Settings(), d_fail="buffer")
-    buffer = brief(coevolve.d_fail(own[:1], other, old, settings, Counter()))
-    assert {(w, l) for _, w, l, _, _ in buffer} == {
-        ("f0:0.75", "t0:0.5"), ("t0:0.5", "t0:0.1"), ("f0:0.75", "t0:0.1")}
+def test_d_fail_settings_and_where_success_begins():
+    own, other, s = target(0.5, 0.25), failure(0.75), Settings()
+    d_fail = lambda s, success=1.0: [r[1:3] for r in brief(
+        coevolve.d_fail(own, other, s, Counter(), success))]
+    cross = d_fail(replace(s, d_fail="cross"))
+    assert cross == [("f0:0.75", "t0:0.5"), ("f0:0.75", "t1:0.25")]
+    assert d_fail(replace(s, d_fail="none")) == []
+    assert d_fail(s, success=0.75) == [("t0:0.5", "t1:0.25")]
+    d_tgt = coevolve.d_tgt(expert(), own, other, s, Counter(), success=0.75)
+    assert [r["kind"] for r in d_tgt] == [ET, ET, EF]
 
 
-def test_cut_keeps_whole_turns():
+def test_a_cut_keeps_whole_turns_and_ends_can_be_left_out():
     mask = [0, 0, 1, 1, 0, 1, 0, 0, 1, 1]
-    whole = dpo.Trajectory("task", "target", ids=list(range(10)), action_mask=mask, reward=0.5,
-                           ended="done")
+    whole = Trajectory("task", "target", ids=list(range(10)), action_mask=mask, reward=0.5,
+                       steps=3, ended="done")
     first = lambda n: replace(whole, ids=whole.ids[:n], action_mask=mask[:n], ended="budget")
-    assert pairs.cut(whole, None) == whole
-    assert pairs.cut(whole, 1) == first(4)
-    assert pairs.cut(whole, 2) == first(6)
-    assert pairs.cut(whole, 3) == pairs.cut(whole, 9) == whole
+    cut = coevolve.shortened
+    assert cut(whole, 1, True) == first(4) and cut(whole, 2, True) == first(6)
+    assert cut(whole, 3, True) == cut(whole, 9, True) == whole
+    # Without ends: each reply's last token, and all of the reply that ended the episode.
+    assert cut(whole, 3, False).action_mask == [0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
+    budget = replace(whole, ended="budget")
+    assert cut(budget, 3, False).action_mask == [0, 0, 1, 0, 0, 0, 0, 0, 1, 0]
+    assert cut(whole, 1, False).action_mask == [0, 0, 1, 0]
+    only = replace(whole, ids=[1, 2], action_mask=[0, 1], steps=1)
+    assert cut(only, 1, False) == only  # else nothing would be left
 
 
-def flags(out, *more):
-    """A quick run made quicker: what is tested here is that it all fits together."""
-    return ["--quick", "--rollouts", "1", "--iterations", "1", "--train-tasks", "16", "--eval-tasks",
-            "2", "--sft-epochs", "3", "--sft-batch", "4", "--dpo-batch", "8", "--seed", "5",
-            "--threads", "1", "--checkpoint-minutes", "0", "--out", str(out), *more]
+def episode(agent, reward, turns, iteration=1, rollout=0, task="a"):
+    return Trajectory(task, agent, iteration, rollout, ids=list(range(3 * turns)),
+                      action_mask=[0, 1, 1] * turns, reward=reward, steps=turns, ended="done")
 
 
-def running(out, *more, page=None):
-    """What does such a run, in a process of its own."""
-    return lambda: start.start(["--env", "webshop", *flags(out, *more)], mutual.loop_of, page)
+def test_groups_hold_each_trajectory_once_and_cut_what_is_rejected():
+    e, t, f = episode("expert", 1.0, 2, 0), episode("target", 0.5, 9), episode("failure", 0.7, 8)
+    s, episodes = Settings(), [e, t, f, episode("expert", 1.0, 1, 0, task="b"),
+                               episode("target", 0.0, 3, task="b")]
+    rows = [dict(task="a", **row) for row in coevolve.d_tgt(e, [t], [f], s, Counter())]
+    rows += [dict(task="b", **row) for row in coevolve.d_tgt(*episodes[3:4], episodes[4:], [], s,
+                                                             Counter())]
+    a, b = coevolve.preference_groups(rows, episodes, s)
+    # Of 9 and 8 turns the first 7 are rejected, the expert's 2 and 5 more; chosen, f is whole.
+    assert [len(x.ids) / 3 for x in a.sequences] == [2, 7, 7, 8]
+    assert a.pairs == [Pair(ET, 0, 1, .5, .5), Pair(EF, 0, 2, .5, .5), Pair(FF, 3, 1, 1.0, 0.0)]
+    assert [len(x.ids) / 3 for x in b.sequences] == [1, 3] and b.pairs == [Pair(ET, 0, 1, 1.0, 1.0)]
+    [a, _] = coevolve.preference_groups(rows, episodes, replace(s, cut_turns=-1))
+    assert [len(x.ids) / 3 for x in a.sequences] == [2, 9, 8]  # f is one, chosen or rejected
+    [a, _] = coevolve.preference_groups(rows, episodes, replace(s, rejected_ends="leave out"))
+    assert [sum(x.action_mask) for x in a.sequences] == [4, 7, 7, 16]
 
 
-def finish(out, *more, page=None):
-    """What such a run prints."""
+# ------------------------------------------------------------------------------------ whole runs
+
+SHOP = ("--env", "webshop", "--rollouts", 2, "--iterations", 1, "--train-tasks", 12, "--eval-tasks",
+        2, "--eval-splits", "validation", "--sft-epochs", 2, "--sft-batch", 4, "--sft-lr", 1e-3,
+        "--dpo-epochs", 1, "--dpo-batch", 8, "--seed", 5, "--cut-turns", 1)
+
+
+def main(*argv):
+    return lambda: coevolve.main([str(word) for word in argv])
+
+
+def finish(out, *argv):
+    """What such a run prints, in a process of its own."""
     said = out.parent / f"{out.name}.said"
     said.unlink(missing_ok=True)
-    assert ended(fork(running(out, *more, page=page), said)) == 0, said.read_text()[-3000:]
-    assert "\r" not in said.read_text()  # no moving bar in a log
+    assert ended(fork(main(*argv, "--out", out), said)) == 0, said.read_text()[-3000:]
     return said.read_text()
 
 
 def contents(run):
     """Every file of a run by name, without what tells the time or where it is."""
-    files = {}
-    for path in sorted(run.rglob("*")):
-        name = str(path.relative_to(run))
-        if path.is_file() and name not in ("lock", "config.json", "phases.json", "curves.png",
-                                            "curves.svg", "run.html"):
-            files[name] = path.read_bytes()
-    logged = [json.loads(line) for line in files.pop("metrics.jsonl").splitlines()]
-    for event in logged:
-        for timing in ("seconds", "tokens_per_second", "resident_mb"):
-            event.pop(timing, None)
-    return files, logged
+    files = {str(p.relative_to(run)): p.read_bytes() for p in sorted(run.rglob("*")) if p.is_file()}
+    files.pop("config.json")
+    phases = json.loads(files.pop("phases.json"))
+    return files, {name: row | dict(seconds=0) for name, row in phases.items()}, [*phases]
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory):
-    out = tmp_path_factory.mktemp("quick") / "run"
-    return out, finish(out, page=make_page)
+def shop(tmp_path_factory):
+    out = tmp_path_factory.mktemp("shop") / "run"
+    return out, finish(out, *SHOP)
 
 
-def test_a_quick_run_makes_the_files_of_the_contract(quick):
-    out, printed = quick
-    settings = json.loads((out / "config.json").read_text())["settings"]
-    assert settings["quick"] and settings["seed"] == 5 and "target" in printed
-    for name in ("result.json", "curves.png", "run.html", "sft-target/model.safetensors",
-                 "sft-failure/tokenizer.json", "iter1/target-agent/config.json",
-                 "iter1/failure-agent/model.safetensors", "eval-1-target-test.jsonl"):
-        assert (out / name).exists(), name
-    fields = {"task", "agent", "iteration", "rollout", "seed", "messages", "ids", "action_mask",
-              "reward", "steps", "cut_replies", "ended"}
-    trajectories = {}
-    for name, agent in (("experts", "expert"), ("iter1/target", "target"),
-                        ("iter1/failure", "failure")):
-        for row in files.read_jsonl(out / f"{name}.jsonl"):
-            assert set(row) == fields and row["agent"] == agent
-            assert len(row["ids"]) == len(row["action_mask"])
+def test_a_run_makes_the_pairs_of_its_trajectories(shop):
+    out, printed = shop
+    rows, names = {}, {"experts": "expert", "iter1/target": "target", "iter1/failure": "failure"}
+    for name, agent in names.items():
+        for row in read_jsonl(out / f"{name}.jsonl"):
+            assert row["agent"] == agent and len(row["ids"]) == len(row["action_mask"])
             assert row["steps"] == sum(m["role"] == "assistant" for m in row["messages"])
-            trajectories[row["task"], agent] = row
-    tasks = {task for task, _ in trajectories}
-    assert len(trajectories) == 3 * len(tasks) == 3 * settings["train_tasks"]
-    # The pairs of the file are those of Eq. (6) and (8), counted here from the rewards alone.
-    expected = Counter()
-    for task in tasks:
-        e, t, f = (trajectories[task, agent]["reward"] for agent in ("expert", "target", "failure"))
-        expected["target", ET] += e != t
-        expected["target", EF] += e != f
-        for trains in ("target", "failure"):
-            expected[trains, FF] += t != f and t < 1 and f < 1
-    found = Counter()
+            assert len(row["log_probs"]) == (agent != "expert") * sum(row["action_mask"])
+            rows[row["task"], agent, row["rollout"]] = row["reward"]
+    assert len(rows) == 12 * (1 + 2 + 2)
+    # The pairs of the files are those of Eq. (6) and (8), counted here from the rewards alone.
+    expected, found = Counter(), Counter()
+    for task in {task for task, *_ in rows}:
+        e, *own = rows[task, "expert", 0], rows[task, "target", 0], rows[task, "target", 1]
+        other = rows[task, "failure", 0], rows[task, "failure", 1]
+        expected["target", ET] += sum(e != t for t in own)
+        expected["target", EF] += sum(e != f for f in other)
+        failures = lambda *pairs: sum(a != b and a < 1 and b < 1 for a, b in pairs)
+        across = [(t, f) for t in own for f in other]
+        expected["target", FF] += failures(*across)
+        expected["failure", FF] += failures(*across, own, other)
     for trains in ("target", "failure"):
-        for row in files.read_jsonl(out / f"iter1/pairs-{trains}.jsonl"):
-            found[row["trains"], row["kind"]] += 1
+        for row in read_jsonl(out / f"iter1/pairs-{trains}.jsonl"):
+            found[trains, row["kind"]] += 1
+            for side in "chosen", "rejected":
+                named = row[side]["agent"], row[side]["rollout"]
+                assert rows[row["task"], *named] == row[side]["reward"]
             assert row["chosen"]["reward"] > row["rejected"]["reward"]
     assert found == expected and len(expected) == 4 and all(expected.values()), expected
-    first = events(out, "train", phase="iter1/failure-agent")[0]
-    assert first["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    phases = json.loads((out / "phases.json").read_text())
+    for trains in ("target", "failure"):
+        counted = phases[f"iter1/pairs-{trains}.jsonl"]["pairs"]
+        assert counted == {kind: n for (name, kind), n in expected.items() if name == trains}
+    scores = phases["eval-1-target-validation.jsonl"]
+    played = read_jsonl(out / "eval-1-target-validation.jsonl")
+    assert scores["reward"] == pytest.approx(sum(row["reward"] for row in played) / 2)
+    assert f"reward {scores['reward']:.3f}" in printed.split("coevolve on webshop")[1]
 
 
-def test_a_killed_run_goes_on_inside_the_phase_to_the_same_result(quick, tmp_path):
-    """SIGKILL between the renaming of its first output and its recording; in the middle of SFT;
-    and in the middle of the target's preference training."""
-    out = tmp_path / "run"
-    out.mkdir()
-    for name in ("config.json", "experts.jsonl"):
-        shutil.copy(quick[0] / name, out / name)
-    with pytest.raises(SettingsError, match="no phases.json"):
-        start.main(flags(out), mutual.loop_of)
-    gc.collect()  # releases the folder
-    (out / "phases.json").write_text("{}")
-    for phase, before, step in (
-            ("sft-target", "experts.jsonl", 4), ("iter1/target-agent", "iter1/failure-agent", 2)):
-        process = fork(running(out), tmp_path / "said")
-        wait_until(lambda: f'"{before}"' in (out / "phases.json").read_text() and any(
-            int(p.name[5:]) >= step for p in out.glob("checkpoint/step-*")))
+@torch.no_grad()
+def log_prob(folder, ids, mask):
+    """By transformers' own forward over one text."""
+    logits = dpo.read_model(folder).eval()(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    return sum(logits[k - 1, ids[k]].item() for k in range(1, len(ids)) if mask[k])
+
+
+def test_preference_training_begins_at_the_agent_after_sft_with_ln_2(shop):
+    out, _ = shop
+    [first, *_] = read_jsonl(out / "iter1/failure-agent/train.jsonl")
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-4) and [*first["kinds"]] == [FF]
+    steps = read_jsonl(out / "iter1/target-agent/train.jsonl")
+    experts = {row["task"]: row for row in read_jsonl(out / "experts.jsonl")}
+    pairs = read_jsonl(out / "iter1/pairs-target.jsonl")
+    assert sum(k["count"] for step in steps for k in step["kinds"].values()) == len(pairs)
+    # Of all the experts of the first batch, what the log says is what the agent after SFT says.
+    wanted = {ET: 0, EF: 0}
+    rng = random.Random(coevolve.seed_of(5, "dpo", "target", 1))
+    tasks = [*dict.fromkeys(row["task"] for row in pairs)]
+    first, counted, loss = steps[0], 0, 0.0
+    for task in rng.sample(tasks, len(tasks)):
+        own = [row for row in pairs if row["task"] == task]
+        if counted and counted + len(own) > 8:
+            break
+        counted += len(own)
+        says = log_prob(out / "sft-target", experts[task]["ids"], experts[task]["action_mask"])
+        for row in own:
+            loss += row["weight"] * math.log(2)
+            if row["kind"] != FF:
+                assert row["chosen"]["agent"] == "expert"
+                wanted[row["kind"]] += says
+                loss -= 0.5 * row["sft_weight"] * says  # lambda_SFT of the tiny model
+    for kind in ET, EF:
+        row = first["kinds"][kind]
+        assert row["chosen"] * row["count"] == pytest.approx(wanted[kind], abs=1e-3)
+        assert row["margin"] == pytest.approx(0, abs=1e-4)
+    assert first["loss"] == pytest.approx(loss / counted, abs=1e-4)
+
+
+def test_agents_move_on_from_where_they_should(shop):
+    """By at most lr a step from the agent after SFT, which itself has left the base by more."""
+    weights = lambda folder: load_file(folder / "model.safetensors")
+    distance = lambda a, b: max((a[k].float() - b[k].float()).abs().max().item() for k in a)
+    out, base = shop[0], weights(coevolve.TINY)
+    after = {name: weights(shop[0] / f"sft-{name}") for name in ("target", "failure")}
+    assert 0 < distance(after["target"], after["failure"])  # by another seed
+    for name in after:
+        steps = len(read_jsonl(out / f"iter1/{name}-agent/train.jsonl"))
+        moved = distance(weights(out / f"iter1/{name}-agent"), after[name])
+        assert 0 < moved <= 1.1e-5 * steps < 1e-4 < distance(after[name], base)
+
+
+def test_a_finished_run_does_nothing_again(shop):
+    times = {p: p.stat().st_mtime_ns for p in shop[0].rglob("*.*") if p.name != "phases.json"}
+    assert "coevolve on webshop" in finish(shop[0], *SHOP, "--slots", 3)  # slots are free to change
+    assert times == {p: p.stat().st_mtime_ns for p in times}
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(shop, tmp_path):
+    out, rng, kills = tmp_path / "run", random.Random(0), 0
+    for _ in range(5):
+        process = fork(main(*SHOP, "--out", out), tmp_path / "said")
+        time.sleep(rng.uniform(0.3, 2.5))
         os.kill(process, signal.SIGKILL)
-        ended(process)
-        assert f'"{phase}"' not in (out / "phases.json").read_text()
-    assert "iter1/target-agent went on after step" in finish(out)
-    assert contents(out) == contents(quick[0])
-    assert "was finished before" in finish(out)
-    assert contents(out) == contents(quick[0])
+        kills += ended(process) == -signal.SIGKILL
+    finish(out, *SHOP)
+    assert kills >= 3 and contents(out) == contents(shop[0])
 
 
-def test_gpus_that_torch_cannot_use_are_not_passed_over(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(SettingsError, match="2 GPUs are here, but torch"):
-        models.make_accelerator(Settings(model="org/large"))
-    models.make_accelerator(Settings())
-    models.make_accelerator(Settings(method="chat", model="http://h/v1"))
+@pytest.fixture
+def edited(shop, tmp_path):
+    """edited(change) -> which phases are made anew once change(folder) was done to the run."""
+    def made(change, *more):
+        out = tmp_path / "run"
+        if not out.exists():
+            shutil.copytree(shop[0], out)
+        change(out)
+        said = finish(out, *SHOP, *more).split("coevolve on")[0]
+        return {line.split()[0] for line in said.splitlines() if "seconds" in line}, said
+
+    return made
 
 
-def test_a_hub_name_runs_from_the_cache(small_model, tmp_path):
-    """A cache as the hub's client keeps it, and no network; the commit identifies the model."""
-    commit, repo = "0123456789abcdef0123456789abcdef01234567", tmp_path / "hub/models--org--small"
-    shutil.copytree(small_model, repo / "snapshots" / commit)
-    (repo / "refs").mkdir()
-    (repo / "refs/main").write_text(commit)
-    command = [sys.executable, str(ROOT / "lab/loop.py"), "--model", "org/small", "--view", "short",
-               "--method", "evaluate", "--eval-tasks", "1", "--eval-splits", "test",
-               "--max-tokens", "1200", "--max-new-tokens", "2", "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={
-        **os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads((tmp_path / "run/config.json").read_text())["base"] == f"org/small {commit}"
+def test_an_edited_pairs_file_makes_what_follows_from_it_anew(shop, edited, tmp_path):
+    def without_failures(out):
+        rows = read_jsonl(out / "iter1/pairs-target.jsonl")
+        (out / "iter1/pairs-target.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows if row["kind"] != FF))
+
+    follows = {"iter1/target-agent", "eval-1-target-validation.jsonl"}
+    made, said = edited(without_failures)
+    assert made == follows and said.count("is made again") == 2
+    kinds = {k for step in read_jsonl(tmp_path / "run/iter1/target-agent/train.jsonl")
+             for k in step["kinds"]}
+    assert kinds == {ET, EF}
+    assert edited(lambda out: None)[0] == set()  # and is then finished
+    # The edit undone, all is as it was.
+    again = lambda out: shutil.copy(shop[0] / "iter1/pairs-target.jsonl", out / "iter1")
+    assert edited(again)[0] == follows
+    assert contents(tmp_path / "run")[:2] == contents(shop[0])[:2]
 
 
-def test_a_folder_like_the_hubs_runs_the_whole_loop(tmp_path):
-    """Llama's template, tied weights stored in bf16: SFT at lr 1e-6 moves them and loses nothing."""
-    tokenizer, hub_folder = make_tokenizer("llama2"), tmp_path / "model"
-    LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer) + 3, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=4096, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=True)).to(
-            torch.bfloat16).save_pretrained(hub_folder)
-    tokenizer.save_pretrained(hub_folder)
-    finish(tmp_path / "run", "--model", str(hub_folder), "--train-tasks", "4", "--eval-tasks", "1",
-           "--eval-splits", "test", "--sft-epochs", "1", "--max-tokens", "4096",
-           "--max-new-tokens", "8",
-           "--sft-lr", "1e-6", "--sft-batch", "2", "--dpo-lr", "1e-3")
-    rows = [json.loads(line) for line in (tmp_path / "run/iter1/target.jsonl").open()]
-    assert {row["steps"] for row in rows} == {10}  # it never finds the shop's actions
-    assert all(len(row["ids"]) == len(row["action_mask"]) for row in rows)
-    before, after = (load_file(folder / "model.safetensors")
-                     for folder in (hub_folder, tmp_path / "run/sft-target"))
-    assert before.keys() == after.keys()
-    for name, weights in after.items():
-        assert before[name].dtype == torch.bfloat16 and weights.dtype == torch.float32
-        if ".layers." in name:
-            changed = (weights != before[name].float()).float().mean()
-            assert changed > 0.99, name
-            assert (weights.bfloat16() != before[name]).float().mean() < 0.5  # bf16 would lose it
+def test_a_deleted_file_alone_is_made_again(shop, edited, tmp_path):
+    names = {"iter1/target.jsonl", "eval-0-failure-validation.jsonl"}
+    assert edited(lambda out: [(out / name).unlink() for name in names])[0] == names
+    # An agent that is gone comes back as it was, so that what followed from it stands.
+    gone = lambda out: shutil.rmtree(out / "sft-target")
+    assert edited(gone)[0] == {"sft-target"}
+    assert contents(tmp_path / "run")[:2] == contents(shop[0])[:2]
 
 
-def test_two_sharded_processes_train_like_one(quick, tmp_path):
-    said = tmp_path / "said"
-    started = fork_ranks(2, running(tmp_path / "run", "--method", "eto", "--shard", "on"), said)
-    assert [ended(process) for process in started] == [0, 0], said.read_text()[-3000:]
-    assert "2 processes on cpu, weights sharded" in said.read_text()
-    runs = quick[0], tmp_path / "run"
-    assert runs[1].joinpath("experts.jsonl").read_bytes() == (
-        runs[0].joinpath("experts.jsonl").read_bytes())
-    losses = [[e["loss"] for e in events(run, "train", phase="sft-target")] for run in runs]
-    assert losses[1] == pytest.approx(losses[0], abs=1e-5) and len(losses[0]) > 5
-    played = [[(r["task"], r["seed"]) for r in files.read_jsonl(run / "iter1/target.jsonl")]
-              for run in runs]
-    assert played[0] == played[1]
+def test_other_experts_make_everything_anew(edited, shop):
+    def fewer(out):
+        rows = (out / "experts.jsonl").read_text().splitlines(keepends=True)
+        (out / "experts.jsonl").write_text("".join(rows[:8]))
+
+    made, _ = edited(fewer)
+    assert made == {*json.loads((shop[0] / "phases.json").read_text())} - {"experts.jsonl"}
 
 
-def test_a_tracker_gets_every_number_of_the_log(tmp_path):
-    """A tracker of accelerate's own kind, which keeps what it is given."""
-    given = []
+# ------------------------------------------------------------------------------- runs in the toy
 
-    class Recorder(GeneralTracker):
-        name, requires_logging_directory, main_process_only, tracker = "recorder", False, True, None
 
-        def __init__(self, run_name, **more):
-            super().__init__()
+def test_another_base_is_trained_from_anew(toy_run, small_model, tmp_path, capsys):
+    base = shutil.copytree(small_model, tmp_path / "base")
+    (base / ".cache").mkdir()  # as the hub's client leaves one
+    out = toy_run(Toy, "--model", base, "--method", "eto")
+    first = load_file(out / "sft-target/model.safetensors")
+    capsys.readouterr()
+    toy_run(Toy, "--model", base, "--method", "eto")
+    assert "made again" not in capsys.readouterr().out
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    toy_run(Toy, "--model", base, "--method", "eto")
+    said = capsys.readouterr().out
+    assert "sft-target is made again" in said and "experts.jsonl is made again" not in said
+    moved = load_file(out / "sft-target/model.safetensors")["model.norm.weight"]
+    assert (moved - first["model.norm.weight"] - 1).abs().max() < 1e-2
 
-        def store_init_configuration(self, values):
-            given.append(values)
 
-        def log(self, values, step, **more):
-            given.append((step, values))
+def test_iterations_train_on_what_they_should(toy_run):
+    """Two iterations with a buffer: the second D_fail has pairs with the first one's failures; an
+    agent goes on from its own last one, and the reference is the agent as the phase begins."""
+    out = toy_run(Toy, "--iterations", 2, "--d-fail", "buffer", "--temperature", 2)
+    seen = {row[side]["iteration"] for row in read_jsonl(out / "iter2/pairs-failure.jsonl")
+            for side in ("chosen", "rejected")}
+    assert seen == {1, 2}
+    for name in "target", "failure":
+        for i in 1, 2:
+            [first, *_] = read_jsonl(out / f"iter{i}/{name}-agent/train.jsonl")
+            assert all(abs(k["margin"]) < 1e-3 for k in first["kinds"].values())
+        last, one, sft = (load_file(out / agent / "model.safetensors") for agent in (
+            f"iter2/{name}-agent", f"iter1/{name}-agent", f"sft-{name}"))
+        squared = lambda a, b: sum(((a[k] - b[k]) ** 2).sum() for k in a)
+        assert 0 < squared(last, one) < squared(last, sft)
 
-    register_tracker_class(Recorder)
-    start.main(flags(tmp_path / "run", "--method", "sft", "--track", "recorder"), mutual.loop_of)
-    config, *logged = given
-    assert config["method"] == "sft"
-    for event, (step, values) in zip(files.read_jsonl(tmp_path / "run/metrics.jsonl"), logged,
-                                     strict=True):
-        if event["event"] == "train":
-            assert step == event["step"] and values["train/sft-target/loss"] == event["loss"]
+
+def test_reference_of_sft_is_the_agent_after_sft(toy_run):
+    out = toy_run(Toy, "--iterations", 2, "--reference", "sft", "--method", "eto",
+                  "--temperature", 2)
+    first, second = (read_jsonl(out / f"iter{i}/target-agent/train.jsonl")[0]["kinds"][ET]
+                     for i in (1, 2))
+    assert abs(first["margin"]) < 1e-3 < abs(second["margin"])
+
+
+def test_a_failure_agent_from_a_folder_and_none_that_learns(toy_run, tmp_path, small_model):
+    """A frozen agent stays the folder's, and says in its pairs that it has none."""
+    out = toy_run(Toy, "--failure-from", small_model, "--d-fail", "none")
+    frozen = load_file(out / "iter1/failure-agent/model.safetensors")
+    assert all(torch.equal(frozen[k], v) for k, v in
+               load_file(small_model / "model.safetensors").items())
+    assert read_jsonl(out / "iter1/pairs-failure.jsonl") == []
+
+
+def test_the_positive_agent_learns_as_eto_does_and_the_target_from_both(toy_run):
+    out = toy_run(Toy, "--method", "positive", "--temperature", 2)
+    kinds = {name: {row["kind"] for row in read_jsonl(out / f"iter1/pairs-{name}.jsonl")}
+             for name in ("target", "positive")}
+    assert kinds == {"positive": {"expert>positive"},
+                     "target": {"expert>target", "expert>positive", FF}}
+
+
+def test_dpo_steps_and_epochs_count_as_said(toy_run):
+    steps = lambda out, name: len(read_jsonl(out / f"iter1/{name}-agent/train.jsonl"))
+    out = toy_run(Toy, "--dpo-steps", 5, "--failure-epochs", 2, "--dpo-batch", 100)
+    assert (steps(out, "target"), steps(out, "failure")) == (5, 2)
+
+
+# ------------------------------------------------------------------------------ a user's mistakes
+
+
+def refused(*flags):
+    """The line with which a run ends that starts with these flags."""
+    with pytest.raises(SystemExit) as refusal:
+        coevolve.main([str(flag) for flag in flags])
     AcceleratorState._reset_state(True)
+    line = refusal.value.code
+    assert line.startswith("coevolve.py: ") and "\n" not in line and 30 < len(line) < 700, line
+    return line
 
 
-@pytest.mark.parametrize("broken, message", [
-    ("disk", "GB are free, and the run's checkpoints take 0.0"),
-    ("weights", "saved and loaded again, model.embed_tokens.weight is not"),
-    ("tokenizer", "saved and loaded again, its tokenizer is not the same"),
+@pytest.mark.parametrize("flags, says", [
+    ("--betta 1", "unrecognized arguments: --betta 1; --help lists every setting"),
+    ("--env mars", "unknown environment 'mars'; choose from: webshop"),
+    ("--method dance", "--method: invalid choice: 'dance'"),
+    ("--beta much", "--beta: invalid float value: 'much'"),
+    ("--beta -1", "--beta -1.0: must be above 0"), ("--beta nan", "--beta nan: must be a finite"),
+    ("--iterations 0", "--iterations 0: must be at least 1"), ("--sft-warmup 1", "below 1"),
+    ("--method sft --beta 0.2", "--beta is not read by --method sft"),
+    ("--method eto --d-fail cross", "--d-fail is not read by --method eto"),
+    ("--rollouts 2 --temperature 0", "--temperature 0: all rollouts of an instruction"),
+    ("--max-new-tokens 768", "--max-new-tokens 768: must be below --max-tokens 768"),
+    ("--intercode-data /", "unrecognized arguments: --intercode-data"),  # of another environment
+    ("--experts /nowhere", "--experts /nowhere: is not there; give a file"),
+    ("--model /nowhere", "--model /nowhere: "), ("--model a/b/c/d", "--model a/b/c/d: "),
+    ("--max-tokens 40 --method sft", "no expert trajectory is left: {'too long': 100}; lower"),
 ])
-def test_what_cannot_be_saved_is_known_before_the_first_step(quick, tmp_path, monkeypatch, broken,
-                                                             message):
-    """A full disk, weights that change on the way, a tokenizer that loses a token."""
-    save = trainer.Trainer.save
-    if broken == "disk":
-        monkeypatch.setattr(trainer.shutil, "disk_usage",
-                            lambda path: type("Usage", (), dict(free=1000)))
-
-    def save_badly(self, model, before, out):
-        saved = save(self, model, before, out)
-        if broken == "weights":
-            weights = load_file(out / "model.safetensors")
-            weights["model.embed_tokens.weight"] += 1e-3
-            save_file(weights, out / "model.safetensors", {"format": "pt"})
-        if broken == "tokenizer":
-            text = (out / "tokenizer.json").read_text()
-            (out / "tokenizer.json").write_text(text.replace('"find"', '"fin_d"'))
-        return saved
-
-    monkeypatch.setattr(trainer.Trainer, "save", save_badly)
-    with pytest.raises(SettingsError) as refusal:
-        start.main(flags(tmp_path / "run"), mutual.loop_of)
-    AcceleratorState._reset_state(True)
-    assert message in str(refusal.value)
-    assert not events(tmp_path / "run", "train")
+def test_a_flag_that_is_wrong_is_named_with_its_remedy(flags, says, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert says in refused("--out", tmp_path / "run", *flags.split())
 
 
-@pytest.mark.parametrize("tracker", ["wandb", "wandbb"])
-def test_a_tracker_that_is_not_there_is_refused(tmp_path, tracker):
-    if importlib.util.find_spec(tracker):
-        pytest.skip(f"{tracker} is installed")
-    with pytest.raises(SettingsError, match=f"--track {tracker}: "):
-        start.main(flags(tmp_path / "run", "--track", tracker), mutual.loop_of)
-    assert not (tmp_path / "run").exists()
+def test_help_lists_the_settings_that_the_method_reads(capsys):
+    with pytest.raises(SystemExit) as done:
+        coevolve.main(["--method", "eto", "--help"])
+    assert not done.value.code
+    said = capsys.readouterr().out
+    assert "--beta 0.1: in iteration 1 [App. B; ETO]" in said and "--d-fail" not in said
+    assert "--view short: " in said  # as it would be, here with the tiny model
+
+
+def test_a_folder_of_other_settings_or_of_something_else_is_refused(toy_run, tmp_path, small_model):
+    out, other = toy_run(Toy, "--method", "eto"), [*TOY, "--model", small_model]
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    line = refused(*other, "--method", "eto", "--out", out, "--seed", 7)
+    assert "seed (0 -> 7); give another, or these settings again" in line and "--out" in line
+    assert "method (eto -> positive)" in refused(*other, "--method", "positive", "--out", out)
+    assert before == {p: p.read_bytes() for p in before}
+    model = shutil.copytree(small_model, tmp_path / "model")
+    assert "is no run's; give another folder" in refused(*other, "--out", model)
+    assert load_file(model / "model.safetensors").keys()
+    (tmp_path / "file").write_text("x")
+    assert str(tmp_path / "file") in refused(*other, "--out", tmp_path / "file")
+
+
+def pruned(folder):
+    weights = load_file(folder / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if "layers.1." not in k},
+              folder / "model.safetensors", {"format": "pt"})
+
+
+def configured(**changed):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changed))
+    return change
+
+
+THINKS = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda f: (f / "model.safetensors").unlink(), "give a hub name within reach, or a folder with"),
+    (lambda f: os.truncate(f / "model.safetensors", 9999), "a folder with config, weights"),
+    (pruned, "weights are missing, such as model.layers.1."),
+    (configured(intermediate_size=64), "; give a"),
+    (configured(model_type="mystery"), "mystery"),
+    (lambda f: (f / "chat_template.jinja").unlink(), "it has no chat template; use a chat model"),
+    (lambda f: (f / "chat_template.jinja").write_text("hello"), "use an Instruct model"),
+    (lambda f: (f / "chat_template.jinja").write_text(THINKS), "that does not think"),
+    (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
+    (lambda f: [p.unlink() for p in f.iterdir()], "a folder with config, weights and tokenizer"),
+])
+def test_a_model_that_cannot_be_used_is_named(change, says, small_model, tmp_path):
+    folder = shutil.copytree(small_model, tmp_path / "model")
+    change(folder)
+    line = refused("--model", folder, "--out", tmp_path / "run", "--method", "sft")
+    assert says in line and str(folder) in line, line
+    assert not list((tmp_path / "run").glob("*"))
+
+
+EXPERT = dict(task="webshop-train-17", reward=1.0, messages=[
+    dict(role="user", content="u"), dict(role="assistant", content="a")])
+
+
+@pytest.mark.parametrize("content, where", [
+    ("[]", "holds no trajectory"), ("# A title", "line 1"), ('{"a": 1}', "line 1"),
+    ('{"a": 1', "line 1"), ("[null]", "entry 0"), (b"\xff", "ETO's JSON list"),
+    (json.dumps(EXPERT | dict(task="webshop-train-99999")), "webshop-train-99999"),
+    (json.dumps(EXPERT | dict(reward=70)), "reward 70"),
+    (json.dumps(EXPERT | dict(messages=EXPERT["messages"][:1])), "line 1"),
+    (json.dumps(EXPERT), "webshop-train-17 is another task here"),
+])
+def test_an_expert_file_that_is_none_is_named(content, where, tmp_path):
+    (tmp_path / "e").write_bytes(content if isinstance(content, bytes) else content.encode())
+    line = refused("--experts", tmp_path / "e", "--out", tmp_path / "run")
+    assert where in line and f"--experts {tmp_path / 'e'}" in line
+    assert not list((tmp_path / "run").glob("*.jsonl"))
+
+
+def test_experts_of_a_run_are_experts_again(shop, tmp_path):
+    """Kept as they were; those at or below the least reward are left out and counted."""
+    rows = read_jsonl(shop[0] / "experts.jsonl")
+    rows[0]["reward"], rows[1]["reward"] = 0.7, 0.71
+    (tmp_path / "e").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "run"
+    finish(out, *SHOP[:2], "--method", "sft", "--experts", tmp_path / "e", "--eval-tasks", 1,
+           "--sft-epochs", 1, "--expert-min-reward", 0.7)
+    assert read_jsonl(out / "experts.jsonl") == rows[1:]
+    assert json.loads((out / "phases.json").read_text())["experts.jsonl"]["dropped"] == {"reward": 1}
+
+
+def test_a_loss_that_is_no_number_ends_the_run_in_one_line(tmp_path):
+    """Weights of such a size that the first step's loss overflows: the task is named."""
+    model, tokenizer = make_model(len(make_tokenizer("chatml"))), make_tokenizer("chatml")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(torch.inf)
+    model.float().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    line = refused("--model", tmp_path / "model", "--out", tmp_path / "run", "--method", "sft")
+    assert "no numbers" in line or "loss" in line

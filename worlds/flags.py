@@ -110,7 +110,8 @@ def parse(argv: list[str], kind: type, methods: dict, environment: Callable):
         [part] if isinstance(part, str) else [f.name for f in fields(part)])}
     reads |= {f.name for f in fields(options)}
     if asks:
-        print("\n".join(f"{flag(f.name)} {values[f.name]}: {comments(kind, options).get(f.name)}"
+        help = comments(kind, options)
+        print("\n".join(f"{flag(f.name)} {values[f.name]}: {help.get(f.name)}"
                         for f in stated if f.name in reads))
         sys.exit()
     wrong = [f"{flag(name)} is not read by --method {s.method}" for name in given
@@ -150,8 +151,11 @@ def limits_of(*kinds_and_name) -> list[Limits]:
             if isinstance(limits, Limits)]
 
 
-def check_same(before: dict, now: dict, kind: type) -> None:
-    """Refused where a run that goes on has other settings than before, but for the free ones."""
+def check_same(before: dict | None, now: dict, kind: type) -> None:
+    """Refused where a run that goes on has other settings than before, but for the free ones.
+    before: None where the folder has none, as it is no run's."""
+    if before is None:
+        raise Refused("--out: the config.json of this folder is no run's; give another folder")
     free = {f.name for f in fields(kind) if any(l.free for l in limits_of(kind, f.name))}
     if changed := [f"{name} ({before.get(name)} -> {now.get(name)})" for name in {**before, **now}
                    if before.get(name) != now.get(name) and name not in free]:
