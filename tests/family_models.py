@@ -19,16 +19,16 @@ SIZES = {
        "moe_layer_start_index prefix_dense_sliding_window_pattern",
     2: "num_hidden_layers num_layers n_layer n_layers decoder_layers encoder_layers num_blocks "
        "num_decoder_layers num_encoder_layers num_key_value_heads num_experts_per_tok moe_topk "
-       "moe_k top_k_experts num_experts_per_token num_encoder_attention_heads num_kv_heads o_groups "
-       "num_decoder_attention_heads zero_expert_num linear_num_key_heads mamba_n_groups n_groups "
+       "moe_k top_k_experts num_experts_per_token num_encoder_attention_heads num_kv_heads "
+       "o_groups num_decoder_attention_heads zero_expert_num linear_num_key_heads mamba_n_groups n_groups "
        "mamba_ngroups swa_num_key_value_heads num_local_experts_per_tok moe_top_k",
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads num_experts "
        "encoder_attention_heads n_routed_experts num_local_experts moe_num_experts rotary_dim "
        "linear_num_value_heads linear_num_heads mamba_n_heads mamba_num_heads n_mamba_heads "
        "swa_num_attention_heads attention_heads d_rel mamba_dt_rank time_step_rank "
        "num_query_groups hc_lowrank adapter_rank index_topk_blocks index_block_size",
-    8: "kv_lora_rank qk_rope_head_dim qk_nope_head_dim index_head_dim dim_head kv_channels head_dim "
-       "hidden_size_per_layer_input global_head_dim router_hidden_size d_head "
+    8: "kv_lora_rank qk_rope_head_dim qk_nope_head_dim index_head_dim dim_head kv_channels "
+       "head_dim hidden_size_per_layer_input global_head_dim router_hidden_size d_head "
        "linear_head_dim linear_key_head_dim linear_value_head_dim swa_head_dim mamba_d_state "
        "ssm_state_size state_size o_lora_rank index_topk attention_head_size gated_norm_rank "
        "mamba_chunk_size chunk_size block_size ple_embed_dim",
@@ -79,7 +79,8 @@ SPECIAL = {  # what a family wants beside
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
     "mamba2": dict(head_dim=16),
-    "minimax_m3_vl_text": dict(index_n_heads=2, layer_types=["minimax_m3_sparse", "full_attention"]),
+    "minimax_m3_vl_text": dict(index_n_heads=2, layer_types=[
+        "minimax_m3_sparse", "full_attention"]),
     "minimax": dict(layer_types=["linear_attention", "full_attention"], sliding_window=None),
     "nemotron": dict(num_key_value_heads=2),
     "phi3": dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4,
