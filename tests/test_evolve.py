@@ -1,13 +1,11 @@
 """Agent and tasks that evolve together: advantages, objective, signals, new tasks, the whole loop."""
 
 import copy
-import itertools
 import json
 import math
 import random
 import re
 from collections import Counter
-from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,7 +20,7 @@ import envs
 import evolve
 from coevolve import read
 from dpo import Trajectory
-from worlds import Step, World, converse, fields_of
+from worlds import Step, World, converse
 from worlds.files import read_jsonl, seed_of
 from worlds.intercodesql.world import InterCodeSQL
 
@@ -454,3 +452,426 @@ def test_a_rare_pattern_is_asked_for_where_it_can_be(shop, databases):
     odd = env.add({**question, "query": "x", "gold": "SELECT 1"})  # of no family
     assert generator.vary(odd, None, random.Random(0)) == []
 
+
+class Letters(World):
+    """Pays (sum of the reply's letters and the task's number, modulo 5) / 4; any number is a task."""
+    name, test_splits, max_steps, stops = "letters", ("test",), 1, ("Observation:",)
+    splits = {"train": {str(n): n for n in range(6)}, "test": {str(n): n for n in range(6, 9)}}
+
+    def check(self, task):
+        return task["number"]
+
+    def start(self, number):
+        self.number = number
+        return f"say something, {number}"
+
+    def step(self, reply):
+        return Step("thanks", (sum(map(ord, reply)) + self.number) % 5 / 4, True)
+
+    def expert(self):
+        return lambda observation: "c"
+
+    def task_generator(self):
+        return Smith()
+
+
+class Smith:
+    """A reply is a find: a task of the number that it adds up to, beyond the training tasks."""
+    form, actions = "A number.", "letters"
+
+    def patterns(self, task, replies):
+        return {f"{len(reply)} letters" for reply in replies}
+
+    def finds(self, task, replies, rng):
+        number = 10 + sum(map(ord, replies[0])) % 40 if replies else 10
+        return [dict(text=f"say {number}", task=dict(number=number), solution=replies)]
+
+    def key(self, task):
+        return str(task if isinstance(task, int) else task["number"])
+
+    def refusal(self, task):
+        number = task if isinstance(task, int) else task["number"]
+        return "a number of a split" if number % 7 == 0 else None
+
+    def verify(self, proposal):
+        return "odd" if proposal["task"]["number"] % 2 else None
+
+    def parses(self, pattern):
+        return pattern != "4 letters"
+
+    def vary(self, task, pattern, rng):
+        number = rng.randrange(10, 200)
+        return [dict(text=f"say {number}, {task}, {pattern}", task=dict(number=number), solution=[])]
+
+
+@pytest.fixture
+def run(small_model, tmp_path, monkeypatch):
+    """run(method, out, world, **settings) -> the finished run."""
+    def start(method="evolve", out="run", world=Letters, kind=evolve.Run, **changed):
+        monkeypatch.setattr(envs, "make", lambda *_, **__: world())
+        s = evolve.Settings(**dict(
+            method=method, model=str(small_model), out=str(tmp_path / out), max_tokens=400,
+            max_new_tokens=4, slots=8, warm_start="none", start_tasks=5, grpo_steps=6,
+            evolve_every=2, evaluate_every=1, step_tasks=3, step_rollouts=4, grpo_batch=2,
+            grpo_lr=1e-4, grpo_temperature=1.5, explorer_temperature=1.5, near_text=1.0, picks=2,
+            explorer_episodes=2) | changed)
+        r = kind(s, envs.environment("webshop")())
+        evolve.METHODS[method][0](r)
+        return r
+
+    return start
+
+
+def sizes(r):
+    return [len(evolve.active(rows(r, f"iter{i}/tasks.jsonl"))) for i in range(3)]
+
+
+def rows(r, name):
+    return read_jsonl(r.folder / name)
+
+
+def steps(r):
+    return [row for i in (1, 2, 3) for row in rows(r, f"iter{i}/target-agent/train.jsonl")]
+
+
+def weights(r, i):
+    return (r.folder / f"iter{i}/target-agent/model.safetensors").read_bytes()
+
+
+def test_the_task_set_grows_from_signals(run):
+    r = run(rare_below=60.0)
+    found, d = sizes(r), [rows(r, f"iter{i}/tasks.jsonl") for i in range(3)]
+    assert 0 < found[0] <= 5 and found[2] > found[0]
+    assert d[2][:len(d[1])] == d[1] and d[1][:len(d[0])] == d[0]  # each is written whole
+    numbers = [row["definition"]["number"] for row in d[2]]
+    assert len(set(numbers)) == len(numbers)
+    assert not any(n % 2 or n % 7 == 0 for n in numbers)  # what the generator refused
+    proposals = [row for i in range(3) for row in rows(r, f"iter{i}/proposals.jsonl")]
+    assert {"odd", "a number of a split", "known already"} <= {row["reason"] for row in proposals}
+    assert [row["step"] for row in steps(r)] == [1, 2, 3, 4, 5, 6]
+    assert [row["D"] for row in steps(r)] == [n for n in found for _ in range(2)]
+    assert all(0 <= row["clipped"] < 1 for row in steps(r))
+    assert all(abs(row["sampler"]["mean"]) < 1e-4 and row["sampler"]["rms"] < 1e-4
+               and row["sampler"]["beyond"] == 0 for row in steps(r))  # plain and fp32: the same
+    kinds = Counter()
+    for i in (1, 2):
+        signals = rows(r, f"iter{i}/signals.jsonl")
+        kinds.update(row["signal"] for row in signals)
+        assert all(row["failure"] and row["success"] for row in signals
+                   if row["signal"] == "boundary")
+        picked = [row["task"] for row in signals if row["picked"]]
+        visited = {t.task for t in read(r.folder / f"iter{i}/target-agent/episodes.jsonl")}
+        assert len(picked) == len(set(picked)) > 0 and set(picked) <= visited
+        logged = r.done[f"iter{i}/signals.jsonl"]["picks"]
+        assert logged == Counter(f"picked {row['signal']}" for row in signals if row["picked"])
+    assert kinds["boundary"] and kinds["rare"]
+
+
+def test_a_fourth_signal_is_found_and_picked(run, monkeypatch):
+    def hard(seen, s):
+        for task, group in seen.groups.items():
+            if not any(map(seen.solved, group)):
+                yield dict(task=task, **seen.evidence(group))
+
+    monkeypatch.setitem(evolve.SIGNALS, "hard", hard)
+    r = run(rare_below=60.0, grpo_steps=4, signals="forgetting,boundary,rare,hard", picks=1,
+            step_tasks=6, start_from="train")
+    found = [row for row in rows(r, "iter1/signals.jsonl") if row["signal"] == "hard"]
+    assert found and sum(row["picked"] for row in found) == 1
+    assert r.done["iter1/signals.jsonl"]["picks"]["picked hard"] == 1
+    assert any(t.agent == "hard" for t in read(r.folder / "iter1/explored.jsonl"))
+
+
+def test_what_is_forgotten_is_what_was_won_in_the_visits_before(run):
+    """And the success that is shown with it is of that visit, not of the one that failed."""
+    r = run(window=2, grpo_steps=8, evolve_every=6, step_rollouts=3)
+    visits = {}
+    for t in read(r.folder / "iter1/target-agent/episodes.jsonl"):
+        visits.setdefault(t.task, {}).setdefault(t.iteration, []).append(t)
+    expected = {}
+    for task, by_step in visits.items():
+        *before, now = [[t.reward == 1 for t in group] for group in by_step.values()]
+        won = [n for n, y in enumerate(before) if sum(y) / 3 >= 0.5]
+        if sum(now) / 3 < 0.5 and won and len(before) - won[-1] <= 2:
+            expected[task] = next(
+                t.messages for t in [*by_step.values()][won[-1]] if t.reward == 1)
+    assert expected and expected == {
+        row["task"]: row["success_then"] for row in rows(r, "iter1/signals.jsonl")
+        if row["signal"] == "forgetting"}
+
+
+class Scripted(evolve.Run):
+    """The agent says "c"; pays(t) is the reward."""
+    pays = staticmethod(lambda t: float(t.rollout % 2))
+
+    def play(self, agent, episodes, temperature, make_env=None):
+        for t in episodes:
+            t.messages = [dict(role="user", content="say"), dict(role="assistant", content="c")]
+            t.ids, t.action_mask = self.encoder.encode(t.messages, 1)
+            t.log_probs, t.reward, t.ended = [-1.0] * t.action_tokens, self.pays(t), "done"
+        return episodes
+
+
+def test_a_minibatch_counts_the_tasks_that_it_leaves_out(run, monkeypatch):
+    """Six tasks in twos: whoever is left out, the others stay together as they were."""
+    cuts, fit = [], dpo.fit
+
+    def watch(model, batches, *more, **names):
+        cuts.append([{g.sequences[0].task for g in minibatch} for minibatch in batches])
+        fit(model, batches, *more, **names)
+
+    monkeypatch.setattr(dpo, "fit", watch)
+    for n, equal in enumerate(("", "0", "124", "0123")):
+        class Equal(Scripted):
+            pays = staticmethod(lambda t: t.rollout % 2 if t.task[-1] not in equal else 0.0)
+        run("grpo", f"run{n}", kind=Equal, start_from="train", start_tasks=6, step_tasks=6,
+            grpo_steps=1)
+        kept = [{task for task in minibatch if task[-1] not in equal} for minibatch in cuts[0]]
+        assert cuts[n] == [minibatch for minibatch in kept if minibatch]
+    assert [len(minibatch) for minibatch in cuts[0]] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("method", ["evolve", "grpo"])
+def test_a_world_without_new_tasks_is_refused_before_anything_runs(run, method, monkeypatch,
+                                                                   tmp_path):
+    monkeypatch.setattr(Letters, "task_generator", World.task_generator)
+    with pytest.raises(envs.Refused, match="letters: nobody makes new tasks in this world"):
+        run(method)
+    assert not (tmp_path / "run/phases.json").exists()
+
+
+def test_without_new_tasks_evolution_is_grpo_bit_for_bit(run):
+    a, b = run("evolve", "a", add_most=0), run("grpo", "b")
+    assert weights(a, 3) == weights(b, 3)
+    kl = [row["kl"] for row in steps(b)]
+    assert kl[0] == pytest.approx(0, abs=1e-5) and abs(kl[-1]) > 1e-6  # it starts at the reference
+
+
+def test_the_importance_weight_is_off_by_default_and_changes_the_loss_where_the_sampler_differs(run):
+    """Of a sampler that had all tokens a nat less likely: the weight is capped."""
+    class Off(evolve.Run):
+        def play(self, *given):
+            played = super().play(*given)
+            for t in played:
+                t.log_probs = [x - 1 for x in t.log_probs]
+            return played
+
+    how = dict(start_from="train", grpo_steps=2)
+    a, b = (run("grpo", out, kind=kind, **how) for out, kind in (("a", evolve.Run), ("b", Off)))
+    c = run("grpo", "c", kind=Off, importance_cap=2.0, **how)
+    assert weights(a, 1) == weights(b, 1) != weights(c, 1)
+    measured = rows(b, "iter1/target-agent/train.jsonl")[0]["sampler"]
+    assert measured == pytest.approx(dict(mean=1, rms=1, beyond=1), abs=1e-4)
+
+
+def test_start_tasks_that_the_training_split_lacks_are_counted(run):
+    r = run("grpo", start_from="train", start_tasks=8, step_tasks=6, grpo_steps=1)
+    assert (r.done["iter0/tasks.jsonl"]["tasks"], r.done["iter0/tasks.jsonl"]["missing"]) == (6, 2)
+
+
+def test_random_exploration_has_no_signal_and_as_many_episodes(run):
+    a, b = run("evolve", "a", start_from="train"), run("evolve", "b", guide="random", verify=False,
+                                                       start_from="train")
+    counts = [[r.done[f"iter{i}/explored.jsonl"]["episodes"] for i in (1, 2)] for r in (a, b)]
+    assert counts[0][0] == counts[1][0]
+    assert {t.agent for t in read(b.folder / "iter1/explored.jsonl")} == {"random"}
+    for r, odd in ((a, False), (b, True)):  # without verification proposals join as they come
+        assert sizes(r)[0] == 5 < sizes(r)[2]
+        added = [row for row in rows(r, "iter2/tasks.jsonl") if row["joined"]]
+        assert any(row["definition"]["number"] % 2 for row in added) == odd
+
+
+def test_aimed_tasks_vary_what_was_picked_and_nobody_explores(run):
+    r = run(explorer="aimed", rare_below=60.0, rare_min=2)
+    assert (r.folder / "iter0/explored.jsonl").exists()  # the start tasks
+    assert not (r.folder / "iter1/explored.jsonl").exists()
+    patterns = set()
+    for i in (1, 2):
+        signals = rows(r, f"iter{i}/signals.jsonl")
+        picked = {(row["task"], row["signal"], str(row.get("pattern"))) for row in signals
+                  if row["picked"]}
+        assert Counter((row["source"], row["signal"], row["text"].rsplit(", ", 1)[1])
+                       for row in rows(r, f"iter{i}/proposals.jsonl")) == dict.fromkeys(picked, 2)
+        patterns |= {(row["pattern"], row["episodes"]) for row in signals if row["signal"] == "rare"}
+    assert patterns and all(p != "4 letters" and n > 1 for p, n in patterns)
+    assert sizes(r)[2] > sizes(r)[0]
+
+
+@pytest.mark.parametrize("tasks, share, of_start", [  # a step has 4 tasks, D_0 has 3
+    (8, 0.75, 3), (8, 0.5, 2), (1, 0.5, 3), (0, 0.5, 3), (8, 1.0, 3), (8, 0.0, None)])
+def test_each_pass_visits_every_task_and_no_step_one_twice(tmp_path, tasks, share, of_start):
+    """With --start-share the start tasks have so much of each step, and passes of their own."""
+    start, added = ["s0", "s1", "s2"], [f"a{n}" for n in range(tasks)]
+    r = SimpleNamespace(main=True, settings=evolve.Settings(
+        start_share=share, step_tasks=4, evolve_every=1, grpo_steps=45))
+    d = [dict(task=task, joined=int(task[0] == "a")) for task in start + added]
+    planned, before = [], []
+    for i in range(1, 46):
+        (tmp_path / "tasks").write_text("\n".join(map(json.dumps, d if i > 1 else d[:3])))
+        evolve.plan(r, tmp_path / f"{i}", tmp_path / "tasks", before, i=i)
+        before = [tmp_path / f"{i}"]
+        planned.append(read_jsonl(before[0])[0]["tasks"])
+    first, *later = planned
+    assert len(first) == 3
+    for batch in later:
+        assert len({*batch}) == len(batch) == min(4, 3 + tasks)
+        assert of_start is None or sum(task in start for task in batch) == of_start
+    visits = Counter(task for batch in later for task in batch)
+    for pool in (start, added) if share else (start + added,):
+        counts = [visits[task] for task in pool]
+        assert not counts or max(counts) - min(counts) <= 1
+
+
+def test_added_tasks_that_are_mastered_leave_for_good(run):
+    """The agent here solves what has an even id, all of it; start tasks stay all the same."""
+    class Even(Scripted):
+        pays = staticmethod(lambda t: 1.0 if int(t.task[-1]) % 2 == 0 else float(t.rollout % 2))
+
+    r = run(kind=Even, explorer="aimed", mastered="leave", step_tasks=30, grpo_steps=8, picks=4,
+            start_from="train")
+    start, gone = {row["task"] for row in rows(r, "iter0/tasks.jsonl")}, set()
+    for i in (1, 2, 3):
+        before, d = (rows(r, f"iter{n}/tasks.jsonl") for n in (i - 1, i))
+        left = {row["task"] for row in d if row.get("left") == i}
+        assert left == {row["task"] for row in evolve.active(before)
+                        if row["task"] not in start and int(row["task"][-1]) % 2 == 0}
+        gone |= left
+        now = {row["task"] for row in evolve.active(d)}
+        assert not gone & now and start <= now
+        assert not gone & {t.task for t in read(r.folder / f"iter{i + 1}/target-agent/episodes.jsonl")}
+    assert len(gone) > 2
+    assert sum(r.done[f"iter{i}/tasks.jsonl"]["left"] for i in (1, 2, 3)) == len(gone)
+
+
+def test_what_is_always_or_never_solved_does_not_join(run):
+    """The agent solves number n in n % 5 of its four plays."""
+    asked = []
+
+    class Some(Scripted):
+        def play(self, agent, episodes, temperature, make_env=None):
+            env = (make_env or self.make_env)()
+            if episodes[0].seed == seed_of(0, "solve", episodes[0].iteration, episodes[0].task, 0):
+                asked.append((str(agent), len(episodes), temperature))
+            self.pays = lambda t: float(t.rollout < env.find(t.task) % 5)
+            return super().play(agent, episodes, temperature)
+
+    r = run(kind=Some, explorer="aimed", solve_check=4, start_from="train", add_most=2, picks=4,
+            explorer_episodes=5, step_tasks=5)
+    judged = [row for i in (1, 2) for row in rows(r, f"iter{i}/proposals.jsonl")]
+    tried = [row for row in judged if "solved" in row]
+    assert len(tried) > 5 and all(row["solved"] == row["task"]["number"] % 5 for row in tried)
+    for row in tried:
+        assert row["reason"] == {0: "the agent never solves it", 4: "the agent always solves it"}.get(
+            row["solved"])
+        assert row["verdict"] == ("added" if row["reason"] is None else "refused")
+    assert {row["solved"] for row in tried} >= {0, 4}
+    assert all(row["verdict"] == "refused" for row in judged if "solved" not in row)
+    added = [row["task"] for row in tried if row["verdict"] == "added"]
+    assert [row["definition"] for row in rows(r, "iter2/tasks.jsonl") if row["joined"]] == added
+    assert len(added) == 4
+    assert sum(r.done[f"iter{i}/proposals.jsonl"]["tried"] for i in (1, 2)) == 4 * len(tried) == sum(
+        n for _, n, _ in asked)
+    assert {agent[-19:] for agent, *_ in asked} == {"/iter1/target-agent", "/iter2/target-agent"}
+    assert {temperature for *_, temperature in asked} == {1.5}  # as in training
+
+
+class Vowels(Letters):
+    """Pays the share of vowels among eight letters."""
+
+    def step(self, reply):
+        return Step("thanks", sum(letter in "aeiou" for letter in reply[:8]) / 8, True)
+
+
+def test_forty_steps_teach_a_policy_what_pays(run):
+    r = run("grpo", world=Vowels, start_from="train", start_tasks=4, grpo_steps=40, evolve_every=40,
+            step_tasks=4, step_rollouts=6, max_new_tokens=6, slots=24, grpo_lr=3e-3,
+            grpo_temperature=1.0)
+    log = rows(r, "iter1/target-agent/train.jsonl")
+    rewards, kl = [row["reward"] for row in log], [row["kl"] for row in log]
+    assert np.mean(rewards[:5]) < 0.2 and np.mean(rewards[-5:]) > 0.6
+    assert np.mean(kl[-10:]) > 0  # of its own samples, over the tokens that may be drawn
+
+
+def files_of(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*")
+            if p.is_file() and p.suffix in (".jsonl", ".safetensors")}
+
+
+@pytest.mark.parametrize("more", [dict(max_tokens=40), dict(
+    explorer="aimed", solve_check=3, mastered="leave", start_share=0.5)])
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(run, tmp_path, monkeypatch, more):
+    """Stopped in segment 2 and in the evolution after it: moments and passes go on from files."""
+    whole, left = files_of(run(out="whole", **more).folder), iter(("train", "join", None))
+
+    class Stops(evolve.Run):
+        def make(self, out, work, *inputs, **how):
+            if how.get("i") == 2 and work.__name__ == self.stop:
+                raise KeyboardInterrupt
+            return super().make(out, work, *inputs, **how)
+
+    for Stops.stop in left:
+        if Stops.stop:
+            with pytest.raises(KeyboardInterrupt):
+                run(out="stopped", kind=Stops, **more)
+    assert files_of(run(out="stopped", **more).folder) == whole
+
+
+def test_a_state_inside_a_segment_is_restored_by_its_steps(run):
+    """A checkpoint of one step: the second step goes on from it, moments too."""
+    kept = {}
+
+    class Keeps(evolve.Run):
+        def checkpoint(self, steps):
+            def keep(model, optimizer, n):
+                kept[self.name, n] = json.dumps(steps), copy.deepcopy((
+                    model.state_dict(), optimizer.state_dict()))
+
+            def restore(model, optimizer):
+                if not self.goes_on or (self.name, 1) not in kept:
+                    return 0
+                said, (w, moments) = kept[self.name, 1]
+                steps.extend(json.loads(said))
+                model.load_state_dict(w), optimizer.load_state_dict(copy.deepcopy(moments))
+                return 1
+            return SimpleNamespace(keep=keep, restore=restore)
+
+    Keeps.goes_on = False
+    whole = files_of(run("grpo", "a", kind=Keeps).folder)
+    assert len(kept) == 6
+    Keeps.goes_on = True
+    assert files_of(run("grpo", "b", kind=Keeps).folder) == whole
+
+
+def test_a_copy_of_a_live_model_answers_as_it_does(agent, run):
+    r = run("grpo", start_from="train", grpo_steps=1)
+    model = r.load(r.base)
+    assert r.replica(model) is model and not model.training
+    r.bf16 = True
+    copied = r.replica(model)
+    read_again = coevolve.Run.replica(r, r.base)
+    ids = torch.tensor([r.encoder.start([dict(role="user", content="say")])])
+    assert copied.dtype == torch.bfloat16
+    assert torch.equal(copied(input_ids=ids).logits, read_again(input_ids=ids).logits)
+    assert not {p.data_ptr() for p in copied.parameters()} & {p.data_ptr() for p in model.parameters()}
+
+
+def test_two_sharded_processes_evolve_like_one(small_model, tmp_path):
+    said = tmp_path / "said"
+    for ranks in (1, 2):
+        flags = dict(
+            model=small_model, out=tmp_path / str(ranks), start_from="train", grpo_steps=4,
+            evolve_every=2, grpo_lr=1e-5, max_tokens=400, max_new_tokens=4, slots=8, start_tasks=5,
+            warm_start="none", step_tasks=3, step_rollouts=4, grpo_batch=2, near_text=1.0)
+
+        def work():
+            envs.make = lambda *_, **__: Letters()
+            coevolve.main([x for name, value in flags.items() for x in (
+                f"--{name.replace('_', '-')}", str(value))], evolve.Settings, evolve.Run, evolve.METHODS)
+
+        assert [ended(p) for p in fork_ranks(ranks, work, said)] == [0] * ranks, said.read_text()[-3000:]
+    log = [[(row["loss"], row["kl"]) for i in (1, 2) for row in read_jsonl(
+        tmp_path / f"{out}/iter{i}/target-agent/train.jsonl")] for out in "12"]
+    assert torch.tensor(log[0]).sub(torch.tensor(log[1])).abs().max() < 5e-6
+    assert len(log[0]) == 4 and abs(log[0][3][1]) > 1e-4  # it has learnt something
+    one, two = ((tmp_path / out / "iter1/tasks.jsonl").read_text() for out in "12")
+    assert one == two != ""

@@ -4,18 +4,18 @@ import json
 import random
 import threading
 from collections import Counter
-from contextlib import closing, nullcontext
-from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
+from contextlib import closing
+from dataclasses import dataclass
 
 import pytest
 
-from lab import mutual
-from lab import play_env as envs
-from lab import tokens as dpo
-from lab.harness.settings import Settings
-from lab.playing import explorer
+import coevolve
+import envs
+import evolve
+from coevolve import read
+from lab import endpoint as endpoints
+from lab import explorer
+from worlds.files import read_jsonl
 from worlds.intercodesql import questions
 
 WELL = (  # its answers, by what it is asked for: context, action, proposals
@@ -32,22 +32,23 @@ def env():
     return envs.make("intercodesql", "short")
 
 
+@dataclass(frozen=True)
+class Settings(explorer.Explorer, coevolve.Settings):
+    """Those of the second system with an endpoint."""
+
+
 @pytest.fixture
 def explore(env, endpoint, tmp_path, monkeypatch):
-    """explore(answers, n) -> two episodes of each of n tasks, what they took, the lost."""
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    s = Settings(env="intercodesql", view="short", method="evolve", explorer=endpoint.url,
-                 explorer_model="m", max_new_tokens=64, slots=1, answer_seconds=1)
-    lost = []
-    folder = SimpleNamespace(running="explored", path=tmp_path, inputs=lambda: "all before",
-                             on_main=lambda said: said())
-    log = SimpleNamespace(dropped=lambda phase, reason, tasks: lost.extend(tasks), say=print,
-                          bar=lambda *_: nullcontext(SimpleNamespace(update=lambda n=1: None)))
-    run = SimpleNamespace(settings=s, folder=folder, log=log, tasks=SimpleNamespace(
-        make_env=lambda: envs.make("intercodesql", "short"), task_generator=env.task_generator))
+    """explore(answers, n) -> two episodes of each of n tasks, their proposals, and what both took.
+    The first three are the phases of a run, which goes on when it is called again."""
+    monkeypatch.setattr(threading.Event, "wait", lambda event, seconds=None: None)
 
     def start(answers, n, guided=True, **changed):
-        run.settings = replace(s, **changed)
+        s = Settings(**dict(
+            env="intercodesql", view="short", method="evolve", explorer=endpoint.url,
+            explorer_model="m", slots=1, explorer_episodes=2, guide="signals" if guided else "random",
+            out=str(tmp_path / "run")) | changed)
+        run = evolve.Run(s, envs.environment("intercodesql")())
         tasks = env.tasks("train")[:n]
         table = env.world.databases[env.find(tasks[0])["db"]].split("CREATE TABLE ")[1].split()[0]
 
@@ -57,20 +58,16 @@ def explore(env, endpoint, tmp_path, monkeypatch):
             return answers[kind].replace("NOUN", table)
 
         endpoint.answer = answer
-        lost.clear()
-        starts = [dpo.Trajectory(task, "boundary", 1, k) for task in tasks for k in range(2)]
-        picks = [dict(task=task, signal="boundary", success=[], failure=[]) for task in tasks]
-        return *explorer.explore(run, starts, picks * guided, ["a known text"], Path("agent")), lost
-
-    return start
-
-
-@pytest.fixture
-def explore_once(env, explore):
-    """explore_once(answers) -> proposals of the second episode of a pick, it, what both took."""
-    def start(answers):
-        (_, t), taken, _ = explore(answers, 1)
-        return explorer.abstract(env.task_generator(), t, random.Random(0)), t, taken
+        d, signals = tmp_path / "tasks.jsonl", tmp_path / "signals.jsonl"
+        d.write_text(json.dumps(dict(task=tasks[0], joined=0, text="a known text")))
+        signals.write_text("\n".join(json.dumps(dict(
+            task=task, signal="boundary", picked=True, success=[], failure=[])) for task in tasks))
+        finds = explorer.find_tasks(run, 1, None, [d], [signals])
+        taken = Counter()
+        for name in ("contexts", "explored", "finds"):
+            taken.update({k: v for k, v in run.done.get(f"iter1/{name}.jsonl", {}).items()
+                          if k in (*explorer.USAGE, "unreadable", "refused")})
+        return read(run.folder / "iter1/explored.jsonl"), read_jsonl(finds), taken
 
     return start
 
