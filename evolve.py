@@ -188,7 +188,7 @@ def train(run: Run, out: Path, agent: Path, first: Path, tasks: Path, batches: P
     write(run, out / "episodes.jsonl", [t for step in steps for t in step["episodes"]])
     return dict(episodes=sum(len(step["episodes"]) for step in steps),
                 **{name: log[-1][name] for name in ("reward", "kl", "D")},
-                steps=sum(line["updates"] for line in log), tokens=sum(l["tokens"] for l in log))
+                updates=sum(line["updates"] for line in log), tokens=sum(l["tokens"] for l in log))
 
 
 def grpo_step(run: Run, model, reference, optimizer, make_env: Callable, step: int,
@@ -258,7 +258,7 @@ def plan(run: Run, out: Path, tasks: Path, before: list[Path], i: int) -> dict:
                 batch.append(queue.pop())
         rows.append(dict(step=step, tasks=batch, waiting=[[*queue] for queue in waiting]))
     write(run, out, rows)
-    return dict(steps=len(rows), D=len(d))
+    return dict(D=len(d))
 
 
 # ----------------------------------------------------------------------------------- the signals
@@ -351,9 +351,8 @@ def find_signals(run: Run, out: Path, tasks: Path, played: list[Path], i: int) -
     for row in picked:
         row["picked"] = True
     write(run, out, rows)
-    return dict(**{kind: len(of_kind) for kind, of_kind in found.items()}, picked=len(picked),
-                picks={f"picked {kind}": n for kind, n in Counter(
-                    row["signal"] for row in picked).items()},
+    return dict(found={kind: len(of_kind) for kind, of_kind in found.items()},
+                picked=Counter(f"picked {row['signal']}" for row in picked),
                 patterns=len(set().union(*seen.patterns)))
 
 
@@ -401,7 +400,7 @@ def first_tasks(run: Run, out: Path, i: int) -> dict:
     """D_0 of --start-from train: training tasks, in their order."""
     tasks = training_tasks(run)[:run.settings.start_tasks]
     write(run, out, [dict(task=task, joined=0) for task in tasks])
-    return dict(tasks=len(tasks), missing=run.settings.start_tasks - len(tasks))
+    return dict(D=len(tasks), missing=run.settings.start_tasks - len(tasks))
 
 
 def explore(run: Run, out: Path, agent: Path, tasks: list[Path], signals: list[Path],
@@ -475,8 +474,7 @@ def judge(run: Run, out: Path, finds: Path, tasks: list[Path], agent: Path, i: i
     write(run, out, rows)
     added = [row for row in rows if row["verdict"] == "added"]
     return dict(proposals=len(rows), replayed=sum(v["replayed"] for v in verdicts), tried=tried,
-                added=len(added), kinds={f"added {kind}": n for kind, n in Counter(
-                    row["signal"] for row in added).items()},
+                added=len(added), kinds=Counter(f"added {row['signal']}" for row in added),
                 refused=Counter(v["reason"] for v in verdicts if v["reason"]))
 
 
@@ -558,7 +556,7 @@ def join(run: Run, out: Path, tasks: list[Path], proposals: Path, played: list[P
         raise envs.Refused("no start task came of the unguided exploration; give --start-from "
                            "train and another --out, or a --model that finds something")
     write(run, out, d)
-    return dict(tasks=len(added), left=len(left), D=len(active(d)))
+    return dict(D=len(active(d)), joined=len(added), left=len(left))
 
 
 # ------------------------------------------------------------------------------------ settings
