@@ -18,15 +18,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import envs
 from lab import settings
 from lab.compare import write_report
 from lab.runfiles import command
-from lab.study_methods import ALL, METHODS, equals, finished, flags, method_of
+from lab.study_methods import ALL, METHODS, equals, finished, flags, method_of, unread
 from worlds import without_passwords
 from worlds.flags import Refused, flag, parse
 
@@ -67,11 +65,9 @@ def make_runs(env: str, methods: list[str], seeds: list[int], folder: Path, more
 
 def read_by(method: str, methods: list[str], more: list[str]) -> list[str]:
     """The settings that a method reads, and those that none of the methods reads, to be refused."""
-    def reads(name):
-        return {flag(f.name) for part in settings.METHODS[method_of(name)][1] for f in (
-            [SimpleNamespace(name=part)] if isinstance(part, str) else fields(part))}
-
-    others, kept, mine = set().union(*map(reads, methods)) - reads(method), [], True
+    left = [unread(method_of(name)) for name in methods]
+    others = {flag(name) for name in unread(method_of(method)) - set.intersection(*left)}
+    kept, mine = [], True
     for word in more:  # a flag, or what is given with the one before it
         if word.startswith("--"):
             mine = word.split("=")[0] not in others

@@ -300,7 +300,8 @@ def test_what_evolution_took_and_made(tmp_path):
     ("frozen", dict(method="coevolve", d_fail="none"), None),
     ("frozen", dict(method="coevolve", lambda_sft=0.3), "differ in lambda_sft (0.3, 0.1)"),
     ("grpo-tasks", dict(method="grpo", start_tasks=180), None),
-    ("grpo", dict(method="grpo", start_tasks=180), "differ in start_tasks (180, 0)")])
+    ("sft", dict(method="sft", dpo_steps=9), None),  # which it does not read
+    ("positive", dict(method="positive", dpo_steps=9), "differ in dpo_steps (9, 0)")])
 def test_a_report_on_runs_of_different_settings_is_refused(tmp_path, method, changed, says):
     same = dict(lambda_sft=0.1, d_fail="all", dpo_steps=0, start_tasks=0)
     for folder, more in ((tmp_path / "eto-s3", {}),
@@ -350,6 +351,12 @@ def test_what_one_method_refuses_is_said_before_any_run(begun, tmp_path):
         with pytest.raises(Refused, match=said):
             study.main(["webshop", "--methods", *line.split(), "--out", str(tmp_path / "none")])
     assert not begun and not (tmp_path / "none").exists()
+
+
+def test_eto_in_a_study_explores_as_co_evolution_does():
+    """The name of the method is that of a protocol, whose preset would make it greedy."""
+    eto, ours = (study.settings_of("webshop", [], method) for method in ("eto", "coevolve"))
+    assert {**vars(eto), "method": ""} == {**vars(ours), "method": ""}
 
 
 def test_a_method_is_given_the_settings_that_it_reads():
