@@ -9,7 +9,7 @@ from typing import Literal
 from coevolve import Run
 from envs import Refused, World
 from evolve import world
-from worlds import flags, plain
+from worlds import flags
 from worlds.files import hashed, read_jsonl
 
 FILE = "trained_on.json"  # in an agent's folder
@@ -21,11 +21,10 @@ class Overlap(flags.Stated):
 
 
 def marks(env: World, task: str) -> set[str]:
-    """Hashes by which a task is known in whatever split: of what it is, and of its instruction if
-    that says so; none for a task that this environment does not have."""
+    """The hash by which a task is known in whatever split, of what it is; none for a task that this
+    environment does not have."""
     with suppress(ValueError):
-        wording = plain("\n".join(env.wording(task)))
-        return {hashed([env.name, mark]) for mark in (repr(env.find(task)), wording) if mark}
+        return {hashed([env.name, repr(env.find(task))])}
     return set()
 
 
