@@ -138,6 +138,7 @@ def test_two_ranks_run_the_core_like_one_process(tmp_path):
     def go(ranks, out):
         said, main = tmp_path / f"{ranks}.said", partial(coevolve.main, [*RUN, "--out",
                                                                        str(tmp_path / out)])
+        said.unlink(missing_ok=True)
         codes = [ended(process) for process in fork_ranks(ranks, main, said)]
         assert codes == [0] * ranks, said.read_text()[-3000:]
         assert said.read_text().count("eto on webshop") == 1  # the first rank alone prints
