@@ -1,9 +1,8 @@
 """Co-Evolving Agents: Learning from Failures as Hard Negatives (arXiv 2511.22254), in raw PyTorch.
 
-Read from the top: the loop, its phases, the pairs, the settings, the run; then `dpo.py` (tokens in,
-gradients or tokens out) and `envs.py` (text in, text out; the episode). A task is the paper's
-instruction u, an episode is one play of it, and its record is a trajectory e. A phase reads files
-of the run and writes one of them, so that every stage can be looked at, or edited.
+Read from the top, then `dpo.py` (tokens in, gradients or tokens out) and `envs.py` (text in, text
+out; the episode). A task is the paper's instruction u, an episode is one play of it, and its record
+is a trajectory e. A phase reads files of the run and writes one, which can be looked at, or edited.
 
     python coevolve.py --env webshop            # or: accelerate launch --multi_gpu coevolve.py ...
 """
@@ -35,7 +34,7 @@ import dpo
 import envs
 from dpo import Group, Pair, Trajectory
 from worlds import flags
-from worlds.files import hashed, known_by, line, read_jsonl, seed_of, write_jsonl
+from worlds.files import hashed, known_by, line, read_json, read_jsonl, seed_of, write_jsonl
 
 # ------------------------------------------------------------------------------------ the loop
 
@@ -45,9 +44,7 @@ AGENTS = {"sft": ("target",), "eto": ("target",), "coevolve": ("target", "failur
 
 def coevolve(run: Run) -> None:
     """The method, Sections 4.1-4.3. ETO is this loop with the target alone, SFT its beginning.
-
-    once(file, phase, what it reads ..., ...) does the phase, unless the file was made from that.
-    """
+    once(file, phase, what it reads ..., ...) does the phase, unless the file was made from that."""
     s, once, names = run.settings, run.once, AGENTS[run.settings.method]
     experts = once("experts.jsonl", collect_experts, *map(Path, filter(None, [s.experts])))
     agents = {name: once(f"sft-{name}", train_sft, run.base, experts, name=name)  # another seed
@@ -83,11 +80,11 @@ def collect_experts(run: Run, out: Path, file: Path | None = None) -> dict:
     """Expert trajectories of the training tasks, kept above expert_min_reward: those of a file,
     else the scripted expert's."""
     s, env, kept, dropped = run.settings, run.make_env(), [], Counter()
-    evaluated = {task for split in run.splits for task in env.tasks(split)}
+    evaluated = {repr(env.find(task)) for split in run.splits for task in env.tasks(split)}
     first = len(envs.opening(env, ""))  # turns before an expert's first reply
     for task, messages, reward in envs.experts(env, file, s.train_tasks):
         ids, mask = run.encoder.encode(messages, first)
-        if task in evaluated:
+        if repr(env.find(task)) in evaluated:  # whatever its number
             dropped["evaluated too"] += 1
         elif reward <= s.expert_min_reward and reward < env.success:
             dropped["reward"] += 1
@@ -99,9 +96,9 @@ def collect_experts(run: Run, out: Path, file: Path | None = None) -> dict:
                                    reward=reward, steps=steps, ended="done"))
     env.close()
     if not kept:
-        raise envs.Refused(f"no expert trajectory is left: {dict(dropped)}; lower "
-                           "--expert-min-reward, raise --max-tokens or give better --experts")
-    run.write(out, kept)
+        raise envs.Refused(f"no expert is left: {dict(dropped)}; lower --expert-min-reward, raise "
+                           "--max-tokens or give other --experts")
+    write(run, out, kept)
     return dict(experts=len(kept), dropped=dropped)
 
 
@@ -121,7 +118,7 @@ def explore(run: Run, out: Path, agent: Path, experts: Path, name: str, i: int) 
     episodes = [Trajectory(e.task, name, i, n, seed_of(run.settings.seed, name, i, e.task, n))
                 for e in read(experts) for n in range(run.settings.rollouts)]
     episodes = run.play(agent, episodes, run.settings.temperature)
-    run.write(out, episodes)
+    write(run, out, episodes)
     return scores(episodes, run)
 
 
@@ -129,7 +126,7 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
     """Greedy episodes of an agent on a split."""
     tasks = run.env.tasks(split)[:run.settings.eval_tasks or None]
     episodes = run.play(agent, [Trajectory(task, name, i) for task in tasks], 0.0)
-    run.write(out, episodes)
+    write(run, out, episodes)
     return scores(episodes, run)
 
 
@@ -148,10 +145,9 @@ def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path],
         else:
             pairs = d_fail(target, second + before[expert.task], s, dropped, run.env.success)
         rows += [dict(task=expert.task, **pair) for pair in pairs]
-    run.write(out, rows)
+    write(run, out, rows)
     if not rows and run.main:
-        print(f"{run.name}: no pairs, since {dict(dropped)}; explore at a higher --temperature or "
-              "with more --rollouts, or train less before")
+        print(f"{run.name}: no pairs, since {dict(dropped)}; raise --temperature or --rollouts")
     return dict(pairs=Counter(row["kind"] for row in rows), dropped=dropped)
 
 
@@ -178,7 +174,7 @@ def train_preferences(run: Run, out: Path, agent: Path, first: Path, pairs: Path
         return dict(steps=0)
     s = replace(s, beta=s.beta if i == 1 else s.beta_later,
                 lambda_dpo=1.0 if name.startswith("failure") else s.lambda_dpo)
-    epochs = s.failure_epochs if name == "failure" and s.failure_epochs else s.dpo_epochs
+    epochs = s.failure_epochs if name.startswith("failure") and s.failure_epochs else s.dpo_epochs
     steps, most = [], s.dpo_steps if name == "target" else 0  # of them; 0: so many epochs
     while len(steps) < most if most else epochs:
         steps += dpo.batches(groups, s.dpo_batch, s.batch_unit, rng)
@@ -208,10 +204,9 @@ def d_tgt(expert: Trajectory, target: list[Trajectory], failure: list[Trajectory
           dropped: Counter, success: float = 1.0) -> list[dict]:
     """The target's pairs for one instruction, Eq. (8), with the weights of Section 4.3.
 
-    target, failure: this iteration's rollouts of the two agents; rewards are in [0, 1]. Returns
-    rows of pairs-*.jsonl without the task; counts in `dropped`, by reason, the comparisons that
-    make no pair. success: the reward from which a trajectory is no failure.
-    """
+    target, failure: this iteration's rollouts of the two agents; rewards are in [0, 1], from
+    `success` on a trajectory is no failure. Returns rows of pairs-*.jsonl without the task; counts
+    in `dropped`, by reason, the comparisons that make no pair."""
     # Eq. (8): D_tgt = {e_exp > e_tgt} u {e_exp > e_fail} u {e_w > e_l in F_tgt x F_fail}, by reward
     pairs = []
     for prediction in target + failure:
@@ -264,15 +259,13 @@ def ordered_failures(candidates, dropped: Counter, success: float):
 
 def pair_row(kind: str, chosen: Trajectory, rejected: Trajectory, weight: float,
              sft_weight: float) -> dict:
-    """A row of pairs-*.jsonl, which names its trajectories by agent, iteration and rollout."""
     chosen, rejected = (dict(agent=t.agent, iteration=t.iteration, rollout=t.rollout,
                              reward=t.reward) for t in (chosen, rejected))
     return dict(kind=kind, chosen=chosen, rejected=rejected, weight=weight, sft_weight=sft_weight)
 
 
 def preference_groups(rows: list[dict], episodes: list[Trajectory], s: Settings) -> list[Group]:
-    """Rows of pairs as groups: an instruction's distinct trajectories, once each, and its pairs.
-    episodes: the trajectories that the rows name, and the experts."""
+    """Rows of pairs as groups: an instruction's distinct trajectories, once each, and its pairs."""
     groups, places = {}, {}  # places: trajectory and how it is cut -> index
     known = {(t.task, t.agent, t.iteration, t.rollout): t for t in episodes}
     for row in rows:
@@ -309,9 +302,8 @@ def shortened(t: Trajectory, turns: int, ends: bool) -> Trajectory:
 
 
 # ------------------------------------------------------------------------------------ settings
-# In brackets the source: the paper; ETO, the scripts of Song et al.; ours. A comment is the help,
-# a type the limits; what is Free changes nothing but rounding, and may change when a run goes on.
-
+# In brackets the source: the paper; ETO, the scripts of Song et al.; ours. A comment is the help, a
+# type has the limits; what is Free changes nothing but rounding, and may differ when a run goes on.
 AUTO = Literal["auto", "on", "off"]
 
 
@@ -397,26 +389,24 @@ class Settings(FailureAgent, Preferences, Common, flags.Stated):
 
 
 # method -> its loop, and the settings that the loop reads: classes of them, or names
-METHODS = {"sft": (coevolve, (Common,)), "eto": (coevolve, (Common, Preferences)),
-           "positive": (coevolve, (Common, Preferences)),
-           "coevolve": (coevolve, (Common, Preferences, FailureAgent))}
+METHODS = {name: (coevolve, (Common, Preferences)) for name in ("eto", "positive")} | {
+    "sft": (coevolve, (Common,)), "coevolve": (coevolve, (Common, Preferences, FailureAgent))}
 
 
 # --------------------------------------------------------------------------------------- a run
 
-TINY = Path(__file__).parent / "tiny"
+MODELS = {"tiny": Path(__file__).parent / "tiny"}  # what a name means
 
 
 class Run:
-    """A run's folder, machine and models. What was made is not made again, so that a run which was
-    stopped goes on after its last finished phase."""
+    """A run's folder, machine and models; one that was stopped goes on after a finished phase."""
 
     def __init__(self, settings: Settings, options):
         s, gpu = settings, torch.cuda.is_available()
         large = gpu and s.model != "tiny"
         self.settings, self.options, self.name = s, options, ""  # of the running phase's output
         self.folder = Path(s.out or f"runs/{s.env}-{s.method}-s{s.seed}")
-        self.base = TINY if s.model == "tiny" else Path(s.model)
+        self.base = MODELS.get(s.model) or Path(s.model)
         self.bf16, self.recompute = (large if flag == "auto" else flag == "on"
                                      for flag in (s.bf16, s.gradient_checkpointing))
         self.accelerator = Accelerator(
@@ -432,7 +422,7 @@ class Run:
         self.splits = self.env.test_splits if s.eval_splits == "test" else ("validation",)
         self.tokenizer = dpo.read(transformers.AutoTokenizer, self.base)
         self.encoder = dpo.Encoder(self.tokenizer)
-        self.done, self.before = {}, {}  # output -> what is recorded of it: by now, and at first
+        self.done = {}  # output -> what is recorded of it; self.before: by an earlier process
         self.open()
 
     def open(self) -> None:
@@ -441,22 +431,23 @@ class Run:
         now = asdict(self.settings) | asdict(self.options)
         if self.main and not config.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            alone = self.base != TINY and dpo.trial(dpo.read_model(self.base).eval(), self.encoder)
-            config.write_text(json.dumps(dict(settings=now, alone=alone or [False, False])))
+            alone = (False, False) if self.settings.model == "tiny" else dpo.trial(
+                dpo.read_model(self.base).eval(), self.encoder)
+            config.write_text(json.dumps(dict(settings=now, alone=alone), indent=1))
         self.accelerator.wait_for_everyone()
-        before = json.loads(config.read_text())
+        before = read_json(config)
         flags.check_same(before.get("settings"), json.loads(json.dumps(now)), type(self.settings))
         self.alone = before["alone"]  # whether passes, and replies, are of one text at a time
         if any(self.alone) and self.main:
             print(f"{self.base} does not read texts side by side as it reads each: one at a time")
-        self.before = json.loads(phases.read_text()) if phases.exists() else {}
+        self.before = read_json(phases) if phases.exists() else {}
 
     def once(self, output: str, work, *inputs, **how) -> Path:
         """Does work(run, temporary path, *inputs, **how) -> numbers, unless `output` was made so:
         from files of the same bytes, from agents that were made alike, and with this `how`."""
         path, self.name = self.folder / output, output
         agents = {self.folder / name: row["recipe"] for name, row in self.done.items()}
-        recipe = hashed([work.__name__, [known_by(made, agents) for made in inputs], how])
+        self.recipe = recipe = hashed([work.__name__, known_by(inputs, agents), how])
         recorded = self.before.pop(output, {})
         if recorded.get("recipe") == recipe and path.exists():
             self.done[output] = recorded
@@ -470,15 +461,18 @@ class Run:
             for old in temporary, path:
                 shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
-        numbers = work(self, temporary, *inputs, **how)
+        numbers = self.make(temporary, work, *inputs, **how)
         self.accelerator.wait_for_everyone()
-        self.done[output] = dict(work=work.__name__, recipe=recipe, **how, **numbers,
-                                 seconds=round(time.perf_counter() - started, 1))
+        self.done[output] = dict(work=work.__name__, recipe=recipe, **how) | dict(
+            seconds=round(time.perf_counter() - started, 1)) | numbers
         if self.main:
             os.replace(temporary, path)
             self.record(output)
         self.accelerator.wait_for_everyone()
         return path
+
+    def make(self, out: Path, work, *inputs, **how) -> dict:
+        return work(self, out, *inputs, **how)
 
     def record(self, output: str) -> None:
         """Writes and prints that a phase is finished."""
@@ -486,10 +480,6 @@ class Run:
         part.write_text(json.dumps(self.done | self.before, indent=1))
         os.replace(part, self.folder / "phases.json")
         tqdm.write(line(output, self.done[output]))
-
-    def write(self, path: Path, rows: list) -> None:
-        if self.main:
-            write_jsonl(path, rows)
 
     def load(self, agent: Path):
         """The model in a folder, ready to train."""
@@ -505,10 +495,10 @@ class Run:
         how = replace(how, weight_decay=s.weight_decay, max_grad_norm=s.max_grad_norm,
                       tokens=self.tokens_per_forward * self.ranks)
         with bar(self, len(steps)) as progress:
-            dpo.fit(model, steps, self.log_probs, how,
+            dpo.fit(model, steps, partial(self.log_probs, sampler=how.sampler), how,
                     lambda event: (events.append(event), progress.update()))
         dpo.save(self.accelerator, model, self.tokenizer, out)
-        self.write(out / "train.jsonl", events)
+        write(self, out / "train.jsonl", events)
         return dict(steps=len(events), first_loss=events[0]["loss"], loss=events[-1]["loss"])
 
     def answer(self, model, temperature: float):
@@ -526,17 +516,26 @@ class Run:
     def play(self, agent, episodes: list[Trajectory], temperature: float, make_env=None) -> list:
         """Plays what the episodes begin, each rank a share; all get all, in the order given.
         make_env: of environments that know more tasks than the run's."""
-        share, s = episodes[self.accelerator.process_index::self.ranks], self.settings
-        answer = self.answer(self.replica(agent), temperature)
-        with bar(self, len(share)) as progress:
-            envs.play(make_env or self.make_env, self.encoder, share, answer, s.slots,
-                      s.max_tokens, lambda t: progress.update())
+        share = episodes[self.accelerator.process_index::self.ranks]
+        share = self.play_share(share, self.answer(self.replica(agent), temperature),
+                                make_env or self.make_env)
         if self.ranks > 1:
             shares = [None] * self.ranks
             torch.distributed.all_gather_object(shares, share, self.patient)
             share = itertools.chain(*shares)
         order = {(t.task, t.rollout): n for n, t in enumerate(episodes)}
         return sorted(share, key=lambda t: order[t.task, t.rollout])
+
+    def play_share(self, share: list[Trajectory], answer, make_env) -> list[Trajectory]:
+        with bar(self, len(share)) as progress:
+            envs.play(make_env, self.encoder, share, answer, self.settings.slots,
+                      self.settings.max_tokens, lambda t: progress.update())
+        return share
+
+
+def write(run: Run, file: Path, rows: list) -> None:
+    if run.main:
+        write_jsonl(file, rows)
 
 
 def bar(run: Run, total: int):
@@ -547,14 +546,11 @@ def read(*files: Path) -> list[Trajectory]:
     return [Trajectory(**row) for file in files for row in read_jsonl(file)]
 
 
-# ---------------------------------------------------------------------------------- the table
-
-
 def scores(episodes: list[Trajectory], run: Run) -> dict:
     """Means over episodes; the shares of successes and of hard failures are those of Table 2."""
-    rows = [dict(reward=t.reward, success=t.reward >= run.env.success,
-                 hard=run.settings.hard_threshold <= t.reward < run.env.success, turns=t.steps,
-                 budget=t.ended == "budget") for t in episodes]
+    hard, success = run.settings.hard_threshold, run.env.success
+    rows = [dict(reward=t.reward, success=t.reward >= success, hard=hard <= t.reward < success,
+                 turns=t.steps, budget=t.ended == "budget") for t in episodes]
     return dict(episodes=len(rows), **{k: sum(row[k] for row in rows) / len(rows) for k in rows[0]})
 
 

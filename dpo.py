@@ -146,8 +146,8 @@ class Encoder:
     def never(self, vocabulary: int) -> tuple[int, ...]:
         """Ids that are never sampled: other control tokens, and rows that pad the embedding."""
         control = {*self.tokenizer.convert_tokens_to_ids(self.special)} - {self.end_of_turn}
-        return (*sorted({i for i in control if i < vocabulary}
-                        | {*range(len(self.tokenizer), vocabulary)}),)
+        return (*sorted(i for i in control | {*range(len(self.tokenizer), vocabulary)}
+                        if i < vocabulary),)
 
 
 # --------------------------------------------------------------------------- log-probabilities
@@ -155,9 +155,8 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Sampler:
-    """The distribution that tokens are drawn from, softmax(logits / temperature) without some. A
-    log-probability of sampled tokens is of the same one: mass on tokens that are never drawn would
-    grow with every push down."""
+    """The distribution that tokens are drawn from, softmax(logits / temperature) without some. So
+    are log-probabilities of what was drawn: other mass would grow with every push down."""
     temperature: float = 1.0     # 0: always the most probable token
     never: tuple[int, ...] = ()  # ids that are never drawn
 
@@ -181,9 +180,8 @@ def token_log_probs(model, sequences: list[Trajectory], sampler: Sampler = Sampl
     chosen = "logits_to_keep" in inspect.signature(model.forward).parameters
     logits = model(input_ids=ids, use_cache=False,
                    **dict(logits_to_keep=keep) if chosen else {}).logits          # (B, K, V)
-    logits = logits if chosen else logits[:, keep]
-    logits, targets = logits[acts[:, keep]], ids[:, 1:][acts]                     # (A, V), (A,)
-
+    logits = (logits if chosen else logits[:, keep])[acts[:, keep]]               # (A, V)
+    targets = ids[:, 1:][acts]                                                    # (A,)
     # log pi(t_k | t_<k) = log softmax(logits)[t_k]
     return -F.cross_entropy(sampler.logits(logits), targets, reduction="none")
 
@@ -191,8 +189,8 @@ def token_log_probs(model, sequences: list[Trajectory], sampler: Sampler = Sampl
 def log_probs(accelerator, model, sequences: list[Trajectory], tokens: int,
               sampler: Sampler = Sampler()) -> Tensor:
     """`token_log_probs` of many, (A,), in passes of at most so many tokens with padding (0: of one
-    trajectory each). On several ranks each runs some passes, and all get all. Gradients flow into a
-    rank's own passes, times the number of ranks, because they are averaged over ranks."""
+    trajectory each). Each rank runs some passes, and all get all. Gradients flow into a rank's own
+    passes, times the number of ranks, because they are averaged over ranks."""
     ranks, lengths = accelerator.num_processes, [len(s.ids) for s in sequences]
     first = [0, *itertools.accumulate(s.action_tokens for s in sequences)]
     longest_first = sorted(range(len(sequences)), key=lambda n: -lengths[n])  # little padding
@@ -224,9 +222,9 @@ def action_log_probs(per_token: Tensor, sequences: list[Trajectory]) -> Tensor:
 
 def fill(things: list, size: float, cost: Callable[[list], float]) -> list[list]:
     """Consecutive things that cost at most `size` together, or one that costs more."""
-    filled = [[]]
+    filled = []
     for thing in things:
-        if filled[-1] and cost([*filled[-1], thing]) > size:
+        if not filled or cost([*filled[-1], thing]) > size:
             filled.append([])
         filled[-1].append(thing)
     return filled
@@ -267,8 +265,8 @@ def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[Tensor, dict]:
 
 def dpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, reference_chosen: Tensor,
              reference_rejected: Tensor, s) -> tuple[Tensor, Tensor]:
-    """Eq. (7), of log-probabilities in nats, each (P,): the loss and the margin of each pair. s:
-    settings, of which it asks for beta."""
+    """Eq. (7), of log-probabilities in nats, each (P,): each pair's loss and margin. It asks for
+    s.beta."""
     # Eq. (7): L = -log sigma( beta log pi(e_w)/ref(e_w) - beta log pi(e_l)/ref(e_l) )
     margin = s.beta * ((policy_chosen - reference_chosen) - (policy_rejected - reference_rejected))
     return -F.logsigmoid(margin), margin
@@ -276,8 +274,7 @@ def dpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, reference_chosen: T
 
 def preference_loss(policy: Tensor, groups: list[Group], s) -> tuple[Tensor, dict]:
     """Eq. (9), summed over the groups' pairs. With lambda_dpo 1 and every sft_weight 0 it is
-    Eq. (7), the failure agent's loss. s: settings, of which it asks for beta, lambda_dpo,
-    lambda_sft, log_prob and sft_term."""
+    Eq. (7), the failure agent's loss. It asks for s.lambda_dpo, lambda_sft, log_prob, sft_term."""
     pi, ref, tokens, w, l = of_pairs(policy, groups, s.log_prob)
     preference, margin = dpo_loss(pi[w], pi[l], ref[w], ref[l], s)                # (P,)
     pairs = [p for g in groups for p in g.pairs]
@@ -290,8 +287,8 @@ def preference_loss(policy: Tensor, groups: list[Group], s) -> tuple[Tensor, dic
 
     sums = {}
     for pair, *row in zip(pairs, total[w].tolist(), total[l].tolist(), margin.tolist()):
-        add(sums, {pair.kind: dict(count=1, chosen=row[0], rejected=row[1], margin=row[2],
-                                   accuracy=row[2] > 0)})
+        row = dict(zip(("chosen", "rejected", "margin"), row), count=1, accuracy=row[2] > 0)
+        add(sums, {pair.kind: row})
     return loss, sums
 
 
@@ -306,7 +303,7 @@ def of_pairs(policy: Tensor, groups: list[Group], log_prob: str = "sum") -> tupl
         pi, reference = pi / tokens, reference / tokens
     firsts = itertools.accumulate((len(g.sequences) for g in groups), initial=0)
     places = [(n + p.chosen, n + p.rejected) for n, g in zip(firsts, groups) for p in g.pairs]
-    return pi, reference, tokens, *torch.tensor(places, device=pi.device).T
+    return pi, reference, tokens, *torch.tensor(places, device=pi.device).reshape(-1, 2).T
 
 
 def add(sums: dict, more: dict) -> None:
@@ -322,7 +319,6 @@ def add(sums: dict, more: dict) -> None:
 class Objective:
     """What a batch is trained on, and how. Its loss is a sum over its groups, divided by one over
     the whole batch: a mean of passes' means would weigh a pair by the pass that it is in."""
-
     loss: Callable              # (policy, groups) -> sum, statistics
     divisor: Callable           # group -> number
     lr: float                   # peak
@@ -332,9 +328,9 @@ class Objective:
     max_grad_norm: float = 1.0
     tokens: int = 4096          # whose activations are in memory at once, on all ranks together
     before: Callable | None = None  # (batch, log_probs) -> a third argument of the loss
+    sampler: Sampler = Sampler()  # what pi is
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate at step 0, 1, ... of so many."""
         rising = int(self.warmup * steps)  # a phase of one step has none
         if step < rising:
             return self.lr * step / rising
@@ -357,7 +353,7 @@ def together(groups: list[Group], tokens: int) -> list[list[Group]]:
 
 @torch.no_grad()
 def add_references(model, groups: list[Group], log_probs: Callable, tokens: int) -> None:
-    """Puts log pi_ref(e|u) of each trajectory into its group, by the same passes as log pi."""
+    """Puts log pi_ref(e|u) of each trajectory into its group."""
     for some in together(groups, tokens):
         sequences = trajectories(some)
         values = action_log_probs(log_probs(model, sequences), sequences).tolist()
@@ -390,9 +386,8 @@ def fit(model, steps: list[list[Group]], log_probs: Callable, how: Objective, lo
         norm = torch.nn.utils.clip_grad_norm_(parameters, how.max_grad_norm)
         norm = getattr(norm, "full_tensor", lambda: norm)().item()  # of shards
         if not math.isfinite(total + norm):
-            tasks = ", ".join({s.task: 0 for s in trajectories(batch)})
-            raise FloatingPointError(f"loss {total}, gradient norm {norm} at step {step} on "
-                                     f"{tasks}; look at these, or lower the learning rate")
+            raise FloatingPointError(f"loss {total}, gradient norm {norm} at step {step} on tasks "
+                                     f"{', '.join({s.task: 0 for s in trajectories(batch)})}")
         optimizer.param_groups[0]["lr"] = rate = how.rate(step - 1, len(steps))
         optimizer.step()
         optimizer.zero_grad()

@@ -16,16 +16,12 @@ from worlds.published import experts, make  # noqa: F401
 WAITS = (0.5, 5.0, 25.0)
 
 
-# -------------------------------------------------------------------------------- the episode
-
-
 def episode(env: World, encoder, t, max_tokens: int):
     """The agent meets the environment: one play of the task t.task, written into trajectory t.
 
     A generator. It yields where it is the agent's turn: t as far as it has come, and the episode's
     own random numbers. It is sent what the agent sampled, token ids and the log-probability of
-    each, or None where the agent can read no further.
-    """
+    each, or None where the agent can read no further."""
     t.messages, t.ids, t.action_mask, t.log_probs = [], [], [], []
     t.reward, t.steps, t.ended = 0.0, 0, ""
     rng, page = random.Random(t.seed), env.reset(t.task)
@@ -77,11 +73,10 @@ def play(make_env: Callable[[], World], encoder, trajectories: list, answer: Cal
     that wait, answer([(t, rng)]) -> what each is sent, then all environments take a step.
     ended(t) is called when an episode ends. EnvError where one broke for good."""
     def go_on(running, reply):
-        """What the episode yields next; None where it is over."""
         try:
             return running.send(reply)
         except StopIteration:
-            return None
+            return None  # the episode is over
 
     free, waiting, playing, asked = [], trajectories[::-1], [], []
     threads = ThreadPoolExecutor(slots)

@@ -14,6 +14,7 @@
 #                                      InterCode's databases into a MySQL or MariaDB server
 #   bash run.sh test [pytest options]  run the tests
 #   bash run.sh bench [--quick]        what training and rollouts cost, beside other code
+#   bash run.sh first-gpu              ten minutes of checks and figures of one GPU
 # An active environment that satisfies requirements.txt is used as it is; otherwise .venv is made
 # beside this file. PYTHON=/path/to/python3 chooses the interpreter. A relative path among the
 # settings is relative to the folder you call this from.
@@ -28,27 +29,47 @@ supported() {
 }
 
 # Prints what interpreter $1 lacks of requirements.txt; fails if that is anything.
-satisfied() { "$1" "$here/lab/harness/requirements.py" "$here/requirements.txt" 2>/dev/null; }
+satisfied() { "$1" "$here/lab/requirements.py" "$here/requirements.txt" 2>/dev/null; }
+
+# Sets `torch` to what is said of the wheel for this machine, `index` to where it is; empty: PyPI,
+# whose wheels for Linux are gigabytes of CUDA. An empty CUDA_VISIBLE_DEVICES asks for the CPU's.
+choose_torch() {
+    local cpu=https://download.pytorch.org/whl/cpu version=
+    torch=PyPI index=
+    if [ "$(uname)" != Linux ]; then return; fi
+    if [ "${CUDA_VISIBLE_DEVICES-all}" = "" ]; then torch="for CPUs" index=$cpu
+    elif [ -e /dev/nvidia0 ] || command -v nvidia-smi >/dev/null; then torch="for CUDA"
+    elif [ -e /dev/kfd ]; then
+        read -r version 2>/dev/null </opt/rocm/.info/version || true
+        [[ $version =~ ^[0-9]+\.[0-9]+ ]] ||
+            fail "this machine has an AMD GPU, but no /opt/rocm/.info/version says which ROCm;" \
+                 "install ROCm, or train on the CPU: CUDA_VISIBLE_DEVICES= bash run.sh $command"
+        torch="for ROCm $BASH_REMATCH" index=https://download.pytorch.org/whl/rocm$BASH_REMATCH
+    else torch="for CPUs" index=$cpu; fi
+}
 
 # Makes .venv complete. The file `installing` marks one that an interruption left half-made.
 install() {
-    local log=$here/.venv-install.log
+    local log=$here/.venv-install.log torch index
     if [ -e "$venv/installing" ]; then rm -rf "$venv"; fi
     if [ -e "$venv" ]; then
         supported "$venv/bin/python" || fail "$venv has no Python 3.10-3.13; delete it, run again"
         if satisfied "$venv/bin/python" >/dev/null; then return; fi
     fi
-    echo "run.sh: installing packages into $venv, some minutes ($python lacks $1)" >&2
+    choose_torch
+    echo "run.sh: installing packages into $venv, some minutes ($python lacks $1);" \
+         "torch $torch" >&2
     mkdir -p "$venv" && touch "$venv/installing"
     "$python" -m venv "$venv" >"$log" 2>&1 || {
         rm -rf "$venv"
         fail "$python cannot make a virtual environment; on Debian or Ubuntu:" \
              "apt install python3-venv (details: $log)"; }
-    # PyPI's torch for Linux brings gigabytes of CUDA; without a GPU the CPU build is enough.
-    if [ "$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null &&
-            ! "$venv/bin/python" -m pip config list | grep index-url >/dev/null; then
-        "$venv/bin/python" -m pip install --index-url https://download.pytorch.org/whl/cpu \
-            "$(grep -o '^torch[^ ]*' "$here/requirements.txt")" >>"$log" 2>&1 || true
+    if [ -n "$index" ] && ! "$venv/bin/python" -m pip config list | grep index-url >/dev/null; then
+        "$venv/bin/python" -m pip install --index-url "$index" \
+            "$(grep -o '^torch[^ ]*' "$here/requirements.txt")" >>"$log" 2>&1 ||
+            [ "$torch" = "for CPUs" ] || {  # for which PyPI's do as well
+                rm "$venv/installing"
+                fail "pip found no torch $torch; install it yourself into $venv (pip's output: $log)"; }
     fi
     "$venv/bin/python" -m pip install -r "$here/requirements.txt" \
         $(sed -n 's/^# optional: \([^ ]*\).*/\1/p' "$here/requirements.txt") >>"$log" 2>&1 || {
@@ -68,11 +89,12 @@ add() {
 
 command=${1:-}
 case $command in
-    page | play | compare | study | tour | pretrain | load-intercode | test | bench) env= ;;
+    page | play | compare | study | tour | pretrain | load-intercode | test | bench | first-gpu)
+        env= ;;
     *)  # an environment has a folder
         env=$command
         [ -n "$env" ] && [ -f "$here/worlds/$env/__init__.py" ] || {
-            sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; } ;;
+            sed -n '2,20s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; } ;;
 esac
 shift
 
@@ -83,11 +105,6 @@ done
 [ -n "$python" ] || fail "${PYTHON:-python3} is missing or not Python 3.10-3.13;" \
     "install one of these, or name it: PYTHON=/path/to/python3.12 bash run.sh $command"
 
-if [ -n "$env" ]; then
-    # A mistyped setting is refused before anything is installed.
-    help=$(PYTHONPATH=$here "$python" "$here/lab/harness/settings.py" --env "$env" "$@") || exit 2
-    for flag in "$@"; do case $flag in -h | --help) echo "$help"; exit ;; esac; done
-fi
 if ! lacks=$(satisfied "$python"); then
     { if command -v flock >/dev/null; then flock 9; fi; install "$lacks"; } 9>"$here/.venv.lock"
     python=$venv/bin/python
@@ -95,7 +112,7 @@ fi
 
 case "$command ${1:-}" in bfcl* | test* | "play bfcl")  # one more package; the tests can do without
     package=$(sed -n 's/^# bfcl: \([^ ]*\).*/\1/p' "$here/requirements.txt")
-    if ! "$python" "$here/lab/harness/requirements.py" <(echo "$package") >/dev/null 2>&1; then
+    if ! "$python" "$here/lab/requirements.py" <(echo "$package") >/dev/null 2>&1; then
         { [ "$python" = "$venv/bin/python" ] && add "$package"; } || [ "$command" = test ] ||
             fail "bfcl needs one more package: $python -m pip install --no-deps $package"
     fi
@@ -106,19 +123,16 @@ program() { PYTHONSAFEPATH=1 exec "$python" -m "$@"; }
 
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 case $command in
-    page | play) program "lab.look.$command" "$@" ;;
-    compare) program lab.study.report "$@" ;;
-    study) program lab.study.runs "$@" ;;
+    page | play | compare | study | pretrain | bench) program "lab.$command" "$@" ;;
     tour)  # its digits are those of any x86 processor
         export ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE
-        program lab.study.tour "$@" ;;
-    pretrain) program lab.pretrain.pretrain "$@" ;;
+        program lab.tour "$@" ;;
+    first-gpu) program lab.first_gpu "$@" ;;
     load-intercode) program worlds.intercodesql.spider "$@" ;;
-    bench) exec "$python" "$here/lab/bench/bench.py" "$@" ;;
     test)
         cd "$here"
         export CUDA_VISIBLE_DEVICES=  # the tests compare to the bit, or nearly, on the CPU
         exec "$python" -m pytest -q -rs --durations=10 -o testpaths=tests -n logical --maxprocesses 4 \
             --dist loadfile --no-loadscope-reorder "$@" ;;
-    *) exec "$python" "$here/lab/program/launch.py" "$here/lab/loop.py" --env "$command" "$@" ;;
+    *) program lab.launch -m lab --env "$command" "$@" ;;
 esac

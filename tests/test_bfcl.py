@@ -18,9 +18,7 @@ from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import (  # noqa:
     multi_turn_checker,
 )
 
-from lab import play_env as envs  # noqa: E402
-from lab.harness.files import ROOT  # noqa: E402
-from lab.playing.explorer import proposal_of  # noqa: E402
+import worlds  # noqa: E402
 from worlds.bfcl import data  # noqa: E402
 from worlds.bfcl.calls import (  # noqa: E402
     DONE,
@@ -35,7 +33,9 @@ from worlds.bfcl.calls import (  # noqa: E402
 )
 from worlds.bfcl.data import CATEGORIES, MORE_FUNCTIONS, SIZES, start_state, tasks  # noqa: E402
 from worlds.bfcl.world import Bfcl  # noqa: E402
+from worlds.published import make  # noqa: E402
 
+ROOT = Path(__file__).parents[1]
 PACKAGE = Path(package.__file__).parents[2]
 ROWS = {}      # the package's id -> its test entry
 TRUTHS = {}    # the package's id -> its ground truth
@@ -214,10 +214,10 @@ def test_a_reply_with_calls_is_answered_with_results_and_one_without_with_the_ne
         '{"current_working_directory": "document"}', "None",
         "{\"result\": \"'final_report.pdf' moved to 'temp/final_report.pdf'\"}"))
     for n, calls in enumerate(truth[1:], 1):
-        assert env.step("I have done it.") == envs.Step(texts[n], 0.0, False)
+        assert env.step("I have done it.") == worlds.Step(texts[n], 0.0, False)
         for call in calls:
             assert not env.step(as_reply([call])).done
-    assert env.step("") == envs.Step("The conversation is over.", 1.0, True)
+    assert env.step("") == worlds.Step("The conversation is over.", 1.0, True)
 
 
 @pytest.mark.parametrize("counts, share", [("all", 0.0), ("turns", 0.25)])
@@ -251,9 +251,9 @@ def test_a_missing_function_is_documented_in_its_turn_and_can_be_called_before()
 
 
 def test_the_expert_calls_one_at_a_time_ends_turns_in_words_and_is_right():
-    env = envs.make("bfcl", bfcl_category="all")
+    env = make("bfcl", bfcl_category="all")
     for task in env.tasks("validation"):
-        messages, earned = envs.converse(env, env.reset(task), env.expert())
+        messages, earned = worlds.converse(env, env.reset(task), env.expert())
         replies = [m["content"] for m in messages if m["role"] == "assistant"]
         assert earned == 1 and replies == script(env.find(task)["calls"])
         assert messages[0]["content"].startswith(env.prompt) and len(replies) <= env.max_steps
@@ -414,7 +414,7 @@ def test_a_task_is_the_same_in_every_process_zone_and_at_any_time():
 
 @pytest.mark.parametrize("category", [*CATEGORIES, "all"])
 def test_splits_have_their_sizes_all_domains_and_no_start_state_on_two_sides(category):
-    env, times = envs.make("bfcl", bfcl_category=category), 4 if category == "all" else 1
+    env, times = make("bfcl", bfcl_category=category), 4 if category == "all" else 1
     assert {split: len(env.tasks(split)) for split in env.splits} == {
         split: times * size for split, size in SIZES.items()}
     sides, first = {}, {}
@@ -432,11 +432,11 @@ def test_splits_have_their_sizes_all_domains_and_no_start_state_on_two_sides(cat
 
 
 def test_splits_are_what_they_were_and_the_published_one_tests_all():
-    sides = [{task.rpartition("-")[2] for task in envs.make("bfcl", bfcl_category=c).tasks("test")}
+    sides = [{task.rpartition("-")[2] for task in make("bfcl", bfcl_category=c).tasks("test")}
              for c in CATEGORIES]
     assert all(side == sides[0] for side in sides)  # a number is on one side in all categories
-    ours, published = envs.make("bfcl"), envs.make("bfcl", bfcl_split="published")
-    long = envs.make("bfcl", bfcl_category="long_context")  # the user says the same in both
+    ours, published = make("bfcl"), make("bfcl", bfcl_split="published")
+    long = make("bfcl", bfcl_category="long_context")  # the user says the same in both
     said = {tuple(long.wording(task)) for task in long.tasks("train")}
     assert sum(tuple(ours.wording(task)) in said for task in ours.tasks("train")) > 80
     assert not any(tuple(ours.wording(task)) in said for task in ours.tasks("test"))
@@ -454,7 +454,7 @@ def new_task(env, n=0):
 
 def file_env():
     """An environment, and the number of a training task about files."""
-    env = envs.make("bfcl")
+    env = make("bfcl")
     n = next(n for n, task in enumerate(env.tasks("train"))
              if "GorillaFileSystem" in start_state(env.find(task)["start"])["classes"])
     return env, n
@@ -465,12 +465,12 @@ def test_a_task_made_during_a_run_is_played_and_its_faults_are_named():
     task = new_task(env, n)
     id = env.add(task)
     assert id == "bfcl-added-0" == env.add(json.loads(json.dumps(task)))
-    messages, earned = envs.converse(env, env.reset(id), env.expert())
+    messages, earned = worlds.converse(env, env.reset(id), env.expert())
     assert earned == 1 and len(messages) == 4
     held = env.find(env.tasks("test")[0])["start"]
     for wrong, named in [
             ({"start": held}, "no start state of a training task"), ({"turns": []}, "lists of calls"),
-            ({"calls": [[]]}, "lists of calls"), ({"calls": "x"}, "its 'calls' is 'x'"),
+            ({"calls": [[]]}, "lists of calls"),
             ({"calls": [[dict(name="_load_scenario", arguments={})]]}, "no function '_load_scenario'"),
             ({"calls": [[dict(name="ls", arguments=[])]]}, "a call is")]:
         with pytest.raises(ValueError, match=".*" + named):
@@ -489,7 +489,7 @@ def explored(rng, env, task):
 
 
 def test_what_was_done_becomes_tasks_that_verify_and_are_new():
-    env = envs.make("bfcl", "short")
+    env = make("bfcl", "short")
     generator, rng, verdicts, kept = env.task_generator(), random.Random(0), Counter(), []
     for task in env.tasks("train")[:40]:
         replies = explored(rng, env, task)
@@ -510,7 +510,7 @@ def test_what_was_done_becomes_tasks_that_verify_and_are_new():
     assert len({generator.key(p["task"]) for p in kept}) > 0.9 * len(kept)
     for proposal in kept[:20]:
         id = env.add(proposal["task"])
-        assert envs.converse(env, env.reset(id), env.expert())[1] == 1
+        assert worlds.converse(env, env.reset(id), env.expert())[1] == 1
         assert generator.key(env.find(id)) == generator.key(proposal["task"])
     assert len({generator.key(env.find(task)) for task in env.tasks("train")}) == 100
 
@@ -541,12 +541,12 @@ def test_a_solution_that_does_not_prove_its_task_is_refused():
         return dict(text="x", task=dict(start=start, turns=["x"], calls=[calls]),
                     solution=solution or script([calls]))
 
-    make, look = ("mkdir", dict(dir_name="new")), ("ls", {})
-    assert generator.verify(proposal(make, look)) is None and generator.verify(proposal(make)) is None
+    folder, look = ("mkdir", dict(dir_name="new")), ("ls", {})
+    assert generator.verify(proposal(folder, look)) is None and generator.verify(proposal(folder)) is None
     assert generator.verify(proposal(look, look)) is None  # results are counted
-    assert generator.verify(proposal(make, ("cat", dict(file_name="none")))) == "a call of its solution fails"
-    assert generator.verify(proposal(make, solution=["I am done"])) == "its solution earns 0.00"
-    assert generator.verify(proposal(make, look, solution=script([[dict(name="ls", arguments={})]]))) == (
+    assert generator.verify(proposal(folder, ("cat", dict(file_name="none")))) == "a call of its solution fails"
+    assert generator.verify(proposal(folder, solution=["I am done"])) == "its solution earns 0.00"
+    assert generator.verify(proposal(folder, look, solution=script([[dict(name="ls", arguments={})]]))) == (
         "its solution earns 0.00")
     again = [[dict(name="pwd", arguments={})], [dict(name=name, arguments=arguments) for name, arguments in
                                                 (("cd", dict(folder=".")), ("pwd", {}))]]
@@ -561,12 +561,11 @@ def test_a_solution_that_does_not_prove_its_task_is_refused():
 def test_an_explorers_words_and_calls_become_a_task_or_nothing():
     env, n = file_env()
     generator, task = env.task_generator(), env.tasks("train")[n]
-    make = dict(name="mkdir", arguments={"dir_name": "new"})
-    for actions in ([make], [json.dumps(make)], [as_reply([make])]):
-        said = proposal_of(dict(query="A new folder, please.", action_sequence=actions))
-        found = generator.written(task, said)
-        assert found["task"] == dict(start=env.find(task)["start"], turns=["A new folder, please."], calls=[[make]])
+    new = dict(name="mkdir", arguments={"dir_name": "new"})
+    for action in (json.dumps(new), as_reply([new])):
+        found = generator.written(task, dict(query="A new folder, please.", action_sequence=[action]))
+        assert found["task"] == dict(start=env.find(task)["start"], turns=["A new folder, please."], calls=[[new]])
         assert generator.refusal(found["task"]) is None and generator.verify(found) is None and "template" not in found
-    for actions in ([], ["mkdir(dir_name='new')"], [5], [None], [[make, "x"]], [DEEP]):
-        found = generator.written(task, proposal_of(dict(query="x", action_sequence=actions)))
-        assert found is None or found["task"]["calls"] == [[make]]
+    for actions in ([], ["mkdir(dir_name='new')"], ["5"], ["null"], [json.dumps([new, "x"])], [DEEP]):
+        found = generator.written(task, dict(query="x", action_sequence=actions))
+        assert found is None or found["task"]["calls"] == [[new]]

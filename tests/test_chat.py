@@ -1,69 +1,91 @@
-"""An endpoint of our own on loopback: what it is sent, what it costs, and how it fails."""
+"""An endpoint of our own on loopback: what it is sent, what it costs, and how it fails. And an
+agent's folder that is evaluated as it is."""
 
-import gc
 import json
+import os
+import signal
+import time
+from types import SimpleNamespace
 
 import pytest
-from conftest import KEY, ended, fork
+from conftest import KEY, ended, fork, wait_until
 
-from lab import loop as coevolve
-from lab import mutual
-from lab import play_env as envs
-from lab.harness import report
-from lab.harness.settings import Settings, SettingsError
-from lab.look.page import make_page
-from lab.playing import endpoint as endpoints
-from lab.program import start
+import coevolve
+import dpo
+import envs
+from lab import endpoint as endpoints
+from lab import overlap
+from lab.run import Run
+from lab.settings import METHODS, Settings
+from worlds import Step, flags
+from worlds.files import read_jsonl
 
 ASKED = [dict(role="user", content="?")]
 
 
 class Guess(envs.World):
     """Three turns at most; "c" pays 1 and ends, anything else pays 0."""
-
-    name, rules, max_steps, test_splits = "guess", "Guess.", 3, ("test",)
+    name, max_steps, test_splits = "guess", 3, ("test",)
+    rules, stops, drawn = "Guess.", ("Observation:",), ""
     splits = {split: {str(i): f"letter {split}-{i}" for i in range(4)}
               for split in ("train", "test")}
 
     def start(self, letter):
-        return letter
+        return letter + self.drawn
 
     def step(self, reply):
-        return envs.Step(f"not {reply}", float(reply == "c"), reply == "c")
+        return Step(f"not {reply}", float(reply == "c"), reply == "c")
 
     def expert(self):
         replies = iter("ac")
         return lambda observation: next(replies)
 
 
+def parsed(*argv):
+    return flags.parse([*map(str, argv)], Settings, METHODS, envs.environment)
+
+
 @pytest.fixture
-def run(begin, endpoint, monkeypatch):
-    """run(**settings) -> the finished run."""
-    monkeypatch.setattr(endpoints.time, "sleep", lambda seconds: None)
+def start(tmp_path, monkeypatch):
+    """start(*flags) -> the finished run, in tmp_path/run."""
+    monkeypatch.setattr(envs, "make", lambda name, view, **_: Guess(view))
+    monkeypatch.setattr(endpoints.random, "uniform", lambda low, high: 0.0)
 
-    def start(**changed):
-        found = begin(Guess, **dict(
-            method="chat", model=endpoint.url, model_name="m", slots=1, examples=0) | changed)
-        coevolve.coevolve(found)
-        return found
+    def begin(*argv):
+        s, options = parsed("--out", tmp_path / "run", *argv)
+        if s.method == "chat":
+            monkeypatch.setitem(coevolve.MODELS, s.model, coevolve.MODELS["tiny"])
+        r = coevolve.Run(s, options)
+        METHODS[s.method][0](r)
+        return r
 
-    return start
+    return begin
+
+
+@pytest.fixture
+def run(start, endpoint):
+    """run(*flags) -> the finished run at the endpoint."""
+    return lambda *argv: start("--model", endpoint.url, "--model-name", "m", "--slots", 1,
+                               "--examples", 0, *argv)
 
 
 def rows_of(run):
-    return run.folder.read_jsonl("eval-0-target-test.jsonl")
+    return read_jsonl(run.folder / "eval-0-target-test.jsonl")
+
+
+def numbers_of(run):
+    return json.loads((run.folder / "phases.json").read_text())["eval-0-target-test.jsonl"]
 
 
 @pytest.fixture
 def call(endpoint, monkeypatch):
-    """call(*faults, **settings): asks once, after these faults; the reply and what it took."""
+    """call(*faults): asks once, after these faults; the reply and what it took."""
     waits = []
-    monkeypatch.setattr(endpoints.time, "sleep", waits.append)
 
-    def ask(*faults, model=endpoint.url, **more):
-        endpoint.faults = list(faults)
-        return endpoints.Endpoint(
-            Settings(method="chat", model=model, model_name="m", **more))(ASKED)
+    def ask(*faults, url=endpoint.url, max_tokens=256):
+        endpoint.faults, asked = list(faults), endpoints.Endpoint(url, "m", 0, max_tokens)
+        monkeypatch.setattr(asked.stopped, "wait", waits.append)
+        return asked(ASKED)
 
     ask.waits = waits
     return ask
@@ -74,24 +96,29 @@ def answer(usage=None, finish_reason="stop", **message):
                                 usage=usage)), {}
 
 
-def test_an_evaluation_has_the_rows_and_events_of_any_other(endpoint, run):
+# --------------------------------------------------------------------------------- evaluations
+
+
+@pytest.mark.parametrize("slots", [1, 2, 9])
+def test_an_evaluation_has_the_rows_and_numbers_of_any_other(endpoint, run, slots):
     endpoint.answer = lambda messages: "c" if "test-1" in messages[0]["content"] else "x"
-    r = run(slots=2, price_in=2.0, price_out=10.0)
+    r = run("--slots", slots)
     rows = rows_of(r)
     assert [(e["task"], e["reward"], e["steps"], e["ended"]) for e in rows] == [
         ("guess-test-0", 0.0, 3, "budget"), ("guess-test-1", 1.0, 1, "done"),
         ("guess-test-2", 0.0, 3, "budget"), ("guess-test-3", 0.0, 3, "budget")]
     assert [m["role"] for m in rows[0]["messages"]] == ["user", "assistant"] * 3
-    score = report.result(r.folder.path)["evaluations"][0]
-    assert (score["reward"], score["success"], score["tasks"]) == (0.25, 0.25, 4)
-    # Ten calls of 100 and 7 tokens: (1000 x 2 + 70 x 10) / a million dollars.
-    assert (score["requests"], score["prompt_tokens"], score["completion_tokens"]) == (10, 1000, 70)
-    assert score["retries"] == 0 and score["dollars"] == 0.0027
+    assert rows[0]["ids"] == rows[0]["action_mask"] == rows[0]["log_probs"] == []
+    found = numbers_of(r)
+    assert (found["reward"], found["success"], found["episodes"]) == (0.25, 0.25, 4)
+    assert (found["requests"], found["prompt_tokens"], found["completion_tokens"]) == (10, 1000, 70)
+    assert found["retries"] == found["cut_replies"] == 0 and "refused" not in found
+    assert coevolve.table(r).count("eval-0-target-test.jsonl") == 1
 
 
 def test_the_request_is_that_of_the_protocol(endpoint, run):
     endpoint.answer = lambda messages: "Observation: I am the shop" if len(messages) == 1 else "c"
-    run(max_new_tokens=50)
+    run("--max-new-tokens", 50)
     (path, authorization, body), (_, _, second) = endpoint.seen[:2]
     assert path == "/v1/chat/completions" and authorization == f"Bearer {KEY}"
     assert body == dict(model="m", temperature=0, max_tokens=50,
@@ -102,14 +129,172 @@ def test_the_request_is_that_of_the_protocol(endpoint, run):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_examples_are_expert_conversations_and_the_rules_stand_once(endpoint, run, count):
-    run(examples=count)
+    run("--examples", count)
     messages = endpoint.seen[0][2]["messages"]
     assert [m["role"] for m in messages] == ["user", "assistant"] * 2 * count + ["user"]
     assert [m["content"] for m in messages[1:4]] == ["a", "not a", "c"]
     assert "".join(m["content"] for m in messages).count("Guess.") == 1
-    assert messages[0]["content"].startswith("Guess.\n\nletter train-")
+    assert messages[0]["content"] == "Guess.\n\nletter train-0"
     assert messages[-1]["content"] == "letter test-0"
     assert len({m["content"] for m in messages if "letter train-" in m["content"]}) == count
+
+
+def test_examples_are_no_evaluated_tasks(endpoint, run, monkeypatch, tmp_path):
+    splits = Guess.splits | dict(train={"7": "letter test-3", "8": "letter train-8"})
+    monkeypatch.setattr(Guess, "splits", splits)
+    run("--examples", 1)
+    assert endpoint.seen[0][2]["messages"][0]["content"].endswith("letter train-8")
+    with pytest.raises(envs.Refused, match="only 1 experts succeed on tasks that are not evaluated"):
+        run("--examples", 2, "--out", tmp_path / "again")
+
+
+def test_rollouts_are_played_apart_and_their_best_is_reported(endpoint, run):
+    replies = iter("cxxxxxxxxx" + "c" * 9)  # of task 0 the first rollout, of 2 and 3 both succeed
+    endpoint.answer = lambda messages: next(replies)
+    found = numbers_of(r := run("--rollouts", 2, "--temperature", 0.5))
+    assert {body["temperature"] for _, _, body in endpoint.seen} == {0.5}
+    assert [(e["task"][-1], e["rollout"], e["reward"]) for e in rows_of(r)] == [
+        ("0", 0, 1), ("0", 1, 0), ("1", 0, 0), ("1", 1, 0), ("2", 0, 1), ("2", 1, 1), ("3", 0, 1),
+        ("3", 1, 1)]
+    assert (found["reward"], found["best"], found["best_success"]) == (5 / 8, 3 / 4, 3 / 4)
+
+
+@pytest.mark.parametrize("full", [
+    "This model's maximum context length is 100 tokens",
+    "'max_tokens' or 'max_completion_tokens' is too large: 256. This model's maximum context "
+    "length is 2048 tokens", None])
+def test_a_conversation_longer_than_the_endpoint_reads_ends_after_a_whole_turn(endpoint, run, full):
+    """Or, without such an answer, where --max-tokens are full: an answer takes 107."""
+    def reply(messages):
+        endpoint.faults = [(400, full, {})] if full and len(messages) == 1 else []
+        return "x"
+
+    endpoint.answer = reply
+    r = run() if full else run("--max-tokens", 107, "--max-new-tokens", 20)
+    assert {(e["ended"], e["steps"], len(e["messages"])) for e in rows_of(r)} == {("context", 1, 3)}
+
+
+# -------------------------------------------------------------------- stopped, refused, changed
+
+
+def test_a_stopped_run_goes_on_and_pays_for_no_answer_twice(endpoint, run):
+    def break_down(messages):
+        if "test-2" not in messages[0]["content"]:
+            return "c"
+        endpoint.faults = [(401, "out of money", {})] if len(messages) == 3 else []
+        return "x"
+
+    endpoint.answer = break_down
+    with pytest.raises(envs.EnvError, match="out of money"):
+        run()
+    paid = len(endpoint.seen)
+    assert paid == 5  # two tasks, two turns of test-2, the refusal
+    with pytest.raises(flags.Refused, match="model_name"):  # what is paid for is another model's
+        run("--model-name", "another")
+    endpoint.answer = lambda messages: "c"
+    r = run()
+    asked = [body["messages"][0]["content"][-6:] for _, _, body in endpoint.seen[paid:]]
+    assert asked == ["test-2", "test-3"] and len(rows_of(r)) == 4
+    assert [m["content"] for m in rows_of(r)[2]["messages"][1::2]] == ["x", "x", "c"]
+    assert numbers_of(r)["requests"] == 6
+
+
+@pytest.mark.parametrize("rest", [b'{"asked": "te', b"\0\0\0\n", b'{"asked": "te\n{"as\n'])
+def test_a_line_that_was_cut_is_asked_for_again(endpoint, run, rest):
+    first = run()
+    file = first.folder / "answers.jsonl"
+    whole = file.read_bytes()
+    last = whole.rindex(b"\n", 0, -1) + 1
+    file.write_bytes(whole[:last] + rest)
+    (first.folder / "eval-0-target-test.jsonl").unlink()
+    paid = len(endpoint.seen)
+    assert [e["reward"] for e in rows_of(run())] == [1.0] * 4
+    assert len(endpoint.seen) == paid + 1 and file.read_bytes() == whole
+
+
+def test_kept_answers_are_only_taken_where_the_world_shows_what_it_showed(endpoint, run, monkeypatch):
+    endpoint.answer = lambda messages: "x"
+    r = run()
+    (r.folder / "eval-0-target-test.jsonl").unlink()
+    other = Guess.start
+    monkeypatch.setattr(Guess, "start", lambda self, letter: other(self, letter) + (
+        " below 30 dollars" if letter == "letter test-1" else ""))
+    endpoint.answer, paid = (lambda messages: "c"), len(endpoint.seen)
+    rows = rows_of(run())
+    assert [body["messages"][0]["content"] for _, _, body in endpoint.seen[paid:]] == [
+        "Guess.\n\nletter test-1 below 30 dollars"]
+    assert [e["reward"] for e in rows] == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_a_task_that_is_refused_for_good_ends_the_run_or_counts_as_nothing(endpoint, run):
+    policy = 400, "against our policy", {}
+    endpoint.answer = lambda messages: "c"
+    endpoint.faults = [False, policy]
+    with pytest.raises(envs.EnvError, match="^guess-test-1: .*against our policy.*--refused zero"):
+        run()
+    endpoint.faults, paid = [policy], len(endpoint.seen)
+    r = run("--refused", "zero")
+    assert len(endpoint.seen) == paid + 3  # the first task is paid for
+    assert [(e["reward"], e["ended"]) for e in rows_of(r)] == [
+        (1.0, "done"), (0.0, "refused"), (1.0, "done"), (1.0, "done")]
+    found = numbers_of(r)
+    assert (found["reward"], found["episodes"], found["refused"]) == (0.75, 4, 1)
+    assert "refused 1" in coevolve.table(r)
+
+
+def test_a_refusal_in_a_later_turn_takes_back_what_the_episode_had_earned(endpoint, run, monkeypatch):
+    monkeypatch.setattr(Guess, "step", lambda self, reply: Step("half of it", 0.5, False))
+    endpoint.faults = [False, (422, "flagged", {})]
+    assert [e["reward"] for e in rows_of(run("--refused", "zero"))] == [0.0, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("fault", [(401, "who are you?", {}), (404, "no such model", {})])
+def test_a_wrong_key_or_name_refuses_no_task(endpoint, run, fault):
+    endpoint.faults = [fault]
+    with pytest.raises(envs.EnvError) as error:
+        run("--refused", "zero")
+    assert fault[1] in str(error.value) and len(endpoint.seen) == 1
+
+
+def test_an_error_of_one_episode_ends_the_others_before_their_next_request(endpoint, run):
+    endpoint.faults = [(401, "no", {})] + [0.2] * 99  # the others take a while
+    with pytest.raises(envs.EnvError, match="status 401"):
+        run("--slots", 4)
+    assert len(endpoint.seen) <= 4
+
+
+def test_killed_while_it_plays_a_run_pays_for_nothing_twice_and_the_key_is_nowhere(endpoint, tmp_path):
+    def work():
+        try:
+            coevolve.MODELS[endpoint.url] = coevolve.MODELS["tiny"]
+            coevolve.main([
+                "--model", endpoint.url, "--model-name", "m", "--eval-tasks", "6", "--slots", "2",
+                "--max-new-tokens", "9", "--out", str(tmp_path / "run")], Settings, Run, METHODS)
+        except SystemExit as error:
+            print(error, flush=True)
+            os._exit(1)
+
+    asked = lambda: [json.dumps(body["messages"]) for _, _, body in endpoint.seen]
+    endpoint.answer = lambda messages: time.sleep(0.02) or "Thought: t\nAction: search[mug]"
+    for kills in (20, 70):  # of 2 x 6 episodes of 15 turns
+        process = fork(work, tmp_path / "said")
+        wait_until(lambda: len(endpoint.seen) > kills)
+        os.kill(process, signal.SIGKILL)
+        ended(process)
+    endpoint.faults = [(401, f"bad key {KEY}", {})] * 2
+    assert ended(fork(work, tmp_path / "said")) == 1
+    assert "bad key ***" in (tmp_path / "said").read_text()
+    endpoint.faults = []
+    assert ended(fork(work, tmp_path / "said")) == 0
+    # Each end may have cost the two answers that were on their way.
+    rows = [r for f in (tmp_path / "run").glob("eval-*.jsonl") for r in read_jsonl(f)]
+    assert len({*asked()}) == sum(r["steps"] for r in rows) and len(rows) == 12
+    assert len(asked()) - len({*asked()}) <= 6
+    texts = [f.read_text(errors="replace") for f in tmp_path.rglob("*") if f.is_file()]
+    assert len(texts) > 5 and not any(KEY in text for text in texts)
+
+
+# --------------------------------------------------------------------------------- the requests
 
 
 @pytest.mark.parametrize("fault", [None, (429, "slow down", {"Retry-After": "7"}), (500, "", {}),
@@ -129,6 +314,7 @@ def test_what_may_pass_is_tried_again_with_growing_waits(endpoint, call, fault):
     ((302, "", {"Location": "http://elsewhere"}), 1, "status 302"),
     ((200, '{"error": "we are sorry"}', {}), 8, "we are sorry"),
     ((200, "[" * 100_000, {}), 8, "(attempt 8)"),
+    ((200, "x" * 1_000_001, {}), 1, "an answer is longer than 1,000,000 bytes"),
     ((401, "x" * 190 + KEY, {}), 1, "status 401: xxx"),
     ((503, "no", {}), 8, "status 503: no (attempt 8)"),
     (None, 8, "(attempt 8)"),
@@ -154,21 +340,18 @@ def test_odd_answers_are_read(endpoint, call, said, reply, tokens):
 
 def test_cut_replies_and_unknown_tokens_are_counted(endpoint, run):
     endpoint.faults = [answer(content="a b", finish_reason="length")]
-    r = run(price_in=1.0)
-    assert [row["cut_replies"] for row in rows_of(r)] == [1, 0, 0, 0]
-    score = report.result(r.folder.path)["evaluations"][0]
-    assert score["with_cut_replies"] == score["unreported"] == 1 and "dollars" not in score
+    found = numbers_of(run())
+    assert (found["cut_replies"], found["unreported"], found["requests"]) == (1, 1, 5)
 
 
-def test_parameters_that_a_model_refuses_are_sent_otherwise(endpoint, call, capsys):
+def test_parameters_that_a_model_refuses_are_sent_otherwise(endpoint, capsys):
     endpoint.faults = [
         (400, "Unsupported parameter: 'max_tokens' ... Use 'max_completion_tokens' instead.", {}),
         (400, "Unsupported value: 'temperature' does not support 0 with this model.", {})]
-    model = endpoints.Endpoint(Settings(method="chat", model=endpoint.url, model_name="m",
-                                        max_new_tokens=50))
+    model = endpoints.Endpoint(endpoint.url, "m", 0, 50)
     for _ in range(2):
         model(ASKED)
-    assert "takes no temperature: its own is used" in capsys.readouterr().err and not call.waits
+    assert "takes no temperature: its own is used" in capsys.readouterr().err
     bodies = [{k: v for k, v in body.items() if k != "messages"} for _, _, body in endpoint.seen]
     assert bodies == [dict(model="m", temperature=0, max_tokens=50),
                       dict(model="m", temperature=0, max_completion_tokens=50),
@@ -177,10 +360,10 @@ def test_parameters_that_a_model_refuses_are_sent_otherwise(endpoint, call, caps
 
 def test_an_address_may_name_the_whole_path(endpoint, call):
     for address in (endpoint.url, f"{endpoint.url}/", f"{endpoint.url}/chat/completions"):
-        call(model=address)
+        call(url=address)
     assert {path for path, _, _ in endpoint.seen} == {"/v1/chat/completions"}
     with pytest.raises(endpoints.EndpointError, match="most addresses end in /v1"):
-        call((404, "not here", {}), model=endpoint.url[:-3])
+        call((404, "not here", {}), url=endpoint.url[:-3])
 
 
 def test_keys(endpoint, call, monkeypatch):
@@ -192,69 +375,123 @@ def test_keys(endpoint, call, monkeypatch):
         call((401, "who are you?", {}))
     assert endpoint.seen[-1][1] is None
     monkeypatch.setenv("OPENAI_API_KEY", "sk-\nsecret")
-    with pytest.raises(SettingsError, match="OPENAI_API_KEY") as error:
+    with pytest.raises(envs.Refused, match="OPENAI_API_KEY") as error:
         call()
     assert "secret" not in str(error.value)
 
 
-@pytest.mark.parametrize("full, turns", [
-    ("This model's maximum context length is 100 tokens", 2),
-    ("'max_tokens' or 'max_completion_tokens' is too large: 256. This model's maximum context "
-     "length is 2048 tokens", 2), (None, 1)])
-def test_a_conversation_longer_than_the_endpoint_reads_ends_at_its_last_whole_turn(endpoint, run,
-                                                                                  full, turns):
-    """Or, without such an answer, where --max-tokens are full."""
-    def answer(messages):
-        if full and len(messages) == 3:
-            endpoint.faults = [(400, full, {})]
-        return "x"
-
-    endpoint.answer = answer
-    r = run() if full else run(max_tokens=107, max_new_tokens=20)
-    assert {(e["ended"], e["steps"], len(e["messages"])) for e in rows_of(r)} == {
-        ("context", turns, 2 * turns)}
+# ------------------------------------------------------------------------ an agent as it is
 
 
-def test_a_stopped_run_goes_on_and_pays_for_no_episode_twice(endpoint, run, tmp_path):
-    """The request of an episode that broke, of test-2, counts as well."""
-    def break_down(messages):
-        if "test-2" in messages[0]["content"]:
-            endpoint.faults = [(401, "out of money", {})] * 9
-        return "c" if "test-2" not in messages[0]["content"] else "x"
-
-    endpoint.answer = break_down
-    with pytest.raises(envs.EnvError, match="out of money"):
-        run()
-    gc.collect()  # releases its folder
-    endpoint.faults, paid = [], len(endpoint.seen)
-    endpoint.answer = lambda messages: "c"
-    with pytest.raises(SettingsError, match="model_name"):  # what is paid for is another model's
-        run(model_name="another")
-    gc.collect()
-    with open(tmp_path / "run/playing/endpoint.jsonl", "a") as file:  # killed while it wrote
-        file.write('{"task": "te')
-    r = run()
-    asked = [body["messages"][0]["content"][-6:] for _, _, body in endpoint.seen[paid:]]
-    assert asked == ["test-2", "test-3"] and len(rows_of(r)) == 4
-    assert report.result(r.folder.path)["evaluations"][0]["requests"] == 5
+@pytest.fixture
+def small(small_model):
+    return ("--model", small_model, "--max-tokens", 400, "--max-new-tokens", 5)
 
 
-def test_an_episode_that_is_refused_for_good_is_left_out_and_counted(endpoint, run):
-    endpoint.faults = [False, (400, "against our policy", {})]
-    r = run()
-    assert [e["task"] for e in rows_of(r)] == ["guess-test-0", "guess-test-2", "guess-test-3"]
-    score = report.result(r.folder.path)["evaluations"][0]
-    assert (score["tasks"], score["lost"]) == (3, 1)
+def test_a_checkpoint_is_evaluated_as_in_the_run_that_made_it(start, small, tmp_path):
+    first = start(*small, "--method", "eto", "--sft-lr", 1e-2, "--iterations", 1)
+    again = start("--method", "evaluate", *small, "--model", first.folder / "iter1/target-agent",
+                  "--out", tmp_path / "again")
+    kept = ("task", "ids", "messages", "reward", "steps", "ended")
+    rows, expected = ([[row[key] for key in kept] for row in read_jsonl(r.folder / name)] for r, name in (
+        (again, "eval-0-target-test.jsonl"), (first, "eval-1-target-test.jsonl")))
+    assert rows == expected and len(rows) == 4
+    assert not [p.name for p in again.folder.iterdir() if p.is_dir()]
 
 
-def test_the_key_is_nowhere_when_a_whole_command_has_run(endpoint, tmp_path):
-    endpoint.answer = lambda messages: "Thought: t\nAction: search[mug]"
-    for out, faults, status, says in (("run", 0, 0, "prompt_tokens"), ("refused", 9, 2, "bad key ***")):
-        endpoint.faults = [(401, f"bad key {KEY}", {})] * faults
-        command = ["--model", endpoint.url, "--model-name", "m", "--eval-tasks", "2", "--examples",
-                   "1", "--out", str(tmp_path / out)]
-        said = tmp_path / f"{out}.said"
-        assert ended(fork(lambda: start.start(command, mutual.loop_of, make_page), said)) == status
-        assert says in said.read_text()
-    texts = [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(texts) > 8 and not any(KEY in text for text in texts)
+def test_the_best_of_several_sampled_rollouts(start, small, monkeypatch):
+    monkeypatch.setattr(Guess, "step", lambda self, reply: Step("", sum(map(ord, reply)) % 5 / 4, True))
+    r = start("--method", "evaluate", *small, "--temperature", 1.5, "--rollouts", 6)
+    rewards, found = {}, numbers_of(r)
+    for e in rows_of(r):
+        rewards.setdefault(e["task"], []).append(e["reward"])
+    assert {len(x) for x in rewards.values()} == {6}
+    assert len({e["seed"] for e in rows_of(r)}) == 24
+    mean = lambda x: sum(x) / len(x)
+    assert found["reward"] == pytest.approx(mean([mean(x) for x in rewards.values()]))
+    assert found["best"] == pytest.approx(mean([max(x) for x in rewards.values()]))
+    assert found["best_success"] == mean([max(x) == 1 for x in rewards.values()])
+    assert found["best"] > found["reward"]
+
+
+@pytest.mark.parametrize("argv, says", [
+    ("--method evaluate --model tiny --sft-lr 1", "--sft-lr is not read by --method evaluate"),
+    ("--method evaluate --model tiny --iterations 2", "--iterations is not read"),
+    ("--method evaluate --model tiny --examples 1", "--examples is not read"),
+    ("--method evaluate --model tiny --rollouts 4", "--temperature 0: all rollouts"),
+    ("--method sft --refused zero", "--refused is not read by --method sft"),
+    ("--method eto --model http://a/v1", "--method eto: an endpoint, .* needs --method chat"),
+    ("--model ftp://a/v1 --method chat --model-name m", "needs --method chat, and chat an endpoint"),
+    ("--model http://a:b/v1 --model-name m", "needs --method chat, and chat an endpoint"),
+    ("--model http://a/v1", "--model-name: give the model's name"),
+    ("--model http://a/v1 --model-name m --examples 3", "--examples 3: must be 0, 1 or 2")])
+def test_what_does_not_go_together_is_refused(argv, says):
+    with pytest.raises(flags.Refused, match=says):
+        parsed(*argv.split())
+
+
+@pytest.mark.parametrize("argv", [("--method", "evaluate"),
+                                  ("--model", "http://a/v1", "--model-name", "m")])
+def test_evaluation_is_greedy_unless_asked_otherwise(argv):
+    more = "--temperature", 1, "--rollouts", 4
+    assert [(s.temperature, s.rollouts, s.method) for s, _ in (parsed(*argv), parsed(*argv, *more))] == [
+        (0, 1, s := "evaluate" if "evaluate" in argv else "chat"), (1, 4, s)]
+
+
+# ------------------------------------------------------------ what an agent was trained on
+
+
+def trained(run, folder, names, before="nowhere"):
+    folder.mkdir(parents=True)
+    model = SimpleNamespace(name_or_path=str(folder.parent / before))
+    overlap.record(run, folder, model, [[dpo.Group([dpo.Trajectory(name)])] for name in names])
+    return folder
+
+
+def test_an_agent_is_not_evaluated_on_what_it_was_trained_on(start, small, tmp_path):
+    r = start("--method", "evaluate", *small)
+    first = trained(r, tmp_path / "a/first", ["guess-test-2"])
+    second = trained(r, tmp_path / "a/second", ["guess-train-1"], before="first")
+    assert json.loads((second / overlap.FILE).read_text())["tasks"] == ["guess-train-1"]
+    for agent in (first, second, first.rename(tmp_path / "moved")):
+        r.base = agent
+        if agent.exists():
+            with pytest.raises(envs.Refused, match="^1 of 4 evaluated .*guess-test-2.*--overlap keep"):
+                overlap.check(r)
+    r.base = trained(r, tmp_path / "other", ["guess-train-1"])
+    overlap.check(r)
+
+
+def test_a_task_is_known_by_what_it_is_whatever_its_number(start, small, tmp_path, monkeypatch):
+    r = start("--method", "evaluate", *small)
+    r.base = trained(r, tmp_path / "agent", ["guess-train-3"])
+    overlap.check(r)
+    monkeypatch.setattr(Guess, "splits", dict(train={}, test={"9": "letter train-3", "3": "new"}))
+    with pytest.raises(envs.Refused, match="^1 of 2 .*guess-test-9"):
+        overlap.check(r)
+
+
+def test_a_failure_agents_tasks_count_too_unless_they_are_kept(start, small, tmp_path):
+    r = start("--method", "evaluate", *small)
+    failure = trained(r, tmp_path / "failure", ["guess-test-0"])
+    r.settings = parsed("--method", "coevolve", "--failure-from", failure)[0]
+    with pytest.raises(envs.Refused, match=f"--failure-from {failure}"):
+        overlap.check(r)
+    r.settings = parsed("--method", "coevolve", "--failure-from", failure, "--overlap", "keep")[0]
+    overlap.check(r)
+
+
+def test_an_agent_of_a_run_is_known_by_all_that_came_before_it(small, tmp_path, monkeypatch):
+    """By the careful run: of SFT, and of the agent that learned from pairs of two tasks alone."""
+    monkeypatch.setattr(envs, "make", lambda name, view, **_: Guess(view))
+    monkeypatch.setattr(coevolve, "instructions", lambda experts, *_: experts[:2])
+    monkeypatch.setattr(Guess, "splits", Guess.splits | dict(
+        train=Guess.splits["train"] | {"9": "letter test-2"}))  # an evaluated task's own
+    r = Run(*parsed("--method", "eto", *small, "--iterations", 1, "--out", tmp_path / "run"))
+    METHODS["eto"][0](r)
+    assert r.done["experts.jsonl"]["dropped"] == {"evaluated too": 1}
+    known = {name: json.loads((r.folder / name / overlap.FILE).read_text())
+             for name in ("sft-target", "iter1/target-agent")}
+    assert [len(found["tasks"]) for found in known.values()] == [4, 2]
+    assert known["sft-target"]["marks"] == known["iter1/target-agent"]["marks"] == sorted(set().union(*(
+        overlap.marks(r.env, f"guess-train-{n}") for n in range(4))))

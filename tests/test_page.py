@@ -10,11 +10,22 @@ import zlib
 from html.parser import HTMLParser
 
 import pytest
-from test_report import METRICS, SETTINGS, trajectory, write_lines
+from test_play import plain_run  # noqa: F401  a fixture
+from test_report import (
+    PHASES,
+    evaluation,
+    exploration,
+    trained,
+    trajectory,
+    write_lines,
+    write_run,
+)
 
-from lab.harness.files import RunError, read_jsonl
-from lab.look.conversations import conversations
-from lab.look.page import main, make_page, page
+from lab.conversations import conversations
+from lab.figures import steps_of, training_figures
+from lab.page import main, page, status
+from worlds.files import read_jsonl
+from worlds.flags import Refused
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser",
                                                 "google-chrome"))), None)
@@ -28,11 +39,11 @@ HOSTILE = ("<script>document.title='pwned'</script><img src=x onerror=\"document
 TASKS = [f"webshop-train-{i}" for i in range(4)]
 
 
-def pair(task, kind, chosen, rejected, trains="target", weight=0.5):
-    sides = [dict(file="", agent=agent, iteration=int(agent != "expert"), rollout=0, reward=reward)
+def pair(task, kind, chosen, rejected, weight=0.5):
+    sides = [dict(agent=agent, iteration=int(agent != "expert"), rollout=0, reward=reward)
              for agent, reward in (chosen, rejected)]
-    return dict(task=task, trains=trains, kind=kind, chosen=sides[0], rejected=sides[1],
-                weight=weight, sft_weight=weight)
+    return dict(task=task, kind=kind, chosen=sides[0], rejected=sides[1], weight=weight,
+                sft_weight=weight)
 
 
 @pytest.fixture
@@ -42,11 +53,18 @@ def run(tmp_path):
     Rewards of target and failure agent: task 0: 0.2, 0.9 then 1, 0.1; 1: 0.5, 0.25 twice; 2: 1, 1
     twice; 3: 0, 0 then 0, 0.7.
     """
-    folder = tmp_path / "run"
     rewards = {1: ((0.2, 0.9), (0.5, 0.25), (1.0, 1.0), (0.0, 0.0)),
                2: ((1.0, 0.1), (0.5, 0.25), (1.0, 1.0), (0.0, 0.7))}
+    phases = {"experts.jsonl": {**PHASES["experts.jsonl"], "dropped": {HOSTILE: 2}},
+              "eval-0-target-test.jsonl": evaluation("target", 0, 0.3, 0.0)}
+    for i in rewards:
+        phases |= {f"iter{i}/{agent}.jsonl": exploration(agent, 4, 0.25, 0.25, 0.5, i=i)
+                   for agent in ("target", "failure")}
+    phases |= {"iter1/pairs-target.jsonl": PHASES["iter1/pairs-target.jsonl"],
+               "iter1/target-agent": trained(name="target", i=1, steps=3),
+               "eval-1-target-test.jsonl": evaluation("target", 1, 0.8, 0.0)}
+    folder = write_run(tmp_path / "run", phases, model=HOSTILE, cut_turns=0)
     script = ["search[curtain]", "click[red]", "click[Buy Now]"]
-    phases = ["experts.jsonl"]
     write_lines(folder / "experts.jsonl", [trajectory(t, "expert", 1.0, script, 0) for t in TASKS])
     for i, of_tasks in rewards.items():
         for k, agent in enumerate(("target", "failure")):
@@ -56,29 +74,19 @@ def run(tmp_path):
                 rows[0]["messages"][4]["content"] = HOSTILE
                 rows[0]["messages"][3]["content"] = HOSTILE  # its second reply
             write_lines(folder / f"iter{i}/{agent}.jsonl", rows)
-            phases.append(f"iter{i}/{agent}.jsonl")
     write_lines(folder / "iter1/pairs-target.jsonl", [
         pair(TASKS[0], "expert>target", ("expert", 1.0), ("target", 0.2)),
         pair(TASKS[0], "expert>failure", ("expert", 1.0), ("failure", 0.9)),
         pair(TASKS[0], "failure>failure", ("failure", 0.9), ("target", 0.2), weight=1.0),
         pair(TASKS[1], "expert>target", ("expert", 1.0), ("target", 0.5))])
-    write_lines(folder / "eval-0-target-test.jsonl", [
-        trajectory("webshop-test-0", "target", 0.3, ["click[x]"], 0)])
-    write_lines(folder / "eval-1-target-test.jsonl", [
-        trajectory("webshop-test-0", "target", 0.8, ["click[y]"], 1)])
-    phases += ["iter1/pairs-target.jsonl", "eval-0-target-test.jsonl", "eval-1-target-test.jsonl"]
-    margins = [dict(event="margins", phase="iter1/target-agent", when=when, pairs={
-        TASKS[0]: [[-10.0, -20.0 - x, x], [-10.0, -30.0, 2 * x], [-30.0, -20.0, -x]]})
-        for when, x in (("before", 0.0), ("after", 0.25))]
-    train = [{**METRICS[7], "step": n, "kinds": {"expert>target": dict(
-        pairs=2, chosen_log_prob=-1.0, rejected_log_prob=-2.0, margin=n / 10, accuracy=0.5)}}
-        for n in range(1, 4)]
-    metrics = [*METRICS[:7], *train, *margins, *METRICS[8:],
-               {**METRICS[3], "reason": HOSTILE, "phase": HOSTILE}]
-    write_lines(folder / "metrics.jsonl", metrics)
-    (folder / "config.json").write_text(json.dumps(
-        {"settings": {**SETTINGS, "model": HOSTILE, "cut_turns": 0}, "versions": {}}))
-    (folder / "phases.json").write_text(json.dumps(dict.fromkeys(phases, {})))
+    before, after = ([[-10.0, -20.0 - x, x], [-10.0, -30.0, 2 * x], [-30.0, -20.0, -x]]
+                     for x in (0.0, 0.25))
+    write_lines(folder / "iter1/target-agent/margins.jsonl", [
+        dict(task=TASKS[0], before=before, after=after)])
+    write_lines(folder / "iter1/target-agent/train.jsonl", [dict(
+        step=n, loss=0.7, kinds={"expert>target": dict(
+            count=2, chosen=-1.0, rejected=-2.0, margin=n / 10, accuracy=0.5)})
+        for n in range(1, 4)])
     (folder / "result.json").write_text("{}")
     return folder
 
@@ -130,7 +138,7 @@ def test_the_most_telling_tasks_are_first_or_those_that_are_named(run):
     there = [all(r["messages"] for r in t["runs"])
              for t in data_of((run / "run.html").read_text())["tasks"]]
     assert there == [True] + 4 * [False]
-    with pytest.raises(RunError, match="webshop-test-9: no trajectory .* such as webshop-train-0"):
+    with pytest.raises(Refused, match="webshop-test-9: no trajectory .* such as webshop-train-0"):
         main([str(run), "--tasks", "webshop-test-9"])
 
 
@@ -143,40 +151,44 @@ def test_where_there_is_no_room_the_least_telling_conversations_are_left_out(run
 
 
 def test_a_run_that_goes_on_can_be_looked_at(run):
-    """Its last line is half written, its last file of no finished phase, and a checkpoint there."""
+    """Lines are half written, one phase trains, another's file is of no finished phase, and one
+    whose file is gone is being made again."""
     (run / "result.json").unlink()
     phases = json.loads((run / "phases.json").read_text())
     del phases["iter2/failure.jsonl"]
     (run / "phases.json").write_text(json.dumps(phases))
     (run / "iter2/failure.jsonl").write_text("{half")
-    with open(run / "metrics.jsonl", "a") as f:
-        f.write('{"event": "train", "phase": "iter2/target-ag')
+    (run / "eval-1-target-test.jsonl").unlink()
+    played = trajectory("webshop-test-7", "target", 0.5, ["click[z]"], 2)
+    write_lines(run / "playing/x.jsonl", [played])
+    steps = [dict(event="train", phase="iter2/target-agent", step=n, loss=1.0 / n, kinds={})
+             for n in (1, 2, 1, 2, 3)]  # step 1 was made again
+    write_lines(run / "metrics.jsonl", steps)
+    for file in "playing/x.jsonl", "metrics.jsonl":
+        with open(run / file, "a") as f:
+            f.write('{"event": "train", "task": "ha')
+    assert [e["step"] for e in steps_of(run)["iter2/target-agent"]] == [1, 2, 3]
     made = page(run)
-    assert "not finished: 2 phases so far" in made and "in iter1/target-agent at step 3" in made
+    assert "8 phases so far, the last eval-1-target-test.jsonl; in iter2/target-agent at step 3" in made
     assert all(r["agent"] != "failure" or r["iteration"] == 1 for t in data_of(made)["tasks"]
                for r in t["runs"])
+    assert "webshop-test-7" in [t["id"] for t in data_of(made)["tasks"]]
 
 
-def add_phase(run, name):
-    phases = json.loads((run / "phases.json").read_text())
-    (run / "phases.json").write_text(json.dumps({**phases, name: {}}))
-
-
-def test_the_page_comes_at_the_end_of_a_run_and_cannot_undo_it(toy_run, capsys):
-    def fails(run_dir):
-        raise KeyError("no such\nthing")
-
-    toy_run.page = fails
-    folder = toy_run()
-    assert not (folder / "run.html").exists()
-    toy_run.page = make_page
-    toy_run()
-    said = capsys.readouterr()
-    lines = (said.out + said.err).splitlines()
-    assert any("is finished, but its page failed: KeyError" in line for line in lines)
-    made = [p for t in data_of((folder / "run.html").read_text())["tasks"] for p in t["pairs"]]
-    assert len(made) >= len(read_jsonl(folder / "iter1/pairs-target.jsonl")) > 0
-    assert all(p["after"] and p["before"][2] == 0.0 for p in made)
+def test_the_page_of_a_run_of_the_core(plain_run):  # noqa: F811
+    """Every pair of its files is on the page, and every trajectory with its messages."""
+    data = conversations(plain_run)
+    for name in "target", "failure":
+        rows = read_jsonl(plain_run / f"iter1/pairs-{name}.jsonl")
+        made = [(t["id"], p["kind"], t["runs"][p["rejected"]]["reward"]) for t in data["tasks"]
+                for p in t["pairs"] if p["trains"] == name]
+        assert sorted(made) == sorted((r["task"], r["kind"], r["rejected"]["reward"]) for r in rows)
+    played = [r["messages"] for t in data["tasks"] for r in t["runs"] if r["from"] == "iter1/target"]
+    assert sorted(map(str, played)) == sorted(str(r["messages"])
+                                              for r in read_jsonl(plain_run / "iter1/target.jsonl"))
+    assert data["agents"] == ["target", "failure"] 
+    assert status(plain_run).endswith("so far, the last eval-1-failure-unseen.jsonl")
+    assert len(training_figures(plain_run)) == 4  # both SFT agents, both trained ones
 
 
 def in_browser(tmp_path, made: str, script: str = "", fragment: str = ""):
@@ -216,7 +228,6 @@ def test_the_policy_lets_the_page_work_and_its_address_names_a_task(run, tmp_pat
 def test_the_tasks_are_filtered_sorted_and_shown_side_by_side(run, tmp_path):
     write_lines(run / "iter1/target-agent/episodes.jsonl", [  # as GRPO plays them
         trajectory("webshop-added-0", "target", 0.5, ["click[x]"], step) for step in (7, 8)])
-    add_phase(run, "iter1/target-agent")
     told = in_browser(tmp_path, page(run), """
         pick("split", "added"); all("tr[data-task] button")[0].click();
         told.step = all(".map th")[0].textContent + all(".talk .who")[0].textContent;

@@ -2,12 +2,15 @@
 
 import random
 import re
+from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
-from lab import tokens as dpo
-from lab.pretrain import intercodesql, pretrain, reading, scienceworld, webshop
-from lab.pretrain.text import Words, exchange, pattern
+import dpo
+from lab import pretrain
+from lab.practice import Words, exchange, pattern
+from lab.recipes import intercodesql, scienceworld, webshop
 from worlds.intercodesql.questions import HELD_OUT
 from worlds.scienceworld import world
 from worlds.webshop import catalogue
@@ -20,11 +23,12 @@ def contents(folder):
 
 
 def test_the_same_recipe_makes_the_same_bits(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "answers", lambda *_, fresh: (1, 0.5, 1.0))
+    monkeypatch.setattr(pretrain, "answers", lambda *_, fresh: (1, 0.5, 1.0))
     for name in ("first", "again"):
         pretrain.make(tmp_path / name, SMALL, copy_batches=2)
     assert contents(tmp_path / "first") == contents(tmp_path / "again")
-    model, tokenizer = reading.load(tmp_path / "first")
+    model = dpo.read_model(tmp_path / "first")
+    tokenizer = dpo.read(AutoTokenizer, tmp_path / "first")
     assert model.config.vocab_size == len(tokenizer)
     assert "24 of webshop" in (tmp_path / "first" / "README.md").read_text()
 
@@ -91,9 +95,9 @@ def test_a_copy_trains_on_what_can_be_known():
 
 
 def test_a_text_trains_on_all_of_its_replies_and_on_some_of_its_pages(encoder, conversations):
-    [sequence] = pretrain.text_group(random.Random(1), encoder.encode(conversations[0])[0],
+    [sequence] = pretrain.text_group(random.Random(1), encoder.encode(conversations[0], 1)[0],
                                      encoder.tokenizer).sequences
-    ids, replies = encoder.encode(conversations[0])
+    ids, replies = encoder.encode(conversations[0], 1)
     pages = [m for m, reply in zip(sequence.action_mask, replies) if not reply]
     assert sequence.ids == ids
     assert all(m for m, reply in zip(sequence.action_mask, replies) if reply)
@@ -129,8 +133,8 @@ def test_a_known_word_is_one_token_and_none_is_unknown(encoder):
 
 
 def test_the_shipped_model_is_small_and_copies_what_it_reads():
-    folder = pretrain.ROOT / "tiny"
+    folder = Path(dpo.__file__).parent / "tiny"
     assert sum(path.stat().st_size for path in folder.iterdir()) < 4_000_000
-    model, _ = reading.load(folder)
-    assert reading.copy_loss(model, 6) < 0.5
-    assert reading.copy_loss(model, 20) < 0.1 and reading.copy_loss(model, 60) < 0.1
+    model = dpo.read_model(folder)
+    assert pretrain.copy_loss(model, 6) < 0.5
+    assert pretrain.copy_loss(model, 20) < 0.1 and pretrain.copy_loss(model, 60) < 0.1

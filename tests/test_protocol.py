@@ -7,16 +7,13 @@ their environments do (ETO a2fc5da, IPR 93335a3), which were run beside ours.
 import json
 
 import pytest
-import torch
-from conftest import make_model, make_tokenizer
+from conftest import make_tokenizer
 
-from lab import play_env as envs
-from lab.harness.settings import options_of, parse
-from lab.playing.conversation import play
-from lab.playing.rollout import Sampling, rollout
-from lab.tokens import Encoder, Trajectory
-from lab.training.pairs import reopened
-from worlds import first_reply
+import coevolve
+import envs
+import worlds
+from dpo import Encoder, Trajectory
+from worlds import flags, published
 
 CHAT = [("user", "Observation:\nWebShop [SEP] Instruction: [SEP] a hat [SEP] Search"),
         ("assistant", "Thought: I search.\nAction: search[hat]"),
@@ -43,12 +40,12 @@ def prompts(tmp_path_factory):
 
 
 def make(name, prompts, **options):
-    return envs.make(name, protocol="eto", prompts=prompts, **options)
+    return published.make(name, protocol="eto", prompts=prompts, **options)
 
 
 def conversation(env, task, replies):
     """What an agent that says these replies has read and said."""
-    messages, reward = envs.opening(env, env.reset(task), playing=True), 0.0
+    messages, reward = worlds.opening(env, env.reset(task), playing=True), 0.0
     for reply in replies:
         step = env.step(reply)
         messages += said([("assistant", reply), ("user", step.observation)])
@@ -59,7 +56,7 @@ def conversation(env, task, replies):
 
 
 def test_an_episode_in_the_shop_turn_by_turn(prompts):
-    env, ours = make("webshop", prompts), envs.make("webshop")
+    env, ours = make("webshop", prompts), published.make("webshop")
     task, replies = "webshop-test-0", [
         "I just say it: search[lamp]", "Thought: t\nAction: search[desk lamp]\nAction: search[rug]",
         "Thought: t\nAction:click[x]", "Action: search[wall clock]", "Action: click[nothing]"]
@@ -88,27 +85,27 @@ def test_an_episode_in_the_shop_turn_by_turn(prompts):
     ("Action: search[a] and click[b]", ""),
 ])
 def test_a_reply_acts_in_the_shop_as_in_theirs(prompts, reply, action):
-    env, ours = make("webshop", prompts), envs.make("webshop")
+    env, ours = make("webshop", prompts), published.make("webshop")
     env.reset("webshop-test-0"), ours.reset("webshop-test-0")
     expected = ("Observation: Invalid format. The input must contains 'Action: '" if action is None
                 else f"Observation:\n{ours.step(action).observation}")
-    assert env.step(reply) == envs.Step(expected, 0.0, False)
+    assert env.step(reply) == worlds.Step(expected, 0.0, False)
 
 
 def test_the_examples_are_as_many_as_asked_for(prompts):
-    counts = [len(envs.opening(make("webshop", prompts, examples=n), "page", True)) for n in range(3)]
+    counts = [len(worlds.opening(make("webshop", prompts, examples=n), "page", True)) for n in range(3)]
     assert counts == [3, 7, 9]
     env = make("webshop", prompts, examples=0)
-    assert envs.opening(env, "page", True) == said(
+    assert worlds.opening(env, "page", True) == said(
         [("user", RULES["webshop"]), ("assistant", "OK"), ("user", "page")])
 
 
 def test_experts_open_without_the_example_and_say_what_ours_say(prompts):
-    env, ours = make("webshop", prompts), envs.make("webshop")
+    env, ours = make("webshop", prompts), published.make("webshop")
     for n in range(6):
         task = f"webshop-train-{n}"
-        messages, reward = envs.converse(env, env.reset(task), env.expert())
-        own, own_reward = envs.converse(ours, ours.reset(task), ours.expert())
+        messages, reward = worlds.converse(env, env.reset(task), env.expert())
+        own, own_reward = worlds.converse(ours, ours.reset(task), ours.expert())
         bare = [m["content"].removeprefix("Observation:\n") for m in messages[3:]]
         assert (bare, reward) == ([m["content"] for m in own[1:]], own_reward)
         assert messages[:3] == said([("user", RULES["webshop"]), ("assistant", "OK"),
@@ -154,7 +151,7 @@ def test_a_reply_acts_on_the_databases_as_in_theirs(prompts, reply, sql):
 
 
 def test_a_wrong_answer_may_earn_less_than_0(prompts):
-    env, ours = make("intercodesql", prompts), envs.make("intercodesql")
+    env, ours = make("intercodesql", prompts), published.make("intercodesql")
     rewards = set()
     for task in env.tasks("test")[:60]:
         query = f"SELECT * FROM ({env.find(task)['gold']}) AS t ORDER BY 1 DESC"
@@ -179,7 +176,7 @@ def test_science_opens_with_its_heading_and_a_wrong_first_focus_is_minus_1(scien
     assert messages[:2] == said([("user", RULES["sciworld"]), ("assistant", "OK")])
     assert messages[6]["content"].startswith("Task Description:\nYour task is to find a(n) animal.")
     assert messages[-1]["content"].startswith("Observation: ") and reward == -1.0
-    expert = envs.opening(science, messages[6]["content"])
+    expert = worlds.opening(science, messages[6]["content"])
     assert expert[2]["content"].startswith("Your task is to find")
     science.reset(task)
     assert conversation(science, task, [f"Action: {a}" for a in science.gold()])[1] == 1.0
@@ -203,28 +200,27 @@ PUBLISHED = [("user", "their rules"), ("assistant", "OK"), ("user", "WebShop [SE
 def test_published_experts_stay_as_their_file_has_them(prompts, tmp_path):
     (tmp_path / "f").write_text(json.dumps([entry(PUBLISHED), entry(PUBLISHED[2:], "webshop_18")]))
     env = make("webshop", prompts)
-    (_, whole, _), (_, without, _) = envs.read_experts(tmp_path / "f", env)
+    (_, whole, _), (_, without, _) = published.read_experts(tmp_path / "f", env)
     assert whole == said(PUBLISHED[:-1])
     assert without == said([("user", RULES["webshop"]), ("assistant", "OK"), *PUBLISHED[2:-1]])
 
 
 def test_published_experts_open_like_our_rollouts(tmp_path):
-    env = envs.make("webshop")
+    env = published.make("webshop")
     (tmp_path / "f").write_text(json.dumps([entry(PUBLISHED, reward=0.8)]))
     opening = f"{env.prompt}\n\n{PUBLISHED[2][1]}"
     turns = said([("user", opening), PUBLISHED[3], ("user", "[SEP] B0"), PUBLISHED[5]])
-    assert envs.read_experts(tmp_path / "f", env) == [("webshop-train-17", turns, 0.8)]
+    assert published.read_experts(tmp_path / "f", env) == [("webshop-train-17", turns, 0.8)]
 
 
-def test_experts_of_a_run_by_the_other_protocol_are_read_in_this_ones(prompts, tmp_path):
-    theirs, ours = make("webshop", prompts), envs.make("webshop")
+def test_experts_of_a_run_are_read_as_they_are_by_its_protocol(prompts, tmp_path):
     task = "webshop-train-3"
-    rows = [(task, *envs.converse(env, env.reset(task), env.expert())) for env in (theirs, ours)]
-    for n, (name, messages, reward) in enumerate(rows):
-        (tmp_path / str(n)).write_text(json.dumps(dict(task=name, messages=messages, reward=reward)))
-    for n in (0, 1):
-        assert envs.read_experts(tmp_path / str(n), theirs) == [rows[0]]
-        assert envs.read_experts(tmp_path / str(n), ours) == [rows[1]]
+    for env in (make("webshop", prompts), published.make("webshop")):
+        row = (task, *worlds.converse(env, env.reset(task), env.expert()))
+        (tmp_path / "f").write_text(json.dumps(dict(zip(("task", "messages", "reward"), row))))
+        assert [*published.experts(env, str(tmp_path / "f"), 0)] == [row]
+    with pytest.raises(worlds.Refused, match=f"{task} is another task here"):
+        next(published.experts(make("webshop", prompts), str(tmp_path / "f"), 0))
 
 
 @pytest.mark.parametrize("template", ["chatml", "llama2", "llama3", "qwen3"])
@@ -241,54 +237,32 @@ def test_ok_is_no_action_and_experts_are_encoded_as_rollouts_are(template):
 
 
 @pytest.fixture(scope="module")
-def agent():
-    tokenizer = make_tokenizer("chatml")
-    model = make_model(len(tokenizer))
-    model.config.max_position_embeddings = 8192
-    return model, Encoder(tokenizer)
+def encoder():
+    return Encoder(make_tokenizer("chatml"))
 
 
-def play_scripted(agent, monkeypatch, env, tasks, replies, **more):
-    """Episodes of a model that says `replies`, whatever it reads, and an end of turn after each."""
-    model, encoder = agent
-    script = [token for reply in replies for token in
-              encoder.tokenizer(reply, add_special_tokens=False)["input_ids"] + [encoder.end_of_turn]]
-    script, said = iter(script * len(tasks)), []
+def play_scripted(encoder, env, tasks, replies):
+    """Episodes of an agent that says `replies`, whatever it reads, and an end of turn after each."""
+    def answer(asked):
+        return [([*encoder.ids_after(encoder.asked, replies[t.steps]), encoder.end_of_turn], [])
+                for t, _ in asked]
 
-    def scripted(logits, temperature, draws):
-        said.append(next(script))
-        return torch.tensor(said[-1:])
-
-    monkeypatch.setattr("lab.playing.rollout.sample", scripted)
-    sampling = Sampling(**{**dict(temperature=0, slots=1, max_tokens=8000, max_new_tokens=512,
-                                  tokens_per_forward=4096, stops=envs.STOPS["eto"]), **more})
-    return rollout(model, encoder, lambda: env, [Trajectory(t, "target", 1) for t in tasks],
-                   sampling)
+    rows = [Trajectory(task, "target") for task in tasks]
+    envs.play(lambda: env, encoder, rows, answer, slots=1, max_tokens=8000)
+    return rows
 
 
-def test_a_rollout_reads_what_their_agent_reads_and_trains_without_the_example(agent, monkeypatch,
-                                                                              prompts):
-    env, (_, encoder) = make("webshop", prompts), agent
+def test_an_agent_reads_what_theirs_reads_and_is_trained_without_the_example(encoder, prompts):
+    env = make("webshop", prompts)
     replies = ["no action", "Thought: t\nAction: search[desk lamp]", "Action: search[wall clock]"] + [
         "Action: click[next >]"] * 7
-    tasks = ["webshop-train-0", "webshop-train-1"]
-    rows = play_scripted(agent, monkeypatch, env, tasks, replies)
+    rows = play_scripted(encoder, env, ["webshop-train-0", "webshop-train-1"], replies)
     for row in rows:
         expected, _ = conversation(env, row.task, replies)
         assert row.messages == expected[:-1] and row.ended == "budget" and row.steps == 10
-        text = encoder.tokenizer.decode(row.ids)
-        assert text.count("You shop.") == 1 and "B0HAT" in text
-
-        messages, reward = envs.converse(env, env.reset(row.task), env.expert())
-        ids, mask = encoder.encode(messages, 3)
-        expert = Trajectory(row.task, "expert", messages=messages, ids=ids, action_mask=mask,
-                            reward=reward, steps=len(messages[3::2]))
-        trained = reopened(row, expert)
-        assert trained.messages == messages[:3] + row.messages[first_reply(row.messages, 10):]
-        assert "B0HAT" not in encoder.tokenizer.decode(trained.ids)
-        assert [trained.ids, trained.action_mask] == list(encoder.encode(trained.messages, 3))
-        assert sum(trained.action_mask) == sum(row.action_mask)
-        assert reopened(expert, expert) == expert
+        trained = worlds.opening(env, env.reset(row.task)) + expected[7:-1]
+        assert "B0HAT" in str(expected) and "B0HAT" not in str(trained)
+        assert [row.ids, row.action_mask] == list(encoder.encode(trained, 3))
 
 
 @pytest.mark.parametrize("reply, kept, ours", [
@@ -299,26 +273,22 @@ def test_a_rollout_reads_what_their_agent_reads_and_trains_without_the_example(a
     ("x Observation: b", "x Observation: b", "x"),
     ("a: b-c --- d", "a: b-c --- d", "a: b-c --- d"),
 ])
-def test_a_reply_ends_where_theirs_ends(agent, monkeypatch, prompts, reply, kept, ours):
-    env = make("webshop", prompts)
-    for stops, text in (("eto", kept), ("ours", ours)):
-        row, = play_scripted(agent, monkeypatch, env, ["webshop-train-0"], [reply] * 11,
-                             stops=envs.STOPS[stops])
-        said = [m["content"] for m in row.messages[7::2]]
-        assert said[0] == text
-        t = Trajectory("webshop-train-0")
-        play(env, t, lambda messages: reply, envs.STOPS[stops])
-        assert [m["content"] for m in t.messages[7::2]] == [text] * 10
+def test_a_reply_ends_where_theirs_ends(encoder, prompts, reply, kept, ours):
+    for env, text in ((make("webshop", prompts), kept), (published.make("webshop"), ours)):
+        row, = play_scripted(encoder, env, ["webshop-train-0"], [reply] * 11)
+        assert [m["content"] for m in row.messages if m["role"] == "assistant"][-10:] == [text] * 10
 
 
-def test_one_setting_brings_their_numbers():
-    flags = ["--env", "scienceworld", "--model", "m", "--protocol", "eto", "--prompts", "p"]
-    s = parse(flags)
-    assert (s.max_new_tokens, s.temperature, s.sft_lr, s.examples) == (512, 0.0, 2e-5, 1)
-    assert options_of(s) == dict(task_types="all", split_file=None, protocol="eto", prompts="p",
-                                 examples=1)
-    assert parse([*flags, "--temperature", "0.5"]).temperature == 0.5
-    assert parse([*flags, "--method", "rft"]).temperature == 0.7
+def test_one_setting_brings_their_numbers(prompts):
+    given = ["--env", "scienceworld", "--model", "m", "--protocol", "eto", "--prompts", prompts]
+
+    def parse(*more):
+        return flags.parse([*given, *more], coevolve.Settings, coevolve.METHODS, envs.environment)
+
+    s, own = parse()
+    assert (s.max_new_tokens, s.temperature, s.sft_lr) == (512, 0.0, 2e-5)
+    assert (own.protocol, own.prompts, own.task_types) == ("eto", prompts, "all")
+    assert parse("--temperature", "0.5")[0].temperature == 0.5
 
 
 @pytest.mark.parametrize("file, text", [
@@ -330,5 +300,5 @@ def test_a_folder_without_prompts_is_named(tmp_path, file, text):
         (tmp_path / kind / name).write_text(json.dumps([said(CHAT)]))
     path = tmp_path / file
     path.unlink() if text is None else path.write_text(text)
-    with pytest.raises(envs.Refused, match=rf"^--prompts {tmp_path}: .*{path.name}.*$"):
+    with pytest.raises(worlds.Refused, match=rf"^--prompts {tmp_path}.*{path.name}.*$"):
         make("webshop", str(tmp_path))

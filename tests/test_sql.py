@@ -14,14 +14,14 @@ import threading
 import time
 from collections import Counter
 from contextlib import closing, suppress
+from pathlib import Path
 
 import pytest
+from again import Again
 from conftest import wait_until
 
-from lab import mutual
-from lab import play_env as envs
-from lab.harness.files import ROOT
-from lab.program import start
+import coevolve
+import worlds
 from worlds.intercodesql import databases, questions, spider
 from worlds.intercodesql.world import (
     EXPLANATION,
@@ -30,7 +30,9 @@ from worlds.intercodesql.world import (
     parse_sql_reply,
     sql_reward,
 )
+from worlds.published import make
 
+ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data" / "intercode"
 
 
@@ -125,7 +127,7 @@ TOWNS = "[(1, 'Avon', 30), (2, 'Brill', 20), (3, 'Crewe', 10)]"
 @pytest.fixture
 def small():
     """start(gold) -> an environment over the two small tables of SCRIPT."""
-    env = envs.make("intercodesql")
+    env = make("intercodesql")
 
     def start(gold="SELECT site FROM town"):
         env.start(dict(query="which towns?", gold=gold, db="d"), SCRIPT)
@@ -170,7 +172,7 @@ def test_the_last_result_is_what_is_submitted(small):
         "[('Avon', 30), ('Brill', 20)]")
     env.step(act("SELECT site FROM town"))
     assert env.step("no action").observation == EXPLANATION  # changes nothing
-    assert env.step(act("submit")) == envs.Step("submitted", 1.0, True, 1.0)
+    assert env.step(act("submit")) == worlds.Step("submitted", 1.0, True, 1.0)
     env = small()
     env.step(act("SELECT site FROM town"))
     env.step(act("DESC town"))  # a look after the right query loses
@@ -181,7 +183,7 @@ def test_the_last_result_is_what_is_submitted(small):
     assert small().step(act("submit")).reward == 0  # nothing was asked
     env = small()
     env.step(act("SELECT site FROM town ORDER BY site DESC"))  # clipped, and kept
-    assert env.step(act("submit")) == envs.Step("submitted", 0.0, True, -1.0)
+    assert env.step(act("submit")) == worlds.Step("submitted", 0.0, True, -1.0)
     env = small(gold="SELECT a.site, b.site, c.site FROM town a, town b, town c")
     shown = env.step(act("SELECT a.site, b.site, c.site FROM town a, town b, town c")).observation
     assert len(shown) == 353 and shown.endswith("...")  # the result is not cut
@@ -190,13 +192,13 @@ def test_the_last_result_is_what_is_submitted(small):
 
 def play(env, task):
     """The reward of the expert, and the texts of its episode."""
-    messages, reward = envs.converse(env, env.reset(task), env.expert())
+    messages, reward = worlds.converse(env, env.reset(task), env.expert())
     return reward, [m["content"] for m in messages]
 
 
 @pytest.mark.parametrize("view", ["full", "short"])
 def test_expert_replays_to_1(view):
-    with closing(envs.make("intercodesql", view)) as env:
+    with closing(make("intercodesql", view)) as env:
         for split in ("train", "validation", "test", "unseen"):
             assert all(play(env, task)[0] == 1 for task in env.tasks(split))
 
@@ -304,7 +306,6 @@ def test_the_first_look_ends_whatever_is_hidden_from_it(gap):
     for sql in ("select 1 into{}x", "select 1 into{}outfile 'x'", "select sleep{}(1)"):
         found = databases.refusal(sql.format(gap * (4900 // len(gap))))
         assert (found is None) == (sql.endswith("x") or gap == "/*")
-    assert databases.naming(["other"]).search(f"select 1 from other{gap}.t") or gap == "/*"
 
 
 def test_attacks_leave_room_for_honest_queries():
@@ -312,11 +313,11 @@ def test_attacks_leave_room_for_honest_queries():
                 "(SELECT 1) UNION (SELECT 2)", "WITH a AS (SELECT 1) SELECT * FROM a",
                 "SHOW FULL COLUMNS FROM t", "SHOW CREATE TABLE t", "explain select 1",
                 "SELECT sleep, lock FROM t"):
-        assert databases.refusal(sql) is None and not databases.naming([]).search(sql), sql
+        assert databases.refusal(sql) is None, sql
 
 
 def test_spider_questions_are_split_by_database_and_their_experts_replay_to_1(intercode):
-    env = envs.make("intercodesql", intercode_data=str(intercode))
+    env = make("intercodesql", intercode_data=str(intercode))
     assert env.test_splits == ("test",) and len(env.world.databases) == 20
     tasks = [task for split in ("train", "validation", "test") for task in env.tasks(split)]
     assert len(tasks) == 1034 and all(play(env, task)[0] == 1 for task in tasks)
@@ -330,7 +331,7 @@ def test_iprs_records_are_read(tmp_path):
     for split in ("train", "test"):
         (tmp_path / f"ic_spider_{split}.json").write_text(json.dumps([record] * 4))
     (tmp_path / "train_indices.json").write_text("[3, 1]")
-    with pytest.raises(envs.Refused, match="ic_spider_dbs.sql"):
+    with pytest.raises(worlds.Refused, match="ic_spider_dbs.sql"):
         InterCodeSQL(intercode_data=str(tmp_path))  # there is no dump
     env = InterCodeSQL(intercode_data=str(tmp_path), mysql_url="mysql://a@h")
     assert env.tasks("train") == ["intercodesql-train-3", "intercodesql-train-1"]
@@ -414,7 +415,7 @@ def plain(row):
 
 
 def test_every_gold_query_scores_1_on_mariadb_and_most_are_answered_alike_by_sqlite(mariadb):
-    env = envs.make("intercodesql", intercode_data=str(DATA), mysql_url=URL.format(mariadb))
+    env = make("intercodesql", intercode_data=str(DATA), mysql_url=URL.format(mariadb))
     failed, below, same, ran = Counter(), [], 0, 0
     for task in (task for split in env.splits for task in env.tasks(split)):
         question = env.find(task)
@@ -530,10 +531,9 @@ def test_no_state_leaks_into_the_next_episode(where, request, monkeypatch):
 
 
 @pytest.fixture
-def repaired(mariadb, monkeypatch):
+def repaired(mariadb):
     """An episode on MariaDB that goes on when its connection is lost; it has seen the tables."""
-    monkeypatch.setattr(envs.Repaired, "waits", (0.0, 0.0, 0.0))
-    env = envs.Repaired(InterCodeSQL(intercode_data=str(DATA), mysql_url=URL.format(mariadb)))
+    env = Again(InterCodeSQL(intercode_data=str(DATA), mysql_url=URL.format(mariadb)), times=3)
     env.reset(env.tasks("test")[0])
     env.shown = env.step(act("SHOW TABLES"))
     yield env
@@ -555,17 +555,17 @@ def test_a_connection_lost_within_a_query_is_no_answer_of_the_agents(repaired, m
     times = 2
     assert repaired.step(act("SHOW TABLES")) == repaired.shown
     times = 99
-    with pytest.raises(envs.EnvError, match="database .*: gone; is the server running"):
+    with pytest.raises(worlds.EnvError, match="database .*: gone; see that the server runs.*[^?]$"):
         repaired.step(act("SHOW TABLES"))
     assert len(failures) == 2 + 4  # it is not asked again within
 
 
 def test_an_episode_goes_on_when_its_server_is_killed_and_started_again(mariadb, repaired,
                                                                         monkeypatch):
-    monkeypatch.setattr(envs.Repaired, "waits", (2.0,) * 20)
+    repaired.times, repaired.wait = 20, 2.0
     RUNNING[mariadb].kill()
     RUNNING[mariadb].wait()
-    with pytest.raises(envs.EnvError, match="is the server running"):
+    with pytest.raises(worlds.EnvError, match="see that the server runs"):
         databases.MySQL("d", URL.format(mariadb))
     again = threading.Timer(1, START[mariadb])
     again.start()
@@ -587,60 +587,18 @@ def test_what_is_no_database_voids_the_episode(says):
                         connection.sendall(says)
 
         server.close() if says is None else threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(envs.EnvError, match=f"mysql://127.0.0.1:{port}, database d") as error:
+        with pytest.raises(worlds.EnvError, match=f"mysql://127.0.0.1:{port}, database d") as error:
             databases.MySQL("d", URL.format(port))
         assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
         if says is not None:
             server.shutdown(socket.SHUT_RDWR)
 
 
-def user_url(port, name, *grants):
-    """The URL of a new user with these rights."""
-    root_query(port, f"CREATE OR REPLACE USER {name}@'%' IDENTIFIED BY 's3cret'")
-    for grant in grants:
-        root_query(port, f"GRANT {grant} TO {name}@'%'")
-    databases.reader.cache_clear()
-    return f"mysql://{name}:s3cret@127.0.0.1:{port}"
-
-
-def test_a_user_who_may_do_more_than_read_is_refused(mariadb):
-    databases.MySQL("d", user_url(mariadb, "somebody", "SELECT ON d.*")).close()
-    url = user_url(mariadb, "somebody", "SELECT, INSERT ON d.*")
-    for wrong, told in ((url, "INSERT on `d`.*"), (url.replace("s3cret", "s3cretx"), "denied")):
-        with pytest.raises(envs.Refused, match="load-intercode") as error:
-            databases.MySQL("d", wrong)
-        assert told in str(error.value) and "s3cret" not in str(error.value)
-        assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("grant, excess", [  # as MySQL 8 and 9 show them
-    ("GRANT USAGE ON *.* TO `a`@`%` IDENTIFIED BY PASSWORD '*ABC'", None),
-    ("GRANT SELECT, SHOW VIEW ON `world\\_1`.* TO `a`@`%`", None),
-    ("GRANT SHOW DATABASES ON *.* TO `a`@`%`", None),
-    ("GRANT SELECT ON *.* TO `a`@`%`", "SELECT on all databases"),
-    ("GRANT UPDATE (`area`) ON `d`.`town` TO `a`@`%`", "UPDATE"),
-    ("GRANT SELECT ON `d`.* TO `a`@`%` WITH GRANT OPTION", "GRANT OPTION"),
-    ("GRANT `writer`@`%` TO `a`@`%`", "a role"),
-    ("GRANT AUDIT_ABORT_EXEMPT,SYSTEM_USER ON *.* TO `a`@`%`", "AUDIT_ABORT_EXEMPT on *.*"),
-    ("GRANT ALL PRIVILEGES ON *.* TO `root`@`%` WITH GRANT OPTION", "ALL PRIVILEGES"),
-    ("GRANT EXECUTE ON PROCEDURE `d`.`p` TO `a`@`%`", "EXECUTE"),
-])
-def test_rights_beyond_reading_are_found(grant, excess):
-    found = databases.excess_of(grant)
-    assert found is None if excess is None else excess in found
-
-
-def test_a_user_of_several_databases_reads_those_of_its_task_only(mariadb):
-    url = user_url(mariadb, "plain", "SELECT ON d.*", "SELECT ON other.*")
-    with closing(databases.MySQL("d", url)) as db:
-        for sql in [sql for sql in ATTACKS if "other" in sql] + [
-                "SELECT word FROM other/**/./**/secret", "SELECT word FROM OTHER.secret",
-                "SELECT word FROM other -- x\n.secret", "SELECT word FROM other# x\n.`secret`",
-                "SHOW FULL COLUMNS FROM secret FROM `other`", "SHOW INDEX FROM secret IN/**/other",
-                "WITH a AS (SELECT * FROM other.secret) SELECT * FROM a"]:
-            assert db.run(sql).startswith("Error"), sql
-        assert str(db.run("SELECT town.* FROM town AS town")) == TOWNS
-        assert "other" in db.run("SELECT 'other' FROM town")[0]  # the word itself is not refused
+def test_a_database_that_is_not_loaded_is_named_with_the_remedy(mariadb):
+    for name, url in (("elsewhere", URL), ("d", URL.replace("s3cret", "s3cretx"))):
+        with pytest.raises(worlds.Refused, match=f"database {name}: .*denied.*load-intercode") as error:
+            databases.MySQL(name, url.format(mariadb))
+        assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
 
 
 def test_intercode_is_loaded_again_over_what_is_there(mariadb, tmp_path):
@@ -667,22 +625,23 @@ def test_a_load_that_fails_names_the_remedy_for_what_is_wrong(mariadb, tmp_path)
     dump = tmp_path / "dump.sql"
     dump.write_text("USE `d`;\nSELECT nothing FROM town;\n")
     url, rights = URL.format(mariadb), "may create databases and users"
-    with pytest.raises(envs.EnvError, match="Unknown column 'nothing'") as error:
+    with pytest.raises(worlds.EnvError, match="Unknown column 'nothing'") as error:
         spider.load_intercode(dump, ROOT_URL.format(mariadb), url)
     assert rights not in str(error.value)
-    with pytest.raises(envs.EnvError, match=f"denied.*{rights}"):
-        spider.load_intercode(dump, user_url(mariadb, "nobody", "SELECT ON other.*"), url)
+    reader = url.replace("agent", databases.database_user(url, "other"))
+    with pytest.raises(worlds.EnvError, match=f"denied.*{rights}"):
+        spider.load_intercode(dump, reader, url)
 
 
 def test_a_run_on_the_server_holds_no_password(mariadb, small_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MYSQL_PWD", "")
     flags = ["--env", "intercodesql", "--model", small_model, "--intercode-data", DATA, "--view", "short",
              "--method", "eto", "--train-tasks", 3, "--eval-tasks", 2, "--iterations", 1,
-             "--max-tokens", 512, "--max-new-tokens", 8, "--threads", 1, "--out", tmp_path / "run"]
-    start.main([*map(str, flags), "--mysql-url", URL.format(mariadb)], mutual.loop_of)
+             "--max-tokens", 512, "--max-new-tokens", 8, "--out", tmp_path / "run"]
+    coevolve.main([*map(str, flags), "--mysql-url", URL.format(mariadb)])
     files = [p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()]
     said = capsys.readouterr()
-    assert "Evaluation" in said.out and len(files) > 10
+    assert "target" in said.out and len(files) > 10
     for text in (said.out.encode(), said.err.encode(), *files):
         assert b"s3cret" not in text
 
@@ -691,8 +650,6 @@ def test_a_run_on_the_server_holds_no_password(mariadb, small_model, tmp_path, m
     (["DUMP", "--admin-url", "mysql://a:s3cret@h", "--mysql-url", "b"], "--mysql-url must be"),
     (["README.md", "--admin-url", "mysql://a:s3cret@h", "--mysql-url", "mysql://b@h"],
      "README.md: no database in it"),
-    (["DUMP", "mysql://a:s3cret@h", "--admin-url", "mysql://a@h", "--mysql-url", "mysql://b@h"],
-     "unrecognized arguments: mysql://a:***@h"),
 ])
 def test_load_intercode_refuses_in_one_line(intercode, arguments, told):
     pytest.importorskip("pymysql", reason="PyMySQL is not installed")

@@ -1,13 +1,9 @@
 """The study: statistics by hand, and a whole small one with its report."""
 
-import fcntl
 import json
 import math
 import os
-import re
-import runpy
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,26 +15,20 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import ended, fork, wait_until
-from test_methods import OneReply
-from transformers import AutoModel
+from test_report import trajectory, write_lines, write_run
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
-from lab import mutual
-from lab import play_env as envs
-from lab.harness.files import RunError, read_jsonl
-from lab.harness.settings import SettingsError
-from lab.program import start
-from lab.study import figure3, methods, numbers, runs
-from lab.study import report as several
-from lab.tokens import Trajectory
+from dpo import Trajectory
+from lab import compare, figure3, study, study_methods, study_numbers
+from worlds.flags import Refused
 
 
 def test_interval_by_hand():
     """1, 2, 3, 4, 5: mean 3, variance 2.5, half width 2.776 sqrt(2.5 / 5)."""
-    found = numbers.interval([1, 2, 3, 4, 5])
+    found = study_numbers.interval([1, 2, 3, 4, 5])
     assert found["n"] == 5 and found["mean"] == 3
     assert found["half"] == pytest.approx(2.7764 * math.sqrt(0.5), abs=1e-3)
-    assert numbers.interval([0.5]) == dict(n=1, mean=0.5, half=None)
+    assert study_numbers.interval([0.5]) == dict(n=1, mean=0.5, half=None)
 
 
 @pytest.mark.parametrize("a, b, mean, half, ahead, verdict", [
@@ -51,9 +41,9 @@ def test_interval_by_hand():
     ({3: .7, 4: .6, 9: 0.}, {3: .5, 4: .6, 5: .7}, 0.1, 1.2706, 1, "undecided"),
 ])
 def test_paired_differences_by_hand(a, b, mean, half, ahead, verdict):
-    assert numbers.paired({3: 1.0}, {3: 0.0})["verdict"] == "undecided"  # one seed
-    assert numbers.paired({3: 1.0}, {4: 0.0}) is None
-    found = numbers.paired(a, b)
+    assert study_numbers.paired({3: 1.0}, {3: 0.0})["verdict"] == "undecided"  # one seed
+    assert study_numbers.paired({3: 1.0}, {4: 0.0}) is None
+    found = study_numbers.paired(a, b)
     assert found["mean"] == pytest.approx(mean) and found["half"] == pytest.approx(half, abs=1e-3)
     assert (found["ahead"], found["verdict"]) == (ahead, verdict)
 
@@ -72,8 +62,8 @@ def test_mean_distance_by_hand():
 def test_the_report_says_what_survives_at_equal_cost():
     verdicts = lambda *rows: {("coevolve", b, split, "reward"): dict(verdict=verdict)
                               for b, split, verdict in rows}
-    assert several.at_equal_cost(verdicts(("eto", "test", "ahead"))) == []
-    assert several.at_equal_cost(verdicts(
+    assert compare.at_equal_cost(verdicts(("eto", "test", "ahead"))) == []
+    assert compare.at_equal_cost(verdicts(
         ("eto-steps", "test", "undecided"), ("eto", "test", "ahead"), ("eto", "unseen", "ahead"),
         ("eto-steps", "unseen", "undecided"), ("eto-tokens", "test", "behind"),
         ("positive-steps", "test", "ahead"))) == [
@@ -85,17 +75,14 @@ def test_the_report_says_what_survives_at_equal_cost():
          "not compared at equal epochs, then ahead in reward on test")]
 
 
-def write_run(folder, *trained, **settings):
+def trained_run(folder, *taken, **settings):
     """A run's folder with so many (steps, tokens) of the target's iterations, and no more."""
-    folder.mkdir(parents=True)
-    values = dict(env="webshop", method="eto", model="tiny", seed=3, hard_threshold=0.6, rollouts=2)
-    (folder / "config.json").write_text(json.dumps(dict(settings={**values, **settings})))
-    events = [dict(event="phase", phase=f"iter{i}/target-agent", seconds=1, steps=steps,
-                   tokens=tokens) for i, (steps, tokens) in enumerate(trained, 1)]
-    events += [dict(event="phase", phase=name, seconds=1, steps=100, tokens=10 ** 6)
-               for name in ("sft-target", "iter1/failure-agent")]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
-    return folder
+    phases = {name: dict(work="train", steps=100, tokens=10 ** 6, seconds=1.0, name=agent)
+              for name, agent in (("sft-target", "target"), ("iter1/failure-agent", "failure"))}
+    phases |= {f"iter{i}/target-agent": dict(work="train", steps=steps, tokens=tokens,
+                                             seconds=1.0, name="target")
+               for i, (steps, tokens) in enumerate(taken, 1)}
+    return write_run(folder, phases, **{**dict(method="eto", seed=3), **settings})
 
 
 def test_dose_and_response_by_hand(tmp_path):
@@ -103,15 +90,14 @@ def test_dose_and_response_by_hand(tmp_path):
     runs, target = {}, {}
     for method, share, reward in (("dose-k2", 0.3, 0.7), ("dose-k2-frozen", 0.1, 0.6)):
         for seed in (3, 4):
-            path = runs.setdefault(method, {})[seed] = tmp_path / f"{method}-{seed}"
-            path.mkdir()
-            (path / "metrics.jsonl").write_text("".join(json.dumps(dict(
-                event="exploration", agent=agent, iteration=i, hard_negative=hard)) + "\n"
-                for agent, i, hard in (("failure", 1, 0.9), ("target", 2, 0.9),
-                                       ("failure", 2, share * (seed - 2) - 0.1 * (seed - 3)),
-                                       ("failure", 3, share * (seed - 2) - 0.1 * (seed - 3)))))
+            hard = share * (seed - 2) - 0.1 * (seed - 3)
+            runs.setdefault(method, {})[seed] = write_run(tmp_path / f"{method}-{seed}", {
+                f"iter{i}/{agent}.jsonl": dict(work="explore", name=agent, i=i, hard=share,
+                                               episodes=9, seconds=1.0)
+                for agent, i, share in (("failure", 1, 0.9), ("target", 2, 0.9),
+                                        ("failure", 2, hard), ("failure", 3, hard))})
         target[method] = {"test": {2: dict(reward={3: reward, 4: reward + 0.1})}}
-    (part,) = several._dose(runs, target, ["test"])
+    (part,) = compare._dose(runs, target, ["test"])
     ((name, hard, response),) = part.rows
     assert name == "2 rollouts" and hard["mean"] == pytest.approx((0.2 + 0.4) / 2)
     assert response["mean"] == pytest.approx(0.1) and list(part.figures) == ["dose"]
@@ -122,85 +108,124 @@ def test_methods_at_equal_cost_take_it_from_other_runs(tmp_path):
 
     So 35 steps an iteration; and 700 tokens an iteration, which ETO reads in 15 x 700 / 500 steps.
     """
-    write_run(tmp_path / "coevolve-s3", (40, 900), (30, 500), method="coevolve")
-    write_run(tmp_path / "eto-s3", (20, 600), (10, 400))
-    evolve = write_run(tmp_path / "evolve-s3", method="evolve")
-    (evolve / "metrics.jsonl").write_text("".join(
-        json.dumps(dict(event="grpo", step=n, D=d)) + "\n" for n, d in enumerate((7, 7, 31), 1)))
+    trained_run(tmp_path / "coevolve-s3", (40, 900), (30, 500), method="coevolve")
+    trained_run(tmp_path / "eto-s3", (20, 600), (10, 400))
+    write_run(tmp_path / "evolve-s3", {
+        f"iter{i}/tasks.jsonl": dict(work="join", D=d, seconds=1.0) for i, d in enumerate((7, 31))},
+        method="evolve")
     for method, expected in {
             "eto": "", "frozen": " --d-fail none", "eto-steps": " --dpo-steps 35",
             "eto-steps-rollouts": " --dpo-steps 35 --rollouts 4", "eto-tokens": " --dpo-steps 21",
             "positive-steps": " --dpo-steps 35", "lambda-0.5": " --lambda-sft 0.5",
             "grpo-tasks": " --start-tasks 31",
             "evolve-without-rare": " --signals forgetting,boundary"}.items():
-        assert " ".join(methods.flags(method, tmp_path, 3)) == (
-            f"--method {methods.method_of(method)}{expected}")
-    order = [*methods.ALL]  # a run comes after those it takes from, else one job waits for ever
+        assert " ".join(study_methods.flags(method, tmp_path, 3)) == (
+            f"--method {study_methods.method_of(method)}{expected}")
+    order = [*study_methods.ALL]  # a run comes after those it takes from, else one job waits
     assert all(order.index(other) < order.index(method)
-               for method in order for other in methods.equals(method))
-    assert numbers.cost(tmp_path / "coevolve-s3") == dict(
+               for method in order for other in study_methods.equals(method))
+    assert study_numbers.cost(tmp_path / "coevolve-s3") == dict(
         steps_of_the_target=70, steps_of_all_agents=170, tokens_of_the_target=1400, rollouts=0)
-    write_run(tmp_path / "coevolve-s4", method="coevolve")
-    with pytest.raises(RunError):
-        methods.flags("eto-steps", tmp_path, 4)
+    trained_run(tmp_path / "coevolve-s4", method="coevolve")
+    with pytest.raises(Refused):
+        study_methods.flags("eto-steps", tmp_path, 4)
 
 
-def test_embeddings_are_mean_states_of_action_tokens(small_model, monkeypatch):
-    """Of many together, which begin alike, those that transformers gives of each alone."""
-    monkeypatch.setattr(figure3, "TOKENS", 40)  # of about two of them
+def small_model(folder):
+    """A random model with weights so large that every token matters."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512))
+    for p in model.parameters():
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_embeddings_are_mean_states_of_action_tokens(tmp_path, monkeypatch):
+    """Of many together those that transformers gives of each alone."""
+    monkeypatch.setattr(figure3, "TOKENS", 60)  # of about two of them
+    folder = small_model(tmp_path)
     rng, prompt = np.random.default_rng(0), [5, 9, 11, 7, 30, 8, 6]  # which all share
-    rows, expected, model = [], [], AutoModel.from_pretrained(small_model)
+    rows, expected, model = [], [], AutoModel.from_pretrained(folder)
     for n in (3, 30, 8, 21, 1, 13):
         ids = [*prompt, *rng.integers(5, 40, n).tolist()]
         rows.append(Trajectory(
             ids=ids, action_mask=[0] * 7 + [int(k % 3 == 0) for k in range(n)]))
         states = model(torch.tensor([ids])).last_hidden_state[0]
         expected.append(states[torch.tensor(rows[-1].action_mask) > 0].mean(0).tolist())
-    found = np.stack(figure3.Embedder(small_model)(rows))
+    found = np.stack(figure3.Embedder(folder)(rows))
     assert np.abs(found - np.array(expected)).max() < 1e-5 < found.std()
 
 
+METHODS = ["lambda-0.1", "eto-steps-rollouts", "eto", "coevolve", "lambda-0.5"]
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, small_model):
-    """A study of five methods on two seeds, in the environment of one reply; and its commands."""
-    folder, commands = tmp_path_factory.mktemp("study"), []
-    more = ("--train-tasks 6 --iterations 2 --max-tokens 400 --max-new-tokens 5 --slots 8 "
-            "--sft-epochs 1 --sft-lr 1e-4 --dpo-epochs 1 --dpo-batch 4 --dpo-lr 1e-4 "
-            f"--temperature 1.5 --rollouts 1 --model {small_model}").split()
+def finished(tmp_path_factory):
+    """A study of five methods on two seeds, whose runs are made by hand as they are asked for; and
+    its commands. Rewards are drawn, so that any number of a report tells where it comes from."""
+    folder, commands, rng = tmp_path_factory.mktemp("study"), [], np.random.default_rng(0)
 
     def launch(env, command, log):
         commands.append(command)
-        assert log is None
-        start.main(["--env", env, *command], mutual.loop_of)
+        flags = dict(zip(command[::2], command[1::2]))
+        out, method = Path(flags["--out"]), flags["--method"]
+        agents = ("target", "failure") if method == "coevolve" else ("target",)
+        phases, files = {}, {}
+
+        def played(output, name, i, n, **more):
+            rewards = rng.choice([0.0, 0.5, 0.75, 1.0], n)
+            files[output] = [trajectory(
+                f"webshop-train-{k % 3}", name, reward, ["x"], i, rollout=k // 3)
+                | dict(ids=rng.integers(5, 40, 9).tolist(), action_mask=[0, 0, 0, *[1] * 6])
+                for k, reward in enumerate(rewards.tolist())]
+            phases[output] = dict(name=name, i=i, episodes=n, seconds=1.0, turns=1.0, budget=0.0,
+                                  reward=rewards.mean(), success=(rewards == 1).mean(),
+                                  hard=((rewards > 0.6) & (rewards < 1)).mean(), **more)
+
+        for i in range(3):
+            for name in agents:
+                if i:
+                    played(f"iter{i}/{name}.jsonl", name, i, 12, work="explore")
+                    phases[f"iter{i}/pairs-{name}.jsonl"] = dict(
+                        work="make_pairs", trains=name, pairs={"expert>target": i + 1}, dropped={},
+                        seconds=0.0)
+                    phases[f"iter{i}/{name}-agent"] = dict(
+                        work="train_preferences", name=name, i=i, steps=10 * i + len(agents),
+                        tokens=900 * i, seconds=1.0)
+            for name in agents:
+                played(f"eval-{i}-{name}-test.jsonl", name, i, 6, work="evaluate", split="test")
+        write_run(out, phases, seed=int(flags["--seed"]), method=method, hard_threshold=0.7,
+                  rollouts=int(flags.get("--rollouts", 2)), out=str(out),
+                  dpo_steps=int(flags.get("--dpo-steps", 0)),
+                  lambda_sft=float(flags.get("--lambda-sft", 0.1)))
+        for output, rows in files.items():
+            write_lines(out / output, rows)
+        write_lines(out / "experts.jsonl", [])
+        small_model(out / "sft-target")
+        (out / "result.json").write_text("{}")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(envs, "make", lambda *_, **__: OneReply())
-        patch.setattr("gc.collect", lambda: 0)
-        patch.setattr(runs, "launch", launch)
-        methods = ["lambda-0.1", "eto-steps-rollouts", "eto", "coevolve", "lambda-0.5"]
-        runs.main(["webshop", "--jobs", "1", "--methods", *methods, "--seeds", "0", "1", "--out",
-                    str(folder / "runs"), *more])
+        patch.setattr(study, "launch", launch)
+        study.main(["webshop", "--jobs", "1", "--methods", *METHODS, "--seeds", "0", "1", "--out",
+                    str(folder / "runs"), "--lambda-sft", "0.1"])
     return folder / "runs", commands
 
 
 def test_a_study_runs_methods_by_seed_and_takes_steps_from_co_evolution(finished):
     folder, commands = finished
-    # lambda-0.1 is the default of this model, so co-evolution itself.
+    # lambda-0.1 is what was asked for all runs, so co-evolution itself.
     assert [c[-1].rpartition("/")[2] for c in commands] == [
         f"{m}-s{seed}" for seed in (0, 1)
         for m in ("coevolve", "eto", "eto-steps-rollouts", "lambda-0.5")]
     for seed in (0, 1):
         equal = " ".join(commands[4 * seed + 2])
-        took = sum(e["event"] == "train" and e["phase"].endswith("/target-agent")
-                   for e in read_jsonl(folder / f"coevolve-s{seed}" / "metrics.jsonl"))
-        asked = int(re.search(r"--dpo-steps (\d+) --rollouts 2", equal)[1])
-        assert asked == pytest.approx(took / 2, abs=0.5)
-        sft = ["experts.jsonl", "sft-target", "eval-0-target-test.jsonl"]  # of the seed's first run
-        for method, shared in (("coevolve", []), ("eto", sft), ("eto-steps-rollouts", sft), (
-                "lambda-0.5", [*sft, "sft-failure", "eval-0-failure-test.jsonl"])):
-            events = read_jsonl(folder / f"{method}-s{seed}/metrics.jsonl")
-            assert {e["phase"]: e["reused"] for e in events if "reused" in e} == dict.fromkeys(
-                shared, str(folder / f"coevolve-s{seed}"))
+        assert f"--reuse {folder} " in equal and f" --seed {seed} " in equal
+        # Co-evolution's target took 12 and 22 steps, and two agents play 2 rollouts each.
+        assert "--method eto --dpo-steps 17 --rollouts 4 " in equal
 
 
 def test_the_report_holds_what_the_runs_hold(finished):
@@ -211,9 +236,12 @@ def test_the_report_holds_what_the_runs_hold(finished):
         rows = next(rows for name, rows in made.items() if name.startswith(title))
         return next(r for r in rows if wanted.items() <= r.items())
 
+    def lines(method, seed, name):
+        return [json.loads(line) for line in
+                (folder / f"{method}-s{seed}" / name).read_text().splitlines()]
+
     def rewards(method, name):
-        return [np.mean([r["reward"] for r in read_jsonl(folder / f"{method}-s{seed}" / name)])
-                for seed in (0, 1)]
+        return [np.mean([r["reward"] for r in lines(method, seed, name)]) for seed in (0, 1)]
 
     ours, eto = (rewards(m, "eval-2-target-test.jsonl") for m in ("coevolve", "eto"))
     found = row("Greedy", method="co-evolution")["test reward"]
@@ -222,18 +250,21 @@ def test_the_report_holds_what_the_runs_hold(finished):
     assert (last["runs"], last["reward"]) == (2, found)
     pair = row("Differences", difference="co-evolution - ETO")["reward"]
     assert pair["mean"] == pytest.approx(np.mean(ours) - np.mean(eto))
-    hard = {m: np.mean([0.7 <= r["reward"] < 1 for path in folder.glob(f"{m}-s?/iter*/*.jsonl")
-                        if path.stem in ("target", "failure") for r in read_jsonl(path)])
-            for m in ("coevolve", "eto")}
+    hard = {m: np.mean([0.7 <= r["reward"] < 1 for seed in (0, 1) for i in (1, 2)
+                        for name in names for r in lines(m, seed, f"iter{i}/{name}.jsonl")])
+            for m, names in (("coevolve", ("target", "failure")), ("eto", ("target",)))}
     shares = [row("Table 2", method=method, threshold=0.7)["hard negative"]["mean"]
               for method in ("co-evolution", "co-evolution - ETO")]
     assert shares == pytest.approx([hard["coevolve"], hard["coevolve"] - hard["eto"]])
-    assert row("What it took", method="co-evolution")["rollouts"] == 24
+    took = row("What it took", method="co-evolution")
+    assert (took["rollouts"], took["steps of all agents"], took["tokens of the target"]) == (
+        48, 68, 2700)
     second = row("The second agents", method="co-evolution")["test reward"]["mean"]
     assert second == pytest.approx(np.mean(rewards("coevolve", "eval-2-failure-test.jsonl")))
     assert [r["lambda"] for r in made["Figure 4: lambda_SFT"]] == [0.1, 0.5]
     assert row("Figure 3", agent="ETO")["instructions"] > 0
-    assert row("Co-evolution, iteration", **{"mean over seeds": "target reward"})["1"] > 0
+    explored = row("Co-evolution, iteration", **{"mean over seeds": "target reward"})["1"]
+    assert explored == pytest.approx(np.mean(rewards("coevolve", "iter1/target.jsonl")))
     for name in ("curves", "figure3", "figure4"):
         assert (folder / f"report/{name}.png").read_bytes().startswith(b"\x89PNG")
         assert (folder / f"report/{name}.svg").read_bytes().startswith(b"<?xml")
@@ -244,6 +275,23 @@ def test_the_report_holds_what_the_runs_hold(finished):
     assert page.count('src="data:image/svg+xml;base64,') == 3
 
 
+def test_what_evolution_took_and_made(tmp_path):
+    run = write_run(tmp_path / "run", {
+        "iter0/explored.jsonl": dict(work="explore", episodes=72),
+        "iter0/proposals.jsonl": dict(work="judge", proposals=50, added=12),
+        "iter0/tasks.jsonl": dict(work="join", D=12),
+        "iter1/target-agent": dict(work="train", episodes=40, updates=3, tokens=5),
+        "iter1/explored.jsonl": dict(work="explore", episodes=36),
+        "iter1/proposals.jsonl": dict(work="judge", proposals=20, added=5),
+        "iter1/tasks.jsonl": dict(work="join", D=15, left=2),
+        "iter2/target-agent": dict(work="train", episodes=40, updates=4)})
+    assert study_numbers.evolution(run) == dict(
+        agent_episodes=80, explorer_episodes=36, start_episodes=72, first_tasks=12, last_tasks=15,
+        proposals=20, added=5)
+    assert study_numbers.cost(run) == dict(steps_of_the_target=7, steps_of_all_agents=7,
+                                           tokens_of_the_target=5, rollouts=80)
+
+
 @pytest.mark.parametrize("method, changed, says", [
     ("eto", dict(dpo_steps=9), "differ in dpo_steps (9, 0)"),
     ("eto-steps", dict(dpo_steps=9), None),
@@ -252,67 +300,80 @@ def test_the_report_holds_what_the_runs_hold(finished):
     ("frozen", dict(method="coevolve", d_fail="none"), None),
     ("frozen", dict(method="coevolve", lambda_sft=0.3), "differ in lambda_sft (0.3, 0.1)"),
     ("grpo-tasks", dict(method="grpo", start_tasks=180), None),
-    ("grpo", dict(method="grpo", start_tasks=180), "differ in start_tasks (180, 0)")])
+    ("sft", dict(method="sft", dpo_steps=9), None),  # which it does not read
+    ("positive", dict(method="positive", dpo_steps=9), "differ in dpo_steps (9, 0)")])
 def test_a_report_on_runs_of_different_settings_is_refused(tmp_path, method, changed, says):
     same = dict(lambda_sft=0.1, d_fail="all", dpo_steps=0, start_tasks=0)
-    for folder, more in ((tmp_path / "eto-s3", {}), (tmp_path / f"{method}-s9", dict(changed, seed=9))):
-        (write_run(folder, **{**same, **more}) / "result.json").write_text("{}")
+    for folder, more in ((tmp_path / "eto-s3", {}),
+                         (tmp_path / f"{method}-s9", dict(changed, seed=9))):
+        (trained_run(folder, **{**same, **more}) / "result.json").write_text("{}")
     if says is None:
-        assert {*methods.finished(tmp_path)} == {"eto", method}
+        assert {*study_methods.finished(tmp_path)} == {"eto", method}
         return
-    with pytest.raises(RunError) as error:
-        runs.main(["webshop", "--report", "--out", str(tmp_path)])
+    with pytest.raises(Refused) as error:
+        study.main(["webshop", "--report", "--out", str(tmp_path)])
     assert says in str(error.value)
 
 
-def test_a_run_that_outlived_its_study_ends_first_and_one_that_fails_is_named(tmp_path, monkeypatch, capsys):
-    """The lock of the run's folder is held for a second; a refused setting shows that it began."""
-    (tmp_path / "eto-s0").mkdir()
-    held = open(tmp_path / "eto-s0/lock", "w")
-    fcntl.flock(held, fcntl.LOCK_EX)
-    released, begun, popen = [], [], subprocess.Popen
-    threading.Timer(1, lambda: (released.append(1), held.close())).start()
-    monkeypatch.setattr(runs.subprocess, "Popen", lambda *args, **more: (
-        begun.append(list(released)), popen(*args, **more))[1])
+def test_a_run_that_fails_is_named_and_its_log_says_why(tmp_path):
     log = tmp_path / "eto-s0.log"
-    with pytest.raises(SettingsError, match=f"eto-s0 ended with status 2 .{log}"):
-        runs.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], log)
+    with pytest.raises(Refused, match=f"eto-s0 ended with status 2 .{log}"):
+        study.launch("webshop", ["--beta", "-1", "--out", str(tmp_path / "eto-s0")], log)
     assert "--beta -1" in log.read_text()
-    assert begun == [[1]] and "study: waits for the process" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("line, message", [
     ("--methods eto-steps", "add coevolve to --methods"),
     ("--methods eto-tokens coevolve", "add eto to --methods"),
-    ("--report --betta 1", "unknown: --betta"),
+    ("--report --betta 1", "--betta 1"),
     ("--seed 3", "--methods and --seeds"),
     ("--report", "no finished run"),
-    ("--betta 1", "unknown: --betta"),
+    ("--betta 1", "--betta 1"),
     ("--jobs 0", "--jobs 0: give 1 or more"),
 ])
 def test_what_a_study_cannot_do_is_refused(line, message, tmp_path):
-    with pytest.raises((SettingsError, RunError), match=message):
-        runs.main(["webshop", *line.split(), "--out", str(tmp_path / "none")])
+    with pytest.raises(Refused, match=message):
+        study.main(["webshop", *line.split(), "--out", str(tmp_path / "none")])
 
 
 @pytest.fixture
 def begun(monkeypatch):
     """Names of the runs that a study began, none of which is made."""
     found = []
-    monkeypatch.setattr(runs, "launch",
+    monkeypatch.setattr(study, "launch",
                         lambda env, command, log: found.append(Path(command[-1]).name))
     return found
 
 
 def test_what_one_method_refuses_is_said_before_any_run(begun, tmp_path):
-    with pytest.raises(SettingsError, match="--explore-again"):
-        runs.main(["webshop", "--explore-again", "True", "--out", str(tmp_path / "none")])
+    for line, said in (("sft eto --d-fail cross", "--d-fail is not read by --method"),
+                       ("sft eto --temperature 0 --rollouts 2", "--temperature 0")):
+        with pytest.raises(Refused, match=said):
+            study.main(["webshop", "--methods", *line.split(), "--out", str(tmp_path / "none")])
     assert not begun and not (tmp_path / "none").exists()
 
 
-def test_a_study_shows_no_password(begun, tmp_path, capsys):
-    runs.make_runs("intercodesql", ["sft"], [3], tmp_path, [
-        "--mysql-url", "mysql://agent:canary@h:1", "--intercode-data", "d", "--model", "m"], 1)
+def test_eto_in_a_study_explores_as_co_evolution_does():
+    """The name of the method is that of a protocol, whose preset would make it greedy."""
+    eto, ours = (study.settings_of("webshop", [], method) for method in ("eto", "coevolve"))
+    assert {**vars(eto), "method": ""} == {**vars(ours), "method": ""}
+
+
+def test_a_method_is_given_the_settings_that_it_reads():
+    more = "--iterations 2 --quick --beta=0.2 --train-tasks 6 --d-fail none --threads 1".split()
+    methods = ["sft", "eto", "frozen"]
+    assert study.read_by("sft", methods, more) == "--quick --train-tasks 6 --threads 1".split()
+    assert study.read_by("eto", methods, more) == (
+        "--iterations 2 --quick --beta=0.2 --train-tasks 6 --threads 1".split())
+    assert study.read_by("frozen", methods, more) == more
+    assert study.read_by("eto", methods[:2], more) == more  # nobody reads --d-fail: it is refused
+
+
+def test_a_study_shows_no_password(begun, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    study.make_runs("intercodesql", ["sft"], [3], tmp_path, [
+        "--mysql-url", "mysql://agent:canary@h:1", "--intercode-data", str(tmp_path),
+        "--model", "m"], 1)
     said = capsys.readouterr().out
     assert "--mysql-url" in said and "canary" not in said
 
@@ -324,17 +385,22 @@ def test_a_study_that_is_stopped_ends_its_runs(tmp_path):
                       "*/settings.py*) ;; *) echo works; exec sleep 600 ;; esac")
     python.chmod(0o755)
 
-    def work():
-        sys.executable = str(python)
-        sys.argv = ["runs", *f"webshop --methods sft --seeds 3 4 --jobs 2 --out {tmp_path}".split()]
-        runpy.run_module("lab.study.runs", run_name="__main__")
-
-    process, said = fork(work, tmp_path / "said"), tmp_path / "said"
+    said = tmp_path / "said"
+    with open(said, "w") as to:
+        process = psutil.Popen([sys.executable, "-c", f"""
+import runpy, sys
+sys.argv = ["study", *"webshop --methods sft --seeds 3 4 --jobs 2 --out {tmp_path}".split()]
+sys.executable = "{python}"
+runpy.run_module("lab.study", run_name="__main__")
+"""], stdout=to, stderr=to, cwd=Path(__file__).parent.parent)
     logs = [tmp_path / f"sft-s{seed}.log" for seed in (3, 4)]
-    wait_until(lambda: all(log.exists() and log.read_text() == "works\n" for log in logs))
-    family = psutil.Process(process).children(recursive=True)
-    os.kill(process, signal.SIGTERM)
-    assert ended(process) == 143 and len(family) == 2
+    until = time.monotonic() + 120
+    while not all(log.exists() and log.read_text() == "works\n" for log in logs):
+        assert time.monotonic() < until and process.poll() is None, said.read_text()
+        time.sleep(0.1)
+    family = process.children(recursive=True)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=30) == 143 and len(family) == 2
     assert said.read_text().endswith("the same command goes on from here\n")
     assert not psutil.wait_procs(family, timeout=30)[1]
 
@@ -348,19 +414,19 @@ def test_runs_go_side_by_side_but_not_before_those_whose_steps_they_take(tmp_pat
         if fails:
             two.wait(timeout=20)  # neither comes to its end alone
         if fails and name == "eto-s3":
-            raise SettingsError("eto-s3 ended with status 2")
+            raise Refused("eto-s3 ended with status 2")
         time.sleep(0.1)
         events.append(f"{name} ends")
 
-    monkeypatch.setattr(runs, "launch", launch)
-    monkeypatch.setattr(methods, "costs",
+    monkeypatch.setattr(study, "launch", launch)
+    monkeypatch.setattr(study_methods, "costs",
                         lambda run: events.append(f"{run.name} is read") or dict(steps=7))
-    with pytest.raises(SettingsError, match="eto-s3 ended with status 2"):
-        runs.make_runs("webshop", ["coevolve", "eto", "eto-steps", "ppo"], [3, 4], tmp_path, [], 2)
+    with pytest.raises(Refused, match="eto-s3 ended with status 2"):
+        study.make_runs("webshop", ["coevolve", "eto", "eto-steps", "ppo"], [3, 4], tmp_path, [], 2)
     # The run that had begun came to its end, and nothing was begun any more.
     assert sorted(events) == ["coevolve-s3 begins", "coevolve-s3 ends", "eto-s3 begins"]
     events, fails = [], False
-    runs.make_runs("webshop", ["coevolve", "eto-steps", "ppo"], [3, 4], tmp_path, [], 3)
+    study.make_runs("webshop", ["coevolve", "eto-steps", "ppo"], [3, 4], tmp_path, [], 3)
     for seed in (3, 4):
         order = [events.index(e) for e in (f"coevolve-s{seed} ends", f"coevolve-s{seed} is read",
                                            f"eto-steps-s{seed} begins")]

@@ -5,16 +5,18 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from statistics import mean
 
 import pytest
 
-from lab import play_env as envs
-from lab.harness.files import ROOT
+import worlds
+from worlds.published import make
 from worlds.webshop import catalogue
 from worlds.webshop import shop as webshop
 from worlds.webshop.shop import WebShop
 
+ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data" / "webshop"
 
 
@@ -152,7 +154,7 @@ def test_text_of_every_kind_of_page(actions, text):
 ])
 def test_an_invalid_action_keeps_the_page_and_the_reward(before, action):
     shop, page = small_shop(*before)
-    assert shop.step(action) == envs.Step(page, 0.0, False)
+    assert shop.step(action) == worlds.Step(page, 0.0, False)
 
 
 @pytest.mark.parametrize("reply", [
@@ -169,7 +171,7 @@ def test_purchase_ends_the_episode_with_the_reward_of_the_chosen_options():
                             (("click[navy]", "click[large]"), 4 / 5),
                             (("click[navy]", "click[sand]", "click[large]"), 3 / 5)]:
         shop, _ = small_shop(*OPEN, *actions)
-        assert shop.step("click[Buy Now]") == envs.Step(DONE, pytest.approx(reward), True)
+        assert shop.step("click[Buy Now]") == worlds.Step(DONE, pytest.approx(reward), True)
 
 
 def test_options_survive_a_sub_page_and_are_lost_on_the_way_to_the_results():
@@ -213,9 +215,9 @@ def test_the_short_view_leaves_out_what_was_shown_before():
 
 
 def test_unknown_names_are_refused_with_the_choices():
-    for call, choices in [(lambda: envs.make("shop"), "webshop"),
-                          (lambda: envs.make("webshop").tasks("dev"), "train, validation, test"),
-                          (lambda: envs.make("webshop").reset("webshop-test-250"), "unknown task")]:
+    for call, choices in [(lambda: make("shop"), "webshop"),
+                          (lambda: make("webshop").tasks("dev"), "train, validation, test"),
+                          (lambda: make("webshop").reset("webshop-test-250"), "unknown task")]:
         with pytest.raises(ValueError, match=choices):
             call()
 
@@ -302,9 +304,9 @@ def test_a_generated_world_is_the_same_in_every_process(module, world, parts):
 def test_expert_replays_to_its_reward(view):
     shop = WebShop(view)
     for split in shop.splits:
-        talks = [envs.converse(shop, shop.reset(task), shop.expert()) for task in shop.tasks(split)]
+        talks = [worlds.converse(shop, shop.reset(task), shop.expert()) for task in shop.tasks(split)]
         assert mean(reward for _, reward in talks) > 0.98
-        assert mean(reward == envs.SUCCESS for _, reward in talks) > 0.95
+        assert mean(reward == shop.success for _, reward in talks) > 0.95
     reply = talks[0][0][1]["content"]
     assert re.fullmatch(r"(Thought: I should search for a .*\nAction: )?search\[.*]", reply)
     assert ("Thought" in reply) == (view == "full")

@@ -6,10 +6,9 @@ alone; what it needs is imported where it is made.
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from urllib.parse import urlsplit
 
 from worlds.flags import Refused, Stated
 
@@ -18,11 +17,9 @@ ENVIRONMENTS = ("webshop", "scienceworld", "intercodesql", "bfcl")  # the folder
 
 @dataclass(frozen=True)
 class Options(Stated):
-    """An environment's own settings, in a frozen subclass of the same name in its folder."""
+    """An environment's own settings, in a frozen subclass of the same name in its folder, whose
+    make(view) gives the `World`."""
     protocol = "ours"  # "eto" where an episode is told as ETO's code does
-
-    def make(self, view: str) -> "World":
-        raise NotImplementedError
 
 
 def environment(name: str) -> type[Options]:
@@ -34,13 +31,8 @@ def environment(name: str) -> type[Options]:
 
 def is_web_address(text: str) -> bool:
     """Whether it is http(s)://host[:port][/path], with nothing else in it."""
-    try:
-        parts = urlsplit(text)
-        return bool(not re.search(r"[\s\\]", text) and parts.scheme in ("http", "https")
-                    and parts.hostname and parts.port != 0
-                    and not (parts.username or parts.query or parts.fragment))
-    except ValueError:  # a port that is no number, a bracket left open
-        return False
+    host, port, path = r"([\w.-]+|\[[\da-fA-F:.]+\])", r"(:[1-9]\d{0,4})?", r"(/[^\s\\?#@]*)?"
+    return bool(re.fullmatch(f"https?://{host}{port}{path}", text))
 
 
 def without_passwords(text: str) -> str:
@@ -78,7 +70,6 @@ class World:
     split_by = "by rule"  # or the folder of published lists
     test_splits: tuple[str, ...]
     max_steps: int        # of the task just reset
-    latency = 0           # passes of a model for which a rollout lets it work before it waits
     drawn_anew = "(?!)"   # what of a page each start of this world draws anew, as a pattern
     makes_tasks = False   # whether `tasks.py` of its folder makes new ones of what agents find
     theirs = None         # `published.Theirs`, where an episode is to be as in ETO's code
@@ -151,7 +142,7 @@ class World:
 
     def check(self, task: dict):
         """What a new task is, in the form that `find` gives; ValueError if it cannot be played."""
-        raise Refused(f"{self.name}: takes no new tasks")
+        return task
 
     def task_generator(self):
         """What makes tasks of an agent's finds; Refused where nothing does."""
@@ -162,16 +153,6 @@ class World:
 
     def close(self) -> None:
         """Ends what runs; after it `reset` starts afresh."""
-
-
-def fields_of(task: dict, **kinds) -> dict:
-    """These fields of a new task; ValueError where one is missing or of another type."""
-    for name, kind in kinds.items():
-        value = task.get(name) if isinstance(task, dict) else None
-        if not isinstance(value, kind) or isinstance(value, bool) or value == "":
-            raise ValueError(f"not a task to add: its {name!r} is {str(value)[:60]!r}; a task is "
-                             f"an object of {', '.join(kinds)}")
-    return {name: task[name] for name in kinds}
 
 
 def plain(text: str) -> str:
@@ -205,21 +186,14 @@ def first_reply(messages: list[dict], steps: int) -> int:
     return acted[-steps] if 0 < steps <= len(acted) else len(messages)
 
 
-def turns(env, messages: list[dict], answer: Callable[[list[dict]], str]) -> Iterator[Step]:
-    """Plays an episode, whoever answers: the step of each reply answer(messages), which grow."""
-    for turn in range(1, env.max_steps + 1):
-        reply = answer(messages)
-        messages.append({"role": "assistant", "content": reply})
-        step = env.step(reply)
-        yield step
-        if step.done or turn == env.max_steps:
-            return
-        messages.append({"role": "user", "content": step.observation})
-
-
 def converse(env, observation: str, act: Callable[[str], str]) -> tuple[list[dict], float]:
     """The conversation of one who replies act(bare observation) to the end, and its reward."""
     messages, page = opening(env, observation), observation
-    for step in turns(env, messages, lambda _: act(env.theirs.bare(page) if env.theirs else page)):
+    for turn in range(1, env.max_steps + 1):
+        reply = act(env.theirs.bare(page) if env.theirs else page)
+        messages.append({"role": "assistant", "content": reply})
+        step = env.step(reply)
+        if step.done or turn == env.max_steps:
+            return messages, step.reward
         page = step.observation
-    return messages, step.reward
+        messages.append({"role": "user", "content": page})

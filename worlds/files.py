@@ -4,9 +4,30 @@ import hashlib
 import json
 from pathlib import Path
 
+from worlds.flags import Refused
 
-def read_jsonl(file: Path) -> list[dict]:
-    return [json.loads(row) for row in file.read_text().splitlines()]
+
+def read_json(file: Path) -> dict:
+    """The JSON object in a file; Refused, naming it, unless it is whole."""
+    return whole_object(file.read_text(encoding="utf-8", errors="replace"), file)
+
+
+def read_jsonl(file: Path, growing: bool = False) -> list[dict]:
+    """The objects of a file, one a line; Refused, naming file and line, where one is not whole.
+    growing: without a last line that is still being written."""
+    *lines, last = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    lines += [last] if last and not growing else []  # an empty file has no line
+    return [whole_object(row, f"{file}, line {n}") for n, row in enumerate(lines, 1)]
+
+
+def whole_object(text: str, where) -> dict:
+    try:
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
+    except ValueError:
+        pass
+    raise Refused(f"{where}: {text[:40]!r} is no whole JSON object; restore the file, or delete it")
 
 
 def write_jsonl(file: Path, rows: list) -> None:
@@ -49,9 +70,9 @@ def known_by(made, agents: dict[Path, str]):
 
 
 def line(name: str, numbers: dict) -> str:
-    """A name and its numbers in one line, those of dictionaries among them; texts are left out."""
+    """A name and its numbers in one line, those in dictionaries too; all else is left out."""
     flat = {}
     for key, value in numbers.items():
         flat |= value if isinstance(value, dict) else {key: value}
     return "  ".join([f"{name:28}", *(f"{key} {x:.3f}" if isinstance(x, float) else f"{key} {x:,}"
-                                      for key, x in flat.items() if not isinstance(x, str))])
+                                      for key, x in flat.items() if isinstance(x, (int, float)))])

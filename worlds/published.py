@@ -60,7 +60,7 @@ class Theirs:
 
     env: str
     instruction: str
-    examples: tuple[tuple[dict, ...], ...]  # conversations shown to an agent that plays
+    examples: list[list[dict]]  # conversations that an agent is shown which plays
 
     def opening(self, observation: str, playing: bool) -> list[dict]:
         """The instruction and "OK", the examples (which nobody is trained on), then the task."""
@@ -90,25 +90,16 @@ class Theirs:
 
 def read_prompts(folder: str, env: str, examples: int) -> Theirs:
     """The instruction and the first examples for an environment in a copy of their `prompt/`."""
-    where, stem, kept = f"--prompts {folder}: ", STEMS[env], ()
-    inst, shown = f"instructions/{stem}_inst.txt", f"icl_examples/{stem}_icl.json"
-    with reading(where + inst, "a file of ETO's or IPR's eval_agent/prompt"):
-        instruction = Path(folder, inst).read_text(encoding="utf-8")
+    stem, kept = STEMS[env], []
+    inst, shown = (Path(folder, file) for file in (
+        f"instructions/{stem}_inst.txt", f"icl_examples/{stem}_icl.json"))
+    with reading(f"--prompts {inst}", "a file of ETO's or IPR's eval_agent/prompt"):
+        instruction = inst.read_text(encoding="utf-8")
     if examples:
-        with reading(where + shown, "a JSON list of conversations of user and assistant in turn"):
-            found = read_json(Path(folder, shown))
-            kept = tuple(tuple({"role": turn["role"], "content": turn["content"] + ""}
-                               for turn in example) for example in found[:examples])
-            if not all(map(in_turn, kept)):
-                raise ValueError("roles that are not in turn")
-    if len(kept) < examples:
-        raise Refused(f"{where}{shown} has {len(kept)} examples; give --examples {len(kept)}")
+        with reading(f"--prompts {shown}", f"a JSON list of {examples} conversations or more"):
+            kept = read_json(shown)[:examples]
+            kept[examples - 1][0]["content"]  # IndexError: there are fewer
     return Theirs(env, instruction, kept)
-
-
-def in_turn(messages) -> bool:
-    roles = [message["role"] for message in messages]
-    return roles == ["user", "assistant"] * (len(roles) // 2)
 
 
 @contextmanager
@@ -144,50 +135,35 @@ def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
             row = row if listed else json.loads(row)
             task, messages, reward = (published(row, env) if "conversations" in row else
                                       (row["task"], row["messages"], row["reward"]))
-            messages = opened(messages, env, "conversations" in row)
             while messages[-1]["role"] == "user":  # what followed the last action
                 messages.pop()
             messages[len(opening(env, ""))]["content"]  # IndexError: there is no reply
-            for m in messages:
-                m["content"].encode()  # a str without half of a surrogate pair
             env.find(task)
-            if not in_turn(messages):
+            if [m["role"] for m in messages] != ["user", "assistant"] * (len(messages) // 2):
                 raise ValueError("its turns are not user and assistant in turn")
-            if type(reward) not in (int, float) or not 0 <= reward <= 1:
-                raise ValueError(f"reward {shorten(repr(reward), 60)} is not a number in [0, 1]")
+            if not 0 <= reward <= 1:
+                raise ValueError(f"reward {reward} is not in [0, 1]")
             if task in found:
                 raise ValueError(f"{task} is there twice")
             found[task] = task, messages, float(reward)
-    if not found:
-        raise Refused(f"{where}: holds no trajectory")
     return list(found.values())
 
 
 def published(row: dict, env) -> tuple[str, list[dict], float]:
-    """Task, messages and reward of an entry of ETO's or IPR's list."""
+    """Task, messages and reward of an entry of ETO's or IPR's list, as one who trains on it here
+    reads it."""
     task, roles = env.published_task(str(row["id"])), {"human": "user", "gpt": "assistant"}
-    messages = [{"role": roles[turn["from"]], "content": turn["value"] + ""}
+    messages = [{"role": roles[turn["from"]], "content": turn["value"]}
                 for turn in row["conversations"]]
-    return task, messages, row.get("reward", 1.0)
-
-
-def opened(messages: list[dict], env, theirs: bool) -> list[dict]:
-    """A conversation, of a published list if `theirs`, as one who trains on it here reads it."""
-    messages = [{"role": m["role"], "content": m["content"]} for m in messages]
-    told, protocol = messages[1]["content"], env.theirs
-    has_rules = "Action:" not in told if theirs else told == "OK" and len(messages) > 3
-    if not (protocol or theirs or has_rules):
-        return messages  # our own, by our own protocol
+    has_rules = "Action:" not in messages[1]["content"]
     rules, (first, *rest) = messages[:2 * has_rules], messages[2 * has_rules:]
-
-    def said(text):
-        if protocol and not text.startswith("Observation:"):
-            return protocol.observation(text)
-        return text if protocol else Theirs.bare(text)
-
-    rest = [m if m["role"] == "assistant" else {**m, "content": said(m["content"])} for m in rest]
-    begins = opening(env, Theirs.bare(first["content"].removeprefix(f"{env.prompt}\n\n")))
-    return [*(rules if protocol and rules else begins[:-1]), begins[-1], *rest]
+    begins = opening(env, Theirs.bare(first["content"]))
+    if env.theirs:
+        begins = [*(rules or begins[:-1]), begins[-1]]
+    else:
+        rest = [{**m, "content": Theirs.bare(m["content"])} if m["role"] == "user" else m
+                for m in rest]
+    return task, [*begins, *rest], row.get("reward", 1.0)
 
 
 def opens_otherwise(env, messages: list[dict], shown: str) -> tuple[str, str] | None:
@@ -241,13 +217,12 @@ def read_lists(folder: str | None, rule: dict, names: dict[str, str], read,
 
     names: split -> NAME. read(entry) is a task, or None for one that is left out; one that is
     there again counts once. The validation tasks stay the rule's, without the listed ones.
-    `folder` may also be one of the files.
     """
     if not folder:
         return rule
-    found, listed, path = dict(rule), set(), Path(folder)
+    found, listed = dict(rule), set()
     for split, name in names.items():
-        file = (path.parent if path.is_file() else path) / f"{name}_indices.json"
+        file = Path(folder, f"{name}_indices.json")
         with reading(f"--split-file {file}", must):
             entries = dict.fromkeys(map(read, read_json(file)))
             found[split] = [task for task in entries if task is not None]

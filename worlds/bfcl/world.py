@@ -3,7 +3,7 @@
 
 import json
 
-from worlds import Step, World, fields_of
+from worlds import Step, World
 from worlds.bfcl import data
 from worlds.bfcl.calls import CLOSE, MOST_REPLIES, OPEN, Simulators, parse_calls, problem, script
 
@@ -47,7 +47,6 @@ class Bfcl(World):
 
     def check(self, task: dict) -> dict:
         """A new task: the start state of a training task, other turns and other calls."""
-        task = fields_of(task, start=str, turns=list, calls=list)
         if task["start"] not in {t["start"] for t in self.splits["train"].values()}:
             raise ValueError(f"{task['start']!r} is no start state of a training task")
         if not any(task["calls"]) or len(task["turns"]) != len(task["calls"]):

@@ -50,12 +50,6 @@ def refusal(sql: str) -> str | None:
     return f"{ERROR}{found[0]!r} is not allowed" if found else None
 
 
-def naming(databases: list[str]) -> re.Pattern:
-    """Finds a query's mention of one of the databases, before a dot or in a SHOW."""
-    names = f"[`\"]?\\b(?:{'|'.join(map(re.escape, databases)) or '(?!)'})\\b[`\"]?"
-    return re.compile(rf"{names}{_GAP}\.|^\s*show\b.*\b(?:from|in)\b{_GAP}{names}", re.I | re.S)
-
-
 class Sqlite:
     """A database in memory, made by an SQL script, that answers as MySQL would."""
 
@@ -68,11 +62,7 @@ class Sqlite:
     def __init__(self, name: str, script: str):
         self.name, self._db = name, sqlite3.connect(
             ":memory:", isolation_level=None, check_same_thread=False)
-        try:
-            _template(script).backup(self._db)
-        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-            raise Refused(f"--intercode-data: database {name}: {error}; is the dump whole?"
-                          ) from None
+        _template(script).backup(self._db)
         self._db.executescript("PRAGMA temp_store = MEMORY; PRAGMA query_only = ON;"
                                "PRAGMA hard_heap_limit = 500000000;")  # of the whole process
         if hasattr(self._db, "setlimit"):  # from Python 3.11
@@ -177,7 +167,8 @@ def _fetch(cursor) -> list[tuple] | str:
 
 
 class MySQL:
-    """A database of a MySQL or MariaDB server, with a connection of its own.
+    """A database of a MySQL or MariaDB server, with a connection of its own, as the user that
+    `load_intercode` made for it, who may read it and nothing else.
 
     The server ends a query after SECONDS; should it not, the client stops listening soon after and
     kills the query from another connection.
@@ -194,8 +185,6 @@ class MySQL:
     def run(self, sql: str):
         if error := refusal(sql):
             return error
-        if found := self._others.search(sql):
-            return f"{ERROR}{found[0]!r} is not allowed"
         return self._ask(lambda: self._run(sql))
 
     def close(self):
@@ -204,8 +193,8 @@ class MySQL:
         self._connection = None
 
     def _connect(self):
-        user, self._others = reader(self._url, self.name)
-        self._connection = connect(self._url, user=user, database=self.name)
+        self._connection = connect(self._url, user=database_user(self._url, self.name),
+                                   database=self.name)
         limit = (f"max_statement_time = {SECONDS}"
                  if "MariaDB" in self._connection.get_server_info() else
                  f"max_execution_time = {1000 * SECONDS}")
@@ -266,50 +255,8 @@ class MySQL:
             self._abandon()
             if code in self.DENIED:
                 raise Refused(f"--mysql-url: {where}: {text}; {REMEDY}") from None
-            raise EnvError(f"{where}: {text or error}; is the server running and within reach?"
+            raise EnvError(f"{where}: {text or error}; see that the server runs and is within reach"
                            ) from None
-
-
-@lru_cache(maxsize=None)
-def reader(url: str, database: str) -> tuple[str, re.Pattern]:
-    """The user who reads `database`, and what finds a mention of others that it could read too.
-
-    The user is the one that `load_intercode` made for the database, else that of the URL, who may
-    do nothing but read single databases (Refused). Others of these are refused in queries, unless a
-    table here has the same name.
-    """
-    ours, given = database_user(url, database), unquote(urlsplit(url).username)
-    try:
-        connect(url, user=ours, database=database).close()
-        return ours, naming([])
-    except driver().MySQLError as error:
-        if error.args[0] not in MySQL.DENIED:
-            raise
-    with connect(url, user=given, database=database) as connection:
-        with connection.cursor() as cursor:
-            cursor.execute("SHOW GRANTS")
-            for grant, in cursor.fetchall():
-                if excess := excess_of(grant):
-                    raise Refused(f"--mysql-url: {given} holds {excess} on {server_of(url)}; "
-                                  f"{REMEDY}")
-            cursor.execute("SHOW DATABASES")
-            others = {name.lower() for name, in cursor.fetchall()} - {database.lower()}
-            cursor.execute("SHOW TABLES")
-            return given, naming(sorted(others - {name.lower() for name, in cursor.fetchall()}))
-
-
-def excess_of(grant: str) -> str | None:
-    """What a line of SHOW GRANTS gives beyond reading single databases; None for nothing."""
-    match = re.match(r"GRANT (.+?) ON (.+?) TO ", grant)
-    if not match:  # GRANT `role` TO ...
-        return "a role or another right that is not SELECT"
-    rights, on = match.groups()
-    too_much = set(re.split(", *", rights)) - {"USAGE", "SELECT", "SHOW VIEW", "SHOW DATABASES"}
-    if too_much:
-        return f"{sorted(too_much)[0]} on {on}"
-    if on == "*.*" and "SELECT" in rights:
-        return "SELECT on all databases, users and passwords among them"
-    return "GRANT OPTION" if grant.endswith("WITH GRANT OPTION") else None
 
 
 def driver():

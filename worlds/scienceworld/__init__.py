@@ -23,6 +23,8 @@ class Options(Published):
         "smollm2": dict(iterations=2, train_tasks=60, eval_tasks=40, dpo_epochs=1,
                         task_types="short", max_tokens=3072, max_new_tokens=64, slots=8,
                         gradient_checkpointing="on"),
+        # Simulators take most of a short run: seconds each to warm up, then a third an episode.
+        "quick tiny": dict(train_tasks=16, eval_tasks=8, iterations=1, slots=2),
     }
 
     def make(self, view):

@@ -1,23 +1,17 @@
 """WebShop on an official server, of which this is a client."""
 
 import fcntl
-import math
 import os
 import re
-import sys
 import tempfile
-import time
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
 from html.parser import HTMLParser
-from itertools import islice
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 from weakref import WeakSet
 
 import requests
-import urllib3
 
 from worlds import EnvError, Refused
 from worlds.published import read_lists
@@ -41,17 +35,14 @@ class WebShopServer(Shop):
     So those that it has not answered since it last failed ask one at a time, on all of a machine.
 
     A server slows down with each session, of which it keeps the goal only, so every episode on a
-    goal uses the same one. EnvError at the first request that fails: no answer, errors, broken or
-    huge pages, a link or redirect to another host. Where the server has no page for its own link
-    (404, for an option name with a slash), the click does nothing. Text of a model leaves as the
-    search form's field and in no other way.
+    goal uses the same one. EnvError at the first request that fails: no answer, errors, a broken
+    page, a link or redirect to another host. Where the server has no page for its own link (404,
+    for an option name with a slash), the click does nothing. Text of a model leaves as the search
+    form's field and in no other way.
     """
     test_splits = ("test",)
-    latency = 2
     drawn_anew = r"(?i),?( and)? price lower than [\d,]+(\.\d+)? dollars"
-    max_bytes = 10_000_000
     max_query = 1000  # characters; a URL has to hold it and Lucene takes 1,024 words
-    slow = 3.0        # seconds of a purchase from which on the user is told
     _known = defaultdict(dict)        # server -> goal -> the instruction this process has read
     _answered = defaultdict(WeakSet)  # server -> whom it has answered since it last failed
     _loading = set()                  # servers that did not answer within load_timeout
@@ -62,13 +53,12 @@ class WebShopServer(Shop):
         its catalogue."""
         super().__init__(view)
         self.split_by = split_file or self.split_by
-        lists = read_lists(split_file, RULE, {"train": "train", "test": "test"}, _goal,
+        lists = read_lists(split_file, RULE, {"train": "train", "test": "test"}, int,
                            "a JSON list of goal numbers")
         self.splits = {split: {str(goal): goal for goal in goals} for split, goals in lists.items()}
         self.url, self.timeout, self.load_timeout = webshop_url.rstrip("/"), timeout, load_timeout
         self._http = requests.Session()  # keeps its connection
         self._http.trust_env = False     # no proxy may come between, and no saved password
-        self._http.headers["Accept-Encoding"] = "identity"  # a page is as large as it is sent
         self._http.max_redirects = 5
         self._http.adapters.clear()  # whatever a page's links and redirects say, no other host
         self._http.mount(urljoin(self.url, "/"), requests.adapters.HTTPAdapter())
@@ -79,7 +69,7 @@ class WebShopServer(Shop):
     def reset(self, task: str) -> str:
         self._task, self._goal, known = task, self.find(task), self._known[self.url]
         if known and self._goal not in known:  # one that is says whether it is the same server
-            first = list(islice(known, 8))
+            first = [*known][:8]
             self._read(first[len(known) % len(first)])
         return self._begin(self._read(self._goal))
 
@@ -112,26 +102,22 @@ class WebShopServer(Shop):
     def _open(self, method: str, url: str, item=None, data=None) -> Shown:
         """The page at `url`, or the page shown if there is none (404). item: of a product link."""
         before, self.shown = self.shown, None  # a void episode has no page to go on from
-        started = time.monotonic()
         found = self._load(method, url, data, opening=before is None)
         if found is None:
             return before
         try:
             page = _Html(*found)
-        except (ValueError, AssertionError) as error:  # an address, a number or a mark
+        except (ValueError, AssertionError) as error:  # an address, a reward or a mark
             self._fail(f"a page that cannot be read ({error})")
         if page.reward is not None:
-            if time.monotonic() - started > self.slow:
-                _say_once(f"webshop: a purchase takes {self.url} more than {self.slow:g} s: it has "
-                          "slowed down. Restart it before the next run, not within one")
             if not 0 <= page.reward <= 1:
                 self._fail("the reward of the purchase is not a number in [0, 1]")
             self._read(self._goal)
             return Shown("done", DONE, {}, reward=page.reward)
         if page.instruction is None or (before is None and page.form is None):
-            self._fail("this is no page of a WebShop server; is the address right?")
+            self._fail("this is no page of a WebShop server; see that the address is right")
         if self._instruction not in (None, page.instruction):
-            self._fail("the instruction has changed; was the server restarted?")
+            self._fail("the instruction has changed, as when the server was restarted")
         self._instruction, self._form = page.instruction, page.form or self._form
         kind = ("search" if page.form is not None else
                 "results" if "next >" in page.links else "item")
@@ -147,23 +133,25 @@ class WebShopServer(Shop):
                            "which it loads its catalogue; start again when it has")
             timeout = self.timeout if self in answered else self.load_timeout
             try:
-                status, html, at = self._fetch(method, url, data, timeout)
+                found = self._http.request(method, url, data=data,
+                                           timeout=(min(10.0, timeout), timeout))
             except requests.exceptions.InvalidSchema as error:  # no adapter, see __init__
                 self._fail(f"refused to follow it to another host: {str(error)[-200:]}")
-            except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as error:
+            except (requests.RequestException, ValueError) as error:
                 if isinstance(error, requests.ReadTimeout) and self not in answered:
                     self._loading.add(self.url)
                 answered.clear()  # started again, it loads its catalogue again
-                self._fail(f"{type(error).__name__}; is the server running?")
+                self._fail(f"{type(error).__name__}; see that the server runs")
+        status, html = found.status_code, found.content.decode("utf-8", "replace")
         if status == 200 and "</html>" in html:
             answered.add(self)
-            return html, at
+            return html, found.url
         if status == 404 and not opening:
             return None
         self._fail((f"HTTP {status}" if status != 200 else "a page that ends early")
-                   + ", its answer to a goal that its catalogue does not have; lower "
-                   "--train-tasks or --eval-tasks, or start it with more products"
-                   * (opening and status == 500))
+                   + (", its answer to a goal that its catalogue does not have; start it with all "
+                      "products" + ", or lower --train-tasks or --eval-tasks"
+                      * (self.split_by == "by rule")) * (opening and status == 500))
 
     @contextmanager
     def _in_turn(self):
@@ -173,29 +161,8 @@ class WebShopServer(Shop):
             fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
             yield
 
-    def _fetch(self, method: str, url: str, data, timeout: float) -> tuple[int, str, str]:
-        """Status, text and address of the page at `url`, within limits of time and size."""
-        deadline = time.monotonic() + timeout
-        with self._http.request(method, url, data=data, stream=True,
-                                timeout=(min(10.0, timeout), timeout)) as response:
-            body = b""
-            while part := response.raw.read1(1 << 16):  # whatever is there
-                body += part
-                if len(body) > self.max_bytes:
-                    self._fail(f"a page of more than {self.max_bytes:,} bytes")
-                if time.monotonic() > deadline:
-                    raise requests.Timeout("a page that comes drop by drop")
-            return response.status_code, body.decode("utf-8", "replace"), response.url
-
     def _fail(self, problem: str):
         raise EnvError(f"{self._task} at {self.url}: {problem}")
-
-
-def _goal(entry) -> int:
-    """The number of a goal, of a published list."""
-    if type(entry) is not int or not 0 <= entry < 10 ** 9:
-        raise ValueError(f"{str(entry)[:60]!r} is no number of a goal")
-    return entry
 
 
 class _Html(HTMLParser):
@@ -247,8 +214,7 @@ class _Html(HTMLParser):
             self.links[text.lower()] = method, address, text if method == "GET" else None
             self._control = None
         if tag == "pre" and self._score is not None:
-            number = re.fullmatch(r"\s*([\d.]+(e-\d+)?)\s*", self._score)
-            self.reward, self._score = float(number[1]) if number else math.nan, None
+            self.reward, self._score = float(self._score), None
 
     def handle_data(self, data):
         self._text += data
@@ -266,8 +232,3 @@ class _Html(HTMLParser):
         blank = not text.strip(" \t\n\f\r")
         if text and not self._hidden and not (blank and "\n" in text):
             self.pieces.append(text.strip())
-
-
-@lru_cache(maxsize=None)
-def _say_once(line: str) -> None:
-    print(line, file=sys.stderr)

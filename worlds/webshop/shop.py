@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
 
-from worlds import Step, World, fields_of, words_of
+from worlds import Step, World, words_of
 from worlds.webshop import catalogue
 
 PROMPT = """\
@@ -120,13 +120,6 @@ class WebShop(Shop):
         self.splits = {split: {str(n): goal for n, goal in enumerate(goals)}
                        for split, goals in self.world.goals.items()}
         self._search = _search_engine(self.world)
-
-    def check(self, task: dict) -> dict:
-        goal = fields_of(task, instruction=str, name=str, query=str, product_category=str,
-                           attributes=list, goal_options=list, price_upper=(int, float))
-        if goal["query"] not in {product["query"] for product in self.world.products}:
-            raise ValueError(f"the shop has no {goal['query']!r}")
-        return goal
 
     def wording(self, task: str) -> list[str]:
         return [self.find(task)["instruction"]]  # with its price limit, without which it is another

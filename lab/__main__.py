@@ -1,0 +1,111 @@
+"""`python -m lab --env webshop ...`: any method with the careful run, as `bash run.sh` starts it.
+
+What the user or the machine did wrong, and a stop, end it with one line.
+"""
+
+import gc
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+
+import torch
+import transformers
+
+import coevolve
+import dpo
+import envs
+from lab import machine, page, report, smollm2
+from lab.run import Run
+from lab.settings import METHODS, Settings
+from worlds import without_passwords
+from worlds.flags import parse
+
+# What gloo and NCCL say where the process at the other end has died.
+PEER_GONE = ("closed by peer", "reset by peer", "remote process exited", "Broken pipe")
+GOES_ON = "PART_OF_A_STUDY" not in os.environ  # a study says it of itself, and not each of its runs
+
+
+def main(argv: list[str]) -> None:
+    settings, options = parse(argv, Settings, METHODS, envs.environment)
+    transformers.utils.logging.disable_progress_bar()
+    if settings.model == "smollm2":
+        coevolve.MODELS["smollm2"] = smollm2.base()
+    if settings.method == "chat":  # in no folder; a run has this one's tokenizer, and no use for it
+        coevolve.MODELS[settings.model] = coevolve.MODELS["tiny"]
+    check_machine(settings)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    torch.set_num_threads(settings.threads or max(1, cores // ranks))
+    run = Run(settings, options)
+    METHODS[settings.method][0](run)
+    if run.main:
+        print(report.close(run.folder))
+        with suppress(KeyboardInterrupt):
+            print(page.make_page(run.folder))
+    run.accelerator.wait_for_everyone()  # one that ends earlier takes its connections along
+    run.accelerator.end_training()
+
+
+def check_machine(s: Settings) -> None:
+    """Refused where this machine cannot do what is asked, before anything is loaded."""
+    if s.model == "tiny" or s.method == "chat":
+        return
+    why = machine.check_torch()
+    if torch.cuda.is_available() and s.method != "evaluate":
+        card = torch.cuda.get_device_properties(0).total_memory
+        why = machine.check_memory(
+            dpo.read_config(coevolve.MODELS.get(s.model, s.model)),
+            int(os.environ.get("WORLD_SIZE", 1)), card, s.tokens_per_forward or 8192)
+    if why:
+        raise envs.Refused(f"--model {s.model}: {why}")
+
+
+def one_line(error: Exception) -> str | None:
+    """The message for an expected error, the user's or the machine's; None: it is a bug."""
+    on = ". The same command goes on from here once that is mended" * GOES_ON
+    if isinstance(error, (envs.Refused, dpo.Unusable)):
+        return without_passwords(str(error))
+    if isinstance(error, (FloatingPointError, envs.EnvError, OSError)):
+        return f"{error}{on}"
+    memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    if memory or "DefaultCPUAllocator" in str(error):
+        return ("out of memory; lower --tokens-per-forward or --slots, and the same command goes "
+                "on from here; or lower --max-tokens, with another --out")
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in PEER_GONE):
+        return (f"process {os.environ.get('RANK', '0')} ends because another of this run has "
+                "ended; its message says why")
+    return None
+
+
+def end(line: str, status: int) -> None:
+    """Ends this process at once, with one line; it waits for no environment that hangs. What was
+    finished is on the disk, and simulators end with their parent."""
+    os.write(2, f"\rrun.sh: {' '.join(line.split())}\n".encode(errors="replace"))
+    with suppress(Exception):
+        sys.stdout.flush()
+    os._exit(status)
+
+
+def stop(number, _) -> None:  # by Ctrl-C or SIGTERM; of several ranks one speaks
+    if os.environ.get("RANK", "0") == "0":
+        end(f"stopped{'; the same command goes on from here' * GOES_ON}", 128 + number)
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    gc.freeze()  # else each freeing of memory between phases walks all that was imported, 0.2 s
+    try:
+        main(sys.argv[1:])
+    except Exception as error:
+        if one_line(error) is None:
+            raise
+        if os.environ.get("RANK", "0") != "0":  # what all ranks say is said once, by the first
+            time.sleep(5)
+        end(one_line(error), 2)
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # a thread of gloo's that is left aborts, seldom,
+        sys.stdout.flush()                        # a process that takes itself apart
+        os._exit(0)

@@ -1,1 +1,0 @@
-"""Programs that measure, or that disturb a run: `bash run.sh bench`, `python lab/bench/NAME.py`."""

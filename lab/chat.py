@@ -1,0 +1,191 @@
+"""Evaluation alone: of the agent in a folder as it is, or of a chat endpoint (lab/endpoint.py).
+
+    --method evaluate --model FOLDER --temperature 1 --rollouts 4
+    --method chat --model https://api.openai.com/v1 --model-name gpt-4 --examples 1
+
+What an endpoint answered stands in the run's answers.jsonl, a line each, as soon as it is there. A
+run that was stopped plays its episodes again from their starts, takes these answers where the
+conversation is the same one, and asks, and pays, for the others alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Literal, Optional
+
+import envs
+from coevolve import Run, bar, scores, write
+from dpo import Trajectory
+from lab.endpoint import USAGE, ContextFull, Endpoint, NotAnswered
+from lab.kept import whole_lines
+from lab.overlap import Overlap, marks
+from worlds import flags, is_web_address
+from worlds.files import hashed, seed_of
+
+
+def evaluations(run: Run) -> None:
+    for split in run.splits:
+        run.once(f"eval-0-target-{split}.jsonl", evaluate, run.base, name="target", i=0,
+                 split=split)
+
+
+def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) -> dict:
+    """Episodes on a split, and of several rollouts also the best: means over tasks."""
+    s, best = run.settings, {}
+    tasks = run.env.tasks(split)[:s.eval_tasks or None]
+    episodes = [Trajectory(task, name, i, n, seed_of(s.seed, name, i, task, n))
+                for task in tasks for n in range(s.rollouts)]
+    if s.method == "chat":
+        numbers = play_at_endpoint(run, episodes)
+    else:
+        episodes, numbers = run.play(agent, episodes, s.temperature), {}
+    write(run, out, episodes)
+    if s.rollouts > 1:
+        rewards = {task: [] for task in tasks}
+        for t in episodes:
+            rewards[t.task].append(t.reward)
+        most = [*map(max, rewards.values())]
+        best = dict(best=sum(most) / len(most),
+                    best_success=sum(r >= run.env.success for r in most) / len(most))
+    return scores(episodes, run) | best | numbers
+
+
+# --------------------------------------------------------------------------------- an endpoint
+
+
+class Answers:
+    """The answers of an endpoint that a run has paid for, by what was asked: lines of a file."""
+
+    def __init__(self, file: Path):
+        self.file, self.lock = file, threading.Lock()
+        self.rows = {row["asked"]: row for row in whole_lines(file)} if file.exists() else {}
+
+    def add(self, row: dict) -> None:
+        with self.lock, open(self.file, "a") as file:
+            file.write(json.dumps(row) + "\n")
+            self.rows[row["asked"]] = row
+
+
+class Text:
+    """Stands in for the encoder of an agent that reads and writes text."""
+
+    def start(self, said) -> list[int]:
+        return []
+
+    observation = start
+
+    def close(self, text: str, stops: tuple[str, ...]) -> tuple[list[int], list[int], str]:
+        first = min((text.index(stop) for stop in stops if stop in text), default=len(text))
+        return [], [], text[:first].strip()
+
+
+def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> dict:
+    """Plays what the episodes begin, `slots` at a time; what all requests of the phase took."""
+    s, slots = run.settings, min(run.settings.slots, len(episodes))
+    if run.ranks > 1:
+        raise envs.Refused("--method chat: one process asks an endpoint; start it without others")
+    endpoint = Endpoint(s.model, s.model_name, s.temperature, s.max_new_tokens)
+    answers = Answers(run.folder / "answers.jsonl")
+    answer = partial(answer_one, run, endpoint, answers, examples(run), {})
+    make_env = partial(run.make_env, examples=s.examples)
+    threads = ThreadPoolExecutor(slots)
+    with bar(run, len(episodes)) as progress:
+        try:
+            for played in as_completed([threads.submit(
+                    envs.play, make_env, Text(), episodes[k::slots], answer, 1, s.max_tokens,
+                    lambda t: progress.update()) for k in range(slots)]):
+                played.result()
+        finally:  # after an error nobody asks any more
+            endpoint.stopped.set()
+            threads.shutdown(wait=False, cancel_futures=True)
+    spent = {name: sum(row[name] for row in answers.rows.values() if row["phase"] == run.name)
+             for name in USAGE}
+    refused = sum(t.ended == "refused" for t in episodes)
+    return spent | (dict(refused=refused) if refused else {})
+
+
+def answer_one(run: Run, endpoint: Endpoint, answers: Answers, shown: list[dict], read: dict,
+               asked: list) -> list[tuple[str, list] | None]:
+    """What the endpoint says to one episode, [(t, random numbers)], after the conversations
+    `shown`: [(reply, no log-probabilities)], [None] where it can read no further. read: (task,
+    rollout) -> the tokens that its last answer took in all."""
+    s, [(t, _)] = run.settings, asked
+    messages = t.messages
+    if shown:  # which open with the rules
+        messages = [*shown, without_rules(messages[0], run.env), *messages[1:]]
+    if t.steps and read[t.task, t.rollout] >= s.max_tokens:
+        return [None]
+    key = hashed([t.task, t.rollout, messages])
+    if key not in answers.rows:
+        try:
+            reply, used = endpoint(messages)
+        except ContextFull:
+            return [None]
+        except NotAnswered as error:
+            if s.refused == "stop":
+                raise NotAnswered(f"{t.task}: {error}; --refused zero goes on, and counts such "
+                                  "tasks as reward 0") from None
+            t.ended, t.reward = "refused", 0.0
+            return [None]
+        answers.add(dict(asked=key, phase=run.name, task=t.task, reply=reply, **used))
+    row = answers.rows[key]
+    read[t.task, t.rollout] = row["prompt_tokens"] + row["completion_tokens"]
+    return [(row["reply"], [])]
+
+
+def examples(run: Run) -> list[dict]:
+    """The conversations of the first experts that succeed on tasks which are not evaluated. The
+    rules open the first of them. By ETO's protocol the opening has its own examples."""
+    env, count = run.env, 0 if run.env.theirs else run.settings.examples
+    evaluated = set().union(*(marks(env, task) for split in run.splits
+                              for task in env.tasks(split)))
+    good = (messages for task, messages, reward in envs.experts(env, run.settings.experts, 0)
+            if reward >= env.success and not marks(env, task) & evaluated)
+    if len(found := [*itertools.islice(good, count)]) < count:
+        raise envs.Refused(f"--examples {count}: only {len(found)} experts succeed on tasks that "
+                           "are not evaluated; give fewer")
+    return [without_rules(m, env) if n and m is messages[0] else m
+            for n, messages in enumerate(found) for m in messages]
+
+
+def without_rules(message: dict, env: envs.World) -> dict:
+    return message | dict(content=message["content"].removeprefix(env.prompt).strip())
+
+
+# ------------------------------------------------------------------------------------ settings
+
+
+def is_endpoint(model: str) -> bool:
+    return model.startswith(("http://", "https://"))
+
+
+@dataclass(frozen=True)
+class Chat(Overlap):
+    model_name: Optional[str] = None  # at its endpoint
+    # conversations shown first: of experts, or by --protocol eto of its prompts [ETO; 0 in
+    # the code of IPR on WebShop]
+    examples: flags.limited(int, "must be 0, 1 or 2", lambda n: 0 <= n <= 2) = 1
+    # a task that the endpoint refuses for good ends the run, or counts as reward 0
+    refused: flags.Free[Literal["stop", "zero"]] = "stop"
+
+    def conflicts(self, s) -> list[tuple[bool, str, str]]:
+        chats = s.method == "chat"
+        return [*super().conflicts(s),
+                (is_web_address(s.model) != chats, f"--model {s.model} --method {s.method}",
+                 "an endpoint, http://host:port/v1 or https://host/v1, needs --method chat, and "
+                 "chat an endpoint"),
+                (chats and not s.model_name, "--model-name",
+                 "give the model's name at the endpoint")]
+
+
+PLAYED = ("env", "method", "model", "out", "eval_tasks", "eval_splits", "view", "max_tokens",
+          "max_new_tokens", "slots", "temperature", "rollouts")
+METHODS = {"evaluate": (evaluations, (*PLAYED, "seed", "bf16", Overlap)),
+           "chat": (evaluations, (*PLAYED, "experts", *(
+               f.name for f in fields(Chat) if f.name != "overlap")))}

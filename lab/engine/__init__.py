@@ -1,1 +1,0 @@
-"""Tensors: what makes `tokens.py` fast and large and changes no number. It knows no settings."""

@@ -1,0 +1,44 @@
+"""Whether a model is one of plain causal attention, which packed passes and the cache serve."""
+
+import random
+
+import torch
+
+import dpo
+from lab import cache, packing
+
+ROPES = ("default", "linear", "llama3", "yarn")  # whose positions mean the same in every pass
+MOST = 1e-3  # nats that packed and cached log-probabilities may be off plain ones [ours]
+
+
+def why_not(model, encoder: dpo.Encoder, s) -> str | None:
+    """Why this model has to run plainly; None where packed passes and cached replies gave what
+    plain ones give. The model is in fp32 on the CPU; afterwards it is as it was."""
+    c = model.config.get_text_config()
+    rope = (getattr(c, "rope_parameters", None) or {}).get("rope_type", "default")
+    if {*(getattr(c, "layer_types", None) or ())} - {"full_attention"} or rope not in ROPES:
+        return "its layers are not all of plain causal attention"
+    if (getattr(c, "max_position_embeddings", None) or s.max_tokens) < s.max_tokens:
+        return "--max-tokens is above its positions"
+    plain, rng = model.config._attn_implementation, random.Random(0)
+    never = encoder.never(c.vocab_size)
+    sampler = dpo.Sampler(0.7, (*never, encoder.end_of_turn))
+    begin = [rng.randrange(len(encoder.tokenizer)) for _ in range(12)]
+    texts = [begin + [rng.randrange(len(encoder.tokenizer)) for _ in range(n)] for n in (28, 9)]
+    try:
+        model.set_attn_implementation("ragged")
+        asked = [(dpo.Trajectory(ids=ids), random.Random(n)) for n, ids in enumerate(texts)]
+        replies = cache.Cached(model, encoder, sampler, (), s)(asked)
+        whole = [dpo.Trajectory(ids=ids + new, action_mask=[0] * len(ids) + [1] * len(new))
+                 for ids, (new, _) in zip(texts, replies)]
+        with torch.no_grad():
+            packed = packing.token_log_probs(model, whole, sampler)
+            model.set_attn_implementation(plain)
+            expected = torch.cat([dpo.token_log_probs(model, [t], sampler) for t in whole])
+        drawn = torch.tensor([x for _, values in replies for x in values])
+        off = max((packed - expected).abs().max(), (drawn - expected).abs().max()).item()
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        return f"its code takes another way ({type(error).__name__})"
+    finally:
+        model.set_attn_implementation(plain)
+    return None if off < MOST else f"its log-probabilities would be {off:.2g} nats off"

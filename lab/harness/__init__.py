@@ -1,1 +1,0 @@
-"""A run: its settings, its folder, its machine, how it is played and reported."""

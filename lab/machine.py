@@ -1,0 +1,88 @@
+"""What a machine cannot do is said before anything is loaded: torch cannot use its GPUs, or they do
+not hold a model. Nothing of a model is loaded here but its config.
+"""
+
+import math
+import os
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+
+import dpo
+from worlds.flags import Refused
+
+FREE = 0.92  # of a card's memory: contexts, NCCL's buffers and the allocator's gaps take the rest
+ACTING = 0.5  # of a pass's tokens, those whose next token is an action of some row [ours]
+
+
+def check(s) -> None:
+    """Refused where this machine cannot do a run of these settings, in one line with the remedy.
+    The tiny model trains on any machine's CPU, and models behind an endpoint run elsewhere."""
+    if s.model == "tiny" or s.model.startswith(("http://", "https://")):
+        return
+    why, ranks = check_torch(), int(os.environ.get("WORLD_SIZE", 1))
+    if not why and torch.cuda.is_available() and s.method != "evaluate" and s.model != "smollm2":
+        card = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0)))
+        why = check_memory(dpo.read_config(s.model), 1 if s.shard == "off" else ranks,
+                           card.total_memory, s.tokens_per_forward or 8192)
+    if why:
+        raise Refused(f"--model {s.model}: {why}")
+
+
+def check_torch(devices: Path = Path("/dev")) -> str | None:
+    """Why this torch cannot use the GPUs that the machine has, and the command that mends it; None
+    where it can. An empty CUDA_VISIBLE_DEVICES asks for the CPU. devices: where the system lists
+    them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or torch.cuda.is_available():
+        return None
+    nvidia = (devices / "nvidia0").exists()
+    amd = not nvidia and (devices / "kfd").exists()
+    if not (amd or nvidia):
+        return None
+    if torch.version.hip if amd else torch.version.cuda:
+        return (f"this machine has GPUs, but torch {torch.__version__} cannot reach them; update "
+                "their driver, or set CUDA_VISIBLE_DEVICES= to train on the CPU")
+    index = f"https://download.pytorch.org/whl/rocm{rocm()}" if amd else "https://pypi.org/simple"
+    return (f"this machine has {'AMD' if amd else 'NVIDIA'} GPUs, and torch {torch.__version__} "
+            f"was built without them: {sys.executable} -m pip install --force-reinstall "
+            f"--index-url {index} torch; or set CUDA_VISIBLE_DEVICES= to train on the CPU")
+
+
+def rocm(file: Path = Path("/opt/rocm/.info/version")) -> str:
+    """The major and minor version of ROCm that this machine has, as torch's indices are named."""
+    return ".".join(file.read_text().split(".")[:2]) if file.exists() else "X.Y"
+
+
+def check_memory(config, ranks: int, card_bytes: float, tokens: int) -> str | None:
+    """Why so many cards of this memory cannot train a model and play it, and what can; else None.
+
+    config: of the model. In fp32, weights, gradients and AdamW's two moments are 16 bytes a
+    parameter, in parts over the ranks; with one rank autocast holds a bf16 copy too. A bf16 pass
+    over `tokens` tokens keeps a layer's input for each layer, the inside of one layer and logits.
+    A replica that plays takes 2 bytes a parameter, beside it nothing that trains.
+    """
+    c, room = config.get_text_config(), FREE * card_bytes
+    with init_empty_weights():
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    parameters = model.num_parameters()
+    states = 16 * parameters / ranks + (2 * parameters if ranks == 1 else 0)
+    inner = getattr(c, "intermediate_size", None) or 4 * c.hidden_size
+    token = (2 * c.hidden_size * (c.num_hidden_layers + 8) + 8 * inner
+             + 10 * ACTING * c.vocab_size)  # logits in bf16, in fp32, and their gradient
+    said = f"{parameters / 1e9:.2f} B parameters on {ranks} x {card_bytes / 1e9:.0f} GB: "
+    if 2 * parameters > room:
+        return (f"{said}the copy that plays takes {2 * parameters / 1e9:.0f} GB on each; give "
+                "larger cards, or a smaller model")
+    longest, left = int((room - states) // token), room - tokens * token
+    if longest >= tokens:
+        return None
+    takes = (f"{said}weights, gradients and moments take {states / 1e9:.0f} GB on each, a pass of "
+             f"{tokens:,} tokens {tokens * token / 1e9:.0f}; ")
+    if longest >= 1024:
+        return f"{takes}lower --tokens-per-forward to {longest // 512 * 512}"
+    cards = f"{max(2, math.ceil(16 * parameters / left))} such" if left > 0 else "larger"
+    return f"{takes}give {cards} cards, or a smaller model"

@@ -1,0 +1,62 @@
+"""What an agent was trained on stands in its folder, and a run refuses to evaluate it on that."""
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from coevolve import Run
+from dpo import Group, trajectories
+from envs import Refused, World
+from worlds import flags, plain
+from worlds.files import hashed
+
+FILE = "trained_on.json"  # in an agent's folder
+
+
+@dataclass(frozen=True)
+class Overlap(flags.Stated):
+    overlap: Literal["refuse", "keep"] = "refuse"  # evaluated tasks that were trained on [ours]
+
+
+def marks(env: World, task: str) -> set[str]:
+    """Hashes by which a task is known in whatever split: of what it is, and of its instruction if
+    that says so; none for a task that this environment does not have."""
+    with suppress(ValueError):
+        wording = plain("\n".join(env.wording(task)))
+        return {hashed([env.name, mark]) for mark in (repr(env.find(task)), wording) if mark}
+    return set()
+
+
+def trained_on(agent: Path) -> set[str]:
+    """`marks` of what the agent in a folder, and those it came from, were trained on."""
+    file = agent / FILE
+    return {*json.loads(file.read_text())["marks"]} if file.exists() else set()
+
+
+def record(run: Run, out: Path, model, steps: list[list[Group]]) -> None:
+    """Writes into an agent's folder what it, a model that was trained on these steps, and the agent
+    that it was read from were trained on."""
+    if run.main:
+        tasks = {t.task for batch in steps for t in trajectories(batch)}
+        known = trained_on(Path(model.name_or_path)).union(*(marks(run.env, t) for t in tasks))
+        (out / FILE).write_text(json.dumps(dict(tasks=sorted(tasks), marks=sorted(known))))
+
+
+def check(run: Run) -> None:
+    """Refused where an agent that the run begins from was trained on an evaluated task. (The run's
+    own experts of evaluated tasks are left out by `collect_experts`.)"""
+    s, env = run.settings, run.env
+    evaluated = {task: marks(env, task) for split in run.splits
+                 for task in env.tasks(split)[:s.eval_tasks or None]}
+    sources = {f"--model {s.model}": trained_on(run.base)}
+    if s.failure_from:
+        sources[f"--failure-from {s.failure_from}"] = trained_on(Path(s.failure_from))
+    for source, known in sources.items():
+        both = [task for task in evaluated if evaluated[task] & known]
+        if both and s.overlap == "refuse":
+            raise Refused(
+                f"{len(both)} of {len(evaluated)} evaluated tasks are also trained on ({source}), "
+                f"such as {', '.join(both[:3])}; evaluate others (--eval-tasks, --eval-splits, of "
+                "a real server --split-file), or these all the same (--overlap keep)")

@@ -1,1 +1,0 @@
-"""The program around a run: start and end, the run itself, its tasks, plans before it."""

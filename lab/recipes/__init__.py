@@ -1,0 +1,1 @@
+"""Practice texts of the built-in environments, a file each."""

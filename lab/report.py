@@ -1,0 +1,175 @@
+"""The result of a run and its closing table, finished or not."""
+
+import json
+import textwrap
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+
+from lab.endpoint import USAGE
+from lab.runfiles import config_of, explorations, kinds_of, of, phases_of
+from worlds.files import read_jsonl
+
+BEST = ("best", "best_success")
+# Settings, and what is recorded of a phase, that may differ between equal runs.
+NOT_RESULT = {"out", "reuse", "recipe", "made", "seconds", "resident_mb", "reused"}
+
+
+def bootstrap_interval(values) -> tuple[float, float]:
+    """(low, high): 95% percentile bootstrap interval of the mean of `values`, one per task."""
+    values = np.asarray(values, dtype=float)  # (N,)
+    drawn = np.random.default_rng(0).integers(values.size, size=(1000, values.size))
+    low, high = np.percentile(values[drawn].mean(axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def evaluations(run: Path, phases: dict) -> list[dict]:
+    """What is recorded of the evaluations whose files are there, with the interval `low`, `high` of
+    the mean reward and how many episodes filled the context, `out_of_context`."""
+    found = []
+    for row in (row for row in of(phases, "evaluate") if (run / row["output"]).is_file()):
+        episodes = read_jsonl(run / row["output"])
+        of_task = {e["task"]: [] for e in episodes}
+        for e in episodes:
+            of_task[e["task"]].append(e["reward"])
+        low, high = bootstrap_interval([np.mean(rewards) for rewards in of_task.values()])
+        found.append(dict(row, low=low, high=high, tasks=len(of_task),
+                          out_of_context=sum(e["ended"] == "context" for e in episodes)))
+    return found
+
+
+def result(run: Path) -> dict:
+    """Settings, phases and evaluations of a run; no times and places, so that equal runs give
+    equal bytes."""
+    def kept(row):
+        return {name: x for name, x in row.items() if name not in NOT_RESULT}
+
+    phases = {output: kept(row) for output, row in phases_of(run).items()}
+    return dict(settings=kept(config_of(run)["settings"]), phases=phases,
+                evaluations=evaluations(run, phases))
+
+
+def close(run: Path) -> str:
+    """Writes result.json, which says that the run has finished; its closing table."""
+    (run / "result.json").write_text(json.dumps(result(run), indent=1))
+    return table(run)
+
+
+def headline(s: dict) -> str:
+    return f"{s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}"
+
+
+def table(run: Path) -> str:
+    """Evaluations, exploration (the paper's Table 2), pairs and time, as plain text."""
+    return "\n\n".join([f"{run}: {headline(config_of(run)['settings'])}",
+                        *(section(*part) for part in sections(run))]) + "\n"
+
+
+def sections(run: Path) -> list[tuple[str, str, list]]:
+    """(title, header, rows) of each part of the table that has rows."""
+    threshold, phases = config_of(run)["settings"]["hard_threshold"], phases_of(run)
+    kinds, pairs = kinds_of(phases), of(phases, "make_pairs")
+    refused = sum((Counter(row["refused"]) for row in of(phases, "judge")), Counter())
+    parts = [
+        ("Evaluation; reward with its 95% bootstrap interval over tasks",
+         "iteration <agent <split tasks reward interval success steps out_of_context",
+         [(e["i"], e["name"], e["split"], e["tasks"], f"{e['reward']:.3f}",
+           f"[{e['low']:.3f}, {e['high']:.3f}]", percent(e["success"]), f"{e['turns']:.1f}",
+           e["out_of_context"] or "-") for e in evaluations(run, phases)]),
+        ("Of several rollouts the best; tasks that an endpoint refused, which count as 0, and "
+         "what its answers took", "<phase <numbers",
+         [(e["output"], numbers) for e in of(phases, "evaluate") if (numbers := ", ".join(
+             f"{name.replace('_', ' ')} {e[name]:{'.3f' if name in BEST else ','}}"
+             for name in (*BEST, "refused", *USAGE) if e.get(name)))]),
+        (f"Exploration; a negative has a reward below {threshold}, a hard one from {threshold} "
+         "to 1", "iteration <agent trajectories success negative hard_negative reward",
+         [(e["i"], e["name"], e["episodes"], percent(e["success"]),
+           percent(1 - e["success"] - e["hard"]), percent(e["hard"]), f"{e['reward']:.3f}")
+          for e in with_sum(explorations(phases))]),
+        ("Pairs, by kind, and comparisons that made none, by reason",
+         f"iteration <trains {' '.join(kinds)} dropped <reasons",
+         [(e["i"], e["trains"], *(e["pairs"].get(kind, 0) for kind in kinds),
+           sum(e["dropped"].values()), reasons(e)) for e in pairs]),
+        signals(phases),
+        ("Proposals refused", "<reason count", refused.most_common()),
+        ("Dropped", "<phase count <reasons",
+         [(output, sum(row["dropped"].values()), reasons(row)) for output, row in phases.items()
+          if row.get("dropped") and row.get("work") != "make_pairs"]),
+        times(phases)]
+    return [part for part in parts if part[2]]
+
+
+def with_sum(exploration: list[dict]):
+    """Each iteration's rows, followed by all together where there are several."""
+    for i in sorted({row["i"] for row in exploration}):
+        rows = [row for row in exploration if row["i"] == i]
+        yield from rows
+        n = sum(row["episodes"] for row in rows)
+        if len(rows) > 1:
+            yield dict(i=i, name="all", episodes=n, **{
+                key: sum(row[key] * row["episodes"] for row in rows) / n
+                for key in ("success", "hard", "reward")})
+
+
+def signals(phases: dict) -> tuple[str, str, list]:
+    """What became of what the explorer of the second system found, and the tasks D after it."""
+    rows = []
+    for output, row in phases.items():
+        if output.endswith("/tasks.jsonl"):
+            made = [phases.get(output.replace("tasks", name), {})
+                    for name in ("signals", "explored", "proposals")]
+            rows.append((row["i"], *(made[0].get("found", {}).get(kind, "-")
+                                     for kind in ("forgetting", "boundary", "rare")),
+                         sum(made[0].get("picked", {}).values()), made[1].get("episodes", "-"),
+                         *(made[2].get(name, "-") for name in ("proposals", "added")),
+                         row.get("left", "-"), row["D"]))
+    return ("Signals, and what became of what the explorer found",
+            "iteration forgetting boundary rare picked episodes proposals added left tasks", rows)
+
+
+def times(phases: dict) -> tuple[str, str, list]:
+    rows = [(output + " *" * ("reused" in row), row) for output, row in phases.items()]
+    reused = [row for row in phases.values() if "reused" in row]
+    counts = ("steps", "updates", "episodes", "tokens")
+    for name, some in ("total", [*phases.values()]), ("of these reused (*)", reused):
+        if some:
+            rows.append((name, {key: sum(row.get(key, 0) for row in some)
+                                for key in ("seconds", *counts)}))
+    counts = [key for key in counts if any(key in row for row in phases.values())]
+    return ("Wall time", " ".join(["<phase h:mm:ss", *counts]),
+            [(name, timedelta(seconds=round(row["seconds"])),
+              *(f"{row[key]:,}" if row.get(key) else "-" for key in counts))
+             for name, row in rows])
+
+
+def reasons(row: dict) -> str:
+    return ", ".join(f"{why} {n}" for why, n in row["dropped"].items())
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def columns(header: str) -> list[tuple[str, bool]]:
+    """The names in a header, and whether a column is aligned to the left, which `<` marks."""
+    return [(name.lstrip("<").replace("_", " "), name.startswith("<")) for name in header.split()]
+
+
+def section(title: str, header: str, rows: list[tuple], width: int = 100) -> str:
+    """A table as text: title and aligned rows. A last column of text is wrapped within `width`."""
+    names, left = zip(*columns(header))
+    cells = [names, *([str(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    before = sum(widths[:-1]) + 2 * (len(widths) - 1)
+    lines = [title]
+    for row in cells:
+        text = "  ".join(cell.ljust(w) if to_left else cell.rjust(w)
+                         for cell, w, to_left in zip(row[:-1], widths, left))
+        if left[-1]:
+            wrapped = textwrap.wrap(row[-1], max(width - before, 12)) or [""]
+            lines += [f"{text}  {wrapped[0]}".rstrip(), *(" " * before + w for w in wrapped[1:])]
+        else:
+            lines.append(f"{text}  {row[-1].rjust(widths[-1])}")
+    return "\n".join(lines)

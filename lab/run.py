@@ -1,0 +1,183 @@
+"""The careful run: what a week of runs needs beside the plain one, and what makes it fast on a CPU.
+
+It extends the core's run and replaces these methods of it; the loop, phases, pairs and losses are
+the core's.
+
+    open        one process in a folder; disk and machine are looked at; fast or plain
+    make        takes over what another run has made alike (--reuse), and notes how it was made
+    record      metrics.jsonl and trackers
+    load        \\
+    log_probs    } packed passes and a cache over turns, where the model is one of plain attention
+    answer      /
+    fit         a state inside long phases, margins of pairs before and after
+    play_share  episodes are kept as they end; one thread for a small model
+"""
+
+import json
+import shutil
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+from accelerate.tracking import filter_trackers
+from accelerate.utils import broadcast_object_list
+from filelock import FileLock, Timeout
+
+import coevolve
+import dpo
+import envs
+import evolve
+from lab import cache, fast, margins, overlap, packing, store
+from lab.checkpoint import Checkpoint
+from lab.kept import CHUNK, Kept
+from lab.prepacked import prepack
+
+SMALL = 40_000_000  # bytes of weights: threads would wait for each other, 3.6 s against 1.6 s
+
+
+class Run(evolve.Run):
+    """See above."""
+
+    def open(self) -> None:
+        s, self.logged = self.settings, 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            if self.main:
+                self.lock = FileLock(self.folder / "lock")
+                self.lock.acquire(timeout=0)
+        except Timeout:
+            raise envs.Refused(f"--out {self.folder}: another process is running in this folder; "
+                               "wait for it or give another") from None
+        if s.track:
+            self.accelerator.log_with = filter_trackers(s.track, str(self.folder))
+            self.accelerator.init_trackers("coevolve", {
+                name: value for name, value in vars(s).items() if value is not None})
+        weights = sum(file.stat().st_size for file in self.base.glob("*.safetensors"))
+        needed = weights * (2 + 2 * getattr(s, "iterations", 0))
+        if needed > (free := shutil.disk_usage(self.folder).free):
+            raise envs.Refused(f"--out {self.folder}: {free / 1e9:.1f} GB are free, and agents "
+                               f"take up to {needed / 1e9:.1f} GB; give a folder on another disk")
+        self.small = 0 < weights < SMALL
+        super().open()
+        overlap.check(self)
+        plain = ("--fast off" if s.fast == "off" else "of several processes" if self.ranks > 1 else
+                 "on a GPU" if self.accelerator.device.type != "cpu" else
+                 fast.why_not(dpo.read_model(self.base).eval(), self.encoder, s))
+        self.fast = not plain
+        if plain and self.main:
+            print(f"passes and replies are plain: {plain}")
+        if self.fast and not s.tokens_per_forward:
+            self.tokens_per_forward = 4096  # without padding
+        self.settings, self.reads = store.recorded(s)
+
+    def make(self, out: Path, work, *inputs, **how) -> dict:
+        s, code, taken = self.settings, store.code_of(work), None
+        lock = FileLock(Path(s.reuse) / f".{self.recipe}.lock") if s.reuse else nullcontext()
+        with lock if self.main else nullcontext():  # of runs that come to it together one makes it
+            if s.reuse:
+                taken = [store.take(self, out, code, Path(s.reuse)) if self.main else None]
+                taken = broadcast_object_list(taken)[0]
+            self.reads.clear()
+            numbers = taken or super().make(out, work, *inputs, **how)
+        if self.main:  # what the phase has kept to go on from
+            for inside in "playing", "checkpoint":
+                shutil.rmtree(self.folder / inside, ignore_errors=True)
+        reads = {name: vars(self.settings)[name] for name in sorted(self.reads)}
+        return taken or numbers | dict(
+            resident_mb=psutil.Process().memory_info().rss >> 20,
+            made=dict(reads=reads | asdict(self.options), code=code, machine=store.machine(self)))
+
+    def record(self, output: str) -> None:
+        super().record(output)
+        row = self.done[output]
+        self.log("phase", phase=output, **{k: v for k, v in row.items() if k != "made"})
+
+    def log(self, event: str, **fields) -> None:
+        """Appends a line to metrics.jsonl, and gives its numbers to the trackers."""
+        if not self.main:
+            return
+        with open(self.folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(dict(event=event, **fields)) + "\n")
+        self.logged += 1
+        self.accelerator.log({f"{event}/{name}": x for name, x in flat(fields).items()
+                              if isinstance(x, (int, float))}, self.logged)
+
+    def load(self, agent: Path):
+        model = super().load(agent)
+        if self.fast:
+            model.set_attn_implementation("ragged")
+        return model
+
+    def replica(self, agent):
+        model = super().replica(agent)
+        if self.fast and model is not agent:  # one that is being trained stays as it is
+            model.set_attn_implementation("ragged")
+            prepack(model)
+        return model
+
+    def log_probs(self, model, sequences: list[dpo.Trajectory], sampler=dpo.Sampler()):
+        if not self.fast:
+            return super().log_probs(model, sequences, sampler)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+            return packing.log_probs(model, sequences, self.tokens_per_forward, sampler)
+
+    def answer(self, model, temperature: float):
+        if not self.fast:
+            return super().answer(model, temperature)
+        never = self.encoder.never(model.config.get_text_config().vocab_size)
+        return cache.Cached(model, self.encoder, dpo.Sampler(temperature, never), self.env.stops,
+                            self.settings)
+
+    def fit(self, model, out: Path, steps: list, how: dpo.Objective) -> dict:
+        s, events = self.settings, []
+        how = replace(how, weight_decay=s.weight_decay, max_grad_norm=s.max_grad_norm,
+                      tokens=self.tokens_per_forward * self.ranks)
+        checkpoint = Checkpoint(self.accelerator, self.folder / "checkpoint" / self.recipe,
+                                s.checkpoint_minutes, events)
+
+        def log(event):
+            events.append(event)
+            progress.update()
+            self.log("train", phase=self.name, **event)
+
+        with coevolve.bar(self, len(steps)) as progress:
+            dpo.fit(model, steps, partial(self.log_probs, sampler=how.sampler), how, log,
+                    checkpoint)
+        dpo.save(self.accelerator, model, self.tokenizer, out)
+        coevolve.write(self, out / "train.jsonl", events)
+        coevolve.write(self, out / "margins.jsonl", margins.of(self, model, steps, how))
+        overlap.record(self, out, model, steps)
+        tokens = sum(len(t.ids) for batch in steps for t in dpo.trajectories(batch))
+        return dict(steps=len(events), tokens=tokens, first_loss=events[0]["loss"],
+                    loss=events[-1]["loss"])
+
+    def play_share(self, share: list[dpo.Trajectory], answer, make_env) -> list[dpo.Trajectory]:
+        s, cpu = self.settings, self.accelerator.device.type == "cpu"
+        file = f"{self.recipe}-{self.accelerator.process_index}.jsonl"
+        kept, threads = Kept(self.folder / "playing" / file, make_env), torch.get_num_threads()
+        size = CHUNK * s.slots if cpu else 1
+        chunks = [share[n:n + size] for n in range(0, len(share), size)]
+        waiting = [chunk for chunk in chunks if kept.of(chunk) is None]
+        waiting = waiting if cpu else [sum(waiting, [])]
+        torch.set_num_threads(1 if cpu and self.small else threads)
+        with coevolve.bar(self, len(share)) as progress:
+            progress.update(len(share) - sum(map(len, waiting)))
+            for chunk in waiting:
+                envs.play(make_env, self.encoder, chunk, answer, s.slots, s.max_tokens,
+                          lambda t: (progress.update(), cpu or kept.add([t])))
+                if cpu:
+                    kept.add(chunk)
+        torch.set_num_threads(threads)
+        return [t for chunk in chunks for t in kept.of(chunk)]
+
+
+def flat(fields: dict) -> dict:
+    """Nested dictionaries as one, with / between the names."""
+    found = {}
+    for name, value in fields.items():
+        found |= ({f"{name}/{inner}": x for inner, x in flat(value).items()}
+                  if isinstance(value, dict) else {name: value})
+    return found

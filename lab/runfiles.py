@@ -1,0 +1,68 @@
+"""Reading a run: its settings and its phases; and what commands that read runs have in common."""
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+from worlds import EnvError, without_passwords
+from worlds.files import read_json
+from worlds.flags import Refused
+
+
+def command(name: str, work) -> None:
+    """work(flags); a fault of the user's or of a file is one line, with exit status 2."""
+    if hasattr(signal, "SIGPIPE"):  # `| head` ends it without a traceback
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        work(sys.argv[1:])
+    except (Refused, EnvError, OSError) as error:
+        print(f"{name}: {without_passwords(' '.join(str(error).split()))}", file=sys.stderr)
+        sys.exit(2)
+
+
+def visible(text: str) -> str:
+    """`text` with control characters and others that a terminal may obey escaped, by number."""
+    return "".join(c if c.isprintable() or c == "\n" else " " if c == "\t" else f"<{ord(c):02X}>"
+                   for c in text.replace("\r\n", "\n"))
+
+
+def config_of(run: Path) -> dict:
+    """config.json of a run; Refused if the folder is not one."""
+    if not (run / "config.json").is_file():
+        raise Refused(f"{run}: not a run, it has no config.json; name a folder like "
+                      "runs/webshop-coevolve-s0")
+    return read_json(run / "config.json")
+
+
+def phases_of(run: Path) -> dict[str, dict]:
+    """phases.json of a run, output -> what is recorded of it, with the iteration `i` of each."""
+    path = run / "phases.json"
+    rows = read_json(path) if path.exists() else {}
+    for output, row in rows.items():
+        found = re.match(r"iter(\d+)/", output)
+        row.setdefault("i", int(found[1]) if found else 0)
+    return rows
+
+
+def of(phases: dict, work: str) -> list[dict]:
+    """What is recorded of the phases of one kind, by the name of its function."""
+    return [dict(row, output=output) for output, row in phases.items() if row.get("work") == work]
+
+
+def explorations(phases: dict) -> list[dict]:
+    """What is recorded of the agents' explorations; an explorer of `evolve.py` is no agent."""
+    return [row for row in of(phases, "explore") if "name" in row and row["episodes"]]
+
+
+def agents_of(phases: dict) -> list[str]:
+    """The names of a run's agents, in the order in which it made them."""
+    return list(dict.fromkeys(row["name"] for row in phases.values() if "name" in row))
+
+
+def kinds_of(phases: dict) -> list[str]:
+    """The kinds of pairs in a run, those with an expert first, then by the order of its agents."""
+    kinds = {kind: 0 for row in of(phases, "make_pairs") for kind in row["pairs"]}
+    order = {name: n for n, name in enumerate(["expert", *agents_of(phases)])}
+    return sorted(kinds, key=lambda kind: [order.get(name, len(order))
+                                           for name in kind.split(">")])

@@ -1,0 +1,114 @@
+"""What runs may take over from each other: phases that were made alike, by the same code.
+
+A phase is known by its recipe (its name and what it read), by the settings that it has read, by
+the code that it ran and by the machine. Where all are the same in another run, its output is.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import shutil
+import sys
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+ROOT = Path(__file__).parent.parent
+
+
+def recorded(settings):
+    """The settings, as an object that notes which of them are read: it and the set of names."""
+    reads, kind = set(), type(settings)
+
+    class Recorded(kind):
+        def __getattribute__(self, name):
+            if name in kind.__dataclass_fields__:
+                reads.add(name)
+            return super().__getattribute__(name)
+
+    return Recorded(**vars(settings)), reads
+
+
+@lru_cache(None)
+def definitions() -> dict[str, list[tuple[str, frozenset]]]:
+    """name -> (source, the names in it) of every function, method, class head and constant of that
+    name in the project's modules that are loaded."""
+    found = {}
+    for module in [*sys.modules.values()]:
+        file = getattr(module, "__file__", None) or ""
+        if not file.startswith(f"{ROOT}{os.sep}") or f"{os.sep}tests{os.sep}" in file or (
+                ".venv" in file):
+            continue
+        text = Path(file).read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.Assign, ast.AnnAssign)):
+                names = [node.name] if isinstance(node, ast.FunctionDef) else [
+                    t.id for t in ast.walk(node) if isinstance(t, ast.Name)
+                    and isinstance(t.ctx, ast.Store)]
+                used = frozenset(n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(node)
+                                 if isinstance(n, (ast.Name, ast.Attribute)))
+                for name in names:
+                    found.setdefault(name, []).append((ast.unparse(node), used))
+    return found
+
+
+def code_of(work) -> str:
+    """A hash of the code that a phase may run: its own, and of everything of the project's whose
+    name stands in that, and so on. Comments and docstrings of other parts do not count."""
+    todo, seen, parts = [work.__name__], set(), set()
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            for source, used in definitions().get(name, ()):
+                parts.add(source)
+                todo += used
+    return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
+
+
+def machine(run) -> list:
+    """What may change rounding: packages, processor, processes, number format, threads."""
+    return [*(version(name) for name in ("torch", "transformers", "tokenizers", "numpy")),
+            run.ranks, run.accelerator.mixed_precision, run.shard, torch.get_num_threads(),
+            torch.backends.cpu.get_cpu_capability(),
+            *map(torch.cuda.get_device_name, range(torch.cuda.device_count()))]
+
+
+def take(run, out: Path, code: str, folder: Path) -> dict | None:
+    """Puts at `out` what another run, in `folder` or its subfolders, has made alike of the running
+    phase; what is recorded of it, with that run's name; None where there is none."""
+    settings, now = vars(run.settings), json.loads(json.dumps(machine(run)))
+    for phases in sorted([*folder.glob("*/phases.json"), *folder.glob("phases.json")]):
+        row, other = json.loads(phases.read_text()).get(run.name, {}), phases.parent
+        made = row.get("made", {})
+        if row.get("recipe") != run.recipe or other.samefile(run.folder) or any(
+                settings.get(name) != value for name, value in made.get("reads", {}).items()):
+            continue
+        if [made.get("code"), made.get("machine")] != [code, now]:
+            what = "code of its phase" if made.get("code") != code else "machine"
+            tqdm.write(f"{run.name}: not taken from {other}, since the {what} differs")
+            continue
+        try:
+            copy(other / run.name, out)
+        except (FileNotFoundError, shutil.Error):  # somebody has deleted it since
+            continue
+        return row | dict(reused=row.get("reused", str(other)))
+    return None
+
+
+def copy(source: Path, target: Path) -> None:
+    """A file or folder, by hard links where the disk has them: agents are large."""
+    if source.is_dir():
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target, copy_function=lambda a, b: copy(Path(a), Path(b)))
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, or not ours
+        shutil.copyfile(source, target)

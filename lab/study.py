@@ -1,0 +1,145 @@
+"""A study: methods x seeds as ordinary runs, then one report on what differs between them.
+
+    bash run.sh study webshop                              the first system's methods, five seeds
+    bash run.sh study webshop --methods eto coevolve --beta 0.2 --out runs/study-beta-0.2
+    bash run.sh study webshop --report                     the report on what is there so far
+
+Each run is a folder like any other (`STUDY/METHOD-sSEED`): a study that was stopped goes on where
+it was. Seeds come before methods. Settings that are not the study's own are given to every run;
+without a GPU a run has one thread. Of several side by side each writes `METHOD-sSEED.log`.
+"""
+
+import argparse
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+
+import envs
+from lab import settings
+from lab.compare import write_report
+from lab.runfiles import command
+from lab.study_methods import ALL, METHODS, equals, finished, flags, method_of, unread
+from worlds import without_passwords
+from worlds.flags import Refused, flag, parse
+
+ROOT = Path(__file__).parent.parent
+GPU = shutil.which("nvidia-smi") is not None
+running = set()  # processes of `launch`
+
+
+def make_runs(env: str, methods: list[str], seeds: list[int], folder: Path, more: list[str],
+              jobs: int) -> None:
+    """Makes the runs that are missing, `jobs` at once; finished ones say so themselves and end."""
+    started, own = {}, {method: read_by(method, methods, more) for method in methods}
+    # What one of them refuses is said before all.
+    made = {method: settings_of(env, own[method], method) for method in methods}
+    ours = f"lambda-{made['coevolve'].lambda_sft:g}" if "coevolve" in made else ""
+    folder.mkdir(parents=True, exist_ok=True)  # for the logs
+
+    def one(seed, method):
+        for other in equals(method):
+            started[seed, other].result()
+        if any(run.done() and run.exception() for run in list(started.values())):
+            return  # the study ends
+        name = f"{method}-s{seed}"
+        command = ["--reuse", str(folder), *own[method], *flags(method, folder, seed),
+                   "--seed", str(seed),  # the last one counts
+                   "--out", str(folder / name)]
+        print(f"study: {without_passwords(' '.join(command))}", flush=True)
+        launch(env, command, folder / f"{name}.log" if jobs > 1 else None)
+        finished(folder)  # refuses runs of different settings
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for seed, method in itertools.product(seeds, methods):
+            if method != ours:  # else it is co-evolution itself
+                started[seed, method] = pool.submit(one, seed, method)
+    for run in started.values():
+        run.result()
+
+
+def read_by(method: str, methods: list[str], more: list[str]) -> list[str]:
+    """The settings that a method reads, and those that none of the methods reads, to be refused."""
+    left = [unread(method_of(name)) for name in methods]
+    others = {flag(name) for name in unread(method_of(method)) - set.intersection(*left)}
+    kept, mine = [], True
+    for word in more:  # a flag, or what is given with the one before it
+        if word.startswith("--"):
+            mine = word.split("=")[0] not in others
+        kept += [word] * mine
+    return kept
+
+
+def settings_of(env: str, more: list[str], method: str):
+    return parse(["--env", env, *more, "--method", method_of(method)], settings.Settings,
+                 settings.METHODS, envs.environment)[0]
+
+
+def launch(env: str, command: list[str], log: Path | None) -> None:
+    """`run.sh ENV COMMAND`, its output in `log`, if any. Refused unless it ends with 0."""
+    with open(log, "a") if log else nullcontext() as to:
+        child = subprocess.Popen(
+            ["bash", str(ROOT / "run.sh"), env, *command], stdout=to, stderr=to,
+            env={"OMP_WAIT_POLICY": "passive", **os.environ,  # threads that spin take others' cores
+                 "PYTHON": sys.executable, "PART_OF_A_STUDY": "1"})
+        running.add(child)
+        status = child.wait()
+        running.remove(child)
+    if status:
+        raise Refused(f"{command[-1]} ended with status {status}"
+                            + f" ({log} says why)" * bool(log)
+                            + "; once its reason is gone, the same command goes on from here")
+
+
+def stop(number, _) -> None:
+    """Ctrl-C and SIGTERM end the runs too; each goes on from where it was."""
+    for child in list(running):
+        child.terminate()
+    os.write(2, b"study: stopped; the same command goes on from here\n")
+    os._exit(128 + number)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="run.sh study", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("env", help="webshop, scienceworld, intercodesql or bfcl")
+    parser.add_argument("--methods", nargs="+", choices=[*ALL],
+                        default=list(METHODS), help="[those of the first system]")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5, 6, 7],
+                        help="defaults were chosen with seeds 0 to 2 [3 4 5 6 7]")
+    parser.add_argument("--out", type=Path, help="the study's folder [runs/study-ENV]")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parser.add_argument("--jobs", type=int, help="runs side by side [of the tiny model without a "
+                        "GPU one a core, at most 8; else 1]")
+    parser.add_argument("--report", action="store_true", help="no run, only the report")
+    asked, more = parser.parse_known_args(argv)
+    folder = asked.out or Path(f"runs/study-{asked.env}")
+    if {"--method", "--seed"} & {flag.split("=")[0] for flag in more}:
+        raise Refused("a study takes --methods and --seeds, not --method and --seed")
+    first, methods = asked.methods[0], [method for method in ALL if method in asked.methods]
+    model = settings_of(asked.env, read_by(first, methods, more), first).model
+    usual = min(cores, 8) if model == "tiny" and not GPU else 1
+    jobs = usual if asked.jobs is None else asked.jobs
+    if jobs < 1:
+        raise Refused(f"--jobs {jobs}: give 1 or more")
+    for method, other in ((m, other) for m in asked.methods for other in equals(m)):
+        if other not in asked.methods and not asked.report:
+            raise Refused(f"{method} takes its steps or tasks from runs of {other}; add "
+                                f"{other} to --methods")
+    if not asked.report:
+        if not GPU:  # also, the cores of a machine must not change what a study finds
+            more = ["--threads", "1", *more]
+        make_runs(asked.env, methods, list(dict.fromkeys(asked.seeds)), folder, more, jobs)
+    print(write_report(f"Study on {asked.env}", finished(folder), folder / "report"))
+    print(f"study: {folder / 'report'} holds this, the numbers and the figures")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    command("study", main)

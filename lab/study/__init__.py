@@ -1,1 +1,0 @@
-"""Several runs: methods x seeds, their numbers, one report."""

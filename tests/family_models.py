@@ -1,0 +1,171 @@
+"""A tiny random model of every family of causal language models of text in transformers.
+
+Sizes are chosen by the names of a config's fields, since families share most of them; SPECIAL has
+what a single family wants beside. Every type of layer that a family's default config names occurs,
+and every limit (a sliding window, a chunk) is shorter than the texts of the tests.
+"""
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+VOCABULARY, WINDOW = 160, 16  # tokens
+# The fields of a config by the size that a tiny model has there.
+SIZES = {
+    1: "n_group topk_group first_k_dense_replace num_expert_group num_dense_layers moe_layer_freq "
+       "n_shared_experts num_shared_experts moe_num_shared_experts num_layers_per_stack "
+       "moe_layer_start_index prefix_dense_sliding_window_pattern",
+    2: "num_hidden_layers num_layers n_layer n_layers decoder_layers encoder_layers num_blocks "
+       "num_decoder_layers num_encoder_layers num_key_value_heads num_experts_per_tok moe_topk "
+       "moe_k top_k_experts num_experts_per_token num_encoder_attention_heads num_kv_heads o_groups "
+       "num_decoder_attention_heads zero_expert_num linear_num_key_heads mamba_n_groups n_groups "
+       "mamba_ngroups swa_num_key_value_heads num_local_experts_per_tok moe_top_k",
+    4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads num_experts "
+       "encoder_attention_heads n_routed_experts num_local_experts moe_num_experts rotary_dim "
+       "linear_num_value_heads linear_num_heads mamba_n_heads mamba_num_heads n_mamba_heads "
+       "swa_num_attention_heads attention_heads d_rel mamba_dt_rank time_step_rank "
+       "num_query_groups hc_lowrank adapter_rank index_topk_blocks index_block_size",
+    8: "kv_lora_rank qk_rope_head_dim qk_nope_head_dim index_head_dim dim_head kv_channels head_dim "
+       "hidden_size_per_layer_input global_head_dim router_hidden_size d_head "
+       "linear_head_dim linear_key_head_dim linear_value_head_dim swa_head_dim mamba_d_state "
+       "ssm_state_size state_size o_lora_rank index_topk attention_head_size gated_norm_rank "
+       "mamba_chunk_size chunk_size block_size ple_embed_dim",
+    12: "v_head_dim",
+    16: "index_n_heads attention_head_dim q_lora_rank laurel_rank input_embedding_size output_embedding_size mamba_d_head "
+        "mamba_head_dim mamba_headdim dim_model_base encoder_hash_byte_group_vocab",
+    32: "hidden_size d_model n_embd emb_dim embedding_size lru_width "
+        "word_embed_proj_dim embedding_dim hidden_size_global backbone_hidden_size",
+    48: "intermediate_size moe_intermediate_size n_inner ffn_dim decoder_ffn_dim encoder_ffn_dim "
+        "dff dim_ff shared_expert_intermediate_size ffn_hidden_size expert_ffn_hidden_size d_inner "
+        "intermediate_size_mlp dense_intermediate_size shared_intermediate_size feed_forward_size "
+        "pronunciation_embed_dim shape_embed_dim pronunciation_vocab_size shape_vocab_size "
+        "moe_shared_expert_intermediate_size shared_experts_intermediate_size",
+    64: "mamba_d_ssm attention_hidden_size",
+    512: "max_position_embeddings n_positions max_seq_len n_ctx model_max_length context_length"}
+SIZES = {name: size for size, names in SIZES.items() for name in names.split()}
+SIZES |= dict.fromkeys("sliding_window sliding_window_size local_attention attention_chunk_size "
+                       "window_size attention_window_size rel_extent keep_window_size "
+                       "local_attention_window_len local_attn_chunk_length lsh_attn_chunk_length "
+                       .split(), WINDOW)
+VOCABULARIES = "vocab_size vocab_size_per_layer_input unpadded_vocab_size decoder_vocab_size"
+KINDS = "layer_types mlp_layer_types layers_block_type"  # of layers, a name for each
+SPECIAL = {  # what a family wants beside
+    "bamba": dict(attn_layer_indices=[1]),
+    "cohere_compass_text": dict(rope_parameters={kind: dict(
+        rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
+        for kind in ("full_attention", "sliding_attention")}),
+    "dbrx": dict(attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8.0),
+                 ffn_config=dict(ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2)),
+    "deepseek_v2": dict(num_experts_per_tok=2),
+    "dots1": dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2),
+    "dots3_note_text": {f"swa_{name}": value for name, value in dict(
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=8, head_dim=16,
+        qk_nope_head_dim=8, v_head_dim=12).items()},
+    "gemma3n_text": dict(num_kv_shared_layers=2, num_hidden_layers=4,
+                         layer_types=["sliding_attention", "full_attention"] * 2),
+    "gemma4_text": dict(num_kv_shared_layers=2, num_hidden_layers=4, global_head_dim=16,
+                        layer_types=["sliding_attention", "full_attention"] * 2,
+                        enable_moe_block=True, num_experts=4, top_k_experts=2,
+                        moe_intermediate_size=48),
+    "gemma4_unified_text": dict(global_head_dim=16),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
+    "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"]),
+    "hrm_text": dict(H_cycles=2, L_cycles=1, num_layers_per_stack=1, num_hidden_layers=4),
+    "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
+    "laguna": dict(num_attention_heads_per_layer=[4, 4]),
+    "lfm2": dict(layer_types=["conv", "full_attention"]),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
+    "mamba2": dict(head_dim=16),
+    "minimax_m3_vl_text": dict(index_n_heads=2, layer_types=["minimax_m3_sparse", "full_attention"]),
+    "minimax": dict(layer_types=["linear_attention", "full_attention"], sliding_window=None),
+    "nemotron": dict(num_key_value_heads=2),
+    "phi3": dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4,
+                                      long_factor=[2.0] * 4)),
+    "phi4_multimodal": dict(
+        vision_config=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1),
+        audio_config=dict(hidden_size=32, intermediate_size=48, num_blocks=1,
+                          nemo_conv_channels=8)),
+    "qwen4_exp_text": dict(indexer_n_heads=16, indexer_kv_heads=1, indexer_head_dim=8,
+                           indexer_budget=8, indexer_compress_ratio=4),
+    "recurrent_gemma": dict(block_types=["recurrent", "attention"]),
+    "reformer": dict(axial_pos_embds=False),
+    "rwkv": dict(attention_hidden_size=32),
+    "xlstm": dict(hidden_size=128, embedding_dim=128),
+    "xlm": dict(causal=True),
+    "xlnet": dict(attn_type="uni"),
+    "xmod": dict(default_language="en_XX"),
+    "zamba": dict(num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2),
+    "zaya": dict(num_experts_per_tok=1, layer_types=["hybrid", "hybrid_sliding"])}
+
+
+def default(family: str):
+    """The config of transformers' defaults; of a composite family, the one of its text model."""
+    extra = dict(text_config=dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)) if "assistant" in family else {}
+    config = CONFIG_MAPPING[family](**extra)
+    try:
+        return config.get_text_config()
+    except ValueError:  # it has several: text encoders of music
+        return config
+
+
+def small(config, vocabulary: int) -> dict:
+    """The fields of a config like this one with all sizes small: two layers, or one of each type."""
+    fields = {name: value for name, value in vars(config).items() if value is not None}
+    values = {name: size for name, size in SIZES.items() if name in fields}
+    values |= {name: vocabulary for name in VOCABULARIES.split() if name in fields}
+    values |= {name: 1 for name in ("pad_token_id", "bos_token_id", "eos_token_id")
+               if name in fields}
+    values |= {name: 8 for name in ("head_dim",) if name in vars(config)}
+    values |= {name: WINDOW for name in ("sliding_window",) if name in vars(config)}
+    values |= {name: True for name in ("is_decoder", "use_sliding_window") if name in vars(config)}
+    values |= {name: small(value, vocabulary) for name, value in fields.items()
+               if isinstance(value, PreTrainedConfig)}
+    if fields.get("num_key_value_heads") == fields.get("num_attention_heads"):
+        values["num_key_value_heads"] = 4
+    kinds = {name: list(dict.fromkeys(fields[name])) for name in KINDS.split() if name in fields}
+    if "layer_types" in kinds and "sliding_window" in vars(config):
+        kinds["layer_types"] = list(dict.fromkeys([*kinds["layer_types"], "sliding_attention"]))
+    if kinds:
+        layers = max(2, *map(len, kinds.values()))
+        values |= {name: (some * layers)[:layers] for name, some in kinds.items()}
+        values["num_hidden_layers"] = layers
+    return values
+
+
+def tiny_config(family: str, vocabulary: int = VOCABULARY):
+    """Of `small`, with what a family wants beside; it names the class of the model."""
+    config = default(family)
+    values = {**small(config, vocabulary), **SPECIAL.get(config.model_type, {})}
+    if "layer_types" in values:
+        values["num_hidden_layers"] = len(values["layer_types"])
+    config = type(config)(**values)
+    config.architectures = [CLASSES.get(config.model_type, CLASSES[family])]
+    return config
+
+
+def tiny_model(family: str, seed: int = 0, vocabulary: int = VOCABULARY):
+    """A model of it in float32 and eval mode, of which every number of every layer matters: its
+    matrices are doubled until two tokens that change places move later log-probabilities, because
+    with small weights neither wrong attention nor wrong positions show."""
+    config = tiny_config(family, vocabulary)
+    torch.manual_seed(seed)
+    model = getattr(transformers, config.architectures[0])._from_config(config, dtype=torch.float32)
+    model.eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn(p.shape)
+        for _ in range(4):
+            if swapped(model) > 0.3:
+                break
+            torch._foreach_mul_([p for p in model.parameters() if p.ndim > 1], 2.0)
+    return model
+
+
+@torch.no_grad()
+def swapped(model) -> float:
+    """How far the log-probabilities after two tokens move when those two change places, in nats."""
+    ids = torch.randint(2, 100, (2, 12), generator=torch.Generator().manual_seed(1))
+    ids[1] = ids[0, [1, 0, *range(2, 12)]]
+    a, b = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
+    return (a - b)[2:].abs().max().item()
