@@ -16,7 +16,8 @@ def read_jsonl(file: Path, growing: bool = False) -> list[dict]:
     """The objects of a file, one a line; Refused, naming file and line, where one is not whole.
     growing: without a last line that is still being written."""
     text = file.read_text(encoding="utf-8", errors="replace")
-    lines = text.split("\n")[:-1] if growing or text.endswith("\n") else text.split("\n")
+    whole = growing or text.endswith("\n") or not text  # pairs-*.jsonl may have no line
+    lines = text.split("\n")[:-1] if whole else text.split("\n")
     return [whole_object(row, f"{file}, line {n}") for n, row in enumerate(lines, 1)]
 
 
