@@ -174,7 +174,7 @@ def train_preferences(run: Run, out: Path, agent: Path, first: Path, pairs: Path
         return dict(steps=0)
     s = replace(s, beta=s.beta if i == 1 else s.beta_later,
                 lambda_dpo=1.0 if name.startswith("failure") else s.lambda_dpo)
-    epochs = s.failure_epochs if name == "failure" and s.failure_epochs else s.dpo_epochs
+    epochs = s.failure_epochs if name.startswith("failure") and s.failure_epochs else s.dpo_epochs
     steps, most = [], s.dpo_steps if name == "target" else 0  # of them; 0: so many epochs
     while len(steps) < most if most else epochs:
         steps += dpo.batches(groups, s.dpo_batch, s.batch_unit, rng)

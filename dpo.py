@@ -303,7 +303,7 @@ def of_pairs(policy: Tensor, groups: list[Group], log_prob: str = "sum") -> tupl
         pi, reference = pi / tokens, reference / tokens
     firsts = itertools.accumulate((len(g.sequences) for g in groups), initial=0)
     places = [(n + p.chosen, n + p.rejected) for n, g in zip(firsts, groups) for p in g.pairs]
-    return pi, reference, tokens, *torch.tensor(places, device=pi.device).T
+    return pi, reference, tokens, *torch.tensor(places, device=pi.device).reshape(-1, 2).T
 
 
 def add(sums: dict, more: dict) -> None:

@@ -113,7 +113,7 @@ class Run(evolve.Run):
 
     def replica(self, agent):
         model = super().replica(agent)
-        if self.fast:
+        if self.fast and model is not agent:  # one that is being trained stays as it is
             model.set_attn_implementation("ragged")
             prepack(model)
         return model

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 import coevolve
-import evolve
-from lab import baselines, chat
+from lab import baselines, chat, explorer
 from lab.overlap import Overlap
 from worlds.flags import Free, OldFile, Weight, Whole
 
@@ -25,7 +24,7 @@ class Careful:
 
 
 @dataclass(frozen=True)
-class Settings(Careful, chat.Chat, baselines.Baselines, evolve.Grpo, coevolve.Settings):
+class Settings(Careful, chat.Chat, baselines.Baselines, explorer.Explorer, coevolve.Settings):
     """All settings of a run."""
     presets = coevolve.Settings.presets | {
         # Tuned on the validation splits; it starts from nothing and so needs larger steps.
@@ -52,10 +51,11 @@ class Settings(Careful, chat.Chat, baselines.Baselines, evolve.Grpo, coevolve.Se
     def preset_names(values: dict) -> list[str]:
         names = coevolve.Settings.preset_names(values)
         names += ["quick", f"quick {values['model']}"] if values["quick"] else []
-        names += ["chat"] if chat.is_endpoint(values["model"]) else [values["method"]]
+        names += ["chat"] if chat.is_endpoint(values["model"]) else (  # "eto" is a protocol's
+            ["evaluate"] if values["method"] == "evaluate" else [])
         return [*names, values["explorer"]]
 
 
 # method -> its loop, and what it reads
 METHODS = {name: (loop, (*reads, Careful, Overlap)) for name, (loop, reads) in (
-    coevolve.METHODS | evolve.METHODS | baselines.METHODS | chat.METHODS).items()}
+    coevolve.METHODS | explorer.METHODS | baselines.METHODS | chat.METHODS).items()}

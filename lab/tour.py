@@ -130,10 +130,10 @@ def second_system() -> dict:
     added = [row for row in proposals if row["verdict"] == "added"]
     joined = [row for row in read_jsonl(iteration / "tasks.jsonl") if row["joined"] == 1]
     for row, proposal in zip(joined, added, strict=True):
-        group = [e for e in played[row["id"]]
+        group = [e for e in played[row["task"]]
                  if e.iteration == s.evolve_every + 1]  # played by iter1/target-agent as it is
         if advantages := evolve.advantages([e.reward for e in group]):
-            found.append(dict(new=row["id"], proposal=proposal, group=list(zip(group, advantages)),
+            found.append(dict(new=row["task"], proposal=proposal, group=list(zip(group, advantages)),
                               term=most_clipped(group, advantages, sampler, s)))
     told = max(found, key=lambda x: abs(x["term"]["unclipped"] - x["term"]["term"]))
     told["term"]["token"] = tokenizer.decode([told["term"]["token"]])

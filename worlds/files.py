@@ -15,9 +15,8 @@ def read_json(file: Path) -> dict:
 def read_jsonl(file: Path, growing: bool = False) -> list[dict]:
     """The objects of a file, one a line; Refused, naming file and line, where one is not whole.
     growing: without a last line that is still being written."""
-    text = file.read_text(encoding="utf-8", errors="replace")
-    whole = growing or text.endswith("\n") or not text  # pairs-*.jsonl may have no line
-    lines = text.split("\n")[:-1] if whole else text.split("\n")
+    *lines, last = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    lines += [last] if last and not growing else []  # an empty file has no line
     return [whole_object(row, f"{file}, line {n}") for n, row in enumerate(lines, 1)]
 
 
