@@ -127,6 +127,7 @@ import coevolve
 played = coevolve.Run.play
 def play(run, *what, **how):
     if run.accelerator.process_index == 1:
+        (run.folder / "died").touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return played(run, *what, **how)
 coevolve.Run.play = play
@@ -143,15 +144,15 @@ def test_the_death_of_a_process_ends_those_of_another_launcher(tmp_path):
     script = tmp_path / "dying.py"
     script.write_text(DYING)
     flags = "--env webshop --method sft --train-tasks 4 --eval-tasks 4 --sft-epochs 1".split()
-    started, launchers = time.monotonic(), [subprocess.Popen(
+    launchers = [subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
          "--rdzv-backend", "c10d", "--rdzv-endpoint", address, script, *flags, "--out",
          tmp_path / "run"], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
         for _ in range(2)]
-    said = [launcher.communicate(timeout=300)[1] for launcher in launchers]
+    said = [launcher.communicate(timeout=900)[1] for launcher in launchers]
     assert all(launcher.returncode for launcher in launchers), said
-    assert time.monotonic() - started < 240
+    assert time.time() - (tmp_path / "run/died").stat().st_mtime < 180  # not torch's 300 s
     assert (tmp_path / "run/sft-target").exists()  # both had trained together
     assert any("SIGKILL" in text or "-9" in text for text in said)
     assert any("closed by peer" in text or "reset by peer" in text for text in said), said
