@@ -127,7 +127,7 @@ def proposer(folder: Path, config: dict, encoder: Encoder, stops):
     @torch.inference_mode()
     def propose(t):
         (ids, _), = dpo.replies(model, encoder, dpo.Sampler(0.0, never), s["max_new_tokens"], stops,
-                                [(t.ids, random.Random())], config["alone"][1])
+                                [(t.ids, random.Random())], *config["ways"][1:])
         read = dpo.Trajectory(ids=t.ids + ids, action_mask=[0] * len(t.ids) + [1] * len(ids))
         p = dpo.token_log_probs(model, [read], dpo.Sampler(never=never)).exp()        # (A,)
         doubt = p.argmin().item()
