@@ -22,13 +22,11 @@ from typing import Literal, Optional
 import envs
 from coevolve import Run, bar, scores, write
 from dpo import Trajectory
-from lab.endpoint import ContextFull, Endpoint, NotAnswered
+from lab.endpoint import USAGE, ContextFull, Endpoint, NotAnswered
 from lab.kept import whole_lines
 from lab.overlap import Overlap, marks
 from worlds import flags, is_web_address
 from worlds.files import hashed, seed_of
-
-USAGE = ("requests", "retries", "unreported", "cut_replies", "prompt_tokens", "completion_tokens")
 
 
 def evaluations(run: Run) -> None:
@@ -180,8 +178,10 @@ class Chat(Overlap):
         chats = s.method == "chat"
         return [*super().conflicts(s),
                 (is_web_address(s.model) != chats, f"--model {s.model} --method {s.method}",
-                 "chat needs an endpoint, http://host:port/v1 or https://host/v1, and that chat"),
-                (chats and not s.model_name, "--model-name", "give the model's name there")]
+                 "an endpoint, http://host:port/v1 or https://host/v1, needs --method chat, and "
+                 "chat an endpoint"),
+                (chats and not s.model_name, "--model-name",
+                 "give the model's name at the endpoint")]
 
 
 PLAYED = ("env", "method", "model", "out", "eval_tasks", "eval_splits", "view", "max_tokens",

@@ -18,6 +18,7 @@ from envs import EnvError, Refused
 KEY = "OPENAI_API_KEY"  # the environment variable
 TRIES = 8
 SECONDS, MOST = 300, 1_000_000  # for an answer, and bytes of it [ours]
+USAGE = ("requests", "retries", "unreported", "cut_replies", "prompt_tokens", "completion_tokens")
 PASSING = {408, 409, 425, 429}  # statuses that may be gone in a moment, as 500 and above
 REFUSING = {400, 403, 413, 422, 451}  # which may be about these messages alone
 
@@ -37,8 +38,8 @@ class ContextFull(Exception):
 class Endpoint:
     """Calls the model: messages -> (reply, usage), with retries and growing waits between them.
 
-    usage: what the call took: requests, retries, prompt_tokens and completion_tokens; `unreported`
-    is 1 where the endpoint reports no tokens, `cut_replies` where the reply was cut.
+    usage: what the call took, by the names in USAGE; `unreported` is 1 where the endpoint reports
+    no tokens, `cut_replies` where the reply was cut.
     """
 
     def __init__(self, url: str, name: str, temperature: float, max_tokens: int):

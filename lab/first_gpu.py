@@ -78,8 +78,8 @@ def training(config, device, small: bool):
     rate, plan = sum(lengths) / 4 / seconds, 16 * model.num_parameters()
     yield "training, tokens/s", f"{rate:,.0f}"
     if device == "cuda":  # FLOPs as PaLM counts them: 6 N + 12 layers x heads x size x length
-        flops = 6 * model.num_parameters() + 12 * config.num_hidden_layers * (
-            config.num_attention_heads * config.head_dim * sum(n * n for n in lengths)) / sum(lengths)
+        wide = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+        flops = 6 * plan / 16 + 12 * wide * sum(n * n for n in lengths) / sum(lengths)
         for peak in (PEAK[card] for card in PEAK if card in torch.cuda.get_device_name()):
             yield f"model FLOPs, of {peak / 1e12:.0f} TFLOP/s", f"{flops * rate / peak:.1%}"
         taken = torch.cuda.max_memory_allocated()
@@ -125,7 +125,7 @@ def main(argv: list[str]) -> None:
     device, name, config = "cpu", "CPU", bench.MODEL
     if "--small" not in argv:
         if not torch.cuda.is_available():
-            sys.exit(machine.check_torch() or "there is no GPU; --small shows that the script works")
+            sys.exit(machine.check_torch() or "there is no GPU; --small shows that this works")
         card = torch.cuda.get_device_properties(0)
         device, name, config = "cuda", card.name, next((c for c in MODELS if not (
             machine.check_memory(c, 1, card.total_memory, 4096))), MODELS[-1])

@@ -1,5 +1,5 @@
-"""What a machine cannot do, said before anything is loaded: GPUs that torch cannot use, models that
-no card of it holds. Both functions give one line with the remedy, or None.
+"""What a machine cannot do is said before anything is loaded: torch cannot use its GPUs, or they do
+not hold a model. Nothing of a model is loaded here but its config.
 """
 
 import math
@@ -11,16 +11,35 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 
+import dpo
+from worlds.flags import Refused
+
 FREE = 0.92  # of a card's memory: contexts, NCCL's buffers and the allocator's gaps take the rest
 ACTING = 0.5  # of a pass's tokens, those whose next token is an action of some row [ours]
 
 
+def check(s) -> None:
+    """Refused where this machine cannot do a run of these settings, in one line with the remedy.
+    The tiny model trains on any machine's CPU, and models behind an endpoint run elsewhere."""
+    if s.model == "tiny" or s.model.startswith(("http://", "https://")):
+        return
+    why, ranks = check_torch(), int(os.environ.get("WORLD_SIZE", 1))
+    if not why and torch.cuda.is_available() and s.method != "evaluate" and s.model != "smollm2":
+        card = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0)))
+        why = check_memory(dpo.read_config(s.model), 1 if s.shard == "off" else ranks,
+                           card.total_memory, s.tokens_per_forward or 8192)
+    if why:
+        raise Refused(f"--model {s.model}: {why}")
+
+
 def check_torch(devices: Path = Path("/dev")) -> str | None:
-    """Why this torch cannot use the GPUs that the machine has, and the command that mends it. An
-    empty CUDA_VISIBLE_DEVICES asks for the CPU. devices: where the system lists its devices."""
+    """Why this torch cannot use the GPUs that the machine has, and the command that mends it; None
+    where it can. An empty CUDA_VISIBLE_DEVICES asks for the CPU. devices: where the system lists
+    them."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or torch.cuda.is_available():
         return None
-    amd, nvidia = (devices / "kfd").exists(), (devices / "nvidia0").exists()
+    nvidia = (devices / "nvidia0").exists()
+    amd = not nvidia and (devices / "kfd").exists()
     if not (amd or nvidia):
         return None
     if torch.version.hip if amd else torch.version.cuda:
@@ -38,7 +57,7 @@ def rocm(file: Path = Path("/opt/rocm/.info/version")) -> str:
 
 
 def check_memory(config, ranks: int, card_bytes: float, tokens: int) -> str | None:
-    """Why a model cannot be trained and played on so many cards of this memory, and what would fit.
+    """Why so many cards of this memory cannot train a model and play it, and what can; else None.
 
     config: of the model. In fp32, weights, gradients and AdamW's two moments are 16 bytes a
     parameter, in parts over the ranks; with one rank autocast holds a bf16 copy too. A bf16 pass
@@ -53,20 +72,17 @@ def check_memory(config, ranks: int, card_bytes: float, tokens: int) -> str | No
     states = 16 * parameters / ranks + (2 * parameters if ranks == 1 else 0)
     inner = getattr(c, "intermediate_size", None) or 4 * c.hidden_size
     token = (2 * c.hidden_size * (c.num_hidden_layers + 8) + 8 * inner
-             + 10 * ACTING * c.vocab_size)  # bf16 logits, and in fp32 themselves and a gradient
+             + 10 * ACTING * c.vocab_size)  # logits in bf16, in fp32, and their gradient
     said = f"{parameters / 1e9:.2f} B parameters on {ranks} x {card_bytes / 1e9:.0f} GB: "
     if 2 * parameters > room:
         return (f"{said}the copy that plays takes {2 * parameters / 1e9:.0f} GB on each; give "
                 "larger cards, or a smaller model")
-    longest = int((room - states) // token)
+    longest, left = int((room - states) // token), room - tokens * token
     if longest >= tokens:
         return None
+    takes = (f"{said}weights, gradients and moments take {states / 1e9:.0f} GB on each, a pass of "
+             f"{tokens:,} tokens {tokens * token / 1e9:.0f}; ")
     if longest >= 1024:
-        return (f"{said}training takes {(states + tokens * token) / 1e9:.0f} GB on each, "
-                f"{tokens * token / 1e9:.0f} of them for a pass; lower --tokens-per-forward from "
-                f"{tokens} to {longest // 512 * 512}")
-    left = room - tokens * token
-    enough = math.ceil(16 * parameters / left) if left > 0 else None
-    remedy = f"{max(2, enough)} such cards would do" if enough else "give larger cards"
-    return (f"{said}weights, gradients and moments take {states / 1e9:.0f} GB on each and a pass "
-            f"{tokens * token / 1e9:.0f}; {remedy}, or a smaller model")
+        return f"{takes}lower --tokens-per-forward to {longest // 512 * 512}"
+    cards = f"{max(2, math.ceil(16 * parameters / left))} such" if left > 0 else "larger"
+    return f"{takes}give {cards} cards, or a smaller model"

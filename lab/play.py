@@ -1,5 +1,6 @@
 """Play a task in the terminal: `python -m lab.play ENV [TASK]` (run.sh play), in the one episode
-that agents play too; with --agent RUN see a trained agent play, and take over where you like.
+that agents play too. TASK is an id such as webshop-test-3, or a split, of which one is drawn. With
+--agent see a trained agent play, and take over where you like. Other flags are those of run.sh ENV.
 """
 
 import argparse
@@ -25,10 +26,6 @@ from worlds.files import read_jsonl
 from worlds.flags import Refused
 
 
-class Quit(Exception):
-    """The episode ends before its end."""
-
-
 class Encoder(dpo.Encoder):
     """An agent's, for episodes in which a person may answer in words that it cannot write."""
     said = None  # what the person said
@@ -38,7 +35,7 @@ class Encoder(dpo.Encoder):
         return super().close(ids, stops) if text is None else (ids, [], text)
 
 
-def say(text: str = "", indent: str = "") -> None:
+def say(text: str, indent: str = "") -> None:
     """Prints lines wrapped to the terminal; control characters in them are escaped."""
     width = max(min(shutil.get_terminal_size((100, 24)).columns, 100), 20)
     for line in visible(text).split("\n"):
@@ -47,56 +44,43 @@ def say(text: str = "", indent: str = "") -> None:
 
 
 def ask(prompt: str) -> str:
-    """A line from the person; Quit for q and at the end of the input."""
-    try:
-        line = input(prompt).strip()
-    except EOFError:
-        print()
-        raise Quit from None
+    """A line from the person; EOFError for q, as at the end of the input."""
+    line = input(prompt).strip()
     if not sys.stdin.isatty():
         print(line)  # so that what was played can be read afterwards
     if line in ("q", "quit"):
-        raise Quit
+        raise EOFError
     return line
 
 
 def play(env, encoder: Encoder, task: str, most: float, propose=None) -> str:
     """One episode by the person, or by propose(t) -> (ids, text, how sure) until the person takes
     over; how it ended. most: tokens of the episode."""
-    t, mine, shown, forms = dpo.Trajectory(task), propose is None, 0, []
+    t, mine, shown, told = dpo.Trajectory(task), propose is None, 0, []
     running = envs.episode(env, encoder, t, most)
-    say(f"{task}; " + ("? explains, q quits" if mine else "Enter plays a reply, t takes over, "
-                                                          "q quits"))
+    say(f"{task}; " + ("? explains" if mine else "Enter plays a reply, t takes over") + ", q quits")
     if mine and env.rules and not env.prompt:
         say(f"\nThe rules, which this view does not tell the agent:\n{env.rules}")
     try:
         running.send(None)
         while True:
-            for message in t.messages[shown:]:
-                say("\n" + message["content"])
+            say("\n" + "\n\n".join(m["content"] for m in t.messages[shown:]))
             shown = len(t.messages) + 1  # the reply has been seen
             say(f"\n--- turn {t.steps + 1} of {env.max_steps}")
-            ids = None if mine else confirmed(propose(t))
-            mine = ids is None
+            if not mine:
+                ids, text, sure = propose(t)
+                say(f"{sure}\n\n    " + text.replace("\n", "\n    "))
+                mine = ask("Enter plays it, t takes over, q quits: ") == "t"
             if mine:
-                encoder.said = typed(env, forms)
+                encoder.said = typed(env, told)
                 ids = encoder.reply(encoder.said)
             running.send((ids, [0.0] * len(ids)))
     except StopIteration:
-        pass
-    except Quit:
-        t.ended = "left"
-    how = dict(budget="out of turns", context="out of context").get(t.ended, t.ended)
+        how = dict(budget="out of turns", context="out of context", done="done")[t.ended]
+    except EOFError:
+        how = "left"
     return (f"{how} after {t.steps} turn{'s' * (t.steps != 1)}: reward {t.reward:.3f}, "
             f"{'a' if t.reward >= env.success else 'no'} success")
-
-
-def confirmed(proposed: tuple[list[int], str, str]) -> list[int] | None:
-    """The ids of an agent's reply, if the person lets it play."""
-    ids, text, sure = proposed
-    say(sure)
-    say(text, "    ")
-    return ids if ask("Enter plays it, t takes over, q quits: ") != "t" else None
 
 
 def typed(env, told: list[str]) -> str:
@@ -112,12 +96,10 @@ def typed(env, told: list[str]) -> str:
         line = ask(f"your action{', or its number' * bool(actions)}: ")
         if line == "?":
             say(env.rules or "This environment has no rules to tell.", "  ")
-        elif line.isdecimal() and actions:
-            if 0 < int(line) <= len(actions):
-                return env.reply(actions[int(line) - 1])
+        elif line.isdecimal() and actions and not 0 < int(line) <= len(actions):
             say(f"there are {len(actions)} of them")
         elif line:
-            return env.reply(line)
+            return env.reply(actions[int(line) - 1] if line.isdecimal() and actions else line)
 
 
 def agent_of(path: Path) -> tuple[Path, Path]:
@@ -127,27 +109,25 @@ def agent_of(path: Path) -> tuple[Path, Path]:
     if run is None:
         raise Refused(f"--agent {path}: neither a run nor an agent in one; name a folder like "
                       "runs/webshop-coevolve-s0")
-    if run != path:
-        return run, path
     made = [output for output in phases_of(run)
             if output == "sft-target" or output.endswith("/target-agent")]
-    if not made:
+    if run == path and not made:
         raise Refused(f"--agent {run}: no target agent is trained in it (yet); name another run")
-    return run, run / made[-1]
+    return run, run / made[-1] if run == path else path
 
 
 def proposer(folder: Path, config: dict, encoder: Encoder, stops):
     """propose(t) -> (ids, text, how sure) of the greedy replies of the agent in a folder."""
-    before, gpu = config["settings"], torch.cuda.is_available()
-    bf16 = before["bf16"] == "on" or before["bf16"] == "auto" and gpu and before["model"] != "tiny"
+    s, gpu = config["settings"], torch.cuda.is_available()
+    bf16 = s["bf16"] == "on" or s["bf16"] == "auto" and gpu and s["model"] != "tiny"
     model = dpo.read_model(folder, torch.bfloat16 if bf16 else torch.float32,
                            "cuda" if gpu else "cpu").eval()
     never = encoder.never(model.config.get_text_config().vocab_size)
 
     @torch.inference_mode()
     def propose(t):
-        (ids, _), = dpo.replies(model, encoder, dpo.Sampler(0.0, never), before["max_new_tokens"],
-                                stops, [(t.ids, random.Random())], config["alone"][1])
+        (ids, _), = dpo.replies(model, encoder, dpo.Sampler(0.0, never), s["max_new_tokens"], stops,
+                                [(t.ids, random.Random())], config["alone"][1])
         read = dpo.Trajectory(ids=t.ids + ids, action_mask=[0] * len(t.ids) + [1] * len(ids))
         p = dpo.token_log_probs(model, [read], dpo.Sampler(never=never)).exp()        # (A,)
         doubt = p.argmin().item()
@@ -167,32 +147,24 @@ def settings_for(env: str, more: list[str], folder: Path | None, before: dict):
     real = {flags.flag(f.name) for f in fields(stated)
             if flags.REAL in flags.limits_of(stated, f.name)}
     tiny = "tiny" in stated.presets and not real & {word.split("=")[0] for word in more}
-    model = folder or ("tiny" if tiny else "a person")
-    kept = [name for name in ("view", "max_tokens", *(f.name for f in fields(stated)))
-            if before.get(name) is not None]
-    return flags.parse(["--env", env, "--method", "sft", "--model", str(model),
-                        *(f"{flags.flag(name)}={before[name]}" for name in kept), *more],
+    kept = [f"{flags.flag(name)}={before[name]}" for name in (
+        "view", "max_tokens", *(f.name for f in fields(stated))) if before.get(name) is not None]
+    model = str(folder or ("tiny" if tiny else "a person"))
+    return flags.parse(["--env", env, "--method", "sft", "--model", model, *kept, *more],
                        coevolve.Settings, coevolve.METHODS, envs.environment)
 
 
-def choose_task(env, asked: str) -> str:
+def chosen(env, asked: str) -> str:
     """The task asked for, or any of the split asked for; Refused if there is none."""
     try:
-        if "-" not in asked:
-            return random.choice(env.tasks(asked))
-        env.find(asked)
-        return asked
+        return asked if "-" in asked and env.find(asked) else random.choice(env.tasks(asked))
     except ValueError as error:
-        examples = ", ".join(env.tasks(env.test_splits[0])[:3])
-        raise Refused(f"{error} (such as {examples})") from None
+        raise Refused(f"{error} (such as {env.tasks(env.test_splits[0])[0]})") from None
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="run.sh play ENV [TASK]", allow_abbrev=False, description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"ENV: {', '.join(envs.ENVIRONMENTS)}. TASK: an id such as webshop-test-3, or a "
-        "split,\nof which one is drawn. Other flags: as for run.sh ENV, such as --webshop-url.")
+    parser = argparse.ArgumentParser(prog="run.sh play ENV [TASK]", allow_abbrev=False,
+                                     description=__doc__)
     parser.add_argument("--agent", type=Path, help="a run, whose last target agent plays, or an "
                         "agent's folder in it, such as RUN/iter1/failure-agent")
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv[:2]))
@@ -205,14 +177,13 @@ def main(argv: list[str]) -> None:
     transformers.utils.logging.disable_progress_bar()
     env = envs.make(s.env, s.view, **asdict(options))
     encoder = Encoder(dpo.read(transformers.AutoTokenizer, folder or coevolve.MODELS["tiny"]))
+    made = [run / output for output in (phases_of(run) if run else ())
+            if output.endswith("tasks.jsonl")]  # the last has all
     try:
-        for output in phases_of(run) if run else ():
-            if output.endswith("tasks.jsonl"):  # training tasks have no definition
-                for row in read_jsonl(run / output):
-                    env.add(row["definition"]) if "definition" in row else None
-        task = choose_task(env, words[1] if len(words) > 1 else env.test_splits[0])
+        for row in read_jsonl(made[-1]) if made else ():
+            env.add(row["definition"]) if "definition" in row else None  # else it is a training task
+        task = chosen(env, words[1] if len(words) > 1 else env.test_splits[0])
         propose = proposer(folder, config, encoder, env.stops) if run else None
-        say(f"{folder} plays, greedily." * bool(run))
         say(play(env, encoder, task, s.max_tokens if run else math.inf, propose))
     finally:
         env.close()
@@ -224,5 +195,4 @@ if __name__ == "__main__":
     try:
         command("play", main)
     except KeyboardInterrupt:
-        print("\nplay: stopped", file=sys.stderr)
         os._exit(130)  # waits for no environment that hangs

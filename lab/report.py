@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from lab.endpoint import USAGE
 from lab.runfiles import config_of, explorations, kinds_of, of, phases_of
 from worlds.files import read_jsonl
 
+BEST = ("best", "best_success")
 # Settings, and what is recorded of a phase, that may differ between equal runs.
 NOT_RESULT = {"out", "reuse", "recipe", "made", "seconds", "resident_mb", "reused"}
 
@@ -29,8 +31,11 @@ def evaluations(run: Path, phases: dict) -> list[dict]:
     found = []
     for row in (row for row in of(phases, "evaluate") if (run / row["output"]).is_file()):
         episodes = read_jsonl(run / row["output"])
-        low, high = bootstrap_interval([e["reward"] for e in episodes])
-        found.append(dict(row, low=low, high=high,
+        of_task = {e["task"]: [] for e in episodes}
+        for e in episodes:
+            of_task[e["task"]].append(e["reward"])
+        low, high = bootstrap_interval([np.mean(rewards) for rewards in of_task.values()])
+        found.append(dict(row, low=low, high=high, tasks=len(of_task),
                           out_of_context=sum(e["ended"] == "context" for e in episodes)))
     return found
 
@@ -68,11 +73,16 @@ def sections(run: Path) -> list[tuple[str, str, list]]:
     kinds, pairs = kinds_of(phases), of(phases, "make_pairs")
     refused = sum((Counter(row["refused"]) for row in of(phases, "judge")), Counter())
     parts = [
-        ("Evaluation, greedy; reward with its 95% bootstrap interval over tasks",
+        ("Evaluation; reward with its 95% bootstrap interval over tasks",
          "iteration <agent <split tasks reward interval success steps out_of_context",
-         [(e["i"], e["name"], e["split"], e["episodes"], f"{e['reward']:.3f}",
+         [(e["i"], e["name"], e["split"], e["tasks"], f"{e['reward']:.3f}",
            f"[{e['low']:.3f}, {e['high']:.3f}]", percent(e["success"]), f"{e['turns']:.1f}",
            e["out_of_context"] or "-") for e in evaluations(run, phases)]),
+        ("Of several rollouts the best; tasks that an endpoint refused, which count as 0, and "
+         "what its answers took", "<phase <numbers",
+         [(e["output"], numbers) for e in of(phases, "evaluate") if (numbers := ", ".join(
+             f"{name.replace('_', ' ')} {e[name]:{'.3f' if name in BEST else ','}}"
+             for name in (*BEST, "refused", *USAGE) if e.get(name)))]),
         (f"Exploration; a negative has a reward below {threshold}, a hard one from {threshold} "
          "to 1", "iteration <agent trajectories success negative hard_negative reward",
          [(e["i"], e["name"], e["episodes"], percent(e["success"]),

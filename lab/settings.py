@@ -51,7 +51,8 @@ class Settings(Careful, chat.Chat, baselines.Baselines, explorer.Explorer, coevo
     def preset_names(values: dict) -> list[str]:
         names = coevolve.Settings.preset_names(values)
         names += ["quick", f"quick {values['model']}"] if values["quick"] else []
-        names += ["chat"] if chat.is_endpoint(values["model"]) else [values["method"]]
+        names += ["chat"] if chat.is_endpoint(values["model"]) else (  # "eto" is a protocol's
+            ["evaluate"] if values["method"] == "evaluate" else [])
         return [*names, values["explorer"]]
 
 

@@ -24,9 +24,9 @@ import envs
 from lab import settings
 from lab.compare import write_report
 from lab.runfiles import command
-from lab.study_methods import ALL, METHODS, equals, finished, flags, method_of
+from lab.study_methods import ALL, METHODS, equals, finished, flags, method_of, unread
 from worlds import without_passwords
-from worlds.flags import Refused, parse
+from worlds.flags import Refused, flag, parse
 
 ROOT = Path(__file__).parent.parent
 GPU = shutil.which("nvidia-smi") is not None
@@ -36,9 +36,10 @@ running = set()  # processes of `launch`
 def make_runs(env: str, methods: list[str], seeds: list[int], folder: Path, more: list[str],
               jobs: int) -> None:
     """Makes the runs that are missing, `jobs` at once; finished ones say so themselves and end."""
-    ours, started = settings_of(env, more).lambda_sft, {}
-    for method in methods:  # what one of them refuses is said before all
-        settings_of(env, more, method_of(method))
+    started, own = {}, {method: read_by(method, methods, more) for method in methods}
+    # What one of them refuses is said before all.
+    made = {method: settings_of(env, own[method], method) for method in methods}
+    ours = f"lambda-{made['coevolve'].lambda_sft:g}" if "coevolve" in made else ""
     folder.mkdir(parents=True, exist_ok=True)  # for the logs
 
     def one(seed, method):
@@ -47,7 +48,7 @@ def make_runs(env: str, methods: list[str], seeds: list[int], folder: Path, more
         if any(run.done() and run.exception() for run in list(started.values())):
             return  # the study ends
         name = f"{method}-s{seed}"
-        command = ["--reuse", str(folder), *more, *flags(method, folder, seed),
+        command = ["--reuse", str(folder), *own[method], *flags(method, folder, seed),
                    "--seed", str(seed),  # the last one counts
                    "--out", str(folder / name)]
         print(f"study: {without_passwords(' '.join(command))}", flush=True)
@@ -56,15 +57,27 @@ def make_runs(env: str, methods: list[str], seeds: list[int], folder: Path, more
 
     with ThreadPoolExecutor(jobs) as pool:
         for seed, method in itertools.product(seeds, methods):
-            if method != f"lambda-{ours:g}" or "coevolve" not in methods:  # else it is that run
+            if method != ours:  # else it is co-evolution itself
                 started[seed, method] = pool.submit(one, seed, method)
     for run in started.values():
         run.result()
 
 
-def settings_of(env: str, more: list[str], method: str = "coevolve"):
-    return parse(["--env", env, *more, "--method", method], settings.Settings, settings.METHODS,
-                 envs.environment)[0]
+def read_by(method: str, methods: list[str], more: list[str]) -> list[str]:
+    """The settings that a method reads, and those that none of the methods reads, to be refused."""
+    left = [unread(method_of(name)) for name in methods]
+    others = {flag(name) for name in unread(method_of(method)) - set.intersection(*left)}
+    kept, mine = [], True
+    for word in more:  # a flag, or what is given with the one before it
+        if word.startswith("--"):
+            mine = word.split("=")[0] not in others
+        kept += [word] * mine
+    return kept
+
+
+def settings_of(env: str, more: list[str], method: str):
+    return parse(["--env", env, *more, "--method", method_of(method)], settings.Settings,
+                 settings.METHODS, envs.environment)[0]
 
 
 def launch(env: str, command: list[str], log: Path | None) -> None:
@@ -108,7 +121,8 @@ def main(argv: list[str]) -> None:
     folder = asked.out or Path(f"runs/study-{asked.env}")
     if {"--method", "--seed"} & {flag.split("=")[0] for flag in more}:
         raise Refused("a study takes --methods and --seeds, not --method and --seed")
-    model = settings_of(asked.env, more).model
+    first, methods = asked.methods[0], [method for method in ALL if method in asked.methods]
+    model = settings_of(asked.env, read_by(first, methods, more), first).model
     usual = min(cores, 8) if model == "tiny" and not GPU else 1
     jobs = usual if asked.jobs is None else asked.jobs
     if jobs < 1:
@@ -120,7 +134,6 @@ def main(argv: list[str]) -> None:
     if not asked.report:
         if not GPU:  # also, the cores of a machine must not change what a study finds
             more = ["--threads", "1", *more]
-        methods = [method for method in ALL if method in asked.methods]
         make_runs(asked.env, methods, list(dict.fromkeys(asked.seeds)), folder, more, jobs)
     print(write_report(f"Study on {asked.env}", finished(folder), folder / "report"))
     print(f"study: {folder / 'report'} holds this, the numbers and the figures")

@@ -9,6 +9,7 @@ import numpy as np
 
 from evolve import SIGNALS
 from lab.runfiles import config_of, phases_of
+from lab.settings import METHODS as METHODS_OF_RUNS
 from lab.settings import Settings
 from worlds.flags import Refused, limits_of
 
@@ -98,6 +99,13 @@ def method_of(method: str) -> str:
     return ALL[method][1].split()[1]
 
 
+def unread(method: str) -> set[str]:
+    """The settings that a --method does not read."""
+    parts = METHODS_OF_RUNS[method][1]
+    return {f.name for f in fields(Settings)} - {name for part in parts for name in (
+        [part] if isinstance(part, str) else [f.name for f in fields(part)])}
+
+
 def equals(method: str) -> tuple[str, ...]:
     """Whose runs say what this one takes: how long the target trains, or on how many tasks."""
     asked = ALL[method][1] if method in ALL else ""
@@ -178,7 +186,7 @@ def checked(runs: dict, alike: tuple) -> dict[str, dict[int, Path]]:
         for_seed = set(re.findall(r"__(\w+) {(?:steps|token_steps|tasks)}", asked))
         for path in by_seed.values():
             made = config_of(path)["settings"]
-            for name in sorted(made.keys() - MAY_DIFFER - for_seed):
+            for name in sorted(made.keys() - MAY_DIFFER - for_seed - unread(made["method"])):
                 shared = name not in own and (not alike or name in alike)
                 other, before = first.setdefault(("" if shared else method, name),
                                                  (path, made[name]))

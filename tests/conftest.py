@@ -10,6 +10,7 @@ import time
 import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ torch.set_num_threads(1)
 import coevolve  # noqa: E402
 import dpo  # noqa: E402
 import envs  # noqa: E402
+from lab.run import Run  # noqa: E402
+from lab.settings import METHODS, Settings  # noqa: E402
 from worlds import Step  # noqa: E402
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -342,3 +345,29 @@ def endpoint(serve, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     return server
 
+
+
+@pytest.fixture(scope="session")
+def settings():
+    """Some settings, by name, as an object."""
+    return lambda **values: SimpleNamespace(tokens_per_forward=0, **values)
+
+
+SMALL_RUN = ("--env webshop --train-tasks 6 --eval-tasks 4 --iterations 1 --rollouts 2 "
+             "--sft-epochs 2 --dpo-epochs 2 --sft-batch 3 --dpo-batch 4").split()
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory):
+    """A whole run of the plain core, a few tasks."""
+    folder = tmp_path_factory.mktemp("runs") / "plain"
+    coevolve.main([*SMALL_RUN, "--out", str(folder)])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def careful_run(tmp_path_factory):
+    """The same by the careful and fast run."""
+    folder = tmp_path_factory.mktemp("runs") / "careful"
+    coevolve.main([*SMALL_RUN, "--out", str(folder)], Settings, Run, METHODS)
+    return folder

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT, CORE = Path(__file__).parents[1], ("coevolve", "dpo", "envs", "evolve", "worlds")
 COMMON = "--env webshop --train-tasks 12 --eval-tasks 1 --sft-epochs 2 "
 SMALL = COMMON + "--rollouts 2 --iterations 1 --dpo-epochs 1 --temperature 0.8 "
-LN2 = pytest.approx(math.log(2), abs=1e-6)
+SAVED, LN2 = "model.safetensors", pytest.approx(math.log(2), abs=1e-6)
 
 
 def changes(page):
@@ -126,10 +126,6 @@ def steps(run, agent):
     return rows(run / f"iter1/{agent}-agent/train.jsonl")
 
 
-def weights(folder):
-    return load_file(folder / "model.safetensors")
-
-
 def phases(run):
     return json.loads((run / "phases.json").read_text())
 
@@ -156,7 +152,7 @@ def test_every_change_has_a_test_and_the_readmes_are_of_the_guide():
 
 
 def test_ipo(plain, changed):
-    _, run = changed("IPO", flags="--lambda-dpo 0.005")
+    _, run = changed("IPO", flags="--lambda-dpo 0.005", until="iter1/target-agent")
     first, of_dpo = (steps(folder, "failure")[0] for folder in (run, plain))
     assert first["loss"] == pytest.approx(1 / (4 * 0.1 ** 2)) and of_dpo["loss"] == LN2
     assert first["norm"] / of_dpo["norm"] == pytest.approx(2 / 0.1 ** 2, rel=1e-4)
@@ -254,9 +250,10 @@ def test_a_reversed_failure_agent(plain, changed):
 
 
 def test_two_failure_agents(changed):
-    _, run = changed("two failure agents", flags="--lambda-dpo 0.5")
+    _, run = changed("two failure agents", flags="--lambda-dpo 0.5",
+                     until="iter1/pairs-target.jsonl")
     assert [steps(run, name)[0]["loss"] for name in ("failure", "failure2")] == [LN2, LN2]
-    one, two = (weights(run / f"sft-{name}") for name in ("failure", "failure2"))
+    one, two = (load_file(run / f"sft-{name}" / SAVED) for name in ("failure", "failure2"))
     assert any(not torch.equal(one[name], two[name]) for name in one)
     experts, expected, sums = episodes_of(run, "experts"), Counter(), Counter()
     for e in episodes_of(run, *(f"iter1/{n}" for n in ("target", "failure", "failure2"))).values():
@@ -267,7 +264,7 @@ def test_two_failure_agents(changed):
     for row in pairs_of("target", run)[0]:
         sums[row["task"]] += row["weight"] * (row["kind"] != "failure>failure")
     assert expected["expert>failure2"] > 5 and {round(x, 9) for x in sums.values()} <= {0.0, 1.0}
-    assert "eval-1-failure2-test.jsonl" in phases(run)
+    assert "eval-0-failure2-test.jsonl" in phases(run)
 
 
 def test_a_higher_temperature(plain, changed):
@@ -284,12 +281,12 @@ def test_a_higher_temperature(plain, changed):
 
 
 def test_the_target_first(plain, changed):
-    _, run = changed("the target trains first")
+    _, run = changed("the target trains first", until="iter1/failure-agent")
     for folder, order in ((plain, ["failure", "target"]), (run, ["target", "failure"])):
         agents = [name for name in phases(folder) if name.endswith("-agent")]
         assert agents == [f"iter1/{name}-agent" for name in order]
     for name in agents:
-        one, other = (weights(folder / name) for folder in (plain, run))
+        one, other = (load_file(folder / name / SAVED) for folder in (plain, run))
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
@@ -343,7 +340,8 @@ def test_more_sft(tmp_path):
 def test_lora(changed, tmp_path):
     core, run = changed("LoRA", flags="--dpo-lr 1e-2", until="iter1/failure-agent")
     assert steps(run, "failure")[0]["loss"] == LN2
-    before, after = weights(run / "sft-failure"), weights(run / "iter1/failure-agent")
+    before, after = (
+        load_file(run / name / SAVED) for name in ("sft-failure", "iter1/failure-agent"))
     assert before.keys() == after.keys()
     for name in before:
         sizes = torch.linalg.svdvals(torch.atleast_2d(after[name] - before[name]).double())

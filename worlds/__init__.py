@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from urllib.parse import urlsplit
 
 from worlds.flags import Refused, Stated
 
@@ -32,13 +31,8 @@ def environment(name: str) -> type[Options]:
 
 def is_web_address(text: str) -> bool:
     """Whether it is http(s)://host[:port][/path], with nothing else in it."""
-    try:
-        parts = urlsplit(text)
-        return bool(not re.search(r"[\s\\]", text) and parts.scheme in ("http", "https")
-                    and parts.hostname and parts.port != 0
-                    and not (parts.username or parts.query or parts.fragment))
-    except ValueError:  # a port that is no number, a bracket left open
-        return False
+    host, port, path = r"([\w.-]+|\[[\da-fA-F:.]+\])", r"(:[1-9]\d{0,4})?", r"(/[^\s\\?#@]*)?"
+    return bool(re.fullmatch(f"https?://{host}{port}{path}", text))
 
 
 def without_passwords(text: str) -> str:

@@ -62,11 +62,7 @@ class Sqlite:
     def __init__(self, name: str, script: str):
         self.name, self._db = name, sqlite3.connect(
             ":memory:", isolation_level=None, check_same_thread=False)
-        try:
-            _template(script).backup(self._db)
-        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-            raise Refused(f"--intercode-data: database {name}: {error}; is the dump whole?"
-                          ) from None
+        _template(script).backup(self._db)
         self._db.executescript("PRAGMA temp_store = MEMORY; PRAGMA query_only = ON;"
                                "PRAGMA hard_heap_limit = 500000000;")  # of the whole process
         if hasattr(self._db, "setlimit"):  # from Python 3.11

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from worlds import EnvError, Refused, without_passwords
+from worlds import EnvError, Refused
 from worlds.intercodesql import MYSQL_ADDRESS, databases, is_mysql_address
 from worlds.intercodesql.questions import SQLWorld, numbered
 from worlds.published import read_json, reading
@@ -116,17 +116,13 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    def refuse(message):
-        raise Refused(without_passwords(message))
-
     parser = argparse.ArgumentParser("run.sh load-intercode", description=__doc__)
     parser.add_argument("dump", type=Path, help="ic_spider_dbs.sql")
     parser.add_argument("--admin-url", required=True, help="mysql://user:password@host:port")
     parser.add_argument("--mysql-url", required=True, help="as later given for training")
-    parser.error = refuse
     asked = parser.parse_args(argv)
     if not (is_mysql_address(asked.admin_url) and is_mysql_address(asked.mysql_url)):
-        refuse(f"--admin-url and --mysql-url must be {MYSQL_ADDRESS}")
+        raise Refused(f"--admin-url and --mysql-url must be {MYSQL_ADDRESS}")
     names = load_intercode(asked.dump, asked.admin_url, asked.mysql_url)
     print(f"{len(names)} databases, each with a user that may only read it")
 

@@ -140,8 +140,8 @@ class TaskGenerator:
         if not answers:
             return None
         return dict(text=proposal["query"], solution=[*map(self.env.reply, solution)],
-                    task=dict(query=proposal["query"], gold=squeezed(answers[-1]),
-                              db=self.env.find(task)["db"]))
+                    task=dict(query=proposal["query"], db=self.env.find(task)["db"],
+                              gold=" ".join(answers[-1].split()).rstrip(" ;")))
 
     def agree(self, task: dict) -> bool:
         """Whether question and query are about the same: tables, columns, values and numbers.
@@ -213,12 +213,12 @@ class TaskGenerator:
         return None if played[0][1] == 1.0 else f"its solution earns {played[0][1]:.2f}"
 
     def _ran(self, db: str, replies: list[str]):
-        """The replies' queries that ran and returned something, squeezed."""
+        """The replies' queries that ran and returned something."""
         with closing(self.env.database(db)) as database:
             for sql in map(self.env.action, replies):
                 rows = database.run(sql) if sql and sql != "submit" else None
                 if isinstance(rows, list) and rows and re.match(r"\s*select", sql, re.I):
-                    yield squeezed(sql)
+                    yield sql
 
 
 def named(tables: list, text: str, values: set[str]) -> set[str]:
@@ -233,11 +233,6 @@ def named(tables: list, text: str, values: set[str]) -> set[str]:
                 values = values | {*map(str, column.values)}
     return {names.get(word.lower(), word) for word in re.findall(r"\w+", text)
             if word.lower() in names or word in values or word.isdigit()}
-
-
-def squeezed(sql: str) -> str:
-    """The query with single spaces and without its semicolon."""
-    return " ".join(sql.split()).rstrip(" ;")
 
 
 def parts_of(sql: str) -> list[str]:

@@ -28,12 +28,8 @@ class Options(Published):
     }
 
     def conflicts(self, s):
-        plays_alone = s.method == "evaluate" or s.method == "chat" and (
-            s.examples == 0 or self.protocol == "eto")
         return [
             *super().conflicts(s),
-            (bool(self.webshop_url) and not s.experts and not plays_alone, "--webshop-url",
-             "give --experts FILE too; the scripted expert knows the embedded shop only"),
             (bool(self.split_file) and not self.webshop_url, "--split-file",
              "lists goals of a real server; give its --webshop-url too")]
 
