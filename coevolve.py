@@ -439,10 +439,8 @@ class Run:
         flags.check_same(before.get("settings"), json.loads(json.dumps(now)), type(self.settings))
         self.passes_alone, *self.ways = before["ways"]  # of replies: alone, with a cache
         if self.main and before["ways"] != [False, False, True]:
-            one = {True: "one text at a time", False: "several texts at once"}
-            print(f"{self.base} reads some texts otherwise side by side or with a cache: passes of "
-                  f"{one[self.passes_alone]}, replies to {one[self.ways[0]]}, "
-                  f"with{'' if self.ways[1] else 'out'} a cache")
+            print(f"{self.base} reads texts otherwise side by side or with a cache: [passes alone, "
+                  f"replies alone, with a cache] are {before['ways']}")
         self.before = read_json(phases) if phases.exists() else {}
 
     def once(self, output: str, work, *inputs, **how) -> Path:

@@ -437,21 +437,19 @@ def read_model(folder, dtype=torch.float32, device="cpu"):
         text.set_output_embeddings(model.get_output_embeddings())
         model = text.eval()
     if type(model.config) not in transformers.AutoModelForCausalLM._model_mapping:
-        raise Unusable(f"--model {folder}: transformers cannot read again what it saves of a "
-                       f"{type(model).__name__}; use a model of text alone")
+        raise Unusable(f"--model {folder}: what is saved of it cannot be read; use a text model")
     model.generation_config = transformers.GenerationConfig()  # its own may penalise repetitions
     return model
 
 
 def layers(model) -> torch.nn.ModuleList:
-    """Its layers: of its lists of modules the one with most of its parameters."""
+    """Of its lists of modules the one with most of its parameters."""
     return max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)),
                key=lambda m: sum(p.numel() for p in m.parameters()))
 
 
 def prepare(model, recompute: bool):
-    """The model, made ready to train. In eval mode, which gradients do not need to leave: with
-    dropout the first DPO loss is not ln 2, and some models draw experts at random in train mode.
+    """The model, ready to train; in eval mode, since with dropout the first DPO loss is not ln 2.
     recompute: each layer runs again in the backward pass (gradient checkpointing)."""
     for layer in layers(model) if recompute else ():
         layer.forward = partial(torch.utils.checkpoint.checkpoint, layer.forward,
@@ -551,12 +549,10 @@ class Draw(transformers.LogitsProcessor):
 
 @torch.inference_mode()
 def trial(model, encoder: Encoder, longest: int = 64) -> tuple[bool, bool, bool]:
-    """Whether passes, and whether replies, have to be of one text at a time, and whether these may
-    keep a cache: the fastest way that has the log-probabilities of a plain pass over each text
-    alone. longest: tokens of a text; windows and blocks count only in texts that exceed them.
-    Unusable where no way is right."""
-    # The mean error of a sampled token in nats. Rounding makes it up to 1e-5 in fp32 and 0.02 in
-    # bf16 over all families of transformers; padding or a cache that is wrong, from 0.05.
+    """Whether passes, and whether replies, are to be of one text at a time, and whether these may
+    keep a cache: the fastest way with the log-probabilities of plain passes over each text. Unusable
+    where none is right. longest: tokens of a text; windows count in those that exceed them."""
+    # Mean error of a token in nats: rounding makes up to 1e-5 in fp32, 0.02 in bf16, faults 0.05.
     most = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.03
     never = (*encoder.never(model.config.get_text_config().vocab_size), encoder.end_of_turn)
     sampler, known = Sampler(never=never), sorted({*range(len(encoder.tokenizer))} - {*never})
@@ -572,9 +568,7 @@ def trial(model, encoder: Encoder, longest: int = 64) -> tuple[bool, bool, bool]
             if (plain - drawn).abs().mean() < most:
                 padded = token_log_probs(model, whole, sampler)
                 return not (plain - padded).abs().mean() < most, alone, cache
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError,
-                ValueError) as error:
-            fault = str(error).partition("\n")[0]  # of its code for a cache or a mask, say
-        else:
             fault = "its replies have other log-probabilities than plain passes over them"
+        except Exception as error:  # of its code for a cache or a mask, say
+            fault = str(error).partition("\n")[0]
     raise Unusable(f"{type(model).__name__} cannot be used: {fault}; use another model")
