@@ -431,15 +431,16 @@ class Run:
         now = asdict(self.settings) | asdict(self.options)
         if self.main and not config.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            alone = (False, False) if self.settings.model == "tiny" else dpo.trial(
-                dpo.read_model(self.base).eval(), self.encoder)
-            config.write_text(json.dumps(dict(settings=now, alone=alone), indent=1))
+            ways = (False, False, True) if self.settings.model == "tiny" else dpo.trial(
+                self.replica(self.base), self.encoder, self.settings.max_tokens)
+            config.write_text(json.dumps(dict(settings=now, ways=ways), indent=1))
         self.accelerator.wait_for_everyone()
         before = read_json(config)
         flags.check_same(before.get("settings"), json.loads(json.dumps(now)), type(self.settings))
-        self.alone = before["alone"]  # whether passes, and replies, are of one text at a time
-        if any(self.alone) and self.main:
-            print(f"{self.base} does not read texts side by side as it reads each: one at a time")
+        self.passes_alone, *self.ways = before["ways"]  # of replies: alone, with a cache
+        if self.main and before["ways"] != [False, False, True]:
+            print(f"{self.base} reads texts otherwise side by side or with a cache: [passes alone, "
+                  f"replies alone, with a cache] are {before['ways']}")
         self.before = read_json(phases) if phases.exists() else {}
 
     def once(self, output: str, work, *inputs, **how) -> Path:
@@ -486,7 +487,7 @@ class Run:
         return dpo.load(self.accelerator, agent, self.recompute, self.shard)
 
     def log_probs(self, model, sequences: list[Trajectory], sampler=dpo.Sampler()) -> torch.Tensor:
-        tokens = 0 if self.alone[0] else self.tokens_per_forward
+        tokens = 0 if self.passes_alone else self.tokens_per_forward
         return dpo.log_probs(self.accelerator, model, sequences, tokens, sampler)
 
     def fit(self, model, out: Path, steps: list[list[Group]], how: dpo.Objective) -> dict:
@@ -506,7 +507,7 @@ class Run:
         never = self.encoder.never(model.config.get_text_config().vocab_size)
         reply = partial(dpo.replies, model, self.encoder, dpo.Sampler(temperature, never),
                         self.settings.max_new_tokens, self.env.stops)
-        return lambda asked: reply([(t.ids, rng) for t, rng in asked], self.alone[1])
+        return lambda asked: reply([(t.ids, rng) for t, rng in asked], *self.ways)
 
     def replica(self, agent: Path):
         """The model in a folder as it plays, whole on each rank."""

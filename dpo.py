@@ -415,31 +415,46 @@ def read_config(folder):
     """The config in a folder; of a checkpoint that also reads pictures that of its text model, if
     transformers has that as a causal LM of its own."""
     config = read(transformers.AutoConfig, folder)
-    text = config.get_text_config()
-    return text if type(text) in transformers.AutoModelForCausalLM._model_mapping else config
+    text = config.get_text_config(decoder=True)
+    if text is config or type(text) not in transformers.AutoModelForCausalLM._model_mapping:
+        return config
+    text.tie_word_embeddings |= config.tie_word_embeddings
+    return text
 
 
 def read_model(folder, dtype=torch.float32, device="cpu"):
     """The causal LM in a folder. Unusable where it lacks weights, which transformers would draw."""
-    model, found = read(transformers.AutoModelForCausalLM, folder, config=read_config(folder),
-                        dtype=dtype, device_map={"": device}, output_loading_info=True)
+    model, found = read(transformers.AutoModelForCausalLM, folder, dtype=dtype,
+                        device_map={"": device}, output_loading_info=True)
     if lacking := sorted(map(str, {*found["missing_keys"], *found["mismatched_keys"]})):
         raise Unusable(f"--model {folder}: {len(lacking)} weights are missing, such as "
                        f"{lacking[0]}; give a whole checkpoint")
+    config = read_config(folder)
+    if type(model.config) is not type(config):  # it also reads pictures, as Gemma 3 does
+        with init_empty_weights():
+            text = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        text.set_decoder(model.get_decoder())
+        text.set_output_embeddings(model.get_output_embeddings())
+        model = text.eval()
+    if type(model.config) not in transformers.AutoModelForCausalLM._model_mapping:
+        raise Unusable(f"--model {folder}: what is saved of it cannot be read; use a text model")
     model.generation_config = transformers.GenerationConfig()  # its own may penalise repetitions
     return model
 
 
+def layers(model) -> torch.nn.ModuleList:
+    """Of its lists of modules the one with most of its parameters."""
+    return max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)),
+               key=lambda m: sum(p.numel() for p in m.parameters()))
+
+
 def prepare(model, recompute: bool):
-    """The model, made ready to train. recompute: gradient checkpointing."""
-    for module in model.modules():  # with dropout the first DPO loss is not ln 2
-        for name, value in list(vars(module).items()):  # p, attention_dropout, router_jitter_noise
-            if isinstance(value, float) and ("drop" in name or "jitter" in name or (
-                    name == "p" and isinstance(module, torch.nn.Dropout))):
-                setattr(module, name, 0.0)
-    if recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()  # else layers are not recomputed
+    """The model, ready to train; in eval mode, since with dropout the first DPO loss is not ln 2.
+    recompute: each layer runs again in the backward pass (gradient checkpointing)."""
+    for layer in layers(model) if recompute else ():
+        layer.forward = partial(torch.utils.checkpoint.checkpoint, layer.forward,
+                                use_reentrant=False)
+    return model.eval()
 
 
 def load(accelerator, folder, recompute: bool, shard: bool):
@@ -459,9 +474,7 @@ def load(accelerator, folder, recompute: bool, shard: bool):
     how = dict(mesh=init_device_mesh(accelerator.device.type, (accelerator.num_processes,)),
                mp_policy=MixedPrecisionPolicy(*(torch.bfloat16, torch.float32) if bf16 else ()),
                reshard_after_forward=True)
-    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList)
-                  and len(m) == model.config.get_text_config().num_hidden_layers)
-    for part in [*layers, model]:
+    for part in [*layers(model), model]:
         fully_shard(part, **how)
     states.set_model_state_dict(model, whole, options=states.StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True))
@@ -483,12 +496,13 @@ def save(accelerator, model, tokenizer, folder) -> None:
 
 @torch.inference_mode()
 def replies(model, encoder: Encoder, sampler: Sampler, max_new_tokens: int, stops: tuple[str, ...],
-            asked: list[tuple[list[int], random.Random]], alone: bool = False) -> list[tuple]:
+            asked: list[tuple[list[int], random.Random]], alone: bool = False,
+            cache: bool = True) -> list[tuple]:
     """A reply to each conversation, (ids so far, random numbers): sampled ids, at most so many, up
     to the end of turn or a text in `stops`; and the log-probability of each as the sampler had it,
-    in nats (none at temperature 0). alone: one by one, without a cache."""
+    in nats (none at temperature 0). alone: one by one. cache: of what was read already."""
     if alone and len(asked) > 1:
-        return [replies(model, encoder, sampler, max_new_tokens, stops, [one], True)[0]
+        return [replies(model, encoder, sampler, max_new_tokens, stops, [one], True, cache)[0]
                 for one in asked]
     prompts, end = [ids for ids, _ in asked], encoder.end_of_turn
     longest = max(map(len, prompts))
@@ -501,7 +515,7 @@ def replies(model, encoder: Encoder, sampler: Sampler, max_new_tokens: int, stop
     rows = model.generate(left(prompts), attention_mask=left([[1] * len(p) for p in prompts]),
                           do_sample=False, eos_token_id=end, pad_token_id=end,
                           max_new_tokens=max_new_tokens, logits_processor=[draw],
-                          use_cache=not alone)
+                          use_cache=cache)
     rows = [row[:row.index(end) + 1] if end in row else row for row in rows[:, longest:].tolist()]
     log_probs = torch.stack(draw.log_probs, 1).tolist() if draw.log_probs else [[]] * len(rows)
     return [(row, values[:len(row)]) for row, values in zip(rows, log_probs)]
@@ -534,17 +548,27 @@ class Draw(transformers.LogitsProcessor):
 
 
 @torch.inference_mode()
-def trial(model, encoder: Encoder, most: float = 0.02) -> tuple[bool, bool]:
-    """Whether passes, and whether replies have to be of one text at a time, since in some families
-    padding or the cache puts log-probabilities off, here by more than `most` nats."""
-    end, rng = encoder.end_of_turn, random.Random(0)
-    sampler = Sampler(never=(*encoder.never(model.config.get_text_config().vocab_size), end))
-    texts = [[rng.randrange(len(encoder.tokenizer)) for _ in range(n)] for n in (40, 23)]
-    asked = [(ids, random.Random(n)) for n, ids in enumerate(texts)]
-    made = replies(model, encoder, sampler, 16, (), asked)
-    whole = [Trajectory(ids=ids + new, action_mask=[0] * len(ids) + [1] * len(new))
-             for ids, (new, _) in zip(texts, made)]
-    alone = torch.cat([token_log_probs(model, [t], sampler) for t in whole])
-    drawn = alone.new_tensor([x for _, log_probs in made for x in log_probs])
-    padded = token_log_probs(model, whole, sampler)
-    return tuple(not (alone - other).abs().max() < most for other in (padded, drawn))
+def trial(model, encoder: Encoder, longest: int = 64) -> tuple[bool, bool, bool]:
+    """Whether passes, and whether replies, are to be of one text at a time, and whether these may
+    keep a cache: the fastest way with the log-probabilities of plain passes over each text. Unusable
+    where none is right. longest: tokens of a text; windows count in those that exceed them."""
+    # Mean error of a token in nats: rounding makes up to 1e-5 in fp32, 0.02 in bf16, faults 0.05.
+    most = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.03
+    never = (*encoder.never(model.config.get_text_config().vocab_size), encoder.end_of_turn)
+    sampler, known = Sampler(never=never), sorted({*range(len(encoder.tokenizer))} - {*never})
+    texts = [random.Random(k).choices(known, k=k) for k in (longest - 16, longest // 2)]
+    for cache, alone in itertools.product((True, False), (False, True)):
+        try:
+            made = replies(model, encoder, sampler, 16, (),
+                           [(ids, random.Random(0)) for ids in texts], alone, cache)
+            whole = [Trajectory(ids=ids + new, action_mask=[0] * len(ids) + [1] * len(new))
+                     for ids, (new, _) in zip(texts, made)]
+            plain = torch.cat([token_log_probs(model, [t], sampler) for t in whole])
+            drawn = plain.new_tensor([x for _, log_probs in made for x in log_probs])
+            if (plain - drawn).abs().mean() < most:
+                padded = token_log_probs(model, whole, sampler)
+                return not (plain - padded).abs().mean() < most, alone, cache
+            fault = "its replies have other log-probabilities than plain passes over them"
+        except Exception as error:  # of its code for a cache or a mask, say
+            fault = str(error).partition("\n")[0]
+    raise Unusable(f"{type(model).__name__} cannot be used: {fault}; use another model")

@@ -30,9 +30,11 @@ import dpo
 import envs
 from dpo import Group, Pair, Trajectory
 from lab.pretrain import make_tokenizer
+from lab.run import Run
+from lab.settings import Settings
 from worlds import Step
 
-RUNS = {"core": (coevolve.Run, coevolve.Settings)}  # what is measured as ours
+RUNS = {"core": (coevolve.Run, coevolve.Settings), "lab": (Run, Settings)}  # what is ours
 SETTINGS = coevolve.Settings()  # of the preference loss
 WORDS = 1748  # of the tokenizer's 2,048 tokens
 # 2.16 M parameters.

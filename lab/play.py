@@ -127,7 +127,7 @@ def proposer(folder: Path, config: dict, encoder: Encoder, stops):
     @torch.inference_mode()
     def propose(t):
         (ids, _), = dpo.replies(model, encoder, dpo.Sampler(0.0, never), s["max_new_tokens"], stops,
-                                [(t.ids, random.Random())], config["alone"][1])
+                                [(t.ids, random.Random())], *config["ways"][1:])
         read = dpo.Trajectory(ids=t.ids + ids, action_mask=[0] * len(t.ids) + [1] * len(ids))
         p = dpo.token_log_probs(model, [read], dpo.Sampler(never=never)).exp()        # (A,)
         doubt = p.argmin().item()
@@ -181,7 +181,8 @@ def main(argv: list[str]) -> None:
             if output.endswith("tasks.jsonl")]  # the last has all
     try:
         for row in read_jsonl(made[-1]) if made else ():
-            env.add(row["definition"]) if "definition" in row else None  # else a training task
+            if "definition" in row:  # else it is a training task
+                env.add(row["definition"])
         task = chosen(env, words[1] if len(words) > 1 else env.test_splits[0])
         propose = proposer(folder, config, encoder, env.stops) if run else None
         say(play(env, encoder, task, s.max_tokens if run else math.inf, propose))

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import transformers
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from transformers import AutoTokenizer
 
@@ -214,6 +215,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs",
                         help="the folder of tour.md and its pictures [docs]")
     out = parser.parse_args(argv).out
+    transformers.utils.logging.disable_progress_bar()
     make_runs()
     make_tour(out)
     print(f"{out / 'tour.md'} and its pictures")
