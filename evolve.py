@@ -188,7 +188,7 @@ def train(run: Run, out: Path, agent: Path, first: Path, tasks: Path, batches: P
     write(run, out / "episodes.jsonl", [t for step in steps for t in step["episodes"]])
     return dict(episodes=sum(len(step["episodes"]) for step in steps),
                 **{name: log[-1][name] for name in ("reward", "kl", "D")},
-                updates=sum(line["updates"] for line in log), tokens=sum(l["tokens"] for l in log))
+                steps=sum(line["updates"] for line in log), tokens=sum(l["tokens"] for l in log))
 
 
 def grpo_step(run: Run, model, reference, optimizer, make_env: Callable, step: int,
@@ -351,8 +351,8 @@ def find_signals(run: Run, out: Path, tasks: Path, played: list[Path], i: int) -
     for row in picked:
         row["picked"] = True
     write(run, out, rows)
-    return dict(found={kind: len(of_kind) for kind, of_kind in found.items()},
-                picked=Counter(f"picked {row['signal']}" for row in picked),
+    return dict(**{kind: len(of_kind) for kind, of_kind in found.items()}, picked=len(picked),
+                picks=Counter(f"picked {row['signal']}" for row in picked),
                 patterns=len(set().union(*seen.patterns)))
 
 
@@ -400,7 +400,7 @@ def first_tasks(run: Run, out: Path, i: int) -> dict:
     """D_0 of --start-from train: training tasks, in their order."""
     tasks = training_tasks(run)[:run.settings.start_tasks]
     write(run, out, [dict(task=task, joined=0) for task in tasks])
-    return dict(D=len(tasks), missing=run.settings.start_tasks - len(tasks))
+    return dict(tasks=len(tasks), missing=run.settings.start_tasks - len(tasks))
 
 
 def explore(run: Run, out: Path, agent: Path, tasks: list[Path], signals: list[Path],
@@ -556,7 +556,7 @@ def join(run: Run, out: Path, tasks: list[Path], proposals: Path, played: list[P
         raise envs.Refused("no start task came of the unguided exploration; give --start-from "
                            "train and another --out, or a --model that finds something")
     write(run, out, d)
-    return dict(D=len(active(d)), joined=len(added), left=len(left))
+    return dict(tasks=len(added), left=len(left), D=len(active(d)))
 
 
 # ------------------------------------------------------------------------------------ settings

@@ -562,7 +562,7 @@ def test_the_task_set_grows_from_signals(run):
         picked = [row["task"] for row in signals if row["picked"]]
         visited = {t.task for t in read(r.folder / f"iter{i}/target-agent/episodes.jsonl")}
         assert len(picked) == len(set(picked)) > 0 and set(picked) <= visited
-        logged = r.done[f"iter{i}/signals.jsonl"]["picked"]
+        logged = r.done[f"iter{i}/signals.jsonl"]["picks"]
         assert logged == Counter(f"picked {row['signal']}" for row in signals if row["picked"])
     assert kinds["boundary"] and kinds["rare"]
 
@@ -578,7 +578,7 @@ def test_a_fourth_signal_is_found_and_picked(run, monkeypatch):
             step_tasks=6, start_from="train")
     found = [row for row in rows(r, "iter1/signals.jsonl") if row["signal"] == "hard"]
     assert found and sum(row["picked"] for row in found) == 1
-    assert r.done["iter1/signals.jsonl"]["picked"]["picked hard"] == 1
+    assert r.done["iter1/signals.jsonl"]["picks"]["picked hard"] == 1
     assert any(t.agent == "hard" for t in read(r.folder / "iter1/explored.jsonl"))
 
 
@@ -666,7 +666,7 @@ def test_the_importance_weight_is_off_by_default_and_changes_the_loss_where_the_
 
 def test_start_tasks_that_the_training_split_lacks_are_counted(run):
     r = run("grpo", start_from="train", start_tasks=8, step_tasks=6, grpo_steps=1)
-    assert (r.done["iter0/tasks.jsonl"]["D"], r.done["iter0/tasks.jsonl"]["missing"]) == (6, 2)
+    assert (r.done["iter0/tasks.jsonl"]["tasks"], r.done["iter0/tasks.jsonl"]["missing"]) == (6, 2)
 
 
 def test_random_exploration_has_no_signal_and_as_many_episodes(run):
