@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import shutil
 from pathlib import Path
 
 from worlds.flags import Refused
@@ -28,6 +30,18 @@ def whole_object(text: str, where) -> dict:
     except ValueError:
         pass
     raise Refused(f"{where}: {text[:40]!r} is no whole JSON object; restore the file, or delete it")
+
+
+def write_json(file: Path, value) -> None:
+    """The value or what was there before: it appears by renaming."""
+    part = file.with_name(f"{file.name}.tmp")
+    part.write_text(json.dumps(value, indent=1))
+    os.replace(part, file)
+
+
+def remove(path: Path) -> None:
+    """A file or folder, if it is there."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def write_jsonl(file: Path, rows: list) -> None:
