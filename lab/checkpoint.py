@@ -46,7 +46,7 @@ class Checkpoint:
         as many more as keep writing a SHARE of the time; the main rank's clock decides."""
         least = max(self.seconds, self.took / SHARE if self.seconds else 0)
         due = broadcast_object_list([time.monotonic() - self.saved_at >= least])[0]
-        if not due:
+        if not due or not optimizer.state:  # before the first update there are no moments
             return
         started, main = time.monotonic(), self.accelerator.is_main_process
         temporary = self.folder / "writing"

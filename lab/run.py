@@ -133,12 +133,15 @@ class Run(evolve.Run):
         return cache.Cached(model, self.encoder, dpo.Sampler(temperature, never), self.env.stops,
                             self.settings)
 
+    def checkpoint(self, steps: list[dict]) -> Checkpoint:
+        """The state inside the running phase; steps: what it has logged of them."""
+        return Checkpoint(self.accelerator, self.folder / "checkpoint" / self.recipe,
+                          self.settings.checkpoint_minutes, steps)
+
     def fit(self, model, out: Path, steps: list, how: dpo.Objective) -> dict:
         s, events = self.settings, []
         how = replace(how, weight_decay=s.weight_decay, max_grad_norm=s.max_grad_norm,
                       tokens=self.tokens_per_forward * self.ranks)
-        checkpoint = Checkpoint(self.accelerator, self.folder / "checkpoint" / self.recipe,
-                                s.checkpoint_minutes, events)
 
         def log(event):
             events.append(event)
@@ -147,7 +150,7 @@ class Run(evolve.Run):
 
         with coevolve.bar(self, len(steps)) as progress:
             dpo.fit(model, steps, partial(self.log_probs, sampler=how.sampler), how, log,
-                    checkpoint)
+                    self.checkpoint(events))
         dpo.save(self.accelerator, model, self.tokenizer, out)
         coevolve.write(self, out / "train.jsonl", events)
         coevolve.write(self, out / "margins.jsonl", margins.of(self, model, steps, how))
