@@ -92,7 +92,7 @@ def collect_experts(run: Run, out: Path, file: Path | None = None) -> dict:
                                    reward=reward, steps=steps, ended="done"))
     env.close()
     if not kept:
-        raise envs.Refused(f"no expert is left: {dict(dropped)}; give other --experts")
+        raise envs.Refused(f"no expert is left: {dict(dropped)}; lower what dropped it")
     write(run, out, kept)
     return dict(experts=len(kept), dropped=dropped)
 
@@ -546,9 +546,9 @@ def scores(episodes: list[Trajectory], run: Run) -> dict:
 
 
 def table(run: Run) -> str:
-    return "\n".join([f"\n{run.folder}:", *(
-        line(name, row) for work in ("make_pairs", "explore", "evaluate")
-        for name, row in run.done.items() if row["work"] == work)])
+    s = run.settings
+    return files.table(f"\n{run.folder}: {s.method} on {s.env}, model {s.model}, seed {s.seed}",
+                       run.done)
 
 
 def main(argv: list[str], settings: type = Settings, run: type = Run, methods: dict = METHODS):

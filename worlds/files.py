@@ -90,3 +90,11 @@ def line(name: str, numbers: dict) -> str:
         flat |= value if isinstance(value, dict) else {key: value}
     return "  ".join([f"{name:28}", *(f"{key} {x:.3f}" if isinstance(x, float) else f"{key} {x:,}"
                                       for key, x in flat.items() if isinstance(x, (int, float)))])
+
+
+def table(title: str, done: dict[str, dict]) -> str:
+    """What the phases of a run found, a line each: pairs, exploration, evaluation."""
+    lines = [line(name, row) for work in ("make_pairs", "explore", "evaluate")
+             for name, row in done.items() if row["work"] == work]
+    seconds = sum(row["seconds"] for row in done.values())
+    return "\n".join([title, *lines, f"{seconds:,.0f} s in all"])
