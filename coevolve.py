@@ -3,8 +3,6 @@
 Read from the top, then `dpo.py` (tokens in, gradients or tokens out) and `envs.py` (text in, text
 out; the episode). A task is the paper's instruction u, an episode is one play of it, and its record
 is a trajectory e. A phase reads files of the run and writes one, which can be looked at, or edited.
-
-    python coevolve.py --env webshop            # or: accelerate launch --multi_gpu coevolve.py ...
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ from tqdm import tqdm
 import dpo
 import envs
 from dpo import Group, Pair, Trajectory
-from worlds import flags
-from worlds.files import hashed, known_by, line, read_json, read_jsonl, seed_of, write_jsonl
+from worlds import files, flags
+from worlds.files import hashed, line, read_json, read_jsonl, seed_of, write_jsonl
 
 # ------------------------------------------------------------------------------------ the loop
 
@@ -67,9 +65,8 @@ def coevolve(run: Run) -> None:
 
 
 def evaluations(run: Run, agents: dict[str, Path], i: int) -> None:
-    for name, split in itertools.product(agents, run.splits):
-        out = f"eval-{i}-{name}-{split}.jsonl"
-        run.once(out, evaluate, agents[name], name=name, i=i, split=split)
+    for (name, agent), split in itertools.product(agents.items(), run.splits):
+        run.once(f"eval-{i}-{name}-{split}.jsonl", evaluate, agent, name=name, i=i, split=split)
 
 
 # ---------------------------------------------------------------------------------- the phases
@@ -77,8 +74,7 @@ def evaluations(run: Run, agents: dict[str, Path], i: int) -> None:
 
 
 def collect_experts(run: Run, out: Path, file: Path | None = None) -> dict:
-    """Expert trajectories of the training tasks, kept above expert_min_reward: those of a file,
-    else the scripted expert's."""
+    """Expert trajectories of the training tasks, of a file or the scripted expert's."""
     s, env, kept, dropped = run.settings, run.make_env(), [], Counter()
     evaluated = {repr(env.find(task)) for split in run.splits for task in env.tasks(split)}
     first = len(envs.opening(env, ""))  # turns before an expert's first reply
@@ -96,8 +92,7 @@ def collect_experts(run: Run, out: Path, file: Path | None = None) -> dict:
                                    reward=reward, steps=steps, ended="done"))
     env.close()
     if not kept:
-        raise envs.Refused(f"no expert is left: {dict(dropped)}; lower --expert-min-reward, raise "
-                           "--max-tokens or give other --experts")
+        raise envs.Refused(f"no expert is left: {dict(dropped)}; lower what dropped it")
     write(run, out, kept)
     return dict(experts=len(kept), dropped=dropped)
 
@@ -164,8 +159,7 @@ def by_task(episodes: list[Trajectory], dropped: Counter) -> dict[str, list[Traj
 
 def train_preferences(run: Run, out: Path, agent: Path, first: Path, pairs: Path,
                       episodes: list[Path], name: str, i: int) -> dict:
-    """The agent after weighted DPO + SFT on its pairs, Eq. (9); the pairs of the failure agent have
-    no SFT weight, so that for it this is Eq. (7). first: the agent after SFT."""
+    """The agent after weighted DPO + SFT on its pairs, Eq. (9), without SFT weights Eq. (7)."""
     s, rng = run.settings, random.Random(seed_of(run.settings.seed, "dpo", name, i))
     groups = preference_groups(read_jsonl(pairs), read(*episodes), s)
     if not groups:  # the agent stays as it is
@@ -375,8 +369,7 @@ class FailureAgent:
 @dataclass(frozen=True)
 class Settings(FailureAgent, Preferences, Common, flags.Stated):
     """Every number of a run."""
-    # In place of the defaults, by the model's name or the protocol's; an environment's folder has
-    # others. The tiny model starts from nothing and so needs larger steps.
+    # In place of the defaults, by the model's or the protocol's name; environments have others.
     presets = {"tiny": dict(view="short", sft_batch=16, dpo_batch=16, beta_later=0.1,
                             lambda_sft=0.5),
                "eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5)}
@@ -433,16 +426,13 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             ways = (False, False, True) if self.settings.model == "tiny" else dpo.trial(
                 self.replica(self.base), self.encoder, self.settings.max_tokens)
-            config.write_text(json.dumps(dict(settings=now, ways=ways), indent=1))
+            files.write_json(config, dict(settings=now, ways=ways))
         self.accelerator.wait_for_everyone()
         before = read_json(config)
         flags.check_same(before.get("settings"), json.loads(json.dumps(now)), type(self.settings))
         self.passes_alone, *self.ways = before["ways"]  # of replies: alone, with a cache
         if self.main and before["ways"] != [False, False, True]:
-            one = {True: "one text at a time", False: "several texts at once"}
-            print(f"{self.base} reads some texts otherwise side by side or with a cache: passes of "
-                  f"{one[self.passes_alone]}, replies to {one[self.ways[0]]}, "
-                  f"with{'' if self.ways[1] else 'out'} a cache")
+            print(f"{self.base}: passes alone, replies alone, with a cache: {before['ways']}")
         self.before = read_json(phases) if phases.exists() else {}
 
     def once(self, output: str, work, *inputs, **how) -> Path:
@@ -450,7 +440,7 @@ class Run:
         from files of the same bytes, from agents that were made alike, and with this `how`."""
         path, self.name = self.folder / output, output
         agents = {self.folder / name: row["recipe"] for name, row in self.done.items()}
-        self.recipe = recipe = hashed([work.__name__, known_by(inputs, agents), how])
+        self.recipe = recipe = hashed([work.__name__, files.known_by(inputs, agents), how])
         recorded = self.before.pop(output, {})
         if recorded.get("recipe") == recipe and path.exists():
             self.done[output] = recorded
@@ -461,14 +451,14 @@ class Run:
         self.accelerator.wait_for_everyone()
         if self.main:
             path.parent.mkdir(exist_ok=True)
-            for old in temporary, path:
-                shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+            files.remove(temporary)
         self.accelerator.wait_for_everyone()
         numbers = self.make(temporary, work, *inputs, **how)
         self.accelerator.wait_for_everyone()
         self.done[output] = dict(work=work.__name__, recipe=recipe, **how) | dict(
             seconds=round(time.perf_counter() - started, 1)) | numbers
         if self.main:
+            files.remove(path)
             os.replace(temporary, path)
             self.record(output)
         self.accelerator.wait_for_everyone()
@@ -479,9 +469,7 @@ class Run:
 
     def record(self, output: str) -> None:
         """Writes and prints that a phase is finished."""
-        part = self.folder / "phases.json.tmp"
-        part.write_text(json.dumps(self.done | self.before, indent=1))
-        os.replace(part, self.folder / "phases.json")
+        files.write_json(self.folder / "phases.json", self.done | self.before)
         tqdm.write(line(output, self.done[output]))
 
     def load(self, agent: Path):
@@ -545,8 +533,8 @@ def bar(run: Run, total: int):
     return tqdm(total=total, desc=run.name, leave=False, disable=not run.main, delay=2)
 
 
-def read(*files: Path) -> list[Trajectory]:
-    return [Trajectory(**row) for file in files for row in read_jsonl(file)]
+def read(*paths: Path) -> list[Trajectory]:
+    return [Trajectory(**row) for file in paths for row in read_jsonl(file)]
 
 
 def scores(episodes: list[Trajectory], run: Run) -> dict:
@@ -558,12 +546,9 @@ def scores(episodes: list[Trajectory], run: Run) -> dict:
 
 
 def table(run: Run) -> str:
-    """What the phases found: pairs, exploration, greedy episodes."""
-    s, lines = run.settings, []
-    for work in "make_pairs", "explore", "evaluate":
-        lines += [line(name, row) for name, row in run.done.items() if row["work"] == work]
-    return "\n".join([f"\n{run.folder}: {s.method} on {s.env}, model {s.model}, seed {s.seed}",
-                      *lines, f"{sum(d['seconds'] for d in run.done.values()):,.0f} s in all"])
+    s = run.settings
+    return files.table(f"\n{run.folder}: {s.method} on {s.env}, model {s.model}, seed {s.seed}",
+                       run.done)
 
 
 def main(argv: list[str], settings: type = Settings, run: type = Run, methods: dict = METHODS):

@@ -258,7 +258,7 @@ def plan(run: Run, out: Path, tasks: Path, before: list[Path], i: int) -> dict:
                 batch.append(queue.pop())
         rows.append(dict(step=step, tasks=batch, waiting=[[*queue] for queue in waiting]))
     write(run, out, rows)
-    return dict(steps=len(rows), D=len(d))
+    return dict(D=len(d))
 
 
 # ----------------------------------------------------------------------------------- the signals
@@ -352,8 +352,7 @@ def find_signals(run: Run, out: Path, tasks: Path, played: list[Path], i: int) -
         row["picked"] = True
     write(run, out, rows)
     return dict(**{kind: len(of_kind) for kind, of_kind in found.items()}, picked=len(picked),
-                picks={f"picked {kind}": n for kind, n in Counter(
-                    row["signal"] for row in picked).items()},
+                picks=Counter(f"picked {row['signal']}" for row in picked),
                 patterns=len(set().union(*seen.patterns)))
 
 
@@ -475,8 +474,7 @@ def judge(run: Run, out: Path, finds: Path, tasks: list[Path], agent: Path, i: i
     write(run, out, rows)
     added = [row for row in rows if row["verdict"] == "added"]
     return dict(proposals=len(rows), replayed=sum(v["replayed"] for v in verdicts), tried=tried,
-                added=len(added), kinds={f"added {kind}": n for kind, n in Counter(
-                    row["signal"] for row in added).items()},
+                added=len(added), kinds=Counter(f"added {row['signal']}" for row in added),
                 refused=Counter(v["reason"] for v in verdicts if v["reason"]))
 
 

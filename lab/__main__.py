@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 import coevolve
 import dpo
@@ -67,7 +68,7 @@ def one_line(error: Exception) -> str | None:
     on = ". The same command goes on from here once that is mended" * GOES_ON
     if isinstance(error, (envs.Refused, dpo.Unusable)):
         return without_passwords(str(error))
-    if isinstance(error, (FloatingPointError, envs.EnvError, OSError)):
+    if isinstance(error, (FloatingPointError, envs.EnvError, OSError, SafetensorError)):
         return f"{error}{on}"
     memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     if memory or "DefaultCPUAllocator" in str(error):

@@ -30,9 +30,11 @@ import dpo
 import envs
 from dpo import Group, Pair, Trajectory
 from lab.pretrain import make_tokenizer
+from lab.run import Run
+from lab.settings import Settings
 from worlds import Step
 
-RUNS = {"core": (coevolve.Run, coevolve.Settings)}  # what is measured as ours
+RUNS = {"core": (coevolve.Run, coevolve.Settings), "lab": (Run, Settings)}  # what is ours
 SETTINGS = coevolve.Settings()  # of the preference loss
 WORDS = 1748  # of the tokenizer's 2,048 tokens
 # 2.16 M parameters.
@@ -212,9 +214,9 @@ def train(runs: dict, folder: Path, quick: bool) -> None:
 # ------------------------------------------------------------------------------------- rollouts
 
 
-class Pages(envs.World):
+class Pages:
     """Episodes of 4-6 turns with pages of 60-150 tokens that depend on the task alone."""
-    max_steps, stops = 6, ()
+    max_steps, stops, prompt, theirs = 6, (), "", None
 
     def reset(self, task):
         self.rng, self.left = random.Random(task), self.max_steps - 2 + int(task) % 3
@@ -223,6 +225,9 @@ class Pages(envs.World):
     def step(self, reply):
         self.left -= 1
         return Step(self.page(), 0.0, self.left == 0)
+
+    def close(self):
+        pass
 
     def page(self):
         return " ".join(f"w{self.rng.randrange(WORDS)}" for _ in range(self.rng.randint(60, 150)))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import broadcast_object_list
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict as states
 
 SHARE = 0.05  # of a phase's time may go into writing states [ours]
@@ -33,7 +34,7 @@ class Checkpoint:
             state = dict(weights=weights, moments=moments)
             dcp.load(state, checkpoint_id=saved[-1], no_dist=self.accelerator.num_processes == 1)
             self.events += json.loads((saved[-1] / "events.json").read_text())
-        except Exception as error:  # whatever a damaged file makes of the library
+        except (Exception, CheckpointException) as error:  # whatever a damaged file makes of it
             raise OSError(f"{saved[-1]} is damaged ({type(error).__name__}); delete {self.folder} "
                           "to begin the phase again") from None
         states.set_state_dict(model, optimizer, model_state_dict=state["weights"],
@@ -45,7 +46,7 @@ class Checkpoint:
         as many more as keep writing a SHARE of the time; the main rank's clock decides."""
         least = max(self.seconds, self.took / SHARE if self.seconds else 0)
         due = broadcast_object_list([time.monotonic() - self.saved_at >= least])[0]
-        if not due:
+        if not due or not optimizer.state:  # before the first update there are no moments
             return
         started, main = time.monotonic(), self.accelerator.is_main_process
         temporary = self.folder / "writing"

@@ -66,8 +66,8 @@ def episodes_of(run: Path, phases: dict):
     growing = sorted(path.relative_to(run).as_posix() for path in run.glob("playing/*.jsonl"))
     for name in [*names, *growing]:
         if name.endswith(".jsonl") and (run / name).is_file():
-            rows = [row for row in read_jsonl(run / name, growing=name in growing) if "messages" in row]
-            yield name, rows
+            rows = read_jsonl(run / name, growing=name in growing)
+            yield name, [row for row in rows if "messages" in row]
 
 
 def add_pairs(found: dict, run: Path, name: str, recorded: dict) -> None:

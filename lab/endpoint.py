@@ -96,7 +96,7 @@ class Endpoint:
             while part := answer.raw.read1(1 << 16, True):
                 text += part
                 if len(text) > MOST:
-                    raise EndpointError(f"{self.url}: an answer is longer than {MOST:,} bytes")
+                    raise NotAnswered(f"{self.url}: an answer is longer than {MOST:,} bytes")
                 if time.monotonic() > ends:
                     raise requests.Timeout(f"it took more than {SECONDS} seconds")
             return (answer.status_code, text.decode(errors="replace"),

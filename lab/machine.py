@@ -1,5 +1,5 @@
-"""What a machine cannot do is said before anything is loaded: torch cannot use its GPUs, or they do
-not hold a model. Nothing of a model is loaded here but its config.
+"""What a machine cannot do, said before anything is loaded: torch cannot use its GPUs, or they do
+not hold a model. Both functions give one line with the remedy, or None.
 """
 
 import math
@@ -11,25 +11,8 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 
-import dpo
-from worlds.flags import Refused
-
 FREE = 0.92  # of a card's memory: contexts, NCCL's buffers and the allocator's gaps take the rest
 ACTING = 0.5  # of a pass's tokens, those whose next token is an action of some row [ours]
-
-
-def check(s) -> None:
-    """Refused where this machine cannot do a run of these settings, in one line with the remedy.
-    The tiny model trains on any machine's CPU, and models behind an endpoint run elsewhere."""
-    if s.model == "tiny" or s.model.startswith(("http://", "https://")):
-        return
-    why, ranks = check_torch(), int(os.environ.get("WORLD_SIZE", 1))
-    if not why and torch.cuda.is_available() and s.method != "evaluate" and s.model != "smollm2":
-        card = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0)))
-        why = check_memory(dpo.read_config(s.model), 1 if s.shard == "off" else ranks,
-                           card.total_memory, s.tokens_per_forward or 8192)
-    if why:
-        raise Refused(f"--model {s.model}: {why}")
 
 
 def check_torch(devices: Path = Path("/dev")) -> str | None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from coevolve import Run
-from dpo import Group, trajectories
 from envs import Refused, World
-from worlds import flags, plain
-from worlds.files import hashed
+from evolve import world
+from worlds import flags
+from worlds.files import hashed, read_jsonl
 
 FILE = "trained_on.json"  # in an agent's folder
 
@@ -21,11 +21,10 @@ class Overlap(flags.Stated):
 
 
 def marks(env: World, task: str) -> set[str]:
-    """Hashes by which a task is known in whatever split: of what it is, and of its instruction if
-    that says so; none for a task that this environment does not have."""
+    """The hash by which a task is known in whatever split, of what it is; none for a task that this
+    environment does not have."""
     with suppress(ValueError):
-        wording = plain("\n".join(env.wording(task)))
-        return {hashed([env.name, mark]) for mark in (repr(env.find(task)), wording) if mark}
+        return {hashed([env.name, repr(env.find(task))])}
     return set()
 
 
@@ -35,13 +34,14 @@ def trained_on(agent: Path) -> set[str]:
     return {*json.loads(file.read_text())["marks"]} if file.exists() else set()
 
 
-def record(run: Run, out: Path, model, steps: list[list[Group]]) -> None:
-    """Writes into an agent's folder what it, a model that was trained on these steps, and the agent
-    that it was read from were trained on."""
-    if run.main:
-        tasks = {t.task for batch in steps for t in trajectories(batch)}
-        known = trained_on(Path(model.name_or_path)).union(*(marks(run.env, t) for t in tasks))
-        (out / FILE).write_text(json.dumps(dict(tasks=sorted(tasks), marks=sorted(known))))
+def record(run: Run, out: Path, agent: Path, *read) -> None:
+    """Writes into an agent's folder what it and `agent`, from which it came, were trained on. read:
+    the files, or lists of them, that its training read; in D's an added task is defined."""
+    files = [file for part in read for file in (part if isinstance(part, list) else [part])]
+    rows = [row for file in files if file.is_file() for row in read_jsonl(file) if "task" in row]
+    env, tasks = world(run, rows), {row["task"] for row in rows}
+    known = trained_on(agent).union(*(marks(env, task) for task in tasks))
+    (out / FILE).write_text(json.dumps(dict(tasks=sorted(tasks), marks=sorted(known))))
 
 
 def check(run: Run) -> None:

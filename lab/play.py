@@ -181,7 +181,8 @@ def main(argv: list[str]) -> None:
             if output.endswith("tasks.jsonl")]  # the last has all
     try:
         for row in read_jsonl(made[-1]) if made else ():
-            env.add(row["definition"]) if "definition" in row else None  # else it is a training task
+            if "definition" in row:  # else it is a training task
+                env.add(row["definition"])
         task = chosen(env, words[1] if len(words) > 1 else env.test_splits[0])
         propose = proposer(folder, config, encoder, env.stops) if run else None
         say(play(env, encoder, task, s.max_tokens if run else math.inf, propose))

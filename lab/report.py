@@ -118,13 +118,12 @@ def signals(phases: dict) -> tuple[str, str, list]:
     rows = []
     for output, row in phases.items():
         if output.endswith("/tasks.jsonl"):
-            made = [phases.get(output.replace("tasks", name), {})
-                    for name in ("signals", "explored", "proposals")]
-            rows.append((row["i"], *(made[0].get("found", {}).get(kind, "-")
-                                     for kind in ("forgetting", "boundary", "rare")),
-                         sum(made[0].get("picked", {}).values()), made[1].get("episodes", "-"),
-                         *(made[2].get(name, "-") for name in ("proposals", "added")),
-                         row.get("left", "-"), row["D"]))
+            signs, explored, proposed = (phases.get(output.replace("tasks", name), {})
+                                         for name in ("signals", "explored", "proposals"))
+            rows.append((row["i"], *(signs.get(kind, "-") for kind in (
+                "forgetting", "boundary", "rare", "picked")), explored.get("episodes", "-"),
+                *(proposed.get(name, "-") for name in ("proposals", "added")),
+                row.get("left", "-"), row.get("D", row["tasks"])))
     return ("Signals, and what became of what the explorer found",
             "iteration forgetting boundary rare picked episodes proposals added left tasks", rows)
 
@@ -132,7 +131,7 @@ def signals(phases: dict) -> tuple[str, str, list]:
 def times(phases: dict) -> tuple[str, str, list]:
     rows = [(output + " *" * ("reused" in row), row) for output, row in phases.items()]
     reused = [row for row in phases.values() if "reused" in row]
-    counts = ("steps", "updates", "episodes", "tokens")
+    counts = ("steps", "episodes", "tokens")
     for name, some in ("total", [*phases.values()]), ("of these reused (*)", reused):
         if some:
             rows.append((name, {key: sum(row.get(key, 0) for row in some)

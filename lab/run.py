@@ -67,7 +67,7 @@ class Run(evolve.Run):
                  "on a GPU" if self.accelerator.device.type != "cpu" else
                  fast.why_not(dpo.read_model(self.base).eval(), self.encoder, s))
         self.fast = not plain
-        if plain and self.main:
+        if plain and self.main and s.method != "chat":
             print(f"passes and replies are plain: {plain}")
         if self.fast and not s.tokens_per_forward:
             self.tokens_per_forward = 4096  # without padding
@@ -82,6 +82,8 @@ class Run(evolve.Run):
                 taken = broadcast_object_list(taken)[0]
             self.reads.clear()
             numbers = taken or super().make(out, work, *inputs, **how)
+            if self.main and (out / "config.json").exists():  # an agent
+                overlap.record(self, out, *inputs)
         if self.main:  # what the phase has kept to go on from
             for inside in "playing", "checkpoint":
                 shutil.rmtree(self.folder / inside, ignore_errors=True)
@@ -131,12 +133,15 @@ class Run(evolve.Run):
         return cache.Cached(model, self.encoder, dpo.Sampler(temperature, never), self.env.stops,
                             self.settings)
 
+    def checkpoint(self, steps: list[dict]) -> Checkpoint:
+        """The state inside the running phase; steps: what it has logged of them."""
+        return Checkpoint(self.accelerator, self.folder / "checkpoint" / self.recipe,
+                          self.settings.checkpoint_minutes, steps)
+
     def fit(self, model, out: Path, steps: list, how: dpo.Objective) -> dict:
         s, events = self.settings, []
         how = replace(how, weight_decay=s.weight_decay, max_grad_norm=s.max_grad_norm,
                       tokens=self.tokens_per_forward * self.ranks)
-        checkpoint = Checkpoint(self.accelerator, self.folder / "checkpoint" / self.recipe,
-                                s.checkpoint_minutes, events)
 
         def log(event):
             events.append(event)
@@ -145,11 +150,10 @@ class Run(evolve.Run):
 
         with coevolve.bar(self, len(steps)) as progress:
             dpo.fit(model, steps, partial(self.log_probs, sampler=how.sampler), how, log,
-                    checkpoint)
+                    self.checkpoint(events))
         dpo.save(self.accelerator, model, self.tokenizer, out)
         coevolve.write(self, out / "train.jsonl", events)
         coevolve.write(self, out / "margins.jsonl", margins.of(self, model, steps, how))
-        overlap.record(self, out, model, steps)
         tokens = sum(len(t.ids) for batch in steps for t in dpo.trajectories(batch))
         return dict(steps=len(events), tokens=tokens, first_loss=events[0]["loss"],
                     loss=events[-1]["loss"])

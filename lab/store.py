@@ -35,24 +35,25 @@ def recorded(settings):
 
 @lru_cache(None)
 def definitions() -> dict[str, list[tuple[str, frozenset]]]:
-    """name -> (source, the names in it) of every function, method, class head and constant of that
-    name in the project's modules that are loaded."""
+    """name -> (source, the names in it) of every function, method, constant and field of that name
+    in the project's modules that are loaded."""
     found = {}
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None) or ""
         if not file.startswith(f"{ROOT}{os.sep}") or f"{os.sep}tests{os.sep}" in file or (
                 ".venv" in file):
             continue
-        text = Path(file).read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, (ast.FunctionDef, ast.Assign, ast.AnnAssign)):
-                names = [node.name] if isinstance(node, ast.FunctionDef) else [
-                    t.id for t in ast.walk(node) if isinstance(t, ast.Name)
-                    and isinstance(t.ctx, ast.Store)]
-                used = frozenset(n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(node)
-                                 if isinstance(n, (ast.Name, ast.Attribute)))
-                for name in names:
-                    found.setdefault(name, []).append((ast.unparse(node), used))
+        body = ast.parse(Path(file).read_text(encoding="utf-8")).body
+        for node in [*body, *(part for head in body if isinstance(head, ast.ClassDef)
+                              for part in head.body)]:
+            names = ([node.name] if isinstance(node, ast.FunctionDef) else
+                     [t.id for t in ast.walk(node) if isinstance(t, ast.Name)
+                      and isinstance(t.ctx, ast.Store)]
+                     if isinstance(node, (ast.Assign, ast.AnnAssign)) else [])
+            used = frozenset(n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(node)
+                             if isinstance(n, (ast.Name, ast.Attribute)))
+            for name in names:
+                found.setdefault(name, []).append((ast.unparse(node), used))
     return found
 
 
@@ -81,7 +82,8 @@ def machine(run) -> list:
 def take(run, out: Path, code: str, folder: Path) -> dict | None:
     """Puts at `out` what another run, in `folder` or its subfolders, has made alike of the running
     phase; what is recorded of it, with that run's name; None where there is none."""
-    settings, now = vars(run.settings), json.loads(json.dumps(machine(run)))
+    settings = vars(run.settings) | vars(run.options)
+    now = json.loads(json.dumps(machine(run)))
     for phases in sorted([*folder.glob("*/phases.json"), *folder.glob("phases.json")]):
         row, other = json.loads(phases.read_text()).get(run.name, {}), phases.parent
         made = row.get("made", {})

@@ -132,7 +132,8 @@ def costs(like: Path, eto: Path | None = None) -> dict:
 
 def task_counts(run: Path) -> list[int]:
     """How many tasks GRPO trained on, by evolution: those at the start, and so on."""
-    return [row["D"] for output, row in phases_of(run).items() if output.endswith("tasks.jsonl")]
+    return [row.get("D", row["tasks"]) for output, row in phases_of(run).items()
+            if output.endswith("tasks.jsonl")]
 
 
 def mean_cost(run: Path) -> tuple[float, float]:

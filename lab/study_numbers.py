@@ -68,11 +68,8 @@ def last(by_split: dict, split: str, key: str) -> dict[int, float]:
 def cost(run: Path) -> dict:
     """Steps after the first SFT, the target's and all agents'; the target's tokens; rollouts."""
     of_all, target = trained(run), trained(run, "target")
-
-    def steps(rows):
-        return sum(e.get("steps", 0) + e.get("updates", 0) for e in rows)
-
-    return dict(steps_of_the_target=steps(target), steps_of_all_agents=steps(of_all),
+    return dict(steps_of_the_target=sum(e["steps"] for e in target),
+                steps_of_all_agents=sum(e["steps"] for e in of_all),
                 tokens_of_the_target=sum(e.get("tokens", 0) for e in target),
                 rollouts=sum(e["episodes"] for e in explorations(phases_of(run)))
                 + sum(e.get("episodes", 0) for e in target))  # of `evolve.py`

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import transformers
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from transformers import AutoTokenizer
 
@@ -133,7 +134,8 @@ def second_system() -> dict:
         group = [e for e in played[row["task"]]
                  if e.iteration == s.evolve_every + 1]  # played by iter1/target-agent as it is
         if advantages := evolve.advantages([e.reward for e in group]):
-            found.append(dict(new=row["task"], proposal=proposal, group=list(zip(group, advantages)),
+            found.append(dict(new=row["task"], proposal=proposal,
+                              group=list(zip(group, advantages)),
                               term=most_clipped(group, advantages, sampler, s)))
     told = max(found, key=lambda x: abs(x["term"]["unclipped"] - x["term"]["term"]))
     told["term"]["token"] = tokenizer.decode([told["term"]["token"]])
@@ -213,6 +215,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs",
                         help="the folder of tour.md and its pictures [docs]")
     out = parser.parse_args(argv).out
+    transformers.utils.logging.disable_progress_bar()
     make_runs()
     make_tour(out)
     print(f"{out / 'tour.md'} and its pictures")

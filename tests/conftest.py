@@ -137,8 +137,9 @@ def fork(work, said, **environment) -> int:
 
 @pytest.fixture(autouse=True)
 def no_process_group():
-    """A model that one process shards begins a group of one, which forks would take for theirs."""
+    """What accelerate remembers of one test, its precision too, the next one would take for its."""
     yield
+    AcceleratorState._reset_state(reset_partial_state=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

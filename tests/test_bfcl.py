@@ -437,9 +437,9 @@ def test_splits_are_what_they_were_and_the_published_one_tests_all():
     assert all(side == sides[0] for side in sides)  # a number is on one side in all categories
     ours, published = make("bfcl"), make("bfcl", bfcl_split="published")
     long = make("bfcl", bfcl_category="long_context")  # the user says the same in both
-    said = {tuple(long.wording(task)) for task in long.tasks("train")}
-    assert sum(tuple(ours.wording(task)) in said for task in ours.tasks("train")) > 80
-    assert not any(tuple(ours.wording(task)) in said for task in ours.tasks("test"))
+    said = {tuple(long.find(task)["turns"]) for task in long.tasks("train")}
+    assert sum(tuple(ours.find(task)["turns"]) in said for task in ours.tasks("train")) > 80
+    assert not any(tuple(ours.find(task)["turns"]) in said for task in ours.tasks("test"))
     assert ours.tasks("train")[:3] == ["bfcl-train-base-127", "bfcl-train-base-177", "bfcl-train-base-15"]
     assert published.tasks("train") == ours.tasks("train") and len(set(published.tasks("test"))) == 200
     for task in ("bfcl-train-base-1000", f"bfcl-train-base-{min(sides[0])}", "bfcl-train-miss-func-127"):

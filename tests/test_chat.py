@@ -11,14 +11,13 @@ import pytest
 from conftest import KEY, ended, fork, wait_until
 
 import coevolve
-import dpo
 import envs
 from lab import endpoint as endpoints
 from lab import overlap
 from lab.run import Run
 from lab.settings import METHODS, Settings
 from worlds import Step, flags
-from worlds.files import read_jsonl
+from worlds.files import read_jsonl, write_jsonl
 
 ASKED = [dict(role="user", content="?")]
 
@@ -443,8 +442,8 @@ def test_evaluation_is_greedy_unless_asked_otherwise(argv):
 
 def trained(run, folder, names, before="nowhere"):
     folder.mkdir(parents=True)
-    model = SimpleNamespace(name_or_path=str(folder.parent / before))
-    overlap.record(run, folder, model, [[dpo.Group([dpo.Trajectory(name)])] for name in names])
+    write_jsonl(folder / "read.jsonl", [dict(task=name) for name in names])
+    overlap.record(run, folder, folder.parent / before, [folder / "read.jsonl"])
     return folder
 
 
@@ -492,6 +491,25 @@ def test_an_agent_of_a_run_is_known_by_all_that_came_before_it(small, tmp_path, 
     assert r.done["experts.jsonl"]["dropped"] == {"evaluated too": 1}
     known = {name: json.loads((r.folder / name / overlap.FILE).read_text())
              for name in ("sft-target", "iter1/target-agent")}
-    assert [len(found["tasks"]) for found in known.values()] == [4, 2]
     assert known["sft-target"]["marks"] == known["iter1/target-agent"]["marks"] == sorted(set().union(*(
         overlap.marks(r.env, f"guess-train-{n}") for n in range(4))))
+
+
+def test_a_task_that_was_made_during_a_run_counts_by_what_it_is(tmp_path):
+    s = parsed("--method", "evaluate", "--model", tmp_path)[0]
+    run = SimpleNamespace(settings=s, env=envs.make("webshop"), splits=("test",), base=tmp_path,
+                          make_env=lambda: envs.make("webshop"))
+    goal = run.env.find("webshop-test-9")
+    write_jsonl(tmp_path / "tasks.jsonl", [dict(task="webshop-added-0", definition=goal),
+                                           dict(task="webshop-train-1")])
+    overlap.record(run, tmp_path, tmp_path / "none", tmp_path, tmp_path / "tasks.jsonl")
+    with pytest.raises(envs.Refused, match="^1 of 250 .*such as webshop-test-9;"):
+        overlap.check(run)
+
+
+@pytest.mark.parametrize("name", ["webshop", "intercodesql", "scienceworld", "bfcl"])
+def test_no_built_in_split_overlaps_another(name):
+    env = envs.make(name)
+    of = {split: {mark for task in env.tasks(split) for mark in overlap.marks(env, task)}
+          for split in env.splits}
+    assert all(of.values()) and sum(map(len, of.values())) == len(set().union(*of.values()))

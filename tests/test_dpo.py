@@ -5,7 +5,6 @@ import json
 import math
 import random
 import shutil
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -395,7 +394,7 @@ def test_training_drops_nothing_whatever_the_models_config_says(kind, config):
     torch.manual_seed(0)
     dropout = {k: v for k, v in config.to_dict().items() if "drop" in k or "jitter" in k}
     model, g = dpo.prepare(kind(config), recompute=False), group(pairs=[Pair("k", 0, 1)])
-    assert any(dropout.values())
+    assert not model.training and any(dropout.values())
     with torch.no_grad():
         once, again = (dpo.token_log_probs(model, g.sequences) for _ in range(2))
     assert torch.equal(once, again)
@@ -405,51 +404,12 @@ def test_training_drops_nothing_whatever_the_models_config_says(kind, config):
     assert log[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
-def test_layers_run_again_in_the_backward_pass_give_the_same_gradient():
-    found = []
-    for recompute in (False, True):
-        model = dpo.prepare(make_model(VOCABULARY), recompute)
-        found.append(gradients(model, loss_of(model, [group()])[0]))
-    torch.testing.assert_close(*found, atol=1e-12, rtol=0)
-
-
 def test_a_loss_that_is_not_finite_names_the_tasks_and_moves_nothing():
     bad, model = group("webshop-train-7"), make_model(VOCABULARY, seed=3)
     bad.reference, before = [math.nan] * 3, flat(model)
-    with pytest.raises(FloatingPointError, match="at step 1 on webshop-train-7; look at"):
+    with pytest.raises(FloatingPointError, match="at step 1 on tasks webshop-train-7"):
         trained([bad], [[bad]], 100, partial(dpo.preference_loss, s=LOSS), model)
     assert torch.equal(flat(model), before)
-
-
-def test_a_phase_that_was_stopped_goes_on_to_the_same_bits():
-    """The hook of `fit` for checkpoints: what it restores is trained no second time."""
-    steps, kept = [[group(str(i), seed=i)] for i in range(4)], {}
-
-    class Checkpoint:
-        def restore(self, model, optimizer):
-            if kept:
-                model.load_state_dict(kept["model"])
-                optimizer.load_state_dict(kept["optimizer"])
-            return kept.get("step", 0)
-
-        def keep(self, model, optimizer, step):
-            if step == 2:
-                states = dict(model=model.state_dict(), optimizer=optimizer.state_dict())
-                kept.update({**copied(states), "step": step})
-
-    def copied(states):  # a copy that training does not change any more
-        return {name: torch.utils._pytree.tree_map(
-            lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
-            for name, state in states.items()}
-
-    how = Objective(partial(dpo.preference_loss, s=LOSS), lambda g: 3, 1e-3, 0.5, "cosine")
-    results = []
-    for _ in range(2):
-        model, log = make_model(VOCABULARY, seed=3), []
-        dpo.fit(model, steps, dpo.token_log_probs, how, log.append, Checkpoint())
-        results.append((flat(model), log))
-    (whole, log), (again, after) = results
-    assert torch.equal(whole, again) and log[2:] == after and after[0]["step"] == 3
 
 
 def test_batches_hold_every_group_once_and_keep_instructions_whole():
@@ -465,12 +425,6 @@ def test_batches_hold_every_group_once_and_keep_instructions_whole():
         made = dpo.batches(groups, 3, "instructions", random.Random(seed))
         assert [len(b) for b in made] == [3, 3, 2]
     assert len(orders) == 5
-
-
-def test_groups_together_keep_order_and_fit():
-    groups = [Group(sequences(n)) for n in [5, 5, 30, 4, 6, 9]]
-    made = dpo.together(groups, 12)
-    assert [[len(g.sequences[0].ids) for g in some] for some in made] == [[5, 5], [30], [4, 6], [9]]
 
 
 # ---------------------------------------------------------------------------------------- models
@@ -620,8 +574,7 @@ def test_the_log_probs_of_a_reply_are_those_that_training_gives_it(agent):
 
 
 @pytest.mark.parametrize("fault, expected", [
-    (None, (False, False, True)), ("padding", (True, False, True)),
-    ("cache", (False, False, False))])
+    (None, (False, False, True)), ("padding", (True, False, True)), ("cache", (False, False, False))])
 def test_a_model_that_reads_texts_otherwise_side_by_side_is_known(agent, monkeypatch, fault,
                                                                  expected):
     """A stand-in for families whose padding, or whose cache, puts log-probabilities off."""
@@ -638,13 +591,3 @@ def test_a_model_that_reads_texts_otherwise_side_by_side_is_known(agent, monkeyp
     wrong.__signature__ = inspect.signature(forward)
     monkeypatch.setattr(type(model), "forward", wrong)
     assert dpo.trial(model, encoder) == expected
-
-
-def test_sampler_of_a_run_excludes_what_its_log_probs_exclude():
-    """Mass on tokens that are never drawn is no part of a log-probability with that sampler."""
-    logits = torch.tensor([[2.0, 1.0, 9.0, 0.0]])
-    sampler = replace(dpo.Sampler(), temperature=0.5, never=(2,))
-    expected = torch.tensor([4.0, 2.0, 0.0]).log_softmax(0)
-    found = sampler.logits(logits).log_softmax(-1)[0]
-    torch.testing.assert_close(found[[0, 1, 3]], expected)
-    assert found[2] == -torch.inf

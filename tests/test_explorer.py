@@ -2,20 +2,19 @@
 
 import json
 import random
-import threading
 from collections import Counter
-from contextlib import closing, nullcontext
-from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
+from contextlib import closing
+from dataclasses import dataclass
 
 import pytest
 
-from lab import mutual
-from lab import play_env as envs
-from lab import tokens as dpo
-from lab.harness.settings import Settings
-from lab.playing import explorer
+import coevolve
+import envs
+import evolve
+from coevolve import read
+from lab import endpoint as endpoints
+from lab import explorer
+from worlds.files import read_jsonl
 from worlds.intercodesql import questions
 
 WELL = (  # its answers, by what it is asked for: context, action, proposals
@@ -32,22 +31,23 @@ def env():
     return envs.make("intercodesql", "short")
 
 
+@dataclass(frozen=True)
+class Settings(explorer.Explorer, coevolve.Settings):
+    """Those of the second system with an endpoint."""
+
+
 @pytest.fixture
 def explore(env, endpoint, tmp_path, monkeypatch):
-    """explore(answers, n) -> two episodes of each of n tasks, what they took, the lost."""
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    s = Settings(env="intercodesql", view="short", method="evolve", explorer=endpoint.url,
-                 explorer_model="m", max_new_tokens=64, slots=1, answer_seconds=1)
-    lost = []
-    folder = SimpleNamespace(running="explored", path=tmp_path, inputs=lambda: "all before",
-                             on_main=lambda said: said())
-    log = SimpleNamespace(dropped=lambda phase, reason, tasks: lost.extend(tasks), say=print,
-                          bar=lambda *_: nullcontext(SimpleNamespace(update=lambda n=1: None)))
-    run = SimpleNamespace(settings=s, folder=folder, log=log, tasks=SimpleNamespace(
-        make_env=lambda: envs.make("intercodesql", "short"), task_generator=env.task_generator))
+    """explore(answers, n) -> two episodes of each of n tasks, their proposals, and what both took.
+    The first three are the phases of a run, which goes on when it is called again."""
+    monkeypatch.setattr(endpoints.random, "uniform", lambda low, high: 0.0)  # no wait
 
     def start(answers, n, guided=True, **changed):
-        run.settings = replace(s, **changed)
+        s = Settings(**dict(
+            env="intercodesql", view="short", method="evolve", explorer=endpoint.url,
+            explorer_model="m", slots=1, explorer_episodes=2, guide="signals" if guided else "random",
+            out=str(tmp_path / "run")) | changed)
+        run = evolve.Run(s, envs.environment("intercodesql")())
         tasks = env.tasks("train")[:n]
         table = env.world.databases[env.find(tasks[0])["db"]].split("CREATE TABLE ")[1].split()[0]
 
@@ -57,49 +57,50 @@ def explore(env, endpoint, tmp_path, monkeypatch):
             return answers[kind].replace("NOUN", table)
 
         endpoint.answer = answer
-        lost.clear()
-        starts = [dpo.Trajectory(task, "boundary", 1, k) for task in tasks for k in range(2)]
-        picks = [dict(task=task, signal="boundary", success=[], failure=[]) for task in tasks]
-        return *explorer.explore(run, starts, picks * guided, ["a known text"], Path("agent")), lost
+        d, signals = tmp_path / "tasks.jsonl", tmp_path / "signals.jsonl"
+        d.write_text(json.dumps(dict(task=tasks[0], joined=0, text="a known text")))
+        signals.write_text("\n".join(json.dumps(dict(
+            task=task, signal="boundary", picked=True, success=[], failure=[])) for task in tasks))
+        finds = explorer.find_tasks(run, 1, None, [d], [signals])
+        taken = Counter()
+        for name in ("contexts", "explored", "finds"):
+            taken.update({k: v for k, v in run.done.get(f"iter1/{name}.jsonl", {}).items()
+                          if k in (*explorer.USAGE, "unreadable", "refused")})
+        return read(run.folder / "iter1/explored.jsonl"), read_jsonl(finds), taken
 
     return start
 
 
-@pytest.fixture
-def explore_once(env, explore):
-    """explore_once(answers) -> proposals of the second episode of a pick, it, what both took."""
-    def start(answers):
-        (_, t), taken, _ = explore(answers, 1)
-        return explorer.abstract(env.task_generator(), t, random.Random(0)), t, taken
-
-    return start
-
-
-def test_an_explorer_that_answers_well_proposes_a_task_that_verifies(env, explore_once, endpoint):
-    rows, t, taken = explore_once(WELL)
+def test_an_explorer_that_answers_well_proposes_a_task_that_verifies(env, explore, endpoint):
+    episodes, finds, taken = explore(WELL, 1)
     generator = env.task_generator()
-    assert [row["text"].split()[:2] for row in rows] == [["how", "many"]]
-    assert rows[0]["solution"] == ["SHOW TABLES", rows[0]["task"]["gold"], "submit"]  # what it wrote
-    assert generator.refusal(rows[0]["task"]) is None and generator.verify(rows[0]) is None
-    assert t.steps == 10 and t.usage["requests"] == 11  # ten actions, and what they become
+    assert [row["text"].split()[:2] for row in finds] == [["how", "many"]] * 2  # one an episode
+    gold = finds[0]["task"]["gold"]
+    assert finds[0]["solution"] == ["SHOW TABLES", gold, "submit"]  # what it wrote
+    assert generator.refusal(finds[0]["task"]) is None and generator.verify(finds[0]) is None
+    assert [t.steps for t in episodes] == [10, 10]
     assert taken["requests"] == len(endpoint.seen) == 1 + 2 * 11  # the signal, once
     assert taken["prompt_tokens"] == 23 * 100 and taken["unreadable"] == 0
     assert "a known text" in json.dumps(endpoint.seen[-1])
-    assert [m["role"] for m in t.messages] == ["user", "assistant"] * 10
+    assert [m["role"] for m in episodes[0].messages] == [*["user", "assistant"] * 10, "user"]
+    acted = [body["messages"][0]["content"] for _, _, body in endpoint.seen[1:]]
+    assert "above all:\n{" in acted[0] and '"try": "more"' in acted[0]
 
 
-def test_what_an_explorer_imagines_after_its_action_is_not_played(explore_once):
-    _, t, _ = explore_once(("{}", "SHOW TABLES\nObservation: []\nAction: submit", "```json\n[]\n```"))
-    assert t.steps == 10  # not a submission
-    assert {m["content"] for m in t.messages if m["role"] == "assistant"} == {"SHOW TABLES"}
+def test_what_an_explorer_imagines_after_its_action_is_not_played(explore):
+    episodes, _, _ = explore(
+        ("{}", "SHOW TABLES\nObservation: []\nAction: submit", "```json\n[]\n```"), 1)
+    assert episodes[0].steps == 10  # not a submission
+    assert {m["content"] for m in episodes[0].messages if m["role"] == "assistant"} == {
+        "SHOW TABLES"}
 
 
-def test_proposals_of_another_form_are_counted_and_never_mended(explore_once):
-    rows, t, taken = explore_once(BADLY)
-    assert [row["task"] for row in rows] == [None] * 3 and taken["unreadable"] == 1
-    assert {mutual.refusal(None, row, set(), [], 1.0) for row in rows} == {
+def test_proposals_of_another_form_are_counted_and_never_mended(explore):
+    episodes, finds, taken = explore(BADLY, 1)
+    assert [row["task"] for row in finds] == [None] * 6 and taken["unreadable"] == 1
+    assert {evolve.refusal(None, row, set(), [], 1.0) for row in finds} == {
         "not of the form that was asked for"}
-    assert all(m["role"] != "user" or "Error" in m["content"] for m in t.messages[1:])
+    assert all(m["role"] != "user" or "Error" in m["content"] for m in episodes[0].messages[1:])
 
 
 def test_what_cannot_be_read_is_none():
@@ -114,11 +115,12 @@ def test_what_cannot_be_read_is_none():
                   '```\n{"a": 1e999}\n```', "```" + " " * 50_000):
         assert explorer.objects(reply) == [None]
     assert explorer.objects("```json\n[]\n```") == []
+    echo = type("Echo", (), dict(written=lambda self, task, proposal: dict(task=task, **proposal)))()
+    assert explorer.written(echo, "t", dict(query="q", action_sequence=["a", {"b": 1}])) == dict(
+        task="t", query="q", action_sequence=["a", '{"b": 1}'])
     nested = json.loads("[" * 900 + "]" * 900)
-    assert explorer.proposal_of(dict(query="q", action_sequence=["a", {"b": 1}])) == dict(
-        query="q", action_sequence=["a", '{"b": 1}'])
     for value in (dict(query=nested), dict(query=" ", action_sequence=[])):
-        assert explorer.proposal_of(value) is None
+        assert explorer.written(echo, "t", value)["task"] is None
 
 
 def test_a_broken_object_costs_itself_alone():
@@ -136,90 +138,59 @@ def test_an_explorer_is_told_the_task_the_failure_and_the_last_success():
               for role in ("assistant", "user"))]
     told = explorer.told(long, 6000)
     assert len(told) <= 6000 and "the task" in told and "user 8" in told
-    seen, t = [], dpo.Trajectory(usage=dict(unreadable=0))
     pick = dict(signal="forgetting", task="t", success=None, failure=long,
                 success_then=[dict(role="user", content="a page"),
                               dict(role="assistant", content="what worked")])
-    context = explorer.reflect(lambda m: (seen.append(m[0]["content"]), ("no", {}))[1], t, pick)
-    assert "what worked" in seen[0] and "user 8" in seen[0]
-    assert "no longer" in context and t.usage["unreadable"] == 1
+    assert "what worked" in explorer.evidence(pick) and "user 8" in explorer.evidence(pick)
+    assert "no longer" in explorer.describe(pick)
+    assert explorer.describe(dict(signal="rare", pattern="a join")).endswith(": a join")
+    assert explorer.describe(dict(signal="a fork's")) == "a fork's"
 
 
-def test_a_conversation_that_the_endpoint_refuses_is_lost_and_the_others_are_kept(explore,
-                                                                                  endpoint):
-    """It is tried again when the phase goes on; the others are not paid for twice."""
+def test_a_conversation_that_the_endpoint_refuses_is_lost_and_the_others_are_kept(explore, endpoint):
     well = (WELL[0], "submit", WELL[2])  # the signal once a pick, two requests an episode
-    endpoint.faults = [False] * 4 + [(400, "against our content policy", {})]
-    played, taken, lost = explore(well, 12)
-    assert len(played) == 23 and len(lost) == 1
-    asked = len(endpoint.seen)
-    assert taken["requests"] == 12 + 23 * 2 + 1 == asked - 1
-    again, more, lost = explore(well, 12)
-    assert len(again) == 24 and not lost and all(t in again for t in played)
-    assert len(endpoint.seen) == asked + 2 and more["requests"] == taken["requests"] + 2
+    endpoint.faults = [False] * 13 + [(400, "against our content policy", {})]
+    episodes, finds, taken = explore(well, 12)
+    assert len(episodes) == 23 and taken["refused"] == 1 and len(finds) == 23
+    assert taken["requests"] == 12 + 23 * 2 == len(endpoint.seen) - 1
 
 
-def test_a_signal_too_long_for_the_explorer_is_named_instead(explore_once, endpoint):
+def test_what_was_paid_for_is_not_asked_again_after_a_stop(explore, endpoint):
+    """The key is refused in the second phase: the run ends in a line and goes on from there."""
+    well = (WELL[0], "submit", WELL[2])
+    endpoint.faults = [False] * 20 + [(401, "no such key", {})]
+    with pytest.raises(envs.EnvError, match="401"):
+        explore(well, 12)
+    assert len(endpoint.seen) == 21
+    episodes, finds, taken = explore(well, 12)
+    assert len(episodes) == len(finds) == 24
+    assert taken["requests"] - 12 == 24 * 2  # the first phase's are in its own row
+    assert len(endpoint.seen) == 21 + (12 + 24 * 2 - 20)
+
+
+def test_a_signal_too_long_for_the_explorer_is_named_instead(explore, endpoint):
     endpoint.faults = [(400, "maximum context length is 8192 tokens", {})]
-    rows, t, taken = explore_once(WELL)
-    assert "some succeed" in t.usage["context"] and len(rows) == 1 and taken["unreadable"] == 1
+    _, finds, taken = explore(WELL, 1)
+    assert "some succeed" in endpoint.seen[1][2]["messages"][0]["content"]
+    assert len(finds) == 2 and taken["unreadable"] == 1
 
 
-def test_an_unguided_explorer_is_told_of_no_signal(env, explore, endpoint):
-    played, taken, _ = explore(WELL, 2, guided=False)
+def test_an_unguided_explorer_is_told_of_no_signal(explore, endpoint):
+    _, finds, taken = explore(WELL, 2, guided=False)
     asked = [body["messages"][0]["content"] for _, _, body in endpoint.seen]
     assert not any("above all" in text or "it is weak" in text for text in asked)
     assert taken["requests"] == 4 * 11  # of which none is a reflection
-    rows = [row for t in played for row in explorer.abstract(env.task_generator(), t, None)]
-    assert len(rows) == 4 and all(row["task"] for row in rows)
+    assert len(finds) == 4 and all(row["task"] for row in finds)
 
 
 def test_a_huge_reply_is_neither_kept_nor_sent_nor_asked_for_again(explore, endpoint, tmp_path):
-    """The proposals of one of 24 episodes: it is lost with its two requests."""
-    well, huge = (WELL[0], "submit", WELL[2]), json.dumps(dict(
-        choices=[dict(message=dict(content="x" * 3_000_000))]))
-    endpoint.faults = [False] * 4 + [(200, huge, {})]
-    played, taken, lost = explore(well, 12)
-    assert len(played) == 23 and len(lost) == 1 and len(endpoint.seen) == 12 + 24 * 2
-    assert (tmp_path / "playing/endpoint.jsonl").stat().st_size < 100_000
+    """The action of one of 24 episodes: it is lost."""
+    huge = json.dumps(dict(choices=[dict(message=dict(content="x" * 3_000_000))]))
+    endpoint.faults = [False] * 13 + [(200, huge, {})]
+    episodes, _, taken = explore((WELL[0], "submit", WELL[2]), 12)
+    assert len(episodes) == 23 and taken["refused"] == 1 and len(endpoint.seen) == 12 + 23 * 2 + 1
+    assert (tmp_path / "run/answers.jsonl").stat().st_size < 100_000
     assert max(len(json.dumps(body)) for _, _, body in endpoint.seen) < 20_000
-
-
-def test_a_connection_that_never_answers_holds_no_error_up(explore, endpoint, monkeypatch):
-    """The first request hangs, and with it the signal's episodes; the next is refused for good."""
-    post, hanging, ends = endpoint.RequestHandlerClass.do_POST, [True], threading.Event()
-    waited = []
-
-    def answer(handler):
-        if hanging and hanging.pop():
-            waited.append(ends.wait(60))
-        post(handler)
-
-    monkeypatch.setattr(endpoint.RequestHandlerClass, "do_POST", answer)
-    endpoint.faults = [(401, "no such key", {})] * 9
-    with pytest.raises(envs.EnvError, match="401"):
-        explore(WELL, 2, slots=3, answer_seconds=300)
-    assert waited == []
-    ends.set()
-
-
-def test_an_answer_that_drips_is_asked_for_again(explore_once, endpoint, monkeypatch):
-    post, drips, whole = endpoint.RequestHandlerClass.do_POST, [True], []
-
-    def answer(handler):
-        if not (drips and drips.pop()):
-            return post(handler)
-        handler.send_response(200)
-        handler.end_headers()
-        for _ in range(600):  # a minute
-            handler.wfile.write(b" ")
-            handler.wfile.flush()
-            threading.Event().wait(0.1)
-        whole.append(True)
-
-    monkeypatch.setattr(endpoint.RequestHandlerClass, "do_POST", answer)
-    rows, _, taken = explore_once(WELL)
-    assert len(rows) == 1 and taken["retries"] == 1 and not whole
 
 
 def new_pairs(env, rng, n):
@@ -254,7 +225,7 @@ def test_of_wrong_pairs_of_text_and_solution_none_join(env):
             before = other["query"]
             found = generator.written(task, dict(query=text, action_sequence=[
                 "SHOW TABLES", *(f"DESC {t}" for t in questions.tables_of(sql)), sql, "submit"]))
-            joined[kind] += not (mutual.refusal(generator, found, set(), [], 1.0)
+            joined[kind] += not (evolve.refusal(generator, found, set(), [], 1.0)
                                  or generator.verify(found))
             of[kind] += 1
     print({kind: f"{joined[kind]} of {n}" for kind, n in of.items()})

@@ -166,7 +166,7 @@ def test_an_agent_plays_the_tasks_that_its_run_made(plain_run, tmp_path, typed):
     phases = json.loads((run / "phases.json").read_text())
     (run / "phases.json").write_text(json.dumps({**phases, "iter1/tasks.jsonl": {}}))
     (run / "iter1/tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (
-        dict(id="webshop-train-0"), dict(id="webshop-added-0", task={
+        dict(task="webshop-train-0"), dict(task="webshop-added-0", definition={
             **goal, "instruction": "i want a mauve mug"}))))
     said = typed("q")("webshop", "webshop-added-0", "--agent", run)
     assert "mauve" in said.split("--- turn")[0]

@@ -155,14 +155,14 @@ def test_agents_and_kinds_of_any_name_have_their_columns_in_their_order(tmp_path
 
 def test_signals_and_tasks_of_the_second_system(tmp_path):
     run = write_run(tmp_path / "run", {
-        "iter0/tasks.jsonl": dict(work="join", D=12, joined=12, left=0, seconds=1.0),
-        "iter1/target-agent": dict(work="train", episodes=40, updates=3, D=12, seconds=1.0),
-        "iter1/signals.jsonl": dict(work="find_signals", found={"boundary": 3, "rare": 4},
-                                    picked={"picked rare": 4, "picked boundary": 2}, seconds=1.0),
+        "iter0/tasks.jsonl": dict(work="first_tasks", tasks=12, seconds=1.0),
+        "iter1/target-agent": dict(work="train", episodes=40, steps=3, D=12, seconds=1.0),
+        "iter1/signals.jsonl": dict(work="find_signals", boundary=3, rare=4, picked=6, seconds=1.0,
+                                    picks={"picked rare": 4, "picked boundary": 2}),
         "iter1/explored.jsonl": dict(work="explore", episodes=36, seconds=1.0),
         "iter1/proposals.jsonl": dict(work="judge", proposals=20, added=5, seconds=1.0,
                                       refused={"known already": 3, "a held-out product": 1}),
-        "iter1/tasks.jsonl": dict(work="join", D=15, joined=5, left=2, seconds=1.0)})
+        "iter1/tasks.jsonl": dict(work="join", D=15, tasks=5, left=2, seconds=1.0)})
     text = report.table(run)
     assert row(text, "1", "-") == ["3", "4", "6", "36", "20", "5", "2", "15"]
     assert row(text, "known", "already") == ["3"] and "Exploration;" not in text

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from transformers import LlamaConfig, Qwen3Config
 
 import dpo
 from lab import bench, machine
-from worlds.flags import Refused
 
 ROOT = Path(__file__).parent.parent
 LLAMA2_7B = LlamaConfig(num_hidden_layers=32, hidden_size=4096, vocab_size=32000,
@@ -69,7 +67,7 @@ def test_adamw_in_fp32_takes_sixteen_bytes_a_parameter():
     (1, H100, 8192, r"on 1 x 85 GB: .*take 121 GB.*give 2 such cards"),  # 6.74e9 x 18
     (1, 12e9, 8192, "the copy that plays takes 13 GB on each; give larger cards"),
     (2, 65e9, 65_536, r"lower --tokens-per-forward to \d+$"),
-    (8, 14e9, 1024, "give 9 such cards")])  # 0.92 x 14 - 0.7 GB hold a ninth of 107.8, not an eighth
+    (6, 18e9, 1024, "give 7 such cards")])  # 0.92 x 18 - 0.7 GB hold a seventh of 107.8, no sixth
 def test_a_model_that_no_card_holds_is_refused_with_what_would(ranks, card, tokens, said):
     found = machine.check_memory(LLAMA2_7B, ranks, card, tokens)
     assert found is None if said is None else re.search(said, found)
@@ -89,23 +87,6 @@ def test_tied_embeddings_count_once():
     for tied, said in (True, "4.02 B"), (False, "4.41 B"):
         assert machine.check_memory(Qwen3Config(**sizes, tie_word_embeddings=tied), 1, 9e9,
                                     1024).startswith(said)
-
-
-def test_a_run_is_checked_before_anything_of_its_model_is_loaded(tmp_path, monkeypatch):
-    LLAMA2_7B.save_pretrained(tmp_path)  # no weights are there
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties",
-                        lambda number: SimpleNamespace(total_memory=24e9))
-    s = SimpleNamespace(model=str(tmp_path), method="coevolve", shard="auto", tokens_per_forward=0)
-    with pytest.raises(Refused, match="6.74 B parameters on 1 x 24 GB"):
-        machine.check(s)
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    machine.check(s)  # 13.5 GB of states on each, and a pass
-    s.shard = "off"   # whole on each
-    with pytest.raises(Refused, match="6.74 B parameters on 1 x 24 GB"):
-        machine.check(s)
-    s.model = "tiny"
-    machine.check(s)
 
 
 def test_both_sections_compare_the_same_work(capsys):
@@ -146,6 +127,7 @@ import coevolve
 played = coevolve.Run.play
 def play(run, *what, **how):
     if run.accelerator.process_index == 1:
+        (run.folder / "died").touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return played(run, *what, **how)
 coevolve.Run.play = play
@@ -162,15 +144,15 @@ def test_the_death_of_a_process_ends_those_of_another_launcher(tmp_path):
     script = tmp_path / "dying.py"
     script.write_text(DYING)
     flags = "--env webshop --method sft --train-tasks 4 --eval-tasks 4 --sft-epochs 1".split()
-    started, launchers = time.monotonic(), [subprocess.Popen(
+    launchers = [subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
          "--rdzv-backend", "c10d", "--rdzv-endpoint", address, script, *flags, "--out",
          tmp_path / "run"], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
         for _ in range(2)]
-    said = [launcher.communicate(timeout=300)[1] for launcher in launchers]
+    said = [launcher.communicate(timeout=900)[1] for launcher in launchers]
     assert all(launcher.returncode for launcher in launchers), said
-    assert time.monotonic() - started < 240
+    assert time.time() - (tmp_path / "run/died").stat().st_mtime < 180  # not torch's 300 s
     assert (tmp_path / "run/sft-target").exists()  # both had trained together
     assert any("SIGKILL" in text or "-9" in text for text in said)
     assert any("closed by peer" in text or "reset by peer" in text for text in said), said

@@ -111,7 +111,7 @@ def test_methods_at_equal_cost_take_it_from_other_runs(tmp_path):
     trained_run(tmp_path / "coevolve-s3", (40, 900), (30, 500), method="coevolve")
     trained_run(tmp_path / "eto-s3", (20, 600), (10, 400))
     write_run(tmp_path / "evolve-s3", {
-        f"iter{i}/tasks.jsonl": dict(work="join", D=d, seconds=1.0) for i, d in enumerate((7, 31))},
+        f"iter{i}/tasks.jsonl": dict(work="join", D=d, tasks=d, seconds=1.0) for i, d in enumerate((7, 31))},
         method="evolve")
     for method, expected in {
             "eto": "", "frozen": " --d-fail none", "eto-steps": " --dpo-steps 35",
@@ -279,12 +279,12 @@ def test_what_evolution_took_and_made(tmp_path):
     run = write_run(tmp_path / "run", {
         "iter0/explored.jsonl": dict(work="explore", episodes=72),
         "iter0/proposals.jsonl": dict(work="judge", proposals=50, added=12),
-        "iter0/tasks.jsonl": dict(work="join", D=12),
-        "iter1/target-agent": dict(work="train", episodes=40, updates=3, tokens=5),
+        "iter0/tasks.jsonl": dict(work="first_tasks", tasks=12),
+        "iter1/target-agent": dict(work="train", episodes=40, steps=3, tokens=5),
         "iter1/explored.jsonl": dict(work="explore", episodes=36),
         "iter1/proposals.jsonl": dict(work="judge", proposals=20, added=5),
-        "iter1/tasks.jsonl": dict(work="join", D=15, left=2),
-        "iter2/target-agent": dict(work="train", episodes=40, updates=4)})
+        "iter1/tasks.jsonl": dict(work="join", D=15, tasks=5, left=2),
+        "iter2/target-agent": dict(work="train", episodes=40, steps=4)})
     assert study_numbers.evolution(run) == dict(
         agent_episodes=80, explorer_episodes=36, start_episodes=72, first_tasks=12, last_tasks=15,
         proposals=20, added=5)

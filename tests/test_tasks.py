@@ -18,7 +18,7 @@ def talk(text):
     return [dict(role="user", content=text), dict(role="assistant", content="Action: search[x]")]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "[-1]", "[true]", None])
+@pytest.mark.parametrize("text", ["{", "[]", None])
 def test_lists_of_goals_that_cannot_be_are_named(tmp_path, text):
     (tmp_path / "train_indices.json").write_text("[1]")
     if text is not None:

@@ -111,11 +111,6 @@ class World:
         """The task of a published expert trajectory, whose id ends in the task's number."""
         return f"{self.name}-train-{int(re.findall('[0-9]+', id)[-1])}"
 
-    def wording(self, task: str) -> list[str]:
-        """A task's instruction, as its opening says it, and what else makes it this one in words;
-        empty where that is not known without playing it, or does not tell it from others."""
-        return []
-
     def action(self, reply: str) -> str | None:
         """The action in a reply; None where there is none."""
         return self.theirs.action(reply) if self.theirs else parse_reply(reply)
@@ -153,11 +148,6 @@ class World:
 
     def close(self) -> None:
         """Ends what runs; after it `reset` starts afresh."""
-
-
-def plain(text: str) -> str:
-    """The text in lower case with single spaces."""
-    return " ".join(text.lower().split())
 
 
 def words_of(text: str) -> str:

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import shutil
 from pathlib import Path
 
 from worlds.flags import Refused
@@ -28,6 +30,18 @@ def whole_object(text: str, where) -> dict:
     except ValueError:
         pass
     raise Refused(f"{where}: {text[:40]!r} is no whole JSON object; restore the file, or delete it")
+
+
+def write_json(file: Path, value) -> None:
+    """The value or what was there before: it appears by renaming."""
+    part = file.with_name(f"{file.name}.tmp")
+    part.write_text(json.dumps(value, indent=1))
+    os.replace(part, file)
+
+
+def remove(path: Path) -> None:
+    """A file or folder, if it is there."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def write_jsonl(file: Path, rows: list) -> None:
@@ -76,3 +90,11 @@ def line(name: str, numbers: dict) -> str:
         flat |= value if isinstance(value, dict) else {key: value}
     return "  ".join([f"{name:28}", *(f"{key} {x:.3f}" if isinstance(x, float) else f"{key} {x:,}"
                                       for key, x in flat.items() if isinstance(x, (int, float)))])
+
+
+def table(title: str, done: dict[str, dict]) -> str:
+    """What the phases of a run found, a line each: pairs, exploration, evaluation."""
+    lines = [line(name, row) for work in ("make_pairs", "explore", "evaluate")
+             for name, row in done.items() if row["work"] == work]
+    seconds = sum(row["seconds"] for row in done.values())
+    return "\n".join([title, *lines, f"{seconds:,.0f} s in all"])

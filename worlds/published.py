@@ -17,7 +17,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Literal
 
-from worlds import Options, Refused, World, converse, environment, opening, plain
+from worlds import Options, Refused, World, converse, environment, opening
 from worlds.flags import OldFile
 
 
@@ -170,7 +170,7 @@ def opens_otherwise(env, messages: list[dict], shown: str) -> tuple[str, str] | 
     """What an expert and the environment show of a task, if it differs, from where they part; but
     for rules, the words before an observation and what a server draws at each start."""
     def said(text):
-        return plain(re.sub(env.drawn_anew, "", Theirs.bare(text.strip())))
+        return " ".join(re.sub(env.drawn_anew, "", Theirs.bare(text.strip())).lower().split())
 
     told = messages[len(opening(env, "")) - 1]["content"]
     told, here = told.removeprefix(f"{env.prompt}\n\n"), said(shown)

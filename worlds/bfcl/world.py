@@ -59,9 +59,6 @@ class Bfcl(World):
                 raise ValueError(f"its simulators have no function {call['name'][:60]!r}")
         return {**task, "hidden": {}}
 
-    def wording(self, task: str) -> list[str]:
-        return self.find(task)["turns"]  # one number's are the same in two categories
-
     def start(self, task: dict) -> str:
         self._task, self._turn, self._replies = task, 0, 0
         self.world, self._truth = Simulators(task["start"]), Simulators(task["start"])

@@ -69,9 +69,6 @@ class InterCodeSQL(World):
     def makes_tasks(self) -> bool:
         return bool(self.world.tables)  # of the databases that are generated
 
-    def wording(self, task: str) -> list[str]:
-        return [self.find(task)["query"], self.find(task)["db"]]
-
     def check(self, task: dict) -> dict:
         if error := refusal(task["gold"]):
             raise ValueError(f"its gold query cannot be asked: {error}")

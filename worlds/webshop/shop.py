@@ -121,9 +121,6 @@ class WebShop(Shop):
                        for split, goals in self.world.goals.items()}
         self._search = _search_engine(self.world)
 
-    def wording(self, task: str) -> list[str]:
-        return [self.find(task)["instruction"]]  # with its price limit, without which it is another
-
     def start(self, goal: dict) -> str:
         self._goal = goal
         return self._begin(self._follow(Page()))

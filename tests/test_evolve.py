@@ -1,37 +1,27 @@
 """Agent and tasks that evolve together: advantages, objective, signals, new tasks, the whole loop."""
 
 import copy
-import gc
-import itertools
 import json
 import math
-import os
 import random
 import re
-import signal
-import sys
-import time
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
-from conftest import ended, events, fork, fork_ranks, wait_until
+from conftest import ended, fork_ranks
 
-from lab import mutual
-from lab import play_env as envs
-from lab import tokens as dpo
-from lab.engine.checkpoint import Checkpoint
-from lab.harness import report
-from lab.harness.settings import Settings, SettingsError
-from lab.look.conversations import conversations
-from lab.program import start
-from lab.program.tasks import marks, trained_on
-from worlds import Step, World, fields_of
+import coevolve
+import dpo
+import envs
+import evolve
+from coevolve import read
+from dpo import Trajectory
+from worlds import Step, World, converse
+from worlds.files import read_jsonl, seed_of
 from worlds.intercodesql.world import InterCodeSQL
 
 
@@ -43,118 +33,167 @@ from worlds.intercodesql.world import InterCodeSQL
     ([0.7], []), ([], []),
 ])
 def test_advantages_by_hand(rewards, expected):
-    assert mutual.advantages(rewards) == pytest.approx(expected, abs=2e-6)
+    assert evolve.advantages(rewards) == pytest.approx(expected, abs=2e-6)
 
 
 def sampled(encoder, n, seed=0, length=9):
     """n trajectories of random words after one prompt, as the sampler may draw them."""
-    rng, never = random.Random(seed), set(encoder.pieces.suppress_tokens)
+    rng, never = random.Random(seed), set(encoder.never(len(encoder.tokenizer)))
     free = [i for i in range(len(encoder.tokenizer)) if i not in never]
     start = encoder.start([dict(role="user", content="find a mug")])
-    return [dpo.Trajectory("task", ids=start + (reply := rng.choices(free, k=length)),
-                           action_mask=[0] * len(start) + [1] * len(reply)) for _ in range(n)]
+    return [Trajectory("task", ids=start + (reply := rng.choices(free, k=length)),
+                       action_mask=[0] * len(start) + [1] * len(reply)) for _ in range(n)]
 
 
-def policies(agent, seeds=(2, 3), n=4):
-    """A group with log-probabilities of two other models as old and ref, and the sampler."""
+def policies(agent, n=4):
+    """A group with log-probabilities of three other models as old, ref and drawn; the sampler."""
     model, encoder = agent
-    sampler = dpo.Sampler(0.9, encoder.suppress_tokens(model.config.vocab_size))
-    group = dpo.Rollouts("task", sampled(encoder, n), advantages=[1.0, -2.0, 0.5, 0.0][:n])
-    for seed, name in zip(seeds, ("old", "ref")):
+    sampler = dpo.Sampler(0.9, encoder.never(model.config.vocab_size))
+    group = evolve.Rollouts(sampled(encoder, n), advantages=[1.0, -2.0, 0.5, 0.0][:n])
+    for seed, name in enumerate(("old", "ref", "drawn"), 2):
         other = copy.deepcopy(model)
         with torch.no_grad():
             for p in other.parameters():
                 p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed),
                                         dtype=p.dtype)
-        setattr(group, name, dpo.log_probs_of(Accelerator(cpu=True), other, [group], 4096,
-                                              sampler=sampler)[0])
+            setattr(group, name, dpo.token_log_probs(other, group.sequences, sampler))
     return model, group, sampler
 
 
-def by_hand(model, group, sampler, low, high, beta):
+def by_hand(model, group, sampler, s):
     """The loss as one loop over tokens in float64, from plain passes over whole sequences; and how
     many ratios are out of bounds."""
-    total, outside = torch.zeros((), dtype=torch.float64), 0
-    for t, advantage, old, ref in zip(group.sequences, group.advantages, group.old, group.ref):
-        logits = model(input_ids=torch.tensor([t.ids]), lengths=[len(t.ids)]).logits[0].double()
-        logits = logits / sampler.temperature
-        allowed = [i for i in range(logits.shape[1]) if i not in sampler.suppress_tokens]
-        k = 0
+    total, outside, k = torch.zeros((), dtype=torch.float64), 0, 0
+    for t, advantage in zip(group.sequences, group.advantages):
+        logits = model(input_ids=torch.tensor([t.ids])).logits[0].double() / sampler.temperature
+        allowed = [i for i in range(logits.shape[1]) if i not in sampler.never]
         for j in range(1, len(t.ids)):
             if not t.action_mask[j]:
                 continue
+            old, ref, drawn = group.old[k], group.ref[k], group.drawn[k]
             new = logits[j - 1][t.ids[j]] - torch.logsumexp(logits[j - 1][allowed], 0)
-            ratio = math.e ** (new - old[k])
-            clipped = min(max(ratio.item(), 1 - low), 1 + high)
+            ratio = math.e ** (new - old)
+            clipped = min(max(ratio.item(), 1 - s.clip_low), 1 + s.clip_high)
             outside += clipped != ratio.item()
             surrogate = ratio * advantage
             if clipped != ratio.item() and clipped * advantage < surrogate.item():
                 surrogate = torch.tensor(clipped * advantage, dtype=torch.float64)
-            d = ref[k] - new
-            total = total - surrogate + beta * (math.e ** d - d - 1)
+            if s.importance_cap:
+                surrogate = surrogate * min(math.e ** (old - drawn).item(), s.importance_cap)
+            d = ref - new
+            total = total - surrogate + s.grpo_kl * (math.e ** d - d - 1)
             k += 1
     return total, outside
 
 
-@pytest.mark.parametrize("low, high, beta", [(0.2, 0.28, 1e-3), (0.01, 0.02, 0.5), (0.5, 3.0, 0)])
-def test_the_objective_is_the_loop_over_tokens(agent, low, high, beta):
+@pytest.mark.parametrize("low, high, beta, cap", [
+    (0.2, 0.28, 1e-3, 0.0), (0.01, 0.02, 0.5, 0.0), (0.5, 3.0, 0, 0.0), (0.2, 0.28, 1e-3, 1.05)])
+def test_the_objective_is_the_loop_over_tokens(agent, low, high, beta, cap):
     model, group, sampler = policies(agent)
-    loss, statistics = mutual.grpo_loss(model, [group], sampler, low, high, beta)
-    expected, outside = by_hand(model, group, sampler, low, high, beta)
-    assert statistics == {"action": [36, outside]} and outside > 0
+    s = evolve.Settings(clip_low=low, clip_high=high, grpo_kl=beta, importance_cap=cap)
+    policy = dpo.token_log_probs(model, group.sequences, sampler)
+    loss, statistics = evolve.grpo_loss(policy, [group], s)
+    expected, outside = by_hand(model, group, sampler, s)
+    assert statistics == {"action": dict(count=36, clipped=outside)} and outside > 0
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     gradients = [torch.autograd.grad(x, model.lm_head.weight, retain_graph=True)[0]
                  for x in (loss, expected)]
     assert torch.allclose(*gradients, rtol=1e-4, atol=1e-7)
 
 
-def test_the_mask_is_in_the_kl_by_hand(monkeypatch):
+def test_how_far_sampler_and_training_are_apart_is_measured():
+    """Of four tokens one is 0.5 nats off (its ratio 1.65 is beyond 1.28), one -0.1."""
+    group = evolve.Rollouts([], old=torch.tensor([-1.0, -2.0, -3.0, -1.1]),
+                            drawn=torch.tensor([-1.0, -2.0, -3.5, -1.0]))
+    assert evolve.apart([group], evolve.Settings()) == pytest.approx(dict(
+        mean=0.1, rms=math.sqrt((0.25 + 0.01) / 4), beyond=0.25), rel=1e-5)
+    assert evolve.apart([], evolve.Settings()) == {}
+
+
+def test_the_mask_is_in_the_kl_by_hand():
     """Token 2 is never drawn: of the other two pi is (2/3, 1/3) and pi_ref (1/2, 1/2).
 
     Drawn 0: d = ln 1/2 - ln 2/3 = ln 3/4, k3 = 3/4 - ln 3/4 - 1. Drawn 1: d = ln 3/2. Weighted by
     pi that is KL(pi || pi_ref) = 2/3 ln 4/3 + 1/3 ln 2/3, however likely token 2 is.
     """
     def policy(*weights):
-        def model(**_):
+        def forward(input_ids, use_cache, logits_to_keep):
             return SimpleNamespace(logits=torch.tensor([[weights]]).log())
-        model.parameters = lambda: iter([torch.zeros(1)])
+
+        class Model:
+            def __call__(self, **given):
+                return forward(**given)
+
+            def parameters(self):
+                return iter([torch.zeros(1)])
+        model = Model()
+        model.forward = forward
         return model
 
     sampler, k3 = dpo.Sampler(1.0, (2,)), []
     for token in (0, 1):
-        t = dpo.Trajectory(ids=[0, token], action_mask=[0, 1])
+        t = Trajectory(ids=[0, token], action_mask=[0, 1])
         ref = dpo.token_log_probs(policy(1.0, 1.0, 9.0), [t], sampler)
-        group = dpo.Rollouts("task", [t], advantages=[0.0], old=[ref], ref=[ref])
-        k3.append(mutual.grpo_loss(policy(2.0, 1.0, 0.1), [group], sampler, 0.2, 0.28, 1.0)[0])
+        group = evolve.Rollouts([t], advantages=[0.0], old=ref, ref=ref, drawn=ref)
+        now = dpo.token_log_probs(policy(2.0, 1.0, 0.1), [t], sampler)
+        k3.append(evolve.grpo_loss(now, [group], evolve.Settings(grpo_kl=1.0))[0])
     assert k3 == pytest.approx([0.75 - math.log(0.75) - 1, 1.5 - math.log(1.5) - 1])
     kl = 2 / 3 * math.log(4 / 3) + 1 / 3 * math.log(2 / 3)
     assert (2 * k3[0] + k3[1]) / 3 == pytest.approx(kl)
 
 
+def segment(task, y, step=1):
+    return [Trajectory(task, "target", step, n, reward=float(won)) for n, won in enumerate(y)]
+
+
 @pytest.mark.parametrize("scores, window, found", [
     ([1.0, 0.0], 5, 1), ([0.5, 0.0], 5, 1),      # 0.5 counts as solved
     ([1.0, 0.5], 5, None),                       # and so it is not forgotten at 0.5
-    ([1.0, 0.49], 5, 1), ([0.0, 0.0], 5, None),  # never solved
+    ([1.0, 0.25], 5, 1), ([0.0, 0.0], 5, None),  # never solved
     ([0.0], 5, None), ([1.0], 5, None),          # one visit
     ([1.0, 0, 0, 0, 0, 0], 5, 5), ([1.0, 0, 0, 0, 0, 0, 0], 5, None),  # outside the window
     ([1.0, 0, 0, 0], 2, None), ([1.0, 0.0, 1.0, 0.0], 5, 1),
 ])
 def test_forgetting(scores, window, found):
-    assert mutual.forgetting({"a": scores, "b": [1.0, 0.0]}, {"a"}, window) == (
-        {} if found is None else {"a": found})
+    """The last visit is in this segment, those before in the one before; b is not visited now."""
+    visits = [segment("a", [n < 4 * score for n in range(4)], step)
+              for step, score in enumerate(scores)]
+    seen = evolve.Seen(1.0)
+    seen.add_segment([t for visit in visits[:-1] for t in visit]
+                     + segment("b", [1], 90) + segment("b", [0], 91))
+    seen.add_segment(visits[-1])
+    rows = {row["task"]: row["visits_ago"]
+            for row in evolve.forgetting(seen, evolve.Settings(window=window))}
+    assert rows == ({} if found is None else {"a": found})
 
 
 @pytest.mark.parametrize("y, found", [([0, 0, 0], None), ([1, 0, 0], 1), ([1, 1, 0], 2),
                                       ([1, 1, 1], None)])
 def test_boundary(y, found):
-    assert mutual.boundary({"a": y}) == ({} if found is None else {"a": found})
+    seen = evolve.Seen(1.0)
+    seen.add_segment(segment("a", y))
+    assert {row["task"]: row["successes"] for row in evolve.boundary(seen, None)} == (
+        {} if found is None else {"a": found})
 
 
 def test_rare():
-    held = [{"p"}] * 2 + [{"q"}] * 3 + [{"r"}] * 95
-    assert mutual.rare(held, 3.0, 1) == {"p": 2}           # 3 of 100 is at the threshold
-    assert mutual.rare(held, 3.1, 1) == {"p": 2, "q": 3}
-    assert mutual.rare(held, 3.1, 3) == {"q": 3} and mutual.rare([], 3.1, 1) == {}
+    def found(below, least, held=[{"p"}] * 2 + [{"q"}] * 3 + [{"r"}] * 95):
+        seen = evolve.Seen(1.0, window=segment("t", [1] * len(held)), patterns=held)
+        s = evolve.Settings(rare_below=below, rare_min=least)
+        return {row["pattern"]: row["episodes"] for row in evolve.rare(seen, s)}
+
+    assert found(3.0, 1) == {"p": 2}           # 3 of 100 is at the threshold
+    assert found(3.1, 1) == {"p": 2, "q": 3}
+    assert found(3.1, 3) == {"q": 3} and found(3.1, 1, []) == {}
+
+
+def test_signals_pick_in_turn_and_a_task_once():
+    """By hand: a1, b1; then a has b1 left, which is taken, so a3; b has none but a1; c picks too."""
+    def rows(text):
+        return [dict(task=task) for task in text.split()]
+
+    picked = evolve.pick([rows("a1 b1 a3 a4"), rows("b1 a1"), rows("a1 c2 c3 c4")], 2)
+    assert [row["task"] for row in picked] == ["a1", "b1", "c2", "a3", "c3"]
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +209,7 @@ def shop():
 
 
 def replies_of(env, task):
-    messages, _ = envs.converse(env, env.reset(task), env.expert())
+    messages, _ = converse(env, env.reset(task), env.expert())
     return [m["content"] for m in messages if m["role"] == "assistant"]
 
 
@@ -384,7 +423,7 @@ def test_a_variation_is_of_the_same_kind_and_its_solution_proves_it(name, reques
             if name == "databases":
                 assert generator.family(new["gold"]) == generator.family(old["gold"])
             id = env.add(new)  # somebody who reads the text alone solves it
-            messages, reward = envs.converse(env, page := env.reset(id), env.expert())
+            messages, reward = converse(env, page := env.reset(id), env.expert())
             assert reward == 1 and proposal["text"] in page
             texts.add(proposal["text"])
     assert len(texts) > 45
@@ -416,15 +455,15 @@ def test_a_rare_pattern_is_asked_for_where_it_can_be(shop, databases):
 
 class Letters(World):
     """Pays (sum of the reply's letters and the task's number, modulo 5) / 4; any number is a task."""
-    name, test_splits, max_steps, latency = "letters", ("test",), 1, 0
+    name, test_splits, max_steps, stops = "letters", ("test",), 1, ("Observation:",)
     splits = {"train": {str(n): n for n in range(6)}, "test": {str(n): n for n in range(6, 9)}}
 
     def check(self, task):
-        return fields_of(task, number=int)["number"]
+        return task["number"]
 
-    def reset(self, task):
-        self.number = self.find(task)
-        return f"say something, {self.number}"
+    def start(self, number):
+        self.number = number
+        return f"say something, {number}"
 
     def step(self, reply):
         return Step("thanks", (sum(map(ord, reply)) + self.number) % 5 / 4, True)
@@ -438,6 +477,7 @@ class Letters(World):
 
 class Smith:
     """A reply is a find: a task of the number that it adds up to, beyond the training tasks."""
+    form, actions = "A number.", "letters"
 
     def patterns(self, task, replies):
         return {f"{len(reply)} letters" for reply in replies}
@@ -464,77 +504,89 @@ class Smith:
         return [dict(text=f"say {number}, {task}, {pattern}", task=dict(number=number), solution=[])]
 
 
-FEW = dict(max_tokens=400, max_new_tokens=4, slots=8, warm_start="none", start_tasks=5,
-           evolve_every=2, step_tasks=3, step_rollouts=4, grpo_batch=2, near_text=1.0, threads=1)
-
-
 @pytest.fixture
-def run(begin):
-    """run(method, **settings) -> the finished run."""
-    def start(method, out="run", world=Letters, **changed):
-        r = begin(world, out, **dict(
-            FEW, method=method, grpo_steps=6, evaluate_every=1, grpo_lr=1e-4, grpo_temperature=1.5,
-            explorer_temperature=1.5, expert_min_reward=0.0, picks=2, explorer_episodes=2,
-            checkpoint_minutes=0) | changed)
-        mutual.mutual(r)
-        r.folder.lock.release()
+def run(small_model, tmp_path, monkeypatch):
+    """run(method, out, world, **settings) -> the finished run."""
+    def start(method="evolve", out="run", world=Letters, kind=evolve.Run, **changed):
+        monkeypatch.setattr(envs, "make", lambda *_, **__: world())
+        s = evolve.Settings(**dict(
+            method=method, model=str(small_model), out=str(tmp_path / out), max_tokens=400,
+            max_new_tokens=4, slots=8, warm_start="none", start_tasks=5, grpo_steps=6,
+            evolve_every=2, evaluate_every=1, step_tasks=3, step_rollouts=4, grpo_batch=2,
+            grpo_lr=1e-4, grpo_temperature=1.5, explorer_temperature=1.5, near_text=1.0, picks=2,
+            explorer_episodes=2) | changed)
+        r = kind(s, envs.environment("webshop")())
+        evolve.METHODS[method][0](r)
         return r
 
     return start
 
 
+def sizes(r):
+    return [len(evolve.active(rows(r, f"iter{i}/tasks.jsonl"))) for i in range(3)]
+
+
+def rows(r, name):
+    return read_jsonl(r.folder / name)
+
+
+def steps(r):
+    return [row for i in (1, 2, 3) for row in rows(r, f"iter{i}/target-agent/train.jsonl")]
+
+
 def weights(r, i):
-    return (r.folder.path / f"iter{i}/target-agent/model.safetensors").read_bytes()
+    return (r.folder / f"iter{i}/target-agent/model.safetensors").read_bytes()
 
 
 def test_the_task_set_grows_from_signals(run):
-    r = run("evolve", rare_below=60.0)
-    files = [f"iter{i}/{name}.jsonl" for i in (1, 2) for name in
-             ("signals", "explored", "proposals", "tasks")]
-    assert all((r.folder.path / name).exists() for name in files)
-    sizes = [len(mutual.task_set(r, i)) for i in range(3)]
-    assert 0 < sizes[0] <= 5 and sizes[2] > sizes[0]
-    numbers = [row["task"]["number"] for row in r.tasks.added()]
-    assert len(set(numbers)) == len(numbers) == sizes[2]
+    r = run(rare_below=60.0)
+    found, d = sizes(r), [rows(r, f"iter{i}/tasks.jsonl") for i in range(3)]
+    assert 0 < found[0] <= 5 and found[2] > found[0]
+    assert d[2][:len(d[1])] == d[1] and d[1][:len(d[0])] == d[0]  # each is written whole
+    numbers = [row["definition"]["number"] for row in d[2]]
+    assert len(set(numbers)) == len(numbers)
     assert not any(n % 2 or n % 7 == 0 for n in numbers)  # what the generator refused
-    rows = [row for i in range(3) for row in r.folder.read_jsonl(f"iter{i}/proposals.jsonl")]
-    assert {"odd", "a number of a split", "known already"} <= {row["reason"] for row in rows}
-    assert [e["step"] for e in events(r, "grpo")] == [1, 2, 3, 4, 5, 6]
-    assert {e["D"] for e in events(r, "grpo")} == set(sizes)
-    assert all(0 <= e["clipped"] < 1 for e in events(r, "grpo"))
-
-    kinds = set()
+    proposals = [row for i in range(3) for row in rows(r, f"iter{i}/proposals.jsonl")]
+    assert {"odd", "a number of a split", "known already"} <= {row["reason"] for row in proposals}
+    assert [row["step"] for row in steps(r)] == [1, 2, 3, 4, 5, 6]
+    assert [row["D"] for row in steps(r)] == [n for n in found for _ in range(2)]
+    assert all(0 <= row["clipped"] < 1 for row in steps(r))
+    assert all(abs(row["sampler"]["mean"]) < 1e-4 and row["sampler"]["rms"] < 1e-4
+               and row["sampler"]["beyond"] == 0 for row in steps(r))  # plain and fp32: the same
+    kinds = Counter()
     for i in (1, 2):
-        found = r.folder.read_jsonl(f"iter{i}/signals.jsonl")
-        kinds |= {row["signal"] for row in found}
-        assert all(row["failure"] and row["success"] for row in found
+        signals = rows(r, f"iter{i}/signals.jsonl")
+        kinds.update(row["signal"] for row in signals)
+        assert all(row["failure"] and row["success"] for row in signals
                    if row["signal"] == "boundary")
-        picked = [row["task"] for row in found if row["picked"]]
-        visited = {t.task for t in r.folder.trajectories(f"iter{i}/target-agent/episodes.jsonl")}
+        picked = [row["task"] for row in signals if row["picked"]]
+        visited = {t.task for t in read(r.folder / f"iter{i}/target-agent/episodes.jsonl")}
         assert len(picked) == len(set(picked)) > 0 and set(picked) <= visited
-    assert {"boundary", "rare"} <= kinds
+        logged = r.done[f"iter{i}/signals.jsonl"]["picks"]
+        assert logged == Counter(f"picked {row['signal']}" for row in signals if row["picked"])
+    assert kinds["boundary"] and kinds["rare"]
 
-    text = report.table(r.folder.path)
-    signals = text.split("iteration  forgetting")[1].split("\n\n")[0].splitlines()[1:]
-    assert [int(line.split()[-1]) for line in signals] == sizes  # |D| then
-    assert [int(line.split()[-2]) for line in signals] == [sizes[0], *np.diff(sizes)]
-    refused = text.split("Proposals refused\n")[1].split("\n\n")[0].splitlines()[1:]
-    assert {line.rsplit(None, 1)[0]: int(line.split()[-1]) for line in refused} == Counter(
-        row["reason"] for row in rows if row["reason"])
-    task = r.folder.trajectories("iter3/target-agent/episodes.jsonl")[-1].task
-    assert [t["id"] for t in conversations(r.folder.path, first=[task])["tasks"]][0] == task
 
-    env = r.tasks.make_env()  # what an agent says that it was trained on grows with the set
-    known = [[marks(env, task) <= trained_on(r.agent_folder("target", i))
-              for task in env.tasks("added")] for i in (1, 2, 3)]
-    assert list(map(sum, known)) == sizes
+def test_a_fourth_signal_is_found_and_picked(run, monkeypatch):
+    def hard(seen, s):
+        for task, group in seen.groups.items():
+            if not any(map(seen.solved, group)):
+                yield dict(task=task, **seen.evidence(group))
+
+    monkeypatch.setitem(evolve.SIGNALS, "hard", hard)
+    r = run(rare_below=60.0, grpo_steps=4, signals="forgetting,boundary,rare,hard", picks=1,
+            step_tasks=6, start_from="train")
+    found = [row for row in rows(r, "iter1/signals.jsonl") if row["signal"] == "hard"]
+    assert found and sum(row["picked"] for row in found) == 1
+    assert r.done["iter1/signals.jsonl"]["picks"]["picked hard"] == 1
+    assert any(t.agent == "hard" for t in read(r.folder / "iter1/explored.jsonl"))
 
 
 def test_what_is_forgotten_is_what_was_won_in_the_visits_before(run):
     """And the success that is shown with it is of that visit, not of the one that failed."""
-    r = run("evolve", window=2, grpo_steps=8, evolve_every=6, step_rollouts=3)
+    r = run(window=2, grpo_steps=8, evolve_every=6, step_rollouts=3)
     visits = {}
-    for t in r.folder.trajectories("iter1/target-agent/episodes.jsonl"):
+    for t in read(r.folder / "iter1/target-agent/episodes.jsonl"):
         visits.setdefault(t.task, {}).setdefault(t.iteration, []).append(t)
     expected = {}
     for task, by_step in visits.items():
@@ -543,125 +595,123 @@ def test_what_is_forgotten_is_what_was_won_in_the_visits_before(run):
         if sum(now) / 3 < 0.5 and won and len(before) - won[-1] <= 2:
             expected[task] = next(
                 t.messages for t in [*by_step.values()][won[-1]] if t.reward == 1)
-    rows = r.folder.read_jsonl("iter1/signals.jsonl")
     assert expected and expected == {
-        row["task"]: row["success_then"] for row in rows if row["signal"] == "forgetting"}
+        row["task"]: row["success_then"] for row in rows(r, "iter1/signals.jsonl")
+        if row["signal"] == "forgetting"}
 
 
-def test_of_earlier_segments_no_episode_is_held(run, monkeypatch):
-    asked, alive = itertools.count(), []
+class Scripted(evolve.Run):
+    """The agent says "c"; pays(t) is the reward."""
+    pays = staticmethod(lambda t: float(t.rollout % 2))
 
-    def patterns(smith, task, replies):
-        if next(asked) % 12 == 11:  # the last of a segment's twelve episodes
-            alive.append(sum(isinstance(o, dpo.Trajectory) for o in gc.get_objects()))
-        return set()
-
-    monkeypatch.setattr(Smith, "patterns", patterns)
-    run("evolve", grpo_steps=6, evolve_every=1)
-    assert len(alive) == 5 and alive[-1] <= alive[0]
-
-
-def says_c(encoder, starts):
-    """The episodes of an agent that says "c"."""
-    for t in starts:
-        t.messages = [dict(role="user", content="say"), dict(role="assistant", content="c")]
-        t.ids, t.action_mask = encoder.encode(t.messages)
-        yield t
+    def play(self, agent, episodes, temperature, make_env=None):
+        for t in episodes:
+            t.messages = [dict(role="user", content="say"), dict(role="assistant", content="c")]
+            t.ids, t.action_mask = self.encoder.encode(t.messages, 1)
+            t.log_probs, t.reward, t.ended = [-1.0] * t.action_tokens, self.pays(t), "done"
+        return episodes
 
 
 def test_a_minibatch_counts_the_tasks_that_it_leaves_out(run, monkeypatch):
     """Six tasks in twos: whoever is left out, the others stay together as they were."""
-    cuts, fit, equal = [], dpo.fit, set()
+    cuts, fit = [], dpo.fit
 
-    def watch(accelerator, model, epochs, *more, **names):
-        cuts.append([{g.task for g in minibatch} for minibatch in epochs[0]])
-        fit(accelerator, model, epochs, *more, **names)
-
-    def play(run, model, encoder, starts, temperature):
-        for t in says_c(encoder, starts):
-            t.reward = t.rollout % 2 if t.task[-1] not in equal else 0.0
-        return starts
+    def watch(model, batches, *more, **names):
+        cuts.append([{g.sequences[0].task for g in minibatch} for minibatch in batches])
+        fit(model, batches, *more, **names)
 
     monkeypatch.setattr(dpo, "fit", watch)
-    monkeypatch.setattr(mutual, "play_with", play)
-    for n, equal in enumerate(({}, {"0"}, {"1", "2", "4"}, {"0", "1", "2", "3"})):
-        run("grpo", f"run{n}", start_from="train", start_tasks=6, step_tasks=6, grpo_steps=1)
+    for n, equal in enumerate(("", "0", "124", "0123")):
+        class Equal(Scripted):
+            pays = staticmethod(lambda t: t.rollout % 2 if t.task[-1] not in equal else 0.0)
+        run("grpo", f"run{n}", kind=Equal, start_from="train", start_tasks=6, step_tasks=6,
+            grpo_steps=1)
         kept = [{task for task in minibatch if task[-1] not in equal} for minibatch in cuts[0]]
         assert cuts[n] == [minibatch for minibatch in kept if minibatch]
     assert [len(minibatch) for minibatch in cuts[0]] == [2, 2, 2]
 
 
-@pytest.mark.parametrize("changed", [
-    dict(method="evolve"), dict(method="grpo"),
-    dict(method="grpo", start_from="train", solve_check=4)])
-def test_a_world_without_new_tasks_is_refused_before_anything_runs(run, changed, monkeypatch, tmp_path):
+@pytest.mark.parametrize("method", ["evolve", "grpo"])
+def test_a_world_without_new_tasks_is_refused_before_anything_runs(run, method, monkeypatch,
+                                                                   tmp_path):
     monkeypatch.setattr(Letters, "task_generator", World.task_generator)
     with pytest.raises(envs.Refused, match="letters: nobody makes new tasks in this world"):
-        run(**changed)
-    assert not (tmp_path / "run/experts.jsonl").exists()
+        run(method)
+    assert not (tmp_path / "run/phases.json").exists()
 
 
 def test_without_new_tasks_evolution_is_grpo_bit_for_bit(run):
     a, b = run("evolve", "a", add_most=0), run("grpo", "b")
     assert weights(a, 3) == weights(b, 3)
-    kl = [e["kl"] for e in events(b, "grpo")]
+    kl = [row["kl"] for row in steps(b)]
     assert kl[0] == pytest.approx(0, abs=1e-5) and abs(kl[-1]) > 1e-6  # it starts at the reference
 
 
-def test_a_run_goes_on_in_the_precision_that_it_was_begun_in(run, monkeypatch):
-    few = dict(start_from="train", grpo_steps=1)
-    r = run("grpo", **few)
-    assert json.loads((r.folder.path / "config.json").read_text())["precision"] == "no"
-    monkeypatch.setattr(Accelerator, "mixed_precision", property(lambda self: "bf16"))
-    with pytest.raises(SettingsError, match=r"precision \(no -> bf16\); give another --out"):
-        run("grpo", **few)
+def test_the_importance_weight_is_off_by_default_and_changes_the_loss_where_the_sampler_differs(run):
+    """Of a sampler that had all tokens a nat less likely: the weight is capped."""
+    class Off(evolve.Run):
+        def play(self, *given):
+            played = super().play(*given)
+            for t in played:
+                t.log_probs = [x - 1 for x in t.log_probs]
+            return played
+
+    how = dict(start_from="train", grpo_steps=2)
+    a, b = (run("grpo", out, kind=kind, **how) for out, kind in (("a", evolve.Run), ("b", Off)))
+    c = run("grpo", "c", kind=Off, importance_cap=2.0, **how)
+    assert weights(a, 1) == weights(b, 1) != weights(c, 1)
+    measured = rows(b, "iter1/target-agent/train.jsonl")[0]["sampler"]
+    assert measured == pytest.approx(dict(mean=1, rms=1, beyond=1), abs=1e-4)
 
 
 def test_start_tasks_that_the_training_split_lacks_are_counted(run):
     r = run("grpo", start_from="train", start_tasks=8, step_tasks=6, grpo_steps=1)
-    done, = (e for e in r.folder.read_jsonl("metrics.jsonl")
-             if e["event"] == "phase" and e["phase"] == "iter0/tasks.jsonl")
-    assert (done["tasks"], done["missing"]) == (6, 2)
+    assert (r.done["iter0/tasks.jsonl"]["tasks"], r.done["iter0/tasks.jsonl"]["missing"]) == (6, 2)
 
 
 def test_random_exploration_has_no_signal_and_as_many_episodes(run):
     a, b = run("evolve", "a", start_from="train"), run("evolve", "b", guide="random", verify=False,
                                                        start_from="train")
-    counts = [[e["episodes"] for e in events(r, "explored")] for r in (a, b)]
+    counts = [[r.done[f"iter{i}/explored.jsonl"]["episodes"] for i in (1, 2)] for r in (a, b)]
     assert counts[0][0] == counts[1][0]
-    assert {t.agent for t in b.folder.trajectories("iter1/explored.jsonl")} == {"random"}
+    assert {t.agent for t in read(b.folder / "iter1/explored.jsonl")} == {"random"}
     for r, odd in ((a, False), (b, True)):  # without verification proposals join as they come
-        sizes = [len(mutual.task_set(r, i)) for i in range(3)]
-        assert sizes[0] == 5 and sizes[2] > 5 and len(r.tasks.added()) == sizes[2] - 5
-        assert any(row["task"]["number"] % 2 for row in r.tasks.added()) == odd
+        assert sizes(r)[0] == 5 < sizes(r)[2]
+        added = [row for row in rows(r, "iter2/tasks.jsonl") if row["joined"]]
+        assert any(row["definition"]["number"] % 2 for row in added) == odd
 
 
 def test_aimed_tasks_vary_what_was_picked_and_nobody_explores(run):
-    r = run("evolve", explorer="aimed", rare_below=60.0, rare_min=2)
-    assert [e["iteration"] for e in events(r, "explored")] == [0]  # the start tasks
-    assert not (r.folder.path / "iter1/explored.jsonl").exists()
+    r = run(explorer="aimed", rare_below=60.0, rare_min=2)
+    assert (r.folder / "iter0/explored.jsonl").exists()  # the start tasks
+    assert not (r.folder / "iter1/explored.jsonl").exists()
     patterns = set()
     for i in (1, 2):
-        rows = r.folder.read_jsonl(f"iter{i}/signals.jsonl")
-        picked = {(row["task"], row["signal"], str(row.get("pattern"))) for row in rows if row["picked"]}
-        proposals = r.folder.read_jsonl(f"iter{i}/proposals.jsonl")
+        signals = rows(r, f"iter{i}/signals.jsonl")
+        picked = {(row["task"], row["signal"], str(row.get("pattern"))) for row in signals
+                  if row["picked"]}
         assert Counter((row["source"], row["signal"], row["text"].rsplit(", ", 1)[1])
-                       for row in proposals) == dict.fromkeys(picked, 2)  # --explorer-episodes
-        patterns |= {(row["pattern"], row["episodes"]) for row in rows if row["signal"] == "rare"}
+                       for row in rows(r, f"iter{i}/proposals.jsonl")) == dict.fromkeys(picked, 2)
+        patterns |= {(row["pattern"], row["episodes"]) for row in signals if row["signal"] == "rare"}
     assert patterns and all(p != "4 letters" and n > 1 for p, n in patterns)
-    assert len(mutual.task_set(r, 2)) > len(mutual.task_set(r, 0))
-    assert "episodes" in report.table(r.folder.path)
+    assert sizes(r)[2] > sizes(r)[0]
 
 
 @pytest.mark.parametrize("tasks, share, of_start", [  # a step has 4 tasks, D_0 has 3
     (8, 0.75, 3), (8, 0.5, 2), (1, 0.5, 3), (0, 0.5, 3), (8, 1.0, 3), (8, 0.0, None)])
-def test_each_pass_visits_every_task_and_no_step_one_twice(monkeypatch, tasks, share, of_start):
+def test_each_pass_visits_every_task_and_no_step_one_twice(tmp_path, tasks, share, of_start):
     """With --start-share the start tasks have so much of each step, and passes of their own."""
     start, added = ["s0", "s1", "s2"], [f"a{n}" for n in range(tasks)]
-    monkeypatch.setattr(mutual, "task_set", lambda run, i: start + added[:tasks if i else 0])
-    run = SimpleNamespace(rng=lambda *key: random.Random(repr(key)), settings=Settings(
-        start_share=share, step_tasks=4, evolve_every=1))
-    first, *later = itertools.islice(mutual.batches_of(run), 45)
+    r = SimpleNamespace(main=True, settings=evolve.Settings(
+        start_share=share, step_tasks=4, evolve_every=1, grpo_steps=45))
+    d = [dict(task=task, joined=int(task[0] == "a")) for task in start + added]
+    planned, before = [], []
+    for i in range(1, 46):
+        (tmp_path / "tasks").write_text("\n".join(map(json.dumps, d if i > 1 else d[:3])))
+        evolve.plan(r, tmp_path / f"{i}", tmp_path / "tasks", before, i=i)
+        before = [tmp_path / f"{i}"]
+        planned.append(read_jsonl(before[0])[0]["tasks"])
+    first, *later = planned
     assert len(first) == 3
     for batch in later:
         assert len({*batch}) == len(batch) == min(4, 3 + tasks)
@@ -672,72 +722,57 @@ def test_each_pass_visits_every_task_and_no_step_one_twice(monkeypatch, tasks, s
         assert not counts or max(counts) - min(counts) <= 1
 
 
-def test_added_tasks_that_are_mastered_leave_for_good(run, monkeypatch):
+def test_added_tasks_that_are_mastered_leave_for_good(run):
     """The agent here solves what has an even id, all of it; start tasks stay all the same."""
-    def play(run, model, encoder, starts, temperature):
-        for t in says_c(encoder, starts):
-            t.reward = 1.0 if int(t.task[-1]) % 2 == 0 else t.rollout % 2
-        return starts
+    class Even(Scripted):
+        pays = staticmethod(lambda t: 1.0 if int(t.task[-1]) % 2 == 0 else float(t.rollout % 2))
 
-    monkeypatch.setattr(mutual, "play_with", play)
-    r = run("evolve", explorer="aimed", mastered="leave", step_tasks=30, grpo_steps=8, picks=4)
-    start, gone = mutual.task_set(r, 0), set()
+    r = run(kind=Even, explorer="aimed", mastered="leave", step_tasks=30, grpo_steps=8, picks=4,
+            start_from="train")
+    start, gone = {row["task"] for row in rows(r, "iter0/tasks.jsonl")}, set()
     for i in (1, 2, 3):
-        before = set(mutual.task_set(r, i - 1))
-        left = {row["id"] for row in r.folder.read_jsonl(f"iter{i}/tasks.jsonl") if "left" in row}
-        assert left == {task for task in before if task not in start and int(task[-1]) % 2 == 0}
+        before, d = (rows(r, f"iter{n}/tasks.jsonl") for n in (i - 1, i))
+        left = {row["task"] for row in d if row.get("left") == i}
+        assert left == {row["task"] for row in evolve.active(before)
+                        if row["task"] not in start and int(row["task"][-1]) % 2 == 0}
         gone |= left
-        assert not gone & {*mutual.task_set(r, i)} and {*start} <= {*mutual.task_set(r, i)}
-        assert not gone & {t.task for t in r.folder.trajectories(
-            f"iter{i + 1}/target-agent/episodes.jsonl")}
+        now = {row["task"] for row in evolve.active(d)}
+        assert not gone & now and start <= now
+        assert not gone & {t.task for t in read(r.folder / f"iter{i + 1}/target-agent/episodes.jsonl")}
     assert len(gone) > 2
-    phases = {e["phase"]: e.get("left") for e in events(r, "phase")}
-    assert sum(phases[f"iter{i}/tasks.jsonl"] for i in (1, 2, 3)) == len(gone)
+    assert sum(r.done[f"iter{i}/tasks.jsonl"]["left"] for i in (1, 2, 3)) == len(gone)
 
 
-def test_what_is_always_or_never_solved_does_not_join(run, monkeypatch):
+def test_what_is_always_or_never_solved_does_not_join(run):
     """The agent solves number n in n % 5 of its four plays."""
     asked = []
 
-    def play(run, folder, starts, temperature):
-        with run.tasks.make_env() as env:
-            for t in starts:
-                t.reward = float(t.rollout < env.find(t.task) % 5)
-        asked.append((str(folder), Counter(t.task for t in starts), temperature))
-        return starts
+    class Some(Scripted):
+        def play(self, agent, episodes, temperature, make_env=None):
+            env = (make_env or self.make_env)()
+            if episodes[0].seed == seed_of(0, "solve", episodes[0].iteration, episodes[0].task, 0):
+                asked.append((str(agent), len(episodes), temperature))
+            self.pays = lambda t: float(t.rollout < env.find(t.task) % 5)
+            return super().play(agent, episodes, temperature)
 
-    monkeypatch.setattr(envs.Repaired, "__enter__", lambda env: env, raising=False)
-    monkeypatch.setattr(envs.Repaired, "__exit__", lambda env, *_: env.close(), raising=False)
-    monkeypatch.setattr(mutual, "play", play)
-    r = run("evolve", explorer="aimed", solve_check=4, start_from="train", add_most=2, picks=4,
+    r = run(kind=Some, explorer="aimed", solve_check=4, start_from="train", add_most=2, picks=4,
             explorer_episodes=5, step_tasks=5)
-    rows = [row for i in (1, 2) for row in r.folder.read_jsonl(f"iter{i}/proposals.jsonl")]
-    tried = [row for row in rows if "solved" in row]
+    judged = [row for i in (1, 2) for row in rows(r, f"iter{i}/proposals.jsonl")]
+    tried = [row for row in judged if "solved" in row]
     assert len(tried) > 5 and all(row["solved"] == row["task"]["number"] % 5 for row in tried)
     for row in tried:
         assert row["reason"] == {0: "the agent never solves it", 4: "the agent always solves it"}.get(
             row["solved"])
         assert row["verdict"] == ("added" if row["reason"] is None else "refused")
     assert {row["solved"] for row in tried} >= {0, 4}
-    assert all(row["verdict"] == "refused" for row in rows if "solved" not in row)
+    assert all(row["verdict"] == "refused" for row in judged if "solved" not in row)
     added = [row["task"] for row in tried if row["verdict"] == "added"]
-    assert [row["task"] for row in r.tasks.added()] == added and len(added) == 4
-    logged = events(r, "proposals")
-    assert sum(e["tried"] for e in logged) == 4 * len(tried) == sum(
-        n for _, tasks, _ in asked for n in tasks.values())
-    assert {folder[-19:] for folder, _, _ in asked} == {"/iter1/target-agent", "/iter2/target-agent"}
-    assert {temperature for _, _, temperature in asked} == {1.5}  # as in training
-
-
-def test_an_address_or_key_that_cannot_be_is_said_before_anything_runs(run, endpoint, monkeypatch,
-                                                                       tmp_path):
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    for url, faults, message in ((endpoint.url, [(401, "no such key", {})], "401: no such key"),
-                                 ("http://127.0.0.1:9/v1", [], "ConnectionError")):
-        endpoint.faults = faults
-        with pytest.raises(envs.EnvError, match=message):
-            run("evolve", explorer=url, explorer_model="m")
-        assert not (tmp_path / "run/iter0").exists()
+    assert [row["definition"] for row in rows(r, "iter2/tasks.jsonl") if row["joined"]] == added
+    assert len(added) == 4
+    assert sum(r.done[f"iter{i}/proposals.jsonl"]["tried"] for i in (1, 2)) == 4 * len(tried) == sum(
+        n for _, n, _ in asked)
+    assert {agent[-19:] for agent, *_ in asked} == {"/iter1/target-agent", "/iter2/target-agent"}
+    assert {temperature for *_, temperature in asked} == {1.5}  # as in training
 
 
 class Vowels(Letters):
@@ -748,110 +783,95 @@ class Vowels(Letters):
 
 
 def test_forty_steps_teach_a_policy_what_pays(run):
-    r = run("grpo", world=Vowels, start_from="train", start_tasks=4, grpo_steps=40, evolve_every=40, step_tasks=4,
-            step_rollouts=6, max_new_tokens=6, slots=24, grpo_lr=3e-3,
-            grpo_temperature=1.0, checkpoint_minutes=10)
-    rewards = [e["reward"] for e in events(r, "grpo")]
+    r = run("grpo", world=Vowels, start_from="train", start_tasks=4, grpo_steps=40, evolve_every=40,
+            step_tasks=4, step_rollouts=6, max_new_tokens=6, slots=24, grpo_lr=3e-3,
+            grpo_temperature=1.0)
+    log = rows(r, "iter1/target-agent/train.jsonl")
+    rewards, kl = [row["reward"] for row in log], [row["kl"] for row in log]
     assert np.mean(rewards[:5]) < 0.2 and np.mean(rewards[-5:]) > 0.6
+    assert np.mean(kl[-10:]) > 0  # of its own samples, over the tokens that may be drawn
 
 
-def test_an_explorer_at_an_endpoint_makes_the_start_tasks_too(run, endpoint, monkeypatch):
-    """One episode a start task; what becomes of it is checked as any other proposal."""
-    monkeypatch.setattr(Smith, "form", "A number.", raising=False)
-    monkeypatch.setattr(Smith, "actions", "letters", raising=False)
-    monkeypatch.setattr(Smith, "written", lambda smith, task, proposal: dict(
-        text=proposal["query"], task=dict(number=int(proposal["query"])),
-        solution=proposal["action_sequence"]), raising=False)
-    numbers = iter(range(10, 99))
-    endpoint.answer = lambda messages: (
-        json.dumps(dict(query=str(next(numbers)), action_sequence=["a"]))
-        if "Write new tasks" in messages[0]["content"] else "c")
-    r = run("grpo", explorer=endpoint.url, explorer_model="m")
-    asked = [body["messages"][0]["content"] for _, _, body in endpoint.seen]
-    assert sum("You explore" in text for text in asked) == 5 == len(asked[1:]) / 2
-    assert {row["task"]["number"] for row in r.tasks.added()} == {10, 12}  # 14 is a split's
-    assert events(r, "explored")[0]["requests"] == 10
+def files_of(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*")
+            if p.is_file() and p.suffix in (".jsonl", ".safetensors")}
 
 
-def test_evolution_from_end_to_end_in_the_databases(tmp_path):
-    """The tiny model; what joins is solved by its own solution and the scripted expert elsewhere."""
-    flags = ("--env intercodesql --method evolve --train-tasks 60 --eval-tasks 2 --sft-epochs 2 "
-             "--start-tasks 20 --grpo-steps 4 --evolve-every 2 --step-tasks 8 --step-rollouts 4 "
-             f"--picks 4 --explorer-episodes 3 --threads 1 --out {tmp_path / 'run'}").split()
-    work, said = lambda: start.start(flags, mutual.loop_of, None), tmp_path / "said"
-    assert ended(fork(work, said)) == 0, said.read_text()[-3000:]
-    proposals = [json.loads(line) for line in (tmp_path / "run/iter1/proposals.jsonl").open()]
-    tasks = [json.loads(line) for line in (tmp_path / "run/iter1/tasks.jsonl").open()]
-    added = [row for row in proposals if row["verdict"] == "added"]
-    assert [row["task"] for row in added] == [row["task"] for row in tasks] != []
-    env = envs.make("intercodesql", "short")
-    trained = {env.find(task)["db"] for task in env.tasks("train")[:60]}
-    for row in added:
-        task = env.add(row["task"])
-        assert row["task"]["db"] in trained and row["text"] in env.reset(task)
-        assert [env.step(reply) for reply in row["solution"]][-1].reward == 1
-        assert envs.converse(env, env.reset(task), env.expert())[1] == 1
-    env.close()
-    episodes = [json.loads(line) for line in (tmp_path / "run/iter2/target-agent/episodes.jsonl").open()]
-    assert any("added" in t["task"] for t in episodes)  # they are trained on
+@pytest.mark.parametrize("more", [dict(max_tokens=40), dict(
+    explorer="aimed", solve_check=3, mastered="leave", start_share=0.5)])
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(run, tmp_path, monkeypatch, more):
+    """Stopped in segment 2 and in the evolution after it: moments and passes go on from files."""
+    whole, left = files_of(run(out="whole", **more).folder), iter(("train", "join", None))
+
+    class Stops(evolve.Run):
+        def make(self, out, work, *inputs, **how):
+            if how.get("i") == 2 and work.__name__ == self.stop:
+                raise KeyboardInterrupt
+            return super().make(out, work, *inputs, **how)
+
+    for Stops.stop in left:
+        if Stops.stop:
+            with pytest.raises(KeyboardInterrupt):
+                run(out="stopped", kind=Stops, **more)
+    assert files_of(run(out="stopped", **more).folder) == whole
 
 
-def evolving(small_model, out, **changed):
-    """What runs CoEvolve on letters, in a process of its own."""
-    values = dict(FEW, method="evolve", model=small_model, out=out, **changed)
+def test_a_state_inside_a_segment_is_restored_by_its_steps(run):
+    """A checkpoint of one step: the second step goes on from it, moments too."""
+    kept = {}
 
-    def work():
-        sys.argv = ["coevolve.py"]
-        envs.make = lambda *_, **__: envs.Repaired(Letters())
-        start.start([x for name, value in values.items() for x in (f"--{name}", str(value))],
-                    mutual.loop_of, None)
+    class Keeps(evolve.Run):
+        def checkpoint(self, steps):
+            def keep(model, optimizer, n):
+                kept[self.name, n] = json.dumps(steps), copy.deepcopy((
+                    model.state_dict(), optimizer.state_dict()))
 
-    return work
+            def restore(model, optimizer):
+                if not self.goes_on or (self.name, 1) not in kept:
+                    return 0
+                said, (w, moments) = kept[self.name, 1]
+                steps.extend(json.loads(said))
+                model.load_state_dict(w), optimizer.load_state_dict(copy.deepcopy(moments))
+                return 1
+            return SimpleNamespace(keep=keep, restore=restore)
 
-
-def files_of(run):
-    return {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*") if p.is_file()
-            and (p.suffix in (".jsonl", ".safetensors") or p.name == "trained_on.json")
-            and p.name != "metrics.jsonl"}
-
-
-@pytest.mark.parametrize("more", [dict(max_tokens=28, too_long="cut"), dict(
-    explorer="aimed", solve_check=3, mastered="leave", start_share=0.5, grpo_temperature=1.5)])
-def test_a_killed_run_goes_on_to_the_same_bits(small_model, tmp_path, more):
-    def finish(out, kills=0):
-        rng = random.Random(5)
-        work = evolving(small_model, out, grpo_steps=6, grpo_lr=1e-4, checkpoint_minutes=0, **more)
-        for _ in range(kills):
-            process = fork(work, tmp_path / "said")
-            wait_until((out / "metrics.jsonl").exists)
-            time.sleep(rng.uniform(0.1, 1))
-            os.kill(process, signal.SIGKILL)
-            ended(process)
-        assert ended(fork(work, tmp_path / "said")) == 0, (tmp_path / "said").read_text()[-3000:]
-        return files_of(out), events(out, "grpo"), events(out, "full")
-
-    killed, whole = finish(tmp_path / "killed", kills=4), finish(tmp_path / "whole")
-    assert killed == whole and bool(whole[2]) == ("too_long" in more)
+    Keeps.goes_on = False
+    whole = files_of(run("grpo", "a", kind=Keeps).folder)
+    assert len(kept) == 6
+    Keeps.goes_on = True
+    assert files_of(run("grpo", "b", kind=Keeps).folder) == whole
 
 
-def test_a_state_before_the_first_update_has_no_moments(tmp_path):
-    """Empty ones would be kept for the next segment, whose AdamW would then begin at step 1."""
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = partial(Checkpoint, Accelerator(cpu=True), tmp_path / "checkpoint", "inputs", 0)
-    state().save(model, optimizer, 3, [])
-    assert not optimizer.state
-    assert state().restore(model, optimizer) == (3, []) and not optimizer.state
+def test_a_copy_of_a_live_model_answers_as_it_does(agent, run):
+    r = run("grpo", start_from="train", grpo_steps=1)
+    model = r.load(r.base)
+    assert r.replica(model) is model and not model.training
+    r.bf16 = True
+    copied = r.replica(model)
+    read_again = coevolve.Run.replica(r, r.base)
+    ids = torch.tensor([r.encoder.start([dict(role="user", content="say")])])
+    assert copied.dtype == torch.bfloat16
+    assert torch.equal(copied(input_ids=ids).logits, read_again(input_ids=ids).logits)
+    assert not {p.data_ptr() for p in copied.parameters()} & {p.data_ptr() for p in model.parameters()}
 
 
 def test_two_sharded_processes_evolve_like_one(small_model, tmp_path):
     said = tmp_path / "said"
-    for ranks, more in ((1, {}), (2, dict(shard="on"))):
-        work = evolving(small_model, tmp_path / str(ranks), start_from="train", grpo_steps=4,
-                        grpo_lr=1e-5, **more)
-        assert [ended(process) for process in fork_ranks(ranks, work, said)] == [0] * ranks, said.read_text()[-3000:]
-    steps = [[(e["loss"], e["kl"]) for e in events(tmp_path / out, "grpo")] for out in "12"]
-    assert torch.tensor(steps[0]).sub(torch.tensor(steps[1])).abs().max() < 1e-6
-    assert len(steps[0]) == 4 and abs(steps[0][3][1]) > 1e-4  # it has learnt something
+    for ranks in (1, 2):
+        flags = dict(
+            model=small_model, out=tmp_path / str(ranks), start_from="train", grpo_steps=4,
+            evolve_every=2, grpo_lr=1e-5, max_tokens=400, max_new_tokens=4, slots=8, start_tasks=5,
+            warm_start="none", step_tasks=3, step_rollouts=4, grpo_batch=2, near_text=1.0)
+
+        def work():
+            envs.make = lambda *_, **__: Letters()
+            coevolve.main([x for name, value in flags.items() for x in (
+                f"--{name.replace('_', '-')}", str(value))], evolve.Settings, evolve.Run, evolve.METHODS)
+
+        assert [ended(p) for p in fork_ranks(ranks, work, said)] == [0] * ranks, said.read_text()[-3000:]
+    log = [[(row["loss"], row["kl"]) for i in (1, 2) for row in read_jsonl(
+        tmp_path / f"{out}/iter{i}/target-agent/train.jsonl")] for out in "12"]
+    assert torch.tensor(log[0]).sub(torch.tensor(log[1])).abs().max() < 5e-6
+    assert len(log[0]) == 4 and abs(log[0][3][1]) > 1e-4  # it has learnt something
     one, two = ((tmp_path / out / "iter1/tasks.jsonl").read_text() for out in "12")
     assert one == two != ""

@@ -1,0 +1,225 @@
+"""Several processes (gloo), whole models or sharded ones, do what one does."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from conftest import ROOT, ended, fork_ranks, in_ranks, make_model, make_tokenizer
+from safetensors.torch import load_file
+from test_dpo import LOSS, VOCABULARY, group, sequences
+from torch.distributed.fsdp import FSDPModule
+
+import coevolve
+import dpo
+from dpo import Objective
+
+
+def train(accelerator, folder, shard):
+    """Five batches, of which two are of one instruction: there some ranks have nothing to do."""
+    groups, log = [group(str(i), seed=i) for i in range(6)], []
+    if accelerator.is_main_process:
+        model = make_model(VOCABULARY, seed=3, dtype=torch.float32)
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+        model.save_pretrained(folder / "base")
+    accelerator.wait_for_everyone()
+    model = dpo.load(accelerator, folder / "base", recompute=shard, shard=shard)
+    assert isinstance(model, FSDPModule) == shard
+    if shard:  # a rank holds its part; 50 rows on 3 ranks are uneven
+        held = sum(p.to_local().numel() for p in model.parameters())
+        assert held * accelerator.num_processes < 1.3 * sum(p.numel() for p in model.parameters())
+    log_probs = partial(dpo.log_probs, accelerator, tokens=40)
+    dpo.add_references(model, groups, log_probs, 120)
+    steps = [[groups[i] for i in batch] for batch in ([0, 1, 2], [3], [4, 5], [5, 0, 1], [2])]
+    dpo.fit(model, steps, log_probs, Objective(
+        partial(dpo.preference_loss, s=LOSS), lambda g: len(g.pairs), 1e-3, 0.5, "cosine", 0.01,
+        tokens=60), log.append)
+    dpo.save(accelerator, model, make_tokenizer("chatml"), folder / "after")
+    found = dpo.log_probs(accelerator, model, sequences(9, 30), 0).tolist()
+    return dict(log=log, reference=[g.reference for g in groups], alone=found)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """run(ranks, shard): what `train` returns, and the weights it saves."""
+    done = {}
+
+    def once(ranks, shard):
+        if (ranks, shard) not in done:
+            folder = tmp_path_factory.mktemp("run")
+            results = in_ranks(ranks, train, folder, shard)
+            results["weights"] = load_file(folder / "after/model.safetensors")
+            done[ranks, shard] = results
+        return done[ranks, shard]
+
+    return once
+
+
+@pytest.mark.parametrize("ranks, shard", [(2, False), (3, False), (2, True), (3, True)])
+def test_ranks_whole_or_sharded_train_like_one_process(run, ranks, shard):
+    """Shards also recompute their layers, as they do on GPUs."""
+    one, other = run(1, False), run(ranks, shard)
+    for a, b in zip(one["reference"], other["reference"], strict=True):
+        assert b == pytest.approx(a, abs=1e-4)
+    assert [e["step"] for e in one["log"]] == [1, 2, 3, 4, 5]
+    for a, b in zip(one["log"], other["log"], strict=True):
+        assert (a["step"], a["lr"]) == (b["step"], b["lr"])
+        assert b["loss"] == pytest.approx(a["loss"], abs=1e-6, rel=1e-6)
+        assert b["norm"] == pytest.approx(a["norm"], rel=1e-4)
+        assert b["kinds"].keys() == a["kinds"].keys()
+        for kind, row in a["kinds"].items():
+            if abs(row["margin"]) < 1e-4:  # before the first update its sign is rounding
+                row = row | dict(accuracy=b["kinds"][kind]["accuracy"])
+            assert b["kinds"][kind] == pytest.approx(row, abs=1e-3)
+    assert one["weights"].keys() == other["weights"].keys()
+    for name, weights in one["weights"].items():
+        torch.testing.assert_close(other["weights"][name], weights, atol=1e-5, rtol=0)
+    assert other["alone"] == pytest.approx(one["alone"], abs=1e-3)
+    assert "lm_head.weight" not in one["weights"]  # tied, so that it is not there twice
+
+
+def gradient(accelerator):
+    """Of a loss of all log-probabilities, which each rank has from its own passes alone."""
+    model, some = make_model(VOCABULARY, dtype=torch.float32), sequences(11, 16, 7, 20)
+    found = dpo.log_probs(accelerator, model, some, 30)
+    (found * torch.linspace(-1, 1, len(found))).sum().backward()
+    grads = torch.cat([p.grad.flatten() for p in model.parameters()])
+    if accelerator.num_processes > 1:
+        torch.distributed.all_reduce(grads.div_(accelerator.num_processes))
+    return dict(found=found.tolist(), grads=grads.tolist())
+
+
+def test_the_gradient_averaged_over_ranks_is_that_of_one_process():
+    one, two = (in_ranks(ranks, gradient) for ranks in (1, 2))
+    for name in one:
+        torch.testing.assert_close(torch.tensor(two[name]), torch.tensor(one[name]), atol=1e-4,
+                                   rtol=1e-4)
+
+
+def read_by_one(accelerator, folder):
+    reads, read_model = [], dpo.read_model
+    dpo.read_model = lambda *a, **how: reads.append(1) or read_model(*a, **how)
+    if accelerator.is_main_process:
+        make_model(VOCABULARY, dtype=torch.bfloat16).save_pretrained(folder)
+    accelerator.wait_for_everyone()
+    model = dpo.load(accelerator, folder, recompute=False, shard=True)
+    whole = {name: p.full_tensor().tolist() for name, p in model.named_parameters()}
+    assert len(reads) == accelerator.is_main_process
+    return whole
+
+
+def test_one_rank_reads_the_model_that_is_sharded(tmp_path):
+    found = in_ranks(2, read_by_one, tmp_path)
+    model = dpo.read_model(tmp_path)
+    assert found == {name: p.tolist() for name, p in model.named_parameters()}
+
+
+RUN = ("--env", "webshop", "--method", "eto", "--train-tasks", "3", "--eval-tasks", "1",
+       "--eval-splits", "validation", "--sft-epochs", "2", "--iterations", "1", "--rollouts", "1",
+       "--dpo-epochs", "2", "--sft-lr", "1e-3")
+
+
+def torchrun(ranks, *argv):
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}",
+         "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", *map(str, argv)],
+        capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def test_two_ranks_run_the_core_like_one_process(tmp_path):
+    """Two ranks, one evaluated task: one rank has no share of the episodes."""
+    def go(ranks, out):
+        said, main = tmp_path / f"{ranks}.said", partial(coevolve.main, [*RUN, "--out",
+                                                                       str(tmp_path / out)])
+        said.unlink(missing_ok=True)
+        codes = [ended(process) for process in fork_ranks(ranks, main, said)]
+        assert codes == [0] * ranks, said.read_text()[-3000:]
+        assert said.read_text().count("eto on webshop") == 1  # the first rank alone prints
+
+    go(2, "two"), go(1, "one")
+    rows = lambda run, name: [json.loads(row) for row in (tmp_path / run / name).open()]
+    for name in ("experts.jsonl", "iter1/target.jsonl", "iter1/pairs-target.jsonl",
+                 "eval-1-target-validation.jsonl"):
+        for a, b in zip(rows("one", name), rows("two", name), strict=True):
+            assert a.pop("log_probs", []) == pytest.approx(b.pop("log_probs", []), abs=1e-4)
+            assert a == b
+    for agent in "sft-target", "iter1/target-agent":
+        for a, b in zip(rows("one", f"{agent}/train.jsonl"), rows("two", f"{agent}/train.jsonl"),
+                        strict=True):
+            assert b["loss"] == pytest.approx(a["loss"], abs=1e-4)
+    times = {p: p.stat().st_mtime_ns for p in (tmp_path / "two").rglob("*.safetensors")}
+    go(1, "two")  # the number of ranks is free to change
+    assert times == {p: p.stat().st_mtime_ns for p in times}
+
+
+FAULTY = """
+import os, sys
+sys.path.insert(0, {root!r})
+import coevolve, envs
+from worlds.webshop.shop import WebShop
+envs.WAITS = ()
+if os.environ["RANK"] == "1":
+    def gone(self, task):
+        if "-train-" in task:
+            return reset(self, task)
+        raise envs.EnvError("the shop of rank 1 is gone; start it again")
+    reset, WebShop.reset = WebShop.reset, gone
+coevolve.main(sys.argv[1:])
+"""
+
+
+def test_an_error_on_one_rank_ends_all(tmp_path):
+    script = tmp_path / "faulty.py"
+    script.write_text(FAULTY.format(root=str(ROOT)))
+    started = time.monotonic()
+    done = torchrun(2, script, *RUN, "--eval-tasks", "4", "--out", tmp_path / "run")
+    assert done.returncode != 0 and time.monotonic() - started < 200
+    assert "coevolve.py: the shop of rank 1 is gone; start it again" in done.stderr
+    assert (tmp_path / "run/sft-target").exists()
+    assert not list((tmp_path / "run").glob("eval-*.jsonl"))
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_passes_in_bf16_move_fp32_weights(shard, tmp_path):
+    """Losses agree with fp32 to bf16's rounding; at lr 1e-6 nearly all of the weights move."""
+    found = in_ranks(2, bf16, tmp_path, shard) if shard else bf16(None, tmp_path, shard)
+    (plain, references), (half, in_bf16) = found["no"], found["bf16"]
+    assert in_bf16 == pytest.approx(references, rel=0.03) and in_bf16 != references
+    # The first step's loss is ln 2 times the mean weight in either: the same arithmetic twice.
+    assert half == pytest.approx(plain, abs=1e-5)
+
+
+def bf16(accelerator, folder, shard):
+    found = {}
+    for precision in ("no", "bf16"):
+        AcceleratorState._reset_state(accelerator is None)
+        accelerator = Accelerator(cpu=True, mixed_precision=precision)
+        if accelerator.is_main_process and not (folder / "config.json").exists():
+            make_model(VOCABULARY, seed=3, dtype=torch.float32).save_pretrained(folder)
+        accelerator.wait_for_everyone()
+        model, log, seen = dpo.load(accelerator, folder, False, shard), [], set()
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        whole = lambda: {n: getattr(p, "full_tensor", p.clone)() for n, p in model.named_parameters()}
+        before = {name: p.detach().clone() for name, p in whole().items()}
+        model.get_output_embeddings().register_forward_hook(
+            lambda module, inputs, output: seen.add(output.dtype))
+        groups, log_probs = [group(str(i), seed=i) for i in range(3)], partial(
+            dpo.log_probs, accelerator, tokens=1000)
+        dpo.add_references(model, groups, log_probs, 1000)
+        how = Objective(partial(dpo.preference_loss, s=LOSS), lambda g: 3, 1e-6, tokens=1000)
+        LOSS.lambda_sft = 0.0
+        dpo.fit(model, [groups], log_probs, how, log.append)
+        LOSS.lambda_sft = 0.1
+        assert seen == {torch.float32 if precision == "no" else torch.bfloat16}
+        for name, p in whole().items():
+            if ".layers." in name and p.ndim == 2:
+                assert (p != before[name]).float().mean() > 0.99, name
+        found[precision] = log[0]["loss"], [r for g in groups for r in g.reference]
+    return found
