@@ -406,11 +406,12 @@ def read(kind, folder, **how):
 
 def read_config(folder):
     """The config in a folder; of one that also reads pictures that of the causal LM in it."""
-    config = read(transformers.AutoConfig, folder)
+    config, kind = read(transformers.AutoConfig, folder), transformers.AutoModelForCausalLM
     text = config.get_text_config(decoder=True)  # of BART, say, a copy that names sizes otherwise
+    if type(text) is type(config) or type(text) not in kind._model_mapping:
+        return config
     text.tie_word_embeddings |= config.tie_word_embeddings
-    known = type(text) in transformers.AutoModelForCausalLM._model_mapping
-    return text if known and type(text) is not type(config) else config
+    return text
 
 
 def read_model(folder, dtype=torch.float32, device="cpu"):
@@ -420,8 +421,7 @@ def read_model(folder, dtype=torch.float32, device="cpu"):
     if lacking := sorted(map(str, {*found["missing_keys"], *found["mismatched_keys"]})):
         raise Unusable(f"--model {folder}: {len(lacking)} weights are missing, such as "
                        f"{lacking[0]}; give a whole checkpoint")
-    config = read_config(folder)
-    if type(model.config) is not type(config):  # it also reads pictures, as Gemma 3 does
+    if type(model.config) is not type(config := read_config(folder)):  # Gemma 3 reads pictures too
         with init_empty_weights():
             text = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         setattr(text, text.base_model_prefix, model.get_decoder())
