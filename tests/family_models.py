@@ -20,8 +20,8 @@ SIZES = {
     2: "num_hidden_layers num_layers n_layer n_layers decoder_layers encoder_layers num_blocks "
        "num_decoder_layers num_encoder_layers num_key_value_heads num_experts_per_tok moe_topk "
        "moe_k top_k_experts num_experts_per_token num_encoder_attention_heads num_kv_heads "
-       "o_groups num_decoder_attention_heads zero_expert_num linear_num_key_heads mamba_n_groups n_groups "
-       "mamba_ngroups swa_num_key_value_heads num_local_experts_per_tok moe_top_k",
+       "o_groups num_decoder_attention_heads zero_expert_num linear_num_key_heads mamba_n_groups "
+       "n_groups mamba_ngroups swa_num_key_value_heads num_local_experts_per_tok moe_top_k",
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads num_experts "
        "encoder_attention_heads n_routed_experts num_local_experts moe_num_experts rotary_dim "
        "linear_num_value_heads linear_num_heads mamba_n_heads mamba_num_heads n_mamba_heads "
