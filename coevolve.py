@@ -439,7 +439,7 @@ class Run:
         """Does work(run, temporary path, *inputs, **how) -> numbers, unless `output` was made so:
         from files of the same bytes, from agents that were made alike, and with this `how`."""
         path, self.name = self.folder / output, output
-        agents = {self.folder / name: row["recipe"] for name, row in self.done.items()}
+        agents = {self.folder / n: r.get("made_by", r["recipe"]) for n, r in self.done.items()}
         self.recipe = recipe = hashed([work.__name__, files.known_by(inputs, agents), how])
         recorded = self.before.pop(output, {})
         if recorded.get("recipe") == recipe and path.exists():

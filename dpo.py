@@ -424,7 +424,7 @@ def read_model(folder, dtype=torch.float32, device="cpu"):
     if type(model.config) is not type(config):  # it also reads pictures, as Gemma 3 does
         with init_empty_weights():
             text = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-        text.set_decoder(model.get_decoder())
+        setattr(text, text.base_model_prefix, model.get_decoder())
         text.set_output_embeddings(model.get_output_embeddings())
         model = text.eval()
     if type(model.config) not in transformers.AutoModelForCausalLM._model_mapping:
@@ -544,10 +544,10 @@ def trial(model, encoder: Encoder, longest: int = 64) -> tuple[bool, bool, bool]
     most = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.03
     never = (*encoder.never(model.config.get_text_config().vocab_size), encoder.end_of_turn)
     sampler, known = Sampler(never=never), sorted({*range(len(encoder.tokenizer))} - {*never})
-    texts = [random.Random(k).choices(known, k=k) for k in (longest - 16, longest // 2)]
+    texts = [random.Random(k).choices(known, k=k) for k in (longest - 8, longest // 2)]
     for cache, alone in itertools.product((True, False), (False, True)):
         try:
-            made = replies(model, encoder, sampler, 16, (),
+            made = replies(model, encoder, sampler, 8, (),
                            [(ids, random.Random(0)) for ids in texts], alone, cache)
             whole = [Trajectory(ids=ids + new, action_mask=[0] * len(ids) + [1] * len(new))
                      for ids, (new, _) in zip(texts, made)]

@@ -10,6 +10,7 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
+MUSIC = ("musicgen", "musicgen_melody")  # their tokens are sounds
 VOCABULARY, WINDOW = 160, 16  # tokens
 # The fields of a config by the size that a tiny model has there.
 SIZES = {
@@ -32,8 +33,9 @@ SIZES = {
        "ssm_state_size state_size o_lora_rank index_topk attention_head_size gated_norm_rank "
        "mamba_chunk_size chunk_size block_size ple_embed_dim",
     12: "v_head_dim",
-    16: "index_n_heads attention_head_dim q_lora_rank laurel_rank input_embedding_size output_embedding_size mamba_d_head "
-        "mamba_head_dim mamba_headdim dim_model_base encoder_hash_byte_group_vocab",
+    16: "index_n_heads attention_head_dim q_lora_rank laurel_rank input_embedding_size "
+        "output_embedding_size mamba_d_head mamba_head_dim mamba_headdim dim_model_base "
+        "encoder_hash_byte_group_vocab",
     32: "hidden_size d_model n_embd emb_dim embedding_size lru_width "
         "word_embed_proj_dim embedding_dim hidden_size_global backbone_hidden_size",
     48: "intermediate_size moe_intermediate_size n_inner ffn_dim decoder_ffn_dim encoder_ffn_dim "
@@ -101,64 +103,71 @@ SPECIAL = {  # what a family wants beside
 
 def default(family: str):
     """The config of transformers' defaults; of a composite family, the one of its text model."""
-    extra = dict(text_config=dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)) if "assistant" in family else {}
-    config = CONFIG_MAPPING[family](**extra)
-    try:
-        return config.get_text_config()
-    except ValueError:  # it has several: text encoders of music
-        return config
+    parts = {"text_config": dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)}
+    config = CONFIG_MAPPING[family](**parts if family.endswith("assistant") else {})
+    return config.get_text_config() if family not in MUSIC else config
 
 
 def small(config, vocabulary: int) -> dict:
-    """The fields of a config like this one with all sizes small: two layers, or one of each type."""
+    """The fields of a config of this class with all sizes small: two layers, or one of each type;
+    and what its family wants beside."""
     fields = {name: value for name, value in vars(config).items() if value is not None}
     values = {name: size for name, size in SIZES.items() if name in fields}
-    values |= {name: vocabulary for name in VOCABULARIES.split() if name in fields}
-    values |= {name: 1 for name in ("pad_token_id", "bos_token_id", "eos_token_id")
-               if name in fields}
-    values |= {name: 8 for name in ("head_dim",) if name in vars(config)}
-    values |= {name: WINDOW for name in ("sliding_window",) if name in vars(config)}
-    values |= {name: True for name in ("is_decoder", "use_sliding_window") if name in vars(config)}
+    for size, names in ((vocabulary, VOCABULARIES), (1, "pad_token_id bos_token_id eos_token_id")):
+        values |= {name: size for name in names.split() if name in fields}
+    for name, value in (("head_dim", 8), ("sliding_window", WINDOW), ("is_decoder", True),
+                        ("use_sliding_window", True)):  # also where the default is None
+        values |= {name: value} if name in vars(config) else {}
     values |= {name: small(value, vocabulary) for name, value in fields.items()
                if isinstance(value, PreTrainedConfig)}
     if fields.get("num_key_value_heads") == fields.get("num_attention_heads"):
         values["num_key_value_heads"] = 4
-    kinds = {name: list(dict.fromkeys(fields[name])) for name in KINDS.split() if name in fields}
-    if "layer_types" in kinds and "sliding_window" in vars(config):
-        kinds["layer_types"] = list(dict.fromkeys([*kinds["layer_types"], "sliding_attention"]))
+    kinds = {name: dict.fromkeys(fields[name]) for name in KINDS.split() if name in fields}
+    if "layer_types" in kinds and "sliding_window" in values:
+        kinds["layer_types"]["sliding_attention"] = None
     if kinds:
         layers = max(2, *map(len, kinds.values()))
-        values |= {name: (some * layers)[:layers] for name, some in kinds.items()}
-        values["num_hidden_layers"] = layers
+        values |= {name: (list(some) * layers)[:layers] for name, some in kinds.items()}
+    values |= SPECIAL.get(config.model_type, {})
+    if kinds:
+        values["num_hidden_layers"] = len(values.get("layer_types") or values[min(kinds)])
     return values
 
 
-def tiny_config(family: str, vocabulary: int = VOCABULARY):
-    """Of `small`, with what a family wants beside; it names the class of the model."""
+def tiny_config(family: str, vocabulary: int = VOCABULARY, **more):
+    """Of `small`, with `more` fields; it names the class of the model."""
     config = default(family)
-    values = {**small(config, vocabulary), **SPECIAL.get(config.model_type, {})}
-    if "layer_types" in values:
-        values["num_hidden_layers"] = len(values["layer_types"])
-    config = type(config)(**values)
+    config = type(config)(**{**small(config, vocabulary), **more})
     config.architectures = [CLASSES.get(config.model_type, CLASSES[family])]
     return config
 
 
-def tiny_model(family: str, seed: int = 0, vocabulary: int = VOCABULARY):
-    """A model of it in float32 and eval mode, of which every number of every layer matters: its
-    matrices are doubled until two tokens that change places move later log-probabilities, because
-    with small weights neither wrong attention nor wrong positions show."""
-    config = tiny_config(family, vocabulary)
+def tiny_model(family: str, seed: int = 0, vocabulary: int = VOCABULARY, **more):
+    """A model of it in float32 and eval mode, in which every token matters."""
+    config = tiny_config(family, vocabulary, **more)
     torch.manual_seed(seed)
-    model = getattr(transformers, config.architectures[0])._from_config(config, dtype=torch.float32)
-    model.eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.1 * torch.randn(p.shape)
-        for _ in range(4):
-            if swapped(model) > 0.3:
-                break
-            torch._foreach_mul_([p for p in model.parameters() if p.ndim > 1], 2.0)
+    return enlarged(getattr(transformers, config.architectures[0])._from_config(
+        config, dtype=torch.float32))
+
+
+def tiny_composite(family: str, name: str, vocabulary: int = VOCABULARY, **more):
+    """A model of a class that reads more than text, by its name, as its checkpoints are."""
+    config = CONFIG_MAPPING[family]()
+    config = type(config)(**{**small(config, vocabulary), **more})
+    torch.manual_seed(0)
+    return enlarged(getattr(transformers, name)._from_config(config, dtype=torch.float32))
+
+
+@torch.no_grad()
+def enlarged(model):
+    """All numbers at random, and matrices doubled until two tokens that change places move later
+    log-probabilities: with small weights neither wrong attention nor wrong positions show."""
+    for p in model.eval().parameters():
+        p += 0.1 * torch.randn(p.shape)
+    for _ in range(4):
+        if swapped(model) > 0.3:
+            break
+        torch._foreach_mul_([p for p in model.parameters() if p.ndim > 1], 2.0)
     return model
 
 
