@@ -424,7 +424,7 @@ class Run:
         now = asdict(self.settings) | asdict(self.options)
         if self.main and not config.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            ways = (False, False, True) if self.settings.model == "tiny" else dpo.trial(
+            ways = (False, False, True) if self.base == MODELS["tiny"] else dpo.trial(
                 self.replica(self.base), self.encoder, self.settings.max_tokens)
             files.write_json(config, dict(settings=now, ways=ways))
         self.accelerator.wait_for_everyone()
