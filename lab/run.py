@@ -43,7 +43,7 @@ class Run(evolve.Run):
     """See above."""
 
     def open(self) -> None:
-        s, self.logged = self.settings, 0
+        s, self.logged, self.fast = self.settings, 0, False
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             if self.main:
