@@ -424,7 +424,7 @@ class Run:
         now = asdict(self.settings) | asdict(self.options)
         if self.main and not config.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            ways = (False, False, True) if self.settings.model == "tiny" else dpo.trial(
+            ways = (False, False, True) if self.base == MODELS["tiny"] else dpo.trial(
                 self.replica(self.base), self.encoder, self.settings.max_tokens)
             files.write_json(config, dict(settings=now, ways=ways))
         self.accelerator.wait_for_everyone()
@@ -439,7 +439,7 @@ class Run:
         """Does work(run, temporary path, *inputs, **how) -> numbers, unless `output` was made so:
         from files of the same bytes, from agents that were made alike, and with this `how`."""
         path, self.name = self.folder / output, output
-        agents = {self.folder / name: row["recipe"] for name, row in self.done.items()}
+        agents = {self.folder / n: r.get("made_by", r["recipe"]) for n, r in self.done.items()}
         self.recipe = recipe = hashed([work.__name__, files.known_by(inputs, agents), how])
         recorded = self.before.pop(output, {})
         if recorded.get("recipe") == recipe and path.exists():

@@ -34,6 +34,7 @@ from lab import cache, fast, margins, overlap, packing, store
 from lab.checkpoint import Checkpoint
 from lab.kept import CHUNK, Kept
 from lab.prepacked import prepack
+from worlds.files import hashed
 
 SMALL = 40_000_000  # bytes of weights: threads would wait for each other, 3.6 s against 1.6 s
 
@@ -42,7 +43,7 @@ class Run(evolve.Run):
     """See above."""
 
     def open(self) -> None:
-        s, self.logged = self.settings, 0
+        s, self.logged, self.fast = self.settings, 0, False
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             if self.main:
@@ -88,8 +89,9 @@ class Run(evolve.Run):
             for inside in "playing", "checkpoint":
                 shutil.rmtree(self.folder / inside, ignore_errors=True)
         reads = {name: vars(self.settings)[name] for name in sorted(self.reads)}
+        made_by = hashed([self.recipe, reads, code])  # what follows tells agents apart by it
         return taken or numbers | dict(
-            resident_mb=psutil.Process().memory_info().rss >> 20,
+            made_by=made_by, resident_mb=psutil.Process().memory_info().rss >> 20,
             made=dict(reads=reads | asdict(self.options), code=code, machine=store.machine(self)))
 
     def record(self, output: str) -> None:

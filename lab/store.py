@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
+MODULES = {"coevolve", "evolve"}  # in a phase these names mean modules, not the loops
 
 
 def recorded(settings):
@@ -46,12 +47,11 @@ def definitions() -> dict[str, list[tuple[str, frozenset]]]:
         body = ast.parse(Path(file).read_text(encoding="utf-8")).body
         for node in [*body, *(part for head in body if isinstance(head, ast.ClassDef)
                               for part in head.body)]:
-            names = ([node.name] if isinstance(node, ast.FunctionDef) else
-                     [t.id for t in ast.walk(node) if isinstance(t, ast.Name)
-                      and isinstance(t.ctx, ast.Store)]
-                     if isinstance(node, (ast.Assign, ast.AnnAssign)) else [])
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            names = [node.name] if isinstance(node, ast.FunctionDef) else [
+                target.id for target in targets if isinstance(target, ast.Name)]
             used = frozenset(n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(node)
-                             if isinstance(n, (ast.Name, ast.Attribute)))
+                             if isinstance(n, (ast.Name, ast.Attribute))) - MODULES
             for name in names:
                 found.setdefault(name, []).append((ast.unparse(node), used))
     return found
