@@ -75,7 +75,8 @@ class Run(evolve.Run):
         self.settings, self.reads = store.recorded(s)
 
     def make(self, out: Path, work, *inputs, **how) -> dict:
-        s, code, taken = self.settings, store.code_of(work), None
+        s, taken = self.settings, None
+        code = store.code_of(work, s.env)
         lock = FileLock(Path(s.reuse) / f".{self.recipe}.lock") if s.reuse else nullcontext()
         with lock if self.main else nullcontext():  # of runs that come to it together one makes it
             if s.reuse:

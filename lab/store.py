@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 MODULES = {"coevolve", "evolve"}  # in a phase these names mean modules, not the loops
 
 
@@ -34,19 +34,32 @@ def recorded(settings):
     return Recorded(**vars(settings)), reads
 
 
+def imported(tree: ast.Module) -> set[Path]:
+    """The project's files that one imports."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    paths = (ROOT.joinpath(*name.split(".")) for name in names)
+    return {path for stem in paths for path in (stem.with_suffix(".py"), stem / "__init__.py")
+            if path.is_file()}
+
+
 @lru_cache(None)
-def definitions() -> dict[str, list[tuple[str, frozenset]]]:
+def definitions(*files: Path) -> dict[str, list[tuple[str, frozenset]]]:
     """name -> (source, the names in it) of every function, method, constant and field of that name
-    in the project's modules that are loaded."""
-    found = {}
-    for module in [*sys.modules.values()]:
-        file = getattr(module, "__file__", None) or ""
-        if not file.startswith(f"{ROOT}{os.sep}") or f"{os.sep}tests{os.sep}" in file or (
-                ".venv" in file):
+    in these files and in what they import of the project."""
+    found, todo, seen = {}, list(files), set()
+    while todo:
+        if (file := todo.pop()) in seen:
             continue
-        body = ast.parse(Path(file).read_text(encoding="utf-8")).body
-        for node in [*body, *(part for head in body if isinstance(head, ast.ClassDef)
-                              for part in head.body)]:
+        seen.add(file)
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        todo += imported(tree)
+        for node in [*tree.body, *(part for head in tree.body if isinstance(head, ast.ClassDef)
+                                   for part in head.body)]:
             targets = getattr(node, "targets", [getattr(node, "target", None)])
             names = [node.name] if isinstance(node, ast.FunctionDef) else [
                 target.id for target in targets if isinstance(target, ast.Name)]
@@ -57,15 +70,17 @@ def definitions() -> dict[str, list[tuple[str, frozenset]]]:
     return found
 
 
-def code_of(work) -> str:
+def code_of(work, env: str) -> str:
     """A hash of the code that a phase may run: its own, and of everything of the project's whose
-    name stands in that, and so on. Comments and docstrings of other parts do not count."""
+    name stands in that, and so on, among the files of the phase, the run and the environment."""
+    known = definitions(Path(sys.modules[work.__module__].__file__).resolve(),
+                        ROOT / "lab/run.py", *sorted((ROOT / "worlds" / env).glob("*.py")))
     todo, seen, parts = [work.__name__], set(), set()
     while todo:
         name = todo.pop()
         if name not in seen:
             seen.add(name)
-            for source, used in definitions().get(name, ()):
+            for source, used in known.get(name, ()):
                 parts.add(source)
                 todo += used
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]

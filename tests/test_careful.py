@@ -109,15 +109,16 @@ def test_equal_phases_are_taken_over_and_others_made(undisturbed, tmp_path):
 
 
 def test_the_code_of_a_phase_is_what_it_runs(monkeypatch):
-    sft, preferences = (store.code_of(work) for work in (coevolve.train_sft,
-                                                         coevolve.train_preferences))
-    found = dict(store.definitions())
-    found["preference_loss"] = [("def preference_loss(): return 0", frozenset())]
-    monkeypatch.setattr(store, "definitions", lambda: found)
-    assert store.code_of(coevolve.train_sft) == sft
-    assert store.code_of(coevolve.train_preferences) != preferences
-    found["sft_loss"] = [("def sft_loss(): return 0", frozenset())]
-    assert store.code_of(coevolve.train_sft) != sft
+    def codes():
+        return [store.code_of(work, "webshop") for work in (coevolve.train_sft,
+                                                            coevolve.train_preferences)]
+
+    (sft, preferences), definitions = codes(), store.definitions
+    changed = {"preference_loss": [("def preference_loss(): return 0", frozenset())]}
+    monkeypatch.setattr(store, "definitions", lambda *files: definitions(*files) | changed)
+    assert codes()[0] == sft and codes()[1] != preferences
+    changed["sft_loss"] = [("def sft_loss(): return 0", frozenset())]
+    assert codes()[0] != sft
 
 
 def test_settings_note_which_of_them_are_read():
