@@ -20,6 +20,7 @@ import envs
 from lab import machine, page, report, smollm2
 from lab.run import Run
 from lab.settings import METHODS, Settings
+from lab.watch import Watch
 from worlds import without_passwords
 from worlds.flags import parse
 
@@ -40,11 +41,14 @@ def main(argv: list[str]) -> None:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     torch.set_num_threads(settings.threads or max(1, cores // ranks))
     run = Run(settings, options)
+    watch = Watch(run.accelerator.process_index, run.ranks) if run.ranks > 1 else None
     METHODS[settings.method][0](run)
     if run.main:
         print(report.close(run.folder))
         with suppress(KeyboardInterrupt):
             print(page.make_page(run.folder))
+    if watch:
+        watch.stop()
     run.accelerator.wait_for_everyone()  # one that ends earlier takes its connections along
     run.accelerator.end_training()
 

@@ -1,5 +1,5 @@
-"""What a machine cannot do, said before anything is loaded: torch cannot use its GPUs, or they do
-not hold a model. Both functions give one line with the remedy, or None.
+"""What a machine can do, known before anything is loaded: whether torch can use its GPUs, whether
+they hold a model, and how many episodes of it. The checks give one line with the remedy, or None.
 """
 
 import math
@@ -13,6 +13,7 @@ from accelerate import init_empty_weights
 
 FREE = 0.92  # of a card's memory: contexts, NCCL's buffers and the allocator's gaps take the rest
 ACTING = 0.5  # of a pass's tokens, those whose next token is an action of some row [ours]
+SLOTS = 128   # at most: a pass that decodes hardly takes longer with more rows up to there [computed]
 
 
 def check_torch(devices: Path = Path("/dev")) -> str | None:
@@ -47,13 +48,9 @@ def check_memory(config, ranks: int, card_bytes: float, tokens: int) -> str | No
     over `tokens` tokens keeps a layer's input for each layer, the inside of one layer and logits.
     A replica that plays takes 2 bytes a parameter, beside it nothing that trains.
     """
-    c, room = config.get_text_config(), FREE * card_bytes
-    with init_empty_weights():
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    model.tie_weights()
-    parameters = model.num_parameters()
+    c, room, parameters = config.get_text_config(), FREE * card_bytes, count(config)
     states = 16 * parameters / ranks + (2 * parameters if ranks == 1 else 0)
-    inner = getattr(c, "intermediate_size", None) or 4 * c.hidden_size
+    inner = inside(c)
     token = (2 * c.hidden_size * (c.num_hidden_layers + 8) + 8 * inner
              + 10 * ACTING * c.vocab_size)  # logits in bf16, in fp32, and their gradient
     said = f"{parameters / 1e9:.2f} B parameters on {ranks} x {card_bytes / 1e9:.0f} GB: "
@@ -69,3 +66,27 @@ def check_memory(config, ranks: int, card_bytes: float, tokens: int) -> str | No
         return f"{takes}lower --tokens-per-forward to {longest // 512 * 512}"
     cards = f"{max(2, math.ceil(16 * parameters / left))} such" if left > 0 else "larger"
     return f"{takes}give {cards} cards, or a smaller model"
+
+
+def slots(config, free_bytes: float, longest: int, held: float = 0.0) -> int:
+    """How many episodes of `longest` tokens play side by side in a GPU's free memory: beside the
+    bf16 weights, and what else is held, each has keys and values of all layers, and the inside of
+    one layer while its conversation is read."""
+    c = config.get_text_config()
+    size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    token = 4 * c.num_hidden_layers * heads * size + 2 * (6 * c.hidden_size + 3 * inside(c))
+    room = FREE * free_bytes - 2 * count(config) - held
+    return max(1, min(SLOTS, int(room / (token * longest))))
+
+
+def count(config) -> int:
+    """The parameters of a model."""
+    with init_empty_weights():
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    return model.num_parameters()
+
+
+def inside(config) -> int:
+    return getattr(config, "intermediate_size", None) or 4 * config.hidden_size

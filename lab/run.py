@@ -30,7 +30,7 @@ import coevolve
 import dpo
 import envs
 import evolve
-from lab import cache, fast, margins, overlap, packing, store
+from lab import cache, fast, machine, margins, overlap, packing, store
 from lab.checkpoint import Checkpoint
 from lab.kept import CHUNK, Kept
 from lab.prepacked import prepack
@@ -44,6 +44,7 @@ class Run(evolve.Run):
 
     def open(self) -> None:
         s, self.logged, self.fast = self.settings, 0, False
+        self.settings = s = replace(s, slots=s.slots or self.usual_slots())
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             if self.main:
@@ -73,6 +74,14 @@ class Run(evolve.Run):
         if self.fast and not s.tokens_per_forward:
             self.tokens_per_forward = 4096  # without padding
         self.settings, self.reads = store.recorded(s)
+
+    def usual_slots(self) -> int:
+        s, config = self.settings, dpo.read_config(self.base)
+        if self.accelerator.device.type == "cpu":
+            return coevolve.Common.slots
+        trains = s.method in evolve.METHODS  # beside its replica
+        return machine.slots(config, torch.cuda.mem_get_info()[0], s.max_tokens,
+                             held=16 * machine.count(config) / self.ranks * trains)
 
     def make(self, out: Path, work, *inputs, **how) -> dict:
         s, taken = self.settings, None
