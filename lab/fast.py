@@ -1,8 +1,14 @@
-"""Whether a model is one of plain causal attention, which packed passes and the cache serve."""
+"""Whether a model is one of plain causal attention, which packed passes and the cache serve; and
+attention in fp32 on a GPU.
+"""
 
 import random
+from types import SimpleNamespace
 
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import dpo
 from lab import cache, packing
@@ -42,3 +48,15 @@ def why_not(model, encoder: dpo.Encoder, s) -> str | None:
     finally:
         model.set_attn_implementation(plain)
     return None if off < MOST else f"its log-probabilities would be {off:.2g} nats off"
+
+
+def repeated_attention(module, query, key, value, attention_mask, **how):
+    """transformers' attention with each key and value once for every head that reads it. In fp32 no
+    fused kernel of CUDA's takes fewer keys than queries, and all scores would be stored."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    plain = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # of no groups
+    return sdpa_attention_forward(plain, query, key, value, attention_mask, **how)
+
+
+AttentionInterface.register("repeated", repeated_attention)
+AttentionMaskInterface.register("repeated", sdpa_mask)

@@ -13,7 +13,7 @@ from accelerate import init_empty_weights
 
 FREE = 0.92  # of a card's memory: contexts, NCCL's buffers and the allocator's gaps take the rest
 ACTING = 0.5  # of a pass's tokens, those whose next token is an action of some row [ours]
-SLOTS = 128   # at most: a pass that decodes hardly takes longer with more rows up to there [computed]
+SLOTS = 128   # at most; up to there a pass that decodes hardly takes longer with more rows [ours]
 
 
 def check_torch(devices: Path = Path("/dev")) -> str | None:

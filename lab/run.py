@@ -120,16 +120,21 @@ class Run(evolve.Run):
                               if isinstance(x, (int, float))}, self.logged)
 
     def load(self, agent: Path):
-        model = super().load(agent)
-        if self.fast:
-            model.set_attn_implementation("ragged")
+        return self.attend(super().load(agent))
+
+    def attend(self, model):
+        """The model with the attention that serves it on this machine, its own or another."""
+        fp32 = self.accelerator.device.type == "cuda" and not self.bf16
+        if self.fast or fp32 and model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation("ragged" if self.fast else "repeated")
         return model
 
     def replica(self, agent):
         model = super().replica(agent)
-        if self.fast and model is not agent:  # one that is being trained stays as it is
-            model.set_attn_implementation("ragged")
-            prepack(model)
+        if model is not agent:  # one that is being trained stays as it is
+            self.attend(model)
+            if self.fast:
+                prepack(model)
         return model
 
     def log_probs(self, model, sequences: list[dpo.Trajectory], sampler=dpo.Sampler()):

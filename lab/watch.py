@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 
 BEAT = 10    # seconds between two signs of life of a rank [ours]
-LIMIT = 180  # without one it counts as dead; loading a model can hold all threads for a while [ours]
+LIMIT = 180  # without one it counts as dead; a load can hold all threads for a while [ours]
 
 
 class Watch(threading.Thread):

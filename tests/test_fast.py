@@ -150,3 +150,30 @@ def test_a_careful_run_makes_the_plain_runs_episodes_pairs_and_losses(small_run,
             [row.get(k) for k in same] for row in others], file
     assert losses(careful_run) == pytest.approx(losses(small_run), abs=1e-5)
     assert len(losses(small_run)) > 8
+
+
+def test_fp32_attention_on_a_gpu_never_asks_for_grouped_heads(monkeypatch):
+    """For those CUDA has no fused kernel in fp32. Alone a text has no mask, in a batch it has."""
+    torch.manual_seed(0)
+    model = dpo.transformers.AutoModelForCausalLM.from_config(dpo.transformers.Qwen3Config(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2)).eval()
+    batches = [dict(input_ids=torch.arange(9)[None]),
+               dict(input_ids=torch.arange(18).reshape(2, 9),
+                    attention_mask=torch.tensor([[1] * 9, [1] * 6 + [0] * 3]))]
+    expected = [model(**batch).logits for batch in batches]
+    attention, asked = torch.nn.functional.scaled_dot_product_attention, []
+
+    def cuda_in_fp32(query, key, value, *args, enable_gqa=False, **how):
+        asked.append(enable_gqa)
+        return attention(query, key, value, *args, enable_gqa=enable_gqa, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", cuda_in_fp32)
+    model(**batches[0])
+    assert any(asked)  # transformers' own
+    asked.clear()
+    model.set_attn_implementation("repeated")
+    for batch, logits in zip(batches, expected):
+        kept = batch.get("attention_mask", torch.ones(1, 9)).bool()
+        assert torch.allclose(model(**batch).logits[kept], logits[kept], atol=1e-6)
+    assert len(asked) == 4 and not any(asked)
