@@ -337,6 +337,74 @@ def test_more_sft(tmp_path):
     assert [name for name in phases(run) if "eval" in name][0] == "eval-1-target-test.jsonl"
 
 
+def test_pairs_that_differ_late(tmp_path):
+    with program(tmp_path / "program", "failures make pairs only where they differ late") as core:
+        def played(reward, *replies):
+            messages = [dict(role="user", content="the task")]
+            for reply in replies:
+                messages += [dict(role="assistant", content=reply), dict(role="user", content="?")]
+            return core.Trajectory(reward=reward, steps=len(replies), messages=messages)
+
+        whole, part, early, other = (played(0.8, "a", "b", "c", "d"), played(0.5, "a", "b"),
+                                     played(0.2, "a", "x", "c"), played(0.1, "x", "b"))
+        dropped = Counter()
+        found = [*core.ordered_failures([(part, whole), (whole, early), (early, part),
+                                         (whole, other)], dropped, 1.0)]
+    # They share 2 of 2 turns, 1 of 3, 1 of 2, 0 of 2: half of the shorter one's are enough.
+    assert found == [(whole, part), (part, early)] and dropped == {"differ early": 2}
+
+
+def test_own_successes(tmp_path):
+    title = "hard negatives stand against the target's own successes"
+    with program(tmp_path / "program", title) as core:
+        def played(agent, *rewards):
+            return [core.Trajectory("task", agent, 1, n, reward=x) for n, x in enumerate(rewards)]
+
+        for wins in (1.0, 1.0), (0.2, 0.2):
+            rows_ = core.d_tgt(core.Trajectory("task", "expert", reward=1.0),
+                               played("target", *wins, 0.3), played("failure", 0.7, 0.1, 0.8, 0.6),
+                               core.Settings(d_tgt_failures="none"), Counter())
+            hard = [row for row in rows_ if row["kind"] == "success>failure"]
+            assert [row["rejected"]["reward"] for row in hard] == [0.7, 0.8, 0.6]
+            assert [(row["chosen"]["agent"], row["chosen"]["rollout"]) for row in hard] == (
+                [("target", 0), ("target", 1), ("target", 0)] if 1 in wins else [("expert", 0)] * 3)
+            assert {row["weight"] for row in rows_} == {1 / (5 if 1 in wins else 7)}
+
+
+def test_negatives_of_the_same_reward(plain, changed):
+    _, run = changed("others' negatives of the same reward in place of the failure agent's",
+                     until="iter1/target-agent")
+    assert pairs_of("failure", plain, run)[0] == pairs_of("failure", plain, run)[1]
+    pool, theirs = (rows(run / f"{name}.jsonl") for name in ("pool", "iter1/failure"))
+    assert len(pool) == 4 * len(theirs)
+    taken = {(row["task"], row["rejected"]["rollout"]): row["rejected"]["reward"]
+             for row in pairs_of("target", run)[0] if row["kind"] == "expert>frozen"}
+    assert not any(row[side]["agent"] == "failure" for row in pairs_of("target", run)[0]
+                   for side in ("chosen", "rejected"))
+    exact = 0
+    for e in theirs:
+        same = [p for p in pool if p["task"] == e["task"] and p["reward"] == e["reward"]]
+        if e["reward"] < 1 and len(same) > 1:  # for its two rollouts
+            assert e["reward"] in [x for (task, _), x in taken.items() if task == e["task"]]
+            exact += 1
+    assert exact > 3 and len(steps(run, "target")) > 0
+
+
+@pytest.mark.parametrize("rewards", [(0.5, 0.9, 0.2), (0.9, 0.1, 0.3)])
+def test_validation_chooses(tmp_path, rewards):
+    with program(tmp_path / "program", "validation chooses the iteration") as core:
+        def evaluate(run, out, agent, name, i, split):
+            core.write(run, out, [])
+            return dict(reward=rewards[i], agent=str(agent))
+
+        core.evaluate = evaluate
+        run = start(core, tmp_path / "run", COMMON + "--eval-splits validation --method eto "
+                    "--iterations 2 --dpo-epochs 1")
+    best = max((1, 2), key=lambda i: rewards[i])
+    for split in "test", "unseen":
+        assert phases(run)[f"chosen-{split}.jsonl"]["agent"].endswith(f"iter{best}/target-agent")
+
+
 def test_lora(changed, tmp_path):
     core, run = changed("LoRA", flags="--dpo-lr 1e-2", until="iter1/failure-agent")
     assert steps(run, "failure")[0]["loss"] == LN2
