@@ -1,5 +1,6 @@
 """Small models, tokenizers and an environment that the tests share; nothing is downloaded."""
 
+import gc
 import json
 import os
 import socket
@@ -200,6 +201,11 @@ def tokenizer(request):
     return make_tokenizer(request.param)
 
 
+def pytest_collection_finish():
+    """Else each load of a model walks all that was imported, 0.3 s."""
+    gc.freeze()
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport():
     """Tests of one file that are skipped for one reason make one closing line."""
@@ -345,7 +351,6 @@ def endpoint(serve, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     return server
-
 
 
 @pytest.fixture(scope="session")
