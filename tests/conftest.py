@@ -57,7 +57,6 @@ LLAMA3 = ("{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'
 SYSTEM = "<|im_start|>system\nYou shop.<|im_end|>\n" + CHATML
 TEMPLATES = {  # name -> (template, control tokens, end of turn, pad)
     "chatml": (CHATML, ["<|im_start|>", "<|im_end|>", "<|pad|>"], "<|im_end|>", "<|pad|>"),
-    "chatml pad=eos": (CHATML, ["<|im_start|>", "<|im_end|>"], "<|im_end|>", "<|im_end|>"),
     "system": (SYSTEM, ["<|im_start|>", "<|im_end|>"], "<|im_end|>", "<|im_end|>"),
     "qwen3": (QWEN3, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_end|>",
               "<|endoftext|>"),
@@ -359,7 +358,7 @@ def settings():
     return lambda **values: SimpleNamespace(tokens_per_forward=0, **values)
 
 
-SMALL_RUN = ("--env webshop --train-tasks 6 --eval-tasks 4 --iterations 1 --rollouts 2 "
+SMALL_RUN = ("--env webshop --train-tasks 6 --eval-tasks 2 --iterations 1 --rollouts 2 "
              "--sft-epochs 2 --dpo-epochs 2 --sft-batch 3 --dpo-batch 4").split()
 
 

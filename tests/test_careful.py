@@ -109,13 +109,6 @@ def test_the_code_of_a_phase_is_what_it_runs(monkeypatch):
     assert codes()[0] != sft
 
 
-def test_settings_note_which_of_them_are_read():
-    s, reads = store.recorded(coevolve.Settings(seed=3))
-    assert s.seed == 3 and reads == {"seed"}
-    assert isinstance(s, coevolve.Settings) and s.presets  # which is no setting
-    assert reads == {"seed"}
-
-
 class Stopped(Exception):
     pass
 

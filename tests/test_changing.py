@@ -1,7 +1,6 @@
 """Each change of docs/changing.md applies to a copy of the program, and does what the page says."""
 
 import importlib
-import json
 import math
 import re
 import shutil
@@ -17,8 +16,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from worlds.files import read_json
+from worlds.files import read_jsonl as rows
+
 ROOT, CORE = Path(__file__).parents[1], ("coevolve", "dpo", "envs", "evolve", "worlds")
-COMMON = "--env webshop --train-tasks 12 --eval-tasks 1 --sft-epochs 2 "
+COMMON = "--env webshop --train-tasks 12 --eval-tasks 1 --eval-splits validation --sft-epochs 2 "
 SMALL = COMMON + "--rollouts 2 --iterations 1 --dpo-epochs 1 --temperature 0.8 "
 SAVED, LN2 = "model.safetensors", pytest.approx(math.log(2), abs=1e-6)
 
@@ -114,10 +116,6 @@ def changed(plain, tmp_path):
         yield run
 
 
-def rows(file):
-    return [json.loads(line) for line in file.open()]
-
-
 def pairs_of(name, *runs):
     return [rows(run / f"iter1/pairs-{name}.jsonl") for run in runs]
 
@@ -127,7 +125,7 @@ def steps(run, agent):
 
 
 def phases(run):
-    return json.loads((run / "phases.json").read_text())
+    return read_json(run / "phases.json")
 
 
 def episodes_of(run, *names):
@@ -264,7 +262,7 @@ def test_two_failure_agents(changed):
     for row in pairs_of("target", run)[0]:
         sums[row["task"]] += row["weight"] * (row["kind"] != "failure>failure")
     assert expected["expert>failure2"] > 5 and {round(x, 9) for x in sums.values()} <= {0.0, 1.0}
-    assert "eval-0-failure2-test.jsonl" in phases(run)
+    assert "eval-0-failure2-validation.jsonl" in phases(run)
 
 
 def test_a_higher_temperature(plain, changed):
@@ -334,7 +332,7 @@ def test_more_sft(tmp_path):
     assert [phases(run)[agent]["first_loss"] for agent in ("sft-target", "iter1/target-agent")] == (
         pytest.approx(losses[:2], abs=1e-5))
     assert losses[2] < losses[1] < losses[0] - 0.1
-    assert [name for name in phases(run) if "eval" in name][0] == "eval-1-target-test.jsonl"
+    assert [name for name in phases(run) if "eval" in name][0] == "eval-1-target-validation.jsonl"
 
 
 def test_lora(changed, tmp_path):

@@ -24,7 +24,7 @@ from worlds.files import read_jsonl
 
 DOCS = (Path(__file__).parent.parent / "docs" / "large_models.md").read_text(encoding="utf-8")
 # Families that train and play a text, and families of a whole run.
-SOME = ("bart bloom blt cpmant emu3 gemma2 gpt2 lfm2 llama4_text minimax mixtral moshi nemotron_h "
+SOME = ("bart bloom blt cpmant emu3 gemma2 gpt2 lfm2 llama4_text mamba minimax mixtral moshi nemotron_h "
         "phi3 qwen3_5_text reformer roberta rwkv stablelm xlnet").split()
 RUNS = ("deepseek_v3 falcon_h1 gpt_oss gemma3_text gemma4_text granitemoehybrid lfm2 llama mamba "
         "qwen3 qwen3_5_text qwen3_next").split()[:12 if os.environ.get("FAMILIES") == "all" else 3]
@@ -172,9 +172,11 @@ def test_nothing_is_dropped_or_drawn_in_training(family):
     expected = plain_log_probs(model, t.ids)[range(29), t.ids[1:]]
     model.train()
     assert (plain_log_probs(model, t.ids)[range(29), t.ids[1:]] - expected).abs().max() > 0.01
+    config = model.config.to_dict()
     for recompute in (False, True):
         dpo.prepare(model, recompute)
         assert torch.equal(dpo.token_log_probs(model, [t]), expected)
+    assert 0.3 in config.values() and model.config.to_dict() == config  # it is saved with an agent
 
 
 def test_recomputed_layers_run_again():
