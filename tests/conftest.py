@@ -205,15 +205,6 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport():
-    """Tests of one file that are skipped for one reason make one closing line."""
-    report = (yield).get_result()
-    if report.skipped and isinstance(report.longrepr, tuple):
-        path, _, reason = report.longrepr
-        report.longrepr = path, None, reason
-
-
 class Toy(envs.World):
     """An environment of two replies, whose reward depends on what was written."""
     name, test_splits, max_steps, stops = "toy", ("test",), 2, ("Observation:",)

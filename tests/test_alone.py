@@ -39,7 +39,7 @@ def test_every_world_and_any_model_run_to_a_table_in_an_empty_folder(tmp_path):
     runs = {"webshop-coevolve-s0: coevolve on webshop": "--env webshop --rollouts 2",
             "intercodesql-eto-s0: eto on intercodesql": "--env intercodesql --method eto",
             "llama: coevolve on webshop": "--model llama --out runs/llama --sft-lr 1e-3 "
-            "--max-new-tokens 4 --eval-splits validation", **({
+            "--max-new-tokens 4 --eval-splits validation --view short --max-tokens 1500", **({
                 "scienceworld-sft-s0: sft on scienceworld": "--env scienceworld --method sft "
                 "--train-tasks 1 --max-tokens 700"} if java else {})}
     common = "--train-tasks 2 --eval-tasks 1 --sft-epochs 1 --max-new-tokens 16 "

@@ -293,34 +293,22 @@ def test_micro_batches_give_the_full_batch_step(tokens):
     assert log[0]["kinds"]["expert>target"]["chosen"] == pytest.approx(sum(logs) / 3)
 
 
-def test_the_first_step_is_adamw_on_the_mean_gradient():
-    """By hand: AdamW's first step moves a weight by lr g / (|g| + eps), after lr decay of it."""
-    batch = [Group([s]) for s in sequences(9, 13)]
-    after, log = trained(batch, [batch], 10_000, max_grad_norm=1e9, weight_decay=0.1)
-    model = make_model(VOCABULARY, seed=3)
-    before, tokens = flat(model), sum(sum(g.sequences[0].action_mask[1:]) for g in batch)
-    loss = -sum(log_p(model, g.sequences[0]) for g in batch) / tokens
-    g = gradients(model, loss)
-    torch.testing.assert_close(after, before * (1 - 1e-3 * 0.1) - 1e-3 * g / (g.abs() + 1e-8),
-                               atol=1e-7, rtol=0)
-    assert log[0]["norm"] == pytest.approx(g.norm().item(), rel=1e-6)
-    assert log[0]["loss"] == pytest.approx(loss.item(), abs=1e-9)
-
-
-def test_a_gradient_above_the_largest_norm_is_scaled_down():
-    """By hand over two steps: the second moment remembers the clipped gradient of the first."""
+@pytest.mark.parametrize("most, decay", [(1e9, 0.1), (0.01, 0.0)])
+def test_steps_are_adamw_on_the_mean_gradient(most, decay):
+    """By hand over two steps: the second moment remembers the first's gradient as it was clipped."""
     batch, model = [Group([s]) for s in sequences(9, 13)], make_model(VOCABULARY, seed=3)
-    after, log = trained(batch, [batch] * 2, 10_000, max_grad_norm=0.01)
+    after, log = trained(batch, [batch] * 2, 10_000, max_grad_norm=most, weight_decay=decay)
     tokens = sum(sum(g.sequences[0].action_mask[1:]) for g in batch)
     first = second = 0
     for step in (1, 2):
-        g = gradients(model, -sum(log_p(model, b.sequences[0])
-                                  for b in batch) / tokens)
+        loss = -sum(log_p(model, g.sequences[0]) for g in batch) / tokens
+        g = gradients(model, loss)
+        assert log[step - 1]["loss"] == pytest.approx(loss.item(), abs=1e-9)
         assert log[step - 1]["norm"] == pytest.approx(g.norm().item(), rel=1e-6) and g.norm() > 0.1
-        g = g * 0.01 / (g.norm() + 1e-6)
+        g = g * min(1.0, most / (g.norm() + 1e-6))
         first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g * g
         root = (second / (1 - 0.999 ** step)).sqrt()
-        moved = flat(model) - 1e-3 * first / (1 - 0.9 ** step) / (root + 1e-8)
+        moved = flat(model) * (1 - 1e-3 * decay) - 1e-3 * first / (1 - 0.9 ** step) / (root + 1e-8)
         torch.nn.utils.vector_to_parameters(moved, model.parameters())
     torch.testing.assert_close(after, flat(model), atol=1e-7, rtol=0)
 
@@ -447,40 +435,26 @@ def one_token_at_a_time(model, encoder, ids, rng, temperature, most, stops=()):
     return new, logs
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("alone", [False, True])
-def test_replies_are_those_of_one_conversation_at_a_time(agent, temperature, alone):
+@pytest.mark.parametrize("temperature, alone, stops", [
+    (0.0, False, ()), (0.7, False, ()), (0.7, True, ()), (2.0, False, ("e",))])
+def test_replies_are_those_of_one_conversation_at_a_time(agent, temperature, alone, stops):
     """Of uneven prompts, side by side; a row that is over draws no more of its random numbers."""
     model, encoder = agent
     prompts = [s.ids for s in sequences(23, 4, 61, 9, 30, 12)]
     rngs = lambda: [random.Random(n) for n in range(6)]
     ours, theirs = rngs(), rngs()
     sampler = dpo.Sampler(temperature, encoder.never(model.config.vocab_size))
-    found = dpo.replies(model, encoder, sampler, 40, (), [*zip(prompts, ours)], alone)
-    lengths = set()
+    found = dpo.replies(model, encoder, sampler, 40, stops, [*zip(prompts, ours)], alone)
+    ends = set()
     for (new, logs), ids, rng, other in zip(found, prompts, ours, theirs, strict=True):
-        expected, log_probs = one_token_at_a_time(model, encoder, ids, other, temperature, 40)
-        assert new == expected and logs == pytest.approx(log_probs, abs=1e-5)
+        expected, log_probs = one_token_at_a_time(model, encoder, ids, other, temperature, 40, stops)
+        n = len(expected)  # behind a text that stops it a row is filled up
+        assert new[:n] == expected and {*new[n:]} <= ({encoder.end_of_turn} if stops else set())
+        assert logs[:n] == pytest.approx(log_probs, abs=1e-5)
         assert rng.random() == other.random()  # both are as far
-        lengths.add(len(new))
-    assert temperature == 0 or len(lengths) > 1  # some end before others
-
-
-def test_a_reply_stops_at_a_text_and_draws_no_more(agent):
-    model, encoder = agent
-    prompts = [s.ids for s in sequences(23, 4, 61)]
-    sampler = dpo.Sampler(2.0, encoder.never(model.config.vocab_size))
-    rngs, others = ([random.Random(n) for n in range(3)] for _ in range(2))
-    free = dpo.replies(model, encoder, sampler, 40, (), [*zip(prompts, rngs)])
-    stop = encoder.decode(free[0][0])[4:7]
-    rngs = [random.Random(n) for n in range(3)]
-    found = dpo.replies(model, encoder, sampler, 40, (stop,), [*zip(prompts, rngs)])
-    for (new, logs), ids, rng, other in zip(found, prompts, rngs, others, strict=True):
-        expected, log_probs = one_token_at_a_time(model, encoder, ids, other, 2.0, 40, (stop,))
-        assert new[:len(expected)] == expected and {*new[len(expected):]} <= {encoder.end_of_turn}
-        assert logs[:len(expected)] == pytest.approx(log_probs, abs=1e-5)
-        assert rng.random() == other.random()
-    assert len(found[0][0]) < len(free[0][0])
+        ends.add((n, any(stop in encoder.decode(expected) for stop in stops)))
+    assert temperature == 0 or len(ends) > 1  # some end before others
+    assert not stops or any(stopped for _, stopped in ends)
 
 
 def test_what_is_never_drawn_is_never_drawn(agent):
