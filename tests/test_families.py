@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import transformers
-from family_models import CLASSES, MUSIC, default, tiny_composite, tiny_model
+from family_models import CLASSES, MUSIC, default, tiny_model
 
 import coevolve
 import dpo
@@ -153,7 +153,7 @@ def test_a_trial_finds_what_a_config_puts_wrong(family, more, ways, encoder):
     ("llama4", "Llama4ForConditionalGeneration", "Llama4ForCausalLM", {})])
 def test_of_a_checkpoint_that_reads_pictures_the_text_model_is_read(family, name, text, more,
                                                                     tmp_path):
-    whole = tiny_composite(family, name, **more)
+    whole = tiny_model(family, kind=name, **more)
     whole.save_pretrained(tmp_path / "whole")
     ids = list(range(30, 60))
     expected = plain_log_probs(whole, ids)

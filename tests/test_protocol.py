@@ -197,20 +197,17 @@ PUBLISHED = [("user", "their rules"), ("assistant", "OK"), ("user", "WebShop [SE
              ("assistant", "Thought: t\nAction: click[buy now]"), ("user", "Observation: done")]
 
 
-def test_published_experts_stay_as_their_file_has_them(prompts, tmp_path):
-    (tmp_path / "f").write_text(json.dumps([entry(PUBLISHED), entry(PUBLISHED[2:], "webshop_18")]))
-    env = make("webshop", prompts)
-    (_, whole, _), (_, without, _) = published.read_experts(tmp_path / "f", env)
+def test_published_experts_stay_as_their_file_has_them_or_open_like_our_rollouts(prompts, tmp_path):
+    (tmp_path / "f").write_text(json.dumps([entry(PUBLISHED, reward=0.8),
+                                            entry(PUBLISHED[2:], "webshop_18")]))
+    (_, whole, _), (_, without, _) = published.read_experts(
+        tmp_path / "f", make("webshop", prompts))
     assert whole == said(PUBLISHED[:-1])
     assert without == said([("user", RULES["webshop"]), ("assistant", "OK"), *PUBLISHED[2:-1]])
-
-
-def test_published_experts_open_like_our_rollouts(tmp_path):
     env = published.make("webshop")
-    (tmp_path / "f").write_text(json.dumps([entry(PUBLISHED, reward=0.8)]))
-    opening = f"{env.prompt}\n\n{PUBLISHED[2][1]}"
-    turns = said([("user", opening), PUBLISHED[3], ("user", "[SEP] B0"), PUBLISHED[5]])
-    assert published.read_experts(tmp_path / "f", env) == [("webshop-train-17", turns, 0.8)]
+    turns = said([("user", f"{env.prompt}\n\n{PUBLISHED[2][1]}"), PUBLISHED[3], ("user", "[SEP] B0"),
+                  PUBLISHED[5]])
+    assert published.read_experts(tmp_path / "f", env)[0] == ("webshop-train-17", turns, 0.8)
 
 
 def test_experts_of_a_run_are_read_as_they_are_by_its_protocol(prompts, tmp_path):
