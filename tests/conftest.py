@@ -1,5 +1,6 @@
 """Small models, tokenizers and an environment that the tests share; nothing is downloaded."""
 
+import gc
 import json
 import os
 import socket
@@ -56,7 +57,6 @@ LLAMA3 = ("{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'
 SYSTEM = "<|im_start|>system\nYou shop.<|im_end|>\n" + CHATML
 TEMPLATES = {  # name -> (template, control tokens, end of turn, pad)
     "chatml": (CHATML, ["<|im_start|>", "<|im_end|>", "<|pad|>"], "<|im_end|>", "<|pad|>"),
-    "chatml pad=eos": (CHATML, ["<|im_start|>", "<|im_end|>"], "<|im_end|>", "<|im_end|>"),
     "system": (SYSTEM, ["<|im_start|>", "<|im_end|>"], "<|im_end|>", "<|im_end|>"),
     "qwen3": (QWEN3, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_end|>",
               "<|endoftext|>"),
@@ -200,13 +200,9 @@ def tokenizer(request):
     return make_tokenizer(request.param)
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport():
-    """Tests of one file that are skipped for one reason make one closing line."""
-    report = (yield).get_result()
-    if report.skipped and isinstance(report.longrepr, tuple):
-        path, _, reason = report.longrepr
-        report.longrepr = path, None, reason
+def pytest_collection_finish():
+    """Else each load of a model walks all that was imported, 0.3 s."""
+    gc.freeze()
 
 
 class Toy(envs.World):
@@ -347,14 +343,13 @@ def endpoint(serve, monkeypatch):
     return server
 
 
-
 @pytest.fixture(scope="session")
 def settings():
     """Some settings, by name, as an object."""
     return lambda **values: SimpleNamespace(tokens_per_forward=0, **values)
 
 
-SMALL_RUN = ("--env webshop --train-tasks 6 --eval-tasks 4 --iterations 1 --rollouts 2 "
+SMALL_RUN = ("--env webshop --train-tasks 6 --eval-tasks 2 --iterations 1 --rollouts 2 "
              "--sft-epochs 2 --dpo-epochs 2 --sft-batch 3 --dpo-batch 4").split()
 
 

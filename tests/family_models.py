@@ -135,28 +135,14 @@ def small(config, vocabulary: int) -> dict:
     return values
 
 
-def tiny_config(family: str, vocabulary: int = VOCABULARY, **more):
-    """Of `small`, with `more` fields; it names the class of the model."""
-    config = default(family)
+def tiny_model(family: str, vocabulary: int = VOCABULARY, kind: str = "", **more):
+    """A model of it in float32 and eval mode, in which every token matters; more: fields of its
+    config. kind: the name of a class that reads more than text, as its checkpoints are."""
+    config = CONFIG_MAPPING[family]() if kind else default(family)
     config = type(config)(**{**small(config, vocabulary), **more})
-    config.architectures = [CLASSES.get(config.model_type, CLASSES[family])]
-    return config
-
-
-def tiny_model(family: str, seed: int = 0, vocabulary: int = VOCABULARY, **more):
-    """A model of it in float32 and eval mode, in which every token matters."""
-    config = tiny_config(family, vocabulary, **more)
-    torch.manual_seed(seed)
-    return enlarged(getattr(transformers, config.architectures[0])._from_config(
-        config, dtype=torch.float32))
-
-
-def tiny_composite(family: str, name: str, vocabulary: int = VOCABULARY, **more):
-    """A model of a class that reads more than text, by its name, as its checkpoints are."""
-    config = CONFIG_MAPPING[family]()
-    config = type(config)(**{**small(config, vocabulary), **more})
+    kind = getattr(transformers, kind or CLASSES.get(config.model_type, CLASSES[family]))
     torch.manual_seed(0)
-    return enlarged(getattr(transformers, name)._from_config(config, dtype=torch.float32))
+    return enlarged(kind._from_config(config, dtype=torch.float32))
 
 
 @torch.no_grad()

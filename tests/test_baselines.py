@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import Toy
 from safetensors.torch import load_file
 
 import coevolve
@@ -15,25 +16,20 @@ import dpo
 import envs
 from lab import baselines
 from lab.settings import METHODS, Settings
-from worlds import Step, flags
+from worlds import flags
 from worlds.files import read_jsonl
 
-TASKS = 6
+TASKS = 8
 
 
-class OneReply(envs.World):
+class OneReply(Toy):
     """Pays (sum of the reply's letters modulo 5) / 4: a random reply succeeds one time in five."""
-    name, max_steps, test_splits, stops = "one", 1, ("test",), ()
-    splits = {split: {str(i): f"{split}-{i}" for i in range(TASKS)}
-              for split in ("train", "validation", "test")}
+    max_steps = 1
     best = 4  # of (letters modulo 5); what agents write is capped here
 
-    def start(self, what):
-        return f"say something, {what}"
-
-    def step(self, reply):
-        worth = 4 if reply == "c" else min(sum(map(ord, reply)) % 5, self.best)  # "c": the expert's
-        return Step("thanks", worth / 4, True)
+    def reward(self):
+        reply, = self.replies
+        return 1.0 if reply == "c" else min(sum(map(ord, reply)) % 5, self.best) / 4
 
     def expert(self):
         return lambda observation: "c"
@@ -93,13 +89,13 @@ def test_a_joined_success_opens_as_the_expert_does_without_the_example_that_was_
 
 def new_successes(episodes):
     return {(e["task"], e["messages"][1]["content"]) for e in episodes if e["reward"] == 1} - {
-        (f"one-train-{i}", "c") for i in range(TASKS)}
+        (f"toy-train-{i}", "c") for i in range(TASKS)}
 
 
 def test_rft_adds_each_success_once(run):
     r = run("rft", samples=6)
     sampled = rows(r, "iter1/target.jsonl")
-    assert Counter(e["task"] for e in sampled) == {f"one-train-{i}": 6 for i in range(TASKS)}
+    assert Counter(e["task"] for e in sampled) == {f"toy-train-{i}": 6 for i in range(TASKS)}
     new, joined = new_successes(sampled), rows(r, "iter1/experts.jsonl")
     assert new and len(joined) == TASKS + len(new)
     assert new_successes(joined) == new

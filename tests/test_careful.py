@@ -4,15 +4,17 @@ import json
 import os
 import random
 import resource
+import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
+from conftest import SMALL_RUN, ended, fork, wait_until
 
 import coevolve
 import dpo
@@ -20,92 +22,78 @@ from lab import kept, store
 from lab.checkpoint import Checkpoint
 from worlds.files import read_jsonl
 
-ROOT = Path(__file__).parent.parent
-SMALL = ("--env webshop --train-tasks 6 --eval-tasks 4 --iterations 1 --rollouts 2 --sft-epochs 2 "
-         "--dpo-epochs 2 --sft-batch 3 --dpo-batch 4 --threads 1").split()
+KILLS = int(os.environ.get("KILLS", 3))
 
 
-def lab(*flags, **more):
-    """`python -m lab` with these flags, in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "lab", *map(str, flags)], stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, **more)
+def lab(said, *flags, first=lambda: None):
+    """The number of a fork that is `python -m lab` with these flags; `said` has what it prints."""
+    def work():
+        first()
+        sys.argv = ["lab", *map(str, (*SMALL_RUN, "--threads", 1, *flags))]
+        runpy.run_module("lab", run_name="__main__")
+
+    return fork(work, said)
+
+
+def finish(out, *flags, status=0, **how):
+    """What such a run prints, once it has ended."""
+    said = out.with_suffix(".said")
+    assert ended(lab(said, "--out", out, *flags, **how)) == status, said.read_text()[-2000:]
+    return said.read_text()
 
 
 def outputs(folder: Path) -> dict[str, bytes]:
     """What the phases of a run wrote."""
     names = json.loads((folder / "phases.json").read_text())
     return {str(file.relative_to(folder)): file.read_bytes() for name in names
-            for file in ([folder / name] if (folder / name).is_file() else
-                         sorted((folder / name).rglob("*"))) if file.is_file()}
+            for file in (folder / name, *sorted((folder / name).rglob("*"))) if file.is_file()}
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("careful") / "run"
-    process = lab(*SMALL, "--out", folder)
-    said = process.communicate()[0]
-    assert process.returncode == 0, said
-    return folder
+def test_killed_at_random_moments_a_run_ends_with_the_same_files(careful_run, tmp_path):
+    """KILLS, an environment variable, says how often."""
+    out, rng, killed = tmp_path / "run", random.Random(0), 0
+    phases = json.loads((careful_run / "phases.json").read_text())
+    seconds = sum(row["seconds"] for row in phases.values())
+    for _ in range(KILLS):
+        process = lab(tmp_path / "said", "--out", out, "--checkpoint-minutes", 0)
+        time.sleep(rng.uniform(0.2, seconds))
+        os.kill(process, signal.SIGKILL)
+        killed += ended(process) == -signal.SIGKILL
+    finish(out, "--checkpoint-minutes", 0)
+    assert killed and outputs(out) == outputs(careful_run)
+    assert not (out / "playing").exists() and not (out / "checkpoint").exists()
 
 
-def test_killed_at_random_moments_a_run_ends_with_the_same_files(undisturbed, tmp_path):
-    folder, rng, started = tmp_path / "run", random.Random(0), time.monotonic()
-    for kill in range(6):
-        process = lab(*SMALL, "--out", folder, "--checkpoint-minutes", 0)
-        if not kill:  # how long the start takes
-            while not (folder / "config.json").exists():
-                time.sleep(0.1)
-            start = time.monotonic() - started
-        try:
-            process.wait(rng.uniform(0.3, 6) + start * (kill > 0))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-        process.communicate()
-    process = lab(*SMALL, "--out", folder, "--checkpoint-minutes", 0)
-    said = process.communicate()[0]
-    assert process.returncode == 0, said
-    assert outputs(folder) == outputs(undisturbed)
-    assert not (folder / "playing").exists() and not (folder / "checkpoint").exists()
-
-
-def test_the_same_command_again_makes_nothing_anew(undisturbed):
-    before = {name: (undisturbed / name).stat().st_mtime_ns for name in outputs(undisturbed)}
-    process = lab(*SMALL, "--out", undisturbed)
-    assert process.communicate() and process.returncode == 0
-    assert {name: (undisturbed / name).stat().st_mtime_ns for name in before} == before
+def test_the_same_command_again_makes_nothing_anew(careful_run):
+    times = {p: p.stat().st_mtime_ns for p in map(careful_run.joinpath, outputs(careful_run))}
+    finish(careful_run)
+    assert times == {p: p.stat().st_mtime_ns for p in times}
 
 
 def test_a_second_process_in_a_folder_is_refused(tmp_path):
-    first = lab(*SMALL, "--out", tmp_path)
-    while not (tmp_path / "config.json").exists():
-        assert first.poll() is None, first.communicate()
-        time.sleep(0.2)
-    second = lab(*SMALL, "--out", tmp_path)
-    said = second.communicate()[0]
-    first.kill()
-    first.communicate()
-    assert second.returncode == 2 and "another process is running in this folder" in said
-    assert said.strip().count("\n") == 0
+    out = tmp_path / "run"
+    first = lab(tmp_path / "said", "--out", out)
+    wait_until((out / "config.json").exists)
+    said = finish(out, status=2)
+    os.kill(first, signal.SIGKILL)
+    ended(first)
+    assert "another process is running in this folder" in said and said.strip().count("\n") == 0
 
 
-def test_equal_phases_are_taken_over_and_others_made(undisturbed, tmp_path):
+def test_equal_phases_are_taken_over_and_others_made(careful_run, tmp_path):
     """Another lambda_SFT is read by the target's preferences alone."""
-    process = lab(*SMALL, "--out", tmp_path / "other", "--lambda-sft", 0.7, "--reuse",
-                  undisturbed.parent)
-    said = process.communicate()[0]
-    assert process.returncode == 0, said
-    phases = json.loads((tmp_path / "other/phases.json").read_text())
-    taken = {name for name, row in phases.items() if "reused" in row}
-    made = set(phases) - taken
-    assert {"experts.jsonl", "sft-target", "sft-failure", "iter1/target.jsonl",
-            "eval-0-target-test.jsonl", "iter1/pairs-target.jsonl"} <= taken
-    assert {"iter1/target-agent", "eval-1-target-test.jsonl"} <= made
-    for name in taken:
-        one, other = (folder / name for folder in (undisturbed, tmp_path / "other"))
-        files = [one] if one.is_file() else [f for f in one.rglob("*") if f.is_file()]
-        assert all(f.read_bytes() == (other / f.relative_to(one)).read_bytes() for f in files)
+    out = tmp_path / "other"
+    finish(out, "--lambda-sft", 0.7, "--reuse", careful_run.parent)
+    phases = json.loads((out / "phases.json").read_text())
+    made = {name for name, row in phases.items() if "reused" not in row}
+    assert made >= {"iter1/target-agent", "eval-1-target-test.jsonl"}
+    assert {*phases} - made >= {"experts.jsonl", "sft-target", "sft-failure", "iter1/target.jsonl",
+                                "eval-0-target-test.jsonl", "iter1/pairs-target.jsonl"}
+    ours, theirs = outputs(out), outputs(careful_run)
+    assert all(ours[name] == theirs[name] for name in ours
+               if name in phases and name not in made or name.startswith("sft-"))
+    model = "iter1/target-agent/model.safetensors"
+    assert ours[model] != theirs[model]
 
 
 def test_the_code_of_a_phase_is_what_it_runs(monkeypatch):
@@ -121,20 +109,11 @@ def test_the_code_of_a_phase_is_what_it_runs(monkeypatch):
     assert codes()[0] != sft
 
 
-def test_settings_note_which_of_them_are_read():
-    s, reads = store.recorded(coevolve.Settings(seed=3))
-    assert s.seed == 3 and reads == {"seed"}
-    assert isinstance(s, coevolve.Settings) and s.presets  # which is no setting
-    assert reads == {"seed"}
-
-
 class Stopped(Exception):
     pass
 
 
 def test_a_phase_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
-    from accelerate import Accelerator
-
     accelerator, rng = Accelerator(cpu=True), random.Random(0)
     steps = [[dpo.Group([dpo.Trajectory(ids=[rng.randrange(4, 2000) for _ in range(12)],
                                         action_mask=[0] * 6 + [1] * 6)])] for _ in range(8)]
@@ -191,29 +170,26 @@ def test_a_full_disk_is_one_line(tmp_path):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
-    process = lab(*SMALL, "--out", tmp_path / "run", preexec_fn=limit)
-    said = process.communicate()[0].replace("\r", "\n")
-    assert process.returncode == 2, said
+    said = finish(tmp_path / "run", status=2, first=limit).replace("\r", "\n")
     assert "Traceback" not in said and "goes on from here" in said.splitlines()[-1]
 
 
-def test_a_damaged_folder_is_one_line(undisturbed, tmp_path):
-    for name, text in (("phases.json", '{"experts.jsonl": {'), ("config.json", "[]")):
-        folder = tmp_path / name
-        shutil.copytree(undisturbed, folder)
-        (folder / name).write_text(text)
-        process = lab(*SMALL, "--out", folder)
-        said = process.communicate()[0]
-        assert process.returncode == 2 and "Traceback" not in said and name in said, said
+@pytest.mark.parametrize("name, text", [
+    ("phases.json", '{"experts.jsonl": {'), ("config.json", "[]")])
+def test_a_damaged_folder_is_one_line(name, text, careful_run, tmp_path):
+    out = shutil.copytree(careful_run, tmp_path / "run")
+    (out / name).write_text(text)
+    said = finish(out, status=2)
+    assert "Traceback" not in said and name in said
 
 
-def test_the_log_has_a_line_for_each_phase_and_step(undisturbed):
-    events = read_jsonl(undisturbed / "metrics.jsonl")
+def test_the_log_has_a_line_for_each_phase_and_step(careful_run):
+    events = read_jsonl(careful_run / "metrics.jsonl")
     phases = [e["phase"] for e in events if e["event"] == "phase"]
-    assert phases == [*json.loads((undisturbed / "phases.json").read_text())]
+    assert phases == [*json.loads((careful_run / "phases.json").read_text())]
     steps = [e for e in events if e["event"] == "train" and e["phase"] == "sft-target"]
     assert [e["step"] for e in steps] == [1, 2, 3, 4]
-    margins = read_jsonl(undisturbed / "iter1/target-agent/margins.jsonl")
-    pairs = read_jsonl(undisturbed / "iter1/pairs-target.jsonl")
+    margins = read_jsonl(careful_run / "iter1/target-agent/margins.jsonl")
+    pairs = read_jsonl(careful_run / "iter1/pairs-target.jsonl")
     assert sum(len(row["after"]) for row in margins) == len(pairs)
     assert all(m == 0 for row in margins for *_, m in row["before"])

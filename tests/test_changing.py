@@ -1,7 +1,6 @@
 """Each change of docs/changing.md applies to a copy of the program, and does what the page says."""
 
 import importlib
-import json
 import math
 import re
 import shutil
@@ -17,8 +16,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from worlds.files import read_json
+from worlds.files import read_jsonl as rows
+
 ROOT, CORE = Path(__file__).parents[1], ("coevolve", "dpo", "envs", "evolve", "worlds")
-COMMON = "--env webshop --train-tasks 12 --eval-tasks 1 --sft-epochs 2 "
+COMMON = "--env webshop --train-tasks 12 --eval-tasks 1 --eval-splits validation --sft-epochs 2 "
 SMALL = COMMON + "--rollouts 2 --iterations 1 --dpo-epochs 1 --temperature 0.8 "
 SAVED, LN2 = "model.safetensors", pytest.approx(math.log(2), abs=1e-6)
 
@@ -114,10 +116,6 @@ def changed(plain, tmp_path):
         yield run
 
 
-def rows(file):
-    return [json.loads(line) for line in file.open()]
-
-
 def pairs_of(name, *runs):
     return [rows(run / f"iter1/pairs-{name}.jsonl") for run in runs]
 
@@ -127,7 +125,7 @@ def steps(run, agent):
 
 
 def phases(run):
-    return json.loads((run / "phases.json").read_text())
+    return read_json(run / "phases.json")
 
 
 def episodes_of(run, *names):
@@ -163,17 +161,8 @@ def test_ipo(plain, changed):
 
 
 def test_simpo(changed):
-    core, run = changed(
-        "SimPO", until="iter1/failure-agent", flags="--reference none --log-prob mean --beta 2 "
-        "--beta-later 2 --gamma 1 --cut-turns -1 --dpo-batch 1000")
-    group = core.Group([core.Trajectory(ids=[0] * (n + 1), action_mask=[0] + [1] * n)
-                        for n in (3, 2)], [core.Pair("kind", 0, 1, weight=0.5)])
-    s = SimpleNamespace(beta=2.0, gamma=1.0, lambda_dpo=1.0, lambda_sft=1.0, log_prob="mean",
-                        sft_term="sum")
-    loss, _ = core.dpo.preference_loss(torch.tensor([-1.0, -2.0, -3.0, -4.0, -2.0]), [group], s)
-    # means -2 and -3, so that the margin is 2 (-2 + 3) = 2, and 2 - gamma = 1
-    assert loss.item() == pytest.approx(0.5 * math.log(1 + math.exp(-1)))
-
+    _, run = changed("SimPO", until="iter1/failure-agent", flags="--reference none --log-prob mean "
+                     "--beta 2 --beta-later 2 --gamma 1 --cut-turns -1 --dpo-batch 1000")
     episodes, losses = episodes_of(run, "iter1/target", "iter1/failure"), []
     mean = dict(zip(episodes, (x.mean() for x in nats(run / "sft-failure", episodes.values()))))
     for row in pairs_of("failure", run)[0]:
@@ -264,7 +253,7 @@ def test_two_failure_agents(changed):
     for row in pairs_of("target", run)[0]:
         sums[row["task"]] += row["weight"] * (row["kind"] != "failure>failure")
     assert expected["expert>failure2"] > 5 and {round(x, 9) for x in sums.values()} <= {0.0, 1.0}
-    assert "eval-0-failure2-test.jsonl" in phases(run)
+    assert "eval-0-failure2-validation.jsonl" in phases(run)
 
 
 def test_a_higher_temperature(plain, changed):
@@ -334,7 +323,7 @@ def test_more_sft(tmp_path):
     assert [phases(run)[agent]["first_loss"] for agent in ("sft-target", "iter1/target-agent")] == (
         pytest.approx(losses[:2], abs=1e-5))
     assert losses[2] < losses[1] < losses[0] - 0.1
-    assert [name for name in phases(run) if "eval" in name][0] == "eval-1-target-test.jsonl"
+    assert [name for name in phases(run) if "eval" in name][0] == "eval-1-target-validation.jsonl"
 
 
 def test_pairs_that_differ_late(tmp_path):

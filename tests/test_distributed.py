@@ -2,36 +2,39 @@
 
 import json
 import os
-import subprocess
-import sys
-import time
 from functools import partial
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import ROOT, ended, fork_ranks, in_ranks, make_model, make_tokenizer
+from conftest import ended, fork_ranks, in_ranks, make_model, make_tokenizer
 from safetensors.torch import load_file
 from test_dpo import LOSS, VOCABULARY, group, sequences
 from torch.distributed.fsdp import FSDPModule
 
 import coevolve
 import dpo
+import envs
 from dpo import Objective
+from worlds.webshop.shop import WebShop
 
 
 def train(accelerator, folder, shard):
     """Five batches, of which two are of one instruction: there some ranks have nothing to do."""
     groups, log = [group(str(i), seed=i) for i in range(6)], []
+    reads, read_model = [], dpo.read_model
+    dpo.read_model = lambda *a, **how: reads.append(a) or read_model(*a, **how)
     if accelerator.is_main_process:
-        model = make_model(VOCABULARY, seed=3, dtype=torch.float32)
+        model = make_model(VOCABULARY, seed=3, dtype=torch.bfloat16)
         model.config.tie_word_embeddings = True
         model.tie_weights()
         model.save_pretrained(folder / "base")
     accelerator.wait_for_everyone()
     model = dpo.load(accelerator, folder / "base", recompute=shard, shard=shard)
     assert isinstance(model, FSDPModule) == shard
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert len(reads) == (accelerator.is_main_process or not shard)  # one reads for all
     if shard:  # a rank holds its part; 50 rows on 3 ranks are uneven
         held = sum(p.to_local().numel() for p in model.parameters())
         assert held * accelerator.num_processes < 1.3 * sum(p.numel() for p in model.parameters())
@@ -46,26 +49,16 @@ def train(accelerator, folder, shard):
     return dict(log=log, reference=[g.reference for g in groups], alone=found)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """run(ranks, shard): what `train` returns, and the weights it saves."""
-    done = {}
-
-    def once(ranks, shard):
-        if (ranks, shard) not in done:
-            folder = tmp_path_factory.mktemp("run")
-            results = in_ranks(ranks, train, folder, shard)
-            results["weights"] = load_file(folder / "after/model.safetensors")
-            done[ranks, shard] = results
-        return done[ranks, shard]
-
-    return once
+def trained(folder, ranks, shard):
+    found = in_ranks(ranks, train, folder, shard)
+    return found | dict(weights=load_file(folder / "after/model.safetensors"))
 
 
-@pytest.mark.parametrize("ranks, shard", [(2, False), (3, False), (2, True), (3, True)])
-def test_ranks_whole_or_sharded_train_like_one_process(run, ranks, shard):
+@pytest.mark.parametrize("ranks, shard", [(2, False), (3, True)])
+def test_ranks_whole_or_sharded_train_like_one_process(ranks, shard, tmp_path_factory):
     """Shards also recompute their layers, as they do on GPUs."""
-    one, other = run(1, False), run(ranks, shard)
+    one, other = (trained(tmp_path_factory.mktemp("run"), *how)
+                  for how in ((1, False), (ranks, shard)))
     for a, b in zip(one["reference"], other["reference"], strict=True):
         assert b == pytest.approx(a, abs=1e-4)
     assert [e["step"] for e in one["log"]] == [1, 2, 3, 4, 5]
@@ -85,52 +78,8 @@ def test_ranks_whole_or_sharded_train_like_one_process(run, ranks, shard):
     assert "lm_head.weight" not in one["weights"]  # tied, so that it is not there twice
 
 
-def gradient(accelerator):
-    """Of a loss of all log-probabilities, which each rank has from its own passes alone."""
-    model, some = make_model(VOCABULARY, dtype=torch.float32), sequences(11, 16, 7, 20)
-    found = dpo.log_probs(accelerator, model, some, 30)
-    (found * torch.linspace(-1, 1, len(found))).sum().backward()
-    grads = torch.cat([p.grad.flatten() for p in model.parameters()])
-    if accelerator.num_processes > 1:
-        torch.distributed.all_reduce(grads.div_(accelerator.num_processes))
-    return dict(found=found.tolist(), grads=grads.tolist())
-
-
-def test_the_gradient_averaged_over_ranks_is_that_of_one_process():
-    one, two = (in_ranks(ranks, gradient) for ranks in (1, 2))
-    for name in one:
-        torch.testing.assert_close(torch.tensor(two[name]), torch.tensor(one[name]), atol=1e-4,
-                                   rtol=1e-4)
-
-
-def read_by_one(accelerator, folder):
-    reads, read_model = [], dpo.read_model
-    dpo.read_model = lambda *a, **how: reads.append(1) or read_model(*a, **how)
-    if accelerator.is_main_process:
-        make_model(VOCABULARY, dtype=torch.bfloat16).save_pretrained(folder)
-    accelerator.wait_for_everyone()
-    model = dpo.load(accelerator, folder, recompute=False, shard=True)
-    whole = {name: p.full_tensor().tolist() for name, p in model.named_parameters()}
-    assert len(reads) == accelerator.is_main_process
-    return whole
-
-
-def test_one_rank_reads_the_model_that_is_sharded(tmp_path):
-    found = in_ranks(2, read_by_one, tmp_path)
-    model = dpo.read_model(tmp_path)
-    assert found == {name: p.tolist() for name, p in model.named_parameters()}
-
-
-RUN = ("--env", "webshop", "--method", "eto", "--train-tasks", "3", "--eval-tasks", "1",
-       "--eval-splits", "validation", "--sft-epochs", "2", "--iterations", "1", "--rollouts", "1",
-       "--dpo-epochs", "2", "--sft-lr", "1e-3")
-
-
-def torchrun(ranks, *argv):
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}",
-         "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", *map(str, argv)],
-        capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+RUN = ("--env webshop --method eto --train-tasks 3 --eval-tasks 1 --eval-splits validation "
+       "--sft-epochs 2 --iterations 1 --rollouts 1 --dpo-epochs 2 --sft-lr 1e-3").split()
 
 
 def test_two_ranks_run_the_core_like_one_process(tmp_path):
@@ -159,31 +108,22 @@ def test_two_ranks_run_the_core_like_one_process(tmp_path):
     assert times == {p: p.stat().st_mtime_ns for p in times}
 
 
-FAULTY = """
-import os, sys
-sys.path.insert(0, {root!r})
-import coevolve, envs
-from worlds.webshop.shop import WebShop
-envs.WAITS = ()
-if os.environ["RANK"] == "1":
+def test_an_error_on_one_rank_ends_all(tmp_path, monkeypatch):
+    reset, out = WebShop.reset, tmp_path / "run"
+
     def gone(self, task):
-        if "-train-" in task:
-            return reset(self, task)
-        raise envs.EnvError("the shop of rank 1 is gone; start it again")
-    reset, WebShop.reset = WebShop.reset, gone
-coevolve.main(sys.argv[1:])
-"""
+        if os.environ["RANK"] == "1" and "-train-" not in task:
+            raise envs.EnvError("the shop of rank 1 is gone; start it again")
+        return reset(self, task)
 
-
-def test_an_error_on_one_rank_ends_all(tmp_path):
-    script = tmp_path / "faulty.py"
-    script.write_text(FAULTY.format(root=str(ROOT)))
-    started = time.monotonic()
-    done = torchrun(2, script, *RUN, "--eval-tasks", "4", "--out", tmp_path / "run")
-    assert done.returncode != 0 and time.monotonic() - started < 200
-    assert "coevolve.py: the shop of rank 1 is gone; start it again" in done.stderr
-    assert (tmp_path / "run/sft-target").exists()
-    assert not list((tmp_path / "run").glob("eval-*.jsonl"))
+    monkeypatch.setattr(envs, "WAITS", ())
+    monkeypatch.setattr(WebShop, "reset", gone)
+    started = fork_ranks(2, partial(coevolve.main, [*RUN, "--eval-tasks", "4", "--out", str(out)]),
+                         tmp_path / "said")
+    assert 0 not in [ended(process) for process in started]
+    assert "coevolve.py: the shop of rank 1 is gone; start it again" in (
+        tmp_path / "said").read_text()
+    assert (out / "sft-target").exists() and not [*out.glob("eval-*.jsonl")]
 
 
 @pytest.mark.parametrize("shard", [False, True])

@@ -1,6 +1,6 @@
 """Encoding, log-probabilities, losses, training and sampling, each against brute force."""
 
-import inspect
+import itertools
 import json
 import math
 import random
@@ -12,14 +12,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import CONVERSATION, TEMPLATES, make_model, make_tokenizer
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    MambaConfig,
-    MambaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
 
 import dpo
 from dpo import Group, Objective, Pair, Trajectory
@@ -55,7 +47,7 @@ def brute_force(model, s, never=(), temperature=1.0):
     return torch.stack(found)
 
 
-def brute_force_log_prob(model, s):
+def log_p(model, s):
     return brute_force(model, s).sum()
 
 
@@ -72,28 +64,17 @@ def flat(model):
 # -------------------------------------------------------------------------------------- encoding
 
 
-def test_turn_by_turn_ids_are_the_templates_own(tokenizer):
+def test_turn_by_turn_ids_are_the_templates_own_and_replies_are_masked(tokenizer):
     """For Llama 2's template too, which writes a space before its end of turn."""
     ids, mask = dpo.Encoder(tokenizer).encode(CONVERSATION, 1)
     whole = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
     expected = tokenizer(whole, add_special_tokens=False)["input_ids"]
     # The text after the last end of turn ("\n" in ChatML) opens the next observation.
     assert ids == expected[:len(ids)] and len(expected) - len(ids) <= 1
-    assert len(mask) == len(ids)
-
-
-def test_mask_covers_replies_and_their_end_of_turn_and_nothing_else(tokenizer):
-    ids, mask = dpo.Encoder(tokenizer).encode(CONVERSATION, 1)
-    runs, run = [], []
-    for i, m in zip(ids + [None], mask + [0]):
-        if m:
-            run.append(i)
-        elif run:
-            runs.append(run)
-            run = []
+    found = [[i for i, _ in run] for acts, run in itertools.groupby(
+        zip(ids, mask, strict=True), key=lambda pair: pair[1]) if acts]
     replies = [m["content"] for m in CONVERSATION if m["role"] == "assistant"]
-    assert len(runs) == len(replies)
-    for run, reply in zip(runs, replies):
+    for run, reply in zip(found, replies, strict=True):
         assert run[-1] == tokenizer.eos_token_id and run.count(tokenizer.eos_token_id) == 1
         assert tokenizer.decode(run[:-1]).strip() == reply
 
@@ -113,19 +94,13 @@ def test_replies_of_the_opening_are_no_actions():
     ("chatml", ("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}"), "that does not think"),
     ("chatml", ("assistant\n{% endif %}", "assistant\n<think>{% endif %}"), "changes a turn"),
     ("llama2", ("' ' + eos_token", "'\n'"), "no control token ends a reply"),
+    ("llama2", None, "no chat template; use a chat model"),
 ])
 def test_a_template_that_cannot_be_used_is_refused(name, change, says):
     tokenizer = make_tokenizer(name)
-    assert change[0] in tokenizer.chat_template
-    tokenizer.chat_template = tokenizer.chat_template.replace(*change)
+    assert change is None or change[0] in tokenizer.chat_template
+    tokenizer.chat_template = change and tokenizer.chat_template.replace(*change)
     with pytest.raises(dpo.Unusable, match=says):
-        dpo.Encoder(tokenizer)
-
-
-def test_a_tokenizer_without_a_chat_template_is_refused():
-    tokenizer = make_tokenizer("llama2")
-    tokenizer.chat_template = None
-    with pytest.raises(dpo.Unusable, match="no chat template; use a chat model"):
         dpo.Encoder(tokenizer)
 
 
@@ -206,22 +181,6 @@ def test_no_pass_has_more_tokens_than_allowed(monkeypatch):
     assert all(rows * length <= 40 for rows, length in shapes)
 
 
-@pytest.mark.parametrize("kind, config", [
-    (GPT2LMHeadModel, GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=2)),  # positions learned
-    (MambaForCausalLM, MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2)),  # recurrent
-])
-def test_a_model_of_another_kind_as_from_pretrained_gives_it(kind, config, tmp_path):
-    torch.manual_seed(0)
-    model = kind(config)
-    for p in model.parameters():
-        if p.ndim == 2:
-            torch.nn.init.normal_(p, std=0.2)
-    model.save_pretrained(tmp_path)
-    model, some = kind.from_pretrained(tmp_path).eval(), sequences(20, 9, 15)
-    alone = torch.cat([brute_force(model, s) for s in some])
-    torch.testing.assert_close(dpo.token_log_probs(model, some), alone, atol=1e-4, rtol=0)
-
-
 def test_observation_tokens_get_no_gradient():
     """The logit of an observation token, as a target, has exactly no influence on the loss."""
     model = make_model(VOCABULARY)
@@ -253,7 +212,7 @@ def test_identical_policy_and_reference_give_ln2():
     model, groups = make_model(VOCABULARY), [group("a"), group("a", 1), group("a", 2)]
     dpo.add_references(model, groups, dpo.token_log_probs, 60)
     for g in groups:  # each its own, though their tasks have one name
-        alone = [brute_force_log_prob(model, s).item() for s in g.sequences]
+        alone = [log_p(model, s).item() for s in g.sequences]
         assert g.reference == pytest.approx(alone, abs=1e-9)
     loss, statistics = loss_of(model, groups, lambda_sft=0.0)
     assert loss.item() == pytest.approx(3 * math.log(2) * (0.5 + 0.5 + 1.0), abs=1e-12)
@@ -284,7 +243,7 @@ def test_equation_9_and_its_gradient_equal_brute_force(log_prob, sft_term, refer
             ref_w, ref_l = ((g.reference[n] if reference else 0) for n in (p.chosen, p.rejected))
             n_w, n_l = sum(w.action_mask[1:]), sum(l.action_mask[1:])
             scale_w, scale_l = (n_w, n_l) if log_prob == "mean" else (1, 1)
-            pi_w, pi_l = brute_force_log_prob(model, w), brute_force_log_prob(model, l)
+            pi_w, pi_l = log_p(model, w), log_p(model, l)
             z = beta * ((pi_w - ref_w) / scale_w - (pi_l - ref_l) / scale_l)
             theirs = theirs + lambda_dpo * p.weight * torch.log(1 + torch.exp(-z))
             theirs = theirs - lambda_sft * p.sft_weight * pi_w / (n_w if sft_term == "mean" else 1)
@@ -296,7 +255,7 @@ def test_equation_9_and_its_gradient_equal_brute_force(log_prob, sft_term, refer
 def test_statistics_are_sums_over_pairs():
     model, g = make_model(VOCABULARY), group()
     _, statistics = loss_of(model, [g, g])
-    logs = [brute_force_log_prob(model, s).item() for s in g.sequences]
+    logs = [log_p(model, s).item() for s in g.sequences]
     margin = 0.1 * ((logs[2] + 22) - (logs[1] + 21))
     assert statistics["failure>failure"] == pytest.approx(dict(
         count=2, chosen=2 * logs[2], rejected=2 * logs[1], margin=2 * margin,
@@ -329,39 +288,27 @@ def test_micro_batches_give_the_full_batch_step(tokens):
         assert a["norm"] == pytest.approx(b["norm"], abs=1e-9)
         for kind in a["kinds"]:  # means over the batch, however it was cut
             assert a["kinds"][kind] == pytest.approx(b["kinds"][kind], abs=1e-9)
-    logs = [brute_force_log_prob(make_model(VOCABULARY, seed=3), g.sequences[0]).item()
+    logs = [log_p(make_model(VOCABULARY, seed=3), g.sequences[0]).item()
             for g in groups[:3]]
     assert log[0]["kinds"]["expert>target"]["chosen"] == pytest.approx(sum(logs) / 3)
 
 
-def test_the_first_step_is_adamw_on_the_mean_gradient():
-    """By hand: AdamW's first step moves a weight by lr g / (|g| + eps), after lr decay of it."""
-    batch = [Group([s]) for s in sequences(9, 13)]
-    after, log = trained(batch, [batch], 10_000, max_grad_norm=1e9, weight_decay=0.1)
-    model = make_model(VOCABULARY, seed=3)
-    before, tokens = flat(model), sum(sum(g.sequences[0].action_mask[1:]) for g in batch)
-    loss = -sum(brute_force_log_prob(model, g.sequences[0]) for g in batch) / tokens
-    g = gradients(model, loss)
-    torch.testing.assert_close(after, before * (1 - 1e-3 * 0.1) - 1e-3 * g / (g.abs() + 1e-8),
-                               atol=1e-7, rtol=0)
-    assert log[0]["norm"] == pytest.approx(g.norm().item(), rel=1e-6)
-    assert log[0]["loss"] == pytest.approx(loss.item(), abs=1e-9)
-
-
-def test_a_gradient_above_the_largest_norm_is_scaled_down():
-    """By hand over two steps: the second moment remembers the clipped gradient of the first."""
+@pytest.mark.parametrize("most, decay", [(1e9, 0.1), (0.01, 0.0)])
+def test_steps_are_adamw_on_the_mean_gradient(most, decay):
+    """By hand over two steps: the second moment remembers the first's gradient as it was clipped."""
     batch, model = [Group([s]) for s in sequences(9, 13)], make_model(VOCABULARY, seed=3)
-    after, log = trained(batch, [batch] * 2, 10_000, max_grad_norm=0.01)
+    after, log = trained(batch, [batch] * 2, 10_000, max_grad_norm=most, weight_decay=decay)
     tokens = sum(sum(g.sequences[0].action_mask[1:]) for g in batch)
     first = second = 0
     for step in (1, 2):
-        g = gradients(model, -sum(brute_force_log_prob(model, b.sequences[0])
-                                  for b in batch) / tokens)
+        loss = -sum(log_p(model, g.sequences[0]) for g in batch) / tokens
+        g = gradients(model, loss)
+        assert log[step - 1]["loss"] == pytest.approx(loss.item(), abs=1e-9)
         assert log[step - 1]["norm"] == pytest.approx(g.norm().item(), rel=1e-6) and g.norm() > 0.1
-        g = g * 0.01 / (g.norm() + 1e-6)
+        g = g * min(1.0, most / (g.norm() + 1e-6))
         first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g * g
         root = (second / (1 - 0.999 ** step)).sqrt()
-        moved = flat(model) - 1e-3 * first / (1 - 0.9 ** step) / (root + 1e-8)
+        moved = flat(model) * (1 - 1e-3 * decay) - 1e-3 * first / (1 - 0.9 ** step) / (root + 1e-8)
         torch.nn.utils.vector_to_parameters(moved, model.parameters())
     torch.testing.assert_close(after, flat(model), atol=1e-7, rtol=0)
 
@@ -373,35 +320,9 @@ def test_learning_rate_schedules():
     _, log = trained(None, steps, 100, lr=1.0, warmup=0.2, schedule="cosine")
     expected = [0.0, 0.5] + [0.5 * (1 + math.cos(math.pi * i / 8)) for i in range(8)]
     assert [e["lr"] for e in log] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("schedule", ["constant", "cosine"])
-def test_a_phase_of_one_step_trains(schedule):
-    batch = [Group(sequences(9))]
-    after, _ = trained(batch, [batch], 100, warmup=0.1, schedule=schedule)
-    assert not torch.equal(after, flat(make_model(VOCABULARY, seed=3)))
-
-
-@pytest.mark.parametrize("kind, config", [
-    (MixtralForCausalLM, MixtralConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, router_jitter_noise=0.3,
-        attention_dropout=0.3, num_local_experts=3)),
-    (GPT2LMHeadModel, GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2)),  # 0.1
-])
-def test_training_drops_nothing_whatever_the_models_config_says(kind, config):
-    """Else log pi and log pi_ref of the same weights differ, and the first loss is not ln 2."""
-    torch.manual_seed(0)
-    dropout = {k: v for k, v in config.to_dict().items() if "drop" in k or "jitter" in k}
-    model, g = dpo.prepare(kind(config), recompute=False), group(pairs=[Pair("k", 0, 1)])
-    assert not model.training and any(dropout.values())
-    with torch.no_grad():
-        once, again = (dpo.token_log_probs(model, g.sequences) for _ in range(2))
-    assert torch.equal(once, again)
-    assert model.config.to_dict().items() >= dropout.items()  # which is saved with the agent
-    dpo.add_references(model, [g], dpo.token_log_probs, 100)
-    _, log = trained([g], [[g]], 100, partial(dpo.preference_loss, s=LOSS), model)
-    assert log[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    for schedule in "constant", "cosine":  # a phase of one step trains
+        _, log = trained(None, steps[:1], 100, warmup=0.1, schedule=schedule)
+        assert log[0]["lr"] == 1e-3
 
 
 def test_a_loss_that_is_not_finite_names_the_tasks_and_moves_nothing():
@@ -514,40 +435,26 @@ def one_token_at_a_time(model, encoder, ids, rng, temperature, most, stops=()):
     return new, logs
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("alone", [False, True])
-def test_replies_are_those_of_one_conversation_at_a_time(agent, temperature, alone):
+@pytest.mark.parametrize("temperature, alone, stops", [
+    (0.0, False, ()), (0.7, False, ()), (0.7, True, ()), (2.0, False, ("e",))])
+def test_replies_are_those_of_one_conversation_at_a_time(agent, temperature, alone, stops):
     """Of uneven prompts, side by side; a row that is over draws no more of its random numbers."""
     model, encoder = agent
     prompts = [s.ids for s in sequences(23, 4, 61, 9, 30, 12)]
     rngs = lambda: [random.Random(n) for n in range(6)]
     ours, theirs = rngs(), rngs()
     sampler = dpo.Sampler(temperature, encoder.never(model.config.vocab_size))
-    found = dpo.replies(model, encoder, sampler, 40, (), [*zip(prompts, ours)], alone)
-    lengths = set()
+    found = dpo.replies(model, encoder, sampler, 40, stops, [*zip(prompts, ours)], alone)
+    ends = set()
     for (new, logs), ids, rng, other in zip(found, prompts, ours, theirs, strict=True):
-        expected, log_probs = one_token_at_a_time(model, encoder, ids, other, temperature, 40)
-        assert new == expected and logs == pytest.approx(log_probs, abs=1e-5)
+        expected, log_probs = one_token_at_a_time(model, encoder, ids, other, temperature, 40, stops)
+        n = len(expected)  # behind a text that stops it a row is filled up
+        assert new[:n] == expected and {*new[n:]} <= ({encoder.end_of_turn} if stops else set())
+        assert logs[:n] == pytest.approx(log_probs, abs=1e-5)
         assert rng.random() == other.random()  # both are as far
-        lengths.add(len(new))
-    assert temperature == 0 or len(lengths) > 1  # some end before others
-
-
-def test_a_reply_stops_at_a_text_and_draws_no_more(agent):
-    model, encoder = agent
-    prompts = [s.ids for s in sequences(23, 4, 61)]
-    sampler = dpo.Sampler(2.0, encoder.never(model.config.vocab_size))
-    rngs, others = ([random.Random(n) for n in range(3)] for _ in range(2))
-    free = dpo.replies(model, encoder, sampler, 40, (), [*zip(prompts, rngs)])
-    stop = encoder.decode(free[0][0])[4:7]
-    rngs = [random.Random(n) for n in range(3)]
-    found = dpo.replies(model, encoder, sampler, 40, (stop,), [*zip(prompts, rngs)])
-    for (new, logs), ids, rng, other in zip(found, prompts, rngs, others, strict=True):
-        expected, log_probs = one_token_at_a_time(model, encoder, ids, other, 2.0, 40, (stop,))
-        assert new[:len(expected)] == expected and {*new[len(expected):]} <= {encoder.end_of_turn}
-        assert logs[:len(expected)] == pytest.approx(log_probs, abs=1e-5)
-        assert rng.random() == other.random()
-    assert len(found[0][0]) < len(free[0][0])
+        ends.add((n, any(stop in encoder.decode(expected) for stop in stops)))
+    assert temperature == 0 or len(ends) > 1  # some end before others
+    assert not stops or any(stopped for _, stopped in ends)
 
 
 def test_what_is_never_drawn_is_never_drawn(agent):
@@ -559,35 +466,3 @@ def test_what_is_never_drawn_is_never_drawn(agent):
     sampler, asked = dpo.Sampler(50.0, never), [([5, 6], random.Random(n)) for n in range(64)]
     drawn = {i for new, _ in dpo.replies(model, encoder, sampler, 30, (), asked) for i in new}
     assert len(drawn) > 200 and not drawn & {*never} and encoder.end_of_turn in drawn
-
-
-def test_the_log_probs_of_a_reply_are_those_that_training_gives_it(agent):
-    model, encoder = agent
-    sampler = dpo.Sampler(1.3, encoder.never(model.config.vocab_size))
-    prompts = [s.ids for s in sequences(23, 4, 61)]
-    found = dpo.replies(model, encoder, sampler, 30, (),
-                        [(ids, random.Random(n)) for n, ids in enumerate(prompts)])
-    whole = [sequence(ids + new, [0] * len(ids) + [1] * len(new))
-             for ids, (new, _) in zip(prompts, found)]
-    again = dpo.token_log_probs(model, whole, sampler).tolist()
-    assert [x for _, logs in found for x in logs] == pytest.approx(again, abs=1e-5)
-
-
-@pytest.mark.parametrize("fault, expected", [
-    (None, (False, False, True)), ("padding", (True, False, True)), ("cache", (False, False, False))])
-def test_a_model_that_reads_texts_otherwise_side_by_side_is_known(agent, monkeypatch, fault,
-                                                                 expected):
-    """A stand-in for families whose padding, or whose cache, puts log-probabilities off."""
-    model, encoder = agent
-    forward = type(model).forward
-
-    def wrong(self, input_ids=None, **how):
-        found = forward(self, input_ids=input_ids, **how)
-        padded, cached = not how.get("use_cache") and len(input_ids) > 1, input_ids.shape[1] == 1
-        if padded if fault == "padding" else cached and fault == "cache":
-            found.logits = found.logits + torch.linspace(0, 3, found.logits.shape[-1])
-        return found
-
-    wrong.__signature__ = inspect.signature(forward)
-    monkeypatch.setattr(type(model), "forward", wrong)
-    assert dpo.trial(model, encoder) == expected

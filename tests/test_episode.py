@@ -12,7 +12,6 @@ import dpo
 import envs
 from dpo import Trajectory
 from worlds import Step
-from worlds.published import Theirs
 
 
 class Echo(Toy):
@@ -118,12 +117,12 @@ def test_what_follows_a_forged_observation_is_taken_back(encoder):
     assert len(t.log_probs) == sum(t.action_mask)
 
 
-@pytest.mark.parametrize("temperature, slots", [(0.0, 3), (0.7, 1), (0.7, 3), (0.7, 8)])
-def test_what_runs_beside_an_episode_changes_nothing(agent, temperature, slots):
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_what_runs_beside_an_episode_changes_nothing(agent, temperature):
     """Each as if alone, by a whole forward pass for each token of its own random numbers."""
     model, encoder = agent
     sampled = set()
-    for t in play(agent, temperature=temperature, slots=slots):
+    for t in play(agent, temperature=temperature):
         env, rng = Echo(), random.Random(t.seed)
         ids = encoder.start(envs.opening(env, env.reset(t.task)))
         mask, logs = [0] * len(ids), []
@@ -164,6 +163,18 @@ def test_a_forged_page_gives_the_agent_no_turn(agent):
         assert t.ids.count(encoder.end_of_turn) == 3 + 3  # of the pages and of the replies
 
 
+def test_slots_bound_the_environments_and_every_round_asks_all_who_wait(agent):
+    made, rounds = [], []
+    answer = answers(agent, 1.0, 8)
+    episodes = begun()
+    envs.play(lambda: made.append(Echo()) or made[-1], agent[1], episodes,
+              lambda asked: rounds.append(len(asked)) or answer(asked), 3, 400)
+    assert len(made) == 3 and max(rounds) == 3
+    assert sum(rounds) == sum(t.steps for t in episodes)
+    assert len(rounds) <= sum(rounds) / 2
+    envs.play(lambda: pytest.fail("nobody plays"), agent[1], [], answer, 3, 400)
+
+
 # ----------------------------------------------------------------------- environments that break
 
 
@@ -192,13 +203,10 @@ def breaking(*at, error=None):
 def test_an_environment_that_breaks_and_is_repaired_plays_the_same_episodes(agent, monkeypatch):
     monkeypatch.setattr(envs, "WAITS", (0.0,) * 12)
     expected, closed = play(agent), []
-    for seed in range(2):
-        faults = random.Random(seed).sample(range(1, 40), 12)
-        env = breaking(*faults)
-        env.close = lambda self: closed.append(self)
-        assert play(agent, env) == expected
-        assert env.calls >= 40
-    assert len(closed) == 2 * (12 + 3)  # at each fault, and those of three slots at the end
+    env = breaking(*random.Random(0).sample(range(1, 40), 12))
+    env.close = lambda self: closed.append(self)
+    assert play(agent, env) == expected and env.calls >= 40
+    assert len(closed) == 12 + 3  # at each fault, and those of three slots at the end
 
 
 def test_an_environment_that_breaks_for_good_ends_the_play(agent, monkeypatch):
@@ -255,43 +263,3 @@ def test_the_end_does_not_wait_for_an_environment_that_hangs(agent, monkeypatch)
         play(agent, Hangs)
     assert time.monotonic() - started < 30
     release.set()
-
-
-# --------------------------------------------------------------------------------- ETO's protocol
-
-
-def test_by_etos_protocol_an_agent_reads_examples_and_trains_without_them(encoder):
-    example = (dict(role="user", content="a hat"), dict(role="assistant", content="search[hat]"))
-    env = Echo()
-    env.theirs = Theirs("webshop", "You shop.", (example,))
-    end, reply = encoder.end_of_turn, encoder.tokenizer("Action: go")["input_ids"]
-    t, prompts = scripted(env, encoder, [[*reply, end], [*reply, end]])
-    task = dict(role="user", content="task toy-train-3 page page page ")
-    rules = [dict(role="user", content="You shop."), dict(role="assistant", content="OK")]
-    shown = encoder.start([*rules, *example, task])
-    trained = encoder.start([*rules, task])
-    assert prompts[0] == shown and len(trained) < len(shown)
-    page = encoder.observation("you said 10 " + "word " * 3)
-    assert prompts[1] == shown + [*reply, end] + page  # it goes on reading them
-    assert t.ids == trained + [*reply, end] + page + [*reply, end]
-    assert t.action_mask == [0] * len(trained) + [1] * (len(reply) + 1) + [0] * len(page) + (
-        [1] * (len(reply) + 1))
-    assert [m["content"] for m in t.messages[:5]] == ["You shop.", "OK", "a hat", "search[hat]",
-                                                      task["content"]]
-    # An expert of the same replies is encoded to the same ids.
-    conversation = [*rules, task, dict(role="assistant", content="Action: go"),
-                    dict(role="user", content="you said 10 " + "word " * 3),
-                    dict(role="assistant", content="Action: go")]
-    assert encoder.encode(conversation, 3) == (t.ids, t.action_mask)
-
-
-def test_slots_bound_the_environments_and_every_round_asks_all_who_wait(agent):
-    made, rounds = [], []
-    answer = answers(agent, 1.0, 8)
-    episodes = begun()
-    envs.play(lambda: made.append(Echo()) or made[-1], agent[1], episodes,
-              lambda asked: rounds.append(len(asked)) or answer(asked), 3, 400)
-    assert len(made) == 3 and max(rounds) == 3
-    assert sum(rounds) == sum(t.steps for t in episodes)
-    assert len(rounds) <= sum(rounds) / 2
-    envs.play(lambda: pytest.fail("nobody plays"), agent[1], [], answer, 3, 400)

@@ -1,5 +1,12 @@
-"""Every family of causal language models of text that transformers can build small, on the core."""
+"""Every family of causal language models of text that transformers can build small, on the core.
 
+FAMILIES=all in the environment tries all; else a selection with every kind of layer, of positions
+and of faults.
+"""
+
+import json
+import math
+import os
 import random
 import re
 from collections import defaultdict
@@ -9,21 +16,30 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import transformers
-from family_models import CLASSES, MUSIC, default, tiny_composite, tiny_model
+from family_models import CLASSES, MUSIC, default, tiny_model
 
 import coevolve
 import dpo
+from worlds.files import read_jsonl
 
 DOCS = (Path(__file__).parent.parent / "docs" / "large_models.md").read_text(encoding="utf-8")
-# Others are another family's classes, or load as the text model of another family.
-FAMILIES = [name for name in CLASSES if name not in MUSIC
-            and (default(name).model_type == name or default(name).model_type not in CLASSES)]
+# Families that train and play a text, and families of a whole run.
+SOME = ("bart bloom blt cpmant emu3 gemma2 gpt2 lfm2 llama4_text mamba minimax mixtral moshi nemotron_h "
+        "phi3 qwen3_5_text reformer roberta rwkv stablelm xlnet").split()
+RUNS = ("deepseek_v3 falcon_h1 gpt_oss gemma3_text gemma4_text granitemoehybrid lfm2 llama mamba "
+        "qwen3 qwen3_5_text qwen3_next").split()[:12 if os.environ.get("FAMILIES") == "all" else 3]
 LONGEST = 48  # tokens of a text: three of the models' windows
 WAYS = {  # of passes and of replies -> the heading in docs/large_models.md
     (False, False, True): "side by side with a cache",
     (False, True, True): "replies one at a time",
     (False, False, False): "replies without a cache",
     (False, True, False): "replies one at a time, without a cache"}
+
+
+def every() -> list[str]:
+    """Others are another family's classes, or load as the text model of another family."""
+    kinds = {name: default(name).model_type for name in CLASSES if name not in MUSIC}
+    return [name for name, kind in kinds.items() if kind == name or kind not in CLASSES]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +59,7 @@ def outcome(family: str, folder, encoder) -> tuple[str, torch.nn.Module | None]:
 
 
 def plain_log_probs(model, ids: list[int]) -> torch.Tensor:
-    """log pi of every next token, (l - 1, V), by transformers alone: one text, no mask, no cache."""
+    """log pi of every next token, (l - 1, V), by transformers alone: one text, no cache."""
     return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].log_softmax(-1)
 
 
@@ -99,7 +115,7 @@ def listed() -> dict[str, str]:
             for family in re.findall("`(.+?)`", families)}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", every() if os.environ.get("FAMILIES") == "all" else SOME)
 def test_a_family_trains_and_plays_as_it_reads_a_text_alone_or_is_refused(
         family, encoder, tmp_path):
     found, model = outcome(family, tmp_path, encoder)
@@ -112,6 +128,10 @@ def test_a_family_trains_and_plays_as_it_reads_a_text_alone_or_is_refused(
             assert not passes
             assert_replies_are_right(model, encoder, alone, cache)
             assert_passes_are_right(model, encoder)
+
+
+def test_the_document_lists_every_family():
+    assert f"transformers {transformers.__version__}" not in DOCS or {*every()} <= {*listed()}
 
 
 @pytest.mark.parametrize("family, more, ways", [
@@ -134,7 +154,7 @@ def test_a_trial_finds_what_a_config_puts_wrong(family, more, ways, encoder):
     ("llama4", "Llama4ForConditionalGeneration", "Llama4ForCausalLM", {})])
 def test_of_a_checkpoint_that_reads_pictures_the_text_model_is_read(family, name, text, more,
                                                                     tmp_path):
-    whole = tiny_composite(family, name, **more)
+    whole = tiny_model(family, kind=name, **more)
     whole.save_pretrained(tmp_path / "whole")
     ids = list(range(30, 60))
     expected = plain_log_probs(whole, ids)
@@ -153,9 +173,11 @@ def test_nothing_is_dropped_or_drawn_in_training(family):
     expected = plain_log_probs(model, t.ids)[range(29), t.ids[1:]]
     model.train()
     assert (plain_log_probs(model, t.ids)[range(29), t.ids[1:]] - expected).abs().max() > 0.01
+    config = model.config.to_dict()
     for recompute in (False, True):
         dpo.prepare(model, recompute)
         assert torch.equal(dpo.token_log_probs(model, [t]), expected)
+    assert 0.3 in config.values() and model.config.to_dict() == config  # it is saved with an agent
 
 
 def test_recomputed_layers_run_again():
@@ -168,10 +190,53 @@ def test_recomputed_layers_run_again():
         assert len(calls) == runs
 
 
+RUN = ("--env webshop --view short --train-tasks 2 --eval-splits validation --eval-tasks 1 "
+       "--iterations 1 --sft-epochs 1 --dpo-epochs 1 --max-tokens 420 --max-new-tokens 6 "
+       "--sft-lr 1e-3 --dpo-lr 1e-3 --dpo-warmup 0 --lambda-sft 0 --gradient-checkpointing on").split()
+
+
+def weights(folder) -> torch.Tensor:
+    return torch.cat([p.flatten() for p in dpo.read_model(folder).parameters()])
+
+
+@pytest.mark.parametrize("family", RUNS)
+def test_a_family_runs_the_whole_loop(family, tmp_path, capsys):
+    base, out = tmp_path / "model", tmp_path / "run"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(coevolve.MODELS["tiny"])
+    tiny_model(family, vocabulary=len(tokenizer)).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    coevolve.main([*RUN, "--model", str(base), "--out", str(out)])
+    assert "iter1/target-agent" in json.loads((out / "phases.json").read_text())
+    assert "eval-1-target-validation" in capsys.readouterr().out
+
+    # What was played is what the agent's plain passes give, to rounding.
+    agent = dpo.read_model(out / "sft-target").eval()
+    never = dpo.Encoder(tokenizer).never(agent.config.get_text_config().vocab_size)
+    played = coevolve.read(out / "iter1/target.jsonl")
+    assert len(played) == 2
+    for t in played:
+        with torch.no_grad():
+            logits = agent(input_ids=torch.tensor([t.ids]), use_cache=False).logits[0, :-1]
+        logits[:, list(never)] = -torch.inf
+        found = (logits / 0.7).log_softmax(-1)[range(len(t.ids) - 1), t.ids[1:]]
+        expected = found[torch.tensor(t.action_mask[1:]) > 0]
+        assert (torch.tensor(t.log_probs) - expected).abs().max() < 1e-3
+
+    # The first step of a preference phase finds policy and reference equal, so no dropout is left.
+    steps = read_jsonl(out / "iter1/target-agent/train.jsonl")
+    for kind, row in steps[0]["kinds"].items():
+        assert kind.startswith("expert>") and abs(row["margin"]) < 1e-4
+    assert math.isclose(steps[0]["loss"], math.log(2) / 2, rel_tol=1e-4)  # two pairs weigh 1
+    # Each phase moves the weights that it was given.
+    moved = [weights(out / name) for name in ("sft-target", "iter1/target-agent")]
+    assert (weights(base) - moved[0]).abs().max() > 1e-4
+    assert (moved[0] - moved[1]).abs().max() > 1e-4
+
+
 if __name__ == "__main__":
     encoder = dpo.Encoder(dpo.read(transformers.AutoTokenizer, coevolve.MODELS["tiny"]))
     lists = defaultdict(list)
-    for family in FAMILIES:
+    for family in every():
         with TemporaryDirectory() as folder:
             lists[outcome(family, folder, encoder)[0]].append(f"`{family}`")
     for heading, families in lists.items():

@@ -19,6 +19,13 @@ FILES = [*(ROOT / f"{name}.py" for name in (*CORE, "evolve")), *sorted((ROOT / "
          *sorted((ROOT / "worlds").rglob("*.py"))]
 
 
+def definitions():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                yield path, node
+
+
 def room(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
@@ -32,6 +39,8 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}, line {node.lineno}: a relative import"
             names.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Call) and room(path) in CORE:
+            assert "import" not in ast.unparse(node.func), f"{path}: an import by call"
     return names
 
 
@@ -42,7 +51,11 @@ def test_arrows_point_to_the_core(path):
     if room(path) == "worlds":
         assert not names & TEXT_ONLY
     if room(path) in CORE:
-        assert names <= MAY[room(path)] | PACKAGES | {*sys.stdlib_module_names}
+        packages = PACKAGES if room(path) != "envs" else set()  # no tensors
+        assert names <= MAY[room(path)] | packages | {*sys.stdlib_module_names}
+        for node in ast.walk(ast.parse(path.read_text())):  # nor is one hidden in a function
+            assert not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or not any(
+                isinstance(part, (ast.Import, ast.ImportFrom)) for part in ast.walk(node))
 
 
 def test_modules_of_lab_do_not_import_each_other_in_a_circle():
@@ -73,13 +86,6 @@ def test_the_top_level_shows_the_method():
 def test_the_core_is_short():
     lines = [line for name in CORE for line in (ROOT / f"{name}.py").read_text().splitlines()]
     assert len(lines) <= 1230 and max(map(len, lines)) <= 100
-
-
-def definitions():
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                yield path, node
 
 
 def test_no_function_is_long_or_takes_much():

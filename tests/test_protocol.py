@@ -197,20 +197,17 @@ PUBLISHED = [("user", "their rules"), ("assistant", "OK"), ("user", "WebShop [SE
              ("assistant", "Thought: t\nAction: click[buy now]"), ("user", "Observation: done")]
 
 
-def test_published_experts_stay_as_their_file_has_them(prompts, tmp_path):
-    (tmp_path / "f").write_text(json.dumps([entry(PUBLISHED), entry(PUBLISHED[2:], "webshop_18")]))
-    env = make("webshop", prompts)
-    (_, whole, _), (_, without, _) = published.read_experts(tmp_path / "f", env)
+def test_published_experts_stay_as_their_file_has_them_or_open_like_our_rollouts(prompts, tmp_path):
+    (tmp_path / "f").write_text(json.dumps([entry(PUBLISHED, reward=0.8),
+                                            entry(PUBLISHED[2:], "webshop_18")]))
+    (_, whole, _), (_, without, _) = published.read_experts(
+        tmp_path / "f", make("webshop", prompts))
     assert whole == said(PUBLISHED[:-1])
     assert without == said([("user", RULES["webshop"]), ("assistant", "OK"), *PUBLISHED[2:-1]])
-
-
-def test_published_experts_open_like_our_rollouts(tmp_path):
     env = published.make("webshop")
-    (tmp_path / "f").write_text(json.dumps([entry(PUBLISHED, reward=0.8)]))
-    opening = f"{env.prompt}\n\n{PUBLISHED[2][1]}"
-    turns = said([("user", opening), PUBLISHED[3], ("user", "[SEP] B0"), PUBLISHED[5]])
-    assert published.read_experts(tmp_path / "f", env) == [("webshop-train-17", turns, 0.8)]
+    turns = said([("user", f"{env.prompt}\n\n{PUBLISHED[2][1]}"), PUBLISHED[3], ("user", "[SEP] B0"),
+                  PUBLISHED[5]])
+    assert published.read_experts(tmp_path / "f", env)[0] == ("webshop-train-17", turns, 0.8)
 
 
 def test_experts_of_a_run_are_read_as_they_are_by_its_protocol(prompts, tmp_path):
@@ -223,46 +220,38 @@ def test_experts_of_a_run_are_read_as_they_are_by_its_protocol(prompts, tmp_path
         next(published.experts(make("webshop", prompts), str(tmp_path / "f"), 0))
 
 
-@pytest.mark.parametrize("template", ["chatml", "llama2", "llama3", "qwen3"])
-def test_ok_is_no_action_and_experts_are_encoded_as_rollouts_are(template):
-    encoder = Encoder(make_tokenizer(template))
-    messages = said(PUBLISHED[:-1])
-    ids, mask = encoder.encode(messages, 3)
-    assert ids[:len(encoder.start(messages[:3]))] == encoder.start(messages[:3])
-    grown = [*encoder.start(messages[:3]), *encoder.reply(messages[3]["content"]),
-             *encoder.observation(messages[4]["content"]), *encoder.reply(messages[5]["content"])]
-    assert ids == grown and mask.index(1) == len(encoder.start(messages[:3]))
-    assert sum(mask) == len(encoder.reply(messages[3]["content"])
-                            + encoder.reply(messages[5]["content"]))
-
-
 @pytest.fixture(scope="module")
 def encoder():
     return Encoder(make_tokenizer("chatml"))
 
 
 def play_scripted(encoder, env, tasks, replies):
-    """Episodes of an agent that says `replies`, whatever it reads, and an end of turn after each."""
+    """Episodes of an agent that says `replies`, whatever it reads, and an end of turn after each;
+    and the ids that it read before each of them."""
     def answer(asked):
+        read.extend(list(t.ids) for t, _ in asked)
         return [([*encoder.ids_after(encoder.asked, replies[t.steps]), encoder.end_of_turn], [])
                 for t, _ in asked]
 
-    rows = [Trajectory(task, "target") for task in tasks]
+    rows, read = [Trajectory(task, "target") for task in tasks], []
     envs.play(lambda: env, encoder, rows, answer, slots=1, max_tokens=8000)
-    return rows
+    return rows, read
 
 
 def test_an_agent_reads_what_theirs_reads_and_is_trained_without_the_example(encoder, prompts):
     env = make("webshop", prompts)
     replies = ["no action", "Thought: t\nAction: search[desk lamp]", "Action: search[wall clock]"] + [
         "Action: click[next >]"] * 7
-    rows = play_scripted(encoder, env, ["webshop-train-0", "webshop-train-1"], replies)
-    for row in rows:
+    rows, read = play_scripted(encoder, env, ["webshop-train-0", "webshop-train-1"], replies)
+    for n, row in enumerate(rows):
         expected, _ = conversation(env, row.task, replies)
         assert row.messages == expected[:-1] and row.ended == "budget" and row.steps == 10
         trained = worlds.opening(env, env.reset(row.task)) + expected[7:-1]
         assert "B0HAT" in str(expected) and "B0HAT" not in str(trained)
         assert [row.ids, row.action_mask] == list(encoder.encode(trained, 3))
+        for turn in range(10):  # it goes on reading the example
+            shown = encoder.encode(expected[:7 + 2 * turn], 7)[0]
+            assert read[10 * n + turn] == shown
 
 
 @pytest.mark.parametrize("reply, kept, ours", [
@@ -275,7 +264,7 @@ def test_an_agent_reads_what_theirs_reads_and_is_trained_without_the_example(enc
 ])
 def test_a_reply_ends_where_theirs_ends(encoder, prompts, reply, kept, ours):
     for env, text in ((make("webshop", prompts), kept), (published.make("webshop"), ours)):
-        row, = play_scripted(encoder, env, ["webshop-train-0"], [reply] * 11)
+        (row,), _ = play_scripted(encoder, env, ["webshop-train-0"], [reply] * 11)
         assert [m["content"] for m in row.messages if m["role"] == "assistant"][-10:] == [text] * 10
 
 

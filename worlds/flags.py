@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal, Optional, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import unquote
@@ -141,12 +142,15 @@ def boolean(text: str) -> bool:
     return text.lower() == "true"
 
 
+hints_of = cache(partial(get_type_hints, include_extras=True))
+
+
 def limits_of(*kinds_and_name) -> list[Limits]:
     """The limits of the type of a field in the first of some classes that has it."""
     *kinds, name = kinds_and_name
     hints = {}
     for kind in kinds[::-1]:
-        hints |= get_type_hints(kind, include_extras=True)
+        hints |= hints_of(kind)
     return [limits for limits in getattr(hints[name], "__metadata__", ())
             if isinstance(limits, Limits)]
 
