@@ -3,8 +3,7 @@
     bash run.sh compare RUN RUN ...       any finished runs of one environment and model
     bash run.sh study webshop --report    those of a study
 
-The folder holds report.txt, report.html, report.json and the figures. The page also has the
-hardest negatives of co-evolution's first run as conversations.
+The folder holds report.txt, report.json and the figures.
 """
 
 import argparse
@@ -12,7 +11,6 @@ import itertools
 import json
 import os
 import textwrap
-from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,13 +19,11 @@ import numpy as np
 from lab import figures
 from lab import study_methods as methods
 from lab import study_numbers as numbers
-from lab.conversations import conversations
 from lab.figure3 import distances_of
-from lab.page import render
 from lab.report import columns, section
-from lab.runfiles import command, config_of, explorations, of, phases_of
-from lab.study_methods import CLAIMS, MEASURES, THRESHOLDS, name_of
-from lab.study_numbers import explored, interval, last, means, paired
+from lab.runfiles import command, config_of
+from lab.study_methods import COMPARED, FROZEN, name_of
+from lab.study_numbers import MEASURES, explored, interval, last, means, paired
 from worlds.flags import Refused
 
 
@@ -43,12 +39,9 @@ class Part:
     text: str = ""
     figures: dict = field(default_factory=dict)
 
-    @property
-    def cells(self) -> list[list[str]]:
-        return [[_cell(value) for value in row] for row in self.rows]
-
     def __str__(self):
-        return "\n".join(filter(None, [section(self.title, self.header, self.cells),
+        cells = [[_cell(value) for value in row] for row in self.rows]
+        return "\n".join(filter(None, [section(self.title, self.header, cells),
                                        textwrap.fill(self.text, 100)]))
 
 
@@ -72,21 +65,14 @@ def write_report(title: str, runs: dict, out: Path) -> str:
         raise Refused(f"{out.parent}: no finished run in it (METHOD-sSEED with result.json)")
     out.mkdir(parents=True, exist_ok=True)
     made = [part for part in parts(runs) if part.rows]
-    shown = {name: figures.svg(drawn, out / name)
-             for part in made for name, drawn in part.figures.items()}
+    for part in made:
+        for name, drawn in part.figures.items():
+            (out / f"{name}.svg").write_bytes(figures.svg(drawn))
     text = "\n\n".join([title, *map(str, made)]) + "\n"
     (out / "report.txt").write_text(text)
     (out / "report.json").write_text(json.dumps({part.title: [
         dict(zip((name for name, _ in columns(part.header)), row)) for row in part.rows]
         for part in made}, indent=1))
-    example = next(iter(runs.get("coevolve", {}).values()), None)
-    data = conversations(example, tasks=60) if example else dict(tasks=[])
-    (out / "report.html").write_text(render(
-        "report.html.j2", data, title=title, parts_of=made, columns=columns, drawn=shown,
-        note=f"Of {example}, the tasks with the hardest negatives.", has_tasks=bool(data["tasks"]),
-        pages=[(f"{name_of(m)}, seed {seed}", os.path.relpath(path / "run.html", out))
-               for m, by_seed in runs.items() for seed, path in by_seed.items()
-               if (path / "run.html").exists()]))
     return text
 
 
@@ -101,26 +87,18 @@ def parts(runs: dict):
     yield Part("What it took after the first SFT, means over seeds",
                _header("<method", *next(iter(costs.values()))),
                [(name_of(m), *row.values()) for m, row in costs.items()])
-    pairs = differences(target, splits)
-    yield Part(
-        "Differences on the same seeds",
-        _header("<difference", "<split", *(f"<{key}" for key in MEASURES), "<claimed in"),
-        [(_difference(a, b), split, *(pairs.get((a, b, split, key)) for key in MEASURES), source)
-         for (a, b, source), split in itertools.product(CLAIMS, splits)
-         if (a, b, split, MEASURES[0]) in pairs],
-        "Mean ± half of the 95% interval, and on how many seeds the first is ahead. *: three seeds "
-        "or more, and the interval does not hold 0. Intervals are not corrected for their number: "
-        f"were there no differences, {len(pairs) / 20:.1f} of these {len(pairs)} would still not "
-        "hold it.")
-    yield Part("What survives at equal cost", "<difference <verdicts", at_equal_cost(pairs))
-    made = {m: means([numbers.evolution(path) for path in runs[m].values()])
-            for m in runs if m in methods.EVOLUTIONS}
-    yield Part("Agent and tasks: episodes; tasks and proposals after the start",
-               _header("<method", *next(iter(made.values()), ())),
-               [(name_of(m), *row.values()) for m, row in made.items()])
+    pairs = [(a, b, split, [
+        paired(last(target[a], split, key), last(target[b], split, key)) for key in MEASURES])
+        for (a, b), split in itertools.product(dict.fromkeys(COMPARED), splits)
+        if a != b and {a, b} <= target.keys()]
+    yield Part("Differences on the same seeds",
+               _header("<difference", "<split", *(f"<{key}" for key in MEASURES)),
+               [(_difference(a, b), split, *found) for a, b, split, found in pairs if found[0]],
+               "Mean ± half of the 95% interval, and on how many seeds the first is ahead. *: on "
+               "three seeds or more the interval does not hold 0. Intervals are not corrected for "
+               "their number: were there no differences, one in 20 would still not hold it.")
     yield Part("Table 2: explored trajectories, all agents and iterations of a method",
                "<method threshold <success <negative <hard_negative", _table2(runs))
-    yield _course(runs.get("coevolve", {}))
     yield from _figure3(runs)
     yield from _figure4(runs, target, splits)
     yield from _dose(runs, target, splits)
@@ -142,29 +120,8 @@ def _finals(title: str, by_method: dict, splits: list[str], runs: dict) -> Part:
                 "Mean over seeds ± half of the 95% t interval.")
 
 
-def differences(target: dict, splits: list[str]) -> dict:
-    """(a, b, split, measure) -> the difference of CLAIMS where both have a seed in common."""
-    found = {(a, b, split, key): paired(last(target[a], split, key), last(target[b], split, key))
-             for (a, b, _), split, key in itertools.product(CLAIMS, splits, MEASURES)
-             if {a, b} <= target.keys()}
-    return {key: pair for key, pair in found.items() if pair}
-
-
 def _difference(a: str, b: str) -> str:
     return f"{name_of(a)} - {name_of(b)}"
-
-
-def at_equal_cost(pairs: dict) -> list[tuple[str, str]]:
-    """For each claim at equal cost its name, and the verdict at equal epochs, then at this cost."""
-    found = defaultdict(lambda: defaultdict(list))
-    for (a, b, split, key), pair in pairs.items():
-        if "coevolve" in methods.equals(b):
-            before = pairs.get((a, methods.method_of(b), split, key), dict(verdict="not compared"))
-            change = f"{before['verdict']} at equal epochs, then {pair['verdict']}"
-            found[_difference(a, b)][change].append(f"{key} on {split}")
-    return [(name, "; ".join(f"{change} in {', '.join(where)}"
-                             for change, where in changes.items()))
-            for name, changes in found.items()]
 
 
 def _table2(runs: dict) -> list[tuple]:
@@ -175,43 +132,23 @@ def _table2(runs: dict) -> list[tuple]:
                if m in runs and any(map(explored, runs[m].values()))}
     share = {(m, t): {key: {seed: numbers.table2(found, t)[key]
                             for seed, found in rewards[m].items()} for key in names}
-             for m in rewards for t in THRESHOLDS}
+             for m in rewards for t in numbers.THRESHOLDS}
     rows = [(name_of(m), t, *(interval(by_seed.values()) for by_seed in by_key.values()))
             for (m, t), by_key in share.items()]
     return rows + [(_difference("coevolve", "eto"), t, *(
         paired(share["coevolve", t][key], share["eto", t][key]) for key in names))
-        for t in THRESHOLDS if {"eto", "coevolve"} <= rewards.keys()]
-
-
-def _course(by_seed: dict) -> Part:
-    """Explored rewards, hard negatives and pairs of co-evolution by iteration."""
-    values = defaultdict(lambda: defaultdict(list))
-    for phases in map(phases_of, by_seed.values()):
-        for e, key in itertools.product(explorations(phases), ("reward", "success", "hard")):
-            values[f"{e['name']} {key}"][e["i"]].append(e[key])
-        for e in of(phases, "make_pairs"):
-            for kind, n in e["pairs"].items():
-                values[f"pairs of the {e['trains']}: {kind}"][e["i"]].append(n)
-    iterations = sorted({i for by in values.values() for i in by})
-    return Part("Co-evolution, iteration by iteration", _header("<mean over seeds", *iterations),
-                [(name, *(float(np.mean(by[i])) if i in by else None for i in iterations))
-                 for name, by in values.items()])
+        for t in numbers.THRESHOLDS if {"eto", "coevolve"} <= rewards.keys()]
 
 
 def _figure3(runs: dict):
     found, pair = distances_of(runs)
     if not found:
         return
-    made, (left, right) = figures.figure(2)
     every = {name: [x for d in by_seed.values() for x in d.values()]
              for name, by_seed in found.items()}
-    edges = np.histogram_bin_edges(sum(every.values(), []), 30)
-    for name, values in every.items():
-        left.hist(values, edges, histtype="step", label=name)
-    left.set(xlabel="mean pairwise distance, 1 - cos", ylabel="instructions x seeds", yscale="log")
-    figures.legend(left)
-    right.boxplot(list(every.values()), showmeans=True)
-    right.set_xticks(range(1, len(every) + 1), [name.replace(": ", ":\n") for name in every])
+    made, (ax,) = figures.figure(1, width=6.0)
+    ax.boxplot(list(every.values()), showmeans=True)
+    ax.set_xticks(range(1, len(every) + 1), [name.replace(": ", ":\n") for name in every])
     yield Part("Figure 3: distance between the failures of an instruction, 1 - cos",
                "<agent <mean_of_seeds instructions",
                [(name, interval(np.mean([*d.values()]) for d in by_seed.values()),
@@ -243,7 +180,7 @@ def _dose(runs: dict, target: dict, splits: list[str]):
                 [{seed: numbers.hard_negatives(path) for seed, path in runs[m].items()}
                  for m in (dose, frozen)],
                 *([last(target[m], split, "reward") for m in (dose, frozen)] for split in splits))))
-            for dose, frozen in methods.FROZEN.items() if {dose, frozen} <= target.keys()]
+            for dose, frozen in FROZEN.items() if {dose, frozen} <= target.keys()]
     if not rows:
         return
     made, axes = figures.figure(len(splits))
@@ -265,11 +202,9 @@ def _draw_curves(target: dict, splits: list[str]):
         for k, (m, by_split) in enumerate(target.items()):
             found = {i: interval(row["reward"].values())
                      for i, row in by_split.get(split, {}).items()}
-            if found:
-                figures.curve(ax, [(i, x["mean"], x["mean"] - (x["half"] or 0),
-                                    x["mean"] + (x["half"] or 0)) for i, x in found.items()],
-                              color=f"C{k % 10}", label=name_of(m),
-                              linestyle=figures.LINES[k // 10 % 3])
+            ax.errorbar([*found], [x["mean"] for x in found.values()],
+                        [x["half"] or 0 for x in found.values()], color=f"C{k % 10}", marker="o",
+                        capsize=3, label=name_of(m), linestyle=figures.LINES[k // 10 % 3])
         figures.label(ax, split, "iteration (0: the start)", "reward, 95% over seeds")
     figures.legend(axes[0])
     return made

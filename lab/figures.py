@@ -1,26 +1,17 @@
-"""The figures of runs and studies: drawn once by matplotlib, saved as SVG, and as PNG beside it."""
+"""The figures of runs and studies, drawn by matplotlib as SVG."""
 
 import base64
 import io
 import itertools
-import math
 from collections import defaultdict
 from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
 from lab.report import evaluations, headline
-from lab.runfiles import (
-    agents_of,
-    config_of,
-    explorations,
-    kinds_of,
-    of,
-    phases_of,
-    visible,
-)
+from lab.runfiles import agents_of, config_of, explorations, kinds_of, of, phases_of, visible
 from worlds.files import read_jsonl
 
 # Text stays text in an SVG, and equal runs give equal bytes.
@@ -34,7 +25,6 @@ AGENT_COLOURS = {"target": "#0072B2", "failure": "#D55E00", "positive": "#CC79A7
 SHARES = {"success": "#009E73", "hard negative": "#F0E442", "negative": "#999999"}
 OTHERS = ("#7566B8", "#56B4E9", "#8B5A2B")
 LINES = ("-", "--", ":")
-MOST_POINTS = 40  # of a curve; more are averaged
 # Of a step of training, what is drawn over steps, and its title; all but the loss are GRPO's.
 STEP_NUMBERS = dict(loss="Loss", reward="Reward of its episodes", success="Success", kl="KL",
                     D="Tasks in D")
@@ -48,28 +38,20 @@ def figure(panels: int, title: str = "", width: float = 4.0, height: float = 3.8
     return made, made.subplots(1, panels, squeeze=False)[0]
 
 
-def svg(made: Figure, path: Path | None = None) -> str:
-    """A figure as the address of an SVG that a page can hold; also writes path.svg and path.png."""
+def svg(made: Figure) -> bytes:
     drawn = io.BytesIO()
     made.savefig(drawn, format="svg", metadata={"Date": None})
-    if path:
-        path.with_suffix(".svg").write_bytes(drawn.getvalue())
-        made.savefig(path.with_suffix(".png"), dpi=150, metadata={"Software": None})
-    return "data:image/svg+xml;base64," + base64.b64encode(drawn.getvalue()).decode()
+    return drawn.getvalue()
+
+
+def address(made: Figure) -> str:
+    """A figure as an address that stands in a page."""
+    return "data:image/svg+xml;base64," + base64.b64encode(svg(made)).decode()
 
 
 def curve(ax, points: list[tuple], **style) -> None:
-    """A line through points (x, y, low, high); the band between the last two, where not None."""
-    n = math.ceil(len(points) / MOST_POINTS)
-    if n > 1:  # means of n neighbours, where the last one is
-        groups = [points[k:k + n] for k in range(0, len(points), n)]
-        points = [(g[-1][0], sum(p[1] for p in g) / len(g), None, None) for g in groups]
-    x, y, low, high = zip(*points)
-    ax.plot(x, y, marker="o", markersize=3.5, **style)
-    if len(points) == 1 and low[0] is not None:  # a band of one point has no width
-        ax.vlines(x, low, high, color=style["color"], alpha=0.4)
-    elif None not in low:
-        ax.fill_between(x, low, high, color=style["color"], alpha=0.12, lw=0)
+    """A line through points (x, y); with dots, unless they are many."""
+    ax.plot(*zip(*points), marker="o" if len(points) <= 40 else "", markersize=3.5, **style)
 
 
 def label(ax, title: str, x: str = "", y: str = "") -> None:
@@ -118,7 +100,6 @@ def run_figure(run: Path) -> Figure | None:
             "hard negative": [row["hard"] for row in explored],
             "negative": [1 - row["success"] - row["hard"] for row in explored]}, SHARES)
         ax.set(title="Exploration on the training tasks", ylabel="share of trajectories")
-        ax.yaxis.set_major_formatter(PercentFormatter(1))
     if pairs:
         kinds = kinds_of(phases)
         stacked(axes[-1], [f"{row['i']} {row['trains']}" for row in pairs],
@@ -135,52 +116,39 @@ def draw_evaluations(reward, success, rows: list[dict], colours: dict) -> None:
     for (agent, split), found in curves.items():
         style = dict(color=colours[agent], label=f"{agent} agent, {split}",
                      linestyle=LINES[splits.index(split) % 3])
-        curve(reward, [(e["i"], e["reward"], e["low"], e["high"]) for e in found], **style)
-        curve(success, [(e["i"], e["success"], None, None) for e in found], **style)
+        curve(reward, [(e["i"], e["reward"]) for e in found], **style)
+        curve(success, [(e["i"], e["success"]) for e in found], **style)
+        reward.fill_between(*zip(*((e["i"], e["low"], e["high"]) for e in found)),
+                            color=colours[agent], alpha=0.12)
     label(reward, "Reward, 95% interval over tasks", "iteration (0: the start)", "mean reward")
-    label(success, "Success rate", "iteration (0: the start)", "tasks with reward 1")
+    label(success, "Success rate", "iteration (0: the start)", "share of tasks with reward 1")
     legend(reward)
     legend(success)
-    success.yaxis.set_major_formatter(PercentFormatter(1))
-    success.set_ylim(bottom=0)
-
-
-def steps_of(run: Path) -> dict[str, list[dict]]:
-    """Agent -> its optimiser steps, as in train.jsonl; of the phase that is running those of the
-    log, in which a step that was made again stands again."""
-    phases, log = phases_of(run), run / "metrics.jsonl"
-    found = {name: read_jsonl(run / name / "train.jsonl") for name in phases
-             if (run / name / "train.jsonl").is_file()}
-    for event in read_jsonl(log, growing=True) if log.is_file() else ():
-        if event["event"] == "train" and event["phase"] not in phases:
-            found.setdefault(event["phase"], {})[event["step"]] = event
-    return {name: [*(rows.values() if isinstance(rows, dict) else rows)]
-            for name, rows in found.items() if rows}
 
 
 def training_figures(run: Path) -> list[tuple[str, Figure]]:
-    """For each training phase its curves over steps."""
-    found, colours = [], coloured(kinds_of(phases_of(run)))
-    for phase, steps in steps_of(run).items():
-        names = [name for name in STEP_NUMBERS if any(name in e for e in steps)]
-        panels = {STEP_NUMBERS[name]: {"": ("#555555", [(e["step"], e[name]) for e in steps
-                                                        if name in e])} for name in names}
-        for title, key in (("Margin, nats", "margin"), ("Chosen above rejected", "accuracy")):
-            panels[title] = {kind: (colour, [
-                (e["step"], e["kinds"][kind][key]) for e in steps
-                if key in e.get("kinds", {}).get(kind, {})])
-                             for kind, colour in colours.items()}
+    """For each finished training phase its curves over steps."""
+    phases, found = phases_of(run), []
+    for phase in (name for name in phases if (run / name / "train.jsonl").is_file()):
+        panels, steps = defaultdict(dict), read_jsonl(run / phase / "train.jsonl")
+        for name, title in STEP_NUMBERS.items():
+            panels[title][""] = "#555555", [(e["step"], e[name]) for e in steps if name in e]
+        for kind, colour in coloured(kinds_of(phases)).items():
+            rows = [(e["step"], e["kinds"][kind]) for e in steps if kind in e.get("kinds", {})]
+            for title, key in (("Margin, nats", "margin"), ("Chosen above rejected", "accuracy")):
+                panels[title][kind] = colour, [(n, row[key]) for n, row in rows if key in row]
         found.append((phase, over_steps(panels)))
     return found
 
 
 def over_steps(panels: dict) -> Figure:
     """panels: title -> name -> (colour, points), without those that have no points."""
-    panels = {title: named for title, named in panels.items() if any(p for _, p in named.values())}
+    panels = {title: {name: x for name, x in named.items() if x[1]}
+              for title, named in panels.items() if any(points for _, points in named.values())}
     made, axes = figure(len(panels), width=3.6, height=2.6)
     for ax, (title, named) in zip(axes, panels.items()):
-        for name, (colour, points) in ((name, x) for name, x in named.items() if x[1]):
-            curve(ax, [(*point, None, None) for point in points], color=colour, label=name)
+        for name, (colour, points) in named.items():
+            curve(ax, points, color=colour, label=name)
         label(ax, title, "step")
     if len(named) > 1:
         axes[-1].legend()

@@ -37,9 +37,8 @@ def make_runs(env: str, methods: list[str], seeds: list[int], folder: Path, more
               jobs: int) -> None:
     """Makes the runs that are missing, `jobs` at once; finished ones say so themselves and end."""
     started, own = {}, {method: read_by(method, methods, more) for method in methods}
-    # What one of them refuses is said before all.
-    made = {method: settings_of(env, own[method], method) for method in methods}
-    ours = f"lambda-{made['coevolve'].lambda_sft:g}" if "coevolve" in made else ""
+    for method in methods:  # what one of them refuses is said before all
+        settings_of(env, own[method], method)
     folder.mkdir(parents=True, exist_ok=True)  # for the logs
 
     def one(seed, method):
@@ -57,8 +56,7 @@ def make_runs(env: str, methods: list[str], seeds: list[int], folder: Path, more
 
     with ThreadPoolExecutor(jobs) as pool:
         for seed, method in itertools.product(seeds, methods):
-            if method != ours:  # else it is co-evolution itself
-                started[seed, method] = pool.submit(one, seed, method)
+            started[seed, method] = pool.submit(one, seed, method)
     for run in started.values():
         run.result()
 
@@ -91,9 +89,8 @@ def launch(env: str, command: list[str], log: Path | None) -> None:
         status = child.wait()
         running.remove(child)
     if status:
-        raise Refused(f"{command[-1]} ended with status {status}"
-                            + f" ({log} says why)" * bool(log)
-                            + "; once its reason is gone, the same command goes on from here")
+        raise Refused(f"{command[-1]} ended with status {status}" + f" ({log} says why)" * bool(log)
+                      + "; once its reason is gone, the same command goes on from here")
 
 
 def stop(number, _) -> None:
@@ -121,20 +118,18 @@ def main(argv: list[str]) -> None:
     folder = asked.out or Path(f"runs/study-{asked.env}")
     if {"--method", "--seed"} & {flag.split("=")[0] for flag in more}:
         raise Refused("a study takes --methods and --seeds, not --method and --seed")
-    first, methods = asked.methods[0], [method for method in ALL if method in asked.methods]
-    model = settings_of(asked.env, read_by(first, methods, more), first).model
-    usual = min(cores, 8) if model == "tiny" and not GPU else 1
-    jobs = usual if asked.jobs is None else asked.jobs
-    if jobs < 1:
-        raise Refused(f"--jobs {jobs}: give 1 or more")
-    for method, other in ((m, other) for m in asked.methods for other in equals(m)):
-        if other not in asked.methods and not asked.report:
-            raise Refused(f"{method} takes its steps or tasks from runs of {other}; add "
-                                f"{other} to --methods")
+    methods = [method for method in ALL if method in asked.methods]
+    if not GPU:  # also, the cores of a machine must not change what a study finds
+        more = ["--threads", "1", *more]
+    model = settings_of(asked.env, read_by(methods[0], methods, more), methods[0]).model
+    for method, other in ((m, other) for m in methods for other in equals(m)):
+        if other not in methods and not asked.report:
+            raise Refused(f"{method} takes its steps or tasks from runs of {other}; add {other} to "
+                          "--methods")
     if not asked.report:
-        if not GPU:  # also, the cores of a machine must not change what a study finds
-            more = ["--threads", "1", *more]
-        make_runs(asked.env, methods, list(dict.fromkeys(asked.seeds)), folder, more, jobs)
+        usual = min(cores, 8) if model == "tiny" and not GPU else 1
+        make_runs(asked.env, methods, list(dict.fromkeys(asked.seeds)), folder, more,
+                  max(asked.jobs or usual, 1))
     print(write_report(f"Study on {asked.env}", finished(folder), folder / "report"))
     print(f"study: {folder / 'report'} holds this, the numbers and the figures")
 

@@ -1,33 +1,29 @@
 """The numbers of a report, on `runs`: method -> seed -> folder."""
 
 import math
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from dpo import Trajectory
 from lab.runfiles import agents_of, explorations, of, phases_of
-from lab.study_methods import MEASURES, task_counts, trained
+from lab.study_methods import task_counts, trained
 from worlds import World
 from worlds.files import read_jsonl
 
-
-@cache
-def t_quantile(degrees: int) -> float:
-    """The 97.5% quantile of Student's t distribution, of its density's integral from 0."""
-    t = np.linspace(0, 13, 130001)
-    density = (1 + t * t / degrees) ** (-(degrees + 1) / 2)
-    log_scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
-    steps = (density[1:] + density[:-1]) / 2 * (t[1] / math.sqrt(math.pi * degrees))
-    return float(np.interp(0.475, np.cumsum(steps) * math.exp(log_scale), t[1:]))
+MEASURES = ("reward", "success")
+THRESHOLDS = (0.6, 0.7, 0.8)  # of Table 2
+# The 97.5% quantiles of Student's t distribution with 1, 2, ... degrees of freedom.
+T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010,
+     2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930)
 
 
 def interval(values) -> dict:
-    """Mean and half the width of its 95% t interval (None for one value) over seeds."""
+    """Mean and half the width of its 95% t interval over seeds (None for one; from 20 on that of
+    20)."""
     values = np.asarray(list(values), dtype=float)
     n = len(values)
-    half = float(t_quantile(n - 1) * values.std(ddof=1) / math.sqrt(n)) if n > 1 else None
+    half = float(T[min(n, 20) - 2] * values.std(ddof=1) / math.sqrt(n)) if n > 1 else None
     return dict(n=n, mean=float(values.mean()), half=half)
 
 
@@ -66,35 +62,21 @@ def last(by_split: dict, split: str, key: str) -> dict[int, float]:
 
 
 def cost(run: Path) -> dict:
-    """Steps after the first SFT, the target's and all agents'; the target's tokens; rollouts."""
+    """Steps after the first SFT, the target's and all agents'; the target's tokens; rollouts; tasks
+    that evolution ended with."""
     of_all, target = trained(run), trained(run, "target")
     return dict(steps_of_the_target=sum(e["steps"] for e in target),
                 steps_of_all_agents=sum(e["steps"] for e in of_all),
                 tokens_of_the_target=sum(e.get("tokens", 0) for e in target),
                 rollouts=sum(e["episodes"] for e in explorations(phases_of(run)))
-                + sum(e.get("episodes", 0) for e in target))  # of `evolve.py`
+                + sum(e.get("episodes", 0) for e in target),  # of `evolve.py`
+                tasks=(task_counts(run) or [0])[-1])
 
 
 def hard_negatives(run: Path) -> float:
     """The share of hard negatives in what the failure agent explored once it had been trained."""
     return float(np.mean([e["hard"] for e in explorations(phases_of(run))
                           if e["name"] == "failure" and e["i"] > 1]))
-
-
-def evolution(run: Path) -> dict:
-    """What a run of `evolve.py` took and made."""
-    phases, tasks = phases_of(run), task_counts(run)
-
-    def total(file, key, start=False):
-        return sum(row.get(key, 0) for output, row in phases.items()
-                   if output.endswith(file) and (row["i"] == 0) == start)
-
-    return dict(agent_episodes=sum(e.get("episodes", 0) for e in trained(run, "target")),
-                explorer_episodes=total("explored.jsonl", "episodes"),
-                start_episodes=total("explored.jsonl", "episodes", start=True),
-                first_tasks=tasks[0], last_tasks=tasks[-1],
-                proposals=total("proposals.jsonl", "proposals"),
-                added=total("proposals.jsonl", "added"))
 
 
 def explored(run: Path, agent: str | None = None) -> list[Trajectory]:

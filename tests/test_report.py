@@ -9,7 +9,7 @@ from worlds.files import read_jsonl
 from worlds.flags import Refused
 
 SETTINGS = {"env": "webshop", "method": "coevolve", "model": "tiny", "seed": 7, "out": None,
-            "hard_threshold": 0.6, "rollouts": 2, "lambda_sft": 0.1}
+            "hard_threshold": 0.6, "rollouts": 2, "lambda_sft": 0.1, "cut_turns": -1}
 WANT = "i need a red cotton curtain that is machine washable, and price lower than 40.00 dollars"
 
 
@@ -119,12 +119,9 @@ def test_the_closing_table_by_hand(run):
     assert row(text, "1", "target", "test") == [
         "4", "0.600", f"[{low:.3f},", f"{high:.3f}]", "50.0%", "4.2", "-"]
     assert row(text, "1", "target", "300") == ["50.0%", "20.0%", "30.0%", "0.700"]
-    # Both: success (300 x 0.5 + 100 x 0.1) / 400 = 0.40; negative (60 + 80) / 400 = 0.35;
-    # hard (90 + 10) / 400 = 0.25; reward (210 + 30) / 400 = 0.6.
-    assert row(text, "1", "all") == ["400", "40.0%", "35.0%", "25.0%", "0.600"]
     assert row(text, "iteration", "trains") == [
-        "expert>target", "expert>failure", "failure>failure", "dropped", "reasons"]
-    assert row(text, "1", "target", "12") == ["30", "5", "11", "equal", "failures", "4,", "x",
+        "expert>failure", "expert>target", "failure>failure", "dropped", "reasons"]
+    assert row(text, "1", "target", "30") == ["12", "5", "11", "equal", "failures", "4,", "x",
                                               "y", "7"]
     assert row(text, "1", "failure", "0") == ["0", "6", "0"]
     assert row(text, "experts.jsonl", "3") == ["reward", "2,", "too", "long", "1"]
@@ -133,24 +130,6 @@ def test_the_closing_table_by_hand(run):
     rows = read_jsonl(run / "eval-1-target-test.jsonl")
     write_lines(run / "eval-1-target-test.jsonl", [{**rows[0], "ended": "context"}, *rows[1:]])
     assert row(report.table(run), "1", "target", "test")[-1] == "1"
-
-
-def test_agents_and_kinds_of_any_name_have_their_columns_in_their_order(tmp_path):
-    names = ("target", "failure", "failure2")
-    run = write_run(tmp_path / "run", {
-        **{f"sft-{name}": trained(name=name, steps=1) for name in names},
-        "iter1/pairs-failure2.jsonl": dict(
-            work="make_pairs", trains="failure2", seconds=0.0, dropped={},
-            pairs={"failure2>failure": 1}),
-        "iter1/pairs-target.jsonl": dict(
-            work="make_pairs", trains="target", seconds=0.0, dropped={},
-            pairs={"expert>failure2": 2, "expert>failure": 3, "expert>target": 4})})
-    text = report.table(run)
-    assert row(text, "iteration", "trains")[:4] == [
-        "expert>target", "expert>failure", "expert>failure2", "failure2>failure"]
-    assert row(text, "1", "target")[:4] == ["4", "3", "2", "0"]
-    colours = figures.coloured(["expert>target", "expert>failure", "expert>failure2", "a>b"])
-    assert len({*colours.values()}) == 4
 
 
 def test_signals_and_tasks_of_the_second_system(tmp_path):
@@ -166,20 +145,15 @@ def test_signals_and_tasks_of_the_second_system(tmp_path):
     text = report.table(run)
     assert row(text, "1", "-") == ["3", "4", "6", "36", "20", "5", "2", "15"]
     assert row(text, "known", "already") == ["3"] and "Exploration;" not in text
-    assert row(text, "total") == ["0:00:06", "3", "76"]
-
-
-def test_the_figure_is_an_svg_and_a_png_and_equal_runs_give_equal_bytes(run, tmp_path):
-    for name in ("a", "b"):
-        figures.svg(figures.run_figure(run), tmp_path / name)
-    for end, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
-        assert (tmp_path / f"a{end}").read_bytes().startswith(start)
-        assert (tmp_path / f"a{end}").read_bytes() == (tmp_path / f"b{end}").read_bytes()
+    assert row(text, "total") == ["0:00:06", "3", "76", "-"]
 
 
 def test_the_figure_draws_the_rewards_of_the_run(run):
-    """Of the target: 0.5 and 0.6 with intervals; shares of its exploration; its pairs."""
-    reward, success, explored, pairs = figures.run_figure(run).axes
+    """Of the target: 0.5 and 0.6 with intervals; shares of its exploration; its pairs. Equal runs
+    give equal bytes."""
+    made, other = figures.run_figure(run), figures.run_figure(run)
+    assert figures.svg(made) == figures.svg(other)
+    reward, success, explored, pairs = made.axes
     line = reward.get_lines()[0]
     assert [*map(tuple, line.get_xydata())] == [(0, 0.5), (1, 0.6)]
     assert line.get_label() == "target agent, test"
@@ -190,7 +164,7 @@ def test_the_figure_draws_the_rewards_of_the_run(run):
     assert [*success.get_lines()[1].get_ydata()] == [0.25, 0.25]
     heights = [bar.get_height() for bar in explored.patches]  # by share: target, failure agent
     assert heights == pytest.approx([0.5, 0.1, 0.3, 0.1, 0.2, 0.8])
-    assert [bar.get_height() for bar in pairs.patches] == [0, 12, 0, 30, 6, 5, 0, 11]
+    assert [bar.get_height() for bar in pairs.patches] == [0, 30, 0, 12, 6, 5, 0, 11]
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
@@ -228,7 +202,7 @@ def test_compare_over_seeds_by_hand(tmp_path, capsys):
     assert row(text, "target", "test", "co-evolution") == [
         "1", "2", "0.600", "±", "1.271", "0.500", "±", "0.000"]
     assert {path.name for path in (tmp_path / "report").iterdir()} >= {
-        "report.txt", "report.json", "report.html", "curves.svg", "curves.png"}
+        "report.txt", "report.json", "curves.svg"}
     (tmp_path / "1/result.json").unlink()
     for again in ([runs[0], runs[0]], runs):  # one that is counted twice, or has not finished
         with pytest.raises(Refused, match="compare one of them|not finished"):
