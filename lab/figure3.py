@@ -7,40 +7,32 @@ import numpy as np
 import torch
 
 import dpo
-from lab.study_numbers import explored, paired
+from lab.study_numbers import explored
 from worlds import World
 
+AGENTS = {"ETO": ("eto", "target"), "co-evolution: target": ("coevolve", "target"),
+          "co-evolution: failure agent": ("coevolve", "failure")}
 
-def distances_of(runs: dict) -> tuple[dict, dict | None]:
-    """Distances of each instruction's failures: agent -> seed -> task -> distance, over the seeds
-    that ETO and co-evolution both have; and the failure agent's minus ETO's, where both failed
-    twice or more."""
-    agents = {"ETO": ("eto", "target"), "co-evolution: target": ("coevolve", "target"),
-              "co-evolution: failure agent": ("coevolve", "failure")}
-    found = {name: {} for name in agents}
+
+def distances_of(runs: dict) -> dict[str, dict[int, dict[str, float]]]:
+    """Distances of each instruction's failures, agent -> seed -> task -> distance, over the seeds
+    that ETO and co-evolution both have. Both are embedded by the SFT agent that they start from."""
+    found = defaultdict(dict)
     for seed in sorted(runs.get("eto", {}).keys() & runs.get("coevolve", {}).keys()):
-        # One encoder for both: the SFT agent, from which both methods start on this seed.
         folder = runs["coevolve"][seed] / "sft-target"
-        if not folder.is_dir():  # its checkpoints were deleted
-            continue
-        embed = embedder(folder)
-        for name, (method, agent) in agents.items():
-            if of_tasks := distances(explored(runs[method][seed], agent), embed):
-                found[name][seed] = of_tasks
-    eto, failure = found["ETO"], found["co-evolution: failure agent"]
-    means = {seed: float(np.mean([failure[seed][task] - eto[seed][task] for task in shared]))
-             for seed in eto.keys() & failure.keys()
-             if (shared := eto[seed].keys() & failure[seed].keys())}
-    return ({name: by_seed for name, by_seed in found.items() if by_seed},
-            paired(means, dict.fromkeys(means, 0.0)))
+        if folder.is_dir():  # else its checkpoints were deleted
+            embed = embedder(folder)
+            for name, (method, agent) in AGENTS.items():
+                found[name][seed] = distances(explored(runs[method][seed], agent), embed)
+    return found
 
 
-def distances(rows: list, embed) -> dict[str, float]:
+def distances(rows: list[dict], embed) -> dict[str, float]:
     """The mean pairwise distance of each instruction's failures, where it has two at least."""
     vectors = defaultdict(list)
     for row in rows:
-        if row.reward < World.success and any(row.action_mask):
-            vectors[row.task].append(embed(row))
+        if row["reward"] < World.success and any(row["action_mask"]):
+            vectors[row["task"]].append(embed(row))
     return {task: mean_distance(np.stack(found)) for task, found in vectors.items()
             if len(found) > 1}
 
@@ -53,14 +45,14 @@ def mean_distance(vectors: np.ndarray) -> float:
 
 
 def embedder(folder: Path):
-    """embed(trajectory) -> (d,), the mean of the last layer's hidden states, of the agent in a
-    folder, over the action tokens."""
+    """embed(row of a trajectory) -> (d,), the mean of the last layer's hidden states, of the agent
+    in a folder, over the action tokens."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = dpo.read_model(folder, device=device).base_model.eval()
 
     @torch.inference_mode()
-    def embed(row) -> np.ndarray:
-        states = model(input_ids=torch.tensor([row.ids], device=device)).last_hidden_state[0]
-        return states[torch.tensor(row.action_mask) == 1].mean(0).cpu().numpy()    # (d,)
+    def embed(row: dict) -> np.ndarray:
+        states = model(input_ids=torch.tensor([row["ids"]], device=device)).last_hidden_state[0]
+        return states[torch.tensor(row["action_mask"]) == 1].mean(0).cpu().numpy()    # (d,)
 
     return embed

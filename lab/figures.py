@@ -38,15 +38,14 @@ def figure(panels: int, title: str = "", width: float = 4.0, height: float = 3.8
     return made, made.subplots(1, panels, squeeze=False)[0]
 
 
-def svg(made: Figure) -> bytes:
-    drawn = io.BytesIO()
-    made.savefig(drawn, format="svg", metadata={"Date": None})
-    return drawn.getvalue()
+def write(made: Figure, file) -> None:
+    made.savefig(file, format="svg", metadata={"Date": None})
 
 
 def address(made: Figure) -> str:
     """A figure as an address that stands in a page."""
-    return "data:image/svg+xml;base64," + base64.b64encode(svg(made)).decode()
+    write(made, drawn := io.BytesIO())
+    return "data:image/svg+xml;base64," + base64.b64encode(drawn.getvalue()).decode()
 
 
 def curve(ax, points: list[tuple], **style) -> None:
