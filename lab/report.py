@@ -1,7 +1,6 @@
 """The result of a run and its closing table, finished or not."""
 
-import json
-from collections import Counter
+from collections import Counter, defaultdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,11 +8,9 @@ import numpy as np
 
 from lab.endpoint import USAGE
 from lab.runfiles import config_of, explorations, kinds_of, of, phases_of
-from worlds.files import read_jsonl
+from worlds.files import read_jsonl, write_json
 
 BEST = ("best", "best_success")
-# Settings, and what is recorded of a phase, that may differ between equal runs.
-NOT_RESULT = {"out", "reuse", "recipe", "made", "seconds", "resident_mb", "reused"}
 
 
 def bootstrap_interval(values) -> tuple[float, float]:
@@ -29,8 +26,7 @@ def evaluations(run: Path, phases: dict) -> list[dict]:
     the mean reward and how many episodes filled the context, `out_of_context`."""
     found = []
     for row in (row for row in of(phases, "evaluate") if (run / row["output"]).is_file()):
-        episodes = read_jsonl(run / row["output"])
-        of_task = {e["task"]: [] for e in episodes}
+        episodes, of_task = read_jsonl(run / row["output"]), defaultdict(list)
         for e in episodes:
             of_task[e["task"]].append(e["reward"])
         low, high = bootstrap_interval([np.mean(rewards) for rewards in of_task.values()])
@@ -39,20 +35,9 @@ def evaluations(run: Path, phases: dict) -> list[dict]:
     return found
 
 
-def result(run: Path) -> dict:
-    """Settings, phases and evaluations of a run; no times and places, so that equal runs give
-    equal bytes."""
-    def kept(row):
-        return {name: x for name, x in row.items() if name not in NOT_RESULT}
-
-    phases = {output: kept(row) for output, row in phases_of(run).items()}
-    return dict(settings=kept(config_of(run)["settings"]), phases=phases,
-                evaluations=evaluations(run, phases))
-
-
 def close(run: Path) -> str:
     """Writes result.json, which says that the run has finished; its closing table."""
-    (run / "result.json").write_text(json.dumps(result(run), indent=1))
+    write_json(run / "result.json", dict(evaluations=evaluations(run, phases_of(run))))
     return table(run)
 
 

@@ -93,19 +93,6 @@ def test_interval_matches_the_normal_approximation_of_a_large_sample():
     assert report.bootstrap_interval([0.5] * 9) == (0.5, 0.5)
 
 
-def test_result_has_what_was_found_and_neither_times_nor_places(run, tmp_path):
-    found = report.result(run)
-    assert [(e["name"], e["i"]) for e in found["evaluations"]] == [
-        ("target", 0), ("failure", 0), ("target", 1), ("failure", 1)]
-    assert found["phases"]["iter1/pairs-target.jsonl"]["pairs"]["expert>failure"] == 30
-    assert found["evaluations"][2]["low"] < 0.6 < found["evaluations"][2]["high"]
-    other = write_run(tmp_path / "other", {
-        output: {**row, "seconds": 9.0, "recipe": "s", "made": {}, "reused": "elsewhere"}
-        for output, row in PHASES.items()}, out="elsewhere", reuse="runs")
-    assert "Wall time" in report.close(run) and report.close(other)
-    assert (run / "result.json").read_bytes() == (other / "result.json").read_bytes()
-
-
 def row(text, *starts):
     """The cells of the one row that begins with `starts`."""
     rows = [line.split() for line in text.splitlines() if line.split()[:len(starts)] == [*starts]]
@@ -115,7 +102,9 @@ def row(text, *starts):
 
 def test_the_closing_table_by_hand(run):
     low, high = report.bootstrap_interval(REWARDS[0.6])
-    text = report.table(run)
+    text = report.close(run)
+    assert [e["reward"] for e in json.loads((run / "result.json").read_text())["evaluations"]] == [
+        0.5, 0.45, 0.6, 0.4]
     assert row(text, "1", "target", "test") == [
         "4", "0.600", f"[{low:.3f},", f"{high:.3f}]", "50.0%", "4.2", "-"]
     assert row(text, "1", "target", "300") == ["50.0%", "20.0%", "30.0%", "0.700"]
@@ -168,7 +157,7 @@ def test_the_figure_draws_the_rewards_of_the_run(run):
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
-    for look in (report.result, report.table, lambda path: compare.main([str(path)])):
+    for look in (report.table, lambda path: compare.main([str(path)])):
         with pytest.raises(Refused, match="not a run"):
             look(tmp_path)
 
@@ -177,7 +166,7 @@ def test_a_line_or_a_file_that_is_not_whole_is_refused_by_name(run):
     path = run / "eval-1-target-test.jsonl"
     path.write_text(path.read_text()[:-9])
     with pytest.raises(Refused, match="eval-1-target-test.jsonl, line 4: .* no whole"):
-        report.result(run)
+        report.table(run)
     assert len(read_jsonl(path, growing=True)) == 3
 
 

@@ -17,7 +17,10 @@ from test_report import trajectory, write_lines, write_run
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 from lab import compare, figure3, study, study_methods, study_numbers
-from worlds.flags import Refused
+from lab.settings import METHODS as RUNS
+from lab.settings import Settings
+from worlds import environment
+from worlds.flags import Refused, parse
 
 
 def test_interval_by_hand():
@@ -133,7 +136,7 @@ def test_an_embedding_is_the_mean_state_of_the_action_tokens(tmp_path):
     assert found == pytest.approx(states[[3, 4, 6]].mean(0).tolist(), abs=1e-5)
 
 
-METHODS = ["eto-steps-rollouts", "eto", "coevolve", "lambda-0.5"]
+METHODS = ["eto-steps-rollouts", "eto", "lambda-0.5"]  # co-evolution joins them
 
 
 @pytest.fixture(scope="module")
@@ -272,17 +275,6 @@ def test_a_run_that_fails_is_named_and_its_log_says_why(tmp_path, monkeypatch):
     assert log.read_text().startswith("webshop --beta -1 --out")
 
 
-@pytest.mark.parametrize("line, message", [
-    ("--methods eto-steps", "add coevolve to --methods"),
-    ("--seed 3", "--methods and --seeds"),
-    ("--report", "no finished run"),
-    ("--betta 1", "--betta 1"),
-])
-def test_what_a_study_cannot_do_is_refused(line, message, tmp_path):
-    with pytest.raises(Refused, match=message):
-        study.main(["webshop", *line.split(), "--out", str(tmp_path / "none")])
-
-
 @pytest.fixture
 def begun(monkeypatch):
     """Names of the runs that a study began, none of which is made."""
@@ -292,17 +284,21 @@ def begun(monkeypatch):
     return found
 
 
-def test_what_one_method_refuses_is_said_before_any_run(begun, tmp_path):
-    for line, said in (("sft eto --d-fail cross", "--d-fail is not read by --method"),
-                       ("sft eto --temperature 0 --rollouts 2", "--temperature 0")):
-        with pytest.raises(Refused, match=said):
-            study.main(["webshop", "--methods", *line.split(), "--out", str(tmp_path / "none")])
+@pytest.mark.parametrize("line, said", [
+    ("--methods sft eto --d-fail cross", "--d-fail is not read by --method"),
+    ("--methods sft eto --temperature 0 --rollouts 2", "--temperature 0"),
+    ("--seed 3", "--methods and --seeds"), ("--betta 1", "--betta 1"),
+    ("--report", "no finished run")])
+def test_what_a_study_cannot_do_is_said_before_any_run(begun, tmp_path, line, said):
+    with pytest.raises(Refused, match=said):
+        study.main(["webshop", *line.split(), "--out", str(tmp_path / "none")])
     assert not begun and not (tmp_path / "none").exists()
 
 
 def test_eto_in_a_study_explores_as_co_evolution_does():
     """The name of the method is that of a protocol, whose preset would make it greedy."""
-    eto, ours = (study.settings_of("webshop", [], method) for method in ("eto", "coevolve"))
+    eto, ours = (parse(["--env", "webshop", "--method", method], Settings, RUNS, environment)[0]
+                 for method in ("eto", "coevolve"))
     assert {**vars(eto), "method": ""} == {**vars(ours), "method": ""}
 
 
