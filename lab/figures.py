@@ -2,7 +2,6 @@
 
 import base64
 import io
-import itertools
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,16 +13,14 @@ from lab.report import evaluations, headline
 from lab.runfiles import agents_of, config_of, explorations, kinds_of, of, phases_of, visible
 from worlds.files import read_jsonl
 
-# Text stays text in an SVG, and equal runs give equal bytes.
+# Text stays text in an SVG, and equal runs give equal bytes. Okabe and Ito's colours, told apart by
+# colour-blind readers too, the target's and the failure agent's first, as in page.css.
 matplotlib.rcParams.update({
     "svg.fonttype": "none", "svg.hashsalt": "", "axes.grid": True, "axes.axisbelow": True,
     "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.titlesize": "medium", "legend.frameon": False, "legend.fontsize": "small"})
-# Okabe and Ito's colours, told apart by colour-blind readers too; as in page.css. Agents of other
-# names, and kinds of pairs, take the next of OTHERS.
-AGENT_COLOURS = {"target": "#0072B2", "failure": "#D55E00", "positive": "#CC79A7"}
-SHARES = {"success": "#009E73", "hard negative": "#F0E442", "negative": "#999999"}
-OTHERS = ("#7566B8", "#56B4E9", "#8B5A2B")
+    "axes.titlesize": "medium", "legend.frameon": False, "legend.fontsize": "small",
+    "axes.prop_cycle": matplotlib.cycler(color=(
+        "#0072B2", "#D55E00", "#CC79A7", "#009E73", "#56B4E9", "#E69F00", "#8B5A2B", "#999999"))})
 LINES = ("-", "--", ":")
 # Of a step of training, what is drawn over steps, and its title; all but the loss are GRPO's.
 STEP_NUMBERS = dict(loss="Loss", reward="Reward of its episodes", success="Success", kl="KL",
@@ -58,18 +55,11 @@ def label(ax, title: str, x: str = "", y: str = "") -> None:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def coloured(names: list[str]) -> dict[str, str]:
-    """name -> colour, of agents or of kinds of pairs; `expert>failure` has the failure agent's."""
-    others = itertools.cycle(OTHERS)
-    return {name: AGENT_COLOURS.get(name.removeprefix("expert>")) or next(others)
-            for name in names}
-
-
-def stacked(ax, names: list[str], parts: dict[str, list[float]], colours: dict) -> None:
+def stacked(ax, names: list[str], parts: dict[str, list[float]]) -> None:
     """A bar for each name, made of parts: name of the part -> its height in each bar."""
     bottom = [0.0] * len(names)
     for part, heights in parts.items():
-        ax.bar(names, heights, 0.8, bottom, color=colours.get(part, "#999999"), label=part)
+        ax.bar(names, heights, 0.8, bottom, label=part)
         bottom = [low + height for low, height in zip(bottom, heights)]
     ax.grid(axis="x", visible=False)
     ax.tick_params(axis="x", rotation=90 if len(names) > 4 else 0)
@@ -91,34 +81,34 @@ def run_figure(run: Path) -> Figure | None:
         return None
     made, axes = figure(panels, headline(config_of(run)["settings"]))
     if evaluated:
-        draw_evaluations(*axes[:2], evaluated, coloured(agents_of(phases)))
+        draw_evaluations(*axes[:2], evaluated, agents_of(phases))
     if explored:
         ax = axes[2 * bool(evaluated)]
         stacked(ax, [f"{row['i']} {row['name']}" for row in explored], {
             "success": [row["success"] for row in explored],
             "hard negative": [row["hard"] for row in explored],
-            "negative": [1 - row["success"] - row["hard"] for row in explored]}, SHARES)
+            "negative": [1 - row["success"] - row["hard"] for row in explored]})
         ax.set(title="Exploration on the training tasks", ylabel="share of trajectories")
     if pairs:
-        kinds = kinds_of(phases)
-        stacked(axes[-1], [f"{row['i']} {row['trains']}" for row in pairs],
-                {**{kind: [row["pairs"].get(kind, 0) for row in pairs] for kind in kinds},
-                 "made no pair": [sum(row["dropped"].values()) for row in pairs]}, coloured(kinds))
+        stacked(axes[-1], [f"{row['i']} {row['trains']}" for row in pairs], {
+            **{kind: [row["pairs"].get(kind, 0) for row in pairs] for kind in kinds_of(phases)},
+            "made no pair": [sum(row["dropped"].values()) for row in pairs]})
         axes[-1].set(title="Pairs, by iteration and agent", ylabel="comparisons")
     return made
 
 
-def draw_evaluations(reward, success, rows: list[dict], colours: dict) -> None:
+def draw_evaluations(reward, success, rows: list[dict], agents: list[str]) -> None:
     splits, curves = list(dict.fromkeys(e["split"] for e in rows)), defaultdict(list)
     for e in rows:
         curves[e["name"], e["split"]].append(e)
     for (agent, split), found in curves.items():
-        style = dict(color=colours[agent], label=f"{agent} agent, {split}",
+        colour = f"C{agents.index(agent)}"
+        style = dict(color=colour, label=f"{agent} agent, {split}",
                      linestyle=LINES[splits.index(split) % 3])
         curve(reward, [(e["i"], e["reward"]) for e in found], **style)
         curve(success, [(e["i"], e["success"]) for e in found], **style)
-        reward.fill_between(*zip(*((e["i"], e["low"], e["high"]) for e in found)),
-                            color=colours[agent], alpha=0.12)
+        reward.fill_between(*zip(*((e["i"], e["low"], e["high"]) for e in found)), color=colour,
+                            alpha=0.12)
     label(reward, "Reward, 95% interval over tasks", "iteration (0: the start)", "mean reward")
     label(success, "Success rate", "iteration (0: the start)", "share of tasks with reward 1")
     legend(reward)
@@ -129,26 +119,20 @@ def training_figures(run: Path) -> list[tuple[str, Figure]]:
     """For each finished training phase its curves over steps."""
     phases, found = phases_of(run), []
     for phase in (name for name in phases if (run / name / "train.jsonl").is_file()):
-        panels, steps = defaultdict(dict), read_jsonl(run / phase / "train.jsonl")
-        for name, title in STEP_NUMBERS.items():
-            panels[title][""] = "#555555", [(e["step"], e[name]) for e in steps if name in e]
-        for kind, colour in coloured(kinds_of(phases)).items():
-            rows = [(e["step"], e["kinds"][kind]) for e in steps if kind in e.get("kinds", {})]
-            for title, key in (("Margin, nats", "margin"), ("Chosen above rejected", "accuracy")):
-                panels[title][kind] = colour, [(n, row[key]) for n, row in rows if key in row]
-        found.append((phase, over_steps(panels)))
+        steps = read_jsonl(run / phase / "train.jsonl")
+        panels = {title: {"": [(e["step"], e[name]) for e in steps if name in e]}
+                  for name, title in STEP_NUMBERS.items()}
+        for title, key in (("Margin, nats", "margin"), ("Chosen above rejected", "accuracy")):
+            panels[title] = {kind: [(e["step"], e["kinds"][kind][key]) for e in steps
+                                    if key in e.get("kinds", {}).get(kind, {})]
+                             for kind in kinds_of(phases)}
+        panels = {title: named for title, named in panels.items() if any(named.values())}
+        made, axes = figure(len(panels), width=3.6, height=2.6)
+        for ax, (title, named) in zip(axes, panels.items()):
+            for name, points in ((name, points) for name, points in named.items() if points):
+                curve(ax, points, label=name)
+            label(ax, title, "step")
+        if any(axes[-1].get_legend_handles_labels()[1]):
+            axes[-1].legend()
+        found.append((phase, made))
     return found
-
-
-def over_steps(panels: dict) -> Figure:
-    """panels: title -> name -> (colour, points), without those that have no points."""
-    panels = {title: {name: x for name, x in named.items() if x[1]}
-              for title, named in panels.items() if any(points for _, points in named.values())}
-    made, axes = figure(len(panels), width=3.6, height=2.6)
-    for ax, (title, named) in zip(axes, panels.items()):
-        for name, (colour, points) in named.items():
-            curve(ax, points, color=colour, label=name)
-        label(ax, title, "step")
-    if len(named) > 1:
-        axes[-1].legend()
-    return made
