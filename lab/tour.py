@@ -41,27 +41,22 @@ def by_task(file: Path) -> dict[str, list[dict]]:
 
 
 def first_system() -> dict:
-    """A task of runs/tour with all kinds of pairs, a hard negative and margins that rose, where
-    there is one; the fewer different replies its episodes have, the better."""
+    """The first task of runs/tour with all kinds of pairs, a hard negative by the failure agent and
+    margins that rose."""
     s, measured = config_of(RUN)["settings"], by_task(TRAINED / "margins.jsonl")
     episodes, found = defaultdict(list), by_task(RUN / "iter1/pairs-target.jsonl")
     for e in coevolve.read(*(RUN / name for name in (
             "experts.jsonl", "iter1/target.jsonl", "iter1/failure.jsonl"))):
         episodes[e.task].append(e)
     for task, pairs in found.items():
-        for pair, before, after in zip(pairs, *(measured[task][0][k] for k in ("before", "after"))):
+        for pair, before, after in zip(pairs, measured[task][0]["before"],
+                                       measured[task][0]["after"]):
             pair.update(before=before, after=after, rose=after[2] > 0)
-
-    def telling(task):
-        hard = [p for p in found[task] if p["kind"] == "expert>failure"
-                and p["rejected"]["reward"] >= s["hard_threshold"]]
-        return (len({p["kind"] for p in found[task]}), bool(hard),
-                all(p["rose"] for p in found[task]), -len(tree(episodes[task])))
-
-    task = max(found, key=telling)
+    task, by_hand = next(
+        (task, hard) for task, pairs in found.items() if all(pair["rose"] for pair in pairs)
+        and len({pair["kind"] for pair in pairs}) == 3 for hard in pairs
+        if hard["kind"] == "expert>failure" and hard["rejected"]["reward"] >= s["hard_threshold"])
     rose = [pair["rose"] for pairs in found.values() for pair in pairs]
-    by_hand = max((p for p in found[task] if p["kind"] == "expert>failure"),
-                  key=lambda p: p["rejected"]["reward"])
     return dict(
         s=s, task=task, expert=episodes[task][0], episodes=episodes[task], pairs=found[task],
         by_hand=by_hand, loss=math.log(1 + math.exp(-by_hand["after"][2])),

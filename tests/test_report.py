@@ -69,8 +69,7 @@ def write_lines(path, objects):
 def write_run(folder, phases, **settings):
     """A run's settings and phases, and the files of its evaluations."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(
-        dict(settings={**SETTINGS, **settings}, alone=[False, False])))
+    (folder / "config.json").write_text(json.dumps(dict(settings={**SETTINGS, **settings})))
     (folder / "phases.json").write_text(json.dumps(phases))
     for output, row in phases.items():
         if row.get("work") == "evaluate":
@@ -156,13 +155,9 @@ def test_the_figure_draws_the_rewards_of_the_run(run):
     assert [bar.get_height() for bar in pairs.patches] == [0, 30, 0, 12, 6, 5, 0, 11]
 
 
-def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
-    for look in (report.table, lambda path: compare.main([str(path)])):
-        with pytest.raises(Refused, match="not a run"):
-            look(tmp_path)
-
-
-def test_a_line_or_a_file_that_is_not_whole_is_refused_by_name(run):
+def test_what_is_no_run_or_no_whole_file_is_refused_by_name(run):
+    with pytest.raises(Refused, match="not a run"):
+        compare.main([str(run.parent)])
     path = run / "eval-1-target-test.jsonl"
     path.write_text(path.read_text()[:-9])
     with pytest.raises(Refused, match="eval-1-target-test.jsonl, line 4: .* no whole"):
@@ -174,37 +169,21 @@ def test_what_a_terminal_would_obey_is_escaped():
     assert runfiles.visible("\x1b]0;mine\x07 \ud800\tb\r\n") == "<1B>]0;mine<07> <D800> b\n"
 
 
-def runs_of(tmp_path, *settings):
-    """Finished runs of one evaluation, with rewards 0.5, 0.7, ..."""
-    for n, more in enumerate(settings):
-        folder = write_run(tmp_path / str(n), {
-            "eval-1-target-test.jsonl": evaluation("target", 1, 0.5 + 0.2 * n, 0.5)}, **more)
-        (folder / "result.json").write_text("{}")
-    return [str(tmp_path / str(n)) for n in range(len(settings))]
-
-
 def test_compare_over_seeds_by_hand(tmp_path, capsys):
     """Rewards 0.5 and 0.7: mean 0.6, half of the interval 12.7062 x 0.1."""
-    runs = runs_of(tmp_path, dict(seed=0), dict(seed=1))
-    compare.main(runs)
+    for n, changed in enumerate(({}, dict(slots=7), dict(beta=0.5), dict(seed=1))):
+        folder = write_run(tmp_path / str(n), {"eval-1-target-test.jsonl": evaluation(
+            "target", 1, 0.5 + 0.2 * n, 0.5)}, **{**dict(seed=n, beta=0.1, slots=1), **changed})
+        (folder / "result.json").write_text("{}")
+    runs = [str(tmp_path / str(n)) for n in range(4)]
+    compare.main(runs[:2])
     text = capsys.readouterr().out
     assert row(text, "test", "co-evolution") == [
         "1", "0.600", "±", "1.271", "0.500", "±", "0.000"]
-    assert {path.name for path in (tmp_path / "report").iterdir()} >= {
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {
         "report.txt", "report.json", "curves.svg"}
-    (tmp_path / "1/result.json").unlink()
-    for again in ([runs[0], runs[0]], runs):  # one that is counted twice, or has not finished
-        with pytest.raises(Refused, match="compare one of them|not finished"):
-            compare.main(again)
-
-
-@pytest.mark.parametrize("changed, says", [
-    (dict(env="intercodesql"), "differ in env"), (dict(beta=0.5), "differ in beta (0.5, 0.1)"),
-    (dict(method="sft", beta=0.5), None), (dict(slots=7), None)])
-def test_compare_refuses_to_average_what_differs_in_more_than_the_seed(tmp_path, changed, says):
-    runs = runs_of(tmp_path, dict(seed=0, beta=0.1), {"seed": 1, "beta": 0.1, **changed})
-    if says is None:
-        return compare.main(runs)
-    with pytest.raises(Refused) as error:
-        compare.main(runs)
-    assert says in str(error.value)
+    (tmp_path / "0/result.json").unlink()
+    for other, why in ((2, "differ in beta .0.5, 0.1."), (3, "both coevolve with seed 1; compare"),
+                       (1, "compare one of them"), (0, "has not finished")):
+        with pytest.raises(Refused, match=why):
+            compare.main([runs[1], runs[other]])

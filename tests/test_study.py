@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ended, fork, wait_until
 from test_report import trajectory, write_lines, write_run
-from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModel
 
 from lab import compare, figure3, study, study_methods, study_numbers
 from lab.settings import METHODS as RUNS
@@ -93,9 +93,8 @@ def test_methods_at_equal_cost_take_it_from_other_runs(tmp_path):
     """
     trained_run(tmp_path / "coevolve-s3", (40, 900), (30, 500), method="coevolve")
     trained_run(tmp_path / "eto-s3", (20, 600), (10, 400))
-    write_run(tmp_path / "evolve-s3", {
-        f"iter{i}/tasks.jsonl": dict(work="join", D=d, tasks=d, seconds=1.0) for i, d in enumerate((7, 31))},
-        method="evolve")
+    write_run(tmp_path / "evolve-s3", {f"iter{i}/tasks.jsonl": dict(work="join", D=d, tasks=d)
+                                       for i, d in enumerate((7, 31))}, method="evolve")
     for method, expected in {
             "eto": "", "frozen": " --d-fail none", "eto-steps": " --dpo-steps 35",
             "eto-steps-rollouts": " --dpo-steps 35 --rollouts 4", "eto-tokens": " --dpo-steps 21",
@@ -115,24 +114,11 @@ def test_methods_at_equal_cost_take_it_from_other_runs(tmp_path):
         study_methods.flags("eto-steps", tmp_path, 4)
 
 
-def small_model(folder):
-    """A random model with weights so large that every token matters."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512))
-    for p in model.parameters():
-        if p.ndim == 2:
-            torch.nn.init.normal_(p, std=0.3)
-    model.save_pretrained(folder)
-    return folder
-
-
-def test_an_embedding_is_the_mean_state_of_the_action_tokens(tmp_path):
+def test_an_embedding_is_the_mean_state_of_the_action_tokens(small_model):
     """As transformers gives the states of the base model."""
-    folder, ids, mask = small_model(tmp_path), [5, 9, 11, 7, 30, 8, 6], [0, 0, 0, 1, 1, 0, 1]
-    states = AutoModel.from_pretrained(folder)(torch.tensor([ids])).last_hidden_state[0]
-    found = figure3.embedder(folder)(dict(ids=ids, action_mask=mask))
+    ids, mask = [5, 9, 11, 7, 30, 8, 6], [0, 0, 0, 1, 1, 0, 1]
+    states = AutoModel.from_pretrained(small_model)(torch.tensor([ids])).last_hidden_state[0]
+    found = figure3.embedder(small_model)(dict(ids=ids, action_mask=mask))
     assert found == pytest.approx(states[[3, 4, 6]].mean(0).tolist(), abs=1e-5)
 
 
@@ -140,7 +126,7 @@ METHODS = ["eto-steps-rollouts", "eto", "lambda-0.5"]  # co-evolution joins them
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, small_model):
     """A study of four methods on two seeds, whose runs are made by hand as they are asked for; and
     its commands. Rewards are drawn, so that any number of a report tells where it comes from."""
     folder, commands, rng = tmp_path_factory.mktemp("study"), [], np.random.default_rng(0)
@@ -181,7 +167,7 @@ def finished(tmp_path_factory):
         for output, rows in files.items():
             write_lines(out / output, rows)
         write_lines(out / "experts.jsonl", [])
-        small_model(out / "sft-target")
+        (out / "sft-target").symlink_to(small_model)
         (out / "result.json").write_text("{}")
 
     with pytest.MonkeyPatch.context() as patch:
