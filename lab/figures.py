@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from lab.report import evaluations, headline
-from lab.runfiles import agents_of, config_of, explorations, kinds_of, of, phases_of, visible
+from lab.runfiles import agents_of, config_of, kinds_of, phases_of, visible
 from worlds.files import read_jsonl
 
 # Text stays text in an SVG, and equal runs give equal bytes. Okabe and Ito's colours, told apart by
@@ -55,52 +55,19 @@ def label(ax, title: str, x: str = "", y: str = "") -> None:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def stacked(ax, names: list[str], parts: dict[str, list[float]]) -> None:
-    """A bar for each name, made of parts: name of the part -> its height in each bar."""
-    bottom = [0.0] * len(names)
-    for part, heights in parts.items():
-        ax.bar(names, heights, 0.8, bottom, label=part)
-        bottom = [low + height for low, height in zip(bottom, heights)]
-    ax.grid(axis="x", visible=False)
-    ax.tick_params(axis="x", rotation=90 if len(names) > 4 else 0)
-    legend(ax)
-
-
 def legend(ax) -> None:
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2)
 
 
 def run_figure(run: Path) -> Figure | None:
-    """Reward and success by iteration; what exploration and pairs were made of; None where the run
-    has none of these yet."""
-    phases = phases_of(run)
-    evaluated, explored, pairs = (evaluations(run, phases), explorations(phases),
-                                  of(phases, "make_pairs"))
-    panels = 2 * bool(evaluated) + bool(explored) + bool(pairs)
-    if not panels:
-        return None
-    made, axes = figure(panels, headline(config_of(run)["settings"]))
-    if evaluated:
-        draw_evaluations(*axes[:2], evaluated, agents_of(phases))
-    if explored:
-        ax = axes[2 * bool(evaluated)]
-        stacked(ax, [f"{row['i']} {row['name']}" for row in explored], {
-            "success": [row["success"] for row in explored],
-            "hard negative": [row["hard"] for row in explored],
-            "negative": [1 - row["success"] - row["hard"] for row in explored]})
-        ax.set(title="Exploration on the training tasks", ylabel="share of trajectories")
-    if pairs:
-        stacked(axes[-1], [f"{row['i']} {row['trains']}" for row in pairs], {
-            **{kind: [row["pairs"].get(kind, 0) for row in pairs] for kind in kinds_of(phases)},
-            "made no pair": [sum(row["dropped"].values()) for row in pairs]})
-        axes[-1].set(title="Pairs, by iteration and agent", ylabel="comparisons")
-    return made
-
-
-def draw_evaluations(reward, success, rows: list[dict], agents: list[str]) -> None:
-    splits, curves = list(dict.fromkeys(e["split"] for e in rows)), defaultdict(list)
-    for e in rows:
+    """Reward and success by iteration; None where nothing was evaluated yet."""
+    phases, curves = phases_of(run), defaultdict(list)
+    for e in evaluations(run, phases):
         curves[e["name"], e["split"]].append(e)
+    if not curves:
+        return None
+    agents, splits = agents_of(phases), list(dict.fromkeys(split for _, split in curves))
+    made, (reward, success) = figure(2, headline(config_of(run)["settings"]))
     for (agent, split), found in curves.items():
         colour = f"C{agents.index(agent)}"
         style = dict(color=colour, label=f"{agent} agent, {split}",
@@ -113,6 +80,7 @@ def draw_evaluations(reward, success, rows: list[dict], agents: list[str]) -> No
     label(success, "Success rate", "iteration (0: the start)", "share of tasks with reward 1")
     legend(reward)
     legend(success)
+    return made
 
 
 def training_figures(run: Path) -> list[tuple[str, Figure]]:

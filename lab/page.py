@@ -31,31 +31,27 @@ def make_page(run: Path, megabytes: float = MEGABYTES) -> str:
 
 
 def page(run: Path, megabytes: float = MEGABYTES) -> str:
+    """In ASCII; style, script and data stand in it."""
     s, phases, curves = config_of(run)["settings"], phases_of(run), figures.run_figure(run)
     data = conversations(run, megabytes)
     lacking = sum(not all(one["messages"] for one in task["runs"]) for task in data["tasks"])
-    return render(
-        data, title=f"{run.name}: {headline(s)}", heading=headline(s),
-        name=run.name, curves=curves and figures.address(curves), settings=list(s.items()),
+    style, script = ((FILES / name).read_text(encoding="utf-8")
+                     for name in ("page.css", "page.js"))
+    env = Environment(loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined,
+                      trim_blocks=True, lstrip_blocks=True)
+    html = env.get_template("page.html.j2").render(
+        title=f"{run.name}: {headline(s)}", heading=headline(s), name=run.name,
         status="finished" if (run / "result.json").exists() else f"{len(phases)} phases so far"
                + f", the last {[*phases][-1]}" * bool(phases),
+        policy="; ".join(["default-src 'none'", f"style-src {allowed(style)}",
+                          f"script-src {allowed(script)}", "img-src data:", "base-uri 'none'",
+                          "form-action 'none'"]),
+        style=Markup(style), script=Markup(script), data=packed(data),
+        curves=curves and figures.address(curves), settings=list(s.items()),
         tables=[(title, columns(header), rows) for title, header, rows in sections(run)],
         training=[(phase, figures.address(made)) for phase, made in figures.training_figures(run)],
         left_out=f"The page has no room for the conversations of {lacking} of {len(data['tasks'])} "
                  "tasks, the least telling ones; page --megabytes makes more." * bool(lacking))
-
-
-def render(data: dict, **shown) -> str:
-    """The page that the template makes, in ASCII: style, script and data stand in it."""
-    env = Environment(loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined,
-                      trim_blocks=True, lstrip_blocks=True)
-    style, script = ((FILES / name).read_text(encoding="utf-8")
-                     for name in ("page.css", "page.js"))
-    policy = "; ".join(["default-src 'none'", f"style-src {allowed(style)}",
-                        f"script-src {allowed(script)}", "img-src data:", "base-uri 'none'",
-                        "form-action 'none'"])
-    html = env.get_template("page.html.j2").render(
-        policy=policy, style=Markup(style), script=Markup(script), data=packed(data), **shown)
     return html.encode("ascii", "xmlcharrefreplace").decode()
 
 

@@ -56,11 +56,10 @@ DOSES = {
        for n in (1, 9)},
     "dose-buffer": ("4 rollouts, all iterations", f"{_DOSE} 4 --d-fail buffer")}
 ALL = METHODS | EVOLUTIONS | DOSES
-# (a, b): a report says by how much a is ahead of b; SFT's lead over nobody is asked for.
-COMPARED = [*(("coevolve", m) for m in METHODS), *((m, "sft") for m in METHODS),
+# (a, b): a report says by how much a is ahead of b.
+COMPARED = [*(("coevolve", m) for m in METHODS), *((m, "sft") for m in (*METHODS, "grpo")),
             *((lead, m) for lead in ("evolve", "evolve-aimed") for m in (*EVOLUTIONS, "sft")),
-            ("grpo", "sft"), *FROZEN.items()]
-SAMPLING = ("rft", "dart", "ppo")  # which play a task several times, and so never greedily
+            *FROZEN.items()]
 # Between the seeds of a method: what changes nothing, or rounding only; and what another run says.
 MAY_DIFFER = {"method", "seed", *(f.name for f in fields(Settings)
                                   if any(limits.free for limits in limits_of(Settings, f.name)))}
@@ -114,8 +113,7 @@ def task_counts(run: Path) -> list[int]:
 
 
 def mean_cost(run: Path) -> tuple[float, float]:
-    """Optimiser steps of the target, and tokens as often as it reads them, means over iterations.
-    """
+    """The target's optimiser steps, and tokens as often as it reads them, means of iterations."""
     taken = [(row["steps"], row.get("tokens", 0)) for row in trained(run, "target")]
     if not sum(tokens for _, tokens in taken):
         raise Refused(f"{run}: the target was not trained in it; let this run finish before "
@@ -134,8 +132,7 @@ def finished(folder: Path) -> dict[str, dict[int, Path]]:
     own settings alone."""
     runs = chosen([path for path in folder.glob("*-s[0-9]*") if (path / "result.json").exists()
                    and path.name.rpartition("-s")[0] in ALL])
-    alike(runs, {m: {*re.findall(r"__(\w+)", ALL[m][1].replace("-", "_")),
-                     *(["temperature"] if m in SAMPLING else [])} for m in runs})
+    alike(runs, {m: {*re.findall(r"__(\w+)", ALL[m][1].replace("-", "_"))} for m in runs})
     return runs
 
 

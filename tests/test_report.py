@@ -137,11 +137,10 @@ def test_signals_and_tasks_of_the_second_system(tmp_path):
 
 
 def test_the_figure_draws_the_rewards_of_the_run(run):
-    """Of the target: 0.5 and 0.6 with intervals; shares of its exploration; its pairs. Equal runs
-    give equal bytes."""
+    """Of the target: 0.5 and 0.6 with intervals. Equal runs give equal bytes."""
     made, other = figures.run_figure(run), figures.run_figure(run)
     assert figures.address(made) == figures.address(other)
-    reward, success, explored, pairs = made.axes
+    reward, success = made.axes
     line = reward.get_lines()[0]
     assert [*map(tuple, line.get_xydata())] == [(0, 0.5), (1, 0.6)]
     assert line.get_label() == "target agent, test"
@@ -150,9 +149,6 @@ def test_the_figure_draws_the_rewards_of_the_run(run):
                  for x in report.bootstrap_interval(rewards)]
     assert (band[:, 1].min(), band[:, 1].max()) == (min(intervals), max(intervals))
     assert [*success.get_lines()[1].get_ydata()] == [0.25, 0.25]
-    heights = [bar.get_height() for bar in explored.patches]  # by share: target, failure agent
-    assert heights == pytest.approx([0.5, 0.1, 0.3, 0.1, 0.2, 0.8])
-    assert [bar.get_height() for bar in pairs.patches] == [0, 30, 0, 12, 6, 5, 0, 11]
 
 
 def test_what_is_no_run_or_no_whole_file_is_refused_by_name(run):
