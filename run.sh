@@ -4,7 +4,7 @@
 #   bash run.sh scienceworld [settings]
 #   bash run.sh intercodesql [settings]
 #   bash run.sh bfcl --model FOLDER_OR_HUB_NAME [settings]
-#   bash run.sh page RUN               a run as a page, RUN/run.html; --tasks ID: those first
+#   bash run.sh page RUN               a run as a page, RUN/run.html
 #   bash run.sh play ENV [TASK]        play a task yourself; --agent RUN: with a trained agent
 #   bash run.sh compare RUN RUN ...    one report on several runs: means over seeds, by method
 #   bash run.sh study webshop [...]    methods x seeds and one report; --help lists what it takes

@@ -1,68 +1,49 @@
-"""The report on several runs: tables in the terminal, and a folder with a page and its figures.
+"""The report on several runs: tables in the terminal, and a folder with them and its figures.
 
     bash run.sh compare RUN RUN ...       any finished runs of one environment and model
     bash run.sh study webshop --report    those of a study
 
-The folder holds report.txt, report.html, report.json and the figures. The page also has the
-hardest negatives of co-evolution's first run as conversations.
+The folder holds report.txt, report.json and the figures.
 """
 
 import argparse
 import itertools
 import json
+import math
 import os
 import textwrap
-from collections import defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from lab import figures
-from lab import study_methods as methods
 from lab import study_numbers as numbers
-from lab.conversations import conversations
 from lab.figure3 import distances_of
-from lab.page import render
 from lab.report import columns, section
-from lab.runfiles import command, config_of, explorations, of, phases_of
-from lab.study_methods import CLAIMS, MEASURES, THRESHOLDS, name_of
-from lab.study_numbers import explored, interval, last, means, paired
+from lab.runfiles import command, config_of
+from lab.study_methods import COMPARED, FROZEN, chosen, name_of
+from lab.study_numbers import explored, interval, last, paired
+from worlds import World
 from worlds.flags import Refused
 
-
-@dataclass
-class Part:
-    """Of a report: a table, its header and rows as `section` takes them, a text, figures by name.
-
-    A cell is a text, a number, an `interval` or a `paired` difference; None if there is none.
-    """
-    title: str
-    header: str
-    rows: list[tuple]
-    text: str = ""
-    figures: dict = field(default_factory=dict)
-
-    @property
-    def cells(self) -> list[list[str]]:
-        return [[_cell(value) for value in row] for row in self.rows]
-
-    def __str__(self):
-        return "\n".join(filter(None, [section(self.title, self.header, self.cells),
-                                       textwrap.fill(self.text, 100)]))
+MEASURES = ("reward", "success")
+THRESHOLDS = (0.6, 0.7, 0.8)  # of Table 2
+HOW = ("Mean over seeds ± half of its 95% t interval; of a difference also on how many seeds the "
+       "first is ahead, and * where on three seeds or more the interval excludes 0. Intervals are "
+       "not corrected for their number: of differences that are none, one in 20 has a *.")
 
 
-def _cell(x) -> str:
-    if x is None or isinstance(x, str):
-        return x or "-"
+def cell(x) -> str:
+    """A text, a number, an `interval` or a `paired` difference as text; - for None."""
     if not isinstance(x, dict):
-        return f"{x:,.4g}" if isinstance(x, float) and abs(x) < 1000 else f"{x:,.0f}"
+        return (x or "-" if x is None or isinstance(x, str) else
+                f"{x:,.4g}" if isinstance(x, float) and abs(x) < 1000 else f"{x:,.0f}")
     half = "?" if x["half"] is None else f"{x['half']:.3f}"
-    ahead = f" ({x['ahead']} of {x['n']})" if "ahead" in x else ""
-    return f"{x['mean']:.3f} ± {half}{ahead}{' *' * (x.get('verdict', 'undecided') != 'undecided')}"
+    ahead = f" ({x['ahead']} of {x['n']})" + " *" * x["sure"] if "ahead" in x else ""
+    return f"{x['mean']:.3f} ± {half}{ahead}"
 
 
-def _header(*names) -> str:
+def header(*names) -> str:
     return " ".join(str(name).replace(" ", "_") for name in names)
 
 
@@ -71,208 +52,134 @@ def write_report(title: str, runs: dict, out: Path) -> str:
     if not runs:
         raise Refused(f"{out.parent}: no finished run in it (METHOD-sSEED with result.json)")
     out.mkdir(parents=True, exist_ok=True)
-    made = [part for part in parts(runs) if part.rows]
-    shown = {name: figures.svg(drawn, out / name)
-             for part in made for name, drawn in part.figures.items()}
-    text = "\n\n".join([title, *map(str, made)]) + "\n"
+    target = numbers.evaluations(runs, second=False)
+    splits = list(dict.fromkeys(e["split"] for e in target))
+    made = [*tables(runs, target, splits), *paper_figures(runs, target, splits, out),
+            *over_iterations(target, splits, out)]
+    made = [part for part in made if part[2]]
+    text = "\n\n".join([title, *(section(name, heads, [map(cell, row) for row in rows])
+                                 for name, heads, rows in made), textwrap.fill(HOW, 100)]) + "\n"
     (out / "report.txt").write_text(text)
-    (out / "report.json").write_text(json.dumps({part.title: [
-        dict(zip((name for name, _ in columns(part.header)), row)) for row in part.rows]
-        for part in made}, indent=1))
-    example = next(iter(runs.get("coevolve", {}).values()), None)
-    data = conversations(example, tasks=60) if example else dict(tasks=[])
-    (out / "report.html").write_text(render(
-        "report.html.j2", data, title=title, parts_of=made, columns=columns, drawn=shown,
-        note=f"Of {example}, the tasks with the hardest negatives.", has_tasks=bool(data["tasks"]),
-        pages=[(f"{name_of(m)}, seed {seed}", os.path.relpath(path / "run.html", out))
-               for m, by_seed in runs.items() for seed, path in by_seed.items()
-               if (path / "run.html").exists()]))
+    (out / "report.json").write_text(json.dumps({name: [
+        dict(zip((column for column, _ in columns(heads)), row)) for row in rows]
+        for name, heads, rows in made}, indent=1))
     return text
 
 
-def parts(runs: dict):
-    """The parts of a report in order; those without rows say nothing."""
-    target, second = (numbers.evaluations(runs, second=which) for which in (False, True))
-    splits = list(dict.fromkeys(split for by_split in target.values() for split in by_split))
-    yield _finals("Greedy evaluation of the target after its last iteration", target, splits, runs)
-    yield _finals("The second agents: the failure agent, or the second positive one", second,
-                  splits, runs)
-    costs = {m: means([numbers.cost(path) for path in runs[m].values()]) for m in runs}
-    yield Part("What it took after the first SFT, means over seeds",
-               _header("<method", *next(iter(costs.values()))),
-               [(name_of(m), *row.values()) for m, row in costs.items()])
-    pairs = differences(target, splits)
-    yield Part(
-        "Differences on the same seeds",
-        _header("<difference", "<split", *(f"<{key}" for key in MEASURES), "<claimed in"),
-        [(_difference(a, b), split, *(pairs.get((a, b, split, key)) for key in MEASURES), source)
-         for (a, b, source), split in itertools.product(CLAIMS, splits)
-         if (a, b, split, MEASURES[0]) in pairs],
-        "Mean ± half of the 95% interval, and on how many seeds the first is ahead. *: three seeds "
-        "or more, and the interval does not hold 0. Intervals are not corrected for their number: "
-        f"were there no differences, {len(pairs) / 20:.1f} of these {len(pairs)} would still not "
-        "hold it.")
-    yield Part("What survives at equal cost", "<difference <verdicts", at_equal_cost(pairs))
-    made = {m: means([numbers.evolution(path) for path in runs[m].values()])
-            for m in runs if m in methods.EVOLUTIONS}
-    yield Part("Agent and tasks: episodes; tasks and proposals after the start",
-               _header("<method", *next(iter(made.values()), ())),
-               [(name_of(m), *row.values()) for m, row in made.items()])
-    yield Part("Table 2: explored trajectories, all agents and iterations of a method",
-               "<method threshold <success <negative <hard_negative", _table2(runs))
-    yield _course(runs.get("coevolve", {}))
-    yield from _figure3(runs)
-    yield from _figure4(runs, target, splits)
-    yield from _dose(runs, target, splits)
-    yield Part("Over iterations", "<agent <split <method iteration runs <reward <success",
-               [(agent, split, name_of(m), i, len(row["reward"]),
-                 *(interval(row[key].values()) for key in MEASURES))
-                for agent, by_method in (("target", target), ("second", second))
-                for split in splits for m, by_split in by_method.items()
-                for i, row in by_split.get(split, {}).items()],
-               figures=dict(curves=_draw_curves(target, splits)))
-
-
-def _finals(title: str, by_method: dict, splits: list[str], runs: dict) -> Part:
+def tables(runs: dict, target: list[dict], splits: list[str]):
+    """(title, header, rows) of each table on the runs themselves."""
     wanted = [*itertools.product(splits, MEASURES)]
-    return Part(title, _header("<method", "<seeds", *(f"<{s} {key}" for s, key in wanted)),
-                [(name_of(m), " ".join(map(str, runs[m])),
-                  *(interval(found.values()) if (found := last(by_split, s, key)) else None
-                    for s, key in wanted)) for m, by_split in by_method.items()],
-                "Mean over seeds ± half of the 95% t interval.")
+    for title, found in (
+            ("Greedy evaluation of the target after its last iteration", target),
+            ("The second agents: the failure agent, or the second positive one",
+             numbers.evaluations(runs, second=True))):
+        yield title, header("<method", "<seeds", *(f"<{s} {key}" for s, key in wanted)), [
+            (name_of(m), " ".join(map(str, runs[m])), *(
+                interval(last(found, key, method=m, split=s).values()) for s, key in wanted))
+            for m in dict.fromkeys(e["method"] for e in found)]
+    costs = {m: [numbers.cost(path) for path in runs[m].values()] for m in runs}
+    names = [*next(iter(costs.values()))[0]]
+    yield ("What it took after the first SFT, means over seeds", header("<method", *names),
+           [(name_of(m), *(float(np.mean([row[name] for row in rows])) for name in names))
+            for m, rows in costs.items()])
+    pairs = [(difference(a, b), split, *(paired(
+        *(last(target, key, method=m, split=split) for m in (a, b))) for key in MEASURES))
+        for (a, b), split in itertools.product(dict.fromkeys(COMPARED), splits) if a != b]
+    yield ("Differences on the same seeds", header("<difference", "<split", "<reward", "<success"),
+           [row for row in pairs if row[2]])
 
 
-def differences(target: dict, splits: list[str]) -> dict:
-    """(a, b, split, measure) -> the difference of CLAIMS where both have a seed in common."""
-    found = {(a, b, split, key): paired(last(target[a], split, key), last(target[b], split, key))
-             for (a, b, _), split, key in itertools.product(CLAIMS, splits, MEASURES)
-             if {a, b} <= target.keys()}
-    return {key: pair for key, pair in found.items() if pair}
-
-
-def _difference(a: str, b: str) -> str:
+def difference(a: str, b: str) -> str:
     return f"{name_of(a)} - {name_of(b)}"
 
 
-def at_equal_cost(pairs: dict) -> list[tuple[str, str]]:
-    """For each claim at equal cost its name, and the verdict at equal epochs, then at this cost."""
-    found = defaultdict(lambda: defaultdict(list))
-    for (a, b, split, key), pair in pairs.items():
-        if "coevolve" in methods.equals(b):
-            before = pairs.get((a, methods.method_of(b), split, key), dict(verdict="not compared"))
-            change = f"{before['verdict']} at equal epochs, then {pair['verdict']}"
-            found[_difference(a, b)][change].append(f"{key} on {split}")
-    return [(name, "; ".join(f"{change} in {', '.join(where)}"
-                             for change, where in changes.items()))
-            for name, changes in found.items()]
+def paper_figures(runs: dict, target: list[dict], splits: list[str], out: Path):
+    """The same of the paper's Table 2 and Figures 3 and 4, and of dose and response; drawn."""
+    rewards = {m: {seed: [t["reward"] for t in explored(path)] for seed, path in runs[m].items()}
+               for m in ("eto", "positive", "coevolve") if m in runs}
+    rewards = {m: found for m, found in rewards.items() if any(found.values())}
+    bands = {t: ((World.success, math.inf), (-math.inf, t), (t, World.success))
+             for t in THRESHOLDS}
+    yield ("Table 2: explored trajectories, all agents and iterations of a method",
+           "<method threshold <success <negative <hard_negative",
+           [(name_of(m), t, *(interval(numbers.share(rewards[m], *band).values())
+                              for band in bands[t])) for m in rewards for t in THRESHOLDS]
+           + [(difference("coevolve", "eto"), t, *(
+               paired(*(numbers.share(rewards[m], *band) for m in ("coevolve", "eto")))
+               for band in bands[t])) for t in THRESHOLDS if {"eto", "coevolve"} <= rewards.keys()])
+    yield figure3(distances_of(runs), out)
+    weights = {config_of(next(iter(runs[m].values())))["settings"]["lambda_sft"]: m for m in runs
+               if m == "coevolve" or m.startswith("lambda-")}
+    rows = [(weight, *(interval(last(target, "reward", method=m, split=split).values())
+                       for split in splits)) for weight, m in sorted(weights.items())]
+    if len(rows) > 1:
+        made, (ax,) = figures.figure(1)
+        for n, split in enumerate(splits, 1):
+            ax.errorbar([row[0] for row in rows], [row[n]["mean"] for row in rows],
+                        [row[n]["half"] or 0 for row in rows], marker="o", capsize=3, label=split)
+        ax.set(xscale="log", xlabel="lambda_SFT", ylabel="reward, 95% over seeds")
+        figures.write(made, out / "figure4.svg")
+        yield "Figure 4: lambda_SFT", header("lambda", *(f"<{split}" for split in splits)), rows
+    yield dose_and_response(runs, target, splits, out)
 
 
-def _table2(runs: dict) -> list[tuple]:
-    """Shares at each threshold; also co-evolution's minus ETO's on the same seeds."""
-    names = ("success", "negative", "hard_negative")
-    rewards = {m: {seed: [t.reward for t in explored(path)] for seed, path in runs[m].items()}
-               for m in ("eto", "positive", "coevolve")
-               if m in runs and any(map(explored, runs[m].values()))}
-    share = {(m, t): {key: {seed: numbers.table2(found, t)[key]
-                            for seed, found in rewards[m].items()} for key in names}
-             for m in rewards for t in THRESHOLDS}
-    rows = [(name_of(m), t, *(interval(by_seed.values()) for by_seed in by_key.values()))
-            for (m, t), by_key in share.items()]
-    return rows + [(_difference("coevolve", "eto"), t, *(
-        paired(share["coevolve", t][key], share["eto", t][key]) for key in names))
-        for t in THRESHOLDS if {"eto", "coevolve"} <= rewards.keys()]
-
-
-def _course(by_seed: dict) -> Part:
-    """Explored rewards, hard negatives and pairs of co-evolution by iteration."""
-    values = defaultdict(lambda: defaultdict(list))
-    for phases in map(phases_of, by_seed.values()):
-        for e, key in itertools.product(explorations(phases), ("reward", "success", "hard")):
-            values[f"{e['name']} {key}"][e["i"]].append(e[key])
-        for e in of(phases, "make_pairs"):
-            for kind, n in e["pairs"].items():
-                values[f"pairs of the {e['trains']}: {kind}"][e["i"]].append(n)
-    iterations = sorted({i for by in values.values() for i in by})
-    return Part("Co-evolution, iteration by iteration", _header("<mean over seeds", *iterations),
-                [(name, *(float(np.mean(by[i])) if i in by else None for i in iterations))
-                 for name, by in values.items()])
-
-
-def _figure3(runs: dict):
-    found, pair = distances_of(runs)
-    if not found:
-        return
-    made, (left, right) = figures.figure(2)
+def figure3(found: dict, out: Path) -> tuple[str, str, list]:
     every = {name: [x for d in by_seed.values() for x in d.values()]
              for name, by_seed in found.items()}
-    edges = np.histogram_bin_edges(sum(every.values(), []), 30)
-    for name, values in every.items():
-        left.hist(values, edges, histtype="step", label=name)
-    left.set(xlabel="mean pairwise distance, 1 - cos", ylabel="instructions x seeds", yscale="log")
-    figures.legend(left)
-    right.boxplot(list(every.values()), showmeans=True)
-    right.set_xticks(range(1, len(every) + 1), [name.replace(": ", ":\n") for name in every])
-    yield Part("Figure 3: distance between the failures of an instruction, 1 - cos",
-               "<agent <mean_of_seeds instructions",
-               [(name, interval(np.mean([*d.values()]) for d in by_seed.values()),
-                 len(every[name])) for name, by_seed in found.items()]
-               + [("failure agent - ETO, where both failed at least twice", pair, None)],
-               "Embedded by the SFT agent.", dict(figure3=made))
+    rows = [(name, interval(np.mean([*d.values()]) for d in by_seed.values() if d),
+             len(every[name])) for name, by_seed in found.items()]
+    if rows:
+        eto, failure = found["ETO"], found["co-evolution: failure agent"]
+        both = {seed: [failure[seed][task] - eto[seed][task]
+                       for task in eto[seed].keys() & failure[seed].keys()] for seed in eto}
+        rows.append(("failure agent - ETO, where both failed at least twice",
+                     interval(np.mean(each) for each in both.values() if each), None))
+        made, (ax,) = figures.figure(1, width=6.0)
+        ax.boxplot([*every.values()], showmeans=True)
+        ax.set_xticks(range(1, len(every) + 1), [name.replace(": ", ":\n") for name in every])
+        figures.write(made, out / "figure3.svg")
+    return ("Figure 3: distance between the failures of an instruction, 1 - cos, embedded by the "
+            "SFT agent", "<agent <mean_of_seeds instructions", rows)
 
 
-def _figure4(runs: dict, target: dict, splits: list[str]):
-    found = {config_of(next(iter(runs[m].values())))["settings"]["lambda_sft"]: m for m in target
-             if m == "coevolve" or m.startswith("lambda-")}
-    if len(found) < 2:
-        return
-    rows = [(weight, *(interval(last(target[m], split, "reward").values()) for split in splits))
-            for weight, m in sorted(found.items())]
-    made, (ax,) = figures.figure(1)
-    for n, split in enumerate(splits, 1):
-        ax.errorbar([row[0] for row in rows], [row[n]["mean"] for row in rows],
-                    [row[n]["half"] or 0 for row in rows], marker="o", capsize=3, label=split)
-    ax.set(xscale="log", xlabel="lambda_SFT", ylabel="reward, 95% over seeds")
-    ax.legend()
-    yield Part("Figure 4: lambda_SFT", _header("lambda", *(f"<{split}" for split in splits)), rows,
-               figures=dict(figure4=made))
-
-
-def _dose(runs: dict, target: dict, splits: list[str]):
+def dose_and_response(runs: dict, target: list[dict], splits: list[str], out: Path) -> tuple:
     """Dose: hard negatives of a trained failure agent, less a frozen one's; response: reward."""
-    rows = [(name_of(dose), *(paired(*by_seed) for by_seed in (
-                [{seed: numbers.hard_negatives(path) for seed, path in runs[m].items()}
-                 for m in (dose, frozen)],
-                *([last(target[m], split, "reward") for m in (dose, frozen)] for split in splits))))
-            for dose, frozen in methods.FROZEN.items() if {dose, frozen} <= target.keys()]
-    if not rows:
-        return
-    made, axes = figures.figure(len(splits))
-    for n, (ax, split) in enumerate(zip(axes, splits), 2):
-        for name, hard, reward in ((row[0], row[1], row[n]) for row in rows if row[n]):
-            ax.errorbar(hard["mean"], reward["mean"], reward["half"] or 0, hard["half"] or 0,
-                        marker="o", capsize=3, label=name)
-        ax.set(title=split, xlabel="share of hard negatives, trained - frozen",
-               ylabel="reward, trained - frozen")
-    figures.legend(axes[0])
-    yield Part("Dose and response: a trained failure agent less a frozen one, at equal steps",
-               _header("<dose", "<hard_negatives", *(f"<{split} reward" for split in splits)), rows,
-               figures=dict(dose=made))
+    pairs = [pair for pair in FROZEN.items() if {*pair} <= runs.keys()]
+    rows = [(name_of(pair[0]), paired(*({seed: numbers.hard_negatives(path)
+                                         for seed, path in runs[m].items()} for m in pair)),
+             *(paired(*(last(target, "reward", method=m, split=split) for m in pair))
+               for split in splits)) for pair in pairs]
+    if rows:
+        made, axes = figures.figure(len(splits))
+        for n, (ax, split) in enumerate(zip(axes, splits), 2):
+            for name, hard, reward in ((row[0], row[1], row[n]) for row in rows if row[n]):
+                ax.errorbar(hard["mean"], reward["mean"], reward["half"] or 0, hard["half"] or 0,
+                            marker="o", capsize=3, label=name)
+            ax.set(title=split, xlabel="share of hard negatives, trained - frozen",
+                   ylabel="reward, trained - frozen")
+        figures.legend(axes[0])
+        figures.write(made, out / "dose.svg")
+    return ("Dose and response: a trained failure agent less a frozen one, at equal steps",
+            header("<dose", "<hard_negatives", *(f"<{split} reward" for split in splits)), rows)
 
 
-def _draw_curves(target: dict, splits: list[str]):
+def over_iterations(target: list[dict], splits: list[str], out: Path):
+    """The target's reward and success by iteration; drawn."""
+    points = dict.fromkeys((e["split"], e["method"], e["i"]) for e in target)
+    rows = [(split, name_of(m), i, *(interval(last(
+        target, key, split=split, method=m, i=i).values()) for key in MEASURES))
+        for split, m, i in sorted(points, key=lambda point: splits.index(point[0]))]
     made, axes = figures.figure(len(splits), height=5)
     for ax, split in zip(axes, splits):
-        for k, (m, by_split) in enumerate(target.items()):
-            found = {i: interval(row["reward"].values())
-                     for i, row in by_split.get(split, {}).items()}
-            if found:
-                figures.curve(ax, [(i, x["mean"], x["mean"] - (x["half"] or 0),
-                                    x["mean"] + (x["half"] or 0)) for i, x in found.items()],
-                              color=f"C{k % 10}", label=name_of(m),
-                              linestyle=figures.LINES[k // 10 % 3])
+        for k, name in enumerate(dict.fromkeys(row[1] for row in rows if row[0] == split)):
+            i, found = zip(*((row[2], row[3]) for row in rows if row[:2] == (split, name)))
+            ax.errorbar(i, [x["mean"] for x in found], [x["half"] or 0 for x in found], marker="o",
+                        color=f"C{k % 10}", capsize=3, label=name,
+                        linestyle=figures.LINES[k // 10 % 3])
         figures.label(ax, split, "iteration (0: the start)", "reward, 95% over seeds")
     figures.legend(axes[0])
-    return made
+    figures.write(made, out / "curves.svg")
+    yield "Over iterations", "<split <method iteration <reward <success", rows
 
 
 def main(argv: list[str]) -> None:
@@ -282,7 +189,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, help="folder of the report [`report`, beside the runs]")
     asked = parser.parse_args(argv)
     out = asked.out or Path(os.path.commonpath([p.resolve().parent for p in asked.runs]), "report")
-    print(write_report("Comparison of runs", methods.chosen(asked.runs), out))
+    print(write_report("Comparison of runs", chosen(asked.runs), out))
     print(f"compare: {out} holds this, the numbers and the figures")
 
 

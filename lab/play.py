@@ -1,16 +1,14 @@
 """Play a task in the terminal: `python -m lab.play ENV [TASK]` (run.sh play), in the one episode
 that agents play too. TASK is an id such as webshop-test-3, or a split, of which one is drawn. With
---agent see a trained agent play, and take over where you like. Other flags are those of run.sh ENV.
+--agent a trained agent plays: Enter plays what it is about to do, your own words replace it. Other
+flags are those of run.sh ENV.
 """
 
 import argparse
 import itertools
 import math
-import os
 import random
-import shutil
 import sys
-import textwrap
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -21,105 +19,82 @@ import coevolve
 import dpo
 import envs
 from lab.runfiles import command, config_of, phases_of, visible
-from worlds import flags
-from worlds.files import read_jsonl
-from worlds.flags import Refused
+from worlds.flags import Refused, flag, parse
 
 
 class Encoder(dpo.Encoder):
     """An agent's, for episodes in which a person may answer in words that it cannot write."""
-    said = None  # what the person said
+    said = ""  # what the person said in this turn, if anything
 
     def close(self, ids, stops):
-        text, self.said = self.said, None
-        return super().close(ids, stops) if text is None else (ids, [], text)
+        return (ids, [], self.said) if self.said else super().close(ids, stops)
 
 
-def say(text: str, indent: str = "") -> None:
-    """Prints lines wrapped to the terminal; control characters in them are escaped."""
-    width = max(min(shutil.get_terminal_size((100, 24)).columns, 100), 20)
-    for line in visible(text).split("\n"):
-        print(textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent,
-                            replace_whitespace=False, break_on_hyphens=False), flush=True)
-
-
-def ask(prompt: str) -> str:
-    """A line from the person; EOFError for q, as at the end of the input."""
-    line = input(prompt).strip()
-    if not sys.stdin.isatty():
-        print(line)  # so that what was played can be read afterwards
-    if line in ("q", "quit"):
-        raise EOFError
-    return line
+def say(text: str) -> None:
+    print(visible(text), flush=True)
 
 
 def play(env, encoder: Encoder, task: str, most: float, propose=None) -> str:
-    """One episode by the person, or by propose(t) -> (ids, text, how sure) until the person takes
-    over; how it ended. most: tokens of the episode."""
-    t, mine, shown, told = dpo.Trajectory(task), propose is None, 0, []
+    """One episode by the person, or by propose(t) -> (ids, text, probability) wherever the person
+    says nothing; how it ended. most: tokens of the episode."""
+    t, shown, ids = dpo.Trajectory(task), 0, []
     running = envs.episode(env, encoder, t, most)
-    say(f"{task}; " + ("? explains" if mine else "Enter plays a reply, t takes over") + ", q quits")
-    if mine and env.rules and not env.prompt:
-        say(f"\nThe rules, which this view does not tell the agent:\n{env.rules}")
+    say(f"{task}; ? explains, q quits")
     try:
         running.send(None)
         while True:
             say("\n" + "\n\n".join(m["content"] for m in t.messages[shown:]))
             shown = len(t.messages) + 1  # the reply has been seen
             say(f"\n--- turn {t.steps + 1} of {env.max_steps}")
-            if not mine:
-                ids, text, sure = propose(t)
-                say(f"{sure}\n\n    " + text.replace("\n", "\n    "))
-                mine = ask("Enter plays it, t takes over, q quits: ") == "t"
-            if mine:
-                encoder.said = typed(env, told)
-                ids = encoder.reply(encoder.said)
+            if propose:
+                ids, text, p = propose(t)
+                say(f"The agent's reply, of probability {p:.1%}; Enter plays it:\n    "
+                    + text.replace("\n", "\n    "))
+            encoder.said = typed(env, may_be_empty=bool(propose))
+            ids = encoder.reply(encoder.said) if encoder.said else ids
             running.send((ids, [0.0] * len(ids)))
     except StopIteration:
         how = dict(budget="out of turns", context="out of context", done="done")[t.ended]
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
         how = "left"
     return (f"{how} after {t.steps} turn{'s' * (t.steps != 1)}: reward {t.reward:.3f}, "
             f"{'a' if t.reward >= env.success else 'no'} success")
 
 
-def typed(env, told: list[str]) -> str:
-    """The person's reply. told: the forms of actions of the turn before, not said again."""
+def typed(env, may_be_empty: bool) -> str:
+    """The person's reply: an action, the number of one, or nothing; EOFError for q."""
     actions, forms = env.possible()
-    news = [line for line in forms.splitlines() if line not in told]
-    told[:] = forms.splitlines()
-    if actions or news:
-        say("possible:")  # an action is not broken over lines
-        numbered = "   ".join(f"{n} {a}".replace(" ", "\0") for n, a in enumerate(actions, 1))
-        say("\n".join([*textwrap.wrap(numbered, 96), *news]).replace("\0", " "), "  ")
+    if actions:
+        say("possible:  " + "   ".join(f"{n} {action}" for n, action in enumerate(actions, 1)))
     while True:
-        line = ask(f"your action{', or its number' * bool(actions)}: ")
+        line = input("your action: ").strip()
+        if not sys.stdin.isatty():
+            print(line)  # so that what was played can be read afterwards
+        if line in ("q", "quit"):
+            raise EOFError
         if line == "?":
-            say(env.rules or "This environment has no rules to tell.", "  ")
-        elif line.isdecimal() and actions and not 0 < int(line) <= len(actions):
-            say(f"there are {len(actions)} of them")
-        elif line:
-            return env.reply(actions[int(line) - 1] if line.isdecimal() and actions else line)
+            say("\n".join(filter(None, [env.rules, forms])))
+        elif not line.isdecimal() and (line or may_be_empty):
+            return line and env.reply(line)
+        elif line.isdecimal() and 0 < int(line) <= len(actions):
+            return env.reply(actions[int(line) - 1])
 
 
 def agent_of(path: Path) -> tuple[Path, Path]:
-    """(run, its last target agent's folder), or of an agent's folder in a run itself."""
-    run = next((folder for folder in (path, *path.resolve().parents[:2])
-                if (folder / "phases.json").is_file()), None)
-    if run is None:
-        raise Refused(f"--agent {path}: neither a run nor an agent in one; name a folder like "
-                      "runs/webshop-coevolve-s0")
-    made = [output for output in phases_of(run)
-            if output == "sft-target" or output.endswith("/target-agent")]
-    if run == path and not made:
-        raise Refused(f"--agent {run}: no target agent is trained in it (yet); name another run")
-    return run, run / made[-1] if run == path else path
+    """(run, an agent's folder in it) of that folder, or of the run: its last target agent."""
+    for run in path, *path.resolve().parents[:2]:
+        made = [run / output for output in phases_of(run)
+                if output == "sft-target" or output.endswith("/target-agent")]
+        if made:
+            return run, made[-1] if run == path else path
+    raise Refused(f"--agent {path}: neither a run with a target agent nor an agent in one; name a "
+                  "folder like runs/webshop-coevolve-s0")
 
 
 def proposer(folder: Path, config: dict, encoder: Encoder, stops):
-    """propose(t) -> (ids, text, how sure) of the greedy replies of the agent in a folder."""
+    """propose(t) -> (ids, text, probability) of the greedy replies of the agent in a folder."""
     s, gpu = config["settings"], torch.cuda.is_available()
-    bf16 = s["bf16"] == "on" or s["bf16"] == "auto" and gpu and s["model"] != "tiny"
+    bf16 = gpu and s["bf16"] != "off" and s["model"] != "tiny"
     model = dpo.read_model(folder, torch.bfloat16 if bf16 else torch.float32,
                            "cuda" if gpu else "cpu").eval()
     never = encoder.never(model.config.get_text_config().vocab_size)
@@ -129,29 +104,23 @@ def proposer(folder: Path, config: dict, encoder: Encoder, stops):
         (ids, _), = dpo.replies(model, encoder, dpo.Sampler(0.0, never), s["max_new_tokens"], stops,
                                 [(t.ids, random.Random())], *config["ways"][1:])
         read = dpo.Trajectory(ids=t.ids + ids, action_mask=[0] * len(t.ids) + [1] * len(ids))
-        p = dpo.token_log_probs(model, [read], dpo.Sampler(never=never)).exp()        # (A,)
-        doubt = p.argmin().item()
+        encoder.said = ""
         return ids, encoder.close(ids, stops)[2], (
-            f"The agent gives this reply a probability of {p.prod().item():.1%}; it is least sure "
-            f"of {encoder.tokenizer.decode(ids[doubt])!r}, {p[doubt].item():.1%}:")
+            dpo.token_log_probs(model, [read], dpo.Sampler(never=never)).sum().exp().item())
 
     return propose
 
 
-def settings_for(env: str, more: list[str], folder: Path | None, before: dict):
+def settings_for(env: str, more: list[str], before: dict):
     """(settings, the environment's own), from flags as for training; of an agent's run `before`,
     where no flag says more."""
-    stated = envs.environment(env)
     if before and before["env"] != env:
         raise Refused(f"--agent: it was trained on {before['env']}, not on {env}")
-    real = {flags.flag(f.name) for f in fields(stated)
-            if flags.REAL in flags.limits_of(stated, f.name)}
-    tiny = "tiny" in stated.presets and not real & {word.split("=")[0] for word in more}
-    kept = [f"{flags.flag(name)}={before[name]}" for name in (
-        "view", "max_tokens", *(f.name for f in fields(stated))) if before.get(name) is not None]
-    model = str(folder or ("tiny" if tiny else "a person"))
-    return flags.parse(["--env", env, "--method", "sft", "--model", model, *kept, *more],
-                       coevolve.Settings, coevolve.METHODS, envs.environment)
+    kept = [f"{flag(name)}={before[name]}" for name in (
+        "view", "max_tokens", *(f.name for f in fields(envs.environment(env))))
+            if before.get(name) is not None]
+    return parse(["--env", env, "--method", "sft", "--model", "a person", *kept, *more],
+                 coevolve.Settings, coevolve.METHODS, envs.environment)
 
 
 def chosen(env, asked: str) -> str:
@@ -173,16 +142,11 @@ def main(argv: list[str]) -> None:
         raise Refused("name an environment: play webshop; --help says more")
     run, folder = agent_of(asked.agent) if asked.agent else (None, None)
     config = config_of(run) if run else dict(settings={})
-    s, options = settings_for(words[0], more, folder, config["settings"])
+    s, options = settings_for(words[0], more, config["settings"])
     transformers.utils.logging.disable_progress_bar()
     env = envs.make(s.env, s.view, **asdict(options))
     encoder = Encoder(dpo.read(transformers.AutoTokenizer, folder or coevolve.MODELS["tiny"]))
-    made = [run / output for output in (phases_of(run) if run else ())
-            if output.endswith("tasks.jsonl")]  # the last has all
     try:
-        for row in read_jsonl(made[-1]) if made else ():
-            if "definition" in row:  # else it is a training task
-                env.add(row["definition"])
         task = chosen(env, words[1] if len(words) > 1 else env.test_splits[0])
         propose = proposer(folder, config, encoder, env.stops) if run else None
         say(play(env, encoder, task, s.max_tokens if run else math.inf, propose))
@@ -193,7 +157,4 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     for stream in (sys.stdin, sys.stdout):  # whatever is typed or shown, it goes on
         stream.reconfigure(errors="replace")
-    try:
-        command("play", main)
-    except KeyboardInterrupt:
-        os._exit(130)  # waits for no environment that hangs
+    command("play", main)

@@ -1,8 +1,6 @@
 """The result of a run and its closing table, finished or not."""
 
-import json
-import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,11 +8,9 @@ import numpy as np
 
 from lab.endpoint import USAGE
 from lab.runfiles import config_of, explorations, kinds_of, of, phases_of
-from worlds.files import read_jsonl
+from worlds.files import read_jsonl, write_json
 
 BEST = ("best", "best_success")
-# Settings, and what is recorded of a phase, that may differ between equal runs.
-NOT_RESULT = {"out", "reuse", "recipe", "made", "seconds", "resident_mb", "reused"}
 
 
 def bootstrap_interval(values) -> tuple[float, float]:
@@ -30,8 +26,7 @@ def evaluations(run: Path, phases: dict) -> list[dict]:
     the mean reward and how many episodes filled the context, `out_of_context`."""
     found = []
     for row in (row for row in of(phases, "evaluate") if (run / row["output"]).is_file()):
-        episodes = read_jsonl(run / row["output"])
-        of_task = {e["task"]: [] for e in episodes}
+        episodes, of_task = read_jsonl(run / row["output"]), defaultdict(list)
         for e in episodes:
             of_task[e["task"]].append(e["reward"])
         low, high = bootstrap_interval([np.mean(rewards) for rewards in of_task.values()])
@@ -40,20 +35,9 @@ def evaluations(run: Path, phases: dict) -> list[dict]:
     return found
 
 
-def result(run: Path) -> dict:
-    """Settings, phases and evaluations of a run; no times and places, so that equal runs give
-    equal bytes."""
-    def kept(row):
-        return {name: x for name, x in row.items() if name not in NOT_RESULT}
-
-    phases = {output: kept(row) for output, row in phases_of(run).items()}
-    return dict(settings=kept(config_of(run)["settings"]), phases=phases,
-                evaluations=evaluations(run, phases))
-
-
 def close(run: Path) -> str:
     """Writes result.json, which says that the run has finished; its closing table."""
-    (run / "result.json").write_text(json.dumps(result(run), indent=1))
+    write_json(run / "result.json", dict(evaluations=evaluations(run, phases_of(run))))
     return table(run)
 
 
@@ -87,7 +71,7 @@ def sections(run: Path) -> list[tuple[str, str, list]]:
          "to 1", "iteration <agent trajectories success negative hard_negative reward",
          [(e["i"], e["name"], e["episodes"], percent(e["success"]),
            percent(1 - e["success"] - e["hard"]), percent(e["hard"]), f"{e['reward']:.3f}")
-          for e in with_sum(explorations(phases))]),
+          for e in explorations(phases)]),
         ("Pairs, by kind, and comparisons that made none, by reason",
          f"iteration <trains {' '.join(kinds)} dropped <reasons",
          [(e["i"], e["trains"], *(e["pairs"].get(kind, 0) for kind in kinds),
@@ -99,18 +83,6 @@ def sections(run: Path) -> list[tuple[str, str, list]]:
           if row.get("dropped") and row.get("work") != "make_pairs"]),
         times(phases)]
     return [part for part in parts if part[2]]
-
-
-def with_sum(exploration: list[dict]):
-    """Each iteration's rows, followed by all together where there are several."""
-    for i in sorted({row["i"] for row in exploration}):
-        rows = [row for row in exploration if row["i"] == i]
-        yield from rows
-        n = sum(row["episodes"] for row in rows)
-        if len(rows) > 1:
-            yield dict(i=i, name="all", episodes=n, **{
-                key: sum(row[key] * row["episodes"] for row in rows) / n
-                for key in ("success", "hard", "reward")})
 
 
 def signals(phases: dict) -> tuple[str, str, list]:
@@ -129,18 +101,13 @@ def signals(phases: dict) -> tuple[str, str, list]:
 
 
 def times(phases: dict) -> tuple[str, str, list]:
-    rows = [(output + " *" * ("reused" in row), row) for output, row in phases.items()]
-    reused = [row for row in phases.values() if "reused" in row]
     counts = ("steps", "episodes", "tokens")
-    for name, some in ("total", [*phases.values()]), ("of these reused (*)", reused):
-        if some:
-            rows.append((name, {key: sum(row.get(key, 0) for row in some)
-                                for key in ("seconds", *counts)}))
-    counts = [key for key in counts if any(key in row for row in phases.values())]
-    return ("Wall time", " ".join(["<phase h:mm:ss", *counts]),
+    total = {key: sum(row.get(key, 0) for row in phases.values()) for key in ("seconds", *counts)}
+    rows = [(output + " *" * ("reused" in row), row) for output, row in phases.items()]
+    return ("Wall time; *: reused, not done again", " ".join(["<phase h:mm:ss", *counts]),
             [(name, timedelta(seconds=round(row["seconds"])),
               *(f"{row[key]:,}" if row.get(key) else "-" for key in counts))
-             for name, row in rows])
+             for name, row in [*rows, ("total", total)]])
 
 
 def reasons(row: dict) -> str:
@@ -156,19 +123,11 @@ def columns(header: str) -> list[tuple[str, bool]]:
     return [(name.lstrip("<").replace("_", " "), name.startswith("<")) for name in header.split()]
 
 
-def section(title: str, header: str, rows: list[tuple], width: int = 100) -> str:
-    """A table as text: title and aligned rows. A last column of text is wrapped within `width`."""
+def section(title: str, header: str, rows: list[tuple]) -> str:
+    """A table as text: title and aligned rows."""
     names, left = zip(*columns(header))
     cells = [names, *([str(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    before = sum(widths[:-1]) + 2 * (len(widths) - 1)
-    lines = [title]
-    for row in cells:
-        text = "  ".join(cell.ljust(w) if to_left else cell.rjust(w)
-                         for cell, w, to_left in zip(row[:-1], widths, left))
-        if left[-1]:
-            wrapped = textwrap.wrap(row[-1], max(width - before, 12)) or [""]
-            lines += [f"{text}  {wrapped[0]}".rstrip(), *(" " * before + w for w in wrapped[1:])]
-        else:
-            lines.append(f"{text}  {row[-1].rjust(widths[-1])}")
-    return "\n".join(lines)
+    return "\n".join([title, *("  ".join(
+        cell.ljust(w) if to_left else cell.rjust(w)
+        for cell, w, to_left in zip(row, widths, left)).rstrip() for row in cells)])

@@ -61,8 +61,5 @@ def agents_of(phases: dict) -> list[str]:
 
 
 def kinds_of(phases: dict) -> list[str]:
-    """The kinds of pairs in a run, those with an expert first, then by the order of its agents."""
-    kinds = {kind: 0 for row in of(phases, "make_pairs") for kind in row["pairs"]}
-    order = {name: n for n, name in enumerate(["expert", *agents_of(phases)])}
-    return sorted(kinds, key=lambda kind: [order.get(name, len(order))
-                                           for name in kind.split(">")])
+    """The kinds of pairs in a run, those with an expert first."""
+    return sorted({kind for row in of(phases, "make_pairs") for kind in row["pairs"]})

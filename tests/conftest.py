@@ -17,6 +17,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -355,9 +356,12 @@ SMALL_RUN = ("--env webshop --train-tasks 6 --eval-tasks 2 --iterations 1 --roll
 
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory):
-    """A whole run of the plain core, a few tasks."""
-    folder = tmp_path_factory.mktemp("runs") / "plain"
-    coevolve.main([*SMALL_RUN, "--out", str(folder)])
+    """A whole run of the plain core, a few tasks; of processes that test side by side one makes it,
+    and where it is finished nothing is done again."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "plain"
+    with FileLock(f"{folder}.lock"):
+        coevolve.main([*SMALL_RUN, "--out", str(folder)])
     return folder
 
 

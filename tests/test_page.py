@@ -10,22 +10,12 @@ import zlib
 from html.parser import HTMLParser
 
 import pytest
-from test_play import plain_run  # noqa: F401  a fixture
-from test_report import (
-    PHASES,
-    evaluation,
-    exploration,
-    trained,
-    trajectory,
-    write_lines,
-    write_run,
-)
+from test_report import PHASES, evaluation, exploration, trained, trajectory, write_lines, write_run
 
 from lab.conversations import conversations
-from lab.figures import steps_of, training_figures
-from lab.page import main, page, status
+from lab.figures import training_figures
+from lab.page import main, page
 from worlds.files import read_jsonl
-from worlds.flags import Refused
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser",
                                                 "google-chrome"))), None)
@@ -99,7 +89,6 @@ def data_of(made: str) -> dict:
 def test_the_page_is_one_file_that_refers_to_nothing_outside_and_holds_no_markup_of_a_run(run):
     main([str(run)])
     made = (run / "run.html").read_text(encoding="ascii")
-    assert (run / "curves.svg").exists() and (run / "curves.png").exists()
     tags = []
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))
@@ -116,10 +105,12 @@ def test_the_page_is_one_file_that_refers_to_nothing_outside_and_holds_no_markup
                        for m in r["messages"]]
 
 
-def test_trajectories_keep_what_they_are_and_lose_their_token_ids(run):
-    data = conversations(run)
-    assert [t["id"] for t in data["tasks"]][0] == TASKS[3]  # a failure of 0.7 above the target's 0
-    task = next(t for t in data["tasks"] if t["id"] == TASKS[0])
+def test_trajectories_keep_what_they_are_and_the_most_telling_tasks_come_first(run):
+    """Those where the target's last reward is low, of these the hardest failures; then others."""
+    data = conversations(run, 1.0)
+    assert [t["id"].removeprefix("webshop-") for t in data["tasks"]] == [
+        "train-3", "train-1", "train-0", "train-2", "test-0"]
+    task = data["tasks"][2]
     assert [(r["agent"], r["iteration"], r["reward"]) for r in task["runs"]] == [
         ("expert", 0, 1.0), ("target", 1, 0.2), ("failure", 1, 0.9), ("target", 2, 1.0),
         ("failure", 2, 0.1)]
@@ -127,68 +118,41 @@ def test_trajectories_keep_what_they_are_and_lose_their_token_ids(run):
     assert task["runs"][2]["opening"] == 1 and not {"ids", "action_mask"} & {*task["runs"][2]}
 
 
-def test_the_most_telling_tasks_are_first_or_those_that_are_named(run):
-    """A hard negative above the target's reward, by its height; where the target failed; others."""
-    def ids(**more):
-        return [t["id"].removeprefix("webshop-") for t in conversations(run, **more)["tasks"]]
-
-    assert ids() == ["train-3", "train-1", "train-0", "train-2", "test-0"]
-    assert ids(first=["webshop-test-0"])[:2] == ["test-0", "train-3"]
-    main([str(run), "--megabytes", "0", "--tasks", "webshop-test-0"])
-    there = [all(r["messages"] for r in t["runs"])
-             for t in data_of((run / "run.html").read_text())["tasks"]]
-    assert there == [True] + 4 * [False]
-    with pytest.raises(Refused, match="webshop-test-9: no trajectory .* such as webshop-train-0"):
-        main([str(run), "--tasks", "webshop-test-9"])
-
-
 def test_where_there_is_no_room_the_least_telling_conversations_are_left_out(run):
-    whole, made = page(run), page(run, megabytes=0.0005)
+    main([str(run), "--megabytes", "0.0005"])
+    made = (run / "run.html").read_text()
     there = [all(r["messages"] for r in t["runs"]) for t in data_of(made)["tasks"]]
     assert there == sorted(there, reverse=True) and {*there} == {True, False}
-    assert len(made) < len(whole)
     assert re.search(r"no room for the conversations of \d of 5 tasks", made)
 
 
 def test_a_run_that_goes_on_can_be_looked_at(run):
-    """Lines are half written, one phase trains, another's file is of no finished phase, and one
-    whose file is gone is being made again."""
+    """A file is of no finished phase, and one whose file is gone is being made again."""
     (run / "result.json").unlink()
     phases = json.loads((run / "phases.json").read_text())
     del phases["iter2/failure.jsonl"]
     (run / "phases.json").write_text(json.dumps(phases))
     (run / "iter2/failure.jsonl").write_text("{half")
     (run / "eval-1-target-test.jsonl").unlink()
-    played = trajectory("webshop-test-7", "target", 0.5, ["click[z]"], 2)
-    write_lines(run / "playing/x.jsonl", [played])
-    steps = [dict(event="train", phase="iter2/target-agent", step=n, loss=1.0 / n, kinds={})
-             for n in (1, 2, 1, 2, 3)]  # step 1 was made again
-    write_lines(run / "metrics.jsonl", steps)
-    for file in "playing/x.jsonl", "metrics.jsonl":
-        with open(run / file, "a") as f:
-            f.write('{"event": "train", "task": "ha')
-    assert [e["step"] for e in steps_of(run)["iter2/target-agent"]] == [1, 2, 3]
     made = page(run)
-    assert "8 phases so far, the last eval-1-target-test.jsonl; in iter2/target-agent at step 3" in made
+    assert "8 phases so far, the last eval-1-target-test.jsonl" in made
     assert all(r["agent"] != "failure" or r["iteration"] == 1 for t in data_of(made)["tasks"]
                for r in t["runs"])
-    assert "webshop-test-7" in [t["id"] for t in data_of(made)["tasks"]]
 
 
-def test_the_page_of_a_run_of_the_core(plain_run):  # noqa: F811
+def test_the_page_of_a_run_of_the_core(small_run):
     """Every pair of its files is on the page, and every trajectory with its messages."""
-    data = conversations(plain_run)
+    data = conversations(small_run, 9.0)
     for name in "target", "failure":
-        rows = read_jsonl(plain_run / f"iter1/pairs-{name}.jsonl")
+        rows = read_jsonl(small_run / f"iter1/pairs-{name}.jsonl")
         made = [(t["id"], p["kind"], t["runs"][p["rejected"]]["reward"]) for t in data["tasks"]
                 for p in t["pairs"] if p["trains"] == name]
         assert sorted(made) == sorted((r["task"], r["kind"], r["rejected"]["reward"]) for r in rows)
     played = [r["messages"] for t in data["tasks"] for r in t["runs"] if r["from"] == "iter1/target"]
     assert sorted(map(str, played)) == sorted(str(r["messages"])
-                                              for r in read_jsonl(plain_run / "iter1/target.jsonl"))
-    assert data["agents"] == ["target", "failure"] 
-    assert status(plain_run).endswith("so far, the last eval-1-failure-unseen.jsonl")
-    assert len(training_figures(plain_run)) == 4  # both SFT agents, both trained ones
+                                              for r in read_jsonl(small_run / "iter1/target.jsonl"))
+    assert data["agents"] == ["target", "failure"]
+    assert len(training_figures(small_run)) == 4  # both SFT agents, both trained ones
 
 
 def in_browser(tmp_path, made: str, script: str = "", fragment: str = ""):
@@ -260,7 +224,7 @@ def test_the_tasks_are_filtered_sorted_and_shown_side_by_side(run, tmp_path):
     assert not told["pwned"] and told["said"].count(HOSTILE) == 2
     assert {"U+0000", "U+001B", "U+202E", "U+2028", "U+FEFF", "U+D800"} <= {*told["named"]}
     assert told["step"].startswith("step") and "step 8" in told["step"]
-    assert told["all"] == ["train-3", "added-0", "train-1", "train-0", "train-2", "test-0"]
+    assert told["all"] == ["train-3", "train-1", "added-0", "train-0", "train-2", "test-0"]
     assert told["test"] == ["test-0"]
     assert told["hard"] == ["train-3", "train-0"]  # a failure of 0.6 or more: 0.7 and 0.9
     assert told["hardest"] == ["train-0", "train-3"]

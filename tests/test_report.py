@@ -9,7 +9,7 @@ from worlds.files import read_jsonl
 from worlds.flags import Refused
 
 SETTINGS = {"env": "webshop", "method": "coevolve", "model": "tiny", "seed": 7, "out": None,
-            "hard_threshold": 0.6, "rollouts": 2, "lambda_sft": 0.1}
+            "hard_threshold": 0.6, "rollouts": 2, "lambda_sft": 0.1, "cut_turns": -1}
 WANT = "i need a red cotton curtain that is machine washable, and price lower than 40.00 dollars"
 
 
@@ -69,8 +69,7 @@ def write_lines(path, objects):
 def write_run(folder, phases, **settings):
     """A run's settings and phases, and the files of its evaluations."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(
-        dict(settings={**SETTINGS, **settings}, alone=[False, False])))
+    (folder / "config.json").write_text(json.dumps(dict(settings={**SETTINGS, **settings})))
     (folder / "phases.json").write_text(json.dumps(phases))
     for output, row in phases.items():
         if row.get("work") == "evaluate":
@@ -93,19 +92,6 @@ def test_interval_matches_the_normal_approximation_of_a_large_sample():
     assert report.bootstrap_interval([0.5] * 9) == (0.5, 0.5)
 
 
-def test_result_has_what_was_found_and_neither_times_nor_places(run, tmp_path):
-    found = report.result(run)
-    assert [(e["name"], e["i"]) for e in found["evaluations"]] == [
-        ("target", 0), ("failure", 0), ("target", 1), ("failure", 1)]
-    assert found["phases"]["iter1/pairs-target.jsonl"]["pairs"]["expert>failure"] == 30
-    assert found["evaluations"][2]["low"] < 0.6 < found["evaluations"][2]["high"]
-    other = write_run(tmp_path / "other", {
-        output: {**row, "seconds": 9.0, "recipe": "s", "made": {}, "reused": "elsewhere"}
-        for output, row in PHASES.items()}, out="elsewhere", reuse="runs")
-    assert "Wall time" in report.close(run) and report.close(other)
-    assert (run / "result.json").read_bytes() == (other / "result.json").read_bytes()
-
-
 def row(text, *starts):
     """The cells of the one row that begins with `starts`."""
     rows = [line.split() for line in text.splitlines() if line.split()[:len(starts)] == [*starts]]
@@ -115,16 +101,15 @@ def row(text, *starts):
 
 def test_the_closing_table_by_hand(run):
     low, high = report.bootstrap_interval(REWARDS[0.6])
-    text = report.table(run)
+    text = report.close(run)
+    assert [e["reward"] for e in json.loads((run / "result.json").read_text())["evaluations"]] == [
+        0.5, 0.45, 0.6, 0.4]
     assert row(text, "1", "target", "test") == [
         "4", "0.600", f"[{low:.3f},", f"{high:.3f}]", "50.0%", "4.2", "-"]
     assert row(text, "1", "target", "300") == ["50.0%", "20.0%", "30.0%", "0.700"]
-    # Both: success (300 x 0.5 + 100 x 0.1) / 400 = 0.40; negative (60 + 80) / 400 = 0.35;
-    # hard (90 + 10) / 400 = 0.25; reward (210 + 30) / 400 = 0.6.
-    assert row(text, "1", "all") == ["400", "40.0%", "35.0%", "25.0%", "0.600"]
     assert row(text, "iteration", "trains") == [
-        "expert>target", "expert>failure", "failure>failure", "dropped", "reasons"]
-    assert row(text, "1", "target", "12") == ["30", "5", "11", "equal", "failures", "4,", "x",
+        "expert>failure", "expert>target", "failure>failure", "dropped", "reasons"]
+    assert row(text, "1", "target", "30") == ["12", "5", "11", "equal", "failures", "4,", "x",
                                               "y", "7"]
     assert row(text, "1", "failure", "0") == ["0", "6", "0"]
     assert row(text, "experts.jsonl", "3") == ["reward", "2,", "too", "long", "1"]
@@ -133,24 +118,6 @@ def test_the_closing_table_by_hand(run):
     rows = read_jsonl(run / "eval-1-target-test.jsonl")
     write_lines(run / "eval-1-target-test.jsonl", [{**rows[0], "ended": "context"}, *rows[1:]])
     assert row(report.table(run), "1", "target", "test")[-1] == "1"
-
-
-def test_agents_and_kinds_of_any_name_have_their_columns_in_their_order(tmp_path):
-    names = ("target", "failure", "failure2")
-    run = write_run(tmp_path / "run", {
-        **{f"sft-{name}": trained(name=name, steps=1) for name in names},
-        "iter1/pairs-failure2.jsonl": dict(
-            work="make_pairs", trains="failure2", seconds=0.0, dropped={},
-            pairs={"failure2>failure": 1}),
-        "iter1/pairs-target.jsonl": dict(
-            work="make_pairs", trains="target", seconds=0.0, dropped={},
-            pairs={"expert>failure2": 2, "expert>failure": 3, "expert>target": 4})})
-    text = report.table(run)
-    assert row(text, "iteration", "trains")[:4] == [
-        "expert>target", "expert>failure", "expert>failure2", "failure2>failure"]
-    assert row(text, "1", "target")[:4] == ["4", "3", "2", "0"]
-    colours = figures.coloured(["expert>target", "expert>failure", "expert>failure2", "a>b"])
-    assert len({*colours.values()}) == 4
 
 
 def test_signals_and_tasks_of_the_second_system(tmp_path):
@@ -166,20 +133,14 @@ def test_signals_and_tasks_of_the_second_system(tmp_path):
     text = report.table(run)
     assert row(text, "1", "-") == ["3", "4", "6", "36", "20", "5", "2", "15"]
     assert row(text, "known", "already") == ["3"] and "Exploration;" not in text
-    assert row(text, "total") == ["0:00:06", "3", "76"]
-
-
-def test_the_figure_is_an_svg_and_a_png_and_equal_runs_give_equal_bytes(run, tmp_path):
-    for name in ("a", "b"):
-        figures.svg(figures.run_figure(run), tmp_path / name)
-    for end, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
-        assert (tmp_path / f"a{end}").read_bytes().startswith(start)
-        assert (tmp_path / f"a{end}").read_bytes() == (tmp_path / f"b{end}").read_bytes()
+    assert row(text, "total") == ["0:00:06", "3", "76", "-"]
 
 
 def test_the_figure_draws_the_rewards_of_the_run(run):
-    """Of the target: 0.5 and 0.6 with intervals; shares of its exploration; its pairs."""
-    reward, success, explored, pairs = figures.run_figure(run).axes
+    """Of the target: 0.5 and 0.6 with intervals. Equal runs give equal bytes."""
+    made, other = figures.run_figure(run), figures.run_figure(run)
+    assert figures.address(made) == figures.address(other)
+    reward, success = made.axes
     line = reward.get_lines()[0]
     assert [*map(tuple, line.get_xydata())] == [(0, 0.5), (1, 0.6)]
     assert line.get_label() == "target agent, test"
@@ -188,22 +149,15 @@ def test_the_figure_draws_the_rewards_of_the_run(run):
                  for x in report.bootstrap_interval(rewards)]
     assert (band[:, 1].min(), band[:, 1].max()) == (min(intervals), max(intervals))
     assert [*success.get_lines()[1].get_ydata()] == [0.25, 0.25]
-    heights = [bar.get_height() for bar in explored.patches]  # by share: target, failure agent
-    assert heights == pytest.approx([0.5, 0.1, 0.3, 0.1, 0.2, 0.8])
-    assert [bar.get_height() for bar in pairs.patches] == [0, 12, 0, 30, 6, 5, 0, 11]
 
 
-def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
-    for look in (report.result, report.table, lambda path: compare.main([str(path)])):
-        with pytest.raises(Refused, match="not a run"):
-            look(tmp_path)
-
-
-def test_a_line_or_a_file_that_is_not_whole_is_refused_by_name(run):
+def test_what_is_no_run_or_no_whole_file_is_refused_by_name(run):
+    with pytest.raises(Refused, match="not a run"):
+        compare.main([str(run.parent)])
     path = run / "eval-1-target-test.jsonl"
     path.write_text(path.read_text()[:-9])
     with pytest.raises(Refused, match="eval-1-target-test.jsonl, line 4: .* no whole"):
-        report.result(run)
+        report.table(run)
     assert len(read_jsonl(path, growing=True)) == 3
 
 
@@ -211,37 +165,21 @@ def test_what_a_terminal_would_obey_is_escaped():
     assert runfiles.visible("\x1b]0;mine\x07 \ud800\tb\r\n") == "<1B>]0;mine<07> <D800> b\n"
 
 
-def runs_of(tmp_path, *settings):
-    """Finished runs of one evaluation, with rewards 0.5, 0.7, ..."""
-    for n, more in enumerate(settings):
-        folder = write_run(tmp_path / str(n), {
-            "eval-1-target-test.jsonl": evaluation("target", 1, 0.5 + 0.2 * n, 0.5)}, **more)
-        (folder / "result.json").write_text("{}")
-    return [str(tmp_path / str(n)) for n in range(len(settings))]
-
-
 def test_compare_over_seeds_by_hand(tmp_path, capsys):
     """Rewards 0.5 and 0.7: mean 0.6, half of the interval 12.7062 x 0.1."""
-    runs = runs_of(tmp_path, dict(seed=0), dict(seed=1))
-    compare.main(runs)
+    for n, changed in enumerate(({}, dict(slots=7), dict(beta=0.5), dict(seed=1))):
+        folder = write_run(tmp_path / str(n), {"eval-1-target-test.jsonl": evaluation(
+            "target", 1, 0.5 + 0.2 * n, 0.5)}, **{**dict(seed=n, beta=0.1, slots=1), **changed})
+        (folder / "result.json").write_text("{}")
+    runs = [str(tmp_path / str(n)) for n in range(4)]
+    compare.main(runs[:2])
     text = capsys.readouterr().out
-    assert row(text, "target", "test", "co-evolution") == [
-        "1", "2", "0.600", "±", "1.271", "0.500", "±", "0.000"]
-    assert {path.name for path in (tmp_path / "report").iterdir()} >= {
-        "report.txt", "report.json", "report.html", "curves.svg", "curves.png"}
-    (tmp_path / "1/result.json").unlink()
-    for again in ([runs[0], runs[0]], runs):  # one that is counted twice, or has not finished
-        with pytest.raises(Refused, match="compare one of them|not finished"):
-            compare.main(again)
-
-
-@pytest.mark.parametrize("changed, says", [
-    (dict(env="intercodesql"), "differ in env"), (dict(beta=0.5), "differ in beta (0.5, 0.1)"),
-    (dict(method="sft", beta=0.5), None), (dict(slots=7), None)])
-def test_compare_refuses_to_average_what_differs_in_more_than_the_seed(tmp_path, changed, says):
-    runs = runs_of(tmp_path, dict(seed=0, beta=0.1), {"seed": 1, "beta": 0.1, **changed})
-    if says is None:
-        return compare.main(runs)
-    with pytest.raises(Refused) as error:
-        compare.main(runs)
-    assert says in str(error.value)
+    assert row(text, "test", "co-evolution") == [
+        "1", "0.600", "±", "1.271", "0.500", "±", "0.000"]
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {
+        "report.txt", "report.json", "curves.svg"}
+    (tmp_path / "0/result.json").unlink()
+    for other, why in ((2, "differ in beta .0.5, 0.1."), (3, "both coevolve with seed 1; compare"),
+                       (1, "compare one of them"), (0, "has not finished")):
+        with pytest.raises(Refused, match=why):
+            compare.main([runs[1], runs[other]])

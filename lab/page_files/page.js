@@ -199,7 +199,7 @@ function open(task, atStart) {
   current = task;
   runs = task.runs.map(read);
   pair = iteration = null;
-  const explored = runs.filter(run => run.agent !== "expert" && !/^(eval|playing)/.test(run.from));
+  const explored = runs.filter(run => run.agent !== "expert" && !run.from.startsWith("eval"));
   if (explored.length) {
     iteration = Math.max(...explored.map(run => run.iteration));
     columns = ofIteration(iteration);
@@ -369,7 +369,6 @@ function who(run, n, parted, first) {
       : `, parts from the ${first.agent} at turn ${parted + 1}`;
   return say("div", "who " + side, named(run.agent), where + " ", pill(run.reward), " ",
     side ? say("span", "tag " + side, side) : null,
-    run.joined && run.agent !== "expert" ? say("span", "tag chosen", "joined the experts") : null,
     make("p", {}, `${run.steps} step${run.steps === 1 ? "" : "s"}${compared}`));
 }
 
