@@ -221,10 +221,8 @@ def test_solutions_that_do_not_prove_a_question_are_refused(databases):
     assert generator.verify(whole) is None
     assert "does not end" in generator.verify({**whole, "solution": whole["solution"][:-1]})
     assert "earns" in generator.verify({**whole, "solution": ["SHOW TABLES", "submit"]})
-    table = generator.proposal("x", "SELECT * FROM nowhere", question["db"])
-    assert generator.verify(table)
     table = question["gold"].split(" FROM ")[1].split()[0]
-    for gold in ("SELECT 1 WHERE 1 = 0", "SELECT",  # no rows; no query
+    for gold in ("SELECT * FROM nowhere", "SELECT 1 WHERE 1 = 0", "SELECT",  # no rows; no query
                  f"select 1 from {table} where 1 = 1", f"SELECT 1 FROM {table}\nWhere 1 = 1"):
         assert generator.verify(generator.proposal("x", gold, question["db"])), gold
     long = ["SHOW TABLES"] * 9 + whole["solution"]
@@ -236,24 +234,24 @@ def test_planted_questions_are_refused(databases):
     for split in ("validation", "test", "unseen"):
         for task in env.tasks(split)[:40]:
             assert generator.refusal(env.find(task)) == "a database of no training task"
-    train = env.find(env.tasks("train")[0])
-    assert generator.refusal(train) == "a question of a split"
-    assert generator.refusal({**train, "query": "other words"}) == "a question of a split"
-    assert generator.refusal({**train, "gold": train["gold"] + "  ", "query": "x"})
-    assert generator.refusal({**train, "query": "x", "gold": "SELECT 1"}) is None
-    for gold in ("SELECT @@version", "DROP TABLE t"):  # nobody may ask that
-        assert "cannot be asked" in generator.refusal({**train, "query": "x", "gold": gold})
-    gold, asked = train["gold"], "a question of a split"
-    for other in (gold.lower(), gold.replace(" FROM ", " -- all\nFROM ") + " ;", f"{gold}/* x */"):
-        assert generator.refusal({**train, "query": "x", "gold": other}) == asked
-    assert generator.refusal({**train, "query": train["query"].upper() + " ", "gold": "SELECT 1"}) == asked
-    for split in ("train", "validation", "test"):
-        words = env.find(env.tasks(split)[0])["query"]
-        assert generator.refusal({**train, "query": f"{words}?", "gold": "SELECT 1"}) == asked
-    assert generator.refusal({**train, "query": "how many clocks", "gold": "SELECT 1"}) == (
-        "a held-out noun")
-    for gold in ("SELECT datetime('now')", "SELECT CURRENT_TIME", "SELECT random ( )"):
-        assert "another time" in generator.refusal({**train, "query": "x", "gold": gold})
+    train, asked = env.find(env.tasks("train")[0]), "a question of a split"
+    gold, words = train["gold"], [env.find(env.tasks(split)[0])["query"]
+                                  for split in ("train", "validation", "test")]
+
+    def refused(query="x", gold="SELECT 1"):
+        return generator.refusal({**train, "query": query, "gold": gold})
+
+    assert refused() is None
+    for other in (gold, gold + "  ", gold.lower(), f"{gold}/* x */",
+                  gold.replace(" FROM ", " -- all\nFROM ") + " ;"):
+        assert refused(gold=other) == asked
+    for query in (words[0].upper() + " ", *(f"{said}?" for said in words)):
+        assert refused(query) == asked
+    assert refused("how many clocks") == "a held-out noun"
+    for other in ("SELECT @@version", "DROP TABLE t"):  # nobody may ask that
+        assert "cannot be asked" in refused(gold=other)
+    for other in ("SELECT datetime('now')", "SELECT CURRENT_TIME", "SELECT random ( )"):
+        assert "another time" in refused(gold=other)
     assert generator.key(dict(db="d", gold="SELECT 'A'")) != generator.key(dict(db="d", gold="SELECT 'a'"))
 
 
@@ -263,13 +261,13 @@ HOSTILE = (  # SQL of an explorer model; {t} is a table
     "SELECT hex(zeroblob(400000000))", "SELECT '\ud800'", "SELECT '\0'")
 
 
-@pytest.mark.parametrize("gold", HOSTILE)
-def test_no_query_of_an_explorer_breaks_or_holds_up_the_run(databases, gold):
+def test_no_query_of_an_explorer_breaks_or_holds_up_the_run(databases):
     env, generator = databases
     db = env.find(env.tasks("train")[0])["db"]
     table = env.world.databases[db].split("CREATE TABLE ")[1].split()[0]
-    proposal = generator.proposal("what is this", gold.replace("{t}", table), db)
-    assert generator.refusal(proposal["task"]) or generator.verify(proposal)
+    for gold in HOSTILE:
+        proposal = generator.proposal("what is this", gold.replace("{t}", table), db)
+        assert generator.refusal(proposal["task"]) or generator.verify(proposal), gold
 
 
 def test_nobody_makes_questions_about_other_data():
@@ -308,7 +306,8 @@ def test_goals_of_splits_and_of_held_out_products_are_refused(shop):
             assert generator.refusal(one) == "no product meets it"
     new = next(found["task"] for task in env.tasks("train") for found in generator.finds(
         task, replies_of(env, task), random.Random(3)) if not generator.refusal(found["task"]))
-    for words in (env.find(env.tasks(split)[0])["instruction"] for split in ("test", "unseen")):
+    for split in "test", "unseen":
+        words = env.find(env.tasks(split)[0])["instruction"]
         said = {**new, "instruction": f" {words.upper()}"}
         assert generator.refusal(said) == "a goal of a split"
     for goal in (env.find(task) for task in env.tasks("unseen")):
@@ -710,7 +709,7 @@ def files_of(folder):
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(run):
     """Stopped in segment 2 and in the evolution after it: moments and passes go on from files."""
     more = dict(solve_check=3, mastered="leave", start_share=0.5, grpo_steps=3, evolve_every=1,
-                max_tokens=40)
+                max_tokens=40, start_from="train")
     whole = files_of(run(out="whole", **more).folder)
 
     class Stops(evolve.Run):
@@ -771,8 +770,9 @@ def test_two_sharded_processes_evolve_like_one(small_model, tmp_path):
     for ranks in (1, 2):
         flags = dict(
             model=small_model, out=tmp_path / str(ranks), start_from="train", grpo_steps=2,
-            evolve_every=1, evaluate_every=9, grpo_lr=1e-5, max_tokens=400, max_new_tokens=4, slots=8, start_tasks=5,
-            warm_start="none", step_tasks=3, step_rollouts=4, grpo_batch=2, near_text=1.0)
+            evolve_every=1, evaluate_every=9, grpo_lr=1e-5, max_tokens=400, max_new_tokens=4,
+            slots=8, start_tasks=5, warm_start="none", step_tasks=3, step_rollouts=4, grpo_batch=2,
+            near_text=1.0, picks=1, explorer_episodes=4)
 
         def work():
             envs.make = lambda *_, **__: Letters()
