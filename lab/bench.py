@@ -259,7 +259,7 @@ def generated(model, encoder: dpo.Encoder, task: int) -> list[int]:
 
 def rollout(runs: dict, folder: Path, quick: bool) -> None:
     """All of our episodes beside the first few one by one."""
-    many, few, repeats = (4, 2, 0) if quick else (192, 12, 5)
+    many, few, repeats = (2, 1, 0) if quick else (192, 12, 5)
     encoder, player, works = dpo.Encoder(word_tokenizer()), make_model(), {}
     with torch.no_grad():  # so that replies end after some 20 tokens
         player.lm_head.weight[list(encoder.never(MODEL.vocab_size))] = 0  # the best is above 0
