@@ -3,12 +3,17 @@
     --method evaluate --model FOLDER --temperature 1 --rollouts 4
     --method chat --model https://api.openai.com/v1 --model-name gpt-4 --examples 1
 
-A run that was stopped plays its episodes again from their starts, with the answers it has paid for.
+What an endpoint answered stands in the run's answers.jsonl, a line each, as soon as it is there. A
+run that was stopped takes these answers where it asks for the same, and pays for the others alone.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -18,10 +23,11 @@ import envs
 from coevolve import Run, bar, scores, write
 from dpo import Trajectory
 from evolve import by_one_rank
-from lab.endpoint import ContextFull, Endpoint, NotAnswered, Paid
+from lab.endpoint import USAGE, ContextFull, Endpoint, NotAnswered
+from lab.kept import whole_lines
 from lab.overlap import Overlap, marks
 from worlds import flags, is_web_address
-from worlds.files import seed_of
+from worlds.files import hashed, seed_of
 
 
 def evaluations(run: Run) -> None:
@@ -52,6 +58,45 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
 
 
 # --------------------------------------------------------------------------------- an endpoint
+
+
+class Paid:
+    """An endpoint's answers to the running phase and those that the run has paid for before."""
+
+    def __init__(self, run: Run, endpoint: Endpoint):
+        self.endpoint, self.slots, self.phase = endpoint, run.settings.slots, run.name
+        self.file, self.lock = run.folder / "answers.jsonl", threading.Lock()
+        self.rows = {row["asked"]: row for row in whole_lines(self.file)} if (
+            self.file.exists()) else {}
+
+    def ask(self, what: list, messages: list[dict]) -> dict:
+        """The reply to these messages and its usage, of one and the same answer for the same
+        `what`."""
+        asked = hashed([*what, messages])
+        if asked not in self.rows:
+            reply, used = self.endpoint(messages)
+            row = dict(asked=asked, phase=self.phase, reply=reply, **used)
+            with self.lock, open(self.file, "a") as file:
+                file.write(json.dumps(row) + "\n")
+                self.rows[asked] = row
+        return self.rows[asked]
+
+    def side_by_side(self, works: list[Callable]) -> list:
+        """What these return, `slots` at a time. After an error nobody asks any more."""
+        threads = ThreadPoolExecutor(self.slots)
+        try:
+            results = [threads.submit(work) for work in works]
+            for done in as_completed(results):
+                done.result()
+            return [result.result() for result in results]
+        finally:
+            self.endpoint.stopped.set()
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def spent(self) -> dict:
+        """What all requests of the phase took."""
+        return {name: sum(row[name] for row in self.rows.values() if row["phase"] == self.phase)
+                for name in USAGE}
 
 
 class Text:

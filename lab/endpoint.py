@@ -1,26 +1,16 @@
 """An OpenAI-compatible chat endpoint: messages in, a reply out. The key, of the environment, stands
-in no file, log or message.
+in no file, log or message."""
 
-What it answered stands in a run's answers.jsonl, a line each, as soon as it is there. A run that
-was stopped takes these answers where it asks for the same, and pays for the others alone.
-"""
-
-import json
 import os
 import random
 import re
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import requests
 from tqdm import tqdm
 
-from coevolve import Run
 from envs import EnvError, Refused
-from lab.kept import whole_lines
-from worlds.files import hashed
 
 KEY = "OPENAI_API_KEY"  # the environment variable
 TRIES = 8
@@ -130,42 +120,3 @@ class Endpoint:
         if self.key:
             request.headers["Authorization"] = f"Bearer {self.key}"
         return request
-
-
-class Paid:
-    """An endpoint's answers to the running phase and those that the run has paid for before."""
-
-    def __init__(self, run: Run, endpoint: Endpoint):
-        self.endpoint, self.slots, self.phase = endpoint, run.settings.slots, run.name
-        self.file, self.lock = run.folder / "answers.jsonl", threading.Lock()
-        self.rows = {row["asked"]: row for row in whole_lines(self.file)} if (
-            self.file.exists()) else {}
-
-    def ask(self, what: list, messages: list[dict]) -> dict:
-        """The reply to these messages and its usage, of one and the same answer for the same
-        `what`."""
-        asked = hashed([*what, messages])
-        if asked not in self.rows:
-            reply, used = self.endpoint(messages)
-            row = dict(asked=asked, phase=self.phase, reply=reply, **used)
-            with self.lock, open(self.file, "a") as file:
-                file.write(json.dumps(row) + "\n")
-                self.rows[asked] = row
-        return self.rows[asked]
-
-    def side_by_side(self, works: list[Callable]) -> list:
-        """What these return, `slots` at a time. After an error nobody asks any more."""
-        threads = ThreadPoolExecutor(self.slots)
-        try:
-            results = [threads.submit(work) for work in works]
-            for done in as_completed(results):
-                done.result()
-            return [result.result() for result in results]
-        finally:
-            self.endpoint.stopped.set()
-            threads.shutdown(wait=False, cancel_futures=True)
-
-    def spent(self) -> dict:
-        """What all requests of the phase took."""
-        return {name: sum(row[name] for row in self.rows.values() if row["phase"] == self.phase)
-                for name in USAGE}

@@ -20,8 +20,8 @@ import evolve
 from coevolve import Run, bar, read, scores, write
 from dpo import Trajectory
 from evolve import by_one_rank, picks_of, rng_of, rows_of, starts, world
-from lab.chat import Text, is_endpoint
-from lab.endpoint import ContextFull, Endpoint, NotAnswered, Paid
+from lab.chat import Paid, Text, is_endpoint
+from lab.endpoint import ContextFull, Endpoint, NotAnswered
 from worlds import flags, is_web_address
 
 LONGEST = 6000  # characters of a conversation that the endpoint is shown [ours]
