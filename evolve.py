@@ -52,10 +52,9 @@ def evolve(run: Run, find: Callable | None = None) -> None:
 
     def evolution(i, tasks=(), signals=()):  # D_0 comes of no tasks and no signals
         finds = (find or find_tasks)(run, i, agent, tasks, signals)
-        judged = "judged" if s.solve_check else "proposals"
-        proposals = once(f"iter{i}/{judged}.jsonl", judge, finds, tasks, i=i)
+        proposals = once(f"iter{i}/proposals.jsonl", judge, finds, tasks, i=i)
         if s.solve_check:
-            proposals = once(f"iter{i}/proposals.jsonl", try_to_solve, proposals, tasks, agent, i=i)
+            proposals = once(f"iter{i}/solved.jsonl", try_to_solve, proposals, tasks, agent, i=i)
         return once(f"iter{i}/tasks.jsonl", join, tasks, proposals, played[-1:], i=i)
 
     if s.warm_start == "sft":
@@ -513,12 +512,12 @@ def words(text: str) -> set[str]:
     return set(text.lower().split())
 
 
-def try_to_solve(run: Run, out: Path, judged: Path, tasks: list[Path], agent: Path,
+def try_to_solve(run: Run, out: Path, proposals: Path, tasks: list[Path], agent: Path,
                  i: int) -> dict:
     """The proposals once the agent has played those that may join: one that it always or never
     solves is refused."""
-    s, rows, before = run.settings, read_jsonl(judged), rows_of(tasks)
-    d = with_added(run, before, judged, i)
+    s, rows, before = run.settings, read_jsonl(proposals), rows_of(tasks)
+    d = with_added(run, before, proposals, i)
     new = [row["task"] for row in d[len(before):]]
     played = run.play(agent, [
         Trajectory(task, "target", i, n, seed_of(s.seed, "solve", i, task, n))
@@ -537,7 +536,7 @@ def join(run: Run, out: Path, tasks: list[Path], proposals: Path, played: list[P
     new tasks whose last visit's episodes were all solved. played: the episodes since the last."""
     before = d = rows_of(tasks)
     if i and run.settings.mastered == "leave":
-        seen = look_back(map(read, played), run.env.success, 0)
+        seen = look_back(map(read, played), run.env.success, 1)
         d = [row | dict(left=i) if row["joined"] and row["task"] in seen.visits
              and seen.score(seen.visits[row["task"]][-1]) == 1 else row for row in d]
     d = with_added(run, d, proposals, i)

@@ -668,7 +668,7 @@ def test_what_is_always_or_never_solved_does_not_join(run):
 
     r = run(kind=Some, explorer="aimed", solve_check=4, start_from="train", add_most=5, picks=4,
             explorer_episodes=5, step_tasks=5, grpo_steps=2, evolve_every=1)
-    judged = rows(r, "iter1/proposals.jsonl")
+    judged = rows(r, "iter1/solved.jsonl")
     tried = [row for row in judged if "solved" in row]
     assert len(tried) == 5 and {row["solved"] for row in tried} >= {0, 4}
     for row in tried:
@@ -680,7 +680,7 @@ def test_what_is_always_or_never_solved_does_not_join(run):
     added = [row["task"] for row in tried if row["verdict"] == "added"]
     assert added and added == [
         row["definition"] for row in rows(r, "iter1/tasks.jsonl") if row["joined"]]
-    assert r.done["iter1/proposals.jsonl"]["added"] == len(added)
+    assert r.done["iter1/solved.jsonl"]["added"] == len(added)
     assert asked == [("/iter1/target-agent", 20, 1.5)]  # hot as in training
 
 
