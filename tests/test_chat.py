@@ -283,17 +283,12 @@ def test_what_does_not_pass_is_one_line_without_the_key(endpoint, call, fault, t
 @pytest.mark.parametrize("said, reply, tokens", [
     (answer(content=[dict(type="text", text="c"), dict(type="text", text="d")], usage={}), "cd", 0),
     (answer(content="c", usage=dict(prompt_tokens=5, completion_tokens=None)), "c", 5),
-    (answer(reasoning="so"), "", 0)])
+    (answer(reasoning="so"), "", 0), (answer(content="a b", finish_reason="length"), "a b", 0)])
 def test_odd_answers_are_read(endpoint, call, said, reply, tokens):
     found, used = call(said)
     assert found == reply and used["prompt_tokens"] + used["completion_tokens"] == tokens
     assert used["unreported"] == (tokens == 0) and len(endpoint.seen) == 1
-
-
-def test_cut_replies_and_unknown_tokens_are_counted(endpoint, run):
-    endpoint.faults = [answer(content="a b", finish_reason="length")]
-    found = numbers_of(run())
-    assert (found["cut_replies"], found["unreported"], found["requests"]) == (1, 1, 5)
+    assert used["cut_replies"] == ("length" in said[1])
 
 
 def test_parameters_that_a_model_refuses_are_sent_otherwise(endpoint, capsys):

@@ -691,13 +691,13 @@ class Vowels(Letters):
         return Step("thanks", sum(letter in "aeiou" for letter in reply[:8]) / 8, True)
 
 
-def test_forty_steps_teach_a_policy_what_pays(run):
-    r = run("grpo", world=Vowels, start_from="train", start_tasks=4, grpo_steps=40, evolve_every=40,
+def test_twenty_four_steps_teach_a_policy_what_pays(run):
+    r = run("grpo", world=Vowels, start_from="train", start_tasks=4, grpo_steps=24, evolve_every=24,
             step_tasks=4, step_rollouts=6, max_new_tokens=6, slots=24, grpo_lr=3e-3,
             grpo_temperature=1.0)
     log = rows(r, "iter1/target-agent/train.jsonl")
     rewards, kl = [row["reward"] for row in log], [row["kl"] for row in log]
-    assert np.mean(rewards[:5]) < 0.2 and np.mean(rewards[-5:]) > 0.6
+    assert np.mean(rewards[:5]) < 0.2 and np.mean(rewards[-5:]) > 0.4
     assert np.mean(kl[-10:]) > 0  # of its own samples, over the tokens that may be drawn
 
 
