@@ -17,7 +17,7 @@ import math
 import random
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
@@ -52,7 +52,9 @@ def evolve(run: Run, find: Callable | None = None) -> None:
 
     def evolution(i, tasks=(), signals=()):  # D_0 comes of no tasks and no signals
         finds = (find or find_tasks)(run, i, agent, tasks, signals)
-        proposals = once(f"iter{i}/proposals.jsonl", judge, finds, tasks, agent, i=i)
+        proposals = once(f"iter{i}/proposals.jsonl", judge, finds, tasks, i=i)
+        if s.solve_check:
+            proposals = once(f"iter{i}/solved.jsonl", try_to_solve, proposals, tasks, agent, i=i)
         return once(f"iter{i}/tasks.jsonl", join, tasks, proposals, played[-1:], i=i)
 
     if s.warm_start == "sft":
@@ -76,7 +78,7 @@ def find_tasks(run: Run, i: int, agent: Path, tasks: list[Path], signals: list[P
     """What the agent itself finds where the signals lie; with --explorer aimed nobody explores
     after the start, and a script varies the picked tasks. A file of proposals without verdicts."""
     if signals and run.settings.explorer == "aimed":
-        return run.once(f"iter{i}/finds.jsonl", vary, *tasks, *signals, i=i)
+        return run.once(f"iter{i}/finds.jsonl", vary, tasks, signals, i=i)
     explored = run.once(f"iter{i}/explored.jsonl", explore, agent, tasks, signals, i=i)
     return run.once(f"iter{i}/finds.jsonl", abstract, tasks, explored, i=i)
 
@@ -117,7 +119,7 @@ class Rollouts(Group):
 def advantages(rewards: list[float]) -> list[float]:
     """The advantage A_k of each episode of a group; none if all rewards are equal."""
     rewards = torch.tensor(rewards, dtype=torch.float64)                          # (K,)
-    if len(rewards) < 2 or (rewards == rewards[0]).all():
+    if (rewards == rewards[0]).all():
         return []
     # A_k = (R_k - mean R) / (std R + 1e-6), std with K - 1
     advantage = rewards - rewards.mean()
@@ -171,8 +173,8 @@ def train(run: Run, out: Path, agent: Path, first: Path, tasks: Path, batches: P
             options=states.StateDictOptions(full_state_dict=True))
     checkpoint, planned = run.checkpoint(steps), read_jsonl(batches)
     done = checkpoint.restore(model, optimizer) if checkpoint else 0
+    make_env = partial(world, run, d := read_jsonl(tasks))
     for n, row in enumerate(planned[done:], done + 1):
-        make_env = partial(world, run, d := read_jsonl(tasks))
         played, line = grpo_step(run, model, reference, optimizer, make_env, **row)
         steps.append(dict(log=line | dict(D=len(active(d))), episodes=[vars(t) for t in played]))
         if checkpoint:
@@ -208,7 +210,6 @@ def grpo_step(run: Run, model, reference, optimizer, make_env: Callable, step: i
     vocabulary = model.config.get_text_config().vocab_size
     log_probs = partial(run.log_probs, sampler=dpo.Sampler(
         s.grpo_temperature, run.encoder.never(vocabulary)))
-    model.train()
     for policy, name in ((reference, "ref"), (model, "old")) if groups else ():
         with torch.no_grad():
             values = log_probs(policy, dpo.trajectories(groups)).cpu()
@@ -268,47 +269,46 @@ def plan(run: Run, out: Path, tasks: Path, before: list[Path], i: int) -> dict:
 
 @dataclass
 class Seen:
-    """What the signals look at: the episodes of a segment, and the scores of all visits so far."""
-    success: float                          # the reward from which y = 1
-    scores: dict = field(default_factory=lambda: defaultdict(list))  # task -> each visit's mean y
-    won: dict = field(default_factory=dict)     # task -> a success, of its last visit with >= 0.5
-    groups: dict = field(default_factory=dict)  # task -> the episodes of its last visit
-    window: list = field(default_factory=list)  # all episodes since the last evolution
-    patterns: list = field(default_factory=list)  # of each of these its patterns of actions
+    """What the signals look at after a segment."""
+    success: float                             # the reward from which y = 1
+    visits: dict[str, list[list[Trajectory]]]  # of its tasks the last visit and the W before it
+    episodes: list[Trajectory]                 # all of the segment
+    patterns: list[set[str]] = field(default_factory=list)  # of actions, in each of these
 
-    def add_segment(self, episodes: list[Trajectory]) -> None:
-        self.groups, self.window = {}, episodes
-        for (_, task), visit in itertools.groupby(episodes, lambda t: (t.iteration, t.task)):
-            self.groups[task] = [*visit]
-            self.scores[task].append(mean(map(self.solved, self.groups[task])))
-            if self.scores[task][-1] >= 0.5:
-                self.won[task] = self.evidence(self.groups[task])["success"]
-
-    def solved(self, t: Trajectory) -> bool:
-        return t.reward >= self.success
+    def score(self, episodes: list[Trajectory]) -> float:
+        return mean(t.reward >= self.success for t in episodes)
 
     def evidence(self, episodes: list[Trajectory]) -> dict:
         """A failure among the episodes, and a success, as the conversations that they were."""
-        return {name: next((t.messages for t in episodes if self.solved(t) == won), None)
-                for name, won in (("failure", False), ("success", True))}
+        won, lost = (next((t.messages for t in episodes if (t.reward >= self.success) == y), None)
+                     for y in (True, False))
+        return dict(failure=lost, success=won)
+
+
+def look_back(segments: Iterable[list[Trajectory]], success: float, window: int) -> Seen:
+    visits = defaultdict(list)
+    for episodes in segments:
+        for (_, task), visit in itertools.groupby(episodes, lambda t: (t.iteration, t.task)):
+            visits[task] = [*visits[task][-window:], [*visit]]
+    return Seen(success, {t.task: visits[t.task] for t in episodes}, episodes)
 
 
 def forgetting(seen: Seen, s: Grpo) -> Iterator[dict]:
     """F: tasks visited since the last evolution with s_now < 0.5, and s >= 0.5 among the W visits
     before; with the number of visits since that success."""
-    for task, group in seen.groups.items():
-        *before, now = seen.scores[task]
-        wins = [n for n, score in enumerate(reversed(before[-s.window:]), 1) if score >= 0.5]
-        if now < 0.5 and wins:
-            yield dict(task=task, visits_ago=wins[0], **seen.evidence(group),
-                       success_then=seen.won[task])
+    for task, (*before, now) in seen.visits.items():
+        wins = [n for n, visit in enumerate(reversed(before), 1) if seen.score(visit) >= 0.5]
+        if seen.score(now) < 0.5 and wins:
+            yield dict(task=task, visits_ago=wins[0], **seen.evidence(now),
+                       success_then=seen.evidence(before[-wins[0]])["success"])
 
 
 def boundary(seen: Seen, s: Grpo) -> Iterator[dict]:
     """B: tasks with 0 < sum of y < K at their latest visit, one step and one policy; the sum."""
-    for task, group in seen.groups.items():
-        if 0 < (successes := sum(map(seen.solved, group))) < len(group):
-            yield dict(task=task, successes=successes, **seen.evidence(group))
+    for task, (*_, now) in seen.visits.items():
+        if 0 < seen.score(now) < 1:
+            yield dict(task=task, successes=sum(t.reward >= seen.success for t in now),
+                       **seen.evidence(now))
 
 
 def rare(seen: Seen, s: Grpo) -> Iterator[dict]:
@@ -316,9 +316,9 @@ def rare(seen: Seen, s: Grpo) -> Iterator[dict]:
     evolution, in --rare-min at least; with the number of episodes, of which failures come first."""
     counts = Counter(pattern for held in seen.patterns for pattern in held)
     for pattern, n in counts.items():
-        if n >= s.rare_min and 100 * n < s.rare_below * len(seen.window):
-            holding = sorted((t for t, held in zip(seen.window, seen.patterns) if pattern in held),
-                             key=lambda t: t.reward)
+        if n >= s.rare_min and 100 * n < s.rare_below * len(seen.episodes):
+            holding = [t for t, held in zip(seen.episodes, seen.patterns) if pattern in held]
+            holding.sort(key=lambda t: t.reward)
             yield dict(task=holding[0].task, pattern=pattern, episodes=n, **seen.evidence(holding))
 
 
@@ -329,20 +329,18 @@ SIGNALS = {"forgetting": forgetting, "boundary": boundary, "rare": rare}
 def find_signals(run: Run, out: Path, tasks: Path, played: list[Path], i: int) -> dict:
     """Every signal of segment i with its evidence, and which of them are picked. played: episodes
     of all segments so far. With --guide random as many tasks are picked without a signal."""
-    s, d, seen = run.settings, read_jsonl(tasks), Seen(run.env.success)
-    for file in played:
-        seen.add_segment(read(file))
+    s, d, found = run.settings, read_jsonl(tasks), {}
+    seen = look_back(map(read, played), run.env.success, s.window)
     generator = world(run, d).task_generator()
-    seen.patterns = [generator.patterns(t.task, replies(t)) for t in seen.window]
-    rows = []
+    seen.patterns = [generator.patterns(t.task, replies(t)) for t in seen.episodes]
     for kind in filter(s.signals.split(",").__contains__, SIGNALS):
-        found = [dict(signal=kind, picked=False, **row) for row in SIGNALS[kind](seen, s)]
-        rows += sorted((row for row in found if s.explorer != "aimed" or "pattern" not in row
-                        or generator.parses(row["pattern"])),
-                       key=lambda row: (row["task"], row.get("pattern", "")))
-    found = {kind: [row for row in rows if row["signal"] == kind] for kind in SIGNALS}
-    picked = pick([rng_of(run, "picks", i, kind).sample(of_kind, len(of_kind))
-                   for kind, of_kind in found.items()], s.picks)
+        rows = (dict(signal=kind, picked=False, **row) for row in SIGNALS[kind](seen, s))
+        found[kind] = sorted((row for row in rows if s.explorer != "aimed" or "pattern" not in row
+                              or generator.parses(row["pattern"])),
+                             key=lambda row: (row["task"], row.get("pattern", "")))
+    picked = pick([rng_of(run, "picks", i, kind).sample(rows, len(rows))
+                   for kind, rows in found.items()], s.picks)
+    rows = [row for of_kind in found.values() for row in of_kind]
     if s.guide == "random":
         pool = [row["task"] for row in active(d)]
         picked = [dict(signal="random", task=task) for task in rng_of(run, "random", i).sample(
@@ -377,15 +375,20 @@ def active(d: list[dict]) -> list[dict]:
     return [row for row in d if "left" not in row]
 
 
-def world(run: Run, d: list[dict], proposals: list[dict] = ()):
-    """An environment that knows the tasks of D, and those of proposals."""
+def world(run: Run, d: list[dict]):
+    """An environment that knows the tasks of D."""
     env = run.make_env()
     for row in d:
         if "definition" in row and (task := env.add(row["definition"])) != row["task"]:
             raise envs.Refused(f"tasks.jsonl: {row['task']} is {task} here; keep its rows in order")
-    for row in proposals:
-        env.add(row["task"])
     return env
+
+
+def with_added(run: Run, d: list[dict], proposals: Path, i: int) -> list[dict]:
+    """D and the proposals that join."""
+    env = world(run, d)
+    return d + [dict(task=env.add(row["task"]), joined=i, signal=row["signal"], text=row["text"],
+                     definition=row["task"]) for row in read_jsonl(proposals) if not row["reason"]]
 
 
 def training_tasks(run: Run) -> list[str]:
@@ -403,18 +406,23 @@ def first_tasks(run: Run, out: Path, i: int) -> dict:
     return dict(tasks=len(tasks), missing=run.settings.start_tasks - len(tasks))
 
 
+def starts(run: Run, signals: list[Path], each: int) -> list[tuple[str, str, int]]:
+    """(task, signal, rollout) of each exploration: of each pick some; for D_0, which follows no
+    signals, on training tasks, `each` for a start task."""
+    s, known = run.settings, training_tasks(run)
+    return [(pick["task"], pick["signal"], n) for pick in picks_of(signals)
+            for n in range(s.explorer_episodes)] if signals else [
+        (known[n % len(known)], "start", n // len(known)) for n in range(each * s.start_tasks)]
+
+
 def explore(run: Run, out: Path, agent: Path, tasks: list[Path], signals: list[Path],
             i: int) -> dict:
-    """Episodes of the agent, hotter than in training, on the picked tasks; for D_0 on training
-    tasks, six for a start task: one in six becomes a new task or more [ours]."""
-    s, known = run.settings, training_tasks(run)
-    picks = [row for file in signals for row in read_jsonl(file) if row["picked"]]
-    starts = [(row["task"], row["signal"], n) for row in picks for n in range(s.explorer_episodes)
-              ] if signals else [(known[n % len(known)], "start", n // len(known))
-                                 for n in range(6 * s.start_tasks)]
+    """Episodes of the agent, hotter than in training; for D_0 six for a start task: one in six
+    becomes a new task or more [ours]."""
     played = run.play(agent, [
-        Trajectory(task, signal, i, n, seed_of(s.seed, "explore", i, task, n))
-        for task, signal, n in starts], s.explorer_temperature, partial(world, run, rows_of(tasks)))
+        Trajectory(task, signal, i, n, seed_of(run.settings.seed, "explore", i, task, n))
+        for task, signal, n in starts(run, signals, 6)],
+        run.settings.explorer_temperature, partial(world, run, rows_of(tasks)))
     write(run, out, played)
     return scores(played, run) if played else dict(episodes=0)
 
@@ -433,15 +441,13 @@ def abstract(run: Run, out: Path, tasks: list[Path], explored: Path, i: int) -> 
 
 
 @by_one_rank
-def vary(run: Run, out: Path, tasks: Path, signals: Path, i: int) -> dict:
+def vary(run: Run, out: Path, tasks: list[Path], signals: list[Path], i: int) -> dict:
     """Variations of the picked tasks by a script, in the form of `abstract`."""
-    s, rng = run.settings, rng_of(run, "propose", i)
-    generator = world(run, read_jsonl(tasks)).task_generator()
+    rng, generator = rng_of(run, "propose", i), world(run, rows_of(tasks)).task_generator()
     rows = [dict(signal=pick["signal"], source=pick["task"], **found)
-            for pick in read_jsonl(signals) if pick["picked"] for _ in range(s.explorer_episodes)
+            for pick in picks_of(signals) for _ in range(run.settings.explorer_episodes)
             for found in generator.vary(pick["task"], pick.get("pattern"), rng)]
-    rows = rng.sample(rows, len(rows))
-    write(run, out, rows)
+    write(run, out, rng.sample(rows, len(rows)))
     return dict(finds=len(rows))
 
 
@@ -449,57 +455,42 @@ def rows_of(files: list[Path]) -> list[dict]:
     return [row for file in files for row in read_jsonl(file)]
 
 
+def picks_of(signals: list[Path]) -> list[dict]:
+    return [row for row in rows_of(signals) if row["picked"]]
+
+
 def replies(t: Trajectory) -> list[str]:
     return [m["content"] for m in t.messages if m["role"] == "assistant"]
 
 
-def judge(run: Run, out: Path, finds: Path, tasks: list[Path], agent: Path, i: int) -> dict:
-    """The finds with their verdicts. As many may join as are asked for; with --solve-check the
-    agent plays those that may, and others take the places of those that it refuses."""
-    s, rows, d, verdicts = run.settings, read_jsonl(finds), rows_of(tasks), []
-    most, tried = s.add_most if i else s.start_tasks, 0
-    while len(verdicts) < len(rows):
-        before = [row for row, v in zip(rows, verdicts) if "solved" in v or not v["reason"]]
-        room = most - sum(not v["reason"] for v in verdicts)
-        new = check(run, rows[len(verdicts):], before, d, room)
-        may = [n for n, v in enumerate(new) if not v["reason"]]
-        if s.solve_check and may:
-            joining = [rows[len(verdicts) + n] for n in may]
-            for n, verdict in zip(may, try_to_solve(run, joining, before, d, agent, i)):
-                new[n] |= verdict
-            tried += s.solve_check * len(may)
-        verdicts += new
-    rows = [row | dict(verdict="refused" if v["reason"] else "added", **v)
-            for row, v in zip(rows, verdicts)]
-    write(run, out, rows)
-    added = [row for row in rows if row["verdict"] == "added"]
-    return dict(proposals=len(rows), replayed=sum(v["replayed"] for v in verdicts), tried=tried,
-                added=len(added), kinds=Counter(f"added {row['signal']}" for row in added),
-                refused=Counter(v["reason"] for v in verdicts if v["reason"]))
-
-
 @by_one_rank
-def check(run: Run, rows: list[dict], before: list[dict], d: list[dict], room: int) -> list[dict]:
-    """Verdicts of the first proposals, until `room` of them may join. before: the proposals of this
-    evolution that were let in already."""
-    s, env, verdicts = run.settings, world(run, d), []
-    generator = env.task_generator()
+def judge(run: Run, out: Path, finds: Path, tasks: list[Path], i: int) -> dict:
+    """The finds with their verdicts. As many may join as are asked for."""
+    s, d, rows = run.settings, rows_of(tasks), read_jsonl(finds)
+    env = world(run, d)
+    generator, room = env.task_generator(), s.add_most if i else s.start_tasks
     known = {generator.key(env.find(row["task"])) for row in d}
-    known |= {generator.key(row["task"]) for row in before}
-    texts = [words(row["text"]) for row in (*d, *before) if "text" in row]
-    for row in rows:
+    texts = [words(row["text"]) for row in d if "text" in row]
+    for n, row in enumerate(rows):
         reason = refusal(generator, row, known, texts, s.near_text) or (
             None if room else "enough were added")
         replayed = s.verify and not reason
         reason = generator.verify(row) if replayed else reason
-        verdicts.append(dict(reason=reason, replayed=replayed))
-        if reason is None:
+        rows[n] = row | dict(verdict="refused" if reason else "added", reason=reason,
+                             replayed=replayed)
+        if not reason:
             known.add(generator.key(row["task"]))
             texts.append(words(row["text"]))
             room -= 1
-            if not room:
-                break
-    return verdicts
+    write(run, out, rows)
+    return counts(rows)
+
+
+def counts(rows: list[dict]) -> dict:
+    refused = Counter(row["reason"] for row in rows if row["reason"])
+    return dict(proposals=len(rows), replayed=sum(row["replayed"] for row in rows),
+                added=len(rows) - refused.total(), refused=refused,
+                kinds=Counter(f"added {row['signal']}" for row in rows if not row["reason"]))
 
 
 def refusal(generator, proposal: dict, known: set[str], texts: list[set[str]],
@@ -521,55 +512,49 @@ def words(text: str) -> set[str]:
     return set(text.lower().split())
 
 
-def try_to_solve(run: Run, rows: list[dict], before: list[dict], d: list[dict], agent: Path,
-                 i: int) -> list[dict]:
-    """Verdicts of proposals that the agent has played: one that it always or never solves is
-    refused."""
-    s, make_env = run.settings, partial(world, run, d, [*before, *rows])
-    env = make_env()
-    ids = [env.add(row["task"]) for row in rows]
+def try_to_solve(run: Run, out: Path, proposals: Path, tasks: list[Path], agent: Path,
+                 i: int) -> dict:
+    """The proposals once the agent has played those that may join: one that it always or never
+    solves is refused."""
+    s, rows, before = run.settings, read_jsonl(proposals), rows_of(tasks)
+    d = with_added(run, before, proposals, i)
+    new = [row["task"] for row in d[len(before):]]
     played = run.play(agent, [
         Trajectory(task, "target", i, n, seed_of(s.seed, "solve", i, task, n))
-        for task in ids for n in range(s.solve_check)], s.grpo_temperature, make_env)
-    verdicts = []
-    for task in ids:
-        solved = sum(t.reward >= run.env.success for t in played if t.task == task)
-        reason = {0: "never", s.solve_check: "always"}.get(solved)
-        verdicts.append(dict(solved=solved, reason=reason and f"the agent {reason} solves it"))
-    return verdicts
+        for task in new for n in range(s.solve_check)], s.grpo_temperature, partial(world, run, d))
+    for task, row in zip(new, [row for row in rows if not row["reason"]]):
+        row["solved"] = sum(t.reward >= run.env.success for t in played if t.task == task)
+        if how := {0: "never", s.solve_check: "always"}.get(row["solved"]):
+            row |= dict(verdict="refused", reason=f"the agent {how} solves it")
+    write(run, out, rows)
+    return counts(rows) | dict(tried=len(played))
 
 
 def join(run: Run, out: Path, tasks: list[Path], proposals: Path, played: list[Path],
          i: int) -> dict:
     """D after an evolution: with the proposals that join, and, with --mastered leave, without the
     new tasks whose last visit's episodes were all solved. played: the episodes since the last."""
-    d, seen, left = rows_of(tasks), Seen(run.env.success), []
+    before = d = rows_of(tasks)
     if i and run.settings.mastered == "leave":
-        seen.add_segment(read(*played))
-        left = [row for row in active(d) if row["joined"] and row["task"] in seen.groups
-                and all(map(seen.solved, seen.groups[row["task"]]))]
-    d = [row | dict(left=i) if row in left else row for row in d]
-    added, env = [row for row in read_jsonl(proposals) if row["verdict"] == "added"], world(run, d)
-    d += [dict(task=env.add(row["task"]), joined=i, signal=row["signal"], text=row["text"],
-               definition=row["task"]) for row in added]
+        seen = look_back(map(read, played), run.env.success, 1)
+        d = [row | dict(left=i) if row["joined"] and row["task"] in seen.visits
+             and seen.score(seen.visits[row["task"]][-1]) == 1 else row for row in d]
+    d = with_added(run, d, proposals, i)
     if not d:
         raise envs.Refused("no start task came of the unguided exploration; give --start-from "
                            "train and another --out, or a --model that finds something")
     write(run, out, d)
-    return dict(tasks=len(added), left=len(left), D=len(active(d)))
+    return dict(tasks=len(d) - len(before), left=sum(row.get("left") == i for row in d),
+                D=len(active(d)))
 
 
 # ------------------------------------------------------------------------------------ settings
 # In brackets the source: S, D, a summary of the paper and notes on it; AE, AgentEvolver's config,
 # the likeliest for the rest of it; ours.
 
-Signals = flags.limited(str, f"must be some of {','.join(SIGNALS)}, each once", lambda text: (
-    set(kinds := text.split(",")) <= set(SIGNALS) and len(set(kinds)) == len(kinds)))
-Percent = flags.limited(float, "must be above 0 and at most 100", lambda x: 0 < x <= 100)
+Signals = flags.limited(str, f"must be some of {','.join(SIGNALS)}",
+                        lambda text: {*text.split(",")} <= {*SIGNALS})
 UpToOne = flags.limited(float, "must be at least 0 and at most 1", lambda x: 0 <= x <= 1)
-Several = flags.limited(int, "must be at least 2", lambda n: n >= 2)
-Plays = flags.limited(int, "one play is solved never or always; give 0, or 2 and more",
-                      lambda n: n == 0 or n >= 2)
 
 
 @dataclass(frozen=True)
@@ -582,7 +567,7 @@ class Steps:
     evolve_every: flags.Count = 10         # E, steps of a segment [D]
     evaluate_every: flags.Count = 2        # segments between two evaluations [D: 20 steps]
     step_tasks: flags.Count = 32           # B, tasks a step [D, AE]
-    step_rollouts: Several = 8             # K, episodes of a task in a step [D, AE]
+    step_rollouts: flags.Count = 8         # K, episodes of a task in a step [D, AE]
     grpo_batch: flags.Count = 8            # tasks of an update, with those left out [AE; ours]
     grpo_lr: flags.Rate = 1e-6             # constant [D, AE]
     grpo_temperature: flags.Rate = 0.9     # of training episodes [D, AE]
@@ -595,14 +580,14 @@ class Steps:
     explorer_temperature: flags.Rate = 1.1  # [ours; AE: 1]
     near_text: UpToOne = 0.8               # a new text's largest Jaccard share with another [AE]
     verify: bool = True                    # new tasks join only if their solution replays [S]
-    solve_check: Plays = 0                 # and if the agent solves some of so many plays [ours]
+    solve_check: flags.Whole = 0           # and if the agent solves some of so many plays [ours]
 
 
 @dataclass(frozen=True)
-class Grpo(Steps, flags.Stated):
+class Grpo(Steps):
     signals: Signals = ",".join(SIGNALS)   # that lead exploration [S]
     window: flags.Count = 5                # W, visits that forgetting looks back on [ours]
-    rare_below: Percent = 2.0              # theta, percent of the episodes [ours]
+    rare_below: flags.Rate = 2.0           # theta, percent of the episodes [ours]
     rare_min: flags.Count = 1              # episodes that hold a rare pattern [S; D: 2]
     picks: flags.Count = 8                 # of each signal, at most [ours]
     # what the explorer goes back to: picks [S], or as many tasks at random [D]
@@ -613,25 +598,18 @@ class Grpo(Steps, flags.Stated):
     # new tasks whose last visit's episodes were all solved stay, or leave for good [ours]
     mastered: Literal["keep", "leave"] = "keep"
 
-    presets = {"tiny": dict(step_tasks=16, near_text=1.0),
-               "aimed": dict(rare_min=2, start_share=0.5, mastered="leave")}
-
-    @classmethod
-    def preset_names(cls, values: dict) -> list[str]:
-        return [*super().preset_names(values), values["explorer"]]
-
-    def conflicts(self, s) -> list[tuple[bool, str, str]]:
-        return [*super().conflicts(s),
-                (s.method == "evolve" and s.grpo_steps <= s.evolve_every, "--grpo-steps",
-                 f"the tasks would never evolve; give more than --evolve-every {s.evolve_every}")]
-
 
 @dataclass(frozen=True)
 class Settings(Grpo, coevolve.Settings):
     method: str = "evolve"                 # evolve, or grpo on the start tasks alone
 
-    presets = {name: Grpo.presets.get(name, {}) | coevolve.Settings.presets.get(name, {})
-               for name in {*Grpo.presets, *coevolve.Settings.presets}}
+    presets = coevolve.Settings.presets | {
+        "tiny": coevolve.Settings.presets["tiny"] | dict(step_tasks=16, near_text=1.0),
+        "aimed": dict(rare_min=2, start_share=0.5, mastered="leave")}
+
+    @staticmethod
+    def preset_names(values: dict) -> list[str]:
+        return [*coevolve.Settings.preset_names(values), values["explorer"]]
 
 
 METHODS = {"grpo": (evolve, (Common, Steps)), "evolve": (evolve, (Common, Grpo))}

@@ -32,7 +32,7 @@ from dpo import Group, Pair, Trajectory
 from lab.pretrain import make_tokenizer
 from lab.run import Run
 from lab.settings import Settings
-from worlds import Step
+from worlds import Step, World
 
 RUNS = {"core": (coevolve.Run, coevolve.Settings), "lab": (Run, Settings)}  # what is ours
 SETTINGS = coevolve.Settings()  # of the preference loss
@@ -84,12 +84,6 @@ def make_groups(instructions: int, length: int, actions: int, common: float = 1 
         groups.append(Group(sequences, [Pair("expert", 0, 1), Pair("expert", 0, 2),
                                         Pair("failures", 1, 2)]))
     return groups
-
-
-def begin(run, settings, folder: Path, slots: int):
-    """A run of these classes of the model in a folder."""
-    return run(settings(model=str(folder / "model"), out=str(folder / run.__module__), slots=slots,
-                        max_tokens=1280, max_new_tokens=30), envs.environment("webshop")())
 
 
 def check(what: str, difference: float, bound: float) -> None:
@@ -214,9 +208,9 @@ def train(runs: dict, folder: Path, quick: bool) -> None:
 # ------------------------------------------------------------------------------------- rollouts
 
 
-class Pages:
+class Pages(World):
     """Episodes of 4-6 turns with pages of 60-150 tokens that depend on the task alone."""
-    max_steps, stops, prompt, theirs = 6, (), "", None
+    max_steps, stops = 6, ()
 
     def reset(self, task):
         self.rng, self.left = random.Random(task), self.max_steps - 2 + int(task) % 3
@@ -225,9 +219,6 @@ class Pages:
     def step(self, reply):
         self.left -= 1
         return Step(self.page(), 0.0, self.left == 0)
-
-    def close(self):
-        pass
 
     def page(self):
         return " ".join(f"w{self.rng.randrange(WORDS)}" for _ in range(self.rng.randint(60, 150)))
@@ -259,7 +250,7 @@ def generated(model, encoder: dpo.Encoder, task: int) -> list[int]:
 
 def rollout(runs: dict, folder: Path, quick: bool) -> None:
     """All of our episodes beside the first few one by one."""
-    many, few, repeats = (4, 2, 0) if quick else (192, 12, 5)
+    many, few, repeats = (2, 1, 0) if quick else (192, 12, 5)
     encoder, player, works = dpo.Encoder(word_tokenizer()), make_model(), {}
     with torch.no_grad():  # so that replies end after some 20 tokens
         player.lm_head.weight[list(encoder.never(MODEL.vocab_size))] = 0  # the best is above 0
@@ -290,8 +281,10 @@ def main(argv: list[str], kinds: dict = RUNS) -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_model().save_pretrained(f"{folder}/model")
         word_tokenizer().save_pretrained(f"{folder}/model")
-        runs = {name: begin(*kind, Path(folder), 4 if asked.quick else 64)
-                for name, kind in kinds.items()}
+        runs = {name: run(settings(
+            model=f"{folder}/model", out=f"{folder}/{name}", slots=4 if asked.quick else 64,
+            max_tokens=1280, max_new_tokens=30), envs.environment("webshop")())
+            for name, (run, settings) in kinds.items()}
         for part in train, rollout:
             if asked.section in (None, part.__name__):
                 part(runs, Path(folder), asked.quick)

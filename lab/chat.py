@@ -4,8 +4,7 @@
     --method chat --model https://api.openai.com/v1 --model-name gpt-4 --examples 1
 
 What an endpoint answered stands in the run's answers.jsonl, a line each, as soon as it is there. A
-run that was stopped plays its episodes again from their starts, takes these answers where the
-conversation is the same one, and asks, and pays, for the others alone.
+run that was stopped takes these answers where it asks for the same, and pays for the others alone.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, fields
 from functools import partial
@@ -22,6 +22,7 @@ from typing import Literal, Optional
 import envs
 from coevolve import Run, bar, scores, write
 from dpo import Trajectory
+from evolve import by_one_rank
 from lab.endpoint import USAGE, ContextFull, Endpoint, NotAnswered
 from lab.kept import whole_lines
 from lab.overlap import Overlap, marks
@@ -37,39 +38,65 @@ def evaluations(run: Run) -> None:
 
 def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) -> dict:
     """Episodes on a split, and of several rollouts also the best: means over tasks."""
-    s, best = run.settings, {}
+    s, numbers = run.settings, {}
     tasks = run.env.tasks(split)[:s.eval_tasks or None]
     episodes = [Trajectory(task, name, i, n, seed_of(s.seed, name, i, task, n))
                 for task in tasks for n in range(s.rollouts)]
     if s.method == "chat":
-        numbers = play_at_endpoint(run, episodes)
+        episodes, numbers = play_at_endpoint(run, episodes)
     else:
-        episodes, numbers = run.play(agent, episodes, s.temperature), {}
+        episodes = run.play(agent, episodes, s.temperature)
     write(run, out, episodes)
     if s.rollouts > 1:
         rewards = {task: [] for task in tasks}
         for t in episodes:
             rewards[t.task].append(t.reward)
         most = [*map(max, rewards.values())]
-        best = dict(best=sum(most) / len(most),
-                    best_success=sum(r >= run.env.success for r in most) / len(most))
-    return scores(episodes, run) | best | numbers
+        numbers |= dict(best=sum(most) / len(most),
+                        best_success=sum(r >= run.env.success for r in most) / len(most))
+    return scores(episodes, run) | numbers
 
 
 # --------------------------------------------------------------------------------- an endpoint
 
 
-class Answers:
-    """The answers of an endpoint that a run has paid for, by what was asked: lines of a file."""
+class Paid:
+    """An endpoint's answers to the running phase and those that the run has paid for before."""
 
-    def __init__(self, file: Path):
-        self.file, self.lock = file, threading.Lock()
-        self.rows = {row["asked"]: row for row in whole_lines(file)} if file.exists() else {}
+    def __init__(self, run: Run, endpoint: Endpoint):
+        self.endpoint, self.slots, self.phase = endpoint, run.settings.slots, run.name
+        self.file, self.lock = run.folder / "answers.jsonl", threading.Lock()
+        self.rows = {row["asked"]: row for row in whole_lines(self.file)} if (
+            self.file.exists()) else {}
 
-    def add(self, row: dict) -> None:
-        with self.lock, open(self.file, "a") as file:
-            file.write(json.dumps(row) + "\n")
-            self.rows[row["asked"]] = row
+    def ask(self, what: list, messages: list[dict]) -> dict:
+        """The reply to these messages and its usage, of one and the same answer for the same
+        `what`."""
+        asked = hashed([*what, messages])
+        if asked not in self.rows:
+            reply, used = self.endpoint(messages)
+            row = dict(asked=asked, phase=self.phase, reply=reply, **used)
+            with self.lock, open(self.file, "a") as file:
+                file.write(json.dumps(row) + "\n")
+                self.rows[asked] = row
+        return self.rows[asked]
+
+    def side_by_side(self, works: list[Callable]) -> list:
+        """What these return, `slots` at a time. After an error nobody asks any more."""
+        threads = ThreadPoolExecutor(self.slots)
+        try:
+            results = [threads.submit(work) for work in works]
+            for done in as_completed(results):
+                done.result()
+            return [result.result() for result in results]
+        finally:
+            self.endpoint.stopped.set()
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def spent(self) -> dict:
+        """What all requests of the phase took."""
+        return {name: sum(row[name] for row in self.rows.values() if row["phase"] == self.phase)
+                for name in USAGE}
 
 
 class Text:
@@ -85,46 +112,22 @@ class Text:
         return [], [], text[:first].strip()
 
 
-def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> dict:
-    """Plays what the episodes begin, `slots` at a time; what all requests of the phase took."""
-    s, slots = run.settings, min(run.settings.slots, len(episodes))
-    if run.ranks > 1:
-        raise envs.Refused("--method chat: one process asks an endpoint; start it without others")
-    endpoint = Endpoint(s.model, s.model_name, s.temperature, s.max_new_tokens)
-    answers = Answers(run.folder / "answers.jsonl")
-    answer = partial(answer_one, run, endpoint, answers, examples(run), {})
-    make_env = partial(run.make_env, examples=s.examples)
-    threads = ThreadPoolExecutor(slots)
-    with bar(run, len(episodes)) as progress:
-        try:
-            for played in as_completed([threads.submit(
-                    envs.play, make_env, Text(), episodes[k::slots], answer, 1, s.max_tokens,
-                    lambda t: progress.update()) for k in range(slots)]):
-                played.result()
-        finally:  # after an error nobody asks any more
-            endpoint.stopped.set()
-            threads.shutdown(wait=False, cancel_futures=True)
-    spent = {name: sum(row[name] for row in answers.rows.values() if row["phase"] == run.name)
-             for name in USAGE}
-    refused = sum(t.ended == "refused" for t in episodes)
-    return spent | (dict(refused=refused) if refused else {})
+@by_one_rank
+def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Trajectory], dict]:
+    """The episodes, played, and what all requests of the phase took."""
+    s, shown, read = run.settings, examples(run), {}  # read: the tokens of the last request
+    paid = Paid(run, Endpoint(s.model, s.model_name, s.temperature, s.max_new_tokens))
 
-
-def answer_one(run: Run, endpoint: Endpoint, answers: Answers, shown: list[dict], read: dict,
-               asked: list) -> list[tuple[str, list] | None]:
-    """What the endpoint says to one episode, [(t, random numbers)], after the conversations
-    `shown`: [(reply, no log-probabilities)], [None] where it can read no further. read: (task,
-    rollout) -> the tokens that its last answer took in all."""
-    s, [(t, _)] = run.settings, asked
-    messages = t.messages
-    if shown:  # which open with the rules
-        messages = [*shown, without_rules(messages[0], run.env), *messages[1:]]
-    if t.steps and read[t.task, t.rollout] >= s.max_tokens:
-        return [None]
-    key = hashed([t.task, t.rollout, messages])
-    if key not in answers.rows:
+    def answer(asked):
+        """What the endpoint says to one episode; None where it can read no further."""
+        (t, _), = asked
+        messages = t.messages
+        if shown:  # which open with the rules
+            messages = [*shown, without_rules(messages[0], run.env), *messages[1:]]
+        if t.steps and read[t.task, t.rollout] >= s.max_tokens:
+            return [None]
         try:
-            reply, used = endpoint(messages)
+            row = paid.ask([t.task, t.rollout], messages)
         except ContextFull:
             return [None]
         except NotAnswered as error:
@@ -133,10 +136,15 @@ def answer_one(run: Run, endpoint: Endpoint, answers: Answers, shown: list[dict]
                                   "tasks as reward 0") from None
             t.ended, t.reward = "refused", 0.0
             return [None]
-        answers.add(dict(asked=key, phase=run.name, task=t.task, reply=reply, **used))
-    row = answers.rows[key]
-    read[t.task, t.rollout] = row["prompt_tokens"] + row["completion_tokens"]
-    return [(row["reply"], [])]
+        read[t.task, t.rollout] = row["prompt_tokens"] + row["completion_tokens"]
+        return [(row["reply"], [])]
+
+    with bar(run, len(episodes)) as progress:
+        paid.side_by_side([partial(
+            envs.play, partial(run.make_env, examples=s.examples), Text(), episodes[k::s.slots],
+            answer, 1, s.max_tokens, lambda t: progress.update()) for k in range(s.slots)])
+    refused = sum(t.ended == "refused" for t in episodes)
+    return episodes, paid.spent() | (dict(refused=refused) if refused else {})
 
 
 def examples(run: Run) -> list[dict]:

@@ -4,15 +4,12 @@
 
 Its phases are reflect, explore_there and write_tasks. What it says is data: its actions go through
 the environment's own reader; its proposals are JSON that is read strictly and whose solutions are
-played before they count; what cannot be read is counted. What it answered stands in answers.jsonl
-as soon as it is there, so that a run which goes on pays for nothing twice.
+played before they count; what cannot be read is counted.
 """
 
 import json
 import re
-from collections import Counter, defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,11 +19,10 @@ import envs
 import evolve
 from coevolve import Run, bar, read, scores, write
 from dpo import Trajectory
-from evolve import by_one_rank, rng_of, rows_of, training_tasks, world
-from lab.chat import USAGE, Answers, Text, is_endpoint
+from evolve import by_one_rank, picks_of, rng_of, rows_of, starts, world
+from lab.chat import Paid, Text, is_endpoint
 from lab.endpoint import ContextFull, Endpoint, NotAnswered
 from worlds import flags, is_web_address
-from worlds.files import hashed, read_jsonl
 
 LONGEST = 6000  # characters of a conversation that the endpoint is shown [ours]
 OPENING, TURN = 1500, 1000  # of them at most of its first message, and of another one
@@ -77,33 +73,16 @@ def find_tasks(run: Run, i: int, agent: Path, tasks: list[Path], signals: list[P
     return run.once(f"iter{i}/finds.jsonl", write_tasks, tasks, explored, i=i)
 
 
-def explorations(run: Run, signals: list[Path], i: int) -> list[Trajectory]:
-    """The episodes to be played: of each pick some; for D_0 one a start task."""
-    s, known = run.settings, training_tasks(run)
-    if not signals:
-        return [Trajectory(known[n % len(known)], "start", i, n // len(known))
-                for n in range(s.start_tasks)]
-    return [Trajectory(row["task"], row["signal"], i, n) for row in rows_of(signals)
-            if row["picked"] for n in range(s.explorer_episodes)]
-
-
 # ---------------------------------------------------------------------------------- the phases
 
 
 @by_one_rank
 def reflect(run: Run, out: Path, signals: Path, i: int) -> dict:
     """What the endpoint makes of each picked signal and its evidence, else the signal's name."""
-    picks = [row for row in read_jsonl(signals) if row["picked"]]
-
-    def context(pick, ask):
-        try:
-            found = objects(ask([user(REFLECT.format(
-                signal=describe(pick), evidence=evidence(pick)))]))
-        except (ContextFull, NotAnswered):
-            found = []
-        return next(filter(None, found), None)
-
-    contexts, spent = asking(run, picks, context)
+    picks = picks_of([signals])
+    answers, spent = ask_about(run, picks, lambda pick, ask: ask(REFLECT.format(
+        signal=describe(pick), evidence=evidence(pick))))
+    contexts = [next(filter(None, objects(answer or "")), None) for answer in answers]
     write(run, out, [dict(task=pick["task"], context=found or describe(pick))
                      for pick, found in zip(picks, contexts)])
     return spent | dict(unreadable=contexts.count(None))
@@ -112,47 +91,27 @@ def reflect(run: Run, out: Path, signals: Path, i: int) -> dict:
 @by_one_rank
 def explore_there(run: Run, out: Path, tasks: list[Path], signals: list[Path],
                   contexts: list[Path], i: int) -> dict:
-    """Episodes of the endpoint. Of one that it refuses to go on with nothing is kept."""
-    d, led = rows_of(tasks), {row["task"]: row["context"] for row in rows_of(contexts)}
-    generator = run.env.task_generator()
+    """Episodes of the endpoint: of each pick some, for D_0 one a start task. Of one that it refuses
+    to go on with nothing is kept."""
+    led = {row["task"]: row["context"] for row in rows_of(contexts)}
     form = "" if run.env.prompt else (
-        f" Answer with the action and nothing else: {generator.actions}.")
+        f" Answer with the action and nothing else: {run.env.task_generator().actions}.")
+    make_env = partial(world, run, rows_of(tasks))
 
     def play(t, ask):
-        pages = []  # of the environment; what the last reply led to is told, too
-
-        def watched():
-            env = world(run, d)
-            step = env.step
-
-            def step_and_tell(reply):
-                found = step(reply)
-                pages.append(found.observation)
-                return found
-
-            env.step = step_and_tell
-            return env
+        context = f", above all:\n{json.dumps(led[t.task])}" if t.task in led else ""
 
         def answer(asked):
-            (t, _), = asked
             opening, *rest = t.messages
-            context = f", above all:\n{json.dumps(led[t.task])}" if t.task in led else ""
-            try:
-                return [(ask([user(ACT.format(context=context, form=form,
-                                              opening=opening["content"])), *rest]), [])]
-            except ContextFull:
-                return [None]
-            except NotAnswered:
-                t.ended = "refused"
-                return [None]
+            reply = ask(ACT.format(context=context, form=form, opening=opening["content"]), rest)
+            return [reply and (reply, [])]
 
-        envs.play(watched, Text(), [t], answer, 1, run.settings.max_tokens)
-        if t.ended in ("done", "budget"):
-            t.messages.append(user(pages[-1]))
+        envs.play(make_env, Text(), [t], answer, 1, run.settings.max_tokens)
         return t
 
-    played, spent = asking(run, explorations(run, signals, i), play)
-    kept = [t for t in played if t.ended != "refused"]
+    played, spent = ask_about(run, [Trajectory(task, signal, i, n) for task, signal, n in starts(
+        run, signals, 1)], play)
+    kept = [t for t in played if t.ended != "context"]
     write(run, out, kept)
     return (scores(kept, run) if kept else dict(episodes=0)) | spent | dict(
         refused=len(played) - len(kept))
@@ -162,65 +121,43 @@ def explore_there(run: Run, out: Path, tasks: list[Path], signals: list[Path],
 def write_tasks(run: Run, out: Path, tasks: list[Path], explored: Path, i: int) -> dict:
     """The tasks that the endpoint proposes after each episode, {signal, source, text, task,
     solution}, in random order. Those of another form have no task: counted, never mended."""
-    d, episodes, counts = rows_of(tasks), read(explored), Counter(unreadable=0)
+    d, episodes, rows, unreadable = rows_of(tasks), read(explored), [], 0
     generator, rng = world(run, d).task_generator(), rng_of(run, "propose", i)
     known = "\n".join(row["text"] for row in d if "text" in row)[-LONGEST:] or "(none yet)"
-
-    def propose(t, ask):
-        try:
-            return [] if t.ended == "context" else objects(ask([user(ABSTRACT.format(
-                conversation=told(t.messages, LONGEST), form=generator.form, known=known))]))
-        except (ContextFull, NotAnswered):
-            return []
-
-    found, spent = asking(run, episodes, propose)
-    rows = []
+    answers, spent = ask_about(run, episodes, lambda t, ask: ask(ABSTRACT.format(
+        conversation=told(t.messages, LONGEST), form=generator.form, known=known)))
     for n in rng.sample(range(len(episodes)), len(episodes)):
-        t = episodes[n]
-        counts["unreadable"] += found[n].count(None)
-        rows += [dict(signal=t.agent, source=t.task, **written(generator, t.task, value))
-                 for value in found[n] if value is not None]
+        found = objects(answers[n]) if answers[n] else []
+        unreadable += found.count(None)
+        rows += [dict(signal=episodes[n].agent, source=episodes[n].task,
+                      **written(generator, episodes[n].task, value))
+                 for value in found if value is not None]
     write(run, out, rows)
-    return spent | dict(finds=len(rows), **counts)
+    return spent | dict(finds=len(rows), unreadable=unreadable)
 
 
-def asking(run: Run, things: list, work: Callable) -> tuple[list, dict]:
-    """[work(thing, ask)] of each, `slots` at a time, with ask(messages) -> reply; and what all
-    requests of the phase took. After an error nobody asks any more."""
-    s, answers = run.settings, Answers(run.folder / "answers.jsonl")
-    endpoint = Endpoint(s.explorer, s.explorer_model, s.explorer_temperature, REPLY)
-    threads, found = ThreadPoolExecutor(min(s.slots, len(things)) or 1), [None] * len(things)
+def ask_about(run: Run, things: list, work: Callable) -> tuple[list, dict]:
+    """[work(thing, ask)] of each, side by side; and what all requests of the phase took. ask(text,
+    what was said then) -> the reply, None where the endpoint refuses to answer that."""
+    s = run.settings
+    paid = Paid(run, Endpoint(s.explorer, s.explorer_model, s.explorer_temperature, REPLY))
 
     def one(n):
-        def ask(messages):
-            key = hashed([run.name, n, messages])
-            if key not in answers.rows:
-                reply, used = endpoint(messages)
-                answers.add(dict(asked=key, phase=run.name, reply=reply, **used))
-            return answers.rows[key]["reply"]
+        def ask(text, rest=()):
+            try:
+                return paid.ask([run.name, n], [dict(role="user", content=text), *rest])["reply"]
+            except (ContextFull, NotAnswered):
+                return None
 
-        found[n] = work(things[n], ask)
+        found = work(things[n], ask)
+        progress.update()
+        return found
 
     with bar(run, len(things)) as progress:
-        try:
-            for done in as_completed([threads.submit(one, n) for n in range(len(things))]):
-                done.result()
-                progress.update()
-        finally:
-            endpoint.stopped.set()
-            threads.shutdown(wait=False, cancel_futures=True)
-    spent = defaultdict(int)
-    for row in answers.rows.values():
-        for name in USAGE if row["phase"] == run.name else ():
-            spent[name] += row[name]
-    return found, spent
+        return paid.side_by_side([partial(one, n) for n in range(len(things))]), paid.spent()
 
 
 # ----------------------------------------------------------------------------------- its words
-
-
-def user(text: str) -> dict:
-    return dict(role="user", content=text)
 
 
 def describe(pick: dict) -> str:
@@ -278,7 +215,7 @@ Who = flags.limited(str, "must be policy, aimed, http://host:port/v1 or https://
 
 
 @dataclass(frozen=True)
-class Explorer(evolve.Grpo):
+class Explorer(evolve.Grpo, flags.Stated):
     # the agent itself [ours]; aimed: later nobody, what is picked is varied by script [ours]; or
     # https://host/v1, an endpoint [D: Qwen3-Max]
     explorer: Who = "policy"

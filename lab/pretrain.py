@@ -42,7 +42,6 @@ LENGTHS = dict(long=(5, 60), short=(3, 12))  # of what is said twice, in tokens
 # of 16 conversations with so many sequences said twice.
 COPY_BATCHES, COPY_RATE = 1000, 3e-3
 TEXTS = {"webshop": (12_000, 4), "intercodesql": (16_000, 2), "scienceworld": (600, 6)}
-OTHER_TEXTS = (8000, 3)
 COPIES = dict(long=8, short=12)
 RATE = 2e-3
 TOKENS = 4096  # of a pass, with padding
@@ -224,15 +223,13 @@ def recipe(env: str):
 
 def main(flags: list[str]) -> None:
     parser = argparse.ArgumentParser("run.sh pretrain", description="Makes the tiny model.")
-    parser.add_argument("--env", nargs="+", default=list(TEXTS), metavar="NAME",
-                        help="whose texts it reads, lab/recipes/NAME.py [all built-in ones]")
+    parser.add_argument("--env", nargs="+", default=list(TEXTS), choices=sorted(
+        file.stem for file in (HERE / "recipes").glob("[a-z]*.py")),
+        help="whose texts it reads, lab/recipes/NAME.py [all built-in ones]")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=HERE.parent / "tiny",
                         help="where it goes [%(default)s]")
     given = parser.parse_args(flags)
-    for env in given.env:
-        if not (HERE / "recipes" / f"{env}.py").is_file():
-            parser.error(f"--env {env}: there is no lab/recipes/{env}.py with its practice text")
-    make(given.out, {env: TEXTS.get(env, OTHER_TEXTS) for env in given.env})
+    make(given.out, {env: TEXTS.get(env, (8000, 3)) for env in given.env})
 
 
 if __name__ == "__main__":

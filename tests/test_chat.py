@@ -2,13 +2,10 @@
 agent's folder that is evaluated as it is."""
 
 import json
-import os
-import signal
-import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import KEY, ended, fork, wait_until
+from conftest import KEY
 
 import coevolve
 import envs
@@ -98,7 +95,7 @@ def answer(usage=None, finish_reason="stop", **message):
 # --------------------------------------------------------------------------------- evaluations
 
 
-@pytest.mark.parametrize("slots", [1, 2, 9])
+@pytest.mark.parametrize("slots", [1, 9])
 def test_an_evaluation_has_the_rows_and_numbers_of_any_other(endpoint, run, slots):
     endpoint.answer = lambda messages: "c" if "test-1" in messages[0]["content"] else "x"
     r = run("--slots", slots)
@@ -126,23 +123,16 @@ def test_the_request_is_that_of_the_protocol(endpoint, run):
                                       dict(role="user", content="not ")]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_examples_are_expert_conversations_and_the_rules_stand_once(endpoint, run, count):
-    run("--examples", count)
-    messages = endpoint.seen[0][2]["messages"]
-    assert [m["role"] for m in messages] == ["user", "assistant"] * 2 * count + ["user"]
-    assert [m["content"] for m in messages[1:4]] == ["a", "not a", "c"]
-    assert "".join(m["content"] for m in messages).count("Guess.") == 1
-    assert messages[0]["content"] == "Guess.\n\nletter train-0"
-    assert messages[-1]["content"] == "letter test-0"
-    assert len({m["content"] for m in messages if "letter train-" in m["content"]}) == count
-
-
-def test_examples_are_no_evaluated_tasks(endpoint, run, monkeypatch, tmp_path):
-    splits = Guess.splits | dict(train={"7": "letter test-3", "8": "letter train-8"})
+def test_examples_are_expert_conversations_and_the_rules_stand_once(endpoint, run, monkeypatch, tmp_path):
+    splits = Guess.splits | dict(train=Guess.splits["train"] | {"0": "letter test-3"})  # evaluated
     monkeypatch.setattr(Guess, "splits", splits)
-    run("--examples", 1)
-    assert endpoint.seen[0][2]["messages"][0]["content"].endswith("letter train-8")
+    run("--examples", 2)
+    messages = endpoint.seen[0][2]["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 4 + ["user"]
+    assert [m["content"] for m in messages] == [
+        "Guess.\n\nletter train-1", "a", "not a", "c", "letter train-2", "a", "not a", "c",
+        "letter test-0"]
+    monkeypatch.setattr(Guess, "splits", splits | dict(train={"1": "letter train-1"}))
     with pytest.raises(envs.Refused, match="only 1 experts succeed on tasks that are not evaluated"):
         run("--examples", 2, "--out", tmp_path / "again")
 
@@ -159,7 +149,6 @@ def test_rollouts_are_played_apart_and_their_best_is_reported(endpoint, run):
 
 
 @pytest.mark.parametrize("full", [
-    "This model's maximum context length is 100 tokens",
     "'max_tokens' or 'max_completion_tokens' is too large: 256. This model's maximum context "
     "length is 2048 tokens", None])
 def test_a_conversation_longer_than_the_endpoint_reads_ends_after_a_whole_turn(endpoint, run, full):
@@ -180,7 +169,7 @@ def test_a_stopped_run_goes_on_and_pays_for_no_answer_twice(endpoint, run):
     def break_down(messages):
         if "test-2" not in messages[0]["content"]:
             return "c"
-        endpoint.faults = [(401, "out of money", {})] if len(messages) == 3 else []
+        endpoint.faults = [(401, f"out of money {KEY}", {})] if len(messages) == 3 else []
         return "x"
 
     endpoint.answer = break_down
@@ -196,15 +185,16 @@ def test_a_stopped_run_goes_on_and_pays_for_no_answer_twice(endpoint, run):
     assert asked == ["test-2", "test-3"] and len(rows_of(r)) == 4
     assert [m["content"] for m in rows_of(r)[2]["messages"][1::2]] == ["x", "x", "c"]
     assert numbers_of(r)["requests"] == 6
+    texts = [file.read_text() for file in r.folder.rglob("*") if file.is_file()]
+    assert len(texts) > 3 and not any(KEY in text for text in texts)
 
 
-@pytest.mark.parametrize("rest", [b'{"asked": "te', b"\0\0\0\n", b'{"asked": "te\n{"as\n'])
-def test_a_line_that_was_cut_is_asked_for_again(endpoint, run, rest):
+def test_a_line_that_was_cut_is_asked_for_again(endpoint, run):
     first = run()
     file = first.folder / "answers.jsonl"
     whole = file.read_bytes()
     last = whole.rindex(b"\n", 0, -1) + 1
-    file.write_bytes(whole[:last] + rest)
+    file.write_bytes(whole[:last] + b'{"asked": "te\n{"as\n')
     (first.folder / "eval-0-target-test.jsonl").unlink()
     paid = len(endpoint.seen)
     assert [e["reward"] for e in rows_of(run())] == [1.0] * 4
@@ -247,12 +237,11 @@ def test_a_refusal_in_a_later_turn_takes_back_what_the_episode_had_earned(endpoi
     assert [e["reward"] for e in rows_of(run("--refused", "zero"))] == [0.0, 0.5, 0.5, 0.5]
 
 
-@pytest.mark.parametrize("fault", [(401, "who are you?", {}), (404, "no such model", {})])
-def test_a_wrong_key_or_name_refuses_no_task(endpoint, run, fault):
-    endpoint.faults = [fault]
-    with pytest.raises(envs.EnvError) as error:
+def test_a_wrong_key_refuses_no_task(endpoint, run):
+    endpoint.faults = [(401, "who are you?", {})]
+    with pytest.raises(envs.EnvError, match="who are you"):
         run("--refused", "zero")
-    assert fault[1] in str(error.value) and len(endpoint.seen) == 1
+    assert len(endpoint.seen) == 1
 
 
 def test_an_error_of_one_episode_ends_the_others_before_their_next_request(endpoint, run):
@@ -262,42 +251,11 @@ def test_an_error_of_one_episode_ends_the_others_before_their_next_request(endpo
     assert len(endpoint.seen) <= 4
 
 
-def test_killed_while_it_plays_a_run_pays_for_nothing_twice_and_the_key_is_nowhere(endpoint, tmp_path):
-    def work():
-        try:
-            coevolve.MODELS[endpoint.url] = coevolve.MODELS["tiny"]
-            coevolve.main([
-                "--model", endpoint.url, "--model-name", "m", "--eval-tasks", "6", "--slots", "2",
-                "--max-new-tokens", "9", "--out", str(tmp_path / "run")], Settings, Run, METHODS)
-        except SystemExit as error:
-            print(error, flush=True)
-            os._exit(1)
-
-    asked = lambda: [json.dumps(body["messages"]) for _, _, body in endpoint.seen]
-    endpoint.answer = lambda messages: time.sleep(0.02) or "Thought: t\nAction: search[mug]"
-    for kills in (20, 70):  # of 2 x 6 episodes of 15 turns
-        process = fork(work, tmp_path / "said")
-        wait_until(lambda: len(endpoint.seen) > kills)
-        os.kill(process, signal.SIGKILL)
-        ended(process)
-    endpoint.faults = [(401, f"bad key {KEY}", {})] * 2
-    assert ended(fork(work, tmp_path / "said")) == 1
-    assert "bad key ***" in (tmp_path / "said").read_text()
-    endpoint.faults = []
-    assert ended(fork(work, tmp_path / "said")) == 0
-    # Each end may have cost the two answers that were on their way.
-    rows = [r for f in (tmp_path / "run").glob("eval-*.jsonl") for r in read_jsonl(f)]
-    assert len({*asked()}) == sum(r["steps"] for r in rows) and len(rows) == 12
-    assert len(asked()) - len({*asked()}) <= 6
-    texts = [f.read_text(errors="replace") for f in tmp_path.rglob("*") if f.is_file()]
-    assert len(texts) > 5 and not any(KEY in text for text in texts)
-
-
 # --------------------------------------------------------------------------------- the requests
 
 
 @pytest.mark.parametrize("fault", [None, (429, "slow down", {"Retry-After": "7"}), (500, "", {}),
-                                   (200, "<html>", {}), (200, '{"choices": []}', {})])
+                                   (200, '{"choices": []}', {})])
 def test_what_may_pass_is_tried_again_with_growing_waits(endpoint, call, fault):
     reply, used = call(*[fault] * 3)
     assert reply == "c" and used["retries"] == 3 and len(endpoint.seen) == 4
@@ -312,11 +270,8 @@ def test_what_may_pass_is_tried_again_with_growing_waits(endpoint, call, fault):
     ((401, f"Incorrect API key: {KEY}", {}), 1, "status 401: Incorrect API key: ***"),
     ((302, "", {"Location": "http://elsewhere"}), 1, "status 302"),
     ((200, '{"error": "we are sorry"}', {}), 8, "we are sorry"),
-    ((200, "[" * 100_000, {}), 8, "(attempt 8)"),
-    ((200, "x" * 1_000_001, {}), 1, "an answer is longer than 1,000,000 bytes"),
-    ((401, "x" * 190 + KEY, {}), 1, "status 401: xxx"),
-    ((503, "no", {}), 8, "status 503: no (attempt 8)"),
-    (None, 8, "(attempt 8)"),
+    ((200, "[" * 100_000, {}), 8, "(attempt 8)"), ((401, "x" * 190 + KEY, {}), 1, "status 401: xxx"),
+    ((503, "no", {}), 8, "status 503: no (attempt 8)"), (None, 8, "(attempt 8)"),
 ])
 def test_what_does_not_pass_is_one_line_without_the_key(endpoint, call, fault, tries, message):
     with pytest.raises(endpoints.EndpointError) as error:
@@ -327,20 +282,13 @@ def test_what_does_not_pass_is_one_line_without_the_key(endpoint, call, fault, t
 
 @pytest.mark.parametrize("said, reply, tokens", [
     (answer(content=[dict(type="text", text="c"), dict(type="text", text="d")], usage={}), "cd", 0),
-    (answer(content="c", usage=dict(prompt_tokens=5, completion_tokens=-3)), "c", 5),
     (answer(content="c", usage=dict(prompt_tokens=5, completion_tokens=None)), "c", 5),
-    (answer(reasoning="so"), "", 0), (answer(content=7), "7", 0),
-    (answer(content=f"your key is {KEY}"), "your key is ***", 0)])
+    (answer(reasoning="so"), "", 0), (answer(content="a b", finish_reason="length"), "a b", 0)])
 def test_odd_answers_are_read(endpoint, call, said, reply, tokens):
     found, used = call(said)
     assert found == reply and used["prompt_tokens"] + used["completion_tokens"] == tokens
     assert used["unreported"] == (tokens == 0) and len(endpoint.seen) == 1
-
-
-def test_cut_replies_and_unknown_tokens_are_counted(endpoint, run):
-    endpoint.faults = [answer(content="a b", finish_reason="length")]
-    found = numbers_of(run())
-    assert (found["cut_replies"], found["unreported"], found["requests"]) == (1, 1, 5)
+    assert used["cut_replies"] == ("length" in said[1])
 
 
 def test_parameters_that_a_model_refuses_are_sent_otherwise(endpoint, capsys):
@@ -366,9 +314,6 @@ def test_an_address_may_name_the_whole_path(endpoint, call):
 
 
 def test_keys(endpoint, call, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "x")  # too short to be a secret that a reply gives away
-    endpoint.answer = lambda messages: "search[fox box]"
-    assert call()[0] == "search[fox box]"
     monkeypatch.delenv("OPENAI_API_KEY")
     with pytest.raises(endpoints.EndpointError, match="OPENAI_API_KEY is not set"):
         call((401, "who are you?", {}))
@@ -396,21 +341,6 @@ def test_a_checkpoint_is_evaluated_as_in_the_run_that_made_it(start, small, tmp_
         (again, "eval-0-target-test.jsonl"), (first, "eval-1-target-test.jsonl")))
     assert rows == expected and len(rows) == 4
     assert not [p.name for p in again.folder.iterdir() if p.is_dir()]
-
-
-def test_the_best_of_several_sampled_rollouts(start, small, monkeypatch):
-    monkeypatch.setattr(Guess, "step", lambda self, reply: Step("", sum(map(ord, reply)) % 5 / 4, True))
-    r = start("--method", "evaluate", *small, "--temperature", 1.5, "--rollouts", 6)
-    rewards, found = {}, numbers_of(r)
-    for e in rows_of(r):
-        rewards.setdefault(e["task"], []).append(e["reward"])
-    assert {len(x) for x in rewards.values()} == {6}
-    assert len({e["seed"] for e in rows_of(r)}) == 24
-    mean = lambda x: sum(x) / len(x)
-    assert found["reward"] == pytest.approx(mean([mean(x) for x in rewards.values()]))
-    assert found["best"] == pytest.approx(mean([max(x) for x in rewards.values()]))
-    assert found["best_success"] == mean([max(x) == 1 for x in rewards.values()])
-    assert found["best"] > found["reward"]
 
 
 @pytest.mark.parametrize("argv, says", [
@@ -452,12 +382,18 @@ def test_an_agent_is_not_evaluated_on_what_it_was_trained_on(start, small, tmp_p
     first = trained(r, tmp_path / "a/first", ["guess-test-2"])
     second = trained(r, tmp_path / "a/second", ["guess-train-1"], before="first")
     assert json.loads((second / overlap.FILE).read_text())["tasks"] == ["guess-train-1"]
-    for agent in (first, second, first.rename(tmp_path / "moved")):
+    moved = first.rename(tmp_path / "moved")
+    for agent in (second, moved):
         r.base = agent
-        if agent.exists():
-            with pytest.raises(envs.Refused, match="^1 of 4 evaluated .*guess-test-2.*--overlap keep"):
-                overlap.check(r)
+        with pytest.raises(envs.Refused, match="^1 of 4 evaluated .*guess-test-2.*--overlap keep"):
+            overlap.check(r)
     r.base = trained(r, tmp_path / "other", ["guess-train-1"])
+    overlap.check(r)
+    failure = ("--method", "coevolve", "--failure-from", moved)  # a failure agent's count too
+    r.settings = parsed(*failure)[0]
+    with pytest.raises(envs.Refused, match=f"--failure-from {moved}"):
+        overlap.check(r)
+    r.settings = parsed(*failure, "--overlap", "keep")[0]
     overlap.check(r)
 
 
@@ -468,16 +404,6 @@ def test_a_task_is_known_by_what_it_is_whatever_its_number(start, small, tmp_pat
     monkeypatch.setattr(Guess, "splits", dict(train={}, test={"9": "letter train-3", "3": "new"}))
     with pytest.raises(envs.Refused, match="^1 of 2 .*guess-test-9"):
         overlap.check(r)
-
-
-def test_a_failure_agents_tasks_count_too_unless_they_are_kept(start, small, tmp_path):
-    r = start("--method", "evaluate", *small)
-    failure = trained(r, tmp_path / "failure", ["guess-test-0"])
-    r.settings = parsed("--method", "coevolve", "--failure-from", failure)[0]
-    with pytest.raises(envs.Refused, match=f"--failure-from {failure}"):
-        overlap.check(r)
-    r.settings = parsed("--method", "coevolve", "--failure-from", failure, "--overlap", "keep")[0]
-    overlap.check(r)
 
 
 def test_an_agent_of_a_run_is_known_by_all_that_came_before_it(small, tmp_path, monkeypatch):

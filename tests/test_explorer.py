@@ -21,7 +21,7 @@ WELL = (  # its answers, by what it is asked for: context, action, proposals
     '```json\n{"where": "here", "try": "more"}\n```', "SHOW TABLES",
     '```json\n[{"intent": "i", "query": "how many NOUN do we have", '
     '"action_sequence": ["SHOW TABLES", "SELECT COUNT(*) FROM NOUN", "submit"]}]\n```')
-BADLY = ('```json\n["where"]\n```', "DROP TABLE x; --",
+BADLY = ('```json\n["where"]\n```', "DROP TABLE x; --\nObservation: []\nAction: submit",
          '```json\n[{"query": 7}, "x", {"query": "q", "action_sequence": "submit"}, '
          '{"query": "q", "action_sequence": ["DROP TABLE x", "submit"]}]\n```')
 
@@ -60,12 +60,14 @@ def explore(env, endpoint, tmp_path, monkeypatch):
         d, signals = tmp_path / "tasks.jsonl", tmp_path / "signals.jsonl"
         d.write_text(json.dumps(dict(task=tasks[0], joined=0, text="a known text")))
         signals.write_text("\n".join(json.dumps(dict(
-            task=task, signal="boundary", picked=True, success=[], failure=[])) for task in tasks))
+            task=task, signal="forgetting", picked=True, success=None, **{
+                name: [dict(role="user", content="a page"), dict(role="assistant", content=name)]
+                for name in ("failure", "success_then")})) for task in tasks))
         finds = explorer.find_tasks(run, 1, None, [d], [signals])
         taken = Counter()
         for name in ("contexts", "explored", "finds"):
             taken.update({k: v for k, v in run.done.get(f"iter1/{name}.jsonl", {}).items()
-                          if k in (*explorer.USAGE, "unreadable", "refused")})
+                          if k in (*endpoints.USAGE, "unreadable", "refused")})
         return read(run.folder / "iter1/explored.jsonl"), read_jsonl(finds), taken
 
     return start
@@ -82,39 +84,41 @@ def test_an_explorer_that_answers_well_proposes_a_task_that_verifies(env, explor
     assert taken["requests"] == len(endpoint.seen) == 1 + 2 * 11  # the signal, once
     assert taken["prompt_tokens"] == 23 * 100 and taken["unreadable"] == 0
     assert "a known text" in json.dumps(endpoint.seen[-1])
-    assert [m["role"] for m in episodes[0].messages] == [*["user", "assistant"] * 10, "user"]
+    assert [m["role"] for m in episodes[0].messages] == ["user", "assistant"] * 10
     acted = [body["messages"][0]["content"] for _, _, body in endpoint.seen[1:]]
     assert "above all:\n{" in acted[0] and '"try": "more"' in acted[0]
-
-
-def test_what_an_explorer_imagines_after_its_action_is_not_played(explore):
-    episodes, _, _ = explore(
-        ("{}", "SHOW TABLES\nObservation: []\nAction: submit", "```json\n[]\n```"), 1)
-    assert episodes[0].steps == 10  # not a submission
-    assert {m["content"] for m in episodes[0].messages if m["role"] == "assistant"} == {
-        "SHOW TABLES"}
+    asked = endpoint.seen[0][2]["messages"][0]["content"]  # with the last success and the failure
+    assert "no longer does" in asked and "success_then" in asked and "failure" in asked
 
 
 def test_proposals_of_another_form_are_counted_and_never_mended(explore):
+    """Nor is what it imagines after its action played."""
     episodes, finds, taken = explore(BADLY, 1)
     assert [row["task"] for row in finds] == [None] * 6 and taken["unreadable"] == 1
     assert {evolve.refusal(None, row, set(), [], 1.0) for row in finds} == {
         "not of the form that was asked for"}
     assert all(m["role"] != "user" or "Error" in m["content"] for m in episodes[0].messages[1:])
+    assert episodes[0].steps == 10  # not a submission
+    assert {m["content"] for m in episodes[0].messages if m["role"] == "assistant"} == {
+        "DROP TABLE x; --"}
 
 
-def test_what_cannot_be_read_is_none():
+def test_what_cannot_be_read_is_none_and_costs_itself_alone():
     action = "Action:\n```sql\nSHOW TABLES\n```"
     one = json.dumps(dict(query="q", action_sequence=[action]))
-    assert explorer.objects(f"```json\n[{one}]\n```") == [json.loads(one)]  # with fences in it
     assert explorer.objects(f"Two:\n```json\n{one}\n```\nand\n```\n{one}\n```") == [
-        json.loads(one)] * 2
+        json.loads(one)] * 2  # with fences in it
     deep = '{"a": ' + "[" * 5000 + "]" * 5000 + "}"
-    for reply in ("none", "```json\n{\n```", f"```json\n{deep}\n```", "```json\n7\n```",
-                  '```json\n{"query": "i want \\ud800"}\n```', '```\n{"where": NaN}\n```',
+    for reply in ("none", f"```json\n{deep}\n```", '```json\n{"query": "i want \\ud800"}\n```',
                   '```\n{"a": 1e999}\n```', "```" + " " * 50_000):
         assert explorer.objects(reply) == [None]
     assert explorer.objects("```json\n[]\n```") == []
+    # Two proposals of four in a list: one lacks a quote, the last is cut by the token limit.
+    whole = [dict(intent="i", query=f"q{n}", action_sequence=[dict(name="f", query="x")])
+             for n in range(4)]
+    a, b, c, d = map(json.dumps, whole)
+    reply = "```json\n[" + ",\n".join([a, b.replace('"q1"', '"q1'), c, d[:-20]])
+    assert explorer.objects(reply) == [whole[0], None, whole[2], None]
     echo = type("Echo", (), dict(written=lambda self, task, proposal: dict(task=task, **proposal)))()
     assert explorer.written(echo, "t", dict(query="q", action_sequence=["a", {"b": 1}])) == dict(
         task="t", query="q", action_sequence=["a", '{"b": 1}'])
@@ -123,55 +127,39 @@ def test_what_cannot_be_read_is_none():
         assert explorer.written(echo, "t", value)["task"] is None
 
 
-def test_a_broken_object_costs_itself_alone():
-    """Two proposals of four in a list: one lacks a quote, the last is cut by the token limit."""
-    whole = [dict(intent="i", query=f"q{n}", action_sequence=[dict(name="f", query="x")])
-             for n in range(4)]
-    a, b, c, d = map(json.dumps, whole)
-    reply = "```json\n[" + ",\n".join([a, b.replace('"q1"', '"q1'), c, d[:-20]])
-    assert explorer.objects(reply) == [whole[0], None, whole[2], None]
-
-
-def test_an_explorer_is_told_the_task_the_failure_and_the_last_success():
+def test_a_conversation_is_told_by_its_ends():
     long = [dict(role="user", content="rules " * 2000 + "the task"),
             *(dict(role=role, content=f"{role} {n} " + "x" * 3000) for n in range(9)
               for role in ("assistant", "user"))]
     told = explorer.told(long, 6000)
     assert len(told) <= 6000 and "the task" in told and "user 8" in told
-    pick = dict(signal="forgetting", task="t", success=None, failure=long,
-                success_then=[dict(role="user", content="a page"),
-                              dict(role="assistant", content="what worked")])
-    assert "what worked" in explorer.evidence(pick) and "user 8" in explorer.evidence(pick)
-    assert "no longer" in explorer.describe(pick)
-    assert explorer.describe(dict(signal="rare", pattern="a join")).endswith(": a join")
-    assert explorer.describe(dict(signal="a fork's")) == "a fork's"
 
 
 def test_a_conversation_that_the_endpoint_refuses_is_lost_and_the_others_are_kept(explore, endpoint):
     well = (WELL[0], "submit", WELL[2])  # the signal once a pick, two requests an episode
-    endpoint.faults = [False] * 13 + [(400, "against our content policy", {})]
-    episodes, finds, taken = explore(well, 12)
-    assert len(episodes) == 23 and taken["refused"] == 1 and len(finds) == 23
-    assert taken["requests"] == 12 + 23 * 2 == len(endpoint.seen) - 1
+    endpoint.faults = [False] * 5 + [(400, "against our content policy", {})]
+    episodes, finds, taken = explore(well, 4)
+    assert len(episodes) == 7 and taken["refused"] == 1 and len(finds) == 7
+    assert taken["requests"] == 4 + 7 * 2 == len(endpoint.seen) - 1
 
 
 def test_what_was_paid_for_is_not_asked_again_after_a_stop(explore, endpoint):
     """The key is refused in the second phase: the run ends in a line and goes on from there."""
     well = (WELL[0], "submit", WELL[2])
-    endpoint.faults = [False] * 20 + [(401, "no such key", {})]
+    endpoint.faults = [False] * 7 + [(401, "no such key", {})]
     with pytest.raises(envs.EnvError, match="401"):
-        explore(well, 12)
-    assert len(endpoint.seen) == 21
-    episodes, finds, taken = explore(well, 12)
-    assert len(episodes) == len(finds) == 24
-    assert taken["requests"] - 12 == 24 * 2  # the first phase's are in its own row
-    assert len(endpoint.seen) == 21 + (12 + 24 * 2 - 20)
+        explore(well, 4)
+    assert len(endpoint.seen) == 8
+    episodes, finds, taken = explore(well, 4)
+    assert len(episodes) == len(finds) == 8
+    assert taken["requests"] - 4 == 8 * 2  # the first phase's are in its own row
+    assert len(endpoint.seen) == 8 + (4 + 8 * 2 - 7)
 
 
 def test_a_signal_too_long_for_the_explorer_is_named_instead(explore, endpoint):
     endpoint.faults = [(400, "maximum context length is 8192 tokens", {})]
     _, finds, taken = explore(WELL, 1)
-    assert "some succeed" in endpoint.seen[1][2]["messages"][0]["content"]
+    assert "no longer does" in endpoint.seen[1][2]["messages"][0]["content"]
     assert len(finds) == 2 and taken["unreadable"] == 1
 
 
@@ -181,16 +169,6 @@ def test_an_unguided_explorer_is_told_of_no_signal(explore, endpoint):
     assert not any("above all" in text or "it is weak" in text for text in asked)
     assert taken["requests"] == 4 * 11  # of which none is a reflection
     assert len(finds) == 4 and all(row["task"] for row in finds)
-
-
-def test_a_huge_reply_is_neither_kept_nor_sent_nor_asked_for_again(explore, endpoint, tmp_path):
-    """The action of one of 24 episodes: it is lost."""
-    huge = json.dumps(dict(choices=[dict(message=dict(content="x" * 3_000_000))]))
-    endpoint.faults = [False] * 13 + [(200, huge, {})]
-    episodes, _, taken = explore((WELL[0], "submit", WELL[2]), 12)
-    assert len(episodes) == 23 and taken["refused"] == 1 and len(endpoint.seen) == 12 + 23 * 2 + 1
-    assert (tmp_path / "run/answers.jsonl").stat().st_size < 100_000
-    assert max(len(json.dumps(body)) for _, _, body in endpoint.seen) < 20_000
 
 
 def new_pairs(env, rng, n):
@@ -209,29 +187,27 @@ def new_pairs(env, rng, n):
 
 
 def test_of_wrong_pairs_of_text_and_solution_none_join(env):
-    """300 of 1,000 proposals are wrong: another's solution, SELECT 1, the text "?"; then, to say
-    what is not seen, a comparison turned round."""
+    """60 of 200 proposals are wrong: another's solution, SELECT 1, the text "?"; then, to say what
+    is not seen, a comparison turned round."""
     generator, joined, of = env.task_generator(), Counter(), Counter()
-    for seed in range(5):
-        rng, before = random.Random(seed), "how many are there"
-        for n, (task, q, other) in enumerate(new_pairs(env, rng, 200)):
-            text, sql, kind = q["query"], q["gold"], "right"
-            if n % 10 < 3:
-                kind = ("another's, same database", "another's", "SELECT 1", "?")[n % 4]
-                text = dict(zip(("another's", "?"), (before, "?"))).get(kind, text)
-                sql = {"another's, same database": other["gold"], "SELECT 1": kind}.get(kind, sql)
-            elif n % 10 == 3 and " > " in sql:
-                kind, sql = "turned round", sql.replace(" > ", " < ")
-            before = other["query"]
-            found = generator.written(task, dict(query=text, action_sequence=[
-                "SHOW TABLES", *(f"DESC {t}" for t in questions.tables_of(sql)), sql, "submit"]))
-            joined[kind] += not (evolve.refusal(generator, found, set(), [], 1.0)
-                                 or generator.verify(found))
-            of[kind] += 1
-    print({kind: f"{joined[kind]} of {n}" for kind, n in of.items()})
-    assert joined["right"] == of["right"] > 600
-    assert sum(of.values()) - of["right"] - of["turned round"] == 300
-    assert {kind for kind, n in joined.items() if n} == {"right", "turned round"}
+    before = "how many are there"
+    for n, (task, q, other) in enumerate(new_pairs(env, random.Random(0), 200)):
+        text, sql, kind = q["query"], q["gold"], "right"
+        if n % 10 < 3:
+            kind = ("another's, same database", "another's", "SELECT 1", "?")[n % 4]
+            text = dict(zip(("another's", "?"), (before, "?"))).get(kind, text)
+            sql = {"another's, same database": other["gold"], "SELECT 1": kind}.get(kind, sql)
+        elif n % 10 == 3 and " > " in sql:
+            kind, sql = "turned round", sql.replace(" > ", " < ")
+        before = other["query"]
+        found = generator.written(task, dict(query=text, action_sequence=[
+            "SHOW TABLES", *(f"DESC {t}" for t in questions.tables_of(sql)), sql, "submit"]))
+        joined[kind] += not (evolve.refusal(generator, found, set(), [], 1.0)
+                             or generator.verify(found))
+        of[kind] += 1
+    assert joined["right"] == of["right"] > 120
+    assert of.total() - of["right"] - of["turned round"] == 60
+    assert {kind for kind, n in joined.items() if n} <= {"right", "turned round"}
 
 
 def test_questions_of_the_splits_ask_for_what_their_queries_read(env):

@@ -1,7 +1,5 @@
 """run.sh on machines that lack something, made of a copy of the repository and a bare PATH."""
 
-import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -25,9 +23,8 @@ FULL = (f'case $* in */requirements.py*) ;; *version_info*) '
 def machine(tmp_path):
     """machine(python3=SCRIPT, ...)(*arguments) runs run.sh with these interpreters alone."""
     repo, bin_ = tmp_path / "a repo", tmp_path / "bin"
-    for folder in (repo, bin_, tmp_path / "home"):
+    for folder in (repo, repo / "lab", bin_, tmp_path / "home"):
         folder.mkdir()
-    (repo / "lab").mkdir()
     shutil.copytree(ROOT / "worlds", repo / "worlds")
     for name in "run.sh", "requirements.txt", "lab/requirements.py":
         shutil.copy(ROOT / name, repo / name)
@@ -43,12 +40,10 @@ def machine(tmp_path):
             (bin_ / name.replace("_", ".")).chmod(0o755)
 
         def run(*arguments, **env):
-            home = str(tmp_path / "home")
-            done = subprocess.run(
+            return subprocess.run(
                 [shutil.which("bash"), str(repo / "run.sh"), *arguments], cwd=tmp_path, text=True,
                 capture_output=True, timeout=180,
-                env={"PATH": str(bin_), "HOME": home, "PIP_CONFIG_FILE": os.devnull, **env})
-            return done
+                env={"PATH": str(bin_), "HOME": str(tmp_path / "home"), **env})
 
         run.venv = repo / ".venv"
         return run
@@ -77,7 +72,7 @@ def test_unsupported_python_is_refused_in_one_line(machine):
     done = machine(python3=OLD, python3_12=OLD)("webshop")
     assert len(done.stderr.splitlines()) == 1
     assert "not Python 3.10-3.13" in one_line(done) and "PYTHON=" in one_line(done)
-    run = machine(python3=OLD, python3_11=BARE)
+    run = machine(python3=OLD, python3_11=NO_VENV)
     assert "installing packages" in run("webshop", "--help").stderr  # by 3.11
     assert one_line(run("webshop", PYTHON="python3")).startswith("run.sh: python3 is missing or not")
 
@@ -91,14 +86,6 @@ def test_an_environment_that_is_foreign_stays_and_a_half_made_one_is_made_anew(m
     assert "delete it" in one_line(run("test")) and run.venv.exists()
     (run.venv / "installing").touch()
     assert "apt install python3-venv" in one_line(run("test")) and not run.venv.exists()
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("ensurepip"), reason="no ensurepip here")
-def test_no_network_names_the_remedy_and_pips_log(machine):
-    run = machine(python3=BARE)
-    done = run("webshop", PIP_INDEX_URL="http://127.0.0.1:9", PIP_RETRIES="0")
-    assert "PIP_INDEX_URL" in one_line(done) and ".venv-install.log" in one_line(done)
-    assert "ERROR" in (run.venv.parent / ".venv-install.log").read_text()
 
 
 # A .venv that has all but the package of bfcl, where pip notes what it is asked for.
@@ -172,5 +159,7 @@ def test_the_wheel_of_torch_is_the_machines_and_is_said(machine, tmp_path, there
     asked = log.read_text().splitlines()
     assert ("--index-url" in asked[0]) == bool(index)
     assert not index or f"https://download.pytorch.org/whl/{index} torch>=" in asked[0]
-    # Where there is no such wheel, PyPI's are for CPUs too, but not for ROCm.
-    assert len(asked) == {"cpu": 2, "rocm6.4": 1, None: 1}[index] and done.returncode == 2
+    # Where there is no such wheel, PyPI's are for CPUs too, but not for ROCm. Without a network:
+    assert len(asked) == {"cpu": 2, "rocm6.4": 1, None: 1}[index]
+    assert ".venv-install.log" in (said := one_line(done))
+    assert ("no torch for ROCm" if index == "rocm6.4" else "PIP_INDEX_URL") in said

