@@ -554,6 +554,7 @@ def join(run: Run, out: Path, tasks: list[Path], proposals: Path, played: list[P
 
 Signals = flags.limited(str, f"must be some of {','.join(SIGNALS)}",
                         lambda text: {*text.split(",")} <= {*SIGNALS})
+Several = flags.limited(int, "must be at least 2", lambda n: n >= 2)  # else no advantage
 UpToOne = flags.limited(float, "must be at least 0 and at most 1", lambda x: 0 <= x <= 1)
 
 
@@ -567,7 +568,7 @@ class Steps:
     evolve_every: flags.Count = 10         # E, steps of a segment [D]
     evaluate_every: flags.Count = 2        # segments between two evaluations [D: 20 steps]
     step_tasks: flags.Count = 32           # B, tasks a step [D, AE]
-    step_rollouts: flags.Count = 8         # K, episodes of a task in a step [D, AE]
+    step_rollouts: Several = 8             # K, episodes of a task in a step [D, AE]
     grpo_batch: flags.Count = 8            # tasks of an update, with those left out [AE; ours]
     grpo_lr: flags.Rate = 1e-6             # constant [D, AE]
     grpo_temperature: flags.Rate = 0.9     # of training episodes [D, AE]
@@ -584,7 +585,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Grpo(Steps):
+class Grpo(Steps, flags.Stated):
     signals: Signals = ",".join(SIGNALS)   # that lead exploration [S]
     window: flags.Count = 5                # W, visits that forgetting looks back on [ours]
     rare_below: flags.Rate = 2.0           # theta, percent of the episodes [ours]
@@ -597,6 +598,11 @@ class Grpo(Steps):
     start_share: UpToOne = 0.0             # of a step's tasks from D_0; 0: one pass over D [ours]
     # new tasks whose last visit's episodes were all solved stay, or leave for good [ours]
     mastered: Literal["keep", "leave"] = "keep"
+
+    def conflicts(self, s) -> list[tuple[bool, str, str]]:
+        return [*super().conflicts(s),
+                (s.method == "evolve" and s.grpo_steps <= s.evolve_every, "--grpo-steps",
+                 f"the tasks would never evolve; give more than --evolve-every {s.evolve_every}")]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from lab import bench, machine
 MODELS = [Qwen3Config(num_key_value_heads=8, hidden_size=size, intermediate_size=inner,
                       num_hidden_layers=layers, num_attention_heads=heads, tie_word_embeddings=True)
           for size, inner, layers, heads in ((2560, 9728, 36, 32), (1024, 3072, 28, 16))]
+PEAK = dict(H100=989e12, H200=989e12, A100=312e12)  # FLOP/s in bf16, of the vendor's sheets
 RUN = "-m coevolve --env webshop --view short --model ./tiny --iterations 1 --max-tokens 1024"
 
 
@@ -61,14 +62,17 @@ def training(config, device, small: bool):
     accelerator = Accelerator(cpu=small, mixed_precision="no" if small else "bf16")
     model, ended = dpo.prepare(bench.make_model(config, device=device), True), []
     groups = bench.make_groups(8, *((150, 50) if small else (3000, 1000)))
-    dpo.fit(model, [groups[n:n + 2] for n in range(0, 8, 2)],
-            partial(dpo.log_probs, accelerator, tokens=4096),
-            dpo.Objective(partial(dpo.preference_loss, s=bench.SETTINGS), lambda g: len(g.pairs),
-                          lr=1e-6), lambda event: ended.append(time.perf_counter()))
+    how = dpo.Objective(partial(dpo.preference_loss, s=bench.SETTINGS), lambda g: len(g.pairs), 1e-6)
+    dpo.fit(model, [groups[n:n + 2] for n in range(0, 8, 2)], partial(
+        dpo.log_probs, accelerator, tokens=4096), how, lambda _: ended.append(time.perf_counter()))
+    parameters, states, token = machine.costs(config, ranks=1)
     rate = sum(len(t.ids) for t in dpo.trajectories(groups[2:])) / (ended[-1] - ended[0])
     yield "training, tokens/s", f"{rate:,.0f}"
     if device == "cuda":
-        yield "peak memory, GB", f"{torch.cuda.max_memory_allocated() / 1e9:.1f}"
+        peak = max((PEAK[name] for name in PEAK if name in torch.cuda.get_device_name()), default=0)
+        yield "FLOP/s, of the card", f"{6 * parameters * rate:.2e}, {peak:.2e}"
+        yield "peak memory, planned, GB", (f"{torch.cuda.max_memory_allocated() / 1e9:.1f}, "
+                                           f"{(states + 4096 * token) / 1e9:.1f}")
 
 
 def decoding(config, device, small: bool):
@@ -84,13 +88,18 @@ def decoding(config, device, small: bool):
 
 
 def whole_run(config, device, small: bool):
-    """Co-evolution with the tiny model by its folder, so that it computes as a large one."""
+    """Co-evolution with the tiny model by its folder, so that it computes as a large one, killed
+    after its first agent and gone on."""
     tasks = "--train-tasks 4 --eval-tasks 2" if small else "--train-tasks 200 --eval-tasks 100"
     with tempfile.TemporaryDirectory() as out:
-        started = time.perf_counter()
-        subprocess.run([sys.executable, *RUN.split(), *tasks.split(), "--out", out], check=True,
-                       cwd=Path(__file__).resolve().parents[1], stdout=subprocess.DEVNULL)
-        yield "co-evolution, s", f"{time.perf_counter() - started:.0f}"
+        command, started = [sys.executable, *RUN.split(), *tasks.split(), "--out", out], time.time()
+        how = dict(cwd=Path(__file__).resolve().parents[1], stdout=subprocess.DEVNULL)
+        with subprocess.Popen(command, **how) as process:
+            while process.poll() is None and not Path(out, "sft-target").exists():
+                time.sleep(0.05)
+            process.kill()
+        subprocess.run(command, check=True, **how)
+        yield "co-evolution, killed and gone on, s", f"{time.time() - started:.0f}"
 
 
 def main(argv: list[str]) -> None:

@@ -42,17 +42,9 @@ def rocm(file: Path = Path("/opt/rocm/.info/version")) -> str:
 
 def check_memory(config, ranks: int, card_bytes: float, tokens: int) -> str | None:
     """Why so many cards of this memory cannot train a model and play it, and what can; else None.
-
-    config: of the model. In fp32, weights, gradients and AdamW's two moments are 16 bytes a
-    parameter, in parts over the ranks; with one rank autocast holds a bf16 copy too. A bf16 pass
-    over `tokens` tokens keeps a layer's input for each layer, the inside of one layer and logits.
     A replica that plays takes 2 bytes a parameter, beside it nothing that trains.
     """
-    c, room, parameters = config.get_text_config(), FREE * card_bytes, count(config)
-    states = 16 * parameters / ranks + (2 * parameters if ranks == 1 else 0)
-    inner = inside(c)
-    token = (2 * c.hidden_size * (c.num_hidden_layers + 8) + 8 * inner
-             + 10 * ACTING * c.vocab_size)  # logits in bf16, in fp32, and their gradient
+    room, (parameters, states, token) = FREE * card_bytes, costs(config, ranks)
     said = f"{parameters / 1e9:.2f} B parameters on {ranks} x {card_bytes / 1e9:.0f} GB: "
     if 2 * parameters > room:
         return (f"{said}the copy that plays takes {2 * parameters / 1e9:.0f} GB on each; give "
@@ -66,6 +58,19 @@ def check_memory(config, ranks: int, card_bytes: float, tokens: int) -> str | No
         return f"{takes}lower --tokens-per-forward to {longest // 512 * 512}"
     cards = f"{max(2, math.ceil(16 * parameters / left))} such" if left > 0 else "larger"
     return f"{takes}give {cards} cards, or a smaller model"
+
+
+def costs(config, ranks: int) -> tuple[int, float, float]:
+    """A model's parameters; and in bytes on a card what training it takes and a pass for each token.
+
+    In fp32, weights, gradients and AdamW's two moments are 16 bytes a parameter, in parts over the
+    ranks; with one rank autocast holds a bf16 copy too. A bf16 pass keeps a layer's input for each
+    layer, the inside of one layer and logits.
+    """
+    c, parameters = config.get_text_config(), count(config)
+    states = 16 * parameters / ranks + (2 * parameters if ranks == 1 else 0)
+    return parameters, states, (2 * c.hidden_size * (c.num_hidden_layers + 8) + 8 * inside(c)
+                                + 10 * ACTING * c.vocab_size)  # in bf16, in fp32, their gradient
 
 
 def slots(config, free_bytes: float, longest: int, held: float = 0.0) -> int:
