@@ -1,7 +1,7 @@
 """Every family of causal language models of text that transformers can build small, on the core.
 
-FAMILIES=all in the environment tries all; else a selection with every kind of layer, of positions
-and of faults.
+`FAMILIES=all bash run.sh test tests/test_families.py` tries all; else it is a selection with every
+kind of layer, of positions and of faults.
 """
 
 import json
@@ -109,7 +109,7 @@ def assert_replies_are_right(model, encoder, alone: bool, cache: bool):
 
 
 def listed() -> dict[str, str]:
-    """family -> the heading under which docs/large_models.md lists it."""
+    """family -> the heading under which docs/large_models.md lists it, if not the usual one."""
     return {family: heading for heading, families in
             re.findall(r"^- \*\*(.+?)\*\*.*?: (.+)$", DOCS, re.MULTILINE)
             for family in re.findall("`(.+?)`", families)}
@@ -120,7 +120,8 @@ def test_a_family_trains_and_plays_as_it_reads_a_text_alone_or_is_refused(
         family, encoder, tmp_path):
     found, model = outcome(family, tmp_path, encoder)
     if f"transformers {transformers.__version__}" in DOCS:
-        wanted = listed()[family].partition(":")[0]  # behind it stands a reason
+        wanted = listed().get(family, WAYS[False, False, True])
+        wanted = wanted.partition(":")[0]  # behind it stands a reason
         assert wanted == found, "python tests/test_families.py prints the lists"
     for (passes, alone, cache), heading in WAYS.items():
         if heading == found:
@@ -129,8 +130,9 @@ def test_a_family_trains_and_plays_as_it_reads_a_text_alone_or_is_refused(
             assert_passes_are_right(model, encoder)
 
 
-def test_the_document_lists_every_family():
-    assert f"transformers {transformers.__version__}" not in DOCS or {*every()} <= {*listed()}
+def test_the_document_counts_every_family():
+    if f"transformers {transformers.__version__}" in DOCS:
+        assert f"all {len(every())} families" in DOCS
 
 
 @pytest.mark.parametrize("family, more, ways", [
