@@ -50,7 +50,7 @@ def outputs(folder: Path) -> dict[str, bytes]:
 
 
 def test_killed_at_random_moments_a_run_ends_with_the_same_files(careful_run, tmp_path):
-    """KILLS, an environment variable, says how often."""
+    """`KILLS=40 bash run.sh test tests/test_careful.py` kills it more often."""
     out, rng, killed = tmp_path / "run", random.Random(0), 0
     phases = json.loads((careful_run / "phases.json").read_text())
     seconds = sum(row["seconds"] for row in phases.values())

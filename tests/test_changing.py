@@ -93,10 +93,10 @@ def start(core, out, flags, until=None):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The folder of a run of the program as it is."""
+    """The folder of a run of the program as it is, up to its last agent."""
     folder = tmp_path_factory.mktemp("changing")
     with program(folder / "program") as core:
-        return start(core, folder / "runs/plain", SMALL)
+        return start(core, folder / "runs/plain", SMALL, "iter1/target-agent")
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Every family of causal language models of text that transformers can build small, on the core.
 
-FAMILIES=all in the environment tries all; else a selection with every kind of layer, of positions
-and of faults.
+`FAMILIES=all bash run.sh test tests/test_families.py` tries all; else it is a selection with every
+kind of layer, of positions and of faults.
 """
 
 import json
@@ -130,8 +130,9 @@ def test_a_family_trains_and_plays_as_it_reads_a_text_alone_or_is_refused(
             assert_passes_are_right(model, encoder)
 
 
-def test_the_document_lists_every_family():
-    assert f"transformers {transformers.__version__}" not in DOCS or {*every()} <= {*listed()}
+def test_the_document_counts_every_family():
+    if f"transformers {transformers.__version__}" in DOCS:
+        assert f"all {len(every())} families" in DOCS
 
 
 @pytest.mark.parametrize("family, more, ways", [
