@@ -52,7 +52,7 @@ def write_report(title: str, runs: dict, out: Path) -> str:
     if not runs:
         raise Refused(f"{out.parent}: no finished run in it (METHOD-sSEED with result.json)")
     out.mkdir(parents=True, exist_ok=True)
-    target = numbers.evaluations(runs, second=False)
+    target = numbers.evaluations(runs)
     splits = list(dict.fromkeys(e["split"] for e in target))
     made = [*tables(runs, target, splits), *paper_figures(runs, target, splits, out),
             *over_iterations(target, splits, out)]
@@ -69,14 +69,11 @@ def write_report(title: str, runs: dict, out: Path) -> str:
 def tables(runs: dict, target: list[dict], splits: list[str]):
     """(title, header, rows) of each table on the runs themselves."""
     wanted = [*itertools.product(splits, MEASURES)]
-    for title, found in (
-            ("Greedy evaluation of the target after its last iteration", target),
-            ("The second agents: the failure agent, or the second positive one",
-             numbers.evaluations(runs, second=True))):
-        yield title, header("<method", "<seeds", *(f"<{s} {key}" for s, key in wanted)), [
-            (name_of(m), " ".join(map(str, runs[m])), *(
-                interval(last(found, key, method=m, split=s).values()) for s, key in wanted))
-            for m in dict.fromkeys(e["method"] for e in found)]
+    yield ("Greedy evaluation of the target after its last iteration",
+           header("<method", "<seeds", *(f"<{s} {key}" for s, key in wanted)),
+           [(name_of(m), " ".join(map(str, runs[m])), *(
+               interval(last(target, key, method=m, split=s).values()) for s, key in wanted))
+            for m in runs])
     costs = {m: [numbers.cost(path) for path in runs[m].values()] for m in runs}
     names = [*next(iter(costs.values()))[0]]
     yield ("What it took after the first SFT, means over seeds", header("<method", *names),

@@ -12,8 +12,7 @@ from worlds.flags import Refused
 
 def command(name: str, work) -> None:
     """work(flags); a fault of the user's or of a file is one line, with exit status 2."""
-    if hasattr(signal, "SIGPIPE"):  # `| head` ends it without a traceback
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     try:
         work(sys.argv[1:])
     except (Refused, EnvError, OSError) as error:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.runfiles import agents_of, explorations, of, phases_of
+from lab.runfiles import explorations, of, phases_of
 from lab.study_methods import task_counts, trained
 from worlds.files import read_jsonl
 
@@ -34,15 +34,11 @@ def paired(a: dict[int, float], b: dict[int, float]) -> dict | None:
                 sure=found["n"] > 2 and abs(found["mean"]) > found["half"])
 
 
-def evaluations(runs: dict, second: bool) -> list[dict]:
-    """What is recorded of the evaluations of the target, or of the run's second agent, with method
-    and seed; those of a run in its order."""
-    found = []
-    for method, seed, path in ((m, seed, path) for m in runs for seed, path in runs[m].items()):
-        phases = phases_of(path)
-        found += [dict(e, method=method, seed=seed) for e in of(phases, "evaluate")
-                  if e["name"] in agents_of(phases)[int(second):][:1]]
-    return found
+def evaluations(runs: dict) -> list[dict]:
+    """What is recorded of the target's evaluations, with method and seed; of a run in its order."""
+    return [dict(e, method=method, seed=seed) for method in runs
+            for seed, path in runs[method].items() for e in of(phases_of(path), "evaluate")
+            if e["name"] == "target"]
 
 
 def last(rows: list[dict], key: str, **where) -> dict[int, float]:

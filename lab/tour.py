@@ -41,8 +41,8 @@ def by_task(file: Path) -> dict[str, list[dict]]:
 
 
 def first_system() -> dict:
-    """The first task of runs/tour with all kinds of pairs, a hard negative by the failure agent and
-    margins that rose."""
+    """A task of runs/tour with all kinds of pairs, a hard negative by the failure agent and margins
+    that rose, this one's most."""
     s, measured = config_of(RUN)["settings"], by_task(TRAINED / "margins.jsonl")
     episodes, found = defaultdict(list), by_task(RUN / "iter1/pairs-target.jsonl")
     for e in coevolve.read(*(RUN / name for name in (
@@ -52,10 +52,11 @@ def first_system() -> dict:
         for pair, before, after in zip(pairs, measured[task][0]["before"],
                                        measured[task][0]["after"]):
             pair.update(before=before, after=after, rose=after[2] > 0)
-    task, by_hand = next(
+    task, by_hand = max((
         (task, hard) for task, pairs in found.items() if all(pair["rose"] for pair in pairs)
         and len({pair["kind"] for pair in pairs}) == 3 for hard in pairs
-        if hard["kind"] == "expert>failure" and hard["rejected"]["reward"] >= s["hard_threshold"])
+        if hard["kind"] == "expert>failure" and hard["rejected"]["reward"] >= s["hard_threshold"]),
+        key=lambda chosen: chosen[1]["after"][2])
     rose = [pair["rose"] for pairs in found.values() for pair in pairs]
     return dict(
         s=s, task=task, expert=episodes[task][0], episodes=episodes[task], pairs=found[task],

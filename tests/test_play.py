@@ -1,13 +1,12 @@
 """Playing at a terminal: a person by a pipe, a trained agent, and who has the turn."""
 
-import os
 import re
-import subprocess
+import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import ended, fork
 
 import coevolve
 import dpo
@@ -70,14 +69,17 @@ def test_mistakes_are_told(argv, said):
         main(argv)
 
 
-def test_it_works_with_a_pipe():
+def test_it_works_with_a_pipe(tmp_path):
     """Bytes that are no text, an empty line, a number that no action has, one that an action has."""
-    done = subprocess.run(
-        [sys.executable, "-m", "lab.play", "webshop", "webshop-test-3"],
-        input="search[m\xfcg mug]\n\n99\n3\nclick[Buy Now]\n".encode("latin-1"),
-        capture_output=True, cwd=Path(__file__).parent.parent, env={**os.environ, "LC_ALL": "C"})
-    assert done.returncode == 0 and b"done after 3 turns: reward" in done.stdout
-    assert b"your action: search[" in done.stdout
+    (tmp_path / "typed").write_bytes(b"search[m\xfcg mug]\n\n99\n3\nclick[Buy Now]\n")
+
+    def work():
+        sys.stdin, sys.argv = open(tmp_path / "typed"), ["play", "webshop", "webshop-test-3"]
+        runpy.run_module("lab.play", run_name="__main__")
+
+    assert ended(fork(work, tmp_path / "said")) == 0
+    said = (tmp_path / "said").read_text()
+    assert "done after 3 turns: reward" in said and "your action: search[m" in said
 
 
 def test_the_agent_plays_as_in_its_evaluation_and_says_how_sure_it_is(small_run, typed):
