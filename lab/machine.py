@@ -61,7 +61,7 @@ def check_memory(config, ranks: int, card_bytes: float, tokens: int) -> str | No
 
 
 def costs(config, ranks: int) -> tuple[int, float, float]:
-    """A model's parameters; and in bytes on a card what training it takes and a pass for each token.
+    """A model's parameters; in bytes on a card what its training takes, and a pass for each token.
 
     In fp32, weights, gradients and AdamW's two moments are 16 bytes a parameter, in parts over the
     ranks; with one rank autocast holds a bf16 copy too. A bf16 pass keeps a layer's input for each
