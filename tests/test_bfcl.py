@@ -137,18 +137,17 @@ def test_every_call_of_the_ground_truths_returns_and_leaves_what_the_packages_ex
 
 
 def test_ground_truths_are_right_and_without_their_last_call_wrong():
-    for n, (key, task) in enumerate(all_tasks()):
+    for n, (key, task) in enumerate(all_tasks()[::4]):
         turns = one_by_one(task)
         assert reward(key, turns) == 1, key
-        if n % 8 == 0:
+        if n % 2 == 0:
             assert verdict(key, turns), key
             assert reward(key, [[turn] if turn else [] for turn in task["calls"]]) == 1, key
             assert reward(key, [[] for _ in turns]) == 0, key
-        if n % 4 == 0:
-            last = next(turn for turn in reversed(turns) if turn)
-            last[-1] = last[-1][:-1]
-            turns = [[reply for reply in turn if reply] for turn in turns]
-            assert reward(key, turns) == 0 and not verdict(key, turns), key
+        last = next(turn for turn in reversed(turns) if turn)
+        last[-1] = last[-1][:-1]
+        turns = [[reply for reply in turn if reply] for turn in turns]
+        assert reward(key, turns) == 0 and not verdict(key, turns), key
 
 
 VALUES = ["", " ", "x", 0, 1, -1, 2.5, True, None, [], ["a"], {}, {"a": 1}, "..", "/", "AAPL"]
@@ -179,14 +178,14 @@ def damaged(rng, key, task):
 
 def test_random_damages_are_judged_as_the_package_judges_them():
     rng, found = random.Random(0), Counter()
-    for _ in range(300):
+    for _ in range(150):
         key, task = rng.choice(all_tasks())
         turns = damaged(rng, key, task)
         mine, share = reward(key, turns), reward(key, turns, "turns")
         assert mine == verdict(key, turns), (key, turns)
         assert (share == 1) == (mine == 1) and 0 <= share <= 1
         found["right" if mine else "partly" if share else "wrong"] += 1
-    assert min(found["right"], found["partly"], found["wrong"]) > 30, found
+    assert min(found["right"], found["partly"], found["wrong"]) > 15, found
 
 
 def test_one_episode_leaves_nothing_to_the_next():
@@ -380,7 +379,7 @@ def test_a_task_is_the_same_in_every_process_zone_and_at_any_time():
         import hashlib, json
         from worlds.bfcl.world import Bfcl, script
         env, told = Bfcl("short", "all"), []
-        for task in env.tasks("train")[::4]:
+        for task in env.tasks("train")[::16]:
             told.append(env.reset(task))
             for reply in script(env.find(task)["calls"]):
                 told.append(env.step(reply).observation)
@@ -447,34 +446,22 @@ def test_splits_are_what_they_were_and_the_published_one_tests_all():
             ours.find(task)
 
 
-def new_task(env, n=0):
-    return dict(start=env.find(env.tasks("train")[n])["start"], turns=["What is here?"],
-                calls=[[dict(name="ls", arguments={})]])
+@pytest.fixture(scope="module")
+def files():
+    """An environment, its generator, a training task about files, and a new one of its start."""
+    env = make("bfcl", "short")
+    task = next(task for task in env.tasks("train")
+                if "GorillaFileSystem" in start_state(env.find(task)["start"])["classes"])
+    return env, env.task_generator(), task, dict(
+        start=env.find(task)["start"], turns=["What is here?"], calls=[[LS]])
 
 
-def file_env():
-    """An environment, and the number of a training task about files."""
-    env = make("bfcl")
-    n = next(n for n, task in enumerate(env.tasks("train"))
-             if "GorillaFileSystem" in start_state(env.find(task)["start"])["classes"])
-    return env, n
-
-
-def test_a_task_made_during_a_run_is_played_and_its_faults_are_named():
-    env, n = file_env()
-    task = new_task(env, n)
-    id = env.add(task)
-    assert id == "bfcl-added-0" == env.add(json.loads(json.dumps(task)))
+def test_a_task_made_during_a_run_is_played(files):
+    env, _, _, new = files
+    id = env.add(new)
+    assert id == "bfcl-added-0" == env.add(json.loads(json.dumps(new)))
     messages, earned = worlds.converse(env, env.reset(id), env.expert())
     assert earned == 1 and len(messages) == 4
-    held = env.find(env.tasks("test")[0])["start"]
-    for wrong, named in [
-            ({"start": held}, "no start state of a training task"), ({"turns": []}, "lists of calls"),
-            ({"calls": [[]]}, "lists of calls"),
-            ({"calls": [[dict(name="_load_scenario", arguments={})]]}, "no function '_load_scenario'"),
-            ({"calls": [[dict(name="ls", arguments=[])]]}, "a call is")]:
-        with pytest.raises(ValueError, match=".*" + named):
-            env.add({**task, **wrong})
 
 
 def explored(rng, env, task):
@@ -491,7 +478,7 @@ def explored(rng, env, task):
 def test_what_was_done_becomes_tasks_that_verify_and_are_new():
     env = make("bfcl", "short")
     generator, rng, verdicts, kept = env.task_generator(), random.Random(0), Counter(), []
-    for task in env.tasks("train")[:40]:
+    for task in env.tasks("train")[:20]:
         replies = explored(rng, env, task)
         made = [call for reply in replies for call in parse_calls(reply)]
         simulators = Simulators(env.find(task)["start"])
@@ -503,69 +490,64 @@ def test_what_was_done_becomes_tasks_that_verify_and_are_new():
             reason = generator.refusal(proposal["task"]) or generator.verify(proposal)
             verdicts[reason] += 1
             kept += [] if reason else [proposal]
-    assert verdicts[None] > 30 and verdicts[None] > 0.8 * verdicts.total(), verdicts
+    assert verdicts[None] > 15 and verdicts[None] > 0.8 * verdicts.total(), verdicts
     assert any(len(p["task"]["turns"]) > 1 for p in kept)
     both = [p["task"]["calls"] for p in kept]  # one row of calls, in one turn and in several
     assert any(len(a) == 1 < len(b) and a[0] == sum(b, []) for a, b in zip(both, both[1:]))
     assert len({generator.key(p["task"]) for p in kept}) > 0.9 * len(kept)
-    for proposal in kept[:20]:
+    for proposal in kept[:10]:
         id = env.add(proposal["task"])
         assert worlds.converse(env, env.reset(id), env.expert())[1] == 1
         assert generator.key(env.find(id)) == generator.key(proposal["task"])
     assert len({generator.key(env.find(task)) for task in env.tasks("train")}) == 100
 
 
-def test_planted_proposals_are_refused():
-    env, n = file_env()
-    generator, task = env.task_generator(), env.tasks("train")[n]
-    test = env.find(env.tasks("test")[3])
-    start = env.find(task)["start"]
-    assert generator.refusal(new_task(env, n)) is None
-    assert "no start state of a training task" in generator.refusal({**new_task(env, n), "start": test["start"]})
-    assert generator.refusal(env.find(task)) == "a task of a split"
-    said = new_task(env, n)
-    assert generator.refusal({**said, "turns": [test["turns"][0]]}) == "a task of a split"
-    assert "no function" in generator.refusal({**said, "calls": [[dict(name="nope", arguments={})]]})
+def test_planted_proposals_are_refused(files):
+    env, generator, task, new = files
+    test, start = env.find(env.tasks("test")[3]), new["start"]
+    assert generator.refusal(new) is None and generator.refusal(env.find(task)) == "a task of a split"
     same = [key for key in tasks("base") if start_state(key)["classes"] == start_state(start)["classes"]]
     other = next(tasks("base")[key] for key in same if f"bfcl-train-{key}" not in env.tasks("train"))
-    assert generator.refusal(dict(start=start, turns=["x"] * len(other["turns"]), calls=other["calls"])) == (
-        "a task of a split")
+    for wrong, named in [
+            ({"start": test["start"]}, "no start state of a training task"), ({"turns": []}, "lists of calls"),
+            ({"calls": [[]]}, "lists of calls"), ({"turns": [test["turns"][0]]}, "a task of a split"),
+            ({"turns": ["x"] * len(other["turns"]), "calls": other["calls"]}, "a task of a split"),
+            ({"calls": [[dict(name="_load_scenario", arguments={})]]}, "no function '_load_scenario'"),
+            ({"calls": [[dict(name="ls", arguments=[])]]}, "a call is")]:
+        assert named in generator.refusal({**new, **wrong})
 
 
-def test_a_solution_that_does_not_prove_its_task_is_refused():
-    env, n = file_env()
-    generator, start = env.task_generator(), env.find(env.tasks("train")[n])["start"]
+def test_a_solution_that_does_not_prove_its_task_is_refused(files):
+    env, generator, _, new = files
 
-    def proposal(*calls, solution=None):
-        calls = [dict(name=name, arguments=arguments) for name, arguments in calls]
-        return dict(text="x", task=dict(start=start, turns=["x"], calls=[calls]),
-                    solution=solution or script([calls]))
+    def verdict(calls, solution=None, start=new["start"]):
+        return generator.verify(dict(text="x", solution=solution or script(calls), task=dict(
+            start=start, turns=["x"] * len(calls), calls=calls)))
 
-    folder, look = ("mkdir", dict(dir_name="new")), ("ls", {})
-    assert generator.verify(proposal(folder, look)) is None and generator.verify(proposal(folder)) is None
-    assert generator.verify(proposal(look, look)) is None  # results are counted
-    assert generator.verify(proposal(folder, ("cat", dict(file_name="none")))) == "a call of its solution fails"
-    assert generator.verify(proposal(folder, solution=["I am done"])) == "its solution earns 0.00"
-    assert generator.verify(proposal(folder, look, solution=script([[dict(name="ls", arguments={})]]))) == (
-        "its solution earns 0.00")
-    again = [[dict(name="pwd", arguments={})], [dict(name=name, arguments=arguments) for name, arguments in
-                                                (("cd", dict(folder=".")), ("pwd", {}))]]
-    assert generator.verify(dict(text="x", task=dict(start=start, turns=["x", "y"], calls=again),
-                             solution=script(again))) == "it is solved without its last call"
-    outside = [dict(name="get_outside_temperature_from_google", arguments={})]
+    folder, none = (dict(name=name, arguments=arguments) for name, arguments in (
+        ("mkdir", dict(dir_name="new")), ("cat", dict(file_name="none"))))
+    here, pwd = dict(name="cd", arguments=dict(folder=".")), dict(name="pwd", arguments={})
+    assert verdict([[folder, LS]]) is None and verdict([[folder]]) is None
+    assert verdict([[LS, LS]]) is None  # results are counted
+    assert verdict([[folder, none]]) == "a call of its solution fails"
+    for solution in (["I am done"], script([[LS]])):
+        assert verdict([[folder, LS]], solution) == "its solution earns 0.00"
+    assert verdict([[pwd], [here, pwd]]) == "it is solved without its last call"
     cars = next(key for key in env.splits["train"] if "VehicleControlAPI" in start_state(key)["classes"])
-    assert generator.verify(dict(text="x", task=dict(start=cars, turns=["x"], calls=[outside]),
-                             solution=script([outside]))) is None  # what is drawn is drawn again
+    outside = dict(name="get_outside_temperature_from_google", arguments={})
+    assert verdict([[outside]], start=cars) is None  # what is drawn is drawn again
 
 
-def test_an_explorers_words_and_calls_become_a_task_or_nothing():
-    env, n = file_env()
-    generator, task = env.task_generator(), env.tasks("train")[n]
-    new = dict(name="mkdir", arguments={"dir_name": "new"})
-    for action in (json.dumps(new), as_reply([new])):
-        found = generator.written(task, dict(query="A new folder, please.", action_sequence=[action]))
-        assert found["task"] == dict(start=env.find(task)["start"], turns=["A new folder, please."], calls=[[new]])
-        assert generator.refusal(found["task"]) is None and generator.verify(found) is None and "template" not in found
-    for actions in ([], ["mkdir(dir_name='new')"], ["5"], ["null"], [json.dumps([new, "x"])], [DEEP]):
-        found = generator.written(task, dict(query="x", action_sequence=actions))
-        assert found is None or found["task"]["calls"] == [[new]]
+def test_an_explorers_words_and_calls_become_a_task_or_nothing(files):
+    _, generator, task, new = files
+    call = dict(name="mkdir", arguments={"dir_name": "new"})
+
+    def written(*actions):
+        return generator.written(task, dict(query="A new folder, please.", action_sequence=[*actions]))
+
+    for action in (json.dumps(call), as_reply([call])):
+        assert (found := written(action))["task"] == {
+            **new, "turns": ["A new folder, please."], "calls": [[call]]} and "template" not in found
+        assert generator.refusal(found["task"]) is None and generator.verify(found) is None
+    for actions in ([], ["mkdir(dir_name='new')"], ["5"], ["null"], [json.dumps([call, "x"])], [DEEP]):
+        assert written(*actions) is None

@@ -106,7 +106,6 @@ def test_no_class_has_more_than_fifteen_methods_inherited_ones_counted():
                 if other[1] == name and other != key:
                     found |= methods[other]
                     names += [base for base in bases[other] if base not in seen]
-        most = 26 if "task_generator" in found else 15  # an environment has World's
-        assert len(found) <= most, (key, sorted(found))
+        assert len(found) <= 15, (key, sorted(found))
 
 

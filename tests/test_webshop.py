@@ -304,7 +304,8 @@ def test_a_generated_world_is_the_same_in_every_process(module, world, parts):
 def test_expert_replays_to_its_reward(view):
     shop = WebShop(view)
     for split in shop.splits:
-        talks = [worlds.converse(shop, shop.reset(task), shop.expert()) for task in shop.tasks(split)]
+        talks = [worlds.converse(shop, shop.reset(task), shop.expert())
+                 for task in shop.tasks(split)[::3]]
         assert mean(reward for _, reward in talks) > 0.98
         assert mean(reward == shop.success for _, reward in talks) > 0.95
     reply = talks[0][0][1]["content"]

@@ -4,7 +4,6 @@ The folder's `__init__` states its settings in a class `Options` and imports the
 alone; what it needs is imported where it is made.
 """
 
-import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,20 +73,19 @@ class World:
     makes_tasks = False   # whether `tasks.py` of its folder makes new ones of what agents find
     theirs = None         # `published.Theirs`, where an episode is to be as in ETO's code
     success = 1.0         # the reward from which an episode is solved; one below is a failure
+    published_types = ()  # of tasks, as the numbers in ids of published experts count them
 
     def __init__(self, view: str = "full"):
         self.view = view
         self.prompt = self.rules if view == "full" else ""
-        self._added = []  # what the tasks are
+        self._added = {}  # key -> what the task is
 
     def tasks(self, split: str) -> list[str]:
         """Task ids of a split, in order."""
-        if split == "added":
-            return [f"{self.name}-added-{n}" for n in range(len(self._added))]
-        if split not in self.splits:
+        if split not in self.splits and split != "added":
             raise Refused(f"{self.name}: unknown split {split!r}; choose from: "
                           f"{', '.join(self.splits)}")
-        return [f"{self.name}-{split}-{key}" for key in self.splits[split]]
+        return [f"{self.name}-{split}-{key}" for key in self.splits.get(split, self._added)]
 
     def reset(self, task: str) -> str:
         """Begins an episode on a task; the first observation."""
@@ -95,29 +93,15 @@ class World:
 
     def find(self, task: str):
         """What the task is; ValueError if there is none."""
-        match = re.fullmatch(rf"{self.name}-([a-z]+)-([a-z0-9-]+)", task)
-        split, key = match.groups() if match else ("", "")
-        if split == "added" and task in self.tasks("added"):
-            return self._added[int(key)]
-        if split not in self.splits or (found := self.definition(split, key)) is None:
-            raise ValueError(f"unknown task {task!r}; tasks(split) lists them")
-        return found
-
-    def definition(self, split: str, key: str):
-        """What the task of this key in one of the splits is; None if there is none."""
-        return self.splits[split].get(key)
-
-    def published_task(self, id: str) -> str:
-        """The task of a published expert trajectory, whose id ends in the task's number."""
-        return f"{self.name}-train-{int(re.findall('[0-9]+', id)[-1])}"
+        split, _, key = task.removeprefix(f"{self.name}-").partition("-")
+        try:
+            return {**self.splits, "added": self._added}[split][key]
+        except KeyError:
+            raise ValueError(f"unknown task {task!r}; tasks(split) lists them") from None
 
     def action(self, reply: str) -> str | None:
         """The action in a reply; None where there is none."""
         return self.theirs.action(reply) if self.theirs else parse_reply(reply)
-
-    def said(self, text: str) -> str:
-        """What the agent reads after an action that led to `text`."""
-        return self.theirs.observation(text) if self.theirs else text
 
     def possible(self) -> tuple[list[str], str]:
         """For a person: actions that can be played now, and the forms of others, in lines."""
@@ -129,15 +113,11 @@ class World:
 
     def add(self, task: dict) -> str:
         """The id of a task made during a run, NAME-added-N, which only this object knows; the same
-        task again has the same id. ValueError naming what is wrong."""
-        new = copy.deepcopy(self.check(task))
-        if new not in self._added:
-            self._added.append(new)
-        return f"{self.name}-added-{self._added.index(new)}"
-
-    def check(self, task: dict):
-        """What a new task is, in the form that `find` gives; ValueError if it cannot be played."""
-        return task
+        task again has the same id."""
+        key = next((key for key, known in self._added.items() if known == task), None)
+        if key is None:
+            self._added[key := str(len(self._added))] = task
+        return f"{self.name}-added-{key}"
 
     def task_generator(self):
         """What makes tasks of an agent's finds; Refused where nothing does."""
@@ -159,6 +139,11 @@ def parse_reply(reply: str) -> str:
     """The action in a reply: what follows the last "Action:", else the reply as it is."""
     _, marker, action = reply.rpartition("Action:")
     return action.strip() if marker else reply
+
+
+def said(env, text: str) -> str:
+    """What the agent reads after an action that led to `text`."""
+    return env.theirs.observation(text) if env.theirs else text
 
 
 def opening(env, observation: str, playing: bool = False) -> list[dict]:
@@ -187,3 +172,15 @@ def converse(env, observation: str, act: Callable[[str], str]) -> tuple[list[dic
             return messages, step.reward
         page = step.observation
         messages.append({"role": "user", "content": page})
+
+
+def replay(env, task, replies: list[str]) -> list[Step]:
+    """The steps of these replies, to the end of the episode, on what a task is."""
+    env.start(task)
+    steps = []
+    for reply in replies:
+        steps.append(env.step(reply))
+        if steps[-1].done:
+            break
+    env.close()
+    return steps

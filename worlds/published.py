@@ -152,7 +152,7 @@ def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
 def published(row: dict, env) -> tuple[str, list[dict], float]:
     """Task, messages and reward of an entry of ETO's or IPR's list, as one who trains on it here
     reads it."""
-    task, roles = env.published_task(str(row["id"])), {"human": "user", "gpt": "assistant"}
+    task, roles = published_task(env, str(row["id"])), {"human": "user", "gpt": "assistant"}
     messages = [{"role": roles[turn["from"]], "content": turn["value"]}
                 for turn in row["conversations"]]
     has_rules = "Action:" not in messages[1]["content"]
@@ -164,6 +164,13 @@ def published(row: dict, env) -> tuple[str, list[dict], float]:
         rest = [{**m, "content": Theirs.bare(m["content"])} if m["role"] == "user" else m
                 for m in rest]
     return task, [*begins, *rest], row.get("reward", 1.0)
+
+
+def published_task(env, id: str) -> str:
+    """The training task that an id ends in: its number, or those of its type and its variation."""
+    *_, kind, number = ["", *re.findall("[0-9]+", id)]
+    kind = f"{env.published_types[int(kind)]}-" if env.published_types else ""
+    return f"{env.name}-train-{kind}{int(number)}"
 
 
 def opens_otherwise(env, messages: list[dict], shown: str) -> tuple[str, str] | None:

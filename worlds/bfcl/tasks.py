@@ -8,8 +8,8 @@ people ask.
 import json
 import random
 
-from worlds import words_of
-from worlds.bfcl.calls import Simulators, failed, json_of, parse_calls, script
+from worlds import replay, words_of
+from worlds.bfcl.calls import Simulators, failed, json_of, parse_calls, problem, script
 from worlds.bfcl.data import CATEGORIES, functions, tasks
 
 MOST_CALLS = 8  # of a new task [ours]
@@ -75,10 +75,16 @@ class TaskGenerator:
 
     def refusal(self, task: dict) -> str | None:
         """Why no run may have this task; None if one may."""
-        try:
-            self.env.check(task)
-        except ValueError as error:
-            return str(error)
+        if task["start"] not in {t["start"] for t in self.env.splits["train"].values()}:
+            return f"{task['start']!r} is no start state of a training task"
+        if not any(task["calls"]) or len(task["turns"]) != len(task["calls"]):
+            return f"its {len(task['turns'])} turns need as many lists of calls"
+        known = functions(task["start"])
+        for call in (call for calls in task["calls"] for call in calls):
+            if wrong := problem(call):
+                return f"a call of {str(call['name'])[:60]!r}: {wrong}"
+            if call["name"] not in known:
+                return f"its simulators have no function {call['name'][:60]!r}"
         if _flat(task["calls"]) in self.solutions or self.said & {*map(words_of, task["turns"])}:
             return "a task of a split"
         return None
@@ -86,7 +92,7 @@ class TaskGenerator:
     def verify(self, proposal: dict) -> str | None:
         """Plays the solution twice, and then without its last call; why it proves nothing, or None.
         """
-        task = self.env.check(proposal["task"])
+        task = proposal["task"]
         reward, results, states = self._play(task, proposal["solution"])
         if any(map(failed, results)):
             return "a call of its solution fails"
@@ -116,13 +122,8 @@ class TaskGenerator:
 
     def _play(self, task: dict, replies: list[str]) -> tuple[float, list[str], str]:
         """The reward of these replies, the results of their calls, and the states at the end."""
-        self.env.start(task)
-        for reply in replies:
-            step = self.env.step(reply)
-            if step.done:
-                break
-        self.env.close()
-        return step.reward, self.env.results, self.env.world.states()
+        steps = replay(self.env, task, replies)
+        return steps[-1].reward, self.env.results, self.env.world.states()
 
     def _made(self, start: str, replies: list[str]):
         """(call, result, whether it changed anything) of the replies' calls that did not fail."""

@@ -5,7 +5,7 @@ import json
 
 from worlds import Step, World
 from worlds.bfcl import data
-from worlds.bfcl.calls import CLOSE, MOST_REPLIES, OPEN, Simulators, parse_calls, problem, script
+from worlds.bfcl.calls import CLOSE, MOST_REPLIES, OPEN, Simulators, parse_calls, script
 
 PROMPT = """\
 You do what a user asks for by calling functions. The functions that you have are documented \
@@ -45,41 +45,32 @@ class Bfcl(World):
         self.splits = data.splits(bfcl_category, bfcl_split == "published")
         self.share_of_turns = bfcl_reward == "turns"
 
-    def check(self, task: dict) -> dict:
-        """A new task: the start state of a training task, other turns and other calls."""
-        if task["start"] not in {t["start"] for t in self.splits["train"].values()}:
-            raise ValueError(f"{task['start']!r} is no start state of a training task")
-        if not any(task["calls"]) or len(task["turns"]) != len(task["calls"]):
-            raise ValueError(f"its {len(task['turns'])} turns need as many lists of calls")
-        known = data.functions(task["start"])
-        for call in (call for calls in task["calls"] for call in calls):
-            if wrong := problem(call):
-                raise ValueError(f"a call of {str(call['name'])[:60]!r}: {wrong}")
-            if call["name"] not in known:
-                raise ValueError(f"its simulators have no function {call['name'][:60]!r}")
-        return {**task, "hidden": {}}
-
     def start(self, task: dict) -> str:
         self._task, self._turn, self._replies = task, 0, 0
+        self._hidden = task.get("hidden", {})  # a new task hides nothing
         self.world, self._truth = Simulators(task["start"]), Simulators(task["start"])
         self.results, self._passed = [], []  # of all calls; whether each checked turn passed
         self.max_steps = (MOST_REPLIES + 1) * len(task["turns"])
-        later = {name for names in task["hidden"].values() for name in names}
+        later = {name for names in self._hidden.values() for name in names}
         return self._said([name for name in data.functions(task["start"]) if name not in later])
 
     def step(self, reply: str) -> Step:
         if calls := parse_calls(reply):
             self._replies += 1
             self.results += (results := [self.world.run(call) for call in calls])
-            if self._replies > MOST_REPLIES:
-                return self._end(f"More than {MOST_REPLIES} replies with calls: the episode ends.")
-            return Step("\n".join(f"<tool_response>\n{result}\n</tool_response>"
-                                  for result in results), 0.0, False)
-        self._check_turn()
-        self._turn, self._replies = self._turn + 1, 0
-        if self._turn == len(self._task["turns"]):
-            return self._end("The conversation is over.")
-        return Step(self._said(self._task["hidden"].get(str(self._turn), ())), 0.0, False)
+            if self._replies <= MOST_REPLIES:
+                return Step("\n".join(f"<tool_response>\n{result}\n</tool_response>"
+                                      for result in results), 0.0, False)
+            end = f"More than {MOST_REPLIES} replies with calls: the episode ends."
+        else:
+            self._check_turn()
+            self._turn, self._replies = self._turn + 1, 0
+            if self._turn < len(self._task["turns"]):
+                return Step(self._said(self._hidden.get(str(self._turn), ())), 0.0, False)
+            end = "The conversation is over."
+        # Turns that were not reached have not passed.
+        share = sum(self._passed) / sum(map(bool, self._task["calls"]))
+        return Step(end, share if self.share_of_turns else float(share == 1), True)
 
     def possible(self) -> tuple[list[str], str]:
         return [], '{"name": ..., "arguments": {...}}, a call; or words, which end your turn'
@@ -103,11 +94,6 @@ class Bfcl(World):
         except RecursionError:  # a directory inside itself is in no ground truth
             passed = False
         self._passed.append(passed)
-
-    def _end(self, text: str) -> Step:
-        """The end, with the reward; turns that were not reached have not passed."""
-        share = sum(self._passed) / sum(map(bool, self._task["calls"]))
-        return Step(text, share if self.share_of_turns else float(share == 1), True)
 
     def _said(self, shown: list[str]) -> str:
         """What the user says in this turn, after the documents of the functions shown, if any."""

@@ -23,7 +23,6 @@ VM_STEPS = 10_000_000                         # and in sqlite, where a count is 
 INTERRUPTED = ERROR + "Query execution was interrupted (max_statement_time exceeded)"
 TOO_LARGE = f"{ERROR}The result has more than {MAX_ROWS:,} rows or too much text; add a LIMIT"
 REMEDY = "bash run.sh load-intercode makes users that may only read"
-INSTALL = "pip install 'PyMySQL[rsa]>=1.1,<2', or activate run.sh's .venv"
 
 # The first look at a query, before it reaches a database. What a query hides from it (in a comment
 # inside a name, say) is left to the database: read-only user or authorizer, limits.
@@ -264,7 +263,8 @@ def driver():
     try:
         import pymysql
     except ImportError as error:
-        raise Refused(f"--mysql-url: {error}; {INSTALL}") from None
+        raise Refused(f"--mysql-url: {error}; pip install 'PyMySQL[rsa]>=1.1,<2', or activate "
+                      "run.sh's .venv") from None
     return pymysql
 
 
@@ -281,8 +281,6 @@ def connect(url: str, **options):
             ssl_disabled=parts.hostname in ("localhost", "127.0.0.1", "::1")), **options})
     except (IndexError, AssertionError, struct.error):  # PyMySQL on what is no handshake
         raise pymysql.err.OperationalError(2013, "something else than MySQL answers") from None
-    except RuntimeError as error:  # a PyMySQL that cannot take MySQL 8's passwords
-        raise Refused(f"--mysql-url: {error}; {INSTALL}") from None
 
 
 def password_of(parts) -> str:

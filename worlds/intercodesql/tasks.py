@@ -8,9 +8,9 @@ import random
 import re
 from contextlib import closing
 
-from worlds import words_of
+from worlds import replay, words_of
 from worlds.intercodesql import questions
-from worlds.intercodesql.databases import ERROR
+from worlds.intercodesql.databases import ERROR, refusal
 from worlds.intercodesql.questions import HELD_OUT, tables_of, worth_asking
 
 DRAWS = 20  # of a variation, until one is new and worth asking [ours]
@@ -177,17 +177,15 @@ class TaskGenerator:
         values = re.findall(r"'\w+'", task["gold"])
         if len(values) != len(set(values)):
             return "one value twice"
-        try:
-            self.env.check(task)
-        except ValueError as error:
-            return str(error)
+        if error := refusal(task["gold"]):
+            return f"its gold query cannot be asked: {error}"
         with closing(self.env.database(task["db"])) as database:
             runs = isinstance(database.run(task["gold"]), list)
         return None if runs else "its query does not run"
 
     def verify(self, proposal: dict) -> str | None:
         """Plays the solution twice; why it does not prove the question, or None."""
-        task, played = proposal["task"], []
+        task = proposal["task"]
         if not self.agree(task):
             return "its text does not ask for what its query reads"
         if len(proposal["solution"]) > self.env.max_steps:
@@ -195,22 +193,14 @@ class TaskGenerator:
         with closing(self.env.database(task["db"])) as database:
             if not worth_asking(database.run, task["gold"]):
                 return "no rows, too many, or a condition that changes little"
-        for _ in range(2):
-            pages = [self.env.start(task)]
-            for n, reply in enumerate(proposal["solution"], 1):
-                step = self.env.step(reply)
-                pages.append(step.observation)
-                if step.done:
-                    break
-            played.append((pages, step.reward, step.done and n == len(proposal["solution"])))
-        self.env.close()
-        if any(page.startswith(ERROR) for page in played[0][0]):
+        first, second = (replay(self.env, task, proposal["solution"]) for _ in range(2))
+        if any(step.observation.startswith(ERROR) for step in first):
             return "an action of its solution fails"
-        if played[0] != played[1]:
+        if first != second:
             return "its replays differ"
-        if not played[0][2]:
+        if len(first) < len(proposal["solution"]) or not first[-1].done:
             return "its solution does not end with a submission"
-        return None if played[0][1] == 1.0 else f"its solution earns {played[0][1]:.2f}"
+        return None if first[-1].reward == 1.0 else f"its solution earns {first[-1].reward:.2f}"
 
     def _ran(self, db: str, replies: list[str]):
         """The replies' queries that ran and returned something."""

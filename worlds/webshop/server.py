@@ -43,9 +43,6 @@ class WebShopServer(Shop):
     test_splits = ("test",)
     drawn_anew = r"(?i),?( and)? price lower than [\d,]+(\.\d+)? dollars"
     max_query = 1000  # characters; a URL has to hold it and Lucene takes 1,024 words
-    _known = defaultdict(dict)        # server -> goal -> the instruction this process has read
-    _answered = defaultdict(WeakSet)  # server -> whom it has answered since it last failed
-    _loading = set()                  # servers that did not answer within load_timeout
 
     def __init__(self, webshop_url: str, view: str = "full", split_file: str | None = None,
                  timeout: float = 60.0, load_timeout: float = 1200.0):
@@ -55,53 +52,71 @@ class WebShopServer(Shop):
         self.split_by = split_file or self.split_by
         lists = read_lists(split_file, RULE, {"train": "train", "test": "test"}, int,
                            "a JSON list of goal numbers")
-        self.splits = {split: {str(goal): goal for goal in goals} for split, goals in lists.items()}
-        self.url, self.timeout, self.load_timeout = webshop_url.rstrip("/"), timeout, load_timeout
-        self._http = requests.Session()  # keeps its connection
-        self._http.trust_env = False     # no proxy may come between, and no saved password
-        self._http.max_redirects = 5
-        self._http.adapters.clear()  # whatever a page's links and redirects say, no other host
-        self._http.mount(urljoin(self.url, "/"), requests.adapters.HTTPAdapter())
+        self.splits = {split: _Goals({str(goal): goal for goal in goals})
+                       for split, goals in lists.items()}
+        self._client = Client(webshop_url.rstrip("/"), timeout, load_timeout)
 
-    def definition(self, split: str, key: str) -> int | None:
-        return int(key) if re.fullmatch(r"[0-9]{1,9}", key) else None  # the server may not have it
-
-    def reset(self, task: str) -> str:
-        self._task, self._goal, known = task, self.find(task), self._known[self.url]
-        if known and self._goal not in known:  # one that is says whether it is the same server
-            first = [*known][:8]
-            self._read(first[len(known) % len(first)])
-        return self._begin(self._read(self._goal))
-
-    def _read(self, goal: int) -> Shown:
-        """A goal's first page; Refused if its instruction is not what this process has read."""
-        self._instruction = self.shown = self._form = None
-        page, known = self._open("GET", f"{self.url}/coevolve_fixed_{goal}"), self._known[self.url]
-        if (before := known.setdefault(goal, self._instruction)) != self._instruction:
-            raise Refused(f"{self._task} at {self.url}: the server was replaced. Goal {goal} was "
-                          f"{before[-80:]!r} and is {self._instruction[-80:]!r}; a start draws new "
-                          "price limits, so begin a run with another --out")
-        return page
+    def start(self, goal: int) -> str:
+        self._seen = set()
+        return self._show(self._client.begin(goal))
 
     def expert(self):
         raise Refused("the scripted expert knows the embedded shop's instructions only; for a "
                       "WebShop server give expert trajectories with --experts FILE")
 
     def close(self):
-        self._http.close()
-        self._answered[self.url].discard(self)
+        self._client.close()
 
-    def _find(self, query: str) -> Shown:
+    def _follow(self, link, query: str = "") -> Shown:
+        if link:
+            return self._client.open(self.shown, *link)
         # A slash would end in a 404, and <r>, <a>, <c>, <q> at the start are commands.
         query = re.sub("^<([racq])>", r"\1", query.replace("/", " "))[:self.max_query]
-        return self._open("POST", self._form, data={"search_query": query})
+        return self._client.open(self.shown, "POST", self._client.form,
+                                 data={"search_query": query})
 
-    def _follow(self, link) -> Shown:
-        return self._open(*link)
 
-    def _open(self, method: str, url: str, item=None, data=None) -> Shown:
-        """The page at `url`, or the page shown if there is none (404). item: of a product link."""
-        before, self.shown = self.shown, None  # a void episode has no page to go on from
+class _Goals(dict):
+    """Number by key; also those of no split, which the server may not have."""
+
+    def __missing__(self, key: str) -> int:
+        return int(key)
+
+
+class Client:
+    """One that asks a server for pages; `WebShopServer` says how."""
+    known = defaultdict(dict)        # server -> goal -> the instruction this process has read
+    answered = defaultdict(WeakSet)  # server -> the clients it has answered since it last failed
+
+    def __init__(self, url: str, timeout: float, load_timeout: float):
+        self.url, self._timeout, self._load_timeout = url, timeout, load_timeout
+        self._http = requests.Session()  # keeps its connection
+        self._http.trust_env = False     # no proxy may come between, and no saved password
+        self._http.max_redirects = 5
+        self._http.adapters.clear()  # whatever a page's links and redirects say, no other host
+        self._http.mount(urljoin(url, "/"), requests.adapters.HTTPAdapter())
+
+    def begin(self, goal: int) -> Shown:
+        """The first page of an episode on a goal."""
+        self._goal, known = goal, self.known[self.url]
+        if known and goal not in known:  # one that is says whether it is the same server
+            first = [*known][:8]
+            self._read(first[len(known) % len(first)])
+        return self._read(goal)
+
+    def _read(self, goal: int) -> Shown:
+        """A goal's first page; Refused if its instruction is not what this process has read."""
+        page = self.open(None, "GET", f"{self.url}/coevolve_fixed_{goal}")
+        before = self.known[self.url].setdefault(goal, self._instruction)
+        if before != self._instruction:
+            raise Refused(f"{self.url}: the server was replaced. Goal {goal} was {before[-80:]!r} "
+                          f"and is {self._instruction[-80:]!r}; a start draws new price limits, so "
+                          "begin a run with another --out")
+        return page
+
+    def open(self, before: Shown | None, method: str, url: str, item=None, data=None) -> Shown:
+        """The page at `url`, or the page before if there is none (404). before: None for the first
+        page of an episode. item: of a product link."""
         found = self._load(method, url, data, opening=before is None)
         if found is None:
             return before
@@ -110,15 +125,13 @@ class WebShopServer(Shop):
         except (ValueError, AssertionError) as error:  # an address, a reward or a mark
             self._fail(f"a page that cannot be read ({error})")
         if page.reward is not None:
-            if not 0 <= page.reward <= 1:
-                self._fail("the reward of the purchase is not a number in [0, 1]")
             self._read(self._goal)
             return Shown("done", DONE, {}, reward=page.reward)
         if page.instruction is None or (before is None and page.form is None):
             self._fail("this is no page of a WebShop server; see that the address is right")
-        if self._instruction not in (None, page.instruction):
+        if before and page.instruction != self._instruction:
             self._fail("the instruction has changed, as when the server was restarted")
-        self._instruction, self._form = page.instruction, page.form or self._form
+        self._instruction, self.form = page.instruction, page.form or self.form
         kind = ("search" if page.form is not None else
                 "results" if "next >" in page.links else "item")
         return Shown(kind, page.pieces, {} if kind == "search" else page.links,
@@ -126,20 +139,15 @@ class WebShopServer(Shop):
 
     def _load(self, method: str, url: str, data, opening: bool) -> tuple[str, str] | None:
         """HTML and address of the page at `url` after redirects; None if there is none."""
-        answered = self._answered[self.url]
+        answered = self.answered[self.url]
         with nullcontext() if self in answered else self._in_turn():
-            if self.url in self._loading:  # it would load its catalogue once more
-                self._fail(f"no answer to the first request in {self.load_timeout:,.0f} s, in "
-                           "which it loads its catalogue; start again when it has")
-            timeout = self.timeout if self in answered else self.load_timeout
+            timeout = self._timeout if self in answered else self._load_timeout
             try:
                 found = self._http.request(method, url, data=data,
                                            timeout=(min(10.0, timeout), timeout))
             except requests.exceptions.InvalidSchema as error:  # no adapter, see __init__
                 self._fail(f"refused to follow it to another host: {str(error)[-200:]}")
             except (requests.RequestException, ValueError) as error:
-                if isinstance(error, requests.ReadTimeout) and self not in answered:
-                    self._loading.add(self.url)
                 answered.clear()  # started again, it loads its catalogue again
                 self._fail(f"{type(error).__name__}; see that the server runs")
         status, html = found.status_code, found.content.decode("utf-8", "replace")
@@ -150,8 +158,7 @@ class WebShopServer(Shop):
             return None
         self._fail((f"HTTP {status}" if status != 200 else "a page that ends early")
                    + (", its answer to a goal that its catalogue does not have; start it with all "
-                      "products" + ", or lower --train-tasks or --eval-tasks"
-                      * (self.split_by == "by rule")) * (opening and status == 500))
+                      "products, or play fewer or other tasks") * (opening and status == 500))
 
     @contextmanager
     def _in_turn(self):
@@ -162,7 +169,11 @@ class WebShopServer(Shop):
             yield
 
     def _fail(self, problem: str):
-        raise EnvError(f"{self._task} at {self.url}: {problem}")
+        raise EnvError(f"goal {self._goal} at {self.url}: {problem}")
+
+    def close(self):
+        self._http.close()
+        self.answered[self.url].discard(self)
 
 
 class _Html(HTMLParser):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
 
-from worlds import Step, World, words_of
+from worlds import Step, World, said, words_of
 from worlds.webshop import catalogue
 
 PROMPT = """\
@@ -64,22 +64,14 @@ class Shop(World):
         match = re.match(r"(.+)\[(.+)\]", action)
         name, argument = (match[1], match[2].lower()) if match else ("", "")
         if name == "search" and (shown.kind == "search" or self.theirs):  # ETO's: on every page
-            shown = self._find(argument)
+            shown = self._follow(None, argument)
         elif name == "click" and argument in shown.links:
             shown = self._follow(shown.links[argument])
-        return Step(self.said(self._show(shown)), shown.reward, shown.kind == "done")
-
-    def clickables(self) -> list[str]:
-        """What click[...] takes on this page, lowercased. The "Search" button is not among it."""
-        return list(self.shown.links)
+        return Step(said(self, self._show(shown)), shown.reward, shown.kind == "done")
 
     def possible(self) -> tuple[list[str], str]:
-        return ([f"click[{text}]" for text in self.clickables()],
+        return ([f"click[{text}]" for text in self.shown.links],
                 "search[words]" if self.shown.kind == "search" else "")
-
-    def _begin(self, shown: Shown) -> str:
-        self._seen = set()
-        return self._show(shown)
 
     def _show(self, shown: Shown) -> str:
         self.shown = shown
@@ -119,63 +111,62 @@ class WebShop(Shop):
         self.world = world or catalogue.shop_world()
         self.splits = {split: {str(n): goal for n, goal in enumerate(goals)}
                        for split, goals in self.world.goals.items()}
-        self._search = _search_engine(self.world)
+        self.search = _search_engine(self.world)
 
     def start(self, goal: dict) -> str:
-        self._goal = goal
-        return self._begin(self._follow(Page()))
+        self.goal, self._seen = goal, set()
+        return self._show(self._follow(Page()))
 
     def expert(self):
         return catalogue.shop_expert(thoughts=self.view == "full")
 
-    def _find(self, query: str) -> Shown:
-        return self._follow(Page("results", query=query))
-
-    def _follow(self, page: Page) -> Shown:
+    def _follow(self, page: Page | None, query: str = "") -> Shown:
+        page = page or Page("results", query=query)
         product = self.world.products[page.item]
-        reward = webshop_reward(product, self._goal, dict(page.options), product["price"],
+        reward = webshop_reward(product, self.goal, dict(page.options), product["price"],
                                 catalogue.type_words) if page.kind == "done" else 0.0
-        return Shown(page.kind, *self._render(page), page.item, reward, page.options)
+        return Shown(page.kind, *render(self, page), page.item, reward, page.options)
 
-    def _render(self, page: Page) -> tuple[list[str], dict[str, Page]]:
-        """The page's visible pieces of text, and the page behind each clickable."""
-        if page.kind == "done":
-            return DONE, {}
-        pieces = ["Instruction:", self._goal["instruction"]]
-        if page.kind == "search":
-            return ["WebShop", *pieces, "Search"], {}
-        pieces, links = [*pieces, "Back to Search"], {"back to search": Page()}
-        if page.kind == "results":
-            hits = self._search(page.query)[:self.max_results]
-            pieces.append(f"Page {page.number} (Total results: {len(hits)})")
-            if page.number > 1:
-                pieces.append("< Prev")
-                links["< prev"] = replace(page, number=page.number - 1)
-            pieces.append("Next >")  # always there; past the end the list is empty
-            links["next >"] = replace(page, number=page.number + 1)
-            first = (page.number - 1) * self.page_size
-            for i in hits[first:first + self.page_size]:
-                product = self.world.products[i]
-                pieces += [product["asin"], product["Title"], f"${float(product['price'])}"]
-                links[product["asin"].lower()] = replace(page, kind="item", item=i)
-            return pieces, links
 
-        product, pieces = self.world.products[page.item], [*pieces, "< Prev"]
-        subs = {"Description": [product["Description"]], "Features": product["BulletPoints"],
-                "Reviews": [], "Attributes": product["Attributes"]}
-        if page.kind == "sub-page":
-            links["< prev"] = replace(page, kind="item", sub="")  # chosen options are kept
-            return pieces + subs[page.sub], links
-        links["< prev"] = replace(page, kind="results", item=-1, options=())  # options are lost
-        links |= {sub.lower(): replace(page, kind="sub-page", sub=sub) for sub in subs}
-        links["buy now"] = replace(page, kind="done")
-        for name, values in product["options"].items():
-            pieces += [name, *values]
-            links |= {value: replace(page, options=tuple((dict(page.options) | {
-                name: value}).items())) for value in values}
-        pieces += [product["Title"], f"Price: ${float(product['price'])}", "Rating: N.A.",
-                   *subs, "Buy Now"]
+def render(shop: WebShop, page: Page) -> tuple[list[str], dict[str, Page]]:
+    """The page's visible pieces of text, and the page behind each clickable."""
+    if page.kind == "done":
+        return DONE, {}
+    pieces = ["Instruction:", shop.goal["instruction"]]
+    if page.kind == "search":
+        return ["WebShop", *pieces, "Search"], {}
+    pieces, links = [*pieces, "Back to Search"], {"back to search": Page()}
+    if page.kind == "results":
+        hits = shop.search(page.query)[:shop.max_results]
+        pieces.append(f"Page {page.number} (Total results: {len(hits)})")
+        if page.number > 1:
+            pieces.append("< Prev")
+            links["< prev"] = replace(page, number=page.number - 1)
+        pieces.append("Next >")  # always there; past the end the list is empty
+        links["next >"] = replace(page, number=page.number + 1)
+        first = (page.number - 1) * shop.page_size
+        for i in hits[first:first + shop.page_size]:
+            product = shop.world.products[i]
+            pieces += [product["asin"], product["Title"], f"${float(product['price'])}"]
+            links[product["asin"].lower()] = replace(page, kind="item", item=i)
         return pieces, links
+
+    product, pieces = shop.world.products[page.item], [*pieces, "< Prev"]
+    subs = {"Description": [product["Description"]], "Features": product["BulletPoints"],
+            "Reviews": [], "Attributes": product["Attributes"]}
+    if page.kind == "sub-page":
+        links["< prev"] = replace(page, kind="item", sub="")  # chosen options are kept
+        return pieces + subs[page.sub], links
+    links["< prev"] = replace(page, kind="results", item=-1, options=())  # options are lost
+    links |= {sub.lower(): replace(page, kind="sub-page", sub=sub) for sub in subs}
+    links["buy now"] = replace(page, kind="done")
+    for name, values in product["options"].items():
+        pieces += [name, *values]
+        links |= {value: replace(page, options=tuple((dict(page.options) | {
+            name: value}).items())) for value in values}
+    pieces += [product["Title"], f"Price: ${float(product['price'])}", "Rating: N.A.",
+               *subs, "Buy Now"]
+    return pieces, links
 
 
 @lru_cache(maxsize=4)
