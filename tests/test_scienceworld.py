@@ -159,15 +159,13 @@ def test_an_expert_looks_around_before_it_acts():
         "go to hall", "look around", "move cat to box"]
 
 
-def test_an_expert_is_the_same_whatever_its_simulator_has_played(env, monkeypatch):
+def test_an_expert_is_the_same_whatever_its_simulator_has_played(monkeypatch):
     """Walks through the house that the first solution draws would change the second one."""
-    task, found = "scienceworld-train-chemistry-mix-paint-tertiary-color-0", []
-    for _ in range(2):
-        monkeypatch.setattr(ScienceWorld, "_golds", {})
-        page = env.reset(task)
-        found.append((page, env.gold()))
-    assert found[0] == found[1]
-    assert worlds.converse(env, env.reset(task), env.expert())[1] == 1.0
+    monkeypatch.setattr(science._Simulator, "seconds", 900)  # eight on a machine that is idle
+    simulator = science._Simulator()
+    first, second = (simulator.solve("chemistry-mix-paint-tertiary-color", 0) for _ in range(2))
+    simulator.stop()
+    assert first == second
 
 
 TASKS = ["scienceworld-train-lifespan-longest-lived-0", "scienceworld-seen-find-animal-150"]

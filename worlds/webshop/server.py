@@ -194,7 +194,6 @@ class _Html(HTMLParser):
         self.close()
         for value, link in self._options.items():
             self.links.setdefault(value, link)  # a button beats an option of the same name
-        self.links.pop("search", None)
         self.instruction = next((text for head, text in zip(self.pieces, self.pieces[1:])
                                  if head == "Instruction:"), None)
 
