@@ -66,7 +66,6 @@ class World:
     name: str
     rules = ""            # said once at the start of an episode, by the full view
     splits: dict[str, dict]  # split -> key -> what the task is, all the same in every process
-    split_by = "by rule"  # or the folder of published lists
     test_splits: tuple[str, ...]
     max_steps: int        # of the task just reset
     drawn_anew = "(?!)"   # what of a page each start of this world draws anew, as a pattern

@@ -73,7 +73,6 @@ class Table:
 class SQLWorld:
     databases: dict[str, str]              # name -> the SQL script that makes it in sqlite
     questions: dict[str, dict[str, dict]]  # split -> number -> query (in words), gold (SQL), db
-    split_by: str = "by rule"              # or the folder of published lists
     tables: dict[str, list[Table]] | None = None  # of generated databases, the place's first
 
 

@@ -26,9 +26,8 @@ def spider_world(folder: str) -> SQLWorld:
     ic_spider_train.json and ic_spider_test.json, of which train_indices.json and test_indices.json,
     where they are, say which to take in which order. The dump is needed for sqlite only.
     """
-    folder, questions, split_by = Path(folder), {}, "by rule"
+    folder, questions = Path(folder), {}
     if (folder / "ic_spider_train.json").exists():
-        split_by = str(folder)
         for split in ("train", "test"):
             questions[split] = found = _read_questions(folder / f"ic_spider_{split}.json")
             if (taken := folder / f"{split}_indices.json").exists():
@@ -44,7 +43,7 @@ def spider_world(folder: str) -> SQLWorld:
     if (dump := folder / "ic_spider_dbs.sql").exists():
         with reading(f"{FLAG}: {dump}", "InterCode's dump"):
             scripts = sqlite_scripts(dump.read_text(encoding="utf-8"))
-    return SQLWorld(scripts, questions, split_by)
+    return SQLWorld(scripts, questions)
 
 
 def _read_questions(path: Path) -> dict[str, dict]:

@@ -57,7 +57,7 @@ class InterCodeSQL(World):
         super().__init__(view)
         self.mysql_url = mysql_url
         self.world = spider_world(intercode_data) if intercode_data else sql_world()
-        self.splits, self.split_by = self.world.questions, self.world.split_by
+        self.splits = self.world.questions
         self.test_splits = tuple(split for split in ("test", "unseen") if split in self.splits)
         asked = {q["db"] for questions in self.splits.values() for q in questions.values()}
         if not mysql_url and (missing := asked - self.world.databases.keys()):

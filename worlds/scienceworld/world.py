@@ -87,7 +87,6 @@ class ScienceWorld(World):
         super().__init__(view)
         self.splits = {split: _Tasks({f"{kind}-{number}": (kind, number) for kind, number in tasks})
                        for split, tasks in _splits(task_types, split_file).items()}
-        self.split_by = split_file or self.split_by
         self._simulator = None
 
     def start(self, task: tuple[str, int]) -> str:

@@ -49,7 +49,6 @@ class WebShopServer(Shop):
         """timeout: seconds that a request may take; load_timeout: one that may have the server load
         its catalogue."""
         super().__init__(view)
-        self.split_by = split_file or self.split_by
         lists = read_lists(split_file, RULE, {"train": "train", "test": "test"}, int,
                            "a JSON list of goal numbers")
         self.splits = {split: _Goals({str(goal): goal for goal in goals})
