@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 import re
 import subprocess
 import sys
@@ -279,6 +280,24 @@ def test_splits_share_no_goal_and_unseen_shares_no_product():
             assert meeting == {asin for asin, reward in best.items() if reward == 1} != set()
             assert all(p["held_out"] == (split == "unseen") for p in world.products
                        if p["asin"] in meeting)
+
+
+def test_an_added_task_has_one_id_which_no_other_object_knows():
+    env, other, rng = make("webshop"), make("webshop"), random.Random(0)
+    tasks = [catalogue.draw_goal(rng, family, set(), env.world.products)
+             for family in env.world.families[:4]]
+    before, ids = {split: env.tasks(split) for split in env.splits}, [
+        f"webshop-added-{n}" for n in range(4)]
+    assert env.tasks("added") == []
+    assert [env.add(task) for task in tasks] == ids == env.tasks("added")
+    assert [env.add(dict(task)) for task in reversed(tasks)] == ids[::-1]  # the same again
+    assert [env.find(id) for id in ids] == tasks
+    assert {split: env.tasks(split) for split in env.splits} == before
+    for unknown in (ids[0], "webshop-added-", "webshop-added-x"):
+        with pytest.raises(ValueError, match=f"unknown task '{unknown}'"):
+            other.find(unknown)
+    env.close()
+    assert env.tasks("added") == ids  # they are the object's, not an episode's
 
 
 @pytest.mark.parametrize("module, world, parts", [

@@ -15,7 +15,7 @@ import pytest
 from again import Again
 
 import worlds
-from worlds.published import make
+from worlds.published import make, opens_otherwise
 from worlds.webshop import catalogue
 from worlds.webshop.server import Client, WebShopServer
 from worlds.webshop.shop import Page, WebShop, render
@@ -207,11 +207,31 @@ def test_tasks_name_goals_by_rule_or_by_lists_without_a_request(official, tmp_pa
         assert [[*tasks.values()] for tasks in shop.splits.values()] == [
             [*train], [*validation], [*test]]
     assert listed.tasks("train") == ["webshop-train-501", "webshop-train-3"]
-    with pytest.raises(ValueError, match="unknown task"):
-        rule.reset("webshop-unseen-3")
+    for task in ("webshop-unseen-3", "webshop-test-x"):
+        with pytest.raises(ValueError, match=f"unknown task '{task}'"):
+            rule.reset(task)
     with pytest.raises(worlds.Refused, match="--experts"):
         rule.expert()
     assert official.seen == []
+
+
+def talk(text):
+    return [dict(role="user", content=text), dict(role="assistant", content="Action: search[x]")]
+
+
+def test_what_is_set_aside_where_experts_and_the_environment_are_compared():
+    env = make("webshop", webshop_url="http://127.0.0.1:9")
+    page = "WebShop [SEP] Instruction: [SEP] a hat, and price lower than 30.00 dollars [SEP] Search"
+    for same in (page, page.replace("30.00", "120.00"), f"Observation:\n{page}", f"{page} \n",
+                 f"{env.prompt}\n\n{page}", f"rules of\n\nanother version\n\n{page}", page.upper(),
+                 page.replace(", and price lower than 30.00 dollars", "")):
+        assert opens_otherwise(env, talk(same), page) is None
+    for other in ("a hat", page.replace("hat", "cap"), f"{page} and more", f"A {page}", ""):
+        assert opens_otherwise(env, talk(other), page)
+    embedded = make("webshop")  # its limits stay, so another limit is another goal
+    assert opens_otherwise(embedded, talk(page.replace("30", "40")), page)
+    science = worlds.World("short")
+    assert opens_otherwise(science, talk("Task Description:\nBoil."), "Boil.") is None
 
 
 @pytest.mark.parametrize("text", ["{", "[]", None])

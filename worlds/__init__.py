@@ -95,7 +95,7 @@ class World:
         split, _, key = task.removeprefix(f"{self.name}-").partition("-")
         try:
             return {**self.splits, "added": self._added}[split][key]
-        except KeyError:
+        except (KeyError, ValueError):
             raise ValueError(f"unknown task {task!r}; tasks(split) lists them") from None
 
     def action(self, reply: str) -> str | None:
