@@ -42,7 +42,6 @@ class WebShopServer(Shop):
     """
     test_splits = ("test",)
     drawn_anew = r"(?i),?( and)? price lower than [\d,]+(\.\d+)? dollars"
-    max_query = 1000  # characters; a URL has to hold it and Lucene takes 1,024 words
 
     def __init__(self, webshop_url: str, view: str = "full", split_file: str | None = None,
                  timeout: float = 60.0, load_timeout: float = 1200.0):
@@ -69,8 +68,9 @@ class WebShopServer(Shop):
     def _follow(self, link, query: str = "") -> Shown:
         if link:
             return self._client.open(self.shown, *link)
-        # A slash would end in a 404, and <r>, <a>, <c>, <q> at the start are commands.
-        query = re.sub("^<([racq])>", r"\1", query.replace("/", " "))[:self.max_query]
+        # A slash would end in a 404, and <r>, <a>, <c>, <q> at the start are commands; a URL has
+        # to hold the query, and Lucene takes 1,024 words.
+        query = re.sub("^<([racq])>", r"\1", query.replace("/", " "))[:1000]
         return self._client.open(self.shown, "POST", self._client.form,
                                  data={"search_query": query})
 
