@@ -1,7 +1,6 @@
-"""The first ten minutes of a GPU, most important first: is it right, and what does it cost? Each
-figure is printed, and appended to first_gpu.jsonl, as soon as it is there.
+"""The first ten minutes of a GPU, most important first; first_gpu.jsonl gets each figure too.
 
-    bash run.sh first-gpu            Qwen3-4B, or 0.6B on smaller cards, with random weights
+    bash run.sh first-gpu            Qwen3-4B with random weights
     bash run.sh first-gpu --small    a small model on any machine: the path only
 """
 
@@ -11,32 +10,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from transformers import Qwen3Config
 
 import dpo
-from lab import bench, machine
+from lab import bench, machine, store
 
-MODELS = [Qwen3Config(num_key_value_heads=8, hidden_size=size, intermediate_size=inner,
-                      num_hidden_layers=layers, num_attention_heads=heads, tie_word_embeddings=True)
-          for size, inner, layers, heads in ((2560, 9728, 36, 32), (1024, 3072, 28, 16))]
+MODEL = Qwen3Config(num_key_value_heads=8, hidden_size=2560, intermediate_size=9728,
+                    num_hidden_layers=36, num_attention_heads=32, tie_word_embeddings=True)
 PEAK = 989e12  # FLOP/s of an H100 in bf16, by its data sheet
 RUN = "-m coevolve --env webshop --view short --model ./tiny --iterations 1 --max-tokens 1024"
 
 
 def playing(config, device, lengths: list[int]):
-    """A bf16 model, its sampler, random texts of these lengths; what writes n tokens after some."""
+    """A bf16 model, its sampler, random texts of these lengths; what writes n tokens after each."""
     encoder, rng = dpo.Encoder(bench.word_tokenizer()), random.Random(0)
     sampler = dpo.Sampler(1.0, (*encoder.never(config.vocab_size), encoder.end_of_turn))
     model = bench.make_model(config, torch.bfloat16, device)
     texts = [[rng.randrange(bench.WORDS) for _ in range(n)] for n in lengths]
-    return model, sampler, texts, lambda n: dpo.replies(
-        model, encoder, sampler, n, (), [(ids, random.Random(k)) for k, ids in enumerate(texts)])
+    asked = [(ids, random.Random(k)) for k, ids in enumerate(texts)]
+    return model, sampler, texts, lambda n: dpo.replies(model, encoder, sampler, n, (), asked)
 
 
 @torch.no_grad()
@@ -48,14 +44,15 @@ def correctness(config, device, small: bool):
     made = reply(32)
     whole = [dpo.Trajectory(ids=ids + new, action_mask=[0] * len(ids) + [1] * len(new))
              for ids, (new, _) in zip(texts, made)]
-    found = {"a padded pass": dpo.token_log_probs(model, whole, sampler),
-             "generate": torch.tensor([x for _, row in made for x in row], device=device)}
+    drawn = torch.tensor([x for _, row in made for x in row], device=device)
+    padded = dpo.token_log_probs(model, whole, sampler)
     alone = torch.cat([dpo.token_log_probs(model, [t], sampler) for t in whole])
     model.float()
-    found["fp32"] = torch.cat([dpo.token_log_probs(model, [t], sampler) for t in whole])
-    for name, x in found.items():
-        yield (f"{name} against single texts in bf16, nats a token: rms, largest",
-               f"{(x - alone).pow(2).mean().sqrt():.4f}, {(x - alone).abs().max():.4f}")
+    fp32 = torch.cat([dpo.token_log_probs(model, [t], sampler) for t in whole])
+    for name, x in ("a padded pass", padded), ("generate", drawn), ("fp32", fp32):
+        off = (x - alone).abs()
+        yield f"{name} against single texts in bf16, nats a token: rms, largest", (
+            f"{off.pow(2).mean().sqrt():.4f}, {off.max():.4f}")
 
 
 def training(config, device, small: bool):
@@ -63,18 +60,17 @@ def training(config, device, small: bool):
     accelerator = Accelerator(cpu=small, mixed_precision="no" if small else "bf16")
     model, ended = dpo.prepare(bench.make_model(config, device=device), recompute=True), []
     groups = bench.make_groups(8, *((150, 50) if small else (3000, 1000)))
-    loss = partial(dpo.preference_loss, s=bench.SETTINGS)
+    how = dpo.Objective(partial(dpo.preference_loss, s=bench.SETTINGS), lambda g: 3, lr=1e-6)
     dpo.fit(model, [groups[n:n + 2] for n in range(0, 8, 2)],
-            partial(dpo.log_probs, accelerator, tokens=4096),
-            dpo.Objective(loss, lambda g: len(g.pairs), lr=1e-6),
+            partial(dpo.log_probs, accelerator, tokens=4096), how,
             lambda event: ended.append(time.perf_counter()))
     parameters, states, token = machine.costs(config, ranks=1)
     rate = sum(len(t.ids) for t in dpo.trajectories(groups[2:])) / (ended[-1] - ended[0])
     yield "training, tokens/s", f"{rate:,.0f}"
     if device == "cuda":
         yield "MFU, of an H100's", f"{6 * parameters * rate / PEAK:.3f}"
-        yield "peak memory, planned, GB", (f"{torch.cuda.max_memory_allocated() / 1e9:.1f}, "
-                                           f"{(states + 4096 * token) / 1e9:.1f}")
+        yield "peak memory, GB", f"{torch.cuda.max_memory_allocated() / 1e9:.1f}"
+        yield "planned, GB", f"{(states + 4096 * token) / 1e9:.1f}"
 
 
 def decoding(config, device, small: bool):
@@ -90,14 +86,12 @@ def decoding(config, device, small: bool):
 
 
 def whole_run(config, device, small: bool):
-    """Co-evolution with the tiny model by its folder, which computes as a large one, after a kill."""
+    """Co-evolution with the tiny model by its folder, so that it computes as a large one."""
     tasks = "--train-tasks 4 --eval-tasks 2" if small else "--train-tasks 200 --eval-tasks 100"
     with tempfile.TemporaryDirectory() as out:
-        command, started = [sys.executable, *RUN.split(), *tasks.split(), "--out", out], time.time()
-        how = dict(cwd=Path(__file__).resolve().parents[1], stdout=subprocess.DEVNULL)
-        with suppress(subprocess.TimeoutExpired):  # which kills it
-            subprocess.run(command, timeout=10 if small else 60, **how)
-        subprocess.run(command, check=True, **how)
+        run, started = f"{sys.executable} {RUN} {tasks} --out {out} > /dev/null", time.time()
+        subprocess.run(f"timeout -s KILL {10 if small else 60} {run}; {run}", shell=True,
+                       check=True, cwd=store.ROOT)
         yield "co-evolution, killed and gone on, s", f"{time.time() - started:.0f}"
 
 
@@ -106,9 +100,7 @@ def main(argv: list[str]) -> None:
     if not small:
         if not torch.cuda.is_available():
             sys.exit(machine.check_torch() or "there is no GPU; --small shows that this works")
-        card = torch.cuda.get_device_properties(0)
-        small_card = bool(machine.check_memory(MODELS[0], 1, card.total_memory, 4096))
-        device, name, config = "cuda", card.name, MODELS[small_card]
+        device, name, config = "cuda", torch.cuda.get_device_name(), MODEL
 
     def note(what, value):
         print(f"{what:75} {value}", flush=True)
