@@ -261,7 +261,7 @@ def pair_row(kind: str, chosen: Trajectory, rejected: Trajectory, weight: float,
 def preference_groups(rows: list[dict], episodes: list[Trajectory], s: Settings) -> list[Group]:
     """Rows of pairs as groups: an instruction's distinct trajectories, once each, and its pairs."""
     groups, places = {}, {}  # places: trajectory and how it is cut -> index
-    known = {(t.task, t.agent, t.iteration, t.rollout): t for t in episodes}
+    known = files.Known({(t.task, t.agent, t.iteration, t.rollout): t for t in episodes})
     for row in rows:
         task, at = row["task"], []
         group = groups.setdefault(task, Group([]))

@@ -159,6 +159,9 @@ def test_groups_hold_each_trajectory_once_and_cut_what_is_rejected():
     assert [len(x.ids) / 3 for x in a.sequences] == [2, 9, 8]  # f is one, chosen or rejected
     [a, _] = coevolve.preference_groups(rows, episodes, replace(s, rejected_ends="leave out"))
     assert [sum(x.action_mask) for x in a.sequences] == [4, 7, 7, 16]
+    rows[0]["rejected"]["rollout"] = 9  # by somebody's hand
+    with pytest.raises(coevolve.envs.Refused, match="'target', 1, 9.*mend the pairs file"):
+        coevolve.preference_groups(rows, episodes, s)
 
 
 # ------------------------------------------------------------------------------------ whole runs

@@ -32,6 +32,14 @@ def whole_object(text: str, where) -> dict:
     raise Refused(f"{where}: {text[:40]!r} is no whole JSON object; restore the file, or delete it")
 
 
+class Known(dict):
+    """The trajectories that pairs may name, by task, agent, iteration and rollout."""
+
+    def __missing__(self, key):
+        raise Refused(f"a pair names {key}, which is no trajectory of this run; mend the pairs "
+                      "file, or delete it to make it again")
+
+
 def write_json(file: Path, value) -> None:
     """The value or what was there before: it appears by renaming."""
     part = file.with_name(f"{file.name}.tmp")
