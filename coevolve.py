@@ -322,7 +322,7 @@ class Common:
     sft_warmup: flags.Share = 0.03       # share of steps, linear, then cosine [App. B]
     weight_decay: flags.Weight = 0.0     # in all phases [ETO]
     max_grad_norm: flags.Rate = 1.0      # in all phases [transformers' default]
-    slots: flags.Free[flags.Count] = 32  # episodes side by side on a rank [ours]
+    slots: flags.Free[flags.Whole] = 0   # episodes side by side on a rank; 0: 32 [ours]
     tokens_per_forward: flags.Free[flags.Whole] = 0  # of a rank; 0: 8,192 on GPUs, else 1,024
     bf16: AUTO = "auto"                  # passes and rollouts; auto: on GPUs, not tiny [ours]
     shard: flags.Free[AUTO] = "auto"     # what trains over the ranks (FSDP2), if several
@@ -519,7 +519,7 @@ class Run:
 
     def play_share(self, share: list[Trajectory], answer, make_env) -> list[Trajectory]:
         with bar(self, len(share)) as progress:
-            envs.play(make_env, self.encoder, share, answer, self.settings.slots,
+            envs.play(make_env, self.encoder, share, answer, self.settings.slots or 32,
                       self.settings.max_tokens, lambda t: progress.update())
         return share
 

@@ -44,7 +44,7 @@ class Run(evolve.Run):
 
     def open(self) -> None:
         s, self.logged, self.fast = self.settings, 0, False
-        self.settings = s = replace(s, slots=s.slots or self.usual_slots())
+        self.settings = s = replace(s, slots=s.slots or usual_slots(self))
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             if self.main:
@@ -74,14 +74,6 @@ class Run(evolve.Run):
         if self.fast and not s.tokens_per_forward:
             self.tokens_per_forward = 4096  # without padding
         self.settings, self.reads = store.recorded(s)
-
-    def usual_slots(self) -> int:
-        s, config = self.settings, dpo.read_config(self.base)
-        if self.accelerator.device.type == "cpu":
-            return coevolve.Common.slots
-        trains = s.method in evolve.METHODS  # beside its replica
-        return machine.slots(config, torch.cuda.mem_get_info()[0], s.max_tokens,
-                             held=16 * machine.count(config) / self.ranks * trains)
 
     def make(self, out: Path, work, *inputs, **how) -> dict:
         s, taken = self.settings, None
@@ -193,6 +185,16 @@ class Run(evolve.Run):
                     kept.add(chunk)
         torch.set_num_threads(threads)
         return [t for chunk in chunks for t in kept.of(chunk)]
+
+
+def usual_slots(run: Run) -> int:
+    """What --slots 0 means: on a GPU as many as its free memory holds."""
+    s, config = run.settings, dpo.read_config(run.base)
+    if run.accelerator.device.type == "cpu":
+        return 32
+    trains = s.method in evolve.METHODS  # beside its replica
+    return machine.slots(config, torch.cuda.mem_get_info()[0], s.max_tokens,
+                         held=16 * machine.count(config) / run.ranks * trains)
 
 
 def flat(fields: dict) -> dict:

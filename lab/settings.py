@@ -21,8 +21,6 @@ class Careful:
     # a tracker of accelerate too, such as tensorboard or wandb [files only]
     track: Free[Optional[str]] = None
     threads: Free[Whole] = 0             # CPU threads of a process, 0 = its share of the cores
-    # episodes side by side on a rank; 0: 32, on a GPU as many as its free memory holds, to 128
-    slots: Free[Whole] = 0
 
 
 @dataclass(frozen=True)
