@@ -299,6 +299,7 @@ def shortened(t: Trajectory, turns: int, ends: bool) -> Trajectory:
 # In brackets the source: the paper; ETO, the scripts of Song et al.; ours. A comment is the help, a
 # type has the limits; what is Free changes nothing but rounding, and may differ when a run goes on.
 AUTO = Literal["auto", "on", "off"]
+SLOTS = 32  # what --slots 0 means [ours]
 
 
 @dataclass(frozen=True)
@@ -519,7 +520,7 @@ class Run:
 
     def play_share(self, share: list[Trajectory], answer, make_env) -> list[Trajectory]:
         with bar(self, len(share)) as progress:
-            envs.play(make_env, self.encoder, share, answer, self.settings.slots or 32,
+            envs.play(make_env, self.encoder, share, answer, self.settings.slots or SLOTS,
                       self.settings.max_tokens, lambda t: progress.update())
         return share
 
@@ -546,9 +547,7 @@ def scores(episodes: list[Trajectory], run: Run) -> dict:
 
 
 def table(run: Run) -> str:
-    s = run.settings
-    return files.table(f"\n{run.folder}: {s.method} on {s.env}, model {s.model}, seed {s.seed}",
-                       run.done)
+    return files.table(f"\n{run.folder}: {files.headline(vars(run.settings))}", run.done)
 
 
 def main(argv: list[str], settings: type = Settings, run: type = Run, methods: dict = METHODS):

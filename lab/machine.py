@@ -70,18 +70,19 @@ def costs(config, ranks: int) -> tuple[int, float, float]:
     c, parameters = config.get_text_config(), count(config)
     states = 16 * parameters / ranks + (2 * parameters if ranks == 1 else 0)
     return parameters, states, (2 * c.hidden_size * (c.num_hidden_layers + 8) + 8 * inside(c)
-                                + 10 * ACTING * c.vocab_size)  # in bf16, in fp32, their gradient
+                                # logits in bf16, in fp32, and their gradient
+                                + 10 * ACTING * c.vocab_size)
 
 
-def slots(config, free_bytes: float, longest: int, held: float = 0.0) -> int:
+def slots(config, free_bytes: float, longest: int, ranks: int | None = None) -> int:
     """How many episodes of `longest` tokens play side by side in a GPU's free memory: beside the
-    bf16 weights, and what else is held, each has keys and values of all layers, and the inside of
-    one layer while its conversation is read."""
-    c = config.get_text_config()
+    bf16 weights, each has keys and values of all layers, and the inside of one layer while its
+    conversation is read. ranks: over which the model trains meanwhile, if it does."""
+    c, parameters = config.get_text_config(), count(config)
     size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     token = 4 * c.num_hidden_layers * heads * size + 2 * (6 * c.hidden_size + 3 * inside(c))
-    room = FREE * free_bytes - 2 * count(config) - held
+    room = FREE * free_bytes - parameters * (2 + (16 / ranks if ranks else 0))
     return max(1, min(SLOTS, int(room / (token * longest))))
 
 

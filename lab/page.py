@@ -16,8 +16,9 @@ from markupsafe import Markup
 
 from lab import figures
 from lab.conversations import conversations
-from lab.report import columns, headline, sections
+from lab.report import columns, sections
 from lab.runfiles import command, config_of, phases_of
+from worlds.files import headline
 
 FILES = Path(__file__).parent / "page_files"
 MEGABYTES = 4.5  # of conversations in a page, if not said otherwise

@@ -8,7 +8,7 @@ import numpy as np
 
 from lab.endpoint import USAGE
 from lab.runfiles import config_of, explorations, kinds_of, of, phases_of
-from worlds.files import read_jsonl, write_json
+from worlds.files import headline, read_jsonl, write_json
 
 BEST = ("best", "best_success")
 
@@ -39,10 +39,6 @@ def close(run: Path) -> str:
     """Writes result.json, which says that the run has finished; its closing table."""
     write_json(run / "result.json", dict(evaluations=evaluations(run, phases_of(run))))
     return table(run)
-
-
-def headline(s: dict) -> str:
-    return f"{s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}"
 
 
 def table(run: Path) -> str:

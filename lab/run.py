@@ -189,12 +189,11 @@ class Run(evolve.Run):
 
 def usual_slots(run: Run) -> int:
     """What --slots 0 means: on a GPU as many as its free memory holds."""
-    s, config = run.settings, dpo.read_config(run.base)
     if run.accelerator.device.type == "cpu":
-        return 32
-    trains = s.method in evolve.METHODS  # beside its replica
-    return machine.slots(config, torch.cuda.mem_get_info()[0], s.max_tokens,
-                         held=16 * machine.count(config) / run.ranks * trains)
+        return coevolve.SLOTS
+    trains = run.settings.method in evolve.METHODS  # beside its replica
+    return machine.slots(dpo.read_config(run.base), torch.cuda.mem_get_info()[0],
+                         run.settings.max_tokens, run.ranks if trains else None)
 
 
 def flat(fields: dict) -> dict:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 import coevolve
+import evolve
 from lab import baselines, chat, explorer
 from lab.overlap import Overlap
 from worlds.flags import Free, OldFile, Weight, Whole
@@ -26,9 +27,9 @@ class Careful:
 @dataclass(frozen=True)
 class Settings(Careful, chat.Chat, baselines.Baselines, explorer.Explorer, coevolve.Settings):
     """All settings of a run."""
-    presets = coevolve.Settings.presets | {
+    presets = evolve.Settings.presets | {
         # Tuned on the validation splits; it starts from nothing and so needs larger steps.
-        "tiny": coevolve.Settings.presets["tiny"] | dict(ppo_lr=1e-4, step_tasks=16, near_text=1.0),
+        "tiny": evolve.Settings.presets["tiny"] | dict(ppo_lr=1e-4),
         # As in a first trial on the databases, not tuned on a validation split yet; for one or
         # three hours on two cores and 8 GB. A hundred experts make few steps, so batches are
         # smaller than the paper's and steps go further. At temperature 1 failures differ more.
@@ -41,7 +42,6 @@ class Settings(Careful, chat.Chat, baselines.Baselines, explorer.Explorer, coevo
         "quick tiny": dict(train_tasks=60, eval_tasks=60, rollouts=2, iterations=2, dpo_epochs=2,
                            sft_epochs=3),
         "quick smollm2": dict(train_tasks=8, eval_tasks=4, sft_batch=4),
-        "aimed": dict(rare_min=2, start_share=0.5, mastered="leave"),
         "evaluate": dict(temperature=0.0, rollouts=1),
         # With the examples; the endpoint knows better what it can read.
         "chat": dict(method="chat", temperature=0.0, rollouts=1, max_tokens=100_000),
@@ -49,11 +49,11 @@ class Settings(Careful, chat.Chat, baselines.Baselines, explorer.Explorer, coevo
 
     @staticmethod
     def preset_names(values: dict) -> list[str]:
-        names = coevolve.Settings.preset_names(values)
+        names = evolve.Settings.preset_names(values)
         names += ["quick", f"quick {values['model']}"] if values["quick"] else []
         names += ["chat"] if chat.is_endpoint(values["model"]) else (  # "eto" is a protocol's
             ["evaluate"] if values["method"] == "evaluate" else [])
-        return [*names, values["explorer"]]
+        return names
 
 
 # method -> its loop, and what it reads

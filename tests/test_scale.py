@@ -165,6 +165,6 @@ def test_slots_fill_what_is_free():
     the inside of a layer, 2 x (6 x 4096 + 3 x 11008); 0.92 of a card less 13.5 GB of weights."""
     assert machine.slots(LLAMA2_7B, H100, 4096) == int((0.92 * H100 - 2 * 6.738e9) / (
         (2 * 32 * 4096 * 2 + 2 * (6 * 4096 + 3 * 11008)) * 4096)) == 24
-    assert machine.slots(LLAMA2_7B, H100, 4096, held=16 * 6.738e9 / 8) == 19
+    assert machine.slots(LLAMA2_7B, H100, 4096, ranks=8) == 19
     assert machine.slots(LLAMA2_7B, 15e9, 4096) == 1
     assert machine.slots(LLAMA2_7B, 8 * H100, 4096) == 128

@@ -100,6 +100,11 @@ def line(name: str, numbers: dict) -> str:
                                       for key, x in flat.items() if isinstance(x, (int, float)))])
 
 
+def headline(s: dict) -> str:
+    """Which run one of these settings is."""
+    return f"{s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}"
+
+
 def table(title: str, done: dict[str, dict]) -> str:
     """What the phases of a run found, a line each: pairs, exploration, evaluation."""
     lines = [line(name, row) for work in ("make_pairs", "explore", "evaluate")
