@@ -554,6 +554,8 @@ def join(run: Run, out: Path, tasks: list[Path], proposals: Path, played: list[P
 
 Signals = flags.limited(str, f"must be some of {','.join(SIGNALS)}",
                         lambda text: {*text.split(",")} <= {*SIGNALS})
+Plays = flags.limited(int, "one play is solved never or always; give 0, or 2 and more",
+                      lambda n: n == 0 or n >= 2)
 Several = flags.limited(int, "must be at least 2", lambda n: n >= 2)  # else no advantage
 UpToOne = flags.limited(float, "must be at least 0 and at most 1", lambda x: 0 <= x <= 1)
 
@@ -581,7 +583,7 @@ class Steps:
     explorer_temperature: flags.Rate = 1.1  # [ours; AE: 1]
     near_text: UpToOne = 0.8               # a new text's largest Jaccard share with another [AE]
     verify: bool = True                    # new tasks join only if their solution replays [S]
-    solve_check: flags.Whole = 0           # and if the agent solves some of so many plays [ours]
+    solve_check: Plays = 0                 # and if the agent solves some of so many plays [ours]
 
 
 @dataclass(frozen=True)

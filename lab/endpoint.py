@@ -1,20 +1,23 @@
 """An OpenAI-compatible chat endpoint: messages in, a reply out. The key, of the environment, stands
 in no file, log or message."""
 
+import json
 import os
 import random
 import re
 import sys
 import threading
+import time
 
 import requests
 from tqdm import tqdm
+from urllib3.exceptions import HTTPError
 
 from envs import EnvError, Refused
 
 KEY = "OPENAI_API_KEY"  # the environment variable
 TRIES = 8
-SECONDS = 300  # for an answer [ours]
+SECONDS, MOST = 300, 1_000_000  # for an answer, and bytes of it [ours]
 USAGE = ("requests", "retries", "unreported", "cut_replies", "prompt_tokens", "completion_tokens")
 PASSING = {408, 409, 425, 429}  # statuses that may be gone in a moment, as 500 and above
 REFUSING = {400, 403, 413, 422, 451}  # which may be about these messages alone
@@ -59,25 +62,23 @@ class Endpoint:
                 break
             body = {**self.body, "messages": messages}
             try:
-                answer = requests.post(self.url, json=body, auth=self.sign, allow_redirects=False,
-                                       timeout=(10, SECONDS))
-                status, said = answer.status_code, self.without_key(answer.text)[:200]
+                status, text, asked_to_wait = self.post(body)
+                said = self.without_key(text)[:200]
                 problem = f"status {status}: {said}"
                 if status == 200:
-                    reply, used = self.read(answer.json())
+                    reply, used = self.read(json.loads(text))
                     return reply, dict(used, retries=attempt)
-                if status == 400 and re.search("context.?(length|size|window)|too long",
-                                               answer.text, re.I):
+                if status == 400 and re.search("context.?(length|size|window)|too long", text,
+                                               re.I):
                     raise ContextFull
-                if status == 400 and self.refuses_parameter(body, answer.text):
+                if status == 400 and self.refuses_parameter(body, text):
                     continue
                 if status not in PASSING and status < 500:
                     break
-                asked_to_wait = answer.headers.get("Retry-After", "")
                 if re.fullmatch(r"\d+(\.\d+)?", asked_to_wait):
                     wait = min(float(asked_to_wait), 120)
-            except (requests.RequestException, ValueError, LookupError, TypeError, AttributeError,
-                    RecursionError) as error:  # it is out of reach, or what it says is no answer
+            except (requests.RequestException, HTTPError, ValueError, LookupError, TypeError,
+                    AttributeError, OverflowError, RecursionError) as error:
                 problem = f"{type(error).__name__}: {error} {said}"
             if attempt < TRIES - 1:
                 self.stopped.wait(wait)
@@ -88,16 +89,33 @@ class Endpoint:
         raise (NotAnswered if status in REFUSING else EndpointError)(
             f"{self.url}: {problem} (attempt {attempt + 1})")
 
+    def post(self, body: dict) -> tuple[int, str, str]:
+        """Status, text and Retry-After. NotAnswered where the text is too long."""
+        text, ends = b"", time.monotonic() + SECONDS
+        with requests.post(self.url, json=body, auth=self.sign, timeout=(10, SECONDS),
+                           allow_redirects=False, stream=True) as answer:
+            while part := answer.raw.read1(1 << 16, True):
+                text += part
+                if len(text) > MOST:
+                    raise NotAnswered(f"{self.url}: an answer is longer than {MOST:,} bytes")
+                if time.monotonic() > ends:
+                    raise requests.Timeout(f"it took more than {SECONDS} seconds")
+            return (answer.status_code, text.decode(errors="replace"),
+                    answer.headers.get("Retry-After", ""))
+
     def read(self, answer: dict) -> tuple[str, dict]:
         """The reply and the usage in an answer; an error of any kind where it is no answer."""
         choice, used = answer["choices"][0], answer.get("usage") or {}
         reply = choice["message"].get("content") or ""
         if isinstance(reply, list):  # of parts
             reply = "".join(part.get("text") or "" for part in reply)
+        if len(self.key) >= 16:  # shorter ones, such as EMPTY, are words and no secrets
+            reply = self.without_key(str(reply))
         return str(reply), dict(
             requests=1, unreported=int(not used),
             cut_replies=int(choice.get("finish_reason") == "length"),
-            **{name: int(used.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")})
+            **{name: max(0, int(used.get(name) or 0))
+               for name in ("prompt_tokens", "completion_tokens")})
 
     def refuses_parameter(self, body: dict, text: str) -> bool:
         """Whether `text` refuses a parameter of `body`; from now on it is sent as asked for."""

@@ -270,7 +270,9 @@ def test_what_may_pass_is_tried_again_with_growing_waits(endpoint, call, fault):
     ((401, f"Incorrect API key: {KEY}", {}), 1, "status 401: Incorrect API key: ***"),
     ((302, "", {"Location": "http://elsewhere"}), 1, "status 302"),
     ((200, '{"error": "we are sorry"}', {}), 8, "we are sorry"),
-    ((200, "[" * 100_000, {}), 8, "(attempt 8)"), ((401, "x" * 190 + KEY, {}), 1, "status 401: xxx"),
+    ((200, "[" * 100_000, {}), 8, "(attempt 8)"),
+    ((200, "x" * 1_000_001, {}), 1, "an answer is longer than 1,000,000 bytes"),
+    ((401, "x" * 190 + KEY, {}), 1, "status 401: xxx"),
     ((503, "no", {}), 8, "status 503: no (attempt 8)"), (None, 8, "(attempt 8)"),
 ])
 def test_what_does_not_pass_is_one_line_without_the_key(endpoint, call, fault, tries, message):
@@ -283,6 +285,8 @@ def test_what_does_not_pass_is_one_line_without_the_key(endpoint, call, fault, t
 @pytest.mark.parametrize("said, reply, tokens", [
     (answer(content=[dict(type="text", text="c"), dict(type="text", text="d")], usage={}), "cd", 0),
     (answer(content="c", usage=dict(prompt_tokens=5, completion_tokens=None)), "c", 5),
+    (answer(content="c", usage=dict(prompt_tokens=5, completion_tokens=-3)), "c", 5),
+    (answer(content=f"your key is {KEY}"), "your key is ***", 0),
     (answer(reasoning="so"), "", 0), (answer(content="a b", finish_reason="length"), "a b", 0)])
 def test_odd_answers_are_read(endpoint, call, said, reply, tokens):
     found, used = call(said)
@@ -322,6 +326,9 @@ def test_keys(endpoint, call, monkeypatch):
     with pytest.raises(envs.Refused, match="OPENAI_API_KEY") as error:
         call()
     assert "secret" not in str(error.value)
+    monkeypatch.setenv("OPENAI_API_KEY", "x")  # too short to be a secret that a reply gives away
+    endpoint.answer = lambda messages: "search[fox box]"
+    assert call()[0] == "search[fox box]"
 
 
 # ------------------------------------------------------------------------ an agent as it is

@@ -22,6 +22,7 @@ from coevolve import read
 from dpo import Trajectory
 from worlds import Step, World, converse
 from worlds.files import read_jsonl, seed_of
+from worlds.flags import parse
 from worlds.intercodesql.world import InterCodeSQL
 
 
@@ -699,6 +700,15 @@ def test_twenty_four_steps_teach_a_policy_what_pays(run):
     rewards, kl = [row["reward"] for row in log], [row["kl"] for row in log]
     assert np.mean(rewards[:5]) < 0.2 and np.mean(rewards[-5:]) > 0.4
     assert np.mean(kl[-10:]) > 0  # of its own samples, over the tokens that may be drawn
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("--step-rollouts 1", "--step-rollouts 1: must be at least 2"),
+    ("--solve-check 1", "one play is solved never or always"),
+    ("--grpo-steps 3 --evolve-every 3", "the tasks would never evolve")])
+def test_settings_that_could_change_nothing_are_refused(flags, says):
+    with pytest.raises(envs.Refused, match=says):
+        parse(flags.split(), evolve.Settings, evolve.METHODS, envs.environment)
 
 
 def files_of(folder):

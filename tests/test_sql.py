@@ -552,13 +552,25 @@ def test_an_episode_goes_on_when_its_server_is_killed_and_started_again(mariadb,
     again.join()
 
 
-def test_a_server_that_is_not_there_voids_the_episode():
+@pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x05\0\0\0\x0a5.5", None])
+def test_what_is_no_database_voids_the_episode(says):
+    """None: nobody listens."""
     pytest.importorskip("pymysql", reason="PyMySQL is not installed")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(worlds.EnvError, match=f"mysql://127.0.0.1:{port}, database d") as error:
-        databases.MySQL("d", URL.format(port))
-    assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
+
+        def answer():
+            with suppress(OSError):
+                while True:
+                    with server.accept()[0] as connection:
+                        connection.sendall(says)
+
+        server.close() if says is None else threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(worlds.EnvError, match=f"mysql://127.0.0.1:{port}, database d") as error:
+            databases.MySQL("d", URL.format(port))
+        assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
+        if says is not None:
+            server.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_database_that_is_not_loaded_is_named_with_the_remedy(mariadb):

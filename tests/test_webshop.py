@@ -293,7 +293,7 @@ def test_an_added_task_has_one_id_which_no_other_object_knows():
     assert [env.add(dict(task)) for task in reversed(tasks)] == ids[::-1]  # the same again
     assert [env.find(id) for id in ids] == tasks
     assert {split: env.tasks(split) for split in env.splits} == before
-    for unknown in (ids[0], "webshop-added-", "webshop-added-x"):
+    for unknown in (ids[0], "webshop-added-", "webshop-added-x", "train-0", "shop-train-0"):
         with pytest.raises(ValueError, match=f"unknown task '{unknown}'"):
             other.find(unknown)
     env.close()

@@ -26,7 +26,7 @@ RECORDED = ROOT.parent / "shared" / "data" / "webshop" / "recorded_exchanges.jso
 
 @pytest.fixture(autouse=True)
 def forgets():
-    for shared in Client.known, Client.answered:  # a port may be a second server's
+    for shared in Client.known, Client.answered, Client.loading:  # a port may be another server's
         shared.clear()
 
 
@@ -252,6 +252,7 @@ PAGE = ("<html><h4>Instruction:<br>{}</h4><form action='{}'><input name='search_
     ((200, "<html>Hello</html>", None), "no page of a WebShop"),
     ((200, PAGE.format("buy another", "/"), None), "instruction has changed"),
     ((200, '<html><h3 id="reward"><pre>won</pre></html>', None), "cannot be read"),
+    ((200, f'<html><h3 id="reward"><pre>{"9" * 400}</pre></html>', None), "at http"),
     ((200, PAGE.format("", "http://["), None), "cannot be read"),
     ((200, f"<html><![x]]>{PAGE}", None), "cannot be read"),
     ((302, "", "/again"), "TooManyRedirects"), ((302, "", "http://["), "at http"),
@@ -269,9 +270,16 @@ def test_a_fault_voids_the_episode_in_one_line_and_changes_nothing_after_it(offi
     assert episode(Again(shop), TASK, catalogue.shop_expert(True)) == expected
 
 
-def test_the_first_request_has_time(official):
+def test_the_first_request_has_time_and_is_not_repeated_while_the_catalogue_loads(official):
     official.faults = [0.4]
     assert client(official, timeout=0.1, load_timeout=5.0).reset(TASK).startswith("WebShop")
+    official.faults, official.seen[:] = [0.4], []
+    Client.answered.clear()
+    with pytest.raises(worlds.EnvError, match="ReadTimeout"):
+        client(official, load_timeout=0.1).reset(TASK)
+    with pytest.raises(worlds.EnvError, match="start again when it has"):
+        Again(client(official)).reset(TASK)
+    assert len(official.seen) == 1
 
 
 def test_one_asks_a_cold_server_and_the_others_wait(official):

@@ -92,9 +92,9 @@ class World:
 
     def find(self, task: str):
         """What the task is; ValueError if there is none."""
-        split, _, key = task.removeprefix(f"{self.name}-").partition("-")
         try:
-            return {**self.splits, "added": self._added}[split][key]
+            name, split, key = task.split("-", 2)
+            return {self.name: {**self.splits, "added": self._added}}[name][split][key]
         except (KeyError, ValueError):
             raise ValueError(f"unknown task {task!r}; tasks(split) lists them") from None
 

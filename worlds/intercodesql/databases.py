@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import sqlite3
+import struct
 import time
 from functools import lru_cache
 from urllib.parse import unquote, urlsplit
@@ -22,6 +23,7 @@ VM_STEPS = 10_000_000                         # and in sqlite, where a count is 
 INTERRUPTED = ERROR + "Query execution was interrupted (max_statement_time exceeded)"
 TOO_LARGE = f"{ERROR}The result has more than {MAX_ROWS:,} rows or too much text; add a LIMIT"
 REMEDY = "bash run.sh load-intercode makes users that may only read"
+INSTALL = "pip install 'PyMySQL[rsa]>=1.1,<2', or activate run.sh's .venv"
 
 # The first look at a query, before it reaches a database. What a query hides from it (in a comment
 # inside a name, say) is left to the database: read-only user or authorizer, limits.
@@ -262,21 +264,25 @@ def driver():
     try:
         import pymysql
     except ImportError as error:
-        raise Refused(f"--mysql-url: {error}; pip install 'PyMySQL[rsa]>=1.1,<2', or activate "
-                      "run.sh's .venv") from None
+        raise Refused(f"--mysql-url: {error}; {INSTALL}") from None
     return pymysql
 
 
 def connect(url: str, **options):
     """A connection to mysql://user:password@host:port; the password may be in MYSQL_PWD instead."""
-    parts = urlsplit(url)
-    # Silent for longer than a query may run, the server is taken for lost. TLS would cost an
-    # episode 20 ms; within one machine it protects nothing.
-    return driver().connect(**{**dict(
-        host=parts.hostname, port=parts.port or 3306, user=unquote(parts.username),
-        password=password_of(parts), charset="utf8mb4", autocommit=True, local_infile=False,
-        connect_timeout=5, read_timeout=SECONDS + 3, write_timeout=SECONDS + 3,
-        ssl_disabled=parts.hostname in ("localhost", "127.0.0.1", "::1")), **options})
+    parts, pymysql = urlsplit(url), driver()
+    try:
+        # Silent for longer than a query may run, the server is taken for lost. TLS would cost an
+        # episode 20 ms; within one machine it protects nothing.
+        return pymysql.connect(**{**dict(
+            host=parts.hostname, port=parts.port or 3306, user=unquote(parts.username),
+            password=password_of(parts), charset="utf8mb4", autocommit=True, local_infile=False,
+            connect_timeout=5, read_timeout=SECONDS + 3, write_timeout=SECONDS + 3,
+            ssl_disabled=parts.hostname in ("localhost", "127.0.0.1", "::1")), **options})
+    except (IndexError, AssertionError, struct.error):  # PyMySQL on what is no handshake
+        raise pymysql.err.OperationalError(2013, "something else than MySQL answers") from None
+    except RuntimeError as error:  # a PyMySQL that cannot take MySQL 8's passwords
+        raise Refused(f"--mysql-url: {error}; {INSTALL}") from None
 
 
 def password_of(parts) -> str:

@@ -86,6 +86,7 @@ class Client:
     """One that asks a server for pages; `WebShopServer` says how."""
     known = defaultdict(dict)        # server -> goal -> the instruction this process has read
     answered = defaultdict(WeakSet)  # server -> the clients it has answered since it last failed
+    loading = set()                  # servers that did not answer a first request in time
 
     def __init__(self, url: str, timeout: float, load_timeout: float):
         self.url, self._timeout, self._load_timeout = url, timeout, load_timeout
@@ -124,6 +125,8 @@ class Client:
         except (ValueError, AssertionError) as error:  # an address, a reward or a mark
             self._fail(f"a page that cannot be read ({error})")
         if page.reward is not None:
+            if not 0 <= page.reward <= 1:
+                self._fail("the reward of the purchase is not a number in [0, 1]")
             self._read(self._goal)
             return Shown("done", DONE, {}, reward=page.reward)
         if page.instruction is None or (before is None and page.form is None):
@@ -140,6 +143,9 @@ class Client:
         """HTML and address of the page at `url` after redirects; None if there is none."""
         answered = self.answered[self.url]
         with nullcontext() if self in answered else self._in_turn():
+            if self.url in self.loading:  # it would load its catalogue once more
+                self._fail(f"no answer to the first request in {self._load_timeout:,.0f} s, in "
+                           "which it loads its catalogue; start again when it has")
             timeout = self._timeout if self in answered else self._load_timeout
             try:
                 found = self._http.request(method, url, data=data,
@@ -147,6 +153,8 @@ class Client:
             except requests.exceptions.InvalidSchema as error:  # no adapter, see __init__
                 self._fail(f"refused to follow it to another host: {str(error)[-200:]}")
             except (requests.RequestException, ValueError) as error:
+                if isinstance(error, requests.ReadTimeout) and self not in answered:
+                    self.loading.add(self.url)
                 answered.clear()  # started again, it loads its catalogue again
                 self._fail(f"{type(error).__name__}; see that the server runs")
         status, html = found.status_code, found.content.decode("utf-8", "replace")
