@@ -104,7 +104,7 @@ def explore_there(run: Run, out: Path, tasks: list[Path], signals: list[Path],
         def answer(asked):
             opening, *rest = t.messages
             reply = ask(ACT.format(context=context, form=form, opening=opening["content"]), rest)
-            return [reply and (reply, [])]
+            return [None if reply is None else (reply, [])]
 
         envs.play(make_env, Text(), [t], answer, 1, run.settings.max_tokens)
         return t

@@ -18,10 +18,8 @@ LOOKED_AT = 8  # kept episodes that are begun again, to see if it is still their
 
 
 class Kept:
-    """A file with an episode a line, named by what the phase started from."""
-
     def __init__(self, file: Path, make_env):
-        self.file, rows = file, whole_lines(file) if file.exists() else []
+        self.file, rows = file, whole_lines(file)
         self.rows = {identity(row): row for row in rows}
         if rows and not begin_alike(rows[::-(-len(rows) // LOOKED_AT)], make_env()):
             file.unlink()  # a server may have been replaced
@@ -41,8 +39,10 @@ class Kept:
 
 
 def whole_lines(path: Path) -> list[dict]:
-    """The objects in a file, which loses what follows the last whole line."""
+    """The objects in a file, if it is there, which loses what follows the last whole line."""
     found, end = [], 0
+    if not path.exists():
+        return found
     for line in path.read_bytes().split(b"\n")[:-1]:
         try:
             found.append(json.loads(line))
