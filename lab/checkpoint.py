@@ -10,28 +10,25 @@ from accelerate.utils import broadcast_object_list
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict as states
 
+NAMES = ("weights", "moments")
 SHARE = 0.05  # of a phase's time may go into writing states [ours]
 
 
 class Checkpoint:
-    """The newest state of a phase: weights, moments and what the phase says of its steps.
-
-    folder/step-N appears by renaming; then the one before goes. events: what the phase has logged,
-    which is filled again by `restore`.
-    """
+    """The newest state of a phase: weights, moments and `events`, what it has logged of its steps.
+    folder/step-N appears by renaming; then the one before goes."""
 
     def __init__(self, accelerator, folder: Path, minutes: float, events: list[dict]):
         self.accelerator, self.folder, self.events = accelerator, folder, events
         self.seconds, self.saved_at, self.took = 60 * minutes, time.monotonic(), 0.0
 
     def restore(self, model, optimizer) -> int:
-        """Puts the newest state back; the number of steps it had made, 0 if there is none."""
+        """Puts the newest state back, also into `events`; the number of steps it had made."""
         saved = sorted(self.folder.glob("step-*"), key=lambda path: int(path.name[5:]))
         if not saved:
             return 0
-        weights, moments = states.get_state_dict(model, optimizer)
+        state = dict(zip(NAMES, states.get_state_dict(model, optimizer)))
         try:
-            state = dict(weights=weights, moments=moments)
             dcp.load(state, checkpoint_id=saved[-1], no_dist=self.accelerator.num_processes == 1)
             self.events += json.loads((saved[-1] / "events.json").read_text())
         except (Exception, CheckpointException) as error:  # whatever a damaged file makes of it
@@ -54,8 +51,7 @@ class Checkpoint:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         self.accelerator.wait_for_everyone()
-        weights, moments = states.get_state_dict(model, optimizer)
-        dcp.save(dict(weights=weights, moments=moments), checkpoint_id=temporary,
+        dcp.save(dict(zip(NAMES, states.get_state_dict(model, optimizer))), checkpoint_id=temporary,
                  no_dist=self.accelerator.num_processes == 1)
         if main:
             (temporary / "events.json").write_text(json.dumps(self.events))

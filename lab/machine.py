@@ -22,22 +22,20 @@ def check_torch(devices: Path = Path("/dev")) -> str | None:
     them."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or torch.cuda.is_available():
         return None
-    nvidia = (devices / "nvidia0").exists()
-    amd = not nvidia and (devices / "kfd").exists()
-    if not (amd or nvidia):
+    amd = not (devices / "nvidia0").exists()
+    if amd and not (devices / "kfd").exists():
         return None
     if torch.version.hip if amd else torch.version.cuda:
         return (f"this machine has GPUs, but torch {torch.__version__} cannot reach them; update "
                 "their driver, or set CUDA_VISIBLE_DEVICES= to train on the CPU")
-    index = f"https://download.pytorch.org/whl/rocm{rocm()}" if amd else "https://pypi.org/simple"
+    index = "https://pypi.org/simple"
+    if amd:
+        file = Path("/opt/rocm/.info/version")
+        version = ".".join(file.read_text().split(".")[:2]) if file.exists() else "X.Y"
+        index = f"https://download.pytorch.org/whl/rocm{version}"
     return (f"this machine has {'AMD' if amd else 'NVIDIA'} GPUs, and torch {torch.__version__} "
             f"was built without them: {sys.executable} -m pip install --force-reinstall "
             f"--index-url {index} torch; or set CUDA_VISIBLE_DEVICES= to train on the CPU")
-
-
-def rocm(file: Path = Path("/opt/rocm/.info/version")) -> str:
-    """The major and minor version of ROCm that this machine has, as torch's indices are named."""
-    return ".".join(file.read_text().split(".")[:2]) if file.exists() else "X.Y"
 
 
 def check_memory(config, ranks: int, card_bytes: float, tokens: int) -> str | None:

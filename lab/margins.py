@@ -11,8 +11,8 @@ import dpo
 
 @torch.no_grad()
 def of(run, model, steps: list[list[dpo.Group]], how: dpo.Objective) -> list[dict]:
-    """Rows {task, before, after} with [chosen, rejected, margin] of each pair, log-probabilities in
-    nats; of a phase without preferences, or one with another reference than its start, none."""
+    """Rows {task, before, after} with [chosen, rejected, margin] of each pair, in nats; of a phase
+    without preferences, or one with another reference than its start, none."""
     groups = [*{id(g): g for batch in steps for g in batch if g.pairs}.values()]
     if not groups or run.settings.reference != "phase":
         return []
@@ -23,15 +23,12 @@ def of(run, model, steps: list[list[dpo.Group]], how: dpo.Objective) -> list[dic
         policy = run.log_probs(model, dpo.trajectories(some))
         pi, ref, _, w, l = dpo.of_pairs(policy, some, s.log_prob)
         margin = s.beta * ((pi - ref)[w] - (pi - ref)[l])                             # (P,)
-        before = torch.stack([ref[w], ref[l], torch.zeros_like(margin)], 1).tolist()
-        after = torch.stack([pi[w], pi[l], margin], 1).tolist()
+        sides = ([*zip(p[w].tolist(), p[l].tolist(), m.tolist())] for p, m in (
+            (ref, torch.zeros_like(margin)), (pi, margin)))
+        before, after = ([[round(w, 3), round(l, 3), round(m, 4)] for w, l, m in side]
+                         for side in sides)
         for g in some:
             n = len(g.pairs)
-            rows.append(dict(task=g.sequences[0].task, before=rounded(before[:n]),
-                             after=rounded(after[:n])))
+            rows.append(dict(task=g.sequences[0].task, before=before[:n], after=after[:n]))
             before, after = before[n:], after[n:]
     return rows
-
-
-def rounded(rows: list[list[float]]) -> list[list[float]]:
-    return [[round(w, 3), round(l, 3), round(m, 4)] for w, l, m in rows]

@@ -4,9 +4,8 @@
     rows  = [0, 1, 2, 0, 1, 3]   (M,): the place in the row of each token of all, end to end
     first = [0, 1, 2, 5]         (N,): where each of these first stands among the M
 
-The trajectories of an instruction share its prompt and often their first turns. It gives the
-numbers of `dpo.token_log_probs` for models of plain causal attention in all layers; for others
-`ragged_attention` raises ValueError, and the run stays plain.
+It gives the numbers of `dpo.token_log_probs` for models of plain causal attention in all layers;
+for others `ragged_attention` raises ValueError, and the run stays plain.
 """
 
 from functools import partial

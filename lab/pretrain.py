@@ -128,18 +128,13 @@ def copy_loss(model, length: int, n: int = 256) -> float:
 
 
 def answers(model, tokenizer, env: str, fresh: bool, n: int = 300) -> tuple[int, float, float]:
-    """How many exchanged words the replies of new practice text hold, which it alone can tell, and
-    how often the likeliest of all such words is the one said, and one that was shown. fresh: they
-    are words that no text held."""
+    """How many exchanged words the replies of new practice text hold, and how often the likeliest
+    of all such words is the one said, and one that was shown. fresh: words that no text held."""
     source = recipe(env)
     kinds, rng, encoder = source.exchanged(), random.Random(1), dpo.Encoder(tokenizer)
-    frame = set(encoder.observation(""))
-
-    def tokens(words) -> set[int]:
-        return {i for word in words for i in encoder.observation(word)} - frame
-
-    unknown = tokens(word for kind in kinds for word in kind.fresh)
-    known = tokens(word for kind in kinds for word in (*kind.words, *kind.pool))
+    unknown, known = ({i for word in words for i in tokenizer(word)["input_ids"]} for words in (
+        [word for kind in kinds for word in kind.fresh],
+        [word for kind in kinds for word in (*kind.words, *kind.pool)]))
     told, words = unknown if fresh else known, torch.tensor(sorted(unknown | known))
     asked = same = shown = 0
     for conversation in source.conversations(1, n):
