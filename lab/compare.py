@@ -18,7 +18,6 @@ import numpy as np
 
 from lab import figures
 from lab import study_numbers as numbers
-from lab.figure3 import distances_of
 from lab.report import columns, section
 from lab.runfiles import command, config_of
 from lab.study_methods import COMPARED, FROZEN, chosen, name_of
@@ -104,7 +103,7 @@ def paper_figures(runs: dict, target: list[dict], splits: list[str], out: Path):
            + [(difference("coevolve", "eto"), t, *(
                paired(*(numbers.share(rewards[m], *band) for m in ("coevolve", "eto")))
                for band in bands[t])) for t in THRESHOLDS if {"eto", "coevolve"} <= rewards.keys()])
-    yield figure3(distances_of(runs), out)
+    yield figure3(numbers.distances_of(runs), out)
     weights = {config_of(next(iter(runs[m].values())))["settings"]["lambda_sft"]: m for m in runs
                if m == "coevolve" or m.startswith("lambda-")}
     rows = [(weight, *(interval(last(target, "reward", method=m, split=split).values())

@@ -30,9 +30,8 @@ import coevolve
 import dpo
 import envs
 import evolve
-from lab import cache, fast, machine, margins, overlap, packing, store
-from lab.checkpoint import Checkpoint
-from lab.kept import CHUNK, Kept
+from lab import cache, fast, machine, overlap, packing, store
+from lab.kept import CHUNK, Checkpoint, Kept
 from lab.prepacked import prepack
 from worlds.files import hashed
 
@@ -162,7 +161,7 @@ class Run(evolve.Run):
                     self.checkpoint(events))
         dpo.save(self.accelerator, model, self.tokenizer, out)
         coevolve.write(self, out / "train.jsonl", events)
-        coevolve.write(self, out / "margins.jsonl", margins.of(self, model, steps, how))
+        coevolve.write(self, out / "margins.jsonl", margins(self, model, steps, how))
         tokens = sum(len(t.ids) for batch in steps for t in dpo.trajectories(batch))
         return dict(steps=len(events), tokens=tokens, first_loss=events[0]["loss"],
                     loss=events[-1]["loss"])
@@ -194,6 +193,32 @@ def usual_slots(run: Run) -> int:
     trains = run.settings.method in evolve.METHODS  # beside its replica
     return machine.slots(dpo.read_config(run.base), torch.cuda.mem_get_info()[0],
                          run.settings.max_tokens, run.ranks if trains else None)
+
+
+@torch.no_grad()
+def margins(run: Run, model, steps: list[list[dpo.Group]], how: dpo.Objective) -> list[dict]:
+    """What training did to each pair, by a pass over the hardest instructions: rows {task, before,
+    after} with [chosen, rejected, margin] of each pair, in nats; of a phase without preferences, or
+    one with another reference than its start, none."""
+    groups = [*{id(g): g for batch in steps for g in batch if g.pairs}.values()]
+    if not groups or run.settings.reference != "phase":
+        return []
+    s = how.loss.keywords["s"]
+    groups.sort(reverse=True, key=lambda g: max(g.sequences[p.rejected].reward for p in g.pairs))
+    rows = []
+    for some in dpo.together(groups[:run.settings.margins], how.tokens):
+        policy = run.log_probs(model, dpo.trajectories(some))
+        pi, ref, _, w, l = dpo.of_pairs(policy, some, s.log_prob)
+        margin = s.beta * ((pi - ref)[w] - (pi - ref)[l])                             # (P,)
+        sides = ([*zip(p[w].tolist(), p[l].tolist(), m.tolist())] for p, m in (
+            (ref, torch.zeros_like(margin)), (pi, margin)))
+        before, after = ([[round(w, 3), round(l, 3), round(m, 4)] for w, l, m in side]
+                         for side in sides)
+        for g in some:
+            n = len(g.pairs)
+            rows.append(dict(task=g.sequences[0].task, before=before[:n], after=after[:n]))
+            before, after = before[n:], after[n:]
+    return rows
 
 
 def flat(fields: dict) -> dict:
