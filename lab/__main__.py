@@ -74,8 +74,8 @@ def one_line(error: Exception) -> str | None:
         return without_passwords(str(error))
     if isinstance(error, (FloatingPointError, envs.EnvError, OSError, SafetensorError)):
         return f"{error}{on}"
-    memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    if memory or "DefaultCPUAllocator" in str(error):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+            "DefaultCPUAllocator" in str(error)):
         return ("out of memory; lower --tokens-per-forward or --slots, and the same command goes "
                 "on from here; or lower --max-tokens, with another --out")
     if isinstance(error, RuntimeError) and any(text in str(error) for text in PEER_GONE):
@@ -85,8 +85,7 @@ def one_line(error: Exception) -> str | None:
 
 
 def end(line: str, status: int) -> None:
-    """Ends this process at once, with one line; it waits for no environment that hangs. What was
-    finished is on the disk, and simulators end with their parent."""
+    """Ends this process at once, with one line; it waits for no environment that hangs."""
     os.write(2, f"\rrun.sh: {' '.join(line.split())}\n".encode(errors="replace"))
     with suppress(Exception):
         sys.stdout.flush()

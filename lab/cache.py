@@ -16,14 +16,11 @@ WORTH_WAITING = 32
 
 class Cached:
     """What replies to conversations, answer([(t, random numbers)]) -> [(sampled ids, log_probs)].
-
     An episode, which its random numbers stand for, has a slot of the cache while it is played. As
-    far as an opening begins like what some slot holds, it is copied from there and not read.
-    """
+    far as an opening begins like what some slot holds, it is copied from there and not read."""
 
     def __init__(self, model, encoder: dpo.Encoder, sampler: dpo.Sampler, stops: tuple[str, ...],
                  s):
-        """s: settings, of which it asks for slots, max_tokens, max_new_tokens."""
         self.model, self.encoder, self.sampler = model, encoder, sampler
         self.stops, self.s = stops, s
         self.cache = SlotCache(model, s.slots, s.max_tokens)
@@ -37,11 +34,10 @@ class Cached:
         free = iter(sorted({*range(self.s.slots)} - {*self.slot_of.values()}))
         new = [rng for _, rng in asked if rng not in self.slot_of]
         self.slot_of |= {rng: next(free) for rng in new}
-        rows = [self.slot_of[rng] for _, rng in asked]
-        logits = self.read_pages(dict(zip(rows, (t.ids for t, _ in asked))),
+        rngs = {self.slot_of[rng]: rng for _, rng in asked}
+        logits = self.read_pages({slot: t.ids for slot, (t, _) in zip(rngs, asked)},
                                  {self.slot_of[rng] for rng in new})
-        replies = {slot: ([], []) for slot in rows}
-        rngs = dict(zip(rows, (rng for _, rng in asked)))
+        replies = {slot: ([], []) for slot in rngs}
         while logits:
             slots = [*logits]
             draw = dpo.Draw([rngs[slot] for slot in slots], self.sampler, -1, lambda ids: False)
@@ -56,7 +52,7 @@ class Cached:
                     live.append((slot, token))
             logits = self.read(sorted((slot, [token]) for slot, token in live)) if live else {}
         return [replies[slot] if self.sampler.temperature else (replies[slot][0], [])
-                for slot in rows]
+                for slot in rngs]
 
     def over(self, ids: list[int], episode: int) -> bool:
         """Whether a reply ends with its last token; episode: its length in tokens by now."""

@@ -2,9 +2,8 @@
 
     --explorer https://host/v1 --explorer-model NAME        in place of the agent, by the same loop
 
-Its phases are reflect, explore_there and write_tasks. What it says is data: its actions go through
-the environment's own reader; its proposals are JSON that is read strictly and whose solutions are
-played before they count; what cannot be read is counted.
+What it says is data: its actions go through the environment's own reader; its proposals are JSON
+that is read strictly and whose solutions are played before they count.
 """
 
 import json
@@ -182,9 +181,7 @@ def told(messages: list[dict], most: int) -> str:
 
 def objects(reply: str) -> list[dict | None]:
     """The JSON objects in a reply; None for each that is broken or cut, or where nothing is said.
-
-    After such a one the next begins as a proposal does: what stands in it is not another.
-    """
+    After such a one the next begins as a proposal does: what stands in it is not another."""
     found, at = [], 0
     while start := (PROPOSAL if found[-1:] == [None] else OBJECT).search(reply, at):
         try:

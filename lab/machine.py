@@ -17,9 +17,8 @@ SLOTS = 128   # at most; up to there a pass that decodes hardly takes longer wit
 
 
 def check_torch(devices: Path = Path("/dev")) -> str | None:
-    """Why this torch cannot use the GPUs that the machine has, and the command that mends it; None
-    where it can. An empty CUDA_VISIBLE_DEVICES asks for the CPU. devices: where the system lists
-    them."""
+    """Why this torch cannot use the GPUs that the machine has, listed in `devices`, and the command
+    that mends it; None where it can. An empty CUDA_VISIBLE_DEVICES asks for the CPU."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or torch.cuda.is_available():
         return None
     amd = not (devices / "nvidia0").exists()
@@ -39,9 +38,7 @@ def check_torch(devices: Path = Path("/dev")) -> str | None:
 
 
 def check_memory(config, ranks: int, card_bytes: float, tokens: int) -> str | None:
-    """Why so many cards of this memory cannot train a model and play it, and what can; else None.
-    A replica that plays takes 2 bytes a parameter, beside it nothing that trains.
-    """
+    """Why so many cards of this memory cannot train a model and play it, and what can; or None."""
     room, (parameters, states, token) = FREE * card_bytes, costs(config, ranks)
     said = f"{parameters / 1e9:.2f} B parameters on {ranks} x {card_bytes / 1e9:.0f} GB: "
     if 2 * parameters > room:
@@ -85,7 +82,6 @@ def slots(config, free_bytes: float, longest: int, ranks: int | None = None) -> 
 
 
 def count(config) -> int:
-    """The parameters of a model."""
     with init_empty_weights():
         model = transformers.AutoModelForCausalLM.from_config(config)
     model.tie_weights()

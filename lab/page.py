@@ -75,9 +75,8 @@ def allowed(source: str) -> str:
 
 
 def conversations(run: Path, megabytes: float) -> dict:
-    """Everything that the task browser shows, as JSON takes it: the most telling tasks first.
-    megabytes: about how much it may be as `page.packed` packs it, a fifth; later tasks come without
-    conversations."""
+    """All that the task browser shows, the most telling tasks first. megabytes: about how much it
+    may be once it is `packed`, a fifth; later tasks come without conversations."""
     settings, phases, found = config_of(run)["settings"], phases_of(run), {}
     for name, row in episodes_of(run, phases):  # task -> its trajectories and pairs
         task = found.setdefault(row["task"], dict(runs={}, pairs=[]))

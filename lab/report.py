@@ -22,8 +22,8 @@ def bootstrap_interval(values) -> tuple[float, float]:
 
 
 def evaluations(run: Path, phases: dict) -> list[dict]:
-    """What is recorded of the evaluations whose files are there, with the interval `low`, `high` of
-    the mean reward and how many episodes filled the context, `out_of_context`."""
+    """What is recorded of the evaluations whose files are there, the interval `low`, `high` of the
+    mean reward, and how many episodes filled the context."""
     found = []
     for row in (row for row in of(phases, "evaluate") if (run / row["output"]).is_file()):
         episodes, of_task = read_jsonl(run / row["output"]), defaultdict(list)
@@ -120,7 +120,6 @@ def columns(header: str) -> list[tuple[str, bool]]:
 
 
 def section(title: str, header: str, rows: list[tuple]) -> str:
-    """A table as text: title and aligned rows."""
     names, left = zip(*columns(header))
     cells = [names, *([str(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]

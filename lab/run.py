@@ -75,10 +75,11 @@ class Run(evolve.Run):
         self.settings, self.reads = store.recorded(s)
 
     def make(self, out: Path, work, *inputs, **how) -> dict:
-        s, taken = self.settings, None
+        s, taken, lock = self.settings, None, nullcontext()
         code = store.code_of(work, s.env)
-        lock = FileLock(Path(s.reuse) / f".{self.recipe}.lock") if s.reuse else nullcontext()
-        with lock if self.main else nullcontext():  # of runs that come to it together one makes it
+        if s.reuse and self.main:  # of runs that come to it together one makes it
+            lock = FileLock(Path(s.reuse) / f".{self.recipe}.lock")
+        with lock:
             if s.reuse:
                 taken = [store.take(self, out, code, Path(s.reuse)) if self.main else None]
                 taken = broadcast_object_list(taken)[0]
@@ -107,8 +108,7 @@ class Run(evolve.Run):
         with open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps(dict(event=event, **fields)) + "\n")
         self.logged += 1
-        self.accelerator.log({f"{event}/{name}": x for name, x in flat(fields).items()
-                              if isinstance(x, (int, float))}, self.logged)
+        self.accelerator.log(flat(event, fields), self.logged)
 
     def load(self, agent: Path):
         return self.attend(super().load(agent))
@@ -142,7 +142,6 @@ class Run(evolve.Run):
                             self.settings)
 
     def checkpoint(self, steps: list[dict]) -> Checkpoint:
-        """The state inside the running phase; steps: what it has logged of them."""
         return Checkpoint(self.accelerator, self.folder / "checkpoint" / self.recipe,
                           self.settings.checkpoint_minutes, steps)
 
@@ -221,10 +220,8 @@ def margins(run: Run, model, steps: list[list[dpo.Group]], how: dpo.Objective) -
     return rows
 
 
-def flat(fields: dict) -> dict:
-    """Nested dictionaries as one, with / between the names."""
-    found = {}
-    for name, value in fields.items():
-        found |= ({f"{name}/{inner}": x for inner, x in flat(value).items()}
-                  if isinstance(value, dict) else {name: value})
-    return found
+def flat(name: str, value) -> dict:
+    """The numbers in nested dictionaries, with / between the names."""
+    if isinstance(value, dict):
+        return {k: x for inner in value for k, x in flat(f"{name}/{inner}", value[inner]).items()}
+    return {name: value} if isinstance(value, (int, float)) else {}

@@ -67,7 +67,7 @@ FROM_OTHERS = {"dpo_steps", "start_tasks"}
 
 
 def name_of(method: str) -> str:
-    return ALL[method][0] if method in ALL else method
+    return ALL.get(method, [method])[0]
 
 
 def method_of(method: str) -> str:
