@@ -4,8 +4,7 @@ textbook's loop, TRL (where it is installed), and transformers' `generate`.
     bash run.sh bench [--quick] [train | rollout]
 
 All must first give the same losses, gradients and tokens; then they run in turn. Printed are speeds
-in CPU seconds of one thread, and how many times as fast ours is: the median of the ratios within a
-repeat, and their range. A GPU is measured by lab/first_gpu.py.
+in CPU seconds of one thread, and how many times as fast ours is: median and range of the repeats.
 """
 
 import argparse

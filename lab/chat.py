@@ -45,10 +45,7 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
         episodes = run.play(agent, episodes, s.temperature)
     write(run, out, episodes)
     if s.rollouts > 1:
-        rewards = {task: [] for task in tasks}
-        for t in episodes:
-            rewards[t.task].append(t.reward)
-        most = [*map(max, rewards.values())]
+        most = [max(t.reward for t in episodes if t.task == task) for task in tasks]
         numbers |= dict(best=sum(most) / len(most),
                         best_success=sum(r >= run.env.success for r in most) / len(most))
     return scores(episodes, run) | numbers

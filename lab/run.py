@@ -43,7 +43,10 @@ class Run(evolve.Run):
 
     def open(self) -> None:
         s, self.logged, self.fast = self.settings, 0, False
-        self.settings = s = replace(s, slots=s.slots or usual_slots(self))
+        trains = self.ranks if s.method in evolve.METHODS else None  # beside its replica
+        self.settings = s = replace(s, slots=s.slots or (
+            coevolve.SLOTS if self.accelerator.device.type == "cpu" else machine.slots(
+                dpo.read_config(self.base), torch.cuda.mem_get_info()[0], s.max_tokens, trains)))
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             if self.main:
@@ -183,15 +186,6 @@ class Run(evolve.Run):
                     kept.add(chunk)
         torch.set_num_threads(threads)
         return [t for chunk in chunks for t in kept.of(chunk)]
-
-
-def usual_slots(run: Run) -> int:
-    """What --slots 0 means: on a GPU as many as its free memory holds."""
-    if run.accelerator.device.type == "cpu":
-        return coevolve.SLOTS
-    trains = run.settings.method in evolve.METHODS  # beside its replica
-    return machine.slots(dpo.read_config(run.base), torch.cuda.mem_get_info()[0],
-                         run.settings.max_tokens, run.ranks if trains else None)
 
 
 @torch.no_grad()

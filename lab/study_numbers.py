@@ -51,8 +51,7 @@ def last(rows: list[dict], key: str, **where) -> dict[int, float]:
 
 
 def cost(run: Path) -> dict:
-    """Steps after the first SFT, the target's and all agents'; the target's tokens; rollouts; tasks
-    that evolution ended with."""
+    """What a run took after the first SFT, and the tasks that evolution ended with."""
     of_all, target = trained(run), trained(run, "target")
     return dict(steps_of_the_target=sum(e["steps"] for e in target),
                 steps_of_all_agents=sum(e["steps"] for e in of_all),
@@ -86,8 +85,8 @@ AGENTS = {"ETO": ("eto", "target"), "co-evolution: target": ("coevolve", "target
 
 
 def distances_of(runs: dict) -> dict[str, dict[int, dict[str, float]]]:
-    """Distances of each instruction's failures, agent -> seed -> task -> distance, over the seeds
-    that ETO and co-evolution both have. Both are embedded by the SFT agent that they start from."""
+    """agent -> seed -> task -> distance of its failures, over the seeds that ETO and co-evolution
+    both have; embedded by the SFT agent that both start from."""
     found = defaultdict(dict)
     for seed in sorted(runs.get("eto", {}).keys() & runs.get("coevolve", {}).keys()):
         folder = runs["coevolve"][seed] / "sft-target"
