@@ -59,10 +59,10 @@ def check_machine(s: Settings) -> None:
         return
     why = machine.check_torch()
     if torch.cuda.is_available() and s.method != "evaluate":
-        card = torch.cuda.get_device_properties(0).total_memory
         why = machine.check_memory(
             dpo.read_config(coevolve.MODELS.get(s.model, s.model)),
-            int(os.environ.get("WORLD_SIZE", 1)), card, s.tokens_per_forward or 8192)
+            int(os.environ.get("WORLD_SIZE", 1)),
+            torch.cuda.get_device_properties(0).total_memory, s.tokens_per_forward or 8192)
     if why:
         raise envs.Refused(f"--model {s.model}: {why}")
 

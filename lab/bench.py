@@ -61,10 +61,7 @@ def word_tokenizer():
 
 def make_groups(instructions: int, length: int, actions: int, common: float = 1 / 7) -> list[Group]:
     """Instructions with an expert and a failure of each of two agents, in five turns, in 3 pairs.
-
-    `length` and `actions` are mean tokens of a trajectory; `common` is the share of `length` with
-    which an instruction's trajectories begin alike.
-    """
+    `length` and `actions` are mean tokens of a trajectory, of which the share `common` is alike."""
     rng, groups, alike = random.Random(0), [], int(common * length)
     for task in range(instructions):
         first, sequences = None, []

@@ -78,15 +78,11 @@ def tables(runs: dict, target: list[dict], splits: list[str]):
     yield ("What it took after the first SFT, means over seeds", header("<method", *names),
            [(name_of(m), *(float(np.mean([row[name] for row in rows])) for name in names))
             for m, rows in costs.items()])
-    pairs = [(difference(a, b), split, *(paired(
+    pairs = [(f"{name_of(a)} - {name_of(b)}", split, *(paired(
         *(last(target, key, method=m, split=split) for m in (a, b))) for key in MEASURES))
         for (a, b), split in itertools.product(dict.fromkeys(COMPARED), splits) if a != b]
     yield ("Differences on the same seeds", header("<difference", "<split", "<reward", "<success"),
            [row for row in pairs if row[2]])
-
-
-def difference(a: str, b: str) -> str:
-    return f"{name_of(a)} - {name_of(b)}"
 
 
 def paper_figures(runs: dict, target: list[dict], splits: list[str], out: Path):
@@ -100,7 +96,7 @@ def paper_figures(runs: dict, target: list[dict], splits: list[str], out: Path):
            "<method threshold <success <negative <hard_negative",
            [(name_of(m), t, *(interval(numbers.share(rewards[m], *band).values())
                               for band in bands[t])) for m in rewards for t in THRESHOLDS]
-           + [(difference("coevolve", "eto"), t, *(
+           + [("co-evolution - ETO", t, *(
                paired(*(numbers.share(rewards[m], *band) for m in ("coevolve", "eto")))
                for band in bands[t])) for t in THRESHOLDS if {"eto", "coevolve"} <= rewards.keys()])
     yield figure3(numbers.distances_of(runs), out)

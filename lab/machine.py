@@ -57,11 +57,9 @@ def check_memory(config, ranks: int, card_bytes: float, tokens: int) -> str | No
 
 def costs(config, ranks: int) -> tuple[int, float, float]:
     """A model's parameters; in bytes on a card what its training takes, and a pass for each token.
-
     In fp32, weights, gradients and AdamW's two moments are 16 bytes a parameter, in parts over the
     ranks; with one rank autocast holds a bf16 copy too. A bf16 pass keeps a layer's input for each
-    layer, the inside of one layer and logits.
-    """
+    layer, the inside of one layer and logits."""
     c, parameters = config.get_text_config(), count(config)
     states = 16 * parameters / ranks + (2 * parameters if ranks == 1 else 0)
     return parameters, states, (2 * c.hidden_size * (c.num_hidden_layers + 8) + 8 * inside(c)

@@ -21,8 +21,7 @@ class Overlap(flags.Stated):
 
 
 def marks(env: World, task: str) -> set[str]:
-    """The hash by which a task is known in whatever split, of what it is; none for a task that this
-    environment does not have."""
+    """The hash by which a task is known in whatever split; none for one that the world lacks."""
     with suppress(ValueError):
         return {hashed([env.name, repr(env.find(task))])}
     return set()

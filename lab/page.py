@@ -36,12 +36,13 @@ def make_page(run: Path, megabytes: float = MEGABYTES) -> str:
 
 
 def page(run: Path, megabytes: float = MEGABYTES) -> str:
-    """In ASCII; style, script and data stand in it."""
     s, phases, curves = config_of(run)["settings"], phases_of(run), figures.run_figure(run)
     data = conversations(run, megabytes)
     lacking = sum(not all(one["messages"] for one in task["runs"]) for task in data["tasks"])
     style, script = ((FILES / name).read_text(encoding="utf-8")
                      for name in ("page.css", "page.js"))
+    # Deflated and in base64 a page of conversations takes a fifth of its text.
+    deflated = zlib.compress(json.dumps(data, allow_nan=False).encode())
     env = Environment(loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined,
                       trim_blocks=True, lstrip_blocks=True)
     html = env.get_template("page.html.j2").render(
@@ -51,18 +52,13 @@ def page(run: Path, megabytes: float = MEGABYTES) -> str:
         policy="; ".join(["default-src 'none'", f"style-src {allowed(style)}",
                           f"script-src {allowed(script)}", "img-src data:", "base-uri 'none'",
                           "form-action 'none'"]),
-        style=Markup(style), script=Markup(script), data=packed(data),
+        style=Markup(style), script=Markup(script), data=base64.b64encode(deflated).decode(),
         curves=curves and figures.address(curves), settings=list(s.items()),
         tables=[(title, columns(header), rows) for title, header, rows in sections(run)],
         training=[(phase, figures.address(made)) for phase, made in figures.training_figures(run)],
         left_out=f"The page has no room for the conversations of {lacking} of {len(data['tasks'])} "
                  "tasks, the least telling ones; page --megabytes makes more." * bool(lacking))
     return html.encode("ascii", "xmlcharrefreplace").decode()
-
-
-def packed(data) -> str:
-    """JSON, deflated and in base64: a page of conversations takes a fifth of its text."""
-    return base64.b64encode(zlib.compress(json.dumps(data, allow_nan=False).encode())).decode()
 
 
 def allowed(source: str) -> str:
@@ -76,7 +72,7 @@ def allowed(source: str) -> str:
 
 def conversations(run: Path, megabytes: float) -> dict:
     """All that the task browser shows, the most telling tasks first. megabytes: about how much it
-    may be once it is `packed`, a fifth; later tasks come without conversations."""
+    may be once it is deflated, a fifth; later tasks come without conversations."""
     settings, phases, found = config_of(run)["settings"], phases_of(run), {}
     for name, row in episodes_of(run, phases):  # task -> its trajectories and pairs
         task = found.setdefault(row["task"], dict(runs={}, pairs=[]))
@@ -108,8 +104,7 @@ def episodes_of(run: Path, phases: dict):
 
 def add_pairs(found: dict, run: Path, name: str, recorded: dict) -> None:
     """Adds the rows of a file of pairs to their tasks. Chosen and rejected become numbers of the
-    task's trajectories; before and after are [log-probability of the chosen one, of the rejected
-    one, margin], None where they were not measured."""
+    task's trajectories; before and after are rows of margins.jsonl, None where there is none."""
     margins = run / name.split("/")[0] / f"{recorded['trains']}-agent/margins.jsonl"
     measured = {row["task"]: row for row in read_jsonl(margins)} if margins.is_file() else {}
     counts = Counter()  # task -> how many of its pairs came before

@@ -94,7 +94,7 @@ def machine(run) -> list:
 
 def take(run, out: Path, code: str, folder: Path) -> dict | None:
     """Puts at `out` what another run, in `folder` or its subfolders, has made alike of the running
-    phase; what is recorded of it, with that run's name; None where there is none."""
+    phase; what is recorded of it; None where there is none."""
     settings = vars(run.settings) | vars(run.options)
     now = json.loads(json.dumps(machine(run)))
     for phases in sorted([*folder.glob("*/phases.json"), *folder.glob("phases.json")]):

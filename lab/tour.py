@@ -63,8 +63,8 @@ def first_system() -> dict:
 
 
 def tokens(e: Trajectory) -> list[dict]:
-    """A trajectory's tokens: text, whether it is trained on, then its log-probability in nats by
-    the model as shipped and after SFT; and its place in a text in which a turn begins a line."""
+    """A trajectory's tokens, with log-probabilities in nats by the model as shipped and after SFT,
+    and places in a text in which a turn begins a line."""
     tokenizer, rows, column, line = AutoTokenizer.from_pretrained(SFT), [], 0, 0
     log_probs = zip(*(dpo.token_log_probs(dpo.read_model(folder).eval(), [e]).tolist()
                       for folder in (coevolve.MODELS["tiny"], SFT)))
