@@ -86,7 +86,6 @@ def make(out: Path, texts: dict = TEXTS, copy_batches: int = COPY_BATCHES) -> No
 
 
 def train(accelerator, model, batches: list[list[Group]], rate: float) -> None:
-    """A pass over the batches, whose loss is the mean over action tokens."""
     losses = []
     how = dpo.Objective(dpo.sft_loss, lambda g: g.sequences[0].action_tokens, rate, warmup=0.05,
                         schedule="cosine", weight_decay=0.01, tokens=TOKENS)
@@ -112,9 +111,6 @@ def copy_group(rng: random.Random, vocabulary: int, shortest: int, longest: int)
     once = [rng.randrange(vocabulary) for _ in range(rng.randint(shortest, longest))]
     mask = [0] * (len(once) + 1) + [1] * (len(once) - 1)
     return Group([Trajectory(ids=once * 2, action_mask=mask)])
-
-
-# Whether a model reads: does it repeat what it was shown, also words that it never met?
 
 
 def copy_loss(model, length: int, n: int = 256) -> float:
