@@ -59,10 +59,10 @@ def check_machine(s: Settings) -> None:
         return
     why = machine.check_torch()
     if torch.cuda.is_available() and s.method != "evaluate":
-        card = torch.cuda.get_device_properties(0).total_memory
         why = machine.check_memory(
             dpo.read_config(coevolve.MODELS.get(s.model, s.model)),
-            int(os.environ.get("WORLD_SIZE", 1)), card, s.tokens_per_forward or 8192)
+            int(os.environ.get("WORLD_SIZE", 1)),
+            torch.cuda.get_device_properties(0).total_memory, s.tokens_per_forward or 8192)
     if why:
         raise envs.Refused(f"--model {s.model}: {why}")
 
@@ -74,8 +74,8 @@ def one_line(error: Exception) -> str | None:
         return without_passwords(str(error))
     if isinstance(error, (FloatingPointError, envs.EnvError, OSError, SafetensorError)):
         return f"{error}{on}"
-    memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    if memory or "DefaultCPUAllocator" in str(error):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+            "DefaultCPUAllocator" in str(error)):
         return ("out of memory; lower --tokens-per-forward or --slots, and the same command goes "
                 "on from here; or lower --max-tokens, with another --out")
     if isinstance(error, RuntimeError) and any(text in str(error) for text in PEER_GONE):
@@ -85,8 +85,7 @@ def one_line(error: Exception) -> str | None:
 
 
 def end(line: str, status: int) -> None:
-    """Ends this process at once, with one line; it waits for no environment that hangs. What was
-    finished is on the disk, and simulators end with their parent."""
+    """Ends this process at once, with one line; it waits for no environment that hangs."""
     os.write(2, f"\rrun.sh: {' '.join(line.split())}\n".encode(errors="replace"))
     with suppress(Exception):
         sys.stdout.flush()

@@ -10,7 +10,7 @@ import itertools
 import random
 import shutil
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from torch import Tensor
 import coevolve
 import dpo
 from coevolve import Common, Run, by_task, evaluations, read, scores, train_sft, write
-from dpo import Group, Sampler, Trajectory
+from dpo import Sampler, Trajectory
+from evolve import Rollouts
 from worlds import World, first_reply, flags
 from worlds.files import seed_of
 
@@ -58,12 +59,11 @@ def explore(run: Run, out: Path, agent: Path, experts: Path, *first: Path, name:
     for t in read(*first):
         won[t.task].append(t.reward >= run.env.success)
 
-    def numbers(task):
-        return range(rollouts, rollouts + dart_rollouts(won[task], s.dart_budget)) if first else (
-            range(rollouts))
-
-    episodes = [Trajectory(e.task, name, i, n, seed_of(s.seed, name, i, e.task, n))
-                for e in read(experts) for n in numbers(e.task)]
+    episodes = []
+    for e in read(experts):
+        more = dart_rollouts(won[e.task], s.dart_budget) if first else 0
+        episodes += [Trajectory(e.task, name, i, n, seed_of(s.seed, name, i, e.task, n))
+                     for n in (range(rollouts, rollouts + more) if first else range(rollouts))]
     episodes = run.play(agent, episodes, s.temperature)
     write(run, out, episodes)
     return scores(episodes, run) if episodes else dict(episodes=0)
@@ -118,19 +118,6 @@ def train_again(run: Run, out: Path, base: Path, experts: Path, name: str, i: in
 # ----------------------------------------------------------------------------------------- PPO
 
 
-@dataclass
-class Rollouts(Group):
-    """The rollouts of one instruction. log pi of all their action tokens, (a,), in nats, is kept of
-    the policy that sampled them and of the policy after SFT."""
-    advantages: list[float] = field(default_factory=list)  # one for all tokens of an episode
-    old: Tensor | None = None
-    sft: Tensor | None = None
-
-    @property
-    def action_tokens(self) -> int:
-        return sum(t.action_tokens for t in self.sequences)
-
-
 def ppo(run: Run) -> None:
     """PPO, which "directly optimizes the SFT policy" for the reward (Section 5.1). The paper says
     no more. Here the reward comes at the end of an episode, all its action tokens share one
@@ -157,14 +144,14 @@ def train_ppo(run: Run, out: Path, agent: Path, first: Path, played: Path, name:
         return dict(steps=0, dropped=dropped)
     words = dpo.read_config(agent).get_text_config().vocab_size
     sampler = Sampler(s.temperature, run.encoder.never(words))
-    for policy, name in ((first, "sft"), (agent, "old")):
+    for policy, name in ((first, "ref"), (agent, "old")):
         model = None  # one at a time in memory
         model = run.load(policy)  # which computes as in training, not as when it sampled
         with torch.no_grad():
             values = run.log_probs(model, dpo.trajectories(groups), sampler).cpu()
         for g, part in zip(groups, values.split([g.action_tokens for g in groups])):
             setattr(g, name, part)
-    kl = sum((g.old - g.sft).sum().item() for g in groups) / len(dpo.trajectories(groups))
+    kl = sum((g.old - g.ref).sum().item() for g in groups) / len(dpo.trajectories(groups))
     steps = [batch for _ in range(s.ppo_epochs)
              for batch in dpo.batches(groups, s.ppo_batch, "instructions", rng)]
     return dict(kl=kl, dropped=dropped, **run.fit(model, out, steps, dpo.Objective(
@@ -196,7 +183,7 @@ def ppo_loss(policy: Tensor, groups: list[Rollouts], clip: float, kl: float) -> 
     samples the squared term has the gradient of the tokens' KL(pi || pi_SFT).
     """
     old, sft = (torch.cat(values).to(policy) for values in
-                ([g.old for g in groups], [g.sft for g in groups]))               # (A,)
+                ([g.old for g in groups], [g.ref for g in groups]))               # (A,)
     advantage = policy.new_tensor([a for g in groups for t, a in zip(g.sequences, g.advantages)
                                    for _ in range(t.action_tokens)])              # (A,)
     ratio = (policy - old).exp()                                                  # (A,)
@@ -208,7 +195,9 @@ def ppo_loss(policy: Tensor, groups: list[Rollouts], clip: float, kl: float) -> 
 
 
 @dataclass(frozen=True)
-class Ppo:
+class Baselines(flags.Stated):
+    samples: flags.Count = 5       # rollouts of an instruction, DART's n [Section 5.3; ours]
+    dart_budget: flags.Whole = 10  # N; N x (share of failures) more rollouts [Section 5.3]
     # per instruction and iteration [ours]
     ppo_rollouts: flags.limited(int, "must be at least 2", lambda n: n >= 2) = 4
     ppo_epochs: flags.Count = 2    # passes over the episodes of an iteration [ours]
@@ -216,12 +205,6 @@ class Ppo:
     ppo_lr: flags.Rate = 1e-6      # constant after dpo_warmup [ours]
     ppo_clip: flags.Rate = 0.2     # a ratio is clipped to 1 +- this [Schulman et al. 2017]
     ppo_kl: flags.Weight = 0.05    # of the KL from the agent after SFT [ours]
-
-
-@dataclass(frozen=True)
-class Baselines(Ppo, flags.Stated):
-    samples: flags.Count = 5       # rollouts of an instruction, DART's n [Section 5.3; ours]
-    dart_budget: flags.Whole = 10  # N; N x (share of failures) more rollouts [Section 5.3]
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         return [*super().conflicts(s),
@@ -231,4 +214,5 @@ class Baselines(Ppo, flags.Stated):
 
 METHODS = {"rft": (rft, (Common, "temperature", "samples")),
            "dart": (rft, (Common, "temperature", "samples", "dart_budget")),
-           "ppo": (ppo, (Common, Ppo, "temperature", "iterations", "dpo_warmup"))}
+           "ppo": (ppo, (Common, "temperature", "iterations", "dpo_warmup", *(
+               f.name for f in fields(Baselines) if f.name.startswith("ppo"))))}

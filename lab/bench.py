@@ -4,8 +4,7 @@ textbook's loop, TRL (where it is installed), and transformers' `generate`.
     bash run.sh bench [--quick] [train | rollout]
 
 All must first give the same losses, gradients and tokens; then they run in turn. Printed are speeds
-in CPU seconds of one thread, and how many times as fast ours is: the median of the ratios within a
-repeat, and their range. A GPU is measured by lab/first_gpu.py.
+in CPU seconds of one thread, and how many times as fast ours is: median and range of the repeats.
 """
 
 import argparse
@@ -62,25 +61,18 @@ def word_tokenizer():
 
 def make_groups(instructions: int, length: int, actions: int, common: float = 1 / 7) -> list[Group]:
     """Instructions with an expert and a failure of each of two agents, in five turns, in 3 pairs.
-
-    `length` and `actions` are mean tokens of a trajectory; `common` is the share of `length` with
-    which an instruction's trajectories begin alike.
-    """
+    `length` and `actions` are mean tokens of a trajectory, of which the share `common` is alike."""
     rng, groups, alike = random.Random(0), [], int(common * length)
-
-    def trajectory():
-        scale, prompt = rng.uniform(0.8, 1.2), length // 7
-        action = round(scale * actions / 5)
-        page = round((scale * length - prompt - 5 * action) / 4)
-        mask = [0] * prompt + [1] * action + ([0] * page + [1] * action) * 4
-        return [rng.randrange(MODEL.vocab_size) for _ in mask], mask
-
     for task in range(instructions):
-        (ids, mask), *others = (trajectory() for _ in range(3))
-        sequences = [Trajectory(str(task), ids=ids, action_mask=mask)] + [
-            Trajectory(str(task), ids=ids[:alike] + other[alike:],
-                       action_mask=mask[:alike] + other_mask[alike:])
-            for other, other_mask in others]
+        first, sequences = None, []
+        for _ in range(3):
+            scale = rng.uniform(0.8, 1.2)
+            page, action = (round(scale * n / 5) for n in (length - actions, actions))
+            mask = ([0] * page + [1] * action) * 5
+            ids = [rng.randrange(MODEL.vocab_size) for _ in mask]
+            first = first or (ids, mask)
+            sequences.append(Trajectory(str(task), ids=first[0][:alike] + ids[alike:],
+                                        action_mask=first[1][:alike] + mask[alike:]))
         groups.append(Group(sequences, [Pair("expert", 0, 1), Pair("expert", 0, 2),
                                         Pair("failures", 1, 2)]))
     return groups
@@ -142,7 +134,6 @@ def batch_of_pair(group: Group, pair: Pair) -> dict:
 
 
 def step(model, optimizer, backward) -> float:
-    """One optimiser step after backward(), which returns the loss."""
     loss = backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -151,8 +142,7 @@ def step(model, optimizer, backward) -> float:
 
 
 def trl_step(batches: list[dict]):
-    """A function that takes one step of TRL's DPOTrainer, as its own loop does; it gives the loss.
-    """
+    """What takes a step of TRL's DPOTrainer, as its own loop does, and gives the loss."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
@@ -224,28 +214,26 @@ class Pages(World):
         return " ".join(f"w{self.rng.randrange(WORDS)}" for _ in range(self.rng.randint(60, 150)))
 
 
-def played(run, model, count: int) -> list[Trajectory]:
+def played(encoder: dpo.Encoder, begin, count: int, slots: int) -> list[Trajectory]:
+    """Episodes; begin() gives what answers, which knows of no earlier ones."""
     episodes = [Trajectory(str(task)) for task in range(count)]
-    envs.play(Pages, run.encoder, episodes, run.answer(model, 0.0), run.settings.slots, 1280)
+    envs.play(Pages, encoder, episodes, begin(), slots, 1280)
     return episodes
 
 
-@torch.inference_mode()
-def generated(model, encoder: dpo.Encoder, task: int) -> list[int]:
-    """The ids of one episode; each turn generates from all that was said before."""
-    env, end = Pages(), encoder.end_of_turn
-    ids = encoder.start(envs.opening(env, env.reset(str(task))))
-    while True:
-        written = model.generate(
-            input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)).long(),
+def by_generate(model, encoder: dpo.Encoder):
+    """What answers one episode; each turn generates from all that was said before."""
+    end, never = encoder.end_of_turn, list(encoder.never(MODEL.vocab_size))
+
+    def answer(asked):
+        (t, _), = asked
+        ids = model.generate(
+            input_ids=torch.tensor([t.ids]), attention_mask=torch.ones(1, len(t.ids)).long(),
             do_sample=False, max_new_tokens=30, eos_token_id=end, pad_token_id=end,
-            suppress_tokens=list(encoder.never(MODEL.vocab_size)))[0].tolist()
-        reply = written[len(ids):] + [end] * (written[-1] != end)
-        ids += reply
-        answer = env.step(encoder.decode(reply))
-        if answer.done:
-            return ids
-        ids += encoder.observation(answer.observation)
+            suppress_tokens=never)
+        return [(ids[0, len(t.ids):].tolist(), [])]
+
+    return answer
 
 
 def rollout(runs: dict, folder: Path, quick: bool) -> None:
@@ -256,17 +244,17 @@ def rollout(runs: dict, folder: Path, quick: bool) -> None:
         player.lm_head.weight[list(encoder.never(MODEL.vocab_size))] = 0  # the best is above 0
         player.lm_head.weight[encoder.end_of_turn] *= 1.9
     player.save_pretrained(folder / "player")
-    single = [generated(player, encoder, task) for task in range(few)]
+    other = partial(played, encoder, partial(by_generate, player, encoder), few, 1)
+    single = other()
     for name, run in runs.items():
-        work = partial(played, run, run.replica(folder / "player"), many)
+        begin = partial(run.answer, run.replica(folder / "player"), 0.0)
+        work = partial(played, encoder, begin, many, run.settings.slots)
         episodes = work()
         check(f"tokens of {name} and generate",
-              sum(t.ids != ids for t, ids in zip(episodes, single)), 0)
+              sum(t.ids != s.ids for t, s in zip(episodes, single)), 0)
         works[name] = work, sum(len(t.ids) for t in episodes)
     compare(f"rollout, {run.settings.slots} slots", "tokens/s", repeats, works, {
-        "generate, one episode at a time": (
-            lambda: [generated(player, encoder, task) for task in range(few)],
-            sum(map(len, single)))})
+        "generate, one episode at a time": (other, sum(len(s.ids) for s in single))})
 
 
 def main(argv: list[str], kinds: dict = RUNS) -> None:

@@ -10,21 +10,17 @@ from torch import Tensor
 import dpo
 from lab import packing
 
-BLOCK = 64  # positions of a slot that are read together [ours]
 # An opening waits a pass for another one if so many tokens less are read then [ours].
 WORTH_WAITING = 32
 
 
 class Cached:
     """What replies to conversations, answer([(t, random numbers)]) -> [(sampled ids, log_probs)].
-
     An episode, which its random numbers stand for, has a slot of the cache while it is played. As
-    far as an opening begins like what some slot holds, it is copied from there and not read.
-    """
+    far as an opening begins like what some slot holds, it is copied from there and not read."""
 
     def __init__(self, model, encoder: dpo.Encoder, sampler: dpo.Sampler, stops: tuple[str, ...],
                  s):
-        """s: settings, of which it asks for slots, max_tokens, max_new_tokens."""
         self.model, self.encoder, self.sampler = model, encoder, sampler
         self.stops, self.s = stops, s
         self.cache = SlotCache(model, s.slots, s.max_tokens)
@@ -38,11 +34,10 @@ class Cached:
         free = iter(sorted({*range(self.s.slots)} - {*self.slot_of.values()}))
         new = [rng for _, rng in asked if rng not in self.slot_of]
         self.slot_of |= {rng: next(free) for rng in new}
-        rows = [self.slot_of[rng] for _, rng in asked]
-        logits = self.read_pages(dict(zip(rows, (t.ids for t, _ in asked))),
+        rngs = {self.slot_of[rng]: rng for _, rng in asked}
+        logits = self.read_pages({slot: t.ids for slot, (t, _) in zip(rngs, asked)},
                                  {self.slot_of[rng] for rng in new})
-        replies = {slot: ([], []) for slot in rows}
-        rngs = dict(zip(rows, (rng for _, rng in asked)))
+        replies = {slot: ([], []) for slot in rngs}
         while logits:
             slots = [*logits]
             draw = dpo.Draw([rngs[slot] for slot in slots], self.sampler, -1, lambda ids: False)
@@ -57,7 +52,7 @@ class Cached:
                     live.append((slot, token))
             logits = self.read(sorted((slot, [token]) for slot, token in live)) if live else {}
         return [replies[slot] if self.sampler.temperature else (replies[slot][0], [])
-                for slot in rows]
+                for slot in rngs]
 
     def over(self, ids: list[int], episode: int) -> bool:
         """Whether a reply ends with its last token; episode: its length in tokens by now."""
@@ -97,7 +92,6 @@ class Cached:
 
     def read(self, new: list[tuple[int, list[int]]]) -> dict[int, Tensor]:
         """slot -> logits (V,) after its new ids, by one pass."""
-        new = sorted(new, key=lambda row: len(row[1]) > 1)  # single tokens come first
         segments = [(slot, len(self.held[slot]), len(ids)) for slot, ids in new]
         self.cache.place(segments)
         device, lengths = self.model.device, [n for *_, n in segments]
@@ -116,91 +110,35 @@ class SlotCache:
     """Keys and values of the episodes side by side, one slot each."""
 
     def __init__(self, model, slots: int, tokens: int):
-        c, room = model.config.get_text_config(), -(-(tokens + 1) // BLOCK) * BLOCK
+        c = model.config.get_text_config()
         d = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        # Zeros: what a block holds beyond a slot's last token is read, with weight 0.
-        self.kv = torch.zeros((c.num_hidden_layers, 2, slots, heads, room, d), dtype=model.dtype)
-
-    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Its keys (slots, H_kv, d, room) and values (slots, H_kv, room, d)."""
-        keys, values = self.kv[layer]
-        return keys.view(*keys.shape[:2], *keys.shape[:1:-1]), values
+        self.kv = torch.empty((c.num_hidden_layers, 2, slots, heads, tokens + 1, d),
+                              dtype=model.dtype)
 
     def place(self, segments: list[tuple[int, int, int]]) -> None:
-        """Says where the coming tokens go: segments (slot, past, n), n new tokens after the `past`
-        that the slot holds; those of one token come first."""
-        single = [(slot, past) for slot, past, n in segments if n == 1]
-        self.slots, self.positions = torch.tensor(single, dtype=torch.long).reshape(-1, 2).T  # (S,)
-        # In a longer segment new token j sees the past and the new tokens up to itself.
-        self.longer = [(slot, past, n, None if not past else torch.ones(
-            n, past + n, dtype=torch.bool).tril(past)) for slot, past, n in segments[len(single):]]
-        self.blocks = None  # of the single tokens
+        """Says where the coming N tokens go: segments (slot, past, n), n new tokens after the
+        `past` that the slot holds."""
+        self.slots, self.positions = (torch.tensor(row) for row in zip(*(  # (N,)
+            (slot, past + k) for slot, past, n in segments for k in range(n))))
+        # New token j sees the past and the new tokens up to itself.
+        self.segments = [(slot, past, n, torch.ones(n, past + n, dtype=torch.bool).tril(past)
+                          if past and n > 1 else None) for slot, past, n in segments]
 
     def copy(self, source: int, slot: int, n: int) -> None:
         """The first n tokens of a slot, into another one."""
-        for layer in range(len(self.kv)):
-            keys, values = self.of_layer(layer)
-            keys[slot, :, :, :n] = keys[source, :, :, :n]
-            values[slot, :, :n] = values[source, :, :n]
+        self.kv[:, :, slot, :, :n] = self.kv[:, :, source, :, :n]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float):
         """Adds key and value (1, H_kv, N, d) of the tokens placed; the attention of their query
         (1, H, N, d), each to its own slot up to itself, (1, N, H, d)."""
-        keys, values = self.of_layer(layer)
-        H, N, d = query.shape[1:]
-        query, key, value = query[0], key[0], value[0]
-        out, S = query.new_empty(N, H, d), len(self.slots)                # S single tokens first
-        if S:
-            keys[self.slots, :, :, self.positions] = key[:, :S].transpose(0, 1)
-            values[self.slots, :, self.positions] = value[:, :S].transpose(0, 1)
-            out[:S] = self.attend_single(keys, values, query[:, :S].transpose(0, 1) * scaling)
-        for slot, past, n, mask in self.longer:
-            new, end = slice(S, S + n), past + n
-            keys[slot, :, :, past:end], values[slot, :, past:end] = key[:, new].mT, value[:, new]
-            k = keys[slot, None, :, :, :end].mT.contiguous() if past else key[None, :, new]
-            out[new] = F.scaled_dot_product_attention(
-                query[None, :, new], k, values[slot, None, :, :end], attn_mask=mask,
-                is_causal=mask is None, scale=scaling,
-                enable_gqa=H != k.shape[1])[0].transpose(0, 1)
-            S += n
-        return out[None]
-
-    def attend_single(self, keys: Tensor, values: Tensor, query: Tensor) -> Tensor:
-        """Attention of one token in each of S slots, (S, H, d), of its scaled query (S, H, d).
-
-        Slots are of uneven length, and a product for each is slow. So keys and values are read as
-        tables, in blocks of BLOCK positions of a head: its d rows of keys, weighted by a query, are
-        the scores; its rows of values, weighted by their softmax, are the attention.
-        """
-        S, H, d = query.shape
-        self.blocks = self.blocks or self.find_blocks(H)  # the same in all layers
-        head, at, most, unseen, key_rows, value_rows, first = self.blocks
-        scores = F.embedding_bag(key_rows, keys.view(-1, BLOCK), mode="sum",
-                                 per_sample_weights=query.reshape(S * H, d)[head])    # (B, BLOCK)
-        scores = scores.masked_fill_(unseen, -torch.inf).to(
-            torch.promote_types(scores.dtype, torch.float32))
-        padded = scores.new_full((S * H * most, BLOCK), -torch.inf).index_copy_(0, at, scores)
-        weights = padded.view(S * H, -1).softmax(-1).view(-1, BLOCK)[at]              # (B, BLOCK)
-        return F.embedding_bag(value_rows, values.view(-1, d), first, mode="sum",
-                               per_sample_weights=weights.to(values.dtype).flatten()).view(S, H, d)
-
-    def find_blocks(self, H: int) -> tuple:
-        """The B blocks that single tokens see, by slot, head of the query (of H) and position.
-
-        Each block's head (B,), counted over all slots; its place (B,) where each head has as many
-        as the longest, and that number; its unseen positions (B, BLOCK); its rows of keys (B, d)
-        and values (B * BLOCK,), and where in these each head begins (S * H,).
-        """
-        H_kv, room, d = self.kv.shape[3:]
-        count, step = self.positions // BLOCK + 1, torch.arange(room + d)
-        most = int(count.max())
-        slot, h, block = (step[:most] < count[:, None, None]).expand(-1, H, -1).nonzero().T
-        head = slot * H + h
-        key_head = self.slots[slot] * H_kv + h // (H // H_kv)
-        positions = block[:, None] * BLOCK + step[:BLOCK]
-        keys = (key_head * d * (room // BLOCK) + block)[:, None] + step[:d] * (room // BLOCK)
-        values = key_head[:, None] * room + positions
-        count = count.repeat_interleave(H) * BLOCK
-        return (head, head * most + block, most, positions > self.positions[slot, None],
-                keys.int(), values.int().flatten(), (count.cumsum(0) - count).int())
+        keys, values = self.kv[layer]
+        keys[self.slots, :, self.positions] = key[0].transpose(0, 1)
+        values[self.slots, :, self.positions] = value[0].transpose(0, 1)
+        parts, lengths = [], [n for _, _, n, _ in self.segments]
+        for (slot, past, n, mask), q in zip(self.segments, query.split(lengths, 2)):
+            parts.append(F.scaled_dot_product_attention(
+                q, keys[slot, None, :, :past + n], values[slot, None, :, :past + n],
+                attn_mask=mask, is_causal=n > 1 and not past, scale=scaling,
+                enable_gqa=q.shape[1] != key.shape[1]))
+        return torch.cat(parts, 2).transpose(1, 2)

@@ -2,9 +2,6 @@
 
     --method evaluate --model FOLDER --temperature 1 --rollouts 4
     --method chat --model https://api.openai.com/v1 --model-name gpt-4 --examples 1
-
-What an endpoint answered stands in the run's answers.jsonl, a line each, as soon as it is there. A
-run that was stopped takes these answers where it asks for the same, and pays for the others alone.
 """
 
 from __future__ import annotations
@@ -48,10 +45,7 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
         episodes = run.play(agent, episodes, s.temperature)
     write(run, out, episodes)
     if s.rollouts > 1:
-        rewards = {task: [] for task in tasks}
-        for t in episodes:
-            rewards[t.task].append(t.reward)
-        most = [*map(max, rewards.values())]
+        most = [max(t.reward for t in episodes if t.task == task) for task in tasks]
         numbers |= dict(best=sum(most) / len(most),
                         best_success=sum(r >= run.env.success for r in most) / len(most))
     return scores(episodes, run) | numbers
@@ -61,17 +55,16 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
 
 
 class Paid:
-    """An endpoint's answers to the running phase and those that the run has paid for before."""
+    """An endpoint's answers, in the run's answers.jsonl as soon as they are there: a run that was
+    stopped takes them where it asks for the same, and pays for the others alone."""
 
     def __init__(self, run: Run, endpoint: Endpoint):
         self.endpoint, self.slots, self.phase = endpoint, run.settings.slots, run.name
         self.file, self.lock = run.folder / "answers.jsonl", threading.Lock()
-        self.rows = {row["asked"]: row for row in whole_lines(self.file)} if (
-            self.file.exists()) else {}
+        self.rows = {row["asked"]: row for row in whole_lines(self.file)}
 
     def ask(self, what: list, messages: list[dict]) -> dict:
-        """The reply to these messages and its usage, of one and the same answer for the same
-        `what`."""
+        """The reply to these messages and its usage, the same ones for the same `what`."""
         asked = hashed([*what, messages])
         if asked not in self.rows:
             reply, used = self.endpoint(messages)
@@ -94,7 +87,6 @@ class Paid:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def spent(self) -> dict:
-        """What all requests of the phase took."""
         return {name: sum(row[name] for row in self.rows.values() if row["phase"] == self.phase)
                 for name in USAGE}
 

@@ -18,7 +18,6 @@ import numpy as np
 
 from lab import figures
 from lab import study_numbers as numbers
-from lab.figure3 import distances_of
 from lab.report import columns, section
 from lab.runfiles import command, config_of
 from lab.study_methods import COMPARED, FROZEN, chosen, name_of
@@ -79,15 +78,11 @@ def tables(runs: dict, target: list[dict], splits: list[str]):
     yield ("What it took after the first SFT, means over seeds", header("<method", *names),
            [(name_of(m), *(float(np.mean([row[name] for row in rows])) for name in names))
             for m, rows in costs.items()])
-    pairs = [(difference(a, b), split, *(paired(
+    pairs = [(f"{name_of(a)} - {name_of(b)}", split, *(paired(
         *(last(target, key, method=m, split=split) for m in (a, b))) for key in MEASURES))
         for (a, b), split in itertools.product(dict.fromkeys(COMPARED), splits) if a != b]
     yield ("Differences on the same seeds", header("<difference", "<split", "<reward", "<success"),
            [row for row in pairs if row[2]])
-
-
-def difference(a: str, b: str) -> str:
-    return f"{name_of(a)} - {name_of(b)}"
 
 
 def paper_figures(runs: dict, target: list[dict], splits: list[str], out: Path):
@@ -101,10 +96,10 @@ def paper_figures(runs: dict, target: list[dict], splits: list[str], out: Path):
            "<method threshold <success <negative <hard_negative",
            [(name_of(m), t, *(interval(numbers.share(rewards[m], *band).values())
                               for band in bands[t])) for m in rewards for t in THRESHOLDS]
-           + [(difference("coevolve", "eto"), t, *(
+           + [("co-evolution - ETO", t, *(
                paired(*(numbers.share(rewards[m], *band) for m in ("coevolve", "eto")))
                for band in bands[t])) for t in THRESHOLDS if {"eto", "coevolve"} <= rewards.keys()])
-    yield figure3(distances_of(runs), out)
+    yield figure3(numbers.distances_of(runs), out)
     weights = {config_of(next(iter(runs[m].values())))["settings"]["lambda_sft"]: m for m in runs
                if m == "coevolve" or m.startswith("lambda-")}
     rows = [(weight, *(interval(last(target, "reward", method=m, split=split).values())

@@ -37,13 +37,9 @@ class ContextFull(Exception):
 
 class Endpoint:
     """Calls the model: messages -> (reply, usage), with retries and growing waits between them.
-
-    usage: what the call took, by the names in USAGE; `unreported` is 1 where the endpoint reports
-    no tokens, `cut_replies` where the reply was cut.
-    """
+    usage: by the names in USAGE; `unreported` is 1 where the endpoint reports no tokens."""
 
     def __init__(self, url: str, name: str, temperature: float, max_tokens: int):
-        """name: the model's there; max_tokens: of a reply, at most."""
         path = "/chat/completions"
         self.url = url.rstrip("/").removesuffix(path) + path
         self.body = dict(model=name, temperature=temperature, max_tokens=max_tokens)
@@ -92,7 +88,9 @@ class Endpoint:
     def post(self, body: dict) -> tuple[int, str, str]:
         """Status, text and Retry-After. NotAnswered where the text is too long."""
         text, ends = b"", time.monotonic() + SECONDS
-        with requests.post(self.url, json=body, auth=self.sign, timeout=(10, SECONDS),
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        with requests.post(self.url, json=body, headers=headers, timeout=(10, SECONDS),
+                           auth=lambda request: request,  # so that no .netrc takes its place
                            allow_redirects=False, stream=True) as answer:
             while part := answer.raw.read1(1 << 16, True):
                 text += part
@@ -133,8 +131,3 @@ class Endpoint:
 
     def without_key(self, text: str) -> str:
         return text.replace(self.key, "***") if self.key else text
-
-    def sign(self, request):  # as `auth`, so that no .netrc takes its place
-        if self.key:
-            request.headers["Authorization"] = f"Bearer {self.key}"
-        return request

@@ -2,9 +2,8 @@
 
     --explorer https://host/v1 --explorer-model NAME        in place of the agent, by the same loop
 
-Its phases are reflect, explore_there and write_tasks. What it says is data: its actions go through
-the environment's own reader; its proposals are JSON that is read strictly and whose solutions are
-played before they count; what cannot be read is counted.
+What it says is data: its actions go through the environment's own reader; its proposals are JSON
+that is read strictly and whose solutions are played before they count.
 """
 
 import json
@@ -91,8 +90,7 @@ def reflect(run: Run, out: Path, signals: Path, i: int) -> dict:
 @by_one_rank
 def explore_there(run: Run, out: Path, tasks: list[Path], signals: list[Path],
                   contexts: list[Path], i: int) -> dict:
-    """Episodes of the endpoint: of each pick some, for D_0 one a start task. Of one that it refuses
-    to go on with nothing is kept."""
+    """Episodes of the endpoint, as `starts` says; of one that it refuses nothing is kept."""
     led = {row["task"]: row["context"] for row in rows_of(contexts)}
     form = "" if run.env.prompt else (
         f" Answer with the action and nothing else: {run.env.task_generator().actions}.")
@@ -104,7 +102,7 @@ def explore_there(run: Run, out: Path, tasks: list[Path], signals: list[Path],
         def answer(asked):
             opening, *rest = t.messages
             reply = ask(ACT.format(context=context, form=form, opening=opening["content"]), rest)
-            return [reply and (reply, [])]
+            return [None if reply is None else (reply, [])]
 
         envs.play(make_env, Text(), [t], answer, 1, run.settings.max_tokens)
         return t
@@ -172,8 +170,7 @@ def evidence(pick: dict) -> str:
 
 
 def told(messages: list[dict], most: int) -> str:
-    """A conversation in at most so many characters: of its opening the end, which holds the task,
-    and of the rest the end too."""
+    """A conversation in at most so many characters: the ends of its opening and of the rest."""
     opening, *rest = messages
     first = f"user: {opening['content'][-OPENING:]}"
     later = "".join(f"\n{m['role']}: {m['content'][:TURN]}" for m in rest)
@@ -182,9 +179,7 @@ def told(messages: list[dict], most: int) -> str:
 
 def objects(reply: str) -> list[dict | None]:
     """The JSON objects in a reply; None for each that is broken or cut, or where nothing is said.
-
-    After such a one the next begins as a proposal does: what stands in it is not another.
-    """
+    After such a one the next begins as a proposal does: what stands in it is not another."""
     found, at = [], 0
     while start := (PROPOSAL if found[-1:] == [None] else OBJECT).search(reply, at):
         try:
@@ -197,8 +192,7 @@ def objects(reply: str) -> list[dict | None]:
 
 
 def written(generator, task: str, value: dict) -> dict:
-    """The proposal {text, task, solution} of an object; its task is None if the object or the
-    task is of another form."""
+    """The proposal {text, task, solution} of an object; its task is None if it is of no form."""
     query, actions = value.get("query"), value.get("action_sequence")
     if not (isinstance(query, str) and query.strip() and len(query) < 1000
             and isinstance(actions, list)):

@@ -1,6 +1,4 @@
-"""Whether a model is one of plain causal attention, which packed passes and the cache serve; and
-attention in fp32 on a GPU.
-"""
+"""Whether packed passes and the cache serve a model; and attention in fp32 on a GPU."""
 
 import random
 from types import SimpleNamespace
@@ -18,8 +16,8 @@ MOST = 1e-3  # nats that packed and cached log-probabilities may be off plain on
 
 
 def why_not(model, encoder: dpo.Encoder, s) -> str | None:
-    """Why this model has to run plainly; None where packed passes and cached replies gave what
-    plain ones give. The model is in fp32 on the CPU; afterwards it is as it was."""
+    """Why this model, in fp32 on the CPU, has to run plainly; None where packed passes and cached
+    replies gave what plain ones give."""
     c = model.config.get_text_config()
     rope = (getattr(c, "rope_parameters", None) or {}).get("rope_type", "default")
     if {*(getattr(c, "layer_types", None) or ())} - {"full_attention"} or rope not in ROPES:
@@ -29,14 +27,13 @@ def why_not(model, encoder: dpo.Encoder, s) -> str | None:
     plain, rng = model.config._attn_implementation, random.Random(0)
     never = encoder.never(c.vocab_size)
     sampler = dpo.Sampler(0.7, (*never, encoder.end_of_turn))
-    begin = [rng.randrange(len(encoder.tokenizer)) for _ in range(12)]
-    texts = [begin + [rng.randrange(len(encoder.tokenizer)) for _ in range(n)] for n in (28, 9)]
+    begin, *ends = ([rng.randrange(len(encoder.tokenizer)) for _ in range(n)] for n in (12, 28, 9))
     try:
         model.set_attn_implementation("ragged")
-        asked = [(dpo.Trajectory(ids=ids), random.Random(n)) for n, ids in enumerate(texts)]
+        asked = [(dpo.Trajectory(ids=begin + ids), random.Random(n)) for n, ids in enumerate(ends)]
         replies = cache.Cached(model, encoder, sampler, (), s)(asked)
-        whole = [dpo.Trajectory(ids=ids + new, action_mask=[0] * len(ids) + [1] * len(new))
-                 for ids, (new, _) in zip(texts, replies)]
+        whole = [dpo.Trajectory(ids=t.ids + new, action_mask=[0] * len(t.ids) + [1] * len(new))
+                 for (t, _), (new, _) in zip(asked, replies)]
         with torch.no_grad():
             packed = packing.token_log_probs(model, whole, sampler)
             model.set_attn_implementation(plain)

@@ -70,10 +70,9 @@ def run_figure(run: Path) -> Figure | None:
     made, (reward, success) = figure(2, headline(config_of(run)["settings"]))
     for (agent, split), found in curves.items():
         colour = f"C{agents.index(agent)}"
-        style = dict(color=colour, label=f"{agent} agent, {split}",
-                     linestyle=LINES[splits.index(split) % 3])
-        curve(reward, [(e["i"], e["reward"]) for e in found], **style)
-        curve(success, [(e["i"], e["success"]) for e in found], **style)
+        for ax, key in (reward, "reward"), (success, "success"):
+            curve(ax, [(e["i"], e[key]) for e in found], color=colour,
+                  label=f"{agent} agent, {split}", linestyle=LINES[splits.index(split) % 3])
         reward.fill_between(*zip(*((e["i"], e["low"], e["high"]) for e in found)), color=colour,
                             alpha=0.12)
     label(reward, "Reward, 95% interval over tasks", "iteration (0: the start)", "mean reward")

@@ -37,8 +37,7 @@ def playing(config, device, lengths: list[int]):
 
 @torch.no_grad()
 def correctness(config, device, small: bool):
-    """Padded passes and batches of `generate` in bf16 against one text at a time, beside what bf16
-    itself is off fp32: root mean square and maximum over tokens, in nats."""
+    """Padded passes and batches of `generate` against one text at a time, all in bf16, and fp32."""
     model, sampler, texts, reply = playing(
         config, device, [40, 23, 31] if small else [*range(100, 1700, 200)])
     made = reply(32)

@@ -1,7 +1,4 @@
-"""`accelerate launch` as run.sh uses it: `python3 -m lab.launch -m lab FLAGS`.
-
-It is told what it would otherwise guess aloud, and what ends a training process is said once.
-"""
+"""`accelerate launch` as run.sh uses it: `python3 -m lab.launch -m lab FLAGS`."""
 
 import logging
 import os
@@ -10,20 +7,9 @@ import subprocess
 import sys
 
 import psutil
-import torch
-from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import main
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-
-def machine() -> list[str]:
-    """The flags that a user without an `accelerate config` means: all GPUs, or one process."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    bf16 = gpus and torch.cuda.is_bf16_supported(including_emulation=False)
-    return [*(["--multi_gpu"] if gpus > 1 else []), f"--num_processes={gpus or 1}",
-            "--num_machines=1", "--dynamo_backend=no",
-            "--mixed_precision=" + ("bf16" if bf16 else "no")]
 
 
 def launch() -> None:
@@ -32,12 +18,10 @@ def launch() -> None:
     # Texts of all lengths would leave gaps in blocks of fixed size, a quarter of the memory.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    if not os.path.isfile(default_config_file):
-        sys.argv[1:1] = machine()
     # Ctrl-C reaches the training process by itself, kill does not; either way wait for its end.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: [p.terminate() for p in psutil.Process().children()])
-    logging.disable(logging.ERROR)  # of several processes: what the training process said is enough
+    logging.disable(logging.ERROR)  # what it guesses, and of several processes what ended them
     try:
         main()
     except subprocess.CalledProcessError as error:  # its message is on the screen already

@@ -17,33 +17,28 @@ SLOTS = 128   # at most; up to there a pass that decodes hardly takes longer wit
 
 
 def check_torch(devices: Path = Path("/dev")) -> str | None:
-    """Why this torch cannot use the GPUs that the machine has, and the command that mends it; None
-    where it can. An empty CUDA_VISIBLE_DEVICES asks for the CPU. devices: where the system lists
-    them."""
+    """Why this torch cannot use the GPUs that the machine has, listed in `devices`, and the command
+    that mends it; None where it can. An empty CUDA_VISIBLE_DEVICES asks for the CPU."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or torch.cuda.is_available():
         return None
-    nvidia = (devices / "nvidia0").exists()
-    amd = not nvidia and (devices / "kfd").exists()
-    if not (amd or nvidia):
+    amd = not (devices / "nvidia0").exists()
+    if amd and not (devices / "kfd").exists():
         return None
     if torch.version.hip if amd else torch.version.cuda:
         return (f"this machine has GPUs, but torch {torch.__version__} cannot reach them; update "
                 "their driver, or set CUDA_VISIBLE_DEVICES= to train on the CPU")
-    index = f"https://download.pytorch.org/whl/rocm{rocm()}" if amd else "https://pypi.org/simple"
+    index = "https://pypi.org/simple"
+    if amd:
+        file = Path("/opt/rocm/.info/version")
+        version = ".".join(file.read_text().split(".")[:2]) if file.exists() else "X.Y"
+        index = f"https://download.pytorch.org/whl/rocm{version}"
     return (f"this machine has {'AMD' if amd else 'NVIDIA'} GPUs, and torch {torch.__version__} "
             f"was built without them: {sys.executable} -m pip install --force-reinstall "
             f"--index-url {index} torch; or set CUDA_VISIBLE_DEVICES= to train on the CPU")
 
 
-def rocm(file: Path = Path("/opt/rocm/.info/version")) -> str:
-    """The major and minor version of ROCm that this machine has, as torch's indices are named."""
-    return ".".join(file.read_text().split(".")[:2]) if file.exists() else "X.Y"
-
-
 def check_memory(config, ranks: int, card_bytes: float, tokens: int) -> str | None:
-    """Why so many cards of this memory cannot train a model and play it, and what can; else None.
-    A replica that plays takes 2 bytes a parameter, beside it nothing that trains.
-    """
+    """Why so many cards of this memory cannot train a model and play it, and what can; or None."""
     room, (parameters, states, token) = FREE * card_bytes, costs(config, ranks)
     said = f"{parameters / 1e9:.2f} B parameters on {ranks} x {card_bytes / 1e9:.0f} GB: "
     if 2 * parameters > room:
@@ -62,11 +57,9 @@ def check_memory(config, ranks: int, card_bytes: float, tokens: int) -> str | No
 
 def costs(config, ranks: int) -> tuple[int, float, float]:
     """A model's parameters; in bytes on a card what its training takes, and a pass for each token.
-
     In fp32, weights, gradients and AdamW's two moments are 16 bytes a parameter, in parts over the
     ranks; with one rank autocast holds a bf16 copy too. A bf16 pass keeps a layer's input for each
-    layer, the inside of one layer and logits.
-    """
+    layer, the inside of one layer and logits."""
     c, parameters = config.get_text_config(), count(config)
     states = 16 * parameters / ranks + (2 * parameters if ranks == 1 else 0)
     return parameters, states, (2 * c.hidden_size * (c.num_hidden_layers + 8) + 8 * inside(c)
@@ -87,7 +80,6 @@ def slots(config, free_bytes: float, longest: int, ranks: int | None = None) -> 
 
 
 def count(config) -> int:
-    """The parameters of a model."""
     with init_empty_weights():
         model = transformers.AutoModelForCausalLM.from_config(config)
     model.tie_weights()

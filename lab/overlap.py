@@ -21,8 +21,7 @@ class Overlap(flags.Stated):
 
 
 def marks(env: World, task: str) -> set[str]:
-    """The hash by which a task is known in whatever split, of what it is; none for a task that this
-    environment does not have."""
+    """The hash by which a task is known in whatever split; none for one that the world lacks."""
     with suppress(ValueError):
         return {hashed([env.name, repr(env.find(task))])}
     return set()
@@ -45,8 +44,7 @@ def record(run: Run, out: Path, agent: Path, *read) -> None:
 
 
 def check(run: Run) -> None:
-    """Refused where an agent that the run begins from was trained on an evaluated task. (The run's
-    own experts of evaluated tasks are left out by `collect_experts`.)"""
+    """Refused where an agent that the run begins from was trained on an evaluated task."""
     s, env = run.settings, run.env
     evaluated = {task: marks(env, task) for split in run.splits
                  for task in env.tasks(split)[:s.eval_tasks or None]}

@@ -4,9 +4,8 @@
     rows  = [0, 1, 2, 0, 1, 3]   (M,): the place in the row of each token of all, end to end
     first = [0, 1, 2, 5]         (N,): where each of these first stands among the M
 
-The trajectories of an instruction share its prompt and often their first turns. It gives the
-numbers of `dpo.token_log_probs` for models of plain causal attention in all layers; for others
-`ragged_attention` raises ValueError, and the run stays plain.
+It gives the numbers of `dpo.token_log_probs` for models of plain causal attention in all layers;
+for others `ragged_attention` raises ValueError, and the run stays plain.
 """
 
 from functools import partial
@@ -26,9 +25,7 @@ PIECE = 2 ** 24
 
 def token_log_probs(model, sequences: list[Trajectory], sampler: Sampler = Sampler()) -> Tensor:
     """As `dpo.token_log_probs`, by one row: log pi of every action token, end to end, (A,), nats.
-
-    The A action tokens have U distinct targets; K tokens of the row predict them (K <= U <= A).
-    """
+    The A action tokens have U distinct targets; K tokens of the row predict them (K <= U <= A)."""
     rows, first = lay_out(sequences)                                                 # (M,), (N,)
     ids = [i for s in sequences for i in s.ids]
     acting, offset = [], 0  # the place in the row of each action token
@@ -87,11 +84,9 @@ def shared_beginning(a: list[int], b: list[int]) -> int:
 
 def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None,
                      scaling=None, **how):
-    """Causal attention of trajectories laid end to end in one row; no padding, no mask tensor.
-
-    query (1, H, N, d), key and value (1, H_kv, N, d); returns (1, N, H, d). how: lengths, whose sum
-    is N; where trajectories share tokens, rows and first as `lay_out` says; in rollouts the cache.
-    """
+    """Causal attention of trajectories laid end to end in one row, (1, N, H, d), of query
+    (1, H, N, d), key and value (1, H_kv, N, d). how: lengths, whose sum is N; where trajectories
+    share tokens, rows and first as `lay_out` says; in rollouts the cache."""
     odd = [name for name in ("sliding_window", "softcap", "s_aux") if how.get(name) is not None]
     if odd or attention_mask is not None or "lengths" not in how or (
             key.shape[-1] != value.shape[-1]):

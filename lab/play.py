@@ -23,8 +23,7 @@ from worlds.flags import Refused, flag, parse
 
 
 class Encoder(dpo.Encoder):
-    """An agent's, for episodes in which a person may answer in words that it cannot write."""
-    said = ""  # what the person said in this turn, if anything
+    said = ""  # by the person in this turn, if anything, in words that the agent may not be able to
 
     def close(self, ids, stops):
         return (ids, [], self.said) if self.said else super().close(ids, stops)
@@ -35,8 +34,8 @@ def say(text: str) -> None:
 
 
 def play(env, encoder: Encoder, task: str, most: float, propose=None) -> str:
-    """One episode by the person, or by propose(t) -> (ids, text, probability) wherever the person
-    says nothing; how it ended. most: tokens of the episode."""
+    """One episode by the person, or by propose(t) -> (ids, text, probability) where that one says
+    nothing; how it ended. most: tokens of the episode."""
     t, shown, ids = dpo.Trajectory(task), 0, []
     running = envs.episode(env, encoder, t, most)
     say(f"{task}; ? explains, q quits")
@@ -54,7 +53,7 @@ def play(env, encoder: Encoder, task: str, most: float, propose=None) -> str:
             ids = encoder.reply(encoder.said) if encoder.said else ids
             running.send((ids, [0.0] * len(ids)))
     except StopIteration:
-        how = dict(budget="out of turns", context="out of context", done="done")[t.ended]
+        how = "done" if t.ended == "done" else f"out of {t.ended.replace('budget', 'turns')}"
     except (EOFError, KeyboardInterrupt):
         how = "left"
     return (f"{how} after {t.steps} turn{'s' * (t.steps != 1)}: reward {t.reward:.3f}, "
@@ -64,8 +63,9 @@ def play(env, encoder: Encoder, task: str, most: float, propose=None) -> str:
 def typed(env, may_be_empty: bool) -> str:
     """The person's reply: an action, the number of one, or nothing; EOFError for q."""
     actions, forms = env.possible()
-    if actions:
-        say("possible:  " + "   ".join(f"{n} {action}" for n, action in enumerate(actions, 1)))
+    numbered = {str(n): action for n, action in enumerate(actions, 1)}
+    if numbered:
+        say("possible:  " + "   ".join(map(" ".join, numbered.items())))
     while True:
         line = input("your action: ").strip()
         if not sys.stdin.isatty():
@@ -74,10 +74,8 @@ def typed(env, may_be_empty: bool) -> str:
             raise EOFError
         if line == "?":
             say("\n".join(filter(None, [env.rules, forms])))
-        elif not line.isdecimal() and (line or may_be_empty):
-            return line and env.reply(line)
-        elif line.isdecimal() and 0 < int(line) <= len(actions):
-            return env.reply(actions[int(line) - 1])
+        elif line in numbered or not line.isdecimal() and (line or may_be_empty):
+            return line and env.reply(numbered.get(line, line))
 
 
 def agent_of(path: Path) -> tuple[Path, Path]:
@@ -112,8 +110,7 @@ def proposer(folder: Path, config: dict, encoder: Encoder, stops):
 
 
 def settings_for(env: str, more: list[str], before: dict):
-    """(settings, the environment's own), from flags as for training; of an agent's run `before`,
-    where no flag says more."""
+    """(settings, the environment's own), of flags, else of an agent's run `before`."""
     if before and before["env"] != env:
         raise Refused(f"--agent: it was trained on {before['env']}, not on {env}")
     kept = [f"{flag(name)}={before[name]}" for name in (

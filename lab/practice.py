@@ -1,8 +1,5 @@
-"""What the practice texts of the environments share: noisy players, and words that nobody can know.
-
-A reader has to copy the name of a table or a product's number from what it has read. It learns to
-only if knowing them by heart is of no use: in each conversation they are exchanged at random.
-"""
+"""What practice texts share: noisy players, and words that nobody can know by heart, since they are
+exchanged at random in each conversation: so a reader learns to copy them from what it has read."""
 
 import random
 import re

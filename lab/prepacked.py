@@ -1,9 +1,8 @@
 """Weights that do not train, in the order of the CPU's kernels: rollouts of a model of some size.
 
 torch reorders a layer's weights in every product, which with the few rows of a pass of single
-tokens takes longer than the product itself. Ordered once, a rollout of SmolLM2-135M in 8 slots is
-1.81 (1.75-1.88) times as fast in fp32 and 1.20 (1.16-1.23) in bf16 on AVX512 (docs/speed.md),
-rounded otherwise in fp32. The operators are private to torch: without them the layers stay as are.
+tokens takes longer than the product itself (docs/speed.md); rounded otherwise in fp32. The
+operators are private to torch: without them the layers stay as they are.
 """
 
 import torch
@@ -14,8 +13,6 @@ SMALL = 10_000_000  # parameters [ours]; the tiny model's products are shorter t
 
 
 class Prepacked(nn.Linear):
-    """A layer whose weight is in oneDNN's order."""
-
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 

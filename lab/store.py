@@ -1,7 +1,6 @@
 """What runs may take over from each other: phases that were made alike, by the same code.
 
-A phase is known by its recipe (its name and what it read), by the settings that it has read, by
-the code that it ran and by the machine. Where all are the same in another run, its output is.
+A phase is known by its recipe, the settings that it has read, its code and the machine.
 """
 
 import ast
@@ -35,7 +34,6 @@ def recorded(settings):
 
 
 def imported(tree: ast.Module) -> set[Path]:
-    """The project's files that one imports."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -96,7 +94,7 @@ def machine(run) -> list:
 
 def take(run, out: Path, code: str, folder: Path) -> dict | None:
     """Puts at `out` what another run, in `folder` or its subfolders, has made alike of the running
-    phase; what is recorded of it, with that run's name; None where there is none."""
+    phase; what is recorded of it; None where there is none."""
     settings = vars(run.settings) | vars(run.options)
     now = json.loads(json.dumps(machine(run)))
     for phases in sorted([*folder.glob("*/phases.json"), *folder.glob("phases.json")]):
@@ -123,7 +121,6 @@ def copy(source: Path, target: Path) -> None:
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(source, target, copy_function=lambda a, b: copy(Path(a), Path(b)))
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
     try:
         os.link(source, target)

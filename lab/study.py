@@ -4,9 +4,8 @@
     bash run.sh study webshop --methods eto coevolve --beta 0.2 --out runs/study-beta-0.2
     bash run.sh study webshop --report                     the report on what is there so far
 
-Each run is a folder like any other (`STUDY/METHOD-sSEED`): a study that was stopped goes on where
-it was. Seeds come before methods. Settings that are not the study's own are given to every run;
-without a GPU a run has one thread. Each writes `METHOD-sSEED.log`.
+A run is in `STUDY/METHOD-sSEED`, its output in `METHOD-sSEED.log`: a study that was stopped goes on
+where it was. Settings that are not the study's own are given to every run.
 """
 
 import argparse
@@ -48,8 +47,7 @@ def make_runs(env: str, methods: list[str], seeds: list[int], folder: Path, more
             return  # the study ends
         name = f"{method}-s{seed}"
         command = ["--reuse", str(folder), *own[method], *flags(method, folder, seed),
-                   "--seed", str(seed),  # the last one counts
-                   "--out", str(folder / name)]
+                   "--seed", str(seed), "--out", str(folder / name)]
         print(f"study: {without_passwords(' '.join(command))}", flush=True)
         launch(env, command, folder / f"{name}.log")
         finished(folder)  # refuses runs of different settings

@@ -67,7 +67,7 @@ FROM_OTHERS = {"dpo_steps", "start_tasks"}
 
 
 def name_of(method: str) -> str:
-    return ALL[method][0] if method in ALL else method
+    return ALL.get(method, [method])[0]
 
 
 def method_of(method: str) -> str:
@@ -137,8 +137,8 @@ def finished(folder: Path) -> dict[str, dict[int, Path]]:
 
 
 def chosen(paths: list[Path]) -> dict[str, dict[int, Path]]:
-    """The same of any finished runs, in a report's order; their method by the folder's name where a
-    study made it. Refused if those of a method differ in more than the seed."""
+    """The same of any finished runs; their method by the folder's name where a study made it.
+    Refused if those of a method differ in more than the seed."""
     runs = defaultdict(dict)
     for path in paths:
         settings, method = config_of(path)["settings"], path.resolve().name.rpartition("-s")[0]
@@ -158,8 +158,7 @@ def chosen(paths: list[Path]) -> dict[str, dict[int, Path]]:
 
 
 def alike(runs: dict[str, dict[int, Path]], own: dict[str, set[str]]) -> None:
-    """Refused where runs differ in a setting that both read, but for those that a method has of its
-    own."""
+    """Refused where runs differ in a setting that both read, but for a method's own."""
     first = {}
     for method, path in ((method, path) for method in runs for path in runs[method].values()):
         made = config_of(path)["settings"]

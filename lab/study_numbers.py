@@ -1,12 +1,16 @@
 """The numbers of a report, on `runs`: method -> seed -> folder."""
 
 import math
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+import torch
 
+import dpo
 from lab.runfiles import explorations, of, phases_of
 from lab.study_methods import task_counts, trained
+from worlds import World
 from worlds.files import read_jsonl
 
 # The 97.5% quantiles of Student's t distribution with 1, 2, ... degrees of freedom.
@@ -47,8 +51,7 @@ def last(rows: list[dict], key: str, **where) -> dict[int, float]:
 
 
 def cost(run: Path) -> dict:
-    """Steps after the first SFT, the target's and all agents'; the target's tokens; rollouts; tasks
-    that evolution ended with."""
+    """What a run took after the first SFT, and the tasks that evolution ended with."""
     of_all, target = trained(run), trained(run, "target")
     return dict(steps_of_the_target=sum(e["steps"] for e in target),
                 steps_of_all_agents=sum(e["steps"] for e in of_all),
@@ -74,3 +77,52 @@ def share(rewards: dict[int, list[float]], low: float, high: float) -> dict[int,
     """seed -> the share of rewards from `low` to below `high`."""
     return {seed: float(np.mean([low <= r < high for r in found]))
             for seed, found in rewards.items()}
+
+
+# Figure 3: how much the failures of an instruction differ, 1 - cos of their embeddings.
+AGENTS = {"ETO": ("eto", "target"), "co-evolution: target": ("coevolve", "target"),
+          "co-evolution: failure agent": ("coevolve", "failure")}
+
+
+def distances_of(runs: dict) -> dict[str, dict[int, dict[str, float]]]:
+    """agent -> seed -> task -> distance of its failures, over the seeds that ETO and co-evolution
+    both have; embedded by the SFT agent that both start from."""
+    found = defaultdict(dict)
+    for seed in sorted(runs.get("eto", {}).keys() & runs.get("coevolve", {}).keys()):
+        folder = runs["coevolve"][seed] / "sft-target"
+        if folder.is_dir():  # else its checkpoints were deleted
+            embed = embedder(folder)
+            for name, (method, agent) in AGENTS.items():
+                found[name][seed] = distances(explored(runs[method][seed], agent), embed)
+    return found
+
+
+def distances(rows: list[dict], embed) -> dict[str, float]:
+    """The mean pairwise distance of each instruction's failures, where it has two at least."""
+    vectors = defaultdict(list)
+    for row in rows:
+        if row["reward"] < World.success and any(row["action_mask"]):
+            vectors[row["task"]].append(embed(row))
+    return {task: mean_distance(np.stack(found)) for task, found in vectors.items()
+            if len(found) > 1}
+
+
+def mean_distance(vectors: np.ndarray) -> float:
+    """Mean over all pairs of 1 - cos, of vectors (n, d), n >= 2."""
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    cosines = (unit @ unit.T)[np.triu_indices(len(unit), 1)]
+    return float(1 - cosines.mean())
+
+
+def embedder(folder: Path):
+    """embed(row of a trajectory) -> (d,), the mean of the last layer's hidden states, of the agent
+    in a folder, over the action tokens."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = dpo.read_model(folder, device=device).base_model.eval()
+
+    @torch.inference_mode()
+    def embed(row: dict) -> np.ndarray:
+        states = model(input_ids=torch.tensor([row["ids"]], device=device)).last_hidden_state[0]
+        return states[torch.tensor(row["action_mask"]) == 1].mean(0).cpu().numpy()    # (d,)
+
+    return embed

@@ -1,8 +1,6 @@
 """docs/tour.md: one task's way through both methods, with the numbers of two small runs.
 
     bash run.sh tour        makes runs/tour and runs/tour-evolve, then the text and its pictures
-
-`tour.md.j2` holds the sentences, `tour.svg.j2` the pictures, this file what is computed.
 """
 
 import argparse
@@ -44,10 +42,8 @@ def first_system() -> dict:
     """A task of runs/tour with all kinds of pairs, a hard negative by the failure agent and margins
     that rose, this one's most."""
     s, measured = config_of(RUN)["settings"], by_task(TRAINED / "margins.jsonl")
-    episodes, found = defaultdict(list), by_task(RUN / "iter1/pairs-target.jsonl")
-    for e in coevolve.read(*(RUN / name for name in (
-            "experts.jsonl", "iter1/target.jsonl", "iter1/failure.jsonl"))):
-        episodes[e.task].append(e)
+    found, every = by_task(RUN / "iter1/pairs-target.jsonl"), coevolve.read(*(
+        RUN / name for name in ("experts.jsonl", "iter1/target.jsonl", "iter1/failure.jsonl")))
     for task, pairs in found.items():
         for pair, before, after in zip(pairs, measured[task][0]["before"],
                                        measured[task][0]["after"]):
@@ -58,16 +54,17 @@ def first_system() -> dict:
         if hard["kind"] == "expert>failure" and hard["rejected"]["reward"] >= s["hard_threshold"]),
         key=lambda chosen: chosen[1]["after"][2])
     rose = [pair["rose"] for pairs in found.values() for pair in pairs]
+    episodes = [e for e in every if e.task == task]
     return dict(
-        s=s, task=task, expert=episodes[task][0], episodes=episodes[task], pairs=found[task],
+        s=s, task=task, expert=episodes[0], episodes=episodes, pairs=found[task],
         by_hand=by_hand, loss=math.log(1 + math.exp(-by_hand["after"][2])),
         d_fail=by_task(RUN / "iter1/pairs-failure.jsonl")[task],
-        tokens=tokens(episodes[task][0]), rose=sum(rose), measured=len(rose))
+        tokens=tokens(episodes[0]), rose=sum(rose), measured=len(rose))
 
 
 def tokens(e: Trajectory) -> list[dict]:
-    """A trajectory's tokens: text, whether it is trained on, then its log-probability in nats by
-    the model as shipped and after SFT; and its place in a text in which a turn begins a line."""
+    """A trajectory's tokens, with log-probabilities in nats by the model as shipped and after SFT,
+    and places in a text in which a turn begins a line."""
     tokenizer, rows, column, line = AutoTokenizer.from_pretrained(SFT), [], 0, 0
     log_probs = zip(*(dpo.token_log_probs(dpo.read_model(folder).eval(), [e]).tolist()
                       for folder in (coevolve.MODELS["tiny"], SFT)))
@@ -115,12 +112,12 @@ def make_tour(out: Path) -> None:
     env = Environment(loader=FileSystemLoader(FILES), undefined=StrictUndefined,
                       trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     first, second = first_system(), second_system()
-    made = {f"tour-{kind}.svg": env.get_template("tour.svg.j2").render(kind=kind, drawn=drawn)
-            for kind, drawn in (("mask", first["tokens"]), ("tree", tree(first["episodes"])))}
-    made["tour.md"] = env.get_template("tour.md.j2").render(a=first, b=second, run=RUN,
-                                                            evolve=EVOLVE)
     out.mkdir(parents=True, exist_ok=True)
-    for name, text in made.items():
+    for name, values in {
+            "tour-mask.svg": dict(kind="mask", drawn=first["tokens"]),
+            "tour-tree.svg": dict(kind="tree", drawn=tree(first["episodes"])),
+            "tour.md": dict(a=first, b=second, run=RUN, evolve=EVOLVE)}.items():
+        text = env.get_template(f"tour{Path(name).suffix}.j2").render(values)
         (out / name).write_text(text, encoding="utf-8")
 
 

@@ -15,8 +15,6 @@ LIMIT = 180  # without one it counts as dead; a load can hold all threads for a 
 
 
 class Watch(threading.Thread):
-    """A thread of this rank's, which gives signs of life and looks for those of the others."""
-
     def __init__(self, rank: int, ranks: int):
         super().__init__(daemon=True)
         self.rank, self.ranks, self.over = rank, ranks, threading.Event()
@@ -52,6 +50,5 @@ class Watch(threading.Thread):
         os._exit(3)
 
     def stop(self) -> None:
-        """Before the ranks part: from now on nobody is looked for."""
         self.over.set()
         self.join(2 * BEAT)

@@ -155,7 +155,7 @@ def rollouts(*tokens, advantages, old, sft):
     """A group of episodes; old, sft: the probabilities of all their tokens."""
     as_tensor = lambda row: torch.tensor(row, dtype=torch.float64).log()
     return baselines.Rollouts([*map(played, tokens)], advantages=advantages, old=as_tensor(old),
-                              sft=as_tensor(sft))
+                              ref=as_tensor(sft))
 
 
 def test_advantages_by_hand():
@@ -214,7 +214,7 @@ def test_a_bandit_is_solved(kl):
             {n: [played([t], worth[t].item()) for t in taken[n::4]] for n in range(4)}, Counter())
         for g in groups:
             with torch.no_grad():
-                g.old, g.sft = (dpo.token_log_probs(model, g.sequences) for model in (policy, sft))
+                g.old, g.ref = (dpo.token_log_probs(model, g.sequences) for model in (policy, sft))
         steps = [batch for _ in range(4)
                  for batch in dpo.batches(groups, 1, "instructions", random.Random(i))]
         dpo.fit(policy, steps, dpo.token_log_probs, dpo.Objective(

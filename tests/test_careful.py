@@ -19,7 +19,7 @@ from conftest import SMALL_RUN, ended, fork, wait_until
 import coevolve
 import dpo
 from lab import kept, store
-from lab.checkpoint import Checkpoint
+from lab.kept import Checkpoint
 from worlds.files import read_jsonl
 
 KILLS = int(os.environ.get("KILLS", 3))

@@ -16,7 +16,7 @@ from conftest import ended, fork, wait_until
 from test_report import trajectory, write_lines, write_run
 from transformers import AutoModel
 
-from lab import compare, figure3, study, study_methods, study_numbers
+from lab import compare, study, study_methods, study_numbers
 from worlds.flags import Refused
 
 
@@ -48,11 +48,11 @@ def test_paired_differences_by_hand(a, b, mean, half, ahead, sure):
 def test_mean_distance_by_hand():
     """Unit vectors at 0, 60 and 90 degrees: cosines 1/2, 0 and cos 30; lengths do not matter."""
     vectors = np.array([[2.0, 0.0], [0.5, math.sqrt(0.75)], [0.0, 3.0]])
-    assert figure3.mean_distance(vectors) == pytest.approx(1 - (0.5 + 0 + math.sqrt(0.75)) / 3)
+    assert study_numbers.mean_distance(vectors) == pytest.approx(1 - (0.5 + 0 + math.sqrt(0.75)) / 3)
     rows = [dict(task=t, reward=r, at=k, action_mask=[k < 9]) for t, r, k in (
         ("a", .5, 9), ("a", .5, 0), ("a", .5, 2), ("a", 1., 1), ("b", .5, 0), ("c", 1., 0),
         ("c", 1., 1))]
-    found = figure3.distances(rows, lambda row: vectors[row["at"]])
+    found = study_numbers.distances(rows, lambda row: vectors[row["at"]])
     assert found == pytest.approx({"a": 1.0})
 
 
@@ -115,7 +115,7 @@ def test_an_embedding_is_the_mean_state_of_the_action_tokens(small_model):
     """As transformers gives the states of the base model."""
     ids, mask = [5, 9, 11, 7, 30, 8, 6], [0, 0, 0, 1, 1, 0, 1]
     states = AutoModel.from_pretrained(small_model)(torch.tensor([ids])).last_hidden_state[0]
-    found = figure3.embedder(small_model)(dict(ids=ids, action_mask=mask))
+    found = study_numbers.embedder(small_model)(dict(ids=ids, action_mask=mask))
     assert found == pytest.approx(states[[3, 4, 6]].mean(0).tolist(), abs=1e-5)
 
 
