@@ -69,15 +69,14 @@ def seed_of(*names) -> int:
     return int(hashlib.sha256("/".join(map(str, names)).encode()).hexdigest()[:12], 16)
 
 
-def fingerprint(path: Path) -> list | str:
-    """What tells a file from others, its size and its last megabyte; of a folder that of its files.
-    What is not there, such as a name on the hub, is told by its name."""
+def fingerprint(folder: Path) -> list | str:
+    """Name, size and last megabyte of each file; of what is not there, as on the hub, its name."""
     found = []
-    for file in [path] if path.is_file() else sorted(filter(Path.is_file, path.glob("*.*"))):
+    for file in sorted(filter(Path.is_file, folder.glob("*.*"))):
         with open(file, "rb") as f:
             f.seek(max(0, (size := file.stat().st_size) - (1 << 20)))
             found.append([file.name, size, hashlib.sha256(f.read()).hexdigest()])
-    return found or str(path)
+    return found or str(folder)
 
 
 def known_by(made, agents: dict[Path, str]):

@@ -1,12 +1,9 @@
 """How settings are stated, checked and read from a command line; of a run and of an environment.
 
 A setting is a field of a frozen dataclass; the comment behind or above it is the help, the type
-has the limits:
+(a plain one, Literal, Optional[str], or one of those below) has the limits:
 
     beta: Rate = 0.1  # in iteration 1 [App. B; ETO]
-
-Types are the plain ones, Literal, Optional[str], and those below; `Limits` makes others. Only the
-standard library is imported.
 """
 
 import argparse
@@ -17,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal, Optional, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import unquote
@@ -68,8 +65,7 @@ class Stated:
         return ["", model, protocol, f"{model} {protocol}"]
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
-        """(whether it is so, flags, what is wrong) of values that do not go together; s: all
-        settings of the run."""
+        """(whether it is so, flags, what is wrong) of values; s: all settings of the run."""
         return []
 
 
@@ -117,8 +113,9 @@ def parse(argv: list[str], kind: type, methods: dict, environment: Callable):
         sys.exit()
     wrong = [f"{flag(name)} is not read by --method {s.method}" for name in given
              if name not in reads]
-    wrong += [f"{flag(f.name)} {values[f.name]}: {limits.words}" for f in stated
-              if f.name in reads for limits in (FINITE, *limits_of(kind, options, f.name))
+    wrong += [f"{flag(f.name)} {values[f.name]}: {limits.words}" for part in (kind, options)
+              for f in fields(part) if f.name in reads
+              for limits in (FINITE, *limits_of(part, f.name))
               if not limits.holds(values[f.name], s)]
     wrong += [f"{flags}: {problem}" for so, flags, problem in (*s.conflicts(s), *own.conflicts(s))
               if so]
@@ -142,22 +139,14 @@ def boolean(text: str) -> bool:
     return text.lower() == "true"
 
 
-hints_of = cache(partial(get_type_hints, include_extras=True))
-
-
-def limits_of(*kinds_and_name) -> list[Limits]:
-    """The limits of the type of a field in the first of some classes that has it."""
-    *kinds, name = kinds_and_name
-    hints = {}
-    for kind in kinds[::-1]:
-        hints |= hints_of(kind)
-    return [limits for limits in getattr(hints[name], "__metadata__", ())
-            if isinstance(limits, Limits)]
+@cache
+def limits_of(kind: type, name: str) -> tuple[Limits, ...]:
+    """The limits of a field's type."""
+    return getattr(get_type_hints(kind, include_extras=True)[name], "__metadata__", ())
 
 
 def check_same(before: dict | None, now: dict, kind: type) -> None:
-    """Refused where a run that goes on has other settings than before, but for the free ones.
-    before: None where the folder has none, as it is no run's."""
+    """Refused where a run that goes on has other settings than before, but for the free ones."""
     if before is None:
         raise Refused("--out: the config.json of this folder is no run's; give another folder")
     free = {f.name for f in fields(kind) if any(l.free for l in limits_of(kind, f.name))}

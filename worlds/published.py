@@ -57,7 +57,6 @@ NO_SQL_ACTION = (
 @dataclass(frozen=True)
 class Theirs:
     """How ETO's code (IPR's, on InterCodeSQL) talks to an agent; the table in the docs has all."""
-
     env: str
     instruction: str
     examples: list[list[dict]]  # conversations that an agent is shown which plays
@@ -117,13 +116,8 @@ def read_json(path: Path):
 
 
 def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
-    """(task, messages, reward) of each trajectory in a file; Refused naming the entry.
-
-    Takes our own experts.jsonl, or the format that ETO and IPR publish: a JSON list of `id` (its
-    last number is the task's), `conversations` of `from` (human or gpt) and `value`, and, if
-    known, `reward` (else 1). They open as rollouts do: by our own protocol the rules of a published
-    conversation are replaced by the environment's prompt.
-    """
+    """(task, messages, reward) of each trajectory in a file, a run's experts.jsonl or a list that
+    ETO or IPR published; Refused naming the entry."""
     where, found = f"--experts {path}", {}
     must = "ETO's JSON list or a run's experts.jsonl, of this environment's tasks"
     with reading(where, must):
@@ -150,8 +144,8 @@ def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
 
 
 def published(row: dict, env) -> tuple[str, list[dict], float]:
-    """Task, messages and reward of an entry of ETO's or IPR's list, as one who trains on it here
-    reads it."""
+    """Task, messages and reward (1 where it is not known) of an entry of ETO's or IPR's list. It
+    opens as rollouts do: by our own protocol the environment's prompt replaces its rules."""
     task, roles = published_task(env, str(row["id"])), {"human": "user", "gpt": "assistant"}
     messages = [{"role": roles[turn["from"]], "content": turn["value"]}
                 for turn in row["conversations"]]
@@ -174,8 +168,8 @@ def published_task(env, id: str) -> str:
 
 
 def opens_otherwise(env, messages: list[dict], shown: str) -> tuple[str, str] | None:
-    """What an expert and the environment show of a task, if it differs, from where they part; but
-    for rules, the words before an observation and what a server draws at each start."""
+    """What an expert and the environment show of a task, from where they part, if they do; but for
+    rules, the words before an observation and what a server draws at each start."""
     def said(text):
         return " ".join(re.sub(env.drawn_anew, "", Theirs.bare(text.strip())).lower().split())
 
@@ -202,8 +196,7 @@ def make(name: str, view: str = "full", examples: int = 1, **options) -> World:
 
 def experts(env: World, file: str | None, count: int) -> Iterator[tuple[str, list[dict], float]]:
     """(task, messages, reward) of `count` experts (0: all): those of a file, else the scripted
-    expert's. Refused, naming the entry, where a file is not one of experts, or an expert's task
-    opens otherwise here than in its conversation."""
+    expert's. Refused where an expert's task opens otherwise here than in its conversation."""
     if not file:
         for task in env.tasks("train")[:count or None]:
             page = env.reset(task)
@@ -219,14 +212,12 @@ def experts(env: World, file: str | None, count: int) -> Iterator[tuple[str, lis
 
 def read_lists(folder: str | None, rule: dict, names: dict[str, str], read,
                must: str) -> dict[str, list]:
-    """split -> tasks: those of `rule`, or of the published NAME_indices.json in a folder.
-
-    names: split -> NAME. read(entry) is a task, or None for one that is left out; one that is
-    there again counts once. The validation tasks stay the rule's, without the listed ones.
-    """
+    """split -> tasks: those of `rule`, or of the published NAME_indices.json in a folder; names:
+    split -> NAME. read(entry) is a task, or None for one that is left out. The validation tasks
+    stay the rule's, without the listed ones."""
     if not folder:
         return rule
-    found, listed = dict(rule), set()
+    found = {}
     for split, name in names.items():
         file = Path(folder, f"{name}_indices.json")
         with reading(f"--split-file {file}", must):
@@ -234,6 +225,5 @@ def read_lists(folder: str | None, rule: dict, names: dict[str, str], read,
             found[split] = [task for task in entries if task is not None]
             if not found[split]:
                 raise ValueError("it has no task for these settings")
-        listed.update(found[split])
-    found["validation"] = [task for task in rule["validation"] if task not in listed]
-    return found
+    listed = {task for tasks in found.values() for task in tasks}
+    return rule | dict(validation=[t for t in rule["validation"] if t not in listed]) | found
