@@ -195,8 +195,7 @@ def train(run: Run, out: Path, agent: Path, first: Path, tasks: Path, batches: P
 
 def grpo_step(run: Run, model, reference, optimizer, make_env: Callable, step: int,
               tasks: list[str], **_) -> tuple[list[Trajectory], dict]:
-    """Plays the step's episodes and trains on them: the episodes, and the step's line of the log.
-    """
+    """Plays a step's episodes and trains on them: the episodes, and the step's line of the log."""
     s, dropped, updates = run.settings, Counter(), []
     played = run.play(model, [
         Trajectory(task, "target", step, k, seed_of(s.seed, "grpo", step, task, k))
@@ -327,8 +326,8 @@ SIGNALS = {"forgetting": forgetting, "boundary": boundary, "rare": rare}
 
 @by_one_rank
 def find_signals(run: Run, out: Path, tasks: Path, played: list[Path], i: int) -> dict:
-    """Every signal of segment i with its evidence, and which of them are picked. played: episodes
-    of all segments so far. With --guide random as many tasks are picked without a signal."""
+    """Every signal of segment i with its evidence, and which are picked; with --guide random as
+    many tasks without a signal. played: episodes of all segments so far."""
     s, d, found = run.settings, read_jsonl(tasks), {}
     seen = look_back(map(read, played), run.env.success, s.window)
     generator = world(run, d).task_generator()
@@ -429,8 +428,7 @@ def explore(run: Run, out: Path, agent: Path, tasks: list[Path], signals: list[P
 
 @by_one_rank
 def abstract(run: Run, out: Path, tasks: list[Path], explored: Path, i: int) -> dict:
-    """What the explored episodes become: {signal, source, text, task, solution}, in random order.
-    """
+    """What the explored episodes become: {signal, source, text, task, solution}, at random."""
     rng, generator = rng_of(run, "propose", i), world(run, rows_of(tasks)).task_generator()
     episodes = read(explored)
     rows = [dict(signal=t.agent, source=t.task, **found)

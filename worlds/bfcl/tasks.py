@@ -23,7 +23,6 @@ class TaskGenerator:
             "what was asked.")
 
     def __init__(self, env):
-        """env: a Bfcl of the generator's own, which it plays."""
         self.env = env
         known = [task for category in CATEGORIES for task in tasks(category).values()]
         self.said = {words_of(text) for task in known for text in task["turns"]}
@@ -102,9 +101,8 @@ class TaskGenerator:
             return f"its solution earns {reward:.2f}"
         calls = [list(turn) for turn in task["calls"]]
         next(turn for turn in reversed(calls) if turn).pop()
-        if self._play(task, script(calls))[0] == 1:
-            return "it is solved without its last call"
-        return None
+        solved = self._play(task, script(calls))[0] == 1
+        return "it is solved without its last call" if solved else None
 
     def template(self, start: str, calls: list[dict]) -> str:
         """What these calls do, by the first sentences of their documents."""
@@ -137,8 +135,7 @@ class TaskGenerator:
 
 
 def useful(made: list[tuple]) -> list[tuple]:
-    """The calls that changed something, the last, and those whose results are in later arguments.
-    """
+    """The calls that changed something, the last, and those that later arguments come from."""
     kept, later = [], []  # later: values of arguments, as texts
     for call, result, changed in reversed(made):
         found = [str(value) for value in _values(json_of(result))]

@@ -216,18 +216,17 @@ def sql_world() -> SQLWorld:
             drawn.add(schema_key(script))
             name = f"{tables[0].key[:-3]}_{len(databases) + 1}"
             databases[name], tables_of_db[name] = script, tables
-            con, asked = sqlite3.connect(":memory:"), set()
+            con, asked = sqlite3.connect(":memory:"), {}
             con.executescript(script)
             while len(asked) < 5:
                 question = draw_question(rng, tables, 0.2, long=0.65)
-                if question["query"] not in asked and worth_asking(
-                        lambda sql: con.execute(sql).fetchall(), question["gold"]):
-                    asked.add(question["query"])
-                    questions[split].append(dict(question, db=name))
+                if worth_asking(lambda sql: con.execute(sql).fetchall(), question["gold"]):
+                    asked[question["query"]] = dict(question, db=name)
             con.close()
+            questions[split] += asked.values()
         rng.shuffle(questions[split])
     return SQLWorld(databases, {split: numbered(asked) for split, asked in questions.items()},
-                    tables=tables_of_db)
+                    tables_of_db)
 
 
 def numbered(questions: list[dict]) -> dict[str, dict]:
@@ -260,8 +259,7 @@ def tables_of(gold: str) -> list[str]:
 
 
 def sql_expert(gold: str, thoughts: bool):
-    """An expert that knows the gold query: looks at the tables, describes those it needs, submits.
-    """
+    """An expert that knows the gold query and describes the tables in it before."""
     needed = tables_of(gold)[:7]  # so that query and submission fit into 10 turns
     turns = [("I should see which tables there are.", "SHOW TABLES"),
              *((f"I need to know the columns of {table}.", f"DESC {table}") for table in needed),

@@ -20,12 +20,8 @@ FLAG = "--intercode-data"
 
 @lru_cache(maxsize=2)
 def spider_world(folder: str) -> SQLWorld:
-    """InterCode's questions and, as sqlite scripts, its databases.
-
-    The questions are ic_spider_dev.json, dealt to splits by whole databases; or IPR's
-    ic_spider_train.json and ic_spider_test.json, of which train_indices.json and test_indices.json,
-    where they are, say which to take in which order. The dump is needed for sqlite only.
-    """
+    """InterCode's questions, dealt to splits by whole databases, or IPR's, by its index files where
+    these are; and, where the dump is, the databases as sqlite scripts."""
     folder, questions = Path(folder), {}
     if (folder / "ic_spider_train.json").exists():
         for split in ("train", "test"):
@@ -77,11 +73,9 @@ def sqlite_scripts(dump: str) -> dict[str, str]:
 
 
 def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
-    """Loads InterCode's dump and makes, per database, the user that may read it and nothing else.
-
-    mysql_url: the name that these users' names start with, and their password. The dump's own
-    CREATE USER (an all-powerful admin/admin) and its GRANT are left out; its tables replace those
-    of the same names. Returns the databases.
+    """Loads InterCode's dump and makes, per database, the user that may read it and nothing else,
+    by the name and password of mysql_url. The dump's own CREATE USER (an all-powerful admin/admin)
+    and its GRANT are left out; its tables replace those of the same names. Returns the databases.
     """
     text = re.sub(r"^(CREATE USER|GRANT|FLUSH)\b.*?;", "", dump.read_text(encoding="utf-8"),
                   flags=re.M)

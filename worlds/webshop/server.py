@@ -1,17 +1,17 @@
 """WebShop on an official server, of which this is a client."""
 
-import fcntl
 import os
 import re
 import tempfile
 from collections import defaultdict
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 from weakref import WeakSet
 
 import requests
+from filelock import FileLock
 
 from worlds import EnvError, Refused
 from worlds.published import read_lists
@@ -21,32 +21,26 @@ RULE = {"train": range(1500, 1500 + 1624), "validation": range(500, 1500), "test
 
 
 class WebShopServer(Shop):
-    """An official WebShop server, driven as a browser does: by its pages' links and forms.
+    """An official WebShop server, driven as a browser does: by its pages' links and forms. A task
+    is the number of a goal; `reset` takes any. By rule splits are those of WebShop's baselines.
 
-    A task is the number of one of the server's goals; `reset` takes any. By rule splits are those
-    of WebShop's own baselines, with as many training goals as the paper has.
-
-    Goal numbers mean the same on every server with the same catalogue, but price limits are drawn
-    when it starts. Refused where the server was replaced: a goal that this process has met before
-    reads otherwise now. Before one that is met for the first time another one is read again, and
-    after a purchase, whose page does not show it, the episode's own.
+    Price limits are drawn when a server starts. Refused where it was replaced: a goal that this
+    process has met before reads otherwise now. Before one that is met for the first time another
+    one is read again, and after a purchase, whose page does not show it, the episode's own.
 
     A server loads its catalogue at its first request, and once more for each that comes meanwhile.
     So those that it has not answered since it last failed ask one at a time, on all of a machine.
+    It slows down with each session, so every episode on a goal uses the same one.
 
-    A server slows down with each session, of which it keeps the goal only, so every episode on a
-    goal uses the same one. EnvError at the first request that fails: no answer, errors, a broken
-    page, a link or redirect to another host. Where the server has no page for its own link (404,
-    for an option name with a slash), the click does nothing. Text of a model leaves as the search
-    form's field and in no other way.
+    EnvError at the first request that fails: no answer, errors, a broken page, a link or redirect
+    to another host. A link without a page (404, for an option name with a slash) does nothing. Text
+    of a model leaves as the search form's field and in no other way.
     """
     test_splits = ("test",)
     drawn_anew = r"(?i),?( and)? price lower than [\d,]+(\.\d+)? dollars"
 
     def __init__(self, webshop_url: str, view: str = "full", split_file: str | None = None,
-                 timeout: float = 60.0, load_timeout: float = 1200.0):
-        """timeout: seconds that a request may take; load_timeout: one that may have the server load
-        its catalogue."""
+                 timeout: float = 60.0, load_timeout: float = 1200.0):  # seconds of a request
         super().__init__(view)
         lists = read_lists(split_file, RULE, {"train": "train", "test": "test"}, int,
                            "a JSON list of goal numbers")
@@ -115,8 +109,8 @@ class Client:
         return page
 
     def open(self, before: Shown | None, method: str, url: str, item=None, data=None) -> Shown:
-        """The page at `url`, or the page before if there is none (404). before: None for the first
-        page of an episode. item: of a product link."""
+        """The page at `url`; before: the page that it follows, which stays if there is none (404),
+        None for the first one of an episode. item: of a product link."""
         found = self._load(method, url, data, opening=before is None)
         if found is None:
             return before
@@ -167,13 +161,10 @@ class Client:
                    + (", its answer to a goal that its catalogue does not have; start it with all "
                       "products, or play fewer or other tasks") * (opening and status == 500))
 
-    @contextmanager
     def _in_turn(self):
         """One at a time of all processes of a user on this machine that ask this server."""
         name = f"webshop-{os.getuid()}-{urlsplit(self.url).netloc.replace(':', '-')}"
-        with open(Path(tempfile.gettempdir(), name), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
-            yield
+        return FileLock(Path(tempfile.gettempdir(), name))
 
     def _fail(self, problem: str):
         raise EnvError(f"goal {self._goal} at {self.url}: {problem}")
@@ -185,8 +176,7 @@ class Client:
 
 class _Html(HTMLParser):
     """A page of an official server: its text; its links, lowercased text -> (method, address,
-    product of a product's link); where its form posts a search; the reward of a purchase.
-    """
+    product of a product's link); where its form posts a search; the reward of a purchase."""
     HIDDEN = ("style", "script", "head", "title")
 
     def __init__(self, html: str, url: str):
