@@ -89,8 +89,7 @@ class TaskGenerator:
         return None
 
     def verify(self, proposal: dict) -> str | None:
-        """Plays the solution twice, and then without its last call; why it proves nothing, or None.
-        """
+        """Plays the solution twice, and without its last call; why it proves nothing, or None."""
         task = proposal["task"]
         reward, results, states = self._play(task, proposal["solution"])
         if any(map(failed, results)):
