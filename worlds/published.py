@@ -8,7 +8,7 @@ Their texts stay in the user's copy. `Theirs` is how their code talks to an agen
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
@@ -89,15 +89,12 @@ class Theirs:
 
 def read_prompts(folder: str, env: str, examples: int) -> Theirs:
     """The instruction and the first examples for an environment in a copy of their `prompt/`."""
-    stem, kept = STEMS[env], []
-    inst, shown = (Path(folder, file) for file in (
-        f"instructions/{stem}_inst.txt", f"icl_examples/{stem}_icl.json"))
-    with reading(f"--prompts {inst}", "a file of ETO's or IPR's eval_agent/prompt"):
-        instruction = inst.read_text(encoding="utf-8")
-    if examples:
-        with reading(f"--prompts {shown}", f"a JSON list of {examples} conversations or more"):
-            kept = read_json(shown)[:examples]
-            kept[examples - 1][0]["content"]  # IndexError: there are fewer
+    inst, icl = f"instructions/{STEMS[env]}_inst.txt", f"icl_examples/{STEMS[env]}_icl.json"
+    with reading(f"--prompts {folder}", "ETO's or IPR's eval_agent/prompt, with a text in "
+                 f"{inst} and a JSON list of {examples} conversations or more in {icl}"):
+        instruction = Path(folder, inst).read_text(encoding="utf-8")
+        kept = read_json(Path(folder, icl))[:examples] if examples else []
+        [kept[n][0]["content"] for n in range(examples)]  # IndexError: there are fewer
     return Theirs(env, instruction, kept)
 
 
@@ -195,8 +192,7 @@ def make(name: str, view: str = "full", examples: int = 1, **options) -> World:
 
 
 def experts(env: World, file: str | None, count: int) -> Iterator[tuple[str, list[dict], float]]:
-    """(task, messages, reward) of `count` experts (0: all): those of a file, else the scripted
-    expert's. Refused where an expert's task opens otherwise here than in its conversation."""
+    """(task, messages, reward) of `count` experts (0: all) of a file, else the scripted ones."""
     if not file:
         for task in env.tasks("train")[:count or None]:
             page = env.reset(task)
@@ -210,15 +206,24 @@ def experts(env: World, file: str | None, count: int) -> Iterator[tuple[str, lis
         yield task, messages, reward
 
 
-def read_lists(folder: str | None, rule: dict, names: dict[str, str], read,
+class Listed(dict):
+    """Key -> task; of keys of no split, which published experts may have, what task_of(key) is."""
+
+    def __init__(self, tasks: dict, task_of: Callable):
+        super().__init__(tasks)
+        self.task_of = task_of
+
+    def __missing__(self, key: str):
+        return self.task_of(key)
+
+
+def read_lists(folder: str | None, rule: dict, names: dict[str, str], read: Callable,
                must: str) -> dict[str, list]:
     """split -> tasks: those of `rule`, or of the published NAME_indices.json in a folder; names:
     split -> NAME. read(entry) is a task, or None for one that is left out. The validation tasks
     stay the rule's, without the listed ones."""
-    if not folder:
-        return rule
     found = {}
-    for split, name in names.items():
+    for split, name in names.items() if folder else ():
         file = Path(folder, f"{name}_indices.json")
         with reading(f"--split-file {file}", must):
             entries = dict.fromkeys(map(read, read_json(file)))

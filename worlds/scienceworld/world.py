@@ -12,7 +12,7 @@ from py4j.protocol import Py4JError
 from scienceworld.constants import JAR_PATH
 
 from worlds import EnvError, Step, World, said
-from worlds.published import read_lists
+from worlds.published import Listed, read_lists
 
 logging.getLogger("py4j").setLevel(logging.CRITICAL)  # what it reports is caught and told here
 
@@ -82,8 +82,9 @@ class ScienceWorld(World):
 
     def __init__(self, view: str = "full", task_types: str = "all", split_file: str | None = None):
         super().__init__(view)
-        self.splits = {split: _Tasks({f"{kind}-{number}": (kind, number) for kind, number in tasks})
-                       for split, tasks in _splits(task_types, split_file).items()}
+        self.splits = {
+            split: Listed({f"{kind}-{number}": (kind, number) for kind, number in tasks}, _task)
+            for split, tasks in _splits(task_types, split_file).items()}
         self._simulator = None
 
     def start(self, task: tuple[str, int]) -> str:
@@ -147,14 +148,6 @@ class ScienceWorld(World):
                            "see that there is memory for its Java process") from None
 
 
-class _Tasks(dict):
-    """Type and variation by key; also those of no split, for published experts play others too."""
-
-    def __missing__(self, key: str) -> tuple[str, int]:
-        kind, _, number = key.rpartition("-")
-        return _task(kind, int(number))
-
-
 class _Simulator:
     """A Java process with ScienceWorld in it; it ends with `stop`, this object or this process."""
     # With all of Java's hash codes equal, the simulator goes through its sets in one order: a task
@@ -204,9 +197,10 @@ def _stop(gateway, process) -> None:
     process.stdin.close()
 
 
-def _task(kind: str, number: int) -> tuple[str, int]:
-    """A task; KeyError or ValueError where there is none."""
-    return kind, range(SCIENCE_TASKS[kind][0]).index(number)
+def _task(key: str) -> tuple[str, int]:
+    """Type and variation; KeyError or ValueError where there is none."""
+    kind, _, number = key.rpartition("-")
+    return kind, range(SCIENCE_TASKS[kind][0]).index(int(number))
 
 
 def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str, int]]]:
@@ -228,7 +222,7 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
         """A published [task name, variation]; a name may have ETO's prefix and parentheses."""
         name, number = entry
         kind = re.sub(r"^task-\d+[ab]?-|[()]", "", name).replace("mendellian", "mendelian")
-        task = _task(kind, number)
+        task = _task(f"{kind}-{number}")
         return task if task_types == "all" or kind in types else None
 
     names = {"train": "train", "seen": "dev", "unseen": "test"}
@@ -251,8 +245,7 @@ def science_actions(gold: list[str]) -> list[str]:
 
 
 def science_expert(gold: list[str], thoughts: bool, timed: bool = False):
-    """An expert that plays `science_actions`, naming things as it has read them; if timed, the
-    solution as it is, because each step counts or the names change."""
+    """An expert that plays `science_actions`; if timed, the solution as it is, step by step."""
     script, shown = iter(gold if timed else science_actions(gold)), []
 
     def reply(observation: str) -> str:

@@ -14,7 +14,7 @@ import requests
 from filelock import FileLock
 
 from worlds import EnvError, Refused
-from worlds.published import read_lists
+from worlds.published import Listed, read_lists
 from worlds.webshop.shop import DONE, Shop, Shown
 
 RULE = {"train": range(1500, 1500 + 1624), "validation": range(500, 1500), "test": range(500)}
@@ -44,7 +44,7 @@ class WebShopServer(Shop):
         super().__init__(view)
         lists = read_lists(split_file, RULE, {"train": "train", "test": "test"}, int,
                            "a JSON list of goal numbers")
-        self.splits = {split: _Goals({str(goal): goal for goal in goals})
+        self.splits = {split: Listed({str(goal): goal for goal in goals}, int)
                        for split, goals in lists.items()}
         self._client = Client(webshop_url.rstrip("/"), timeout, load_timeout)
 
@@ -67,13 +67,6 @@ class WebShopServer(Shop):
         query = re.sub("^<([racq])>", r"\1", query.replace("/", " "))[:1000]
         return self._client.open(self.shown, "POST", self._client.form,
                                  data={"search_query": query})
-
-
-class _Goals(dict):
-    """Number by key; also those of no split, which the server may not have."""
-
-    def __missing__(self, key: str) -> int:
-        return int(key)
 
 
 class Client:
@@ -116,7 +109,7 @@ class Client:
             return before
         try:
             page = _Html(*found)
-        except (ValueError, AssertionError) as error:  # an address, a reward or a mark
+        except (ValueError, IndexError, AssertionError) as error:  # an address, a reward, a mark
             self._fail(f"a page that cannot be read ({error})")
         if page.reward is not None:
             if not 0 <= page.reward <= 1:
@@ -185,12 +178,11 @@ class _Html(HTMLParser):
         self._url, self._action, self._options = url, url, {}
         self._text = ""       # since the last tag or comment
         self._hidden = 0      # open elements whose text is not shown
-        self._control = None  # the open button or product link: tag, method, address, its text
-        self._score = None    # the text since #reward or its <pre> began
+        self._control = None  # the open button or product link: tag, method, address, first piece
+        self._scored = False  # whether the next <pre> has the reward
         self.feed(html)
         self.close()
-        for value, link in self._options.items():
-            self.links.setdefault(value, link)  # a button beats an option of the same name
+        self.links |= self._options | self.links  # a button beats an option of the same name
         self.instruction = next((text for head, text in zip(self.pieces, self.pieces[1:])
                                  if head == "Instruction:"), None)
 
@@ -207,28 +199,25 @@ class _Html(HTMLParser):
             link = "GET", urljoin(self._url, attrs.get("data-url", "")), None
             self._options[attrs.get("value", "")] = link
         if "btn" in classes:
-            self._control = [tag, "POST", self._action, ""]
+            self._control = tag, "POST", self._action, len(self.pieces)
         elif "product-link" in classes:
-            self._control = [tag, "GET", urljoin(self._url, attrs.get("href", "")), ""]
-        if attrs.get("id") == "reward" or (tag == "pre" and self._score is not None):
-            self._score = ""
+            address = urljoin(self._url, attrs.get("href", ""))
+            self._control = tag, "GET", address, len(self.pieces)
+        self._scored |= attrs.get("id") == "reward"
 
     def handle_endtag(self, tag):
         self._end_text()
         self._hidden -= tag in self.HIDDEN
         if self._control and tag == self._control[0]:
-            _, method, address, text = self._control
+            _, method, address, first = self._control
+            text = "".join(self.pieces[first:])
             self.links[text.lower()] = method, address, text if method == "GET" else None
             self._control = None
-        if tag == "pre" and self._score is not None:
-            self.reward, self._score = float(self._score), None
+        if tag == "pre" and self._scored:
+            self.reward, self._scored = float(self.pieces[-1]), False
 
     def handle_data(self, data):
         self._text += data
-        if self._control:
-            self._control[3] += data
-        if self._score is not None:
-            self._score += data
 
     def handle_comment(self, data):
         self._end_text()

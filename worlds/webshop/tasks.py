@@ -74,8 +74,7 @@ class TaskGenerator:
         return []
 
     def written(self, task: str, proposal: dict) -> dict | None:
-        """An explorer model's proposal: its words, and the goal that they come to; None where they
-        do not name a purchase's kind, attributes and options and a limit."""
+        """An explorer model's words, and the goal that they come to with its purchase, or None."""
         text, actions = proposal["query"], proposal["action_sequence"]
         limits = re.findall(r"(?:than|under|below|\$)\s*\$?(\d+(?:\.\d+)?)", text.lower())
         if not (bought := self._bought(task, actions)) or len(limits) != 1:
