@@ -11,7 +11,6 @@ import re
 import sqlite3
 import struct
 import time
-from functools import lru_cache
 from urllib.parse import unquote, urlsplit
 
 from worlds import EnvError, Refused
@@ -60,9 +59,10 @@ class Sqlite:
                     "time total trim upper".split())
 
     def __init__(self, name: str, script: str):
+        # Without cached statements, whose steps would count on from one time to the next.
         self.name, self._db = name, sqlite3.connect(
-            ":memory:", isolation_level=None, check_same_thread=False)
-        _template(script).backup(self._db)
+            ":memory:", isolation_level=None, check_same_thread=False, cached_statements=0)
+        self._db.executescript(script)
         self._db.executescript("PRAGMA temp_store = MEMORY; PRAGMA query_only = ON;"
                                "PRAGMA hard_heap_limit = 500000000;")  # of the whole process
         if hasattr(self._db, "setlimit"):  # from Python 3.11
@@ -71,7 +71,7 @@ class Sqlite:
             "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'"))
         self._columns = {t.lower(): self._describe(t) for t, in self._tables}
         self._db.set_authorizer(self._authorize)
-        self._db.set_progress_handler(self._count, 1000)
+        self._db.set_progress_handler(lambda: True, VM_STEPS)
 
     def run(self, sql: str):
         sql = sql.strip().rstrip(";").strip()
@@ -79,7 +79,6 @@ class Sqlite:
             return error
         if re.match(r"(show|desc|describe|explain)\b", sql, re.I):
             return self._show(sql)
-        self._steps = 0
         try:
             return _fetch(self._db.execute(sql))
         except MemoryError:
@@ -91,9 +90,6 @@ class Sqlite:
     def close(self):
         self._db.close()
 
-    def _count(self):
-        self._steps += 1000
-        return self._steps > VM_STEPS
 
     def _authorize(self, action, first, second, *_):
         allowed = (action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE)
@@ -145,14 +141,6 @@ class Sqlite:
                 "no such function": f"FUNCTION {self.name}.{name} does not exist",
                 "misuse of aggregate": "Invalid use of group function",
                 }.get(kind, INTERRUPTED[len(ERROR):] if error == "interrupted" else error)
-
-
-@lru_cache(maxsize=256)
-def _template(script: str) -> sqlite3.Connection:
-    """The database that the script makes, to copy from: faster than to make it every episode."""
-    db = sqlite3.connect(":memory:", check_same_thread=False)
-    db.executescript(script)
-    return db
 
 
 def _fetch(cursor) -> list[tuple] | str:

@@ -240,8 +240,7 @@ def schema_key(script: str) -> frozenset:
 
 
 def worth_asking(run, gold: str) -> bool:
-    """Whether run(gold) has rows, not too many, and fewer of them than without its condition. run:
-    SQL -> rows, or a text that says why there are none."""
+    """Whether run(gold) has rows, not too many, and fewer of them than without its condition."""
     rows = run(gold)
     if not isinstance(rows, list) or not rows or rows[0][0] is None or len(str(rows)) > 300:
         return False

@@ -15,39 +15,32 @@ from worlds.intercodesql import MYSQL_ADDRESS, databases, is_mysql_address
 from worlds.intercodesql.questions import SQLWorld, numbered
 from worlds.published import read_json, reading
 
-FLAG = "--intercode-data"
-
 
 @lru_cache(maxsize=2)
 def spider_world(folder: str) -> SQLWorld:
-    """InterCode's questions, dealt to splits by whole databases, or IPR's, by its index files where
-    these are; and, where the dump is, the databases as sqlite scripts."""
-    folder, questions = Path(folder), {}
-    if (folder / "ic_spider_train.json").exists():
-        for split in ("train", "test"):
-            questions[split] = found = _read_questions(folder / f"ic_spider_{split}.json")
-            if (taken := folder / f"{split}_indices.json").exists():
-                with reading(f"{FLAG}: {taken}", f"numbers of ic_spider_{split}.json"):
-                    questions[split] = {str(i): found[str(i)] for i in read_json(taken)}
-    else:
-        found = list(_read_questions(folder / "ic_spider_dev.json").values())
-        side = {db: {4: "test", 3: "validation"}.get(i % 5, "train")
-                for i, db in enumerate(sorted({q["db"] for q in found}))}
-        questions = {split: numbered([q for q in found if side[q["db"]] == split])
-                     for split in ("train", "validation", "test")}
-    scripts = {}
-    if (dump := folder / "ic_spider_dbs.sql").exists():
-        with reading(f"{FLAG}: {dump}", "InterCode's dump"):
+    """InterCode's questions, dealt to splits by whole databases, or IPR's; and the dump, if any."""
+    where, questions, scripts = Path(folder), {}, {}
+    with reading(f"--intercode-data {folder}", "InterCode's or IPR's: JSON lists of records with "
+                 "query, gold and db, lists of numbers, the dump"):
+        for split in ("train", "test") if (where / "ic_spider_train.json").exists() else ():
+            questions[split] = found = numbered(_records(where / f"ic_spider_{split}.json"))
+            if (taken := where / f"{split}_indices.json").exists():
+                questions[split] = {str(i): found[str(i)] for i in read_json(taken)}
+        if not questions:
+            found = _records(where / "ic_spider_dev.json")
+            side = {db: {4: "test", 3: "validation"}.get(i % 5, "train")
+                    for i, db in enumerate(sorted({q["db"] for q in found}))}
+            questions = {split: numbered([q for q in found if side[q["db"]] == split])
+                         for split in ("train", "validation", "test")}
+        if (dump := where / "ic_spider_dbs.sql").exists():
             scripts = sqlite_scripts(dump.read_text(encoding="utf-8"))
     return SQLWorld(scripts, questions)
 
 
-def _read_questions(path: Path) -> dict[str, dict]:
-    with reading(f"{FLAG}: {path}", "InterCode's list of records with query, gold and db"):
-        # IPR keeps the database's name one level deeper than InterCode.
-        return numbered([dict(query=r["query"], gold=" ".join(r["gold"].split()),
-                              db=r["db"] if "db" in r else r["extra"]["db"])
-                         for r in read_json(path)])
+def _records(path: Path) -> list[dict]:
+    # IPR keeps the database's name one level deeper than InterCode.
+    return [dict(query=r["query"], gold=" ".join(r["gold"].split()),
+                 db=r["db"] if "db" in r else r["extra"]["db"]) for r in read_json(path)]
 
 
 def sqlite_scripts(dump: str) -> dict[str, str]:
