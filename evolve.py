@@ -75,8 +75,7 @@ def evolve(run: Run, find: Callable | None = None) -> None:
 
 
 def find_tasks(run: Run, i: int, agent: Path, tasks: list[Path], signals: list[Path]) -> Path:
-    """What the agent itself finds where the signals lie; with --explorer aimed nobody explores
-    after the start, and a script varies the picked tasks. A file of proposals without verdicts."""
+    """Proposals without verdicts: the agent's finds where signals lie, or variations of picks."""
     if signals and run.settings.explorer == "aimed":
         return run.once(f"iter{i}/finds.jsonl", vary, tasks, signals, i=i)
     explored = run.once(f"iter{i}/explored.jsonl", explore, agent, tasks, signals, i=i)
@@ -150,8 +149,7 @@ def grpo_loss(policy: Tensor, groups: list[Rollouts], s: Grpo) -> tuple[Tensor, 
 
 
 def apart(groups: list[Rollouts], s: Grpo) -> dict:
-    """How far the training forward is from what the sampler computed, in nats a token: mean, root
-    of the mean square, and the share of tokens whose ratio would be clipped."""
+    """The training forward minus the sampler's, in nats a token: mean, rms, share to be clipped."""
     if not groups:
         return {}
     d = torch.cat([g.old - g.drawn for g in groups]).double()                     # (A,)
@@ -354,8 +352,7 @@ def find_signals(run: Run, out: Path, tasks: Path, played: list[Path], i: int) -
 
 
 def pick(found: list[list[dict]], most: int) -> list[dict]:
-    """The first rows of each signal, which pick in turn, at most so many each; a task that has
-    several signals is picked once."""
+    """The first rows of each signal, which pick in turn, at most so many each, a task once."""
     picked, queues = {}, [iter(rows) for rows in found]
     for _ in range(most):
         for queue in queues:
@@ -406,8 +403,7 @@ def first_tasks(run: Run, out: Path, i: int) -> dict:
 
 
 def starts(run: Run, signals: list[Path], each: int) -> list[tuple[str, str, int]]:
-    """(task, signal, rollout) of each exploration: of each pick some; for D_0, which follows no
-    signals, on training tasks, `each` for a start task."""
+    """(task, signal, rollout) of each exploration: of the picks, or `each` for a task of D_0."""
     s, known = run.settings, training_tasks(run)
     return [(pick["task"], pick["signal"], n) for pick in picks_of(signals)
             for n in range(s.explorer_episodes)] if signals else [
@@ -416,8 +412,7 @@ def starts(run: Run, signals: list[Path], each: int) -> list[tuple[str, str, int
 
 def explore(run: Run, out: Path, agent: Path, tasks: list[Path], signals: list[Path],
             i: int) -> dict:
-    """Episodes of the agent, hotter than in training; for D_0 six for a start task: one in six
-    becomes a new task or more [ours]."""
+    """Episodes of the agent, hotter than in training; six for a task of D_0 [ours]."""
     played = run.play(agent, [
         Trajectory(task, signal, i, n, seed_of(run.settings.seed, "explore", i, task, n))
         for task, signal, n in starts(run, signals, 6)],
@@ -512,8 +507,7 @@ def words(text: str) -> set[str]:
 
 def try_to_solve(run: Run, out: Path, proposals: Path, tasks: list[Path], agent: Path,
                  i: int) -> dict:
-    """The proposals once the agent has played those that may join: one that it always or never
-    solves is refused."""
+    """The proposals; those are refused that the agent, who plays them, always or never solves."""
     s, rows, before = run.settings, read_jsonl(proposals), rows_of(tasks)
     d = with_added(run, before, proposals, i)
     new = [row["task"] for row in d[len(before):]]
@@ -645,9 +639,7 @@ class Run(coevolve.Run):
         return copy.eval()
 
     def checkpoint(self, steps: list[dict]):
-        """What keeps states inside a segment, `checkpoint` of dpo.fit, or None; `steps` is what the
-        segment has made by then, to be kept with a state and filled again from it."""
-        return None
+        """What keeps states inside a segment, and `steps` with them; None: nothing does."""
 
 
 if __name__ == "__main__":

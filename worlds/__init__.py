@@ -110,8 +110,7 @@ class World:
         return action if self.view == "short" or "Action:" in action else f"Action: {action}"
 
     def add(self, task: dict) -> str:
-        """The id of a task made during a run, NAME-added-N, which only this object knows; the same
-        task again has the same id."""
+        """The id, NAME-added-N, of a task made during a run, which only this object knows."""
         known = [*self._added.values()]
         key = str(known.index(task) if task in known else len(known))
         self._added[key] = task
@@ -131,7 +130,6 @@ class World:
 def words_of(text: str) -> str:
     """The text's words and numbers alone, in lower case."""
     return " ".join(re.findall(r"\w+", text.lower()))
-
 
 
 def said(env, text: str) -> str:

@@ -80,11 +80,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: list[str], kind: type, methods: dict, environment: Callable):
-    """(settings, the environment's own options) of a command line; --help prints them.
-
-    kind: the class of settings; methods: name -> (loop, the classes or names of settings that it
-    reads); environment(name) -> the class of options. Refused where anything is wrong.
-    """
+    """(settings, the environment's own options) of a command line; --help prints them. kind: the
+    class of settings; methods: name -> (loop, the classes or names of settings that it reads);
+    environment(name) -> the class of options. Refused where anything is wrong."""
     first, parser = Parser(), Parser()
     first.add_argument("--env", default=kind.env)
     options = environment(first.parse_known_args(argv)[0].env)
@@ -95,9 +93,11 @@ def parse(argv: list[str], kind: type, methods: dict, environment: Callable):
         parser.add_argument(flag(f.name), **(
             dict(choices=tuple(methods)) if f.name == "method" else
             dict(choices=get_args(hint)) if get_origin(hint) is Literal else
-            dict(type=boolean, nargs="?", const=True) if hint is bool else dict(type=hint)))
+            dict(type=str.lower, choices=("true", "false"), nargs="?", const="true")
+            if hint is bool else dict(type=hint)))
     asks = {"-h", "--help"} & {*argv}
     given = vars(parser.parse_args([word for word in argv if word not in asks]))
+    given |= {name: text == "true" for name, text in given.items() if hints[name] is bool}
     values = {f.name: f.default for f in stated}
     for name in kind.preset_names(values | given):
         values |= kind.presets.get(name, {}) | options.presets.get(name, {})
@@ -131,12 +131,6 @@ def parse(argv: list[str], kind: type, methods: dict, environment: Callable):
 
 def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def boolean(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
-    return text.lower() == "true"
 
 
 @cache
