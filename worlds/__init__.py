@@ -69,6 +69,7 @@ class World:
     theirs = None         # `published.Theirs`, where an episode is to be as in ETO's code
     success = 1.0         # the reward from which an episode is solved; one below is a failure
     published_types = ()  # of tasks, as the numbers in ids of published experts count them
+    task_of = None        # key -> a task of no split, as published experts play too
 
     def __init__(self, view: str = "full"):
         self.view = view
@@ -90,7 +91,8 @@ class World:
         """What the task is; ValueError if there is none."""
         try:
             name, split, key = task.split("-", 2)
-            return {self.name: {**self.splits, "added": self._added}}[name][split][key]
+            tasks = {self.name: {**self.splits, "added": self._added}}[name][split]
+            return self.task_of(key) if self.task_of and key not in tasks else tasks[key]
         except (KeyError, ValueError):
             raise ValueError(f"unknown task {task!r}; tasks(split) lists them") from None
 

@@ -195,8 +195,7 @@ def experts(env: World, file: str | None, count: int) -> Iterator[tuple[str, lis
     """(task, messages, reward) of `count` experts (0: all) of a file, else the scripted ones."""
     if not file:
         for task in env.tasks("train")[:count or None]:
-            page = env.reset(task)
-            yield task, *converse(env, page, env.expert())
+            yield task, *converse(env, env.reset(task), env.expert())
         return
     for task, messages, reward in read_experts(file, env)[:count or None]:
         if apart := opens_otherwise(env, messages, env.reset(task)):
@@ -204,17 +203,6 @@ def experts(env: World, file: str | None, count: int) -> Iterator[tuple[str, lis
                           f"{apart[0]!r} | {apart[1]!r}; give the environment and the --view that "
                           "these experts were made in, or experts of this one")
         yield task, messages, reward
-
-
-class Listed(dict):
-    """Key -> task; of keys of no split, which published experts may have, what task_of(key) is."""
-
-    def __init__(self, tasks: dict, task_of: Callable):
-        super().__init__(tasks)
-        self.task_of = task_of
-
-    def __missing__(self, key: str):
-        return self.task_of(key)
 
 
 def read_lists(folder: str | None, rule: dict, names: dict[str, str], read: Callable,

@@ -1,7 +1,4 @@
-"""The tasks of BFCL v3 multi-turn, as the package bfcl-eval brings them, and how they are split.
-
-The package is installed without its dependencies: its data, simulators and two checks do without.
-"""
+"""The tasks of BFCL v3 multi-turn, as the package bfcl-eval brings them, and how they are split."""
 
 import ast
 import json

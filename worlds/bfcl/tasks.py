@@ -1,9 +1,5 @@
-"""New tasks for BFCL's simulators, made of calls that somebody made there.
-
-A find is a row of calls without an error, from the start state of a training task. What the user
-says is an explorer model's, or a template, which spells the calls out and is easier than what
-people ask.
-"""
+"""New tasks for BFCL's simulators, made of calls that somebody made there. What the user says is an
+explorer model's, or a template, which spells the calls out and is easier than what people ask."""
 
 import json
 import random

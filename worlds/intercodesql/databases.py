@@ -90,7 +90,6 @@ class Sqlite:
     def close(self):
         self._db.close()
 
-
     def _authorize(self, action, first, second, *_):
         allowed = (action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE)
                    or action == sqlite3.SQLITE_READ and first.lower() in self._columns

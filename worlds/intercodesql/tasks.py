@@ -1,8 +1,5 @@
-"""New questions about the generated databases, made of queries that somebody ran there.
-
-A find is a SELECT that ran and has rows. Its family in `questions` is read back, and the family's
-words say what it asks for, so text and query agree by construction.
-"""
+"""New questions about the generated databases, made of queries that somebody ran there. The family
+of such a query in `questions` is read back, and the family's words say what it asks for."""
 
 import random
 import re

@@ -12,7 +12,7 @@ from py4j.protocol import Py4JError
 from scienceworld.constants import JAR_PATH
 
 from worlds import EnvError, Step, World, said
-from worlds.published import Listed, read_lists
+from worlds.published import read_lists
 
 logging.getLogger("py4j").setLevel(logging.CRITICAL)  # what it reports is caught and told here
 
@@ -55,18 +55,19 @@ SCIENCE_TASKS = {
     "inclined-plane-friction-unnamed-surfaces": (162, None),
     "mendelian-genetics-known-plant": (120, None), "mendelian-genetics-unknown-plant": (480, None),
 }
-SHORT_TYPES = ("find-animal", "find-living-thing", "find-non-living-thing", "find-plant",
-               "lifespan-longest-lived", "lifespan-longest-lived-then-shortest-lived",
-               "lifespan-shortest-lived", "power-component")
+SHORT_TYPES = sorted(kind for kind in SCIENCE_TASKS
+                     if re.fullmatch("find-.*|lifespan-.*|power-component", kind))
+
+
+def _task(key: str) -> tuple[str, int]:
+    """Type and variation; KeyError or ValueError where there is none."""
+    kind, _, number = key.rpartition("-")
+    return kind, range(SCIENCE_TASKS[kind][0]).index(int(number))
 
 
 class ScienceWorld(World):
     """Elementary science experiments in the ScienceWorld simulator, with ETO's rules. A task is a
-    type and a variation's number.
-
-    The reward is the highest score so far / 100, at least 0; a wrong `focus on` ends the episode
-    with what had been reached before (by ETO's protocol with -1 if it is the first action).
-    view="short" leaves out the prompt and the experts' thoughts.
+    type and a variation's number. view="short" leaves out the prompt and the experts' thoughts.
 
     The simulator is a Java process of the object's own, and is called directly: the package's
     `step` also asks for all valid actions and takes ten times as long. `close` leaves it, warm, for
@@ -77,14 +78,14 @@ class ScienceWorld(World):
     test_splits = ("seen", "unseen")
     max_steps = 100
     published_types = tuple(SCIENCE_TASKS)
+    task_of = staticmethod(_task)
     _idle = []   # simulators that no object uses
     _golds = {}  # (task type, variation) -> the simulator's solution
 
     def __init__(self, view: str = "full", task_types: str = "all", split_file: str | None = None):
         super().__init__(view)
-        self.splits = {
-            split: Listed({f"{kind}-{number}": (kind, number) for kind, number in tasks}, _task)
-            for split, tasks in _splits(task_types, split_file).items()}
+        self.splits = {split: {f"{kind}-{number}": (kind, number) for kind, number in tasks}
+                       for split, tasks in _splits(task_types, split_file).items()}
         self._simulator = None
 
     def start(self, task: tuple[str, int]) -> str:
@@ -195,12 +196,6 @@ def _stop(gateway, process) -> None:
     process.wait()
     gateway.close()
     process.stdin.close()
-
-
-def _task(key: str) -> tuple[str, int]:
-    """Type and variation; KeyError or ValueError where there is none."""
-    kind, _, number = key.rpartition("-")
-    return kind, range(SCIENCE_TASKS[kind][0]).index(int(number))
 
 
 def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str, int]]]:

@@ -14,7 +14,7 @@ import requests
 from filelock import FileLock
 
 from worlds import EnvError, Refused
-from worlds.published import Listed, read_lists
+from worlds.published import read_lists
 from worlds.webshop.shop import DONE, Shop, Shown
 
 RULE = {"train": range(1500, 1500 + 1624), "validation": range(500, 1500), "test": range(500)}
@@ -37,6 +37,7 @@ class WebShopServer(Shop):
     of a model leaves as the search form's field and in no other way.
     """
     test_splits = ("test",)
+    task_of = int
     drawn_anew = r"(?i),?( and)? price lower than [\d,]+(\.\d+)? dollars"
 
     def __init__(self, webshop_url: str, view: str = "full", split_file: str | None = None,
@@ -44,7 +45,7 @@ class WebShopServer(Shop):
         super().__init__(view)
         lists = read_lists(split_file, RULE, {"train": "train", "test": "test"}, int,
                            "a JSON list of goal numbers")
-        self.splits = {split: Listed({str(goal): goal for goal in goals}, int)
+        self.splits = {split: {str(goal): goal for goal in goals}
                        for split, goals in lists.items()}
         self._client = Client(webshop_url.rstrip("/"), timeout, load_timeout)
 
@@ -175,14 +176,13 @@ class _Html(HTMLParser):
     def __init__(self, html: str, url: str):
         super().__init__()
         self.pieces, self.links, self.form, self.reward = [], {}, None, None
-        self._url, self._action, self._options = url, url, {}
+        self._url, self._action = url, url
         self._text = ""       # since the last tag or comment
         self._hidden = 0      # open elements whose text is not shown
         self._control = None  # the open button or product link: tag, method, address, first piece
         self._scored = False  # whether the next <pre> has the reward
         self.feed(html)
         self.close()
-        self.links |= self._options | self.links  # a button beats an option of the same name
         self.instruction = next((text for head, text in zip(self.pieces, self.pieces[1:])
                                  if head == "Instruction:"), None)
 
@@ -197,7 +197,7 @@ class _Html(HTMLParser):
             self.form = self._action
         elif attrs.get("type") == "radio":
             link = "GET", urljoin(self._url, attrs.get("data-url", "")), None
-            self._options[attrs.get("value", "")] = link
+            self.links.setdefault(attrs.get("value", ""), link)  # a button of this name beats it
         if "btn" in classes:
             self._control = tag, "POST", self._action, len(self.pieces)
         elif "product-link" in classes:
@@ -225,6 +225,5 @@ class _Html(HTMLParser):
     def _end_text(self):
         """A piece ends at a tag; one of white space alone counts unless it holds a newline."""
         text, self._text = self._text, ""
-        blank = not text.strip(" \t\n\f\r")
-        if text and not self._hidden and not (blank and "\n" in text):
+        if text and not self._hidden and (text.strip(" \t\n\f\r") or "\n" not in text):
             self.pieces.append(text.strip())

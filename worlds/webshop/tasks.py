@@ -1,8 +1,5 @@
-"""New goals for the embedded shop, made of what somebody bought there.
-
-A find is a purchase: product, options, price. It becomes a goal that asks for what was bought, and
-the episode's own actions are its solution: what was bought by mistake is right for the new goal.
-"""
+"""New goals for the embedded shop, which ask for what somebody bought there: what was bought by
+mistake is right for the new goal, and the episode's own actions are its solution."""
 
 import random
 import re
