@@ -70,11 +70,6 @@ class Stated:
 
 
 class Parser(argparse.ArgumentParser):
-    """Without help, abbreviations or defaults: what it returns was given."""
-
-    def __init__(self):
-        super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-
     def error(self, message: str):
         raise Refused(f"{message}; --help lists every setting")
 
@@ -83,7 +78,8 @@ def parse(argv: list[str], kind: type, methods: dict, environment: Callable):
     """(settings, the environment's own options) of a command line; --help prints them. kind: the
     class of settings; methods: name -> (loop, the classes or names of settings that it reads);
     environment(name) -> the class of options. Refused where anything is wrong."""
-    first, parser = Parser(), Parser()
+    first, parser = (Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+                     for _ in range(2))  # what they return was given
     first.add_argument("--env", default=kind.env)
     options = environment(first.parse_known_args(argv)[0].env)
     stated = (*fields(kind), *fields(options))
@@ -135,7 +131,6 @@ def flag(name: str) -> str:
 
 @cache
 def limits_of(kind: type, name: str) -> tuple[Limits, ...]:
-    """The limits of a field's type."""
     return getattr(get_type_hints(kind, include_extras=True)[name], "__metadata__", ())
 
 

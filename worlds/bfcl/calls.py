@@ -182,7 +182,6 @@ def _paths(files) -> int:
 
 
 def failed(result: str) -> bool:
-    """Whether a result tells of an error."""
     value = json_of(result)
     return (result.lstrip("[{'\" ").lower().startswith("error")
             or isinstance(value, dict) and "error" in value)

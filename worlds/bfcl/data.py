@@ -8,7 +8,6 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
-from inspect import signature
 
 from worlds import Refused
 
@@ -71,20 +70,19 @@ def tasks(category: str) -> dict[str, dict]:
     truths = _rows(f"possible_answer/BFCL_v4_multi_turn_{category}.json")
     found = {}
     for (key, entry), truth in zip(_entries(category).items(), truths):
-        methods = {name: getattr(simulator_class(c), name)
-                   for c in entry["involved_classes"] for name in documents(c)}
+        known = functions(key)
         found[key] = dict(
             start=key,
             turns=[said[0]["content"] if said else MORE_FUNCTIONS for said in entry["question"]],
-            calls=[[as_json(call, methods) for call in turn] for turn in truth["ground_truth"]],
+            calls=[[as_json(call, known) for call in turn] for turn in truth["ground_truth"]],
             hidden=entry.get("missed_function", {}))
     return found
 
 
-def as_json(call: str, methods: dict) -> dict:
+def as_json(call: str, known: dict[str, dict]) -> dict:
     """A call of a ground truth, written in Python, as {name, arguments}; of literals alone."""
     node = ast.parse(call, mode="eval").body
-    names = list(signature(methods[node.func.id]).parameters)[1:]  # without self
+    names = known[node.func.id]["parameters"]["properties"]
     given = [*zip(names, node.args), *((k.arg, k.value) for k in node.keywords)]
     return dict(name=node.func.id,
                 arguments={name: ast.literal_eval(value) for name, value in given})
