@@ -362,9 +362,8 @@ def pick(found: list[list[dict]], most: int) -> list[dict]:
 
 
 # ----------------------------------------------------------------------- from signals to tasks
-# A row of tasks.jsonl is a task of D, in the order in which they joined: its id, when it joined
-# and, of a new one, its definition, text and signal. One that has left has `left`: ids of new tasks
-# count all that ever joined. `tasks`, where it is a list: the file of D, or none before D_0.
+# A row of tasks.jsonl is a task of D, in the order in which they joined, also one that has `left`:
+# ids of new tasks count all that ever joined. `tasks`, where it is a list: none before D_0.
 
 
 def active(d: list[dict]) -> list[dict]:

@@ -112,7 +112,7 @@ class World:
         return action if self.view == "short" or "Action:" in action else f"Action: {action}"
 
     def add(self, task: dict) -> str:
-        """The id, NAME-added-N, of a task made during a run, which only this object knows."""
+        """The id, NAME-added-N, of a task for this object alone; the same task has the same id."""
         known = [*self._added.values()]
         key = str(known.index(task) if task in known else len(known))
         self._added[key] = task

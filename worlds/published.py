@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import StringIO
 from os.path import commonprefix
 from pathlib import Path
 from textwrap import shorten
@@ -120,7 +119,7 @@ def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
     with reading(where, must):
         text = Path(path).read_text(encoding="utf-8")
         listed = text.lstrip().startswith("[")
-        rows = json.loads(text) if listed else StringIO(text)
+        rows = json.loads(text) if listed else text.strip().split("\n")
     for n, row in enumerate(rows):
         with reading(f"{where}, {f'entry {n}' if listed else f'line {n + 1}'}", must):
             row = row if listed else json.loads(row)

@@ -67,9 +67,8 @@ def sqlite_scripts(dump: str) -> dict[str, str]:
 
 def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
     """Loads InterCode's dump and makes, per database, the user that may read it and nothing else,
-    by the name and password of mysql_url. The dump's own CREATE USER (an all-powerful admin/admin)
-    and its GRANT are left out; its tables replace those of the same names. Returns the databases.
-    """
+    by the name and password of mysql_url; returns the databases. The dump's own CREATE USER (an
+    all-powerful admin/admin) is left out; its tables replace those of the same names."""
     text = re.sub(r"^(CREATE USER|GRANT|FLUSH)\b.*?;", "", dump.read_text(encoding="utf-8"),
                   flags=re.M)
     names = re.findall(r"^USE `(\w+)`;", text, re.M)

@@ -39,10 +39,9 @@ turns; without a submission the answer counts as wrong."""
 
 
 class InterCodeSQL(World):
-    """Questions about databases that the agent explores with SQL, then submits its last result.
+    """Questions about databases that the agent explores with SQL, then submits its last result. A
+    task is a question: query (in words), gold (SQL) and db, the database's name.
 
-    A task is a question: query (in words), gold (SQL) and db, the database's name. Observations are
-    those of InterCode's ReAct agents: rows as Python prints them, cut at 350 characters.
     view="short", for a very small model: replies are bare queries or "submit", and results come
     without brackets, DESC as names alone, at most SHORT_ROWS rows.
     """
