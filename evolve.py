@@ -75,8 +75,7 @@ def evolve(run: Run, find: Callable | None = None) -> None:
 
 
 def find_tasks(run: Run, i: int, agent: Path, tasks: list[Path], signals: list[Path]) -> Path:
-    """What the agent itself finds where the signals lie; with --explorer aimed nobody explores
-    after the start, and a script varies the picked tasks. A file of proposals without verdicts."""
+    """Proposals without verdicts: the agent's finds where signals lie, or variations of picks."""
     if signals and run.settings.explorer == "aimed":
         return run.once(f"iter{i}/finds.jsonl", vary, tasks, signals, i=i)
     explored = run.once(f"iter{i}/explored.jsonl", explore, agent, tasks, signals, i=i)
@@ -150,8 +149,7 @@ def grpo_loss(policy: Tensor, groups: list[Rollouts], s: Grpo) -> tuple[Tensor, 
 
 
 def apart(groups: list[Rollouts], s: Grpo) -> dict:
-    """How far the training forward is from what the sampler computed, in nats a token: mean, root
-    of the mean square, and the share of tokens whose ratio would be clipped."""
+    """The training forward minus the sampler's, in nats a token: mean, rms, share to be clipped."""
     if not groups:
         return {}
     d = torch.cat([g.old - g.drawn for g in groups]).double()                     # (A,)
@@ -195,8 +193,7 @@ def train(run: Run, out: Path, agent: Path, first: Path, tasks: Path, batches: P
 
 def grpo_step(run: Run, model, reference, optimizer, make_env: Callable, step: int,
               tasks: list[str], **_) -> tuple[list[Trajectory], dict]:
-    """Plays the step's episodes and trains on them: the episodes, and the step's line of the log.
-    """
+    """Plays a step's episodes and trains on them: the episodes, and the step's line of the log."""
     s, dropped, updates = run.settings, Counter(), []
     played = run.play(model, [
         Trajectory(task, "target", step, k, seed_of(s.seed, "grpo", step, task, k))
@@ -327,8 +324,8 @@ SIGNALS = {"forgetting": forgetting, "boundary": boundary, "rare": rare}
 
 @by_one_rank
 def find_signals(run: Run, out: Path, tasks: Path, played: list[Path], i: int) -> dict:
-    """Every signal of segment i with its evidence, and which of them are picked. played: episodes
-    of all segments so far. With --guide random as many tasks are picked without a signal."""
+    """Every signal of segment i with its evidence, and which are picked; with --guide random as
+    many tasks without a signal. played: episodes of all segments so far."""
     s, d, found = run.settings, read_jsonl(tasks), {}
     seen = look_back(map(read, played), run.env.success, s.window)
     generator = world(run, d).task_generator()
@@ -355,8 +352,7 @@ def find_signals(run: Run, out: Path, tasks: Path, played: list[Path], i: int) -
 
 
 def pick(found: list[list[dict]], most: int) -> list[dict]:
-    """The first rows of each signal, which pick in turn, at most so many each; a task that has
-    several signals is picked once."""
+    """The first rows of each signal, which pick in turn, at most so many each, a task once."""
     picked, queues = {}, [iter(rows) for rows in found]
     for _ in range(most):
         for queue in queues:
@@ -366,9 +362,8 @@ def pick(found: list[list[dict]], most: int) -> list[dict]:
 
 
 # ----------------------------------------------------------------------- from signals to tasks
-# A row of tasks.jsonl is a task of D, in the order in which they joined: its id, when it joined
-# and, of a new one, its definition, text and signal. One that has left has `left`: ids of new tasks
-# count all that ever joined. `tasks`, where it is a list: the file of D, or none before D_0.
+# A row of tasks.jsonl is a task of D, in the order in which they joined, also one that has `left`:
+# ids of new tasks count all that ever joined. `tasks`, where it is a list: none before D_0.
 
 
 def active(d: list[dict]) -> list[dict]:
@@ -407,8 +402,7 @@ def first_tasks(run: Run, out: Path, i: int) -> dict:
 
 
 def starts(run: Run, signals: list[Path], each: int) -> list[tuple[str, str, int]]:
-    """(task, signal, rollout) of each exploration: of each pick some; for D_0, which follows no
-    signals, on training tasks, `each` for a start task."""
+    """(task, signal, rollout) of each exploration: of the picks, or `each` for a task of D_0."""
     s, known = run.settings, training_tasks(run)
     return [(pick["task"], pick["signal"], n) for pick in picks_of(signals)
             for n in range(s.explorer_episodes)] if signals else [
@@ -417,8 +411,7 @@ def starts(run: Run, signals: list[Path], each: int) -> list[tuple[str, str, int
 
 def explore(run: Run, out: Path, agent: Path, tasks: list[Path], signals: list[Path],
             i: int) -> dict:
-    """Episodes of the agent, hotter than in training; for D_0 six for a start task: one in six
-    becomes a new task or more [ours]."""
+    """Episodes of the agent, hotter than in training; six for a task of D_0 [ours]."""
     played = run.play(agent, [
         Trajectory(task, signal, i, n, seed_of(run.settings.seed, "explore", i, task, n))
         for task, signal, n in starts(run, signals, 6)],
@@ -429,8 +422,7 @@ def explore(run: Run, out: Path, agent: Path, tasks: list[Path], signals: list[P
 
 @by_one_rank
 def abstract(run: Run, out: Path, tasks: list[Path], explored: Path, i: int) -> dict:
-    """What the explored episodes become: {signal, source, text, task, solution}, in random order.
-    """
+    """What the explored episodes become: {signal, source, text, task, solution}, at random."""
     rng, generator = rng_of(run, "propose", i), world(run, rows_of(tasks)).task_generator()
     episodes = read(explored)
     rows = [dict(signal=t.agent, source=t.task, **found)
@@ -514,8 +506,7 @@ def words(text: str) -> set[str]:
 
 def try_to_solve(run: Run, out: Path, proposals: Path, tasks: list[Path], agent: Path,
                  i: int) -> dict:
-    """The proposals once the agent has played those that may join: one that it always or never
-    solves is refused."""
+    """The proposals; those are refused that the agent, who plays them, always or never solves."""
     s, rows, before = run.settings, read_jsonl(proposals), rows_of(tasks)
     d = with_added(run, before, proposals, i)
     new = [row["task"] for row in d[len(before):]]
@@ -647,9 +638,7 @@ class Run(coevolve.Run):
         return copy.eval()
 
     def checkpoint(self, steps: list[dict]):
-        """What keeps states inside a segment, `checkpoint` of dpo.fit, or None; `steps` is what the
-        segment has made by then, to be kept with a state and filled again from it."""
-        return None
+        """What keeps states inside a segment, and `steps` with them; None: nothing does."""
 
 
 if __name__ == "__main__":

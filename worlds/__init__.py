@@ -16,8 +16,7 @@ ENVIRONMENTS = ("webshop", "scienceworld", "intercodesql", "bfcl")  # the folder
 
 @dataclass(frozen=True)
 class Options(Stated):
-    """An environment's own settings, in a frozen subclass of the same name in its folder, whose
-    make(view) gives the `World`."""
+    """The settings of an environment, which its folder adds; make(view) gives the `World`."""
     protocol = "ours"  # "eto" where an episode is told as ETO's code does
 
 
@@ -56,12 +55,9 @@ class World:
 
     A subclass states what is below, and has
         start(what) -> str                  begins an episode on what `find` gives; the observation
-        step(reply) -> Step
+        step(reply) -> Step                 for `max_steps` replies at most; others count them
         expert() -> page -> reply           of the episode just reset; Refused: there is none
-    It does not count steps: a rollout stops after `max_steps` replies. One that breaks raises
-    EnvError at the first fault; after `close`, `reset` starts afresh.
-
-    Tasks have ids, NAME-SPLIT-KEY; the split of those made during a run is "added".
+    One that breaks raises EnvError at the first fault. Tasks have ids, NAME-SPLIT-KEY.
     """
     name: str
     rules = ""            # said once at the start of an episode, by the full view
@@ -73,6 +69,7 @@ class World:
     theirs = None         # `published.Theirs`, where an episode is to be as in ETO's code
     success = 1.0         # the reward from which an episode is solved; one below is a failure
     published_types = ()  # of tasks, as the numbers in ids of published experts count them
+    task_of = None        # key -> a task of no split, as published experts play too
 
     def __init__(self, view: str = "full"):
         self.view = view
@@ -94,13 +91,17 @@ class World:
         """What the task is; ValueError if there is none."""
         try:
             name, split, key = task.split("-", 2)
-            return {self.name: {**self.splits, "added": self._added}}[name][split][key]
+            tasks = {self.name: {**self.splits, "added": self._added}}[name][split]
+            return self.task_of(key) if self.task_of and key not in tasks else tasks[key]
         except (KeyError, ValueError):
             raise ValueError(f"unknown task {task!r}; tasks(split) lists them") from None
 
     def action(self, reply: str) -> str | None:
-        """The action in a reply; None where there is none."""
-        return self.theirs.action(reply) if self.theirs else parse_reply(reply)
+        """The action in a reply, what follows the last "Action:", else all; None: there is none."""
+        if self.theirs:
+            return self.theirs.action(reply)
+        _, marker, action = reply.rpartition("Action:")
+        return action.strip() if marker else reply
 
     def possible(self) -> tuple[list[str], str]:
         """For a person: actions that can be played now, and the forms of others, in lines."""
@@ -111,11 +112,10 @@ class World:
         return action if self.view == "short" or "Action:" in action else f"Action: {action}"
 
     def add(self, task: dict) -> str:
-        """The id of a task made during a run, NAME-added-N, which only this object knows; the same
-        task again has the same id."""
-        key = next((key for key, known in self._added.items() if known == task), None)
-        if key is None:
-            self._added[key := str(len(self._added))] = task
+        """The id, NAME-added-N, of a task for this object alone; the same task has the same id."""
+        known = [*self._added.values()]
+        key = str(known.index(task) if task in known else len(known))
+        self._added[key] = task
         return f"{self.name}-added-{key}"
 
     def task_generator(self):
@@ -132,12 +132,6 @@ class World:
 def words_of(text: str) -> str:
     """The text's words and numbers alone, in lower case."""
     return " ".join(re.findall(r"\w+", text.lower()))
-
-
-def parse_reply(reply: str) -> str:
-    """The action in a reply: what follows the last "Action:", else the reply as it is."""
-    _, marker, action = reply.rpartition("Action:")
-    return action.strip() if marker else reply
 
 
 def said(env, text: str) -> str:

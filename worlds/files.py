@@ -69,26 +69,23 @@ def seed_of(*names) -> int:
     return int(hashlib.sha256("/".join(map(str, names)).encode()).hexdigest()[:12], 16)
 
 
-def fingerprint(path: Path) -> list | str:
-    """What tells a file from others, its size and its last megabyte; of a folder that of its files.
-    What is not there, such as a name on the hub, is told by its name."""
-    found = []
-    for file in [path] if path.is_file() else sorted(filter(Path.is_file, path.glob("*.*"))):
-        with open(file, "rb") as f:
-            f.seek(max(0, (size := file.stat().st_size) - (1 << 20)))
-            found.append([file.name, size, hashlib.sha256(f.read()).hexdigest()])
-    return found or str(path)
-
-
 def known_by(made, agents: dict[Path, str]):
     """What tells an input of a phase from another: of a file its bytes; of an agent how it was made
-    (`agents`), since 27 GB take long to hash; of another folder its fingerprint."""
+    (`agents`), since 27 GB take long to hash; of another folder name, size and last megabyte of
+    each file; of what is not there, as on the hub, its name."""
     if isinstance(made, (dict, list, tuple)):
         return [known_by(part, agents) for part in (
             made.values() if isinstance(made, dict) else made)]
     if made.is_file():
         return hashlib.sha256(made.read_bytes()).hexdigest()
-    return agents.get(made) or fingerprint(made)
+    if made in agents:
+        return agents[made]
+    found = []
+    for file in sorted(filter(Path.is_file, made.glob("*.*"))):
+        with open(file, "rb") as f:
+            f.seek(max(0, (size := file.stat().st_size) - (1 << 20)))
+            found.append([file.name, size, hashlib.sha256(f.read()).hexdigest()])
+    return found or str(made)
 
 
 def line(name: str, numbers: dict) -> str:

@@ -1,12 +1,9 @@
 """How settings are stated, checked and read from a command line; of a run and of an environment.
 
 A setting is a field of a frozen dataclass; the comment behind or above it is the help, the type
-has the limits:
+(a plain one, Literal, Optional[str], or one of those below) has the limits:
 
     beta: Rate = 0.1  # in iteration 1 [App. B; ETO]
-
-Types are the plain ones, Literal, Optional[str], and those below; `Limits` makes others. Only the
-standard library is imported.
 """
 
 import argparse
@@ -17,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal, Optional, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import unquote
@@ -68,28 +65,21 @@ class Stated:
         return ["", model, protocol, f"{model} {protocol}"]
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
-        """(whether it is so, flags, what is wrong) of values that do not go together; s: all
-        settings of the run."""
+        """(whether it is so, flags, what is wrong) of values; s: all settings of the run."""
         return []
 
 
 class Parser(argparse.ArgumentParser):
-    """Without help, abbreviations or defaults: what it returns was given."""
-
-    def __init__(self):
-        super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-
     def error(self, message: str):
         raise Refused(f"{message}; --help lists every setting")
 
 
 def parse(argv: list[str], kind: type, methods: dict, environment: Callable):
-    """(settings, the environment's own options) of a command line; --help prints them.
-
-    kind: the class of settings; methods: name -> (loop, the classes or names of settings that it
-    reads); environment(name) -> the class of options. Refused where anything is wrong.
-    """
-    first, parser = Parser(), Parser()
+    """(settings, the environment's own options) of a command line; --help prints them. kind: the
+    class of settings; methods: name -> (loop, the classes or names of settings that it reads);
+    environment(name) -> the class of options. Refused where anything is wrong."""
+    first, parser = (Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+                     for _ in range(2))  # what they return was given
     first.add_argument("--env", default=kind.env)
     options = environment(first.parse_known_args(argv)[0].env)
     stated = (*fields(kind), *fields(options))
@@ -99,9 +89,11 @@ def parse(argv: list[str], kind: type, methods: dict, environment: Callable):
         parser.add_argument(flag(f.name), **(
             dict(choices=tuple(methods)) if f.name == "method" else
             dict(choices=get_args(hint)) if get_origin(hint) is Literal else
-            dict(type=boolean, nargs="?", const=True) if hint is bool else dict(type=hint)))
+            dict(type=str.lower, choices=("true", "false"), nargs="?", const="true")
+            if hint is bool else dict(type=hint)))
     asks = {"-h", "--help"} & {*argv}
     given = vars(parser.parse_args([word for word in argv if word not in asks]))
+    given |= {name: text == "true" for name, text in given.items() if hints[name] is bool}
     values = {f.name: f.default for f in stated}
     for name in kind.preset_names(values | given):
         values |= kind.presets.get(name, {}) | options.presets.get(name, {})
@@ -117,8 +109,9 @@ def parse(argv: list[str], kind: type, methods: dict, environment: Callable):
         sys.exit()
     wrong = [f"{flag(name)} is not read by --method {s.method}" for name in given
              if name not in reads]
-    wrong += [f"{flag(f.name)} {values[f.name]}: {limits.words}" for f in stated
-              if f.name in reads for limits in (FINITE, *limits_of(kind, options, f.name))
+    wrong += [f"{flag(f.name)} {values[f.name]}: {limits.words}" for part in (kind, options)
+              for f in fields(part) if f.name in reads
+              for limits in (FINITE, *limits_of(part, f.name))
               if not limits.holds(values[f.name], s)]
     wrong += [f"{flags}: {problem}" for so, flags, problem in (*s.conflicts(s), *own.conflicts(s))
               if so]
@@ -136,28 +129,13 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def boolean(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
-    return text.lower() == "true"
-
-
-hints_of = cache(partial(get_type_hints, include_extras=True))
-
-
-def limits_of(*kinds_and_name) -> list[Limits]:
-    """The limits of the type of a field in the first of some classes that has it."""
-    *kinds, name = kinds_and_name
-    hints = {}
-    for kind in kinds[::-1]:
-        hints |= hints_of(kind)
-    return [limits for limits in getattr(hints[name], "__metadata__", ())
-            if isinstance(limits, Limits)]
+@cache
+def limits_of(kind: type, name: str) -> tuple[Limits, ...]:
+    return getattr(get_type_hints(kind, include_extras=True)[name], "__metadata__", ())
 
 
 def check_same(before: dict | None, now: dict, kind: type) -> None:
-    """Refused where a run that goes on has other settings than before, but for the free ones.
-    before: None where the folder has none, as it is no run's."""
+    """Refused where a run that goes on has other settings than before, but for the free ones."""
     if before is None:
         raise Refused("--out: the config.json of this folder is no run's; give another folder")
     free = {f.name for f in fields(kind) if any(l.free for l in limits_of(kind, f.name))}

@@ -8,10 +8,9 @@ Their texts stay in the user's copy. `Theirs` is how their code talks to an agen
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import StringIO
 from os.path import commonprefix
 from pathlib import Path
 from textwrap import shorten
@@ -57,7 +56,6 @@ NO_SQL_ACTION = (
 @dataclass(frozen=True)
 class Theirs:
     """How ETO's code (IPR's, on InterCodeSQL) talks to an agent; the table in the docs has all."""
-
     env: str
     instruction: str
     examples: list[list[dict]]  # conversations that an agent is shown which plays
@@ -90,15 +88,12 @@ class Theirs:
 
 def read_prompts(folder: str, env: str, examples: int) -> Theirs:
     """The instruction and the first examples for an environment in a copy of their `prompt/`."""
-    stem, kept = STEMS[env], []
-    inst, shown = (Path(folder, file) for file in (
-        f"instructions/{stem}_inst.txt", f"icl_examples/{stem}_icl.json"))
-    with reading(f"--prompts {inst}", "a file of ETO's or IPR's eval_agent/prompt"):
-        instruction = inst.read_text(encoding="utf-8")
-    if examples:
-        with reading(f"--prompts {shown}", f"a JSON list of {examples} conversations or more"):
-            kept = read_json(shown)[:examples]
-            kept[examples - 1][0]["content"]  # IndexError: there are fewer
+    inst, icl = f"instructions/{STEMS[env]}_inst.txt", f"icl_examples/{STEMS[env]}_icl.json"
+    with reading(f"--prompts {folder}", "ETO's or IPR's eval_agent/prompt, with a text in "
+                 f"{inst} and a JSON list of {examples} conversations or more in {icl}"):
+        instruction = Path(folder, inst).read_text(encoding="utf-8")
+        kept = read_json(Path(folder, icl))[:examples] if examples else []
+        [kept[n][0]["content"] for n in range(examples)]  # IndexError: there are fewer
     return Theirs(env, instruction, kept)
 
 
@@ -117,19 +112,14 @@ def read_json(path: Path):
 
 
 def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
-    """(task, messages, reward) of each trajectory in a file; Refused naming the entry.
-
-    Takes our own experts.jsonl, or the format that ETO and IPR publish: a JSON list of `id` (its
-    last number is the task's), `conversations` of `from` (human or gpt) and `value`, and, if
-    known, `reward` (else 1). They open as rollouts do: by our own protocol the rules of a published
-    conversation are replaced by the environment's prompt.
-    """
+    """(task, messages, reward) of each trajectory in a file, a run's experts.jsonl or a list that
+    ETO or IPR published; Refused naming the entry."""
     where, found = f"--experts {path}", {}
     must = "ETO's JSON list or a run's experts.jsonl, of this environment's tasks"
     with reading(where, must):
         text = Path(path).read_text(encoding="utf-8")
         listed = text.lstrip().startswith("[")
-        rows = json.loads(text) if listed else StringIO(text)
+        rows = json.loads(text) if listed else text.strip().split("\n")
     for n, row in enumerate(rows):
         with reading(f"{where}, {f'entry {n}' if listed else f'line {n + 1}'}", must):
             row = row if listed else json.loads(row)
@@ -150,8 +140,8 @@ def read_experts(path: str, env) -> list[tuple[str, list[dict], float]]:
 
 
 def published(row: dict, env) -> tuple[str, list[dict], float]:
-    """Task, messages and reward of an entry of ETO's or IPR's list, as one who trains on it here
-    reads it."""
+    """Task, messages and reward (1 where it is not known) of an entry of ETO's or IPR's list. It
+    opens as rollouts do: by our own protocol the environment's prompt replaces its rules."""
     task, roles = published_task(env, str(row["id"])), {"human": "user", "gpt": "assistant"}
     messages = [{"role": roles[turn["from"]], "content": turn["value"]}
                 for turn in row["conversations"]]
@@ -174,8 +164,8 @@ def published_task(env, id: str) -> str:
 
 
 def opens_otherwise(env, messages: list[dict], shown: str) -> tuple[str, str] | None:
-    """What an expert and the environment show of a task, if it differs, from where they part; but
-    for rules, the words before an observation and what a server draws at each start."""
+    """What an expert and the environment show of a task, from where they part, if they do; but for
+    rules, the words before an observation and what a server draws at each start."""
     def said(text):
         return " ".join(re.sub(env.drawn_anew, "", Theirs.bare(text.strip())).lower().split())
 
@@ -201,13 +191,10 @@ def make(name: str, view: str = "full", examples: int = 1, **options) -> World:
 
 
 def experts(env: World, file: str | None, count: int) -> Iterator[tuple[str, list[dict], float]]:
-    """(task, messages, reward) of `count` experts (0: all): those of a file, else the scripted
-    expert's. Refused, naming the entry, where a file is not one of experts, or an expert's task
-    opens otherwise here than in its conversation."""
+    """(task, messages, reward) of `count` experts (0: all) of a file, else the scripted ones."""
     if not file:
         for task in env.tasks("train")[:count or None]:
-            page = env.reset(task)
-            yield task, *converse(env, page, env.expert())
+            yield task, *converse(env, env.reset(task), env.expert())
         return
     for task, messages, reward in read_experts(file, env)[:count or None]:
         if apart := opens_otherwise(env, messages, env.reset(task)):
@@ -217,23 +204,18 @@ def experts(env: World, file: str | None, count: int) -> Iterator[tuple[str, lis
         yield task, messages, reward
 
 
-def read_lists(folder: str | None, rule: dict, names: dict[str, str], read,
+def read_lists(folder: str | None, rule: dict, names: dict[str, str], read: Callable,
                must: str) -> dict[str, list]:
-    """split -> tasks: those of `rule`, or of the published NAME_indices.json in a folder.
-
-    names: split -> NAME. read(entry) is a task, or None for one that is left out; one that is
-    there again counts once. The validation tasks stay the rule's, without the listed ones.
-    """
-    if not folder:
-        return rule
-    found, listed = dict(rule), set()
-    for split, name in names.items():
+    """split -> tasks: those of `rule`, or of the published NAME_indices.json in a folder; names:
+    split -> NAME. read(entry) is a task, or None for one that is left out. The validation tasks
+    stay the rule's, without the listed ones."""
+    found = {}
+    for split, name in names.items() if folder else ():
         file = Path(folder, f"{name}_indices.json")
         with reading(f"--split-file {file}", must):
             entries = dict.fromkeys(map(read, read_json(file)))
             found[split] = [task for task in entries if task is not None]
             if not found[split]:
                 raise ValueError("it has no task for these settings")
-        listed.update(found[split])
-    found["validation"] = [task for task in rule["validation"] if task not in listed]
-    return found
+    listed = {task for tasks in found.values() for task in tasks}
+    return rule | dict(validation=[t for t in rule["validation"] if t not in listed]) | found

@@ -52,12 +52,9 @@ trading_bot.datetime = travel_booking.datetime = Clock
 
 
 def parse_calls(reply: str) -> list[dict | str]:
-    """The calls in a reply, in order; a text in place of one that cannot be made says why.
-
-    They stand in blocks <tool_call>...</tool_call>, as in the chat templates of Qwen and Hermes,
-    else in blocks ```json ... ```, else the reply is nothing else; each holds one call or a list.
-    What a model thought, up to </think>, does not count.
-    """
+    """The calls in a reply, in order; a text in place of one that cannot be made says why. They
+    stand in blocks <tool_call>...</tool_call>, else ```json ... ```, else the reply is nothing
+    else; each holds one call or a list. What a model thought, up to </think>, does not count."""
     said = reply.rpartition("</think>")[2].partition("<think>")[0]
     if OPEN in said:
         blocks = [block.partition(CLOSE)[0] for block in said.split(OPEN)[1:] if CLOSE in block]
@@ -78,7 +75,7 @@ def _calls_in(block: str) -> list[dict | str | None]:
     """The calls in a block; None in place of what is none, a text for one that cannot be read."""
     try:
         value = json.loads(block, parse_int=lambda digits: (
-            int(digits) if len(digits) <= DIGITS + 1 else math.nan))
+            int(digits) if len(digits.lstrip("-")) <= DIGITS else math.nan))
     except ValueError:
         return [None]
     except RecursionError:
@@ -96,30 +93,27 @@ def problem(call: dict) -> str | None:
         value = arguments.get(key)
         if isinstance(value, str) or isinstance(value, (int, float)) and abs(value) > PRECISION:
             return f"{key} must be a number of at most {PRECISION}"
-    return _unusable(arguments, 0)
-
-
-def _unusable(value, depth: int) -> str | None:
-    if depth > DEEPEST:
+    if _deep(arguments, DEEPEST):
         return TOO_DEEP
-    long = isinstance(value, int) and abs(value) >= 10 ** DIGITS
-    if long or isinstance(value, float) and not math.isfinite(value):
+    try:
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        return "half of a surrogate pair is no character"
+    except ValueError:
         return f"a number that is infinite, none, or of more than {DIGITS} digits"
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return "half of a surrogate pair is no character"
-    inside = ([*value, *value.values()] if isinstance(value, dict) else
-              value if isinstance(value, list) else [])
-    return next((found for item in inside if (found := _unusable(item, depth + 1))), None)
+    return None
+
+
+def _deep(value, most: int) -> bool:
+    inside = (value.values() if isinstance(value, dict) else
+              value if isinstance(value, list) else ())
+    return most < 0 or any(_deep(item, most - 1) for item in inside)
 
 
 class Simulators:
-    """The simulators of a task, fresh from its start state; nobody else has these instances."""
+    """The simulators of a task, fresh from a start state; nobody else has these instances."""
 
     def __init__(self, start: str):
-        """start: a key of `start_state`."""
         where = start_state(start)
         self.instances = {name: simulator_class(name)() for name in where["classes"]}
         for name, instance in self.instances.items():
@@ -188,7 +182,6 @@ def _paths(files) -> int:
 
 
 def failed(result: str) -> bool:
-    """Whether a result tells of an error."""
     value = json_of(result)
     return (result.lstrip("[{'\" ").lower().startswith("error")
             or isinstance(value, dict) and "error" in value)
@@ -203,8 +196,7 @@ def json_of(result: str):
 
 
 def script(calls: list[list[dict]]) -> list[str]:
-    """The replies of one who makes these calls, one a reply as long as MOST_REPLIES are enough, and
-    ends each turn in words."""
+    """The replies, MOST_REPLIES at most, of one who makes these calls and ends turns in words."""
     replies = []
     for turn in calls:
         at_once = -(-len(turn) // MOST_REPLIES) or 1

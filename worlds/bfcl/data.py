@@ -1,17 +1,13 @@
-"""The tasks of BFCL v3 multi-turn, as the package bfcl-eval brings them, and how they are split.
-
-The package is installed without its dependencies: its data, simulators and two checks do without.
-"""
+"""The tasks of BFCL v3 multi-turn, as the package bfcl-eval brings them, and how they are split."""
 
 import ast
 import json
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
-from inspect import signature
 
 from worlds import Refused
 
@@ -70,25 +66,23 @@ def functions(start: str) -> dict[str, dict]:
 def tasks(category: str) -> dict[str, dict]:
     """CATEGORY-NUMBER -> task. start: a key for `start_state`. turns: what the user says. calls:
     the ground truth, for each turn a list of calls {name, arguments}; nothing is checked where it
-    is empty. hidden: turn -> functions that are documented from that turn on.
-    """
+    is empty. hidden: turn -> functions that are documented from that turn on."""
     truths = _rows(f"possible_answer/BFCL_v4_multi_turn_{category}.json")
     found = {}
     for (key, entry), truth in zip(_entries(category).items(), truths):
-        methods = {name: getattr(simulator_class(c), name)
-                   for c in entry["involved_classes"] for name in documents(c)}
+        known = functions(key)
         found[key] = dict(
             start=key,
             turns=[said[0]["content"] if said else MORE_FUNCTIONS for said in entry["question"]],
-            calls=[[as_json(call, methods) for call in turn] for turn in truth["ground_truth"]],
+            calls=[[as_json(call, known) for call in turn] for turn in truth["ground_truth"]],
             hidden=entry.get("missed_function", {}))
     return found
 
 
-def as_json(call: str, methods: dict) -> dict:
+def as_json(call: str, known: dict[str, dict]) -> dict:
     """A call of a ground truth, written in Python, as {name, arguments}; of literals alone."""
     node = ast.parse(call, mode="eval").body
-    names = list(signature(methods[node.func.id]).parameters)[1:]  # without self
+    names = known[node.func.id]["parameters"]["properties"]
     given = [*zip(names, node.args), *((k.arg, k.value) for k in node.keywords)]
     return dict(name=node.func.id,
                 arguments={name: ast.literal_eval(value) for name, value in given})
@@ -96,10 +90,7 @@ def as_json(call: str, methods: dict) -> dict:
 
 @lru_cache(None)
 def splits(category: str, published: bool) -> dict[str, dict[str, dict]]:
-    """Split -> key -> task, in an order that mixes the domains; of one category, or of "all". Tasks
-    of one number, and those of equal start states, are on one side in all categories. published:
-    `test` is all 200 tasks of a category, so that it shares start states with training.
-    """
+    """Split -> key -> task, in an order that mixes the domains; `test` is all 200 if published."""
     wanted = [(c, n) for c in (CATEGORIES if category == "all" else (category,))
               for n in range(200)]
     random.Random("the order of BFCL's tasks").shuffle(wanted)
@@ -111,21 +102,19 @@ def splits(category: str, published: bool) -> dict[str, dict[str, dict]]:
     return found
 
 
-def _sides() -> list[str]:
-    """The side of each of the 200 numbers: SIZES of each, alike for all kinds of simulators."""
+def _sides() -> dict[int, str]:
+    """The side of each of the 200 numbers; SIZES of each, equal start states on one."""
     base, rng = list(_entries("base").values()), random.Random("BFCL's splits")
     alike = defaultdict(list)
     for n, entry in enumerate(base):
         alike[json.dumps(entry["initial_config"], sort_keys=True)].append(n)
     groups = sorted(rng.sample(list(alike.values()), len(alike)),
                     key=lambda group: base[group[0]]["involved_classes"])
-    sides, placed, done = [None] * 200, dict.fromkeys(SIZES, 0), 0
+    sides = {}
     for group in groups:
-        done += len(group)
+        placed, done = Counter(sides.values()), len(sides) + len(group)
         side = max(SIZES, key=lambda side: SIZES[side] / 200 * done - placed[side])
-        placed[side] += len(group)
-        for n in group:
-            sides[n] = side
+        sides |= dict.fromkeys(group, side)
     return sides
 
 

@@ -1,9 +1,5 @@
-"""New tasks for BFCL's simulators, made of calls that somebody made there.
-
-A find is a row of calls without an error, from the start state of a training task. What the user
-says is an explorer model's, or a template, which spells the calls out and is easier than what
-people ask.
-"""
+"""New tasks for BFCL's simulators, made of calls that somebody made there. What the user says is an
+explorer model's, or a template, which spells the calls out and is easier than what people ask."""
 
 import json
 import random
@@ -23,7 +19,6 @@ class TaskGenerator:
             "what was asked.")
 
     def __init__(self, env):
-        """env: a Bfcl of the generator's own, which it plays."""
         self.env = env
         known = [task for category in CATEGORIES for task in tasks(category).values()]
         self.said = {words_of(text) for task in known for text in task["turns"]}
@@ -90,8 +85,7 @@ class TaskGenerator:
         return None
 
     def verify(self, proposal: dict) -> str | None:
-        """Plays the solution twice, and then without its last call; why it proves nothing, or None.
-        """
+        """Plays the solution twice, and without its last call; why it proves nothing, or None."""
         task = proposal["task"]
         reward, results, states = self._play(task, proposal["solution"])
         if any(map(failed, results)):
@@ -102,9 +96,8 @@ class TaskGenerator:
             return f"its solution earns {reward:.2f}"
         calls = [list(turn) for turn in task["calls"]]
         next(turn for turn in reversed(calls) if turn).pop()
-        if self._play(task, script(calls))[0] == 1:
-            return "it is solved without its last call"
-        return None
+        solved = self._play(task, script(calls))[0] == 1
+        return "it is solved without its last call" if solved else None
 
     def template(self, start: str, calls: list[dict]) -> str:
         """What these calls do, by the first sentences of their documents."""
@@ -137,8 +130,7 @@ class TaskGenerator:
 
 
 def useful(made: list[tuple]) -> list[tuple]:
-    """The calls that changed something, the last, and those whose results are in later arguments.
-    """
+    """The calls that changed something, the last, and those that later arguments come from."""
     kept, later = [], []  # later: values of arguments, as texts
     for call, result, changed in reversed(made):
         found = [str(value) for value in _values(json_of(result))]

@@ -1,5 +1,4 @@
-"""BFCL v3 multi-turn: an agent calls functions for a user, who says several things in an episode.
-"""
+"""BFCL v3 multi-turn: an agent calls functions for a user, who says several things."""
 
 import json
 
@@ -25,13 +24,7 @@ would need."""
 
 class Bfcl(World):
     """Multi-turn tasks of BFCL v3 on simulators of files, messages, trading, travel and others.
-
-    A reply with calls is answered with their results, one without a call ends the user's turn. More
-    than 20 replies with calls in a turn end the episode, which has failed. The reward comes at the
-    end: 1 if after each turn with a ground truth the simulators are in its state and its results
-    are among those of the agent so far (the package's checks), else 0; with bfcl_reward="turns" the
-    share of these turns. view="short": functions are documented by signature and description.
-    """
+    view="short": functions are documented by signature and description."""
     name = "bfcl"
     rules = PROMPT
     test_splits = ("test",)
@@ -84,22 +77,19 @@ class Bfcl(World):
 
     def _check_turn(self) -> None:
         """Makes the turn's calls of the ground truth and compares, as `multi_turn_checker` does."""
-        results = [self._truth.run(call) for call in self._task["calls"][self._turn]]
-        if not results:
+        if not (results := [self._truth.run(call) for call in self._task["calls"][self._turn]]):
             return
         try:
-            passed = self._replies > 0 and all(found["valid"] for found in (
+            self._passed.append(self._replies > 0 and all(found["valid"] for found in (
                 data.multi_turn_checker.state_checker(self.world.instances, self._truth.instances),
-                data.multi_turn_checker.response_checker(self.results, results, self._turn)))
+                data.multi_turn_checker.response_checker(self.results, results, self._turn))))
         except RecursionError:  # a directory inside itself is in no ground truth
-            passed = False
-        self._passed.append(passed)
+            self._passed.append(False)
 
     def _said(self, shown: list[str]) -> str:
         """What the user says in this turn, after the documents of the functions shown, if any."""
-        known, write = data.functions(self._task["start"]), (
-            json.dumps if self.view == "full" else in_short)
-        said = self._task["turns"][self._turn]
+        known, said = data.functions(self._task["start"]), self._task["turns"][self._turn]
+        write = json.dumps if self.view == "full" else in_short
         lines = ["<tools>", *(write(known[name]) for name in shown), "</tools>", "", said]
         return "\n".join(lines) if shown else said
 

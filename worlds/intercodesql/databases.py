@@ -11,7 +11,6 @@ import re
 import sqlite3
 import struct
 import time
-from functools import lru_cache
 from urllib.parse import unquote, urlsplit
 
 from worlds import EnvError, Refused
@@ -60,18 +59,19 @@ class Sqlite:
                     "time total trim upper".split())
 
     def __init__(self, name: str, script: str):
+        # Without cached statements, whose steps would count on from one time to the next.
         self.name, self._db = name, sqlite3.connect(
-            ":memory:", isolation_level=None, check_same_thread=False)
-        _template(script).backup(self._db)
+            ":memory:", isolation_level=None, check_same_thread=False, cached_statements=0)
+        self._db.executescript(script)
         self._db.executescript("PRAGMA temp_store = MEMORY; PRAGMA query_only = ON;"
                                "PRAGMA hard_heap_limit = 500000000;")  # of the whole process
         if hasattr(self._db, "setlimit"):  # from Python 3.11
             self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 20_000)
-        self._tables = [t for t, in self._db.execute(
-            "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'")]
-        self._columns = {t.lower(): self._describe(t) for t in self._tables}
+        self._tables = sorted(self._db.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'"))
+        self._columns = {t.lower(): self._describe(t) for t, in self._tables}
         self._db.set_authorizer(self._authorize)
-        self._db.set_progress_handler(self._count, 1000)
+        self._db.set_progress_handler(lambda: True, VM_STEPS)
 
     def run(self, sql: str):
         sql = sql.strip().rstrip(";").strip()
@@ -79,7 +79,6 @@ class Sqlite:
             return error
         if re.match(r"(show|desc|describe|explain)\b", sql, re.I):
             return self._show(sql)
-        self._steps = 0
         try:
             return _fetch(self._db.execute(sql))
         except MemoryError:
@@ -91,11 +90,7 @@ class Sqlite:
     def close(self):
         self._db.close()
 
-    def _count(self):
-        self._steps += 1000
-        return self._steps > VM_STEPS
-
-    def _authorize(self, action, first, second, database, trigger):
+    def _authorize(self, action, first, second, *_):
         allowed = (action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE)
                    or action == sqlite3.SQLITE_READ and first.lower() in self._columns
                    or action == sqlite3.SQLITE_FUNCTION and second.lower() in self.FUNCTIONS)
@@ -103,11 +98,11 @@ class Sqlite:
 
     def _show(self, sql):
         if re.fullmatch(r"show\s+tables", sql, re.I):
-            return [(table,) for table in sorted(self._tables)]
+            return self._tables
         asked = re.fullmatch(r"(?:desc|describe|explain|show\s+(?:columns|fields)\s+(?:from|in))"
                              r"\s+`?(\w+)`?", sql, re.I)
         if asked and asked[1].lower() in self._columns:
-            return list(self._columns[asked[1].lower()])
+            return self._columns[asked[1].lower()]
         return ERROR + self._as_mysql(f"no such table: {asked[1]}" if asked else
                                       f'near "{sql.split()[-1]}": syntax error', sql)
 
@@ -147,14 +142,6 @@ class Sqlite:
                 }.get(kind, INTERRUPTED[len(ERROR):] if error == "interrupted" else error)
 
 
-@lru_cache(maxsize=256)
-def _template(script: str) -> sqlite3.Connection:
-    """The database that the script makes, to copy from: faster than to make it every episode."""
-    db = sqlite3.connect(":memory:", check_same_thread=False)
-    db.executescript(script)
-    return db
-
-
 def _fetch(cursor) -> list[tuple] | str:
     """All rows of a cursor that yields them one by one, or TOO_LARGE."""
     rows, characters = [], 0
@@ -168,11 +155,8 @@ def _fetch(cursor) -> list[tuple] | str:
 
 class MySQL:
     """A database of a MySQL or MariaDB server, with a connection of its own, as the user that
-    `load_intercode` made for it, who may read it and nothing else.
-
-    The server ends a query after SECONDS; should it not, the client stops listening soon after and
-    kills the query from another connection.
-    """
+    `load_intercode` made for it. The server ends a query after SECONDS; should it not, the client
+    stops listening soon after and kills the query from another connection."""
     TIMED_OUT = {1969, 3024}  # MariaDB's and MySQL's limit
     DENIED = {1044, 1045, 1049, 1698}
     # What the server says when it is full, ends, or lost the client, or on a KILL not ours.
@@ -188,7 +172,7 @@ class MySQL:
         return self._ask(lambda: self._run(sql))
 
     def close(self):
-        if self._connection is not None and self._connection.open:
+        if self._connection and self._connection.open:
             self._connection.close()
         self._connection = None
 
@@ -198,8 +182,7 @@ class MySQL:
         limit = (f"max_statement_time = {SECONDS}"
                  if "MariaDB" in self._connection.get_server_info() else
                  f"max_execution_time = {1000 * SECONDS}")
-        with self._connection.cursor() as cursor:
-            cursor.execute(f"SET SESSION {limit}, SESSION sql_select_limit = {MAX_ROWS + 1}")
+        self._connection.query(f"SET SESSION {limit}, SESSION sql_select_limit = {MAX_ROWS + 1}")
 
     def _run(self, sql):
         pymysql, started = driver(), time.monotonic()
@@ -239,7 +222,7 @@ class MySQL:
 
     def _abandon(self):
         """Closes the socket without a word to the server."""
-        if self._connection is not None:
+        if self._connection:
             if self._connection._result:  # or PyMySQL would go on reading it
                 self._connection._result.unbuffered_active = False
             self._connection._force_close()

@@ -46,19 +46,19 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Column:
-    concept: tuple[str, ...]  # its possible names
-    name: str                 # the one this database uses
-    values: tuple             # down the rows
+    concept: list[str]  # its possible names
+    name: str           # the one this database uses
+    values: list        # down the rows
 
 
 @dataclass(frozen=True)
 class Table:
     name: str
-    noun: str                 # as a question says it, in the plural
+    noun: str              # as a question says it, in the plural
     key: str
-    label: Column             # the name of a person, thing or place
-    numbers: tuple[Column, ...]
-    texts: tuple[Column, ...]  # and, last, the key of a row's place
+    label: Column          # the name of a person, thing or place
+    numbers: list[Column]
+    texts: list[Column]    # and, last, the key of a row's place
 
     @property
     def columns(self) -> list[Column]:
@@ -87,17 +87,15 @@ def draw_database(rng: random.Random, nouns: set) -> list[Table]:
     for kind, noun in kinds:
         label, numeric, textual = CONCEPTS[kind]
         rows = rng.randint(12, 16)
-        numbers = [Column(tuple(names), rng.choice(names), tuple(rng.sample(range(10, 100), rows)))
+        numbers = [Column(names, rng.choice(names), rng.sample(range(10, 100), rows))
                    for names in rng.sample(numeric, 2)]
-        texts = [Column(tuple(names), rng.choice(names),
-                        tuple(rng.choices(VALUES[names[0]], k=rows)))
+        texts = [Column(names, rng.choice(names), rng.choices(VALUES[names[0]], k=rows))
                  for names in rng.sample(textual, min(2, len(textual)))]
         if tables:  # every row is at a place; the column has the name of the place's key
             places = range(1, len(tables[0].label.values) + 1)
-            texts.append(Column((), tables[0].key, tuple(rng.choices(places, k=rows))))
+            texts.append(Column([], tables[0].key, rng.choices(places, k=rows)))
         tables.append(Table(style.format(noun), f"{noun}s", f"{noun}_id",
-                            Column((), label, tuple(rng.sample(NAMES[kind], rows))),
-                            tuple(numbers), tuple(texts)))
+                            Column([], label, rng.sample(NAMES[kind], rows)), numbers, texts))
     return tables
 
 
@@ -184,8 +182,7 @@ def fill(rng: random.Random, tables: list[Table], query: str, gold: str) -> dict
     """The same of the family with these words."""
     table = rng.choice(tables[1:] if "{p}" in gold else tables)
     a, b = rng.sample(table.numbers, 2)
-    texts = [c for c in table.texts if c.concept]
-    c, place = rng.choice(texts), tables[0]
+    c, place = rng.choice([c for c in table.texts if c.concept]), tables[0]
     e = place.texts[0]
     v, v2 = rng.sample(VALUES[c.concept[0]], 2)
     parts = dict(n=table.label.name, v=f"'{v}'", v2=f"'{v2}'", u=f"'{rng.choice(e.values)}'",
@@ -216,18 +213,17 @@ def sql_world() -> SQLWorld:
             drawn.add(schema_key(script))
             name = f"{tables[0].key[:-3]}_{len(databases) + 1}"
             databases[name], tables_of_db[name] = script, tables
-            con, asked = sqlite3.connect(":memory:"), set()
+            con, asked = sqlite3.connect(":memory:"), {}
             con.executescript(script)
             while len(asked) < 5:
                 question = draw_question(rng, tables, 0.2, long=0.65)
-                if question["query"] not in asked and worth_asking(
-                        lambda sql: con.execute(sql).fetchall(), question["gold"]):
-                    asked.add(question["query"])
-                    questions[split].append(dict(question, db=name))
+                if worth_asking(lambda sql: con.execute(sql).fetchall(), question["gold"]):
+                    asked[question["query"]] = dict(question, db=name)
             con.close()
+            questions[split] += asked.values()
         rng.shuffle(questions[split])
     return SQLWorld(databases, {split: numbered(asked) for split, asked in questions.items()},
-                    tables=tables_of_db)
+                    tables_of_db)
 
 
 def numbered(questions: list[dict]) -> dict[str, dict]:
@@ -241,8 +237,7 @@ def schema_key(script: str) -> frozenset:
 
 
 def worth_asking(run, gold: str) -> bool:
-    """Whether run(gold) has rows, not too many, and fewer of them than without its condition. run:
-    SQL -> rows, or a text that says why there are none."""
+    """Whether run(gold) has rows, not too many, and fewer of them than without its condition."""
     rows = run(gold)
     if not isinstance(rows, list) or not rows or rows[0][0] is None or len(str(rows)) > 300:
         return False
@@ -260,8 +255,7 @@ def tables_of(gold: str) -> list[str]:
 
 
 def sql_expert(gold: str, thoughts: bool):
-    """An expert that knows the gold query: looks at the tables, describes those it needs, submits.
-    """
+    """An expert that knows the gold query and describes the tables in it before."""
     needed = tables_of(gold)[:7]  # so that query and submission fit into 10 turns
     turns = [("I should see which tables there are.", "SHOW TABLES"),
              *((f"I need to know the columns of {table}.", f"DESC {table}") for table in needed),

@@ -15,43 +15,32 @@ from worlds.intercodesql import MYSQL_ADDRESS, databases, is_mysql_address
 from worlds.intercodesql.questions import SQLWorld, numbered
 from worlds.published import read_json, reading
 
-FLAG = "--intercode-data"
-
 
 @lru_cache(maxsize=2)
 def spider_world(folder: str) -> SQLWorld:
-    """InterCode's questions and, as sqlite scripts, its databases.
-
-    The questions are ic_spider_dev.json, dealt to splits by whole databases; or IPR's
-    ic_spider_train.json and ic_spider_test.json, of which train_indices.json and test_indices.json,
-    where they are, say which to take in which order. The dump is needed for sqlite only.
-    """
-    folder, questions = Path(folder), {}
-    if (folder / "ic_spider_train.json").exists():
-        for split in ("train", "test"):
-            questions[split] = found = _read_questions(folder / f"ic_spider_{split}.json")
-            if (taken := folder / f"{split}_indices.json").exists():
-                with reading(f"{FLAG}: {taken}", f"numbers of ic_spider_{split}.json"):
-                    questions[split] = {str(i): found[str(i)] for i in read_json(taken)}
-    else:
-        found = list(_read_questions(folder / "ic_spider_dev.json").values())
-        side = {db: {4: "test", 3: "validation"}.get(i % 5, "train")
-                for i, db in enumerate(sorted({q["db"] for q in found}))}
-        questions = {split: numbered([q for q in found if side[q["db"]] == split])
-                     for split in ("train", "validation", "test")}
-    scripts = {}
-    if (dump := folder / "ic_spider_dbs.sql").exists():
-        with reading(f"{FLAG}: {dump}", "InterCode's dump"):
+    """InterCode's questions, dealt to splits by whole databases, or IPR's; and the dump, if any."""
+    where, questions, scripts = Path(folder), {}, {}
+    with reading(f"--intercode-data {folder}", "InterCode's or IPR's: JSON lists of records with "
+                 "query, gold and db, lists of numbers, the dump"):
+        for split in ("train", "test") if (where / "ic_spider_train.json").exists() else ():
+            questions[split] = found = numbered(_records(where / f"ic_spider_{split}.json"))
+            if (taken := where / f"{split}_indices.json").exists():
+                questions[split] = {str(i): found[str(i)] for i in read_json(taken)}
+        if not questions:
+            found = _records(where / "ic_spider_dev.json")
+            side = {db: {4: "test", 3: "validation"}.get(i % 5, "train")
+                    for i, db in enumerate(sorted({q["db"] for q in found}))}
+            questions = {split: numbered([q for q in found if side[q["db"]] == split])
+                         for split in ("train", "validation", "test")}
+        if (dump := where / "ic_spider_dbs.sql").exists():
             scripts = sqlite_scripts(dump.read_text(encoding="utf-8"))
     return SQLWorld(scripts, questions)
 
 
-def _read_questions(path: Path) -> dict[str, dict]:
-    with reading(f"{FLAG}: {path}", "InterCode's list of records with query, gold and db"):
-        # IPR keeps the database's name one level deeper than InterCode.
-        return numbered([dict(query=r["query"], gold=" ".join(r["gold"].split()),
-                              db=r["db"] if "db" in r else r["extra"]["db"])
-                         for r in read_json(path)])
+def _records(path: Path) -> list[dict]:
+    # IPR keeps the database's name one level deeper than InterCode.
+    return [dict(query=r["query"], gold=" ".join(r["gold"].split()),
+                 db=r["db"] if "db" in r else r["extra"]["db"]) for r in read_json(path)]
 
 
 def sqlite_scripts(dump: str) -> dict[str, str]:
@@ -77,12 +66,9 @@ def sqlite_scripts(dump: str) -> dict[str, str]:
 
 
 def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
-    """Loads InterCode's dump and makes, per database, the user that may read it and nothing else.
-
-    mysql_url: the name that these users' names start with, and their password. The dump's own
-    CREATE USER (an all-powerful admin/admin) and its GRANT are left out; its tables replace those
-    of the same names. Returns the databases.
-    """
+    """Loads InterCode's dump and makes, per database, the user that may read it and nothing else,
+    by the name and password of mysql_url; returns the databases. The dump's own CREATE USER (an
+    all-powerful admin/admin) is left out; its tables replace those of the same names."""
     text = re.sub(r"^(CREATE USER|GRANT|FLUSH)\b.*?;", "", dump.read_text(encoding="utf-8"),
                   flags=re.M)
     names = re.findall(r"^USE `(\w+)`;", text, re.M)

@@ -1,8 +1,5 @@
-"""New questions about the generated databases, made of queries that somebody ran there.
-
-A find is a SELECT that ran and has rows. Its family in `questions` is read back, and the family's
-words say what it asks for, so text and query agree by construction.
-"""
+"""New questions about the generated databases, made of queries that somebody ran there. The family
+of such a query in `questions` is read back, and the family's words say what it asks for."""
 
 import random
 import re
@@ -10,7 +7,7 @@ from contextlib import closing
 
 from worlds import replay, words_of
 from worlds.intercodesql import questions
-from worlds.intercodesql.databases import ERROR, refusal
+from worlds.intercodesql.databases import ERROR
 from worlds.intercodesql.questions import HELD_OUT, tables_of, worth_asking
 
 DRAWS = 20  # of a variation, until one is new and worth asking [ours]
@@ -27,7 +24,7 @@ OPERATIONS = ((r"\bcount\b", r"\b(how many|number of|count)\b"),
 
 
 def _pattern(gold: str) -> re.Pattern:
-    """Of the family's queries as `spaced` writes them."""
+    """Of the family's queries, their `parts_of` a space apart."""
     seen, parts = set(), []
     for hole, text in re.findall(r"\{(\w+)\}|(\w+|[^\w\s])", gold):
         parts.append(re.escape(text) or (f"(?P={hole})" if hole in seen else
@@ -42,9 +39,8 @@ FAMILIES = [(words, gold, _pattern(gold)) for _, words, gold in
 
 def families(sql: str):
     """(words, gold, parts) of the families whose query it is; parts: placeholder -> its text."""
-    sql = spaced(sql)
     for words, gold, pattern in FAMILIES:
-        if match := pattern.fullmatch(sql):
+        if match := pattern.fullmatch(" ".join(parts_of(sql))):
             yield words, gold, match.groupdict()
 
 
@@ -57,7 +53,6 @@ class TaskGenerator:
     actions = "SHOW TABLES, DESC table, a SELECT or, once the last result is the answer, submit"
 
     def __init__(self, env):
-        """env: an InterCodeSQL of the generator's own, which it plays."""
         self.env = env
         asked = [(split, q) for split in env.splits for q in env.splits[split].values()]
         self.training = {q["db"] for split, q in asked if split == "train"}
@@ -74,7 +69,7 @@ class TaskGenerator:
         """The words of the query's family; of none, the query without its names and values."""
         for words, _, _ in families(sql):
             return words
-        words = re.sub(r"'[^']*'|\b\d+\b", "?", spaced(sql))
+        words = re.sub(r"'[^']*'|\b\d+\b", "?", " ".join(parts_of(sql)))
         return re.sub(r"\b(?!(?:select|from|where|and|or|order|by|desc|limit|group|join|using|"
                       r"count|avg|max|min|sum|distinct|show|tables)\b)[a-z_]\w*", "x", words,
                       flags=re.I)
@@ -94,14 +89,12 @@ class TaskGenerator:
         where the query is of no family or nothing new is drawn."""
         question = self.env.find(task)
         tables = self.env.world.tables[db := question["db"]]
-        of = [(words, gold) for words, gold, _ in families(question["gold"])] if pattern is None \
-            else [(words, gold) for words, gold, _ in FAMILIES if words == pattern]
-        with closing(self.env.database(db)) as database:
-            for _ in range(DRAWS * bool(of)):
-                drawn = questions.fill(rng, tables, *of[0])
-                if (worth_asking(database.run, drawn["gold"])
-                        and not self.refusal(dict(drawn, db=db))):
-                    return [self.proposal(drawn["query"], drawn["gold"], db)]
+        known = families(question["gold"]) if pattern is None else FAMILIES
+        of = [(words, gold) for words, gold, _ in known if pattern in (None, words)]
+        for _ in range(DRAWS * bool(of)):
+            drawn = questions.fill(rng, tables, *of[0])
+            if not self.refusal(dict(drawn, db=db)):
+                return [self.proposal(drawn["query"], drawn["gold"], db)]
         return []
 
     def proposal(self, text: str, sql: str, db: str) -> dict:
@@ -110,11 +103,8 @@ class TaskGenerator:
                     solution=[self.env.reply(action) for action in actions])
 
     def question(self, db: str, sql: str, rng: random.Random) -> tuple[str, str] | None:
-        """What the query asks for, in words, and the query as the generator writes it.
-
-        None if it is of no family over this database. Spaces and case do not matter: a tokenizer
-        may decode MAX ( age ).
-        """
+        """What the query asks for, in words, and the query as the generator writes it; None if it
+        is of no family over this database. Spaces do not matter: tokenizers write MAX ( age )."""
         tables = {table.name: table for table in self.env.world.tables[db]}
         for words, gold, parts in families(sql):
             table, place = tables.get(parts["t"]), tables.get(parts.get("p"))
@@ -144,11 +134,8 @@ class TaskGenerator:
                               gold=" ".join(answers[-1].split()).rstrip(" ;")))
 
     def agree(self, task: dict) -> bool:
-        """Whether question and query are about the same: tables, columns, values and numbers.
-
-        The query reads a table. It may ask for names, and for the first row, without being told. A
-        comparison or an order that is turned round is not noticed.
-        """
+        """Whether question and query are about the same: tables, columns, values and numbers. The
+        query reads a table; it may ask for names, and for the first row, without being told."""
         tables, question = self.env.world.tables[task["db"]], task["query"]
         sql = re.sub(r"\blimit 1$", "", task["gold"], flags=re.I)
         quoted = {*re.findall("'(.*?)'", sql)}
@@ -177,11 +164,10 @@ class TaskGenerator:
         values = re.findall(r"'\w+'", task["gold"])
         if len(values) != len(set(values)):
             return "one value twice"
-        if error := refusal(task["gold"]):
-            return f"its gold query cannot be asked: {error}"
         with closing(self.env.database(task["db"])) as database:
-            runs = isinstance(database.run(task["gold"]), list)
-        return None if runs else "its query does not run"
+            worth = worth_asking(database.run, task["gold"])
+        return None if worth else ("its query cannot be asked, has no rows or too many, or a "
+                                   "condition that changes little")
 
     def verify(self, proposal: dict) -> str | None:
         """Plays the solution twice; why it does not prove the question, or None."""
@@ -190,9 +176,6 @@ class TaskGenerator:
             return "its text does not ask for what its query reads"
         if len(proposal["solution"]) > self.env.max_steps:
             return "its solution is longer than an episode"
-        with closing(self.env.database(task["db"])) as database:
-            if not worth_asking(database.run, task["gold"]):
-                return "no rows, too many, or a condition that changes little"
         first, second = (replay(self.env, task, proposal["solution"]) for _ in range(2))
         if any(step.observation.startswith(ERROR) for step in first):
             return "an action of its solution fails"
@@ -229,10 +212,6 @@ def parts_of(sql: str) -> list[str]:
     """The query's words, signs and quoted values, without comments and semicolons."""
     parts = re.findall(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|\w+|[^\w\s]", sql, re.S)
     return [part for part in parts if not part.startswith(("--", "/*")) and part != ";"]
-
-
-def spaced(sql: str) -> str:
-    return " ".join(parts_of(sql))
 
 
 def alike(sql: str) -> str:

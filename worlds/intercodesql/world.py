@@ -39,11 +39,8 @@ turns; without a submission the answer counts as wrong."""
 
 
 class InterCodeSQL(World):
-    """Questions about databases that the agent explores with SQL, then submits its last result.
-
-    A task is a question: query (in words), gold (SQL) and db, the database's name; on generated
-    databases, or on InterCode's. Observations are those of InterCode's ReAct agents: rows as Python
-    prints them, cut at 350 characters. The gold query of a submission is run live.
+    """Questions about databases that the agent explores with SQL, then submits its last result. A
+    task is a question: query (in words), gold (SQL) and db, the database's name.
 
     view="short", for a very small model: replies are bare queries or "submit", and results come
     without brackets, DESC as names alone, at most SHORT_ROWS rows.
@@ -132,11 +129,11 @@ def shown(result, sql: str, short: bool) -> str:
 def parse_sql_reply(reply: str) -> str | None:
     """As InterCode's ReAct agents read it: after the first "Action:" the word submit anywhere, or
     the first line of the first fenced sql block; None where there is neither."""
-    _, marker, action = reply.partition("Action:")
+    action = reply.partition("Action:")[2]
     if "submit" in action:
         return "submit"
     fence = re.search(r"```sql(.*?)```", action, re.S)
-    return (fence[1].strip().split("\n")[0] or None) if marker and fence else None
+    return fence and fence[1].strip().split("\n")[0] or None
 
 
 def sql_reward(agent_rows, gold_rows) -> float:
@@ -167,15 +164,13 @@ def _first_of(common: Counter, rows: list[str]) -> list[str]:
 
 
 def kendall_tau(a: list[str], b: list[str]) -> float:
-    """Kendall's tau-b between two lists of n texts, compared as texts; O(n^2) time, O(n) memory."""
+    """Kendall's tau-b between two orders of the same texts; O(n^2) time, O(n) memory."""
     x, y = (np.unique(texts, return_inverse=True)[1] for texts in (a, b))
-    concordant = ties_x = ties_y = 0  # concordant: minus the discordant pairs
+    concordant = ties = 0  # concordant: minus the discordant pairs
     for i in range(len(x) - 1):
         dx, dy = np.sign(x[i + 1:] - x[i]), np.sign(y[i + 1:] - y[i])
         concordant += int(dx @ dy)
-        ties_x += int((dx == 0).sum())
-        ties_y += int((dy == 0).sum())
-    pairs = len(x) * (len(x) - 1) // 2
+        ties += int((dx == 0).sum())  # as many in y
+    untied = np.sqrt(len(x) * (len(x) - 1) // 2 - ties)
     # In this order the last bit, and so the rounding of a half, is scipy's.
-    tau = concordant / np.sqrt(pairs - ties_x) / np.sqrt(pairs - ties_y)
-    return float(np.clip(tau, -1, 1))
+    return float(np.clip(concordant / untied / untied, -1, 1))

@@ -55,37 +55,36 @@ SCIENCE_TASKS = {
     "inclined-plane-friction-unnamed-surfaces": (162, None),
     "mendelian-genetics-known-plant": (120, None), "mendelian-genetics-unknown-plant": (480, None),
 }
-SHORT_TYPES = ("find-animal", "find-living-thing", "find-non-living-thing", "find-plant",
-               "lifespan-longest-lived", "lifespan-longest-lived-then-shortest-lived",
-               "lifespan-shortest-lived", "power-component")
+SHORT_TYPES = sorted(kind for kind in SCIENCE_TASKS
+                     if re.fullmatch("find-.*|lifespan-.*|power-component", kind))
+
+
+def _task(key: str) -> tuple[str, int]:
+    """Type and variation; KeyError or ValueError where there is none."""
+    kind, _, number = key.rpartition("-")
+    return kind, range(SCIENCE_TASKS[kind][0]).index(int(number))
 
 
 class ScienceWorld(World):
-    """Elementary science experiments in the ScienceWorld simulator, with ETO's rules.
+    """Elementary science experiments in the ScienceWorld simulator, with ETO's rules. A task is a
+    type and a variation's number. view="short" leaves out the prompt and the experts' thoughts.
 
-    Simplification "easy". The reward is the highest score so far / 100, at least 0; a wrong `focus
-    on` ends the episode with what had been reached before (by ETO's protocol with -1 if it is the
-    first action). view="short" leaves out the prompt and the experts' thoughts.
-
-    A task is a type and a variation's number. By rule, of ETO's 24 types or the eight short ones:
-    train, at most 120 of the simulator's training variations a type; seen, the first 10 of its
-    development variations, and validation the next 10; unseen, the first 10 of its test variations.
-
-    The simulator is a Java process of the object's own, some 350 MB, and is called directly: the
-    package's `step` also asks for all valid actions and takes ten times as long. `close` leaves it,
-    warm, for the next object; one that broke is replaced.
+    The simulator is a Java process of the object's own, and is called directly: the package's
+    `step` also asks for all valid actions and takes ten times as long. `close` leaves it, warm, for
+    the next object; one that broke is replaced.
     """
     name = "scienceworld"
     rules = PROMPT
     test_splits = ("seen", "unseen")
     max_steps = 100
     published_types = tuple(SCIENCE_TASKS)
+    task_of = staticmethod(_task)
     _idle = []   # simulators that no object uses
     _golds = {}  # (task type, variation) -> the simulator's solution
 
     def __init__(self, view: str = "full", task_types: str = "all", split_file: str | None = None):
         super().__init__(view)
-        self.splits = {split: _Tasks({f"{kind}-{number}": (kind, number) for kind, number in tasks})
+        self.splits = {split: {f"{kind}-{number}": (kind, number) for kind, number in tasks}
                        for split, tasks in _splits(task_types, split_file).items()}
         self._simulator = None
 
@@ -130,8 +129,7 @@ class ScienceWorld(World):
         self._simulator = None
 
     def _safely(self, work):
-        """work(simulator) in a running one, which is ended if it dies or is interrupted in a call.
-        """
+        """work(simulator) in a running one, which is ended if it dies or is interrupted."""
         try:
             with suppress(IndexError):  # none is idle
                 while self._simulator is None:
@@ -149,16 +147,6 @@ class ScienceWorld(World):
             kind, number = self._task
             raise EnvError(f"scienceworld {kind} {number}: the simulator died ({problem[:200]}); "
                            "see that there is memory for its Java process") from None
-
-
-class _Tasks(dict):
-    """Type and variation by key; also those of no split, for published experts play others too."""
-
-    def __missing__(self, key: str) -> tuple[str, int]:
-        kind, _, number = key.rpartition("-")
-        if number.isdecimal() and _is_task(kind, int(number)):
-            return kind, int(number)
-        raise KeyError(key)
 
 
 class _Simulator:
@@ -210,12 +198,9 @@ def _stop(gateway, process) -> None:
     process.stdin.close()
 
 
-def _is_task(kind: str, number: int) -> bool:
-    return kind in SCIENCE_TASKS and 0 <= number < SCIENCE_TASKS[kind][0]
-
-
 def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str, int]]]:
-    """split -> (task type, variation), as `ScienceWorld` says."""
+    """split -> tasks: a type's first 120 training variations, its first 10 of development, of which
+    the next 10 validate, and its first 10 of test."""
     types = SHORT_TYPES if task_types == "short" else [
         kind for kind, (_, cap) in SCIENCE_TASKS.items() if cap]
     splits = {"train": [], "validation": [], "seen": [], "unseen": []}
@@ -232,9 +217,8 @@ def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str
         """A published [task name, variation]; a name may have ETO's prefix and parentheses."""
         name, number = entry
         kind = re.sub(r"^task-\d+[ab]?-|[()]", "", name).replace("mendellian", "mendelian")
-        if type(number) is not int or not _is_task(kind, number):
-            raise ValueError(f"no task {name!r} with a variation {number!r}")
-        return (kind, number) if task_types == "all" or kind in types else None
+        task = _task(f"{kind}-{number}")
+        return task if task_types == "all" or kind in types else None
 
     names = {"train": "train", "seen": "dev", "unseen": "test"}
     return read_lists(split_file, splits, names, read, "a JSON list of [task name, variation], "
@@ -256,8 +240,7 @@ def science_actions(gold: list[str]) -> list[str]:
 
 
 def science_expert(gold: list[str], thoughts: bool, timed: bool = False):
-    """An expert that plays `science_actions`, naming things as it has read them; if timed, the
-    solution as it is, because each step counts or the names change."""
+    """An expert that plays `science_actions`; if timed, the solution as it is, step by step."""
     script, shown = iter(gold if timed else science_actions(gold)), []
 
     def reply(observation: str) -> str:
@@ -277,8 +260,7 @@ def things_in(observation: str) -> list[str]:
 def as_shown(action: str, shown: list[str]) -> str:
     """The action with its first thing called as shown, not as the simulator calls it in solutions:
     "move egg dove egg in inventory to red box" is "move dove egg to red box". A name that was not
-    shown, or fits several things, is left.
-    """
+    shown, or fits several things, is left."""
     match = re.fullmatch(r"(focus on|pick up|move) (.+?)(?: in inventory)?( to .+)?", action)
     if not match:
         return action

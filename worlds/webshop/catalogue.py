@@ -68,8 +68,7 @@ class ShopWorld:
 @cache
 def shop_world() -> ShopWorld:
     """384 products and 1,152 goals; the products of 12 families (one a type) are held out, for the
-    split "unseen". Goals that differ in their price limit only are in one split.
-    """
+    split "unseen". Goals that differ in their price limit only are in one split."""
     rng = random.Random(WORLD_SEED)
     families, products = [], []
     for name in TYPES:
@@ -92,14 +91,12 @@ def shop_world() -> ShopWorld:
     groups = list(alike.values())
     rng.shuffle(groups)
     for split, size in (("train", 600), ("validation", 158), ("test", 250)):
-        goals[split], left = [], []
-        for group in groups:
+        goals[split] = []
+        for group in [*groups]:
             if len(goals[split]) + len(group) <= size:
                 goals[split] += group
-            else:
-                left.append(group)
+                groups.remove(group)
         rng.shuffle(goals[split])
-        groups = left
     return ShopWorld(products, goals, families)
 
 

@@ -1,17 +1,17 @@
 """WebShop on an official server, of which this is a client."""
 
-import fcntl
 import os
 import re
 import tempfile
 from collections import defaultdict
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 from weakref import WeakSet
 
 import requests
+from filelock import FileLock
 
 from worlds import EnvError, Refused
 from worlds.published import read_lists
@@ -21,36 +21,31 @@ RULE = {"train": range(1500, 1500 + 1624), "validation": range(500, 1500), "test
 
 
 class WebShopServer(Shop):
-    """An official WebShop server, driven as a browser does: by its pages' links and forms.
+    """An official WebShop server, driven as a browser does: by its pages' links and forms. A task
+    is the number of a goal; `reset` takes any. By rule splits are those of WebShop's baselines.
 
-    A task is the number of one of the server's goals; `reset` takes any. By rule splits are those
-    of WebShop's own baselines, with as many training goals as the paper has.
-
-    Goal numbers mean the same on every server with the same catalogue, but price limits are drawn
-    when it starts. Refused where the server was replaced: a goal that this process has met before
-    reads otherwise now. Before one that is met for the first time another one is read again, and
-    after a purchase, whose page does not show it, the episode's own.
+    Price limits are drawn when a server starts. Refused where it was replaced: a goal that this
+    process has met before reads otherwise now. Before one that is met for the first time another
+    one is read again, and after a purchase, whose page does not show it, the episode's own.
 
     A server loads its catalogue at its first request, and once more for each that comes meanwhile.
     So those that it has not answered since it last failed ask one at a time, on all of a machine.
+    It slows down with each session, so every episode on a goal uses the same one.
 
-    A server slows down with each session, of which it keeps the goal only, so every episode on a
-    goal uses the same one. EnvError at the first request that fails: no answer, errors, a broken
-    page, a link or redirect to another host. Where the server has no page for its own link (404,
-    for an option name with a slash), the click does nothing. Text of a model leaves as the search
-    form's field and in no other way.
+    EnvError at the first request that fails: no answer, errors, a broken page, a link or redirect
+    to another host. A link without a page (404, for an option name with a slash) does nothing. Text
+    of a model leaves as the search form's field and in no other way.
     """
     test_splits = ("test",)
+    task_of = int
     drawn_anew = r"(?i),?( and)? price lower than [\d,]+(\.\d+)? dollars"
 
     def __init__(self, webshop_url: str, view: str = "full", split_file: str | None = None,
-                 timeout: float = 60.0, load_timeout: float = 1200.0):
-        """timeout: seconds that a request may take; load_timeout: one that may have the server load
-        its catalogue."""
+                 timeout: float = 60.0, load_timeout: float = 1200.0):  # seconds of a request
         super().__init__(view)
         lists = read_lists(split_file, RULE, {"train": "train", "test": "test"}, int,
                            "a JSON list of goal numbers")
-        self.splits = {split: _Goals({str(goal): goal for goal in goals})
+        self.splits = {split: {str(goal): goal for goal in goals}
                        for split, goals in lists.items()}
         self._client = Client(webshop_url.rstrip("/"), timeout, load_timeout)
 
@@ -73,13 +68,6 @@ class WebShopServer(Shop):
         query = re.sub("^<([racq])>", r"\1", query.replace("/", " "))[:1000]
         return self._client.open(self.shown, "POST", self._client.form,
                                  data={"search_query": query})
-
-
-class _Goals(dict):
-    """Number by key; also those of no split, which the server may not have."""
-
-    def __missing__(self, key: str) -> int:
-        return int(key)
 
 
 class Client:
@@ -115,14 +103,14 @@ class Client:
         return page
 
     def open(self, before: Shown | None, method: str, url: str, item=None, data=None) -> Shown:
-        """The page at `url`, or the page before if there is none (404). before: None for the first
-        page of an episode. item: of a product link."""
+        """The page at `url`; before: the page that it follows, which stays if there is none (404),
+        None for the first one of an episode. item: of a product link."""
         found = self._load(method, url, data, opening=before is None)
         if found is None:
             return before
         try:
             page = _Html(*found)
-        except (ValueError, AssertionError) as error:  # an address, a reward or a mark
+        except (ValueError, IndexError, AssertionError) as error:  # an address, a reward, a mark
             self._fail(f"a page that cannot be read ({error})")
         if page.reward is not None:
             if not 0 <= page.reward <= 1:
@@ -167,13 +155,10 @@ class Client:
                    + (", its answer to a goal that its catalogue does not have; start it with all "
                       "products, or play fewer or other tasks") * (opening and status == 500))
 
-    @contextmanager
     def _in_turn(self):
         """One at a time of all processes of a user on this machine that ask this server."""
         name = f"webshop-{os.getuid()}-{urlsplit(self.url).netloc.replace(':', '-')}"
-        with open(Path(tempfile.gettempdir(), name), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
-            yield
+        return FileLock(Path(tempfile.gettempdir(), name))
 
     def _fail(self, problem: str):
         raise EnvError(f"goal {self._goal} at {self.url}: {problem}")
@@ -185,22 +170,19 @@ class Client:
 
 class _Html(HTMLParser):
     """A page of an official server: its text; its links, lowercased text -> (method, address,
-    product of a product's link); where its form posts a search; the reward of a purchase.
-    """
+    product of a product's link); where its form posts a search; the reward of a purchase."""
     HIDDEN = ("style", "script", "head", "title")
 
     def __init__(self, html: str, url: str):
         super().__init__()
         self.pieces, self.links, self.form, self.reward = [], {}, None, None
-        self._url, self._action, self._options = url, url, {}
+        self._url, self._action = url, url
         self._text = ""       # since the last tag or comment
         self._hidden = 0      # open elements whose text is not shown
-        self._control = None  # the open button or product link: tag, method, address, its text
-        self._score = None    # the text since #reward or its <pre> began
+        self._control = None  # the open button or product link: tag, method, address, first piece
+        self._scored = False  # whether the next <pre> has the reward
         self.feed(html)
         self.close()
-        for value, link in self._options.items():
-            self.links.setdefault(value, link)  # a button beats an option of the same name
         self.instruction = next((text for head, text in zip(self.pieces, self.pieces[1:])
                                  if head == "Instruction:"), None)
 
@@ -215,30 +197,27 @@ class _Html(HTMLParser):
             self.form = self._action
         elif attrs.get("type") == "radio":
             link = "GET", urljoin(self._url, attrs.get("data-url", "")), None
-            self._options[attrs.get("value", "")] = link
+            self.links.setdefault(attrs.get("value", ""), link)  # a button of this name beats it
         if "btn" in classes:
-            self._control = [tag, "POST", self._action, ""]
+            self._control = tag, "POST", self._action, len(self.pieces)
         elif "product-link" in classes:
-            self._control = [tag, "GET", urljoin(self._url, attrs.get("href", "")), ""]
-        if attrs.get("id") == "reward" or (tag == "pre" and self._score is not None):
-            self._score = ""
+            address = urljoin(self._url, attrs.get("href", ""))
+            self._control = tag, "GET", address, len(self.pieces)
+        self._scored |= attrs.get("id") == "reward"
 
     def handle_endtag(self, tag):
         self._end_text()
         self._hidden -= tag in self.HIDDEN
         if self._control and tag == self._control[0]:
-            _, method, address, text = self._control
+            _, method, address, first = self._control
+            text = "".join(self.pieces[first:])
             self.links[text.lower()] = method, address, text if method == "GET" else None
             self._control = None
-        if tag == "pre" and self._score is not None:
-            self.reward, self._score = float(self._score), None
+        if tag == "pre" and self._scored:
+            self.reward, self._scored = float(self.pieces[-1]), False
 
     def handle_data(self, data):
         self._text += data
-        if self._control:
-            self._control[3] += data
-        if self._score is not None:
-            self._score += data
 
     def handle_comment(self, data):
         self._end_text()
@@ -246,6 +225,5 @@ class _Html(HTMLParser):
     def _end_text(self):
         """A piece ends at a tag; one of white space alone counts unless it holds a newline."""
         text, self._text = self._text, ""
-        blank = not text.strip(" \t\n\f\r")
-        if text and not self._hidden and not (blank and "\n" in text):
+        if text and not self._hidden and (text.strip(" \t\n\f\r") or "\n" not in text):
             self.pieces.append(text.strip())

@@ -42,10 +42,8 @@ class Shown:
 
 
 class Shop(World):
-    """What the embedded shop and a real server share: actions, budget and views.
-
-    Text and rules are the official text environment's, with two differences: a search is valid
-    on the search page only (as in WebShop's browser environment; not by ETO's protocol), and the
+    """What the embedded shop and a real server share. Text and rules are the official text
+    environment's, but a search is valid on the search page only (not by ETO's protocol), and the
     page after a purchase ends at "Your code:", because the rest shows the goal and the reward.
 
     view="short", for a very small model: pages after the first come without the instruction and
@@ -98,9 +96,7 @@ class Page:
 
 class WebShop(Shop):
     """WebShop's pages (of a server started with --attrs), actions and reward over a generated
-    catalogue. A task is a goal: what `webshop_reward` takes, with its instruction. `test` has new
-    goals, `unseen` new families of products.
-    """
+    catalogue. A task is a goal: what `webshop_reward` takes, with its instruction."""
     test_splits = ("test", "unseen")
     makes_tasks = True
     max_results = 50

@@ -1,13 +1,10 @@
-"""New goals for the embedded shop, made of what somebody bought there.
-
-A find is a purchase: product, options, price. It becomes a goal that asks for what was bought, and
-the episode's own actions are its solution: what was bought by mistake is right for the new goal.
-"""
+"""New goals for the embedded shop, which ask for what somebody bought there: what was bought by
+mistake is right for the new goal, and the episode's own actions are its solution."""
 
 import random
 import re
 
-from worlds import converse, parse_reply, words_of
+from worlds import converse, words_of
 from worlds.webshop.catalogue import draw_goal, goal_for, goal_key, instruction_of, meets
 
 DRAWS = 20  # of a variation, until one is new and its solution has the rare pattern [ours]
@@ -26,7 +23,6 @@ class TaskGenerator:
     actions = "search[words] on the search page, click[text] with a text of the page elsewhere"
 
     def __init__(self, shop):
-        """shop: a WebShop of the generator's own, which it plays."""
         self.shop, world = shop, shop.world
         goals = [(split, goal) for split in world.goals for goal in world.goals[split]]
         self.said = {words_of(goal["instruction"]) for _, goal in goals}
@@ -75,11 +71,7 @@ class TaskGenerator:
         return []
 
     def written(self, task: str, proposal: dict) -> dict | None:
-        """An explorer model's proposal: its words, and the goal that they come to.
-
-        None where nothing is bought, or the words do not name the purchase's kind, attributes and
-        options and a limit.
-        """
+        """An explorer model's words, and the goal that they come to with its purchase, or None."""
         text, actions = proposal["query"], proposal["action_sequence"]
         limits = re.findall(r"(?:than|under|below|\$)\s*\$?(\d+(?:\.\d+)?)", text.lower())
         if not (bought := self._bought(task, actions)) or len(limits) != 1:
@@ -149,7 +141,7 @@ class TaskGenerator:
             after = self.shop.shown
             if after is before:  # not carried out
                 continue
-            kind = argument = re.match(r"(.+)\[(.+)\]", parse_reply(reply))[2].lower()
+            kind = argument = re.match(r"(.+)\[(.+)\]", self.shop.action(reply))[2].lower()
             if after.kind == before.kind == "item":
                 asked = argument in goal["goal_options"]
                 kind = "choose what was asked" if asked else "choose something else"
