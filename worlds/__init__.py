@@ -57,7 +57,8 @@ class World:
         start(what) -> str                  begins an episode on what `find` gives; the observation
         step(reply) -> Step                 for `max_steps` replies at most; others count them
         expert() -> page -> reply           of the episode just reset; Refused: there is none
-    One that breaks raises EnvError at the first fault. Tasks have ids, NAME-SPLIT-KEY.
+    One that breaks raises EnvError at the first fault; after `close`, `reset` starts afresh. Tasks
+    have ids, NAME-SPLIT-KEY; the split of those made during a run is "added".
     """
     name: str
     rules = ""            # said once at the start of an episode, by the full view
@@ -92,7 +93,8 @@ class World:
         try:
             name, split, key = task.split("-", 2)
             tasks = {self.name: {**self.splits, "added": self._added}}[name][split]
-            return self.task_of(key) if self.task_of and key not in tasks else tasks[key]
+            made = self.task_of and split != "added" and key not in tasks
+            return self.task_of(key) if made else tasks[key]
         except (KeyError, ValueError):
             raise ValueError(f"unknown task {task!r}; tasks(split) lists them") from None
 

@@ -191,7 +191,8 @@ def make(name: str, view: str = "full", examples: int = 1, **options) -> World:
 
 
 def experts(env: World, file: str | None, count: int) -> Iterator[tuple[str, list[dict], float]]:
-    """(task, messages, reward) of `count` experts (0: all) of a file, else the scripted ones."""
+    """(task, messages, reward) of `count` experts (0: all) of a file, else the scripted ones.
+    Refused, naming the entry, where it is none, or its task opens otherwise here."""
     if not file:
         for task in env.tasks("train")[:count or None]:
             yield task, *converse(env, env.reset(task), env.expert())

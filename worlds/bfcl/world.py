@@ -24,7 +24,10 @@ would need."""
 
 class Bfcl(World):
     """Multi-turn tasks of BFCL v3 on simulators of files, messages, trading, travel and others.
-    view="short": functions are documented by signature and description."""
+    The reward comes at the end: 1 if after each turn with a ground truth the simulators are in its
+    state and its results are among the agent's so far (the package's checks), else 0; with
+    bfcl_reward="turns" the share of these turns. view="short": functions are documented by
+    signature and description."""
     name = "bfcl"
     rules = PROMPT
     test_splits = ("test",)

@@ -67,7 +67,9 @@ def _task(key: str) -> tuple[str, int]:
 
 class ScienceWorld(World):
     """Elementary science experiments in the ScienceWorld simulator, with ETO's rules. A task is a
-    type and a variation's number. view="short" leaves out the prompt and the experts' thoughts.
+    type and a variation's number. The reward is the highest score so far / 100, at least 0; a wrong
+    `focus on` ends the episode with what had been reached before (by ETO's protocol with -1 if it
+    is the first action). view="short" leaves out the prompt and the experts' thoughts.
 
     The simulator is a Java process of the object's own, and is called directly: the package's
     `step` also asks for all valid actions and takes ten times as long. `close` leaves it, warm, for
