@@ -11,7 +11,6 @@ import time
 import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,13 +34,7 @@ from worlds import Step  # noqa: E402
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-# As the models publish them: Qwen3 (2507, Instruct) without its tools, Llama 2 and Llama 3.
-QWEN3 = ("{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\n' + messages[0].content + "
-         "'<|im_end|>\n' }}{%- endif %}{%- for m in messages %}{%- if m.role == 'user' or "
-         "(m.role == 'system' and not loop.first) %}{{- '<|im_start|>' + m.role + '\n' + m.content "
-         "+ '<|im_end|>' + '\n' }}{%- elif m.role == 'assistant' %}{{- '<|im_start|>' + m.role + "
-         "'\n' + m.content }}{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
-         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}")
+# As the models publish them, Llama 2 and Llama 3; Qwen3's writes what ChatML does.
 LLAMA2 = ("{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set rules = "
           "'<<SYS>>\n' + messages[0]['content'].strip() + '\n<</SYS>>\n\n' %}{% else %}"
           "{% set turns = messages %}{% set rules = '' %}{% endif %}{% for m in turns %}"
@@ -59,8 +52,6 @@ SYSTEM = "<|im_start|>system\nYou shop.<|im_end|>\n" + CHATML
 TEMPLATES = {  # name -> (template, control tokens, end of turn, pad)
     "chatml": (CHATML, ["<|im_start|>", "<|im_end|>", "<|pad|>"], "<|im_end|>", "<|pad|>"),
     "system": (SYSTEM, ["<|im_start|>", "<|im_end|>"], "<|im_end|>", "<|im_end|>"),
-    "qwen3": (QWEN3, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_end|>",
-              "<|endoftext|>"),
     "llama2": (LLAMA2, ["<s>", "</s>"], "</s>", "</s>"),
     "llama3": (LLAMA3, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
                         "<|eot_id|>"], "<|eot_id|>", "<|eot_id|>"),
@@ -342,12 +333,6 @@ def endpoint(serve, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     return server
-
-
-@pytest.fixture(scope="session")
-def settings():
-    """Some settings, by name, as an object."""
-    return lambda **values: SimpleNamespace(tokens_per_forward=0, **values)
 
 
 SMALL_RUN = ("--env webshop --train-tasks 6 --eval-tasks 2 --iterations 1 --rollouts 2 "
