@@ -189,18 +189,6 @@ def test_a_stopped_run_goes_on_and_pays_for_no_answer_twice(endpoint, run):
     assert len(texts) > 3 and not any(KEY in text for text in texts)
 
 
-def test_a_line_that_was_cut_is_asked_for_again(endpoint, run):
-    first = run()
-    file = first.folder / "answers.jsonl"
-    whole = file.read_bytes()
-    last = whole.rindex(b"\n", 0, -1) + 1
-    file.write_bytes(whole[:last] + b'{"asked": "te\n{"as\n')
-    (first.folder / "eval-0-target-test.jsonl").unlink()
-    paid = len(endpoint.seen)
-    assert [e["reward"] for e in rows_of(run())] == [1.0] * 4
-    assert len(endpoint.seen) == paid + 1 and file.read_bytes() == whole
-
-
 def test_kept_answers_are_only_taken_where_the_world_shows_what_it_showed(endpoint, run, monkeypatch):
     endpoint.answer = lambda messages: "x"
     r = run()
