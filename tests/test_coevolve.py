@@ -275,19 +275,6 @@ def test_preference_training_begins_at_the_agent_after_sft_with_ln_2(small_run):
     assert first["loss"] == pytest.approx(loss / counted, abs=1e-4)
 
 
-def test_agents_move_on_from_where_they_should(small_run):
-    """By at most lr a step from the agent after SFT, which itself has left the base by more."""
-    weights = lambda folder: load_file(folder / "model.safetensors")
-    distance = lambda a, b: max((a[k].float() - b[k].float()).abs().max().item() for k in a)
-    out, base = small_run, weights(coevolve.MODELS["tiny"])
-    after = {name: weights(out / f"sft-{name}") for name in ("target", "failure")}
-    assert 0 < distance(after["target"], after["failure"])  # by another seed
-    for name in after:
-        steps = len(read_jsonl(out / f"iter1/{name}-agent/train.jsonl"))
-        moved = distance(weights(out / f"iter1/{name}-agent"), after[name])
-        assert 0 < moved <= 1.1e-5 * steps < 1.5e-4 < distance(after[name], base)
-
-
 # ------------------------------------------------------------------------------- runs in the toy
 
 
