@@ -116,18 +116,15 @@ def test_what_the_databases_say(prompts):
     env = make("intercodesql", prompts)
     task = env.tasks("train")[0]
     question = env.find(task)
-    fence = "Action: \n```sql\n{}\n```"
-    messages, reward = conversation(env, task, [
-        "submit it", fence.format("SHOW TABLES"), fence.format("SELECT FROM x"),
-        fence.format("SELECT nothing FROM nowhere"), fence.format(question["gold"]), "Action: submit."])
-    answers = [m["content"] for m in messages[7::2]]
+    messages, reward = conversation(env, task, ["submit it", *map(
+        "Action: \n```sql\n{}\n```".format, ("SHOW TABLES", "SELECT FROM x", question["gold"])),
+        "Action: submit."])
     assert messages[6]["content"] == question["query"] and reward == 1.0
-    assert answers[0] == "submit it"
     read = [m["content"] for m in messages[8::2]]
     assert read[0].startswith("Observation: I don't understand your input.\n Your input")
     assert read[1].startswith("Observation: [(") and not read[1].endswith("\n")
     assert read[2].startswith("Observation: Error executing query: You have an error")
-    assert read[2].endswith("\n") and read[3].startswith("Observation: Error executing query:")
+    assert read[2].endswith("\n")
 
 
 @pytest.mark.parametrize("reply, sql", [  # Q: a query

@@ -206,14 +206,6 @@ def test_the_short_view_leaves_out_what_was_shown_before():
         assert shop.step(action).observation == text
 
 
-def test_unknown_names_are_refused_with_the_choices():
-    for call, choices in [(lambda: make("shop"), "webshop"),
-                          (lambda: make("webshop").tasks("dev"), "train, validation, test"),
-                          (lambda: make("webshop").reset("webshop-test-250"), "unknown task")]:
-        with pytest.raises(ValueError, match=choices):
-            call()
-
-
 def test_catalogue_is_built_of_near_twins():
     world = catalogue.shop_world()
     assert len(world.products) == len({p["asin"] for p in world.products}) == 384
