@@ -86,14 +86,6 @@ def test_wanderers_are_the_same_side_by_side(monkeypatch):
     assert len({str(talk) for talk in talks}) == 4
 
 
-def test_a_copy_trains_on_what_can_be_known():
-    [sequence] = pretrain.copy_group(random.Random(1), 50, 3, 12).sequences
-    n = len(sequence.ids) // 2
-    assert 3 <= n <= 12 and sequence.ids == sequence.ids[:n] * 2
-    # Which token begins the second time nobody can know.
-    assert sequence.action_mask == [0] * (n + 1) + [1] * (n - 1)
-
-
 def test_a_text_trains_on_all_of_its_replies_and_on_some_of_its_pages(encoder, conversations):
     [sequence] = pretrain.text_group(random.Random(1), encoder.encode(conversations[0], 1)[0],
                                      encoder.tokenizer).sequences
