@@ -107,6 +107,14 @@ def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64) -> Qwen3ForC
     return model
 
 
+def plain_log_probs(model, ids, action_mask, never=(), temperature=1.0):
+    """log pi of each action token, nats, by a pass of transformers over this text alone."""
+    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1] / temperature
+    logits = logits.index_fill(1, torch.tensor([*never], dtype=torch.long), -torch.inf)
+    found = logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+    return found[torch.tensor(action_mask[1:]) > 0]
+
+
 def fork(work, said, **environment) -> int:
     """The number of a fork of this process that does work(); the file `said` has what it prints."""
     if process := os.fork():

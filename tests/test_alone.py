@@ -64,9 +64,7 @@ def test_every_world_and_any_model_run_to_a_table_in_an_empty_folder(tmp_path):
                 assert f"reward {row['reward']:.3f}  success {row['success']:.3f}" in table
     loaded = ast.literal_eval(said[said.index("loaded [") + len("loaded "):].splitlines()[0])
     assert not {"lab", "evolve", "conftest", "pytest"} & {*loaded}
-    # The text that the random Llama saw is in the run; its weights moved, in fp32.
-    rows = [json.loads(row) for row in (tmp_path / "runs/llama/iter1/target.jsonl").open()]
-    assert {row["steps"] for row in rows} == {10}  # it never finds the shop's actions
+    # The random Llama's weights moved.
     before, after = (LlamaForCausalLM.from_pretrained(tmp_path / name).state_dict()
                      for name in ("llama", "runs/llama/sft-target"))
     assert before.keys() == after.keys()

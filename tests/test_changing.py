@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import plain_log_probs
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -134,14 +135,12 @@ def episodes_of(run, *names):
             for name in names for e in rows(run / f"{name}.jsonl")}
 
 
+@torch.no_grad()
 def nats(folder, episodes, temperature=1.0):
     """log p of each action token of each episode, by the model alone."""
     model = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        for e in episodes:
-            ids, acts = torch.tensor(e["ids"]), torch.tensor(e["action_mask"][1:]).bool()
-            log_p = (model(ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
-            yield log_p.gather(1, ids[1:, None])[acts, 0].double()
+    return [plain_log_probs(model, e["ids"], e["action_mask"], (), temperature).double()
+            for e in episodes]
 
 
 def test_every_change_has_a_test_and_the_readmes_are_of_the_guide():

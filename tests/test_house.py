@@ -19,9 +19,13 @@ FILES = [*(ROOT / f"{name}.py" for name in (*CORE, "evolve")), *sorted((ROOT / "
          *sorted((ROOT / "worlds").rglob("*.py"))]
 
 
+def nodes(path: Path):
+    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+
+
 def definitions():
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 yield path, node
 
@@ -33,7 +37,7 @@ def room(path: Path) -> str:
 def imported(path: Path) -> set[str]:
     """The first part of the name of all that a file imports, inside functions too."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -53,21 +57,17 @@ def test_arrows_point_to_the_core(path):
     if room(path) in CORE:
         packages = PACKAGES if room(path) != "envs" else set()  # no tensors
         assert names <= MAY[room(path)] | packages | {*sys.stdlib_module_names}
-        for node in ast.walk(ast.parse(path.read_text())):  # nor is one hidden in a function
+        for node in nodes(path):  # nor is one hidden in a function
             assert not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or not any(
                 isinstance(part, (ast.Import, ast.ImportFrom)) for part in ast.walk(node))
 
 
 def test_modules_of_lab_do_not_import_each_other_in_a_circle():
-    modules = {path.stem: path for path in (ROOT / "lab").glob("*.py")}
     needs = {}
-    for name, path in modules.items():
-        needs[name] = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module == "lab":
-                needs[name] |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module.startswith("lab."):
-                needs[name].add(node.module.split(".")[1])
+    for path in (ROOT / "lab").glob("*.py"):
+        froms = [node for node in nodes(path) if isinstance(node, ast.ImportFrom)]
+        needs[path.stem] = {alias.name for n in froms if n.module == "lab" for alias in n.names} | {
+            n.module.split(".")[1] for n in froms if n.module.startswith("lab.")}
     while free := [name for name, others in needs.items() if not others & {*needs}]:
         needs = {name: others for name, others in needs.items() if name not in free}
     assert not needs
@@ -113,5 +113,3 @@ def test_no_class_has_more_than_fifteen_methods_inherited_ones_counted():
                     found |= methods[other]
                     names += [base for base in bases[other] if base not in seen]
         assert len(found) <= 15, (key, sorted(found))
-
-
