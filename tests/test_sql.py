@@ -12,11 +12,9 @@ import threading
 import time
 from collections import Counter
 from contextlib import closing, suppress
-from pathlib import Path
 
 import pytest
-from again import Again
-from conftest import wait_until
+from conftest import ROOT, Again, beside, wait_until
 
 import coevolve
 import worlds
@@ -24,15 +22,12 @@ from worlds.intercodesql import databases, questions, spider
 from worlds.intercodesql.world import EXPLANATION, InterCodeSQL, parse_sql_reply, sql_reward
 from worlds.published import make, published_task
 
-ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data" / "intercode"
 
 
 @pytest.fixture(scope="module")
 def intercode():
-    if not DATA.exists():
-        pytest.skip(f"{DATA} is absent: the project does not ship it")
-    return DATA
+    return beside("intercode")
 
 
 def cell(value):

@@ -6,10 +6,10 @@ import random
 import re
 import subprocess
 import sys
-from pathlib import Path
 from statistics import mean
 
 import pytest
+from conftest import ROOT, beside
 
 import worlds
 from worlds.published import make
@@ -17,18 +17,9 @@ from worlds.webshop import catalogue
 from worlds.webshop import shop as webshop
 from worlds.webshop.shop import WebShop
 
-ROOT = Path(__file__).parents[1]
-DATA = ROOT.parent / "shared" / "data" / "webshop"
-
-
-def data(name):
-    if not (DATA / name).exists():
-        pytest.skip(f"{DATA / name} is absent: the project does not ship it")
-    return json.loads((DATA / name).read_text(encoding="utf-8"))
-
 
 def test_reward_agrees_with_the_official_reward_on_all_vectors():
-    vectors = data("reward_vectors.json")
+    vectors = json.loads(beside("webshop/reward_vectors.json").read_text(encoding="utf-8"))
     assert len(vectors) == 200
     for v in vectors:
         got = webshop.webshop_reward(v["product"], v["goal"], v["options"], v["price"])
