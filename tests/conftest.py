@@ -11,7 +11,6 @@ import time
 import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,17 +30,20 @@ import dpo  # noqa: E402
 import envs  # noqa: E402
 from lab.run import Run  # noqa: E402
 from lab.settings import METHODS, Settings  # noqa: E402
-from worlds import Step  # noqa: E402
+from worlds import EnvError, Step  # noqa: E402
+
+
+def beside(name):
+    """A file or folder beside the project, which does not ship it; where it is not, a skip."""
+    path = ROOT.parent / "shared" / "data" / name
+    if not path.exists():
+        pytest.skip(f"{path} is absent: the project does not ship it")
+    return path
+
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-# As the models publish them: Qwen3 (2507, Instruct) without its tools, Llama 2 and Llama 3.
-QWEN3 = ("{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\n' + messages[0].content + "
-         "'<|im_end|>\n' }}{%- endif %}{%- for m in messages %}{%- if m.role == 'user' or "
-         "(m.role == 'system' and not loop.first) %}{{- '<|im_start|>' + m.role + '\n' + m.content "
-         "+ '<|im_end|>' + '\n' }}{%- elif m.role == 'assistant' %}{{- '<|im_start|>' + m.role + "
-         "'\n' + m.content }}{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
-         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}")
+# As the models publish them, Llama 2 and Llama 3; Qwen3's writes what ChatML does.
 LLAMA2 = ("{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set rules = "
           "'<<SYS>>\n' + messages[0]['content'].strip() + '\n<</SYS>>\n\n' %}{% else %}"
           "{% set turns = messages %}{% set rules = '' %}{% endif %}{% for m in turns %}"
@@ -59,8 +61,6 @@ SYSTEM = "<|im_start|>system\nYou shop.<|im_end|>\n" + CHATML
 TEMPLATES = {  # name -> (template, control tokens, end of turn, pad)
     "chatml": (CHATML, ["<|im_start|>", "<|im_end|>", "<|pad|>"], "<|im_end|>", "<|pad|>"),
     "system": (SYSTEM, ["<|im_start|>", "<|im_end|>"], "<|im_end|>", "<|im_end|>"),
-    "qwen3": (QWEN3, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_end|>",
-              "<|endoftext|>"),
     "llama2": (LLAMA2, ["<s>", "</s>"], "</s>", "</s>"),
     "llama3": (LLAMA3, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
                         "<|eot_id|>"], "<|eot_id|>", "<|eot_id|>"),
@@ -114,6 +114,14 @@ def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64) -> Qwen3ForC
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.3)
     return model
+
+
+def plain_log_probs(model, ids, action_mask, never=(), temperature=1.0):
+    """log pi of each action token, nats, by a pass of transformers over this text alone."""
+    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1] / temperature
+    logits = logits.index_fill(1, torch.tensor([*never], dtype=torch.long), -torch.inf)
+    found = logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+    return found[torch.tensor(action_mask[1:]) > 0]
 
 
 def fork(work, said, **environment) -> int:
@@ -260,6 +268,40 @@ def toy_run(small_model, tmp_path, monkeypatch):
     return run
 
 
+class Again:
+    """`env` as the core plays it: an episode that breaks is played again from its start to where it
+    was, at most so many times."""
+
+    def __init__(self, env, times: int = 2, wait: float = 0.0):
+        self.env, self.times, self.wait = env, times, wait
+
+    def __getattr__(self, name):
+        return getattr(self.env, name)
+
+    def reset(self, task):
+        self.task, self.replies = task, []
+        return self.play()
+
+    def step(self, reply):
+        self.replies.append(reply)
+        return self.play(last=True)
+
+    def play(self, last=False):
+        """The last step of the episode, alone or after all before; EnvError where it stays."""
+        for left in range(self.times, -1, -1):
+            try:
+                found = None if last else self.env.reset(self.task)
+                for reply in self.replies[-1:] if last else self.replies:
+                    found = self.env.step(reply)
+                return found
+            except EnvError:
+                self.env.close()
+                if not left:
+                    raise
+                time.sleep(self.wait)
+                last = False
+
+
 class Loopback(ThreadingHTTPServer):
     daemon_threads = True
 
@@ -342,12 +384,6 @@ def endpoint(serve, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     return server
-
-
-@pytest.fixture(scope="session")
-def settings():
-    """Some settings, by name, as an object."""
-    return lambda **values: SimpleNamespace(tokens_per_forward=0, **values)
 
 
 SMALL_RUN = ("--env webshop --train-tasks 6 --eval-tasks 2 --iterations 1 --rollouts 2 "

@@ -158,9 +158,11 @@ def test_kept_episodes_are_whole_and_of_the_same_world(tmp_path):
         dict(role="user", content="a page")], ended="done") for n in range(3)]
     kept.Kept(tmp_path / "rows", World).add(episodes[:2])
     with open(tmp_path / "rows", "a") as file:
-        file.write('{"task": "2", "ag')  # the process was killed
+        file.write('{"task": "2", "ag\n{"ta')  # the process was killed
     again = kept.Kept(tmp_path / "rows", World)
     assert again.of(episodes[:2]) == episodes[:2] and again.of(episodes) is None
+    again.add(episodes[2:])
+    assert kept.Kept(tmp_path / "rows", World).of(episodes) == episodes
     World.page = "another page"
     assert kept.Kept(tmp_path / "rows", World).of(episodes[:1]) is None
 

@@ -20,9 +20,9 @@ import envs
 import evolve
 from coevolve import read
 from dpo import Trajectory
+from lab.checkpoint import Checkpoint
 from worlds import Step, World, converse
 from worlds.files import read_jsonl, seed_of
-from worlds.flags import parse
 from worlds.intercodesql.world import InterCodeSQL
 
 
@@ -209,10 +209,6 @@ def test_a_query_that_its_words_would_not_say_is_of_no_family(databases):
                     f"SELECT AVG({label}) FROM {other}", f"SELECT {label} FROM {other} "
                     f"WHERE {text} > 20", f"SELECT {label} FROM {other} ORDER BY {text} DESC"):
             assert generator.question(db, sql, random.Random(0)) is None, sql
-    for question in env.world.questions["train"].values():
-        for damaged in (question["gold"] + " LIMIT 3 OFFSET 1", "SELECT", question["gold"] + " x",
-                        question["gold"].replace("SELECT", "SELECT nothing,", 1)):
-            assert generator.question(question["db"], damaged, random.Random(0)) is None
 
 
 def test_solutions_that_do_not_prove_a_question_are_refused(databases):
@@ -220,14 +216,20 @@ def test_solutions_that_do_not_prove_a_question_are_refused(databases):
     question = env.find(env.tasks("train")[0])
     whole = generator.proposal(question["query"], question["gold"], question["db"])
     assert generator.verify(whole) is None
-    assert "does not end" in generator.verify({**whole, "solution": whole["solution"][:-1]})
-    assert "earns" in generator.verify({**whole, "solution": ["SHOW TABLES", "submit"]})
+    for says, solution in (("does not end", whole["solution"][:-1]),
+                           ("earns", ["SHOW TABLES", "submit"]),
+                           ("fails", ["SELECT nothing", *whole["solution"]]),
+                           ("longer", ["SHOW TABLES"] * 9 + whole["solution"])):
+        assert says in generator.verify({**whole, "solution": solution})
     table = question["gold"].split(" FROM ")[1].split()[0]
     for gold in ("SELECT * FROM nowhere", "SELECT 1 WHERE 1 = 0", "SELECT",  # no rows; no query
-                 f"select 1 from {table} where 1 = 1", f"SELECT 1 FROM {table}\nWhere 1 = 1"):
-        assert generator.verify(generator.proposal("x", gold, question["db"])), gold
-    long = ["SHOW TABLES"] * 9 + whole["solution"]
-    assert "longer" in generator.verify({**whole, "solution": long})
+                 f"select 1 from {table} where 1 = 1", f"SELECT 1 FROM {table}\nWhere 1 = 1",
+                 # of a hostile explorer
+                 "SELECT COUNT(*) FROM " + ", ".join(f"{table} a{n}" for n in range(12)),
+                 "SELECT a FROM (SELECT 1 AS a LIMIT 0) WHERE 0 UNION SELECT 1 UNION SELECT 2",
+                 "SELECT hex(zeroblob(400000000))", "SELECT '\ud800'", "SELECT '\0'"):
+        proposal = generator.proposal("x", gold, question["db"])
+        assert generator.refusal(proposal["task"]) or generator.verify(proposal), gold
 
 
 def test_planted_questions_are_refused(databases):
@@ -235,40 +237,19 @@ def test_planted_questions_are_refused(databases):
     for split in ("validation", "test", "unseen"):
         for task in env.tasks(split)[:40]:
             assert generator.refusal(env.find(task)) == "a database of no training task"
-    train, asked = env.find(env.tasks("train")[0]), "a question of a split"
-    gold, words = train["gold"], [env.find(env.tasks(split)[0])["query"]
-                                  for split in ("train", "validation", "test")]
-
-    def refused(query="x", gold="SELECT 1"):
-        return generator.refusal({**train, "query": query, "gold": gold})
-
-    assert refused() is None
-    for other in (gold, gold + "  ", gold.lower(), f"{gold}/* x */",
-                  gold.replace(" FROM ", " -- all\nFROM ") + " ;"):
-        assert refused(gold=other) == asked
-    for query in (words[0].upper() + " ", *(f"{said}?" for said in words)):
-        assert refused(query) == asked
-    assert refused("how many clocks") == "a held-out noun"
-    for other in ("SELECT @@version", "DROP TABLE t"):  # nobody may ask that
-        assert "cannot be asked" in refused(gold=other)
-    for other in ("SELECT datetime('now')", "SELECT CURRENT_TIME", "SELECT random ( )"):
-        assert "another time" in refused(gold=other)
-    assert generator.key(dict(db="d", gold="SELECT 'A'")) != generator.key(dict(db="d", gold="SELECT 'a'"))
-
-
-HOSTILE = (  # SQL of an explorer model; {t} is a table
-    "SELECT COUNT(*) FROM " + ", ".join(f"{{t}} a{n}" for n in range(12)),
-    "SELECT a FROM (SELECT 1 AS a LIMIT 0) WHERE 0 UNION SELECT 1 UNION SELECT 2",
-    "SELECT hex(zeroblob(400000000))", "SELECT '\ud800'", "SELECT '\0'")
-
-
-def test_no_query_of_an_explorer_breaks_or_holds_up_the_run(databases):
-    env, generator = databases
-    db = env.find(env.tasks("train")[0])["db"]
-    table = env.world.databases[db].split("CREATE TABLE ")[1].split()[0]
-    for gold in HOSTILE:
-        proposal = generator.proposal("what is this", gold.replace("{t}", table), db)
-        assert generator.refusal(proposal["task"]) or generator.verify(proposal), gold
+    train = env.find(env.tasks("train")[0])
+    gold, new = train["gold"], dict(train, query="x", gold="SELECT 1")
+    assert generator.refusal(new) is None
+    for says, field, texts in (
+            ("a question of a split", "gold", (gold, gold + "  ", gold.lower(), f"{gold}/* x */",
+                                               gold.replace(" FROM ", " -- all\nFROM ") + " ;")),
+            ("a question of a split", "query", (train["query"].upper() + " ", *(
+                f"{env.find(env.tasks(split)[0])['query']}?" for split in ("validation", "test")))),
+            ("a held-out noun", "query", ["how many clocks"]),
+            ("cannot be asked", "gold", ("SELECT @@version", "DROP TABLE t")),
+            ("another time", "gold", ("SELECT datetime('now')", "SELECT random ( )"))):
+        for text in texts:
+            assert says in generator.refusal({**new, field: text})
 
 
 def test_nobody_makes_questions_about_other_data():
@@ -294,23 +275,16 @@ def test_a_purchase_becomes_a_goal_that_its_actions_solve(shop):
 
 def test_goals_of_splits_and_of_held_out_products_are_refused(shop):
     env, generator = shop
+    new = next(found["task"] for task in env.tasks("train") for found in generator.finds(
+        task, replies_of(env, task), random.Random(3)) if not generator.refusal(found["task"]))
     for split in ("train", "validation", "test", "unseen"):
         for task in env.tasks(split)[:40]:
             goal = env.find(task)
-            assert generator.refusal(goal) == "a goal of a split"
-            goal = {**goal, "instruction": "in other words"}
-            other = generator.refusal({**goal, "price_upper": goal["price_upper"] + 7})
-            if split != "train":  # nor with another price limit
-                assert other == "a goal of a split"
-            # What a held-out product meets is refused, whatever family it was thought of in.
-            one = {**goal, "attributes": goal["attributes"][:1], "goal_options": ["mauve"]}
-            assert generator.refusal(one) == "no product meets it"
-    new = next(found["task"] for task in env.tasks("train") for found in generator.finds(
-        task, replies_of(env, task), random.Random(3)) if not generator.refusal(found["task"]))
-    for split in "test", "unseen":
-        words = env.find(env.tasks(split)[0])["instruction"]
-        said = {**new, "instruction": f" {words.upper()}"}
-        assert generator.refusal(said) == "a goal of a split"
+            other = {**goal, "instruction": "in other words", "price_upper": goal["price_upper"] + 7}
+            for same in (goal, {**new, "instruction": f" {goal['instruction'].upper()}"},
+                         *([other] if split != "train" else [])):  # nor with another price limit
+                assert generator.refusal(same) == "a goal of a split"
+            assert generator.refusal({**other, "goal_options": ["mauve"]}) == "no product meets it"
     for goal in (env.find(task) for task in env.tasks("unseen")):
         one = {**goal, "attributes": goal["attributes"][:1], "price_upper": goal["price_upper"] + 1}
         assert generator.refusal(one) in ("a goal of a split", "a held-out product meets it")
@@ -354,14 +328,14 @@ def test_solutions_that_do_not_prove_a_goal_are_refused(shop):
     solution = replies_of(env, task)
     found, = generator.finds(task, solution, random.Random(3))
     assert generator.verify(found) is None
-    assert generator.verify({**found, "solution": solution[:-1]}) == "its solution earns 0.00"
+    idle = ["click[buy now]", *solution]
     other = {**found["task"], "goal_options": ["mauve"]}
-    assert "earns" in generator.verify({**found, "task": other})
-    assert "not carried out" in generator.verify({**found, "solution": solution + ["click[buy now]"]})
-    idle = {**found, "solution": ["click[buy now]", *solution]}
-    assert generator.verify(idle) == "an action of its solution is not carried out"
-    assert "longer" in generator.verify({**found, "solution": ["nonsense"] * 11 + solution})
-    again, = generator.finds(task, idle["solution"], random.Random(3))
+    for says, wrong in (("earns 0.00", dict(solution=solution[:-1])), ("earns", dict(task=other)),
+                        ("not carried out", dict(solution=solution + ["click[buy now]"])),
+                        ("not carried out", dict(solution=idle)),
+                        ("longer", dict(solution=["nonsense"] * 11 + solution))):
+        assert says in generator.verify({**found, **wrong})
+    again, = generator.finds(task, idle, random.Random(3))
     assert again == found  # what did nothing is no part of a solution
 
 
@@ -519,24 +493,17 @@ def test_the_task_set_grows_from_signals(run):
     assert not any(n % 2 or n % 7 == 0 for n in numbers)  # what the generator refused
     proposals = [row for i in range(3) for row in rows(r, f"iter{i}/proposals.jsonl")]
     assert {"odd", "a number of a split", "known already"} <= {row["reason"] for row in proposals}
-    assert [row["step"] for row in steps(r)] == [1, 2, 3, 4, 5, 6]
-    assert [row["D"] for row in steps(r)] == [n for n in found for _ in range(2)]
-    assert all(0 <= row["clipped"] < 1 for row in steps(r))
-    assert all(abs(row["sampler"]["mean"]) < 1e-4 and row["sampler"]["rms"] < 1e-4
-               and row["sampler"]["beyond"] == 0 for row in steps(r))  # plain and fp32: the same
-    kinds = Counter()
+    assert [(row["step"], row["D"]) for row in steps(r)] == [
+        (n + 1, found[n // 2]) for n in range(6)]
+    assert all(row["sampler"]["rms"] < 1e-4 and row["sampler"]["beyond"] == 0
+               for row in steps(r))  # plain and fp32: the same
     for i in (1, 2):
-        signals = rows(r, f"iter{i}/signals.jsonl")
-        kinds.update(row["signal"] for row in signals)
-        assert all(row["failure"] and row["success"] for row in signals
-                   if row["signal"] == "boundary")
-        picked = [row["task"] for row in signals if row["picked"]]
+        picked = [row for row in rows(r, f"iter{i}/signals.jsonl") if row["picked"]]
         visited = {t.task for t in read(r.folder / f"iter{i}/target-agent/episodes.jsonl")}
-        assert len(picked) == len(set(picked)) > 0 and set(picked) <= visited
+        assert {row["task"] for row in picked} <= visited
         logged = r.done[f"iter{i}/signals.jsonl"]["picks"]
-        assert logged == Counter(f"picked {row['signal']}" for row in signals if row["picked"])
-    assert kinds["boundary"] and kinds["rare"]
-    # Random exploration has no signal, and as many episodes of the explorer.
+        assert logged == Counter(f"picked {row['signal']}" for row in picked) and len(logged) > 1
+    # Random exploration follows no signal, with as many episodes of the explorer.
     other = run(out="random", rare_below=60.0, guide="random", grpo_steps=3)
     assert {t.agent for t in read(other.folder / "iter1/explored.jsonl")} == {"random"}
     assert len({r.done["iter1/explored.jsonl"]["episodes"] for r in (r, other)}) == 1
@@ -592,21 +559,18 @@ def test_without_new_tasks_evolution_is_grpo_bit_for_bit(run):
 
 
 def test_aimed_tasks_vary_what_was_picked_and_nobody_explores(run):
-    """Not verified either: proposals join as they come."""
-    r = run(explorer="aimed", rare_below=60.0, rare_min=2, verify=False)
+    """Nor is what joins verified here."""
+    r = run(explorer="aimed", rare_below=60.0, rare_min=2, verify=False, grpo_steps=4)
     assert (r.folder / "iter0/explored.jsonl").exists()  # the start tasks
     assert not (r.folder / "iter1/explored.jsonl").exists()
-    patterns = set()
-    for i in (1, 2):
-        signals = rows(r, f"iter{i}/signals.jsonl")
-        picked = {(row["task"], row["signal"], str(row.get("pattern"))) for row in signals
-                  if row["picked"]}
-        assert Counter((row["source"], row["signal"], row["text"].rsplit(", ", 1)[1])
-                       for row in rows(r, f"iter{i}/proposals.jsonl")) == dict.fromkeys(picked, 2)
-        patterns |= {(row["pattern"], row["episodes"]) for row in signals if row["signal"] == "rare"}
+    signals = rows(r, "iter1/signals.jsonl")
+    picked = {(row["task"], row["signal"], str(row.get("pattern"))) for row in signals
+              if row["picked"]}
+    assert Counter((row["source"], row["signal"], row["text"].rsplit(", ", 1)[1])
+                   for row in rows(r, "iter1/proposals.jsonl")) == dict.fromkeys(picked, 2)
+    patterns = {(row["pattern"], row["episodes"]) for row in signals if row["signal"] == "rare"}
     assert patterns and all(p != "4 letters" and n > 1 for p, n in patterns)
-    assert sizes(r)[2] > sizes(r)[0]
-    assert any(row["definition"]["number"] % 2 for row in rows(r, "iter2/tasks.jsonl"))
+    assert any(row["definition"]["number"] % 2 for row in rows(r, "iter1/tasks.jsonl"))
 
 
 @pytest.mark.parametrize("tasks, share, of_start", [  # a step has 4 tasks, D_0 has 3
@@ -652,7 +616,6 @@ def test_added_tasks_that_are_mastered_leave_for_good(run):
         assert not gone & now and start <= now
         assert not gone & {t.task for t in read(r.folder / f"iter{i + 1}/target-agent/episodes.jsonl")}
     assert len(gone) > 2
-    assert sum(r.done[f"iter{i}/tasks.jsonl"]["left"] for i in (1, 2, 3)) == len(gone)
 
 
 def test_what_is_always_or_never_solved_does_not_join(run):
@@ -676,12 +639,9 @@ def test_what_is_always_or_never_solved_does_not_join(run):
         assert row["solved"] == row["task"]["number"] % 5
         assert row["reason"] == {0: "the agent never solves it", 4: "the agent always solves it"}.get(
             row["solved"])
-        assert row["verdict"] == ("added" if row["reason"] is None else "refused")
-    assert all(row["verdict"] == "refused" for row in judged if "solved" not in row)
-    added = [row["task"] for row in tried if row["verdict"] == "added"]
+    added = [row["task"] for row in judged if not row["reason"]]
     assert added and added == [
         row["definition"] for row in rows(r, "iter1/tasks.jsonl") if row["joined"]]
-    assert r.done["iter1/solved.jsonl"]["added"] == len(added)
     assert asked == [("/iter1/target-agent", 20, 1.5)]  # hot as in training
 
 
@@ -700,15 +660,6 @@ def test_twenty_four_steps_teach_a_policy_what_pays(run):
     rewards, kl = [row["reward"] for row in log], [row["kl"] for row in log]
     assert np.mean(rewards[:5]) < 0.2 and np.mean(rewards[-5:]) > 0.4
     assert np.mean(kl[-10:]) > 0  # of its own samples, over the tokens that may be drawn
-
-
-@pytest.mark.parametrize("flags, says", [
-    ("--step-rollouts 1", "--step-rollouts 1: must be at least 2"),
-    ("--solve-check 1", "one play is solved never or always"),
-    ("--grpo-steps 3 --evolve-every 3", "the tasks would never evolve")])
-def test_settings_that_could_change_nothing_are_refused(flags, says):
-    with pytest.raises(envs.Refused, match=says):
-        parse(flags.split(), evolve.Settings, evolve.METHODS, envs.environment)
 
 
 def files_of(folder):
@@ -734,32 +685,23 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(run):
     assert files_of(run(out="stopped", **more).folder) == whole
 
 
-def test_a_state_inside_a_segment_is_restored_by_its_steps(run):
-    """A checkpoint of one step: the second step goes on from it, moments too."""
-    kept = {}
-
-    class Keeps(evolve.Run):
-        goes_on = False
-
+def test_a_state_inside_a_segment_is_gone_on_from(run):
+    """Stopped after its first step, and moments are kept too."""
+    class Stops(evolve.Run):
         def checkpoint(self, steps):
             def keep(model, optimizer, n):
-                kept[n] = json.dumps(steps), copy.deepcopy((
-                    model.state_dict(), optimizer.state_dict()))
+                kept.keep(model, optimizer, n)
+                raise RuntimeError("stopped")
 
-            def restore(model, optimizer):
-                if not self.goes_on:
-                    return 0
-                said, (w, moments) = kept[1]
-                steps.extend(json.loads(said))
-                model.load_state_dict(w), optimizer.load_state_dict(copy.deepcopy(moments))
-                return 1
-            return SimpleNamespace(keep=keep, restore=restore)
+            kept = Checkpoint(self.accelerator, self.folder / "inside", 0, steps)
+            return SimpleNamespace(keep=keep, restore=kept.restore)
 
-    how = dict(kind=Keeps, start_from="train", grpo_steps=2)
-    whole = files_of(run("grpo", "a", **how).folder)
-    assert [*kept] == [1, 2]
-    Keeps.goes_on = True
-    assert files_of(run("grpo", "b", **how).folder) == whole
+    how = dict(start_from="train", grpo_steps=2)
+    whole = files_of(run("grpo", "whole", **how).folder)
+    for _ in range(2):  # in the second step, too, which begins where the first ended
+        with pytest.raises(RuntimeError, match="stopped"):
+            run("grpo", "stopped", kind=Stops, **how)
+    assert files_of(run("grpo", "stopped", kind=Stops, **how).folder) == whole
 
 
 def test_a_copy_of_a_live_model_answers_as_it_does(run):

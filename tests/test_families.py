@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import transformers
+from conftest import plain_log_probs
 from family_models import CLASSES, MUSIC, default, tiny_model
 
 import coevolve
@@ -58,7 +59,7 @@ def outcome(family: str, folder, encoder) -> tuple[str, torch.nn.Module | None]:
         return "refused", None
 
 
-def plain_log_probs(model, ids: list[int]) -> torch.Tensor:
+def distributions(model, ids: list[int]) -> torch.Tensor:
     """log pi of every next token, (l - 1, V), by transformers alone: one text, no cache."""
     return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].log_softmax(-1)
 
@@ -81,9 +82,7 @@ def assert_passes_are_right(model, encoder):
     rng = random.Random(4)
     sequences = [dpo.Trajectory(ids=ids, action_mask=[0] + [int(rng.random() < 0.5) for _ in ids[1:]])
                  for ids in texts(encoder)]
-    expected = torch.cat([
-        plain_log_probs(model, t.ids)[range(len(t.ids) - 1), t.ids[1:]][
-            torch.tensor(t.action_mask[1:]) > 0] for t in sequences])
+    expected = torch.cat([plain_log_probs(model, t.ids, t.action_mask) for t in sequences])
     wanted = gradient(model, expected)
     padded = dpo.token_log_probs(dpo.prepare(model, recompute=True), sequences)
     assert (padded - expected).abs().max() < 1e-4
@@ -103,7 +102,7 @@ def assert_replies_are_right(model, encoder, alone: bool, cache: bool):
     together = replies(asked)
     assert together[1:] == replies(asked[1:])
     for ids, new in zip(asked, together):
-        plain = plain_log_probs(model, ids + new)[len(ids) - 1:].detach()
+        plain = distributions(model, ids + new)[len(ids) - 1:].detach()
         plain[:, list(never)] = -torch.inf
         assert (plain.amax(-1) - plain[range(len(new)), new]).max() < 1e-4
 
@@ -158,11 +157,11 @@ def test_of_a_checkpoint_that_reads_pictures_the_text_model_is_read(family, name
     whole = tiny_model(family, kind=name, **more)
     whole.save_pretrained(tmp_path / "whole")
     ids = list(range(30, 60))
-    expected = plain_log_probs(whole, ids)
+    expected = distributions(whole, ids)
     for before, after in (("whole", "text"), ("text", "again")):
         model = dpo.read_model(tmp_path / before).eval()
         assert type(model).__name__ == text
-        assert (plain_log_probs(model, ids) - expected).abs().max() < 1e-5
+        assert (distributions(model, ids) - expected).abs().max() < 1e-5
         model.save_pretrained(tmp_path / after)
 
 
@@ -171,9 +170,9 @@ def test_nothing_is_dropped_or_drawn_in_training(family):
     """Each takes its dropout from elsewhere; PhiMoE draws its experts in train mode."""
     model = tiny_model(family, hidden_dropout=0.3, attention_dropout=0.3, dropout=0.3)
     t = dpo.Trajectory(ids=list(range(30, 60)), action_mask=[0] + [1] * 29)
-    expected = plain_log_probs(model, t.ids)[range(29), t.ids[1:]]
+    expected = plain_log_probs(model, t.ids, t.action_mask)
     model.train()
-    assert (plain_log_probs(model, t.ids)[range(29), t.ids[1:]] - expected).abs().max() > 0.01
+    assert (plain_log_probs(model, t.ids, t.action_mask) - expected).abs().max() > 0.01
     config = model.config.to_dict()
     for recompute in (False, True):
         dpo.prepare(model, recompute)
@@ -216,11 +215,7 @@ def test_a_family_runs_the_whole_loop(family, tmp_path, capsys):
     played = coevolve.read(out / "iter1/target.jsonl")
     assert len(played) == 2
     for t in played:
-        with torch.no_grad():
-            logits = agent(input_ids=torch.tensor([t.ids]), use_cache=False).logits[0, :-1]
-        logits[:, list(never)] = -torch.inf
-        found = (logits / 0.7).log_softmax(-1)[range(len(t.ids) - 1), t.ids[1:]]
-        expected = found[torch.tensor(t.action_mask[1:]) > 0]
+        expected = plain_log_probs(agent, t.ids, t.action_mask, never, 0.7)
         assert (torch.tensor(t.log_probs) - expected).abs().max() < 1e-3
 
     # The first step of a preference phase finds policy and reference equal, so no dropout is left.

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, plain_log_probs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 DOCUMENT = (ROOT / "docs/library.md").read_text()
@@ -39,12 +39,6 @@ def said(tokenizer, n, first, last):
     return render(4, False), mask
 
 
-def log_prob(model, ids, mask):
-    logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
-    found = -F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
-    return (found * torch.tensor(mask[1:])).double().sum()
-
-
 def test_the_script_is_short_and_says_what_is_trained_on(script, small_model):
     names, tokenizer = script[0], AutoTokenizer.from_pretrained(small_model)
     assert len(DOCUMENT.splitlines()) <= 60 and len(names["rows"]) == 4
@@ -61,8 +55,10 @@ def test_its_training_is_plain_adamw_on_the_equations(script, small_model):
     tokenizer = AutoTokenizer.from_pretrained(small_model)
     model = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32)
     number = lambda group: int(group.sequences[0].task.split()[1])
-    expert = lambda n: log_prob(model, *said(tokenizer, n, "I add.", f"It is {2 * n}."))
-    other = lambda n: log_prob(model, *said(tokenizer, n, "I guess.", f"It is {n}."))
+    log_prob = lambda n, *replies: plain_log_probs(
+        model, *said(tokenizer, n, *replies)).double().sum()
+    expert = lambda n: log_prob(n, "I add.", f"It is {2 * n}.")
+    other = lambda n: log_prob(n, "I guess.", f"It is {n}.")
     tokens = lambda n: sum(said(tokenizer, n, "I add.", f"It is {2 * n}.")[1])
     log, steps = names["log"], names["steps"]
     assert len(log) == 6 + 1 and {number(g) for batch in steps[:2] for g in batch} == {0, 1, 2, 3}

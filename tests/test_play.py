@@ -5,8 +5,7 @@ import runpy
 import sys
 
 import pytest
-import torch
-from conftest import ended, fork
+from conftest import ended, fork, plain_log_probs
 
 import coevolve
 import dpo
@@ -95,13 +94,11 @@ def test_the_agent_plays_as_in_its_evaluation_and_says_how_sure_it_is(small_run,
         # Of the last reply, by the model's own softmax over what may be drawn.
         written = [k for k, acts in enumerate(row["action_mask"]) if acts]
         first = max(k for k in written if k - 1 not in written)
-        with torch.no_grad():
-            logits = model(torch.tensor([row["ids"]])).logits[0]
-        logits[:, [*encoder.never(logits.shape[1])]] = -torch.inf
-        p = [logits[k - 1].softmax(-1)[row["ids"][k]].item() for k in written if k >= first]
+        p = plain_log_probs(model, row["ids"], [0] * first + row["action_mask"][first:],
+                            encoder.never(model.config.vocab_size)).sum().exp().item()
         told = re.findall(r"of probability (\d+\.\d)%; Enter", said)
         assert len(told) == row["steps"]
-        assert float(told[-1]) == pytest.approx(100 * torch.tensor(p).prod().item(), abs=0.06)
+        assert float(told[-1]) == pytest.approx(100 * p, abs=0.06)
 
 
 def test_the_agent_reads_what_the_person_did(small_run, typed, monkeypatch):

@@ -116,51 +116,22 @@ def test_what_the_databases_say(prompts):
     env = make("intercodesql", prompts)
     task = env.tasks("train")[0]
     question = env.find(task)
-    fence = "Action: \n```sql\n{}\n```"
-    messages, reward = conversation(env, task, [
-        "submit it", fence.format("SHOW TABLES"), fence.format("SELECT FROM x"),
-        fence.format("SELECT nothing FROM nowhere"), fence.format(question["gold"]), "Action: submit."])
-    answers = [m["content"] for m in messages[7::2]]
+    messages, reward = conversation(env, task, ["submit it", *map(
+        "Action: \n```sql\n{}\n```".format, ("SHOW TABLES", "SELECT FROM x", question["gold"])),
+        "Action: submit."])
     assert messages[6]["content"] == question["query"] and reward == 1.0
-    assert answers[0] == "submit it"
     read = [m["content"] for m in messages[8::2]]
     assert read[0].startswith("Observation: I don't understand your input.\n Your input")
     assert read[1].startswith("Observation: [(") and not read[1].endswith("\n")
     assert read[2].startswith("Observation: Error executing query: You have an error")
-    assert read[2].endswith("\n") and read[3].startswith("Observation: Error executing query:")
-
-
-@pytest.mark.parametrize("reply, sql", [  # Q: a query
-    ("Q", None), ("Action: Q", None), ("I submit", None), ("", None), ("```sql\nQ\n```", None),
-    ("Action:\n```sql\n\n```", None), ("Action:submit.", "submit"), ("Action: submit", "submit"),
-    ("Action: ```sql\nQ\n```\nAction: submit", "submit"), ("Action:```sql\nQ\nLIMIT 1\n```", "Q"),
-    ("Action:\n```sql Q ```\nAction:\n```sql\nSHOW TABLES\n```", "Q"),
-])
-def test_a_reply_acts_on_the_databases_as_in_theirs(prompts, reply, sql):
-    env = make("intercodesql", prompts)
-    task = env.tasks("test")[0]
-    env.reset(task)
-    query = env.find(task)["gold"]
-    step = env.step(reply.replace("Q", query))
-    assert step.done == (sql == "submit")
-    if not step.done:
-        env.reset(task)
-        shown = env.step(f"Action: \n```sql\n{query}\n```").observation
-        assert (step.observation == shown) == (sql == "Q")
-        assert sql == "Q" or step.observation.startswith("Observation: I don't understand")
+    assert read[2].endswith("\n")
 
 
 def test_a_wrong_answer_may_earn_less_than_0(prompts):
-    env, ours = make("intercodesql", prompts), published.make("intercodesql")
-    rewards = set()
-    for task in env.tasks("test")[:60]:
-        query = f"SELECT * FROM ({env.find(task)['gold']}) AS t ORDER BY 1 DESC"
-        for world in (ours, env):
-            world.reset(task)
-            world.step(f"Action: \n```sql\n{query}\n```")
-            step = world.step("Action: submit")
-            rewards.add(step.reward if world is env else -9)
-    assert {-1.0, 1.0} < rewards
+    env = make("intercodesql", prompts)
+    turned = "Action: \n```sql\nSELECT * FROM ({}) AS t ORDER BY 1 DESC\n```"
+    assert {-1.0, 1.0} < {conversation(env, task, [
+        turned.format(env.find(task)["gold"]), "Action: submit"])[1] for task in env.tasks("test")[:60]}
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,10 @@
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).parent.parent
 TOOLS = "bash sh cat chmod dirname grep mkdir rm sed touch uname".split()
 OLD = "exit 1"  # an interpreter whose version check fails
 # An interpreter without packages: the check of requirements.txt finds nothing.

@@ -98,14 +98,10 @@ def test_another_file_than_the_known_one_is_refused(tmp_path, monkeypatch):
 
 
 def test_its_template_opens_with_a_system_message_of_its_own(encoder):
-    """Turn by turn the ids of the whole; replies and the ends of their turns are trained on."""
-    ids, mask = encoder.encode(CONVERSATION, 1)
-    tokenizer = encoder.tokenizer
+    """Turn by turn the ids of the whole."""
+    ids, tokenizer = encoder.encode(CONVERSATION, 1)[0], encoder.tokenizer
     whole = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
     assert whole.startswith(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n")
     assert tokenizer.decode(ids) == whole.removesuffix("\n")
-    said = tokenizer.decode([i for i, m in zip(ids, mask) if m])
-    assert said == "".join(m["content"] + "<|im_end|>" for m in CONVERSATION[1::2])
-    assert encoder.end_of_turn == tokenizer.eos_token_id
     # Digits are split before words, as in the published tokenizer.
     assert tokenizer.tokenize("a\n\n12  3") == ["a", "ĊĊ", "1", "2", "ĠĠ", "3"]

@@ -5,11 +5,10 @@ import platform
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).parent.parent
 FILES = ("tour.md", "tour-mask.svg", "tour-tree.svg")
 
 

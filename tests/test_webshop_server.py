@@ -8,20 +8,16 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from html import escape
-from pathlib import Path
 from urllib.parse import parse_qsl
 
 import pytest
-from again import Again
+from conftest import ROOT, Again, beside
 
 import worlds
 from worlds.published import make, opens_otherwise
 from worlds.webshop import catalogue
 from worlds.webshop.server import Client, WebShopServer
 from worlds.webshop.shop import Page, WebShop, render
-
-ROOT = Path(__file__).parents[1]
-RECORDED = ROOT.parent / "shared" / "data" / "webshop" / "recorded_exchanges.json"
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +41,8 @@ def client(server, view="full", **changed):
 
 @pytest.fixture
 def recorded(shop_server):
-    if not RECORDED.exists():
-        pytest.skip(f"{RECORDED} is absent: the project does not ship it")
-    text = re.sub(r"rec\d_fixed", "coevolve_fixed", RECORDED.read_text(encoding="utf-8"))
+    text = beside("webshop/recorded_exchanges.json").read_text(encoding="utf-8")
+    text = re.sub(r"rec\d_fixed", "coevolve_fixed", text)
     exchanges = json.loads(text)
     answers = {(x["method"], x["url"], json.dumps(x["form"] or {})):
                (x["status"], x["html"], x["location"]) for x in exchanges}
