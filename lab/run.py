@@ -45,7 +45,7 @@ class Run(evolve.Run):
         s, self.logged, self.fast = self.settings, 0, False
         trains = self.ranks if s.method in evolve.METHODS else None  # beside its replica
         self.settings = s = replace(s, slots=s.slots or (
-            coevolve.SLOTS if self.accelerator.device.type == "cpu" else machine.slots(
+            32 if self.accelerator.device.type == "cpu" else machine.slots(
                 dpo.read_config(self.base), torch.cuda.mem_get_info()[0], s.max_tokens, trains)))
         self.folder.mkdir(parents=True, exist_ok=True)
         try:

@@ -29,7 +29,7 @@ class Settings(Careful, chat.Chat, baselines.Baselines, explorer.Explorer, coevo
     """All settings of a run."""
     presets = evolve.Settings.presets | {
         # Tuned on the validation splits; it starts from nothing and so needs larger steps.
-        "tiny": evolve.Settings.presets["tiny"] | dict(ppo_lr=1e-4),
+        "tiny": evolve.Settings.presets["tiny"] | dict(ppo_lr=1e-4, slots=64),
         # As in a first trial on the databases, not tuned on a validation split yet; for one or
         # three hours on two cores and 8 GB. A hundred experts make few steps, so batches are
         # smaller than the paper's and steps go further. At temperature 1 failures differ more.
