@@ -255,7 +255,7 @@ def rollout(runs: dict, folder: Path, quick: bool) -> None:
         check(f"tokens of {name} and generate",
               sum(t.ids != s.ids for t, s in zip(episodes, single)), 0)
         works[name] = work, sum(len(t.ids) for t in episodes)
-    compare("rollout, 64 slots (core: 8)", "tokens/s", repeats, works, {
+    compare("rollout", "tokens/s", repeats, works, {
         "generate, one episode at a time": (other, sum(len(s.ids) for s in single))})
 
 

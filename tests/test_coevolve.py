@@ -284,7 +284,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(whole, 
     out, rng, kills = tmp_path / "run", random.Random(0), 0
     for _ in range(4):
         process = fork(toy(*whole[1], "--out", out), tmp_path / "said")
-        time.sleep(rng.uniform(0.1, seconds))
+        time.sleep(rng.uniform(0, seconds / 4))  # so that it is never done before the last
         os.kill(process, signal.SIGKILL)
         kills += ended(process) == -signal.SIGKILL
     finish(out, *whole[1])

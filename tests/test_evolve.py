@@ -20,7 +20,7 @@ import envs
 import evolve
 from coevolve import read
 from dpo import Trajectory
-from lab.checkpoint import Checkpoint
+from lab.kept import Checkpoint
 from worlds import Step, World, converse
 from worlds.files import read_jsonl, seed_of
 from worlds.intercodesql.world import InterCodeSQL
