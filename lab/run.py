@@ -6,10 +6,10 @@ the core's.
     open        one process in a folder; disk and machine are looked at; fast or plain
     make        takes over what another run has made alike (--reuse), and notes how it was made
     record      metrics.jsonl and trackers
-    load        \\
-    log_probs    } packed passes and a cache over turns, where the model is one of plain attention
-    answer      /
-    fit         a state inside long phases, margins of pairs before and after
+    load, replica, log_probs, answer
+                packed passes and a cache over turns, where the model is one of plain attention
+    fit, checkpoint
+                a state inside long phases, margins of pairs before and after
     play_share  episodes are kept as they end; one thread for a small model
 """
 
