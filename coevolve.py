@@ -299,7 +299,6 @@ def shortened(t: Trajectory, turns: int, ends: bool) -> Trajectory:
 # In brackets the source: the paper; ETO, the scripts of Song et al.; ours. A comment is the help, a
 # type has the limits; what is Free changes nothing but rounding, and may differ when a run goes on.
 AUTO = Literal["auto", "on", "off"]
-SLOTS = 32 if torch.cuda.is_available() else 8  # what --slots 0 means [ours]
 
 
 @dataclass(frozen=True)
@@ -323,7 +322,7 @@ class Common:
     sft_warmup: flags.Share = 0.03       # share of steps, linear, then cosine [App. B]
     weight_decay: flags.Weight = 0.0     # in all phases [ETO]
     max_grad_norm: flags.Rate = 1.0      # in all phases [transformers' default]
-    slots: flags.Free[flags.Whole] = 0   # episodes side by side; 0: what suits the machine [ours]
+    slots: flags.Free[flags.Whole] = 0   # episodes side by side; 0: 32 on GPUs, else 8 [ours]
     tokens_per_forward: flags.Free[flags.Whole] = 0  # of a rank; 0: 8,192 on GPUs, else 1,024
     bf16: AUTO = "auto"                  # passes and rollouts; auto: on GPUs, not tiny [ours]
     shard: flags.Free[AUTO] = "auto"     # what trains over the ranks (FSDP2), if several
@@ -519,9 +518,10 @@ class Run:
         return sorted(share, key=lambda t: order[t.task, t.rollout])
 
     def play_share(self, share: list[Trajectory], answer, make_env) -> list[Trajectory]:
+        slots = self.settings.slots or (32 if self.accelerator.device.type == "cuda" else 8)
         with bar(self, len(share)) as progress:
-            envs.play(make_env, self.encoder, share, answer, self.settings.slots or SLOTS,
-                      self.settings.max_tokens, lambda t: progress.update())
+            envs.play(make_env, self.encoder, share, answer, slots, self.settings.max_tokens,
+                      lambda t: progress.update())
         return share
 
 

@@ -10,7 +10,7 @@ import itertools
 import random
 import shutil
 from collections import Counter, defaultdict
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -195,9 +195,7 @@ def ppo_loss(policy: Tensor, groups: list[Rollouts], clip: float, kl: float) -> 
 
 
 @dataclass(frozen=True)
-class Baselines(flags.Stated):
-    samples: flags.Count = 5       # rollouts of an instruction, DART's n [Section 5.3; ours]
-    dart_budget: flags.Whole = 10  # N; N x (share of failures) more rollouts [Section 5.3]
+class Ppo:
     # per instruction and iteration [ours]
     ppo_rollouts: flags.limited(int, "must be at least 2", lambda n: n >= 2) = 4
     ppo_epochs: flags.Count = 2    # passes over the episodes of an iteration [ours]
@@ -205,6 +203,12 @@ class Baselines(flags.Stated):
     ppo_lr: flags.Rate = 1e-6      # constant after dpo_warmup [ours]
     ppo_clip: flags.Rate = 0.2     # a ratio is clipped to 1 +- this [Schulman et al. 2017]
     ppo_kl: flags.Weight = 0.05    # of the KL from the agent after SFT [ours]
+
+
+@dataclass(frozen=True)
+class Baselines(Ppo, flags.Stated):
+    samples: flags.Count = 5       # rollouts of an instruction, DART's n [Section 5.3; ours]
+    dart_budget: flags.Whole = 10  # N; N x (share of failures) more rollouts [Section 5.3]
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         return [*super().conflicts(s),
@@ -214,5 +218,4 @@ class Baselines(flags.Stated):
 
 METHODS = {"rft": (rft, (Common, "temperature", "samples")),
            "dart": (rft, (Common, "temperature", "samples", "dart_budget")),
-           "ppo": (ppo, (Common, "temperature", "iterations", "dpo_warmup", *(
-               f.name for f in fields(Baselines) if f.name.startswith("ppo"))))}
+           "ppo": (ppo, (Common, Ppo, "temperature", "iterations", "dpo_warmup"))}

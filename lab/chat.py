@@ -45,7 +45,8 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
         episodes = run.play(agent, episodes, s.temperature)
     write(run, out, episodes)
     if s.rollouts > 1:
-        most = [max(t.reward for t in episodes if t.task == task) for task in tasks]
+        most = [max(t.reward for t in episodes[n:n + s.rollouts])  # of a task, in their order
+                for n in range(0, len(episodes), s.rollouts)]
         numbers |= dict(best=sum(most) / len(most),
                         best_success=sum(r >= run.env.success for r in most) / len(most))
     return scores(episodes, run) | numbers

@@ -23,7 +23,7 @@ from worlds.flags import Refused, flag, parse
 
 
 class Encoder(dpo.Encoder):
-    said = ""  # by the person in this turn, if anything, in words that the agent may not be able to
+    said = ""  # by the person in this turn, if anything; the agent may not have these words
 
     def close(self, ids, stops):
         return (ids, [], self.said) if self.said else super().close(ids, stops)
@@ -53,7 +53,7 @@ def play(env, encoder: Encoder, task: str, most: float, propose=None) -> str:
             ids = encoder.reply(encoder.said) if encoder.said else ids
             running.send((ids, [0.0] * len(ids)))
     except StopIteration:
-        how = "done" if t.ended == "done" else f"out of {t.ended.replace('budget', 'turns')}"
+        how = dict(budget="out of turns", context="out of context", done="done")[t.ended]
     except (EOFError, KeyboardInterrupt):
         how = "left"
     return (f"{how} after {t.steps} turn{'s' * (t.steps != 1)}: reward {t.reward:.3f}, "

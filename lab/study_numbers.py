@@ -80,8 +80,8 @@ def share(rewards: dict[int, list[float]], low: float, high: float) -> dict[int,
 
 
 # Figure 3: how much the failures of an instruction differ, 1 - cos of their embeddings.
-AGENTS = {"ETO": ("eto", "target"), "co-evolution: target": ("coevolve", "target"),
-          "co-evolution: failure agent": ("coevolve", "failure")}
+FIGURE_3 = {"ETO": ("eto", "target"), "co-evolution: target": ("coevolve", "target"),
+            "co-evolution: failure agent": ("coevolve", "failure")}
 
 
 def distances_of(runs: dict) -> dict[str, dict[int, dict[str, float]]]:
@@ -92,7 +92,7 @@ def distances_of(runs: dict) -> dict[str, dict[int, dict[str, float]]]:
         folder = runs["coevolve"][seed] / "sft-target"
         if folder.is_dir():  # else its checkpoints were deleted
             embed = embedder(folder)
-            for name, (method, agent) in AGENTS.items():
+            for name, (method, agent) in FIGURE_3.items():
                 found[name][seed] = distances(explored(runs[method][seed], agent), embed)
     return found
 
