@@ -30,9 +30,21 @@ from tqdm import tqdm
 
 import dpo
 import envs
+from common import files
+from common.files import hashed, line, read_json, read_jsonl, seed_of, write_jsonl
+from common.settings import (
+    Count,
+    Free,
+    OldFile,
+    Rate,
+    Share,
+    Stated,
+    Weight,
+    Whole,
+    check_same,
+    parse,
+)
 from dpo import Group, Pair, Trajectory
-from worlds import files, flags
-from worlds.files import hashed, line, read_json, read_jsonl, seed_of, write_jsonl
 
 # ------------------------------------------------------------------------------------ the loop
 
@@ -306,45 +318,45 @@ class Common:
     env: Literal[envs.ENVIRONMENTS] = "webshop"
     method: str = "coevolve"             # what is trained, and how
     model: str = "tiny"                  # or a causal LM with a chat template: folder or hub name
-    seed: flags.Whole = 0                # of everything random in the run
-    out: flags.Free[Optional[str]] = None  # the run's folder [runs/ENV-METHOD-sSEED]
-    experts: flags.OldFile = None        # ETO's list, or a run's experts.jsonl [scripted experts]
+    seed: Whole = 0                # of everything random in the run
+    out: Free[Optional[str]] = None  # the run's folder [runs/ENV-METHOD-sSEED]
+    experts: OldFile = None        # ETO's list, or a run's experts.jsonl [scripted experts]
     expert_min_reward: float = 0.7       # experts at or below it are dropped, but for 1 [App. A]
-    train_tasks: flags.Whole = 0         # instructions, 0 = all [Table 1]
-    eval_tasks: flags.Whole = 0          # of each evaluated split, 0 = all [Table 1]
+    train_tasks: Whole = 0         # instructions, 0 = all [Table 1]
+    eval_tasks: Whole = 0          # of each evaluated split, 0 = all [Table 1]
     eval_splits: Literal["test", "validation"] = "test"  # validation: for tuning
     view: Literal["full", "short"] = "full"  # short: without repeated text, for tiny [ours]
-    max_tokens: flags.Count = 4096       # of a trajectory, which ends there [ours]
-    max_new_tokens: flags.Count = 256    # of a reply [ours]
-    sft_epochs: flags.Count = 3          # [App. B]
-    sft_batch: flags.Count = 48          # trajectories per step [App. B]
-    sft_lr: flags.Rate = 1e-5            # peak [App. B]
-    sft_warmup: flags.Share = 0.03       # share of steps, linear, then cosine [App. B]
-    weight_decay: flags.Weight = 0.0     # in all phases [ETO]
-    max_grad_norm: flags.Rate = 1.0      # in all phases [transformers' default]
-    slots: flags.Free[flags.Whole] = 0   # episodes side by side; 0: 32 on GPUs, else 8 [ours]
-    tokens_per_forward: flags.Free[flags.Whole] = 0  # of a rank; 0: 8,192 on GPUs, else 1,024
+    max_tokens: Count = 4096       # of a trajectory, which ends there [ours]
+    max_new_tokens: Count = 256    # of a reply [ours]
+    sft_epochs: Count = 3          # [App. B]
+    sft_batch: Count = 48          # trajectories per step [App. B]
+    sft_lr: Rate = 1e-5            # peak [App. B]
+    sft_warmup: Share = 0.03       # share of steps, linear, then cosine [App. B]
+    weight_decay: Weight = 0.0     # in all phases [ETO]
+    max_grad_norm: Rate = 1.0      # in all phases [transformers' default]
+    slots: Free[Whole] = 0   # episodes side by side; 0: 32 on GPUs, else 8 [ours]
+    tokens_per_forward: Free[Whole] = 0  # of a rank; 0: 8,192 on GPUs, else 1,024
     bf16: AUTO = "auto"                  # passes and rollouts; auto: on GPUs, not tiny [ours]
-    shard: flags.Free[AUTO] = "auto"     # what trains over the ranks (FSDP2), if several
-    gradient_checkpointing: flags.Free[AUTO] = "auto"  # layers run again in the backward pass
+    shard: Free[AUTO] = "auto"     # what trains over the ranks (FSDP2), if several
+    gradient_checkpointing: Free[AUTO] = "auto"  # layers run again in the backward pass
 
 
 @dataclass(frozen=True)
 class Preferences:
-    iterations: flags.Count = 3          # K [App. B; 5 on InterCodeSQL]
-    rollouts: flags.Count = 1            # per instruction and agent [Section 5.2.1]
-    temperature: flags.Weight = 0.7      # evaluation is greedy [ours; ETO explores greedily]
-    dpo_epochs: flags.Count = 3          # passes over the pairs of an iteration [App. B]
-    dpo_steps: flags.Whole = 0           # of the target in an iteration; 0 = dpo_epochs [ours]
-    dpo_batch: flags.Count = 32          # of batch_unit, per step [App. B]
+    iterations: Count = 3          # K [App. B; 5 on InterCodeSQL]
+    rollouts: Count = 1            # per instruction and agent [Section 5.2.1]
+    temperature: Weight = 0.7      # evaluation is greedy [ours; ETO explores greedily]
+    dpo_epochs: Count = 3          # passes over the pairs of an iteration [App. B]
+    dpo_steps: Whole = 0           # of the target in an iteration; 0 = dpo_epochs [ours]
+    dpo_batch: Count = 32          # of batch_unit, per step [App. B]
     batch_unit: Literal["pairs", "instructions"] = "pairs"  # an instruction stays whole [ETO]
-    dpo_lr: flags.Rate = 1e-6            # in iteration 1 [App. B; ETO]
-    dpo_lr_later: flags.Rate = 5e-7      # [App. B; ETO]
-    dpo_warmup: flags.Share = 0.1        # share of steps, linear, then constant [ETO]
-    beta: flags.Rate = 0.1               # in iteration 1 [App. B; ETO]
-    beta_later: flags.Rate = 0.5         # [App. B; ETO]
-    lambda_dpo: flags.Weight = 1.0       # of Eq. (9) [Section 4.3]
-    lambda_sft: flags.Weight = 0.1       # of Eq. (9) [Section 4.3]
+    dpo_lr: Rate = 1e-6            # in iteration 1 [App. B; ETO]
+    dpo_lr_later: Rate = 5e-7      # [App. B; ETO]
+    dpo_warmup: Share = 0.1        # share of steps, linear, then constant [ETO]
+    beta: Rate = 0.1               # in iteration 1 [App. B; ETO]
+    beta_later: Rate = 0.5         # [App. B; ETO]
+    lambda_dpo: Weight = 1.0       # of Eq. (9) [Section 4.3]
+    lambda_sft: Weight = 0.1       # of Eq. (9) [Section 4.3]
     log_prob: Literal["sum", "mean"] = "sum"  # over a trajectory's action tokens [Eq. 2, 5, 7]
     sft_term: Literal["sum", "mean"] = "sum"  # of Eq. (9), likewise [as written]
     reference: Literal["phase", "sft", "none"] = "phase"  # pi_ref: as the phase begins [ETO]
@@ -352,7 +364,7 @@ class Preferences:
     expert_beaten: Literal["swap", "drop"] = "swap"   # by a prediction: that is chosen [Eq. 8]
     pair_weights: Literal["instruction", "none"] = "instruction"  # its expert pairs: 1 [4.3]
     d_tgt_failures: Literal["cross", "hard", "none"] = "cross"  # pairs of failures [Eq. 8]
-    hard_threshold: flags.Weight = 0.6   # a failure from it on is hard [Table 2]
+    hard_threshold: Weight = 0.6   # a failure from it on is hard [Table 2]
     cut_turns: int = 5                   # rejected: the expert's turns + so many, < 0: all [ETO]
     rejected_ends: Literal["count", "leave out"] = "count"  # ends of turns and episode [Eq. 7]
 
@@ -362,12 +374,12 @@ class FailureAgent:
     # all pairs of failures; cross: target x failure agent, the literal Eq. (6); buffer: over all
     # iterations so far; none: the agent is frozen [Section 4.2]
     d_fail: Literal["all", "cross", "buffer", "none"] = "all"
-    failure_epochs: flags.Whole = 0      # 0 = dpo_epochs [ours]
-    failure_from: flags.OldFile = None   # folder of an agent that it starts from [after SFT]
+    failure_epochs: Whole = 0      # 0 = dpo_epochs [ours]
+    failure_from: OldFile = None   # folder of an agent that it starts from [after SFT]
 
 
 @dataclass(frozen=True)
-class Settings(FailureAgent, Preferences, Common, flags.Stated):
+class Settings(FailureAgent, Preferences, Common, Stated):
     """Every number of a run."""
     # In place of the defaults, by the model's or the protocol's name; environments have others.
     presets = {"tiny": dict(view="short", sft_batch=16, dpo_batch=16, beta_later=0.1,
@@ -429,7 +441,7 @@ class Run:
             files.write_json(config, dict(settings=now, ways=ways))
         self.accelerator.wait_for_everyone()
         before = read_json(config)
-        flags.check_same(before.get("settings"), json.loads(json.dumps(now)), type(self.settings))
+        check_same(before.get("settings"), json.loads(json.dumps(now)), type(self.settings))
         self.passes_alone, *self.ways = before["ways"]  # of replies: alone, with a cache
         if self.main and before["ways"] != [False, False, True]:
             print(f"{self.base}: passes alone, replies alone, with a cache: {before['ways']}")
@@ -554,7 +566,7 @@ def main(argv: list[str], settings: type = Settings, run: type = Run, methods: d
     """Runs the loop of a method. Another class of settings or run, or other methods, extends it."""
     transformers.utils.logging.disable_progress_bar()
     try:
-        run = run(*flags.parse(argv, settings, methods, envs.environment))
+        run = run(*parse(argv, settings, methods, envs.environment))
         methods[run.settings.method][0](run)
     except (envs.Refused, envs.EnvError, dpo.Unusable, FloatingPointError, OSError) as error:
         sys.exit(f"coevolve.py: {' '.join(str(error).split())}")  # the user's or the machine's

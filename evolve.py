@@ -35,9 +35,9 @@ import coevolve
 import dpo
 import envs
 from coevolve import Common, by_task, collect_experts, evaluations, read, scores, train_sft, write
+from common.files import read_jsonl, seed_of
+from common.settings import Count, Rate, Share, Stated, Weight, Whole, limited
 from dpo import Group, Trajectory
-from worlds import flags
-from worlds.files import read_jsonl, seed_of
 from worlds.published import read_experts
 
 # ------------------------------------------------------------------------------------ the loop
@@ -543,12 +543,12 @@ def join(run: Run, out: Path, tasks: list[Path], proposals: Path, played: list[P
 # In brackets the source: S, D, a summary of the paper and notes on it; AE, AgentEvolver's config,
 # the likeliest for the rest of it; ours.
 
-Signals = flags.limited(str, f"must be some of {','.join(SIGNALS)}",
+Signals = limited(str, f"must be some of {','.join(SIGNALS)}",
                         lambda text: {*text.split(",")} <= {*SIGNALS})
-Plays = flags.limited(int, "one play is solved never or always; give 0, or 2 and more",
+Plays = limited(int, "one play is solved never or always; give 0, or 2 and more",
                       lambda n: n == 0 or n >= 2)
-Several = flags.limited(int, "must be at least 2", lambda n: n >= 2)  # else no advantage
-UpToOne = flags.limited(float, "must be at least 0 and at most 1", lambda x: 0 <= x <= 1)
+Several = limited(int, "must be at least 2", lambda n: n >= 2)  # else no advantage
+UpToOne = limited(float, "must be at least 0 and at most 1", lambda x: 0 <= x <= 1)
 
 
 @dataclass(frozen=True)
@@ -556,38 +556,38 @@ class Steps:
     warm_start: Literal["sft", "none"] = "sft"  # starts after SFT, or as it is [D: none]
     # of unguided exploration [S], or of the training split [ours]
     start_from: Literal["explore", "train"] = "explore"
-    start_tasks: flags.Count = 100         # tasks of D_0, at most [D]
-    grpo_steps: flags.Count = 120          # T [D]
-    evolve_every: flags.Count = 10         # E, steps of a segment [D]
-    evaluate_every: flags.Count = 2        # segments between two evaluations [D: 20 steps]
-    step_tasks: flags.Count = 32           # B, tasks a step [D, AE]
+    start_tasks: Count = 100         # tasks of D_0, at most [D]
+    grpo_steps: Count = 120          # T [D]
+    evolve_every: Count = 10         # E, steps of a segment [D]
+    evaluate_every: Count = 2        # segments between two evaluations [D: 20 steps]
+    step_tasks: Count = 32           # B, tasks a step [D, AE]
     step_rollouts: Several = 8             # K, episodes of a task in a step [D, AE]
-    grpo_batch: flags.Count = 8            # tasks of an update, with those left out [AE; ours]
-    grpo_lr: flags.Rate = 1e-6             # constant [D, AE]
-    grpo_temperature: flags.Rate = 0.9     # of training episodes [D, AE]
-    grpo_kl: flags.Weight = 1e-3           # beta, weight of the KL to the first policy [D, AE]
-    clip_low: flags.Share = 0.2            # the ratio is clipped to 1 - this [AE]
-    clip_high: flags.Weight = 0.28         # and to 1 + this [AE]
-    importance_cap: flags.Weight = 0.0     # C, of pi_old / pi_sampler; 0: unweighted [Yao 2025]
+    grpo_batch: Count = 8            # tasks of an update, with those left out [AE; ours]
+    grpo_lr: Rate = 1e-6             # constant [D, AE]
+    grpo_temperature: Rate = 0.9     # of training episodes [D, AE]
+    grpo_kl: Weight = 1e-3           # beta, weight of the KL to the first policy [D, AE]
+    clip_low: Share = 0.2            # the ratio is clipped to 1 - this [AE]
+    clip_high: Weight = 0.28         # and to 1 + this [AE]
+    importance_cap: Weight = 0.0     # C, of pi_old / pi_sampler; 0: unweighted [Yao 2025]
     # the agent itself [ours]; aimed: later nobody, what is picked is varied by script [ours]
     explorer: Literal["policy", "aimed"] = "policy"
-    explorer_temperature: flags.Rate = 1.1  # [ours; AE: 1]
+    explorer_temperature: Rate = 1.1  # [ours; AE: 1]
     near_text: UpToOne = 0.8               # a new text's largest Jaccard share with another [AE]
     verify: bool = True                    # new tasks join only if their solution replays [S]
     solve_check: Plays = 0                 # and if the agent solves some of so many plays [ours]
 
 
 @dataclass(frozen=True)
-class Grpo(Steps, flags.Stated):
+class Grpo(Steps, Stated):
     signals: Signals = ",".join(SIGNALS)   # that lead exploration [S]
-    window: flags.Count = 5                # W, visits that forgetting looks back on [ours]
-    rare_below: flags.Rate = 2.0           # theta, percent of the episodes [ours]
-    rare_min: flags.Count = 1              # episodes that hold a rare pattern [S; D: 2]
-    picks: flags.Count = 8                 # of each signal, at most [ours]
+    window: Count = 5                # W, visits that forgetting looks back on [ours]
+    rare_below: Rate = 2.0           # theta, percent of the episodes [ours]
+    rare_min: Count = 1              # episodes that hold a rare pattern [S; D: 2]
+    picks: Count = 8                 # of each signal, at most [ours]
     # what the explorer goes back to: picks [S], or as many tasks at random [D]
     guide: Literal["signals", "random"] = "signals"
-    explorer_episodes: flags.Count = 6     # of the explorer for a pick, or variations [ours]
-    add_most: flags.Whole = 20             # tasks that join in one evolution, at most [ours]
+    explorer_episodes: Count = 6     # of the explorer for a pick, or variations [ours]
+    add_most: Whole = 20             # tasks that join in one evolution, at most [ours]
     start_share: UpToOne = 0.0             # of a step's tasks from D_0; 0: one pass over D [ours]
     # new tasks whose last visit's episodes were all solved stay, or leave for good [ours]
     mastered: Literal["keep", "leave"] = "keep"

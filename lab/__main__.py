@@ -17,12 +17,12 @@ from safetensors import SafetensorError
 import coevolve
 import dpo
 import envs
+from common.settings import parse
 from lab import machine, page, report, smollm2
 from lab.run import Run
 from lab.settings import METHODS, Settings
 from lab.watch import Watch
 from worlds import without_passwords
-from worlds.flags import parse
 
 # What gloo and NCCL say where the process at the other end has died.
 PEER_GONE = ("closed by peer", "reset by peer", "remote process exited", "Broken pipe")

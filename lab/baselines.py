@@ -20,10 +20,11 @@ from torch import Tensor
 import coevolve
 import dpo
 from coevolve import Common, Run, by_task, evaluations, read, scores, train_sft, write
+from common.files import seed_of
+from common.settings import Count, Rate, Stated, Weight, Whole, limited
 from dpo import Sampler, Trajectory
 from evolve import Rollouts
-from worlds import World, first_reply, flags
-from worlds.files import seed_of
+from worlds import World, first_reply
 
 # -------------------------------------------------------------------------------- RFT and DART
 
@@ -197,18 +198,18 @@ def ppo_loss(policy: Tensor, groups: list[Rollouts], clip: float, kl: float) -> 
 @dataclass(frozen=True)
 class Ppo:
     # per instruction and iteration [ours]
-    ppo_rollouts: flags.limited(int, "must be at least 2", lambda n: n >= 2) = 4
-    ppo_epochs: flags.Count = 2    # passes over the episodes of an iteration [ours]
-    ppo_batch: flags.Count = 16    # instructions per step, with all their rollouts [ours]
-    ppo_lr: flags.Rate = 1e-6      # constant after dpo_warmup [ours]
-    ppo_clip: flags.Rate = 0.2     # a ratio is clipped to 1 +- this [Schulman et al. 2017]
-    ppo_kl: flags.Weight = 0.05    # of the KL from the agent after SFT [ours]
+    ppo_rollouts: limited(int, "must be at least 2", lambda n: n >= 2) = 4
+    ppo_epochs: Count = 2    # passes over the episodes of an iteration [ours]
+    ppo_batch: Count = 16    # instructions per step, with all their rollouts [ours]
+    ppo_lr: Rate = 1e-6      # constant after dpo_warmup [ours]
+    ppo_clip: Rate = 0.2     # a ratio is clipped to 1 +- this [Schulman et al. 2017]
+    ppo_kl: Weight = 0.05    # of the KL from the agent after SFT [ours]
 
 
 @dataclass(frozen=True)
-class Baselines(Ppo, flags.Stated):
-    samples: flags.Count = 5       # rollouts of an instruction, DART's n [Section 5.3; ours]
-    dart_budget: flags.Whole = 10  # N; N x (share of failures) more rollouts [Section 5.3]
+class Baselines(Ppo, Stated):
+    samples: Count = 5       # rollouts of an instruction, DART's n [Section 5.3; ours]
+    dart_budget: Whole = 10  # N; N x (share of failures) more rollouts [Section 5.3]
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         return [*super().conflicts(s),

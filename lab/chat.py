@@ -18,13 +18,14 @@ from typing import Literal, Optional
 
 import envs
 from coevolve import Run, bar, scores, write
+from common.files import hashed, seed_of
+from common.settings import Free, limited
 from dpo import Trajectory
 from evolve import by_one_rank
 from lab.endpoint import USAGE, ContextFull, Endpoint, NotAnswered
 from lab.kept import whole_lines
 from lab.overlap import Overlap, marks
-from worlds import flags, is_web_address
-from worlds.files import hashed, seed_of
+from worlds import is_web_address
 
 
 def evaluations(run: Run) -> None:
@@ -171,9 +172,9 @@ class Chat(Overlap):
     model_name: Optional[str] = None  # at its endpoint
     # conversations shown first: of experts, or by --protocol eto of its prompts [ETO; 0 in
     # the code of IPR on WebShop]
-    examples: flags.limited(int, "must be 0, 1 or 2", lambda n: 0 <= n <= 2) = 1
+    examples: limited(int, "must be 0, 1 or 2", lambda n: 0 <= n <= 2) = 1
     # a task that the endpoint refuses for good ends the run, or counts as reward 0
-    refused: flags.Free[Literal["stop", "zero"]] = "stop"
+    refused: Free[Literal["stop", "zero"]] = "stop"
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         chats = s.method == "chat"

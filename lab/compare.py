@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common.settings import Refused
 from lab import figures
 from lab import study_numbers as numbers
 from lab.report import columns, section
@@ -23,7 +24,6 @@ from lab.runfiles import command, config_of
 from lab.study_methods import COMPARED, FROZEN, chosen, name_of
 from lab.study_numbers import explored, interval, last, paired
 from worlds import World
-from worlds.flags import Refused
 
 MEASURES = ("reward", "success")
 THRESHOLDS = (0.6, 0.7, 0.8)  # of Table 2

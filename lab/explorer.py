@@ -17,11 +17,12 @@ from typing import Optional
 import envs
 import evolve
 from coevolve import Run, bar, read, scores, write
+from common.settings import Stated, limited
 from dpo import Trajectory
 from evolve import by_one_rank, picks_of, rng_of, rows_of, starts, world
 from lab.chat import Paid, Text, is_endpoint
 from lab.endpoint import ContextFull, Endpoint, NotAnswered
-from worlds import flags, is_web_address
+from worlds import is_web_address
 
 LONGEST = 6000  # characters of a conversation that the endpoint is shown [ours]
 OPENING, TURN = 1500, 1000  # of them at most of its first message, and of another one
@@ -204,12 +205,12 @@ def written(generator, task: str, value: dict) -> dict:
 
 # ------------------------------------------------------------------------------------ settings
 
-Who = flags.limited(str, "must be policy, aimed, http://host:port/v1 or https://host/v1",
+Who = limited(str, "must be policy, aimed, http://host:port/v1 or https://host/v1",
                     lambda text: text in ("policy", "aimed") or is_web_address(text))
 
 
 @dataclass(frozen=True)
-class Explorer(evolve.Grpo, flags.Stated):
+class Explorer(evolve.Grpo, Stated):
     # the agent itself [ours]; aimed: later nobody, what is picked is varied by script [ours]; or
     # https://host/v1, an endpoint [D: Qwen3-Max]
     explorer: Who = "policy"

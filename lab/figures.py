@@ -9,9 +9,9 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from common.files import headline, read_jsonl
 from lab.report import evaluations
 from lab.runfiles import agents_of, config_of, kinds_of, phases_of, visible
-from worlds.files import headline, read_jsonl
 
 # Text stays text in an SVG, and equal runs give equal bytes. Okabe and Ito's colours, told apart by
 # colour-blind readers too, the target's and the failure agent's first, as in page.css.

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Literal
 
 from coevolve import Run
+from common.files import hashed, read_jsonl
+from common.settings import Stated
 from envs import Refused, World
 from evolve import world
-from worlds import flags
-from worlds.files import hashed, read_jsonl
 
 FILE = "trained_on.json"  # in an agent's folder
 
 
 @dataclass(frozen=True)
-class Overlap(flags.Stated):
+class Overlap(Stated):
     overlap: Literal["refuse", "keep"] = "refuse"  # evaluated tasks that were trained on [ours]
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from common.files import headline, read_jsonl
 from lab import figures
 from lab.report import columns, sections
 from lab.runfiles import agents_of, command, config_of, phases_of
 from worlds import World, first_reply
-from worlds.files import headline, read_jsonl
 
 FILES = Path(__file__).parent / "page_files"
 MEGABYTES = 4.5  # of conversations in a page, if not said otherwise

@@ -18,8 +18,8 @@ import transformers
 import coevolve
 import dpo
 import envs
+from common.settings import Refused, flag, parse
 from lab.runfiles import command, config_of, phases_of, visible
-from worlds.flags import Refused, flag, parse
 
 
 class Encoder(dpo.Encoder):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from common.files import headline, read_jsonl, write_json
 from lab.endpoint import USAGE
 from lab.runfiles import config_of, explorations, kinds_of, of, phases_of
-from worlds.files import headline, read_jsonl, write_json
 
 BEST = ("best", "best_success")
 

@@ -30,10 +30,10 @@ import coevolve
 import dpo
 import envs
 import evolve
+from common.files import hashed
 from lab import cache, fast, machine, overlap, packing, store
 from lab.kept import CHUNK, Checkpoint, Kept
 from lab.prepacked import prepack
-from worlds.files import hashed
 
 SMALL = 40_000_000  # bytes of weights: threads would wait for each other, 3.6 s against 1.6 s
 

@@ -5,9 +5,9 @@ import signal
 import sys
 from pathlib import Path
 
+from common.files import read_json
+from common.settings import Refused
 from worlds import EnvError, without_passwords
-from worlds.files import read_json
-from worlds.flags import Refused
 
 
 def command(name: str, work) -> None:

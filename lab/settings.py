@@ -5,9 +5,9 @@ from typing import Literal, Optional
 
 import coevolve
 import evolve
+from common.settings import Free, OldFile, Weight, Whole
 from lab import baselines, chat, explorer
 from lab.overlap import Overlap
-from worlds.flags import Free, OldFile, Weight, Whole
 
 
 @dataclass(frozen=True)

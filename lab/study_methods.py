@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from common.settings import Refused, limits_of
 from evolve import SIGNALS
 from lab.runfiles import config_of, phases_of
 from lab.settings import METHODS as METHODS_OF_RUNS
 from lab.settings import Settings
-from worlds.flags import Refused, limits_of
 
 # name -> (what a report calls it, its settings). In braces stands what another run of the seed says
 # (`costs`): `steps`, as many optimiser steps of the target as co-evolution took; `token_steps`,

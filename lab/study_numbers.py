@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 import dpo
+from common.files import read_jsonl
 from lab.runfiles import explorations, of, phases_of
 from lab.study_methods import task_counts, trained
 from worlds import World
-from worlds.files import read_jsonl
 
 # The 97.5% quantiles of Student's t distribution with 1, 2, ... degrees of freedom.
 T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010,

@@ -14,12 +14,12 @@ from transformers import AutoTokenizer
 
 import coevolve
 import dpo
+from common.files import read_jsonl
 from dpo import Trajectory
 from evolve import advantages, replies
 from lab.run import Run
 from lab.runfiles import command, config_of
 from lab.settings import METHODS, Settings
-from worlds.files import read_jsonl
 
 FILES = Path(__file__).parent / "page_files"
 RUN, EVOLVE = Path("runs/tour"), Path("runs/tour-evolve")

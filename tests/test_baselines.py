@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 import coevolve
 import dpo
 import envs
+from common.files import read_jsonl
 from lab import baselines
 from lab.settings import METHODS, Settings
-from worlds.files import read_jsonl
 
 TASKS = 8
 

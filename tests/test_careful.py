@@ -18,9 +18,9 @@ from conftest import SMALL_RUN, ended, fork, wait_until
 
 import coevolve
 import dpo
+from common.files import read_jsonl
 from lab import kept, store
 from lab.kept import Checkpoint
-from worlds.files import read_jsonl
 
 KILLS = int(os.environ.get("KILLS", 3))
 

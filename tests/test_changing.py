@@ -17,10 +17,11 @@ from conftest import plain_log_probs
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from worlds.files import read_json
-from worlds.files import read_jsonl as rows
+from common.files import read_json
+from common.files import read_jsonl as rows
 
-ROOT, CORE = Path(__file__).parents[1], ("coevolve", "dpo", "envs", "evolve", "worlds")
+ROOT = Path(__file__).parents[1]
+FILES, FOLDERS = ("coevolve", "dpo", "envs", "evolve"), ("common", "worlds")
 COMMON = "--env webshop --train-tasks 12 --eval-tasks 1 --eval-splits validation --sft-epochs 2 "
 SMALL = COMMON + "--rollouts 2 --iterations 1 --dpo-epochs 1 --temperature 0.8 "
 SAVED, LN2 = "model.safetensors", pytest.approx(math.log(2), abs=1e-6)
@@ -46,9 +47,10 @@ CHANGES = changes("docs/changing.md") | changes("docs/environments.md")
 def program(folder, *titles):
     """coevolve.py of a copy of the program with these changes, imported anew."""
     folder.mkdir()
-    for name in CORE[:-1]:
+    for name in FILES:
         shutil.copy(ROOT / f"{name}.py", folder)
-    shutil.copytree(ROOT / "worlds", folder / "worlds", ignore=lambda *_: ["__pycache__"])
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, folder / name, ignore=lambda *_: ["__pycache__"])
     (folder / "tiny").symlink_to(ROOT / "tiny")
     for file, old, new in (change for title in titles for change in CHANGES[title]):
         path = folder / file
@@ -59,7 +61,7 @@ def program(folder, *titles):
         assert all(len(line) <= 100 for line in new.splitlines())
 
     def ours():
-        return {name: m for name, m in sys.modules.items() if name.split(".")[0] in CORE}
+        return {name: m for name, m in sys.modules.items() if name.split(".")[0] in FILES + FOLDERS}
 
     before = ours()
     for name in before:

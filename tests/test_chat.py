@@ -9,12 +9,13 @@ from conftest import KEY
 
 import coevolve
 import envs
+from common.files import read_jsonl, write_jsonl
+from common.settings import Refused, parse
 from lab import endpoint as endpoints
 from lab import overlap
 from lab.run import Run
 from lab.settings import METHODS, Settings
-from worlds import Step, flags
-from worlds.files import read_jsonl, write_jsonl
+from worlds import Step
 
 ASKED = [dict(role="user", content="?")]
 
@@ -38,7 +39,7 @@ class Guess(envs.World):
 
 
 def parsed(*argv):
-    return flags.parse([*map(str, argv)], Settings, METHODS, envs.environment)
+    return parse([*map(str, argv)], Settings, METHODS, envs.environment)
 
 
 @pytest.fixture
@@ -177,7 +178,7 @@ def test_a_stopped_run_goes_on_and_pays_for_no_answer_twice(endpoint, run):
         run()
     paid = len(endpoint.seen)
     assert paid == 5  # two tasks, two turns of test-2, the refusal
-    with pytest.raises(flags.Refused, match="model_name"):  # what is paid for is another model's
+    with pytest.raises(Refused, match="model_name"):  # what is paid for is another model's
         run("--model-name", "another")
     endpoint.answer = lambda messages: "c"
     r = run()
@@ -355,7 +356,7 @@ def test_a_checkpoint_is_evaluated_as_in_the_run_that_made_it(start, small, tmp_
     ("--model http://a/v1", "--model-name: give the model's name"),
     ("--model http://a/v1 --model-name m --examples 3", "--examples 3: must be 0, 1 or 2")])
 def test_what_does_not_go_together_is_refused(argv, says):
-    with pytest.raises(flags.Refused, match=says):
+    with pytest.raises(Refused, match=says):
         parsed(*argv.split())
 
 

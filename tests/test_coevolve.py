@@ -20,8 +20,8 @@ import coevolve
 import dpo
 import envs
 from coevolve import Settings
+from common.files import read_jsonl
 from dpo import Pair, Trajectory
-from worlds.files import read_jsonl
 
 
 def trajectory(agent, reward, rollout=0, iteration=1):

@@ -19,10 +19,10 @@ import dpo
 import envs
 import evolve
 from coevolve import read
+from common.files import read_jsonl, seed_of
 from dpo import Trajectory
 from lab.kept import Checkpoint
 from worlds import Step, World, converse
-from worlds.files import read_jsonl, seed_of
 from worlds.intercodesql.world import InterCodeSQL
 
 

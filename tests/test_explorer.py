@@ -12,9 +12,9 @@ import coevolve
 import envs
 import evolve
 from coevolve import read
+from common.files import read_jsonl
 from lab import endpoint as endpoints
 from lab import explorer
-from worlds.files import read_jsonl
 from worlds.intercodesql import questions
 
 WELL = (  # its answers, by what it is asked for: context, action, proposals

@@ -21,7 +21,7 @@ from family_models import CLASSES, MUSIC, default, tiny_model
 
 import coevolve
 import dpo
-from worlds.files import read_jsonl
+from common.files import read_jsonl
 
 DOCS = (Path(__file__).parent.parent / "docs" / "large_models.md").read_text(encoding="utf-8")
 # Families that train and play a text, and families of a whole run.

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 import coevolve
 import dpo
+from common.files import read_jsonl
 from lab import cache, fast, packing
-from worlds.files import read_jsonl
 
 TINY = coevolve.MODELS["tiny"]
 

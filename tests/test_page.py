@@ -12,9 +12,9 @@ from html.parser import HTMLParser
 import pytest
 from test_report import PHASES, evaluation, exploration, trained, trajectory, write_lines, write_run
 
+from common.files import read_jsonl
 from lab.figures import training_figures
 from lab.page import conversations, main, page
-from worlds.files import read_jsonl
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser",
                                                 "google-chrome"))), None)

@@ -11,10 +11,10 @@ import coevolve
 import dpo
 import envs
 import worlds
+from common.files import read_jsonl
+from common.settings import Refused
 from lab.play import agent_of, main
 from lab.runfiles import visible
-from worlds.files import read_jsonl
-from worlds.flags import Refused
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import coevolve
 import envs
 import worlds
 from dpo import Encoder, Trajectory
-from worlds import flags, published
+from worlds import published
 
 CHAT = [("user", "Observation:\nWebShop [SEP] Instruction: [SEP] a hat [SEP] Search"),
         ("assistant", "Thought: I search.\nAction: search[hat]"),
@@ -243,7 +243,7 @@ def test_one_setting_brings_their_numbers(prompts):
     given = ["--env", "scienceworld", "--model", "m", "--protocol", "eto", "--prompts", prompts]
 
     def parse(*more):
-        return flags.parse([*given, *more], coevolve.Settings, coevolve.METHODS, envs.environment)
+        return parse([*given, *more], coevolve.Settings, coevolve.METHODS, envs.environment)
 
     s, own = parse()
     assert (s.max_new_tokens, s.temperature, s.sft_lr) == (512, 0.0, 2e-5)

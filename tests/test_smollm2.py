@@ -12,8 +12,8 @@ from conftest import CONVERSATION
 from transformers import AutoTokenizer
 
 import dpo
+from common.settings import Refused
 from lab import smollm2
-from worlds.flags import Refused
 
 ABSENT = "SmolLM2 is not here; `bash run.sh webshop --model smollm2 --quick` makes its folder"
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"

@@ -16,8 +16,8 @@ from conftest import ended, fork, wait_until
 from test_report import trajectory, write_lines, write_run
 from transformers import AutoModel
 
+from common.settings import Refused
 from lab import compare, study, study_methods, study_numbers
-from worlds.flags import Refused
 
 
 @pytest.mark.parametrize("a, b, mean, half, ahead, sure", [

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
-from worlds.flags import Refused, Stated
+from common.settings import Refused, Stated
 
 ENVIRONMENTS = ("webshop", "scienceworld", "intercodesql", "bfcl")  # the folders
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Literal
 
+from common.settings import OldFile
 from worlds import Options, Refused, World, converse, environment, opening
-from worlds.flags import OldFile
 
 
 @dataclass(frozen=True)

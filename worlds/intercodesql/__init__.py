@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Optional
 
-from worlds.flags import REAL, Limits, OldFile, limited
+from common.settings import REAL, Limits, OldFile, limited
 from worlds.published import Published
 
 MYSQL_ADDRESS = "mysql://user:password@host:port, with / and @ in a password as %2F and %40"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from worlds.flags import OldFile
+from common.settings import OldFile
 from worlds.published import Published
 
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Optional
 
+from common.settings import REAL, OldFile, limited
 from worlds import is_web_address
-from worlds.flags import REAL, OldFile, limited
 from worlds.published import Published
 
 WebAddress = limited(Optional[str], "must be http://host:port or https://host", is_web_address)

@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from worlds.flags import Refused
+from common.settings import Refused
 
 
 def read_json(file: Path) -> dict:
