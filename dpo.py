@@ -17,7 +17,6 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import partial
 
 import torch
@@ -66,6 +65,15 @@ class Trajectory:
         return sum(self.action_mask[1:])
 
 
+# Some templates write today's date. What an agent reads must not change at midnight, so that all
+# runs read the date that Llama 3 falls back on. It stands in front of the template.
+FIXED_DATE = """{%- macro strftime_now(form) -%}
+    {{- form | replace("%d", "26") | replace("%m", "07") | replace("%Y", "2024")
+        | replace("%y", "24") | replace("%b", "Jul") | replace("%B", "July")
+        | replace("%a", "Fri") | replace("%A", "Friday") -}}
+{%- endmacro -%}"""
+
+
 class Encoder:
     r"""Makes token ids of conversations, piece by piece, as the tokenizer's chat template does.
 
@@ -101,6 +109,7 @@ class Encoder:
         self.control_tokens = sorted({*tokenizer.all_special_tokens, *added} - {""})
         if not tokenizer.chat_template:
             self.refuse("it has no chat template; use a chat model")
+        self.template = FIXED_DATE + tokenizer.get_chat_template()
         self.take_template_apart()
         self.compare_with_template()
 
@@ -109,7 +118,7 @@ class Encoder:
     def take_template_apart(self) -> None:
         """Finds what the template writes before, between and after the contents of turns."""
         mark = "CONTENT"
-        while mark in str(self.tokenizer.chat_template):
+        while mark in self.template:
             mark += "X"
         turns = [dict(role=role, content=mark) for role in ("user", "assistant", "user")]
         pieces = self.render(turns, go_on=True).split(mark)
@@ -154,7 +163,8 @@ class Encoder:
         """The template's text of a conversation; go_on: up to where the next reply begins."""
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=go_on, strftime_now=fixed_date)
+                messages, chat_template=self.template, add_generation_prompt=go_on,
+                tokenize=False)
         except Exception as error:  # whatever a template does
             self.refuse(f"its chat template fails: {first_line(error)}; use another model")
 
@@ -298,14 +308,8 @@ class Encoder:
         words = sorted(self.tokenizer.get_vocab().items())
         if self.tokenizer.is_fast:
             words = self.tokenizer.backend_tokenizer.to_str()
-        known = [self.tokenizer.chat_template, self.control_tokens, self.rows, words]
+        known = [self.template, self.control_tokens, self.rows, words]
         return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
-
-
-def fixed_date(form: str) -> str:
-    """Some templates write today's date. All phases of a run read the one that Llama 3 falls back
-    on, since what an agent reads must not change at midnight."""
-    return datetime(2024, 7, 26).strftime(form)
 
 
 def first_line(error: Exception) -> str:
