@@ -733,6 +733,7 @@ ALL_READ = {"env", "view", "bf16"}  # the settings that every phase reads
 
 class Run:
     """A run's folder, machine and models. A run that was stopped goes on after its last phase."""
+    trains_while_it_plays = False  # whether those who play are being trained in the same phase
 
     def __init__(self, settings: Settings, options):
         s = settings
@@ -769,10 +770,11 @@ class Run:
         self.env = self.make_env()
         self.splits = splits_of(self.env, s)
         self.tokenizer = dpo.read(transformers.AutoTokenizer, self.base)
-        config = dpo.read_config(self.base).get_text_config()
-        self.encoder = dpo.Encoder(self.tokenizer, config.vocab_size)
+        self.config = dpo.read_config(self.base)
+        self.encoder = dpo.Encoder(self.tokenizer, self.config.get_text_config().vocab_size)
 
         self.settings, self.reads = noting(s)  # reads: the names of those that a phase has read
+        self.slots = s.slots or slots_of(self)
         self.open()
 
     def open(self) -> None:
@@ -784,10 +786,7 @@ class Run:
         # A new run tries how the model has to be asked; it is the same when the run goes on.
         if self.main and not config.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            ways = FASTEST
-            if self.base != MODELS["tiny"]:
-                ways = dpo.trial(self.replica(self.base), self.encoder, self.settings.max_tokens)
-            files.write_json(config, dict(settings=now, ways=ways))
+            files.write_json(config, dict(settings=now, ways=ways_of(self)))
         self.accelerator.wait_for_everyone()
         begun = read_json(config)
         if "settings" not in begun:
@@ -805,6 +804,7 @@ class Run:
                     self.recorded[output] = row
         self.accelerator.wait_for_everyone()
         if self.main:
+            check_disk(self)
             self.lock = files.lock(self.folder)
             files.write_json(config, begun | dict(settings=begun["settings"] | now))
             files.write_json(phases, self.recorded)
@@ -939,16 +939,54 @@ class Run:
 
     def play_share(self, share: list[Trajectory], answer, make_env) -> list[Trajectory]:
         """Plays the episodes of this rank."""
-        slots = self.settings.slots
-        if slots == 0:
-            slots = 32 if self.accelerator.device.type == "cuda" else 8
         with bar(self, len(share)) as progress:
-            envs.play(make_env, self.encoder, share, answer, slots, self.settings.max_tokens,
+            envs.play(make_env, self.encoder, share, answer, self.slots, self.settings.max_tokens,
                       ended=lambda t: progress.update())
         return share
 
 
-# What Run.once asks, and what phases share.
+# What Run.open and Run.once ask.
+
+
+def ways_of(run: Run) -> list[bool]:
+    """How the model has to be asked, see `dpo.trial`."""
+    if run.base == MODELS["tiny"]:
+        return FASTEST
+    device = run.accelerator.device
+    longest = run.settings.max_tokens
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        if not dpo.fits_in_fp32(run.config, free, longest):
+            device = "cpu"
+    return list(dpo.trial(dpo.read_model(run.base, device=device).eval(), run.encoder, longest))
+
+
+def slots_of(run: Run) -> int:
+    """How many episodes are played side by side on a rank: on a GPU those that fit its memory."""
+    if run.accelerator.device.type != "cuda":
+        return 8
+    free, _ = torch.cuda.mem_get_info()
+    longest = run.settings.max_tokens + run.settings.max_new_tokens
+    training_ranks = run.ranks if run.trains_while_it_plays else 0
+    return dpo.slots_that_fit(run.config, free, longest, training_ranks)
+
+
+def check_disk(run: Run) -> None:
+    """Refused where the disk has no room for the agents that the run keeps."""
+    s = run.settings
+    if s.method not in AGENTS:
+        return
+    agents = len(AGENTS[s.method])
+    if s.method != "sft":
+        agents *= 1 + s.iterations
+    needed = dpo.disk_needed(run.config, agents)
+    for file in run.folder.rglob("*.safetensors"):  # of a folder that goes on
+        needed -= file.stat().st_size
+    free = shutil.disk_usage(run.folder).free
+    if needed > free:
+        raise envs.Refused(f"--out {run.folder}: {free / 1e9:.1f} GB are free, and the run's "
+                           f"{agents} agents take {needed / 1e9:.1f} GB more; give a folder on "
+                           "another disk")
 
 
 def has_been_done(run: Run, phase) -> bool:
@@ -1080,7 +1118,7 @@ def main(argv: list[str], settings_class=Settings, run_class=Run, methods: dict 
     transformers.utils.logging.disable_progress_bar()
     try:
         settings, options = parse(argv, settings_class, methods, envs.environment,
-                                  f"python {program}")
+                                  f"python {program} [--env ENV]")
         run = run_class(settings, options)
         methods[settings.method].loop(run)
         finish(run)

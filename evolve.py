@@ -36,7 +36,7 @@ import dpo
 import envs
 from coevolve import Common, by_task, collect_experts, evaluations, read, scores, train_sft, write
 from common.files import read_jsonl, seed_of
-from common.settings import Count, Rate, Share, Stated, Weight, Whole, limited
+from common.settings import Count, Method, Rate, Share, Stated, Weight, Whole, limited
 from dpo import Group, Trajectory
 from worlds.published import read_experts
 
@@ -611,7 +611,11 @@ class Settings(Grpo, coevolve.Settings):
         return [*coevolve.Settings.preset_names(values), values["explorer"]]
 
 
-METHODS = {"grpo": (evolve, (Common, Steps)), "evolve": (evolve, (Common, Grpo))}
+METHODS = {
+    "evolve": Method(evolve, (Common, Grpo),
+                     "GRPO on tasks that grow out of what the agent's episodes show to be weak"),
+    "grpo": Method(evolve, (Common, Steps), "GRPO on the start tasks alone"),
+}
 
 
 # --------------------------------------------------------------------------------------- a run

@@ -195,7 +195,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: list[str], kind: type, methods: dict[str, Method], environment: Callable,
-          program: str = "python coevolve.py"):
+          program: str = "python coevolve.py [--env ENV]"):
     """Reads the settings of a run from a command line; with --help it prints them, and ends.
 
     Args:
@@ -203,7 +203,7 @@ def parse(argv: list[str], kind: type, methods: dict[str, Method], environment: 
         kind: The class of settings, which extends `Stated`.
         methods: What --method can name.
         environment: environment(name) -> the class of that environment's own settings.
-        program: What --help calls the program.
+        program: How --help says that the program is called.
 
     Returns:
         The settings, of the class `kind`, and the environment's own.
@@ -255,7 +255,7 @@ def parser_of(stated: dict[str, Setting], methods: dict[str, Method], program: s
     """A parser that returns what is given of these settings; and name -> the argument in it."""
     lines = [f"  {name:12} {method.about}" for name, method in methods.items()]
     parser = Parser(
-        usage=f"{program} [--env ENV] [--method METHOD] [--model MODEL] [--SETTING VALUE ...]",
+        usage=f"{program} [--method METHOD] [--model MODEL] [--SETTING VALUE ...]",
         description="\n".join(["methods:", *lines]), add_help=False, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
     parser.add_argument("-h", "--help", action="store_true",
@@ -290,7 +290,7 @@ def help_of(setting: Setting, value, origin: str | None) -> str:
     default = f"default {setting.default} {source}".strip()
     if setting.default is None:
         default = f"default: {source.strip('[]') or 'none'}"
-    if origin:
+    if value != setting.default or origin == "given":
         default = f"{value} ({origin}; {default})"
     return f"{words}: {default}".replace("%", "%%")  # which argparse would fill in
 

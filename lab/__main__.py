@@ -30,7 +30,7 @@ GOES_ON = "PART_OF_A_STUDY" not in os.environ  # a study says it of itself, and 
 
 
 def main(argv: list[str]) -> None:
-    settings, options = parse(argv, Settings, METHODS, envs.environment)
+    settings, options = parse(argv, Settings, METHODS, envs.environment, "bash run.sh ENV")
     transformers.utils.logging.disable_progress_bar()
     if settings.model == "smollm2":
         coevolve.MODELS["smollm2"] = smollm2.base()

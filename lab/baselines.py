@@ -21,7 +21,7 @@ import coevolve
 import dpo
 from coevolve import Common, Run, by_task, evaluations, read, scores, train_sft, write
 from common.files import seed_of
-from common.settings import Count, Rate, Stated, Weight, Whole, limited
+from common.settings import Count, Method, Rate, Stated, Weight, Whole, limited
 from dpo import Sampler, Trajectory
 from evolve import Rollouts
 from worlds import World, first_reply
@@ -217,6 +217,11 @@ class Baselines(Ppo, Stated):
                  "all rollouts of an instruction would be the same; raise it")]
 
 
-METHODS = {"rft": (rft, (Common, "temperature", "samples")),
-           "dart": (rft, (Common, "temperature", "samples", "dart_budget")),
-           "ppo": (ppo, (Common, Ppo, "temperature", "iterations", "dpo_warmup"))}
+METHODS = {
+    "rft": Method(rft, (Common, "temperature", "samples"),
+                  "SFT, then SFT on its own successes beside the experts"),
+    "dart": Method(rft, (Common, "temperature", "samples", "dart_budget"),
+                   "rft, with more samples of harder tasks"),
+    "ppo": Method(ppo, (Common, Ppo, "temperature", "iterations", "dpo_warmup"),
+                  "SFT, then PPO on rewards alone"),
+}

@@ -19,7 +19,7 @@ from typing import Literal, Optional
 import envs
 from coevolve import Run, bar, scores, write
 from common.files import hashed, seed_of
-from common.settings import Free, limited
+from common.settings import Free, Method, limited
 from dpo import Trajectory
 from evolve import by_one_rank
 from lab.endpoint import USAGE, ContextFull, Endpoint, NotAnswered
@@ -188,6 +188,10 @@ class Chat(Overlap):
 
 PLAYED = ("env", "method", "model", "out", "eval_tasks", "eval_splits", "view", "max_tokens",
           "max_new_tokens", "slots", "temperature", "rollouts")
-METHODS = {"evaluate": (evaluations, (*PLAYED, "seed", "bf16", Overlap)),
-           "chat": (evaluations, (*PLAYED, "experts", *(
-               f.name for f in fields(Chat) if f.name != "overlap")))}
+METHODS = {
+    "evaluate": Method(evaluations, (*PLAYED, "seed", "bf16", Overlap),
+                       "a trained agent plays, and learns nothing"),
+    "chat": Method(evaluations, (*PLAYED, "experts", *(
+        f.name for f in fields(Chat) if f.name != "overlap")),
+        "a model behind an endpoint plays, shown examples"),
+}

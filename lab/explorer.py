@@ -222,5 +222,6 @@ class Explorer(evolve.Grpo, Stated):
                  "give the explorer's name at its endpoint")]
 
 
-METHODS = {name: (partial(loop, find=find_tasks), (*reads, "explorer_model"))
-           for name, (loop, reads) in evolve.METHODS.items()}
+METHODS = {name: method._replace(loop=partial(method.loop, find=find_tasks),
+                                 reads=(*method.reads, "explorer_model"))
+           for name, method in evolve.METHODS.items()}

@@ -57,5 +57,5 @@ class Settings(Careful, chat.Chat, baselines.Baselines, explorer.Explorer, coevo
 
 
 # method -> its loop, and what it reads
-METHODS = {name: (loop, (*reads, Careful, Overlap)) for name, (loop, reads) in (
+METHODS = {name: method._replace(reads=(*method.reads, Careful, Overlap)) for name, method in (
     coevolve.METHODS | explorer.METHODS | baselines.METHODS | chat.METHODS).items()}

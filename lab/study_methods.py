@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.settings import Refused, limits_of
+from common.settings import FREE, Refused, has_mark
 from evolve import SIGNALS
 from lab.runfiles import config_of, phases_of
 from lab.settings import METHODS as METHODS_OF_RUNS
@@ -62,7 +62,7 @@ COMPARED = [*(("coevolve", m) for m in METHODS), *((m, "sft") for m in (*METHODS
             *FROZEN.items()]
 # Between the seeds of a method: what changes nothing, or rounding only; and what another run says.
 MAY_DIFFER = {"method", "seed", *(f.name for f in fields(Settings)
-                                  if any(limits.free for limits in limits_of(Settings, f.name)))}
+                                  if has_mark(Settings, f.name, FREE))}
 FROM_OTHERS = {"dpo_steps", "start_tasks"}
 
 
