@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 import dpo
 import envs
-from common import files
+from common import files, machine
 from common.files import hashed, read_json, read_jsonl, seed_of, write_jsonl
 from common.settings import (
     FREE,
@@ -771,6 +771,7 @@ class Run:
         self.splits = splits_of(self.env, s)
         self.tokenizer = dpo.read(transformers.AutoTokenizer, self.base)
         self.config = dpo.read_config(self.base)
+        self.parameters = dpo.parameter_count(self.config)
         self.encoder = dpo.Encoder(self.tokenizer, self.config.get_text_config().vocab_size)
 
         self.settings, self.reads = noting(s)  # reads: the names of those that a phase has read
@@ -956,7 +957,7 @@ def ways_of(run: Run) -> list[bool]:
     longest = run.settings.max_tokens
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info()
-        if not dpo.fits_in_fp32(run.config, free, longest):
+        if not machine.fits_in_fp32(run.config, run.parameters, free, longest):
             device = "cpu"
     return list(dpo.trial(dpo.read_model(run.base, device=device).eval(), run.encoder, longest))
 
@@ -968,7 +969,8 @@ def slots_of(run: Run) -> int:
     free, _ = torch.cuda.mem_get_info()
     longest = run.settings.max_tokens + run.settings.max_new_tokens
     training_ranks = run.ranks if run.trains_while_it_plays else 0
-    return dpo.slots_that_fit(run.config, free, longest, training_ranks)
+    return machine.slots_that_fit(run.config, run.parameters, free, longest,
+                                  training_ranks)
 
 
 def check_disk(run: Run) -> None:
@@ -979,7 +981,7 @@ def check_disk(run: Run) -> None:
     agents = len(AGENTS[s.method])
     if s.method != "sft":
         agents *= 1 + s.iterations
-    needed = dpo.disk_needed(run.config, agents)
+    needed = machine.disk_needed(run.parameters, agents)
     for file in run.folder.rglob("*.safetensors"):  # of a folder that goes on
         needed -= file.stat().st_size
     free = shutil.disk_usage(run.folder).free

@@ -17,7 +17,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -336,8 +336,14 @@ class Sampler:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.temperature > 0:
             logits = logits / self.temperature
-        never = torch.tensor(self.never, dtype=torch.long, device=logits.device)
-        return logits.index_fill(-1, never, -torch.inf)
+        return logits.index_fill(-1, index_of(self.never, logits.device), -torch.inf)
+
+
+@lru_cache(maxsize=None)
+def index_of(ids: tuple[int, ...], device) -> Tensor:
+    """Ids as an index on a device. It is copied there once, since the host waits for each copy."""
+    with torch.inference_mode(False):  # else what is sampled first could not be trained on
+        return torch.tensor(ids, dtype=torch.long, device=device)
 
 
 def token_log_probs(model, trajectories: list[Trajectory], sampler: Sampler = Sampler()) -> Tensor:
@@ -835,6 +841,13 @@ def empty_model(config, dtype):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
+def parameter_count(config) -> int:
+    """The number of parameters of a causal LM, which is not read."""
+    model = empty_model(config, torch.float32)
+    model.tie_weights()
+    return model.num_parameters()
+
+
 def layers(model) -> torch.nn.ModuleList:
     """The model's layers, its largest list of modules."""
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
@@ -922,11 +935,13 @@ def stopping(base, encoder: Encoder) -> transformers.GenerationConfig:
 
 # ------------------------------------------------------------------------------------ sampling
 
+SIZES = 1024  # tokens; static caches have multiples of it, since each size is compiled once [ours]
+
 
 @torch.inference_mode()
 def replies(model, encoder: Encoder, sampler: Sampler, max_new_tokens: int, stops: tuple[str, ...],
             asked: list[tuple[list[int], random.Random]], alone: bool = False,
-            cache: bool = True) -> list[tuple[list[int], list[float]]]:
+            cache: bool | str = True) -> list[tuple[list[int], list[float]]]:
     """Samples a reply to each conversation, by `generate` of transformers.
 
     Args:
@@ -937,7 +952,8 @@ def replies(model, encoder: Encoder, sampler: Sampler, max_new_tokens: int, stop
         stops: Texts that end a reply, as the end of turn does.
         asked: Of each conversation the ids so far, and its own random numbers.
         alone: One conversation at a time, not all side by side.
-        cache: Keys and values of what was read are kept.
+        cache: Whether keys and values of what was read are kept; "static": in a place of fixed
+            size, for which `generate` compiles the model on a GPU.
 
     Returns:
         Of each reply its ids, and the log-probability of each as the sampler had it, in nats; none
@@ -949,20 +965,26 @@ def replies(model, encoder: Encoder, sampler: Sampler, max_new_tokens: int, stop
         some = asked[first:first + at_once]
         # Padded on the left, all begin to write in the same column.
         prompts = [torch.tensor(ids) for ids, _ in some]
-        ids = pad_sequence(prompts, True, 0, "left")                              # (B, L)
+        ids = pad_sequence(prompts, True, 0, "left").to(model.device)             # (B, L)
         mask = pad_sequence([torch.ones_like(p) for p in prompts], True, 0, "left")
+        options = dict(use_cache=bool(cache))
+        if cache == "static":
+            size = math.ceil((ids.shape[1] + max_new_tokens) / SIZES) * SIZES
+            options.update(cache_implementation="static", max_cache_len=size)
         draw = Draw([rng for _, rng in some], sampler, encoder, stops)
-        model.generate(ids.to(model.device), attention_mask=mask.to(model.device),
-                       logits_processor=[draw], do_sample=False, max_new_tokens=max_new_tokens,
+        model.generate(ids, attention_mask=mask.to(model.device), logits_processor=[draw],
+                       do_sample=False, max_new_tokens=max_new_tokens,
                        eos_token_id=encoder.end_of_turn, pad_token_id=encoder.end_of_turn,
-                       use_cache=cache)
-        found += draw.replies()
+                       **options)
+        found += draw.replies
     return found
 
 
 class Draw(transformers.LogitsProcessor):
     """Draws each row's next token with the row's own random numbers, so that what runs beside it
-    changes nothing, and leaves `generate` no other choice. A row that is over draws no more."""
+    changes nothing, and leaves `generate` no other choice. A row that is over draws no more.
+
+    Conversations stay on the device. The host has the replies so far, and waits once a token."""
 
     def __init__(self, rngs: list[random.Random], sampler: Sampler, encoder: Encoder,
                  stops: tuple[str, ...]):
@@ -970,54 +992,58 @@ class Draw(transformers.LogitsProcessor):
         self.sampler = sampler
         self.encoder = encoder
         self.stops = stops
-        self.written = [[] for _ in rngs]  # the tokens of each row's reply so far
+        self.replies = [([], []) for _ in rngs]  # of each row ids and log-probabilities so far
         self.over = [False] * len(rngs)
-        self.log_probs = []                # of each token so far, (B,) nats
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
         """Logits, (B, V), with one finite one in each row; ids: the conversations, (B, L)."""
-        logits = self.sampler.apply(logits)
-        if not (logits < torch.inf).all():  # nor nan
-            raise FloatingPointError("logits that are no numbers; lower the learning rate")
-        if self.sampler.temperature == 0:
-            drawn = logits.argmax(-1)                                             # (B,)
+        log_p = self.sampler.apply(logits).log_softmax(-1)                        # (B, V)
+        u = self.uniform().to(log_p.device, non_blocking=True)                    # (B, 1)
+        if self.sampler.temperature > 0:
+            # The first token at which the distribution function exceeds u. Rounding leaves its
+            # last value not quite 1.
+            cdf = log_p.exp().double().cumsum(-1)                                 # (B, V)
+            drawn = (cdf <= cdf[:, -1:] * u).sum(-1, keepdim=True)                # (B, 1)
         else:
-            drawn = self.sample(logits.log_softmax(-1))
-        over = torch.tensor(self.over, device=drawn.device)
-        drawn = drawn.masked_fill(over, self.encoder.end_of_turn)
-        for row, token in enumerate(drawn.tolist()):
-            if not self.over[row]:
-                self.written[row].append(token)
-                self.over[row] = self.ends(self.written[row])
-        return torch.full_like(logits, -torch.inf).scatter_(1, drawn[:, None], 0.0)
+            drawn = log_p.argmax(-1, keepdim=True)                                # (B, 1)
+        values = log_p.gather(1, drawn)                                           # (B, 1)
+        drawn = drawn.masked_fill(u < 0, self.encoder.end_of_turn)
+        self.note(torch.cat([drawn.double(), values.double()], 1).tolist())
+        return torch.full_like(log_p, -torch.inf).scatter_(1, drawn, 0.0)
 
-    def sample(self, log_p: Tensor) -> Tensor:
-        """Draws a token from each row of log-probabilities, (B, V): the first at which the
-        distribution function exceeds a number u that is uniform in [0, 1)."""
-        u = []
+    def uniform(self) -> Tensor:
+        """A random number in [0, 1) of each row, (B, 1); -1 of one that is over."""
+        numbers = []
         for rng, over in zip(self.rngs, self.over):
-            u.append(0.0 if over else rng.random())
-        u = torch.tensor(u, dtype=torch.float64, device=log_p.device)[:, None]    # (B, 1)
-        cdf = log_p.exp().double().cumsum(-1)                                     # (B, V)
-        drawn = (cdf <= cdf[:, -1:] * u).sum(-1)  # rounding leaves the last not quite 1
-        self.log_probs.append(log_p.gather(1, drawn[:, None])[:, 0])
-        return drawn
+            if over:
+                numbers.append(-1.0)
+            elif self.sampler.temperature > 0:
+                numbers.append(rng.random())
+            else:
+                numbers.append(0.0)
+        return torch.tensor(numbers, dtype=torch.float64)[:, None]
 
-    def ends(self, written: list[int]) -> bool:
+    def note(self, drawn: list[tuple[float, float]]) -> None:
+        """Adds token and log-probability to each reply that is not over, and finds who is now."""
+        for row, (token, value) in enumerate(drawn):
+            if self.over[row]:
+                continue
+            if not math.isfinite(value):
+                raise FloatingPointError("logits that are no numbers; lower the learning rate")
+            ids, log_probs = self.replies[row]
+            ids.append(int(token))
+            if self.sampler.temperature > 0:
+                log_probs.append(value)
+            self.over[row] = self.ends(ids)
+
+    def ends(self, ids: list[int]) -> bool:
         """Whether a reply ends with its last token."""
-        if written[-1] == self.encoder.end_of_turn:
+        if ids[-1] == self.encoder.end_of_turn:
             return True
         for stop in self.stops:  # of which a token has a letter at least
-            if stop in self.encoder.decode(written[-len(stop) - 1:]):
+            if stop in self.encoder.decode(ids[-len(stop) - 1:]):
                 return True
         return False
-
-    def replies(self) -> list[tuple[list[int], list[float]]]:
-        """The ids of each reply, and their log-probabilities."""
-        if not self.log_probs:
-            return [(ids, []) for ids in self.written]
-        values = torch.stack(self.log_probs, 1).tolist()
-        return [(ids, row[:len(ids)]) for ids, row in zip(self.written, values)]
 
 
 # --------------------------------------------------------------- whether a model can be used so
@@ -1030,7 +1056,7 @@ OF_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError)  # which are Runti
 
 
 @torch.inference_mode()
-def trial(model, encoder: Encoder, longest: int = 64) -> tuple[bool, bool, bool]:
+def trial(model, encoder: Encoder, longest: int = 64) -> tuple[bool, bool, bool | str]:
     """Finds the fastest way to ask a model that gives right log-probabilities: those of plain
     passes over one text. Some models read padding, or err with their cache.
 
@@ -1043,8 +1069,8 @@ def trial(model, encoder: Encoder, longest: int = 64) -> tuple[bool, bool, bool]
         longest: Tokens of the longest text that is tried, since some faults begin at a length.
 
     Returns:
-        Whether passes, and whether replies, have to be of one text at a time; and whether these may
-        keep a cache.
+        Whether passes, and whether replies, have to be of one text at a time; and the cache that
+        these may keep, see `replies`.
 
     Raises:
         Unusable: No way is right. What the machine lacks, memory say, is raised as it is.
@@ -1054,7 +1080,10 @@ def trial(model, encoder: Encoder, longest: int = 64) -> tuple[bool, bool, bool]
     sampler = Sampler(never=never)
     known = sorted({*range(min(len(encoder.tokenizer), encoder.rows))} - {*never})
     texts = [random.Random(size).choices(known, k=size) for size in (longest - 8, longest // 2)]
-    for cache, alone in itertools.product((True, False), (False, True)):
+    caches = [True, False]
+    if model.device.type == "cuda":
+        caches = ["static", True, False]
+    for cache, alone in itertools.product(caches, [False, True]):
         try:
             of_replies, of_padding = errors_of_way(model, encoder, sampler, texts, alone, cache)
         except OF_MACHINE:
@@ -1071,7 +1100,7 @@ def trial(model, encoder: Encoder, longest: int = 64) -> tuple[bool, bool, bool]
 
 
 def errors_of_way(model, encoder: Encoder, sampler: Sampler, texts: list[list[int]], alone: bool,
-                  cache: bool) -> tuple[float, float]:
+                  cache: bool | str) -> tuple[float, float]:
     """How far this way is from plain passes over one text, in nats a token: that of replies to the
     texts, and that of one padded pass over texts and replies."""
     asked = [(ids, random.Random(0)) for ids in texts]
@@ -1086,54 +1115,3 @@ def errors_of_way(model, encoder: Encoder, sampler: Sampler, texts: list[list[in
     of_replies = (plain - plain.new_tensor(drawn)).abs().mean().item()
     of_padding = (plain - padded).abs().mean().item()
     return of_replies, of_padding
-
-
-# ------------------------------------------------------------------------ what a machine can hold
-
-FREE = 0.92  # of a card's memory: contexts, NCCL's buffers and the allocator's gaps take the rest
-SLOTS = 128  # at most; up to there a pass that decodes hardly takes longer with more rows [ours]
-
-
-def parameter_count(config) -> int:
-    """The number of parameters of a causal LM, which is not loaded."""
-    model = empty_model(config, torch.float32)
-    model.tie_weights()
-    return model.num_parameters()
-
-
-def slots_that_fit(config, free: float, tokens: int, training_ranks: int = 0) -> int:
-    """How many episodes a card can play side by side, with a bf16 copy of the model.
-
-    Args:
-        config: That of the model.
-        free: Bytes of the card that nothing holds yet.
-        tokens: Of the longest conversation. Rows are padded, so that each may become as long.
-        training_ranks: Over how many ranks the model trains beside its copy; 0: it does not.
-    """
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    inside = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-
-    # A parameter takes 2 bytes in bf16; where it trains, 4 for each of weight, gradient, moments.
-    weights = 2 * parameter_count(config)
-    if training_ranks:
-        weights += 16 * parameter_count(config) / training_ranks
-
-    # A token takes keys and values in all layers, and the inside of the layer that reads it.
-    keys_and_values = 4 * text.num_hidden_layers * heads * size
-    layer = 2 * (6 * text.hidden_size + 3 * inside)
-    fitting = int((FREE * free - weights) / ((keys_and_values + layer) * tokens))
-    return max(1, min(SLOTS, fitting))
-
-
-def fits_in_fp32(config, free: float, tokens: int) -> bool:
-    """Whether a card has room for the trial of a model with two texts of so many tokens."""
-    # Where CUDA has no fused attention, as in fp32, the scores of all heads are there three times.
-    scores = 3 * 2 * config.get_text_config().num_attention_heads * tokens ** 2 * 4
-    return 4 * parameter_count(config) + scores < FREE * free
-
-
-def disk_needed(config, agents: int) -> int:
-    """The bytes of so many agents on disk; their weights are fp32, whatever the model's are."""
-    return 4 * parameter_count(config) * agents

@@ -1,0 +1,44 @@
+"""What a machine can hold: episodes on a card, a model on it in fp32, agents on the disk."""
+
+FREE = 0.92  # of a card's memory: contexts, NCCL's buffers and the allocator's gaps take the rest
+SLOTS = 128  # at most; up to there a pass that decodes hardly takes longer with more rows [ours]
+
+
+def slots_that_fit(config, parameters: int, free: float, tokens: int,
+                   training_ranks: int = 0) -> int:
+    """How many episodes a card can play side by side, with a bf16 copy of the model.
+
+    Args:
+        config: That of the model.
+        parameters: How many it has.
+        free: Bytes of the card that nothing holds yet.
+        tokens: Of the longest conversation. Rows are padded, so that each may become as long.
+        training_ranks: Over how many ranks the model trains beside its copy; 0: it does not.
+    """
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    inside = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+
+    # A parameter takes 2 bytes in bf16; where it trains, 4 for each of weight, gradient, moments.
+    weights = 2 * parameters
+    if training_ranks:
+        weights += 16 * parameters / training_ranks
+
+    # A token takes keys and values in all layers, and the inside of the layer that reads it.
+    keys_and_values = 4 * text.num_hidden_layers * heads * size
+    layer = 2 * (6 * text.hidden_size + 3 * inside)
+    fitting = int((FREE * free - weights) / ((keys_and_values + layer) * tokens))
+    return max(1, min(SLOTS, fitting))
+
+
+def fits_in_fp32(config, parameters: int, free: float, tokens: int) -> bool:
+    """Whether a card has room for the trial of a model with two texts of so many tokens."""
+    # Where CUDA has no fused attention, as in fp32, the scores of all heads are there three times.
+    scores = 3 * 2 * config.get_text_config().num_attention_heads * tokens ** 2 * 4
+    return 4 * parameters + scores < FREE * free
+
+
+def disk_needed(parameters: int, agents: int) -> int:
+    """The bytes of so many agents on disk; their weights are fp32, whatever the model's are."""
+    return 4 * parameters * agents
