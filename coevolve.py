@@ -1058,10 +1058,12 @@ def agents_of(run: Run, agent):
 
 
 def finish(run: Run) -> None:
-    """Forgets what was recorded of phases that the run has not asked for, and prints the table."""
+    """Forgets what was recorded of phases that the run has not asked for, prints the table, and
+    leaves the folder to others."""
     if run.main:
         files.write_json(run.folder / "phases.json", run.done)
         print(table(run))
+        run.lock.close()
 
 
 def table(run: Run) -> str:

@@ -1,177 +1,246 @@
-"""Pairs by hand; whole runs, repeated, edited, killed and continued; a user's mistakes."""
+"""The method as a specification: pairs by hand, roles, whole runs and their folders, mistakes."""
 
 import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import combinations, product
 
 import pytest
-import torch
 from accelerate.state import AcceleratorState
-from conftest import TOY, Toy, ended, fork, plain_log_probs
+from conftest import TOY, Toy, ended, fork, make_tokenizer, plain_log_probs
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import coevolve
 import dpo
 import envs
-from coevolve import Settings
-from common.files import read_jsonl
+from coevolve import Agent, Settings
+from common.files import read_json, read_jsonl
 from dpo import Pair, Trajectory
 
+ET = "expert>target"
+EF = "expert>failure"
+FF = "failure>failure"
 
-def trajectory(agent, reward, rollout=0, iteration=1):
-    return Trajectory(agent=agent, iteration=iteration, rollout=rollout, reward=reward)
+# --------------------------------------------------------------------------------- pairs by hand
 
 
-def expert(reward=1.0):
-    return trajectory("expert", reward, iteration=0)
+def rollouts_of(agent, rewards):
+    return [Trajectory(agent=agent, iteration=1, rollout=n, reward=reward)
+            for n, reward in enumerate(rewards)]
 
 
 def target(*rewards):
-    return [trajectory("target", r, i) for i, r in enumerate(rewards)]
+    return rollouts_of("target", rewards)
 
 
 def failure(*rewards):
-    return [trajectory("failure", r, i) for i, r in enumerate(rewards)]
+    return rollouts_of("failure", rewards)
+
+
+def expert(reward=1.0):
+    return Trajectory(agent="expert", reward=reward)
+
+
+def side(named):
+    """A side of a pair in short, such as t0:0.5 for the target's rollout 0 with reward 0.5."""
+    return f"{named['agent'][0]}{named['rollout']}:{named['reward']}"
 
 
 def brief(rows):
-    """(kind, chosen, rejected, weight, sft_weight); a side is agent, rollout, reward in short."""
-    side = lambda x: f"{x['agent'][0]}{x['rollout']}:{x['reward']}"
-    return [(r["kind"], side(r["chosen"]), side(r["rejected"]), r["weight"], r["sft_weight"])
-            for r in rows]
+    """(kind, chosen, rejected, weight, sft_weight) of each row."""
+    return [(row["kind"], side(row["chosen"]), side(row["rejected"]), row["weight"],
+             row["sft_weight"]) for row in rows]
 
 
-ET, EF, FF = "expert>target", "expert>failure", "failure>failure"
-
-
-@pytest.mark.parametrize("expert_reward, own, other, rows", [
-    # Three pairs; the two expert pairs share a weight of 1, the failure pair has no SFT term.
-    (1.0, [0.5], [0.75], [(ET, "e0:1.0", "t0:0.5", .5, .5), (EF, "e0:1.0", "f0:0.75", .5, .5),
+@pytest.mark.parametrize("expert_reward, own, others, rows", [
+    # Three pairs; the two with the expert share a weight of 1, that of failures has no SFT term.
+    (1.0, [0.5], [0.75], [(ET, "e0:1.0", "t0:0.5", .5, .5),
+                          (EF, "e0:1.0", "f0:0.75", .5, .5),
                           (FF, "f0:0.75", "t0:0.5", 1.0, 0.0)]),
-    # Equal failures make no failure pair.
+    # Equal failures make no pair of failures.
     (1.0, [0.5], [0.5], [(ET, "e0:1.0", "t0:0.5", .5, .5), (EF, "e0:1.0", "f0:0.5", .5, .5)]),
-    # The target succeeds: a tie with the expert, and nothing for the failure to be compared with.
+    # The target succeeds: a tie with the expert, and no failure for the other one to be against.
     (1.0, [1.0], [0.25], [(EF, "e0:1.0", "f0:0.25", 1.0, 1.0)]),
     (1.0, [1.0], [1.0], []),
-    # ETO: no failure agent.
+    # ETO: nobody else plays.
     (1.0, [0.5], [], [(ET, "e0:1.0", "t0:0.5", 1.0, 1.0)]),
-    # An expert at 0.75 is beaten by a success and by a better failure: they are the chosen ones.
-    (0.75, [1.0], [0.8], [(ET, "t0:1.0", "e0:0.75", .5, .5), (EF, "f0:0.8", "e0:0.75", .5, .5)]),
-    # An expert's equal is no pair, but it is a failure like any other.
+    # An expert at 0.75 is beaten by a success and by a better failure. The kind names the chosen.
+    (0.75, [1.0], [0.8], [("target>expert", "t0:1.0", "e0:0.75", .5, .5),
+                          ("failure>expert", "f0:0.8", "e0:0.75", .5, .5)]),
+    # An expert's equal makes no pair with it, but is a failure like any other.
     (0.75, [0.75], [0.5], [(EF, "e0:0.75", "f0:0.5", 1.0, 1.0),
                            (FF, "t0:0.75", "f0:0.5", 1.0, 0.0)]),
     # A missing rollout of the target.
     (1.0, [], [0.25], [(EF, "e0:1.0", "f0:0.25", 1.0, 1.0)]),
-    # Two rollouts each, one a success: three expert pairs of weight 1/3; failures are paired
-    # across the agents only.
+    # Two rollouts each, one a success: three pairs with the expert weigh 1/3 each; failures are
+    # paired across agents only.
     (1.0, [0.5, 0.25], [0.5, 1.0], [
         (ET, "e0:1.0", "t0:0.5", 1 / 3, 1 / 3), (ET, "e0:1.0", "t1:0.25", 1 / 3, 1 / 3),
         (EF, "e0:1.0", "f0:0.5", 1 / 3, 1 / 3), (FF, "f0:0.5", "t1:0.25", 1.0, 0.0)]),
+    # Rewards that differ by rounding are equal: 0.1 + 0.2 is no better than 0.3.
+    (0.1 + 0.2, [0.3], [], []),
+    (1.0, [0.1 + 0.2], [0.3], [(ET, "e0:1.0", "t0:0.30000000000000004", .5, .5),
+                               (EF, "e0:1.0", "f0:0.3", .5, .5)]),
 ])
-def test_d_tgt_by_hand(expert_reward, own, other, rows):
+def test_d_tgt_by_hand(expert_reward, own, others, rows):
     dropped = Counter()
-    found = coevolve.d_tgt(expert(expert_reward), target(*own), failure(*other), Settings(),
+    found = coevolve.d_tgt(expert(expert_reward), target(*own), failure(*others), Settings(),
                            dropped)
-    assert len(found) + dropped.total() == len(own) + len(other) + len(own) * len(other)
     assert brief(found) == rows
-    weights = [r["weight"] for r in found if r["kind"] != FF]
-    assert not weights or sum(weights) == pytest.approx(1.0)
+    # Every comparison makes a pair, or is counted.
+    comparisons = len(own) + len(others) + len(own) * len(others)
+    assert len(found) + dropped.total() == comparisons
 
 
-def test_d_tgt_settings():
-    pairs = lambda own, other, reward=1.0, **changed: brief(coevolve.d_tgt(
-        expert(reward), target(own), failure(other), replace(Settings(), **changed), Counter()))
-    assert pairs(1.0, 0.5, 0.75, expert_beaten="drop") == [(EF, "e0:0.75", "f0:0.5", 1.0, 1.0)]
-    assert [r[3] for r in pairs(0.5, 0.25, pair_weights="none")] == [1.0, 1.0, 1.0]
-    assert [r[0] for r in pairs(0.5, 0.25, d_tgt_failures="none")] == [ET, EF]
-    assert [r[0] for r in pairs(0.5, 0.25, d_tgt_failures="hard")] == [ET, EF]
-    assert [r[0] for r in pairs(0.6, 0.25, d_tgt_failures="hard")] == [ET, EF, FF]
+def d_tgt(own, others, expert_reward=1.0, success=1.0, **changed):
+    """The pairs of one rollout of each agent, under other settings than the defaults."""
+    return brief(coevolve.d_tgt(expert(expert_reward), target(own), failure(others),
+                                replace(Settings(), **changed), Counter(), success))
 
 
-@pytest.mark.parametrize("own, other, rows", [
-    ([0.5], [0.75], ["f0:0.75>t0:0.5"]),
+def test_settings_of_d_tgt():
+    assert d_tgt(1.0, 0.5, 0.75, expert_beaten="drop") == [(EF, "e0:0.75", "f0:0.5", 1.0, 1.0)]
+    assert [row[3] for row in d_tgt(0.5, 0.25, pair_weights="none")] == [1.0, 1.0, 1.0]
+    assert [row[0] for row in d_tgt(0.5, 0.25, d_tgt_failures="none")] == [ET, EF]
+    assert [row[0] for row in d_tgt(0.5, 0.25, d_tgt_failures="hard")] == [ET, EF]
+    assert [row[0] for row in d_tgt(0.6, 0.25, d_tgt_failures="hard")] == [ET, EF, FF]
+    # Where success begins at 0.5, one of the two is no failure.
+    assert [row[0] for row in d_tgt(0.5, 0.25, success=0.5)] == [ET, EF]
+
+
+@pytest.mark.parametrize("own, others, rows", [
+    ([0.75], [0.5], ["f0:0.75>t0:0.5"]),
     ([0.5], [0.5], []),
-    ([1.0], [0.5], []),                       # a success is no failure
-    ([], [0.5], []),
-    ([0.5, 0.25], [0.75, 1.0], ["t0:0.5>t1:0.25", "f0:0.75>t0:0.5", "f0:0.75>t1:0.25"]),
+    ([0.5], [1.0], []),  # a success is no failure
+    ([1 - 1e-16], [0.5], []),
+    ([0.5], [], []),
+    # The pairs within an agent are there, too.
+    ([0.75, 1.0], [0.5, 0.25], ["t0:0.5>t1:0.25", "f0:0.75>t0:0.5", "f0:0.75>t1:0.25"]),
 ])
-def test_d_fail_by_hand(own, other, rows):
+def test_d_fail_by_hand(own, others, rows):
     dropped = Counter()
-    found = brief(coevolve.d_fail(target(*own), failure(*other), Settings(), dropped))
-    assert [f"{w}>{l}" for _, w, l, _, _ in found] == rows
-    assert all((kind, weight, sft) == (FF, 1.0, 0.0) for kind, _, _, weight, sft in found)
-    assert len(found) + dropped.total() == math.comb(len(own) + len(other), 2)
+    found = brief(coevolve.d_fail(failure(*own), target(*others), Settings(), dropped))
+    assert [f"{chosen}>{rejected}" for _, chosen, rejected, _, _ in found] == rows
+    assert {(kind, weight, sft) for kind, _, _, weight, sft in found} <= {(FF, 1.0, 0.0)}
+    assert len(found) + dropped.total() == math.comb(len(own) + len(others), 2)
 
 
-def test_d_fail_settings_and_where_success_begins():
-    own, other, s = target(0.5, 0.25), failure(0.75), Settings()
-    d_fail = lambda s, success=1.0: [r[1:3] for r in brief(
-        coevolve.d_fail(own, other, s, Counter(), success))]
-    cross = d_fail(replace(s, d_fail="cross"))
-    assert cross == [("f0:0.75", "t0:0.5"), ("f0:0.75", "t1:0.25")]
-    assert d_fail(replace(s, d_fail="none")) == []
-    assert d_fail(s, success=0.75) == [("t0:0.5", "t1:0.25")]
-    d_tgt = coevolve.d_tgt(expert(), own, other, s, Counter(), success=0.75)
-    assert [r["kind"] for r in d_tgt] == [ET, ET, EF]
+def d_fail(success=1.0, **changed):
+    """The sides of the pairs of two rollouts of the target and one of the failure agent."""
+    rows = coevolve.d_fail(failure(0.75), target(0.5, 0.25), replace(Settings(), **changed),
+                           Counter(), success)
+    return [row[1:3] for row in brief(rows)]
 
 
-def test_a_cut_keeps_whole_turns_and_ends_can_be_left_out():
-    mask = [0, 0, 1, 1, 0, 1, 0, 0, 1, 1]
-    whole = Trajectory("task", "target", ids=list(range(10)), action_mask=mask, reward=0.5,
-                       steps=3, ended="done")
-    first = lambda n: replace(whole, ids=whole.ids[:n], action_mask=mask[:n], ended="budget")
-    cut = coevolve.shortened
-    assert cut(whole, 1, True) == first(4) and cut(whole, 2, True) == first(6)
-    assert cut(whole, 3, True) == cut(whole, 9, True) == whole
-    # Without ends: each reply's last token, and all of the reply that ended the episode.
-    assert cut(whole, 3, False).action_mask == [0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
-    budget = replace(whole, ended="budget")
-    assert cut(budget, 3, False).action_mask == [0, 0, 1, 0, 0, 0, 0, 0, 1, 0]
-    assert cut(whole, 1, False).action_mask == [0, 0, 1, 0]
-    only = replace(whole, ids=[1, 2], action_mask=[0, 1], steps=1)
-    assert cut(only, 1, False) == only  # else nothing would be left
+def test_settings_of_d_fail():
+    assert d_fail(d_fail="cross") == [("f0:0.75", "t0:0.5"), ("f0:0.75", "t1:0.25")]
+    assert d_fail(d_fail="none") == []
+    assert d_fail(success=0.75) == [("t0:0.5", "t1:0.25")]
 
 
-def episode(agent, reward, turns, iteration=1, rollout=0, task="a"):
-    return Trajectory(task, agent, iteration, rollout, ids=list(range(3 * turns)),
-                      action_mask=[0, 1, 1] * turns, reward=reward, steps=turns, ended="done")
+# ---------------------------------------------------------------- from pairs to what is trained on
 
 
-def test_groups_hold_each_trajectory_once_and_cut_what_is_rejected():
-    e, t, f = episode("expert", 1.0, 2, 0), episode("target", 0.5, 9), episode("failure", 0.7, 8)
-    s, episodes = Settings(), [e, t, f, episode("expert", 1.0, 1, 0, task="b"),
-                               episode("target", 0.0, 3, task="b")]
+@pytest.fixture(scope="module")
+def encoder():
+    return dpo.Encoder(make_tokenizer("chatml"))
+
+
+def played(encoder, agent, reward, replies, task="a", iteration=1, ended="done"):
+    """A trajectory of so many replies, each of two tokens or more and its end of turn."""
+    messages = [dict(role="user", content="find a mug")]
+    for n in range(replies):
+        messages.append(dict(role="assistant", content=f"click[{agent} {n}]"))
+        messages.append(dict(role="user", content="Page 1"))
+    ids, mask = encoder.encode(messages[:-1], 1)
+    return Trajectory(task, agent, iteration, ids=ids, action_mask=mask, reward=reward,
+                      steps=replies, ended=ended)
+
+
+def replies_in(t):
+    """The number of replies in ids, counted by spans of the mask."""
+    starts = [k for k in range(1, len(t.ids)) if t.action_mask[k] and not t.action_mask[k - 1]]
+    return len(starts)
+
+
+def test_groups_have_each_trajectory_once_and_cut_what_is_rejected(encoder):
+    s = Settings()
+    e = played(encoder, "expert", 1.0, 2, iteration=0)
+    t = played(encoder, "target", 0.5, 9)
+    f = played(encoder, "failure", 0.7, 8)
     rows = [dict(task="a", **row) for row in coevolve.d_tgt(e, [t], [f], s, Counter())]
-    rows += [dict(task="b", **row) for row in coevolve.d_tgt(*episodes[3:4], episodes[4:], [], s,
-                                                             Counter())]
-    a, b = coevolve.preference_groups(rows, episodes, s)
-    # Of 9 and 8 turns the first 7 are rejected, the expert's 2 and 5 more; chosen, f is whole.
-    assert [len(x.ids) / 3 for x in a.sequences] == [2, 7, 7, 8]
-    assert a.pairs == [Pair(ET, 0, 1, .5, .5), Pair(EF, 0, 2, .5, .5), Pair(FF, 3, 1, 1.0, 0.0)]
-    assert [len(x.ids) / 3 for x in b.sequences] == [1, 3] and b.pairs == [Pair(ET, 0, 1, 1.0, 1.0)]
-    [a, _] = coevolve.preference_groups(rows, episodes, replace(s, cut_turns=-1))
-    assert [len(x.ids) / 3 for x in a.sequences] == [2, 9, 8]  # f is one, chosen or rejected
-    [a, _] = coevolve.preference_groups(rows, episodes, replace(s, rejected_ends="leave out"))
-    assert [sum(x.action_mask) for x in a.sequences] == [4, 7, 7, 16]
-    rows[0]["rejected"]["rollout"] = 9  # by somebody's hand
-    with pytest.raises(coevolve.envs.Refused, match="'target', 1, 9.*mend the pairs file"):
-        coevolve.preference_groups(rows, episodes, s)
+    [group] = coevolve.preference_groups(rows, [e], [t, f], s, encoder)
+    # Of 9 and 8 replies the first 7 are rejected, the expert's 2 and 5 more; chosen, f is whole.
+    assert [replies_in(x) for x in group.trajectories] == [2, 7, 7, 8]
+    assert group.pairs == [Pair(ET, 0, 1, .5, .5), Pair(EF, 0, 2, .5, .5), Pair(FF, 3, 1, 1., 0.)]
+    [group] = coevolve.preference_groups(rows, [e], [t, f], replace(s, cut_turns=-1), encoder)
+    assert group.trajectories == [e, t, f]  # f is one, chosen or rejected
+
+
+def test_the_expert_that_cuts_is_the_one_that_was_imitated(encoder):
+    """Another agent's trajectory may be the expert; it is called as the agent is."""
+    s = replace(Settings(), cut_turns=1)
+    e = played(encoder, "target", 1.0, 3, iteration=4)
+    t = played(encoder, "target", 0.5, 9, iteration=5)
+    rows = [dict(task="a", **row) for row in coevolve.d_tgt(e, [t], [], s, Counter())]
+    assert [row["kind"] for row in rows] == [ET]
+    [group] = coevolve.preference_groups(rows, [e], [t, e], s, encoder)
+    assert [replies_in(x) for x in group.trajectories] == [3, 4]
+
+
+def test_names_that_mean_nothing_or_two_things_are_refused(encoder):
+    e = played(encoder, "expert", 1.0, 1, iteration=0)
+    t = played(encoder, "target", 0.5, 2)
+    [row] = coevolve.d_tgt(e, [t], [], Settings(), Counter())
+    row["task"] = "a"
+    with pytest.raises(envs.Refused, match="two trajectories are called .*'target', 1, 0"):
+        coevolve.preference_groups([row], [e], [t, replace(t, reward=0.25)], Settings(), encoder)
+    row["rejected"]["rollout"] = 9  # by somebody's hand
+    with pytest.raises(envs.Refused, match="'target', 1, 9.*mend the pairs file"):
+        coevolve.preference_groups([row], [e], [t], Settings(), encoder)
+
+
+def test_a_cut_keeps_whole_turns(encoder):
+    whole = played(encoder, "target", 0.5, 3)
+    for replies in (1, 2):
+        part = coevolve.cut(whole, replies, encoder)
+        assert part.ids == whole.ids[:len(part.ids)] and part.ids[-1] == encoder.end_of_turn
+        assert (replies_in(part), part.steps, part.ended) == (replies, replies, "budget")
+    assert coevolve.cut(whole, 3, encoder) == coevolve.cut(whole, 9, encoder) == whole
+
+
+def test_ends_of_turns_and_of_the_episode_can_be_left_out(encoder):
+    """What stays is the content of all replies, but of the one that ended the episode."""
+    kept = {}
+    for ended_by in "done", "budget":
+        t = played(encoder, "target", 0.5, 3, ended=ended_by)
+        mask = coevolve.without_ends(t, encoder).action_mask
+        kept[ended_by] = encoder.decode([i for i, acts in zip(t.ids, mask) if acts])
+        assert encoder.end_of_turn not in [i for i, acts in zip(t.ids, mask) if acts]
+    assert kept == dict(done="click[target 0]click[target 1]",
+                        budget="click[target 0]click[target 1]click[target 2]")
+    only = replace(t, ids=[1, encoder.end_of_turn], action_mask=[0, 1], steps=1)
+    assert coevolve.without_ends(only, encoder) == only  # else nothing would be left
+
+
+def test_a_reply_that_was_cut_off_keeps_its_last_token(encoder):
+    """Its end of turn was not written by the agent, and is no action token already."""
+    ids = encoder.start([dict(role="user", content="u")])
+    written = encoder.tokenise("click[x")
+    t = Trajectory(ids=[*ids, *written, encoder.end_of_turn],
+                   action_mask=[0] * len(ids) + [1] * len(written) + [0], steps=1, ended="budget")
+    assert coevolve.without_ends(t, encoder).action_mask == t.action_mask
 
 
 # ------------------------------------------------------------------------------------ whole runs
-
-def finish(out, *argv):
-    """What such a run in the toy prints, in a process of its own."""
-    said = out.parent / f"{out.name}.said"
-    said.unlink(missing_ok=True)
-    assert ended(fork(toy(*argv, "--out", out), said)) == 0, said.read_text()[-3000:]
-    return said.read_text()
 
 
 def toy(*argv):
@@ -183,72 +252,97 @@ def toy(*argv):
     return work
 
 
+def finish(out, *argv):
+    """What such a run in the toy prints, in a process of its own."""
+    said = out.parent / f"{out.name}.said"
+    said.unlink(missing_ok=True)
+    assert ended(fork(toy(*argv, "--out", out), said)) == 0, said.read_text()[-3000:]
+    return said.read_text()
+
+
+def made(said):
+    """The outputs that a run has made, by what it has printed: lines that end with a time."""
+    return {line.split()[0] for line in said.splitlines() if re.search(r" \d+:\d\d$", line)}
+
+
 def contents(run):
-    """Every file of a run by name, without what tells the time or where it is."""
-    files = {str(p.relative_to(run)): p.read_bytes() for p in sorted(run.rglob("*")) if p.is_file()}
-    files.pop("config.json")
-    phases = json.loads(files.pop("phases.json"))
-    return files, {name: row | dict(seconds=0) for name, row in phases.items()}, [*phases]
+    """Every file of a run by name, and what is recorded of its phases, but for their time."""
+    found = {}
+    for path in sorted(run.rglob("*")):
+        if path.is_file() and path.name not in ("config.json", "phases.json"):
+            found[str(path.relative_to(run))] = path.read_bytes()
+    phases = read_json(run / "phases.json")
+    return found, {name: row | dict(seconds=0) for name, row in phases.items()}
+
+
+def squared_distance(a, b):
+    weights, others = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
+    return sum(((weights[name] - others[name]) ** 2).sum().item() for name in weights)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, small_model):
     """(the folder of a run in the toy, the flag of its model)."""
-    out, model = tmp_path_factory.mktemp("toy") / "run", ("--model", small_model)
+    out = tmp_path_factory.mktemp("toy") / "run"
+    model = ("--model", small_model)
     assert "coevolve on webshop" in finish(out, *model)
     return out, model
 
 
 def test_a_run_makes_the_pairs_of_its_trajectories(small_run):
-    out, rows, names = small_run, {}, {"experts": "expert", "iter1/target": "target", "iter1/failure": "failure"}
+    rewards = {}  # (task, agent) -> those of its trajectories
+    names = {"experts": "expert", "iter1/target": "target", "iter1/failure": "failure"}
     for name, agent in names.items():
-        for row in read_jsonl(out / f"{name}.jsonl"):
+        for row in read_jsonl(small_run / f"{name}.jsonl"):
             assert row["agent"] == agent and len(row["ids"]) == len(row["action_mask"])
             assert row["steps"] == sum(m["role"] == "assistant" for m in row["messages"])
             assert len(row["log_probs"]) == (agent != "expert") * sum(row["action_mask"])
-            rows[row["task"], agent, row["rollout"]] = row["reward"]
-    assert len(rows) == 6 * (1 + 2 + 2)
-    # The pairs of the files are those of Eq. (6) and (8), counted here from the rewards alone.
-    expected, found = Counter(), Counter()
-    for task in {task for task, *_ in rows}:
-        e, *own = rows[task, "expert", 0], rows[task, "target", 0], rows[task, "target", 1]
-        other = rows[task, "failure", 0], rows[task, "failure", 1]
-        expected["target", ET] += sum(e != t for t in own)
-        expected["target", EF] += sum(e != f for f in other)
-        failures = lambda *pairs: sum(a != b and a < 1 and b < 1 for a, b in pairs)
-        across = [(t, f) for t in own for f in other]
-        expected["target", FF] += failures(*across)
-        expected["failure", FF] += failures(*across, own, other)
-    for trains in ("target", "failure"):
-        for row in read_jsonl(out / f"iter1/pairs-{trains}.jsonl"):
+            rewards.setdefault((row["task"], agent), []).append(row["reward"])
+    assert sum(len(found) for found in rewards.values()) == 6 * (1 + 2 + 2)
+
+    # The pairs in the files are those of Eq. (6) and (8), counted here from rewards alone.
+    expected = Counter()
+    for task in {task for task, _ in rewards}:
+        [e] = rewards[task, "expert"]
+        own = rewards[task, "target"]
+        others = rewards[task, "failure"]
+        across = sum(a != b and a < 1 and b < 1 for a, b in product(own, others))
+        every = sum(a != b and a < 1 and b < 1 for a, b in combinations(own + others, 2))
+        expected["target", ET] += sum(t < e for t in own)
+        expected["target", EF] += sum(t < e for t in others)
+        expected["target", FF] += across
+        expected["failure", FF] += every
+    found = Counter()
+    for trains in "target", "failure":
+        for row in read_jsonl(small_run / f"iter1/pairs-{trains}.jsonl"):
             found[trains, row["kind"]] += 1
-            for side in "chosen", "rejected":
-                named = row[side]["agent"], row[side]["rollout"]
-                assert rows[(row["task"], *named)] == row[side]["reward"]
             assert row["chosen"]["reward"] > row["rejected"]["reward"]
-    assert found == expected and len(expected) == 4 and all(expected.values()), expected
-    phases = json.loads((out / "phases.json").read_text())
-    for trains in ("target", "failure"):
+    assert found == expected and all(expected.values()), expected
+
+    phases = read_json(small_run / "phases.json")
+    for trains in "target", "failure":
         counted = phases[f"iter1/pairs-{trains}.jsonl"]["pairs"]
         assert counted == {kind: n for (name, kind), n in expected.items() if name == trains}
-    played = read_jsonl(out / "eval-1-target-test.jsonl")
-    assert phases["eval-1-target-test.jsonl"]["reward"] == pytest.approx(
-        sum(row["reward"] for row in played) / 2)
+    evaluated = read_jsonl(small_run / "eval-1-target-test.jsonl")
+    mean = sum(row["reward"] for row in evaluated) / 2
+    assert phases["eval-1-target-test.jsonl"]["reward"] == pytest.approx(mean)
 
 
 def test_preference_training_begins_at_the_agent_after_sft_with_ln_2(small_run):
-    out = small_run
-    [first, *_] = read_jsonl(out / "iter1/failure-agent/train.jsonl")
+    [first, *_] = read_jsonl(small_run / "iter1/failure-agent/train.jsonl")
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-4) and [*first["kinds"]] == [FF]
-    steps = read_jsonl(out / "iter1/target-agent/train.jsonl")
-    experts = {row["task"]: row for row in read_jsonl(out / "experts.jsonl")}
-    pairs = read_jsonl(out / "iter1/pairs-target.jsonl")
-    assert sum(k["count"] for step in steps for k in step["kinds"].values()) == 2 * len(pairs)
-    # Of all the experts of the first batch, what the log says is what the agent after SFT says.
-    wanted = {ET: 0, EF: 0}
+    steps = read_jsonl(small_run / "iter1/target-agent/train.jsonl")
+    pairs = read_jsonl(small_run / "iter1/pairs-target.jsonl")
+    counts = [kind["count"] for step in steps for kind in step["kinds"].values()]
+    assert sum(counts) == 2 * len(pairs)
+
+    # What the log says of the experts in the first batch is what the agent after SFT says of them.
+    experts = {row["task"]: row for row in read_jsonl(small_run / "experts.jsonl")}
+    agent = dpo.read_model(small_run / "sft-target")
+    tasks = [*dict.fromkeys(row["task"] for row in pairs)]
     rng = random.Random(coevolve.seed_of(0, "dpo", "target", 1))
-    tasks, agent = [*dict.fromkeys(row["task"] for row in pairs)], dpo.read_model(out / "sft-target")
-    first, counted, loss = steps[0], 0, 0.0
+    said = {ET: 0, EF: 0}
+    counted, loss = 0, 0.0
     for task in rng.sample(tasks, len(tasks)):
         own = [row for row in pairs if row["task"] == task]
         if counted and counted + len(own) > 4:
@@ -259,29 +353,184 @@ def test_preference_training_begins_at_the_agent_after_sft_with_ln_2(small_run):
         for row in own:
             loss += row["weight"] * math.log(2)
             if row["kind"] != FF:
-                assert row["chosen"]["agent"] == "expert"
-                wanted[row["kind"]] += says
+                said[row["kind"]] += says
                 loss -= 0.5 * row["sft_weight"] * says  # lambda_SFT of the tiny model
     for kind in ET, EF:
-        row = first["kinds"][kind]
-        assert row["chosen"] * row["count"] == pytest.approx(wanted[kind], abs=1e-3)
+        row = steps[0]["kinds"][kind]
+        assert row["chosen"] * row["count"] == pytest.approx(said[kind], abs=1e-3)
         assert row["margin"] == pytest.approx(0, abs=1e-4)
-    assert first["loss"] == pytest.approx(loss / counted, abs=1e-4)
+    assert steps[0]["loss"] == pytest.approx(loss / counted, abs=1e-4)
 
 
-# ------------------------------------------------------------------------------- runs in the toy
+# Four agents, whose names say nothing or something wrong of their roles.
+FOUR = [Agent("failure", "D_tgt"), Agent("b", "D_fail"), Agent("target", "own"),
+        Agent("c", "D_tgt")]
+
+
+def failures(pairs):
+    return sum(a != b and a < 1 and b < 1 for a, b in pairs)
+
+
+def test_an_agent_learns_what_its_role_says_whatever_it_is_called(toy_run, monkeypatch):
+    monkeypatch.setitem(coevolve.AGENTS, "coevolve", FOUR)
+    out = toy_run(Toy, "--temperature", 2, "--dpo-steps", 5, "--failure-epochs", 2,
+                  "--dpo-epochs", 3, "--lambda-dpo", 0.5, "--lambda-sft", 0, "--pair-weights",
+                  "none", "--rollouts", 2)
+    rewards = {agent.name: {} for agent in FOUR}  # name -> task -> rewards
+    for agent in FOUR:
+        for row in read_jsonl(out / f"iter1/{agent.name}.jsonl"):
+            rewards[agent.name].setdefault(row["task"], []).append(row["reward"])
+
+    for agent in FOUR:
+        expected = Counter()
+        for task, own in rewards[agent.name].items():
+            others = []
+            for name in rewards:
+                if name != agent.name:
+                    others += rewards[name][task]
+                if agent.role == "D_tgt" or name == agent.name and agent.role == "own":
+                    expected[f"expert>{name}"] += sum(r < 1 for r in rewards[name][task])
+            if agent.role == "D_tgt":
+                expected[FF] += failures(product(own, others))
+            if agent.role == "D_fail":
+                expected[FF] += failures(combinations(own + others, 2))
+        pairs = read_jsonl(out / f"iter1/pairs-{agent.name}.jsonl")
+        assert Counter(row["kind"] for row in pairs) == +expected
+
+        # --dpo-steps is for D_tgt, --failure-epochs for D_fail, which has no lambda (Eq. 7).
+        steps = read_jsonl(out / f"iter1/{agent.name}-agent/train.jsonl")
+        trained = sum(kind["count"] for step in steps for kind in step["kinds"].values())
+        ln2 = dict(D_tgt=0.5, D_fail=1.0, own=0.5)[agent.role] * math.log(2)
+        assert steps[0]["loss"] == pytest.approx(ln2, abs=1e-4)
+        if agent.role == "D_tgt":
+            assert len(steps) == 5
+        else:
+            assert trained == dict(D_fail=2, own=3)[agent.role] * len(pairs)
+
+
+def test_iterations_train_on_what_they_should(toy_run):
+    """Two iterations with a buffer: the second D_fail has pairs with the first one's failures; an
+    agent goes on from its own last one, and the reference is the agent as the phase begins."""
+    out = toy_run(Toy, "--iterations", 2, "--d-fail", "buffer", "--temperature", 2)
+    iterations = {name: set() for name in ("failure", "target")}
+    for name, seen in iterations.items():
+        for row in read_jsonl(out / f"iter2/pairs-{name}.jsonl"):
+            seen |= {row["chosen"]["iteration"], row["rejected"]["iteration"]}
+    assert iterations == dict(failure={1, 2}, target={0, 2})  # the experts are of none
+    for name in "target", "failure":
+        for i in 1, 2:
+            [first, *_] = read_jsonl(out / f"iter{i}/{name}-agent/train.jsonl")
+            assert all(abs(kind["margin"]) < 1e-3 for kind in first["kinds"].values())
+        last, one, sft = (out / agent for agent in (f"iter2/{name}-agent", f"iter1/{name}-agent",
+                                                    f"sft-{name}"))
+        assert 0 < squared_distance(last, one) < squared_distance(last, sft)
+
+
+def test_earlier_trajectories_change_d_fail_by_the_buffer_alone(toy_run, monkeypatch):
+    """Whatever a loop keeps of them."""
+    out = toy_run(Toy, "--temperature", 2)
+    seen = {}
+    for buffer in "all", "buffer":
+        run = Recorder(out, replace(Settings(), d_fail=buffer))
+        coevolve.make_pairs(run, out / buffer, out / "experts.jsonl",
+                            {name: out / f"iter1/{name}.jsonl" for name in ("target", "failure")},
+                            [out / "earlier.jsonl"], "failure", "D_fail")
+        seen[buffer] = {row["rejected"]["iteration"] for row in read_jsonl(out / buffer)}
+    assert seen == {"all": {1}, "buffer": {0, 1}}
+
+
+class Recorder:
+    """What `make_pairs` asks of a run; in the folder is an earlier copy of the target's file."""
+
+    def __init__(self, out, settings):
+        rows = read_jsonl(out / "iter1/target.jsonl")
+        lines = [json.dumps(row | dict(iteration=0)) + "\n" for row in rows]
+        (out / "earlier.jsonl").write_text("".join(lines))
+        self.settings, self.env, self.main, self.name = settings, Toy(), True, "pairs"
+
+
+def test_reference_of_sft_is_the_agent_after_sft(toy_run):
+    out = toy_run(Toy, "--iterations", 2, "--reference", "sft", "--method", "eto",
+                  "--temperature", 2)
+    margins = []
+    for i in 1, 2:
+        [first, *_] = read_jsonl(out / f"iter{i}/target-agent/train.jsonl")
+        margins.append(abs(first["kinds"][ET]["margin"]))
+    assert margins[0] < 1e-3 < margins[1]
+
+
+def test_a_failure_agent_of_a_folder_that_never_learns(toy_run, small_model):
+    """It is not trained by SFT, stays as it is, and has no log of what it never learned."""
+    shutil.copy(small_model / "config.json", small_model / "train.jsonl")
+    out = toy_run(Toy, "--failure-from", small_model, "--d-fail", "none")
+    (small_model / "train.jsonl").unlink()
+    assert squared_distance(out / "iter1/failure-agent", small_model) == 0
+    assert read_jsonl(out / "iter1/pairs-failure.jsonl") == []
+    assert not (out / "iter1/failure-agent/train.jsonl").exists()
+    assert not (out / "sft-failure").exists()
+
+
+def test_the_positive_agent_learns_as_eto_does_and_the_target_from_both(toy_run):
+    out = toy_run(Toy, "--method", "positive", "--temperature", 2)
+    kinds = {}
+    for name in "target", "positive":
+        kinds[name] = {row["kind"] for row in read_jsonl(out / f"iter1/pairs-{name}.jsonl")}
+    assert kinds == {"positive": {"expert>positive"},
+                     "target": {"expert>target", "expert>positive", FF}}
+
+
+@pytest.mark.parametrize("flags, alike", [
+    (["--sft-batch", 8], True), (["--sft-batch", 7], False),  # of eight experts
+    (["--sft-batch", 8, "--method", "eto"], False)])
+def test_agents_that_sft_makes_alike_are_said_to_be(flags, alike, toy_run, capsys):
+    toy_run(Toy, *flags)
+    said = capsys.readouterr().out
+    assert said.count("target and failure are one model after SFT") == alike
+    assert said.count("lower --sft-batch 8") == alike
+
+
+# --------------------------------------------------------------------------------- what is printed
+
+
+def test_a_log_is_for_a_person(whole):
+    said = (whole[0].parent / f"{whole[0].name}.said").read_text()
+    assert "\r" not in said and "it/s" not in said  # no bars where the output is no terminal
+    lines = {line.split()[0]: line for line in said.splitlines() if line.strip()}
+    row = read_json(whole[0] / "phases.json")["iter1/target.jsonl"]
+    phases = said.split("coevolve on")[0]
+    assert f"{row['episodes']} episodes, reward {row['reward']:.3f}, " in phases
+    assert f"{row['success']:.0%} solved, {row['hard']:.0%} hard failures, " in phases
+    assert re.search(r"\n\S+  +\d+ steps, loss \d\.\d{3} -> \d\.\d{3}  \d:\d\d\n", phases)
+    assert "made_by" not in said and row["recipe"] not in said
+    # The closing table as it always was.
+    assert f"reward {row['reward']:.3f}  success {row['success']:.3f}" in lines["iter1/target.jsonl"]
+
+
+def test_what_a_tokenizer_cannot_write_is_said(toy_run, monkeypatch, capsys):
+    monkeypatch.setattr(dpo.Encoder, "read_back", lambda self, text: text.replace("word", "w ord"))
+    toy_run(Toy, "--method", "sft")
+    said = capsys.readouterr().out
+    assert "cannot write 1 replies" in said and "'the word' becomes 'the w ord'" in said
+
+
+# -------------------------------------------------------------------------------------- its folder
 
 
 def test_a_finished_run_does_nothing_again(whole):
-    times = {p: p.stat().st_mtime_ns for p in whole[0].rglob("*.*") if p.name != "phases.json"}
-    finish(whole[0], *whole[1], "--slots", 2)  # slots are free to change
-    assert times == {p: p.stat().st_mtime_ns for p in times}
+    times = {}
+    for path in whole[0].rglob("*.*"):
+        if path.name not in ("phases.json", "config.json"):
+            times[path] = path.stat().st_mtime_ns
+    said = finish(whole[0], *whole[1], "--slots", 2)  # slots are free to change
+    assert not made(said) and "other code" not in said
+    assert times == {path: path.stat().st_mtime_ns for path in times}
 
 
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(whole, tmp_path):
-    seconds = sum(row["seconds"] for row in json.loads(
-        (whole[0] / "phases.json").read_text()).values())
-    out, rng, kills = tmp_path / "run", random.Random(0), 0
+    phases = read_json(whole[0] / "phases.json")
+    seconds = sum(row["seconds"] for row in phases.values())
+    out, rng = tmp_path / "run", random.Random(0)
+    kills = 0
     for _ in range(4):
         process = fork(toy(*whole[1], "--out", out), tmp_path / "said")
         time.sleep(rng.uniform(0, seconds / 4))  # so that it is never done before the last
@@ -293,34 +542,35 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(whole, 
 
 @pytest.fixture
 def edited(whole, tmp_path):
-    """edited(change) -> which phases are made anew once change(folder) was done to the run."""
-    def made(change):
+    """edited(change, *flags) -> which phases are made anew once change(folder) was done to a copy
+    of the run, and what is printed."""
+    def work(change, *flags):
         out = tmp_path / "run"
         if not out.exists():
             shutil.copytree(whole[0], out)
         change(out)
-        said = finish(out, *whole[1]).split("coevolve on")[0]
-        return {line.split()[0] for line in said.splitlines() if "seconds" in line}, said
+        said = finish(out, *whole[1], *flags)
+        return made(said), said
 
-    return made
+    return work
 
 
 def test_an_edited_pairs_file_makes_what_follows_from_it_anew(whole, edited, tmp_path):
     def without_failures(out):
         rows = read_jsonl(out / "iter1/pairs-target.jsonl")
-        (out / "iter1/pairs-target.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows if row["kind"] != FF))
+        lines = [json.dumps(row) + "\n" for row in rows if row["kind"] != FF]
+        (out / "iter1/pairs-target.jsonl").write_text("".join(lines))
 
     follows = {"iter1/target-agent", "eval-1-target-test.jsonl"}
-    made, said = edited(without_failures)
-    assert made == follows and said.count("is made again") == 2
-    kinds = {k for step in read_jsonl(tmp_path / "run/iter1/target-agent/train.jsonl")
-             for k in step["kinds"]}
+    again, said = edited(without_failures)
+    assert again == follows and said.count("is made again") == 2
+    kinds = set()
+    for step in read_jsonl(tmp_path / "run/iter1/target-agent/train.jsonl"):
+        kinds |= {*step["kinds"]}
     assert kinds == {ET, EF}
     # The edit undone, all is as it was.
-    again = lambda out: shutil.copy(whole[0] / "iter1/pairs-target.jsonl", out / "iter1")
-    assert edited(again)[0] == follows
-    assert contents(tmp_path / "run")[:2] == contents(whole[0])[:2]
+    undone, _ = edited(lambda out: shutil.copy(whole[0] / "iter1/pairs-target.jsonl", out / "iter1"))
+    assert undone == follows and contents(tmp_path / "run") == contents(whole[0])
 
 
 def test_a_deleted_file_alone_is_made_again(whole, edited, tmp_path):
@@ -328,7 +578,7 @@ def test_a_deleted_file_alone_is_made_again(whole, edited, tmp_path):
     assert edited(lambda out: [(out / name).unlink() for name in names])[0] == names
     # An agent that is gone comes back as it was, so that what followed from it stands.
     assert edited(lambda out: shutil.rmtree(out / "sft-target"))[0] == {"sft-target"}
-    assert contents(tmp_path / "run")[:2] == contents(whole[0])[:2]
+    assert contents(tmp_path / "run") == contents(whole[0])
 
 
 def test_other_experts_make_everything_anew(edited, whole):
@@ -336,68 +586,170 @@ def test_other_experts_make_everything_anew(edited, whole):
         rows = (out / "experts.jsonl").read_text().splitlines(keepends=True)
         (out / "experts.jsonl").write_text("".join(rows[:5]))
 
-    made, _ = edited(fewer)
-    assert made == {*json.loads((whole[0] / "phases.json").read_text())} - {"experts.jsonl"}
+    assert edited(fewer)[0] == {*read_json(whole[0] / "phases.json")} - {"experts.jsonl"}
 
 
 def test_another_base_is_trained_from_anew(toy_run, small_model, tmp_path, capsys):
     base = shutil.copytree(small_model, tmp_path / "base")
     (base / ".cache").mkdir()  # as the hub's client leaves one
-    out = toy_run(Toy, "--model", base, "--method", "eto")
+    flags = ("--model", base, "--method", "eto")
+    out = toy_run(Toy, *flags)
     first = load_file(out / "sft-target/model.safetensors")
     weights = load_file(base / "model.safetensors")
     weights["model.norm.weight"] += 1
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    toy_run(Toy, "--model", base, "--method", "eto")
+    toy_run(Toy, *flags)
     said = capsys.readouterr().out
     assert "sft-target is made again" in said and "experts.jsonl is made again" not in said
     moved = load_file(out / "sft-target/model.safetensors")["model.norm.weight"]
     assert (moved - first["model.norm.weight"] - 1).abs().max() < 1e-2
 
 
-def test_iterations_train_on_what_they_should(toy_run):
-    """Two iterations with a buffer: the second D_fail has pairs with the first one's failures; an
-    agent goes on from its own last one, and the reference is the agent as the phase begins."""
-    out = toy_run(Toy, "--iterations", 2, "--d-fail", "buffer", "--temperature", 2)
-    seen = {row[side]["iteration"] for row in read_jsonl(out / "iter2/pairs-failure.jsonl")
-            for side in ("chosen", "rejected")}
-    assert seen == {1, 2}
-    for name in "target", "failure":
-        for i in 1, 2:
-            [first, *_] = read_jsonl(out / f"iter{i}/{name}-agent/train.jsonl")
-            assert all(abs(k["margin"]) < 1e-3 for k in first["kinds"].values())
-        last, one, sft = (load_file(out / agent / "model.safetensors") for agent in (
-            f"iter2/{name}-agent", f"iter1/{name}-agent", f"sft-{name}"))
-        squared = lambda a, b: sum(((a[k] - b[k]) ** 2).sum() for k in a)
-        assert 0 < squared(last, one) < squared(last, sft)
+def test_another_chat_template_makes_everything_anew(toy_run, small_model, tmp_path, capsys):
+    """The experts, too, since their ids are those of a template."""
+    base = shutil.copytree(small_model, tmp_path / "base")
+    flags = ("--model", base, "--method", "eto")
+    out = toy_run(Toy, *flags)
+    ids = read_jsonl(out / "experts.jsonl")[0]["ids"]
+    template = base / "chat_template.jinja"
+    template.write_text("<|im_start|>system\nPlay.<|im_end|>\n" + template.read_text())
+    capsys.readouterr()
+    toy_run(Toy, *flags)
+    assert made(capsys.readouterr().out) == {*read_json(out / "phases.json")}
+    assert len(read_jsonl(out / "experts.jsonl")[0]["ids"]) > len(ids)
 
 
-def test_reference_of_sft_is_the_agent_after_sft(toy_run):
-    out = toy_run(Toy, "--iterations", 2, "--reference", "sft", "--method", "eto",
-                  "--temperature", 2)
-    first, second = (read_jsonl(out / f"iter{i}/target-agent/train.jsonl")[0]["kinds"][ET]
-                     for i in (1, 2))
-    assert abs(first["margin"]) < 1e-3 < abs(second["margin"])
+def delete_config(out):
+    (out / "config.json").unlink()
 
 
-def test_a_failure_agent_from_a_folder_and_none_that_learns(toy_run, tmp_path, small_model):
-    """A frozen agent stays the folder's, and says in its pairs that it has none."""
-    out = toy_run(Toy, "--failure-from", small_model, "--d-fail", "none")
-    frozen = load_file(out / "iter1/failure-agent/model.safetensors")
-    assert all(torch.equal(frozen[k], v) for k, v in
-               load_file(small_model / "model.safetensors").items())
-    assert read_jsonl(out / "iter1/pairs-failure.jsonl") == []
+def test_settings_stand_with_the_phases(edited, whole):
+    """A config.json that is gone lets nothing pass that other settings have made."""
+    assert edited(delete_config)[0] == set()  # the same settings
+    again, said = edited(delete_config, "--dpo-lr", 0.5)
+    assert again == {"iter1/target-agent", "iter1/failure-agent", "eval-1-target-test.jsonl",
+                     "eval-1-failure-test.jsonl"}
+    assert "iter1/target-agent is made again: it was made with --dpo-lr 0.001" in said
+    again, _ = edited(delete_config, "--dpo-lr", 0.5, "--temperature", 2)
+    assert {"iter1/target.jsonl", "iter1/failure.jsonl"} <= again and "sft-target" not in again
+    again, _ = edited(delete_config, "--dpo-lr", 0.5, "--temperature", 2, "--max-tokens", 250)
+    assert {"experts.jsonl", "eval-0-target-test.jsonl"} <= again
 
 
-def test_the_positive_agent_learns_as_eto_does_and_the_target_from_both(toy_run):
-    out = toy_run(Toy, "--method", "positive", "--temperature", 2)
-    kinds = {name: {row["kind"] for row in read_jsonl(out / f"iter1/pairs-{name}.jsonl")}
-             for name in ("target", "positive")}
-    assert kinds == {"positive": {"expert>positive"},
-                     "target": {"expert>target", "expert>positive", FF}}
+def test_more_iterations_are_no_other_run(toy_run, capsys):
+    out = toy_run(Toy, "--method", "eto")
+    capsys.readouterr()
+    toy_run(Toy, "--method", "eto", "--iterations", 2)
+    names = {"target.jsonl", "pairs-target.jsonl", "target-agent"}
+    assert made(capsys.readouterr().out) == {f"iter2/{name}" for name in names} | {
+        "eval-2-target-test.jsonl"}
+    assert read_json(out / "config.json")["settings"]["iterations"] == 2
+    line = refused(*TOY, "--method", "eto", "--model", read_json(out / "config.json")[
+        "settings"]["model"], "--out", out)
+    assert "iterations (2 -> 1)" in line
 
 
-# ------------------------------------------------------------------------------ a user's mistakes
+def test_what_is_gone_or_not_asked_for_is_not_recorded(edited, whole, tmp_path):
+    """A copied folder, of which the first files stay, does not tell the numbers of the others."""
+    out = shutil.copytree(whole[0], tmp_path / "run")
+    shutil.rmtree(out / "iter1")
+    (out / "eval-1-target-test.jsonl").unlink()
+    gone = {name for name in read_json(out / "phases.json") if not (out / name).exists()}
+    phases = read_json(out / "phases.json")
+    phases["eval-9-target-test.jsonl"] = phases["eval-0-target-test.jsonl"]  # of a longer run
+    shutil.copy(out / "eval-0-target-test.jsonl", out / "eval-9-target-test.jsonl")
+    (out / "phases.json").write_text(json.dumps(phases))
+    again, _ = edited(lambda out: None)
+    assert again == gone and len(gone) > 5
+    assert {*read_json(out / "phases.json")} == {*read_json(whole[0] / "phases.json")}
+
+
+def test_what_other_code_has_made_is_said_and_kept(edited, whole):
+    def as_if_by_other_code(out):
+        phases = read_json(out / "phases.json")
+        for name in "iter1/target-agent", "iter1/failure-agent":
+            phases[name]["code"] = "0" * 16
+        (out / "phases.json").write_text(json.dumps(phases))
+
+    again, said = edited(as_if_by_other_code)
+    assert again == set() and said.count("other code") == 1
+    assert "iter1/failure-agent, and perhaps more" in said and "delete" in said
+
+
+def test_two_processes_in_a_folder_are_one_too_many(whole, tmp_path):
+    out = shutil.copytree(whole[0], tmp_path / "run")
+    ready, go = os.pipe(), os.pipe()
+
+    def hold():
+        coevolve.files.lock(out)
+        os.write(ready[1], b"x")
+        os.read(go[0], 1)
+
+    holder = fork(hold, tmp_path / "holder")
+    os.read(ready[0], 1)
+    process = fork(toy(*whole[1], "--out", out), tmp_path / "said")
+    assert ended(process) == 1
+    os.write(go[1], b"x")
+    ended(holder)
+    said = (tmp_path / "said").read_text()
+    assert f"--out {out}: another process is running in this folder" in said
+    assert not made(finish(out, *whole[1]))
+
+
+def truncate(agent):
+    weights = agent / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+
+
+def spoil(agent):
+    """Damages weights, but not their size."""
+    weights = agent / "model.safetensors"
+    weights.write_bytes(b"\xff" * weights.stat().st_size)
+
+
+def test_a_truncated_agent_is_made_again_whoever_reads_it(edited, whole, tmp_path):
+    for agent in "iter1/target-agent", "sft-failure":  # the first is read by its evaluation alone
+        again, said = edited(lambda out: truncate(out / agent))
+        assert again == {agent} and f"{agent} is made again: its weights are not whole" in said
+    assert contents(tmp_path / "run") == contents(whole[0])
+
+
+def test_a_damaged_agent_of_the_run_itself_has_its_own_remedy(whole, tmp_path):
+    out = shutil.copytree(whole[0], tmp_path / "run")
+    spoil(out / "sft-target")
+    (out / "iter1/target.jsonl").unlink()
+    process = fork(toy(*whole[1], "--out", out), tmp_path / "said")
+    assert ended(process) == 1
+    said = (tmp_path / "said").read_text()
+    assert f"{out}/sft-target: this agent of the run is damaged; delete the folder" in said
+    assert "hub" not in said.split("SystemExit: ")[-1]
+
+
+@pytest.mark.parametrize("error", [
+    OSError(28, "No space left on device"),
+    SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")])
+def test_a_full_disk_is_one_line(error, small_model, tmp_path, monkeypatch):
+    def full(*_):
+        raise error
+
+    monkeypatch.setattr(envs, "make", lambda *_, **__: Toy())
+    monkeypatch.setattr(dpo, "save", full)
+    line = refused(*TOY, "--model", small_model, "--method", "sft", "--out", tmp_path / "run")
+    assert "No space left" in line and "make room on the disk of --out" in line
+
+
+def test_a_disk_without_room_for_the_agents_is_refused_before_anything_is_made(
+        small_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(envs, "make", lambda *_, **__: Toy())
+    size = (small_model / "model.safetensors").stat().st_size
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3.9 * size))
+    line = refused(*TOY, "--model", small_model, "--out", tmp_path / "run")
+    assert "the run's 4 agents take" in line and "give a folder on another disk" in line
+    assert not list((tmp_path / "run").glob("*.jsonl"))
+
+
+# ---------------------------------------------------------------------------- a user's mistakes
 
 
 def refused(*flags):
@@ -415,15 +767,20 @@ def refused(*flags):
     ("--env mars", "unknown environment 'mars'; choose from: webshop"),
     ("--method dance", "--method: invalid choice: 'dance'"),
     ("--beta much", "--beta: invalid float value: 'much'"),
-    ("--beta -1", "--beta -1.0: must be above 0"), ("--beta nan", "--beta nan: must be a finite"),
-    ("--iterations 0", "--iterations 0: must be at least 1"), ("--sft-warmup 1", "below 1"),
+    ("--beta -1", "--beta -1.0: must be above 0"),
+    ("--beta nan", "--beta nan: must be a finite"),
+    ("--iterations 0", "--iterations 0: must be at least 1"),
+    ("--sft-warmup 1", "below 1"),
+    ("--temperature 1e-39", "--temperature 1e-39: must be 0, which is greedy, or at least 0.001"),
+    ("--temperature -1", "--temperature -1.0: must be 0"),
     ("--method sft --beta 0.2", "--beta is not read by --method sft"),
     ("--method eto --d-fail cross", "--d-fail is not read by --method eto"),
-    ("--rollouts 2 --temperature 0", "--temperature 0: all rollouts of an instruction"),
+    ("--rollouts 2 --temperature 0", "--temperature 0: all rollouts of a task"),
     ("--max-new-tokens 768", "--max-new-tokens 768: must be below --max-tokens 768"),
     ("--intercode-data /", "unrecognized arguments: --intercode-data"),  # of another environment
     ("--experts /nowhere", "--experts /nowhere: is not there; give a file"),
-    ("--model /nowhere", "--model /nowhere: "), ("--model a/b/c/d", "--model a/b/c/d: "),
+    ("--model /nowhere", "--model /nowhere: "),
+    ("--model a/b/c/d", "--model a/b/c/d: "),
     ("--max-tokens 40 --method sft", "no expert is left: {'too long': 100}; lower"),
 ])
 def test_a_flag_that_is_wrong_is_named_with_its_remedy(flags, says, tmp_path, monkeypatch):
@@ -431,37 +788,69 @@ def test_a_flag_that_is_wrong_is_named_with_its_remedy(flags, says, tmp_path, mo
     assert says in refused("--out", tmp_path / "run", *flags.split())
 
 
-def test_help_lists_the_settings_that_the_method_reads(capsys):
+def help_of(capsys, *argv):
+    """name of a flag -> its help in one line; and all that is printed."""
     with pytest.raises(SystemExit) as done:
-        coevolve.main(["--method", "eto", "--help"])
+        coevolve.main([*argv, "--help"])
     assert not done.value.code
     said = capsys.readouterr().out
-    assert "--beta 0.1: in iteration 1 [App. B; ETO]" in said and "--d-fail" not in said
-    assert "--view short: " in said  # as it would be, here with the tiny model
+    flags = re.split(r"\n  (?=--)", said)
+    return {text.split()[0]: " ".join(text.split()) for text in flags}, said
+
+
+def test_help_is_an_interface(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    flags, said = help_of(capsys, "--env", "intercodesql", "--rollouts", "3")
+    assert said.startswith("usage: python coevolve.py [--env ENV] [--method METHOD]")
+    for method in coevolve.METHODS:  # each with a line
+        assert re.search(rf"\n  {method} +\w", said)
+    # Groups by the classes of settings, with their headings.
+    assert "\nExploration and preference training (Sections 4.2 and 4.3):\n" in said
+    assert "\nThe failure agent (Section 4.2):\n" in said
+    # The choices; a default with its source; what a preset or the user put in its place.
+    assert flags["--reference"].startswith("--reference {phase,sft,none} The reference pi_ref")
+    assert flags["--beta"].endswith("in iteration 1: default 0.1 [App. B; ETO]")
+    assert flags["--lambda-sft"].endswith("2.0 (preset tiny; default 0.1 [Section 4.3])")
+    assert flags["--iterations"].endswith("5 (preset intercodesql; default 3 [App. B; 5 on "
+                                          "InterCodeSQL])")
+    assert flags["--rollouts"].endswith("3 (given; default 1 [Section 5.2.1])")
+    assert flags["--out"].endswith("default: runs/ENV-METHOD-sSEED")
+    assert max(map(len, said.splitlines())) <= 100
+
+
+def test_help_lists_the_settings_that_the_method_reads(capsys):
+    eto, _ = help_of(capsys, "--method", "eto")
+    every, _ = help_of(capsys)
+    assert "--d-fail" in every and "--beta" in eto and "--d-fail" not in eto
+    # Each says something of itself, and where its default is from.
+    for text in every.values():
+        if text.startswith("--"):
+            assert re.search(r" [A-Z][^:]{10,}.*: .*default", text), text
 
 
 def test_a_folder_of_other_settings_or_of_something_else_is_refused(toy_run, tmp_path, small_model):
     out, other = toy_run(Toy, "--method", "eto"), [*TOY, "--model", small_model]
-    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     line = refused(*other, "--method", "eto", "--out", out, "--seed", 7)
     assert "seed (0 -> 7); give another, or these settings again" in line and "--out" in line
     assert "method (eto -> positive)" in refused(*other, "--method", "positive", "--out", out)
-    assert before == {p: p.read_bytes() for p in before}
+    assert before == {path: path.read_bytes() for path in before}
     model = shutil.copytree(small_model, tmp_path / "model")
+    files = {*model.iterdir()}
     assert "is no run's; give another folder" in refused(*other, "--out", model)
-    assert load_file(model / "model.safetensors").keys()
+    assert {*model.iterdir()} == files
     (tmp_path / "file").write_text("x")
     assert str(tmp_path / "file") in refused(*other, "--out", tmp_path / "file")
 
 
 def pruned(folder):
     weights = load_file(folder / "model.safetensors")
-    save_file({k: v for k, v in weights.items() if "layers.1." not in k},
-              folder / "model.safetensors", {"format": "pt"})
+    kept = {name: value for name, value in weights.items() if "layers.1." not in name}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
 
 
 def widened(folder):
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     (folder / "config.json").write_text(json.dumps(config | dict(intermediate_size=64)))
 
 
@@ -507,4 +896,4 @@ def test_experts_of_a_run_are_experts_again(whole, tmp_path):
     finish(out, *whole[1], "--method", "eto", "--experts", tmp_path / "e",
            "--expert-min-reward", 0.7)
     assert read_jsonl(out / "experts.jsonl") == rows[1:]
-    assert json.loads((out / "phases.json").read_text())["experts.jsonl"]["dropped"] == {"reward": 1}
+    assert read_json(out / "phases.json")["experts.jsonl"]["dropped"] == {"reward": 1}
