@@ -19,8 +19,8 @@ from conftest import SMALL_RUN, ended, fork, wait_until
 import coevolve
 import dpo
 from common.files import read_jsonl
-from lab import kept, store
-from lab.kept import Checkpoint
+from lab.careful import kept, store
+from lab.careful.kept import Checkpoint
 
 KILLS = int(os.environ.get("KILLS", 3))
 
