@@ -76,7 +76,8 @@ class Run(evolve.Run):
             print(f"passes and replies are plain: {plain}")
         if self.fast and not s.tokens_per_forward:
             self.tokens_per_forward = 4096  # without padding
-        self.settings, self.reads = store.recorded(s)
+        self.reads = store.Reads()
+        self.settings = store.recorded(s, self.reads)
 
     def make(self, out: Path, work, *inputs, **how) -> dict:
         s, taken, lock = self.settings, None, nullcontext()
@@ -87,14 +88,15 @@ class Run(evolve.Run):
             if s.reuse:
                 taken = [store.take(self, out, code, Path(s.reuse)) if self.main else None]
                 taken = broadcast_object_list(taken)[0]
-            self.reads.clear()
+            self.reads.begin(self.folder / "reads" / self.recipe if self.main else None)
             numbers = taken or super().make(out, work, *inputs, **how)
             if self.main and (out / "config.json").exists():  # an agent
                 overlap.record(self, out, *inputs)
         if self.main:  # what the phase has kept to go on from
-            for inside in "playing", "checkpoint":
+            for inside in "playing", "checkpoint", "reads":
                 shutil.rmtree(self.folder / inside, ignore_errors=True)
-        reads = {name: vars(self.settings)[name] for name in sorted(self.reads)}
+        reads = {name: vars(self.settings)[name] for name in sorted(self.reads.names)}
+        self.reads.begin(None)  # the loop reads settings too
         made_by = hashed([self.recipe, reads, code])  # what follows tells agents apart by it
         return taken or numbers | dict(
             made_by=made_by, resident_mb=psutil.Process().memory_info().rss >> 20,
