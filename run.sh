@@ -123,16 +123,18 @@ program() { PYTHONSAFEPATH=1 exec "$python" -m "$@"; }
 
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 case $command in
-    page | play | compare | study | pretrain | bench) program "lab.$command" "$@" ;;
+    page | study | pretrain | bench) program "lab.$command.$command" "$@" ;;
+    play) program lab.chat.play "$@" ;;
+    compare) program lab.study.compare "$@" ;;
     tour)  # its digits are those of any x86 processor
         export ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE
-        program lab.tour "$@" ;;
-    first-gpu) program lab.first_gpu "$@" ;;
+        program lab.tour.tour "$@" ;;
+    first-gpu) program lab.bench.first_gpu "$@" ;;
     load-intercode) program worlds.intercodesql.spider "$@" ;;
     test)
         cd "$here"
         export CUDA_VISIBLE_DEVICES=  # the tests compare to the bit, or nearly, on the CPU
         exec "$python" -m pytest -q -rs --durations=10 -o testpaths=tests -n logical --maxprocesses 4 \
             --dist loadfile --no-loadscope-reorder "$@" ;;
-    *) program lab.launch -m lab --env "$command" "$@" ;;
+    *) program lab.careful.launch -m lab --env "$command" "$@" ;;
 esac

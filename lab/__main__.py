@@ -18,10 +18,12 @@ import coevolve
 import dpo
 import envs
 from common.settings import parse
-from lab import machine, page, report, smollm2
-from lab.run import Run
+from lab.careful import machine
+from lab.careful.run import Run
+from lab.careful.watch import Watch
+from lab.page import page, report
+from lab.pretrain import smollm2
 from lab.settings import METHODS, Settings
-from lab.watch import Watch
 from worlds import without_passwords
 
 # What gloo and NCCL say where the process at the other end has died.

@@ -6,8 +6,9 @@ from typing import Literal, Optional
 import coevolve
 import evolve
 from common.settings import Free, OldFile, Weight, Whole
-from lab import baselines, chat, explorer
-from lab.overlap import Overlap
+from lab import baselines
+from lab.careful.overlap import Overlap
+from lab.chat import evaluate, explorer
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Careful:
 
 
 @dataclass(frozen=True)
-class Settings(Careful, chat.Chat, baselines.Baselines, explorer.Explorer, coevolve.Settings):
+class Settings(Careful, evaluate.Chat, baselines.Baselines, explorer.Explorer, coevolve.Settings):
     """All settings of a run."""
     presets = evolve.Settings.presets | {
         # Tuned on the validation splits; it starts from nothing and so needs larger steps.
@@ -51,11 +52,11 @@ class Settings(Careful, chat.Chat, baselines.Baselines, explorer.Explorer, coevo
     def preset_names(values: dict) -> list[str]:
         names = evolve.Settings.preset_names(values)
         names += ["quick", f"quick {values['model']}"] if values["quick"] else []
-        names += ["chat"] if chat.is_endpoint(values["model"]) else (  # "eto" is a protocol's
+        names += ["chat"] if evaluate.is_endpoint(values["model"]) else (  # "eto" is a protocol's
             ["evaluate"] if values["method"] == "evaluate" else [])
         return names
 
 
 # method -> its loop, and what it reads
 METHODS = {name: method._replace(reads=(*method.reads, Careful, Overlap)) for name, method in (
-    coevolve.METHODS | explorer.METHODS | baselines.METHODS | chat.METHODS).items()}
+    coevolve.METHODS | explorer.METHODS | baselines.METHODS | evaluate.METHODS).items()}

@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 import coevolve  # noqa: E402
 import dpo  # noqa: E402
 import envs  # noqa: E402
-from lab.run import Run  # noqa: E402
+from lab.careful.run import Run  # noqa: E402
 from lab.settings import METHODS, Settings  # noqa: E402
 from worlds import EnvError, Step  # noqa: E402
 

@@ -1,5 +1,6 @@
 """The careful run: nothing is lost, nothing is made twice, nobody else is in the folder."""
 
+import dataclasses
 import json
 import os
 import random
@@ -19,8 +20,9 @@ from conftest import SMALL_RUN, ended, fork, wait_until
 import coevolve
 import dpo
 from common.files import read_jsonl
-from lab import kept, store
-from lab.kept import Checkpoint
+from lab.careful import kept, store
+from lab.careful.kept import Checkpoint
+from lab.settings import Settings
 
 KILLS = int(os.environ.get("KILLS", 3))
 
@@ -62,6 +64,8 @@ def test_killed_at_random_moments_a_run_ends_with_the_same_files(careful_run, tm
     finish(out, "--checkpoint-minutes", 0)
     assert killed and outputs(out) == outputs(careful_run)
     assert not (out / "playing").exists() and not (out / "checkpoint").exists()
+    expected = {name: row["made"] for name, row in phases_of(careful_run).items()}
+    assert {name: row["made"] for name, row in phases_of(out).items()} == expected
 
 
 def test_the_same_command_again_makes_nothing_anew(careful_run):
@@ -80,20 +84,65 @@ def test_a_second_process_in_a_folder_is_refused(tmp_path):
     assert "another process is running in this folder" in said and said.strip().count("\n") == 0
 
 
-def test_equal_phases_are_taken_over_and_others_made(careful_run, tmp_path):
-    """Another lambda_SFT is read by the target's preferences alone."""
+def phases_of(run: Path) -> dict[str, dict]:
+    return json.loads((run / "phases.json").read_text())
+
+
+def test_an_equal_run_makes_nothing(careful_run, tmp_path):
+    """Also in another folder, and what follows the first trained agents."""
+    out = tmp_path / "equal"
+    finish(out, "--reuse", careful_run.parent, "--checkpoint-minutes", 3)
+    assert [name for name, row in phases_of(out).items() if "reused" not in row] == []
+    assert outputs(out) == outputs(careful_run)
+
+
+# The settings of the preference phases alone, and phases that do not depend on any of them.
+@pytest.mark.parametrize("name, value", [("--dpo-lr", 3e-5), ("--beta", 0.3)])
+def test_what_does_not_depend_on_a_setting_is_taken_over(careful_run, tmp_path, name, value):
     out = tmp_path / "other"
-    finish(out, "--lambda-sft", 0.7, "--reuse", careful_run.parent)
-    phases = json.loads((out / "phases.json").read_text())
+    finish(out, name, value, "--reuse", careful_run.parent)
+    made = {name for name, row in phases_of(out).items() if "reused" not in row}
+    assert made == {name for name in phases_of(careful_run)
+                    if name.startswith("eval-1-") or name.endswith("-agent")}
+
+
+def test_equal_phases_are_taken_over_and_others_made(careful_run, tmp_path):
+    """Another weight of the DPO term is read by the target's preferences alone."""
+    out = tmp_path / "other"
+    finish(out, "--lambda-dpo", 0.7, "--reuse", careful_run.parent)
+    phases = phases_of(out)
     made = {name for name, row in phases.items() if "reused" not in row}
-    assert made >= {"iter1/target-agent", "eval-1-target-test.jsonl"}
-    assert {*phases} - made >= {"experts.jsonl", "sft-target", "sft-failure", "iter1/target.jsonl",
-                                "eval-0-target-test.jsonl", "iter1/pairs-target.jsonl"}
+    assert made == {"iter1/target-agent", "eval-1-target-test.jsonl", "eval-1-target-unseen.jsonl"}
     ours, theirs = outputs(out), outputs(careful_run)
     assert all(ours[name] == theirs[name] for name in ours
                if name in phases and name not in made or name.startswith("sft-"))
     model = "iter1/target-agent/model.safetensors"
     assert ours[model] != theirs[model]
+
+
+def test_a_copy_of_the_settings_reads_what_is_asked_of_it():
+    reads, s = store.Reads(), Settings(beta=0.3, lambda_dpo=1.0)
+    known = store.recorded(s, reads)
+    first = dataclasses.replace(known, beta=known.beta_later)
+    second = dataclasses.replace(first, lambda_dpo=0.5)
+    assert reads.names == {"env", "view", "beta_later"}
+    assert (second.beta, second.lambda_dpo) == (s.beta_later, 0.5)  # the copies' own
+    assert (first.lambda_dpo, second.dpo_lr) == (1.0, s.dpo_lr)
+    assert reads.names == {"env", "view", "beta_later", "lambda_dpo", "dpo_lr"}
+    assert isinstance(second, Settings)
+
+
+def test_a_phase_that_goes_on_has_read_what_it_read_before(tmp_path):
+    """Also what nothing reads again, since a kept state is past it."""
+    reads = store.Reads()
+    for name in ("beta", "dpo_lr"):  # a process each
+        reads = store.Reads()
+        known = store.recorded(Settings(), reads)
+        reads.begin(tmp_path / "reads/of-a-phase")
+        getattr(known, name)
+    assert reads.names == {"env", "view", "beta", "dpo_lr"}
+    reads.begin(tmp_path / "reads/of-another")
+    assert reads.names == {"env", "view"}
 
 
 def test_the_code_of_a_phase_is_what_it_runs(monkeypatch):

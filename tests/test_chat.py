@@ -11,9 +11,9 @@ import coevolve
 import envs
 from common.files import read_jsonl, write_jsonl
 from common.settings import Refused, parse
-from lab import endpoint as endpoints
-from lab import overlap
-from lab.run import Run
+from lab.careful import overlap
+from lab.careful.run import Run
+from lab.chat import endpoint as endpoints
 from lab.settings import METHODS, Settings
 from worlds import Step
 

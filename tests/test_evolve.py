@@ -21,7 +21,7 @@ import evolve
 from coevolve import read
 from common.files import read_jsonl, seed_of
 from dpo import Trajectory
-from lab.kept import Checkpoint
+from lab.careful.kept import Checkpoint
 from worlds import Step, World, converse
 from worlds.intercodesql.world import InterCodeSQL
 

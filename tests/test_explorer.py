@@ -13,8 +13,8 @@ import envs
 import evolve
 from coevolve import read
 from common.files import read_jsonl
-from lab import endpoint as endpoints
-from lab import explorer
+from lab.chat import endpoint as endpoints
+from lab.chat import explorer
 from worlds.intercodesql import questions
 
 WELL = (  # its answers, by what it is asked for: context, action, proposals

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 import coevolve
 import dpo
 from common.files import read_jsonl
-from lab import cache, fast, packing
+from lab.fast import cache, check, packing
 
 TINY = coevolve.MODELS["tiny"]
 
@@ -118,14 +118,14 @@ def test_a_stop_text_ends_a_cached_reply(ragged, encoder):
 
 def test_a_model_of_other_attention_stays_plain_and_says_why(plain, encoder):
     s = settings(slots=2, max_tokens=300, max_new_tokens=8)
-    assert fast.why_not(plain, encoder, s) is None
+    assert check.why_not(plain, encoder, s) is None
     assert plain.config._attn_implementation != "ragged"  # it is as it was
     torch.manual_seed(0)
     sliding = AutoModelForCausalLM.from_config(MistralConfig(
         vocab_size=len(encoder.tokenizer), hidden_size=32, intermediate_size=64,
         num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, sliding_window=8))
-    assert fast.why_not(sliding.eval(), encoder, s)
-    assert "positions" in fast.why_not(plain, encoder, settings(slots=2, max_tokens=9999,
+    assert check.why_not(sliding.eval(), encoder, s)
+    assert "positions" in check.why_not(plain, encoder, settings(slots=2, max_tokens=9999,
                                                                 max_new_tokens=8))
 
 

@@ -70,14 +70,30 @@ def test_arrows_point_to_the_core(path):
 
 
 def test_modules_of_lab_do_not_import_each_other_in_a_circle():
-    needs = {}
-    for path in (ROOT / "lab").glob("*.py"):
-        froms = [node for node in nodes(path) if isinstance(node, ast.ImportFrom)]
-        needs[path.stem] = {alias.name for n in froms if n.module == "lab" for alias in n.names} | {
-            n.module.split(".")[1] for n in froms if n.module.startswith("lab.")}
-    while free := [name for name, others in needs.items() if not others & {*needs}]:
-        needs = {name: others for name, others in needs.items() if name not in free}
-    assert not needs
+    """Neither its modules nor its packages."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path
+               for path in (ROOT / "lab").rglob("*.py")}
+    of_modules, of_packages = {}, {}
+    for name, path in modules.items():
+        package = name if path.parent.name == "lab" else name.rpartition(".")[0]
+        package = ".".join(package.split(".")[:2])
+        of_modules[name] = set()
+        of_packages.setdefault(package, set())
+        for node in nodes(path):
+            if isinstance(node, ast.Import):
+                imports = {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imports = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            else:
+                continue
+            of_modules[name] |= imports & {*modules}
+            for other in imports & {*modules}:
+                part = ".".join(other.split(".")[:2])
+                of_packages[package] |= {part} - {package}
+    for needs in of_modules, of_packages:
+        while free := [name for name, others in needs.items() if not others & {*needs}]:
+            needs = {name: others for name, others in needs.items() if name not in free}
+        assert not needs
 
 
 def test_the_top_level_shows_the_method():

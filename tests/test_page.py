@@ -13,8 +13,8 @@ import pytest
 from test_report import PHASES, evaluation, exploration, trained, trajectory, write_lines, write_run
 
 from common.files import read_jsonl
-from lab.figures import training_figures
-from lab.page import conversations, main, page
+from lab.page.figures import training_figures
+from lab.page.page import conversations, main, page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser",
                                                 "google-chrome"))), None)

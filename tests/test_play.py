@@ -13,7 +13,7 @@ import envs
 import worlds
 from common.files import read_jsonl
 from common.settings import Refused
-from lab.play import agent_of, main
+from lab.chat.play import agent_of, main
 from lab.runfiles import visible
 
 
@@ -74,7 +74,7 @@ def test_it_works_with_a_pipe(tmp_path):
 
     def work():
         sys.stdin, sys.argv = open(tmp_path / "typed"), ["play", "webshop", "webshop-test-3"]
-        runpy.run_module("lab.play", run_name="__main__")
+        runpy.run_module("lab.chat.play", run_name="__main__")
 
     assert ended(fork(work, tmp_path / "said")) == 0
     said = (tmp_path / "said").read_text()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from lab import prepacked
+from lab.fast import prepacked
 
 SHAPE = dict(vocab_size=500, hidden_size=96, intermediate_size=250, num_hidden_layers=2,
              num_attention_heads=6, num_key_value_heads=2)

@@ -8,9 +8,9 @@ import pytest
 from transformers import AutoTokenizer
 
 import dpo
-from lab import pretrain
-from lab.practice import Words, exchange, pattern
-from lab.recipes import intercodesql, scienceworld, webshop
+from lab.pretrain import pretrain
+from lab.pretrain.practice import Words, exchange, pattern
+from lab.pretrain.recipes import intercodesql, scienceworld, webshop
 from worlds.intercodesql.questions import HELD_OUT
 from worlds.scienceworld import world
 from worlds.webshop import catalogue

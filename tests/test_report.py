@@ -6,7 +6,9 @@ import pytest
 
 from common.files import read_jsonl
 from common.settings import Refused
-from lab import compare, figures, report, runfiles
+from lab import runfiles
+from lab.page import figures, report
+from lab.study import compare
 
 SETTINGS = {"env": "webshop", "method": "coevolve", "model": "tiny", "seed": 7, "out": None,
             "hard_threshold": 0.6, "rollouts": 2, "lambda_sft": 0.1, "cut_turns": -1}

@@ -105,7 +105,7 @@ def test_bfcl_gets_its_one_package_without_its_dependencies(machine, tmp_path, s
     if status:
         assert "bfcl needs one more package: " in one_line(done) and "--no-deps" in one_line(done)
     else:
-        assert "-m lab.launch -m lab --env bfcl --model m" in done.stdout
+        assert "-m lab.careful.launch -m lab --env bfcl --model m" in done.stdout
         assert "installing bfcl-eval==2026.3.23" in done.stderr
     assert run("test").stdout.startswith("ran -m pytest")  # with or without it
     assert run("webshop").stdout.startswith("ran ") and len(log.read_text().splitlines()) == 2
@@ -125,12 +125,13 @@ def test_active_environment_that_satisfies_the_requirements_is_used(machine):
     done = run("test", "-k", "a name")
     assert done.stdout == ("ran -m pytest -q -rs --durations=10 -o testpaths=tests -n logical --maxprocesses 4 "
                            "--dist loadfile --no-loadscope-reorder -k a name\n") and done.returncode == 0
-    assert "-m lab.launch -m lab --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
+    assert "-m lab.careful.launch -m lab --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
     assert run("load-intercode", "a").stdout == "ran -m worlds.intercodesql.spider a\n"
-    assert run("first-gpu").stdout == "ran -m lab.first_gpu\n"
+    assert run("first-gpu").stdout == "ran -m lab.bench.first_gpu\n"
     for command in "study", "compare", "page", "play", "tour", "pretrain", "bench":
-        assert run(command, "a").stdout == f"ran -m lab.{command} a\n"
-        assert (ROOT / "lab" / f"{command}.py").exists()
+        module = {"compare": "study.compare", "play": "chat.play"}.get(command, f"{command}.{command}")
+        assert run(command, "a").stdout == f"ran -m lab.{module} a\n"
+        assert (ROOT / "lab" / f"{module.replace('.', '/')}.py").exists()
     assert not run.venv.exists()
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from lab import bench, first_gpu, machine
+from lab.bench import bench, first_gpu
+from lab.careful import machine
 
 ROOT = Path(__file__).parent.parent
 LLAMA2_7B = LlamaConfig(num_hidden_layers=32, hidden_size=4096, vocab_size=32000,
@@ -99,9 +100,9 @@ def test_the_gpu_script_runs_its_path_anywhere(tmp_path, monkeypatch):
 
 DYING = """
 import os, signal, sys, time
-import lab.__main__, lab.watch
-from lab.run import Run
-lab.watch.BEAT, lab.watch.LIMIT = 0.5, 20
+import lab.__main__, lab.careful.watch
+from lab.careful.run import Run
+lab.careful.watch.BEAT, lab.careful.watch.LIMIT = 0.5, 20
 def play(run, *what, **how):
     if os.environ["LAUNCHER"] == "1":
         (run.folder / "died").touch()

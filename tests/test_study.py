@@ -17,7 +17,8 @@ from test_report import trajectory, write_lines, write_run
 from transformers import AutoModel
 
 from common.settings import Refused
-from lab import compare, study, study_methods, study_numbers
+from lab.study import compare, numbers, study
+from lab.study import methods as study_methods
 
 
 @pytest.mark.parametrize("a, b, mean, half, ahead, sure", [
@@ -32,9 +33,9 @@ from lab import compare, study, study_methods, study_numbers
     (dict(enumerate(range(1, 6))), dict.fromkeys(range(5), 0), 3, 1.9632, 5, True),
 ])
 def test_paired_differences_by_hand(a, b, mean, half, ahead, sure):
-    assert not study_numbers.paired({3: 1.0}, {3: 0.0})["sure"]  # one seed
-    assert study_numbers.paired({3: 1.0}, {4: 0.0}) is None
-    found = study_numbers.paired(a, b)
+    assert not numbers.paired({3: 1.0}, {3: 0.0})["sure"]  # one seed
+    assert numbers.paired({3: 1.0}, {4: 0.0}) is None
+    found = numbers.paired(a, b)
     assert found["mean"] == pytest.approx(mean) and found["half"] == pytest.approx(half, abs=1e-3)
     assert (found["ahead"], found["sure"]) == (ahead, sure)
 
@@ -42,11 +43,11 @@ def test_paired_differences_by_hand(a, b, mean, half, ahead, sure):
 def test_mean_distance_by_hand():
     """Unit vectors at 0, 60 and 90 degrees: cosines 1/2, 0 and cos 30; lengths do not matter."""
     vectors = np.array([[2.0, 0.0], [0.5, math.sqrt(0.75)], [0.0, 3.0]])
-    assert study_numbers.mean_distance(vectors) == pytest.approx(1 - (0.5 + 0 + math.sqrt(0.75)) / 3)
+    assert numbers.mean_distance(vectors) == pytest.approx(1 - (0.5 + 0 + math.sqrt(0.75)) / 3)
     rows = [dict(task=t, reward=r, at=k, action_mask=[k < 9]) for t, r, k in (
         ("a", .5, 9), ("a", .5, 0), ("a", .5, 2), ("a", 1., 1), ("b", .5, 0), ("c", 1., 0),
         ("c", 1., 1))]
-    found = study_numbers.distances(rows, lambda row: vectors[row["at"]])
+    found = numbers.distances(rows, lambda row: vectors[row["at"]])
     assert found == pytest.approx({"a": 1.0})
 
 
@@ -105,7 +106,7 @@ def test_an_embedding_is_the_mean_state_of_the_action_tokens(small_model):
     """As transformers gives the states of the base model."""
     ids, mask = [5, 9, 11, 7, 30, 8, 6], [0, 0, 0, 1, 1, 0, 1]
     states = AutoModel.from_pretrained(small_model)(torch.tensor([ids])).last_hidden_state[0]
-    found = study_numbers.embedder(small_model)(dict(ids=ids, action_mask=mask))
+    found = numbers.embedder(small_model)(dict(ids=ids, action_mask=mask))
     assert found == pytest.approx(states[[3, 4, 6]].mean(0).tolist(), abs=1e-5)
 
 

@@ -1,0 +1,1 @@
+"""What the program costs, beside others' code and on one GPU."""

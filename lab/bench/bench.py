@@ -1,0 +1,284 @@
+"""What training and rollouts cost by the plain core, by lab's fast run and by others' code: the
+textbook's loop, TRL (where it is installed), and transformers' `generate`.
+
+    bash run.sh bench [--quick] [train | rollout]
+
+All must first give the same losses, gradients and tokens; then they run in turn. Printed are speeds
+in CPU seconds of one thread, and how many times as fast ours is: median and range of the repeats.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import random
+import statistics
+import sys
+import tempfile
+import time
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers.utils.logging import disable_progress_bar
+
+import coevolve
+import dpo
+import envs
+from dpo import Group, Pair, Trajectory
+from lab.careful.run import Run
+from lab.pretrain.pretrain import make_tokenizer
+from lab.settings import Settings
+from worlds import Step, World
+
+RUNS = {"core": (coevolve.Run, coevolve.Settings), "lab": (Run, Settings)}  # what is ours
+SLOTS = {"core": 8, "lab": 64}  # of rollouts
+SETTINGS = coevolve.Settings()  # of the preference loss
+WORDS = 1748  # of the tokenizer's 2,048 tokens
+# 2.16 M parameters.
+MODEL = Qwen3Config(
+    vocab_size=2048, hidden_size=192, intermediate_size=512, num_hidden_layers=4,
+    num_attention_heads=6, num_key_value_heads=6, head_dim=32, max_position_embeddings=4096,
+    tie_word_embeddings=True, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+TRL = importlib.util.find_spec("trl")
+
+
+def make_model(config=MODEL, dtype=torch.float32, device="cpu"):
+    """A model with weights so large that every token matters for what follows."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)  # TRL changes it
+    for p in model.parameters():
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=0.08)
+    return model.eval()
+
+
+def word_tokenizer():
+    return make_tokenizer([" ".join(f"w{i}" for i in range(WORDS))])
+
+
+def make_groups(instructions: int, length: int, actions: int, common: float = 1 / 7) -> list[Group]:
+    """Instructions with an expert and a failure of each of two agents, in five turns, in 3 pairs.
+    `length` and `actions` are mean tokens of a trajectory, of which the share `common` is alike."""
+    rng, groups, alike = random.Random(0), [], int(common * length)
+    for task in range(instructions):
+        first, sequences = None, []
+        for _ in range(3):
+            scale = rng.uniform(0.8, 1.2)
+            page, action = (round(scale * n / 5) for n in (length - actions, actions))
+            mask = ([0] * page + [1] * action) * 5
+            ids = [rng.randrange(MODEL.vocab_size) for _ in mask]
+            first = first or (ids, mask)
+            sequences.append(Trajectory(str(task), ids=first[0][:alike] + ids[alike:],
+                                        action_mask=first[1][:alike] + mask[alike:]))
+        groups.append(Group(sequences, [Pair("expert", 0, 1), Pair("expert", 0, 2),
+                                        Pair("failures", 1, 2)]))
+    return groups
+
+
+def check(what: str, difference: float, bound: float) -> None:
+    if not difference <= bound:
+        raise SystemExit(f"bench: {what} differ by {difference:.1e}, more than {bound:.0e}; the "
+                         "two do not do the same work")
+
+
+def compare(what: str, unit: str, repeats: int, ours: dict, others: dict) -> None:
+    """Runs {name: (work, how many of the unit it does)} in turn, after a round that warms up (of 0
+    repeats: in it), and prints a line for each of ours beside each of the others, and ours."""
+    works, rounds = ours | others, []
+    for _ in range(repeats + 1):
+        rounds.append({})
+        for name, (work, amount) in works.items():
+            started = time.process_time()
+            work()
+            rounds[-1][name] = amount / (time.process_time() - started)
+    rounds = rounds[-max(repeats, 1):]
+    for a, b in [*itertools.product(ours, others), *itertools.combinations([*ours][::-1], 2)]:
+        ratios = sorted(r[a] / r[b] for r in rounds)
+        speeds = [f"{name:4} {statistics.median(r[name] for r in rounds):8,.4g}" for name in (a, b)]
+        print(f"{what}, {unit}: {speeds[0]}   {speeds[1]}   ratio {statistics.median(ratios):.2f} "
+              f"({ratios[0]:.2f}-{ratios[-1]:.2f})")
+
+
+# ------------------------------------------------------------------------------------- training
+
+
+def textbook_backward(model, batches: list[dict]) -> float:
+    """Loss and gradient pair by pair, all logits, as most DPO code: both sides in one pass."""
+    total = 0.0
+    for b in batches:
+        ids, mask = b["input_ids"], b["completion_mask"]
+        logits = model(input_ids=ids, attention_mask=b["attention_mask"], use_cache=False).logits
+        each = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+        pi_w, pi_l = (each.double() * mask[:, 1:]).sum(1)
+        gain = (pi_w - b["ref_chosen_logps"]) - (pi_l - b["ref_rejected_logps"])
+        loss = -F.logsigmoid(SETTINGS.beta * gain).mean() / len(batches)
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def batch_of_pair(group: Group, pair: Pair) -> dict:
+    """The tensors of a pair as TRL's collator names them, chosen before rejected."""
+    def padded(rows):
+        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+
+    sides = [group.sequences[i] for i in (pair.chosen, pair.rejected)]
+    return dict(input_ids=padded(s.ids for s in sides),
+                attention_mask=padded([1] * len(s.ids) for s in sides),
+                completion_mask=padded(s.action_mask for s in sides),
+                ref_chosen_logps=torch.tensor([group.reference[pair.chosen]]),
+                ref_rejected_logps=torch.tensor([group.reference[pair.rejected]]))
+
+
+def step(model, optimizer, backward) -> float:
+    loss = backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def trl_step(batches: list[dict]):
+    """What takes a step of TRL's DPOTrainer, as its own loop does, and gives the loss."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    class Trainer(DPOTrainer):  # the batches are made already
+        _prepare_dataset = _precompute_ref_logps = lambda self, dataset, *_, **__: dataset
+
+    settings = DPOConfig(
+        output_dir=tempfile.gettempdir(), per_device_train_batch_size=1, beta=SETTINGS.beta,
+        bf16=False, learning_rate=1e-6, lr_scheduler_type="constant", precompute_ref_log_probs=True,
+        gradient_checkpointing=False, use_cpu=True, report_to="none", disable_tqdm=True)
+    trainer = Trainer(make_model(), args=settings, processing_class=word_tokenizer(),
+                      train_dataset=Dataset.from_list([dict(unused=0)]))
+    optimizer = trainer.create_optimizer()
+    trainer.current_gradient_accumulation_steps = len(batches)
+    return lambda: step(trainer.model, optimizer, lambda: sum(
+        trainer.training_step(trainer.model, dict(batch)).item() for batch in batches))
+
+
+def train(runs: dict, folder: Path, quick: bool) -> None:
+    """Steps with the prompt alone in common, and with half of a trajectory, as in real runs."""
+    for share in "1/7", "1/2":
+        instructions, length, actions, repeats = (2, 200, 32, 0) if quick else (4, 698, 112, 5)
+        groups, other = make_groups(instructions, length, actions, 1 / int(share[-1])), make_model()
+        pairs, sequences = 3 * len(groups), dpo.trajectories(groups)
+        with torch.no_grad():  # one by one; margins other than 0
+            found = [dpo.token_log_probs(other, [s]).double().sum().item() for s in sequences]
+        for n, g in enumerate(groups):
+            g.reference = [x + k for k, x in enumerate(found[3 * n:3 * n + 3])]
+        batches = [batch_of_pair(g, p) for g in groups for p in g.pairs]
+        expected, works = textbook_backward(other, batches), {}
+        gradients = [p.grad.clone() for p in other.parameters()]
+        for name, run in runs.items():
+            model = run.load(folder / "model")
+            loss = dpo.preference_loss(run.log_probs(model, sequences), groups, SETTINGS)[0] / pairs
+            loss.backward()
+            check(f"losses of {name} and the textbook", abs(loss.item() - expected), 1e-5)
+            check(f"gradients of {name} and the textbook", max((p.grad - g).abs().max().item()
+                  for p, g in zip(model.parameters(), gradients)), 1e-5)
+            model.zero_grad()
+            how = dpo.Objective(partial(dpo.preference_loss, s=SETTINGS), lambda g: len(g.pairs),
+                                lr=1e-6, tokens=run.tokens_per_forward)
+            works[name] = partial(dpo.fit, model, [groups], run.log_probs, how, bool), pairs
+        other.zero_grad()
+        optimizer = torch.optim.AdamW(other.parameters(), lr=1e-6, weight_decay=0.0)
+        others = {"pair by pair, padded, all logits": (partial(
+            step, other, optimizer, partial(textbook_backward, other, batches)), pairs)}
+        if TRL:
+            others[f"TRL, batch 1 x accumulation {pairs}"] = (trl := trl_step(batches)), pairs
+            check("losses of TRL and the textbook", abs(trl() - expected), 1e-4)
+        compare(f"train step, {share} in common", "pairs/s", repeats, works, others)
+
+
+# ------------------------------------------------------------------------------------- rollouts
+
+
+class Pages(World):
+    """Episodes of 4-6 turns with pages of 60-150 tokens that depend on the task alone."""
+    max_steps, stops = 6, ()
+
+    def reset(self, task):
+        self.rng, self.left = random.Random(task), self.max_steps - 2 + int(task) % 3
+        return self.page()
+
+    def step(self, reply):
+        self.left -= 1
+        return Step(self.page(), 0.0, self.left == 0)
+
+    def page(self):
+        return " ".join(f"w{self.rng.randrange(WORDS)}" for _ in range(self.rng.randint(60, 150)))
+
+
+def played(encoder: dpo.Encoder, begin, count: int, slots: int) -> list[Trajectory]:
+    """Episodes; begin() gives what answers, which knows of no earlier ones."""
+    episodes = [Trajectory(str(task)) for task in range(count)]
+    envs.play(Pages, encoder, episodes, begin(), slots, 1280)
+    return episodes
+
+
+def by_generate(model, encoder: dpo.Encoder):
+    """What answers one episode; each turn generates from all that was said before."""
+    end, never = encoder.end_of_turn, list(encoder.never(MODEL.vocab_size))
+
+    def answer(asked):
+        (t, _), = asked
+        ids = model.generate(
+            input_ids=torch.tensor([t.ids]), attention_mask=torch.ones(1, len(t.ids)).long(),
+            do_sample=False, max_new_tokens=30, eos_token_id=end, pad_token_id=end,
+            suppress_tokens=never)
+        return [(ids[0, len(t.ids):].tolist(), [])]
+
+    return answer
+
+
+def rollout(runs: dict, folder: Path, quick: bool) -> None:
+    """All of our episodes beside the first few one by one."""
+    many, few, repeats = (2, 1, 0) if quick else (192, 12, 5)
+    encoder, player, works = dpo.Encoder(word_tokenizer()), make_model(), {}
+    with torch.no_grad():  # so that replies end after some 20 tokens
+        player.lm_head.weight[list(encoder.never(MODEL.vocab_size))] = 0  # the best is above 0
+        player.lm_head.weight[encoder.end_of_turn] *= 1.9
+    player.save_pretrained(folder / "player")
+    other = partial(played, encoder, partial(by_generate, player, encoder), few, 1)
+    single = other()
+    for name, run in runs.items():
+        begin = partial(run.answer, run.replica(folder / "player"), 0.0)
+        work = partial(played, encoder, begin, many, run.settings.slots)
+        episodes = work()
+        check(f"tokens of {name} and generate",
+              sum(t.ids != s.ids for t, s in zip(episodes, single)), 0)
+        works[name] = work, sum(len(t.ids) for t in episodes)
+    compare("rollout", "tokens/s", repeats, works, {
+        "generate, one episode at a time": (other, sum(len(s.ids) for s in single))})
+
+
+def main(argv: list[str], kinds: dict = RUNS) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], prog="run.sh bench")
+    parser.add_argument("section", nargs="?", choices=("train", "rollout"), help="none: both")
+    parser.add_argument("--quick", action="store_true", help="less of everything, no repeats")
+    asked = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    if not TRL:
+        print("bench: TRL is not installed, its rows are left out (pip install trl)")
+    with tempfile.TemporaryDirectory() as folder:
+        make_model().save_pretrained(f"{folder}/model")
+        word_tokenizer().save_pretrained(f"{folder}/model")
+        runs = {name: run(settings(
+            model=f"{folder}/model", out=f"{folder}/{name}", max_tokens=1280, max_new_tokens=30,
+            slots=4 if asked.quick else SLOTS[name]), envs.environment("webshop")())
+            for name, (run, settings) in kinds.items()}
+        for part in train, rollout:
+            if asked.section in (None, part.__name__):
+                part(runs, Path(folder), asked.quick)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

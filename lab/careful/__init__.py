@@ -1,0 +1,1 @@
+"""The careful run: what a week of runs needs beside the plain one."""

@@ -1,0 +1,1 @@
+"""Others who answer: an agent as it is, a chat endpoint, a person."""

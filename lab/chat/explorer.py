@@ -1,0 +1,227 @@
+"""An explorer at an endpoint: what another model makes of the signals, does there and proposes.
+
+    --explorer https://host/v1 --explorer-model NAME        in place of the agent, by the same loop
+
+What it says is data: its actions go through the environment's own reader; its proposals are JSON
+that is read strictly and whose solutions are played before they count.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Optional
+
+import envs
+import evolve
+from coevolve import Run, bar, read, scores, write
+from common.settings import Stated, limited
+from dpo import Trajectory
+from evolve import by_one_rank, picks_of, rng_of, rows_of, starts, world
+from lab.chat.endpoint import ContextFull, Endpoint, NotAnswered
+from lab.chat.evaluate import Paid, Text, is_endpoint
+from worlds import is_web_address
+
+LONGEST = 6000  # characters of a conversation that the endpoint is shown [ours]
+OPENING, TURN = 1500, 1000  # of them at most of its first message, and of another one
+REPLY = 1024  # tokens of an answer, at most [ours]
+
+REFLECT = """\
+An agent works in an environment. Here is where it is weak: {signal}.
+
+{evidence}
+
+Answer with one JSON object in a ```json block: "where" (the page, table or place that matters), \
+"what" (what was done), "how" (how it failed or varied, and what the success did differently) and \
+"try" (what somebody who goes back there should look into)."""
+
+ACT = """\
+You explore: you need not solve the task below, but find out what can be done around it{context}.
+
+Do something that was not done there yet, one action a turn.{form}
+
+{opening}"""
+
+ABSTRACT = """\
+Somebody explored an environment. This is what happened:
+
+{conversation}
+
+Write new tasks that a user could have had in mind for what was done, each concrete enough to be \
+checked, without steps that only explore. {form} Do not repeat any of these:
+{known}
+
+Answer with a JSON list of objects in a ```json block, each with "intent" (the aim in a sentence), \
+"query" (the text of the task) and "action_sequence" (the list of all actions, exactly as they \
+have to be written, that solve it from the start)."""
+
+WEAK = {"forgetting": "it solved this task before and no longer does",
+        "boundary": "of several tries of one policy some succeed and some fail"}
+OBJECT = re.compile(r'\{\s*"')  # where one begins; one of a proposal's, not of an action in it:
+PROPOSAL = re.compile(r'\{\s*"(intent|query|action_sequence)"')
+
+
+def find_tasks(run: Run, i: int, agent: Path, tasks: list[Path], signals: list[Path]) -> Path:
+    """Proposals without verdicts, as `evolve.find_tasks`, whoever explores."""
+    if not is_endpoint(run.settings.explorer):
+        return evolve.find_tasks(run, i, agent, tasks, signals)
+    guided = signals if run.settings.guide == "signals" else []
+    contexts = [run.once(f"iter{i}/contexts.jsonl", reflect, *guided, i=i)] if guided else []
+    explored = run.once(f"iter{i}/explored.jsonl", explore_there, tasks, signals, contexts, i=i)
+    return run.once(f"iter{i}/finds.jsonl", write_tasks, tasks, explored, i=i)
+
+
+# ---------------------------------------------------------------------------------- the phases
+
+
+@by_one_rank
+def reflect(run: Run, out: Path, signals: Path, i: int) -> dict:
+    """What the endpoint makes of each picked signal and its evidence, else the signal's name."""
+    picks = picks_of([signals])
+    answers, spent = ask_about(run, picks, lambda pick, ask: ask(REFLECT.format(
+        signal=describe(pick), evidence=evidence(pick))))
+    contexts = [next(filter(None, objects(answer or "")), None) for answer in answers]
+    write(run, out, [dict(task=pick["task"], context=found or describe(pick))
+                     for pick, found in zip(picks, contexts)])
+    return spent | dict(unreadable=contexts.count(None))
+
+
+@by_one_rank
+def explore_there(run: Run, out: Path, tasks: list[Path], signals: list[Path],
+                  contexts: list[Path], i: int) -> dict:
+    """Episodes of the endpoint, as `starts` says; of one that it refuses nothing is kept."""
+    led = {row["task"]: row["context"] for row in rows_of(contexts)}
+    form = "" if run.env.prompt else (
+        f" Answer with the action and nothing else: {run.env.task_generator().actions}.")
+    make_env = partial(world, run, rows_of(tasks))
+
+    def play(t, ask):
+        context = f", above all:\n{json.dumps(led[t.task])}" if t.task in led else ""
+
+        def answer(asked):
+            opening, *rest = t.messages
+            reply = ask(ACT.format(context=context, form=form, opening=opening["content"]), rest)
+            return [None if reply is None else (reply, [])]
+
+        envs.play(make_env, Text(), [t], answer, 1, run.settings.max_tokens)
+        return t
+
+    played, spent = ask_about(run, [Trajectory(task, signal, i, n) for task, signal, n in starts(
+        run, signals, 1)], play)
+    kept = [t for t in played if t.ended != "context"]
+    write(run, out, kept)
+    return (scores(kept, run) if kept else dict(episodes=0)) | spent | dict(
+        refused=len(played) - len(kept))
+
+
+@by_one_rank
+def write_tasks(run: Run, out: Path, tasks: list[Path], explored: Path, i: int) -> dict:
+    """The tasks that the endpoint proposes after each episode, {signal, source, text, task,
+    solution}, in random order. Those of another form have no task: counted, never mended."""
+    d, episodes, rows, unreadable = rows_of(tasks), read(explored), [], 0
+    generator, rng = world(run, d).task_generator(), rng_of(run, "propose", i)
+    known = "\n".join(row["text"] for row in d if "text" in row)[-LONGEST:] or "(none yet)"
+    answers, spent = ask_about(run, episodes, lambda t, ask: ask(ABSTRACT.format(
+        conversation=told(t.messages, LONGEST), form=generator.form, known=known)))
+    for n in rng.sample(range(len(episodes)), len(episodes)):
+        found = objects(answers[n]) if answers[n] else []
+        unreadable += found.count(None)
+        rows += [dict(signal=episodes[n].agent, source=episodes[n].task,
+                      **written(generator, episodes[n].task, value))
+                 for value in found if value is not None]
+    write(run, out, rows)
+    return spent | dict(finds=len(rows), unreadable=unreadable)
+
+
+def ask_about(run: Run, things: list, work: Callable) -> tuple[list, dict]:
+    """[work(thing, ask)] of each, side by side; and what all requests of the phase took. ask(text,
+    what was said then) -> the reply, None where the endpoint refuses to answer that."""
+    s = run.settings
+    paid = Paid(run, Endpoint(s.explorer, s.explorer_model, s.explorer_temperature, REPLY))
+
+    def one(n):
+        def ask(text, rest=()):
+            try:
+                return paid.ask([run.name, n], [dict(role="user", content=text), *rest])["reply"]
+            except (ContextFull, NotAnswered):
+                return None
+
+        found = work(things[n], ask)
+        progress.update()
+        return found
+
+    with bar(run, len(things)) as progress:
+        return paid.side_by_side([partial(one, n) for n in range(len(things))]), paid.spent()
+
+
+# ----------------------------------------------------------------------------------- its words
+
+
+def describe(pick: dict) -> str:
+    return WEAK.get(pick["signal"]) or (
+        f"it hardly ever does this: {pick['pattern']}" if "pattern" in pick else pick["signal"])
+
+
+def evidence(pick: dict) -> str:
+    won = pick.get("success") or pick.get("success_then")
+    return "\n\n".join(f"A {name}:\n{told(messages, LONGEST // 2)}" for name, messages in
+                       (("success", won), ("failure", pick["failure"])) if messages)
+
+
+def told(messages: list[dict], most: int) -> str:
+    """A conversation in at most so many characters: the ends of its opening and of the rest."""
+    opening, *rest = messages
+    first = f"user: {opening['content'][-OPENING:]}"
+    later = "".join(f"\n{m['role']}: {m['content'][:TURN]}" for m in rest)
+    return first + later[-(most - len(first)):]
+
+
+def objects(reply: str) -> list[dict | None]:
+    """The JSON objects in a reply; None for each that is broken or cut, or where nothing is said.
+    After such a one the next begins as a proposal does: what stands in it is not another."""
+    found, at = [], 0
+    while start := (PROPOSAL if found[-1:] == [None] else OBJECT).search(reply, at):
+        try:
+            value, at = json.JSONDecoder().raw_decode(reply, start.start())
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # half a surrogate pair
+        except (ValueError, RecursionError):
+            value, at = None, max(at, start.end())
+        found.append(value)
+    return found or [None] * ("[]" not in reply)
+
+
+def written(generator, task: str, value: dict) -> dict:
+    """The proposal {text, task, solution} of an object; its task is None if it is of no form."""
+    query, actions = value.get("query"), value.get("action_sequence")
+    if not (isinstance(query, str) and query.strip() and len(query) < 1000
+            and isinstance(actions, list)):
+        return dict(text="", task=None, solution=[])
+    actions = [action if isinstance(action, str) else json.dumps(action) for action in actions]
+    return generator.written(task, dict(query=query, action_sequence=actions)) or dict(
+        text=query, task=None, solution=[])
+
+
+# ------------------------------------------------------------------------------------ settings
+
+Who = limited(str, "must be policy, aimed, http://host:port/v1 or https://host/v1",
+                    lambda text: text in ("policy", "aimed") or is_web_address(text))
+
+
+@dataclass(frozen=True)
+class Explorer(evolve.Grpo, Stated):
+    # the agent itself [ours]; aimed: later nobody, what is picked is varied by script [ours]; or
+    # https://host/v1, an endpoint [D: Qwen3-Max]
+    explorer: Who = "policy"
+    explorer_model: Optional[str] = None  # its name at the endpoint
+
+    def conflicts(self, s) -> list[tuple[bool, str, str]]:
+        return [*super().conflicts(s),
+                (is_endpoint(s.explorer) and not s.explorer_model, "--explorer-model",
+                 "give the explorer's name at its endpoint")]
+
+
+METHODS = {name: method._replace(loop=partial(method.loop, find=find_tasks),
+                                 reads=(*method.reads, "explorer_model"))
+           for name, method in evolve.METHODS.items()}

@@ -1,0 +1,157 @@
+"""Play a task in the terminal: `bash run.sh play ENV [TASK]`, in the one episode that agents play
+too. TASK is an id such as webshop-test-3, or a split, of which one is drawn. With
+--agent a trained agent plays: Enter plays what it is about to do, your own words replace it. Other
+flags are those of run.sh ENV.
+"""
+
+import argparse
+import itertools
+import math
+import random
+import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+import transformers
+
+import coevolve
+import dpo
+import envs
+from common.settings import Refused, flag, parse
+from lab.runfiles import command, config_of, phases_of, visible
+
+
+class Encoder(dpo.Encoder):
+    said = ""  # by the person in this turn, if anything; the agent may not have these words
+
+    def close(self, ids, stops):
+        return (ids, [], self.said) if self.said else super().close(ids, stops)
+
+
+def say(text: str) -> None:
+    print(visible(text), flush=True)
+
+
+def play(env, encoder: Encoder, task: str, most: float, propose=None) -> str:
+    """One episode by the person, or by propose(t) -> (ids, text, probability) where that one says
+    nothing; how it ended. most: tokens of the episode."""
+    t, shown, ids = dpo.Trajectory(task), 0, []
+    running = envs.episode(env, encoder, t, most)
+    say(f"{task}; ? explains, q quits")
+    try:
+        running.send(None)
+        while True:
+            say("\n" + "\n\n".join(m["content"] for m in t.messages[shown:]))
+            shown = len(t.messages) + 1  # the reply has been seen
+            say(f"\n--- turn {t.steps + 1} of {env.max_steps}")
+            if propose:
+                ids, text, p = propose(t)
+                say(f"The agent's reply, of probability {p:.1%}; Enter plays it:\n    "
+                    + text.replace("\n", "\n    "))
+            encoder.said = typed(env, may_be_empty=bool(propose))
+            ids = encoder.reply(encoder.said) if encoder.said else ids
+            running.send((ids, [0.0] * len(ids)))
+    except StopIteration:
+        how = dict(budget="out of turns", context="out of context", done="done")[t.ended]
+    except (EOFError, KeyboardInterrupt):
+        how = "left"
+    return (f"{how} after {t.steps} turn{'s' * (t.steps != 1)}: reward {t.reward:.3f}, "
+            f"{'a' if t.reward >= env.success else 'no'} success")
+
+
+def typed(env, may_be_empty: bool) -> str:
+    """The person's reply: an action, the number of one, or nothing; EOFError for q."""
+    actions, forms = env.possible()
+    numbered = {str(n): action for n, action in enumerate(actions, 1)}
+    if numbered:
+        say("possible:  " + "   ".join(map(" ".join, numbered.items())))
+    while True:
+        line = input("your action: ").strip()
+        if not sys.stdin.isatty():
+            print(line)  # so that what was played can be read afterwards
+        if line in ("q", "quit"):
+            raise EOFError
+        if line == "?":
+            say("\n".join(filter(None, [env.rules, forms])))
+        elif line in numbered or not line.isdecimal() and (line or may_be_empty):
+            return line and env.reply(numbered.get(line, line))
+
+
+def agent_of(path: Path) -> tuple[Path, Path]:
+    """(run, an agent's folder in it) of that folder, or of the run: its last target agent."""
+    for run in path, *path.resolve().parents[:2]:
+        made = [run / output for output in phases_of(run)
+                if output == "sft-target" or output.endswith("/target-agent")]
+        if made:
+            return run, made[-1] if run == path else path
+    raise Refused(f"--agent {path}: neither a run with a target agent nor an agent in one; name a "
+                  "folder like runs/webshop-coevolve-s0")
+
+
+def proposer(folder: Path, config: dict, encoder: Encoder, stops):
+    """propose(t) -> (ids, text, probability) of the greedy replies of the agent in a folder."""
+    s, gpu = config["settings"], torch.cuda.is_available()
+    bf16 = gpu and s["bf16"] != "off" and s["model"] != "tiny"
+    model = dpo.read_model(folder, torch.bfloat16 if bf16 else torch.float32,
+                           "cuda" if gpu else "cpu").eval()
+    never = encoder.never(model.config.get_text_config().vocab_size)
+
+    @torch.inference_mode()
+    def propose(t):
+        (ids, _), = dpo.replies(model, encoder, dpo.Sampler(0.0, never), s["max_new_tokens"], stops,
+                                [(t.ids, random.Random())], *config["ways"][1:])
+        read = dpo.Trajectory(ids=t.ids + ids, action_mask=[0] * len(t.ids) + [1] * len(ids))
+        encoder.said = ""
+        return ids, encoder.close(ids, stops)[2], (
+            dpo.token_log_probs(model, [read], dpo.Sampler(never=never)).sum().exp().item())
+
+    return propose
+
+
+def settings_for(env: str, more: list[str], before: dict):
+    """(settings, the environment's own), of flags, else of an agent's run `before`."""
+    if before and before["env"] != env:
+        raise Refused(f"--agent: it was trained on {before['env']}, not on {env}")
+    kept = [f"{flag(name)}={before[name]}" for name in (
+        "view", "max_tokens", *(f.name for f in fields(envs.environment(env))))
+            if before.get(name) is not None]
+    return parse(["--env", env, "--method", "sft", "--model", "a person", *kept, *more],
+                 coevolve.Settings, coevolve.METHODS, envs.environment)
+
+
+def chosen(env, asked: str) -> str:
+    """The task asked for, or any of the split asked for; Refused if there is none."""
+    try:
+        return asked if "-" in asked and env.find(asked) else random.choice(env.tasks(asked))
+    except ValueError as error:
+        raise Refused(f"{error} (such as {env.tasks(env.test_splits[0])[0]})") from None
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="run.sh play ENV [TASK]", allow_abbrev=False,
+                                     description=__doc__)
+    parser.add_argument("--agent", type=Path, help="a run, whose last target agent plays, or an "
+                        "agent's folder in it, such as RUN/iter1/failure-agent")
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv[:2]))
+    asked, more = parser.parse_known_args(argv[len(words):])
+    if not words:
+        raise Refused("name an environment: play webshop; --help says more")
+    run, folder = agent_of(asked.agent) if asked.agent else (None, None)
+    config = config_of(run) if run else dict(settings={})
+    s, options = settings_for(words[0], more, config["settings"])
+    transformers.utils.logging.disable_progress_bar()
+    env = envs.make(s.env, s.view, **asdict(options))
+    encoder = Encoder(dpo.read(transformers.AutoTokenizer, folder or coevolve.MODELS["tiny"]))
+    try:
+        task = chosen(env, words[1] if len(words) > 1 else env.test_splits[0])
+        propose = proposer(folder, config, encoder, env.stops) if run else None
+        say(play(env, encoder, task, s.max_tokens if run else math.inf, propose))
+    finally:
+        env.close()
+
+
+if __name__ == "__main__":
+    for stream in (sys.stdin, sys.stdout):  # whatever is typed or shown, it goes on
+        stream.reconfigure(errors="replace")
+    command("play", main)

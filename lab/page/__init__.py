@@ -1,0 +1,1 @@
+"""What a run shows: its closing table, its page and the figures."""

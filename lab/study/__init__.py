@@ -1,0 +1,1 @@
+"""Several runs: methods by seeds, and the report that compares them."""

@@ -1,0 +1,189 @@
+"""The report on several runs: tables in the terminal, and a folder with them and its figures.
+
+    bash run.sh compare RUN RUN ...       any finished runs of one environment and model
+    bash run.sh study webshop --report    those of a study
+
+The folder holds report.txt, report.json and the figures.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import textwrap
+from pathlib import Path
+
+import numpy as np
+
+from common.settings import Refused
+from lab.page import figures
+from lab.page.report import columns, section
+from lab.runfiles import command, config_of
+from lab.study import numbers
+from lab.study.methods import COMPARED, FROZEN, chosen, name_of
+from lab.study.numbers import explored, interval, last, paired
+from worlds import World
+
+MEASURES = ("reward", "success")
+THRESHOLDS = (0.6, 0.7, 0.8)  # of Table 2
+HOW = ("Mean over seeds ± half of its 95% t interval; of a difference also on how many seeds the "
+       "first is ahead, and * where on three seeds or more the interval excludes 0. Intervals are "
+       "not corrected for their number: of differences that are none, one in 20 has a *.")
+
+
+def cell(x) -> str:
+    """A text, a number, an `interval` or a `paired` difference as text; - for None."""
+    if not isinstance(x, dict):
+        return (x or "-" if x is None or isinstance(x, str) else
+                f"{x:,.4g}" if isinstance(x, float) and abs(x) < 1000 else f"{x:,.0f}")
+    half = "?" if x["half"] is None else f"{x['half']:.3f}"
+    ahead = f" ({x['ahead']} of {x['n']})" + " *" * x["sure"] if "ahead" in x else ""
+    return f"{x['mean']:.3f} ± {half}{ahead}"
+
+
+def header(*names) -> str:
+    return " ".join(str(name).replace(" ", "_") for name in names)
+
+
+def write_report(title: str, runs: dict, out: Path) -> str:
+    """Writes the report on finished runs (method -> seed -> folder) into `out`; it as text."""
+    if not runs:
+        raise Refused(f"{out.parent}: no finished run in it (METHOD-sSEED with result.json)")
+    out.mkdir(parents=True, exist_ok=True)
+    target = numbers.evaluations(runs)
+    splits = list(dict.fromkeys(e["split"] for e in target))
+    made = [*tables(runs, target, splits), *paper_figures(runs, target, splits, out),
+            *over_iterations(target, splits, out)]
+    made = [part for part in made if part[2]]
+    text = "\n\n".join([title, *(section(name, heads, [map(cell, row) for row in rows])
+                                 for name, heads, rows in made), textwrap.fill(HOW, 100)]) + "\n"
+    (out / "report.txt").write_text(text)
+    (out / "report.json").write_text(json.dumps({name: [
+        dict(zip((column for column, _ in columns(heads)), row)) for row in rows]
+        for name, heads, rows in made}, indent=1))
+    return text
+
+
+def tables(runs: dict, target: list[dict], splits: list[str]):
+    """(title, header, rows) of each table on the runs themselves."""
+    wanted = [*itertools.product(splits, MEASURES)]
+    yield ("Greedy evaluation of the target after its last iteration",
+           header("<method", "<seeds", *(f"<{s} {key}" for s, key in wanted)),
+           [(name_of(m), " ".join(map(str, runs[m])), *(
+               interval(last(target, key, method=m, split=s).values()) for s, key in wanted))
+            for m in runs])
+    costs = {m: [numbers.cost(path) for path in runs[m].values()] for m in runs}
+    names = [*next(iter(costs.values()))[0]]
+    yield ("What it took after the first SFT, means over seeds", header("<method", *names),
+           [(name_of(m), *(float(np.mean([row[name] for row in rows])) for name in names))
+            for m, rows in costs.items()])
+    pairs = [(f"{name_of(a)} - {name_of(b)}", split, *(paired(
+        *(last(target, key, method=m, split=split) for m in (a, b))) for key in MEASURES))
+        for (a, b), split in itertools.product(dict.fromkeys(COMPARED), splits) if a != b]
+    yield ("Differences on the same seeds", header("<difference", "<split", "<reward", "<success"),
+           [row for row in pairs if row[2]])
+
+
+def paper_figures(runs: dict, target: list[dict], splits: list[str], out: Path):
+    """The same of the paper's Table 2 and Figures 3 and 4, and of dose and response; drawn."""
+    rewards = {m: {seed: [t["reward"] for t in explored(path)] for seed, path in runs[m].items()}
+               for m in ("eto", "positive", "coevolve") if m in runs}
+    rewards = {m: found for m, found in rewards.items() if any(found.values())}
+    bands = {t: ((World.success, math.inf), (-math.inf, t), (t, World.success))
+             for t in THRESHOLDS}
+    yield ("Table 2: explored trajectories, all agents and iterations of a method",
+           "<method threshold <success <negative <hard_negative",
+           [(name_of(m), t, *(interval(numbers.share(rewards[m], *band).values())
+                              for band in bands[t])) for m in rewards for t in THRESHOLDS]
+           + [("co-evolution - ETO", t, *(
+               paired(*(numbers.share(rewards[m], *band) for m in ("coevolve", "eto")))
+               for band in bands[t])) for t in THRESHOLDS if {"eto", "coevolve"} <= rewards.keys()])
+    yield figure3(numbers.distances_of(runs), out)
+    weights = {config_of(next(iter(runs[m].values())))["settings"]["lambda_sft"]: m for m in runs
+               if m == "coevolve" or m.startswith("lambda-")}
+    rows = [(weight, *(interval(last(target, "reward", method=m, split=split).values())
+                       for split in splits)) for weight, m in sorted(weights.items())]
+    if len(rows) > 1:
+        made, (ax,) = figures.figure(1)
+        for n, split in enumerate(splits, 1):
+            ax.errorbar([row[0] for row in rows], [row[n]["mean"] for row in rows],
+                        [row[n]["half"] or 0 for row in rows], marker="o", capsize=3, label=split)
+        ax.set(xscale="log", xlabel="lambda_SFT", ylabel="reward, 95% over seeds")
+        figures.write(made, out / "figure4.svg")
+        yield "Figure 4: lambda_SFT", header("lambda", *(f"<{split}" for split in splits)), rows
+    yield dose_and_response(runs, target, splits, out)
+
+
+def figure3(found: dict, out: Path) -> tuple[str, str, list]:
+    every = {name: [x for d in by_seed.values() for x in d.values()]
+             for name, by_seed in found.items()}
+    rows = [(name, interval(np.mean([*d.values()]) for d in by_seed.values() if d),
+             len(every[name])) for name, by_seed in found.items()]
+    if rows:
+        eto, failure = found["ETO"], found["co-evolution: failure agent"]
+        both = {seed: [failure[seed][task] - eto[seed][task]
+                       for task in eto[seed].keys() & failure[seed].keys()] for seed in eto}
+        rows.append(("failure agent - ETO, where both failed at least twice",
+                     interval(np.mean(each) for each in both.values() if each), None))
+        made, (ax,) = figures.figure(1, width=6.0)
+        ax.boxplot([*every.values()], showmeans=True)
+        ax.set_xticks(range(1, len(every) + 1), [name.replace(": ", ":\n") for name in every])
+        figures.write(made, out / "figure3.svg")
+    return ("Figure 3: distance between the failures of an instruction, 1 - cos, embedded by the "
+            "SFT agent", "<agent <mean_of_seeds instructions", rows)
+
+
+def dose_and_response(runs: dict, target: list[dict], splits: list[str], out: Path) -> tuple:
+    """Dose: hard negatives of a trained failure agent, less a frozen one's; response: reward."""
+    pairs = [pair for pair in FROZEN.items() if {*pair} <= runs.keys()]
+    rows = [(name_of(pair[0]), paired(*({seed: numbers.hard_negatives(path)
+                                         for seed, path in runs[m].items()} for m in pair)),
+             *(paired(*(last(target, "reward", method=m, split=split) for m in pair))
+               for split in splits)) for pair in pairs]
+    if rows:
+        made, axes = figures.figure(len(splits))
+        for n, (ax, split) in enumerate(zip(axes, splits), 2):
+            for name, hard, reward in ((row[0], row[1], row[n]) for row in rows if row[n]):
+                ax.errorbar(hard["mean"], reward["mean"], reward["half"] or 0, hard["half"] or 0,
+                            marker="o", capsize=3, label=name)
+            ax.set(title=split, xlabel="share of hard negatives, trained - frozen",
+                   ylabel="reward, trained - frozen")
+        figures.legend(axes[0])
+        figures.write(made, out / "dose.svg")
+    return ("Dose and response: a trained failure agent less a frozen one, at equal steps",
+            header("<dose", "<hard_negatives", *(f"<{split} reward" for split in splits)), rows)
+
+
+def over_iterations(target: list[dict], splits: list[str], out: Path):
+    """The target's reward and success by iteration; drawn."""
+    points = dict.fromkeys((e["split"], e["method"], e["i"]) for e in target)
+    rows = [(split, name_of(m), i, *(interval(last(
+        target, key, split=split, method=m, i=i).values()) for key in MEASURES))
+        for split, m, i in sorted(points, key=lambda point: splits.index(point[0]))]
+    made, axes = figures.figure(len(splits), height=5)
+    for ax, split in zip(axes, splits):
+        for k, name in enumerate(dict.fromkeys(row[1] for row in rows if row[0] == split)):
+            i, found = zip(*((row[2], row[3]) for row in rows if row[:2] == (split, name)))
+            ax.errorbar(i, [x["mean"] for x in found], [x["half"] or 0 for x in found], marker="o",
+                        color=f"C{k % 10}", capsize=3, label=name,
+                        linestyle=figures.LINES[k // 10 % 3])
+        figures.label(ax, split, "iteration (0: the start)", "reward, 95% over seeds")
+    figures.legend(axes[0])
+    figures.write(made, out / "curves.svg")
+    yield "Over iterations", "<split <method iteration <reward <success", rows
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="run.sh compare", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs")
+    parser.add_argument("--out", type=Path, help="folder of the report [`report`, beside the runs]")
+    asked = parser.parse_args(argv)
+    out = asked.out or Path(os.path.commonpath([p.resolve().parent for p in asked.runs]), "report")
+    print(write_report("Comparison of runs", chosen(asked.runs), out))
+    print(f"compare: {out} holds this, the numbers and the figures")
+
+
+if __name__ == "__main__":
+    command("compare", main)

@@ -1,0 +1,1 @@
+"""docs/tour.md: one task's way through both methods."""
