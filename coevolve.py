@@ -1,24 +1,31 @@
 """Co-Evolving Agents: Learning from Failures as Hard Negatives (arXiv 2511.22254), in raw PyTorch.
 
-Read from the top, then `dpo.py` (tokens in, gradients or tokens out) and `envs.py` (text in, text
-out; the episode). A task is the paper's instruction u, an episode is one play of it, and its record
-is a trajectory e. A phase reads files of the run and writes one, which can be looked at, or edited.
+Read this file from the top, then `dpo.py` (tokens in, gradients or tokens out) and `envs.py` (text
+in, text out: the episode).
+
+    task        the paper's instruction u
+    episode     one play of a task; its record is a trajectory e
+    expert      the trajectory of a task that agents imitate
+    rollout     the number of an episode among those of one agent, task and iteration
+    agent       a model that plays and learns; its role says from which pairs
+    phase       a function that reads files of a run and writes one, to be looked at, or edited
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
-import json
-import math
 import os
 import random
 import shutil
 import sys
 import time
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -26,142 +33,271 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 import dpo
 import envs
 from common import files
-from common.files import hashed, line, read_json, read_jsonl, seed_of, write_jsonl
+from common.files import hashed, read_json, read_jsonl, seed_of, write_jsonl
 from common.settings import (
+    FREE,
     Count,
     Free,
+    Growing,
+    Instead,
+    Method,
     OldFile,
     Rate,
     Share,
     Stated,
+    Temperature,
     Weight,
     Whole,
     check_same,
+    flag,
+    has_mark,
+    noting,
     parse,
 )
 from dpo import Group, Pair, Trajectory
 
 # ------------------------------------------------------------------------------------ the loop
 
-AGENTS = {"sft": ("target",), "eto": ("target",), "coevolve": ("target", "failure"),
-          "positive": ("target", "positive")}  # the parameter-matched control of Section 5.4
+
+@dataclass(frozen=True)
+class Agent:
+    """One of the agents of a method. What it learns is up to its role, whatever its name."""
+    name: str  # in files and tables
+    # The pairs that it learns from: D_tgt of Eq. (8); D_fail of Eq. (6); or its own trajectories
+    # against the expert's, as in ETO.
+    role: Literal["D_tgt", "D_fail", "own"]
+
+
+TARGET = Agent("target", "D_tgt")
+AGENTS = {"sft": [TARGET],
+          "eto": [TARGET],  # where nobody else plays, D_tgt is ETO's pairs
+          "coevolve": [TARGET, Agent("failure", "D_fail")],
+          "positive": [TARGET, Agent("positive", "own")]}  # the control of Section 5.4
 
 
 def coevolve(run: Run) -> None:
-    """The method, Sections 4.1-4.3. ETO is this loop with the target alone, SFT its beginning.
-    once(file, phase, what it reads ..., ...) does the phase, unless the file was made from that."""
-    s, once, names = run.settings, run.once, AGENTS[run.settings.method]
-    experts = once("experts.jsonl", collect_experts, *map(Path, filter(None, [s.experts])))
-    agents = {name: once(f"sft-{name}", train_sft, run.base, experts, name=name)  # another seed
-              for name in names}                                                 # Eq. (3)-(5)
-    if "failure" in names and s.failure_from:
-        agents["failure"] = Path(s.failure_from)
-    first, earlier = dict(agents), []
-    evaluations(run, agents, 0)
-    for i in range(1, s.iterations + 1) if s.method != "sft" else ():
-        played = {name: once(f"iter{i}/{name}.jsonl", explore, agent, experts, name=name, i=i)
-                  for name, agent in agents.items()}
-        for name in reversed(names):  # the failure agent first
-            pairs = once(f"iter{i}/pairs-{name}.jsonl", make_pairs, experts, played, earlier,
-                         trains=name)                                            # Eq. (6), (8)
-            episodes = [experts, *played.values(), *earlier]
-            agents[name] = once(f"iter{i}/{name}-agent", train_preferences, agents[name],
-                                first[name], pairs, episodes, name=name, i=i)    # Eq. (7), (9)
-        evaluations(run, agents, i)
-        earlier += played.values() if s.d_fail == "buffer" else ()
+    """The method, Sections 4.1 to 4.3. ETO is this loop with the target alone, SFT its beginning.
+
+    once(output, phase, inputs ..., parameters ...) does a phase, unless its output was made from
+    these before, and returns the output's path."""
+    s = run.settings
+    once = run.once
+    agents = AGENTS[s.method]
+
+    # All agents begin by imitation of the experts, Eq. (3)-(5).
+    experts = experts_of(run)
+    models = imitation(run, experts)  # name of an agent -> its folder
+    after_sft = dict(models)
+    evaluations(run, models, 0)
+    if s.method == "sft":
+        return
+
+    earlier = []  # files of trajectories of earlier iterations
+    for i in range(1, s.iterations + 1):
+        # All agents play every task that has an expert.
+        played = {}
+        for agent in agents:
+            played[agent.name] = once(f"iter{i}/{agent.name}.jsonl", explore,
+                                      models[agent.name], experts, name=agent.name, i=i)
+
+        # Each learns from its pairs, Eq. (6) and (7) or (8) and (9); the target is the last, which
+        # makes no difference, since all have played before.
+        for agent in reversed(agents):
+            pairs = once(f"iter{i}/pairs-{agent.name}.jsonl", make_pairs, experts, played, earlier,
+                         trains=agent.name, role=agent.role)
+            start = dict(agent=models[agent.name], after_sft=after_sft[agent.name])
+            trajectories = dict(experts=experts, others=[*played.values(), *earlier])
+            models[agent.name] = once(f"iter{i}/{agent.name}-agent", train_preferences, start,
+                                      pairs, trajectories, name=agent.name, role=agent.role, i=i)
+
+        evaluations(run, models, i)
+        if s.d_fail == "buffer":
+            earlier += played.values()
 
 
-def evaluations(run: Run, agents: dict[str, Path], i: int) -> None:
-    for (name, agent), split in itertools.product(agents.items(), run.splits):
-        run.once(f"eval-{i}-{name}-{split}.jsonl", evaluate, agent, name=name, i=i, split=split)
+def experts_of(run: Run) -> Path:
+    """The file of the run's experts."""
+    given = run.settings.experts
+    if given:
+        return run.once("experts.jsonl", collect_experts, Path(given))
+    return run.once("experts.jsonl", collect_experts)
+
+
+def imitation(run: Run, experts: Path) -> dict[str, Path]:
+    """Trains each agent on the experts, in an order of its own. name -> its folder."""
+    s = run.settings
+    models = {}
+    for agent in AGENTS[s.method]:
+        if agent.role == "D_fail" and s.failure_from:
+            models[agent.name] = Path(s.failure_from)
+        else:
+            models[agent.name] = run.once(f"sft-{agent.name}", train_sft, run.base, experts,
+                                          name=agent.name)
+
+    trained = [name for name in models if f"sft-{name}" in run.done]
+    if len(trained) > 1 and len(read_jsonl(experts)) <= s.sft_batch:
+        say(run, f"{' and '.join(trained)} are one model after SFT, but for rounding: all experts "
+                 f"fit one batch, so that their order changes nothing; lower --sft-batch "
+                 f"{s.sft_batch}")
+    return models
+
+
+def evaluations(run: Run, models: dict[str, Path], i: int) -> None:
+    """Evaluates all agents on all evaluated splits."""
+    for name, model in models.items():
+        for split in run.splits:
+            run.once(f"eval-{i}-{name}-{split}.jsonl", evaluate, model, name=name, i=i,
+                     split=split)
 
 
 # ---------------------------------------------------------------------------------- the phases
-# phase(run, out, files ..., ...) writes `out`, a temporary path, and returns numbers for the table.
+# phase(run, out, inputs ..., parameters ...) writes `out`, a temporary path, and returns numbers
+# that are recorded. Every rank runs it, and one of them writes.
 
 
 def collect_experts(run: Run, out: Path, file: Path | None = None) -> dict:
-    """Expert trajectories of the training tasks, of a file or the scripted expert's."""
-    s, env, kept, dropped = run.settings, run.make_env(), [], Counter()
-    evaluated = {repr(env.find(task)) for split in run.splits for task in env.tasks(split)}
-    first = len(envs.opening(env, ""))  # turns before an expert's first reply
+    """Collects an expert for each training task, from a file or from the scripted expert."""
+    s = run.settings
+    env = run.make_env()
+    evaluated = set()  # what the evaluated tasks are, since a task may have several ids
+    for split in splits_of(env, s):
+        evaluated |= {repr(env.find(task)) for task in env.tasks(split)}
+
+    opening = len(env.opening(""))  # turns before an expert's first reply
+    kept = []
+    dropped = Counter()
     for task, messages, reward in envs.experts(env, file, s.train_tasks):
-        ids, mask = run.encoder.encode(messages, first)
-        if repr(env.find(task)) in evaluated:  # whatever its number
+        ids, mask = run.encoder.encode(messages, opening)
+        if repr(env.find(task)) in evaluated:
             dropped["evaluated too"] += 1
-        elif reward <= s.expert_min_reward and reward < env.success:
+        elif reward <= s.expert_min_reward and better(env.success, reward):
             dropped["reward"] += 1
         elif len(ids) > s.max_tokens:
             dropped["too long"] += 1
         else:
-            steps = sum(m["role"] == "assistant" for m in messages[first:])
+            replies = sum(turn["role"] == "assistant" for turn in messages[opening:])
             kept.append(Trajectory(task, "expert", messages=messages, ids=ids, action_mask=mask,
-                                   reward=reward, steps=steps, ended="done"))
+                                   reward=reward, steps=replies, ended="done"))
     env.close()
     if not kept:
         raise envs.Refused(f"no expert is left: {dict(dropped)}; lower what dropped it")
+    say_what_cannot_be_written(run, kept)
     write(run, out, kept)
     return dict(experts=len(kept), dropped=dropped)
 
 
+def splits_of(env: envs.World, s: Settings) -> tuple[str, ...]:
+    """The splits that agents are evaluated on."""
+    return env.test_splits if s.eval_splits == "test" else ("validation",)
+
+
+def say_what_cannot_be_written(run: Run, experts: list[Trajectory]) -> None:
+    """Says which replies of experts a tokenizer changes. No agent that writes by it can do what
+    they did."""
+    changed = {}  # reply -> what an environment would get
+    for expert in experts:
+        for turn in expert.messages[-2 * expert.steps:]:
+            reply = run.encoder.plain(turn["content"])
+            back = run.encoder.read_back(reply)
+            if turn["role"] == "assistant" and back != reply:
+                changed[reply] = back
+    for reply, back in list(changed.items())[:1]:
+        say(run, f"{run.name}: the tokenizer cannot write {len(changed)} replies, so that no agent "
+                 f"can: {reply!r} becomes {back!r}; use a --model whose tokenizer keeps them")
+
+
 def train_sft(run: Run, out: Path, base: Path, experts: Path, name: str) -> dict:
-    """A model fine-tuned on the experts' action tokens, Eq. (3)-(5)."""
-    s, rng = run.settings, random.Random(seed_of(run.settings.seed, "sft", name))
-    groups = [Group([e]) for e in read(experts)]
-    steps = [batch for _ in range(s.sft_epochs)
-             for batch in dpo.batches(groups, s.sft_batch, "instructions", rng)]
-    # A batch's mean is per action token, as in ETO's trainer.
-    return run.fit(run.load(base), out, steps, dpo.Objective(
-        dpo.sft_loss, lambda g: g.sequences[0].action_tokens, s.sft_lr, s.sft_warmup, "cosine"))
+    """Trains a model on the experts' action tokens, Eq. (3)-(5). name: whose order they have."""
+    s = run.settings
+    rng = random.Random(seed_of(s.seed, "sft", name))
+    groups = [Group([expert]) for expert in read(experts)]
+    steps = []  # the batch of each
+    for _ in range(s.sft_epochs):
+        steps += dpo.batches(groups, s.sft_batch, "instructions", rng)
+    # The loss of a batch is its mean over action tokens, as in ETO's trainer.
+    objective = dpo.Objective(dpo.sft_loss, action_count, s.sft_lr, s.sft_warmup, "cosine")
+    return run.fit(run.load(base), out, steps, objective)
+
+
+def action_count(group: Group) -> int:
+    return sum(t.action_count for t in group.trajectories)
 
 
 def explore(run: Run, out: Path, agent: Path, experts: Path, name: str, i: int) -> dict:
-    """Sampled episodes of an agent on every expert's task."""
-    episodes = [Trajectory(e.task, name, i, n, seed_of(run.settings.seed, name, i, e.task, n))
-                for e in read(experts) for n in range(run.settings.rollouts)]
-    episodes = run.play(agent, episodes, run.settings.temperature)
-    write(run, out, episodes)
-    return scores(episodes, run)
+    """Lets an agent play the task of every expert, some rollouts each, by sampling."""
+    s = run.settings
+    begun = []
+    for expert in read(experts):
+        for rollout in range(s.rollouts):
+            seed = seed_of(s.seed, name, i, expert.task, rollout)
+            begun.append(Trajectory(expert.task, name, i, rollout, seed))
+    trajectories = run.play(agent, begun, s.temperature)
+    write(run, out, trajectories)
+    return scores(trajectories, run)
 
 
 def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) -> dict:
-    """Greedy episodes of an agent on a split."""
-    tasks = run.env.tasks(split)[:run.settings.eval_tasks or None]
-    episodes = run.play(agent, [Trajectory(task, name, i) for task in tasks], 0.0)
-    write(run, out, episodes)
-    return scores(episodes, run)
+    """Lets an agent play the tasks of a split, greedily."""
+    tasks = run.env.tasks(split)
+    if run.settings.eval_tasks:
+        tasks = tasks[:run.settings.eval_tasks]
+    trajectories = run.play(agent, [Trajectory(task, name, i) for task in tasks], 0.0)
+    write(run, out, trajectories)
+    return scores(trajectories, run)
 
 
-def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path],
-               earlier: list[Path], trains: str) -> dict:
-    """The pairs that one agent learns from, D_fail or D_tgt. What makes no pair is counted."""
-    s, rows, dropped = run.settings, [], Counter()
-    now = {name: by_task(read(file), dropped) for name, file in played.items()}
-    before = by_task(read(*earlier), Counter())  # what was dropped then is counted there
-    for expert in instructions(read(experts), now, s):
-        target, *others = (found[expert.task] for found in now.values())
-        second = [*itertools.chain(*others)]
-        if trains in ("target", "positive"):  # "in the same manner as ETO" [Section 5.4]
-            sides = (target, second) if trains == "target" else (second, [])
-            pairs = d_tgt(expert, *sides, s, dropped, run.env.success)
-        else:
-            pairs = d_fail(target, second + before[expert.task], s, dropped, run.env.success)
-        rows += [dict(task=expert.task, **pair) for pair in pairs]
+def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], earlier: list[Path],
+               trains: str, role: str) -> dict:
+    """Makes the pairs that one agent learns from.
+
+    Args:
+        run: The run.
+        out: The file of pairs, which gets a row for each.
+        experts: The file of experts.
+        played: name of an agent -> the file of its trajectories of this iteration.
+        earlier: Files of all agents' trajectories of earlier iterations.
+        trains: The name of the agent that learns.
+        role: Its role, see `Agent`.
+
+    Returns:
+        How many pairs there are of each kind, and how many comparisons made none, by reason.
+    """
+    s = run.settings
+    success = run.env.success
+    dropped = Counter()
+    own = by_task(read(played[trains]), dropped)
+    others = by_task(read(*[played[name] for name in played if name != trains]), dropped)
+    if role == "D_fail" and s.d_fail == "buffer":
+        for task, trajectories in by_task(read(*earlier), Counter()).items():
+            own[task] += trajectories  # those that were dropped were counted then
+
+    rows = []
+    for expert in read(experts):
+        task = expert.task
+        if role == "D_tgt":
+            pairs = d_tgt(expert, own[task], others[task], s, dropped, success)
+        elif role == "D_fail":
+            pairs = d_fail(own[task], others[task], s, dropped, success)
+        else:  # "in the same manner as ETO" [Section 5.4]
+            pairs = d_tgt(expert, own[task], [], s, dropped, success)
+        rows += [dict(task=task, **pair) for pair in pairs]
+
     write(run, out, rows)
-    if not rows and run.main:
-        print(f"{run.name}: no pairs, since {dict(dropped)}; raise --temperature or --rollouts")
+    if dropped and not rows:
+        say(run, f"{run.name}: no pairs, since {dict(dropped)}; raise --temperature or --rollouts")
     return dict(pairs=Counter(row["kind"] for row in rows), dropped=dropped)
 
 
-def by_task(episodes: list[Trajectory], dropped: Counter) -> dict[str, list[Trajectory]]:
-    """task -> its trajectories that can train; counts in `dropped` the others."""
+def by_task(trajectories: list[Trajectory], dropped: Counter) -> dict[str, list[Trajectory]]:
+    """task -> its trajectories that can train; the others are counted in `dropped`."""
     found = defaultdict(list)
-    for t in episodes:
+    for t in trajectories:
         if t.ended == "context" or not any(t.action_mask):
             dropped["too long"] += 1
         else:
@@ -169,219 +305,403 @@ def by_task(episodes: list[Trajectory], dropped: Counter) -> dict[str, list[Traj
     return found
 
 
-def train_preferences(run: Run, out: Path, agent: Path, first: Path, pairs: Path,
-                      episodes: list[Path], name: str, i: int) -> dict:
-    """The agent after weighted DPO + SFT on its pairs, Eq. (9), without SFT weights Eq. (7)."""
-    s, rng = run.settings, random.Random(seed_of(run.settings.seed, "dpo", name, i))
-    groups = preference_groups(read_jsonl(pairs), read(*episodes), s)
-    if not groups:  # the agent stays as it is
+def train_preferences(run: Run, out: Path, start: dict[str, Path], pairs: Path,
+                      trajectories: dict, name: str, role: str, i: int) -> dict:
+    """Trains an agent on its pairs by weighted DPO + SFT, Eq. (9); one with D_fail by Eq. (7).
+
+    Args:
+        run: The run.
+        out: The folder of the trained agent.
+        start: The folders of the `agent` as the iteration begins, and of the same one `after_sft`.
+        pairs: A file of `make_pairs`.
+        trajectories: The files of trajectories that pairs name: `experts`, and a list of `others`.
+        name: What the agent is called.
+        role: Its role, see `Agent`.
+        i: The iteration.
+
+    Returns:
+        The number of steps, and the losses of the first and the last.
+    """
+    s = run.settings
+    groups = preference_groups(read_jsonl(pairs), read(trajectories["experts"]),
+                               read(*trajectories["others"]), s, run.encoder)
+    if not groups:  # the agent stays as it is; the log in its folder is of what it learned before
         if run.main:
-            shutil.copytree(agent, out)
+            shutil.copytree(start["agent"], out, ignore=shutil.ignore_patterns("*.jsonl"))
         return dict(steps=0)
-    s = replace(s, beta=s.beta if i == 1 else s.beta_later,
-                lambda_dpo=1.0 if name.startswith("failure") else s.lambda_dpo)
-    epochs = s.failure_epochs if name.startswith("failure") and s.failure_epochs else s.dpo_epochs
-    steps, most = [], s.dpo_steps if name == "target" else 0  # of them; 0: so many epochs
-    while len(steps) < most if most else epochs:
-        steps += dpo.batches(groups, s.dpo_batch, s.batch_unit, rng)
-        epochs -= 1
-    reference = first if s.reference == "sft" else agent
+    steps = preference_steps(groups, name, role, i, s)
+
+    # log pi_ref(e|u) of all trajectories. One model is in memory at a time.
+    reference = start["after_sft"] if s.reference == "sft" else start["agent"]
     model = run.load(reference)
     if s.reference != "none":  # else log pi_ref is 0
         dpo.add_references(model, groups, run.log_probs, run.tokens_per_forward * run.ranks)
-    if reference != agent:
-        del model  # one at a time in memory
-        model = run.load(agent)
-    return run.fit(model, out, steps[:most or None], dpo.Objective(
-        partial(dpo.preference_loss, s=s),
-        lambda g: len(g.pairs) if s.normalise == "pairs" else sum(p.weight for p in g.pairs),
-        s.dpo_lr if i == 1 else s.dpo_lr_later, s.dpo_warmup))
+    if reference != start["agent"]:
+        del model
+        model = run.load(start["agent"])
+
+    # The first iteration has a rate and a beta of its own. Eq. (7) has no lambda.
+    lr = s.dpo_lr if i == 1 else s.dpo_lr_later
+    beta = s.beta if i == 1 else s.beta_later
+    lambda_dpo = 1.0 if role == "D_fail" else s.lambda_dpo
+    loss = partial(dpo.preference_loss, s=Instead(s, beta=beta, lambda_dpo=lambda_dpo))
+    divisor = pair_count if s.normalise == "pairs" else pair_weight
+    return run.fit(model, out, steps, dpo.Objective(loss, divisor, lr, s.dpo_warmup))
+
+
+def preference_steps(groups: list[Group], name: str, role: str, i: int,
+                     s: Settings) -> list[list[Group]]:
+    """The batches of a phase, one a step: as many as some passes over the pairs make, or, of an
+    agent with D_tgt, so many steps."""
+    rng = random.Random(seed_of(s.seed, "dpo", name, i))
+    steps = []
+    if role == "D_tgt" and s.dpo_steps:
+        while len(steps) < s.dpo_steps:
+            steps += dpo.batches(groups, s.dpo_batch, s.batch_unit, rng)
+        return steps[:s.dpo_steps]
+
+    epochs = s.dpo_epochs
+    if role == "D_fail" and s.failure_epochs:
+        epochs = s.failure_epochs
+    for _ in range(epochs):
+        steps += dpo.batches(groups, s.dpo_batch, s.batch_unit, rng)
+    return steps
+
+
+def pair_count(group: Group) -> int:
+    return len(group.pairs)
+
+
+def pair_weight(group: Group) -> float:
+    return sum(pair.weight for pair in group.pairs)
 
 
 # ----------------------------------------------------------------------------------- the pairs
 
 
-def instructions(experts: list[Trajectory], played: dict, s: Settings) -> list[Trajectory]:
-    """The experts whose instructions make pairs: all. played: agent -> task -> its trajectories."""
-    return experts
-
-
-def d_tgt(expert: Trajectory, target: list[Trajectory], failure: list[Trajectory], s: Settings,
+def d_tgt(expert: Trajectory, own: list[Trajectory], others: list[Trajectory], s: Settings,
           dropped: Counter, success: float = 1.0) -> list[dict]:
-    """The target's pairs for one instruction, Eq. (8), with the weights of Section 4.3.
+    """Makes the pairs of one task that the target learns from, Eq. (8), weighted as in Section 4.3.
 
-    target, failure: this iteration's rollouts of the two agents; rewards are in [0, 1], from
-    `success` on a trajectory is no failure. Returns rows of pairs-*.jsonl without the task; counts
-    in `dropped`, by reason, the comparisons that make no pair."""
+    Args:
+        expert: The task's expert.
+        own: The trajectories of the agent that learns, of this iteration; the paper's e_tgt.
+        others: Those of the other agents; the paper's e_fail.
+        s: The settings.
+        dropped: Gets, by reason, the number of comparisons that make no pair.
+        success: The reward from which on a trajectory is no failure.
+
+    Returns:
+        Rows of a file of pairs, without the task.
+    """
     # Eq. (8): D_tgt = {e_exp > e_tgt} u {e_exp > e_fail} u {e_w > e_l in F_tgt x F_fail}, by reward
     pairs = []
-    for prediction in target + failure:
-        kind = f"expert>{prediction.agent}"
-        if prediction.reward < expert.reward:
-            pairs.append((kind, expert, prediction))
-        elif prediction.reward == expert.reward:
+    for t in own + others:
+        if better(expert.reward, t.reward):
+            pairs.append((f"expert>{t.agent}", expert, t))
+        elif not better(t.reward, expert.reward):
             dropped["as good as the expert"] += 1
         elif s.expert_beaten == "swap":
-            pairs.append((kind, prediction, expert))
+            pairs.append((f"{t.agent}>expert", t, expert))
         else:
             dropped["better than the expert"] += 1
-    # All expert-prediction pairs of an instruction weigh 1.0 together.
-    weight = 1.0 / len(pairs) if pairs and s.pair_weights == "instruction" else 1.0
-    rows = [pair_row(kind, w, l, weight, sft_weight=weight) for kind, w, l in pairs]
-    # F_tgt x F_fail: DPO alone, lambda_SFT = 0.
-    candidates = itertools.product(target, failure) if s.d_tgt_failures != "none" else ()
-    for w, l in ordered_failures(candidates, dropped, success):
-        if s.d_tgt_failures == "hard" and w.reward < s.hard_threshold:
+
+    # Section 4.3: these pairs of a task weigh 1 together, in the DPO term and in the SFT term.
+    weight = 1.0
+    if pairs and s.pair_weights == "instruction":
+        weight = 1.0 / len(pairs)
+    rows = []
+    for kind, chosen, rejected in pairs:
+        rows.append(pair_row(kind, chosen, rejected, weight, sft_weight=weight))
+
+    # Pairs of failures, F_tgt x F_fail, weigh 1 each and have no SFT term.
+    if s.d_tgt_failures == "none":
+        return rows
+    for chosen, rejected in ordered_failures(itertools.product(own, others), dropped, success):
+        if s.d_tgt_failures == "hard" and chosen.reward < s.hard_threshold:
             dropped["no hard failure"] += 1
         else:
-            rows.append(pair_row("failure>failure", w, l, 1.0, sft_weight=0.0))
+            rows.append(pair_row("failure>failure", chosen, rejected, 1.0, sft_weight=0.0))
     return rows
 
 
-def d_fail(target: list[Trajectory], failure: list[Trajectory], s: Settings, dropped: Counter,
+def d_fail(own: list[Trajectory], others: list[Trajectory], s: Settings, dropped: Counter,
            success: float = 1.0) -> list[dict]:
-    """The failure agent's pairs for one instruction, Eq. (6): the better failure is preferred.
-    Arguments and result as for `d_tgt`; --d-fail buffer has earlier iterations in `failure`."""
+    """Makes the pairs of one task that the failure agent learns from, Eq. (6): of two failures the
+    better one is chosen. Arguments and result are those of `d_tgt`; `own` is the paper's e_fail."""
     if s.d_fail == "none":  # the failure agent stays as it is
         return []
-    # Eq. (6): D_fail = {e_w > e_l in F_tgt x F_fail}; "all" has the pairs within one agent too,
-    # since the failure agent learns from failures "from both the target and itself" (Section 4.2).
-    candidates = (itertools.product(target, failure) if s.d_fail == "cross" else
-                  itertools.combinations(target + failure, 2))
-    return [pair_row("failure>failure", w, l, 1.0, sft_weight=0.0)
-            for w, l in ordered_failures(candidates, dropped, success)]
+    # Eq. (6): D_fail = {e_w > e_l in F_tgt x F_fail}. By default it also has the pairs within one
+    # agent, since it is to learn from failures "from both the target and itself" (Section 4.2).
+    if s.d_fail == "cross":
+        candidates = itertools.product(others, own)
+    else:
+        candidates = itertools.combinations(others + own, 2)
+    rows = []
+    for chosen, rejected in ordered_failures(candidates, dropped, success):
+        rows.append(pair_row("failure>failure", chosen, rejected, 1.0, sft_weight=0.0))
+    return rows
 
 
-def ordered_failures(candidates, dropped: Counter, success: float):
-    """Of two failures with different rewards, the better one first."""
+def ordered_failures(candidates: Iterable[tuple], dropped: Counter,
+                     success: float) -> Iterator[tuple]:
+    """Yields (better, worse) of those candidates that are two failures with different rewards."""
     for a, b in candidates:
-        if max(a.reward, b.reward) >= success:
+        if not better(success, a.reward) or not better(success, b.reward):
             dropped["not both failures"] += 1
-        elif a.reward == b.reward:
-            dropped["equal failures"] += 1
+        elif better(a.reward, b.reward):
+            yield a, b
+        elif better(b.reward, a.reward):
+            yield b, a
         else:
-            yield (a, b) if a.reward > b.reward else (b, a)
+            dropped["equal failures"] += 1
+
+
+def better(reward: float, other: float) -> bool:
+    """Whether a reward is above another by more than rounding."""
+    return reward - other > 1e-9
 
 
 def pair_row(kind: str, chosen: Trajectory, rejected: Trajectory, weight: float,
              sft_weight: float) -> dict:
-    chosen, rejected = (dict(agent=t.agent, iteration=t.iteration, rollout=t.rollout,
-                             reward=t.reward) for t in (chosen, rejected))
-    return dict(kind=kind, chosen=chosen, rejected=rejected, weight=weight, sft_weight=sft_weight)
+    """A row of a file of pairs. It names trajectories, which are in files of their own."""
+    return dict(kind=kind, chosen=side_of_pair(chosen), rejected=side_of_pair(rejected),
+                weight=weight, sft_weight=sft_weight)
 
 
-def preference_groups(rows: list[dict], episodes: list[Trajectory], s: Settings) -> list[Group]:
-    """Rows of pairs as groups: an instruction's distinct trajectories, once each, and its pairs."""
-    groups, places = {}, {}  # places: trajectory and how it is cut -> index
-    known = files.Known({(t.task, t.agent, t.iteration, t.rollout): t for t in episodes})
+def side_of_pair(t: Trajectory) -> dict:
+    return dict(agent=t.agent, iteration=t.iteration, rollout=t.rollout, reward=t.reward)
+
+
+def preference_groups(rows: list[dict], experts: list[Trajectory], others: list[Trajectory],
+                      s: Settings, encoder: dpo.Encoder) -> list[Group]:
+    """Puts the pairs of a task, and the trajectories that they name, into a group.
+
+    Args:
+        rows: The rows of a file of pairs.
+        experts: The task's experts, which say how long a rejected trajectory may be.
+        others: The other trajectories that rows may name.
+        s: The settings, which say what is left out of rejected trajectories.
+        encoder: Of the trajectories.
+
+    Returns:
+        A group for each task that has pairs. A trajectory is in it once, in however many pairs it
+        is; twice if it is whole as the chosen one, and cut as the rejected one.
+    """
+    known = by_name(experts + others)
+    replies = {expert.task: expert.steps for expert in experts}
+    groups = {}  # task -> group
     for row in rows:
-        task, at = row["task"], []
-        group = groups.setdefault(task, Group([]))
+        task = row["task"]
+        chosen = trajectory_of(known, task, row["chosen"])
+        rejected = trajectory_of(known, task, row["rejected"])
         # A rejected trajectory that wanders on long after the expert was done teaches little.
-        longest = known[task, "expert", 0, 0].steps + s.cut_turns if s.cut_turns >= 0 else math.inf
-        for side in "chosen", "rejected":
-            key = task, *(row[side][name] for name in ("agent", "iteration", "rollout"))
-            turns = min(known[key].steps, longest if side == "rejected" else math.inf)
-            ends = side == "chosen" or s.rejected_ends == "count"
-            if (key, turns, ends) not in places:
-                places[key, turns, ends] = len(group.sequences)
-                group.sequences.append(shortened(known[key], turns, ends))
-            at.append(places[key, turns, ends])
-        group.pairs.append(Pair(row["kind"], *at, row["weight"], row["sft_weight"]))
-    return [*groups.values()]
+        if s.cut_turns >= 0 and task in replies:
+            rejected = cut(rejected, replies[task] + s.cut_turns, encoder)
+        if s.rejected_ends == "leave out":
+            rejected = without_ends(rejected, encoder)
+
+        group = groups.setdefault(task, Group([]))
+        for t in [chosen, rejected]:
+            if t not in group.trajectories:
+                group.trajectories.append(t)
+        group.pairs.append(Pair(row["kind"], group.trajectories.index(chosen),
+                                group.trajectories.index(rejected), row["weight"],
+                                row["sft_weight"]))
+    return list(groups.values())
 
 
-def shortened(t: Trajectory, turns: int, ends: bool) -> Trajectory:
-    """The trajectory up to the end of its turn number `turns`. Without `ends`, its mask leaves out
-    what ends a turn, the last token of each reply, and the reply that ended the episode."""
-    mask = [*t.action_mask, 0]
-    last = [k for k in range(len(t.ids)) if mask[k] and not mask[k + 1]]
-    if turns < len(last):
-        size = last[turns - 1] + 1
-        t = replace(t, ids=t.ids[:size], action_mask=mask[:size], ended="budget")
-        last = last[:turns]
-    if not ends:
-        until = last[-2] if t.ended == "done" and len(last) > 1 else len(t.ids)
-        left = [int(acts and k not in last and k < until) for k, acts in enumerate(t.action_mask)]
-        t = replace(t, action_mask=left if any(left) else t.action_mask)
-    return t
+def by_name(trajectories: list[Trajectory]) -> dict[tuple, Trajectory]:
+    """What pairs call a trajectory -> the trajectory. Refused where two are called the same."""
+    known = {}
+    for t in trajectories:
+        name = (t.task, t.agent, t.iteration, t.rollout)
+        if known.setdefault(name, t) != t:
+            raise envs.Refused(f"two trajectories are called {name}; give one another rollout")
+    return known
+
+
+def trajectory_of(known: dict[tuple, Trajectory], task: str, side: dict) -> Trajectory:
+    """The trajectory that one side of a pair names."""
+    name = (task, side["agent"], side["iteration"], side["rollout"])
+    if name not in known:
+        raise envs.Refused(f"a pair names {name}, which is no trajectory of this run; mend the "
+                           "pairs file, or delete it to make it again")
+    return known[name]
+
+
+def cut(t: Trajectory, replies: int, encoder: dpo.Encoder) -> Trajectory:
+    """The trajectory up to the end of its reply number `replies`."""
+    if replies >= t.steps:
+        return t
+    size = encoder.reply_ends(t)[replies - 1] + 1
+    return replace(t, ids=t.ids[:size], action_mask=t.action_mask[:size], steps=replies,
+                   ended="budget")
+
+
+def without_ends(t: Trajectory, encoder: dpo.Encoder) -> Trajectory:
+    """The trajectory with a mask that leaves out what ends turns and what ended the episode, which
+    is all of its last reply; unless nothing would be left."""
+    ends = encoder.reply_ends(t)
+    mask = list(t.action_mask)
+    for end in ends:
+        mask[end] = 0
+    if t.ended == "done" and len(ends) > 1:
+        last = ends[-2] + 1
+        mask[last:] = [0] * len(mask[last:])
+    return replace(t, action_mask=mask) if any(mask) else t
 
 
 # ------------------------------------------------------------------------------------ settings
-# In brackets the source: the paper; ETO, the scripts of Song et al.; ours. A comment is the help, a
-# type has the limits; what is Free changes nothing but rounding, and may differ when a run goes on.
+# The comment above a setting is its help; in brackets is the source of its default: the paper; ETO,
+# the scripts of Song et al.; or ours. Its type says which values it may have, and whether it may
+# change when a run goes on: what is Free changes nothing but rounding, what is Growing adds to it.
+
 AUTO = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True)
-class Common:
+class Data:
+    """What is trained, on which tasks, and how long an episode may be"""
+    # The environment in which agents play
     env: Literal[envs.ENVIRONMENTS] = "webshop"
-    method: str = "coevolve"             # what is trained, and how
-    model: str = "tiny"                  # or a causal LM with a chat template: folder or hub name
-    seed: Whole = 0                # of everything random in the run
-    out: Free[Optional[str]] = None  # the run's folder [runs/ENV-METHOD-sSEED]
-    experts: OldFile = None        # ETO's list, or a run's experts.jsonl [scripted experts]
-    expert_min_reward: float = 0.7       # experts at or below it are dropped, but for 1 [App. A]
-    train_tasks: Whole = 0         # instructions, 0 = all [Table 1]
-    eval_tasks: Whole = 0          # of each evaluated split, 0 = all [Table 1]
-    eval_splits: Literal["test", "validation"] = "test"  # validation: for tuning
-    view: Literal["full", "short"] = "full"  # short: without repeated text, for tiny [ours]
-    max_tokens: Count = 4096       # of a trajectory, which ends there [ours]
-    max_new_tokens: Count = 256    # of a reply [ours]
-    sft_epochs: Count = 3          # [App. B]
-    sft_batch: Count = 48          # trajectories per step [App. B]
-    sft_lr: Rate = 1e-5            # peak [App. B]
-    sft_warmup: Share = 0.03       # share of steps, linear, then cosine [App. B]
-    weight_decay: Weight = 0.0     # in all phases [ETO]
-    max_grad_norm: Rate = 1.0      # in all phases [transformers' default]
-    slots: Free[Whole] = 0   # episodes side by side; 0: 32 on GPUs, else 8 [ours]
-    tokens_per_forward: Free[Whole] = 0  # of a rank; 0: 8,192 on GPUs, else 1,024
-    bf16: AUTO = "auto"                  # passes and rollouts; auto: on GPUs, not tiny [ours]
-    shard: Free[AUTO] = "auto"     # what trains over the ranks (FSDP2), if several
-    gradient_checkpointing: Free[AUTO] = "auto"  # layers run again in the backward pass
+    # Which agents are trained, and how; the list above says it of each method
+    method: str = "coevolve"
+    # The model that training starts from: tiny, which is shipped, or a causal language model with a
+    # chat template, by its folder or its name on the hub
+    model: str = "tiny"
+    # The seed of all that is random in a run
+    seed: Whole = 0
+    # The folder that gets all that a run makes [runs/ENV-METHOD-sSEED]
+    out: Free[Optional[str]] = None
+    # A file of experts: ETO's or IPR's list, or a run's experts.jsonl [scripted experts]
+    experts: OldFile = None
+    # Experts with this reward or less are left out, unless they solve their task [App. A]
+    expert_min_reward: float = 0.7
+    # How many training tasks are used; 0 is all [Table 1]
+    train_tasks: Whole = 0
+    # How many tasks of each evaluated split are used; 0 is all [Table 1]
+    eval_tasks: Whole = 0
+    # The splits that agents are evaluated on; validation is for the choice of settings
+    eval_splits: Literal["test", "validation"] = "test"
+    # How much an observation says; short, for small models, leaves out what is repeated [ours]
+    view: Literal["full", "short"] = "full"
+    # The tokens that a trajectory may have; an episode ends there [ours]
+    max_tokens: Count = 4096
+    # The tokens that a reply may have [ours]
+    max_new_tokens: Count = 256
+
+
+@dataclass(frozen=True)
+class Sft:
+    """Imitation of the experts (Section 4.1), and what all training has in common"""
+    # Passes over the experts [App. B]
+    sft_epochs: Count = 3
+    # Experts in a step of SFT [App. B]
+    sft_batch: Count = 48
+    # The highest learning rate of SFT [App. B]
+    sft_lr: Rate = 1e-5
+    # The share of the steps of SFT in which the rate rises; then it falls as a cosine [App. B]
+    sft_warmup: Share = 0.03
+    # The weight decay of AdamW, in all training [ETO]
+    weight_decay: Weight = 0.0
+    # The norm that gradients are clipped to, in all training [transformers' default]
+    max_grad_norm: Rate = 1.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How the work is laid out on the machine"""
+    # Episodes that are played side by side; 0 is what fits a GPU's memory, else 8 [ours]
+    slots: Free[Whole] = 0
+    # Tokens of a pass on one rank; 0 is 8,192 on a GPU, else 1,024 [ours]
+    tokens_per_forward: Free[Whole] = 0
+    # Whether passes and episodes are in bf16; auto is on a GPU, except for tiny [ours]
+    bf16: AUTO = "auto"
+    # Whether a model that trains is split over the ranks (FSDP2); auto is if there are several
+    shard: Free[AUTO] = "auto"
+    # Whether the backward pass computes layers again, which saves memory; auto is on a GPU, except
+    # for tiny
+    gradient_checkpointing: Free[AUTO] = "auto"
+
+
+@dataclass(frozen=True)
+class Common(Machine, Sft, Data):
+    """What every method reads"""
 
 
 @dataclass(frozen=True)
 class Preferences:
-    iterations: Count = 3          # K [App. B; 5 on InterCodeSQL]
-    rollouts: Count = 1            # per instruction and agent [Section 5.2.1]
-    temperature: Weight = 0.7      # evaluation is greedy [ours; ETO explores greedily]
-    dpo_epochs: Count = 3          # passes over the pairs of an iteration [App. B]
-    dpo_steps: Whole = 0           # of the target in an iteration; 0 = dpo_epochs [ours]
-    dpo_batch: Count = 32          # of batch_unit, per step [App. B]
-    batch_unit: Literal["pairs", "instructions"] = "pairs"  # an instruction stays whole [ETO]
-    dpo_lr: Rate = 1e-6            # in iteration 1 [App. B; ETO]
-    dpo_lr_later: Rate = 5e-7      # [App. B; ETO]
-    dpo_warmup: Share = 0.1        # share of steps, linear, then constant [ETO]
-    beta: Rate = 0.1               # in iteration 1 [App. B; ETO]
-    beta_later: Rate = 0.5         # [App. B; ETO]
-    lambda_dpo: Weight = 1.0       # of Eq. (9) [Section 4.3]
-    lambda_sft: Weight = 0.1       # of Eq. (9) [Section 4.3]
-    log_prob: Literal["sum", "mean"] = "sum"  # over a trajectory's action tokens [Eq. 2, 5, 7]
-    sft_term: Literal["sum", "mean"] = "sum"  # of Eq. (9), likewise [as written]
-    reference: Literal["phase", "sft", "none"] = "phase"  # pi_ref: as the phase begins [ETO]
-    normalise: Literal["pairs", "weights"] = "pairs"  # what a batch's sum is divided by [ours]
-    expert_beaten: Literal["swap", "drop"] = "swap"   # by a prediction: that is chosen [Eq. 8]
-    pair_weights: Literal["instruction", "none"] = "instruction"  # its expert pairs: 1 [4.3]
-    d_tgt_failures: Literal["cross", "hard", "none"] = "cross"  # pairs of failures [Eq. 8]
-    hard_threshold: Weight = 0.6   # a failure from it on is hard [Table 2]
-    cut_turns: int = 5                   # rejected: the expert's turns + so many, < 0: all [ETO]
-    rejected_ends: Literal["count", "leave out"] = "count"  # ends of turns and episode [Eq. 7]
+    """Exploration and preference training (Sections 4.2 and 4.3)"""
+    # The number K of iterations of exploration and preference training [App. B; 5 on InterCodeSQL]
+    iterations: Growing[Count] = 3
+    # Rollouts of a task by each agent in an iteration [Section 5.2.1]
+    rollouts: Count = 1
+    # The temperature of exploration; evaluation is greedy [ours; ETO explores greedily]
+    temperature: Temperature = 0.7
+    # Passes over the pairs of an iteration [App. B]
+    dpo_epochs: Count = 3
+    # Steps of the target in an iteration; 0 is as many as dpo_epochs make [ours]
+    dpo_steps: Whole = 0
+    # Pairs in a step; or tasks, see --batch-unit [App. B]
+    dpo_batch: Count = 32
+    # What --dpo-batch counts; the pairs of a task stay together in either case [ETO]
+    batch_unit: Literal["pairs", "instructions"] = "pairs"
+    # The learning rate of preference training in iteration 1 [App. B; ETO]
+    dpo_lr: Rate = 1e-6
+    # The learning rate of preference training in later iterations [App. B; ETO]
+    dpo_lr_later: Rate = 5e-7
+    # The share of an iteration's steps in which the rate rises; then it is constant [ETO]
+    dpo_warmup: Share = 0.1
+    # Beta of DPO, Eq. (7), in iteration 1 [App. B; ETO]
+    beta: Rate = 0.1
+    # Beta of DPO, Eq. (7), in later iterations [App. B; ETO]
+    beta_later: Rate = 0.5
+    # The weight of the DPO term of Eq. (9) [Section 4.3]
+    lambda_dpo: Weight = 1.0
+    # The weight of the SFT term of Eq. (9) [Section 4.3]
+    lambda_sft: Weight = 0.1
+    # How the DPO term makes log pi of a trajectory from those of its action tokens [Eq. 2, 5, 7]
+    log_prob: Literal["sum", "mean"] = "sum"
+    # How the SFT term of Eq. (9) makes log pi of a trajectory from those of its action tokens [as
+    # written]
+    sft_term: Literal["sum", "mean"] = "sum"
+    # The reference pi_ref: the agent as the iteration begins, the agent after SFT, or none [ETO]
+    reference: Literal["phase", "sft", "none"] = "phase"
+    # What the sum of a batch's losses is divided by: its pairs, or their weights [ours]
+    normalise: Literal["pairs", "weights"] = "pairs"
+    # What becomes of a pair whose expert has the lower reward: it is swapped, or dropped [Eq. 8]
+    expert_beaten: Literal["swap", "drop"] = "swap"
+    # Whether the pairs of a task with the expert weigh 1 together, or each [Section 4.3]
+    pair_weights: Literal["instruction", "none"] = "instruction"
+    # The pairs of failures in D_tgt: all, those whose chosen one is hard, or none [Eq. 8]
+    d_tgt_failures: Literal["cross", "hard", "none"] = "cross"
+    # The reward from which on a failure is hard [Table 2]
+    hard_threshold: Weight = 0.6
+    # The replies that a rejected trajectory may have beyond the expert's number, before it is cut;
+    # below 0 it never is [ETO]
+    cut_turns: int = 5
+    # Whether log pi of a rejected trajectory counts ends of turns and of the episode [Eq. 7]
+    rejected_ends: Literal["count", "leave out"] = "count"
 
 
 @dataclass(frozen=True)
 class FailureAgent:
-    # all pairs of failures; cross: target x failure agent, the literal Eq. (6); buffer: over all
-    # iterations so far; none: the agent is frozen [Section 4.2]
+    """The failure agent (Section 4.2)"""
+    # The pairs of failures in D_fail: all; cross, which are the literal Eq. (6), of the target with
+    # the failure agent; buffer, of all iterations so far; none, so that it never learns
+    # [Section 4.2]
     d_fail: Literal["all", "cross", "buffer", "none"] = "all"
-    failure_epochs: Whole = 0      # 0 = dpo_epochs [ours]
-    failure_from: OldFile = None   # folder of an agent that it starts from [after SFT]
+    # Passes of the failure agent over its pairs of an iteration; 0 is as --dpo-epochs [ours]
+    failure_epochs: Whole = 0
+    # The folder of a model from which the failure agent starts, in place of SFT [after SFT]
+    failure_from: OldFile = None
 
 
 @dataclass(frozen=True)
 class Settings(FailureAgent, Preferences, Common, Stated):
-    """Every number of a run."""
-    # In place of the defaults, by the model's or the protocol's name; environments have others.
+    """Every setting of a run"""
+    # What replaces defaults, by the model's or the protocol's name; environments have more.
     presets = {"tiny": dict(view="short", sft_batch=16, dpo_batch=16, beta_later=0.1,
                             lambda_sft=0.5),
                "eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5)}
@@ -390,151 +710,341 @@ class Settings(FailureAgent, Preferences, Common, Stated):
         return [(self.max_new_tokens >= self.max_tokens, f"--max-new-tokens {self.max_new_tokens}",
                  f"must be below --max-tokens {self.max_tokens}"),
                 (self.rollouts > 1 and self.temperature == 0, "--temperature 0",
-                 "all rollouts of an instruction would be the same; raise it")]
+                 "all rollouts of a task would be the same; raise it")]
 
 
-# method -> its loop, and the settings that the loop reads: classes of them, or names
-METHODS = {name: (coevolve, (Common, Preferences)) for name in ("eto", "positive")} | {
-    "sft": (coevolve, (Common,)), "coevolve": (coevolve, (Common, Preferences, FailureAgent))}
+METHODS = {
+    "coevolve": Method(coevolve, (Common, Preferences, FailureAgent),
+                       "a target learns from experts, and from a failure agent that learns too"),
+    "eto": Method(coevolve, (Common, Preferences),
+                  "the target alone: its failures against the experts (Song et al. 2024)"),
+    "positive": Method(coevolve, (Common, Preferences),
+                       "the control: a second ETO agent in place of the failure agent"),
+    "sft": Method(coevolve, (Common,), "imitation of the experts alone"),
+}
 
 
 # --------------------------------------------------------------------------------------- a run
 
-MODELS = {"tiny": Path(__file__).parent / "tiny"}  # what a name means
+MODELS = {"tiny": Path(__file__).parent / "tiny"}  # name -> folder
+FASTEST = [False, False, True]  # how a model is asked with which nothing is wrong, see `dpo.trial`
+ALL_READ = {"env", "view", "bf16"}  # the settings that every phase reads
 
 
 class Run:
-    """A run's folder, machine and models; one that was stopped goes on after a finished phase."""
+    """A run's folder, machine and models. A run that was stopped goes on after its last phase."""
 
     def __init__(self, settings: Settings, options):
-        s, gpu = settings, torch.cuda.is_available()
-        large = gpu and s.model != "tiny"
-        self.settings, self.options, self.name = s, options, ""  # of the running phase's output
+        s = settings
+        self.options = options  # of the environment
         self.folder = Path(s.out or f"runs/{s.env}-{s.method}-s{s.seed}")
-        self.base = MODELS.get(s.model) or Path(s.model)
-        self.bf16, self.recompute = (large if flag == "auto" else flag == "on"
-                                     for flag in (s.bf16, s.gradient_checkpointing))
-        self.accelerator = Accelerator(
-            cpu=not gpu, mixed_precision="bf16" if self.bf16 else "no",
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=30))])
-        self.main, self.ranks = self.accelerator.is_main_process, self.accelerator.num_processes
-        self.patient = None if self.ranks == 1 else torch.distributed.new_group(
-            backend="gloo", timeout=timedelta(days=7))  # one rank may play for hours longer
+        self.base = MODELS.get(s.model, Path(s.model))
+        self.done = {}          # output -> what is recorded of it
+        self.recorded = {}      # the same by an earlier process, until the output is asked for
+        self.name = ""          # the output of the running phase
+        self.recipe = ""        # what it is made from, hashed
+        self.code_was_said = False
+
+        # The machine.
+        gpu = torch.cuda.is_available()
+        large = gpu and s.model != "tiny"
+        self.bf16 = large if s.bf16 == "auto" else s.bf16 == "on"
+        timeout = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
+        self.accelerator = Accelerator(cpu=not gpu, kwargs_handlers=[timeout],
+                                       mixed_precision="bf16" if self.bf16 else "no")
+        self.main = self.accelerator.is_main_process
+        self.ranks = self.accelerator.num_processes
+        self.patient = None     # a group of ranks that wait where one plays for hours longer
+        if self.ranks > 1:
+            self.patient = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=7))
         self.shard = self.ranks > 1 and s.shard != "off"
-        self.tokens_per_forward = s.tokens_per_forward or (8192 if gpu else 1024)
-        self.make_env = partial(envs.make, s.env, s.view, **asdict(options))
+        self.recompute = large if s.gradient_checkpointing == "auto" else (
+            s.gradient_checkpointing == "on")
+        self.tokens_per_forward = s.tokens_per_forward
+        if s.tokens_per_forward == 0:
+            self.tokens_per_forward = 8192 if gpu else 1024
+
+        # The environment, and how the model writes.
+        self.make_env = partial(envs.make, s.env, s.view, **vars(options))
         self.env = self.make_env()
-        self.splits = self.env.test_splits if s.eval_splits == "test" else ("validation",)
+        self.splits = splits_of(self.env, s)
         self.tokenizer = dpo.read(transformers.AutoTokenizer, self.base)
-        self.encoder = dpo.Encoder(self.tokenizer)
-        self.done = {}  # output -> what is recorded of it; self.before: by an earlier process
+        config = dpo.read_config(self.base).get_text_config()
+        self.encoder = dpo.Encoder(self.tokenizer, config.vocab_size)
+
+        self.settings, self.reads = noting(s)  # reads: the names of those that a phase has read
         self.open()
 
     def open(self) -> None:
-        """The folder, new or of a run with the same settings; else Refused."""
-        config, phases = (self.folder / f"{name}.json" for name in ("config", "phases"))
-        now = asdict(self.settings) | asdict(self.options)
+        """Opens the folder, which is new or that of a run with the same settings; else Refused."""
+        config = self.folder / "config.json"
+        phases = self.folder / "phases.json"
+        now = vars(self.settings) | vars(self.options)
+
+        # A new run tries how the model has to be asked; it is the same when the run goes on.
         if self.main and not config.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            ways = (False, False, True) if self.base == MODELS["tiny"] else dpo.trial(
-                self.replica(self.base), self.encoder, self.settings.max_tokens)
+            ways = FASTEST
+            if self.base != MODELS["tiny"]:
+                ways = dpo.trial(self.replica(self.base), self.encoder, self.settings.max_tokens)
             files.write_json(config, dict(settings=now, ways=ways))
         self.accelerator.wait_for_everyone()
-        before = read_json(config)
-        check_same(before.get("settings"), json.loads(json.dumps(now)), type(self.settings))
-        self.passes_alone, *self.ways = before["ways"]  # of replies: alone, with a cache
-        if self.main and before["ways"] != [False, False, True]:
-            print(f"{self.base}: passes alone, replies alone, with a cache: {before['ways']}")
-        self.before = read_json(phases) if phases.exists() else {}
+        begun = read_json(config)
+        if "settings" not in begun:
+            raise envs.Refused(f"--out {self.folder}: its config.json is no run's; give another "
+                               "folder")
+        check_same(begun["settings"], now, type(self.settings))
+        self.passes_alone, *self.ways = begun["ways"]  # of replies: alone, with a cache
+        if begun["ways"] != FASTEST:
+            say(self, f"{self.base}: passes alone, replies alone, with a cache: {begun['ways']}")
 
-    def once(self, output: str, work, *inputs, **how) -> Path:
-        """Does work(run, temporary path, *inputs, **how) -> numbers, unless `output` was made so:
-        from files of the same bytes, from agents that were made alike, and with this `how`."""
-        path, self.name = self.folder / output, output
-        agents = {self.folder / n: r.get("made_by", r["recipe"]) for n, r in self.done.items()}
-        self.recipe = recipe = hashed([work.__name__, files.known_by(inputs, agents), how])
-        recorded = self.before.pop(output, {})
-        if recorded.get("recipe") == recipe and path.exists():
-            self.done[output] = recorded
+        # What is gone is not recorded any more.
+        if phases.exists():
+            for output, row in read_json(phases).items():
+                if (self.folder / output).exists():
+                    self.recorded[output] = row
+        self.accelerator.wait_for_everyone()
+        if self.main:
+            self.lock = files.lock(self.folder)
+            files.write_json(config, begun | dict(settings=begun["settings"] | now))
+            files.write_json(phases, self.recorded)
+
+    def once(self, output: str, phase, *inputs, **parameters) -> Path:
+        """Does a phase, unless its output is there and was made alike: by the same phase, with the
+        same parameters, settings and encoder, from files of the same bytes and agents made alike.
+
+        Args:
+            output: The name of the file or folder in the run's folder.
+            phase: phase(run, temporary path, *inputs, **parameters) writes it; returns numbers.
+            inputs: Paths, or lists or dictionaries of them.
+            parameters: Numbers and names.
+
+        Returns:
+            The path of the output.
+        """
+        path = self.folder / output
+        self.name = output
+        agents = {self.folder / name: made_by(row) for name, row in self.done.items()}
+        self.recipe = hashed([phase.__name__, files.known_by(inputs, agents), parameters,
+                              self.encoder.fingerprint()])
+        if has_been_done(self, phase):
             return path
-        if recorded and self.main:
-            tqdm.write(f"{output} is made again: it is gone, or what it was made from is another")
-        started, temporary = time.perf_counter(), path.with_name(f"{path.name}.tmp")
+
+        started = time.perf_counter()
+        temporary = path.with_name(f"{path.name}.tmp")
         self.accelerator.wait_for_everyone()
         if self.main:
             path.parent.mkdir(exist_ok=True)
             files.remove(temporary)
         self.accelerator.wait_for_everyone()
-        numbers = self.make(temporary, work, *inputs, **how)
+        self.reads.clear()
+        numbers = self.make(temporary, phase, *inputs, **parameters)
         self.accelerator.wait_for_everyone()
-        self.done[output] = dict(work=work.__name__, recipe=recipe, **how) | dict(
-            seconds=round(time.perf_counter() - started, 1)) | numbers
+
+        # The output appears by renaming, so that a run that is stopped leaves none that is half
+        # made.
+        seconds = round(time.perf_counter() - started, 1)
+        read = settings_read(self)
+        self.done[output] = dict(
+            work=phase.__name__, recipe=self.recipe, made_by=hashed([self.recipe, read]),
+            code=code_of(phase, self.settings.env), settings=read, **parameters,
+            seconds=seconds) | numbers
         if self.main:
+            self.done[output]["weights"] = files.sizes_of_weights(temporary)
             files.remove(path)
             os.replace(temporary, path)
             self.record(output)
         self.accelerator.wait_for_everyone()
         return path
 
-    def make(self, out: Path, work, *inputs, **how) -> dict:
-        return work(self, out, *inputs, **how)
+    def make(self, out: Path, phase, *inputs, **parameters) -> dict:
+        """Does a phase."""
+        return phase(self, out, *inputs, **parameters)
 
     def record(self, output: str) -> None:
-        """Writes and prints that a phase is finished."""
-        files.write_json(self.folder / "phases.json", self.done | self.before)
-        tqdm.write(line(output, self.done[output]))
+        """Writes down, and says, that a phase is done."""
+        files.write_json(self.folder / "phases.json", self.done | self.recorded)
+        say(self, files.sentence(output, self.done[output]))
 
     def load(self, agent: Path):
         """The model in a folder, ready to train."""
-        return dpo.load(self.accelerator, agent, self.recompute, self.shard)
-
-    def log_probs(self, model, sequences: list[Trajectory], sampler=dpo.Sampler()) -> torch.Tensor:
-        tokens = 0 if self.passes_alone else self.tokens_per_forward
-        return dpo.log_probs(self.accelerator, model, sequences, tokens, sampler)
-
-    def fit(self, model, out: Path, steps: list[list[Group]], how: dpo.Objective) -> dict:
-        """Trains a model of `load` into a folder, whose train.jsonl has a line for each step."""
-        s, events = self.settings, []
-        how = replace(how, weight_decay=s.weight_decay, max_grad_norm=s.max_grad_norm,
-                      tokens=self.tokens_per_forward * self.ranks)
-        with bar(self, len(steps)) as progress:
-            dpo.fit(model, steps, partial(self.log_probs, sampler=how.sampler), how,
-                    lambda event: (events.append(event), progress.update()))
-        dpo.save(self.accelerator, model, self.tokenizer, out)
-        write(self, out / "train.jsonl", events)
-        return dict(steps=len(events), first_loss=events[0]["loss"], loss=events[-1]["loss"])
-
-    def answer(self, model, temperature: float):
-        """What replies to conversations, [(t, random numbers)] -> [(sampled ids, log_probs)]."""
-        never = self.encoder.never(model.config.get_text_config().vocab_size)
-        reply = partial(dpo.replies, model, self.encoder, dpo.Sampler(temperature, never),
-                        self.settings.max_new_tokens, self.env.stops)
-        return lambda asked: reply([(t.ids, rng) for t, rng in asked], *self.ways)
+        with agents_of(self, agent):
+            return dpo.load(self.accelerator, agent, self.recompute, self.shard)
 
     def replica(self, agent: Path):
         """The model in a folder as it plays, whole on each rank."""
         dtype = torch.bfloat16 if self.bf16 else torch.float32
-        return dpo.read_model(agent, dtype, self.accelerator.device).eval()
+        with agents_of(self, agent):
+            return dpo.read_model(agent, dtype, self.accelerator.device).eval()
 
-    def play(self, agent, episodes: list[Trajectory], temperature: float, make_env=None) -> list:
-        """Plays what the episodes begin, each rank a share; all get all, in the order given.
-        make_env: of environments that know more tasks than the run's."""
-        share = episodes[self.accelerator.process_index::self.ranks]
-        share = self.play_share(share, self.answer(self.replica(agent), temperature),
-                                make_env or self.make_env)
+    def log_probs(self, model, trajectories: list[Trajectory],
+                  sampler=dpo.Sampler()) -> torch.Tensor:
+        """log pi of all action tokens of some trajectories, (A,), in nats."""
+        tokens = 0 if self.passes_alone else self.tokens_per_forward
+        return dpo.log_probs(self.accelerator, model, trajectories, tokens, sampler)
+
+    def fit(self, model, out: Path, steps: list[list[Group]], objective: dpo.Objective) -> dict:
+        """Trains a model of `load`, and writes it, with a line for each step in train.jsonl."""
+        objective = replace(objective, weight_decay=self.settings.weight_decay,
+                            max_grad_norm=self.settings.max_grad_norm,
+                            tokens=self.tokens_per_forward * self.ranks)
+        lines = []
+        with bar(self, len(steps)) as progress:
+            for line in self.training(model, steps, objective):
+                lines.append(line)
+                progress.update()
+        dpo.save(self.accelerator, model, self.encoder, out)
+        write(self, out / "train.jsonl", lines)
+        return dict(steps=len(lines), first_loss=lines[0]["loss"], loss=lines[-1]["loss"])
+
+    def training(self, model, steps: list[list[Group]],
+                 objective: dpo.Objective) -> Iterator[dict]:
+        """Trains a model, and yields the log's line of each step."""
+        optimizer = dpo.adamw(model, objective)
+        return dpo.training(model, optimizer, steps, objective, self.log_probs)
+
+    def answer(self, model, temperature: float):
+        """What replies to conversations: [(trajectory, random numbers)] -> [(ids, log_probs)]."""
+        sampler = self.encoder.sampler(temperature)
+
+        def reply(asked):
+            conversations = [(t.ids, rng) for t, rng in asked]
+            return dpo.replies(model, self.encoder, sampler, self.settings.max_new_tokens,
+                               self.env.stops, conversations, *self.ways)
+
+        return reply
+
+    def play(self, agent, begun: list[Trajectory], temperature: float,
+             make_env=None) -> list[Trajectory]:
+        """Plays episodes, each rank a share of them.
+
+        Args:
+            agent: The folder of the model that plays.
+            begun: Trajectories with task, agent, iteration, rollout and seed, which get the rest.
+            temperature: That of sampling; 0 is greedy.
+            make_env: Makes environments that know other tasks than the run's.
+
+        Returns:
+            The trajectories in the order given; all ranks have all of them.
+        """
+        answer = self.answer(self.replica(agent), temperature)
+        share = begun[self.accelerator.process_index::self.ranks]
+        played = self.play_share(share, answer, make_env or self.make_env)
         if self.ranks > 1:
             shares = [None] * self.ranks
-            torch.distributed.all_gather_object(shares, share, self.patient)
-            share = itertools.chain(*shares)
-        order = {(t.task, t.rollout): n for n, t in enumerate(episodes)}
-        return sorted(share, key=lambda t: order[t.task, t.rollout])
+            torch.distributed.all_gather_object(shares, played, self.patient)
+            played = itertools.chain(*shares)
+        order = {(t.task, t.rollout): n for n, t in enumerate(begun)}
+        return sorted(played, key=lambda t: order[t.task, t.rollout])
 
     def play_share(self, share: list[Trajectory], answer, make_env) -> list[Trajectory]:
-        slots = self.settings.slots or (32 if self.accelerator.device.type == "cuda" else 8)
+        """Plays the episodes of this rank."""
+        slots = self.settings.slots
+        if slots == 0:
+            slots = 32 if self.accelerator.device.type == "cuda" else 8
         with bar(self, len(share)) as progress:
             envs.play(make_env, self.encoder, share, answer, slots, self.settings.max_tokens,
-                      lambda t: progress.update())
+                      ended=lambda t: progress.update())
         return share
+
+
+# What Run.once asks, and what phases share.
+
+
+def has_been_done(run: Run, phase) -> bool:
+    """Whether an earlier process has made the running phase's output as it would be made now; if it
+    has made it in another way, that is said."""
+    recorded = run.recorded.pop(run.name, None)
+    if recorded is None:
+        return False
+    why = ""
+    if recorded["recipe"] != run.recipe:
+        why = "what it is made from is another"
+    now = vars(run.settings) | vars(run.options)
+    for name, value in recorded.get("settings", {}).items():
+        if now.get(name, value) != value:
+            why = f"it was made with {flag(name)} {value}"
+    weights = recorded.get("weights", {})
+    if weights and weights != files.sizes_of_weights(run.folder / run.name):
+        why = "its weights are not whole"
+    if why:
+        say(run, f"{run.name} is made again: {why}")
+        return False
+
+    if recorded.get("code") != code_of(phase, run.settings.env) and not run.code_was_said:
+        run.code_was_said = True
+        say(run, f"{run.name}, and perhaps more of this folder, was made by other code than this "
+                 "is; delete what the change concerns, and it is made again")
+    run.done[run.name] = recorded
+    return True
+
+
+def made_by(row: dict) -> str:
+    """What tells how an output was made from other ways, of what is recorded of it."""
+    return row.get("made_by", row["recipe"])
+
+
+def settings_read(run: Run) -> dict:
+    """The settings that the phase that has just ended has read, but for those that are free."""
+    now = vars(run.settings)
+    read = dict(vars(run.options))
+    for name in sorted(run.reads | ALL_READ):
+        if not has_mark(type(run.settings), name, FREE):
+            read[name] = now[name]
+    return read
+
+
+@cache
+def code_of(phase, env: str) -> str:
+    """What tells the code of a phase from other code: a hash of its file's, the core's, and the
+    environment's."""
+    here = Path(__file__).parent
+    sources = [here / "coevolve.py", here / "dpo.py", here / "envs.py", *here.glob("common/*.py"),
+               *here.glob("worlds/*.py"), *here.glob(f"worlds/{env}/**/*.py")]
+    return files.hash_of_files(sorted({Path(inspect.getfile(phase)).resolve(), *sources}))
+
+
+@contextmanager
+def agents_of(run: Run, agent):
+    """Says of an agent of the run that cannot be read what can be done; another model's error
+    stays as it is."""
+    try:
+        yield
+    except dpo.Unusable as error:
+        if run.folder not in Path(agent).parents:
+            raise
+        raise envs.Refused(f"{agent}: this agent of the run is damaged; delete the folder, and the "
+                           "same command makes it again") from error
+
+
+def finish(run: Run) -> None:
+    """Forgets what was recorded of phases that the run has not asked for, and prints the table."""
+    if run.main:
+        files.write_json(run.folder / "phases.json", run.done)
+        print(table(run))
+
+
+def table(run: Run) -> str:
+    return files.table(f"\n{run.folder}: {files.headline(vars(run.settings))}", run.done)
+
+
+def say(run: Run, text: str) -> None:
+    if run.main:
+        tqdm.write(text)
+
+
+def bar(run: Run, total: int):
+    """A progress bar of the running phase, where somebody looks at it."""
+    hidden = None if run.main else True  # None: where the output is no terminal
+    return tqdm(total=total, desc=run.name, leave=False, disable=hidden, delay=2)
+
+
+def read(*paths: Path) -> list[Trajectory]:
+    """The trajectories in some files, one after another."""
+    trajectories = []
+    for path in paths:
+        trajectories += [Trajectory(**row) for row in read_jsonl(path)]
+    return trajectories
 
 
 def write(run: Run, file: Path, rows: list) -> None:
@@ -542,36 +1052,41 @@ def write(run: Run, file: Path, rows: list) -> None:
         write_jsonl(file, rows)
 
 
-def bar(run: Run, total: int):
-    return tqdm(total=total, desc=run.name, leave=False, disable=not run.main, delay=2)
+def scores(trajectories: list[Trajectory], run: Run) -> dict:
+    """Means over trajectories; `success` and `hard` are the shares in Table 2."""
+    hard = run.settings.hard_threshold
+    success = run.env.success
+    rewards = [t.reward for t in trajectories]
+    n = len(trajectories)
+    return dict(episodes=n,
+                reward=sum(rewards) / n,
+                success=sum(reward >= success for reward in rewards) / n,
+                hard=sum(hard <= reward < success for reward in rewards) / n,
+                turns=sum(t.steps for t in trajectories) / n,
+                budget=sum(t.ended == "budget" for t in trajectories) / n)
 
 
-def read(*paths: Path) -> list[Trajectory]:
-    return [Trajectory(**row) for file in paths for row in read_jsonl(file)]
+def one_line(error: Exception) -> str:
+    """What is said of an error that is the user's or the machine's, and no bug."""
+    text = " ".join(str(error).split())
+    if "No space left on device" in text:
+        text += "; make room on the disk of --out, and the same command goes on"
+    return text
 
 
-def scores(episodes: list[Trajectory], run: Run) -> dict:
-    """Means over episodes; the shares of successes and of hard failures are those of Table 2."""
-    hard, success = run.settings.hard_threshold, run.env.success
-    rows = [dict(reward=t.reward, success=t.reward >= success, hard=hard <= t.reward < success,
-                 turns=t.steps, budget=t.ended == "budget") for t in episodes]
-    return dict(episodes=len(rows), **{k: sum(row[k] for row in rows) / len(rows) for k in rows[0]})
-
-
-def table(run: Run) -> str:
-    return files.table(f"\n{run.folder}: {files.headline(vars(run.settings))}", run.done)
-
-
-def main(argv: list[str], settings: type = Settings, run: type = Run, methods: dict = METHODS):
+def main(argv: list[str], settings_class=Settings, run_class=Run, methods: dict = METHODS,
+         program: str = "coevolve.py") -> None:
     """Runs the loop of a method. Another class of settings or run, or other methods, extends it."""
     transformers.utils.logging.disable_progress_bar()
     try:
-        run = run(*parse(argv, settings, methods, envs.environment))
-        methods[run.settings.method][0](run)
-    except (envs.Refused, envs.EnvError, dpo.Unusable, FloatingPointError, OSError) as error:
-        sys.exit(f"coevolve.py: {' '.join(str(error).split())}")  # the user's or the machine's
-    if run.main:
-        print(table(run))
+        settings, options = parse(argv, settings_class, methods, envs.environment,
+                                  f"python {program}")
+        run = run_class(settings, options)
+        methods[settings.method].loop(run)
+        finish(run)
+    except (envs.Refused, envs.EnvError, dpo.Unusable, FloatingPointError, OSError,
+            SafetensorError) as error:
+        sys.exit(f"{program}: {one_line(error)}")
     run.accelerator.end_training()
 
 

@@ -1,16 +1,21 @@
-"""Tokens in, gradients or tokens out: encoding, log-probabilities, losses, training, sampling.
+"""Learning and sampling: from conversations to tokens, from tokens to a loss, a step, or a reply.
 
-A model is asked for log-probabilities and replies alone, by the plain forward and `generate` of
-transformers: any causal language model will do. Equations are those of arXiv 2511.22254. Shapes: B
-trajectories of L tokens in a pass, A action tokens, V words; T trajectories, P pairs of a batch.
+A model is asked for the logits of its plain forward and for replies of `generate` alone, so that
+any causal language model of transformers will do. Equations are those of arXiv 2511.22254: a task
+u, a trajectory e of it, its action tokens t_k, a policy pi.
+
+Shapes: B trajectories of L tokens in a pass, which is one forward; T trajectories with A action
+tokens in all, and P pairs, in some groups; V words. Log-probabilities are in nats.
 """
 
 import gc
+import hashlib
 import inspect
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,10 +27,12 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 class Unusable(ValueError):
-    """A model, a tokenizer or its chat template cannot be used; one line with the remedy."""
+    """A model, tokenizer, template or conversation cannot be used; one line with the remedy."""
 
 
 # ------------------------------------------------------------------------------------ encoding
@@ -33,120 +40,282 @@ class Unusable(ValueError):
 
 @dataclass
 class Trajectory:
-    """An episode e of a task u, whole or as far as it has come; a line of a .jsonl file."""
+    """A trajectory e of a task u, whole or as far as it has come; a line of a .jsonl file."""
     task: str = ""
-    agent: str = ""                  # its name; of what an explorer plays, the signal
-    iteration: int = 0               # in GRPO the step
-    rollout: int = 0
-    seed: int = 0
-    messages: list[dict] = field(default_factory=list)
+    agent: str = ""                  # the name of who played it
+    iteration: int = 0               # of the loop, in which it was played
+    rollout: int = 0                 # its number among those of one task, agent and iteration
+    seed: int = 0                    # of its own random numbers
+    messages: list[dict] = field(default_factory=list)    # the conversation, {role, content}
     ids: list[int] = field(default_factory=list)          # (l,) read and written, in order
-    action_mask: list[int] = field(default_factory=list)  # (l,) 1 where the agent wrote the token
-    log_probs: list[float] = field(default_factory=list)  # (a,) of those, as they were sampled
+    action_mask: list[int] = field(default_factory=list)  # (l,) 1: an action token
+    log_probs: list[float] = field(default_factory=list)  # of action tokens, as they were sampled
     reward: float = 0.0              # in [0, 1]; by ETO's protocol from -1
     raw_reward: float | None = None  # before clipping, where the environment clips
-    steps: int = 0
-    ended: str = ""                  # done, budget or context
+    steps: int = 0                   # how many replies it has
+    ended: str = ""                  # done, budget (of replies) or context (of tokens)
 
-    def extend(self, ids: list[int], acts: int) -> None:
+    def extend(self, ids: list[int], is_action: bool) -> None:
         self.ids += ids
-        self.action_mask += [acts] * len(ids)
+        self.action_mask += [int(is_action)] * len(ids)
 
     @property
-    def action_tokens(self) -> int:
+    def action_count(self) -> int:
+        """The number of action tokens that are predicted, which the very first token is not."""
         return sum(self.action_mask[1:])
 
 
+# Some templates write today's date. What an agent reads must not change at midnight, so that all
+# runs read the date that Llama 3 falls back on. It stands in front of the template.
+FIXED_DATE = """{%- macro strftime_now(form) -%}
+    {{- form | replace("%d", "26") | replace("%m", "07") | replace("%Y", "2024")
+        | replace("%y", "24") | replace("%b", "Jul") | replace("%B", "July")
+        | replace("%a", "Fri") | replace("%A", "Friday") -}}
+{%- endmacro -%}"""
+
+
 class Encoder:
-    """Conversations as token ids, turn by turn, from the tokenizer's own chat template:
+    r"""Makes token ids of conversations, piece by piece, as the tokenizer's chat template does.
 
-        start | reply end | observation | reply end | observation | ...
+    A chat template writes a conversation as one text. ChatML, for example, writes this (where \n is
+    a line break), and Llama 2 and others differ in what stands between the contents alone:
 
-    Each piece is tokenised once, as it follows what stands before it: experts and rollouts have the
-    same ids, sampled ids are never tokenised again, and the action mask is made with the ids.
+        <|im_start|>user\nbuy a mug<|im_end|>\n<|im_start|>assistant\n       the opening
+        click[mug]<|im_end|>                                               a reply
+        \n<|im_start|>user\nBought.<|im_end|>\n<|im_start|>assistant\n        an observation
+
+    Each piece becomes ids once, when it comes. So ids that an agent sampled are never made anew of
+    their text, and the action mask is made together with the ids: 1 on a reply up to its end of
+    turn, 0 on all that the agent reads. What opens a reply belongs to what it reads.
+
+    Args:
+        tokenizer: Any tokenizer of transformers with a chat template.
+        rows: How many tokens the model's embedding has; else as many as the tokenizer.
+
+    Raises:
+        Unusable: The pieces would not be what the template writes.
     """
 
-    def __init__(self, tokenizer):
-        self.tokenizer, X = tokenizer, "CONTENT"  # stands for what others write
-        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        self.special = sorted({*tokenizer.all_special_tokens, *special} - {""})
+    # What the template writes around contents, in the example above:
+    before_reply: str        # nothing; a space in Llama 2
+    after_reply: str         # <|im_end|>
+    before_observation: str  # \n<|im_start|>user\n
+    after_observation: str   # <|im_end|>\n<|im_start|>assistant\n
+
+    def __init__(self, tokenizer, rows: int | None = None):
+        self.tokenizer = tokenizer
+        self.rows = rows or len(tokenizer)
+        added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self.control_tokens = sorted({*tokenizer.all_special_tokens, *added} - {""})
         if not tokenizer.chat_template:
             self.refuse("it has no chat template; use a chat model")
-        talk = [dict(role=role, content=X) for role in ("user", "assistant", "user")]
-        self.asked, answered, again = (self.render(talk[:n], n != 2) for n in (1, 2, 3))
-        before, _, rest = answered[len(self.asked):].partition(X)
-        self.end = min((t for t in self.special if t in rest), key=rest.index, default="")
-        thought = dict(role="assistant", content="<think>a</think> b")
-        if not (self.end and answered.startswith(self.asked) and again.startswith(answered)
-                and thought["content"] in self.render([talk[0], thought, talk[0]], True)):
-            self.refuse("its chat template changes a turn that was answered, or no control token "
-                        "ends a reply; use an Instruct model that does not think")
-        self.end_of_turn = tokenizer.convert_tokens_to_ids(self.end)
-        space, _, after = rest.partition(self.end)  # Llama 2 writes a space before its end of turn
-        self.around_reply = before, space + self.end
-        self.around_observation = (after + again[len(answered):]).split(X)
-        self.encode(talk[:2] + [talk[0], thought], 1)  # a tokenizer's faults show at once
+        self.template = FIXED_DATE + tokenizer.get_chat_template()
+        self.take_template_apart()
+        self.compare_with_template()
+
+    # ............................................................ what the template writes
+
+    def take_template_apart(self) -> None:
+        """Finds what the template writes before, between and after the contents of turns."""
+        mark = "CONTENT"
+        while mark in self.template:
+            mark += "X"
+        turns = [dict(role=role, content=mark) for role in ("user", "assistant", "user")]
+        pieces = self.render(turns, go_on=True).split(mark)
+        after_last_reply = self.render(turns[:2], go_on=False).split(mark)[-1]
+        if len(pieces) != 4 or not pieces[1].startswith(pieces[3]):
+            self.refuse("its chat template changes a turn that was answered; use an Instruct model "
+                        "that does not think")
+        opening, to_reply, to_observation, self.after_observation = pieces
+        self.asked = opening + mark + self.after_observation
+
+        # All that stands before a reply has to come from the template where it asks for one. Else
+        # agents would have to write it themselves, and would be trained to.
+        self.before_reply = to_reply.removeprefix(self.after_observation)
+        if self.before_reply.strip():
+            self.refuse(f"its chat template does not write {self.before_reply!r} where it asks for "
+                        "a reply (add_generation_prompt); use another model")
+
+        # The first control token behind a reply ends it. What follows opens the next observation.
+        ends = [token for token in self.control_tokens if token in after_last_reply]
+        if not ends:
+            self.refuse("no control token ends a reply in its chat template; use a chat model")
+        self.end = min(ends, key=after_last_reply.index)
+        self.end_of_turn = self.tokenizer.convert_tokens_to_ids(self.end)
+        size = after_last_reply.index(self.end) + len(self.end)
+        self.after_reply = after_last_reply[:size]
+        self.before_observation = to_observation[size:]
+
+    def compare_with_template(self) -> None:
+        """Encodes a conversation that templates are known to change, and shorter ones in it."""
+        messages = []
+        for n in range(12):
+            content = (f"<think>a {n}</think> It's [{n}] & <b>\"c\"</b>, {{'d': \"e\"}}\n\n\n"
+                       f"f  g\n\n```h```\n{'long text ' * 20}{n}.")
+            messages.append(dict(role=("user", "assistant")[n % 2], content=content))
+        for turns in range(1, len(messages) + 1):
+            self.encode(messages[:turns], opening=1)
 
     def refuse(self, why: str):
         raise Unusable(f"the tokenizer of {self.tokenizer.name_or_path}: {why}")
 
     def render(self, messages: list[dict], go_on: bool) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False,
-                                                  add_generation_prompt=go_on)
+        """The template's text of a conversation; go_on: up to where the next reply begins."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, chat_template=self.template, add_generation_prompt=go_on,
+                tokenize=False)
+        except Exception as error:  # whatever a template does
+            self.refuse(f"its chat template fails: {first_line(error)}; use another model")
+
+    # ........................................................................... pieces
 
     def start(self, messages: list[dict]) -> list[int]:
-        """The ids up to where the agent's first reply begins."""
-        return self.ids_after("", self.render(
-            [{**m, "content": self.plain(m["content"])} for m in messages], True))
+        """The ids of an opening, up to where the agent's first reply begins."""
+        return self.tokenise(self.render(self.all_plain(messages), go_on=True))
 
     def reply(self, text: str) -> list[int]:
-        """Those of a reply in words and of its end of turn."""
-        return self.ids_after(self.asked, self.plain(text).join(self.around_reply))
+        """The ids of a reply in words and of its end of turn."""
+        return self.ids_after(self.asked, self.before_reply + self.plain(text) + self.after_reply)
 
     def observation(self, text: str) -> list[int]:
-        """Those from a reply's end of turn to where the next reply begins."""
-        return self.ids_after(self.end, self.plain(text).join(self.around_observation))
+        """The ids from a reply's end of turn to where the next reply begins."""
+        return self.ids_after(
+            self.end, self.before_observation + self.plain(text) + self.after_observation)
 
     def plain(self, text: str) -> str:
-        """A text without control tokens, with which it could open or end a turn."""
-        for token in self.special:
-            text = text.replace(token, f"{token[0]} {token[1:]}")
+        """The text without control tokens, with which its author could open or end a turn."""
+        if not isinstance(text, str):
+            raise Unusable(f"a turn says {text!r:.60}, which is no text; mend who says it")
+        if not text.isascii() and text != text.encode(errors="replace").decode():
+            raise Unusable(f"a turn says {text!r:.60}, with half a character (a surrogate without "
+                           "the other); mend who says it")
+        for token in self.control_tokens:
+            if len(token) == 1:
+                text = text.replace(token, f"U+{ord(token):04X}")
+            else:
+                text = text.replace(token, f"{token[0]} {token[1:]}")
         return text.strip()
 
-    def ids_after(self, before: str, text: str) -> list[int]:
-        start, ids = (self.tokenizer(t, add_special_tokens=False)["input_ids"] if t else []
-                      for t in (before, before + text))
-        if ids[:len(start)] != start:
-            self.refuse(f"its tokens of {before[-20:]!r} change with what follows; use another")
-        return ids[len(start):]
+    def all_plain(self, messages: list[dict]) -> list[dict]:
+        return [{**message, "content": self.plain(message["content"])} for message in messages]
 
-    def encode(self, messages: list[dict], first: int) -> tuple[list[int], list[int]]:
-        """(ids, action_mask), both (l,), of a conversation that opens with `first` turns."""
+    def ids_after(self, context: str, text: str) -> list[int]:
+        """The ids of a text as they are behind the context."""
+        before = self.tokenise(context)
+        ids = self.tokenise(context + text)
+        if ids[:len(before)] != before:
+            self.refuse(f"its tokens of {context[-20:]!r} change with what follows; use another")
+        return ids[len(before):]
+
+    def tokenise(self, text: str) -> list[int]:
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        largest = max(ids, default=0)
+        if largest >= self.rows:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            self.refuse(f"its token {token!r} ({largest}) has no row in the model's embedding of "
+                        f"{self.rows:,}; resize the embedding, or use the model's own tokenizer")
+        return ids
+
+    # .................................................................... whole conversations
+
+    def encode(self, messages: list[dict], opening: int) -> tuple[list[int], list[int]]:
+        """Encodes a conversation of which the first messages are its opening.
+
+        Args:
+            messages: Turns, {role, content}: an opening, then replies and observations in turn.
+            opening: How many messages come before the first reply that is an action.
+
+        Returns:
+            The ids and the action mask, (l,) each.
+
+        Raises:
+            Unusable: The ids are not those of the template's text of the whole conversation.
+        """
+        for number, message in enumerate(messages, 1):
+            if {*message} != {"role", "content"}:
+                raise Unusable(f"turn {number} has {', '.join(message)}; give it role and content, "
+                               "and nothing else")
         t = Trajectory()
-        t.extend(self.start(messages[:first]), acts=0)
-        for m in messages[first:]:
-            acts = m["role"] == "assistant"
-            t.extend((self.reply if acts else self.observation)(m["content"]), acts=int(acts))
+        t.extend(self.start(messages[:opening]), is_action=False)
+        for message in messages[opening:]:
+            if message["role"] == "assistant":
+                t.extend(self.reply(message["content"]), is_action=True)
+            else:
+                t.extend(self.observation(message["content"]), is_action=False)
+
+        # What follows the last end of turn, a line break in ChatML, opens the next observation.
+        read = messages[-1]["role"] != "assistant"
+        whole = self.tokenise(self.render(self.all_plain(messages), go_on=read))
+        if whole[:len(t.ids)] != t.ids or read and len(whole) != len(t.ids):
+            roles = " ".join(dict.fromkeys(message["role"] for message in messages))
+            self.refuse(f"its chat template writes {len(messages)} turns ({roles}) otherwise than "
+                        "turn by turn; give user and assistant in turn, and use an Instruct model "
+                        "that does not think, number turns or change what they say")
         return t.ids, t.action_mask
 
     def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode([i for i in ids if i != self.end_of_turn])
+        """The text of ids, as it is, but for ends of turn."""
+        ids = [i for i in ids if i != self.end_of_turn]
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+    def read_back(self, text: str) -> str:
+        """What an environment would get of a reply, if an agent sampled the reply's own ids."""
+        return self.decode(self.reply(text)).strip()
 
     def close(self, ids: list[int], stops: tuple[str, ...]) -> tuple[list[int], list[int], str]:
-        """A sampled reply, which ends before one of the texts `stops`: its ids, the end of turn if
-        it lacks that, and its text."""
-        text, whole = self.decode(ids), ids[-1] == self.end_of_turn
-        if found := [text.index(stop) for stop in stops if stop in text]:
-            text, whole = text[:min(found)], False
-            while len(self.decode(ids)) > len(text) or ids[-1:] == [self.end_of_turn]:
-                ids = ids[:-1]
-        return ids, [] if whole else [self.end_of_turn], text.strip()
+        """Ends a sampled reply, before the first of the texts `stops` that is in it.
 
-    def never(self, vocabulary: int) -> tuple[int, ...]:
-        """Ids that are never sampled: other control tokens, and rows that pad the embedding."""
-        control = {*self.tokenizer.convert_tokens_to_ids(self.special)} - {self.end_of_turn}
-        return (*sorted(i for i in control | {*range(len(self.tokenizer), vocabulary)}
-                        if i < vocabulary),)
+        Returns:
+            The sampled ids that stay; the end of turn, if those lack it, else nothing; and the
+            reply, which is the text of those that stay.
+        """
+        text = self.decode(ids)
+        found = [text.index(stop) for stop in stops if stop in text]
+        if not found:
+            missing = [] if ids[-1] == self.end_of_turn else [self.end_of_turn]
+            return ids, missing, text.strip()
+
+        wanted = text[:min(found)]
+        size = len(ids)
+        while len(self.decode(ids[:size])) > len(wanted):
+            size -= 1
+        # One token may hold the reply's last letters and blanks of the stop, such as "]\n".
+        reply = self.decode(ids[:size]).strip()
+        longer = self.decode(ids[:size + 1]).strip()
+        if reply != wanted.strip() and longer == wanted.strip():
+            return ids[:size + 1], [self.end_of_turn], longer
+        return ids[:size], [self.end_of_turn], reply
+
+    def reply_ends(self, t: Trajectory) -> list[int]:
+        """The places in t.ids of the ends of its replies, (t.steps,), if it ends with a reply. Each
+        reply has an end of turn, also one that the agent did not write."""
+        ends = [place for place, token in enumerate(t.ids) if token == self.end_of_turn]
+        # Most templates end what an agent reads by the same token; then every second one counts.
+        stride = 1 + self.observation("").count(self.end_of_turn)
+        return ends[::-stride][:t.steps][::-1]
+
+    def sampler(self, temperature: float = 1.0) -> "Sampler":
+        """The distribution that agents sample from: of all tokens but those that are no text, which
+        are control tokens, the end of turn excepted, and rows of the embedding without a token."""
+        never = set(self.tokenizer.convert_tokens_to_ids(self.control_tokens))
+        never.discard(self.end_of_turn)
+        never.update(range(len(self.tokenizer), self.rows))
+        return Sampler(temperature, tuple(sorted(i for i in never if i < self.rows)))
+
+    def fingerprint(self) -> str:
+        """What tells ids of this encoder from another's: template, control tokens, words."""
+        words = sorted(self.tokenizer.get_vocab().items())
+        if self.tokenizer.is_fast:
+            words = self.tokenizer.backend_tokenizer.to_str()
+        known = [self.template, self.control_tokens, self.rows, words]
+        return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in a line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 # --------------------------------------------------------------------------- log-probabilities
@@ -154,87 +323,156 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Sampler:
-    """softmax(logits / temperature) without some tokens, of which the mass would else grow."""
-    temperature: float = 1.0     # 0: always the most probable token
-    never: tuple[int, ...] = ()  # ids that are never drawn
+    """The distribution that an agent samples from: softmax(logits / temperature) over the tokens
+    that are not in `never`. As it stands it is the model's own, over the whole vocabulary.
 
-    def logits(self, logits: Tensor) -> Tensor:
-        """Those whose softmax is the distribution, (..., V) float32."""
+    Tokens that are never drawn are never pushed down either. If log-probabilities counted them,
+    their mass would grow with each push on the others."""
+    temperature: float = 1.0     # 0: the most probable token, for certain
+    never: tuple[int, ...] = ()  # ids that are not drawn
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """A model's logits, (..., V), as those whose softmax is the distribution, float32."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.temperature > 0:
+            logits = logits / self.temperature
         never = torch.tensor(self.never, dtype=torch.long, device=logits.device)
-        return (logits / (self.temperature or 1.0)).index_fill(-1, never, -torch.inf)
+        return logits.index_fill(-1, never, -torch.inf)
 
 
-def token_log_probs(model, sequences: list[Trajectory], sampler: Sampler = Sampler()) -> Tensor:
-    """log pi(t_k | t_<k) of every action token of every trajectory, laid end to end, (A,), in nats,
-    by one pass. Padding on the right needs no mask: it stands behind all that matters. sampler:
-    what pi is; as it stands, the softmax over the whole vocabulary."""
-    device, longest = next(model.parameters()).device, max(len(s.ids) for s in sequences)
-    ids, acts = (torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
-                 for rows in ([s.ids for s in sequences], [s.action_mask for s in sequences]))
-    acts = acts[:, 1:].bool()                                       # (B, L-1), and ids (B, L)
-    # Logits are made only where the next token of some row is an action.
-    keep = acts.any(0).nonzero()[:, 0]                                            # (K,)
-    chosen = "logits_to_keep" in inspect.signature(model.forward).parameters
-    logits = model(input_ids=ids, use_cache=False,
-                   **dict(logits_to_keep=keep) if chosen else {}).logits          # (B, K, V)
-    logits = (logits if chosen else logits[:, keep])[acts[:, keep]]               # (A, V)
-    targets = ids[:, 1:][acts]                                                    # (A,)
+def token_log_probs(model, trajectories: list[Trajectory], sampler: Sampler = Sampler()) -> Tensor:
+    """Computes log pi(t_k | t_<k) of every action token t_k by one pass; pi is the sampler's.
+
+    Returns:
+        (A,) nats, of the trajectories laid end to end.
+    """
+    device = next(model.parameters()).device
+    # Padding stands behind all that matters. A causal model needs no attention mask to ignore it.
+    ids = pad_sequence([torch.tensor(t.ids) for t in trajectories], True).to(device)
+    mask = pad_sequence([torch.tensor(t.action_mask) for t in trajectories], True).to(device)
+
+    # The logits at one place are for the token at the next.
+    targets = ids[:, 1:]                                                          # (B, L-1)
+    is_action = mask[:, 1:].bool()                                                # (B, L-1)
+
+    # Logits are made only where the next token of some row is an action: most of it is read.
+    places = is_action.any(0).nonzero()[:, 0]                                     # (K,)
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        logits = model(input_ids=ids, use_cache=False, logits_to_keep=places).logits
+    else:
+        logits = model(input_ids=ids, use_cache=False).logits[:, places]          # (B, K, V)
+    logits = logits[is_action[:, places]]                                         # (A, V)
+
     # log pi(t_k | t_<k) = log softmax(logits)[t_k]
-    return -F.cross_entropy(sampler.logits(logits), targets, reduction="none")
+    return -F.cross_entropy(sampler.apply(logits), targets[is_action], reduction="none")
 
 
-def log_probs(accelerator, model, sequences: list[Trajectory], tokens: int,
+def log_probs(accelerator, model, trajectories: list[Trajectory], tokens: int,
               sampler: Sampler = Sampler()) -> Tensor:
-    """`token_log_probs` of many, (A,), in passes of at most so many tokens with padding (0: of one
-    trajectory each). Each rank runs some, all get all; gradients flow into a rank's own passes."""
-    ranks, lengths = accelerator.num_processes, [len(s.ids) for s in sequences]
-    first = [0, *itertools.accumulate(s.action_tokens for s in sequences)]
-    longest_first = sorted(range(len(sequences)), key=lambda n: -lengths[n])  # little padding
-    if ranks > 1 and tokens:  # no rank idles
-        tokens = min(tokens, max(*lengths, math.ceil(sum(lengths) / ranks)))
-    passes = fill(longest_first, tokens, lambda ns: len(ns) * lengths[ns[0]])
-    own = torch.zeros(first[-1], device=accelerator.device)
+    """Computes `token_log_probs` of many trajectories, by several passes that the ranks share.
+
+    Args:
+        accelerator: accelerate's, which knows ranks, device and precision.
+        model: One that is whole on each rank, or in parts over all (FSDP2).
+        trajectories: The same ones on all ranks.
+        tokens: Of a pass at most, with padding; 0: each trajectory is a pass of its own.
+        sampler: What pi is.
+
+    Returns:
+        (A,) nats, the same ones on all ranks. Gradients flow into the rank's own passes.
+    """
+    rank = accelerator.process_index
+    ranks = accelerator.num_processes
+    found = [torch.zeros(t.action_count, device=accelerator.device) for t in trajectories]
     bf16 = accelerator.mixed_precision == "bf16" and not isinstance(model, FSDPModule)
     with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=bf16):
-        for k in range(accelerator.process_index, math.ceil(len(passes) / ranks) * ranks, ranks):
-            # All ranks have to meet in a pass; one without work repeats something and forgets it.
-            ns, counts = (passes[k], 1) if k < len(passes) else (passes[-1][-1:], 0)
-            places = [j for n in ns for j in range(first[n], first[n + 1])]
-            own = own.index_add(0, torch.tensor(places, device=own.device).long(), counts * (
-                token_log_probs(model, [sequences[n] for n in ns], sampler)))
-    return own if ranks == 1 else ranks * own + (  # gradients are averaged over ranks
-        accelerator.reduce(own.detach()) - ranks * own.detach())
+        for passes in deal([len(t.ids) for t in trajectories], tokens, ranks):
+            # All ranks have to meet in a pass. One without work repeats some, and forgets it.
+            works = rank < len(passes)
+            places = passes[rank] if works else passes[-1][-1:]
+            some = [trajectories[place] for place in places]
+            values = int(works) * token_log_probs(model, some, sampler)
+            parts = values.split([t.action_count for t in some])
+            for place, part in zip(places, parts):
+                found[place] = found[place] + part
+    mine = torch.cat(found)                                                       # (A,)
+    if ranks == 1:
+        return mine
+
+    # The value is the sum over ranks: each has filled in what it has run, and left the rest 0. The
+    # gradient is that of this rank's passes, times `ranks`, since the optimiser loop and FSDP
+    # average gradients over ranks, where the loss asks for their sum.
+    value = accelerator.reduce(mine.detach())
+    gradient = ranks * (mine - mine.detach())  # zeros, whose gradient counts
+    return value + gradient
 
 
-def action_log_probs(per_token: Tensor, sequences: list[Trajectory]) -> Tensor:
-    """log pi(e|u) of each trajectory, (T,) float64, from those of its action tokens, (A,), in nats.
-    Eq. (2), (5): the sum over action tokens t_k of log pi(t_k | t_<k); observations only condition.
-    In float32 a few hundred nats lose more than a late step changes."""
-    owner = torch.tensor([n for n, s in enumerate(sequences) for _ in range(s.action_tokens)],
-                         dtype=torch.long, device=per_token.device)
-    return per_token.new_zeros(len(sequences), dtype=torch.float64).index_add(
-        0, owner, per_token.double())
+LIMITS = 64   # sizes of passes that are tried where ranks share them [ours]
+FLOOR = 1024  # tokens: a pass of fewer hardly takes less time than one of so many [ours]
 
 
-def fill(things: list, size: float, cost: Callable[[list], float]) -> list[list]:
-    """Consecutive things that cost at most `size` together, or one that costs more."""
-    filled = []
-    for thing in things:
-        if not filled or cost([*filled[-1], thing]) > size:
-            filled.append([])
-        filled[-1].append(thing)
-    return filled
+def deal(lengths: list[int], tokens: int, ranks: int) -> list[list[list[int]]]:
+    """Shares trajectories among ranks. In each round every rank runs one pass, and waits for the
+    slowest. A pass takes as long as if all its trajectories were as long as the longest.
+
+    Args:
+        lengths: The tokens of each trajectory, (T,).
+        tokens: Of a pass at most, with padding; 0: each trajectory is a pass of its own.
+        ranks: How many passes run at the same time.
+
+    Returns:
+        Rounds of at most `ranks` passes, each of indices of trajectories.
+    """
+    # For one rank the largest passes are best. Several may idle less with smaller ones.
+    limits = [tokens]
+    if ranks > 1:
+        limits = [tokens * part / LIMITS for part in range(LIMITS, 0, -1)]
+    best = []
+    least = math.inf
+    for limit in limits:
+        passes = padded_passes(lengths, limit)
+        if ranks > 1:  # passes of one round shall take equally long
+            passes.sort(key=lambda places: -len(places) * lengths[places[0]])
+        rounds = [passes[n:n + ranks] for n in range(0, len(passes), ranks)]
+        time = 0
+        for slowest, *_ in rounds:
+            time += max(FLOOR, len(slowest) * lengths[slowest[0]])
+        if time < least:
+            best = rounds
+            least = time
+    return best
+
+
+def padded_passes(lengths: list[int], limit: float) -> list[list[int]]:
+    """Trajectories in passes of at most so many tokens with padding, or of one that has more. The
+    longest come first, so that those of a pass are of like length and little is padded."""
+    passes = []
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        if not passes or (len(passes[-1]) + 1) * lengths[passes[-1][0]] > limit:
+            passes.append([])
+        passes[-1].append(place)
+    return passes
+
+
+def action_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tensor:
+    """Adds up log pi(e|u) of each trajectory, (T,) float64, from those of its tokens, (A,)."""
+    counts = torch.tensor([t.action_count for t in trajectories], dtype=torch.long,
+                          device=per_token.device)                                # (T,)
+    owner = torch.repeat_interleave(counts)  # of each action token: 0, 0, 0, 1, 1, ...
+    # Eq. (2), (5): log pi(e|u) = sum_k log pi(t_k | t_<k) over action tokens t_k. What the agent
+    # reads only conditions. In float32 hundreds of nats would lose more than a late step changes.
+    zeros = per_token.new_zeros(len(trajectories), dtype=torch.float64)
+    return zeros.index_add(0, owner, per_token.double())
 
 
 # -------------------------------------------------------------------------------------- losses
-# loss(policy, groups) -> the sum over the groups, (), and sums of statistics by kind, one of them
-# the count. policy: log pi of all action tokens of the groups' trajectories, (A,), in nats.
+# loss(policy, groups) -> the sum over the groups, (), and what its log is made of: sums by kind and
+# name, one of them the count. policy: log pi of all action tokens of the groups, (A,), in nats.
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A preference between two trajectories of a group, by index."""
+    """A preference between two trajectories of a group, given by their places in it."""
     kind: str
     chosen: int
     rejected: int
@@ -244,14 +482,26 @@ class Pair:
 
 @dataclass
 class Group:
-    """One instruction: its distinct trajectories, each run through a model once, and its pairs."""
-    sequences: list[Trajectory]
+    """A task: its distinct trajectories, each of which a model reads once, and its pairs."""
+    trajectories: list[Trajectory]
     pairs: list[Pair] = field(default_factory=list)
     reference: list[float] = field(default_factory=list)  # log pi_ref(e|u) of each; empty: 0
 
 
-def trajectories(groups: list[Group]) -> list[Trajectory]:
-    return [s for g in groups for s in g.sequences]
+def trajectories_of(groups: list[Group]) -> list[Trajectory]:
+    """All trajectories of the groups, in order, (T,)."""
+    found = []
+    for group in groups:
+        found += group.trajectories
+    return found
+
+
+def references_of(groups: list[Group]) -> list[float]:
+    """log pi_ref(e|u) of each of them, (T,)."""
+    found = []
+    for group in groups:
+        found += group.reference or [0.0] * len(group.trajectories)
+    return found
 
 
 def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[Tensor, dict]:
@@ -262,50 +512,81 @@ def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[Tensor, dict]:
 
 def dpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, reference_chosen: Tensor,
              reference_rejected: Tensor, s) -> tuple[Tensor, Tensor]:
-    """Eq. (7), of log-probabilities in nats, each (P,): each pair's loss and margin. It asks for
-    s.beta."""
+    """Eq. (7) of each pair, from log pi(e|u) and log pi_ref(e|u) of its two trajectories.
+
+    Args:
+        policy_chosen, policy_rejected: log pi of the two, (P,) each.
+        reference_chosen, reference_rejected: log pi_ref of the two, (P,) each.
+        s: Settings; their beta is asked for.
+
+    Returns:
+        The losses and the margins, (P,) each.
+    """
     # Eq. (7): L = -log sigma( beta log pi(e_w)/ref(e_w) - beta log pi(e_l)/ref(e_l) )
     margin = s.beta * ((policy_chosen - reference_chosen) - (policy_rejected - reference_rejected))
     return -F.logsigmoid(margin), margin
 
 
 def preference_loss(policy: Tensor, groups: list[Group], s) -> tuple[Tensor, dict]:
-    """Eq. (9), summed over the groups' pairs. With lambda_dpo 1 and every sft_weight 0 it is
-    Eq. (7), the failure agent's loss. It asks for s.lambda_dpo, lambda_sft, log_prob, sft_term."""
-    pi, ref, tokens, w, l = of_pairs(policy, groups, s.log_prob)
-    preference, margin = dpo_loss(pi[w], pi[l], ref[w], ref[l], s)                # (P,)
-    pairs = [p for g in groups for p in g.pairs]
-    weight = pi.new_tensor([p.weight for p in pairs])                             # (P,)
-    sft_weight = pi.new_tensor([p.sft_weight for p in pairs])                     # (P,)
-    # Eq. (9): L = lambda_DPO L_DPO + lambda_SFT E[-log pi(e_chosen|u)], failure pairs without SFT
-    total = pi * tokens if s.log_prob == "mean" else pi                           # (T,)
-    sft = -total[w] / (tokens[w] if s.sft_term == "mean" else 1)                  # (P,)
-    loss = (s.lambda_dpo * weight * preference + s.lambda_sft * sft_weight * sft).sum()
+    """Eq. (9), summed over the groups' pairs: weighted DPO plus SFT on the chosen trajectory.
 
-    sums = {}
-    for pair, *row in zip(pairs, total[w].tolist(), total[l].tolist(), margin.tolist()):
-        row = dict(zip(("chosen", "rejected", "margin"), row), count=1, accuracy=row[2] > 0)
-        add(sums, {pair.kind: row})
-    return loss, sums
+    With lambda_dpo 1 and every sft_weight 0 it is Eq. (7), the failure agent's loss. It asks the
+    settings s for beta, lambda_dpo, lambda_sft, log_prob and sft_term."""
+    chosen, rejected = places_of_pairs(groups)                                    # (P,) each
+    pi = action_log_probs(policy, trajectories_of(groups))                        # (T,)
+    ref = pi.new_tensor(references_of(groups))                                    # (T,)
+    tokens = pi.new_tensor([t.action_count for t in trajectories_of(groups)])     # (T,)
 
+    # The preference, of log-probabilities that are sums over action tokens, or means.
+    pi_scored, ref_scored = pi, ref
+    if s.log_prob == "mean":
+        pi_scored = pi / tokens
+        ref_scored = ref / tokens
+    preference, margin = dpo_loss(pi_scored[chosen], pi_scored[rejected],
+                                  ref_scored[chosen], ref_scored[rejected], s)    # (P,) each
 
-def of_pairs(policy: Tensor, groups: list[Group], log_prob: str = "sum") -> tuple[Tensor, ...]:
-    """log pi, log pi_ref, action tokens, (T,) each; and the places of chosen and rejected, (P,)."""
-    sequences = trajectories(groups)
-    pi = action_log_probs(policy, sequences)
-    reference = pi.new_tensor([r for g in groups for r in g.reference or [0.0] * len(g.sequences)])
-    tokens = pi.new_tensor([s.action_tokens for s in sequences])
-    if log_prob == "mean":
-        pi, reference = pi / tokens, reference / tokens
-    firsts = itertools.accumulate((len(g.sequences) for g in groups), initial=0)
-    places = [(n + p.chosen, n + p.rejected) for n, g in zip(firsts, groups) for p in g.pairs]
-    return pi, reference, tokens, *torch.tensor(places, device=pi.device).reshape(-1, 2).T
+    # The imitation of the chosen trajectory, -log pi(e_w|u), or its mean over action tokens.
+    imitation = -pi[chosen]                                                       # (P,)
+    if s.sft_term == "mean":
+        imitation = imitation / tokens[chosen]
+
+    # Eq. (9): L = lambda_DPO L_DPO + lambda_SFT E[-log pi(e_w|u)], pairs of failures without SFT
+    pairs = pairs_of(groups)
+    weight = pi.new_tensor([pair.weight for pair in pairs])                       # (P,)
+    sft_weight = pi.new_tensor([pair.sft_weight for pair in pairs])               # (P,)
+    loss = s.lambda_dpo * weight * preference + s.lambda_sft * sft_weight * imitation
+    return loss.sum(), pair_statistics(pairs, pi[chosen], pi[rejected], margin)
 
 
-def add(sums: dict, more: dict) -> None:
-    for kind, row in more.items():
-        before = sums.get(kind, {})
-        sums[kind] = {name: before.get(name, 0) + x for name, x in row.items()}
+def pairs_of(groups: list[Group]) -> list[Pair]:
+    """All pairs of the groups, in order, (P,)."""
+    found = []
+    for group in groups:
+        found += group.pairs
+    return found
+
+
+def places_of_pairs(groups: list[Group]) -> tuple[list[int], list[int]]:
+    """Where chosen and rejected of each pair stand among all the groups' trajectories, (P,) each.
+    """
+    chosen, rejected = [], []
+    before = 0  # how many trajectories the groups before have
+    for group in groups:
+        if not group.pairs:
+            raise ValueError(f"the group of task {group.trajectories[0].task!r} has no pairs; "
+                             "leave it out of what preferences are learned from")
+        chosen += [before + pair.chosen for pair in group.pairs]
+        rejected += [before + pair.rejected for pair in group.pairs]
+        before += len(group.trajectories)
+    return chosen, rejected
+
+
+def pair_statistics(pairs: list[Pair], chosen: Tensor, rejected: Tensor, margin: Tensor) -> dict:
+    """Sums over the pairs of each kind: log pi(e|u) of both sides, margin, and pairs in order."""
+    sums = defaultdict(Counter)
+    for pair, w, l, m in zip(pairs, chosen.tolist(), rejected.tolist(), margin.tolist()):
+        sums[pair.kind].update(chosen=w, rejected=l, margin=m, count=1, accuracy=m > 0)
+    return sums
 
 
 # ------------------------------------------------------------------------------ optimiser loop
@@ -313,170 +594,330 @@ def add(sums: dict, more: dict) -> None:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a batch is trained on, and how. Its loss is a sum over its groups, divided by one over
+    """What is minimised, and how. The loss of a batch is a sum over its groups, divided by one over
     the whole batch: a mean of passes' means would weigh a pair by the pass that it is in."""
-    loss: Callable              # (policy, groups) -> sum, statistics
-    divisor: Callable           # group -> number
+    loss: Callable              # loss(policy, groups), as above
+    divisor: Callable           # divisor(group) -> what it adds to the batch's divisor
     lr: float                   # peak
     warmup: float = 0.0         # share of the steps, linear
     schedule: str = "constant"  # or cosine, after the warm-up
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     tokens: int = 4096          # whose activations are in memory at once, on all ranks together
-    before: Callable | None = None  # (batch, log_probs) -> a third argument of the loss
-    sampler: Sampler = Sampler()  # what pi is
 
-    def rate(self, step: int, steps: int) -> float:
-        rising = int(self.warmup * steps)  # a phase of one step has none
+    def learning_rate(self, step: int, steps: int) -> float:
+        """That of step number `step` of `steps`, counted from 0."""
+        rising = int(self.warmup * steps)  # none in a phase of one step
         if step < rising:
             return self.lr * step / rising
         if self.schedule == "constant":
             return self.lr
-        return self.lr * 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
+        angle = math.pi * (step - rising) / (steps - rising)
+        return self.lr * 0.5 * (1 + math.cos(angle))
 
 
 def batches(groups: list[Group], size: int, unit: str, rng: random.Random) -> list[list[Group]]:
-    """The groups, shuffled, in batches of at most `size` pairs (or instructions), each whole."""
-    cost = (lambda gs: sum(max(1, len(g.pairs)) for g in gs)) if unit == "pairs" else len
-    return fill(rng.sample(groups, len(groups)), size, cost)
+    """The groups, shuffled, in batches of at most `size` pairs (or tasks), each group whole."""
+    shuffled = rng.sample(groups, len(groups))
+    if unit == "pairs":
+        return fill(shuffled, [max(1, len(group.pairs)) for group in shuffled], size)
+    return fill(shuffled, [1] * len(shuffled), size)
 
 
-def together(groups: list[Group], tokens: int) -> list[list[Group]]:
-    return fill(groups, tokens, lambda gs: sum(len(s.ids) for s in trajectories(gs)))
+def micro_batches(groups: list[Group], tokens: int) -> list[list[Group]]:
+    """A batch in parts of at most so many tokens, whose activations are in memory together."""
+    return fill(groups, [group_tokens(group) for group in groups], tokens)
+
+
+def group_tokens(group: Group) -> int:
+    return sum(len(t.ids) for t in group.trajectories)
+
+
+def fill(things: list, costs: list[float], size: float) -> list[list]:
+    """Consecutive things in parts that cost at most `size`, or that are one thing that costs more.
+    """
+    parts = []
+    room = 0
+    for thing, cost in zip(things, costs):
+        if not parts or cost > room:
+            parts.append([])
+            room = size
+        parts[-1].append(thing)
+        room -= cost
+    return parts
 
 
 @torch.no_grad()
-def add_references(model, groups: list[Group], log_probs: Callable, tokens: int) -> None:
-    """Puts log pi_ref(e|u) of each trajectory into its group."""
-    for some in together(groups, tokens):
-        sequences = trajectories(some)
-        values = action_log_probs(log_probs(model, sequences), sequences).tolist()
-        for g in some:
-            g.reference, values = values[:len(g.sequences)], values[len(g.sequences):]
+def add_references(model, groups: list[Group], log_probs_of: Callable, tokens: int) -> None:
+    """Puts log pi_ref(e|u) of each trajectory into its group; pi_ref is the model as it is now.
+
+    Args:
+        model: pi_ref.
+        groups: Those that get it.
+        log_probs_of: log_probs_of(model, trajectories) -> (A,), such as `token_log_probs`.
+        tokens: Of trajectories that are run together, on all ranks.
+    """
+    for some in micro_batches(groups, tokens):
+        per_token = log_probs_of(model, trajectories_of(some))                    # (A,)
+        values = action_log_probs(per_token, trajectories_of(some)).tolist()      # (T,)
+        for group in some:
+            group.reference = values[:len(group.trajectories)]
+            values = values[len(group.trajectories):]
 
 
-def fit(model, steps: list[list[Group]], log_probs: Callable, how: Objective, log: Callable,
-        checkpoint=None, optimizer=None) -> None:
-    """Trains a model of `load` in place by AdamW, a batch a step; FloatingPointError where the loss
-    is not finite. log_probs(model, trajectories) -> (A,). log(dict): after each step.
-    checkpoint: restore(model, optimizer) -> steps done; keep(model, optimizer, step)."""
+def adamw(model, objective: Objective) -> torch.optim.AdamW:
+    """The optimiser of those of the model's parameters that are trained."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = optimizer or torch.optim.AdamW(parameters, fused=True,
-                                               weight_decay=how.weight_decay)
-    done = checkpoint.restore(model, optimizer) if checkpoint else 0
+    return torch.optim.AdamW(parameters, weight_decay=objective.weight_decay, fused=True)
+
+
+def training(model, optimizer: torch.optim.Optimizer, steps: list[list[Group]],
+             objective: Objective, log_probs_of: Callable, done: int = 0) -> Iterator[dict]:
+    """Trains a model in place, one batch a step. It takes a step when it is asked for the next line
+    of the log: `for line in dpo.training(...)`.
+
+    Args:
+        model: One that `load` or `prepare` has made ready.
+        optimizer: That of `adamw`, or another.
+        steps: The batch of each step.
+        objective: What is minimised.
+        log_probs_of: log_probs_of(model, trajectories) -> (A,), such as `token_log_probs`.
+        done: How many of the steps model and optimizer have behind them.
+
+    Yields:
+        {step, loss, lr, norm, kinds}; kinds: kind of pair -> {count, and means over its pairs}.
+
+    Raises:
+        ValueError: Model or trajectories cannot be trained on as they are.
+        FloatingPointError: Loss or gradient is not finite; the weights are as before the step.
+    """
+    check_trainable(model, steps)
     for step, batch in enumerate(steps[done:], done + 1):
-        total, statistics, divisor = 0.0, {}, sum(map(how.divisor, batch))
-        given = [how.before(batch, partial(log_probs, model))] if how.before else []
-        for groups in together(batch, how.tokens):
-            value, sums = how.loss(log_probs(model, trajectories(groups)), groups, *given)
-            (value / divisor).backward()
-            total += value.item() / divisor
-            add(statistics, sums)
-        if torch.distributed.is_initialized() and not isinstance(model, FSDPModule):
-            for p in parameters:  # whole on each rank; gradients of shards are averaged already
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                torch.distributed.all_reduce(p.grad.div_(torch.distributed.get_world_size()))
-        norm = torch.nn.utils.clip_grad_norm_(parameters, how.max_grad_norm)
-        norm = getattr(norm, "full_tensor", lambda: norm)().item()  # of shards
-        if not math.isfinite(total + norm):
-            raise FloatingPointError(f"loss {total}, gradient norm {norm} at step {step} on tasks "
-                                     f"{', '.join({s.task: 0 for s in trajectories(batch)})}")
-        optimizer.param_groups[0]["lr"] = rate = how.rate(step - 1, len(steps))
+        loss, kinds = backward(model, batch, objective, log_probs_of)
+        average_gradients(model)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), objective.max_grad_norm)
+        if isinstance(norm, DTensor):  # of a model in parts
+            norm = norm.full_tensor()
+        norm = norm.item()
+        if not math.isfinite(loss + norm):
+            tasks = ", ".join(dict.fromkeys(t.task for t in trajectories_of(batch)))
+            raise FloatingPointError(
+                f"loss {loss}, gradient norm {norm} at step {step} on tasks {tasks}")
+
+        lr = objective.learning_rate(step - 1, len(steps))
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        log(dict(step=step, loss=total, lr=rate, norm=norm, kinds={
-            kind: {name: x if name == "count" else x / row["count"] for name, x in row.items()}
-            for kind, row in statistics.items()}))
-        if checkpoint:
-            checkpoint.keep(model, optimizer, step)
+        yield dict(step=step, loss=loss, lr=lr, norm=norm, kinds=kinds)
+
+
+def check_trainable(model, steps: list[list[Group]]) -> None:
+    """Refuses what would train to no effect or to a wrong one, without a word."""
+    if model.training:
+        raise ValueError("the model is in training mode, in which dropout makes each pass another; "
+                         "use dpo.prepare(model, recompute=False), or model.eval()")
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.element_size() < 4:
+            raise ValueError(f"the weights {name} are {p.dtype}, which steps at a rate of 1e-6 do "
+                             "not change; read the model with dtype=torch.float32")
+    for t in trajectories_of(itertools.chain(*steps)):
+        if t.action_count == 0:
+            raise ValueError(f"a trajectory of task {t.task!r}, agent {t.agent!r} has no action "
+                             "tokens to learn from; leave it out")
+
+
+def backward(model, batch: list[Group], objective: Objective,
+             log_probs_of: Callable) -> tuple[float, dict]:
+    """Adds the gradient of a batch's loss to the model's, part by part.
+
+    Returns:
+        The loss, and what a line of the log says of kinds of pairs.
+    """
+    loss = 0.0
+    sums = defaultdict(Counter)
+    divisor = sum(objective.divisor(group) for group in batch)
+    for groups in micro_batches(batch, objective.tokens):
+        policy = log_probs_of(model, trajectories_of(groups))                     # (A,)
+        part, statistics = objective.loss(policy, groups)
+        (part / divisor).backward()
+        loss += part.item() / divisor
+        for kind, row in statistics.items():
+            sums[kind].update(row)
+
+    kinds = {}
+    for kind, row in sums.items():
+        kinds[kind] = {name: total / row["count"] for name, total in row.items()}
+        kinds[kind]["count"] = row["count"]
+    return loss, kinds
+
+
+def average_gradients(model) -> None:
+    """Averages gradients over ranks that have the whole model each. FSDP has done so by itself."""
+    if not torch.distributed.is_initialized() or isinstance(model, FSDPModule):
+        return
+    for p in model.parameters():
+        if not p.requires_grad:
+            continue
+        if p.grad is None:  # a rank that does not use it has to meet the others all the same
+            p.grad = torch.zeros_like(p)
+        torch.distributed.all_reduce(p.grad.div_(torch.distributed.get_world_size()))
 
 
 # -------------------------------------------------------------------------------------- models
 
 
-def read(kind, folder, **how):
+def read(kind, folder, **options):
     """What kind.from_pretrained makes of a folder or hub name; Unusable where it makes nothing."""
     try:
-        return kind.from_pretrained(str(folder), **how)
+        return kind.from_pretrained(str(folder), **options)
     except Exception as error:  # of safetensors, too, and of tokenizers
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise Unusable(f"--model {folder}: {said}; give a hub name within reach, or a folder with "
-                       "config, weights and tokenizer of a causal LM") from None
+        raise Unusable(f"--model {folder}: {first_line(error)}; give a hub name within reach, or a "
+                       "folder with config, weights and tokenizer of a causal LM") from None
+
+
+def is_causal_lm(config) -> bool:
+    return type(config) in transformers.AutoModelForCausalLM._model_mapping
 
 
 def read_config(folder):
-    """The config in a folder; of one that also reads pictures that of the causal LM in it."""
-    config, kind = read(transformers.AutoConfig, folder), transformers.AutoModelForCausalLM
+    """The config in a folder; of a model that also reads pictures that of the causal LM in it."""
+    config = read(transformers.AutoConfig, folder)
     text = config.get_text_config(decoder=True)  # of BART, say, a copy that names sizes otherwise
-    if type(text) is type(config) or type(text) not in kind._model_mapping:
+    if type(text) is type(config) or not is_causal_lm(text):
         return config
     text.tie_word_embeddings |= config.tie_word_embeddings
     return text
 
 
 def read_model(folder, dtype=torch.float32, device="cpu"):
-    """The causal LM in a folder. Unusable where it lacks weights, which transformers would draw."""
+    """Reads the causal LM in a folder.
+
+    Raises:
+        Unusable: There is none, or it lacks weights, which transformers would draw at random.
+    """
+    collect()
     model, found = read(transformers.AutoModelForCausalLM, folder, dtype=dtype,
                         device_map={"": device}, output_loading_info=True)
-    if lacking := sorted(map(str, {*found["missing_keys"], *found["mismatched_keys"]})):
-        raise Unusable(f"--model {folder}: {len(lacking)} weights are missing, such as "
-                       f"{lacking[0]}; give a whole checkpoint")
-    if type(model.config) is not type(config := read_config(folder)):  # Gemma 3 reads pictures too
-        with init_empty_weights():
-            text = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    missing = {*found["missing_keys"], *found["mismatched_keys"]}
+    if missing:
+        raise Unusable(f"--model {folder}: {len(missing)} weights are missing, such as "
+                       f"{min(map(str, missing))}; give a whole checkpoint")
+
+    # Of a model that reads pictures too, such as Gemma 3, the part that reads text is taken.
+    config = read_config(folder)
+    if type(model.config) is not type(config):
+        text = empty_model(config, dtype)
         setattr(text, text.base_model_prefix, model.get_decoder())
         text.set_output_embeddings(model.get_output_embeddings())
+        text.generation_config = model.generation_config
         model = text.eval()
-    if type(model.config) not in transformers.AutoModelForCausalLM._model_mapping:
+    if not is_causal_lm(model.config):
         raise Unusable(f"--model {folder}: what is saved of it cannot be read; use a text model")
-    model.generation_config = transformers.GenerationConfig()  # its own may penalise repetitions
+
+    # Of the base's ways of generating only what ends a text stays: a penalty would change draws.
+    own = model.generation_config
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
     return model
 
 
+def collect() -> None:
+    """Frees models that nobody holds any more: hooks and recomputed layers hold each other."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def empty_model(config, dtype):
+    """A model with parameters without data, and buffers with theirs, some of which no file has."""
+    with init_empty_weights():
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
 def layers(model) -> torch.nn.ModuleList:
-    return max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)),
-               key=lambda m: sum(p.numel() for p in m.parameters()))
+    """The model's layers, its largest list of modules."""
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+    return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
 
 
 def prepare(model, recompute: bool):
-    """The model, ready to train; in eval mode: with dropout the first DPO loss is not ln 2."""
-    for layer in layers(model) if recompute else ():  # gradient checkpointing
-        layer.forward = partial(torch.utils.checkpoint.checkpoint, layer.forward,
-                                use_reentrant=False)
+    """Makes a model ready to train: without dropout, with which the first DPO loss is not ln 2.
+    recompute: layers run again in the backward pass, which saves memory (checkpointing)."""
+    if recompute:
+        for layer in layers(model):
+            layer.forward = partial(torch.utils.checkpoint.checkpoint, layer.forward,
+                                    use_reentrant=False)
     return model.eval()
 
 
 def load(accelerator, folder, recompute: bool, shard: bool):
-    """The model in a folder, ready to train, its weights in fp32: bf16 ones do not move at a rate
-    of 1e-6. shard: in parts over the ranks (FSDP2), read by one of them; else whole on each."""
-    gc.collect()  # a sharded model that nobody holds any more is freed only here
-    if not shard:
-        return prepare(read_model(folder, device=accelerator.device), recompute)
-    whole = read_model(folder).state_dict() if accelerator.is_main_process else {}
-    with init_empty_weights():  # parameters without data; buffers, some in no file, with theirs
-        model = transformers.AutoModelForCausalLM.from_config(read_config(folder),
-                                                              dtype=torch.float32)
+    """Reads the model in a folder, ready to train, in fp32: bf16 weights do not move at 1e-6.
+
+    Args:
+        accelerator: accelerate's.
+        folder: Of the model, or its hub name.
+        recompute: As for `prepare`.
+        shard: In parts over the ranks (FSDP2); else whole on each.
+    """
+    if shard:
+        return load_in_parts(accelerator, folder, recompute)
+    return prepare(read_model(folder, device=accelerator.device), recompute)
+
+
+def load_in_parts(accelerator, folder, recompute: bool):
+    """Reads a model over the ranks: one of them reads the file, each gets its parts from it."""
+    collect()
+    whole = read_model(folder) if accelerator.is_main_process else None
+    model = empty_model(read_config(folder), torch.float32)
     model.tie_weights()
     prepare(model, recompute)
-    bf16 = accelerator.mixed_precision == "bf16"
-    how = dict(mesh=init_device_mesh(accelerator.device.type, (accelerator.num_processes,)),
-               mp_policy=MixedPrecisionPolicy(*(torch.bfloat16, torch.float32) if bf16 else ()),
-               reshard_after_forward=True)
+
+    precision = MixedPrecisionPolicy()
+    if accelerator.mixed_precision == "bf16":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     for part in [*layers(model), model]:
-        fully_shard(part, **how)
-    states.set_model_state_dict(model, whole, options=states.StateDictOptions(
-        full_state_dict=True, broadcast_from_rank0=True))
+        fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+
+    weights = {}
+    if whole is not None:
+        model.generation_config = whole.generation_config
+        weights = whole.state_dict()
+    options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    states.set_model_state_dict(model, weights, options=options)
     return model
 
 
-def save(accelerator, model, tokenizer, folder) -> None:
-    """Writes a model of `load`, whole, as `from_pretrained` reads it. Every rank has to call it."""
-    weights = states.get_model_state_dict(
-        model, options=states.StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if accelerator.is_main_process:
-        tied = model.all_tied_weights_keys or {}  # which would stand in the file twice
-        model.save_pretrained(folder, state_dict={k: weights[k] for k in weights if k not in tied})
-        tokenizer.save_pretrained(folder)
+def save(accelerator, model, encoder: Encoder, folder) -> None:
+    """Writes a model of `load`, whole, with its tokenizer, as `from_pretrained` and other programs
+    read it: one that generates with it stops at the end of a turn. Every rank has to call it."""
+    options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = states.get_model_state_dict(model, options=options)
+    if not accelerator.is_main_process:
+        return
+    for name in model.all_tied_weights_keys or {}:  # which would stand in the file twice
+        weights.pop(name, None)
+    model.generation_config = stopping(model.generation_config, encoder)
+    model.save_pretrained(folder, state_dict=weights)
+    encoder.tokenizer.save_pretrained(folder)
+
+
+def stopping(base, encoder: Encoder) -> transformers.GenerationConfig:
+    """What ends and what pads a text: as the base has it, and the end of a turn."""
+    ends = base.eos_token_id
+    if ends is None:
+        ends = []
+    elif isinstance(ends, int):
+        ends = [ends]
+    ends = list(dict.fromkeys([*ends, encoder.end_of_turn]))
+    pad = base.pad_token_id
+    if pad is None:
+        pad = encoder.tokenizer.pad_token_id
+    if pad is None:
+        pad = encoder.end_of_turn
+    return transformers.GenerationConfig(
+        bos_token_id=base.bos_token_id, eos_token_id=ends, pad_token_id=pad)
 
 
 # ------------------------------------------------------------------------------------ sampling
@@ -485,78 +926,163 @@ def save(accelerator, model, tokenizer, folder) -> None:
 @torch.inference_mode()
 def replies(model, encoder: Encoder, sampler: Sampler, max_new_tokens: int, stops: tuple[str, ...],
             asked: list[tuple[list[int], random.Random]], alone: bool = False,
-            cache: bool = True) -> list[tuple]:
-    """A reply to each conversation, (ids so far, random numbers): sampled ids, at most so many, up
-    to the end of turn or a text in `stops`; and each one's log-probability as the sampler had it,
-    nats (none at temperature 0). alone: one by one. cache: of what was read already."""
-    if alone and len(asked) > 1:
-        return [replies(model, encoder, sampler, max_new_tokens, stops, [one], True, cache)[0]
-                for one in asked]
-    prompts, end = [ids for ids, _ in asked], encoder.end_of_turn
-    longest = max(map(len, prompts))
+            cache: bool = True) -> list[tuple[list[int], list[float]]]:
+    """Samples a reply to each conversation, by `generate` of transformers.
 
-    def left(rows):  # padded there, all begin to write in the same column
-        return torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=model.device)
+    Args:
+        model: A causal LM.
+        encoder: Of its tokenizer.
+        sampler: The distribution that is sampled from.
+        max_new_tokens: Of a reply at most.
+        stops: Texts that end a reply, as the end of turn does.
+        asked: Of each conversation the ids so far, and its own random numbers.
+        alone: One conversation at a time, not all side by side.
+        cache: Keys and values of what was read are kept.
 
-    draw = Draw([rng for _, rng in asked], sampler, end, lambda ids: any(
-        stop in encoder.decode(ids[longest:][-len(stop) - 1:]) for stop in stops))
-    rows = model.generate(left(prompts), attention_mask=left([[1] * len(p) for p in prompts]),
-                          do_sample=False, eos_token_id=end, pad_token_id=end,
-                          max_new_tokens=max_new_tokens, logits_processor=[draw],
-                          use_cache=cache)
-    rows = [row[:row.index(end) + 1] if end in row else row for row in rows[:, longest:].tolist()]
-    log_probs = torch.stack(draw.log_probs, 1).tolist() if draw.log_probs else [[]] * len(rows)
-    return [(row, values[:len(row)]) for row, values in zip(rows, log_probs)]
+    Returns:
+        Of each reply its ids, and the log-probability of each as the sampler had it, in nats; none
+        at temperature 0.
+    """
+    at_once = 1 if alone else len(asked)
+    found = []
+    for first in range(0, len(asked), at_once):
+        some = asked[first:first + at_once]
+        # Padded on the left, all begin to write in the same column.
+        prompts = [torch.tensor(ids) for ids, _ in some]
+        ids = pad_sequence(prompts, True, 0, "left")                              # (B, L)
+        mask = pad_sequence([torch.ones_like(p) for p in prompts], True, 0, "left")
+        draw = Draw([rng for _, rng in some], sampler, encoder, stops)
+        model.generate(ids.to(model.device), attention_mask=mask.to(model.device),
+                       logits_processor=[draw], do_sample=False, max_new_tokens=max_new_tokens,
+                       eos_token_id=encoder.end_of_turn, pad_token_id=encoder.end_of_turn,
+                       use_cache=cache)
+        found += draw.replies()
+    return found
 
 
 class Draw(transformers.LogitsProcessor):
-    """Draws each row's token with the row's own random numbers, so that what runs beside it changes
-    nothing, and leaves `generate` no other choice. A row that is over draws no more."""
-    def __init__(self, rngs: list[random.Random], sampler: Sampler, end: int, stopped: Callable):
-        self.rngs, self.sampler, self.end, self.stopped = rngs, sampler, end, stopped
-        self.over, self.log_probs = [False] * len(rngs), []
+    """Draws each row's next token with the row's own random numbers, so that what runs beside it
+    changes nothing, and leaves `generate` no other choice. A row that is over draws no more."""
+
+    def __init__(self, rngs: list[random.Random], sampler: Sampler, encoder: Encoder,
+                 stops: tuple[str, ...]):
+        self.rngs = rngs
+        self.sampler = sampler
+        self.encoder = encoder
+        self.stops = stops
+        self.written = [[] for _ in rngs]  # the tokens of each row's reply so far
+        self.over = [False] * len(rngs)
+        self.log_probs = []                # of each token so far, (B,) nats
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        logits = self.sampler.logits(logits)                                      # (B, V)
+        """Logits, (B, V), with one finite one in each row; ids: the conversations, (B, L)."""
+        logits = self.sampler.apply(logits)
         if not (logits < torch.inf).all():  # nor nan
             raise FloatingPointError("logits that are no numbers; lower the learning rate")
-        self.over = [over or self.stopped(row) for over, row in zip(self.over, ids.tolist())]
-        if not self.sampler.temperature:
-            token = logits.argmax(-1, keepdim=True)                               # (B, 1)
+        if self.sampler.temperature == 0:
+            drawn = logits.argmax(-1)                                             # (B,)
         else:
-            log_p = logits.log_softmax(-1)
-            cdf = log_p.exp().double().cumsum(-1)                                 # (B, V)
-            draws = [0.0 if over else rng.random() for over, rng in zip(self.over, self.rngs)]
-            u = cdf[:, -1:] * torch.tensor(draws, dtype=torch.float64, device=cdf.device)[:, None]
-            token = (cdf <= u).sum(-1, keepdim=True)                              # (B, 1)
-            self.log_probs.append(log_p.gather(1, token)[:, 0])
-        token = token.masked_fill(torch.tensor(self.over, device=token.device)[:, None], self.end)
-        self.over = [over or t == self.end for over, t in zip(self.over, token[:, 0].tolist())]
-        return torch.full_like(logits, -torch.inf).scatter_(1, token, 0.0)
+            drawn = self.sample(logits.log_softmax(-1))
+        over = torch.tensor(self.over, device=drawn.device)
+        drawn = drawn.masked_fill(over, self.encoder.end_of_turn)
+        for row, token in enumerate(drawn.tolist()):
+            if not self.over[row]:
+                self.written[row].append(token)
+                self.over[row] = self.ends(self.written[row])
+        return torch.full_like(logits, -torch.inf).scatter_(1, drawn[:, None], 0.0)
+
+    def sample(self, log_p: Tensor) -> Tensor:
+        """Draws a token from each row of log-probabilities, (B, V): the first at which the
+        distribution function exceeds a number u that is uniform in [0, 1)."""
+        u = []
+        for rng, over in zip(self.rngs, self.over):
+            u.append(0.0 if over else rng.random())
+        u = torch.tensor(u, dtype=torch.float64, device=log_p.device)[:, None]    # (B, 1)
+        cdf = log_p.exp().double().cumsum(-1)                                     # (B, V)
+        drawn = (cdf <= cdf[:, -1:] * u).sum(-1)  # rounding leaves the last not quite 1
+        self.log_probs.append(log_p.gather(1, drawn[:, None])[:, 0])
+        return drawn
+
+    def ends(self, written: list[int]) -> bool:
+        """Whether a reply ends with its last token."""
+        if written[-1] == self.encoder.end_of_turn:
+            return True
+        for stop in self.stops:  # of which a token has a letter at least
+            if stop in self.encoder.decode(written[-len(stop) - 1:]):
+                return True
+        return False
+
+    def replies(self) -> list[tuple[list[int], list[float]]]:
+        """The ids of each reply, and their log-probabilities."""
+        if not self.log_probs:
+            return [(ids, []) for ids in self.written]
+        values = torch.stack(self.log_probs, 1).tolist()
+        return [(ids, row[:len(ids)]) for ids, row in zip(self.written, values)]
+
+
+# --------------------------------------------------------------- whether a model can be used so
+
+RIGHT = 1e-3  # nats a token that rounding explains in fp32: it makes 4e-5, faults 0.012 and more
+# What a model's code raises where it lacks a way of being run. Disk and driver are not among them.
+OF_CODE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError,
+           TypeError, ValueError)
+OF_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError)  # which are RuntimeErrors, too
 
 
 @torch.inference_mode()
 def trial(model, encoder: Encoder, longest: int = 64) -> tuple[bool, bool, bool]:
-    """Whether passes, and whether replies, are to be of one text at a time, and these may keep a
-    cache: the fastest way with the log-probabilities of plain passes over texts of up to `longest`
-    tokens. Unusable where none has."""
-    # Mean error of a token in nats: rounding makes up to 4e-5 in fp32, 0.03 in bf16; faults 0.012.
-    most = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.03
-    never = (*encoder.never(model.config.get_text_config().vocab_size), encoder.end_of_turn)
-    sampler, known = Sampler(never=never), sorted({*range(len(encoder.tokenizer))} - {*never})
-    texts = [random.Random(k).choices(known, k=k) for k in (longest - 8, longest // 2)]
+    """Finds the fastest way to ask a model that gives right log-probabilities: those of plain
+    passes over one text. Some models read padding, or err with their cache.
+
+    It judges code, not rounding: in bf16 rounding alone moves a token by 0.04 to 0.06 nats, more
+    than some faults do. So the model is turned into fp32.
+
+    Args:
+        model: A causal LM; its weights are fp32 afterwards.
+        encoder: Of its tokenizer.
+        longest: Tokens of the longest text that is tried, since some faults begin at a length.
+
+    Returns:
+        Whether passes, and whether replies, have to be of one text at a time; and whether these may
+        keep a cache.
+
+    Raises:
+        Unusable: No way is right. What the machine lacks, memory say, is raised as it is.
+    """
+    model.float()
+    never = (*encoder.sampler().never, encoder.end_of_turn)
+    sampler = Sampler(never=never)
+    known = sorted({*range(min(len(encoder.tokenizer), encoder.rows))} - {*never})
+    texts = [random.Random(size).choices(known, k=size) for size in (longest - 8, longest // 2)]
     for cache, alone in itertools.product((True, False), (False, True)):
         try:
-            made = replies(model, encoder, sampler, 8, (),
-                           [(ids, random.Random(0)) for ids in texts], alone, cache)
-            whole = [Trajectory(ids=ids + new, action_mask=[0] * len(ids) + [1] * len(new))
-                     for ids, (new, _) in zip(texts, made)]
-            plain = torch.cat([token_log_probs(model, [t], sampler) for t in whole])
-            drawn = plain.new_tensor([x for _, log_probs in made for x in log_probs])
-            if (plain - drawn).abs().mean() < most:
-                padded = token_log_probs(model, whole, sampler)
-                return not (plain - padded).abs().mean() < most, alone, cache
-            fault = "its replies have other log-probabilities than plain passes over them"
-        except Exception as error:  # of its code for a cache or a mask, say
-            fault = str(error).partition("\n")[0]
+            of_replies, of_padding = errors_of_way(model, encoder, sampler, texts, alone, cache)
+        except OF_MACHINE:
+            raise
+        except OF_CODE as error:
+            if "DefaultCPUAllocator" in str(error):  # out of memory, on a CPU
+                raise MemoryError(str(error)) from None
+            fault = first_line(error)
+            continue
+        if of_replies < RIGHT:
+            return of_padding >= RIGHT, alone, cache
+        fault = "its replies have other log-probabilities than plain passes over them"
     raise Unusable(f"{type(model).__name__} cannot be used: {fault}; use another model")
+
+
+def errors_of_way(model, encoder: Encoder, sampler: Sampler, texts: list[list[int]], alone: bool,
+                  cache: bool) -> tuple[float, float]:
+    """How far this way is from plain passes over one text, in nats a token: that of replies to the
+    texts, and that of one padded pass over texts and replies."""
+    asked = [(ids, random.Random(0)) for ids in texts]
+    drawn, trajectories = [], []
+    for ids, (reply, values) in zip(texts, replies(model, encoder, sampler, 8, (), asked, alone,
+                                                   cache)):
+        mask = [0] * len(ids) + [1] * len(reply)
+        trajectories.append(Trajectory(ids=ids + reply, action_mask=mask))
+        drawn += values
+    plain = torch.cat([token_log_probs(model, [t], sampler) for t in trajectories])  # (A,)
+    padded = token_log_probs(model, trajectories, sampler)                        # (A,)
+    of_replies = (plain - plain.new_tensor(drawn)).abs().mean().item()
+    of_padding = (plain - padded).abs().mean().item()
+    return of_replies, of_padding

@@ -1,5 +1,6 @@
-"""Files of JSON lines, and what tells values and files from others."""
+"""The files of a run: JSON lines, what tells a file from another, and what is said of a phase."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -8,6 +9,8 @@ from pathlib import Path
 
 from common.settings import Refused
 
+# ------------------------------------------------------------------------------ reading, writing
+
 
 def read_json(file: Path) -> dict:
     """The JSON object in a file; Refused, naming it, unless it is whole."""
@@ -15,48 +18,65 @@ def read_json(file: Path) -> dict:
 
 
 def read_jsonl(file: Path, growing: bool = False) -> list[dict]:
-    """The objects of a file, one a line; Refused, naming file and line, where one is not whole.
-    growing: without a last line that is still being written."""
-    *lines, last = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    lines += [last] if last and not growing else []  # an empty file has no line
-    return [whole_object(row, f"{file}, line {n}") for n, row in enumerate(lines, 1)]
+    """The objects in a file, one a line; Refused, naming the line, where one is not whole.
+    growing: somebody may be writing the last line, which is left out unless it has its end."""
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    last = lines.pop()  # what follows the last line's end: nothing, if the file is whole
+    if last and not growing:
+        lines.append(last)
+    return [whole_object(text, f"{file}, line {n}") for n, text in enumerate(lines, 1)]
 
 
 def whole_object(text: str, where) -> dict:
     try:
         value = json.loads(text)
-        if isinstance(value, dict):
-            return value
     except ValueError:
-        pass
+        value = None
+    if isinstance(value, dict):
+        return value
     raise Refused(f"{where}: {text[:40]!r} is no whole JSON object; restore the file, or delete it")
 
 
-class Known(dict):
-    """The trajectories that pairs may name, by task, agent, iteration and rollout."""
-
-    def __missing__(self, key):
-        raise Refused(f"a pair names {key}, which is no trajectory of this run; mend the pairs "
-                      "file, or delete it to make it again")
-
-
 def write_json(file: Path, value) -> None:
-    """The value or what was there before: it appears by renaming."""
+    """Writes a value as JSON. It appears by renaming, so that a stop leaves it or what was there.
+    """
     part = file.with_name(f"{file.name}.tmp")
     part.write_text(json.dumps(value, indent=1))
     os.replace(part, file)
 
 
-def remove(path: Path) -> None:
-    """A file or folder, if it is there."""
-    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-
-
 def write_jsonl(file: Path, rows: list) -> None:
-    """Objects, or the fields of dataclasses that are not None, one a line."""
-    rows = (row if isinstance(row, dict) else
-            {name: value for name, value in vars(row).items() if value is not None} for row in rows)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """Writes objects, or the fields of dataclasses that are not None, one a line."""
+    with open(file, "w") as lines:
+        for row in rows:
+            if not isinstance(row, dict):
+                row = {name: value for name, value in vars(row).items() if value is not None}
+            lines.write(json.dumps(row) + "\n")
+
+
+def remove(path: Path) -> None:
+    """Deletes a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def lock(folder: Path):
+    """Keeps other processes out of a run's folder for as long as what it returns is open; Refused
+    where one is in it. On a disk that has no locks nobody is kept out."""
+    file = open(folder / "lock", "w")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise Refused(f"--out {folder}: another process is running in this folder; wait for it or "
+                      "give another") from None
+    except OSError:
+        pass
+    return file
+
+
+# -------------------------------------------------------------------- what tells one from another
 
 
 def hashed(value) -> str:
@@ -69,32 +89,99 @@ def seed_of(*names) -> int:
     return int(hashlib.sha256("/".join(map(str, names)).encode()).hexdigest()[:12], 16)
 
 
-def known_by(made, agents: dict[Path, str]):
-    """What tells an input of a phase from another: of a file its bytes; of an agent how it was made
-    (`agents`), since 27 GB take long to hash; of another folder name, size and last megabyte of
-    each file; of what is not there, as on the hub, its name."""
-    if isinstance(made, (dict, list, tuple)):
-        return [known_by(part, agents) for part in (
-            made.values() if isinstance(made, dict) else made)]
-    if made.is_file():
-        return hashlib.sha256(made.read_bytes()).hexdigest()
-    if made in agents:
-        return agents[made]
+def hash_of_files(files: list[Path]) -> str:
+    """16 hexadecimal digits for the bytes in some files."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def known_by(given, agents: dict[Path, str]):
+    """What tells an input of a phase from another.
+
+    Args:
+        given: A path, or a list or dictionary of inputs.
+        agents: The run's agents, and how each was made.
+
+    Returns:
+        Of a file its bytes, hashed; of an agent how it was made, since 27 GB take long to hash; of
+        another folder name, size and last megabyte of each file; of what is not there, as on the
+        hub, its name; of several inputs a list of these.
+    """
+    if isinstance(given, dict):
+        given = list(given.values())
+    if isinstance(given, (list, tuple)):
+        return [known_by(part, agents) for part in given]
+    if given.is_file():
+        return hashlib.sha256(given.read_bytes()).hexdigest()
+    if given in agents:
+        return agents[given]
+
     found = []
-    for file in sorted(filter(Path.is_file, made.glob("*.*"))):
-        with open(file, "rb") as f:
-            f.seek(max(0, (size := file.stat().st_size) - (1 << 20)))
-            found.append([file.name, size, hashlib.sha256(f.read()).hexdigest()])
-    return found or str(made)
+    for file in sorted(given.glob("*.*")):
+        if file.is_file():
+            size = file.stat().st_size
+            with open(file, "rb") as content:
+                content.seek(max(0, size - (1 << 20)))
+                end = hashlib.sha256(content.read()).hexdigest()
+            found.append([file.name, size, end])
+    return found or str(given)
+
+
+def sizes_of_weights(agent: Path) -> dict[str, int]:
+    """name -> bytes of the files of weights in an agent's folder; nothing of what is no folder."""
+    return {file.name: file.stat().st_size for file in sorted(agent.glob("*.safetensors"))}
+
+
+# -------------------------------------------------------------------------------- what is said
+
+# What shares of episodes are called for a person.
+SHARES = {"success": "solved", "hard": "hard failures", "budget": "out of turns"}
+# What is recorded of a phase beside what it found.
+RECORDS = {"i", "seconds", "settings", "weights", "first_loss", "made", "resident_mb"}
+
+
+def sentence(output: str, row: dict) -> str:
+    """What is said of a finished phase, such as
+    "iter1/target.jsonl  400 episodes, reward 0.512, 35% solved, 40% hard failures, ...  1:12"."""
+    parts = []
+    for name, value in row.items():
+        if name not in RECORDS and isinstance(value, (int, float, dict)):
+            parts.append(phrase(name, value, row))
+    minutes, seconds = divmod(round(row["seconds"]), 60)
+    return f"{output:28}  {', '.join(parts)}  {minutes}:{seconds:02}"
+
+
+def phrase(name: str, value, row: dict) -> str:
+    """A number in words, or some numbers by name with their sum; row: what stands beside it."""
+    if isinstance(value, dict):
+        each = ", ".join(f"{count:,} {kind}" for kind, count in value.items())
+        total = f"{sum(value.values()):,} {name}"
+        return f"{total} ({each})" if each else total
+    if name in SHARES:
+        return f"{value:.0%} {SHARES[name]}"
+    if name == "turns":
+        return f"{value:.1f} turns each"
+    if name == "loss" and "first_loss" in row:
+        return f"loss {row['first_loss']:.3f} -> {value:.3f}"
+    if isinstance(value, float):
+        return f"{name} {value:.3f}"
+    return f"{value:,} {name}"
 
 
 def line(name: str, numbers: dict) -> str:
-    """A name and its numbers in one line, those in dictionaries too; all else is left out."""
-    flat = {}
+    """A line of a run's table: a name, and the numbers in a row of phases.json."""
+    words = [f"{name:28}"]
     for key, value in numbers.items():
-        flat |= value if isinstance(value, dict) else {key: value}
-    return "  ".join([f"{name:28}", *(f"{key} {x:.3f}" if isinstance(x, float) else f"{key} {x:,}"
-                                      for key, x in flat.items() if isinstance(x, (int, float)))])
+        if key in RECORDS - {"i", "seconds"}:
+            continue
+        for inner, number in (value if isinstance(value, dict) else {key: value}).items():
+            if isinstance(number, float):
+                words.append(f"{inner} {number:.3f}")
+            elif isinstance(number, int):
+                words.append(f"{inner} {number:,}")
+    return "  ".join(words)
 
 
 def headline(s: dict) -> str:
@@ -104,7 +191,10 @@ def headline(s: dict) -> str:
 
 def table(title: str, done: dict[str, dict]) -> str:
     """What the phases of a run found, a line each: pairs, exploration, evaluation."""
-    lines = [line(name, row) for work in ("make_pairs", "explore", "evaluate")
-             for name, row in done.items() if row["work"] == work]
+    lines = [title]
+    for work in ["make_pairs", "explore", "evaluate"]:
+        for name, row in done.items():
+            if row["work"] == work:
+                lines.append(line(name, row))
     seconds = sum(row["seconds"] for row in done.values())
-    return "\n".join([title, *lines, f"{seconds:,.0f} s in all"])
+    return "\n".join([*lines, f"{seconds:,.0f} s in all"])

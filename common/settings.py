@@ -1,9 +1,13 @@
-"""How settings are stated, checked and read from a command line; of a run and of an environment.
+"""Settings: how they are stated, read from a command line, explained by --help, and checked.
 
-A setting is a field of a frozen dataclass; the comment behind or above it is the help, the type
-(a plain one, Literal, Optional[str], or one of those below) has the limits:
+A setting is a field of a frozen dataclass. Its comment, in the lines above or behind it, explains
+it in a sentence and ends with the source of its default in brackets. Its type says which values it
+may have: a plain type, a Literal, Optional[str], or one of those below.
 
-    beta: Rate = 0.1  # in iteration 1 [App. B; ETO]
+    # Beta of Eq. (7) in iteration 1 [App. B; ETO]
+    beta: Rate = 0.1
+
+The first line of a class's docstring is the heading of its settings in --help.
 """
 
 import argparse
@@ -16,7 +20,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal, Optional, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Literal,
+    NamedTuple,
+    Optional,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 from urllib.parse import unquote
 
 
@@ -24,44 +37,63 @@ class Refused(ValueError):
     """What the user gave cannot be used; the text is one line: object, value, remedy."""
 
 
+# ------------------------------------------------------------------------------- types of values
+
+
 @dataclass(frozen=True)
 class Limits:
-    """What a value has to be: a test of the value and of all settings, and its words."""
-    holds: Callable = lambda value, s: True
-    words: str = ""
-    free: bool = False         # it changes nothing in the files of a run but rounding
-    password: str | None = None  # the environment variable for an address's password
+    """What a value has to be, beside its type."""
+    holds: Callable  # holds(value, all settings of the run) -> bool
+    words: str       # what is said of a value where that is false
 
 
-def limited(hint, words: str, holds: Callable, **more):
-    """The type of values, of the type `hint`, for which holds(value) is true."""
-    return Annotated[hint, Limits(lambda value, s: value is None or holds(value), words, **more)]
+@dataclass(frozen=True)
+class Password:
+    """Marks an address. A password in it goes to an environment variable, and into no file."""
+    variable: str
+
+
+FREE = "free"        # marks what changes nothing in a run's files but rounding
+GROWING = "growing"  # marks what adds to a run where it grows, and changes nothing of what is there
+
+
+def limited(kind, words: str, holds: Callable):
+    """The type of those values, of the type `kind`, for which holds(value) is true."""
+    return Annotated[kind, Limits(lambda value, settings: value is None or holds(value), words)]
 
 
 Kind = TypeVar("Kind")
-Free = Annotated[Kind, Limits(free=True)]
+Free = Annotated[Kind, FREE]
+Growing = Annotated[Kind, GROWING]
 Whole = limited(int, "must be at least 0", lambda n: n >= 0)
 Count = limited(int, "must be at least 1", lambda n: n >= 1)
 Rate = limited(float, "must be above 0", lambda x: x > 0)
 Weight = limited(float, "must be at least 0", lambda x: x >= 0)
 Share = limited(float, "must be at least 0 and below 1", lambda x: 0 <= x < 1)
+# Logits are divided by it, and have to stay within float32.
+Temperature = limited(float, "must be 0, which is greedy, or at least 0.001",
+                      lambda x: x == 0 or x >= 0.001)
 OldFile = limited(Optional[str], "is not there; give a file or folder that is",
                   lambda name: Path(name).exists())
-# Of a real environment: not for the tiny model, which knows the words of the built-in ones alone.
-REAL = Limits(lambda value, s: not value or s.model != "tiny",
+# For real environments: the tiny model knows the words of the built-in ones alone.
+REAL = Limits(lambda value, settings: not value or settings.model != "tiny",
               "is for a real language model; give another --model than tiny")
-FINITE = Limits(lambda value, s: not isinstance(value, float) or math.isfinite(value),
+FINITE = Limits(lambda value, settings: not isinstance(value, float) or math.isfinite(value),
                 "must be a finite number")
+
+
+# -------------------------------------------------------------------------------- what is stated
 
 
 class Stated:
     """What a class of settings may state beside its fields."""
-    presets = {}  # name -> values that replace the defaults, if `preset_names` has the name
+    presets = {}  # name -> values that replace defaults, if `preset_names` has the name
 
     @staticmethod
     def preset_names(values: dict) -> list[str]:
-        """The presets for these values, each of which beats those before."""
-        model, protocol = values["model"], values.get("protocol", "ours")
+        """The presets for these values; a later one beats those before."""
+        model = values["model"]
+        protocol = values.get("protocol", "ours")
         return ["", model, protocol, f"{model} {protocol}"]
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
@@ -69,90 +101,272 @@ class Stated:
         return []
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise Refused(f"{message}; --help lists every setting")
+class Method(NamedTuple):
+    """What --method names."""
+    loop: Callable  # loop(run)
+    reads: tuple    # the settings that it reads: classes of them, or names
+    about: str      # a line for --help
 
 
-def parse(argv: list[str], kind: type, methods: dict, environment: Callable):
-    """(settings, the environment's own options) of a command line; --help prints them. kind: the
-    class of settings; methods: name -> (loop, the classes or names of settings that it reads);
-    environment(name) -> the class of options. Refused where anything is wrong."""
-    first, parser = (Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-                     for _ in range(2))  # what they return was given
-    first.add_argument("--env", default=kind.env)
-    options = environment(first.parse_known_args(argv)[0].env)
-    stated = (*fields(kind), *fields(options))
-    hints = get_type_hints(kind) | get_type_hints(options)
-    for f in stated:
-        hint = {Optional[str]: str}.get(hints[f.name], hints[f.name])
-        parser.add_argument(flag(f.name), **(
-            dict(choices=tuple(methods)) if f.name == "method" else
-            dict(choices=get_args(hint)) if get_origin(hint) is Literal else
-            dict(type=str.lower, choices=("true", "false"), nargs="?", const="true")
-            if hint is bool else dict(type=hint)))
-    asks = {"-h", "--help"} & {*argv}
-    given = vars(parser.parse_args([word for word in argv if word not in asks]))
-    given |= {name: text == "true" for name, text in given.items() if hints[name] is bool}
-    values = {f.name: f.default for f in stated}
-    for name in kind.preset_names(values | given):
-        values |= kind.presets.get(name, {}) | options.presets.get(name, {})
-    values |= given  # presets also name settings of what extends a program
-    s, own = (part(**{f.name: values[f.name] for f in fields(part)}) for part in (kind, options))
-    reads = {name for part in methods[s.method][1] for name in (
-        [part] if isinstance(part, str) else [f.name for f in fields(part)])}
-    reads |= {f.name for f in fields(options)}
-    if asks:
-        help = comments(kind, options)
-        print("\n".join(f"{flag(f.name)} {values[f.name]}: {help.get(f.name)}"
-                        for f in stated if f.name in reads))
-        sys.exit()
-    wrong = [f"{flag(name)} is not read by --method {s.method}" for name in given
-             if name not in reads]
-    wrong += [f"{flag(f.name)} {values[f.name]}: {limits.words}" for part in (kind, options)
-              for f in fields(part) if f.name in reads
-              for limits in (FINITE, *limits_of(part, f.name))
-              if not limits.holds(values[f.name], s)]
-    wrong += [f"{flags}: {problem}" for so, flags, problem in (*s.conflicts(s), *own.conflicts(s))
-              if so]
-    if wrong:
-        raise Refused("; ".join(wrong))
-    for f in fields(options):  # settings are written: no password in them
-        for variable in filter(None, (l.password for l in limits_of(options, f.name))):
-            if parts := re.fullmatch("(.+?//[^:@]+):([^@/]*)(@.+)", values[f.name] or ""):
-                own = replace(own, **{f.name: parts[1] + parts[3]})
-                os.environ[variable] = unquote(parts[2])
-    return s, own
+@dataclass(frozen=True)
+class Setting:
+    """What a class states of one setting."""
+    name: str
+    kind: object    # its type, without marks
+    marks: tuple    # Limits, Password, FREE, GROWING
+    default: object
+    heading: str    # of its class
+    comment: str
+
+    @property
+    def flag(self) -> str:
+        return flag(self.name)
+
+
+@cache
+def settings_of(kind: type) -> dict[str, Setting]:
+    """name -> the setting, of a class and of all that it extends."""
+    plain = get_type_hints(kind)
+    marked = get_type_hints(kind, include_extras=True)
+    about = {}  # name -> heading and comment
+    for part in reversed(kind.__mro__):
+        if "__annotations__" in vars(part):
+            comments = comments_of(part)
+            about |= {name: (heading_of(part), comments[name]) for name in comments}
+
+    stated = {}
+    for f in fields(kind):
+        marks = getattr(marked[f.name], "__metadata__", ())
+        heading, comment = about.get(f.name, ("settings", ""))
+        stated[f.name] = Setting(f.name, plain[f.name], marks, f.default, heading, comment)
+    return stated
+
+
+def heading_of(kind: type) -> str:
+    """The first line of a class's docstring, without its full stop."""
+    doc = inspect.getdoc(kind) or ""
+    if not doc or doc.startswith(f"{kind.__name__}("):  # which a dataclass writes itself
+        return f"{kind.__module__.split('.')[-1]}'s own settings"
+    return doc.splitlines()[0].rstrip(".")
+
+
+def comments_of(kind: type) -> dict[str, str]:
+    """name -> the comment of a field in the source of its class: behind it, or else above it."""
+    found = {}
+    above = []  # lines of comments since the last line of code
+    for line in inspect.getsource(kind).splitlines():
+        code, _, comment = line.strip().partition("#")
+        field = re.match(r"(\w+): ", code)
+        if field:
+            found[field[1]] = comment.strip() or " ".join(above)
+        if code:
+            above = []
+        elif comment:
+            above.append(comment.strip())
+    return found
 
 
 def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-@cache
-def limits_of(kind: type, name: str) -> tuple[Limits, ...]:
-    return getattr(get_type_hints(kind, include_extras=True)[name], "__metadata__", ())
+def has_mark(kind: type, name: str, mark: str) -> bool:
+    """Whether the type of a class's setting is marked FREE or GROWING."""
+    return name in settings_of(kind) and mark in settings_of(kind)[name].marks
 
 
-def check_same(before: dict | None, now: dict, kind: type) -> None:
-    """Refused where a run that goes on has other settings than before, but for the free ones."""
-    if before is None:
-        raise Refused("--out: the config.json of this folder is no run's; give another folder")
-    free = {f.name for f in fields(kind) if any(l.free for l in limits_of(kind, f.name))}
-    if changed := [f"{name} ({before.get(name)} -> {now.get(name)})" for name in {**before, **now}
-                   if before.get(name) != now.get(name) and name not in free]:
-        raise Refused(f"--out: this folder was made with other settings: {', '.join(changed)}; "
-                      "give another, or these settings again")
+def names_in(reads: tuple) -> set[str]:
+    """The names of settings in classes of them and single names, as `Method.reads` has them."""
+    names = set()
+    for part in reads:
+        if isinstance(part, str):
+            names.add(part)
+        else:
+            names |= set(settings_of(part))
+    return names
 
 
-def comments(*kinds: type) -> dict[str, str]:
-    """Each field's comment in the source: behind it, or in the lines above."""
-    found = {}
-    for kind in {part: None for whole in kinds for part in whole.__mro__[-2::-1]}:
-        above = []
-        for line in inspect.getsource(kind).splitlines():
-            code, _, text = line.strip().partition("#")
-            if code and (field := re.match(r"(\w+):", code)):
-                found[field[1]] = text.strip() or " ".join(above)
-            above = [*above, text.strip()] if text and not code else []
+# ---------------------------------------------------------------------------- the command line
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise Refused(f"{message}; --help lists every setting")
+
+
+def parse(argv: list[str], kind: type, methods: dict[str, Method], environment: Callable,
+          program: str = "python coevolve.py"):
+    """Reads the settings of a run from a command line; with --help it prints them, and ends.
+
+    Args:
+        argv: The words of the command line.
+        kind: The class of settings, which extends `Stated`.
+        methods: What --method can name.
+        environment: environment(name) -> the class of that environment's own settings.
+        program: What --help calls the program.
+
+    Returns:
+        The settings, of the class `kind`, and the environment's own.
+
+    Raises:
+        Refused: Something is wrong; the text names all that is.
+    """
+    # The environment is read first, since it has settings of its own.
+    first = Parser(add_help=False, allow_abbrev=False)
+    first.add_argument("--env", default=kind.env)
+    env = first.parse_known_args(argv)[0].env
+    options = environment(env)
+    stated = settings_of(kind) | settings_of(options)
+
+    parser, arguments = parser_of(stated, methods, program)
+    given = vars(parser.parse_args(argv))
+    asks_for_help = given.pop("help", False)
+    for name in given:
+        if stated[name].kind is bool:
+            given[name] = given[name] == "true"
+
+    # A value is the given one, else that of the last preset that has it, else the default.
+    values = {name: setting.default for name, setting in stated.items()}
+    origins = {}  # of those that are no defaults
+    for preset in kind.preset_names(values | given):
+        replaced = kind.presets.get(preset, {}) | options.presets.get(preset, {})
+        values |= replaced  # among them settings of programs that extend this one
+        origins |= dict.fromkeys(replaced, f"preset {preset or env}")
+    values |= given
+    origins |= dict.fromkeys(given, "given")
+    settings = kind(**{name: values[name] for name in settings_of(kind)})
+    own = options(**{name: values[name] for name in settings_of(options)})
+
+    reads = names_in((*methods[settings.method].reads, options))
+    if asks_for_help:
+        for name, setting in stated.items():
+            arguments[name].help = help_of(setting, values[name], origins.get(name))
+            if name not in reads:
+                arguments[name].help = argparse.SUPPRESS
+        parser.print_help()
+        sys.exit()
+    wrong = faults(stated, given, reads, settings, own)
+    if wrong:
+        raise Refused("; ".join(wrong))
+    return settings, hide_passwords(own)
+
+
+def parser_of(stated: dict[str, Setting], methods: dict[str, Method], program: str):
+    """A parser that returns what is given of these settings; and name -> the argument in it."""
+    lines = [f"  {name:12} {method.about}" for name, method in methods.items()]
+    parser = Parser(
+        usage=f"{program} [--env ENV] [--method METHOD] [--model MODEL] [--SETTING VALUE ...]",
+        description="\n".join(["methods:", *lines]), add_help=False, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
+    parser.add_argument("-h", "--help", action="store_true",
+                        help="list the settings that --method reads in --env, and end")
+    groups = {}
+    arguments = {}
+    for name, setting in stated.items():
+        if setting.heading not in groups:
+            groups[setting.heading] = parser.add_argument_group(setting.heading)
+        takes = taken_by(setting)
+        if name == "method":
+            takes = dict(choices=tuple(methods))
+        arguments[name] = groups[setting.heading].add_argument(setting.flag, **takes)
+    return parser, arguments
+
+
+def taken_by(setting: Setting) -> dict:
+    """What argparse has to know of a setting's values."""
+    if get_origin(setting.kind) is Literal:
+        return dict(choices=get_args(setting.kind))
+    if setting.kind is bool:
+        return dict(type=str.lower, choices=("true", "false"), nargs="?", const="true")
+    if setting.kind in (int, float):
+        return dict(type=setting.kind, metavar="N" if setting.kind is int else "X")
+    return dict(type=str, metavar="TEXT")
+
+
+def help_of(setting: Setting, value, origin: str | None) -> str:
+    """The comment of a setting, then its value and where that is from, such as
+    "... 2.0 (preset tiny; default 0.1 [Section 4.3])"."""
+    words, source = re.fullmatch(r"(.*?) *(\[[^][]*\])?", setting.comment).groups("")
+    default = f"default {setting.default} {source}".strip()
+    if setting.default is None:
+        default = f"default: {source.strip('[]') or 'none'}"
+    if origin:
+        default = f"{value} ({origin}; {default})"
+    return f"{words}: {default}".replace("%", "%%")  # which argparse would fill in
+
+
+def faults(stated: dict[str, Setting], given: dict, reads: set[str], settings, own) -> list[str]:
+    """What is wrong with settings: given but not read, out of their limits, in conflict."""
+    found = []
+    for name in given:
+        if name not in reads:
+            found.append(f"{flag(name)} is not read by --method {settings.method}")
+    for name, value in (vars(settings) | vars(own)).items():
+        limits = [mark for mark in stated[name].marks if isinstance(mark, Limits)]
+        for limit in [FINITE, *limits]:
+            if name in reads and not limit.holds(value, settings):
+                found.append(f"{flag(name)} {value}: {limit.words}")
+    for so, flags, problem in settings.conflicts(settings) + own.conflicts(settings):
+        if so:
+            found.append(f"{flags}: {problem}")
     return found
+
+
+def hide_passwords(options):
+    """The options without passwords in addresses, which are in the environment from here on."""
+    for name, setting in settings_of(type(options)).items():
+        parts = re.fullmatch("(.+?//[^:@]+):([^@/]*)(@.+)", str(getattr(options, name)))
+        for mark in setting.marks:
+            if parts and isinstance(mark, Password):
+                os.environ[mark.variable] = unquote(parts[2])
+                options = replace(options, **{name: parts[1] + parts[3]})
+    return options
+
+
+# ------------------------------------------------------------------------ the settings of a run
+
+
+def check_same(before: dict, now: dict, kind: type) -> None:
+    """Raises Refused where a run that goes on was begun with other settings. Two programs may share
+    a run's folder: what one of them does not know is not compared.
+
+    Args:
+        before: The settings in the run's folder.
+        now: Those that it is to go on with.
+        kind: Their class, which says what is free to change, and what may grow.
+    """
+    changed = []
+    for name in before.keys() & now.keys():
+        grows = has_mark(kind, name, GROWING) and now[name] > before[name]
+        if before[name] != now[name] and not grows and not has_mark(kind, name, FREE):
+            changed.append(f"{name} ({before[name]} -> {now[name]})")
+    if changed:
+        raise Refused(f"--out: this folder was made with other settings: "
+                      f"{', '.join(sorted(changed))}; give another, or these settings again")
+
+
+def noting(settings):
+    """The same settings, as an object that notes which of them are asked for; and the set of their
+    names, to which it adds."""
+    kind = type(settings)
+    names = set(vars(settings))
+    asked = set()
+
+    class Noting(kind):
+        def __getattribute__(self, name):
+            if name in names:
+                asked.add(name)
+            return super().__getattribute__(name)
+
+    return Noting(**vars(settings)), asked
+
+
+class Instead:
+    """Settings, some with other values. It asks the settings for no more than it is asked for."""
+
+    def __init__(self, settings, **values):
+        self.settings = settings
+        vars(self).update(values)
+
+    def __getattr__(self, name):
+        return getattr(self.settings, name)

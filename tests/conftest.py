@@ -201,7 +201,8 @@ def wait_until(condition, seconds=300):
 def agent():
     """(model, encoder); some rows of the model's embedding are of no token."""
     tokenizer = make_tokenizer("chatml")
-    return make_model(len(tokenizer) + 5, seed=1), dpo.Encoder(tokenizer)
+    rows = len(tokenizer) + 5
+    return make_model(rows, seed=1), dpo.Encoder(tokenizer, rows)
 
 
 @pytest.fixture(params=TEMPLATES)

@@ -191,7 +191,7 @@ def group(task="a", seed=0, pairs=None):
 
 
 def loss_of(model, groups, **changed):
-    policy = dpo.token_log_probs(model, dpo.trajectories(groups))
+    policy = dpo.token_log_probs(model, dpo.trajectories_of(groups))
     return dpo.preference_loss(policy, groups, SimpleNamespace(**vars(LOSS) | changed))
 
 
@@ -199,7 +199,7 @@ def test_identical_policy_and_reference_give_ln2():
     model, groups = make_model(VOCABULARY), [group("a"), group("a", 1), group("a", 2)]
     dpo.add_references(model, groups, dpo.token_log_probs, 60)
     for g in groups:  # each its own, though their tasks have one name
-        alone = [log_p(model, s).item() for s in g.sequences]
+        alone = [log_p(model, s).item() for s in g.trajectories]
         assert g.reference == pytest.approx(alone, abs=1e-9)
     loss, statistics = loss_of(model, groups, lambda_sft=0.0)
     assert loss.item() == pytest.approx(3 * math.log(2) * (0.5 + 0.5 + 1.0), abs=1e-12)
@@ -218,7 +218,7 @@ def test_equation_9_and_its_gradient_equal_brute_force(log_prob, sft_term, refer
                       log_prob=log_prob, sft_term=sft_term)
     for g in groups:
         for p in g.pairs:
-            w, l = g.sequences[p.chosen], g.sequences[p.rejected]
+            w, l = g.trajectories[p.chosen], g.trajectories[p.rejected]
             ref_w, ref_l = ((g.reference[n] if reference else 0) for n in (p.chosen, p.rejected))
             n_w, n_l = sum(w.action_mask[1:]), sum(l.action_mask[1:])
             scale_w, scale_l = (n_w, n_l) if log_prob == "mean" else (1, 1)
@@ -234,7 +234,7 @@ def test_equation_9_and_its_gradient_equal_brute_force(log_prob, sft_term, refer
 def test_statistics_are_sums_over_pairs():
     model, g = make_model(VOCABULARY), group()
     _, statistics = loss_of(model, [g, g])
-    logs = [log_p(model, s).item() for s in g.sequences]
+    logs = [log_p(model, s).item() for s in g.trajectories]
     margin = 0.1 * ((logs[2] + 22) - (logs[1] + 21))
     assert statistics["failure>failure"] == pytest.approx(dict(
         count=2, chosen=2 * logs[2], rejected=2 * logs[1], margin=2 * margin,
@@ -247,10 +247,11 @@ def test_statistics_are_sums_over_pairs():
 def trained(groups, steps, tokens, loss=dpo.sft_loss, model=None, **how):
     """(weights, log) after these steps; model: one that is trained in place."""
     model, log = model or make_model(VOCABULARY, seed=3), []
-    divisor = {dpo.sft_loss: lambda g: sum(s.action_tokens for s in g.sequences)}.get(
+    divisor = {dpo.sft_loss: lambda g: sum(s.action_count for s in g.trajectories)}.get(
         loss, lambda g: len(g.pairs))
-    dpo.fit(model, steps, dpo.token_log_probs,
-            Objective(loss, divisor, tokens=tokens, **dict(lr=1e-3) | how), log.append)
+    objective = Objective(loss, divisor, tokens=tokens, **dict(lr=1e-3) | how)
+    optimizer = dpo.adamw(model.eval(), objective)
+    log += dpo.training(model, optimizer, steps, objective, dpo.token_log_probs)
     return flat(model), log
 
 
@@ -267,7 +268,7 @@ def test_micro_batches_give_the_full_batch_step(tokens):
         assert a["norm"] == pytest.approx(b["norm"], abs=1e-9)
         for kind in a["kinds"]:  # means over the batch, however it was cut
             assert a["kinds"][kind] == pytest.approx(b["kinds"][kind], abs=1e-9)
-    logs = [log_p(make_model(VOCABULARY, seed=3), g.sequences[0]).item()
+    logs = [log_p(make_model(VOCABULARY, seed=3), g.trajectories[0]).item()
             for g in groups[:3]]
     assert log[0]["kinds"]["expert>target"]["chosen"] == pytest.approx(sum(logs) / 3)
 
@@ -277,10 +278,10 @@ def test_steps_are_adamw_on_the_mean_gradient(most, decay):
     """Of two steps the second remembers the first's gradient as it was clipped."""
     batch, model = [Group([s]) for s in sequences(9, 13)], make_model(VOCABULARY, seed=3)
     after, log = trained(batch, [batch] * 2, 10_000, max_grad_norm=most, weight_decay=decay)
-    tokens = sum(sum(g.sequences[0].action_mask[1:]) for g in batch)
+    tokens = sum(sum(g.trajectories[0].action_mask[1:]) for g in batch)
     adamw = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=decay)
     for event in log:
-        loss = -sum(log_p(model, g.sequences[0]) for g in batch) / tokens
+        loss = -sum(log_p(model, g.trajectories[0]) for g in batch) / tokens
         gradients(model, loss)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most).item()
         assert event["loss"] == pytest.approx(loss.item(), abs=1e-9)
@@ -312,7 +313,7 @@ def test_a_loss_that_is_not_finite_names_the_tasks_and_moves_nothing():
 def test_batches_hold_every_group_once_and_keep_instructions_whole():
     groups = [Group(sequences(4, task=str(i)), [Pair("k", 0, 1)] * n)
               for i, n in enumerate([3, 1, 2, 3, 9, 1, 1, 2])]
-    name, orders = lambda g: g.sequences[0].task, set()
+    name, orders = lambda g: g.trajectories[0].task, set()
     for seed in range(5):
         made = dpo.batches(groups, 4, "pairs", random.Random(seed))
         assert sorted(name(g) for b in made for g in b) == sorted(map(name, groups))
@@ -341,7 +342,7 @@ def test_bf16_weights_are_trained_as_fp32_ones(tmp_path):
     trained(None, [[Group(sequences(9, 13))]], 100, model=model, lr=1e-6)
     assert ((flat(model) != before).float().mean()) > 0.9
     assert (flat(model).bfloat16() != before.bfloat16()).float().mean() < 0.5
-    dpo.save(accelerator, model, tokenizer, tmp_path / "saved")
+    dpo.save(accelerator, model, dpo.Encoder(tokenizer), tmp_path / "saved")
     again = dpo.read_model(tmp_path / "saved")
     assert torch.equal(flat(again), flat(model))
     assert again.get_input_embeddings().weight is again.get_output_embeddings().weight
@@ -374,7 +375,7 @@ def test_a_draw_is_the_inverse_of_the_distribution_function(words):
     p = (allowed / 0.7).softmax(-1)
     expected = [int((row <= u * row[-1]).sum()) for row, u in zip(p.cumsum(-1), draws)]
     rngs = [SimpleNamespace(random=iter([u]).__next__) for u in draws]
-    draw = dpo.Draw(rngs, dpo.Sampler(0.7, never), -1, lambda ids: False)
+    draw = dpo.Draw(rngs, dpo.Sampler(0.7, never), SimpleNamespace(end_of_turn=-1), ())
     made = draw(torch.zeros(400, 1, dtype=torch.long), logits)
     found = made.argmax(-1).tolist()
     assert (made > -torch.inf).sum(-1).eq(1).all()  # `generate` has no other choice
@@ -385,7 +386,7 @@ def test_a_draw_is_the_inverse_of_the_distribution_function(words):
 
 
 def test_logits_that_are_no_numbers_are_no_reply():
-    draw = dpo.Draw([random.Random(0)], dpo.Sampler(), 3, lambda ids: False)
+    draw = dpo.Draw([random.Random(0)], dpo.Sampler(), SimpleNamespace(end_of_turn=3), ())
     with pytest.raises(FloatingPointError, match="no numbers"):
         draw(torch.zeros(1, 1, dtype=torch.long), torch.tensor([[0.0, math.nan, 1.0]]))
 
@@ -393,7 +394,7 @@ def test_logits_that_are_no_numbers_are_no_reply():
 @torch.no_grad()
 def one_token_at_a_time(model, encoder, ids, rng, temperature, most, stops=()):
     """A reply by a whole forward pass for each token, with its log-probabilities."""
-    never, new, logs = encoder.never(model.config.vocab_size), [], []
+    never, new, logs = encoder.sampler().never, [], []
     while len(new) < most and encoder.end_of_turn not in new and not any(
             stop in encoder.decode(new) for stop in stops):
         logits = model(torch.tensor([ids + new])).logits[0, -1]
@@ -419,7 +420,7 @@ def test_replies_are_those_of_one_conversation_at_a_time(agent, temperature, alo
     prompts = [s.ids for s in sequences(23, 4, 61, 9, 30, 12)]
     rngs = lambda: [random.Random(n) for n in range(6)]
     ours, theirs = rngs(), rngs()
-    sampler = dpo.Sampler(temperature, encoder.never(model.config.vocab_size))
+    sampler = encoder.sampler(temperature)
     found = dpo.replies(model, encoder, sampler, 40, stops, [*zip(prompts, ours)], alone)
     ends = set()
     for (new, logs), ids, rng, other in zip(found, prompts, ours, theirs, strict=True):
@@ -436,7 +437,7 @@ def test_replies_are_those_of_one_conversation_at_a_time(agent, temperature, alo
 def test_what_is_never_drawn_is_never_drawn(agent):
     """Control tokens but the end of turn, and the rows that pad the model's vocabulary."""
     model, encoder = agent
-    tokenizer, never = encoder.tokenizer, encoder.never(model.config.vocab_size)
+    tokenizer, never = encoder.tokenizer, encoder.sampler().never
     control = {*tokenizer.convert_tokens_to_ids(TEMPLATES["chatml"][1])} - {encoder.end_of_turn}
     assert {*never} == control | {*range(len(tokenizer), len(tokenizer) + 5)} and len(control) == 2
     sampler, asked = dpo.Sampler(50.0, never), [([5, 6], random.Random(n)) for n in range(64)]

@@ -35,7 +35,7 @@ def begun(tasks=range(8)):
 
 def answers(agent, temperature, most):
     model, encoder = agent
-    sampler = dpo.Sampler(temperature, encoder.never(model.config.vocab_size))
+    sampler = encoder.sampler(temperature)
     return lambda asked: dpo.replies(model, encoder, sampler, most, Echo.stops,
                                      [(t.ids, rng) for t, rng in asked])
 
@@ -112,7 +112,7 @@ def test_what_runs_beside_an_episode_changes_nothing(agent, temperature):
     sampled = set()
     for t in play(agent, temperature=temperature):
         env, rng = Echo(), random.Random(t.seed)
-        ids = encoder.start(envs.opening(env, env.reset(t.task)))
+        ids = encoder.start(env.opening(env.reset(t.task)))
         mask, logs = [0] * len(ids), []
         for turn in range(4):
             new, log_probs = one_token_at_a_time(model, encoder, ids, rng, temperature, 8)

@@ -105,6 +105,9 @@ class World:
         _, marker, action = reply.rpartition("Action:")
         return action.strip() if marker else reply
 
+    def opening(self, observation: str, playing: bool = False) -> list[dict]:
+        return opening(self, observation, playing)
+
     def possible(self) -> tuple[list[str], str]:
         """For a person: actions that can be played now, and the forms of others, in lines."""
         return [], ""

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Optional
 
-from common.settings import REAL, Limits, OldFile, limited
+from common.settings import REAL, OldFile, Password, limited
 from worlds.published import Published
 
 MYSQL_ADDRESS = "mysql://user:password@host:port, with / and @ in a password as %2F and %40"
@@ -17,7 +17,7 @@ def is_mysql_address(text: str) -> bool:
 
 
 Address = Annotated[limited(Optional[str], f"must be {MYSQL_ADDRESS}", is_mysql_address), REAL,
-                    Limits(password="MYSQL_PWD")]
+                    Password("MYSQL_PWD")]
 
 
 @dataclass(frozen=True)
