@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -15,6 +16,8 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Literal, Optional
+
+from tqdm import tqdm
 
 import envs
 from coevolve import Run, bar, scores, write
@@ -24,7 +27,7 @@ from dpo import Trajectory
 from evolve import by_one_rank
 from lab.careful.kept import whole_lines
 from lab.careful.overlap import Overlap, marks
-from lab.chat.endpoint import USAGE, ContextFull, Endpoint, NotAnswered
+from lab.chat.endpoint import USAGE, ContextFull, Endpoint, NotAnswered, OnlyThoughts
 from worlds import is_web_address
 
 
@@ -61,20 +64,33 @@ class Paid:
     stopped takes them where it asks for the same, and pays for the others alone."""
 
     def __init__(self, run: Run, endpoint: Endpoint):
-        self.endpoint, self.slots, self.phase = endpoint, run.settings.slots, run.name
-        self.file, self.lock = run.folder / "answers.jsonl", threading.Lock()
+        self.endpoint = endpoint
+        self.slots = run.settings.slots
+        self.phase = run.name
+        self.file = run.folder / "answers.jsonl"
+        self.lock = threading.Lock()
         self.rows = {row["asked"]: row for row in whole_lines(self.file)}
+        self.only_thoughts = 0  # requests whose answer has thoughts and no reply
 
     def ask(self, what: list, messages: list[dict]) -> dict:
         """The reply to these messages and its usage, the same ones for the same `what`."""
         asked = hashed([*what, messages])
-        if asked not in self.rows:
+        if asked in self.rows:
+            return self.rows[asked]
+        try:
             reply, used = self.endpoint(messages)
-            row = dict(asked=asked, phase=self.phase, reply=reply, **used)
-            with self.lock, open(self.file, "a") as file:
-                file.write(json.dumps(row) + "\n")
-                self.rows[asked] = row
-        return self.rows[asked]
+        except OnlyThoughts as error:
+            with self.lock:
+                self.only_thoughts += 1
+                first = self.only_thoughts == 1
+            if first:
+                tqdm.write(f"{error}; such requests are counted", file=sys.stderr)
+            raise
+        row = dict(asked=asked, phase=self.phase, reply=reply, **used)
+        with self.lock, open(self.file, "a") as file:
+            file.write(json.dumps(row) + "\n")
+            self.rows[asked] = row
+        return row
 
     def side_by_side(self, works: list[Callable]) -> list:
         """What these return, `slots` at a time. After an error nobody asks any more."""
@@ -89,8 +105,12 @@ class Paid:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def spent(self) -> dict:
-        return {name: sum(row[name] for row in self.rows.values() if row["phase"] == self.phase)
-                for name in USAGE}
+        """What all answers of the phase took, by the names in USAGE, and how many were none."""
+        rows = [row for row in self.rows.values() if row["phase"] == self.phase]
+        found = {name: sum(row[name] for row in rows) for name in USAGE}
+        if self.only_thoughts:
+            found["only_thoughts"] = self.only_thoughts
+        return found
 
 
 class Text:
@@ -106,39 +126,71 @@ class Text:
         return [], [], text[:first].strip()
 
 
-@by_one_rank
-def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Trajectory], dict]:
-    """The episodes, played, and what all requests of the phase took."""
-    s, shown, read = run.settings, examples(run), {}  # read: the tokens of the last request
-    paid = Paid(run, Endpoint(s.model, s.model_name, s.temperature, s.max_new_tokens))
+class Player:
+    """Plays episodes at an endpoint, in the place of an agent."""
 
-    def answer(asked):
+    def __init__(self, run: Run):
+        s = run.settings
+        self.settings = s
+        self.env = run.env
+        self.examples = examples(run)
+        self.paid = Paid(run, Endpoint(s.model, s.model_name, s.temperature, s.max_new_tokens))
+        self.read = {}  # (task, rollout) -> the tokens of its last request and reply
+        self.refusals = []
+
+    def answer(self, asked: list) -> list:
         """What the endpoint says to one episode; None where it can read no further."""
         (t, _), = asked
         messages = t.messages
-        if shown:  # which open with the rules
-            messages = [*shown, without_rules(messages[0], run.env), *messages[1:]]
-        if t.steps and read[t.task, t.rollout] >= s.max_tokens:
+        if self.examples:  # which open with the rules
+            first = without_rules(messages[0], self.env)
+            messages = [*self.examples, first, *messages[1:]]
+        key = t.task, t.rollout
+        if t.steps and self.read[key] >= self.settings.max_tokens:
             return [None]
         try:
-            row = paid.ask([t.task, t.rollout], messages)
-        except ContextFull:
+            row = self.paid.ask([*key], messages)
+        except ContextFull as error:
+            if t.steps == 0:
+                s = self.settings
+                self.refuse(t, envs.Refused, f"its first request can never fit: {error}; lower "
+                            f"--max-new-tokens {s.max_new_tokens} or --examples {s.examples}, or "
+                            "give a model that reads more")
             return [None]
         except NotAnswered as error:
-            if s.refused == "stop":
-                raise NotAnswered(f"{t.task}: {error}; --refused zero goes on, and counts such "
-                                  "tasks as reward 0") from None
-            t.ended, t.reward = "refused", 0.0
+            self.refuse(t, NotAnswered, str(error))
             return [None]
-        read[t.task, t.rollout] = row["prompt_tokens"] + row["completion_tokens"]
+        self.read[key] = row["prompt_tokens"] + row["completion_tokens"]
         return [(row["reply"], [])]
 
+    def refuse(self, t: Trajectory, kind: type, why: str) -> None:
+        """Ends an episode that the endpoint refuses, or the run, by an error of this kind."""
+        self.refusals.append(f"{t.task}: {why}")
+        if self.settings.refused == "stop":
+            raise kind(f"{self.refusals[-1]}; --refused zero goes on, and counts such tasks as "
+                       "reward 0")
+        t.ended = "refused"
+        t.reward = 0.0
+
+
+@by_one_rank
+def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Trajectory], dict]:
+    """The episodes, played, and what all requests of the phase took."""
+    s = run.settings
+    player = Player(run)
+    make_env = partial(run.make_env, examples=s.examples)
     with bar(run, len(episodes)) as progress:
-        paid.side_by_side([partial(
-            envs.play, partial(run.make_env, examples=s.examples), Text(), episodes[k::s.slots],
-            answer, 1, s.max_tokens, lambda t: progress.update()) for k in range(s.slots)])
-    refused = sum(t.ended == "refused" for t in episodes)
-    return episodes, paid.spent() | (dict(refused=refused) if refused else {})
+        works = []
+        for slot in range(s.slots):
+            works.append(partial(envs.play, make_env, Text(), episodes[slot::s.slots],
+                                 player.answer, 1, s.max_tokens, lambda t: progress.update()))
+        player.paid.side_by_side(works)
+    numbers = player.paid.spent()
+    if player.refusals and not numbers["requests"]:
+        raise envs.Refused(f"the endpoint answers no request; {player.refusals[0]}")
+    if player.refusals:
+        numbers["refused"] = sum(t.ended == "refused" for t in episodes)
+    return episodes, numbers
 
 
 def examples(run: Run) -> list[dict]:
