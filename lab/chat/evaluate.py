@@ -6,13 +6,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, Optional
@@ -22,7 +21,7 @@ from tqdm import tqdm
 import envs
 from coevolve import Run, bar, scores, write
 from common.files import hashed, seed_of
-from common.settings import Free, limited
+from common.settings import Free, Method, limited
 from dpo import Trajectory
 from evolve import by_one_rank
 from lab.careful.kept import whole_lines
@@ -32,28 +31,42 @@ from worlds import is_web_address
 
 
 def evaluations(run: Run) -> None:
+    """Evaluates the model that is given on all evaluated splits."""
     for split in run.splits:
         run.once(f"eval-0-target-{split}.jsonl", evaluate, run.base, name="target", i=0,
                  split=split)
 
 
 def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) -> dict:
-    """Episodes on a split, and of several rollouts also the best: means over tasks."""
-    s, numbers = run.settings, {}
-    tasks = run.env.tasks(split)[:s.eval_tasks or None]
-    episodes = [Trajectory(task, name, i, n, seed_of(s.seed, name, i, task, n))
-                for task in tasks for n in range(s.rollouts)]
+    """Lets an agent play the tasks of a split, some rollouts each.
+
+    Returns:
+        Means over the episodes; of several rollouts also of the best of each task.
+    """
+    s = run.settings
+    episodes = []
+    for task in run.env.tasks(split)[:s.eval_tasks or None]:
+        for rollout in range(s.rollouts):
+            seed = seed_of(s.seed, name, i, task, rollout)
+            episodes.append(Trajectory(task, name, i, rollout, seed))
+    spent = {}
     if s.method == "chat":
-        episodes, numbers = play_at_endpoint(run, episodes)
+        episodes, spent = play_at_endpoint(run, episodes)
     else:
         episodes = run.play(agent, episodes, s.temperature)
     write(run, out, episodes)
-    if s.rollouts > 1:
-        most = [max(t.reward for t in episodes[n:n + s.rollouts])  # of a task, in their order
-                for n in range(0, len(episodes), s.rollouts)]
-        numbers |= dict(best=sum(most) / len(most),
-                        best_success=sum(r >= run.env.success for r in most) / len(most))
-    return scores(episodes, run) | numbers
+    return scores(episodes, run) | spent | best_of(episodes, s.rollouts, run.env.success)
+
+
+def best_of(episodes: list[Trajectory], rollouts: int, success: float) -> dict:
+    """The means over tasks of the best of several rollouts, which stand one after another."""
+    if rollouts == 1:
+        return {}
+    best = []
+    for n in range(0, len(episodes), rollouts):
+        best.append(max(t.reward for t in episodes[n:n + rollouts]))
+    solved = sum(reward >= success for reward in best)
+    return dict(best=sum(best) / len(best), best_success=solved / len(best))
 
 
 # --------------------------------------------------------------------------------- an endpoint
@@ -196,16 +209,28 @@ def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Traject
 def examples(run: Run) -> list[dict]:
     """The conversations of the first experts that succeed on tasks which are not evaluated. The
     rules open the first of them. By ETO's protocol the opening has its own examples."""
-    env, count = run.env, 0 if run.env.theirs else run.settings.examples
-    evaluated = set().union(*(marks(env, task) for split in run.splits
-                              for task in env.tasks(split)))
-    good = (messages for task, messages, reward in envs.experts(env, run.settings.experts, 0)
-            if reward >= env.success and not marks(env, task) & evaluated)
-    if len(found := [*itertools.islice(good, count)]) < count:
-        raise envs.Refused(f"--examples {count}: only {len(found)} experts succeed on tasks that "
-                           "are not evaluated; give fewer")
-    return [without_rules(m, env) if n and m is messages[0] else m
-            for n, messages in enumerate(found) for m in messages]
+    env = run.env
+    count = run.settings.examples
+    if run.options.protocol == "eto" or count == 0:
+        return []
+    evaluated = set()
+    for split in run.splits:
+        for task in env.tasks(split):
+            evaluated |= marks(env, task)
+
+    found = []  # turns
+    conversations = 0
+    for task, messages, reward in envs.experts(env, run.settings.experts, 0):
+        if reward < env.success or marks(env, task) & evaluated:
+            continue
+        if conversations:
+            messages = [without_rules(messages[0], env), *messages[1:]]
+        found += messages
+        conversations += 1
+        if conversations == count:
+            return found
+    raise envs.Refused(f"--examples {count}: only {conversations} experts succeed on tasks that "
+                       "are not evaluated; give fewer")
 
 
 def without_rules(message: dict, env: envs.World) -> dict:
@@ -221,11 +246,14 @@ def is_endpoint(model: str) -> bool:
 
 @dataclass(frozen=True)
 class Chat(Overlap):
-    model_name: Optional[str] = None  # at its endpoint
-    # conversations shown first: of experts, or by --protocol eto of its prompts [ETO; 0 in
+    """A chat endpoint"""
+    # The name of the model at its endpoint [none]
+    model_name: Optional[str] = None
+    # Conversations that are shown first: of experts, or by --protocol eto of its prompts [ETO; 0 in
     # the code of IPR on WebShop]
     examples: limited(int, "must be 0, 1 or 2", lambda n: 0 <= n <= 2) = 1
-    # a task that the endpoint refuses for good ends the run, or counts as reward 0
+    # What a task does that the endpoint refuses for good: it ends the run, or counts as reward 0
+    # [ours]
     refused: Free[Literal["stop", "zero"]] = "stop"
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
@@ -240,6 +268,9 @@ class Chat(Overlap):
 
 PLAYED = ("env", "method", "model", "out", "eval_tasks", "eval_splits", "view", "max_tokens",
           "max_new_tokens", "slots", "temperature", "rollouts")
-METHODS = {"evaluate": (evaluations, (*PLAYED, "seed", "bf16", Overlap)),
-           "chat": (evaluations, (*PLAYED, "experts", *(
-               f.name for f in fields(Chat) if f.name != "overlap")))}
+METHODS = {
+    "evaluate": Method(evaluations, (*PLAYED, "seed", "bf16", Overlap),
+                       "nothing is trained: the model, or an agent's folder, plays as it is"),
+    "chat": Method(evaluations, (*PLAYED, "experts", "model_name", "examples", "refused"),
+                   "nothing is trained: the model at a chat endpoint, --model https://host/v1"),
+}
