@@ -35,6 +35,8 @@ class Unusable(ValueError):
     """A model, tokenizer, template or conversation cannot be used; one line with the remedy."""
 
 
+Ids = list[int]  # token ids, or a mask beside them
+
 # ------------------------------------------------------------------------------------ encoding
 
 
@@ -47,15 +49,15 @@ class Trajectory:
     rollout: int = 0                 # its number among those of one task, agent and iteration
     seed: int = 0                    # of its own random numbers
     messages: list[dict] = field(default_factory=list)    # the conversation, {role, content}
-    ids: list[int] = field(default_factory=list)          # (l,) read and written, in order
-    action_mask: list[int] = field(default_factory=list)  # (l,) 1: an action token
+    ids: Ids = field(default_factory=list)          # (l,) read and written, in order
+    action_mask: Ids = field(default_factory=list)  # (l,) 1: an action token
     log_probs: list[float] = field(default_factory=list)  # of action tokens, as they were sampled
     reward: float = 0.0              # in [0, 1]; by ETO's protocol from -1
     raw_reward: float | None = None  # before clipping, where the environment clips
     steps: int = 0                   # how many replies it has
     ended: str = ""                  # done, budget (of replies) or context (of tokens)
 
-    def extend(self, ids: list[int], is_action: bool) -> None:
+    def extend(self, ids: Ids, is_action: bool) -> None:
         self.ids += ids
         self.action_mask += [int(is_action)] * len(ids)
 
@@ -74,55 +76,46 @@ FIXED_DATE = """{%- macro strftime_now(form) -%}
 {%- endmacro -%}"""
 
 
-class Encoder:
-    r"""Makes token ids of conversations, piece by piece, as the tokenizer's chat template does.
+class Template:
+    r"""A tokenizer's chat template: how it writes a conversation as one text.
 
-    A chat template writes a conversation as one text. ChatML, for example, writes this (where \n is
-    a line break), and Llama 2 and others differ in what stands between the contents alone:
+    ChatML, for example, writes this, where \n is a line break. Llama 2 and others differ in what
+    stands between the contents alone:
 
         <|im_start|>user\nbuy a mug<|im_end|>\n<|im_start|>assistant\n       the opening
         click[mug]<|im_end|>                                               a reply
         \n<|im_start|>user\nBought.<|im_end|>\n<|im_start|>assistant\n        an observation
 
-    Each piece becomes ids once, when it comes. So ids that an agent sampled are never made anew of
-    their text, and the action mask is made together with the ids: 1 on a reply up to its end of
-    turn, 0 on all that the agent reads. What opens a reply belongs to what it reads.
-
     Args:
-        tokenizer: Any tokenizer of transformers with a chat template.
-        rows: How many tokens the model's embedding has; else as many as the tokenizer.
+        tokenizer: Any tokenizer of transformers.
+        control_tokens: Its tokens that are no text.
 
     Raises:
-        Unusable: The pieces would not be what the template writes.
+        Unusable: There is no template, or none that can be taken apart like this.
     """
 
-    # What the template writes around contents, in the example above:
+    # What it writes around contents, in the example above:
     before_reply: str        # nothing; a space in Llama 2
     after_reply: str         # <|im_end|>
     before_observation: str  # \n<|im_start|>user\n
     after_observation: str   # <|im_end|>\n<|im_start|>assistant\n
+    end: str                 # <|im_end|>, the control token that ends a reply
+    asked: str               # an opening, up to where the agent replies
 
-    def __init__(self, tokenizer, rows: int | None = None):
+    def __init__(self, tokenizer, control_tokens: list[str]):
         self.tokenizer = tokenizer
-        self.rows = rows or len(tokenizer)
-        added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self.control_tokens = sorted({*tokenizer.all_special_tokens, *added} - {""})
         if not tokenizer.chat_template:
             self.refuse("it has no chat template; use a chat model")
-        self.template = FIXED_DATE + tokenizer.get_chat_template()
-        self.take_template_apart()
-        self.compare_with_template()
+        self.text = FIXED_DATE + tokenizer.get_chat_template()
 
-    # ............................................................ what the template writes
-
-    def take_template_apart(self) -> None:
-        """Finds what the template writes before, between and after the contents of turns."""
+        # A conversation whose contents are marks shows what stands between contents.
         mark = "CONTENT"
-        while mark in self.template:
+        while mark in self.text:
             mark += "X"
-        turns = [dict(role=role, content=mark) for role in ("user", "assistant", "user")]
-        pieces = self.render(turns, go_on=True).split(mark)
-        after_last_reply = self.render(turns[:2], go_on=False).split(mark)[-1]
+        user = dict(role="user", content=mark)
+        assistant = dict(role="assistant", content=mark)
+        pieces = self.render([user, assistant, user], go_on=True).split(mark)
+        closing = self.render([user, assistant], go_on=False).split(mark)[-1]
         if len(pieces) != 4 or not pieces[1].startswith(pieces[3]):
             self.refuse("its chat template changes a turn that was answered; use an Instruct model "
                         "that does not think")
@@ -137,57 +130,76 @@ class Encoder:
                         "a reply (add_generation_prompt); use another model")
 
         # The first control token behind a reply ends it. What follows opens the next observation.
-        ends = [token for token in self.control_tokens if token in after_last_reply]
+        ends = [token for token in control_tokens if token in closing]
         if not ends:
             self.refuse("no control token ends a reply in its chat template; use a chat model")
-        self.end = min(ends, key=after_last_reply.index)
-        self.end_of_turn = self.tokenizer.convert_tokens_to_ids(self.end)
-        size = after_last_reply.index(self.end) + len(self.end)
-        self.after_reply = after_last_reply[:size]
+        self.end = min(ends, key=closing.index)
+        size = closing.index(self.end) + len(self.end)
+        self.after_reply = closing[:size]
         self.before_observation = to_observation[size:]
 
-    def compare_with_template(self) -> None:
-        """Encodes a conversation that templates are known to change, and shorter ones in it."""
-        messages = []
-        for n in range(12):
-            content = (f"<think>a {n}</think> It's [{n}] & <b>\"c\"</b>, {{'d': \"e\"}}\n\n\n"
-                       f"f  g\n\n```h```\n{'long text ' * 20}{n}.")
-            messages.append(dict(role=("user", "assistant")[n % 2], content=content))
-        for turns in range(1, len(messages) + 1):
-            self.encode(messages[:turns], opening=1)
+    def render(self, messages: list[dict], go_on: bool) -> str:
+        """The text of a conversation; go_on: up to where the next reply begins."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, chat_template=self.text, add_generation_prompt=go_on, tokenize=False)
+        except Exception as error:  # whatever a template does
+            self.refuse(f"its chat template fails: {first_line(error)}; use another model")
 
     def refuse(self, why: str):
         raise Unusable(f"the tokenizer of {self.tokenizer.name_or_path}: {why}")
 
-    def render(self, messages: list[dict], go_on: bool) -> str:
-        """The template's text of a conversation; go_on: up to where the next reply begins."""
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, chat_template=self.template, add_generation_prompt=go_on,
-                tokenize=False)
-        except Exception as error:  # whatever a template does
-            self.refuse(f"its chat template fails: {first_line(error)}; use another model")
 
-    # ........................................................................... pieces
+class Encoder:
+    """Makes token ids of conversations: of an opening, and of replies and observations in turn.
 
-    def start(self, messages: list[dict]) -> list[int]:
+    Each piece becomes ids once, when it comes. So ids that an agent sampled are never made anew of
+    their text, and the action mask is made together with the ids: 1 on a reply up to its end of
+    turn, 0 on all that the agent reads. What opens a reply belongs to what it reads.
+
+    Args:
+        tokenizer: Any tokenizer of transformers with a chat template.
+        rows: How many tokens the model's embedding has; else as many as the tokenizer.
+
+    Raises:
+        Unusable: The pieces would not be what the template writes.
+    """
+
+    def __init__(self, tokenizer, rows: int | None = None):
+        self.tokenizer = tokenizer
+        self.rows = rows or len(tokenizer)
+        control_tokens = set(tokenizer.all_special_tokens)
+        for token in tokenizer.added_tokens_decoder.values():
+            if token.special:
+                control_tokens.add(str(token))
+        self.control_tokens = sorted(control_tokens - {""})
+        self.template = Template(tokenizer, self.control_tokens)
+        self.end_of_turn = tokenizer.convert_tokens_to_ids(self.template.end)
+        messages = conversation_that_templates_change()
+        for turns in range(len(messages)):
+            self.encode(messages[:turns + 1], opening=1)
+
+    # The ids of pieces.
+
+    def start(self, messages: list[dict]) -> Ids:
         """The ids of an opening, up to where the agent's first reply begins."""
-        return self.tokenise(self.render(self.all_plain(messages), go_on=True))
+        return self.tokenise(self.template.render(self.all_plain(messages), go_on=True))
 
-    def reply(self, text: str) -> list[int]:
+    def reply(self, text: str) -> Ids:
         """The ids of a reply in words and of its end of turn."""
-        return self.ids_after(self.asked, self.before_reply + self.plain(text) + self.after_reply)
+        piece = self.template.before_reply + self.plain(text) + self.template.after_reply
+        return self.ids_after(self.template.asked, piece)
 
-    def observation(self, text: str) -> list[int]:
+    def observation(self, text: str) -> Ids:
         """The ids from a reply's end of turn to where the next reply begins."""
-        return self.ids_after(
-            self.end, self.before_observation + self.plain(text) + self.after_observation)
+        before, after = self.template.before_observation, self.template.after_observation
+        return self.ids_after(self.template.end, before + self.plain(text) + after)
 
     def plain(self, text: str) -> str:
         """The text without control tokens, with which its author could open or end a turn."""
         if not isinstance(text, str):
             raise Unusable(f"a turn says {text!r:.60}, which is no text; mend who says it")
-        if not text.isascii() and text != text.encode(errors="replace").decode():
+        if text != text.encode(errors="replace").decode():
             raise Unusable(f"a turn says {text!r:.60}, with half a character (a surrogate without "
                            "the other); mend who says it")
         for token in self.control_tokens:
@@ -198,28 +210,33 @@ class Encoder:
         return text.strip()
 
     def all_plain(self, messages: list[dict]) -> list[dict]:
-        return [{**message, "content": self.plain(message["content"])} for message in messages]
+        plain = []
+        for message in messages:
+            plain.append({**message, "content": self.plain(message["content"])})
+        return plain
 
-    def ids_after(self, context: str, text: str) -> list[int]:
+    def ids_after(self, context: str, text: str) -> Ids:
         """The ids of a text as they are behind the context."""
         before = self.tokenise(context)
         ids = self.tokenise(context + text)
         if ids[:len(before)] != before:
-            self.refuse(f"its tokens of {context[-20:]!r} change with what follows; use another")
+            self.template.refuse(
+                f"its tokens of {context[-20:]!r} change with what follows; use another")
         return ids[len(before):]
 
-    def tokenise(self, text: str) -> list[int]:
+    def tokenise(self, text: str) -> Ids:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         largest = max(ids, default=0)
         if largest >= self.rows:
             token = self.tokenizer.convert_ids_to_tokens(largest)
-            self.refuse(f"its token {token!r} ({largest}) has no row in the model's embedding of "
-                        f"{self.rows:,}; resize the embedding, or use the model's own tokenizer")
+            self.template.refuse(
+                f"its token {token!r} ({largest}) has no row in the model's embedding of "
+                f"{self.rows:,}; resize the embedding, or use the model's own tokenizer")
         return ids
 
-    # .................................................................... whole conversations
+    # Whole conversations.
 
-    def encode(self, messages: list[dict], opening: int) -> tuple[list[int], list[int]]:
+    def encode(self, messages: list[dict], opening: int) -> tuple[Ids, Ids]:
         """Encodes a conversation of which the first messages are its opening.
 
         Args:
@@ -233,7 +250,7 @@ class Encoder:
             Unusable: The ids are not those of the template's text of the whole conversation.
         """
         for number, message in enumerate(messages, 1):
-            if {*message} != {"role", "content"}:
+            if set(message) != {"role", "content"}:
                 raise Unusable(f"turn {number} has {', '.join(message)}; give it role and content, "
                                "and nothing else")
         t = Trajectory()
@@ -244,17 +261,20 @@ class Encoder:
             else:
                 t.extend(self.observation(message["content"]), is_action=False)
 
-        # What follows the last end of turn, a line break in ChatML, opens the next observation.
-        read = messages[-1]["role"] != "assistant"
-        whole = self.tokenise(self.render(self.all_plain(messages), go_on=read))
-        if whole[:len(t.ids)] != t.ids or read and len(whole) != len(t.ids):
-            roles = " ".join(dict.fromkeys(message["role"] for message in messages))
-            self.refuse(f"its chat template writes {len(messages)} turns ({roles}) otherwise than "
-                        "turn by turn; give user and assistant in turn, and use an Instruct model "
-                        "that does not think, number turns or change what they say")
+        whole = self.tokenise(self.template.render(
+            self.all_plain(messages), go_on=messages[-1]["role"] != "assistant"))
+        if messages[-1]["role"] == "assistant":
+            # What follows the last end of turn, a line break in ChatML, opens the next observation.
+            whole = whole[:len(t.ids)]
+        if whole != t.ids:
+            roles = ", ".join(message["role"] for message in messages[:4])
+            self.template.refuse(
+                f"its chat template writes {len(messages)} turns ({roles} ...) otherwise than turn "
+                "by turn; give user and assistant in turn, and use an Instruct model that does not "
+                "think, number turns or change what they say")
         return t.ids, t.action_mask
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Ids) -> str:
         """The text of ids, as it is, but for ends of turn."""
         ids = [i for i in ids if i != self.end_of_turn]
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -263,7 +283,7 @@ class Encoder:
         """What an environment would get of a reply, if an agent sampled the reply's own ids."""
         return self.decode(self.reply(text)).strip()
 
-    def close(self, ids: list[int], stops: tuple[str, ...]) -> tuple[list[int], list[int], str]:
+    def close(self, ids: Ids, stops: tuple[str, ...]) -> tuple[Ids, Ids, str]:
         """Ends a sampled reply, before the first of the texts `stops` that is in it.
 
         Returns:
@@ -273,8 +293,9 @@ class Encoder:
         text = self.decode(ids)
         found = [text.index(stop) for stop in stops if stop in text]
         if not found:
-            missing = [] if ids[-1] == self.end_of_turn else [self.end_of_turn]
-            return ids, missing, text.strip()
+            if ids[-1] == self.end_of_turn:
+                return ids, [], text.strip()
+            return ids, [self.end_of_turn], text.strip()
 
         wanted = text[:min(found)]
         size = len(ids)
@@ -290,10 +311,14 @@ class Encoder:
     def reply_ends(self, t: Trajectory) -> list[int]:
         """The places in t.ids of the ends of its replies, (t.steps,), if it ends with a reply. Each
         reply has an end of turn, also one that the agent did not write."""
-        ends = [place for place, token in enumerate(t.ids) if token == self.end_of_turn]
+        ends = []
+        for place, token in enumerate(t.ids):
+            if token == self.end_of_turn:
+                ends.append(place)
         # Most templates end what an agent reads by the same token; then every second one counts.
         stride = 1 + self.observation("").count(self.end_of_turn)
-        return ends[::-stride][:t.steps][::-1]
+        from_last = ends[::-stride][:t.steps]
+        return from_last[::-1]
 
     def sampler(self, temperature: float = 1.0) -> "Sampler":
         """The distribution that agents sample from: of all tokens but those that are no text, which
@@ -301,15 +326,27 @@ class Encoder:
         never = set(self.tokenizer.convert_tokens_to_ids(self.control_tokens))
         never.discard(self.end_of_turn)
         never.update(range(len(self.tokenizer), self.rows))
-        return Sampler(temperature, tuple(sorted(i for i in never if i < self.rows)))
+        never = [i for i in never if i < self.rows]
+        return Sampler(temperature, tuple(sorted(never)))
 
     def fingerprint(self) -> str:
         """What tells ids of this encoder from another's: template, control tokens, words."""
         words = sorted(self.tokenizer.get_vocab().items())
         if self.tokenizer.is_fast:
             words = self.tokenizer.backend_tokenizer.to_str()
-        known = [self.template, self.control_tokens, self.rows, words]
-        return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+        known = repr([self.template.text, self.control_tokens, self.rows, words])
+        return hashlib.sha256(known.encode()).hexdigest()[:16]
+
+
+def conversation_that_templates_change() -> list[dict]:
+    """Twelve turns that say what some templates squeeze, escape, shorten, count or leave out."""
+    messages = []
+    for n in range(6):
+        for role in ["user", "assistant"]:
+            content = (f"<think>a {n}</think> It's [{n}] & <b>\"c\"</b>, {{'d': \"e\"}}\n\n\n"
+                       f"f  g\n\n```h```\n{'long text ' * 20}{role} {n}.")
+            messages.append(dict(role=role, content=content))
+    return messages
 
 
 def first_line(error: Exception) -> str:
@@ -354,8 +391,8 @@ def token_log_probs(model, trajectories: list[Trajectory], sampler: Sampler = Sa
     """
     device = next(model.parameters()).device
     # Padding stands behind all that matters. A causal model needs no attention mask to ignore it.
-    ids = pad_sequence([torch.tensor(t.ids) for t in trajectories], True).to(device)
-    mask = pad_sequence([torch.tensor(t.action_mask) for t in trajectories], True).to(device)
+    ids = padded([t.ids for t in trajectories]).to(device)                        # (B, L)
+    mask = padded([t.action_mask for t in trajectories]).to(device)               # (B, L)
 
     # The logits at one place are for the token at the next.
     targets = ids[:, 1:]                                                          # (B, L-1)
@@ -371,6 +408,11 @@ def token_log_probs(model, trajectories: list[Trajectory], sampler: Sampler = Sa
 
     # log pi(t_k | t_<k) = log softmax(logits)[t_k]
     return -F.cross_entropy(sampler.apply(logits), targets[is_action], reduction="none")
+
+
+def padded(rows: list[Ids], side: str = "right") -> Tensor:
+    """Rows as one tensor, (B, L), with 0 where they are shorter than the longest."""
+    return pad_sequence([torch.tensor(row) for row in rows], True, 0, side)
 
 
 def log_probs(accelerator, model, trajectories: list[Trajectory], tokens: int,
@@ -389,11 +431,13 @@ def log_probs(accelerator, model, trajectories: list[Trajectory], tokens: int,
     """
     rank = accelerator.process_index
     ranks = accelerator.num_processes
-    found = [torch.zeros(t.action_count, device=accelerator.device) for t in trajectories]
+    device = accelerator.device
+    lengths = [len(t.ids) for t in trajectories]
+    found = [torch.zeros(t.action_count, device=device) for t in trajectories]
     bf16 = accelerator.mixed_precision == "bf16" and not isinstance(model, FSDPModule)
-    with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=bf16):
-        for passes in deal([len(t.ids) for t in trajectories], tokens, ranks):
-            # All ranks have to meet in a pass. One without work repeats some, and forgets it.
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        for passes in deal(lengths, tokens, ranks):
+            # All ranks have to meet in a pass. One without work repeats a text, and forgets it.
             works = rank < len(passes)
             places = passes[rank] if works else passes[-1][-1:]
             some = [trajectories[place] for place in places]
@@ -415,11 +459,12 @@ def log_probs(accelerator, model, trajectories: list[Trajectory], tokens: int,
 
 LIMITS = 64   # sizes of passes that are tried where ranks share them [ours]
 FLOOR = 1024  # tokens: a pass of fewer hardly takes less time than one of so many [ours]
+Pass = list[int]  # of which trajectories it is, by their places; the longest is the first
 
 
-def deal(lengths: list[int], tokens: int, ranks: int) -> list[list[list[int]]]:
+def deal(lengths: list[int], tokens: int, ranks: int) -> list[list[Pass]]:
     """Shares trajectories among ranks. In each round every rank runs one pass, and waits for the
-    slowest. A pass takes as long as if all its trajectories were as long as the longest.
+    slowest.
 
     Args:
         lengths: The tokens of each trajectory, (T,).
@@ -427,34 +472,39 @@ def deal(lengths: list[int], tokens: int, ranks: int) -> list[list[list[int]]]:
         ranks: How many passes run at the same time.
 
     Returns:
-        Rounds of at most `ranks` passes, each of indices of trajectories.
+        Rounds of at most `ranks` passes.
     """
-    # For one rank the largest passes are best. Several may idle less with smaller ones.
-    limits = [tokens]
-    if ranks > 1:
-        limits = [tokens * part / LIMITS for part in range(LIMITS, 0, -1)]
+    if ranks == 1:
+        return [[one] for one in fill_passes(lengths, tokens)]
+
+    # Large passes are best for each rank, but where some are left over the others idle.
     best = []
     least = math.inf
-    for limit in limits:
-        passes = padded_passes(lengths, limit)
-        if ranks > 1:  # passes of one round shall take equally long
-            passes.sort(key=lambda places: -len(places) * lengths[places[0]])
-        rounds = [passes[n:n + ranks] for n in range(0, len(passes), ranks)]
+    for part in range(LIMITS, 0, -1):
+        passes = fill_passes(lengths, tokens * part / LIMITS)
+        passes.sort(key=lambda one: cost(one, lengths), reverse=True)
+        rounds = []
         time = 0
-        for slowest, *_ in rounds:
-            time += max(FLOOR, len(slowest) * lengths[slowest[0]])
+        for first in range(0, len(passes), ranks):
+            rounds.append(passes[first:first + ranks])
+            time += max(FLOOR, cost(passes[first], lengths))
         if time < least:
             best = rounds
             least = time
     return best
 
 
-def padded_passes(lengths: list[int], limit: float) -> list[list[int]]:
-    """Trajectories in passes of at most so many tokens with padding, or of one that has more. The
-    longest come first, so that those of a pass are of like length and little is padded."""
+def cost(one: Pass, lengths: list[int]) -> int:
+    """The tokens of a pass with padding, in which all rows are as long as the longest."""
+    return len(one) * lengths[one[0]]
+
+
+def fill_passes(lengths: list[int], limit: float) -> list[Pass]:
+    """Passes that cost at most so many tokens, or are of one trajectory that has more. The longest
+    come first, so that those of a pass are of like length and little is padded."""
     passes = []
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-        if not passes or (len(passes[-1]) + 1) * lengths[passes[-1][0]] > limit:
+        if not passes or cost(passes[-1], lengths) + lengths[passes[-1][0]] > limit:
             passes.append([])
         passes[-1].append(place)
     return passes
@@ -462,13 +512,14 @@ def padded_passes(lengths: list[int], limit: float) -> list[list[int]]:
 
 def action_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tensor:
     """Adds up log pi(e|u) of each trajectory, (T,) float64, from those of its tokens, (A,)."""
-    counts = torch.tensor([t.action_count for t in trajectories], dtype=torch.long,
-                          device=per_token.device)                                # (T,)
-    owner = torch.repeat_interleave(counts)  # of each action token: 0, 0, 0, 1, 1, ...
+    owners = []  # the trajectory of each action token: 0, 0, 0, 1, 1, ...
+    for place, t in enumerate(trajectories):
+        owners += [place] * t.action_count
+    owners = torch.tensor(owners, dtype=torch.long, device=per_token.device)      # (A,)
     # Eq. (2), (5): log pi(e|u) = sum_k log pi(t_k | t_<k) over action tokens t_k. What the agent
     # reads only conditions. In float32 hundreds of nats would lose more than a late step changes.
     zeros = per_token.new_zeros(len(trajectories), dtype=torch.float64)
-    return zeros.index_add(0, owner, per_token.double())
+    return zeros.index_add(0, owners, per_token.double())
 
 
 # -------------------------------------------------------------------------------------- losses
@@ -541,20 +592,21 @@ def preference_loss(policy: Tensor, groups: list[Group], s) -> tuple[Tensor, dic
     chosen, rejected = places_of_pairs(groups)                                    # (P,) each
     pi = action_log_probs(policy, trajectories_of(groups))                        # (T,)
     ref = pi.new_tensor(references_of(groups))                                    # (T,)
-    tokens = pi.new_tensor([t.action_count for t in trajectories_of(groups)])     # (T,)
+    counts = pi.new_tensor([t.action_count for t in trajectories_of(groups)])     # (T,)
 
     # The preference, of log-probabilities that are sums over action tokens, or means.
-    pi_scored, ref_scored = pi, ref
+    pi_scored = pi
+    ref_scored = ref
     if s.log_prob == "mean":
-        pi_scored = pi / tokens
-        ref_scored = ref / tokens
+        pi_scored = pi / counts
+        ref_scored = ref / counts
     preference, margin = dpo_loss(pi_scored[chosen], pi_scored[rejected],
                                   ref_scored[chosen], ref_scored[rejected], s)    # (P,) each
 
     # The imitation of the chosen trajectory, -log pi(e_w|u), or its mean over action tokens.
     imitation = -pi[chosen]                                                       # (P,)
     if s.sft_term == "mean":
-        imitation = imitation / tokens[chosen]
+        imitation = imitation / counts[chosen]
 
     # Eq. (9): L = lambda_DPO L_DPO + lambda_SFT E[-log pi(e_w|u)], pairs of failures without SFT
     pairs = pairs_of(groups)
@@ -590,7 +642,8 @@ def places_of_pairs(groups: list[Group]) -> tuple[list[int], list[int]]:
 def pair_statistics(pairs: list[Pair], chosen: Tensor, rejected: Tensor, margin: Tensor) -> dict:
     """Sums over the pairs of each kind: log pi(e|u) of both sides, margin, and pairs in order."""
     sums = defaultdict(Counter)
-    for pair, w, l, m in zip(pairs, chosen.tolist(), rejected.tolist(), margin.tolist()):
+    rows = torch.stack([chosen, rejected, margin], 1).tolist()                    # (P, 3)
+    for pair, (w, l, m) in zip(pairs, rows):
         sums[pair.kind].update(chosen=w, rejected=l, margin=m, count=1, accuracy=m > 0)
     return sums
 
@@ -625,18 +678,18 @@ class Objective:
 def batches(groups: list[Group], size: int, unit: str, rng: random.Random) -> list[list[Group]]:
     """The groups, shuffled, in batches of at most `size` pairs (or tasks), each group whole."""
     shuffled = rng.sample(groups, len(groups))
+    costs = [1] * len(shuffled)
     if unit == "pairs":
-        return fill(shuffled, [max(1, len(group.pairs)) for group in shuffled], size)
-    return fill(shuffled, [1] * len(shuffled), size)
+        costs = [max(1, len(group.pairs)) for group in shuffled]
+    return fill(shuffled, costs, size)
 
 
 def micro_batches(groups: list[Group], tokens: int) -> list[list[Group]]:
     """A batch in parts of at most so many tokens, whose activations are in memory together."""
-    return fill(groups, [group_tokens(group) for group in groups], tokens)
-
-
-def group_tokens(group: Group) -> int:
-    return sum(len(t.ids) for t in group.trajectories)
+    costs = []
+    for group in groups:
+        costs.append(sum(len(t.ids) for t in group.trajectories))
+    return fill(groups, costs, tokens)
 
 
 def fill(things: list, costs: list[float], size: float) -> list[list]:
@@ -767,7 +820,8 @@ def average_gradients(model) -> None:
             continue
         if p.grad is None:  # a rank that does not use it has to meet the others all the same
             p.grad = torch.zeros_like(p)
-        torch.distributed.all_reduce(p.grad.div_(torch.distributed.get_world_size()))
+        p.grad /= torch.distributed.get_world_size()
+        torch.distributed.all_reduce(p.grad)
 
 
 # -------------------------------------------------------------------------------------- models
@@ -850,8 +904,14 @@ def parameter_count(config) -> int:
 
 def layers(model) -> torch.nn.ModuleList:
     """The model's layers, its largest list of modules."""
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
-    return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
+    largest = None
+    most = -1
+    for module in model.modules():
+        size = sum(p.numel() for p in module.parameters())
+        if isinstance(module, torch.nn.ModuleList) and size > most:
+            largest = module
+            most = size
+    return largest
 
 
 def prepare(model, recompute: bool):
@@ -935,13 +995,14 @@ def stopping(base, encoder: Encoder) -> transformers.GenerationConfig:
 
 # ------------------------------------------------------------------------------------ sampling
 
+Sampled = tuple[Ids, list[float]]  # a reply: its ids, and the log-probability of each
 SIZES = 1024  # tokens; static caches have multiples of it, since each size is compiled once [ours]
 
 
 @torch.inference_mode()
 def replies(model, encoder: Encoder, sampler: Sampler, max_new_tokens: int, stops: tuple[str, ...],
-            asked: list[tuple[list[int], random.Random]], alone: bool = False,
-            cache: bool | str = True) -> list[tuple[list[int], list[float]]]:
+            asked: list[tuple[Ids, random.Random]], alone: bool = False,
+            cache: bool | str = True) -> list[Sampled]:
     """Samples a reply to each conversation, by `generate` of transformers.
 
     Args:
@@ -964,18 +1025,16 @@ def replies(model, encoder: Encoder, sampler: Sampler, max_new_tokens: int, stop
     for first in range(0, len(asked), at_once):
         some = asked[first:first + at_once]
         # Padded on the left, all begin to write in the same column.
-        prompts = [torch.tensor(ids) for ids, _ in some]
-        ids = pad_sequence(prompts, True, 0, "left").to(model.device)             # (B, L)
-        mask = pad_sequence([torch.ones_like(p) for p in prompts], True, 0, "left")
+        ids = padded([ids for ids, _ in some], "left").to(model.device)           # (B, L)
+        mask = padded([[1] * len(ids) for ids, _ in some], "left").to(model.device)
         options = dict(use_cache=bool(cache))
         if cache == "static":
             size = math.ceil((ids.shape[1] + max_new_tokens) / SIZES) * SIZES
             options.update(cache_implementation="static", max_cache_len=size)
         draw = Draw([rng for _, rng in some], sampler, encoder, stops)
-        model.generate(ids, attention_mask=mask.to(model.device), logits_processor=[draw],
-                       do_sample=False, max_new_tokens=max_new_tokens,
-                       eos_token_id=encoder.end_of_turn, pad_token_id=encoder.end_of_turn,
-                       **options)
+        model.generate(ids, attention_mask=mask, logits_processor=[draw], do_sample=False,
+                       max_new_tokens=max_new_tokens, eos_token_id=encoder.end_of_turn,
+                       pad_token_id=encoder.end_of_turn, **options)
         found += draw.replies
     return found
 
@@ -1008,7 +1067,8 @@ class Draw(transformers.LogitsProcessor):
             drawn = log_p.argmax(-1, keepdim=True)                                # (B, 1)
         values = log_p.gather(1, drawn)                                           # (B, 1)
         drawn = drawn.masked_fill(u < 0, self.encoder.end_of_turn)
-        self.note(torch.cat([drawn.double(), values.double()], 1).tolist())
+        noted = torch.cat([drawn.double(), values.double()], 1)                   # (B, 2)
+        self.note(noted.tolist())
         return torch.full_like(log_p, -torch.inf).scatter_(1, drawn, 0.0)
 
     def uniform(self) -> Tensor:
@@ -1023,7 +1083,7 @@ class Draw(transformers.LogitsProcessor):
                 numbers.append(0.0)
         return torch.tensor(numbers, dtype=torch.float64)[:, None]
 
-    def note(self, drawn: list[tuple[float, float]]) -> None:
+    def note(self, drawn: list[list[float]]) -> None:
         """Adds token and log-probability to each reply that is not over, and finds who is now."""
         for row, (token, value) in enumerate(drawn):
             if self.over[row]:
@@ -1078,8 +1138,10 @@ def trial(model, encoder: Encoder, longest: int = 64) -> tuple[bool, bool, bool 
     model.float()
     never = (*encoder.sampler().never, encoder.end_of_turn)
     sampler = Sampler(never=never)
-    known = sorted({*range(min(len(encoder.tokenizer), encoder.rows))} - {*never})
-    texts = [random.Random(size).choices(known, k=size) for size in (longest - 8, longest // 2)]
+    drawn = set(range(min(len(encoder.tokenizer), encoder.rows))) - set(never)
+    texts = []
+    for size in [longest - 8, longest // 2]:
+        texts.append(random.Random(size).choices(sorted(drawn), k=size))
     caches = [True, False]
     if model.device.type == "cuda":
         caches = ["static", True, False]
@@ -1099,19 +1161,22 @@ def trial(model, encoder: Encoder, longest: int = 64) -> tuple[bool, bool, bool 
     raise Unusable(f"{type(model).__name__} cannot be used: {fault}; use another model")
 
 
-def errors_of_way(model, encoder: Encoder, sampler: Sampler, texts: list[list[int]], alone: bool,
+def errors_of_way(model, encoder: Encoder, sampler: Sampler, texts: list[Ids], alone: bool,
                   cache: bool | str) -> tuple[float, float]:
     """How far this way is from plain passes over one text, in nats a token: that of replies to the
     texts, and that of one padded pass over texts and replies."""
     asked = [(ids, random.Random(0)) for ids in texts]
-    drawn, trajectories = [], []
-    for ids, (reply, values) in zip(texts, replies(model, encoder, sampler, 8, (), asked, alone,
-                                                   cache)):
-        mask = [0] * len(ids) + [1] * len(reply)
-        trajectories.append(Trajectory(ids=ids + reply, action_mask=mask))
-        drawn += values
+    trajectories = []
+    sampled = []
+    for ids, (reply, values) in zip(
+            texts, replies(model, encoder, sampler, 8, (), asked, alone, cache)):
+        t = Trajectory()
+        t.extend(ids, is_action=False)
+        t.extend(reply, is_action=True)
+        trajectories.append(t)
+        sampled += values
     plain = torch.cat([token_log_probs(model, [t], sampler) for t in trajectories])  # (A,)
-    padded = token_log_probs(model, trajectories, sampler)                        # (A,)
-    of_replies = (plain - plain.new_tensor(drawn)).abs().mean().item()
-    of_padding = (plain - padded).abs().mean().item()
-    return of_replies, of_padding
+    side_by_side = token_log_probs(model, trajectories, sampler)                  # (A,)
+    of_replies = (plain - plain.new_tensor(sampled)).abs().mean()
+    of_padding = (plain - side_by_side).abs().mean()
+    return of_replies.item(), of_padding.item()

@@ -75,13 +75,18 @@ def episode(env: World, encoder, t, max_tokens: int):
         read = encoder.observation(step.observation)
     t.ended = t.ended or "context"
 
-    # By ETO's protocol an agent that plays is shown examples, and is trained without them.
-    trained = env.opening(page)
-    if trained != shown:
-        size = len(encoder.start(shown))
-        start = encoder.start(trained)
-        t.ids[:size] = start
-        t.action_mask[:size] = [0] * len(start)
+    open_as(t, encoder, shown, env.opening(page))
+
+
+def open_as(t, encoder, shown: list[dict], trained: list[dict]) -> None:
+    """Replaces the ids of a trajectory's opening. By ETO's protocol an agent that plays is shown
+    examples, and is trained without them."""
+    if shown == trained:
+        return
+    size = len(encoder.start(shown))
+    start = encoder.start(trained)
+    t.ids[:size] = start
+    t.action_mask[:size] = [0] * len(start)
 
 
 def episode_again(env: World, encoder, t, max_tokens: int):

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 import transformers
@@ -17,8 +18,9 @@ from safetensors import SafetensorError
 import coevolve
 import dpo
 import envs
+from common.files import write_json
 from common.settings import parse
-from lab.careful import machine
+from lab.careful import machine, overlap
 from lab.careful.run import Run
 from lab.careful.watch import Watch
 from lab.page import page, report
@@ -32,20 +34,20 @@ GOES_ON = "PART_OF_A_STUDY" not in os.environ  # a study says it of itself, and 
 
 
 def main(argv: list[str]) -> None:
-    settings, options = parse(argv, Settings, METHODS, envs.environment, "bash run.sh ENV")
+    settings, options = settings_of(argv)
     transformers.utils.logging.disable_progress_bar()
     if settings.model == "smollm2":
         coevolve.MODELS["smollm2"] = smollm2.base()
     if settings.method == "chat":  # in no folder; a run has this one's tokenizer, and no use for it
         coevolve.MODELS[settings.model] = coevolve.MODELS["tiny"]
     check_machine(settings)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    torch.set_num_threads(settings.threads or max(1, cores // ranks))
+    torch.set_num_threads(settings.threads or max(1, cores() // ranks))
     run = Run(settings, options)
     watch = Watch(run.accelerator.process_index, run.ranks) if run.ranks > 1 else None
-    METHODS[settings.method][0](run)
+    METHODS[settings.method].loop(run)
     if run.main:
+        write_json(run.folder / "phases.json", run.done)  # without what was not asked for again
         print(report.close(run.folder))
         with suppress(KeyboardInterrupt):
             print(page.make_page(run.folder))
@@ -53,6 +55,24 @@ def main(argv: list[str]) -> None:
         watch.stop()
     run.accelerator.wait_for_everyone()  # one that ends earlier takes its connections along
     run.accelerator.end_training()
+
+
+def settings_of(argv: list[str]) -> tuple:
+    """The settings and the environment's own. An agent that is evaluated plays as it was trained
+    to, unless told otherwise."""
+    program = "bash run.sh"
+    settings, options = parse(argv, Settings, METHODS, envs.environment, program)
+    if settings.method != "evaluate":
+        return settings, options
+    flags = overlap.flags_of(Path(settings.model), settings.env)
+    if flags and os.environ.get("RANK", "0") == "0":
+        print(f"{settings.model} plays as it was trained, unless told otherwise: {' '.join(flags)}")
+    return parse([*flags, *argv], Settings, METHODS, envs.environment, program)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def check_machine(s: Settings) -> None:
@@ -71,7 +91,7 @@ def check_machine(s: Settings) -> None:
 
 def one_line(error: Exception) -> str | None:
     """The message for an expected error, the user's or the machine's; None: it is a bug."""
-    on = ". The same command goes on from here once that is mended" * GOES_ON
+    on = ". The same command goes on from here once that is mended" if GOES_ON else ""
     if isinstance(error, (envs.Refused, dpo.Unusable)):
         return without_passwords(str(error))
     if isinstance(error, (FloatingPointError, envs.EnvError, OSError, SafetensorError)):
@@ -96,7 +116,7 @@ def end(line: str, status: int) -> None:
 
 def stop(number, _) -> None:  # by Ctrl-C or SIGTERM; of several ranks one speaks
     if os.environ.get("RANK", "0") == "0":
-        end(f"stopped{'; the same command goes on from here' * GOES_ON}", 128 + number)
+        end("stopped; the same command goes on from here" if GOES_ON else "stopped", 128 + number)
     os._exit(128 + number)
 
 

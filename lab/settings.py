@@ -13,21 +13,30 @@ from lab.chat import evaluate, explorer
 
 @dataclass(frozen=True)
 class Careful:
-    """What the careful run adds"""
-    quick: bool = False                  # the same path, cut to about a minute with tiny
-    reuse: Free[OldFile] = None          # a run or a folder of runs, whose equal phases are taken
-    margins: Whole = 10_000              # instructions whose pairs are measured, the hardest [ours]
-    fast: Free[Literal["auto", "off"]] = "auto"  # packed passes and a cache, where they are right
-    # between states inside a phase, at least 20 times what writing one takes; 0 = each step [ours]
+    """The careful run: what a week of runs needs"""
+    # The same path, cut to about a minute with tiny
+    quick: bool = False
+    # A run, or a folder of runs, whose phases are taken over where they were made alike [none]
+    reuse: Free[OldFile] = None
+    # Tasks whose pairs are measured after training, those with the hardest failures first [ours]
+    margins: Whole = 10_000
+    # Whether packed passes and a cache are used, where they give the same numbers [ours]
+    fast: Free[Literal["auto", "off"]] = "auto"
+    # Minutes between two states inside a phase, from which it goes on after a stop; at least 20
+    # times what writing one takes, but for 0, which is each step [ours]
     checkpoint_minutes: Free[Weight] = 10.0
-    # a tracker of accelerate too, such as tensorboard or wandb [files only]
+    # After so many steps of training the agent is saved as it is then, beside the one that the
+    # phase makes, as NAME-step20; 0 is never [ours]
+    save_every: Free[Whole] = 0
+    # A tracker of accelerate that gets all numbers, such as tensorboard or wandb [files alone]
     track: Free[Optional[str]] = None
-    threads: Free[Whole] = 0             # CPU threads of a process, 0 = its share of the cores
+    # The threads of a process on a CPU; 0 is its share of the cores
+    threads: Free[Whole] = 0
 
 
 @dataclass(frozen=True)
 class Settings(Careful, evaluate.Chat, baselines.Baselines, explorer.Explorer, coevolve.Settings):
-    """All settings of a run."""
+    """Every setting of a run"""
     presets = evolve.Settings.presets | {
         # Tuned on the validation splits; it starts from nothing and so needs larger steps.
         "tiny": evolve.Settings.presets["tiny"] | dict(ppo_lr=1e-4, slots=64),
@@ -51,12 +60,22 @@ class Settings(Careful, evaluate.Chat, baselines.Baselines, explorer.Explorer, c
     @staticmethod
     def preset_names(values: dict) -> list[str]:
         names = evolve.Settings.preset_names(values)
-        names += ["quick", f"quick {values['model']}"] if values["quick"] else []
-        names += ["chat"] if evaluate.is_endpoint(values["model"]) else (  # "eto" is a protocol's
-            ["evaluate"] if values["method"] == "evaluate" else [])
+        if values["quick"]:
+            names += ["quick", f"quick {values['model']}"]
+        if evaluate.is_endpoint(values["model"]):
+            names.append("chat")
+        elif values["method"] == "evaluate":  # "eto", another method, is a protocol's name too
+            names.append("evaluate")
         return names
 
 
-# method -> its loop, and what it reads
-METHODS = {name: method._replace(reads=(*method.reads, Careful, Overlap)) for name, method in (
-    coevolve.METHODS | explorer.METHODS | baselines.METHODS | evaluate.METHODS).items()}
+def methods_of_all() -> dict:
+    """name -> the method, of all that there are; each reads the careful run's settings, too."""
+    found = {}
+    for methods in coevolve.METHODS, explorer.METHODS, baselines.METHODS, evaluate.METHODS:
+        for name, method in methods.items():
+            found[name] = method._replace(reads=(*method.reads, Careful, Overlap))
+    return found
+
+
+METHODS = methods_of_all()

@@ -14,6 +14,7 @@ from common.settings import Refused, parse
 from lab.careful import overlap
 from lab.careful.run import Run
 from lab.chat import endpoint as endpoints
+from lab.page import report
 from lab.settings import METHODS, Settings
 from worlds import Step
 
@@ -115,13 +116,14 @@ def test_an_evaluation_has_the_rows_and_numbers_of_any_other(endpoint, run, slot
 
 def test_the_request_is_that_of_the_protocol(endpoint, run):
     endpoint.answer = lambda messages: "Observation: I am the shop" if len(messages) == 1 else "c"
-    run("--max-new-tokens", 50)
+    r = run("--max-new-tokens", 50)
     (path, authorization, body), (_, _, second) = endpoint.seen[:2]
     assert path == "/v1/chat/completions" and authorization == f"Bearer {KEY}"
     assert body == dict(model="m", temperature=0, max_tokens=50,
                         messages=[dict(role="user", content="Guess.\n\nletter test-0")])
-    assert second["messages"][1:] == [dict(role="assistant", content=""),
+    assert second["messages"][1:] == [dict(role="assistant", content="(no reply)"),
                                       dict(role="user", content="not ")]
+    assert [m["content"] for m in rows_of(r)[0]["messages"]][1:3] == ["", "not "]  # as it was
 
 
 def test_examples_are_expert_conversations_and_the_rules_stand_once(endpoint, run, monkeypatch, tmp_path):
@@ -161,6 +163,28 @@ def test_a_conversation_longer_than_the_endpoint_reads_ends_after_a_whole_turn(e
     endpoint.answer = reply
     r = run() if full else run("--max-tokens", 107, "--max-new-tokens", 20)
     assert {(e["ended"], e["steps"], len(e["messages"])) for e in rows_of(r)} == {("context", 1, 3)}
+
+
+@pytest.mark.parametrize("why", [
+    "'max_tokens' or 'max_completion_tokens' is too large: 256. This model's maximum context "
+    "length is 128 tokens",
+    "max_tokens is too large: 256. This model supports at most 128 completion tokens",
+    "max_tokens: 256 > 128, which is the maximum allowed number of output tokens",
+    "the valid range of max_tokens is [1, 128]"])
+def test_a_first_request_that_can_never_fit_is_refused(endpoint, run, why):
+    endpoint.faults = [(400, why, {})] * 9
+    with pytest.raises(Refused, match="^guess-test-0: .*first request.*--max-new-tokens 256"):
+        run()
+    assert len(endpoint.seen) <= 2
+
+
+def test_where_it_fits_for_no_task_nothing_is_scored(endpoint, run):
+    endpoint.faults = [(400, "the prompt is too long: 900 tokens", {})] * 4
+    with pytest.raises(Refused, match="first request"):
+        run("--refused", "zero")
+    endpoint.faults = [(400, "the prompt is too long: 900 tokens", {}), *[False] * 3]
+    assert [(e["reward"], e["ended"]) for e in rows_of(run("--refused", "zero"))] == [
+        (0.0, "refused"), *[(1.0, "done")] * 3]
 
 
 # -------------------------------------------------------------------- stopped, refused, changed
@@ -276,12 +300,137 @@ def test_what_does_not_pass_is_one_line_without_the_key(endpoint, call, fault, t
     (answer(content="c", usage=dict(prompt_tokens=5, completion_tokens=None)), "c", 5),
     (answer(content="c", usage=dict(prompt_tokens=5, completion_tokens=-3)), "c", 5),
     (answer(content=f"your key is {KEY}"), "your key is ***", 0),
-    (answer(reasoning="so"), "", 0), (answer(content="a b", finish_reason="length"), "a b", 0)])
+    (answer(content=None), "", 0), (answer(content="a b", finish_reason="length"), "a b", 0)])
 def test_odd_answers_are_read(endpoint, call, said, reply, tokens):
     found, used = call(said)
     assert found == reply and used["prompt_tokens"] + used["completion_tokens"] == tokens
     assert used["unreported"] == (tokens == 0) and len(endpoint.seen) == 1
     assert used["cut_replies"] == ("length" in said[1])
+
+
+# ------------------------------------------------------- what is no reply although its status is 200
+
+
+@pytest.mark.parametrize("choice", [
+    dict(finish_reason="error", error=dict(code=502, message="upstream"), message=dict(content="")),
+    dict(finish_reason="error", message=dict(content="half an ans")),
+    dict(finish_reason="stop", error="overloaded", message=dict(content="half an ans")),
+    dict(finish_reason="network_error", message=dict(content="")),
+    dict(finish_reason="abort", message=dict(content="half")),
+    dict(finish_reason="insufficient_system_resource", message=dict(content=""))])
+@pytest.mark.parametrize("times", [3, 8])
+def test_a_choice_that_failed_is_tried_again(endpoint, call, choice, times):
+    fault = 200, json.dumps(dict(choices=[choice])), {}
+    if times < 8:
+        reply, used = call(*[fault] * times)
+        assert (reply, used["retries"], len(endpoint.seen)) == ("c", times, times + 1)
+        return
+    with pytest.raises(endpoints.EndpointError, match=r"\(attempt 8\)") as error:
+        call(*[fault] * times)
+    assert not isinstance(error.value, endpoints.NotAnswered)
+
+
+def test_an_error_beside_a_choice_is_one_too(endpoint, call):
+    fault = 200, json.dumps(dict(error=dict(message="late"), choices=[dict(message=dict(content="x"))])), {}
+    assert call(fault)[0] == "c" and len(endpoint.seen) == 2
+
+
+@pytest.mark.parametrize("said", [
+    answer(content=None, finish_reason="content_filter"),
+    answer(content="half of it", finish_reason="content_filter"),
+    answer(content="", finish_reason="content_filter: PROHIBITED_CONTENT"),
+    answer(content=None, finish_reason="SAFETY"), answer(content=None, refusal="I cannot help with that")])
+def test_what_a_filter_took_is_a_refused_task(endpoint, run, call, said):
+    with pytest.raises(endpoints.NotAnswered):
+        call(said)
+    endpoint.faults = [False, said]
+    with pytest.raises(envs.EnvError, match="^guess-test-1: .*--refused zero"):
+        run()
+    endpoint.faults = [said]
+    assert [e["ended"] for e in rows_of(run("--refused", "zero"))] == ["done", "refused", "done", "done"]
+
+
+@pytest.mark.parametrize("said", [
+    answer(content="", reasoning_content="so click c"), answer(content=None, reasoning="so click c"),
+    answer(content="", finish_reason="length", reasoning_content="so"),
+    answer(content=[dict(type="thinking", thinking=[dict(type="text", text="so")])]),
+    answer(content="", finish_reason="length", usage=dict(
+        prompt_tokens=3, completion_tokens=9, completion_tokens_details=dict(reasoning_tokens=9)))])
+def test_thoughts_alone_are_counted_and_told_and_no_reply(endpoint, run, said, capsys):
+    endpoint.faults = [said]
+    with pytest.raises(envs.EnvError, match="^guess-test-0: .*thought.*--max-new-tokens"):
+        run()
+    endpoint.faults = [said, False, said]
+    r = run("--refused", "zero")
+    assert [(e["reward"], e["ended"]) for e in rows_of(r)] == [
+        (0.0, "refused"), (1.0, "done"), (0.0, "refused"), (1.0, "done")]
+    assert numbers_of(r)["refused"] == numbers_of(r)["only_thoughts"] == 2
+    assert "only thoughts 2" in report.close(r.folder)
+    assert len((r.folder / "answers.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("said, reply", [
+    (answer(content="c", reasoning_content="so"), "c"), (answer(content="c", refusal=None), "c"),
+    (answer(content="c", finish_reason=None), "c"), (answer(content="c", finish_reason="eos"), "c"),
+    (answer(content=None), ""), (answer(content="", error=None), "")])
+def test_replies_with_something_beside_them_are_replies(call, said, reply):
+    assert call(said)[0] == reply
+
+
+# As providers say it. Several were read in public reports.
+TOO_LONG = [
+    (400, "The input token count (1300000) exceeds the maximum number of tokens allowed (1048575)."),
+    (400, "The input token count exceeds the maximum number of tokens allowed 1048576."),
+    (400, "This model's maximum context length is 4096 tokens. However, you requested 5048 tokens"),
+    (400, "Your input exceeds the context window of this model"),
+    (400, '{"error": {"code": "context_length_exceeded"}}'),
+    (400, "prompt is too long: 209303 tokens > 200000 maximum"),
+    (400, "input length and `max_tokens` exceed context limit: 174167 + 64000 > 200000"),
+    (400, "This model's maximum prompt length is 131072 but the request contains 537812 tokens"),
+    (400, "Please reduce the length of the messages or completion. Current length is 9 while limit is 8"),
+    (400, "The input (516368 tokens) is longer than the model's context length (262144 tokens)."),
+    (400, "prompt token count of 200000 exceeds the limit of 128000"),
+    (400, "the request exceeds the available context size, try increasing it"),
+    (500, "the request exceeds the available context size, try increasing it"),
+    (400, "tokens to keep from the initial prompt is greater than the context length"),
+    (400, "invalid params, context window exceeds limit"),
+    (400, "Your request exceeded model token limit: 256000 (requested: 300000)"),
+    (400, "Prompt contains 200000 tokens, too large for model with 131072 maximum context length"),
+    (400, "prompt too long; exceeded max context length by 100918 tokens"),
+    (400, "too many tokens: total number of tokens in the prompt cannot exceed 4081"),
+    (400, "length of prompt_tokens (163280) must be less than max_seq_len (32768)."),
+    (422, "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 4096. Given: 5000"),
+    (400, "Range of input length should be [1, 30720]"), (400, "Prompt exceeds max length"),
+    (400, "Input is too long for requested model."),
+    (413, '{"type": "request_too_large", "message": "Request exceeds the maximum size"}'),
+    (400, "Input length 131393 exceeds the maximum allowed input length of 131040 tokens."),
+    (400, "Input tokens exceed the configured limit of 272000 tokens. Your messages resulted in 5"),
+    (400, "Requested token count exceeds the model's maximum context length of 131072 tokens.")]
+
+
+@pytest.mark.parametrize("status, text", TOO_LONG)
+def test_too_long_is_too_long_in_the_words_of_any_provider(endpoint, call, status, text):
+    with pytest.raises(endpoints.ContextFull):
+        call((status, text, {}))
+    assert len(endpoint.seen) == 1
+
+
+@pytest.mark.parametrize("status, text, tries", [
+    (429, "Throttling error: Too many tokens, please wait before trying again.", 8),
+    (429, "Request too large for model: tokens per minute (TPM): Limit 6000, Requested 7000", 8),
+    (500, "the model took too long to answer", 8), (504, "upstream request took too long", 8),
+    (400, "Invalid 'user': string too long", 1), (400, "unknown field context", 1),
+    (401, "your key is too long", 1), (403, "the name of the model is too long", 1)])
+def test_other_refusals_are_not_about_length(endpoint, call, status, text, tries):
+    with pytest.raises(endpoints.EndpointError):
+        call(*[(status, text, {})] * 8)
+    assert len(endpoint.seen) == tries
+
+
+def test_too_long_inside_a_200_is_too_long(call):
+    text = "This model's maximum context length is 4096 tokens"
+    with pytest.raises(endpoints.ContextFull):
+        call((200, json.dumps(dict(error=dict(code=400, message=text))), {}))
 
 
 def test_parameters_that_a_model_refuses_are_sent_otherwise(endpoint, capsys):

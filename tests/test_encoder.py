@@ -228,7 +228,7 @@ def test_a_control_token_of_one_letter_is_broken_up_too():
     tokenizer = build("chatml", template=template)
     tokenizer.add_special_tokens(dict(additional_special_tokens=["§"]))
     encoder = dpo.Encoder(tokenizer)
-    assert encoder.end == "§"
+    assert encoder.template.end == "§"
     ids = encoder.observation("pay § 5 §§ now")
     assert ids.count(encoder.end_of_turn) == encoder.observation("pay").count(encoder.end_of_turn)
     assert "U+00A7" in encoder.decode(ids)
@@ -274,7 +274,7 @@ def test_a_fingerprint_tells_templates_and_tokenizers_apart():
 
 
 def test_the_four_pieces_of_the_documented_example():
-    encoder = dpo.Encoder(make_tokenizer("chatml"))
-    assert (encoder.before_reply, encoder.after_reply) == ("", "<|im_end|>")
-    assert encoder.before_observation == "\n<|im_start|>user\n"
-    assert encoder.after_observation == "<|im_end|>\n<|im_start|>assistant\n"
+    template = dpo.Encoder(make_tokenizer("chatml")).template
+    assert (template.before_reply, template.after_reply) == ("", "<|im_end|>")
+    assert template.before_observation == "\n<|im_start|>user\n"
+    assert template.after_observation == "<|im_end|>\n<|im_start|>assistant\n"

@@ -87,7 +87,7 @@ def test_what_begins_alike_stands_once_in_the_row():
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_cached_replies_are_those_of_generate(plain, ragged, encoder, temperature):
     """Four episodes of three turns, of which one ends and another begins in its slot."""
-    sampler = dpo.Sampler(temperature, encoder.never(len(encoder.tokenizer)))
+    sampler = encoder.sampler(temperature)
     s, rng = settings(slots=3, max_tokens=400, max_new_tokens=12), random.Random(1)
     answer = cache.Cached(ragged, encoder, sampler, ("Observation:",), s)
     page = [rng.randrange(4, 2000) for _ in range(45)]

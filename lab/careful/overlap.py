@@ -1,23 +1,27 @@
-"""What an agent was trained on stands in its folder, and a run refuses to evaluate it on that."""
+"""What an agent was trained on, and how it played, stands in its folder: a run refuses to evaluate
+it on what it was trained on, and plays it as it was trained."""
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from coevolve import Run
-from common.files import hashed, read_jsonl
-from common.settings import Stated
+from common.files import hashed, read_json, read_jsonl, write_json
+from common.settings import Stated, flag
 from envs import Refused, World
-from evolve import world
+from evolve import env_with
 
 FILE = "trained_on.json"  # in an agent's folder
+# How an agent was trained to play.
+PLAYED_WITH = ("env", "protocol", "view", "max_tokens", "max_new_tokens")
 
 
 @dataclass(frozen=True)
 class Overlap(Stated):
-    overlap: Literal["refuse", "keep"] = "refuse"  # evaluated tasks that were trained on [ours]
+    """Evaluation of what was trained on"""
+    # What becomes of a run that would evaluate tasks which its model was trained on [ours]
+    overlap: Literal["refuse", "keep"] = "refuse"
 
 
 def marks(env: World, task: str) -> set[str]:
@@ -30,27 +34,69 @@ def marks(env: World, task: str) -> set[str]:
 def trained_on(agent: Path) -> set[str]:
     """`marks` of what the agent in a folder, and those it came from, were trained on."""
     file = agent / FILE
-    return {*json.loads(file.read_text())["marks"]} if file.exists() else set()
+    return set(read_json(file)["marks"]) if file.exists() else set()
 
 
-def record(run: Run, out: Path, agent: Path, *read) -> None:
-    """Writes into an agent's folder what it and `agent`, from which it came, were trained on. read:
-    the files, or lists of them, that its training read; in D's an added task is defined."""
-    files = [file for part in read for file in (part if isinstance(part, list) else [part])]
-    rows = [row for file in files if file.is_file() for row in read_jsonl(file) if "task" in row]
-    env, tasks = world(run, rows), {row["task"] for row in rows}
-    known = trained_on(agent).union(*(marks(env, task) for task in tasks))
-    (out / FILE).write_text(json.dumps(dict(tasks=sorted(tasks), marks=sorted(known))))
+def record(run: Run, out: Path, *inputs) -> None:
+    """Writes into an agent's folder what it, and those it came from, were trained on, and how it
+    played. inputs: those of its phase; in a file of D an added task is defined."""
+    known = set()
+    rows = []
+    for path in paths_in(inputs):
+        if path.is_dir():
+            known |= trained_on(path)
+        elif path.is_file():
+            rows += [row for row in read_jsonl(path) if "task" in row]
+    env = env_with(run, rows)
+    tasks = {row["task"] for row in rows}
+    for task in tasks:
+        known |= marks(env, task)
+    write_json(out / FILE, dict(tasks=sorted(tasks), marks=sorted(known), played=played_with(
+        vars(run.settings) | vars(run.options))))
+
+
+def played_with(values: dict) -> dict:
+    """How an agent plays, of all settings of its run."""
+    return {name: values[name] for name in PLAYED_WITH if values.get(name) is not None}
+
+
+def flags_of(agent: Path, env: str) -> list[str]:
+    """The flags with which an agent plays in its own environment as it was trained: those that
+    stand in its folder, else, of an agent of the plain core, those of the run that it is in."""
+    found = {}
+    if (agent / FILE).exists():
+        found = read_json(agent / FILE).get("played", {})
+    elif agent.is_dir():
+        for folder in agent.resolve().parents[:2]:
+            if (folder / "phases.json").exists() and (folder / "config.json").exists():
+                found = played_with(read_json(folder / "config.json")["settings"])
+    if found.get("env") != env:
+        return []
+    return [f"{flag(name)}={value}" for name, value in found.items() if name != "env"]
+
+
+def paths_in(inputs) -> list[Path]:
+    """All paths in lists and dictionaries of them."""
+    if isinstance(inputs, Path):
+        return [inputs]
+    found = []
+    for part in inputs.values() if isinstance(inputs, dict) else inputs:
+        found += paths_in(part)
+    return found
 
 
 def check(run: Run) -> None:
     """Refused where an agent that the run begins from was trained on an evaluated task."""
-    s, env = run.settings, run.env
-    evaluated = {task: marks(env, task) for split in run.splits
-                 for task in env.tasks(split)[:s.eval_tasks or None]}
+    s = run.settings
+    env = run.env
+    evaluated = {}  # task -> its marks
+    for split in run.splits:
+        for task in env.tasks(split)[:s.eval_tasks or None]:
+            evaluated[task] = marks(env, task)
     sources = {f"--model {s.model}": trained_on(run.base)}
     if s.failure_from:
         sources[f"--failure-from {s.failure_from}"] = trained_on(Path(s.failure_from))
+
     for source, known in sources.items():
         both = [task for task in evaluated if evaluated[task] & known]
         if both and s.overlap == "refuse":

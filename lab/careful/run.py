@@ -1,120 +1,153 @@
 """The careful run: what a week of runs needs beside the plain one, and what makes it fast on a CPU.
 
-It extends the core's run and replaces these methods of it; the loop, phases, pairs and losses are
-the core's.
+It extends the core's run; the loop, phases, pairs and losses are the core's. Of its methods these
+do what the core's does, and more:
 
-    open        one process in a folder; disk and machine are looked at; fast or plain
+    open        disk and machine are looked at; fast or plain
     make        takes over what another run has made alike (--reuse), and notes how it was made
     record      metrics.jsonl and trackers
-    load, replica, log_probs, answer
-                packed passes and a cache over turns, where the model is one of plain attention
-    fit, checkpoint
-                a state inside long phases, margins of pairs before and after
+    load, replica
+                the attention that serves the model on this machine
+    fit         margins of pairs before and after
+
+These stand in for the core's, as long as the core's are as `stand_in` knows them; where one was
+changed, the core's is run, and that is said:
+
+    log_probs   packed passes    } where the model is one of plain attention
+    answer      a cache over turns
+    training    keeps a state inside long phases, and agents on the way (--save-every)
     play_share  episodes are kept as they end; one thread for a small model
 """
 
-import json
+from __future__ import annotations
+
+import os
 import shutil
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
-from accelerate.tracking import filter_trackers
 from accelerate.utils import broadcast_object_list
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 import coevolve
 import dpo
 import envs
 import evolve
-from common.files import hashed
-from lab.careful import machine, overlap, store
+from common.files import hashed, remove
+from lab.careful import machine, overlap, stand_in, store
 from lab.careful.kept import CHUNK, Checkpoint, Kept
+from lab.careful.margins import margins
+from lab.careful.tracking import Tracking
 from lab.fast import cache, check, packing
 from lab.fast.prepacked import prepack
 
 SMALL = 40_000_000  # bytes of weights: threads would wait for each other, 3.6 s against 1.6 s
+SLOTS = 32          # episodes side by side on a CPU, if not said otherwise [ours]
+PASS = 4096         # tokens of a packed pass, likewise
+STATES = ("playing", "checkpoint", "reads")  # what a phase keeps to go on from
 
 
 class Run(evolve.Run):
     """See above."""
 
+    def __init__(self, settings, options):
+        self.fast = False    # whether passes are packed and replies cached
+        self.small = False   # whether the model is so small that threads only wait
+        self.tracking = None
+        self.inputs = ()     # of the running phase
+        if settings.slots == 0:
+            settings = replace(settings, slots=slots_for(settings))
+        super().__init__(settings, options)
+
     def open(self) -> None:
-        s, self.logged, self.fast = self.settings, 0, False
-        trains = self.ranks if s.method in evolve.METHODS else None  # beside its replica
-        self.settings = s = replace(s, slots=s.slots or (
-            32 if self.accelerator.device.type == "cpu" else machine.slots(
-                dpo.read_config(self.base), torch.cuda.mem_get_info()[0], s.max_tokens, trains)))
+        s = self.settings
         self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            if self.main:
-                self.lock = FileLock(self.folder / "lock")
-                self.lock.acquire(timeout=0)
-        except Timeout:
-            raise envs.Refused(f"--out {self.folder}: another process is running in this folder; "
-                               "wait for it or give another") from None
-        if s.track:
-            self.accelerator.log_with = filter_trackers(s.track, str(self.folder))
-            self.accelerator.init_trackers("coevolve", {
-                name: value for name, value in vars(s).items() if value is not None})
         weights = sum(file.stat().st_size for file in self.base.glob("*.safetensors"))
-        needed = weights * (2 + 2 * getattr(s, "iterations", 0))
-        if needed > (free := shutil.disk_usage(self.folder).free):
-            raise envs.Refused(f"--out {self.folder}: {free / 1e9:.1f} GB are free, and agents "
-                               f"take up to {needed / 1e9:.1f} GB; give a folder on another disk")
         self.small = 0 < weights < SMALL
+        check_disk(self.folder, weights, getattr(s, "iterations", 0))
         super().open()
         overlap.check(self)
-        plain = ("--fast off" if s.fast == "off" else "of several processes" if self.ranks > 1 else
-                 "on a GPU" if self.accelerator.device.type != "cpu" else
-                 check.why_not(dpo.read_model(self.base).eval(), self.encoder, s))
+        self.tracking = Tracking(self.accelerator, self.folder, s.track, vars(s))
+        for method in stand_in.changed():
+            coevolve.say(self, f"{method} is not as lab knows it: it runs as it is, and what lab "
+                               "does in its place is left out")
+        if s.method == "chat":  # at an endpoint; there is no model
+            return
+        plain = self.why_plain()
         self.fast = not plain
-        if plain and self.main and s.method != "chat":
-            print(f"passes and replies are plain: {plain}")
-        if self.fast and not s.tokens_per_forward:
-            self.tokens_per_forward = 4096  # without padding
-        self.reads = store.Reads()
-        self.settings = store.recorded(s, self.reads)
+        if plain:
+            coevolve.say(self, f"passes and replies are plain: {plain}")
+        elif s.tokens_per_forward == 0:
+            self.tokens_per_forward = PASS  # without padding
 
-    def make(self, out: Path, work, *inputs, **how) -> dict:
-        s, taken, lock = self.settings, None, nullcontext()
-        code = store.code_of(work, s.env)
-        if s.reuse and self.main:  # of runs that come to it together one makes it
-            lock = FileLock(Path(s.reuse) / f".{self.recipe}.lock")
+    def why_plain(self) -> str | None:
+        """Why passes and replies are the core's; None where they are packed and cached."""
+        if self.settings.fast == "off":
+            return "--fast off"
+        if self.ranks > 1:
+            return "of several processes"
+        if self.accelerator.device.type != "cpu":
+            return "on a GPU"
+        return check.why_not(dpo.read_model(self.base).eval(), self.encoder, self.settings)
+
+    # ................................................................................. phases
+
+    def make(self, out: Path, phase, *inputs, **parameters) -> dict:
+        code = store.code_of(phase, self.settings.env)
+        reuse = self.settings.reuse
+        lock = nullcontext()
+        if reuse and self.main:  # of runs that come to it together one makes it
+            lock = FileLock(Path(reuse) / f".{self.recipe}.lock")
         with lock:
-            if s.reuse:
-                taken = [store.take(self, out, code, Path(s.reuse)) if self.main else None]
-                taken = broadcast_object_list(taken)[0]
-            self.reads.begin(self.folder / "reads" / self.recipe if self.main else None)
-            numbers = taken or super().make(out, work, *inputs, **how)
+            taken = None
+            if reuse:
+                found = [store.take(self, out, code, Path(reuse)) if self.main else None]
+                taken = broadcast_object_list(found)[0]
+            if taken:
+                return taken
+            self.inputs = inputs
+            self.reads.update(self.read_before())
+            numbers = super().make(out, phase, *inputs, **parameters)
             if self.main and (out / "config.json").exists():  # an agent
                 overlap.record(self, out, *inputs)
-        if self.main:  # what the phase has kept to go on from
-            for inside in "playing", "checkpoint", "reads":
-                shutil.rmtree(self.folder / inside, ignore_errors=True)
-        reads = {name: vars(self.settings)[name] for name in sorted(self.reads.names)}
-        self.reads.begin(None)  # the loop reads settings too
-        made_by = hashed([self.recipe, reads, code])  # what follows tells agents apart by it
-        return taken or numbers | dict(
-            made_by=made_by, resident_mb=psutil.Process().memory_info().rss >> 20,
-            made=dict(reads=reads | asdict(self.options), code=code, machine=store.machine(self)))
+        if self.main:
+            for name in STATES:
+                remove(self.folder / name)
+
+        # What follows tells agents apart by how they were made.
+        reads = self.reads_of_phase()
+        made = dict(reads=reads | asdict(self.options), code=code, machine=store.machine(self))
+        return numbers | dict(made_by=hashed([self.recipe, reads, code]), made=made)
+
+    def reads_of_phase(self) -> dict:
+        """The settings that the phase has read, those that may change its rounding among them."""
+        names = (self.reads | coevolve.ALL_READ) - store.NO_PART
+        values = vars(self.settings)
+        return {name: values[name] for name in sorted(names)}
+
+    def keep_reads(self) -> None:
+        """Writes down what the phase has read so far, beside the state that it is about to keep:
+        what goes on from that does not read again what led to it."""
+        if self.main:
+            file = self.folder / "reads" / self.recipe
+            file.parent.mkdir(exist_ok=True)
+            file.write_text("\n".join(sorted(self.reads)))
+
+    def read_before(self) -> list[str]:
+        """What the phase has read before it was stopped."""
+        file = self.folder / "reads" / self.recipe
+        return file.read_text().split() if file.exists() else []
 
     def record(self, output: str) -> None:
         super().record(output)
         row = self.done[output]
-        self.log("phase", phase=output, **{k: v for k, v in row.items() if k != "made"})
+        numbers = {name: row[name] for name in row if name not in store.HOW_MADE}
+        self.tracking.log("phase", output, numbers)
 
-    def log(self, event: str, **fields) -> None:
-        """Appends a line to metrics.jsonl, and gives its numbers to the trackers."""
-        if not self.main:
-            return
-        with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(dict(event=event, **fields)) + "\n")
-        self.logged += 1
-        self.accelerator.log(flat(event, fields), self.logged)
+    # ................................................................................. models
 
     def load(self, agent: Path):
         return self.attend(super().load(agent))
@@ -122,103 +155,164 @@ class Run(evolve.Run):
     def attend(self, model):
         """The model with the attention that serves it on this machine, its own or another."""
         fp32 = self.accelerator.device.type == "cuda" and not self.bf16
-        if self.fast or fp32 and model.config._attn_implementation == "sdpa":
-            model.set_attn_implementation("ragged" if self.fast else "repeated")
+        if self.fast:
+            model.set_attn_implementation("ragged")
+        elif fp32 and model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation("repeated")
         return model
 
     def replica(self, agent):
         model = super().replica(agent)
-        if model is not agent:  # one that is being trained stays as it is
-            self.attend(model)
-            if self.fast:
-                prepack(model)
+        if model is agent:  # it is being trained, and stays as it is
+            return model
+        self.attend(model)
+        if self.fast:
+            prepack(model)
         return model
 
-    def log_probs(self, model, sequences: list[dpo.Trajectory], sampler=dpo.Sampler()):
-        if not self.fast:
-            return super().log_probs(model, sequences, sampler)
+    def log_probs(self, model, trajectories: list[dpo.Trajectory], sampler=dpo.Sampler()):
+        if not self.fast or "log_probs" in stand_in.changed():
+            return super().log_probs(model, trajectories, sampler)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
-            return packing.log_probs(model, sequences, self.tokens_per_forward, sampler)
+            return packing.log_probs(model, trajectories, self.tokens_per_forward, sampler)
 
     def answer(self, model, temperature: float):
-        if not self.fast:
+        if not self.fast or "answer" in stand_in.changed():
             return super().answer(model, temperature)
-        never = self.encoder.never(model.config.get_text_config().vocab_size)
-        return cache.Cached(model, self.encoder, dpo.Sampler(temperature, never), self.env.stops,
+        return cache.Cached(model, self.encoder, self.encoder.sampler(temperature), self.env.stops,
                             self.settings)
 
-    def checkpoint(self, steps: list[dict]) -> Checkpoint:
-        return Checkpoint(self.accelerator, self.folder / "checkpoint" / self.recipe,
-                          self.settings.checkpoint_minutes, steps)
+    # ............................................................................... training
 
-    def fit(self, model, out: Path, steps: list, how: dpo.Objective) -> dict:
-        s, events = self.settings, []
-        how = replace(how, weight_decay=s.weight_decay, max_grad_norm=s.max_grad_norm,
-                      tokens=self.tokens_per_forward * self.ranks)
+    def fit(self, model, out: Path, steps: list[list[dpo.Group]], objective: dpo.Objective) -> dict:
+        numbers = super().fit(model, out, steps, objective)
+        groups = list({id(group): group for batch in steps for group in batch}.values())
+        coevolve.write(self, out / "margins.jsonl", margins(self, model, groups, objective))
+        tokens = 0
+        for batch in steps:
+            tokens += sum(dpo.group_tokens(group) for group in batch)
+        return numbers | dict(tokens=tokens)
 
-        def log(event):
-            events.append(event)
-            progress.update()
-            self.log("train", phase=self.name, **event)
+    def training(self, model, steps: list[list[dpo.Group]],
+                 objective: dpo.Objective) -> Iterator[dict]:
+        if "training" in stand_in.changed():
+            yield from super().training(model, steps, objective)
+            return
+        optimizer = dpo.adamw(model, objective)
+        lines = []
+        checkpoint = self.checkpoint(lines)
+        done = checkpoint.restore(model, optimizer)
+        yield from lines
+        for line in dpo.training(model, optimizer, steps, objective, self.log_probs, done):
+            lines.append(line)
+            self.tracking.log("train", self.name, line)
+            checkpoint.keep(model, optimizer, line["step"])
+            yield line
 
-        with coevolve.bar(self, len(steps)) as progress:
-            dpo.fit(model, steps, partial(self.log_probs, sampler=how.sampler), how, log,
-                    self.checkpoint(events))
-        dpo.save(self.accelerator, model, self.tokenizer, out)
-        coevolve.write(self, out / "train.jsonl", events)
-        coevolve.write(self, out / "margins.jsonl", margins(self, model, steps, how))
-        tokens = sum(len(t.ids) for batch in steps for t in dpo.trajectories(batch))
-        return dict(steps=len(events), tokens=tokens, first_loss=events[0]["loss"],
-                    loss=events[-1]["loss"])
+    def checkpoint(self, lines: list[dict]) -> CheckpointOfRun:
+        return CheckpointOfRun(self, lines)
+
+    # ................................................................................ playing
 
     def play_share(self, share: list[dpo.Trajectory], answer, make_env) -> list[dpo.Trajectory]:
-        s, cpu = self.settings, self.accelerator.device.type == "cpu"
-        file = f"{self.recipe}-{self.accelerator.process_index}.jsonl"
-        kept, threads = Kept(self.folder / "playing" / file, make_env), torch.get_num_threads()
-        size = CHUNK * s.slots if cpu else 1
-        chunks = [share[n:n + size] for n in range(0, len(share), size)]
-        waiting = [chunk for chunk in chunks if kept.of(chunk) is None]
-        waiting = waiting if cpu else [sum(waiting, [])]
-        torch.set_num_threads(1 if cpu and self.small else threads)
+        if "play_share" in stand_in.changed():
+            return super().play_share(share, answer, make_env)
+        kept = Kept(self.folder / "playing" / f"{self.recipe}-{self.accelerator.process_index}."
+                    "jsonl", make_env)
+        on_cpu = self.accelerator.device.type == "cpu"
+        chunks = [share[:]]
+        if on_cpu:
+            size = CHUNK * self.settings.slots
+            chunks = [share[n:n + size] for n in range(0, len(share), size)]
+
+        threads = torch.get_num_threads()
+        if on_cpu and self.small:
+            torch.set_num_threads(1)
         with coevolve.bar(self, len(share)) as progress:
-            progress.update(len(share) - sum(map(len, waiting)))
-            for chunk in waiting:
-                envs.play(make_env, self.encoder, chunk, answer, s.slots, s.max_tokens,
-                          lambda t: (progress.update(), cpu or kept.add([t])))
-                if cpu:
-                    kept.add(chunk)
+            for chunk in chunks:
+                self.play_chunk(chunk, kept, answer, make_env, progress, whole=on_cpu)
         torch.set_num_threads(threads)
-        return [t for chunk in chunks for t in kept.of(chunk)]
+        return kept.of(share)
+
+    def play_chunk(self, chunk: list[dpo.Trajectory], kept: Kept, answer, make_env, progress,
+                   whole: bool) -> None:
+        """Plays the episodes of a chunk that are not kept, or, if it has to stay whole, all of it;
+        and keeps them."""
+        waiting = chunk if whole and kept.of(chunk) is None else kept.missing(chunk)
+        progress.update(len(chunk) - len(waiting))
+
+        def ended(t):
+            progress.update()
+            if not whole:
+                self.keep_reads()
+                kept.add([t])
+
+        envs.play(make_env, self.encoder, waiting, answer, self.settings.slots,
+                  self.settings.max_tokens, ended)
+        if whole and waiting:
+            self.keep_reads()
+            kept.add(waiting)
 
 
-@torch.no_grad()
-def margins(run: Run, model, steps: list[list[dpo.Group]], how: dpo.Objective) -> list[dict]:
-    """What training did to each pair, by a pass over the hardest instructions: rows {task, before,
-    after} with [chosen, rejected, margin] of each pair, in nats; of a phase without preferences, or
-    one with another reference than its start, none."""
-    groups = [*{id(g): g for batch in steps for g in batch if g.pairs}.values()]
-    if not groups or run.settings.reference != "phase":
-        return []
-    s = how.loss.keywords["s"]
-    groups.sort(reverse=True, key=lambda g: max(g.sequences[p.rejected].reward for p in g.pairs))
-    rows = []
-    for some in dpo.together(groups[:run.settings.margins], how.tokens):
-        policy = run.log_probs(model, dpo.trajectories(some))
-        pi, ref, _, w, l = dpo.of_pairs(policy, some, s.log_prob)
-        margin = s.beta * ((pi - ref)[w] - (pi - ref)[l])                             # (P,)
-        sides = ([*zip(p[w].tolist(), p[l].tolist(), m.tolist())] for p, m in (
-            (ref, torch.zeros_like(margin)), (pi, margin)))
-        before, after = ([[round(w, 3), round(l, 3), round(m, 4)] for w, l, m in side]
-                         for side in sides)
-        for g in some:
-            n = len(g.pairs)
-            rows.append(dict(task=g.sequences[0].task, before=before[:n], after=after[:n]))
-            before, after = before[n:], after[n:]
-    return rows
+class CheckpointOfRun(Checkpoint):
+    """The states inside a run's phase, and the agents that --save-every asks for."""
+
+    def __init__(self, run: Run, lines: list[dict]):
+        super().__init__(run.accelerator, run.folder / "checkpoint" / run.recipe,
+                         run.settings.checkpoint_minutes, lines)
+        self.run = run
+        self.every = run.settings.save_every
+
+    def restore(self, model, optimizer) -> int:
+        done = super().restore(model, optimizer)
+        if self.run.main:
+            for step, folder in saved_agents(self.run):
+                if step > done:  # of another way of making the phase, or to be made again
+                    remove(folder)
+        return done
+
+    def write(self, model, optimizer, step: int) -> None:
+        self.run.keep_reads()
+        super().write(model, optimizer, step)
+
+    def keep(self, model, optimizer, step: int) -> None:
+        super().keep(model, optimizer, step)
+        if self.every and step % self.every == 0:
+            run = self.run
+            out = run.folder / f"{run.name}-step{step}"
+            temporary = out.with_name(f"{out.name}.tmp")
+            dpo.save(run.accelerator, model, run.encoder, temporary)
+            if run.main:
+                overlap.record(run, temporary, *run.inputs)
+                remove(out)
+                os.replace(temporary, out)
 
 
-def flat(name: str, value) -> dict:
-    """The numbers in nested dictionaries, with / between the names."""
-    if isinstance(value, dict):
-        return {k: x for inner in value for k, x in flat(f"{name}/{inner}", value[inner]).items()}
-    return {name: value} if isinstance(value, (int, float)) else {}
+def saved_agents(run: Run) -> list[tuple[int, Path]]:
+    """(step, folder) of each agent that was saved on the way of the running phase."""
+    path = run.folder / run.name
+    found = []
+    for folder in path.parent.glob(f"{path.name}-step*"):
+        step = folder.name.removeprefix(f"{path.name}-step")
+        if step.isdecimal():
+            found.append((int(step), folder))
+    return found
+
+
+def slots_for(settings) -> int:
+    """How many episodes are played side by side, where no setting says it."""
+    if not torch.cuda.is_available():
+        return SLOTS
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    trains = ranks if settings.method in evolve.METHODS else None  # beside the model that plays
+    config = dpo.read_config(coevolve.MODELS.get(settings.model, settings.model))
+    return machine.slots(config, torch.cuda.mem_get_info()[0], settings.max_tokens, trains)
+
+
+def check_disk(folder: Path, weights: int, iterations: int) -> None:
+    """Refused where the agents of a run do not fit the disk; weights: bytes of one."""
+    needed = weights * (2 + 2 * iterations)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise envs.Refused(f"--out {folder}: {free / 1e9:.1f} GB are free, and agents take up to "
+                           f"{needed / 1e9:.1f} GB; give a folder on another disk")

@@ -19,56 +19,9 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {"coevolve", "evolve"}  # in a phase these names mean modules, not the loops
 # Settings that change no byte of what a phase makes.
-NO_PART = {"out", "reuse", "track", "checkpoint_minutes"}
-
-
-class Reads:
-    """The settings that the running phase has read, by name, those before a stop among them.
-
-    Each name is written down as it is read: what goes on from a kept state does not read again what
-    led to that state.
-    """
-
-    def __init__(self):
-        self.begin(None)
-
-    def begin(self, file: Path | None) -> None:
-        """A phase begins, or goes on if it has left this file. None: what is read stays here."""
-        self.names, self.file = {"env", "view"}, file  # which made the environment before
-        if file and file.exists():
-            self.names.update(file.read_text().split())
-
-    def add(self, name: str) -> None:
-        if name in self.names or name in NO_PART:
-            return
-        self.names.add(name)
-        if self.file:
-            self.file.parent.mkdir(exist_ok=True)
-            with open(self.file, "a") as to:
-                to.write(f"{name}\n")
-
-
-def recorded(settings, reads: Reads):
-    """The settings, as an object that notes in `reads` which of them are read.
-
-    `dataclasses.replace` reads all fields that an object has. Of this one it finds those alone that
-    an earlier `replace` changed; a copy has all others from here. What was changed is no longer a
-    setting of the run, and nobody notes that it is read.
-    """
-    kind = type(settings)
-
-    class Recorded(kind):
-        def __init__(self, **changed):
-            found = {name: kind.__dataclass_fields__[name] for name in changed}
-            vars(self).update(vars(settings), **changed, __dataclass_fields__=found)
-
-        def __getattribute__(self, name):
-            own = super().__getattribute__("__dataclass_fields__")
-            if name in kind.__dataclass_fields__ and name not in own:
-                reads.add(name)
-            return super().__getattribute__(name)
-
-    return Recorded()
+NO_PART = {"out", "reuse", "track", "checkpoint_minutes", "save_every"}
+# What is recorded of how a phase was made, beside what it found.
+HOW_MADE = {"made", "settings", "weights", "code"}
 
 
 def imported(tree: ast.Module) -> set[Path]:
@@ -149,6 +102,8 @@ def take(run, out: Path, code: str, folder: Path) -> dict | None:
             copy(other / run.name, out)
         except (FileNotFoundError, shutil.Error):  # somebody has deleted it since
             continue
+        for saved in (other / run.name).parent.glob(f"{out.stem}-step*"):  # on the way to it
+            copy(saved, out.parent / saved.name)
         return row | dict(reused=row.get("reused", str(other)))
     return None
 

@@ -17,10 +17,33 @@ from envs import EnvError, Refused
 
 KEY = "OPENAI_API_KEY"  # the environment variable
 TRIES = 8
-SECONDS, MOST = 300, 1_000_000  # for an answer, and bytes of it [ours]
+SECONDS = 300     # for an answer [ours]
+MOST = 1_000_000  # bytes of an answer [ours]
 USAGE = ("requests", "retries", "unreported", "cut_replies", "prompt_tokens", "completion_tokens")
+NO_REPLY = "(no reply)"  # in place of an empty turn, which some servers refuse
+
 PASSING = {408, 409, 425, 429}  # statuses that may be gone in a moment, as 500 and above
 REFUSING = {400, 403, 413, 422, 451}  # which may be about these messages alone
+OF_LENGTH = {400, 413, 422}  # which may be about their length
+
+# How servers and providers say that messages are too long: of a context, or of a prompt. A reply
+# that is asked for may be too long as well, and then every request is.
+CONTEXT = re.compile("context.?(length|window|size|limit)", re.I)
+TOO_LONG = re.compile("|".join([
+    r'(prompt|input|messages|request|token)\w*[^.;:"]{0,60}(too (long|large)|exceed|longer than)',
+    r"(prompt|input)\w*.{0,40}must be (less|<)",
+    r"max\w* (prompt|input) length",
+    r"input length should be",
+    r"too many tokens",
+    r"reduce (the length|your prompt)",
+    r"max_?(completion|new|output)?_?tokens\b.{0,60}(too large|at most|<|less than|maximum|range)",
+    r"range of max_tokens"]), re.I | re.S)
+
+# How an endpoint says in the finish_reason of a choice that it is no reply.
+FAILED = re.compile("error|abort|cancel|network|resource|overload|timeout", re.I)
+FILTERED = re.compile("filter|safety|sensitive|refus|prohibit|recitation|blocklist|guardrail", re.I)
+# Where the thoughts of a model stand in a message, beside what it says.
+THOUGHTS = ("reasoning_content", "reasoning", "reasoning_details", "thinking")
 
 
 class EndpointError(EnvError):
@@ -31,13 +54,24 @@ class NotAnswered(EndpointError):
     """The endpoint refuses these messages for good, as a filter of contents does."""
 
 
+class OnlyThoughts(NotAnswered):
+    """The endpoint has thought, and said nothing."""
+
+
 class ContextFull(Exception):
-    """The messages are longer than the model can read."""
+    """The messages are longer than the model can read, beside the reply that is asked for."""
+
+
+class Passing(Exception):
+    """A fault that may be gone in a moment."""
+
+    def __init__(self, problem: str, wait: float | None = None):
+        super().__init__(problem)
+        self.wait = wait  # seconds; None: as many as after other faults
 
 
 class Endpoint:
-    """Calls the model: messages -> (reply, usage), with retries and growing waits between them.
-    usage: by the names in USAGE; `unreported` is 1 where the endpoint reports no tokens."""
+    """Calls the model: messages -> (reply, usage), with retries and growing waits between them."""
 
     def __init__(self, url: str, name: str, temperature: float, max_tokens: int):
         path = "/chat/completions"
@@ -49,45 +83,64 @@ class Endpoint:
             raise Refused(f"the key in {KEY} holds a character that no key has")
 
     def __call__(self, messages: list[dict]) -> tuple[str, dict]:
-        """ContextFull if they are too long for the model; NotAnswered if it refuses these alone;
-        EndpointError after the last attempt."""
+        """Asks, again where a fault may pass.
+
+        Returns:
+            The reply, and its usage by the names in USAGE; `unreported` is 1 where the endpoint
+            reports no tokens.
+
+        Raises:
+            ContextFull: The messages are too long for the model.
+            NotAnswered: The endpoint refuses these messages alone.
+            EndpointError: The last attempt failed, too.
+        """
         problem = "stopped"
-        for attempt in range(TRIES):
-            status, said, wait = 0, "", min(2.0 ** attempt, 60) * random.uniform(0.5, 1)
-            if self.stopped.is_set():
-                break
-            body = {**self.body, "messages": messages}
+        attempt = 0
+        while attempt < TRIES and not self.stopped.is_set():
+            attempt += 1
             try:
-                status, text, asked_to_wait = self.post(body)
-                said = self.without_key(text)[:200]
-                problem = f"status {status}: {said}"
-                if status == 200:
-                    reply, used = self.read(json.loads(text))
-                    return reply, dict(used, retries=attempt)
-                if status == 400 and re.search("context.?(length|size|window)|too long", text,
-                                               re.I):
-                    raise ContextFull
-                if status == 400 and self.refuses_parameter(body, text):
-                    continue
-                if status not in PASSING and status < 500:
-                    break
-                if re.fullmatch(r"\d+(\.\d+)?", asked_to_wait):
-                    wait = min(float(asked_to_wait), 120)
-            except (requests.RequestException, HTTPError, ValueError, LookupError, TypeError,
-                    AttributeError, OverflowError, RecursionError) as error:
-                problem = f"{type(error).__name__}: {error} {said}"
-            if attempt < TRIES - 1:
+                reply, used = self.ask_once(messages)
+                return reply, dict(used, retries=attempt - 1)
+            except Passing as fault:
+                problem = str(fault)
+                wait = fault.wait
+            if wait is None:
+                wait = min(2.0 ** (attempt - 1), 60) * random.uniform(0.5, 1)
+            if attempt < TRIES:
                 self.stopped.wait(wait)
-        problem = self.without_key(" ".join(problem.split()))
-        if problem.startswith("status 404") and "/v1/" not in self.url:
-            problem += " (most addresses end in /v1)"
-        problem += f" (without a key: {KEY} is not set)" * (not self.key)
-        raise (NotAnswered if status in REFUSING else EndpointError)(
-            f"{self.url}: {problem} (attempt {attempt + 1})")
+        raise EndpointError(self.told(f"{problem} (attempt {attempt})"))
+
+    def ask_once(self, messages: list[dict]) -> tuple[str, dict]:
+        """The reply to one request and its usage; else one of the errors above."""
+        sent = []
+        for message in messages:
+            sent.append(message if message["content"].strip() else message | {"content": NO_REPLY})
+        body = {**self.body, "messages": sent}
+        try:
+            status, text, asked_to_wait = self.post(body)
+        except (requests.RequestException, HTTPError, ValueError) as error:
+            raise Passing(f"{type(error).__name__}: {error}") from None
+        if status == 200:
+            return self.read(text)
+
+        problem = f"status {status}: {self.without_key(text)[:200]}"
+        if (status in OF_LENGTH or status >= 500) and CONTEXT.search(text):
+            raise ContextFull(self.told(problem))
+        if status in PASSING or status >= 500:
+            asked = re.fullmatch(r"\d+(\.\d+)?", asked_to_wait)
+            raise Passing(problem, min(float(asked_to_wait), 120) if asked else None)
+        if status == 400 and self.refuses_parameter(body, text):
+            raise Passing(problem, wait=0)
+        if status in OF_LENGTH and TOO_LONG.search(text):
+            raise ContextFull(self.told(problem))
+        if status in REFUSING:
+            raise NotAnswered(self.told(problem))
+        raise EndpointError(self.told(problem))
 
     def post(self, body: dict) -> tuple[int, str, str]:
         """Status, text and Retry-After. NotAnswered where the text is too long."""
-        text, ends = b"", time.monotonic() + SECONDS
+        text = b""
+        ends = time.monotonic() + SECONDS
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         with requests.post(self.url, json=body, headers=headers, timeout=(10, SECONDS),
                            auth=lambda request: request,  # so that no .netrc takes its place
@@ -101,19 +154,54 @@ class Endpoint:
             return (answer.status_code, text.decode(errors="replace"),
                     answer.headers.get("Retry-After", ""))
 
-    def read(self, answer: dict) -> tuple[str, dict]:
-        """The reply and the usage in an answer; an error of any kind where it is no answer."""
-        choice, used = answer["choices"][0], answer.get("usage") or {}
-        reply = choice["message"].get("content") or ""
+    def read(self, text: str) -> tuple[str, dict]:
+        """The reply and the usage in an answer of status 200.
+
+        Raises:
+            Passing: It is no answer, or one that failed halfway.
+            ContextFull, NotAnswered, OnlyThoughts: It says so.
+        """
+        said = self.without_key(text)[:200]
+        try:
+            answer = json.loads(text)
+            fault = answer.get("error") or answer["choices"][0].get("error")
+            if fault:
+                self.raise_fault(str(fault), f"an error in an answer of status 200: {said}")
+            return self.read_choice(answer["choices"][0], answer.get("usage") or {}, said)
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError,
+                RecursionError) as error:
+            raise Passing(f"{type(error).__name__}: {error} {said}") from None
+
+    def raise_fault(self, fault: str, problem: str) -> None:
+        if CONTEXT.search(fault):
+            raise ContextFull(self.told(problem))
+        raise Passing(problem)
+
+    def read_choice(self, choice: dict, used: dict, said: str) -> tuple[str, dict]:
+        """`read` of a choice that has no error; an error of any kind where it is none."""
+        message = choice["message"]
+        ends = str(choice.get("finish_reason") or "")
+        if FAILED.search(ends):
+            raise Passing(f"finish_reason {ends}: {said}")
+        if FILTERED.search(ends) or message.get("refusal"):
+            raise NotAnswered(self.told(f"a filter took the reply: {said}"))
+
+        reply = message.get("content") or ""
+        thought = any(message.get(name) for name in THOUGHTS) or hidden_thoughts(used)
         if isinstance(reply, list):  # of parts
+            thought = thought or bool(reply)
             reply = "".join(part.get("text") or "" for part in reply)
+        reply = str(reply)
+        if thought and not reply.strip():
+            raise OnlyThoughts(self.told(
+                f"it thought and said nothing (finish_reason {ends or 'none'}); raise "
+                "--max-new-tokens, or let it think less"))
         if len(self.key) >= 16:  # shorter ones, such as EMPTY, are words and no secrets
-            reply = self.without_key(str(reply))
-        return str(reply), dict(
-            requests=1, unreported=int(not used),
-            cut_replies=int(choice.get("finish_reason") == "length"),
-            **{name: max(0, int(used.get(name) or 0))
-               for name in ("prompt_tokens", "completion_tokens")})
+            reply = self.without_key(reply)
+        usage = dict(requests=1, unreported=int(not used), cut_replies=int(ends == "length"))
+        for name in "prompt_tokens", "completion_tokens":
+            usage[name] = max(0, int(used.get(name) or 0))
+        return reply, usage
 
     def refuses_parameter(self, body: dict, text: str) -> bool:
         """Whether `text` refuses a parameter of `body`; from now on it is sent as asked for."""
@@ -129,5 +217,20 @@ class Endpoint:
             return False
         return True
 
+    def told(self, problem: str) -> str:
+        """A problem in one line, without the key, with what often causes it."""
+        line = f"{self.url}: {self.without_key(' '.join(problem.split()))}"
+        if problem.startswith("status 404") and "/v1/" not in self.url:
+            line += " (most addresses end in /v1)"
+        if not self.key:
+            line += f" (without a key: {KEY} is not set)"
+        return line
+
     def without_key(self, text: str) -> str:
         return text.replace(self.key, "***") if self.key else text
+
+
+def hidden_thoughts(used: dict) -> bool:
+    """Whether tokens were spent on thoughts that no message shows."""
+    details = used.get("completion_tokens_details") or {}
+    return bool(details.get("reasoning_tokens"))

@@ -6,15 +6,17 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, Optional
+
+from tqdm import tqdm
 
 import envs
 from coevolve import Run, bar, scores, write
@@ -24,33 +26,47 @@ from dpo import Trajectory
 from evolve import by_one_rank
 from lab.careful.kept import whole_lines
 from lab.careful.overlap import Overlap, marks
-from lab.chat.endpoint import USAGE, ContextFull, Endpoint, NotAnswered
+from lab.chat.endpoint import USAGE, ContextFull, Endpoint, NotAnswered, OnlyThoughts
 from worlds import is_web_address
 
 
 def evaluations(run: Run) -> None:
+    """Evaluates the model that is given on all evaluated splits."""
     for split in run.splits:
         run.once(f"eval-0-target-{split}.jsonl", evaluate, run.base, name="target", i=0,
                  split=split)
 
 
 def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) -> dict:
-    """Episodes on a split, and of several rollouts also the best: means over tasks."""
-    s, numbers = run.settings, {}
-    tasks = run.env.tasks(split)[:s.eval_tasks or None]
-    episodes = [Trajectory(task, name, i, n, seed_of(s.seed, name, i, task, n))
-                for task in tasks for n in range(s.rollouts)]
+    """Lets an agent play the tasks of a split, some rollouts each.
+
+    Returns:
+        Means over the episodes; of several rollouts also of the best of each task.
+    """
+    s = run.settings
+    episodes = []
+    for task in run.env.tasks(split)[:s.eval_tasks or None]:
+        for rollout in range(s.rollouts):
+            seed = seed_of(s.seed, name, i, task, rollout)
+            episodes.append(Trajectory(task, name, i, rollout, seed))
+    spent = {}
     if s.method == "chat":
-        episodes, numbers = play_at_endpoint(run, episodes)
+        episodes, spent = play_at_endpoint(run, episodes)
     else:
         episodes = run.play(agent, episodes, s.temperature)
     write(run, out, episodes)
-    if s.rollouts > 1:
-        most = [max(t.reward for t in episodes[n:n + s.rollouts])  # of a task, in their order
-                for n in range(0, len(episodes), s.rollouts)]
-        numbers |= dict(best=sum(most) / len(most),
-                        best_success=sum(r >= run.env.success for r in most) / len(most))
-    return scores(episodes, run) | numbers
+    return scores(episodes, run) | spent | best_of(episodes, s.rollouts, run.env.success)
+
+
+def best_of(episodes: list[Trajectory], rollouts: int, success: float) -> dict:
+    """The means over tasks of the best of several rollouts, which stand one after another."""
+    if rollouts == 1:
+        return {}
+    best = []
+    for n in range(0, len(episodes), rollouts):
+        best.append(max(t.reward for t in episodes[n:n + rollouts]))
+    solved = sum(reward >= success for reward in best)
+    return dict(best=sum(best) / len(best), best_success=solved / len(best))
 
 
 # --------------------------------------------------------------------------------- an endpoint
@@ -61,20 +77,33 @@ class Paid:
     stopped takes them where it asks for the same, and pays for the others alone."""
 
     def __init__(self, run: Run, endpoint: Endpoint):
-        self.endpoint, self.slots, self.phase = endpoint, run.settings.slots, run.name
-        self.file, self.lock = run.folder / "answers.jsonl", threading.Lock()
+        self.endpoint = endpoint
+        self.slots = run.settings.slots
+        self.phase = run.name
+        self.file = run.folder / "answers.jsonl"
+        self.lock = threading.Lock()
         self.rows = {row["asked"]: row for row in whole_lines(self.file)}
+        self.only_thoughts = 0  # requests whose answer has thoughts and no reply
 
     def ask(self, what: list, messages: list[dict]) -> dict:
         """The reply to these messages and its usage, the same ones for the same `what`."""
         asked = hashed([*what, messages])
-        if asked not in self.rows:
+        if asked in self.rows:
+            return self.rows[asked]
+        try:
             reply, used = self.endpoint(messages)
-            row = dict(asked=asked, phase=self.phase, reply=reply, **used)
-            with self.lock, open(self.file, "a") as file:
-                file.write(json.dumps(row) + "\n")
-                self.rows[asked] = row
-        return self.rows[asked]
+        except OnlyThoughts as error:
+            with self.lock:
+                self.only_thoughts += 1
+                first = self.only_thoughts == 1
+            if first:
+                tqdm.write(f"{error}; such requests are counted", file=sys.stderr)
+            raise
+        row = dict(asked=asked, phase=self.phase, reply=reply, **used)
+        with self.lock, open(self.file, "a") as file:
+            file.write(json.dumps(row) + "\n")
+            self.rows[asked] = row
+        return row
 
     def side_by_side(self, works: list[Callable]) -> list:
         """What these return, `slots` at a time. After an error nobody asks any more."""
@@ -89,8 +118,12 @@ class Paid:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def spent(self) -> dict:
-        return {name: sum(row[name] for row in self.rows.values() if row["phase"] == self.phase)
-                for name in USAGE}
+        """What all answers of the phase took, by the names in USAGE, and how many were none."""
+        rows = [row for row in self.rows.values() if row["phase"] == self.phase]
+        found = {name: sum(row[name] for row in rows) for name in USAGE}
+        if self.only_thoughts:
+            found["only_thoughts"] = self.only_thoughts
+        return found
 
 
 class Text:
@@ -106,54 +139,98 @@ class Text:
         return [], [], text[:first].strip()
 
 
-@by_one_rank
-def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Trajectory], dict]:
-    """The episodes, played, and what all requests of the phase took."""
-    s, shown, read = run.settings, examples(run), {}  # read: the tokens of the last request
-    paid = Paid(run, Endpoint(s.model, s.model_name, s.temperature, s.max_new_tokens))
+class Player:
+    """Plays episodes at an endpoint, in the place of an agent."""
 
-    def answer(asked):
+    def __init__(self, run: Run):
+        s = run.settings
+        self.settings = s
+        self.env = run.env
+        self.examples = examples(run)
+        self.paid = Paid(run, Endpoint(s.model, s.model_name, s.temperature, s.max_new_tokens))
+        self.read = {}  # (task, rollout) -> the tokens of its last request and reply
+        self.refusals = []
+
+    def answer(self, asked: list) -> list:
         """What the endpoint says to one episode; None where it can read no further."""
         (t, _), = asked
         messages = t.messages
-        if shown:  # which open with the rules
-            messages = [*shown, without_rules(messages[0], run.env), *messages[1:]]
-        if t.steps and read[t.task, t.rollout] >= s.max_tokens:
+        if self.examples:  # which open with the rules
+            first = without_rules(messages[0], self.env)
+            messages = [*self.examples, first, *messages[1:]]
+        key = t.task, t.rollout
+        if t.steps and self.read[key] >= self.settings.max_tokens:
             return [None]
         try:
-            row = paid.ask([t.task, t.rollout], messages)
-        except ContextFull:
+            row = self.paid.ask([*key], messages)
+        except ContextFull as error:
+            if t.steps == 0:
+                s = self.settings
+                self.refuse(t, envs.Refused, f"its first request can never fit: {error}; lower "
+                            f"--max-new-tokens {s.max_new_tokens} or --examples {s.examples}, or "
+                            "give a model that reads more")
             return [None]
         except NotAnswered as error:
-            if s.refused == "stop":
-                raise NotAnswered(f"{t.task}: {error}; --refused zero goes on, and counts such "
-                                  "tasks as reward 0") from None
-            t.ended, t.reward = "refused", 0.0
+            self.refuse(t, NotAnswered, str(error))
             return [None]
-        read[t.task, t.rollout] = row["prompt_tokens"] + row["completion_tokens"]
+        self.read[key] = row["prompt_tokens"] + row["completion_tokens"]
         return [(row["reply"], [])]
 
+    def refuse(self, t: Trajectory, kind: type, why: str) -> None:
+        """Ends an episode that the endpoint refuses, or the run, by an error of this kind."""
+        self.refusals.append(f"{t.task}: {why}")
+        if self.settings.refused == "stop":
+            raise kind(f"{self.refusals[-1]}; --refused zero goes on, and counts such tasks as "
+                       "reward 0")
+        t.ended = "refused"
+        t.reward = 0.0
+
+
+@by_one_rank
+def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Trajectory], dict]:
+    """The episodes, played, and what all requests of the phase took."""
+    s = run.settings
+    player = Player(run)
+    make_env = partial(run.make_env, examples=s.examples)
     with bar(run, len(episodes)) as progress:
-        paid.side_by_side([partial(
-            envs.play, partial(run.make_env, examples=s.examples), Text(), episodes[k::s.slots],
-            answer, 1, s.max_tokens, lambda t: progress.update()) for k in range(s.slots)])
-    refused = sum(t.ended == "refused" for t in episodes)
-    return episodes, paid.spent() | (dict(refused=refused) if refused else {})
+        works = []
+        for slot in range(s.slots):
+            works.append(partial(envs.play, make_env, Text(), episodes[slot::s.slots],
+                                 player.answer, 1, s.max_tokens, lambda t: progress.update()))
+        player.paid.side_by_side(works)
+    numbers = player.paid.spent()
+    if player.refusals and not numbers["requests"]:
+        raise envs.Refused(f"the endpoint answers no request; {player.refusals[0]}")
+    if player.refusals:
+        numbers["refused"] = sum(t.ended == "refused" for t in episodes)
+    return episodes, numbers
 
 
 def examples(run: Run) -> list[dict]:
     """The conversations of the first experts that succeed on tasks which are not evaluated. The
     rules open the first of them. By ETO's protocol the opening has its own examples."""
-    env, count = run.env, 0 if run.env.theirs else run.settings.examples
-    evaluated = set().union(*(marks(env, task) for split in run.splits
-                              for task in env.tasks(split)))
-    good = (messages for task, messages, reward in envs.experts(env, run.settings.experts, 0)
-            if reward >= env.success and not marks(env, task) & evaluated)
-    if len(found := [*itertools.islice(good, count)]) < count:
-        raise envs.Refused(f"--examples {count}: only {len(found)} experts succeed on tasks that "
-                           "are not evaluated; give fewer")
-    return [without_rules(m, env) if n and m is messages[0] else m
-            for n, messages in enumerate(found) for m in messages]
+    env = run.env
+    count = run.settings.examples
+    if run.options.protocol == "eto" or count == 0:
+        return []
+    evaluated = set()
+    for split in run.splits:
+        for task in env.tasks(split):
+            evaluated |= marks(env, task)
+
+    found = []  # turns
+    conversations = 0
+    for task, messages, reward in envs.experts(env, run.settings.experts, 0):
+        if reward < env.success or marks(env, task) & evaluated:
+            continue
+        if conversations:
+            messages = [without_rules(messages[0], env), *messages[1:]]
+        found += messages
+        conversations += 1
+        if conversations == count:
+            return found
+    raise envs.Refused(f"--examples {count}: only {conversations} experts succeed on tasks that "
+                       "are not evaluated; give fewer")
 
 
 def without_rules(message: dict, env: envs.World) -> dict:
@@ -169,11 +246,14 @@ def is_endpoint(model: str) -> bool:
 
 @dataclass(frozen=True)
 class Chat(Overlap):
-    model_name: Optional[str] = None  # at its endpoint
-    # conversations shown first: of experts, or by --protocol eto of its prompts [ETO; 0 in
+    """A chat endpoint"""
+    # The name of the model at its endpoint [none]
+    model_name: Optional[str] = None
+    # Conversations that are shown first: of experts, or by --protocol eto of its prompts [ETO; 0 in
     # the code of IPR on WebShop]
     examples: limited(int, "must be 0, 1 or 2", lambda n: 0 <= n <= 2) = 1
-    # a task that the endpoint refuses for good ends the run, or counts as reward 0
+    # What a task does that the endpoint refuses for good: it ends the run, or counts as reward 0
+    # [ours]
     refused: Free[Literal["stop", "zero"]] = "stop"
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
@@ -190,8 +270,7 @@ PLAYED = ("env", "method", "model", "out", "eval_tasks", "eval_splits", "view", 
           "max_new_tokens", "slots", "temperature", "rollouts")
 METHODS = {
     "evaluate": Method(evaluations, (*PLAYED, "seed", "bf16", Overlap),
-                       "a trained agent plays, and learns nothing"),
-    "chat": Method(evaluations, (*PLAYED, "experts", *(
-        f.name for f in fields(Chat) if f.name != "overlap")),
-        "a model behind an endpoint plays, shown examples"),
+                       "nothing is trained: the model, or an agent's folder, plays as it is"),
+    "chat": Method(evaluations, (*PLAYED, "experts", "model_name", "examples", "refused"),
+                   "nothing is trained: the model at a chat endpoint, --model https://host/v1"),
 }

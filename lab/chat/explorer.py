@@ -16,10 +16,10 @@ from typing import Optional
 
 import envs
 import evolve
-from coevolve import Run, bar, read, scores, write
-from common.settings import Stated, limited
-from dpo import Trajectory
-from evolve import by_one_rank, picks_of, rng_of, rows_of, starts, world
+from coevolve import Run, bar, scores, write
+from common.files import read_jsonl
+from common.settings import Method, Stated, limited
+from evolve import Explored, begin_exploring, by_one_rank, env_with, picks_of, rng_of, rows_of
 from lab.chat.endpoint import ContextFull, Endpoint, NotAnswered
 from lab.chat.evaluate import Paid, Text, is_endpoint
 from worlds import is_web_address
@@ -63,14 +63,15 @@ OBJECT = re.compile(r'\{\s*"')  # where one begins; one of a proposal's, not of 
 PROPOSAL = re.compile(r'\{\s*"(intent|query|action_sequence)"')
 
 
-def find_tasks(run: Run, i: int, agent: Path, tasks: list[Path], signals: list[Path]) -> Path:
+def find_tasks(run: Run, i: int, agent: Path, task_set: list[Path], signals: list[Path]) -> Path:
     """Proposals without verdicts, as `evolve.find_tasks`, whoever explores."""
     if not is_endpoint(run.settings.explorer):
-        return evolve.find_tasks(run, i, agent, tasks, signals)
-    guided = signals if run.settings.guide == "signals" else []
-    contexts = [run.once(f"iter{i}/contexts.jsonl", reflect, *guided, i=i)] if guided else []
-    explored = run.once(f"iter{i}/explored.jsonl", explore_there, tasks, signals, contexts, i=i)
-    return run.once(f"iter{i}/finds.jsonl", write_tasks, tasks, explored, i=i)
+        return evolve.find_tasks(run, i, agent, task_set, signals)
+    contexts = []
+    if signals and run.settings.guide == "signals":
+        contexts = [run.once(f"iter{i}/contexts.jsonl", reflect, *signals, i=i)]
+    explored = run.once(f"iter{i}/explored.jsonl", explore_there, task_set, signals, contexts, i=i)
+    return run.once(f"iter{i}/finds.jsonl", write_tasks, task_set, explored, i=i)
 
 
 # ---------------------------------------------------------------------------------- the phases
@@ -80,22 +81,31 @@ def find_tasks(run: Run, i: int, agent: Path, tasks: list[Path], signals: list[P
 def reflect(run: Run, out: Path, signals: Path, i: int) -> dict:
     """What the endpoint makes of each picked signal and its evidence, else the signal's name."""
     picks = picks_of([signals])
-    answers, spent = ask_about(run, picks, lambda pick, ask: ask(REFLECT.format(
-        signal=describe(pick), evidence=evidence(pick))))
-    contexts = [next(filter(None, objects(answer or "")), None) for answer in answers]
-    write(run, out, [dict(task=pick["task"], context=found or describe(pick))
-                     for pick, found in zip(picks, contexts)])
-    return spent | dict(unreadable=contexts.count(None))
+
+    def one(pick, ask):
+        return ask(REFLECT.format(signal=describe(pick), evidence=evidence(pick)))
+
+    answers, spent = ask_about(run, picks, one)
+    rows = []
+    unreadable = 0
+    for pick, answer in zip(picks, answers):
+        contexts = [found for found in objects(answer or "") if found]
+        unreadable += not contexts
+        rows.append(dict(task=pick["task"], context=contexts[0] if contexts else describe(pick)))
+    write(run, out, rows)
+    return spent | dict(unreadable=unreadable)
 
 
 @by_one_rank
-def explore_there(run: Run, out: Path, tasks: list[Path], signals: list[Path],
+def explore_there(run: Run, out: Path, task_set: list[Path], signals: list[Path],
                   contexts: list[Path], i: int) -> dict:
-    """Episodes of the endpoint, as `starts` says; of one that it refuses nothing is kept."""
+    """Lets the endpoint play the episodes of `begin_exploring`; one that it refuses is not kept."""
     led = {row["task"]: row["context"] for row in rows_of(contexts)}
-    form = "" if run.env.prompt else (
-        f" Answer with the action and nothing else: {run.env.task_generator().actions}.")
-    make_env = partial(world, run, rows_of(tasks))
+    form = ""
+    if not run.env.prompt:
+        actions = run.env.task_generator().actions
+        form = f" Answer with the action and nothing else: {actions}."
+    make_env = partial(env_with, run, rows_of(task_set))
 
     def play(t, ask):
         context = f", above all:\n{json.dumps(led[t.task])}" if t.task in led else ""
@@ -108,36 +118,53 @@ def explore_there(run: Run, out: Path, tasks: list[Path], signals: list[Path],
         envs.play(make_env, Text(), [t], answer, 1, run.settings.max_tokens)
         return t
 
-    played, spent = ask_about(run, [Trajectory(task, signal, i, n) for task, signal, n in starts(
-        run, signals, 1)], play)
+    played, spent = ask_about(run, begin_exploring(run, signals, 1, i), play)
     kept = [t for t in played if t.ended != "context"]
     write(run, out, kept)
-    return (scores(kept, run) if kept else dict(episodes=0)) | spent | dict(
-        refused=len(played) - len(kept))
+    found = scores(kept, run) if kept else dict(episodes=0)
+    return found | spent | dict(refused=len(played) - len(kept))
 
 
 @by_one_rank
-def write_tasks(run: Run, out: Path, tasks: list[Path], explored: Path, i: int) -> dict:
+def write_tasks(run: Run, out: Path, task_set: list[Path], explored: Path, i: int) -> dict:
     """The tasks that the endpoint proposes after each episode, {signal, source, text, task,
     solution}, in random order. Those of another form have no task: counted, never mended."""
-    d, episodes, rows, unreadable = rows_of(tasks), read(explored), [], 0
-    generator, rng = world(run, d).task_generator(), rng_of(run, "propose", i)
+    d = rows_of(task_set)
+    episodes = [Explored(**row) for row in read_jsonl(explored)]
+    generator = env_with(run, d).task_generator()
     known = "\n".join(row["text"] for row in d if "text" in row)[-LONGEST:] or "(none yet)"
-    answers, spent = ask_about(run, episodes, lambda t, ask: ask(ABSTRACT.format(
-        conversation=told(t.messages, LONGEST), form=generator.form, known=known)))
-    for n in rng.sample(range(len(episodes)), len(episodes)):
-        found = objects(answers[n]) if answers[n] else []
-        unreadable += found.count(None)
-        rows += [dict(signal=episodes[n].agent, source=episodes[n].task,
-                      **written(generator, episodes[n].task, value))
-                 for value in found if value is not None]
+
+    def one(t, ask):
+        return ask(ABSTRACT.format(conversation=told(t.messages, LONGEST), form=generator.form,
+                                   known=known))
+
+    answers, spent = ask_about(run, episodes, one)
+    rows = []
+    unreadable = 0
+    for n in rng_of(run, "propose", i).sample(range(len(episodes)), len(episodes)):
+        t = episodes[n]
+        for value in objects(answers[n]) if answers[n] else []:
+            if value is None:
+                unreadable += 1
+            else:
+                rows.append(dict(signal=t.signal, source=t.task,
+                                 **written(generator, t.task, value)))
     write(run, out, rows)
     return spent | dict(finds=len(rows), unreadable=unreadable)
 
 
 def ask_about(run: Run, things: list, work: Callable) -> tuple[list, dict]:
-    """[work(thing, ask)] of each, side by side; and what all requests of the phase took. ask(text,
-    what was said then) -> the reply, None where the endpoint refuses to answer that."""
+    """Asks the endpoint about some things, side by side.
+
+    Args:
+        run: The run.
+        things: What is asked about.
+        work: work(thing, ask) -> result; ask(text, what was said then) -> the reply, None where the
+            endpoint refuses to answer that.
+
+    Returns:
+        The results, and what all requests of the phase took.
+    """
     s = run.settings
     paid = Paid(run, Endpoint(s.explorer, s.explorer_model, s.explorer_temperature, REPLY))
 
@@ -153,7 +180,8 @@ def ask_about(run: Run, things: list, work: Callable) -> tuple[list, dict]:
         return found
 
     with bar(run, len(things)) as progress:
-        return paid.side_by_side([partial(one, n) for n in range(len(things))]), paid.spent()
+        found = paid.side_by_side([partial(one, n) for n in range(len(things))])
+    return found, paid.spent()
 
 
 # ----------------------------------------------------------------------------------- its words
@@ -206,15 +234,17 @@ def written(generator, task: str, value: dict) -> dict:
 # ------------------------------------------------------------------------------------ settings
 
 Who = limited(str, "must be policy, aimed, http://host:port/v1 or https://host/v1",
-                    lambda text: text in ("policy", "aimed") or is_web_address(text))
+              lambda text: text in ("policy", "aimed") or is_web_address(text))
 
 
 @dataclass(frozen=True)
-class Explorer(evolve.Grpo, Stated):
-    # the agent itself [ours]; aimed: later nobody, what is picked is varied by script [ours]; or
-    # https://host/v1, an endpoint [D: Qwen3-Max]
+class Explorer(evolve.Evolution, Stated):
+    """An explorer in place of the agent"""
+    # Who explores: policy, the agent itself; aimed, first the agent, later nobody, since what is
+    # picked is varied by script; or https://host/v1, an endpoint [ours; D: Qwen3-Max]
     explorer: Who = "policy"
-    explorer_model: Optional[str] = None  # its name at the endpoint
+    # The name of the explorer's model at its endpoint [none]
+    explorer_model: Optional[str] = None
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         return [*super().conflicts(s),
@@ -222,6 +252,13 @@ class Explorer(evolve.Grpo, Stated):
                  "give the explorer's name at its endpoint")]
 
 
-METHODS = {name: method._replace(loop=partial(method.loop, find=find_tasks),
-                                 reads=(*method.reads, "explorer_model"))
-           for name, method in evolve.METHODS.items()}
+def methods() -> dict[str, Method]:
+    """The methods of the second system, whoever explores."""
+    found = {}
+    for name, method in evolve.METHODS.items():
+        found[name] = method._replace(loop=partial(method.loop, find=find_tasks),
+                                      reads=(*method.reads, "explorer_model"))
+    return found
+
+
+METHODS = methods()

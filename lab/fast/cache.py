@@ -3,6 +3,8 @@
 For models of plain causal attention in all layers, on a CPU; it gives what `dpo.replies` gives.
 """
 
+import random
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,118 +14,174 @@ from lab.fast import packing
 
 # An opening waits a pass for another one if so many tokens less are read then [ours].
 WORTH_WAITING = 32
+PASS = 4096  # tokens of a pass that reads, where no setting says it [ours]
 
 
 class Cached:
-    """What replies to conversations, answer([(t, random numbers)]) -> [(sampled ids, log_probs)].
+    """What replies to conversations: answer([(trajectory, random numbers)]) -> [(ids, log_probs)].
+
     An episode, which its random numbers stand for, has a slot of the cache while it is played. As
-    far as an opening begins like what some slot holds, it is copied from there and not read."""
+    far as an opening begins like what some slot holds, it is copied from there and not read.
+
+    Args:
+        model: A model with the attention "ragged".
+        encoder: Of its tokenizer.
+        sampler: The distribution that is sampled from.
+        stops: Texts that end a reply.
+        s: Settings; slots, max_tokens, max_new_tokens and tokens_per_forward are asked for.
+    """
 
     def __init__(self, model, encoder: dpo.Encoder, sampler: dpo.Sampler, stops: tuple[str, ...],
                  s):
-        self.model, self.encoder, self.sampler = model, encoder, sampler
-        self.stops, self.s = stops, s
+        self.model = model
+        self.encoder = encoder
+        self.sampler = sampler
+        self.stops = stops
+        self.s = s
         self.cache = SlotCache(model, s.slots, s.max_tokens)
         self.held = [[] for _ in range(s.slots)]  # the tokens whose keys and values a slot holds
         self.slot_of = {}                         # an episode's random numbers -> its slot
 
     @torch.inference_mode()
     def __call__(self, asked: list) -> list[tuple[list[int], list[float]]]:
-        playing = {rng for _, rng in asked}
-        self.slot_of = {rng: slot for rng, slot in self.slot_of.items() if rng in playing}
-        free = iter(sorted({*range(self.s.slots)} - {*self.slot_of.values()}))
-        new = [rng for _, rng in asked if rng not in self.slot_of]
-        self.slot_of |= {rng: next(free) for rng in new}
-        rngs = {self.slot_of[rng]: rng for _, rng in asked}
-        logits = self.read_pages({slot: t.ids for slot, (t, _) in zip(rngs, asked)},
-                                 {self.slot_of[rng] for rng in new})
-        replies = {slot: ([], []) for slot in rngs}
-        while logits:
-            slots = [*logits]
-            draw = dpo.Draw([rngs[slot] for slot in slots], self.sampler, -1, lambda ids: False)
-            tokens = draw(torch.zeros(len(slots), 0), torch.stack([*logits.values()])).argmax(-1)
-            log_probs = draw.log_probs[0].tolist() if draw.log_probs else [0.0] * len(slots)
-            live = []
-            for slot, token, log_prob in zip(slots, tokens.tolist(), log_probs):
-                ids, values = replies[slot]
-                ids.append(token)
-                values.append(log_prob)
-                if not self.over(ids, len(self.held[slot]) + 1):
-                    live.append((slot, token))
-            logits = self.read(sorted((slot, [token]) for slot, token in live)) if live else {}
-        return [replies[slot] if self.sampler.temperature else (replies[slot][0], [])
-                for slot in rngs]
+        new = self.give_slots([rng for _, rng in asked])
+        pages, rngs = {}, {}  # slot -> the ids of its episode so far, and its random numbers
+        for t, rng in asked:
+            slot = self.slot_of[rng]
+            pages[slot] = t.ids
+            rngs[slot] = rng
 
-    def over(self, ids: list[int], episode: int) -> bool:
-        """Whether a reply ends with its last token; episode: its length in tokens by now."""
-        return (ids[-1] == self.encoder.end_of_turn or len(ids) == self.s.max_new_tokens
-                or episode >= self.s.max_tokens
-                or any(stop in self.encoder.decode(ids[-len(stop) - 1:]) for stop in self.stops))
+        written = {slot: [] for slot in pages}
+        log_probs = {slot: [] for slot in pages}
+        logits = self.read_pages(pages, new)
+        while logits:
+            drawn = self.draw(logits, rngs, written, log_probs)
+            logits = self.read(sorted(drawn)) if drawn else {}
+        return [(written[slot], log_probs[slot]) for slot in pages]
+
+    def give_slots(self, rngs: list[random.Random]) -> set[int]:
+        """Gives each episode that has just begun a slot that nobody plays in; the set of these."""
+        playing = set(rngs)
+        self.slot_of = {rng: slot for rng, slot in self.slot_of.items() if rng in playing}
+        free = sorted({*range(self.s.slots)} - {*self.slot_of.values()})
+        new = set()
+        for rng in rngs:
+            if rng not in self.slot_of:
+                self.slot_of[rng] = free.pop(0)
+                new.add(self.slot_of[rng])
+        return new
+
+    def draw(self, logits: dict[int, Tensor], rngs: dict[int, random.Random],
+             written: dict[int, list[int]], log_probs: dict[int, list[float]]) -> list:
+        """Adds a token to each of these slots' replies; (slot, [token]) of those that go on."""
+        slots = list(logits)
+        draw = dpo.Draw([rngs[slot] for slot in slots], self.sampler, self.encoder, self.stops)
+        draw.written = [written[slot] for slot in slots]
+        draw(None, torch.stack(list(logits.values())))
+        for slot, value in zip(slots, draw.log_probs[0].tolist() if draw.log_probs else []):
+            log_probs[slot].append(value)
+
+        going_on = []
+        for slot, over in zip(slots, draw.over):
+            reply = written[slot]
+            full = len(self.held[slot]) + 1 >= self.s.max_tokens
+            if not (over or full or len(reply) == self.s.max_new_tokens):
+                going_on.append((slot, reply[-1:]))
+        return going_on
 
     def read_pages(self, pages: dict[int, list[int]], openings: set[int]) -> dict[int, Tensor]:
         """slot -> logits after all ids of its episode, in passes of at most a few thousand tokens.
         An opening that begins like one of the pass waits for it, and is then copied."""
         logits = {}
         while waiting := [slot for slot in pages if slot not in logits]:
-            room, chosen = self.s.tokens_per_forward or 4096, []
             for slot in waiting:
                 self.keep_beginning(slot, pages[slot], slot in openings)
             waiting.sort(key=lambda slot: (len(pages[slot]) - len(self.held[slot]), slot))
+
+            chosen = []
+            room = self.s.tokens_per_forward or PASS
             for slot in waiting:
-                past, ids = len(self.held[slot]), pages[slot]
-                if chosen and len(ids) - past > room or slot in openings and any(
-                        packing.shared_beginning(ids, pages[other]) >= past + WORTH_WAITING
-                        for other in chosen if other in openings):
+                size = len(pages[slot]) - len(self.held[slot])
+                chosen_openings = [pages[other] for other in chosen if other in openings]
+                if chosen and size > room:
+                    continue
+                if slot in openings and self.waits(slot, pages[slot], chosen_openings):
                     continue
                 chosen.append(slot)
-                room -= len(ids) - past
+                room -= size
             logits |= self.read([(slot, pages[slot][len(self.held[slot]):]) for slot in chosen])
         return logits
 
-    def keep_beginning(self, slot: int, ids: list[int], opening: bool) -> None:
+    def waits(self, slot: int, ids: list[int], openings: list[list[int]]) -> bool:
+        """Whether an opening shares so much with others that it is read after them."""
+        worth = len(self.held[slot]) + WORTH_WAITING
+        return any(packing.shared_beginning(ids, other) >= worth for other in openings)
+
+    def keep_beginning(self, slot: int, ids: list[int], is_opening: bool) -> None:
         """Of what a slot holds there remains what `ids` begin with, or what another slot holds of
         that, if it is more. Their last token is read in any case, which gives the logits."""
         own = packing.shared_beginning(self.held[slot], ids[:-1])
-        known, source = max((packing.shared_beginning(held, ids[:-1]), n)
-                            for n, held in enumerate(self.held)) if opening else (own, slot)
-        if known > own:
-            self.cache.copy(source, slot, known)
-        self.held[slot] = ids[:max(known, own)]
+        best = own
+        source = slot
+        if is_opening:
+            for other, held in enumerate(self.held):
+                alike = packing.shared_beginning(held, ids[:-1])
+                if alike > best:
+                    best = alike
+                    source = other
+        if best > own:
+            self.cache.copy(source, slot, best)
+        self.held[slot] = ids[:best]
 
     def read(self, new: list[tuple[int, list[int]]]) -> dict[int, Tensor]:
         """slot -> logits (V,) after its new ids, by one pass."""
-        segments = [(slot, len(self.held[slot]), len(ids)) for slot, ids in new]
+        ids, positions, segments = [], [], []
+        for slot, more in new:
+            past = len(self.held[slot])
+            ids += more
+            positions += range(past, past + len(more))
+            segments.append((slot, past, len(more)))
         self.cache.place(segments)
-        device, lengths = self.model.device, [n for *_, n in segments]
+
+        device = self.model.device
+        lengths = [n for _, _, n in segments]
+        last = torch.tensor(lengths, device=device).cumsum(0) - 1
         logits = self.model(
-            input_ids=torch.tensor([[i for _, ids in new for i in ids]], device=device),
-            position_ids=torch.tensor([[past + k for _, past, n in segments for k in range(n)]],
-                                      device=device),
-            lengths=lengths, cache=self.cache, use_cache=False,
-            logits_to_keep=torch.tensor(lengths, device=device).cumsum(0) - 1).logits[0]
-        for slot, ids in new:
-            self.held[slot] = self.held[slot] + ids
-        return {slot: row for (slot, _), row in zip(new, logits)}
+            input_ids=torch.tensor([ids], device=device),
+            position_ids=torch.tensor([positions], device=device), lengths=lengths,
+            cache=self.cache, use_cache=False, logits_to_keep=last).logits[0]
+        found = {}
+        for (slot, more), row in zip(new, logits):
+            self.held[slot] = self.held[slot] + more
+            found[slot] = row
+        return found
 
 
 class SlotCache:
     """Keys and values of the episodes side by side, one slot each."""
 
     def __init__(self, model, slots: int, tokens: int):
-        c = model.config.get_text_config()
-        d = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        self.kv = torch.empty((c.num_hidden_layers, 2, slots, heads, tokens + 1, d),
+        config = model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None)
+        size = size or config.hidden_size // config.num_attention_heads
+        self.kv = torch.empty((config.num_hidden_layers, 2, slots, heads, tokens + 1, size),
                               dtype=model.dtype)
 
     def place(self, segments: list[tuple[int, int, int]]) -> None:
         """Says where the coming N tokens go: segments (slot, past, n), n new tokens after the
         `past` that the slot holds."""
-        self.slots, self.positions = (torch.tensor(row) for row in zip(*(  # (N,)
-            (slot, past + k) for slot, past, n in segments for k in range(n))))
-        # New token j sees the past and the new tokens up to itself.
-        self.segments = [(slot, past, n, torch.ones(n, past + n, dtype=torch.bool).tril(past)
-                          if past and n > 1 else None) for slot, past, n in segments]
+        slots, positions = [], []
+        self.segments = []
+        for slot, past, n in segments:
+            slots += [slot] * n
+            positions += range(past, past + n)
+            mask = None
+            if past and n > 1:  # new token j sees the past and the new tokens up to itself
+                mask = torch.ones(n, past + n, dtype=torch.bool).tril(past)
+            self.segments.append((slot, past, n, mask))
+        self.slots = torch.tensor(slots)          # (N,)
+        self.positions = torch.tensor(positions)  # (N,)
 
     def copy(self, source: int, slot: int, n: int) -> None:
         """The first n tokens of a slot, into another one."""
@@ -135,10 +193,13 @@ class SlotCache:
         keys, values = self.kv[layer]
         keys[self.slots, :, self.positions] = key[0].transpose(0, 1)
         values[self.slots, :, self.positions] = value[0].transpose(0, 1)
-        parts, lengths = [], [n for _, _, n, _ in self.segments]
-        for (slot, past, n, mask), q in zip(self.segments, query.split(lengths, 2)):
-            parts.append(F.scaled_dot_product_attention(
-                q, keys[slot, None, :, :past + n], values[slot, None, :, :past + n],
-                attn_mask=mask, is_causal=n > 1 and not past, scale=scaling,
+
+        outputs = []
+        queries = query.split([n for _, _, n, _ in self.segments], 2)
+        for (slot, past, n, mask), q in zip(self.segments, queries):
+            known = past + n
+            outputs.append(F.scaled_dot_product_attention(
+                q, keys[slot, None, :, :known], values[slot, None, :, :known], attn_mask=mask,
+                is_causal=n > 1 and not past, scale=scaling,
                 enable_gqa=q.shape[1] != key.shape[1]))
-        return torch.cat(parts, 2).transpose(1, 2)
+        return torch.cat(outputs, 2).transpose(1, 2)

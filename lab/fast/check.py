@@ -16,43 +16,70 @@ MOST = 1e-3  # nats that packed and cached log-probabilities may be off plain on
 
 
 def why_not(model, encoder: dpo.Encoder, s) -> str | None:
-    """Why this model, in fp32 on the CPU, has to run plainly; None where packed passes and cached
-    replies gave what plain ones give."""
-    c = model.config.get_text_config()
-    rope = (getattr(c, "rope_parameters", None) or {}).get("rope_type", "default")
-    if {*(getattr(c, "layer_types", None) or ())} - {"full_attention"} or rope not in ROPES:
+    """Says why a model has to run plainly.
+
+    Args:
+        model: In fp32, on the CPU; it is as it was afterwards.
+        encoder: Of its tokenizer.
+        s: Settings; those of `cache.Cached` are asked for.
+
+    Returns:
+        A reason; None where packed passes and cached replies give what plain ones give.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention"} or rope.get("rope_type", "default") not in ROPES:
         return "its layers are not all of plain causal attention"
-    if (getattr(c, "max_position_embeddings", None) or s.max_tokens) < s.max_tokens:
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions and positions < s.max_tokens:
         return "--max-tokens is above its positions"
-    plain, rng = model.config._attn_implementation, random.Random(0)
-    never = encoder.never(c.vocab_size)
-    sampler = dpo.Sampler(0.7, (*never, encoder.end_of_turn))
-    begin, *ends = ([rng.randrange(len(encoder.tokenizer)) for _ in range(n)] for n in (12, 28, 9))
+
+    plain = model.config._attn_implementation
     try:
-        model.set_attn_implementation("ragged")
-        asked = [(dpo.Trajectory(ids=begin + ids), random.Random(n)) for n, ids in enumerate(ends)]
-        replies = cache.Cached(model, encoder, sampler, (), s)(asked)
-        whole = [dpo.Trajectory(ids=t.ids + new, action_mask=[0] * len(t.ids) + [1] * len(new))
-                 for (t, _), (new, _) in zip(asked, replies)]
-        with torch.no_grad():
-            packed = packing.token_log_probs(model, whole, sampler)
-            model.set_attn_implementation(plain)
-            expected = torch.cat([dpo.token_log_probs(model, [t], sampler) for t in whole])
-        drawn = torch.tensor([x for _, values in replies for x in values])
-        off = max((packed - expected).abs().max(), (drawn - expected).abs().max()).item()
+        error = error_of_fast(model, encoder, s, plain)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         return f"its code takes another way ({type(error).__name__})"
     finally:
         model.set_attn_implementation(plain)
-    return None if off < MOST else f"its log-probabilities would be {off:.2g} nats off"
+    return None if error < MOST else f"its log-probabilities would be {error:.2g} nats off"
 
 
-def repeated_attention(module, query, key, value, attention_mask, **how):
+def error_of_fast(model, encoder: dpo.Encoder, s, plain: str) -> float:
+    """How far log-probabilities of two packed and cached random texts, which begin alike, are off
+    those of plain passes, in nats; plain: the name of the attention of these."""
+    rng = random.Random(0)
+    known = range(len(encoder.tokenizer))
+    opening = rng.choices(known, k=12)
+    never = (*encoder.sampler().never, encoder.end_of_turn)  # so that replies are long
+    sampler = dpo.Sampler(0.7, never)
+
+    model.set_attn_implementation("ragged")
+    asked = []
+    for n, size in enumerate((28, 9)):
+        asked.append((dpo.Trajectory(ids=opening + rng.choices(known, k=size)), random.Random(n)))
+    drawn, whole = [], []
+    for (t, _), (reply, values) in zip(asked, cache.Cached(model, encoder, sampler, (), s)(asked)):
+        mask = [0] * len(t.ids) + [1] * len(reply)
+        whole.append(dpo.Trajectory(ids=t.ids + reply, action_mask=mask))
+        drawn += values
+    with torch.no_grad():
+        packed = packing.token_log_probs(model, whole, sampler)                   # (A,)
+        model.set_attn_implementation(plain)
+        expected = torch.cat([dpo.token_log_probs(model, [t], sampler) for t in whole])
+    of_passes = (packed - expected).abs().max()
+    of_replies = (torch.tensor(drawn) - expected).abs().max()
+    return max(of_passes, of_replies).item()
+
+
+def repeated_attention(module, query, key, value, attention_mask, **options):
     """transformers' attention with each key and value once for every head that reads it. In fp32 no
     fused kernel of CUDA's takes fewer keys than queries, and all scores would be stored."""
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    times = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(times, 1)
+    value = value.repeat_interleave(times, 1)
     plain = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # of no groups
-    return sdpa_attention_forward(plain, query, key, value, attention_mask, **how)
+    return sdpa_attention_forward(plain, query, key, value, attention_mask, **options)
 
 
 AttentionInterface.register("repeated", repeated_attention)

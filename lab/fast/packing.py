@@ -8,8 +8,6 @@ It gives the numbers of `dpo.token_log_probs` for models of plain causal attenti
 for others `ragged_attention` raises ValueError, and the run stays plain.
 """
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,84 +21,138 @@ from dpo import Sampler, Trajectory
 PIECE = 2 ** 24
 
 
-def token_log_probs(model, sequences: list[Trajectory], sampler: Sampler = Sampler()) -> Tensor:
-    """As `dpo.token_log_probs`, by one row: log pi of every action token, end to end, (A,), nats.
-    The A action tokens have U distinct targets; K tokens of the row predict them (K <= U <= A)."""
-    rows, first = lay_out(sequences)                                                 # (M,), (N,)
-    ids = [i for s in sequences for i in s.ids]
-    acting, offset = [], 0  # the place in the row of each action token
-    for s in sequences:
-        acting += [rows[offset + k] for k in range(1, len(s.ids)) if s.action_mask[k]]
-        offset += len(s.ids)
-    before = {row: rows[first[row] - 1] for row in acting}  # a target -> what predicts it
-    predicting = {row: n for n, row in enumerate(dict.fromkeys(before.values()))}  # -> its number
-    targets = sorted(before, key=lambda row: predicting[before[row]])
-    number = {row: n for n, row in enumerate(targets)}
+def token_log_probs(model, trajectories: list[Trajectory], sampler: Sampler = Sampler()) -> Tensor:
+    """Computes what `dpo.token_log_probs` computes, by one row: log pi(t_k | t_<k) of every action
+    token of the trajectories, laid end to end, (A,), in nats."""
+    rows, first = lay_out(trajectories)                                           # (M,), (N,)
+    ids, positions = [], []  # (M,) each
+    for t in trajectories:
+        ids += t.ids
+        positions += range(len(t.ids))
 
-    tensor = partial(torch.tensor, dtype=torch.long, device=model.device)
-    positions = [k for s in sequences for k in range(len(s.ids))]
-    shared = dict(rows=tensor(rows), first=tensor(first)) if len(first) < len(rows) else {}
+    # Where in the row each action token stands, and the token before it, which predicts it. What
+    # two trajectories share is predicted once: the A action tokens have U places.
+    acting = places_of_actions(trajectories, rows)                                # (A,)
+    predictor = {place: rows[first[place] - 1] for place in acting}               # U of them
+
+    # Where two trajectories part, one token predicts two, so that K <= U tokens predict.
+    predicting = list(dict.fromkeys(predictor.values()))                          # (K,)
+    number = {place: n for n, place in enumerate(predicting)}
+    targets = sorted(predictor, key=lambda place: number[predictor[place]])       # (U,)
+
+    def tensor(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=model.device)
+
+    shared = {}
+    if len(first) < len(rows):
+        shared = dict(rows=tensor(rows), first=tensor(first))
     logits = model(input_ids=tensor([[ids[m] for m in first]]),
                    position_ids=tensor([[positions[m] for m in first]]),
-                   lengths=[len(s.ids) for s in sequences], **shared,
-                   logits_to_keep=tensor(list(predicting)), use_cache=False).logits[0]    # (K, V)
-    wanted = tensor([ids[first[row]] for row in targets])                                 # (U,)
-    if len(predicting) < len(targets):  # two tokens where two trajectories part
-        logits = logits.index_select(0, tensor([predicting[before[row]] for row in targets]))
+                   lengths=[len(t.ids) for t in trajectories], **shared,
+                   logits_to_keep=tensor(predicting), use_cache=False).logits[0]  # (K, V)
+    if len(predicting) < len(targets):
+        logits = logits.index_select(0, tensor([number[predictor[p]] for p in targets]))
+    wanted = tensor([ids[first[place]] for place in targets])                     # (U,)
+    found = of_targets(logits, wanted, sampler)                                   # (U,)
 
-    def of_piece(logits, wanted):
-        return -F.cross_entropy(sampler.logits(logits), wanted, reduction="none")
-
-    step = max(1, PIECE // logits.shape[1])
-    pieces = [*zip(logits.split(step), wanted.split(step))]
-    found = (of_piece(logits, wanted) if len(pieces) == 1 else  # made again to differentiate
-             torch.cat([checkpoint(of_piece, *piece, use_reentrant=False) for piece in pieces]))
-    return found.index_select(0, tensor([number[row] for row in acting]))
+    order = {place: n for n, place in enumerate(targets)}
+    return found.index_select(0, tensor([order[place] for place in acting]))      # (A,)
 
 
-def log_probs(model, sequences: list[Trajectory], tokens: int, sampler: Sampler) -> Tensor:
+def places_of_actions(trajectories: list[Trajectory], rows: list[int]) -> list[int]:
+    """The place in the row of each action token that is predicted, (A,)."""
+    places = []
+    begin = 0  # of the trajectory, among the tokens of all
+    for t in trajectories:
+        for k in range(1, len(t.ids)):
+            if t.action_mask[k]:
+                places.append(rows[begin + k])
+        begin += len(t.ids)
+    return places
+
+
+def of_targets(logits: Tensor, targets: Tensor, sampler: Sampler) -> Tensor:
+    """log softmax of logits, (U, V), at the targets, (U,)."""
+    def of_piece(logits, targets):
+        return -F.cross_entropy(sampler.apply(logits), targets, reduction="none")
+
+    size = max(1, PIECE // logits.shape[1])
+    if len(logits) <= size:
+        return of_piece(logits, targets)
+    found = []
+    for piece in zip(logits.split(size), targets.split(size)):
+        found.append(checkpoint(of_piece, *piece, use_reentrant=False))  # made again, to
+    return torch.cat(found)                                              # differentiate
+
+
+def log_probs(model, trajectories: list[Trajectory], tokens: int, sampler: Sampler) -> Tensor:
     """The same of many, (A,), in passes of at most so many tokens; neighbours share a pass."""
-    passes = dpo.fill(sequences, tokens, lambda part: sum(len(s.ids) for s in part))
-    return torch.cat([token_log_probs(model, part, sampler) for part in passes])
+    passes = dpo.fill(trajectories, [len(t.ids) for t in trajectories], tokens)
+    return torch.cat([token_log_probs(model, some, sampler) for some in passes])
 
 
-def lay_out(sequences: list[Trajectory]) -> tuple[list[int], list[int]]:
+def lay_out(trajectories: list[Trajectory]) -> tuple[list[int], list[int]]:
     """(rows, first), as above. A share below 1/16 of a trajectory would cost more than it saves."""
-    rows, first, paths = [], [], []
-    for s in sequences:
-        known, path = max(((shared_beginning(s.ids, t.ids), path)
-                           for t, path in zip(sequences, paths)), default=(0, []))
-        known = known if 16 * known >= len(s.ids) else 0
-        first += range(len(rows) + known, len(rows) + len(s.ids))
-        paths.append(path[:known] + list(range(len(first) - len(s.ids) + known, len(first))))
+    rows, first = [], []
+    paths = []  # of each trajectory so far, the places in the row of its tokens
+    for t in trajectories:
+        # The trajectory before with which it shares most, and the places of that.
+        best = (0, [])
+        for other, path in zip(trajectories, paths):
+            best = max(best, (shared_beginning(t.ids, other.ids), path))
+        shared, path = best
+        if 16 * shared < len(t.ids):
+            shared = 0
+
+        size = len(first)
+        first += range(len(rows) + shared, len(rows) + len(t.ids))
+        paths.append(path[:shared] + list(range(size, len(first))))
         rows += paths[-1]
     return rows, first
 
 
 def shared_beginning(a: list[int], b: list[int]) -> int:
     """How many tokens both begin with."""
-    return next((k for k, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    for k, (one, other) in enumerate(zip(a, b)):
+        if one != other:
+            return k
+    return min(len(a), len(b))
 
 
 def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None,
-                     scaling=None, **how):
-    """Causal attention of trajectories laid end to end in one row, (1, N, H, d), of query
-    (1, H, N, d), key and value (1, H_kv, N, d). how: lengths, whose sum is N; where trajectories
-    share tokens, rows and first as `lay_out` says; in rollouts the cache."""
-    odd = [name for name in ("sliding_window", "softcap", "s_aux") if how.get(name) is not None]
-    if odd or attention_mask is not None or "lengths" not in how or (
-            key.shape[-1] != value.shape[-1]):
+                     scaling=None, **options):
+    """Attends causally within each of some trajectories that are laid end to end in one row.
+
+    Args:
+        module: The layer of transformers.
+        query, key, value: (1, H, N, d), and (1, H_kv, N, d) each.
+        attention_mask: None.
+        scaling: Of scores.
+        options: lengths, whose sum is N; where trajectories share tokens, rows and first as
+            `lay_out` says; in rollouts the cache.
+
+    Returns:
+        (1, N, H, d), and no weights.
+    """
+    odd = [name for name in ("sliding_window", "softcap", "s_aux") if options.get(name) is not None]
+    masked = attention_mask is not None or "lengths" not in options
+    if odd or masked or key.shape[-1] != value.shape[-1]:
         raise ValueError(f"{type(module).__name__} is no plain causal attention: {odd or 'a mask'}")
-    if "cache" in how:
-        return how["cache"].attend(module.layer_idx, query, key, value, scaling), None
-    rows, first, lengths = how.get("rows"), how.get("first"), how["lengths"]
+    if "cache" in options:
+        return options["cache"].attend(module.layer_idx, query, key, value, scaling), None
+
+    # What is shared is laid out once for each trajectory, and taken once from what comes out.
+    rows = options.get("rows")
     if rows is not None:
         query, key, value = (x.index_select(2, rows) for x in (query, key, value))
-    outputs = torch.cat([
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling,
-                                       enable_gqa=q.shape[1] != k.shape[1])
-        for q, k, v in zip(*(x.split(lengths, 2) for x in (query, key, value)))], 2)
-    outputs = outputs if first is None else outputs.index_select(2, first)
+    parts = [x.split(options["lengths"], 2) for x in (query, key, value)]
+    outputs = []
+    for q, k, v in zip(*parts):
+        outputs.append(F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]))
+    outputs = torch.cat(outputs, 2)
+    if rows is not None:
+        outputs = outputs.index_select(2, options["first"])
     return outputs.transpose(1, 2).contiguous(), None
 
 

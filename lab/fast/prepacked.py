@@ -19,19 +19,24 @@ class Prepacked(nn.Linear):
 
 def prepack(model) -> None:
     """Reorders the weights of a model that does not train, unless it is small or on no x86 CPU."""
-    if model.device.type == "cpu" and known(model.dtype) and model.num_parameters() >= SMALL:
-        for module in model.modules():
-            if type(module) is nn.Linear:
-                module.__class__ = Prepacked
-                module.weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(
-                    module.weight.detach(), ROWS), requires_grad=False)
+    if model.device.type != "cpu" or not known(model.dtype) or model.num_parameters() < SMALL:
+        return
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Prepacked
+            ordered = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), ROWS)
+            module.weight = nn.Parameter(ordered, requires_grad=False)
 
 
 def known(dtype: torch.dtype) -> bool:
     """Whether torch has the operators, and oneDNN kernels of this CPU for a number format."""
-    operators = ["_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported"]
-    return (torch.backends.mkldnn.is_available()
-            and torch.backends.cpu.get_cpu_capability().startswith("AVX")
-            and all(hasattr(torch.ops.mkldnn, name) for name in operators)
-            and (dtype == torch.float32 or dtype == torch.bfloat16
-                 and torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        return False
+    for operator in "_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported":
+        if not hasattr(torch.ops.mkldnn, operator):
+            return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32

@@ -62,7 +62,7 @@ def sections(run: Path) -> list[tuple[str, str, list]]:
          "what its answers took", "<phase <numbers",
          [(e["output"], numbers) for e in of(phases, "evaluate") if (numbers := ", ".join(
              f"{name.replace('_', ' ')} {e[name]:{'.3f' if name in BEST else ','}}"
-             for name in (*BEST, "refused", *USAGE) if e.get(name)))]),
+             for name in (*BEST, "refused", "only_thoughts", *USAGE) if e.get(name)))]),
         (f"Exploration; a negative has a reward below {threshold}, a hard one from {threshold} "
          "to 1", "iteration <agent trajectories success negative hard_negative reward",
          [(e["i"], e["name"], e["episodes"], f"{e['success']:.1%}",
