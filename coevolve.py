@@ -1100,12 +1100,11 @@ def agents_of(run: Run, agent):
                            "same command makes it again") from error
 
 
-def finish(run: Run) -> None:
-    """Forgets what was recorded of phases that the run has not asked for, prints the table, and
-    leaves the folder to others."""
+def close(run: Run) -> None:
+    """Leaves the folder of a run that has ended. What an earlier process recorded of phases that
+    this run has not asked for is forgotten: another loop has made them."""
     if run.main:
         files.write_json(run.folder / "phases.json", run.done)
-        print(table(run))
         run.lock.close()
 
 
@@ -1173,10 +1172,12 @@ def main(
                                   f"python {program} [--env ENV]")
         run = run_class(settings, options)
         methods[settings.method].loop(run)
-        finish(run)
+        close(run)
     except (envs.Refused, envs.EnvError, dpo.Unusable, FloatingPointError, OSError,
             SafetensorError) as error:
         sys.exit(f"{program}: {one_line(error)}")
+    if run.main:
+        print(table(run))
     run.accelerator.end_training()
 
 

@@ -197,6 +197,8 @@ def phrase(name: str, value, row: dict) -> str:
         return f"loss {row['first_loss']:.3f} -> {value:.3f}"
     if isinstance(value, float):
         return f"{name} {value:.3f}"
+    if value == 1:
+        name = name.removesuffix("s")
     return f"{value:,} {name}"
 
 

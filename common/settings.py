@@ -216,11 +216,11 @@ def parse(
     Raises:
         Refused: Something is wrong; the text names all that is.
     """
-    # The environment is read first, since it has settings of its own.
-    first = Parser(add_help=False, allow_abbrev=False)
-    first.add_argument("--env", default=kind.env)
-    env = first.parse_known_args(argv)[0].env
-    options = environment(env)
+    # The environment is read alone before all else, since it has settings of its own.
+    of_env = Parser(add_help=False, allow_abbrev=False)
+    of_env.add_argument("--env", default=kind.env)
+    known, _ = of_env.parse_known_args(argv)
+    options = environment(known.env)
     stated = settings_of(kind) | settings_of(options)
 
     parser, arguments = parser_of(stated, methods, program)
@@ -236,7 +236,7 @@ def parse(
     for preset in kind.preset_names(values | given):
         replaced = kind.presets.get(preset, {}) | options.presets.get(preset, {})
         values |= replaced  # among them settings of programs that extend this one
-        origins |= dict.fromkeys(replaced, f"preset {preset or env}")
+        origins |= dict.fromkeys(replaced, f"preset {preset or known.env}")
     values |= given
     origins |= dict.fromkeys(given, "given")
     settings = kind(**{name: values[name] for name in settings_of(kind)})
