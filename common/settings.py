@@ -230,15 +230,7 @@ def parse(
         if stated[name].kind is bool:
             given[name] = given[name] == "true"
 
-    # A value is the given one, else that of the last preset that has it, else the default.
-    values = {name: setting.default for name, setting in stated.items()}
-    origins = {}  # of those that are no defaults
-    for preset in kind.preset_names(values | given):
-        replaced = kind.presets.get(preset, {}) | options.presets.get(preset, {})
-        values |= replaced  # among them settings of programs that extend this one
-        origins |= dict.fromkeys(replaced, f"preset {preset or known.env}")
-    values |= given
-    origins |= dict.fromkeys(given, "given")
+    values, origins = values_of(given, kind, options)
     settings = kind(**{name: values[name] for name in settings_of(kind)})
     own = options(**{name: values[name] for name in settings_of(options)})
 
@@ -254,6 +246,20 @@ def parse(
     if wrong:
         raise Refused("; ".join(wrong))
     return settings, hide_passwords(own)
+
+
+def values_of(given: dict, kind: type, options: type) -> tuple[dict, dict]:
+    """name -> its value: the given one, else that of the last preset that has it, else the default;
+    and name -> where the value is from, if it is no default."""
+    stated = settings_of(kind) | settings_of(options)
+    values = {name: setting.default for name, setting in stated.items()}
+    env = given.get("env", kind.env)
+    origins = {}
+    for preset in kind.preset_names(values | given):
+        replaced = kind.presets.get(preset, {}) | options.presets.get(preset, {})
+        values |= replaced  # among them settings of programs that extend this one
+        origins |= dict.fromkeys(replaced, f"preset {preset or env}")
+    return values | given, origins | dict.fromkeys(given, "given")
 
 
 def parser_of(stated: dict[str, Setting], methods: dict[str, Method], program: str):

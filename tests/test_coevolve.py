@@ -508,7 +508,7 @@ def test_a_log_is_for_a_person(whole):
 
 def test_what_a_tokenizer_cannot_write_is_said(toy_run, monkeypatch, capsys):
     monkeypatch.setattr(dpo.Encoder, "read_back", lambda self, text: text.replace("word", "w ord"))
-    toy_run(Toy, "--method", "sft")
+    toy_run(Toy, "--method", "eto")
     said = capsys.readouterr().out
     assert "changes 16 replies of experts" in said and "'the word' becomes 'the w ord'" in said
 
@@ -681,9 +681,10 @@ def test_two_processes_in_a_folder_are_one_too_many(whole, tmp_path):
     ready, go = os.pipe(), os.pipe()
 
     def hold():
-        coevolve.files.lock(out)
+        held = coevolve.files.lock(out)
         os.write(ready[1], b"x")
         os.read(go[0], 1)
+        held.close()
 
     holder = fork(hold, tmp_path / "holder")
     os.read(ready[0], 1)
@@ -734,7 +735,7 @@ def test_a_full_disk_is_one_line(error, small_model, tmp_path, monkeypatch):
 
     monkeypatch.setattr(envs, "make", lambda *_, **__: Toy())
     monkeypatch.setattr(dpo, "save", full)
-    line = refused(*TOY, "--model", small_model, "--method", "sft", "--out", tmp_path / "run")
+    line = refused(*TOY, "--model", small_model, "--method", "eto", "--out", tmp_path / "run")
     assert "No space left" in line and "make room on the disk of --out" in line
 
 
