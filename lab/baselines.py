@@ -23,7 +23,7 @@ from coevolve import Common, Run, by_task, evaluations, read, scores, train_sft,
 from common.files import seed_of
 from common.settings import Count, Method, Rate, Stated, Weight, Whole, limited
 from dpo import Sampler, Trajectory
-from evolve import Rollouts
+from evolve import Visit
 from worlds import World, first_reply
 
 # -------------------------------------------------------------------------------- RFT and DART
@@ -160,11 +160,11 @@ def train_ppo(run: Run, out: Path, agent: Path, first: Path, played: Path, name:
         s.ppo_lr, s.dpo_warmup, sampler=sampler)))
 
 
-def with_advantages(rollouts: dict[str, list[Trajectory]], dropped: Counter) -> list[Rollouts]:
+def with_advantages(rollouts: dict[str, list[Trajectory]], dropped: Counter) -> list[Visit]:
     """Trajectories by task as groups; counts those without another beside them."""
     if alone := sum(len(rows) == 1 for rows in rollouts.values()):
         dropped["the only rollout of its instruction"] += alone
-    return [Rollouts(rows, advantages=leave_one_out([t.reward for t in rows]))
+    return [Visit(rows, advantages=leave_one_out([t.reward for t in rows]))
             for rows in rollouts.values() if len(rows) > 1]
 
 
@@ -175,7 +175,7 @@ def leave_one_out(rewards: list[float]) -> list[float]:
     return [r - (total - r) / (n - 1) for r in rewards]
 
 
-def ppo_loss(policy: Tensor, groups: list[Rollouts], clip: float, kl: float) -> tuple[Tensor, dict]:
+def ppo_loss(policy: Tensor, groups: list[Visit], clip: float, kl: float) -> tuple[Tensor, dict]:
     """PPO's clipped objective (Schulman et al. 2017) and a KL term, summed over action tokens t_k:
 
         L = sum_k  -min(rho_k A, clip(rho_k, 1 - clip, 1 + clip) A) + kl/2 (log pi/pi_SFT)^2

@@ -44,7 +44,7 @@ class Kept:
     def of(self, episodes: list[Trajectory]) -> list[Trajectory] | None:
         """The kept ones of these episodes, if all are."""
         rows = [self.rows.get(identity(vars(t))) for t in episodes]
-        return None if None in rows else [Trajectory(**row) for row in rows]
+        return None if None in rows else [type(t)(**row) for t, row in zip(episodes, rows)]
 
 
 def whole_lines(path: Path) -> list[dict]:

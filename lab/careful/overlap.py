@@ -10,7 +10,7 @@ from coevolve import Run
 from common.files import hashed, read_jsonl
 from common.settings import Stated
 from envs import Refused, World
-from evolve import world
+from evolve import env_with
 
 FILE = "trained_on.json"  # in an agent's folder
 
@@ -38,7 +38,7 @@ def record(run: Run, out: Path, agent: Path, *read) -> None:
     the files, or lists of them, that its training read; in D's an added task is defined."""
     files = [file for part in read for file in (part if isinstance(part, list) else [part])]
     rows = [row for file in files if file.is_file() for row in read_jsonl(file) if "task" in row]
-    env, tasks = world(run, rows), {row["task"] for row in rows}
+    env, tasks = env_with(run, rows), {row["task"] for row in rows}
     known = trained_on(agent).union(*(marks(env, task) for task in tasks))
     (out / FILE).write_text(json.dumps(dict(tasks=sorted(tasks), marks=sorted(known))))
 

@@ -16,10 +16,10 @@ from typing import Optional
 
 import envs
 import evolve
-from coevolve import Run, bar, read, scores, write
+from coevolve import Run, bar, scores, write
+from common.files import read_jsonl
 from common.settings import Stated, limited
-from dpo import Trajectory
-from evolve import by_one_rank, picks_of, rng_of, rows_of, starts, world
+from evolve import Explored, begin_exploring, by_one_rank, env_with, picks_of, rng_of, rows_of
 from lab.chat.endpoint import ContextFull, Endpoint, NotAnswered
 from lab.chat.evaluate import Paid, Text, is_endpoint
 from worlds import is_web_address
@@ -63,14 +63,16 @@ OBJECT = re.compile(r'\{\s*"')  # where one begins; one of a proposal's, not of 
 PROPOSAL = re.compile(r'\{\s*"(intent|query|action_sequence)"')
 
 
-def find_tasks(run: Run, i: int, agent: Path, tasks: list[Path], signals: list[Path]) -> Path:
+def find_tasks(run: Run, i: int, agent: Path, task_set: list[Path],
+               signals: list[Path]) -> Path:
     """Proposals without verdicts, as `evolve.find_tasks`, whoever explores."""
     if not is_endpoint(run.settings.explorer):
-        return evolve.find_tasks(run, i, agent, tasks, signals)
+        return evolve.find_tasks(run, i, agent, task_set, signals)
     guided = signals if run.settings.guide == "signals" else []
     contexts = [run.once(f"iter{i}/contexts.jsonl", reflect, *guided, i=i)] if guided else []
-    explored = run.once(f"iter{i}/explored.jsonl", explore_there, tasks, signals, contexts, i=i)
-    return run.once(f"iter{i}/finds.jsonl", write_tasks, tasks, explored, i=i)
+    explored = run.once(f"iter{i}/explored.jsonl", explore_there, task_set, signals, contexts,
+                        i=i)
+    return run.once(f"iter{i}/finds.jsonl", write_tasks, task_set, explored, i=i)
 
 
 # ---------------------------------------------------------------------------------- the phases
@@ -89,13 +91,13 @@ def reflect(run: Run, out: Path, signals: Path, i: int) -> dict:
 
 
 @by_one_rank
-def explore_there(run: Run, out: Path, tasks: list[Path], signals: list[Path],
+def explore_there(run: Run, out: Path, task_set: list[Path], signals: list[Path],
                   contexts: list[Path], i: int) -> dict:
-    """Episodes of the endpoint, as `starts` says; of one that it refuses nothing is kept."""
+    """Lets the endpoint play the episodes of `begin_exploring`; one that it refuses is not kept."""
     led = {row["task"]: row["context"] for row in rows_of(contexts)}
     form = "" if run.env.prompt else (
         f" Answer with the action and nothing else: {run.env.task_generator().actions}.")
-    make_env = partial(world, run, rows_of(tasks))
+    make_env = partial(env_with, run, rows_of(task_set))
 
     def play(t, ask):
         context = f", above all:\n{json.dumps(led[t.task])}" if t.task in led else ""
@@ -108,8 +110,7 @@ def explore_there(run: Run, out: Path, tasks: list[Path], signals: list[Path],
         envs.play(make_env, Text(), [t], answer, 1, run.settings.max_tokens)
         return t
 
-    played, spent = ask_about(run, [Trajectory(task, signal, i, n) for task, signal, n in starts(
-        run, signals, 1)], play)
+    played, spent = ask_about(run, begin_exploring(run, signals, 1, i), play)
     kept = [t for t in played if t.ended != "context"]
     write(run, out, kept)
     return (scores(kept, run) if kept else dict(episodes=0)) | spent | dict(
@@ -117,18 +118,19 @@ def explore_there(run: Run, out: Path, tasks: list[Path], signals: list[Path],
 
 
 @by_one_rank
-def write_tasks(run: Run, out: Path, tasks: list[Path], explored: Path, i: int) -> dict:
+def write_tasks(run: Run, out: Path, task_set: list[Path], explored: Path, i: int) -> dict:
     """The tasks that the endpoint proposes after each episode, {signal, source, text, task,
     solution}, in random order. Those of another form have no task: counted, never mended."""
-    d, episodes, rows, unreadable = rows_of(tasks), read(explored), [], 0
-    generator, rng = world(run, d).task_generator(), rng_of(run, "propose", i)
+    d, rows, unreadable = rows_of(task_set), [], 0
+    episodes = [Explored(**row) for row in read_jsonl(explored)]
+    generator, rng = env_with(run, d).task_generator(), rng_of(run, "propose", i)
     known = "\n".join(row["text"] for row in d if "text" in row)[-LONGEST:] or "(none yet)"
     answers, spent = ask_about(run, episodes, lambda t, ask: ask(ABSTRACT.format(
         conversation=told(t.messages, LONGEST), form=generator.form, known=known)))
     for n in rng.sample(range(len(episodes)), len(episodes)):
         found = objects(answers[n]) if answers[n] else []
         unreadable += found.count(None)
-        rows += [dict(signal=episodes[n].agent, source=episodes[n].task,
+        rows += [dict(signal=episodes[n].signal, source=episodes[n].task,
                       **written(generator, episodes[n].task, value))
                  for value in found if value is not None]
     write(run, out, rows)
@@ -210,7 +212,7 @@ Who = limited(str, "must be policy, aimed, http://host:port/v1 or https://host/v
 
 
 @dataclass(frozen=True)
-class Explorer(evolve.Grpo, Stated):
+class Explorer(evolve.Evolution, Stated):
     # the agent itself [ours]; aimed: later nobody, what is picked is varied by script [ours]; or
     # https://host/v1, an endpoint [D: Qwen3-Max]
     explorer: Who = "policy"
