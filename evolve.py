@@ -1195,6 +1195,7 @@ METHODS = {
 
 class Run(coevolve.Run):
     """A run whose agent also plays while it is trained."""
+    trains_while_it_plays = True
 
     def replica(self, agent):
         """The model in a folder, or one that is being trained, as it plays, whole on each rank."""

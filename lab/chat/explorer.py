@@ -213,10 +213,12 @@ Who = limited(str, "must be policy, aimed, http://host:port/v1 or https://host/v
 
 @dataclass(frozen=True)
 class Explorer(evolve.Evolution, Stated):
-    # the agent itself [ours]; aimed: later nobody, what is picked is varied by script [ours]; or
-    # https://host/v1, an endpoint [D: Qwen3-Max]
+    """An explorer at an endpoint"""
+    # Who explores: policy, the agent itself; aimed, the agent for D_0 and scripts that vary picked
+    # tasks later; or https://host/v1, a model at an endpoint [ours; the paper: Qwen3-Max]
     explorer: Who = "policy"
-    explorer_model: Optional[str] = None  # its name at the endpoint
+    # The name of the explorer at its endpoint
+    explorer_model: Optional[str] = None
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         return [*super().conflicts(s),
