@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -55,7 +55,6 @@ from common.settings import (
     Weight,
     Whole,
     check_same,
-    flag,
     has_mark,
     noting,
     parse,
@@ -200,16 +199,17 @@ def splits_of(env: envs.World, s: Settings) -> tuple[str, ...]:
 def say_what_cannot_be_written(run: Run, experts: list[Trajectory]) -> None:
     """Says which replies of experts a tokenizer changes. No agent that writes by it can do what
     they did."""
-    changed = {}  # reply -> what an environment would get
+    changed = []  # (reply, what an environment would get)
     for expert in experts:
-        for turn in expert.messages[-2 * expert.steps:]:
+        for turn in expert.messages:
             reply = run.encoder.plain(turn["content"])
-            back = run.encoder.read_back(reply)
-            if turn["role"] == "assistant" and back != reply:
-                changed[reply] = back
-    for reply, back in list(changed.items())[:1]:
-        say(run, f"{run.name}: the tokenizer cannot write {len(changed)} replies, so that no agent "
-                 f"can: {reply!r} becomes {back!r}; use a --model whose tokenizer keeps them")
+            if turn["role"] == "assistant" and run.encoder.read_back(reply) != reply:
+                changed.append((reply, run.encoder.read_back(reply)))
+    if changed:
+        reply, back = changed[0]
+        say(run, f"{run.name}: the tokenizer changes {len(changed)} replies of experts, so that no "
+                 f"agent can write them; the first, {reply!r}, becomes {back!r}; use a --model "
+                 "whose tokenizer keeps such texts")
 
 
 def train_sft(run: Run, out: Path, base: Path, experts: Path, name: str) -> dict:
@@ -252,8 +252,15 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
     return scores(trajectories, run)
 
 
-def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], earlier: list[Path],
-               trains: str, role: str) -> dict:
+def make_pairs(
+    run: Run,
+    out: Path,
+    experts: Path,
+    played: dict[str, Path],
+    earlier: list[Path],
+    trains: str,
+    role: str,
+) -> dict:
     """Makes the pairs that one agent learns from.
 
     Args:
@@ -305,8 +312,16 @@ def by_task(trajectories: list[Trajectory], dropped: Counter) -> dict[str, list[
     return found
 
 
-def train_preferences(run: Run, out: Path, start: dict[str, Path], pairs: Path,
-                      trajectories: dict, name: str, role: str, i: int) -> dict:
+def train_preferences(
+    run: Run,
+    out: Path,
+    start: dict[str, Path],
+    pairs: Path,
+    trajectories: dict,
+    name: str,
+    role: str,
+    i: int,
+) -> dict:
     """Trains an agent on its pairs by weighted DPO + SFT, Eq. (9); one with D_fail by Eq. (7).
 
     Args:
@@ -349,8 +364,13 @@ def train_preferences(run: Run, out: Path, start: dict[str, Path], pairs: Path,
     return run.fit(model, out, steps, dpo.Objective(loss, divisor, lr, s.dpo_warmup))
 
 
-def preference_steps(groups: list[Group], name: str, role: str, i: int,
-                     s: Settings) -> list[list[Group]]:
+def preference_steps(
+    groups: list[Group],
+    name: str,
+    role: str,
+    i: int,
+    s: Settings,
+) -> list[list[Group]]:
     """The batches of a phase, one a step: as many as some passes over the pairs make, or, of an
     agent with D_tgt, so many steps."""
     rng = random.Random(seed_of(s.seed, "dpo", name, i))
@@ -379,8 +399,14 @@ def pair_weight(group: Group) -> float:
 # ----------------------------------------------------------------------------------- the pairs
 
 
-def d_tgt(expert: Trajectory, own: list[Trajectory], others: list[Trajectory], s: Settings,
-          dropped: Counter, success: float = 1.0) -> list[dict]:
+def d_tgt(
+    expert: Trajectory,
+    own: list[Trajectory],
+    others: list[Trajectory],
+    s: Settings,
+    dropped: Counter,
+    success: float = 1.0,
+) -> list[dict]:
     """Makes the pairs of one task that the target learns from, Eq. (8), weighted as in Section 4.3.
 
     Args:
@@ -425,8 +451,13 @@ def d_tgt(expert: Trajectory, own: list[Trajectory], others: list[Trajectory], s
     return rows
 
 
-def d_fail(own: list[Trajectory], others: list[Trajectory], s: Settings, dropped: Counter,
-           success: float = 1.0) -> list[dict]:
+def d_fail(
+    own: list[Trajectory],
+    others: list[Trajectory],
+    s: Settings,
+    dropped: Counter,
+    success: float = 1.0,
+) -> list[dict]:
     """Makes the pairs of one task that the failure agent learns from, Eq. (6): of two failures the
     better one is chosen. Arguments and result are those of `d_tgt`; `own` is the paper's e_fail."""
     if s.d_fail == "none":  # the failure agent stays as it is
@@ -443,8 +474,11 @@ def d_fail(own: list[Trajectory], others: list[Trajectory], s: Settings, dropped
     return rows
 
 
-def ordered_failures(candidates: Iterable[tuple], dropped: Counter,
-                     success: float) -> Iterator[tuple]:
+def ordered_failures(
+    candidates: Iterable[tuple],
+    dropped: Counter,
+    success: float,
+) -> Iterator[tuple]:
     """Yields (better, worse) of those candidates that are two failures with different rewards."""
     for a, b in candidates:
         if not better(success, a.reward) or not better(success, b.reward):
@@ -462,8 +496,13 @@ def better(reward: float, other: float) -> bool:
     return reward - other > 1e-9
 
 
-def pair_row(kind: str, chosen: Trajectory, rejected: Trajectory, weight: float,
-             sft_weight: float) -> dict:
+def pair_row(
+    kind: str,
+    chosen: Trajectory,
+    rejected: Trajectory,
+    weight: float,
+    sft_weight: float,
+) -> dict:
     """A row of a file of pairs. It names trajectories, which are in files of their own."""
     return dict(kind=kind, chosen=side_of_pair(chosen), rejected=side_of_pair(rejected),
                 weight=weight, sft_weight=sft_weight)
@@ -473,8 +512,13 @@ def side_of_pair(t: Trajectory) -> dict:
     return dict(agent=t.agent, iteration=t.iteration, rollout=t.rollout, reward=t.reward)
 
 
-def preference_groups(rows: list[dict], experts: list[Trajectory], others: list[Trajectory],
-                      s: Settings, encoder: dpo.Encoder) -> list[Group]:
+def preference_groups(
+    rows: list[dict],
+    experts: list[Trajectory],
+    others: list[Trajectory],
+    s: Settings,
+    encoder: dpo.Encoder,
+) -> list[Group]:
     """Puts the pairs of a task, and the trajectories that they name, into a group.
 
     Args:
@@ -516,8 +560,9 @@ def by_name(trajectories: list[Trajectory]) -> dict[tuple, Trajectory]:
     known = {}
     for t in trajectories:
         name = (t.task, t.agent, t.iteration, t.rollout)
-        if known.setdefault(name, t) != t:
+        if name in known and known[name] != t:
             raise envs.Refused(f"two trajectories are called {name}; give one another rollout")
+        known[name] = t
     return known
 
 
@@ -563,14 +608,14 @@ AUTO = Literal["auto", "on", "off"]
 @dataclass(frozen=True)
 class Data:
     """What is trained, on which tasks, and how long an episode may be"""
-    # The environment in which agents play
+    # The environment in which agents play [ours]
     env: Literal[envs.ENVIRONMENTS] = "webshop"
-    # Which agents are trained, and how; the list above says it of each method
+    # Which agents are trained, and how; the list above says it of each method [the paper]
     method: str = "coevolve"
     # The model that training starts from: tiny, which is shipped, or a causal language model with a
-    # chat template, by its folder or its name on the hub
+    # chat template, by its folder or its name on the hub [ours]
     model: str = "tiny"
-    # The seed of all that is random in a run
+    # The seed of all that is random in a run [ours]
     seed: Whole = 0
     # The folder that gets all that a run makes [runs/ENV-METHOD-sSEED]
     out: Free[Optional[str]] = None
@@ -582,7 +627,7 @@ class Data:
     train_tasks: Whole = 0
     # How many tasks of each evaluated split are used; 0 is all [Table 1]
     eval_tasks: Whole = 0
-    # The splits that agents are evaluated on; validation is for the choice of settings
+    # The splits that agents are evaluated on; validation is for the choice of settings [Table 1]
     eval_splits: Literal["test", "validation"] = "test"
     # How much an observation says; short, for small models, leaves out what is repeated [ours]
     view: Literal["full", "short"] = "full"
@@ -619,9 +664,10 @@ class Machine:
     # Whether passes and episodes are in bf16; auto is on a GPU, except for tiny [ours]
     bf16: AUTO = "auto"
     # Whether a model that trains is split over the ranks (FSDP2); auto is if there are several
+    # [ours]
     shard: Free[AUTO] = "auto"
     # Whether the backward pass computes layers again, which saves memory; auto is on a GPU, except
-    # for tiny
+    # for tiny [ours]
     gradient_checkpointing: Free[AUTO] = "auto"
 
 
@@ -641,7 +687,7 @@ class Preferences:
     temperature: Temperature = 0.7
     # Passes over the pairs of an iteration [App. B]
     dpo_epochs: Count = 3
-    # Steps of the target in an iteration; 0 is as many as dpo_epochs make [ours]
+    # Steps of the target in an iteration; 0 is as many as --dpo-epochs make [ours]
     dpo_steps: Whole = 0
     # Pairs in a step; or tasks, see --batch-unit [App. B]
     dpo_batch: Count = 32
@@ -744,12 +790,15 @@ class Run:
         self.recorded = {}      # the same by an earlier process, until the output is asked for
         self.name = ""          # the output of the running phase
         self.recipe = ""        # what it is made from, hashed
-        self.code_was_said = False
+        here = Path(__file__).parent
+        self.sources = [here / "coevolve.py", here / "dpo.py", here / "envs.py", here / "common",
+                        here / "worlds" / "__init__.py", here / "worlds" / s.env]
+        self.code_was_said = False  # that some of it is other code than an earlier process ran
 
         # The machine.
         gpu = torch.cuda.is_available()
         large = gpu and s.model != "tiny"
-        self.bf16 = large if s.bf16 == "auto" else s.bf16 == "on"
+        self.bf16 = is_on(s.bf16, auto=large)
         timeout = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
         self.accelerator = Accelerator(cpu=not gpu, kwargs_handlers=[timeout],
                                        mixed_precision="bf16" if self.bf16 else "no")
@@ -758,9 +807,8 @@ class Run:
         self.patient = None     # a group of ranks that wait where one plays for hours longer
         if self.ranks > 1:
             self.patient = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=7))
-        self.shard = self.ranks > 1 and s.shard != "off"
-        self.recompute = large if s.gradient_checkpointing == "auto" else (
-            s.gradient_checkpointing == "on")
+        self.shard = self.ranks > 1 and is_on(s.shard, auto=True)
+        self.recompute = is_on(s.gradient_checkpointing, auto=large)
         self.tokens_per_forward = s.tokens_per_forward
         if s.tokens_per_forward == 0:
             self.tokens_per_forward = 8192 if gpu else 1024
@@ -773,8 +821,10 @@ class Run:
         self.config = dpo.read_config(self.base)
         self.parameters = dpo.parameter_count(self.config)
         self.encoder = dpo.Encoder(self.tokenizer, self.config.get_text_config().vocab_size)
+        self.fingerprint = self.encoder.fingerprint()
 
-        self.settings, self.reads = noting(s)  # reads: the names of those that a phase has read
+        self.reads = set()      # the names of the settings that the running phase has read
+        self.settings = noting(s, self.reads)
         self.slots = s.slots or slots_of(self)
         self.open()
 
@@ -825,10 +875,11 @@ class Run:
         """
         path = self.folder / output
         self.name = output
-        agents = {self.folder / name: made_by(row) for name, row in self.done.items()}
-        self.recipe = hashed([phase.__name__, files.known_by(inputs, agents), parameters,
-                              self.encoder.fingerprint()])
-        if has_been_done(self, phase):
+        agents = {self.folder / name: files.made_by(row) for name, row in self.done.items()}
+        made_from = files.known_by(inputs, agents)
+        self.recipe = hashed([phase.__name__, made_from, parameters, self.fingerprint])
+        code = files.code_of(Path(inspect.getfile(phase)), *self.sources)
+        if has_been_done(self, code):
             return path
 
         started = time.perf_counter()
@@ -842,14 +893,12 @@ class Run:
         numbers = self.make(temporary, phase, *inputs, **parameters)
         self.accelerator.wait_for_everyone()
 
-        # The output appears by renaming, so that a run that is stopped leaves none that is half
-        # made.
-        seconds = round(time.perf_counter() - started, 1)
+        # The output appears by renaming, so that a run that is stopped leaves none half made.
         read = settings_read(self)
-        self.done[output] = dict(
-            work=phase.__name__, recipe=self.recipe, made_by=hashed([self.recipe, read]),
-            code=code_of(phase, self.settings.env), settings=read, **parameters,
-            seconds=seconds) | numbers
+        known = dict(recipe=self.recipe, made_by=hashed([self.recipe, read]), settings=read)
+        seconds = round(time.perf_counter() - started, 1)
+        self.done[output] = dict(work=phase.__name__, **known, code=code, **parameters,
+                                 seconds=seconds) | numbers
         if self.main:
             self.done[output]["weights"] = files.sizes_of_weights(temporary)
             files.remove(path)
@@ -878,8 +927,12 @@ class Run:
         with agents_of(self, agent):
             return dpo.read_model(agent, dtype, self.accelerator.device).eval()
 
-    def log_probs(self, model, trajectories: list[Trajectory],
-                  sampler=dpo.Sampler()) -> torch.Tensor:
+    def log_probs(
+        self,
+        model,
+        trajectories: list[Trajectory],
+        sampler=dpo.Sampler(),
+    ) -> torch.Tensor:
         """log pi of all action tokens of some trajectories, (A,), in nats."""
         tokens = 0 if self.passes_alone else self.tokens_per_forward
         return dpo.log_probs(self.accelerator, model, trajectories, tokens, sampler)
@@ -898,8 +951,12 @@ class Run:
         write(self, out / "train.jsonl", lines)
         return dict(steps=len(lines), first_loss=lines[0]["loss"], loss=lines[-1]["loss"])
 
-    def training(self, model, steps: list[list[Group]],
-                 objective: dpo.Objective) -> Iterator[dict]:
+    def training(
+        self,
+        model,
+        steps: list[list[Group]],
+        objective: dpo.Objective,
+    ) -> Iterator[dict]:
         """Trains a model, and yields the log's line of each step."""
         optimizer = dpo.adamw(model, objective)
         return dpo.training(model, optimizer, steps, objective, self.log_probs)
@@ -915,8 +972,13 @@ class Run:
 
         return reply
 
-    def play(self, agent, begun: list[Trajectory], temperature: float,
-             make_env=None) -> list[Trajectory]:
+    def play(
+        self,
+        agent,
+        begun: list[Trajectory],
+        temperature: float,
+        make_env=None,
+    ) -> list[Trajectory]:
         """Plays episodes, each rank a share of them.
 
         Args:
@@ -946,7 +1008,12 @@ class Run:
         return share
 
 
-# What Run.open and Run.once ask.
+# What Run.__init__, open and once ask.
+
+
+def is_on(setting: str, auto: bool) -> bool:
+    """What on, off or auto means."""
+    return auto if setting == "auto" else setting == "on"
 
 
 def ways_of(run: Run) -> list[bool]:
@@ -991,37 +1058,23 @@ def check_disk(run: Run) -> None:
                            "another disk")
 
 
-def has_been_done(run: Run, phase) -> bool:
-    """Whether an earlier process has made the running phase's output as it would be made now; if it
-    has made it in another way, that is said."""
-    recorded = run.recorded.pop(run.name, None)
-    if recorded is None:
+def has_been_done(run: Run, code: str) -> bool:
+    """Whether an earlier process has made the running phase's output as it would be made now; else
+    it says why not. code: what the phase is done by now, hashed."""
+    row = run.recorded.pop(run.name, None)
+    if row is None:
         return False
-    why = ""
-    if recorded["recipe"] != run.recipe:
-        why = "what it is made from is another"
     now = vars(run.settings) | vars(run.options)
-    for name, value in recorded.get("settings", {}).items():
-        if now.get(name, value) != value:
-            why = f"it was made with {flag(name)} {value}"
-    weights = recorded.get("weights", {})
-    if weights and weights != files.sizes_of_weights(run.folder / run.name):
-        why = "its weights are not whole"
+    why = files.why_again(run.folder / run.name, row, run.recipe, now)
     if why:
         say(run, f"{run.name} is made again: {why}")
         return False
-
-    if recorded.get("code") != code_of(phase, run.settings.env) and not run.code_was_said:
+    if row.get("code") != code and not run.code_was_said:
         run.code_was_said = True
         say(run, f"{run.name}, and perhaps more of this folder, was made by other code than this "
                  "is; delete what the change concerns, and it is made again")
-    run.done[run.name] = recorded
+    run.done[run.name] = row
     return True
-
-
-def made_by(row: dict) -> str:
-    """What tells how an output was made from other ways, of what is recorded of it."""
-    return row.get("made_by", row["recipe"])
 
 
 def settings_read(run: Run) -> dict:
@@ -1032,16 +1085,6 @@ def settings_read(run: Run) -> dict:
         if not has_mark(type(run.settings), name, FREE):
             read[name] = now[name]
     return read
-
-
-@cache
-def code_of(phase, env: str) -> str:
-    """What tells the code of a phase from other code: a hash of its file's, the core's, and the
-    environment's."""
-    here = Path(__file__).parent
-    sources = [here / "coevolve.py", here / "dpo.py", here / "envs.py", *here.glob("common/*.py"),
-               *here.glob("worlds/*.py"), *here.glob(f"worlds/{env}/**/*.py")]
-    return files.hash_of_files(sorted({Path(inspect.getfile(phase)).resolve(), *sources}))
 
 
 @contextmanager
@@ -1116,8 +1159,13 @@ def one_line(error: Exception) -> str:
     return text
 
 
-def main(argv: list[str], settings_class=Settings, run_class=Run, methods: dict = METHODS,
-         program: str = "coevolve.py") -> None:
+def main(
+    argv: list[str],
+    settings_class=Settings,
+    run_class=Run,
+    methods: dict = METHODS,
+    program: str = "coevolve.py",
+) -> None:
     """Runs the loop of a method. Another class of settings or run, or other methods, extends it."""
     transformers.utils.logging.disable_progress_bar()
     try:

@@ -5,9 +5,10 @@ import hashlib
 import json
 import os
 import shutil
+from functools import cache
 from pathlib import Path
 
-from common.settings import Refused
+from common.settings import Refused, flag
 
 # ------------------------------------------------------------------------------ reading, writing
 
@@ -89,10 +90,15 @@ def seed_of(*names) -> int:
     return int(hashlib.sha256("/".join(map(str, names)).encode()).hexdigest()[:12], 16)
 
 
-def hash_of_files(files: list[Path]) -> str:
-    """16 hexadecimal digits for the bytes in some files."""
+@cache
+def code_of(*sources: Path) -> str:
+    """16 hexadecimal digits, the same ones for the same text of some files of code, and of those in
+    some folders of it."""
+    known = set()
+    for source in sources:
+        known |= {source, *source.glob("**/*.py")}
     digest = hashlib.sha256()
-    for file in files:
+    for file in sorted(path for path in known if path.is_file()):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -132,6 +138,30 @@ def known_by(given, agents: dict[Path, str]):
 def sizes_of_weights(agent: Path) -> dict[str, int]:
     """name -> bytes of the files of weights in an agent's folder; nothing of what is no folder."""
     return {file.name: file.stat().st_size for file in sorted(agent.glob("*.safetensors"))}
+
+
+def made_by(row: dict) -> str:
+    """What tells how an output was made from other ways; row: what is recorded of it."""
+    return row.get("made_by", row["recipe"])
+
+
+def why_again(path: Path, row: dict, recipe: str, settings: dict) -> str:
+    """Why an output that is there has to be made again; nothing where it can stay.
+
+    Args:
+        path: The output.
+        row: What was recorded of it.
+        recipe: Its recipe as it is now.
+        settings: Those of the run as they are now.
+    """
+    if row["recipe"] != recipe:
+        return "what it is made from is another"
+    for name, value in row.get("settings", {}).items():
+        if settings.get(name, value) != value:  # a setting that the program lacks is no other one
+            return f"it was made with {flag(name)} {value}"
+    if row.get("weights", {}) != sizes_of_weights(path) and "weights" in row:
+        return "its weights are not whole"
+    return ""
 
 
 # -------------------------------------------------------------------------------- what is said

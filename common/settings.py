@@ -194,8 +194,13 @@ class Parser(argparse.ArgumentParser):
         raise Refused(f"{message}; --help lists every setting")
 
 
-def parse(argv: list[str], kind: type, methods: dict[str, Method], environment: Callable,
-          program: str = "python coevolve.py [--env ENV]"):
+def parse(
+    argv: list[str],
+    kind: type,
+    methods: dict[str, Method],
+    environment: Callable,
+    program: str = "python coevolve.py [--env ENV]",
+):
     """Reads the settings of a run from a command line; with --help it prints them, and ends.
 
     Args:
@@ -345,12 +350,10 @@ def check_same(before: dict, now: dict, kind: type) -> None:
                       f"{', '.join(sorted(changed))}; give another, or these settings again")
 
 
-def noting(settings):
-    """The same settings, as an object that notes which of them are asked for; and the set of their
-    names, to which it adds."""
+def noting(settings, asked: set):
+    """The same settings, as an object that adds the name of each that is asked for to a set."""
     kind = type(settings)
     names = set(vars(settings))
-    asked = set()
 
     class Noting(kind):
         def __getattribute__(self, name):
@@ -358,7 +361,7 @@ def noting(settings):
                 asked.add(name)
             return super().__getattribute__(name)
 
-    return Noting(**vars(settings)), asked
+    return Noting(**vars(settings))
 
 
 class Instead:
