@@ -38,7 +38,7 @@ from coevolve import Common, by_task, collect_experts, evaluations, read, scores
 from common.files import read_jsonl, seed_of
 from common.settings import Count, Method, Rate, Share, Stated, Weight, Whole, limited
 from dpo import Group, Trajectory
-from worlds.published import read_experts
+from worlds.expert_files import read_experts
 
 # ------------------------------------------------------------------------------------ the loop
 

@@ -17,7 +17,6 @@ from accelerate.utils import broadcast_object_list
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict as states
 
-import envs
 from dpo import Trajectory
 
 CHUNK = 8      # episodes of a slot in a chunk [ours]
@@ -71,7 +70,7 @@ def begin_alike(rows: list[dict], env) -> bool:
     with closing(env):
         for row in rows:
             try:
-                begun = envs.opening(env, env.reset(row["task"]), playing=True)
+                begun = env.opening(env.reset(row["task"]), playing=True)
             except ValueError:  # a task of a later play of the phase, which this world lacks yet
                 return False
             if begun != row["messages"][:len(begun)]:

@@ -144,7 +144,7 @@ def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Traject
 def examples(run: Run) -> list[dict]:
     """The conversations of the first experts that succeed on tasks which are not evaluated. The
     rules open the first of them. By ETO's protocol the opening has its own examples."""
-    env, count = run.env, 0 if run.env.theirs else run.settings.examples
+    env, count = run.env, 0 if run.options.protocol == "eto" else run.settings.examples
     evaluated = set().union(*(marks(env, task) for split in run.splits
                               for task in env.tasks(split)))
     good = (messages for task, messages, reward in envs.experts(env, run.settings.experts, 0)
