@@ -28,7 +28,8 @@ class Options(worlds.Options):
     }
 
     def conflicts(self, s):
-        return [(s.model == "tiny", "--model tiny", "it cannot write programs; give another --model")]
+        return [(s.model == "tiny", "--model tiny",
+                 "it cannot write programs; give another --model")]
 
     @staticmethod
     def scenario(task: str) -> str:

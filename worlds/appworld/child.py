@@ -1,5 +1,5 @@
-"""Runs where the package appworld is, alone: `python child.py ROOT SECONDS MEGABYTES`, with a socket
-for its input. It imports nothing else of this project.
+"""Runs where the package appworld is, alone: `python child.py ROOT SECONDS MEGABYTES`, its input a
+socket. It imports nothing else of this project.
 
 It has the apps imported. Each episode and each judgement is a fork of it, shut in (`jail.py`), with
 which one speaks in lines of JSON. A player has its task without the ground truth; a judge has the
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jail  # noqa: E402
 
 LONGEST = 20_000  # characters of what a reply reads back [ours]
+MOST_CALLS = 50   # of a reply that are told [ours]
 
 
 # ------------------------------------------------------------------------------- inside an episode
@@ -38,20 +39,38 @@ def play(task: str, text: str | None, lines, send) -> None:
     world = AppWorld(task, "episode", load_ground_truth=False, timeout_seconds=SECONDS,
                      max_interactions=1000)
     if text is not None:  # of a task made in training, on another's start state
-        active = world.models.supervisor.Task.first()
+        active = world.models.supervisor.Task.all()[0]
         active.instruction = text
         active.save()
+    calls = noted(world.requester)
     owner = world.task.supervisor
     known = ("first_name", "last_name", "email", "phone_number")
     send(text=text or world.task.instruction, owner={name: owner[name] for name in known})
     for line in lines:
         asked = json.loads(line)
         if "code" in asked:
+            calls.clear()
             output = world.execute(asked["code"])[:LONGEST]
-            send(output=output, done=world.task_completed())
+            made = calls[:MOST_CALLS]
+            send(output=output, done=world.task_completed(), calls=made)
         else:
             saved = Path(world.output_db_home_path_on_disk)
             send(changes={file.name: file.read_text() for file in saved.iterdir()})
+
+
+def noted(requester) -> list:
+    """A list to which each call from now on is added: APP.API, arguments."""
+    calls, request = [], requester._request
+
+    def note(_app_name: str, _api_name: str, client=None, raise_on_failure=None, track=True,
+             **given):
+        if track:  # the package asks, too
+            told = json.loads(json.dumps(given, default=str))
+            calls.append([f"{_app_name}.{_api_name}", told])
+        return request(_app_name, _api_name, client, raise_on_failure, track, **given)
+
+    requester._request = note
+    return calls
 
 
 # ------------------------------------------------------------------------------- inside a judgement
@@ -178,7 +197,7 @@ def serve() -> None:
     while True:
         asked, lines, _, _ = socket.recv_fds(asks, 1 << 16, 1)
         if not asked:  # the one who asks has gone
-            return
+            os._exit(0)
         asked = json.loads(asked)
         if asked["do"] == "end":
             killed = end(asked["process"], asked["patience"])

@@ -3,7 +3,6 @@
 import ast
 import hashlib
 import json
-import shutil
 import subprocess
 import tempfile
 from functools import lru_cache
@@ -112,6 +111,11 @@ def calls_in(tree: ast.AST) -> list[str]:
                     place = (node.lineno, node.col_offset)
                     found.append((place, f"{app.attr}.{node.func.attr}"))
     return [name for _, name in sorted(found)]
+
+
+def text(root: Path, key: str) -> str:
+    """What a task asks for."""
+    return json.loads((root / "data/tasks" / key / "specs.json").read_text())["instruction"]
 
 
 def start_changes(root: Path, key: str) -> dict[str, str]:

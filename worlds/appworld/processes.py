@@ -6,6 +6,7 @@ import socket
 import subprocess
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.settings import Refused
@@ -129,6 +130,14 @@ class Shut:
         return self._server.kill(self._process, patience)
 
 
+@dataclass
+class Ran:
+    """What a reply's code printed, whether the task is completed, what it called."""
+    output: str
+    done: bool
+    calls: list
+
+
 class Episode:
     """One on a task's start state, with the text of another task or its own."""
 
@@ -136,16 +145,22 @@ class Episode:
         self._shut = server.fork(do="play", task=start, text=text)
         try:
             told = self._shut.ask(PATIENCE)
-            self.text, self.owner = told["text"], told["owner"]
-        except (Gone, KeyError) as error:
-            raise EnvError(f"appworld: task {start} does not start: {error}") from None
+        except Gone as error:
+            told = dict(error=str(error))
+        if "error" in told:
+            raise EnvError(f"appworld: task {start} does not start: {told['error']}")
+        self.text, self.owner = told["text"], told["owner"]
         self._seconds = server.seconds + GRACE
 
-    def run(self, code: str) -> tuple[str, bool]:
-        """What code printed, and whether the task is said to be done. Gone where the code ended
-        the process, or did not end."""
+    def run(self, code: str) -> Ran:
+        """What code did. Gone where it ended the process, or did not end."""
         told = self._shut.ask(self._seconds, code=code)
-        return str(told.get("output")), told.get("done") is True
+        if "output" not in told:  # the package cannot go on after what the code did
+            self._shut.end()
+            raise Gone(str(told.get("error")))
+        calls = told.get("calls")
+        return Ran(str(told["output"]), told.get("done") is True,
+                   calls if isinstance(calls, list) else [])
 
     def changes(self) -> dict[str, str]:
         """What the episode has left in the apps, as the package saves it: file -> text."""

@@ -3,25 +3,26 @@
 import re
 from pathlib import Path
 
-from worlds import EnvError, Step, World
+from worlds import Step, World
 from worlds.appworld import data
-from worlds.appworld.processes import Episode, Gone, server
+from worlds.appworld.judging import Judge
+from worlds.appworld.processes import Gone
 
 PROMPT = """\
-You do what a person asks for, by Python code that calls the interfaces of the person's apps. Reply \
-with one block of code, between ```python and ```; you then read what it printed. Names that it \
-defines stay for your later blocks. Nobody answers questions: look up what you need.
+You do what a person asks for, by Python code that calls the interfaces of the person's apps. \
+Reply with one block of code, between ```python and ```; you then read what it printed. Names that \
+it defines stay for your later blocks. Nobody answers questions: look up what you need.
 
 The interfaces are documented by interfaces, so print what these return:
 - apis.api_docs.show_app_descriptions(): the apps that there are
 - apis.api_docs.show_api_descriptions(app_name=...): the interfaces of an app
 - apis.api_docs.show_api_doc(app_name=..., api_name=...): the arguments and results of one
-An interface is called as apis.APP.API(argument=value, ...). The person's name and passwords are in \
-apis.supervisor. Most apps want an access_token, which their login returns; the username is the \
+An interface is called as apis.APP.API(argument=value, ...). The person's name and passwords are \
+in apis.supervisor. Most apps want an access_token, which their login returns; the username is the \
 email address, for the phone its number. Long lists come in pages, by page_index from 0.
 
-When all is done, call apis.supervisor.complete_task(); where something was asked, with answer=..., \
-the bare number or words. You have 30 replies."""
+When all is done, call apis.supervisor.complete_task(); where something was asked, with \
+answer=..., the bare number or words. You have 30 replies."""
 FORM = "There is no block of code, ```python ... ```, in this reply."
 
 
@@ -41,19 +42,19 @@ class AppWorld(World):
                  appworld_megabytes: int = 3000):
         super().__init__(view)
         self.prompt = PROMPT  # in either view: no model is made for these tasks
-        self.python = data.interpreter()
-        self.root = Path(appworld_root).resolve() if appworld_root else data.small_world()
-        self.splits = data.splits(self.root, official=bool(appworld_root))
+        python = data.interpreter()
+        root = Path(appworld_root).resolve() if appworld_root else data.small_world()
+        self.splits = data.splits(root, official=bool(appworld_root))
         self.test_splits = tuple(self.splits)[2:]
         self.share_of_tests = appworld_reward == "tests"
-        self.limits = appworld_seconds, appworld_megabytes
-        self._episode, self._ends = None, {}
+        self.judge = Judge(python, root, appworld_seconds, appworld_megabytes)
+        self._episode = None
 
     def start(self, task: dict) -> str:
         self.close()
         self._task, self._replies = task, 0
         self.changes = None  # what the episode has left in the apps, once it is over
-        self._episode = self._begin(task)
+        self._episode = self.judge.begin(task)
         owner = self._episode.owner
         return (f"I am {owner['first_name']} {owner['last_name']}; my email address is "
                 f"{owner['email']} and my phone number {owner['phone_number']}.\n\n"
@@ -66,7 +67,8 @@ class AppWorld(World):
         said, done = FORM, False
         try:
             if code is not None:
-                said, done = self._episode.run(code)
+                told = self._episode.run(code)
+                said, done = told.output, told.done
             if not done and not last:
                 return Step(said, 0.0, False)
             self.changes = self._episode.changes()
@@ -74,7 +76,7 @@ class AppWorld(World):
             self._episode = None
             return Step(f"The episode is over: {error}.", 0.0, True)
         self.close()
-        share = self._share_passed()
+        share = self.judge.share(self._task, self.changes)
         return Step(said, share if self.share_of_tests else float(share == 1), True)
 
     def possible(self) -> tuple[list[str], str]:
@@ -94,62 +96,7 @@ class AppWorld(World):
 
     def solution(self, task: dict) -> list[str]:
         """The code of a task's solution, a reply each."""
-        return task["code"] if "code" in task else data.solution(self.root, task["start"])
-
-    def ends(self, task: dict, code: list[str]) -> dict | None:
-        """What code leaves in the apps, played beside the episode; None if it ended its process,
-        or did not complete the task."""
-        episode, done = self._begin(task), False
-        try:
-            for part in code:
-                _, done = episode.run(part)
-            changes = episode.changes()
-        except Gone:
-            return None
-        episode.end()
-        return changes if done else None
-
-    def compare(self, start: str, one: dict, other: dict) -> dict:
-        """Of two episodes on a start state: `tables` that end differently, `answer`, whether the
-        answers are one. EnvError, where they cannot be compared."""
-        told = self._server().once("compare", start, changes=[one, other])
-        if "error" in told:
-            raise EnvError(f"{self.name}: {start}: {told['error']}")
-        return told
-
-    def _server(self):
-        return server(self.python, self.root, *self.limits)
-
-    def _begin(self, task: dict) -> Episode:
-        return Episode(self._server(), task["start"], task.get("text"))
-
-    def _share_passed(self) -> float:
-        """The share of the task's tests that pass on what the episode has left."""
-        start = self._task["start"]
-        if "code" in self._task:
-            return self._share_alike(start)
-        told = self._server().once("judge", start, changes=self.changes)
-        if "error" in told:  # which the episode's changes may have caused: then it has failed
-            untouched = data.start_changes(self.root, start)
-            told = self._server().once("judge", start, changes=untouched)
-            if "error" in told:
-                raise EnvError(f"{self.name}: {start} can't be judged: {told['error']}")
-            return 0.0
-        return told["passed"] / told["tests"]
-
-    def _share_alike(self, start: str) -> float:
-        """Of a task made in training: whether the apps, and the answer, are as after its code."""
-        key = repr(self._task)
-        if key not in self._ends:
-            self._ends[key] = self.ends(self._task, self._task["code"])
-        if self._ends[key] is None:
-            raise EnvError(f"{self.name}: the code of an added task does not complete it")
-        try:
-            told = self.compare(start, self._ends[key], self.changes)
-        except EnvError:
-            self.compare(start, self._ends[key], data.start_changes(self.root, start))
-            return 0.0
-        return (told["answer"] + (not told["tables"])) / 2
+        return task["code"] if "code" in task else data.solution(self.judge.root, task["start"])
 
 
 def code_of(reply: str) -> str | None:
