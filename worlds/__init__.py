@@ -11,7 +11,7 @@ from importlib import import_module
 
 from common.settings import Refused, Stated
 
-ENVIRONMENTS = ("webshop", "scienceworld", "intercodesql", "bfcl")  # the folders
+ENVIRONMENTS = ("webshop", "scienceworld", "intercodesql", "bfcl", "appworld")  # the folders
 
 
 class EnvError(Exception):
