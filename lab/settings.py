@@ -9,6 +9,7 @@ from common.settings import Free, OldFile, Weight, Whole
 from lab import baselines
 from lab.careful.overlap import Overlap
 from lab.chat import evaluate, explorer
+from lab.study import near_misses
 
 
 @dataclass(frozen=True)
@@ -59,4 +60,5 @@ class Settings(Careful, evaluate.Chat, baselines.Baselines, explorer.Explorer, c
 
 # method -> its loop, and what it reads
 METHODS = {name: (loop, (*reads, Careful, Overlap)) for name, (loop, reads) in (
-    coevolve.METHODS | explorer.METHODS | baselines.METHODS | evaluate.METHODS).items()}
+    coevolve.METHODS | explorer.METHODS | baselines.METHODS | near_misses.METHODS
+    | evaluate.METHODS).items()}
