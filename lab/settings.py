@@ -7,6 +7,7 @@ import coevolve
 import evolve
 from lab import baselines, chat, explorer
 from lab.overlap import Overlap
+from lab.studies import near_misses
 from worlds.flags import Free, OldFile, Weight, Whole
 
 
@@ -58,4 +59,5 @@ class Settings(Careful, chat.Chat, baselines.Baselines, explorer.Explorer, coevo
 
 # method -> its loop, and what it reads
 METHODS = {name: (loop, (*reads, Careful, Overlap)) for name, (loop, reads) in (
-    coevolve.METHODS | explorer.METHODS | baselines.METHODS | chat.METHODS).items()}
+    coevolve.METHODS | explorer.METHODS | baselines.METHODS | near_misses.METHODS
+    | chat.METHODS).items()}

@@ -1,0 +1,1 @@
+"""Studies of questions that the papers leave open, each made again by one command."""
