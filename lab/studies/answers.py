@@ -25,8 +25,8 @@ from lab.settings import METHODS, Settings
 from lab.study_numbers import interval, paired
 from worlds.flags import parse
 
-# Of every run: short, the target takes 40 steps an iteration whatever the method.
-SHORT = ("--iterations 2 --dpo-steps 40 --eval-tasks 200 --eval-splits validation "
+# Of every run: short, and the target takes 30 steps an iteration whatever the method.
+SHORT = ("--iterations 2 --rollouts 2 --dpo-steps 30 --eval-tasks 150 --eval-splits validation "
          "--margins 0 --threads 1")
 ETO = "--method eto"
 POSITIVE = "--method positive"
@@ -61,13 +61,22 @@ STUDIES = {
 # ------------------------------------------------------------------------------------ the runs
 
 
+class Brief(Run):
+    """A run that evaluates the target alone."""
+
+    def once(self, output: str, work, *inputs, **how) -> Path | None:
+        if work is coevolve.evaluate and how["name"] != "target":
+            return None
+        return super().once(output, work, *inputs, **how)
+
+
 def make(env: str, arm: str, settings: str, seed: int, out: Path, more: list[str]) -> None:
     """One run; its chosen agent, and the one after SFT, play the test splits."""
     flags = ["--env", env, *settings.split(), *SHORT.split(), *more, "--seed", str(seed),
              "--out", str(out / f"{arm}-s{seed}"), "--reuse", str(out)]
     own, options = parse(flags, Settings, METHODS, envs.environment)
     AcceleratorState._reset_state(reset_partial_state=True)  # a process makes many runs
-    run = Run(own, options)
+    run = Brief(own, options)
     METHODS[own.method][0](run)
     best = chosen(run.done)
     for split in run.env.test_splits:
