@@ -244,14 +244,19 @@ def main(flags: list[str]) -> None:
         help="whose texts it reads, lab/pretrain/recipes/NAME.py [all built-in ones]")
     parser.add_argument("--width", type=int, help="of a model with as many layers and heads; "
                         "trained by packed passes [as the shipped one, 128]")
-    parser.add_argument("--passes", type=int, help="over the texts [those of the shipped model]")
+    parser.add_argument("--copies", type=int, default=COPY_BATCHES,
+                        help="batches of sequences said twice, before the texts [%(default)s]")
+    parser.add_argument("--conversations", type=int, help="of each environment, in place of as "
+                        "many as the shipped model has read")
+    parser.add_argument("--passes", type=int, help="over the conversations, likewise")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=HERE.parents[1] / "tiny",
                         help="where it goes [%(default)s]")
     given = parser.parse_args(flags)
-    texts = {env: TEXTS.get(env, (8000, 3)) for env in given.env}
-    if given.passes:
-        texts = {env: (conversations, given.passes) for env, (conversations, _) in texts.items()}
-    make(given.out, texts, width=given.width)
+    texts = {}
+    for env in given.env:
+        conversations, passes = TEXTS.get(env, (8000, 3))
+        texts[env] = (given.conversations or conversations, given.passes or passes)
+    make(given.out, texts, given.copies, given.width)
 
 
 if __name__ == "__main__":

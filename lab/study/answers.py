@@ -168,10 +168,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("env", choices=["webshop", "intercodesql"])
     parser.add_argument("--seeds", nargs="+", type=int, help="[those decided beforehand]")
     parser.add_argument("--out", type=Path, help="the study's folder [runs/STUDY-ENV]")
+    parser.add_argument("--base", type=Path, help="a model's folder, in place of the tiny model "
+                        "and with its presets [the shipped model]")
     parser.add_argument("--report", action="store_true", help="no run, only the report")
     asked, more = parser.parse_known_args(argv)
     study, out = STUDIES[asked.study], asked.out or Path(f"runs/{asked.study}-{asked.env}")
     seeds = asked.seeds or [*study.seeds]
+    if asked.base:
+        coevolve.MODELS["tiny"] = asked.base
     if not asked.report:
         out.mkdir(parents=True, exist_ok=True)
         transformers.utils.logging.disable_progress_bar()
