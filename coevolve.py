@@ -800,8 +800,13 @@ class Run:
         large = gpu and s.model != "tiny"
         self.bf16 = is_on(s.bf16, auto=large)
         timeout = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
+        if "PYTORCH_ALLOC_CONF" not in os.environ:  # texts of any length leave gaps in fixed blocks
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         self.accelerator = Accelerator(cpu=not gpu, kwargs_handlers=[timeout],
                                        mixed_precision="bf16" if self.bf16 else "no")
+        # cuDNN would plan its attention anew for each shape that it has not met, 0.1 s and more;
+        # texts of all lengths bring a new one to nearly every pass, and plans are never given up.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.main = self.accelerator.is_main_process
         self.ranks = self.accelerator.num_processes
         self.patient = None     # a group of ranks that wait where one plays for hours longer
@@ -838,7 +843,8 @@ class Run:
         if self.main and not config.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             files.write_json(config, dict(settings=now, ways=ways_of(self)))
-        self.accelerator.wait_for_everyone()
+        if self.ranks > 1:  # the first may fetch a model for longer than the others' patience
+            torch.distributed.barrier(self.patient)
         begun = read_json(config)
         if "settings" not in begun:
             raise envs.Refused(f"--out {self.folder}: its config.json is no run's; give another "
@@ -1155,6 +1161,9 @@ def one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "No space left on device" in text:
         text += "; make room on the disk of --out, and the same command goes on"
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        text = ("out of memory; lower --tokens-per-forward or --slots, and the same command goes "
+                "on; or lower --max-tokens, with another --out")
     return text
 
 
@@ -1174,7 +1183,7 @@ def main(
         methods[settings.method].loop(run)
         close(run)
     except (envs.Refused, envs.EnvError, dpo.Unusable, FloatingPointError, OSError,
-            SafetensorError) as error:
+            SafetensorError, torch.OutOfMemoryError, MemoryError) as error:
         sys.exit(f"{program}: {one_line(error)}")
     if run.main:
         print(table(run))

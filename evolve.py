@@ -1,9 +1,21 @@
 """CoEvolve: Training LLM Agents via Agent-Data Mutual Evolution (arXiv 2604.15840), in raw PyTorch.
 
 The second system, on the core's phases: an agent is trained by GRPO on a set of tasks D, and D
-grows out of what its own episodes show to be weak. Every E steps: signals -> picks ->
-re-exploration -> finds -> verdicts -> D. What a pattern of actions is, how a find becomes a task
-and how its solution is verified belongs to an environment: `tasks.py` in its folder of `worlds/`.
+grows out of what the agent's own episodes show to be weak. After every segment of E steps:
+
+    signals    where the agent forgets, hesitates, or hardly ever goes
+    picks      the signals that the explorer goes back to
+    finds      what the explorer's episodes become: a task, and actions that solve it
+    proposals  the finds with a verdict; those that an environment can prove join D
+
+What a pattern of actions is, how an episode becomes a task and how a solution is proved belongs to
+an environment: `tasks.py` in its folder of `worlds/`.
+
+    task       a line of text in an environment, known by its id; D is a set of them
+    step       GRPO's iteration: it plays some tasks of D, and trains on what it played
+    visit      a task's trajectories in one step, K of them
+    segment    E steps; its files are in iter<i>/
+    evolution  what stands between two segments; `i` is that of the segment before it
 
 No code of the paper could be had: what the notes on it leave open is a setting, marked so.
 
@@ -24,430 +36,864 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import transformers
-from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import coevolve
 import dpo
 import envs
-from coevolve import Common, by_task, collect_experts, evaluations, read, scores, train_sft, write
+from coevolve import (
+    Common,
+    action_count,
+    better,
+    by_task,
+    evaluations,
+    experts_of,
+    read,
+    say,
+    scores,
+    train_sft,
+    write,
+)
 from common.files import read_jsonl, seed_of
-from common.settings import Count, Method, Rate, Share, Stated, Weight, Whole, limited
+from common.settings import (
+    Count,
+    Growing,
+    Method,
+    Rate,
+    Share,
+    Stated,
+    Weight,
+    Whole,
+    limited,
+)
 from dpo import Group, Trajectory
-from worlds.published import read_experts
+from worlds.expert_files import read_experts
 
 # ------------------------------------------------------------------------------------ the loop
+# Phases read and write files, as in coevolve.py. `task_set` is the file of D: none before there is
+# a D. `signals` is the file of the signals: none where nothing leads exploration.
+Files = list[Path]
 
 
 def evolve(run: Run, find: Callable | None = None) -> None:
-    """The agent changes its tasks, and they change it. Segment i has E steps; GRPO is this loop
-    without evolution. find(run, i, agent, tasks, signals): another explorer, see `find_tasks`."""
-    s, once, agent, played, batches = run.settings, run.once, run.base, [], []
+    """Trains an agent by GRPO on tasks that evolve with it. GRPO is this loop without evolution.
+
+    Args:
+        run: The run.
+        find: The explorer, in place of `find_tasks`, with the same arguments and result.
+    """
+    s = run.settings
+    once = run.once
+    if find is None:
+        find = find_tasks
     if s.method == "evolve" or s.start_from == "explore":
-        run.env.task_generator()  # a world without new tasks is refused at once
+        run.env.task_generator()  # refuses a world without new tasks, before anything runs
 
-    def evolution(i, tasks=(), signals=()):  # D_0 comes of no tasks and no signals
-        finds = (find or find_tasks)(run, i, agent, tasks, signals)
-        proposals = once(f"iter{i}/proposals.jsonl", judge, finds, tasks, i=i)
-        if s.solve_check:
-            proposals = once(f"iter{i}/solved.jsonl", try_to_solve, proposals, tasks, agent, i=i)
-        return once(f"iter{i}/tasks.jsonl", join, tasks, proposals, played[-1:], i=i)
-
+    # The agent before its first step; it is pi_ref in all segments.
+    reference = run.base
     if s.warm_start == "sft":
-        experts = once("experts.jsonl", collect_experts, *map(Path, filter(None, [s.experts])))
-        agent = once("sft-target", train_sft, run.base, experts, name="target")
-    evaluations(run, dict(target=agent), 0)
-    first, segments = agent, math.ceil(s.grpo_steps / s.evolve_every)
-    tasks = once("iter0/tasks.jsonl", first_tasks, i=0) if s.start_from == "train" else evolution(0)
+        reference = once("sft-target", train_sft, run.base, experts_of(run), name="target")
+    evaluations(run, {"target": reference}, 0)
+
+    # D_0 is a part of the training split, or is found by exploration that no signal leads.
+    if s.start_from == "train":
+        task_set = [once("iter0/tasks.jsonl", first_tasks, i=0)]
+    else:
+        task_set = [evolution(run, find, reference, task_set=[], signals=[], played=[], i=0)]
+
+    agent = reference
+    plans = []   # the plan of the segment before, with what is left of its pass
+    played = []  # a file of trajectories for each segment so far
+    segments = math.ceil(s.grpo_steps / s.evolve_every)
     for i in range(1, segments + 1):
-        batches = [once(f"iter{i}/batches.jsonl", plan, tasks, batches, i=i)]
-        agent = once(f"iter{i}/target-agent", train, agent, first, tasks, *batches, i=i)
+        plans = [once(f"iter{i}/batches.jsonl", plan, task_set, plans, i=i)]
+        agent = once(f"iter{i}/target-agent", train, agent, reference, task_set, *plans, i=i)
         played.append(agent / "episodes.jsonl")
         if i % s.evaluate_every == 0 or i == segments:
-            evaluations(run, dict(target=agent), i)
+            evaluations(run, {"target": agent}, i)
         if s.method == "evolve" and i < segments:
-            signals = once(f"iter{i}/signals.jsonl", find_signals, tasks, played, i=i)
-            tasks = evolution(i, [tasks], [signals])
+            signals = [once(f"iter{i}/signals.jsonl", find_signals, task_set, played, i=i)]
+            task_set = [evolution(run, find, agent, task_set, signals, played[-1:], i=i)]
 
 
-def find_tasks(run: Run, i: int, agent: Path, tasks: list[Path], signals: list[Path]) -> Path:
-    """Proposals without verdicts: the agent's finds where signals lie, or variations of picks."""
+def evolution(run: Run, find: Callable, agent: Path, task_set: Files, signals: Files,
+              played: Files, i: int) -> Path:
+    """Changes D: tasks are found, judged, perhaps tried, and join.
+
+    Args:
+        run: The run.
+        find: The explorer, see `find_tasks`.
+        agent: The agent as it is now.
+        task_set: D as it is now.
+        signals: The signals that lead exploration.
+        played: The file of trajectories of the last segment, in a list; empty before the first.
+        i: The number of the evolution.
+
+    Returns:
+        The file of the new D.
+    """
+    once = run.once
+    finds = find(run, i, agent, task_set, signals)
+    proposals = once(f"iter{i}/proposals.jsonl", judge, finds, task_set, i=i)
+    if run.settings.solve_check:
+        proposals = once(f"iter{i}/solved.jsonl", try_to_solve, proposals, task_set, agent, i=i)
+    return once(f"iter{i}/tasks.jsonl", join, task_set, proposals, played, i=i)
+
+
+def find_tasks(run: Run, i: int, agent: Path, task_set: Files, signals: Files) -> Path:
+    """Explores, and makes tasks of it: of the agent's own episodes, or by variation of the picks.
+
+    Args:
+        run: The run.
+        i: The number of the evolution.
+        agent: The agent as it is now, which is the explorer.
+        task_set: D as it is now.
+        signals: The signals whose picks are explored; none for D_0.
+
+    Returns:
+        A file of finds, see `abstract`.
+    """
+    once = run.once
     if signals and run.settings.explorer == "aimed":
-        return run.once(f"iter{i}/finds.jsonl", vary, tasks, signals, i=i)
-    explored = run.once(f"iter{i}/explored.jsonl", explore, agent, tasks, signals, i=i)
-    return run.once(f"iter{i}/finds.jsonl", abstract, tasks, explored, i=i)
+        return once(f"iter{i}/finds.jsonl", vary, task_set, signals, i=i)
+    explored = once(f"iter{i}/explored.jsonl", explore, agent, task_set, signals, i=i)
+    return once(f"iter{i}/finds.jsonl", abstract, task_set, explored, i=i)
 
 
-def by_one_rank(work: Callable) -> Callable:
-    """work(run, ...) by the main rank, whose result all get: an environment may answer ranks
-    differently, and they have to go the same way."""
-    @wraps(work)
-    def work_once(run, *given, **how):
-        result = [work(run, *given, **how) if run.main else None]
+def by_one_rank(phase: Callable) -> Callable:
+    """Lets the main rank alone do a phase, and gives all ranks its numbers. An environment may
+    answer ranks differently, and they have to go the same way."""
+    @wraps(phase)
+    def done_by_one(run, *inputs, **named):
+        numbers = [None]
+        if run.main:
+            numbers = [phase(run, *inputs, **named)]
         if run.ranks > 1:
-            torch.distributed.broadcast_object_list(result, src=0, group=run.patient)
-        return result[0]
-    return work_once
+            torch.distributed.broadcast_object_list(numbers, src=0, group=run.patient)
+        return numbers[0]
+    return done_by_one
 
 
 def rng_of(run: Run, *names) -> random.Random:
+    """Random numbers that are the same in every run with this seed, for these names."""
     return random.Random(seed_of(run.settings.seed, *names))
 
 
+def rows_of(files: Files) -> list[dict]:
+    """The rows of all these files."""
+    rows = []
+    for file in files:
+        rows += read_jsonl(file)
+    return rows
+
+
+def mean(values: list[float]) -> float:
+    """The mean, of no values 0."""
+    return sum(values) / max(1, len(values))
+
+
 # ---------------------------------------------------------------------------------------- GRPO
+# Shapes: A action tokens of all visits end to end, a action tokens of one, K episodes.
+
+FARTHEST = 20.0  # nats between two policies, up to which exp is taken; it overflows at 88 [verl]
+# AdamW's moments are written whole, however the model is split over the ranks.
+WHOLE = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @dataclass
-class Rollouts(Group):
-    """The episodes of a task in one step, an advantage each; of all their action tokens, end to
-    end, (a,), log pi of the policy that sampled them and of the first policy, in nats."""
-    advantages: list[float] = field(default_factory=list)
-    old: Tensor | None = None
-    ref: Tensor | None = None
-    drawn: Tensor | None = None  # as `old`, but as the sampler computed it
-
-    @property
-    def action_tokens(self) -> int:
-        return sum(t.action_tokens for t in self.sequences)
+class Visit(Group):
+    """A task's episodes in one step, with what GRPO asks of them. The tensors have a value for
+    each of their action tokens: log pi(t_j|.), in nats."""
+    advantages: list[float] = field(default_factory=list)  # (K,); empty: the visit teaches nothing
+    old: Tensor | None = None    # (a,) pi_old, the policy that played them, in a training pass
+    ref: Tensor | None = None    # (a,) pi_ref, the policy before the first step
+    drawn: Tensor | None = None  # (a,) pi_old again, as its sampler computed it
 
 
 def advantages(rewards: list[float]) -> list[float]:
-    """The advantage A_k of each episode of a group; none if all rewards are equal."""
-    rewards = torch.tensor(rewards, dtype=torch.float64)                          # (K,)
-    if (rewards == rewards[0]).all():
+    """Computes the advantage A_k of each of K episodes; there are none if all rewards are equal."""
+    if not better(max(rewards), min(rewards)):  # they are equal, but for rounding
         return []
+    rewards = torch.tensor(rewards, dtype=torch.float64)                          # (K,)
     # A_k = (R_k - mean R) / (std R + 1e-6), std with K - 1
     advantage = rewards - rewards.mean()
     advantage = advantage / (rewards.std() + 1e-6)
     return advantage.tolist()
 
 
-def grpo_loss(policy: Tensor, groups: list[Rollouts], s: Grpo) -> tuple[Tensor, dict]:
-    """GRPO's loss summed over the groups' action tokens t_j; policy: log pi(t_j|.), (A,), in nats.
+def grpo_loss(policy: Tensor, visits: list[Visit], s: Grpo) -> tuple[Tensor, dict]:
+    """Computes GRPO's loss, summed over the action tokens t_j of some visits:
 
         rho_j = pi(t_j|.) / pi_old(t_j|.)        d_j = log pi_ref(t_j|.) - log pi(t_j|.)
         L = - sum_j [ min(rho_j A, clip(rho_j, 1 - low, 1 + high) A) - beta (exp(d_j) - d_j - 1) ]
+
+    Args:
+        policy: log pi(t_j|.), (A,), in nats.
+        visits: The visits, with advantages.
+        s: The settings; it reads clip_low, clip_high, importance_cap and grpo_kl, which is beta.
+
+    Returns:
+        The loss, (), and sums of statistics: `action` counts the tokens and those whose ratio was
+        clipped; `far`, where there are any, counts those that k3 is bounded for.
     """
-    old, ref, drawn = (torch.cat([getattr(g, name) for g in groups]).to(policy)
-                       for name in ("old", "ref", "drawn"))                       # (A,) each
-    advantage = policy.new_tensor([a for g in groups for t, a in zip(g.sequences, g.advantages)
-                                   for _ in range(t.action_tokens)])              # (A,)
-    ratio = (policy - old).exp()                                                  # (A,) rho
+    old = torch.cat([visit.old for visit in visits]).to(policy)                   # (A,)
+    ref = torch.cat([visit.ref for visit in visits]).to(policy)                   # (A,)
+    drawn = torch.cat([visit.drawn for visit in visits]).to(policy)               # (A,)
+    advantage = policy.new_tensor(advantage_of_tokens(visits))                    # (A,)
+
+    # min(rho A, clip(rho, 1 - low, 1 + high) A)
+    ratio = (policy - old).clamp(max=FARTHEST).exp()                              # (A,) rho
     bounded = ratio.clamp(1 - s.clip_low, 1 + s.clip_high)
     surrogate = torch.minimum(ratio * advantage, bounded * advantage)
-    if s.importance_cap:  # min(pi_old / pi_sampler, C), Yao et al. 2025
+    # Weighted by min(pi_old / pi_sampler, C), if at all [Yao et al. 2025].
+    if s.importance_cap:
         surrogate = surrogate * (old - drawn).exp().clamp(max=s.importance_cap)
-    # exp(d) - d - 1, k3, estimates KL(pi || pi_ref) from samples of pi.
-    d = ref - policy
-    k3 = d.exp() - d - 1
+
+    # k3 = exp(d) - d - 1 estimates KL(pi || pi_ref) from samples of pi. Beyond FARTHEST exp(d)
+    # goes on as its tangent: it stays finite, and its gradient still points to pi_ref.
+    d = ref - policy                                                              # (A,)
+    near = d.clamp(max=FARTHEST)
+    exp_d = near.exp() * (1 + (d - near))
+    k3 = exp_d - d - 1
+
     loss = -(surrogate - s.grpo_kl * k3).sum()
-    return loss, {"action": dict(count=len(ratio), clipped=(ratio != bounded).sum().item())}
+    clipped = (ratio != bounded).sum().item()
+    statistics = {"action": dict(count=len(ratio), clipped=clipped)}
+    far = (d > FARTHEST).sum().item()
+    if far:
+        statistics["far"] = dict(count=far)
+    return loss, statistics
 
 
-def apart(groups: list[Rollouts], s: Grpo) -> dict:
-    """The training forward minus the sampler's, in nats a token: mean, rms, share to be clipped."""
-    if not groups:
-        return {}
-    d = torch.cat([g.old - g.drawn for g in groups]).double()                     # (A,)
-    beyond = (d.exp() < 1 - s.clip_low) | (d.exp() > 1 + s.clip_high)
-    return dict(mean=d.mean().item(), rms=d.square().mean().sqrt().item(),
-                beyond=beyond.double().mean().item())
+def advantage_of_tokens(visits: list[Visit]) -> list[float]:
+    """The advantage of each action token, (A,): that of its episode."""
+    found = []
+    for visit in visits:
+        for t, advantage in zip(visit.trajectories, visit.advantages):
+            found += [advantage] * t.action_count
+    return found
 
 
-def train(run: Run, out: Path, agent: Path, first: Path, tasks: Path, batches: Path,
+def train(run: Run, out: Path, agent: Path, reference: Path, task_set: Files, planned: Path,
           i: int) -> dict:
-    """The agent after the E steps of segment i, played from the live weights, with its episodes and
-    AdamW's moments, which are kept from segment to segment. first: the agent that is pi_ref."""
-    s, steps = run.settings, []  # of each step its line of the log, and its episodes
-    model, reference = run.load(agent), run.load(first)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=s.weight_decay, fused=True)
-    if (moments := agent / "moments.pt").exists():
-        states.set_optimizer_state_dict(
-            model, optimizer, torch.load(moments, map_location="cpu", weights_only=True, mmap=True),
-            options=states.StateDictOptions(full_state_dict=True))
-    checkpoint, planned = run.checkpoint(steps), read_jsonl(batches)
+    """Trains the agent for the E steps of a segment; the episodes are played by its live weights.
+
+    Args:
+        run: The run.
+        out: The folder of the trained agent. Beside the model it has AdamW's moments, which go on
+            from segment to segment, the log, and the segment's trajectories.
+        agent: The agent that the segment begins with.
+        reference: The agent that is pi_ref.
+        task_set: D.
+        planned: The tasks of each step, see `plan`.
+        i: The number of the segment.
+
+    Returns:
+        What the segment took, and the last step's reward, KL and size of D.
+    """
+    s = run.settings
+    model = run.load(agent)
+    pi_ref = run.load(reference)
+    objective = dpo.Objective(
+        partial(grpo_loss, s=s),
+        action_count,
+        s.grpo_lr,
+        weight_decay=s.weight_decay,
+        max_grad_norm=s.max_grad_norm,
+        tokens=run.tokens_per_forward * run.ranks)
+    optimizer = dpo.adamw(model, objective)
+    load_moments(model, optimizer, agent / "moments.pt")
+    d = rows_of(task_set)
+    make_env = partial(env_with, run, d)
+
+    steps = []  # of each step its line of the log and its trajectories, as they are written
+    checkpoint = run.checkpoint(steps)
     done = checkpoint.restore(model, optimizer) if checkpoint else 0
-    make_env = partial(world, run, d := read_jsonl(tasks))
-    for n, row in enumerate(planned[done:], done + 1):
-        played, line = grpo_step(run, model, reference, optimizer, make_env, **row)
-        steps.append(dict(log=line | dict(D=len(active(d))), episodes=[vars(t) for t in played]))
+    for row in read_jsonl(planned)[done:]:
+        trajectories = play_step(run, model, row, make_env)
+        line = learn(run, model, pi_ref, optimizer, objective, row, trajectories)
+        line["D"] = len(active(d))
+        episodes = [vars(t) for t in trajectories]
+        steps.append(dict(log=line, episodes=episodes))
         if checkpoint:
-            checkpoint.keep(model, optimizer, n)
-    dpo.save(run.accelerator, model, run.tokenizer, out)
-    if optimizer.state:  # asked before the first update, torch would count one
-        kept = states.get_optimizer_state_dict(model, optimizer, options=states.StateDictOptions(
-            full_state_dict=True, cpu_offload=True))
-        if run.main:
-            torch.save(kept, out / "moments.pt")
-    log = [step["log"] for step in steps]
+            checkpoint.keep(model, optimizer, len(steps))
+
+    dpo.save(run.accelerator, model, run.encoder, out)
+    save_moments(run, model, optimizer, out / "moments.pt")
+    log = []
+    episodes = []
+    for step in steps:
+        log.append(step["log"])
+        episodes += step["episodes"]
     write(run, out / "train.jsonl", log)
-    write(run, out / "episodes.jsonl", [t for step in steps for t in step["episodes"]])
-    return dict(episodes=sum(len(step["episodes"]) for step in steps),
-                **{name: log[-1][name] for name in ("reward", "kl", "D")},
-                steps=sum(line["updates"] for line in log), tokens=sum(l["tokens"] for l in log))
+    write(run, out / "episodes.jsonl", episodes)
+    far = sum(line.get("far", 0) for line in log)
+    if far:
+        say(run, f"{run.name}: {far} times the policy was {FARTHEST:.0f} nats and more from pi_ref "
+                 "at a token; k3 is bounded there; lower --grpo-lr or raise --grpo-kl")
+    last = log[-1]
+    return dict(
+        episodes=len(episodes),
+        reward=last["reward"],
+        kl=last["kl"],
+        D=last["D"],
+        steps=sum(line["updates"] for line in log),
+        tokens=sum(line["tokens"] for line in log))
 
 
-def grpo_step(run: Run, model, reference, optimizer, make_env: Callable, step: int,
-              tasks: list[str], **_) -> tuple[list[Trajectory], dict]:
-    """Plays a step's episodes and trains on them: the episodes, and the step's line of the log."""
-    s, dropped, updates = run.settings, Counter(), []
-    played = run.play(model, [
-        Trajectory(task, "target", step, k, seed_of(s.seed, "grpo", step, task, k))
-        for task in tasks for k in range(s.step_rollouts)], s.grpo_temperature, make_env)
-    groups = [Rollouts(found, advantages=advantages([t.reward for t in found]), drawn=torch.tensor(
-        [x for t in found for x in t.log_probs])) for found in by_task(played, dropped).values()]
-    # Equal rewards have no advantage: their tasks are left out of the minibatch that they are in.
-    minibatches = [[g for g in minibatch if g.advantages] for minibatch in dpo.batches(
-        groups, s.grpo_batch, "instructions", rng_of(run, "grpo", step))]
-    groups = [g for minibatch in minibatches for g in minibatch]
-    vocabulary = model.config.get_text_config().vocab_size
-    log_probs = partial(run.log_probs, sampler=dpo.Sampler(
-        s.grpo_temperature, run.encoder.never(vocabulary)))
-    for policy, name in ((reference, "ref"), (model, "old")) if groups else ():
-        with torch.no_grad():
-            values = log_probs(policy, dpo.trajectories(groups)).cpu()
-        for g, part in zip(groups, values.split([g.action_tokens for g in groups])):
-            setattr(g, name, part)
-    dpo.fit(model, [m for m in minibatches if m], log_probs, dpo.Objective(
-        partial(grpo_loss, s=s), lambda g: g.action_tokens, s.grpo_lr,
-        max_grad_norm=s.max_grad_norm, tokens=run.tokens_per_forward * run.ranks),
-        updates.append, optimizer=optimizer)
-    kl = [(g.old - g.ref).sum().item() for g in groups]  # in nats, of the episodes as sampled
-    return played, dict(
-        step=step, tasks=len(tasks), skipped=len(tasks) - len(groups), updates=len(updates),
-        reward=mean(t.reward for t in played), too_long=dropped["too long"],
-        success=mean(t.reward >= run.env.success for t in played),
-        tokens=sum(len(t.ids) for t in played), loss=mean(u["loss"] for u in updates),
-        norm=mean(u["norm"] for u in updates), sampler=apart(groups, s),
-        clipped=mean(u["kinds"]["action"]["clipped"] for u in updates),
-        kl=sum(kl) / max(1, len(dpo.trajectories(groups))))
+def load_moments(model, optimizer, file: Path) -> None:
+    """Gives AdamW the moments of the segment before, if there is one."""
+    if file.exists():
+        moments = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        states.set_optimizer_state_dict(model, optimizer, moments, options=WHOLE)
 
 
-def mean(values) -> float:
-    values = [*values]
-    return sum(values) / max(1, len(values))
+def save_moments(run: Run, model, optimizer, file: Path) -> None:
+    """Writes AdamW's moments. Every rank has to call it."""
+    if optimizer.state:  # asked before the first update, torch would count one
+        moments = states.get_optimizer_state_dict(model, optimizer, options=WHOLE)
+        if run.main:
+            torch.save(moments, file)
 
 
-def plan(run: Run, out: Path, tasks: Path, before: list[Path], i: int) -> dict:
-    """The tasks of each step of segment i: passes over D, shuffled by the run's seed; what is left
-    of a pass is `waiting` for the next segment. Tasks that join enter the next pass. No task is
-    twice in a step. With --start-share D_0 and the tasks added have passes of their own."""
-    s, rows, d = run.settings, [], active(read_jsonl(tasks))
-    pool = [row["task"] for row in d]
-    start = [row["task"] for row in d if row["joined"] == 0]  # none of them ever leaves
-    size = most = min(s.step_tasks, len(pool))
-    pools = [pool, []]
-    if s.start_share:
-        pools = [start, [task for task in pool if task not in start]]
-        most = min(len(start), max(math.ceil(s.start_share * size), size - len(pools[1])))
-    waiting = read_jsonl(before[0])[-1]["waiting"] if before else [[], []]
-    waiting = [[task for task in queue if task in pool] for queue, pool in zip(waiting, pools)]
-    for step in range((i - 1) * s.evolve_every + 1, min(i * s.evolve_every, s.grpo_steps) + 1):
-        batch = []
-        for queue, pool, until in zip(waiting, pools, (most, size)):
-            while len(batch) < until:
-                if not queue:
-                    queue += rng_of(run, "pass", step).sample(pool, len(pool))
-                    queue.sort(key=lambda task: task in batch, reverse=True)  # they come last
-                batch.append(queue.pop())
-        rows.append(dict(step=step, tasks=batch, waiting=[[*queue] for queue in waiting]))
-    write(run, out, rows)
-    return dict(D=len(d))
+def play_step(run: Run, model, row: dict, make_env: Callable) -> list[Trajectory]:
+    """Plays the episodes of a step, K of each of its tasks.
+
+    Args:
+        run: The run.
+        model: The policy.
+        row: The plan of the step, {step, tasks}.
+        make_env: Makes an environment that knows the tasks.
+
+    Returns:
+        The trajectories, task by task.
+    """
+    s = run.settings
+    step = row["step"]
+    begun = []
+    for task in row["tasks"]:
+        for k in range(s.step_rollouts):
+            seed = seed_of(s.seed, "grpo", step, task, k)
+            begun.append(Trajectory(task, "target", step, k, seed))
+    return run.play(model, begun, s.grpo_temperature, make_env)
 
 
-# ----------------------------------------------------------------------------------- the signals
-# A visit of a task is a step whose batch has it; y = 1 for an episode that succeeds, else 0. A
-# signal gives rows of signals.jsonl: the task at which it lies, and conversations as evidence.
+def learn(run: Run, model, pi_ref, optimizer, objective: dpo.Objective, row: dict,
+          trajectories: list[Trajectory]) -> dict:
+    """Trains the policy on the trajectories that it has just played.
+
+    Args:
+        run: The run.
+        model: The policy, which is trained in place.
+        pi_ref: The reference.
+        optimizer: AdamW of the model.
+        objective: GRPO's loss, and how it is minimised.
+        row: The plan of the step, {step, tasks}.
+        trajectories: What was played.
+
+    Returns:
+        The step's line of the log.
+    """
+    s = run.settings
+    step = row["step"]
+    dropped = Counter()  # what is too long to train
+    visits = [visit_of(episodes) for episodes in by_task(trajectories, dropped).values()]
+    batches = teaching_batches(visits, s.grpo_batch, rng_of(run, "grpo", step))
+    visits = list(itertools.chain(*batches))
+
+    # pi is what the sampler draws from: the softmax at its temperature, without some tokens.
+    log_probs_of = partial(run.log_probs, sampler=run.encoder.sampler(s.grpo_temperature))
+    if visits:
+        add_log_probs(visits, model, pi_ref, log_probs_of)
+    updates = list(dpo.training(model, optimizer, batches, objective, log_probs_of))
+
+    tasks = len(row["tasks"])
+    scored = scores(trajectories, run)
+    kl = 0.0  # log pi_old - log pi_ref of all that trained, which estimates KL(pi_old || pi_ref)
+    for visit in visits:
+        kl += (visit.old - visit.ref).sum().item()
+    line = dict(
+        step=step,
+        tasks=tasks,
+        skipped=tasks - len(visits),
+        updates=len(updates),
+        reward=scored["reward"],
+        too_long=dropped["too long"],
+        success=scored["success"],
+        tokens=sum(len(t.ids) for t in trajectories),
+        loss=mean([update["loss"] for update in updates]),
+        norm=mean([update["norm"] for update in updates]),
+        sampler=apart(visits, s),
+        clipped=mean([update["kinds"]["action"]["clipped"] for update in updates]),
+        kl=kl / max(1, len(dpo.trajectories_of(visits))))  # nats an episode
+    far = [update["kinds"]["far"]["count"] for update in updates if "far" in update["kinds"]]
+    if far:
+        line["far"] = sum(far)
+    return line
+
+
+def visit_of(episodes: list[Trajectory]) -> Visit:
+    """The visit that these trajectories of a task make."""
+    rewards = []
+    drawn = []
+    for t in episodes:
+        rewards.append(t.reward)
+        drawn += t.log_probs
+    return Visit(episodes, advantages=advantages(rewards), drawn=torch.tensor(drawn))
+
+
+def teaching_batches(visits: list[Visit], size: int, rng: random.Random) -> list[list[Visit]]:
+    """Shuffles visits into minibatches of so many. Then those without advantages leave the
+    minibatch that they are in; the others stay together."""
+    batches = []
+    for batch in dpo.batches(visits, size, "instructions", rng):
+        teaching = [visit for visit in batch if visit.advantages]
+        if teaching:
+            batches.append(teaching)
+    return batches
+
+
+def add_log_probs(visits: list[Visit], model, pi_ref, log_probs_of: Callable) -> None:
+    """Puts log pi_ref and log pi_old, as a training pass has them, into each visit."""
+    trajectories = dpo.trajectories_of(visits)
+    with torch.no_grad():
+        ref = log_probs_of(pi_ref, trajectories).cpu()                            # (A,)
+        old = log_probs_of(model, trajectories).cpu()                             # (A,)
+    counts = [action_count(visit) for visit in visits]
+    for visit, part in zip(visits, ref.split(counts)):
+        visit.ref = part
+    for visit, part in zip(visits, old.split(counts)):
+        visit.old = part
+
+
+def apart(visits: list[Visit], s: Grpo) -> dict:
+    """How far the training pass is from the sampler, in nats a token: the mean, the root of the
+    mean square, and the share of tokens whose ratio is beyond the clip by that alone."""
+    if not visits:
+        return {}
+    differences = [visit.old - visit.drawn for visit in visits]
+    difference = torch.cat(differences).double()                                  # (A,)
+    ratio = difference.exp()
+    beyond = ratio != ratio.clamp(1 - s.clip_low, 1 + s.clip_high)
+    return dict(
+        mean=difference.mean().item(),
+        rms=difference.square().mean().sqrt().item(),
+        beyond=beyond.double().mean().item())
+
+
+# ------------------------------------------------------------------------ the tasks of each step
 
 
 @dataclass
-class Seen:
+class Pool:
+    """Some tasks that have passes of their own: each comes once in a pass."""
+    tasks: list[str]
+    until: int  # a step takes tasks from here until it has so many
+    waiting: list[str] = field(default_factory=list)  # what is left of the pass, the next one last
+
+
+def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int) -> dict:
+    """Plans the tasks of each step of a segment: passes over D, shuffled by the run's seed.
+
+    What is left of a pass waits for the next segment; tasks that join enter the next pass. No task
+    is twice in a step. With --start-share D_0 and the tasks added to it have passes of their own.
+
+    Args:
+        run: The run.
+        out: The file, with a row for each step: its tasks, and what waits after it in each pool.
+        task_set: D.
+        plans: The file of the segment before, in a list; empty for the first.
+        i: The number of the segment.
+
+    Returns:
+        The size of D.
+    """
+    s = run.settings
+    pools = pools_of(active(rows_of(task_set)), s)
+    if plans:
+        before = read_jsonl(plans[0])[-1]["waiting"]
+        for pool, waiting in zip(pools, before):
+            pool.waiting = [task for task in waiting if task in pool.tasks]
+
+    rows = []
+    first = (i - 1) * s.evolve_every + 1
+    last = min(i * s.evolve_every, s.grpo_steps)
+    for step in range(first, last + 1):
+        tasks = []
+        for pool in pools:
+            while len(tasks) < pool.until:
+                if not pool.waiting:
+                    # A new pass begins. What is in this step already comes last.
+                    rng = rng_of(run, "pass", step)
+                    shuffled = rng.sample(pool.tasks, len(pool.tasks))
+                    pool.waiting = sorted(shuffled, key=tasks.count, reverse=True)
+                tasks.append(pool.waiting.pop())
+        waiting = [list(pool.waiting) for pool in pools]
+        rows.append(dict(step=step, tasks=tasks, waiting=waiting))
+    write(run, out, rows)
+    return dict(D=sum(len(pool.tasks) for pool in pools))
+
+
+def pools_of(d: list[dict], s: Grpo) -> list[Pool]:
+    """The pools that fill a step one after the other: all tasks; or D_0 and the added ones."""
+    start = []  # none of these ever leaves
+    added = []
+    for row in d:
+        tasks = start if row["joined"] == 0 else added
+        tasks.append(row["task"])
+    size = min(s.step_tasks, len(d))
+    if s.start_share == 0:
+        return [Pool(start + added, size), Pool([], size)]
+    most = max(math.ceil(s.start_share * size), size - len(added))
+    return [Pool(start, min(len(start), most)), Pool(added, size)]
+
+
+# ----------------------------------------------------------------------------------- the signals
+# s(x) of a visit is the mean of y over its episodes; y = 1 if an episode succeeds, else 0. A signal
+# yields rows of signals.jsonl: the task at which it lies, and conversations as evidence.
+
+
+@dataclass
+class History:
     """What the signals look at after a segment."""
     success: float                             # the reward from which y = 1
-    visits: dict[str, list[list[Trajectory]]]  # of its tasks the last visit and the W before it
-    episodes: list[Trajectory]                 # all of the segment
-    patterns: list[set[str]] = field(default_factory=list)  # of actions, in each of these
+    visits: dict[str, list[list[Trajectory]]]  # task of the segment -> its last visits, in order
+    episodes: list[Trajectory]                 # of the segment
+    patterns: list[set[str]] = field(default_factory=list)  # of each of these, of its actions
 
-    def score(self, episodes: list[Trajectory]) -> float:
-        return mean(t.reward >= self.success for t in episodes)
+    def score(self, visit: list[Trajectory]) -> float:
+        """s(x) of a visit."""
+        return mean([t.reward >= self.success for t in visit])
 
     def evidence(self, episodes: list[Trajectory]) -> dict:
-        """A failure among the episodes, and a success, as the conversations that they were."""
-        won, lost = (next((t.messages for t in episodes if (t.reward >= self.success) == y), None)
-                     for y in (True, False))
-        return dict(failure=lost, success=won)
+        """The conversations of the first failure and of the first success."""
+        found = dict(failure=None, success=None)
+        for t in reversed(episodes):
+            if t.reward >= self.success:
+                found["success"] = t.messages
+            else:
+                found["failure"] = t.messages
+        return found
 
 
-def look_back(segments: Iterable[list[Trajectory]], success: float, window: int) -> Seen:
-    visits = defaultdict(list)
-    for episodes in segments:
-        for (_, task), visit in itertools.groupby(episodes, lambda t: (t.iteration, t.task)):
-            visits[task] = [*visits[task][-window:], [*visit]]
-    return Seen(success, {t.task: visits[t.task] for t in episodes}, episodes)
+def look_back(segments: Iterable[list[Trajectory]], success: float, window: int) -> History:
+    """Finds the visits that the signals look at.
+
+    Args:
+        segments: The trajectories of all segments so far, in the order in which they were played.
+        success: The reward from which an episode is a success.
+        window: How many visits before the last one count.
+
+    Returns:
+        The history of the last segment's tasks.
+    """
+    visits = defaultdict(dict)  # task -> step -> its trajectories
+    for segment in segments:
+        for t in segment:
+            visits[t.task].setdefault(t.iteration, []).append(t)
+            if len(visits[t.task]) > window + 1:
+                del visits[t.task][min(visits[t.task])]
+    visited = {}
+    for t in segment:  # the last one
+        visited[t.task] = list(visits[t.task].values())
+    return History(success, visited, segment)
 
 
-def forgetting(seen: Seen, s: Grpo) -> Iterator[dict]:
-    """F: tasks visited since the last evolution with s_now < 0.5, and s >= 0.5 among the W visits
-    before; with the number of visits since that success."""
-    for task, (*before, now) in seen.visits.items():
-        wins = [n for n, visit in enumerate(reversed(before), 1) if seen.score(visit) >= 0.5]
-        if seen.score(now) < 0.5 and wins:
-            yield dict(task=task, visits_ago=wins[0], **seen.evidence(now),
-                       success_then=seen.evidence(before[-wins[0]])["success"])
+def forgetting(history: History, s: Evolution) -> Iterator[dict]:
+    """F: tasks visited in the segment with s_now < 0.5, and s >= 0.5 among the W visits before;
+    with the number of visits since that success."""
+    for task, (*before, now) in history.visits.items():
+        if history.score(now) >= 0.5:
+            continue
+        for ago, visit in enumerate(reversed(before), start=1):
+            if history.score(visit) >= 0.5:
+                then = history.evidence(visit)["success"]
+                yield dict(task=task, visits_ago=ago, **history.evidence(now), success_then=then)
+                break
 
 
-def boundary(seen: Seen, s: Grpo) -> Iterator[dict]:
-    """B: tasks with 0 < sum of y < K at their latest visit, one step and one policy; the sum."""
-    for task, (*_, now) in seen.visits.items():
-        if 0 < seen.score(now) < 1:
-            yield dict(task=task, successes=sum(t.reward >= seen.success for t in now),
-                       **seen.evidence(now))
+def boundary(history: History, s: Evolution) -> Iterator[dict]:
+    """B: tasks with 0 < sum of y < K at their last visit, one step and one policy; the sum."""
+    for task, (*_, now) in history.visits.items():
+        if 0 < history.score(now) < 1:
+            successes = sum(t.reward >= history.success for t in now)
+            yield dict(task=task, successes=successes, **history.evidence(now))
 
 
-def rare(seen: Seen, s: Grpo) -> Iterator[dict]:
-    """P: patterns of executed actions in less than theta percent of the episodes since the last
-    evolution, in --rare-min at least; with the number of episodes, of which failures come first."""
-    counts = Counter(pattern for held in seen.patterns for pattern in held)
-    for pattern, n in counts.items():
-        if n >= s.rare_min and 100 * n < s.rare_below * len(seen.episodes):
-            holding = [t for t, held in zip(seen.episodes, seen.patterns) if pattern in held]
+def rare(history: History, s: Evolution) -> Iterator[dict]:
+    """P: patterns p of executed actions with 0 < c_p / N < theta / 100, where c_p of the segment's
+    N episodes hold p; c_p is at least --rare-min. The evidence is of those, failures first."""
+    counts = Counter(itertools.chain(*history.patterns))
+    for pattern, count in counts.items():
+        if count >= s.rare_min and 100 * count < s.rare_below * len(history.episodes):
+            holding = []
+            for t, patterns in zip(history.episodes, history.patterns):
+                if pattern in patterns:
+                    holding.append(t)
             holding.sort(key=lambda t: t.reward)
-            yield dict(task=holding[0].task, pattern=pattern, episodes=n, **seen.evidence(holding))
+            yield dict(task=holding[0].task, pattern=pattern, episodes=count,
+                       **history.evidence(holding))
 
 
 SIGNALS = {"forgetting": forgetting, "boundary": boundary, "rare": rare}
 
 
 @by_one_rank
-def find_signals(run: Run, out: Path, tasks: Path, played: list[Path], i: int) -> dict:
-    """Every signal of segment i with its evidence, and which are picked; with --guide random as
-    many tasks without a signal. played: episodes of all segments so far."""
-    s, d, found = run.settings, read_jsonl(tasks), {}
-    seen = look_back(map(read, played), run.env.success, s.window)
-    generator = world(run, d).task_generator()
-    seen.patterns = [generator.patterns(t.task, replies(t)) for t in seen.episodes]
-    for kind in filter(s.signals.split(",").__contains__, SIGNALS):
-        rows = (dict(signal=kind, picked=False, **row) for row in SIGNALS[kind](seen, s))
-        found[kind] = sorted((row for row in rows if s.explorer != "aimed" or "pattern" not in row
-                              or generator.parses(row["pattern"])),
-                             key=lambda row: (row["task"], row.get("pattern", "")))
-    picked = pick([rng_of(run, "picks", i, kind).sample(rows, len(rows))
-                   for kind, rows in found.items()], s.picks)
-    rows = [row for of_kind in found.values() for row in of_kind]
-    if s.guide == "random":
+def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) -> dict:
+    """Finds every signal of a segment, with its evidence, and picks those that are explored.
+
+    Args:
+        run: The run.
+        out: The file, with a row for each signal; with --guide random one for each random pick.
+        task_set: D.
+        played: The files of trajectories of all segments so far.
+        i: The number of the segment.
+
+    Returns:
+        How many signals and picks there are of each kind, and how many patterns.
+    """
+    s = run.settings
+    d = rows_of(task_set)
+    generator = env_with(run, d).task_generator()
+    history = look_back(map(read, played), run.env.success, s.window)
+    for t in history.episodes:
+        history.patterns.append(generator.patterns(t.task, replies(t)))
+
+    rows = []
+    shuffled = []  # of each kind its rows, in an order of their own
+    numbers = {}
+    for kind in SIGNALS:
+        if kind in s.signals.split(","):
+            found = rows_of_signal(kind, history, generator, s)
+            rows += found
+            rng = rng_of(run, "picks", i, kind)
+            shuffled.append(rng.sample(found, len(found)))
+            numbers[kind] = len(found)
+
+    picked = pick(shuffled, s.picks)
+    if s.guide == "random":  # as many tasks that no signal names
         pool = [row["task"] for row in active(d)]
-        picked = [dict(signal="random", task=task) for task in rng_of(run, "random", i).sample(
-            pool, min(len(picked), len(pool)))]
+        tasks = rng_of(run, "random", i).sample(pool, len(picked))
+        picked = [dict(signal="random", task=task) for task in tasks]
         rows += picked
+    picks = Counter()
     for row in picked:
         row["picked"] = True
+        picks[f"picked {row['signal']}"] += 1
     write(run, out, rows)
-    return dict(**{kind: len(of_kind) for kind, of_kind in found.items()}, picked=len(picked),
-                picks=Counter(f"picked {row['signal']}" for row in picked),
-                patterns=len(set().union(*seen.patterns)))
+    patterns = set().union(*history.patterns)
+    return numbers | dict(picked=len(picked), picks=picks, patterns=len(patterns))
 
 
-def pick(found: list[list[dict]], most: int) -> list[dict]:
-    """The first rows of each signal, which pick in turn, at most so many each, a task once."""
-    picked, queues = {}, [iter(rows) for rows in found]
+def rows_of_signal(kind: str, history: History, generator, s: Evolution) -> list[dict]:
+    """The rows of one kind of signal, by task and pattern. The aimed explorer can do nothing about
+    a pattern that its world draws no tasks for."""
+    rows = []
+    for row in SIGNALS[kind](history, s):
+        pattern = row.get("pattern")
+        if s.explorer == "aimed" and pattern is not None and not generator.parses(pattern):
+            continue
+        rows.append(dict(signal=kind, picked=False, **row))
+    rows.sort(key=task_and_pattern)
+    return rows
+
+
+def task_and_pattern(row: dict) -> tuple[str, str]:
+    return row["task"], row.get("pattern", "")
+
+
+def pick(kinds: list[list[dict]], most: int) -> list[dict]:
+    """Picks the first rows of each kind of signal, which take turns, at most so many of a kind. A
+    task is picked once."""
+    picked = {}  # task -> its row
+    queues = [iter(rows) for rows in kinds]
     for _ in range(most):
         for queue in queues:
-            if row := next((row for row in queue if row["task"] not in picked), None):
-                picked[row["task"]] = row
-    return [*picked.values()]
+            for row in queue:  # from where this kind's last turn ended
+                if row["task"] not in picked:
+                    picked[row["task"]] = row
+                    break
+    return list(picked.values())
 
 
 # ----------------------------------------------------------------------- from signals to tasks
 # A row of tasks.jsonl is a task of D, in the order in which they joined, also one that has `left`:
-# ids of new tasks count all that ever joined. `tasks`, where it is a list: none before D_0.
+# ids of new tasks count all that ever joined. `d` is these rows.
+
+
+@dataclass
+class Explored(Trajectory):
+    """An episode of an explorer. Its agent is `explorer`, its iteration the evolution."""
+    signal: str = ""  # what led the explorer to the task: a kind of signal, `random` or `start`
 
 
 def active(d: list[dict]) -> list[dict]:
+    """The tasks that are in D now."""
     return [row for row in d if "left" not in row]
 
 
-def world(run: Run, d: list[dict]):
-    """An environment that knows the tasks of D."""
+def env_with(run: Run, d: list[dict]) -> envs.World:
+    """Makes an environment that knows the tasks of D; Refused where their order was changed."""
     env = run.make_env()
     for row in d:
-        if "definition" in row and (task := env.add(row["definition"])) != row["task"]:
-            raise envs.Refused(f"tasks.jsonl: {row['task']} is {task} here; keep its rows in order")
+        if "definition" in row:  # it is in no split
+            task = env.add(row["definition"])
+            if task != row["task"]:
+                raise envs.Refused(f"tasks.jsonl: {row['task']} is {task} here; keep its rows in "
+                                   "order")
     return env
 
 
-def with_added(run: Run, d: list[dict], proposals: Path, i: int) -> list[dict]:
-    """D and the proposals that join."""
-    env = world(run, d)
-    return d + [dict(task=env.add(row["task"]), joined=i, signal=row["signal"], text=row["text"],
-                     definition=row["task"]) for row in read_jsonl(proposals) if not row["reason"]]
+def joining(run: Run, d: list[dict], proposals: list[dict], i: int) -> list[dict]:
+    """The rows of D for the proposals that join it in evolution i."""
+    env = env_with(run, d)
+    rows = []
+    for proposal in proposals:
+        if proposal["reason"] is None:
+            definition = proposal["task"]
+            rows.append(dict(
+                task=env.add(definition),
+                joined=i,
+                signal=proposal["signal"],
+                text=proposal["text"],
+                definition=definition))
+    return rows
 
 
 def training_tasks(run: Run) -> list[str]:
-    """The training split, or the tasks of --experts, without what is evaluated."""
-    s, env = run.settings, run.env
-    evaluated = {repr(env.find(task)) for split in run.splits for task in env.tasks(split)}
-    tasks = [task for task, *_ in read_experts(s.experts, env)] if s.experts else env.tasks("train")
-    return [task for task in tasks[:s.train_tasks or None] if repr(env.find(task)) not in evaluated]
+    """The ids of the training split, or of the tasks of --experts, without what is evaluated."""
+    s = run.settings
+    env = run.env
+    evaluated = set()  # what these tasks are, since one may have several ids
+    for split in run.splits:
+        evaluated |= {repr(env.find(task)) for task in env.tasks(split)}
+    if s.experts:
+        tasks = [task for task, _, _ in read_experts(s.experts, env)]
+    else:
+        tasks = env.tasks("train")
+    if s.train_tasks:
+        tasks = tasks[:s.train_tasks]
+    return [task for task in tasks if repr(env.find(task)) not in evaluated]
 
 
 def first_tasks(run: Run, out: Path, i: int) -> dict:
-    """D_0 of --start-from train: training tasks, in their order."""
-    tasks = training_tasks(run)[:run.settings.start_tasks]
+    """Makes D_0 of training tasks, in their order, for --start-from train."""
+    asked = run.settings.start_tasks
+    tasks = training_tasks(run)[:asked]
     write(run, out, [dict(task=task, joined=0) for task in tasks])
-    return dict(tasks=len(tasks), missing=run.settings.start_tasks - len(tasks))
+    return dict(tasks=len(tasks), missing=asked - len(tasks))
 
 
-def starts(run: Run, signals: list[Path], each: int) -> list[tuple[str, str, int]]:
-    """(task, signal, rollout) of each exploration: of the picks, or `each` for a task of D_0."""
-    s, known = run.settings, training_tasks(run)
-    return [(pick["task"], pick["signal"], n) for pick in picks_of(signals)
-            for n in range(s.explorer_episodes)] if signals else [
-        (known[n % len(known)], "start", n // len(known)) for n in range(each * s.start_tasks)]
+def begin_exploring(run: Run, signals: Files, each: int, i: int) -> list[Explored]:
+    """Begins the episodes of an explorer.
+
+    Args:
+        run: The run.
+        signals: The signals; each pick is explored --explorer-episodes times.
+        each: How many episodes there are for a task of D_0, where there are no signals.
+        i: The number of the evolution.
+
+    Returns:
+        The trajectories, which have no messages yet.
+    """
+    s = run.settings
+    begun = []
+    if signals:
+        for row in picks_of(signals):
+            task = row["task"]
+            for rollout in range(s.explorer_episodes):
+                begun.append(Explored(task, "explorer", i, rollout, signal=row["signal"]))
+    else:
+        known = training_tasks(run)
+        for n in range(each * s.start_tasks):  # round after round of all of them
+            rollout, place = divmod(n, len(known))
+            begun.append(Explored(known[place], "explorer", i, rollout, signal="start"))
+    return begun
 
 
-def explore(run: Run, out: Path, agent: Path, tasks: list[Path], signals: list[Path],
+def explore(run: Run, out: Path, agent: Path, task_set: Files, signals: Files,
             i: int) -> dict:
-    """Episodes of the agent, hotter than in training; six for a task of D_0 [ours]."""
-    played = run.play(agent, [
-        Trajectory(task, signal, i, n, seed_of(run.settings.seed, "explore", i, task, n))
-        for task, signal, n in starts(run, signals, 6)],
-        run.settings.explorer_temperature, partial(world, run, rows_of(tasks)))
-    write(run, out, played)
-    return scores(played, run) if played else dict(episodes=0)
+    """Lets the agent explore: it plays what was picked, at a higher temperature than in training.
+
+    Args:
+        run: The run.
+        out: The file of trajectories.
+        agent: The agent.
+        task_set: D.
+        signals: The signals whose picks are explored; for D_0 none, and six episodes a task [ours].
+        i: The number of the evolution.
+
+    Returns:
+        The scores of the episodes.
+    """
+    s = run.settings
+    begun = begin_exploring(run, signals, 6, i)
+    for t in begun:
+        t.seed = seed_of(s.seed, "explore", i, t.task, t.rollout)
+    make_env = partial(env_with, run, rows_of(task_set))
+    explored = run.play(agent, begun, s.explorer_temperature, make_env)
+    write(run, out, explored)
+    if not explored:
+        return dict(episodes=0)
+    return scores(explored, run)
 
 
 @by_one_rank
-def abstract(run: Run, out: Path, tasks: list[Path], explored: Path, i: int) -> dict:
-    """What the explored episodes become: {signal, source, text, task, solution}, at random."""
-    rng, generator = rng_of(run, "propose", i), world(run, rows_of(tasks)).task_generator()
-    episodes = read(explored)
-    rows = [dict(signal=t.agent, source=t.task, **found)
-            for t in rng.sample(episodes, len(episodes))
-            for found in generator.finds(t.task, replies(t), rng)]
+def abstract(run: Run, out: Path, task_set: Files, explored: Path, i: int) -> dict:
+    """Makes tasks of what the explorer did.
+
+    Args:
+        run: The run.
+        out: The file of finds, in random order: {signal, source, text, task, solution}. `source` is
+            the id of the task that was explored, `task` what the new one is, `text` its words.
+        task_set: D.
+        explored: The explorer's trajectories.
+        i: The number of the evolution.
+
+    Returns:
+        How many finds there are.
+    """
+    generator = env_with(run, rows_of(task_set)).task_generator()
+    rng = rng_of(run, "propose", i)
+    episodes = [Explored(**row) for row in read_jsonl(explored)]
+    rows = []
+    for t in rng.sample(episodes, len(episodes)):
+        for found in generator.finds(t.task, replies(t), rng):
+            rows.append(dict(signal=t.signal, source=t.task, **found))
     write(run, out, rows)
     return dict(finds=len(rows))
 
 
 @by_one_rank
-def vary(run: Run, out: Path, tasks: list[Path], signals: list[Path], i: int) -> dict:
-    """Variations of the picked tasks by a script, in the form of `abstract`."""
-    rng, generator = rng_of(run, "propose", i), world(run, rows_of(tasks)).task_generator()
-    rows = [dict(signal=pick["signal"], source=pick["task"], **found)
-            for pick in picks_of(signals) for _ in range(run.settings.explorer_episodes)
-            for found in generator.vary(pick["task"], pick.get("pattern"), rng)]
+def vary(run: Run, out: Path, task_set: Files, signals: Files, i: int) -> dict:
+    """Varies the picked tasks by a script, for --explorer aimed.
+
+    Args:
+        run: The run.
+        out: The file of finds, as that of `abstract`.
+        task_set: D.
+        signals: The signals.
+        i: The number of the evolution.
+
+    Returns:
+        How many finds there are.
+    """
+    generator = env_with(run, rows_of(task_set)).task_generator()
+    rng = rng_of(run, "propose", i)
+    rows = []
+    for row in picks_of(signals):
+        for _ in range(run.settings.explorer_episodes):
+            for found in generator.vary(row["task"], row.get("pattern"), rng):
+                rows.append(dict(signal=row["signal"], source=row["task"], **found))
     write(run, out, rng.sample(rows, len(rows)))
     return dict(finds=len(rows))
 
 
-def rows_of(files: list[Path]) -> list[dict]:
-    return [row for file in files for row in read_jsonl(file)]
-
-
-def picks_of(signals: list[Path]) -> list[dict]:
+def picks_of(signals: Files) -> list[dict]:
     return [row for row in rows_of(signals) if row["picked"]]
 
 
@@ -456,47 +902,87 @@ def replies(t: Trajectory) -> list[str]:
 
 
 @by_one_rank
-def judge(run: Run, out: Path, finds: Path, tasks: list[Path], i: int) -> dict:
-    """The finds with their verdicts. As many may join as are asked for."""
-    s, d, rows = run.settings, rows_of(tasks), read_jsonl(finds)
-    env = world(run, d)
-    generator, room = env.task_generator(), s.add_most if i else s.start_tasks
-    known = {generator.key(env.find(row["task"])) for row in d}
+def judge(run: Run, out: Path, finds: Path, task_set: Files, i: int) -> dict:
+    """Judges the finds, in their order, until as many have passed as may join.
+
+    Args:
+        run: The run.
+        out: The file of proposals: the finds with `verdict`, `reason` (null for one that joins) and
+            whether the solution was `replayed`.
+        finds: The file of finds.
+        task_set: D.
+        i: The number of the evolution.
+
+    Returns:
+        Counts, see `counts`.
+    """
+    s = run.settings
+    d = rows_of(task_set)
+    env = env_with(run, d)
+    generator = env.task_generator()
+    keys = {generator.key(env.find(row["task"])) for row in d}
     texts = [words(row["text"]) for row in d if "text" in row]
-    for n, row in enumerate(rows):
-        reason = refusal(generator, row, known, texts, s.near_text) or (
-            None if room else "enough were added")
-        replayed = s.verify and not reason
-        reason = generator.verify(row) if replayed else reason
-        rows[n] = row | dict(verdict="refused" if reason else "added", reason=reason,
-                             replayed=replayed)
-        if not reason:
-            known.add(generator.key(row["task"]))
+    room = s.add_most if i > 0 else s.start_tasks
+
+    judged = []
+    for row in read_jsonl(finds):
+        reason = refusal(generator, row, keys, texts, s.near_text)
+        if reason is None and room == 0:
+            reason = "enough were added"
+        replayed = s.verify and reason is None
+        if replayed:
+            reason = generator.verify(row)
+        if reason is None:
+            keys.add(generator.key(row["task"]))
             texts.append(words(row["text"]))
             room -= 1
-    write(run, out, rows)
-    return counts(rows)
+        verdict = "added" if reason is None else "refused"
+        judged.append(row | dict(verdict=verdict, reason=reason, replayed=replayed))
+    write(run, out, judged)
+    return counts(judged)
 
 
-def counts(rows: list[dict]) -> dict:
-    refused = Counter(row["reason"] for row in rows if row["reason"])
-    return dict(proposals=len(rows), replayed=sum(row["replayed"] for row in rows),
-                added=len(rows) - refused.total(), refused=refused,
-                kinds=Counter(f"added {row['signal']}" for row in rows if not row["reason"]))
+def counts(proposals: list[dict]) -> dict:
+    """How many proposals there are, were replayed and join, by signal; and why others do not."""
+    replayed = 0
+    refused = Counter()
+    kinds = Counter()
+    for row in proposals:
+        replayed += row["replayed"]
+        if row["reason"] is None:
+            kinds[f"added {row['signal']}"] += 1
+        else:
+            refused[row["reason"]] += 1
+    return dict(proposals=len(proposals), replayed=replayed, added=kinds.total(),
+                refused=refused, kinds=kinds)
 
 
-def refusal(generator, proposal: dict, known: set[str], texts: list[set[str]],
+def refusal(generator, proposal: dict, keys: set[str], texts: list[set[str]],
             near_text: float) -> str | None:
-    """Why a proposal cannot join, before its solution is played; None if it may."""
-    task, said = proposal["task"], words(proposal["text"])
+    """Finds out why a proposal cannot join, before its solution is played.
+
+    Args:
+        generator: The task generator of the environment.
+        proposal: A find.
+        keys: The keys of the tasks of D: tasks of one key are the same.
+        texts: The sets of words of D's new tasks.
+        near_text: The share of common words from which on a text is refused.
+
+    Returns:
+        The reason; None if the proposal may join.
+    """
+    task = proposal["task"]
     if task is None:
         return "not of the form that was asked for"
-    if reason := generator.refusal(task):
+    reason = generator.refusal(task)
+    if reason:
         return reason
-    if generator.key(task) in known:
+    if generator.key(task) in keys:
         return "known already"
-    if any(len(said & other) >= near_text * len(said | other) for other in texts):  # Jaccard
-        return "a text that is there already"
+    said = words(proposal["text"])
+    for other in texts:
+        if len(said & other) >= near_text * len(said | other):  # Jaccard's share
+            return "a text that is there already"
     return None
 
 
@@ -504,103 +990,189 @@ def words(text: str) -> set[str]:
     return set(text.lower().split())
 
 
-def try_to_solve(run: Run, out: Path, proposals: Path, tasks: list[Path], agent: Path,
+def try_to_solve(run: Run, out: Path, proposals: Path, task_set: Files, agent: Path,
                  i: int) -> dict:
-    """The proposals; those are refused that the agent, who plays them, always or never solves."""
-    s, rows, before = run.settings, read_jsonl(proposals), rows_of(tasks)
-    d = with_added(run, before, proposals, i)
-    new = [row["task"] for row in d[len(before):]]
-    played = run.play(agent, [
-        Trajectory(task, "target", i, n, seed_of(s.seed, "solve", i, task, n))
-        for task in new for n in range(s.solve_check)], s.grpo_temperature, partial(world, run, d))
-    for task, row in zip(new, [row for row in rows if not row["reason"]]):
-        row["solved"] = sum(t.reward >= run.env.success for t in played if t.task == task)
-        if how := {0: "never", s.solve_check: "always"}.get(row["solved"]):
-            row |= dict(verdict="refused", reason=f"the agent {how} solves it")
+    """Lets the agent play the proposals that would join, and refuses those that it always or never
+    solves, for --solve-check.
+
+    Args:
+        run: The run.
+        out: The file of proposals, as `proposals`; those that were played have `solved`.
+        proposals: The file that `judge` wrote.
+        task_set: D.
+        agent: The agent.
+        i: The number of the evolution.
+
+    Returns:
+        Counts, see `counts`, and how many episodes were played.
+    """
+    s = run.settings
+    rows = read_jsonl(proposals)
+    d = rows_of(task_set)
+    new = joining(run, d, rows, i)
+    begun = []
+    for row in new:
+        for n in range(s.solve_check):
+            seed = seed_of(s.seed, "solve", i, row["task"], n)
+            begun.append(Trajectory(row["task"], "target", i, n, seed))
+    make_env = partial(env_with, run, d + new)
+    played = run.play(agent, begun, s.grpo_temperature, make_env)
+
+    solved = Counter(t.task for t in played if t.reward >= run.env.success)
+    judged = [row for row in rows if row["reason"] is None]
+    for row, joined in zip(judged, new):
+        row["solved"] = solved[joined["task"]]
+        if row["solved"] == 0:
+            row |= dict(verdict="refused", reason="the agent never solves it")
+        elif row["solved"] == s.solve_check:
+            row |= dict(verdict="refused", reason="the agent always solves it")
     write(run, out, rows)
     return counts(rows) | dict(tried=len(played))
 
 
-def join(run: Run, out: Path, tasks: list[Path], proposals: Path, played: list[Path],
+def join(run: Run, out: Path, task_set: Files, proposals: Path, played: Files,
          i: int) -> dict:
-    """D after an evolution: with the proposals that join, and, with --mastered leave, without the
-    new tasks whose last visit's episodes were all solved. played: the episodes since the last."""
-    before = d = rows_of(tasks)
-    if i and run.settings.mastered == "leave":
-        seen = look_back(map(read, played), run.env.success, 1)
-        d = [row | dict(left=i) if row["joined"] and row["task"] in seen.visits
-             and seen.score(seen.visits[row["task"]][-1]) == 1 else row for row in d]
-    d = with_added(run, d, proposals, i)
+    """Makes D after an evolution: proposals join, and with --mastered leave tasks leave.
+
+    Args:
+        run: The run.
+        out: The file of the new D.
+        task_set: D.
+        proposals: The proposals, with verdicts.
+        played: The file of trajectories of the last segment, in a list; empty before the first.
+        i: The number of the evolution.
+
+    Returns:
+        How many tasks joined and left, and the size of D.
+    """
+    d = rows_of(task_set)
+    if played and run.settings.mastered == "leave":
+        d = without_mastered(d, read(*played), run.env.success, i)
+    new = joining(run, d, read_jsonl(proposals), i)
+    d += new
     if not d:
         raise envs.Refused("no start task came of the unguided exploration; give --start-from "
                            "train and another --out, or a --model that finds something")
     write(run, out, d)
-    return dict(tasks=len(d) - len(before), left=sum(row.get("left") == i for row in d),
-                D=len(active(d)))
+    left = sum(row.get("left") == i for row in d)
+    return dict(tasks=len(new), left=left, D=len(active(d)))
+
+
+def without_mastered(d: list[dict], segment: list[Trajectory], success: float,
+                     i: int) -> list[dict]:
+    """D, where those new tasks have `left` whose last visit in the segment was solved wholly."""
+    history = look_back([segment], success, 1)
+    rows = []
+    for row in d:
+        visits = history.visits.get(row["task"])
+        if row["joined"] > 0 and visits and history.score(visits[-1]) == 1:
+            row = row | dict(left=i)
+        rows.append(row)
+    return rows
 
 
 # ------------------------------------------------------------------------------------ settings
-# In brackets the source: S, D, a summary of the paper and notes on it; AE, AgentEvolver's config,
-# the likeliest for the rest of it; ours.
+# In brackets the source: the summary of the paper; notes on it; AgentEvolver's configuration, the
+# likeliest for the rest of it; ours.
 
 Signals = limited(str, f"must be some of {','.join(SIGNALS)}",
-                        lambda text: {*text.split(",")} <= {*SIGNALS})
+                  lambda text: set(text.split(",")) <= set(SIGNALS))
 Plays = limited(int, "one play is solved never or always; give 0, or 2 and more",
-                      lambda n: n == 0 or n >= 2)
-Several = limited(int, "must be at least 2", lambda n: n >= 2)  # else no advantage
+                lambda n: n == 0 or n >= 2)
+Several = limited(int, "must be at least 2", lambda n: n >= 2)  # else there is no advantage
+Hot = limited(float, "must be at least 0.001", lambda x: x >= 0.001)  # else episodes are equal
 UpToOne = limited(float, "must be at least 0 and at most 1", lambda x: 0 <= x <= 1)
 
 
 @dataclass(frozen=True)
-class Steps:
-    warm_start: Literal["sft", "none"] = "sft"  # starts after SFT, or as it is [D: none]
-    # of unguided exploration [S], or of the training split [ours]
-    start_from: Literal["explore", "train"] = "explore"
-    start_tasks: Count = 100         # tasks of D_0, at most [D]
-    grpo_steps: Count = 120          # T [D]
-    evolve_every: Count = 10         # E, steps of a segment [D]
-    evaluate_every: Count = 2        # segments between two evaluations [D: 20 steps]
-    step_tasks: Count = 32           # B, tasks a step [D, AE]
-    step_rollouts: Several = 8             # K, episodes of a task in a step [D, AE]
-    grpo_batch: Count = 8            # tasks of an update, with those left out [AE; ours]
-    grpo_lr: Rate = 1e-6             # constant [D, AE]
-    grpo_temperature: Rate = 0.9     # of training episodes [D, AE]
-    grpo_kl: Weight = 1e-3           # beta, weight of the KL to the first policy [D, AE]
-    clip_low: Share = 0.2            # the ratio is clipped to 1 - this [AE]
-    clip_high: Weight = 0.28         # and to 1 + this [AE]
-    importance_cap: Weight = 0.0     # C, of pi_old / pi_sampler; 0: unweighted [Yao 2025]
-    # the agent itself [ours]; aimed: later nobody, what is picked is varied by script [ours]
-    explorer: Literal["policy", "aimed"] = "policy"
-    explorer_temperature: Rate = 1.1  # [ours; AE: 1]
-    near_text: UpToOne = 0.8               # a new text's largest Jaccard share with another [AE]
-    verify: bool = True                    # new tasks join only if their solution replays [S]
-    solve_check: Plays = 0                 # and if the agent solves some of so many plays [ours]
+class Grpo:
+    """Training by GRPO on the task set D"""
+    # What training starts from: the agent after SFT, or the model as it is [ours; notes: none]
+    warm_start: Literal["sft", "none"] = "sft"
+    # Steps T of training [notes]
+    grpo_steps: Growing[Count] = 120
+    # Steps E of a segment, after which the tasks evolve [notes]
+    evolve_every: Count = 10
+    # Segments between two evaluations [notes: 20 steps]
+    evaluate_every: Count = 2
+    # Tasks B in a step [notes; AgentEvolver]
+    step_tasks: Count = 32
+    # Episodes K of a task in a step [notes; AgentEvolver]
+    step_rollouts: Several = 8
+    # Tasks in a minibatch, which is one update; those that teach nothing count [AgentEvolver; ours]
+    grpo_batch: Count = 8
+    # The learning rate, which is constant [notes; AgentEvolver]
+    grpo_lr: Rate = 1e-6
+    # The temperature of training episodes [notes; AgentEvolver]
+    grpo_temperature: Hot = 0.9
+    # Beta, the weight of the KL divergence from the first policy [notes; AgentEvolver]
+    grpo_kl: Weight = 1e-3
+    # The ratio of the policy to the one that sampled is clipped to 1 minus this [AgentEvolver]
+    clip_low: Share = 0.2
+    # The ratio of the policy to the one that sampled is clipped to 1 plus this [AgentEvolver]
+    clip_high: Weight = 0.28
+    # A token weighs as training and sampler differ, pi_old / pi_sampler, at most C; 0 is that all
+    # weigh the same [Yao et al. 2025]
+    importance_cap: Weight = 0.0
 
 
 @dataclass(frozen=True)
-class Grpo(Steps, Stated):
-    signals: Signals = ",".join(SIGNALS)   # that lead exploration [S]
-    window: Count = 5                # W, visits that forgetting looks back on [ours]
-    rare_below: Rate = 2.0           # theta, percent of the episodes [ours]
-    rare_min: Count = 1              # episodes that hold a rare pattern [S; D: 2]
-    picks: Count = 8                 # of each signal, at most [ours]
-    # what the explorer goes back to: picks [S], or as many tasks at random [D]
+class NewTasks(Grpo):
+    """How tasks are found, and which of them join D"""
+    # Where D_0 is from: unguided exploration, or the training split [summary; train: ours]
+    start_from: Literal["explore", "train"] = "explore"
+    # Tasks of D_0, at most [notes]
+    start_tasks: Count = 100
+    # Who explores: the agent itself; aimed: the agent for D_0, later scripts vary what was picked
+    # [ours; the paper: Qwen3-Max]
+    explorer: Literal["policy", "aimed"] = "policy"
+    # The temperature of exploring episodes [ours; AgentEvolver: 1]
+    explorer_temperature: Hot = 1.1
+    # A text that shares this much of its words with a known one is refused [AgentEvolver]
+    near_text: UpToOne = 0.8
+    # Whether new tasks join only if their solution is proved by playing it [summary]
+    verify: bool = True
+    # Plays of a new task by the agent, which must solve some of them; 0: no play is asked for
+    # [ours]
+    solve_check: Plays = 0
+
+
+@dataclass(frozen=True)
+class Evolution(NewTasks, Stated):
+    """What leads exploration, and how D changes"""
+    # The kinds of signals that lead exploration, with commas between them [summary]
+    signals: Signals = ",".join(SIGNALS)
+    # Visits W that forgetting looks back on [ours]
+    window: Count = 5
+    # A pattern is rare in less than so many percent of a segment's episodes, theta [ours]
+    rare_below: Rate = 2.0
+    # A rare pattern is a signal in so many episodes at least [summary; notes: 2]
+    rare_min: Count = 1
+    # Picks of each kind of signal, at most [ours]
+    picks: Count = 8
+    # What the explorer goes back to: picked signals, or as many random tasks [summary; random:
+    # notes]
     guide: Literal["signals", "random"] = "signals"
-    explorer_episodes: Count = 6     # of the explorer for a pick, or variations [ours]
-    add_most: Whole = 20             # tasks that join in one evolution, at most [ours]
-    start_share: UpToOne = 0.0             # of a step's tasks from D_0; 0: one pass over D [ours]
-    # new tasks whose last visit's episodes were all solved stay, or leave for good [ours]
+    # Episodes of the explorer for a pick; of the aimed one, variations [ours]
+    explorer_episodes: Count = 6
+    # Tasks that join in one evolution, at most [ours]
+    add_most: Whole = 20
+    # The share of a step's tasks that are of D_0; 0: all are of one pass over D [ours]
+    start_share: UpToOne = 0.0
+    # Whether new tasks stay, or leave for good once all episodes of a visit solve them [ours]
     mastered: Literal["keep", "leave"] = "keep"
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
-        return [*super().conflicts(s),
-                (s.method == "evolve" and s.grpo_steps <= s.evolve_every, "--grpo-steps",
-                 f"the tasks would never evolve; give more than --evolve-every {s.evolve_every}")]
+        never = s.method == "evolve" and s.grpo_steps <= s.evolve_every
+        problem = f"the tasks would never evolve; give more than --evolve-every {s.evolve_every}"
+        return [*super().conflicts(s), (never, "--grpo-steps", problem)]
 
 
 @dataclass(frozen=True)
-class Settings(Grpo, coevolve.Settings):
-    method: str = "evolve"                 # evolve, or grpo on the start tasks alone
+class Settings(Evolution, coevolve.Settings):
+    """Every setting of a run"""
+    # What is trained on: tasks that evolve, or (grpo) the start tasks alone
+    method: str = "evolve"
 
     presets = coevolve.Settings.presets | {
         "tiny": coevolve.Settings.presets["tiny"] | dict(step_tasks=16, near_text=1.0),
@@ -612,9 +1184,9 @@ class Settings(Grpo, coevolve.Settings):
 
 
 METHODS = {
-    "evolve": Method(evolve, (Common, Grpo),
-                     "GRPO on tasks that grow out of what the agent's episodes show to be weak"),
-    "grpo": Method(evolve, (Common, Steps), "GRPO on the start tasks alone"),
+    "evolve": Method(evolve, (Common, Evolution),
+                     "GRPO on tasks that grow out of the weaknesses of the agent"),
+    "grpo": Method(evolve, (Common, NewTasks), "GRPO on the start tasks alone"),
 }
 
 
@@ -623,6 +1195,7 @@ METHODS = {
 
 class Run(coevolve.Run):
     """A run whose agent also plays while it is trained."""
+    trains_while_it_plays = True
 
     def replica(self, agent):
         """The model in a folder, or one that is being trained, as it plays, whole on each rank."""
@@ -630,15 +1203,18 @@ class Run(coevolve.Run):
             return super().replica(agent)
         if not self.bf16 and not isinstance(agent, FSDPModule):
             return agent.eval()  # itself
-        with init_empty_weights():
-            copy = transformers.AutoModelForCausalLM.from_config(
-                agent.config, dtype=torch.bfloat16 if self.bf16 else torch.float32)
-        for name, p in itertools.chain(agent.named_parameters(), agent.named_buffers()):
-            whole = getattr(p.detach(), "full_tensor", lambda: p.detach())()  # one at a time
-            set_module_tensor_to_device(copy, name, self.accelerator.device, whole.clone(),
-                                        copy.dtype if isinstance(p, torch.nn.Parameter) else None)
+        dtype = torch.bfloat16 if self.bf16 else torch.float32
+        copy = dpo.empty_model(agent.config, dtype)
+
+        # Values are made whole and copied one at a time. Buffers keep their types.
+        for name, value in itertools.chain(agent.named_parameters(), agent.named_buffers()):
+            whole = value.detach()
+            if isinstance(whole, DTensor):
+                whole = whole.full_tensor()
+            own = dtype if isinstance(value, torch.nn.Parameter) else None
+            set_module_tensor_to_device(copy, name, self.accelerator.device, whole.clone(), own)
         copy.tie_weights()
-        copy.generation_config = transformers.GenerationConfig()
+        copy.generation_config = agent.generation_config
         return copy.eval()
 
     def checkpoint(self, steps: list[dict]):
@@ -646,4 +1222,4 @@ class Run(coevolve.Run):
 
 
 if __name__ == "__main__":
-    coevolve.main(sys.argv[1:], Settings, Run, METHODS)
+    coevolve.main(sys.argv[1:], Settings, Run, METHODS, "evolve.py")

@@ -8,6 +8,7 @@
 #   bash run.sh play ENV [TASK]        play a task yourself; --agent RUN: with a trained agent
 #   bash run.sh compare RUN RUN ...    one report on several runs: means over seeds, by method
 #   bash run.sh study webshop [...]    methods x seeds and one report; --help lists what it takes
+#   bash run.sh answers QUESTION ENV   a study of hard negatives that docs/results.md reports on
 #   bash run.sh tour                   docs/tour.md again: one task's way through both methods
 #   bash run.sh pretrain               make the tiny model again, or one of your own texts
 #   bash run.sh load-intercode DUMP --admin-url URL --mysql-url URL
@@ -89,12 +90,12 @@ add() {
 
 command=${1:-}
 case $command in
-    page | play | compare | study | tour | pretrain | load-intercode | test | bench | first-gpu)
+    page | play | compare | study | answers | tour | pretrain | load-intercode | test | bench | first-gpu)
         env= ;;
     *)  # an environment has a folder
         env=$command
         [ -n "$env" ] && [ -f "$here/worlds/$env/__init__.py" ] || {
-            sed -n '2,20s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; } ;;
+            sed -n '2,21s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; } ;;
 esac
 shift
 
@@ -125,7 +126,7 @@ export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 case $command in
     page | study | pretrain | bench) program "lab.$command.$command" "$@" ;;
     play) program lab.chat.play "$@" ;;
-    compare) program lab.study.compare "$@" ;;
+    compare | answers) program "lab.study.$command" "$@" ;;
     tour)  # its digits are those of any x86 processor
         export ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE
         program lab.tour.tour "$@" ;;

@@ -9,6 +9,7 @@ from common.settings import Free, OldFile, Weight, Whole
 from lab import baselines
 from lab.careful.overlap import Overlap
 from lab.chat import evaluate, explorer
+from lab.study import near_misses
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class Settings(Careful, evaluate.Chat, baselines.Baselines, explorer.Explorer, c
 def methods_of_all() -> dict:
     """name -> the method, of all that there are; each reads the careful run's settings, too."""
     found = {}
-    for methods in coevolve.METHODS, explorer.METHODS, baselines.METHODS, evaluate.METHODS:
+    for methods in (coevolve.METHODS, explorer.METHODS, baselines.METHODS, near_misses.METHODS,
+                    evaluate.METHODS):
         for name, method in methods.items():
             found[name] = method._replace(reads=(*method.reads, Careful, Overlap))
     return found

@@ -153,7 +153,7 @@ def played(tokens, reward=0.0):
 def rollouts(*tokens, advantages, old, sft):
     """A group of episodes; old, sft: the probabilities of all their tokens."""
     as_tensor = lambda row: torch.tensor(row, dtype=torch.float64).log()
-    return baselines.Rollouts([*map(played, tokens)], advantages=advantages, old=as_tensor(old),
+    return baselines.Visit([*map(played, tokens)], advantages=advantages, old=as_tensor(old),
                               ref=as_tensor(sft))
 
 

@@ -430,7 +430,7 @@ def test_grpo_and_a_fourth_signal(changed):
     assert evolve.advantages([0.0, 0.0, 0.0, 1.0]) == [-0.25, -0.25, -0.25, 0.75]
     # Of a token twice as probable as when it was sampled: the loss is -2 A, not -1.28 A.
     token = torch.tensor([-1.0])
-    group = evolve.Rollouts([evolve.Trajectory(ids=[0, 0], action_mask=[0, 1])], advantages=[0.75],
+    group = evolve.Visit([evolve.Trajectory(ids=[0, 0], action_mask=[0, 1])], advantages=[0.75],
                             old=token - math.log(2), ref=token, drawn=token)
     s = SimpleNamespace(clip_low=0.2, clip_high=0.28, grpo_kl=0.1, importance_cap=0.0)
     loss, sums = evolve.grpo_loss(token, [group], s)
@@ -443,7 +443,7 @@ def test_grpo_and_a_fourth_signal(changed):
     assert hard == {task: x for task, x in best.items() if 0.6 <= x < 1}
     picked = Counter(row["signal"] for row in signals if row["picked"])
     assert picked["hard"] == 2 and max(picked.values()) == 2 and len(picked) > 1
-    explored = Counter(e["agent"] for e in rows(run / "iter1/explored.jsonl"))
+    explored = Counter(e["signal"] for e in rows(run / "iter1/explored.jsonl"))
     assert explored == {signal: 6 * n for signal, n in picked.items()}
 
 

@@ -36,41 +36,51 @@ def test_advantages_by_hand(rewards, expected):
     assert evolve.advantages(rewards) == pytest.approx(expected, abs=2e-6)
 
 
-def sampled(encoder, n, seed=0, length=9):
-    """n trajectories of random words after one prompt, as the sampler may draw them."""
-    rng, never = random.Random(seed), set(encoder.never(len(encoder.tokenizer)))
-    free = [i for i in range(len(encoder.tokenizer)) if i not in never]
+def trajectories_of_random_words(encoder, n):
+    """n trajectories that a sampler may have drawn, of nine random words after one prompt."""
+    rng = random.Random(0)
+    never = encoder.sampler().never
+    words = [i for i in range(len(encoder.tokenizer)) if i not in never]
     start = encoder.start([dict(role="user", content="find a mug")])
-    return [Trajectory("task", ids=start + (reply := rng.choices(free, k=length)),
-                       action_mask=[0] * len(start) + [1] * len(reply)) for _ in range(n)]
+    found = []
+    for _ in range(n):
+        reply = rng.choices(words, k=9)
+        found.append(Trajectory("task", ids=start + reply, action_mask=[0] * len(start) + [1] * 9))
+    return found
 
 
-def policies(agent, n=4):
-    """A group with log-probabilities of three other models as old, ref and drawn; the sampler."""
-    model, encoder = agent
-    sampler = dpo.Sampler(0.9, encoder.never(model.config.vocab_size))
-    group = evolve.Rollouts(sampled(encoder, n), advantages=[1.0, -2.0, 0.5, 0.0][:n])
-    for seed, name in enumerate(("old", "ref", "drawn"), 2):
-        other = copy.deepcopy(model)
-        with torch.no_grad():
-            for p in other.parameters():
-                p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed),
-                                        dtype=p.dtype)
-            setattr(group, name, dpo.token_log_probs(other, group.sequences, sampler))
-    return model, group, sampler
+def moved(model, seed):
+    """A copy of the model whose weights are a little elsewhere."""
+    other = copy.deepcopy(model)
+    for p in other.parameters():
+        noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed), dtype=p.dtype)
+        p.data += 0.02 * noise
+    return other
 
 
-def by_hand(model, group, sampler, s):
-    """The loss as one loop over tokens in float64, from plain passes over whole sequences; and how
-    many ratios are out of bounds."""
-    total, outside, k = torch.zeros((), dtype=torch.float64), 0, 0
-    for t, advantage in zip(group.sequences, group.advantages):
+def visit_by_others(model, encoder, sampler):
+    """A visit for which pi_old, pi_ref and the sampler are three other models."""
+    visit = evolve.Visit(trajectories_of_random_words(encoder, 4), advantages=[1.0, -2.0, 0.5, 0.0])
+    with torch.no_grad():
+        visit.old = dpo.token_log_probs(moved(model, 2), visit.trajectories, sampler)
+        visit.ref = dpo.token_log_probs(moved(model, 3), visit.trajectories, sampler)
+        visit.drawn = dpo.token_log_probs(moved(model, 4), visit.trajectories, sampler)
+    return visit
+
+
+def by_hand(model, visit, sampler, s):
+    """The loss as one loop over tokens in float64, from plain passes over whole trajectories; and
+    how many ratios are out of bounds."""
+    total = torch.zeros((), dtype=torch.float64)
+    outside = 0
+    k = 0  # of the action token
+    for t, advantage in zip(visit.trajectories, visit.advantages):
         logits = model(input_ids=torch.tensor([t.ids])).logits[0].double() / sampler.temperature
         allowed = [i for i in range(logits.shape[1]) if i not in sampler.never]
         for j in range(1, len(t.ids)):
             if not t.action_mask[j]:
                 continue
-            old, ref, drawn = group.old[k], group.ref[k], group.drawn[k]
+            old, ref, drawn = visit.old[k], visit.ref[k], visit.drawn[k]
             new = logits[j - 1][t.ids[j]] - torch.logsumexp(logits[j - 1][allowed], 0)
             ratio = math.e ** (new - old)
             clipped = min(max(ratio.item(), 1 - s.clip_low), 1 + s.clip_high)
@@ -89,23 +99,71 @@ def by_hand(model, group, sampler, s):
 @pytest.mark.parametrize("low, high, beta, cap", [
     (0.2, 0.28, 1e-3, 0.0), (0.01, 0.02, 0.5, 0.0), (0.5, 3.0, 0, 0.0), (0.2, 0.28, 1e-3, 1.05)])
 def test_the_objective_is_the_loop_over_tokens(agent, low, high, beta, cap):
-    model, group, sampler = policies(agent)
+    model, encoder = agent
+    sampler = encoder.sampler(0.9)
+    visit = visit_by_others(model, encoder, sampler)
     s = evolve.Settings(clip_low=low, clip_high=high, grpo_kl=beta, importance_cap=cap)
-    policy = dpo.token_log_probs(model, group.sequences, sampler)
-    loss, statistics = evolve.grpo_loss(policy, [group], s)
-    expected, outside = by_hand(model, group, sampler, s)
+    policy = dpo.token_log_probs(model, visit.trajectories, sampler)
+    loss, statistics = evolve.grpo_loss(policy, [visit], s)
+    expected, outside = by_hand(model, visit, sampler, s)
     assert statistics == {"action": dict(count=36, clipped=outside)} and outside > 0
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    gradients = [torch.autograd.grad(x, model.lm_head.weight, retain_graph=True)[0]
-                 for x in (loss, expected)]
-    assert torch.allclose(*gradients, rtol=1e-4, atol=1e-7)
+    weight = model.lm_head.weight
+    gradient, = torch.autograd.grad(loss, weight, retain_graph=True)
+    by_loop, = torch.autograd.grad(expected, weight)
+    assert torch.allclose(gradient, by_loop, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("rewards", [
+    [0.1 + 0.2, 0.3], [1.0, 1.0 - 2e-16, 1.0], [0.0, -0.0], [sum([0.1] * 10), 1.0, 1.0]])
+def test_rewards_that_differ_by_rounding_are_equal(rewards):
+    assert evolve.advantages(rewards) == []
+
+
+def test_rewards_that_differ_by_little_are_not_equal():
+    assert evolve.advantages([0.5, 0.501]) == pytest.approx([-0.70611, 0.70611], abs=1e-4)
+
+
+def at_one_token(policy, old, ref, advantage=1.0, beta=1.0):
+    """GRPO's loss, its derivative by log pi and its statistics for one token, in nats."""
+    token = torch.tensor([policy], requires_grad=True)
+    visit = evolve.Visit([Trajectory(ids=[0, 0], action_mask=[0, 1])], advantages=[advantage],
+                         old=torch.tensor([old]), ref=torch.tensor([ref]),
+                         drawn=torch.tensor([old]))
+    loss, statistics = evolve.grpo_loss(token, [visit], evolve.Settings(grpo_kl=beta))
+    derivative, = torch.autograd.grad(loss, token)
+    return loss.item(), derivative.item(), statistics
+
+
+@pytest.mark.parametrize("d", [-99.0, -30.0, -1.0, 0.0, 1.0, 10.0, 19.9])
+def test_k3_is_exact_where_it_is_not_far(d):
+    """No advantage is left: L = beta (exp(d) - d - 1), and its derivative by log pi 1 - exp(d)."""
+    loss, derivative, statistics = at_one_token(-d, -d, 0.0, advantage=0.0)
+    assert loss == pytest.approx(math.exp(d) - d - 1, rel=1e-5, abs=1e-6)
+    assert derivative == pytest.approx(1 - math.exp(d), rel=1e-5, abs=1e-6)
+    assert "far" not in statistics
+
+
+@pytest.mark.parametrize("d", [21.0, 88.0, 89.0, 99.0, 700.0, 1e4])
+def test_k3_of_a_far_token_is_finite_and_pulls_the_policy_back(d):
+    """Beyond 20 nats exp(d) goes on as its tangent, e^20 (1 + d - 20)."""
+    loss, derivative, statistics = at_one_token(-d, -d, 0.0, advantage=0.0)
+    assert loss == pytest.approx(math.exp(20) * (d - 19) - d - 1, rel=1e-5)
+    assert derivative == pytest.approx(-math.exp(20), rel=1e-5)
+    assert statistics["far"] == dict(count=1)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_of_a_far_token_is_finite(advantage):
+    loss, derivative, _ = at_one_token(-1.0, -100.0, -1.0, advantage)
+    assert math.isfinite(loss) and math.isfinite(derivative)
 
 
 def test_how_far_sampler_and_training_are_apart_is_measured():
     """Of four tokens one is 0.5 nats off (its ratio 1.65 is beyond 1.28), one -0.1."""
-    group = evolve.Rollouts([], old=torch.tensor([-1.0, -2.0, -3.0, -1.1]),
+    visit = evolve.Visit([], old=torch.tensor([-1.0, -2.0, -3.0, -1.1]),
                             drawn=torch.tensor([-1.0, -2.0, -3.5, -1.0]))
-    assert evolve.apart([group], evolve.Settings()) == pytest.approx(dict(
+    assert evolve.apart([visit], evolve.Settings()) == pytest.approx(dict(
         mean=0.1, rms=math.sqrt((0.25 + 0.01) / 4), beyond=0.25), rel=1e-5)
     assert evolve.apart([], evolve.Settings()) == {}
 
@@ -148,9 +206,9 @@ def test_boundary(y, found):
 
 def test_rare():
     def found(below, least, held=[{"p"}] * 2 + [{"q"}] * 3 + [{"r"}] * 95):
-        seen = evolve.Seen(1.0, {}, segment("t", [1] * len(held)), held)
+        history = evolve.History(1.0, {}, segment("t", [1] * len(held)), held)
         s = evolve.Settings(rare_below=below, rare_min=least)
-        return {row["pattern"]: row["episodes"] for row in evolve.rare(seen, s)}
+        return {row["pattern"]: row["episodes"] for row in evolve.rare(history, s)}
 
     assert found(3.0, 1) == {"p": 2}           # 3 of 100 is at the threshold
     assert found(3.1, 1) == {"p": 2, "q": 3}
@@ -460,7 +518,7 @@ def run(small_model, tmp_path, monkeypatch):
             explorer_episodes=2) | changed)
         r = kind(s, envs.environment("webshop")())
         if method:
-            evolve.METHODS[method][0](r)
+            evolve.METHODS[method].loop(r)
         return r
 
     return start
@@ -505,7 +563,7 @@ def test_the_task_set_grows_from_signals(run):
         assert logged == Counter(f"picked {row['signal']}" for row in picked) and len(logged) > 1
     # Random exploration follows no signal, with as many episodes of the explorer.
     other = run(out="random", rare_below=60.0, guide="random", grpo_steps=3)
-    assert {t.agent for t in read(other.folder / "iter1/explored.jsonl")} == {"random"}
+    assert {row["signal"] for row in rows(other, "iter1/explored.jsonl")} == {"random"}
     assert len({r.done["iter1/explored.jsonl"]["episodes"] for r in (r, other)}) == 1
 
 
@@ -517,20 +575,37 @@ class Scripted(evolve.Run):
         for t in episodes:
             t.messages = [dict(role="user", content="say"), dict(role="assistant", content="c")]
             t.ids, t.action_mask = self.encoder.encode(t.messages, 1)
-            t.log_probs, t.reward, t.ended = [-1.0] * t.action_tokens, self.pays(t), "done"
+            t.log_probs, t.reward, t.ended = [-1.0] * t.action_count, self.pays(t), "done"
         return episodes
+
+
+def test_a_policy_far_from_the_reference_goes_on_and_it_is_said_once(run, monkeypatch, capsys):
+    """In every step the reference is 99 nats above the policy at the first token of a visit."""
+    add_log_probs = evolve.add_log_probs
+
+    def add_far_ones(visits, *more):
+        add_log_probs(visits, *more)
+        for visit in visits:
+            visit.ref[0] += 99
+
+    monkeypatch.setattr(evolve, "add_log_probs", add_far_ones)
+    r = run("grpo", kind=Scripted, start_from="train", grpo_steps=2)
+    assert [row["far"] for row in steps(r)] == [3, 3]  # a token of each of three tasks
+    assert all(math.isfinite(row["loss"] + row["norm"]) for row in steps(r))
+    assert capsys.readouterr().out.count("6 times the policy was 20 nats and more from pi_ref") == 1
 
 
 def test_a_minibatch_counts_the_tasks_that_it_leaves_out(run, monkeypatch):
     """Six tasks in twos, of eight that were asked for: whoever is left out, the others stay
     together as they were."""
-    cuts, fit = [], dpo.fit
+    cuts = []
+    training = dpo.training
 
-    def watch(model, batches, *more, **names):
-        cuts.append([{g.sequences[0].task for g in minibatch} for minibatch in batches])
-        fit(model, batches, *more, **names)
+    def watch(model, optimizer, steps, *more):
+        cuts.append([{visit.trajectories[0].task for visit in batch} for batch in steps])
+        return training(model, optimizer, steps, *more)
 
-    monkeypatch.setattr(dpo, "fit", watch)
+    monkeypatch.setattr(dpo, "training", watch)
     for n, equal in enumerate(("", "124")):
         class Equal(Scripted):
             pays = staticmethod(lambda t: t.rollout % 2 if t.task[-1] not in equal else 0.0)
@@ -547,7 +622,7 @@ def test_a_world_without_new_tasks_is_refused_before_anything_runs(run, monkeypa
     for method in "evolve", "grpo":
         with pytest.raises(envs.Refused, match="letters: nobody makes new tasks in this world"):
             run(method, method)
-        assert not (tmp_path / method / "phases.json").exists()
+        assert json.loads((tmp_path / method / "phases.json").read_text()) == {}
 
 
 def test_without_new_tasks_evolution_is_grpo_bit_for_bit(run):
@@ -584,7 +659,7 @@ def test_each_pass_visits_every_task_and_no_step_one_twice(tmp_path, tasks, shar
     planned, before = [], []
     for i in range(1, 46):
         (tmp_path / "tasks").write_text("\n".join(map(json.dumps, d if i > 1 else d[:3])))
-        evolve.plan(r, tmp_path / f"{i}", tmp_path / "tasks", before, i=i)
+        evolve.plan(r, tmp_path / f"{i}", [tmp_path / "tasks"], before, i=i)
         before = [tmp_path / f"{i}"]
         planned.append(read_jsonl(before[0])[0]["tasks"])
     first, *later = planned
@@ -728,8 +803,10 @@ def test_two_sharded_processes_evolve_like_one(small_model, tmp_path):
 
         def work():
             envs.make = lambda *_, **__: Letters()
-            coevolve.main([x for name, value in flags.items() for x in (
-                f"--{name.replace('_', '-')}", str(value))], evolve.Settings, evolve.Run, evolve.METHODS)
+            argv = []
+            for name, value in flags.items():
+                argv += [f"--{name.replace('_', '-')}", str(value)]
+            coevolve.main(argv, evolve.Settings, evolve.Run, evolve.METHODS)
 
         assert [ended(p) for p in fork_ranks(ranks, work, said)] == [0] * ranks, said.read_text()[-3000:]
     log = [[(row["loss"], row["kl"]) for i in (1, 2) for row in read_jsonl(

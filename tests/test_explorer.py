@@ -11,7 +11,6 @@ import pytest
 import coevolve
 import envs
 import evolve
-from coevolve import read
 from common.files import read_jsonl
 from lab.chat import endpoint as endpoints
 from lab.chat import explorer
@@ -68,7 +67,8 @@ def explore(env, endpoint, tmp_path, monkeypatch):
         for name in ("contexts", "explored", "finds"):
             taken.update({k: v for k, v in run.done.get(f"iter1/{name}.jsonl", {}).items()
                           if k in (*endpoints.USAGE, "unreadable", "refused")})
-        return read(run.folder / "iter1/explored.jsonl"), read_jsonl(finds), taken
+        explored = read_jsonl(run.folder / "iter1/explored.jsonl")
+        return [evolve.Explored(**row) for row in explored], read_jsonl(finds), taken
 
     return start
 

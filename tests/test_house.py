@@ -20,7 +20,7 @@ MAY = {"common": {"common"}, "worlds": {"common", "worlds"}, "dpo": set(), "envs
        "coevolve": {"common", "dpo", "envs", "worlds"}, "evolve": {*CORE, "common", "worlds"},
        "lab": {*CORE, "common", "evolve", "lab", "worlds"}}
 # what the core may import of others
-PACKAGES = {"torch", "transformers", "accelerate", "numpy", "requests", "scienceworld", "tqdm"}
+PACKAGES = {"torch", "transformers", "accelerate", "safetensors", "tqdm"}
 TEXT_ONLY = {"torch", "transformers", "accelerate", "tokenizers", "safetensors"}
 FILES = [*(ROOT / f"{name}.py" for name in (*CORE, "evolve")), *sorted((ROOT / "lab").rglob("*.py")),
          *sorted((ROOT / "worlds").rglob("*.py")), *sorted((ROOT / "common").glob("*.py"))]

@@ -16,6 +16,7 @@ import importlib
 import random
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from tqdm import tqdm
 
 import dpo
 from dpo import Group, Trajectory
+from lab.fast import packing
 from lab.pretrain.practice import exchange
 
 HERE = Path(__file__).resolve().parent
@@ -49,9 +51,13 @@ TOKENS = 4096  # of a pass, with padding
 OBSERVED = 0.3  # of a text's other tokens than replies, the share that is trained on
 
 
-def make(out: Path, texts: dict = TEXTS, copy_batches: int = COPY_BATCHES) -> None:
+def make(out: Path, texts: dict = TEXTS, copy_batches: int = COPY_BATCHES,
+         width: int | None = None) -> None:
     """Pretrains a model on the texts {environment: (conversations, passes)}, into the folder `out`:
-    on one machine with one version of the packages the same bits each time."""
+    on one machine with one version of the packages the same bits each time.
+
+    width: of a model with as many layers and heads as the shipped one, which has 128. If given, it
+    trains by packed passes, in half the time; what is rounded otherwise is another model."""
     torch.set_num_threads(1)
     transformers.set_seed(0)
     rng = random.Random(0)
@@ -63,14 +69,17 @@ def make(out: Path, texts: dict = TEXTS, copy_batches: int = COPY_BATCHES) -> No
         + [word for env in texts for kind in kinds[env] for word in (*kind.pool, *kind.fresh)])
     model = dpo.prepare(transformers.AutoModelForCausalLM.from_config(
         transformers.LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
-                    bos_token_id=None, pad_token_id=None, **MODEL), dtype=torch.float32), False)
+                    bos_token_id=None, pad_token_id=None, **shape(width or MODEL["hidden_size"])),
+        dtype=torch.float32), False)
+    model.set_attn_implementation("ragged" if width else "sdpa")
     accelerator = Accelerator(cpu=True)
 
     def copies(**count):
         return [copy_group(rng, len(tokenizer), *LENGTHS[length])
                 for length in count for _ in range(count[length])]
 
-    train(accelerator, model, [copies(long=32, short=16) for _ in range(copy_batches)], COPY_RATE)
+    log_probs = log_probs_of(accelerator, packed=bool(width))
+    train(model, [copies(long=32, short=16) for _ in range(copy_batches)], COPY_RATE, log_probs)
     fresh = {word for env in texts for kind in kinds[env] for word in kind.fresh}
     anything = tuple(word for word in sorted(tokenizer.get_vocab())
                      if re.fullmatch("[a-z]{3,}", word) and word not in fresh)
@@ -81,18 +90,33 @@ def make(out: Path, texts: dict = TEXTS, copy_batches: int = COPY_BATCHES) -> No
             ids = tokenizer.apply_chat_template(exchanged)["input_ids"]
             read += [text_group(rng, i[:MODEL["max_position_embeddings"]], tokenizer) for i in ids]
     batches = dpo.batches(read, 16, "instructions", rng)
-    train(accelerator, model, [batch + copies(**COPIES) for batch in batches], RATE)
+    train(model, [batch + copies(**COPIES) for batch in batches], RATE, log_probs)
+    model.set_attn_implementation("sdpa")
     dpo.save(accelerator, model, tokenizer, out)
     (out / "README.md").write_text(card(out, texts), encoding="utf-8")
 
 
-def train(accelerator, model, batches: list[list[Group]], rate: float) -> None:
+def shape(width: int) -> dict:
+    """`MODEL` with another width, all of its layers in proportion."""
+    times = width / MODEL["hidden_size"]
+    wider = {name: round(times * MODEL[name])
+             for name in ("hidden_size", "intermediate_size", "head_dim")}
+    return MODEL | wider
+
+
+def log_probs_of(accelerator, packed: bool):
+    """log_probs(model, trajectories), by plain passes or by packed ones."""
+    if packed:
+        return partial(packing.log_probs, tokens=TOKENS, sampler=dpo.Sampler())
+    return partial(dpo.log_probs, accelerator, tokens=TOKENS)
+
+
+def train(model, batches: list[list[Group]], rate: float, log_probs) -> None:
     losses = []
     how = dpo.Objective(dpo.sft_loss, lambda g: g.sequences[0].action_tokens, rate, warmup=0.05,
                         schedule="cosine", weight_decay=0.01, tokens=TOKENS)
     with tqdm(total=len(batches), unit=" steps", mininterval=10) as bar:
-        dpo.fit(model, batches, lambda model, sequences: dpo.log_probs(
-            accelerator, model, sequences, TOKENS), how,
+        dpo.fit(model, batches, log_probs, how,
             lambda event: (losses.append(event["loss"]), bar.update()))
     print(f"loss {losses[0]:.2f} -> {sum(losses[-50:]) / len(losses[-50:]):.3f} nats per token")
 
@@ -218,10 +242,21 @@ def main(flags: list[str]) -> None:
     parser.add_argument("--env", nargs="+", default=list(TEXTS), choices=sorted(
         file.stem for file in (HERE / "recipes").glob("[a-z]*.py")),
         help="whose texts it reads, lab/pretrain/recipes/NAME.py [all built-in ones]")
+    parser.add_argument("--width", type=int, help="of a model with as many layers and heads; "
+                        "trained by packed passes [as the shipped one, 128]")
+    parser.add_argument("--copies", type=int, default=COPY_BATCHES,
+                        help="batches of sequences said twice, before the texts [%(default)s]")
+    parser.add_argument("--conversations", type=int, help="of each environment, in place of as "
+                        "many as the shipped model has read")
+    parser.add_argument("--passes", type=int, help="over the conversations, likewise")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=HERE.parents[1] / "tiny",
                         help="where it goes [%(default)s]")
     given = parser.parse_args(flags)
-    make(given.out, {env: TEXTS.get(env, (8000, 3)) for env in given.env})
+    texts = {}
+    for env in given.env:
+        conversations, passes = TEXTS.get(env, (8000, 3))
+        texts[env] = (given.conversations or conversations, given.passes or passes)
+    make(given.out, texts, given.copies, given.width)
 
 
 if __name__ == "__main__":

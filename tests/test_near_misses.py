@@ -1,0 +1,129 @@
+"""Hard negatives by design: each fails by one mistake, and is played as a rollout is."""
+
+import json
+import random
+
+import pytest
+from conftest import SMALL_RUN, ended, fork
+
+import envs
+from dpo import Trajectory
+from lab.careful.run import Run
+from lab.settings import METHODS, Settings
+from lab.study import answers
+from lab.study.near_misses import near_misses, wrong_queries
+
+
+def expert_of(env, replies: list[str], task: str) -> Trajectory:
+    """An expert of one observation and these replies."""
+    messages = [dict(role="user", content=env.reset(task))]
+    for reply in replies:
+        messages += [dict(role="assistant", content=reply), dict(role="user", content="page")]
+    return Trajectory(task, "expert", messages=messages, steps=len(replies))
+
+
+def experts_of(env, most: int) -> list[Trajectory]:
+    found = []
+    for task, messages, _ in envs.experts(env, None, most):
+        replies = [m["content"] for m in messages if m["role"] == "assistant"]
+        found.append(expert_of(env, replies, task))
+    return found
+
+
+def replies_of(expert: Trajectory) -> list[str]:
+    return [m["content"] for m in expert.messages if m["role"] == "assistant"]
+
+
+@pytest.mark.parametrize("name, least", [("webshop", 12 * 4), ("intercodesql", 9 * 3)])
+@pytest.mark.parametrize("view", ["short", "full"])
+def test_a_near_miss_earns_much_and_not_all(name, least, view):
+    env, rewards = envs.make(name, view), []
+    for expert in experts_of(env, 12):
+        for replies in near_misses(env, expert, random.Random(0), 0.6, 4):
+            env.reset(expert.task)
+            for reply in replies:
+                step = env.step(reply)
+            assert step.done
+            rewards.append(step.reward)
+    env.close()
+    assert len(rewards) >= least and all(0.6 <= reward < 1 for reward in rewards)
+
+
+def test_in_the_shop_one_choice_is_another():
+    """The words searched for stay; of what is clicked one thing differs, or a twin is bought, with
+    the options that it has."""
+    env = envs.make("webshop", "short")
+    titles = {product["asin"]: product["Title"] for product in env.world.products}
+    for expert in experts_of(env, 12):
+        right = replies_of(expert)
+        for wrong in near_misses(env, expert, random.Random(0), 0.0, 100):
+            assert wrong[0] == right[0] and wrong[-1] == right[-1] and wrong != right
+            twins = [n for n, (a, b) in enumerate(zip(right, wrong)) if a != b and b[6:-1] in titles]
+            if twins:
+                n = twins[0]
+                assert titles[wrong[n][6:-1]] == titles[right[n][6:-1]]
+                assert {*wrong[n + 1:]} <= {*right[n + 1:]}
+            else:
+                assert len([*{*right} - {*wrong}]) == 1 and len({*wrong} - {*right}) <= 1
+
+
+def test_a_wrong_query_has_one_condition_wrong():
+    query = "SELECT name FROM doctors WHERE age > 40 OR rank = 'novice' AND pay < 60"
+    found = [*wrong_queries(query)]
+    assert len(found) == len({*found}) and query not in found
+    assert {"SELECT name FROM doctors WHERE rank = 'novice' AND pay < 60",
+            "SELECT name FROM doctors WHERE age > 40 AND pay < 60",
+            "SELECT name FROM doctors WHERE age > 40 OR rank = 'novice'",
+            "SELECT name FROM doctors WHERE age < 40 OR rank = 'novice' AND pay < 60",
+            "SELECT name FROM doctors WHERE age > 40 AND rank = 'novice' AND pay < 60",
+            "SELECT name FROM doctors WHERE age > 41 OR rank = 'novice' AND pay < 60",
+            "SELECT name FROM doctors WHERE age > 40 OR rank = 'senior' AND pay < 60"} <= {*found}
+    assert "SELECT site FROM farms ORDER BY rooms LIMIT 3" in wrong_queries(
+        "SELECT site FROM farms ORDER BY rooms DESC LIMIT 3")
+
+
+def test_the_study_trains_on_them_and_chooses_by_validation(tmp_path):
+    """Its pairs name experts and near misses, whose ids and mask are those of the text."""
+    small = [flag for flag in SMALL_RUN if flag not in ("--env", "webshop")]
+
+    def work():
+        answers.make("webshop", "designed", "--method designed", 13, tmp_path,
+                     [*small, "--dpo-steps", "2", "--iterations", "2"])
+
+    assert ended(fork(work, tmp_path / "said")) == 0, (tmp_path / "said").read_text()[-2000:]
+    out = tmp_path / "designed-s13"
+    phases = json.loads((out / "phases.json").read_text())
+    assert phases["iter1/pairs-target.jsonl"]["pairs"]["expert>designed"] == 12
+    assert phases["iter2/target-agent"]["steps"] == 2
+    rewards = [phases[f"eval-{i}-target-validation.jsonl"]["reward"] for i in (1, 2)]
+    best = 1 + (rewards[1] > rewards[0])
+    assert phases["chosen-test.jsonl"]["i"] == phases["chosen-unseen.jsonl"]["i"] == best
+    assert "eval-1-failure-validation.jsonl" not in phases
+
+    settings = Settings(env="webshop", model="tiny", view="short", out=str(tmp_path / "other"))
+    run = Run(settings, envs.environment("webshop")())
+    played = [json.loads(row) for row in (out / "iter1/designed.jsonl").read_text().splitlines()]
+    for row in played:
+        assert (row["ids"], row["action_mask"]) == run.encoder.encode(row["messages"], 1)
+        assert 0.6 <= row["reward"] < 1 and row["ended"] == "done"
+    assert len({json.dumps(row["messages"]) for row in played}) == len(played) == 12
+    assert METHODS["designed"][0].__name__ == "designed"
+
+
+def test_a_report_is_on_the_seeds_on_which_every_arm_has_ended(tmp_path):
+    study = answers.Study({"eto": "", "coevolve": ""}, (("coevolve", "eto"),), range(1, 5))
+    for seed, eto, both in ((1, 0.5, 0.6), (2, 0.4, 0.6), (3, 0.6, 0.6), (4, 0.9, None)):
+        for arm, reward in (("eto", eto), ("coevolve", both)):
+            if reward is None:
+                continue
+            run = tmp_path / f"{arm}-s{seed}"
+            run.mkdir()
+            row = dict(work="evaluate", name="target", reward=reward, success=0.0)
+            phases = {f"{kind}-test.jsonl": row for kind in ("sft", "chosen")}
+            phases |= {f"{kind}-unseen.jsonl": row for kind in ("sft", "chosen")}
+            (run / "phases.json").write_text(json.dumps(phases))
+            (run / "chosen-test.jsonl").touch()
+    said = answers.report(study, [1, 2, 3, 4], tmp_path)
+    assert "seeds [1, 2, 3]" in said
+    # 0.1, 0.2, 0: mean 0.1, deviation 0.1, 4.3027 x 0.1 / sqrt(3)
+    assert "test reward coevolve - eto: +0.1000 ± 0.2484, ahead on 2 of 3\n" in said

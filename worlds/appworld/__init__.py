@@ -1,0 +1,41 @@
+"""AppWorld: an agent writes Python that calls the interfaces of a person's apps."""
+
+import dataclasses
+from typing import Literal
+
+import worlds
+from common.settings import Count, OldFile
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(worlds.Options):
+    # folder that holds the official `data`, from `appworld download data`; without it a small
+    # world is played, which is made on first use [ours]
+    appworld_root: OldFile = None
+    # all: 1 where all of a task's tests pass (TGC), else 0; tests: the share that passes
+    # [AppWorld; AgentEvolver has both]
+    appworld_reward: Literal["all", "tests"] = "all"
+    appworld_seconds: Count = 20       # of one reply's code [ours]
+    appworld_megabytes: Count = 3000   # of address space of an episode's process [ours]
+
+    presets = {
+        # AgentEvolver: 4,000 tokens of prompt and 21,580 of response.
+        "": dict(max_tokens=25_580, max_new_tokens=1024, slots=8),
+        # Its context; the small world's episodes fit, and 200 tokens hold a reply of its experts.
+        "smollm2": dict(iterations=1, train_tasks=40, eval_tasks=20, dpo_epochs=1, max_tokens=8192,
+                        max_new_tokens=200, slots=8, gradient_checkpointing="on"),
+        "quick": dict(train_tasks=20, eval_tasks=20),
+    }
+
+    def conflicts(self, s):
+        return [(s.model == "tiny", "--model tiny",
+                 "it cannot write programs; give another --model")]
+
+    @staticmethod
+    def scenario(task: str) -> str:
+        return task.rpartition("_")[0]
+
+    def make(self, view):
+        from worlds.appworld.world import AppWorld
+        return AppWorld(view, self.appworld_root, self.appworld_reward, self.appworld_seconds,
+                        self.appworld_megabytes)

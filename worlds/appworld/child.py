@@ -1,0 +1,218 @@
+"""Runs where the package appworld is, alone: `python child.py ROOT SECONDS MEGABYTES`, its input a
+socket. It imports nothing else of this project.
+
+It has the apps imported. Each episode and each judgement is a fork of it, shut in (`jail.py`), with
+which one speaks in lines of JSON. A player has its task without the ground truth; a judge has the
+ground truth, and runs no code of a model.
+"""
+
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import sysconfig
+import time
+import warnings
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+
+ROOT, SECONDS, MEGABYTES = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+os.environ["APPWORLD_ROOT"] = ROOT  # the package reads it when it is imported
+warnings.filterwarnings("ignore")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import jail  # noqa: E402
+
+LONGEST = 20_000  # characters of what a reply reads back [ours]
+MOST_CALLS = 50   # of a reply that are told [ours]
+
+
+# ------------------------------------------------------------------------------- inside an episode
+
+
+def play(task: str, text: str | None, lines, send) -> None:
+    """An episode: says what is asked, runs code after code, and hands over what has changed."""
+    from appworld import AppWorld
+    world = AppWorld(task, "episode", load_ground_truth=False, timeout_seconds=SECONDS,
+                     max_interactions=1000)
+    if text is not None:  # of a task made in training, on another's start state
+        active = world.models.supervisor.Task.all()[0]
+        active.instruction = text
+        active.save()
+    calls = noted(world.requester)
+    owner = world.task.supervisor
+    known = ("first_name", "last_name", "email", "phone_number")
+    send(text=text or world.task.instruction, owner={name: owner[name] for name in known})
+    for line in lines:
+        asked = json.loads(line)
+        if "code" in asked:
+            calls.clear()
+            output = world.execute(asked["code"])[:LONGEST]
+            made = calls[:MOST_CALLS]
+            send(output=output, done=world.task_completed(), calls=made)
+        else:
+            saved = Path(world.output_db_home_path_on_disk)
+            send(changes={file.name: file.read_text() for file in saved.iterdir()})
+
+
+def noted(requester) -> list:
+    """A list to which each call from now on is added: APP.API, arguments."""
+    calls, request = [], requester._request
+
+    def note(_app_name: str, _api_name: str, client=None, raise_on_failure=None, track=True,
+             **given):
+        if track:  # the package asks, too
+            told = json.loads(json.dumps(given, default=str))
+            calls.append([f"{_app_name}.{_api_name}", told])
+        return request(_app_name, _api_name, client, raise_on_failure, track, **given)
+
+    requester._request = note
+    return calls
+
+
+# ------------------------------------------------------------------------------- inside a judgement
+
+
+def judge(task: str, changes: dict) -> dict:
+    """How many of the task's own tests pass on what an episode has changed."""
+    from appworld.evaluator import evaluate_task
+    place(task, "episode", changes)
+    found = evaluate_task(task, "episode", save_report=False)
+    return dict(passed=found.pass_count, tests=found.num_tests)
+
+
+def compare(task: str, changes: list[dict]) -> dict:
+    """The tables in which two episodes on a task end differently; whether their answers are one."""
+    from appworld.apps import get_all_apps
+    from appworld.collections.models import ModelCollection, ModelCollectionPair
+    from appworld.common.utils import do_answers_match
+    names, ends = [f":memory:end{n}" for n in range(2)], []
+    for n, changed in enumerate(changes):
+        ends.append(ModelCollection.load(names[n], place(task, f"end{n}", changed),
+                                         get_all_apps()))
+    pair = ModelCollectionPair(names[0], ends[0], names[1], ends[1])
+    # The two share one database at a time: what is read of one is read before the other is asked.
+    tables, answers = sorted(pair.changed_model_names()), []
+    for side in ("start", "end"):
+        answers.append(json.loads(getattr(pair, side).supervisor.Task.first().answer))
+    return dict(tables=tables, answer=do_answers_match(*answers))
+
+
+def place(task: str, name: str, changes: dict) -> str:
+    """Writes an episode's changes where the package looks for them."""
+    folder = Path(ROOT, "experiments/outputs", name, "tasks", task, "dbs")
+    folder.mkdir(parents=True)
+    for file, text in changes.items():
+        (folder / Path(file).name).write_text(text)
+    return str(folder)
+
+
+# ---------------------------------------------------------------------------------------- around it
+
+
+def warm() -> None:
+    """Imports what a fork would import, and fills the package's caches, which forks share."""
+    import pytest  # noqa: F401  the tests of tasks compare by it
+    from appworld import AppWorld, evaluator, requester  # noqa: F401
+    from appworld.apps import api_lib, get_all_apps
+    from appworld.collections.api_docs import ApiDocCollection
+    from appworld.common.utils import get_name_to_apis, import_models_module
+    for app in get_all_apps():
+        import_models_module(app)
+        get_name_to_apis(app, ignore_private_apis=True)
+        requester._get_api_name_to_doc(app, include_private_apis=True)
+    requester.build_main_app = cache(requester.build_main_app)
+    requester.build_main_app(tuple(sorted(get_all_apps())))
+    ApiDocCollection.load(load_apps=tuple(get_all_apps(skip_admin=True)),
+                          include_response_schemas=True)
+    frozen = api_lib.set_local_date_and_time(datetime(2024, 1, 1))  # it looks at all modules
+    api_lib.unset_local_date_and_time(frozen)
+    gc.freeze()  # else the first collection of each fork copies all of it
+
+
+def shown(task: str | None, truth: bool) -> list[str]:
+    """What a fork sees: what Python imports from, and of the data what it may know."""
+    paths, data = sysconfig.get_paths(), f"{ROOT}/data"
+    libraries = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    if task is None:
+        return sorted(libraries)
+    of_task = f"{data}/tasks/{task}"
+    known = [of_task] if truth else [f"{of_task}/specs.json", f"{of_task}/dbs"]
+    return [*sorted(libraries), f"{data}/base_dbs", f"{data}/api_docs", *known]
+
+
+def work(line: socket.socket, do: str, task: str | None = None, **given) -> None:
+    """What a fork does: it keeps one line to the one who asks, is shut in, works."""
+    jail.die_with_parent()
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(line.fileno(), 100)
+    for place in (0, 1, 2):
+        os.dup2(null, place)
+    os.closerange(3, 100)
+    os.dup2(100, 3)
+    os.closerange(4, 1 << 16)
+    lines = socket.socket(fileno=3).makefile("rw")
+
+    def send(**told) -> None:
+        lines.write(json.dumps(told) + "\n")
+        lines.flush()
+
+    try:
+        jail.enter(shown(task, truth=do != "play"), [f"{ROOT}/experiments", "/tmp"], MEGABYTES)
+        os.environ.clear()
+        os.environ["APPWORLD_ROOT"] = ROOT
+        if do == "play":
+            play(task, given["text"], lines, send)
+        elif do == "check":
+            send(ready=True)
+        else:
+            changes = json.loads(lines.readline())["changes"]
+            send(**dict(judge=judge, compare=compare)[do](task, changes))
+    except BaseException as error:
+        send(error=f"{type(error).__name__}: {error}"[:500])
+
+
+def end(process: int, patience: float) -> bool:
+    """Ends a fork, if it does not end by itself; whether somebody else had killed it."""
+    until = time.monotonic() + patience
+    while True:
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status) in (-signal.SIGKILL, jail.KILLED)
+        if time.monotonic() >= until:
+            os.kill(process, signal.SIGKILL)  # and with it all that it has begun
+            os.waitpid(process, 0)
+            return False
+        time.sleep(0.01)
+
+
+def serve() -> None:
+    """Forks for each thing to do, which comes with the fork's end of a line; ends forks."""
+    warm()
+    asks = socket.socket(fileno=0)
+    asks.send(b"ready")
+    while True:
+        asked, lines, _, _ = socket.recv_fds(asks, 1 << 16, 1)
+        if not asked:  # the one who asks has gone
+            os._exit(0)
+        asked = json.loads(asked)
+        if asked["do"] == "end":
+            killed = end(asked["process"], asked["patience"])
+            asks.send(json.dumps(dict(killed=killed)).encode())
+            continue
+        line = socket.socket(fileno=lines[0])
+        process = os.fork()
+        if not process:
+            try:
+                work(line, **asked)
+            finally:
+                os._exit(0)
+        line.close()
+        asks.send(json.dumps(dict(process=process)).encode())
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,130 @@
+"""Where AppWorld's package and its data are; what its tasks and their solutions are."""
+
+import ast
+import hashlib
+import json
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+from filelock import FileLock
+
+from common.settings import Refused
+
+PROJECT = Path(__file__).resolve().parents[2]
+PACKAGE = "appworld==0.1.3.post1"  # others have other data
+VENV = PROJECT / ".venv-appworld"  # its pins are others than ours; run.sh makes it
+MADE_BY = ("small.py", "families.py")
+SMALL = ("train", "validation", "test", "unseen")
+OFFICIAL = {"train": "train", "validation": "dev", "test_normal": "test_normal",
+            "test_challenge": "test_challenge"}  # split -> its file of ids
+MOST_REPLIES = 30  # [AgentEvolver]
+
+
+def interpreter() -> str:
+    """The Python that has the package; Refused where there is none."""
+    name = PACKAGE.replace("==", "-")
+    if not (VENV / f"has-{name}").exists():
+        raise Refused(f"appworld: the package {PACKAGE} is not in {VENV}; "
+                      "bash run.sh appworld --help installs it")
+    return str(VENV / "bin/python")
+
+
+def small_world() -> Path:
+    """The folder of the small world, made on first use."""
+    here = Path(__file__).parent
+    made_by = [PACKAGE.encode(), *((here / name).read_bytes() for name in MADE_BY)]
+    name = hashlib.sha256(b"\0".join(made_by)).hexdigest()[:16]
+    folder = PROJECT / ".cache" / f"appworld-{name}"
+    folder.parent.mkdir(exist_ok=True)
+    with FileLock(f"{folder}.lock"):  # of runs that start together one makes it
+        if not folder.exists():
+            print(f"appworld: making the small world, half a minute; once, in {folder}")
+            with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+                make(Path(temporary) / "world").rename(folder)
+    return folder
+
+
+def make(folder: Path) -> Path:
+    """Makes the small world in a folder; Refused where the package does not."""
+    script = Path(__file__).with_name("small.py")
+    done = subprocess.run(
+        [interpreter(), "-I", str(script), str(folder)], stdin=subprocess.DEVNULL, text=True,
+        capture_output=True, env={"TZ": "UTC", "PYTHONHASHSEED": "0", "HOME": str(folder)})
+    if done.returncode:
+        *_, last = ["no message", *done.stderr.splitlines()]
+        raise Refused(f"appworld: the small world was not made ({last}); delete {VENV} and run "
+                      "bash run.sh appworld --help, which installs the package anew")
+    return folder
+
+
+@lru_cache(None)
+def splits(root: Path, official: bool) -> dict[str, dict[str, dict]]:
+    """Split -> key -> task, {start: key}, in the order of the files."""
+    found, files = {}, OFFICIAL if official else {name: name for name in SMALL}
+    for split, name in files.items():
+        file = root / "data/datasets" / f"{name}.txt"
+        if not file.is_file():
+            raise Refused(f"--appworld-root {root}: {file} is not there; appworld download data "
+                          "--root gets the official data")
+        found[split] = {key: dict(start=key) for key in file.read_text().split()}
+    return found
+
+
+def solution(root: Path, key: str) -> list[str]:
+    """The code of a task's solution, one call of an interface in each part as far as it goes."""
+    file = root / "data/tasks" / key / "ground_truth/compiled_solution.py"
+    if not file.is_file():
+        raise Refused(f"appworld: task {key} has no solution in {file.parent}; experts are those "
+                      "of the splits train and validation")
+    return parts(file.read_text())
+
+
+def parts(source: str) -> list[str]:
+    """The body of `solution` in parts that each call one interface, MOST_REPLIES at most. A loop,
+    like any statement, stays whole."""
+    module = ast.parse(source)
+    function = next(node for node in module.body if isinstance(node, ast.FunctionDef))
+    lines, indent = source.splitlines(), function.body[0].col_offset
+    found, called = [[]], False
+    for statement in function.body:
+        calls = bool(calls_in(statement))
+        if calls and called:
+            found.append([])
+        called = calls or called
+        of_it = lines[statement.lineno - 1:statement.end_lineno]
+        found[-1] += [line[indent:] if line[:indent].isspace() else line for line in of_it]
+    together = -(-len(found) // MOST_REPLIES)
+    groups = [found[n:n + together] for n in range(0, len(found), together)]
+    return ["\n".join(line for part in group for line in part) for group in groups]
+
+
+def calls_in(tree: ast.AST) -> list[str]:
+    """The names APP.API of the interfaces that a piece of code calls, in the order of the text."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            app = node.func.value
+            if isinstance(app, ast.Attribute) and isinstance(app.value, ast.Name):
+                if app.value.id == "apis":
+                    place = (node.lineno, node.col_offset)
+                    found.append((place, f"{app.attr}.{node.func.attr}"))
+    return [name for _, name in sorted(found)]
+
+
+def text(root: Path, key: str) -> str:
+    """What a task asks for."""
+    return json.loads((root / "data/tasks" / key / "specs.json").read_text())["instruction"]
+
+
+def start_changes(root: Path, key: str) -> dict[str, str]:
+    """What a task's start state is, over the databases that all share, as an episode saves it."""
+    folder = root / "data/tasks" / key / "dbs"
+    return {file.name: file.read_text() for file in sorted(folder.iterdir())}
+
+
+@lru_cache(None)
+def documents(root: Path, app: str) -> dict[str, dict]:
+    """The documents of an app's interfaces, by name."""
+    return json.loads((root / "data/api_docs/standard" / f"{app}.json").read_text())

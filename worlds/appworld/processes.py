@@ -1,0 +1,185 @@
+"""This side of the processes in which AppWorld's tasks are played and judged; see `child.py`."""
+
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.settings import Refused
+from worlds import EnvError
+
+GRACE = 5         # seconds beyond those of a reply's code, then its process is killed [ours]
+PATIENCE = 300    # seconds for what has no code of a model in it [ours]
+MOST = 16 << 20   # characters of an answer: what an episode has changed [ours]
+
+
+class Gone(Exception):
+    """A process has ended or is late, by what it did itself."""
+
+
+class Server:
+    """The process that has the package imported; for all environments of this one.
+
+    Args:
+        python: the interpreter that has the package.
+        root: the folder of AppWorld's `data`.
+        seconds: of one reply's code.
+        megabytes: of an episode's process.
+
+    Raises:
+        Refused: the machine does not isolate processes.
+        EnvError: it did not start.
+    """
+
+    def __init__(self, python: str, root: Path, seconds: int, megabytes: int):
+        self.seconds = seconds
+        self._lock = threading.Lock()
+        self._asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._asks.settimeout(PATIENCE)
+        command = [python, "-I", str(Path(__file__).with_name("child.py")), str(root),
+                   str(seconds), str(megabytes)]
+        with theirs:
+            self.process = subprocess.Popen(
+                command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                cwd="/", start_new_session=True, env={"TZ": "UTC", "PYTHONHASHSEED": "0"})
+        try:
+            ready = self._asks.recv(100)
+        except OSError:
+            ready = b""
+        told = self.once("check", None) if ready else {}
+        if "ready" not in told:
+            self.end()
+        if not told:
+            raise EnvError(f"appworld: {python} does not start with the package")
+        if "error" in told:
+            raise Refused(
+                f"appworld: this machine does not shut in the code of a model ({told['error']}), "
+                "so that none is run; allow user namespaces, or be root, on Linux")
+
+    def once(self, do: str, task: str | None, **asked) -> dict:
+        """The answer of a process that does one thing; `error` in it says what went wrong."""
+        shut = self.fork(do=do, task=task)
+        try:
+            told = shut.ask(PATIENCE, **asked)
+        except Gone as error:
+            return dict(error=str(error))
+        shut.end()
+        return told
+
+    def fork(self, **asked) -> "Shut":
+        """A process that does what is asked."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            told = self._ask(asked, [theirs.fileno()])
+        return Shut(self, told["process"], ours)
+
+    def kill(self, process: int, patience: float) -> bool:
+        """Ends a process, if it doesn't end by itself; whether somebody else had killed it."""
+        return self._ask(dict(do="end", process=process, patience=patience), [])["killed"]
+
+    def end(self) -> None:
+        self._asks.close()
+        self.process.kill()
+        self.process.wait()
+
+    def _ask(self, asked: dict, lines: list[int]) -> dict:
+        with self._lock:
+            try:
+                socket.send_fds(self._asks, [json.dumps(asked).encode()], lines)
+                return json.loads(self._asks.recv(100))
+            except (OSError, ValueError):
+                raise EnvError("appworld: the process that has the package has ended") from None
+
+
+class Shut:
+    """A process that is shut in."""
+
+    def __init__(self, server: Server, process: int, line: socket.socket):
+        self._server, self._process, self._line = server, process, line
+
+    def ask(self, seconds: float, **asked) -> dict:
+        """Its answer; with nothing asked, what it says by itself. Gone, or EnvError where it was
+        killed by somebody else, if there is none; it has ended then."""
+        until, said = time.monotonic() + seconds, b""
+        try:
+            self._line.settimeout(seconds)
+            if asked:
+                self._line.sendall(json.dumps(asked).encode() + b"\n")
+            while not said.endswith(b"\n"):
+                self._line.settimeout(max(0.001, until - time.monotonic()))
+                part = self._line.recv(1 << 20)
+                said += part
+                if not part or len(said) > MOST:
+                    raise OSError
+            return json.loads(said)
+        except TimeoutError:
+            self.end()
+            raise Gone(f"no answer in {seconds:.0f} seconds") from None
+        except (OSError, ValueError, RecursionError):
+            if self.end(patience=1.0):
+                raise EnvError("appworld: the process of an episode was killed; give it more "
+                               "memory, or fewer --slots") from None
+            raise Gone("its process has ended") from None
+
+    def end(self, patience: float = 0.0) -> bool:
+        self._line.close()
+        return self._server.kill(self._process, patience)
+
+
+@dataclass
+class Ran:
+    """What a reply's code printed, whether the task is completed, what it called."""
+    output: str
+    done: bool
+    calls: list
+
+
+class Episode:
+    """One on a task's start state, with the text of another task or its own."""
+
+    def __init__(self, server: Server, start: str, text: str | None):
+        self._shut = server.fork(do="play", task=start, text=text)
+        try:
+            told = self._shut.ask(PATIENCE)
+        except Gone as error:
+            told = dict(error=str(error))
+        if "error" in told:
+            raise EnvError(f"appworld: task {start} does not start: {told['error']}")
+        self.text, self.owner = told["text"], told["owner"]
+        self._seconds = server.seconds + GRACE
+
+    def run(self, code: str) -> Ran:
+        """What code did. Gone where it ended the process, or did not end."""
+        told = self._shut.ask(self._seconds, code=code)
+        if "output" not in told:  # the package cannot go on after what the code did
+            self._shut.end()
+            raise Gone(str(told.get("error")))
+        calls = told.get("calls")
+        return Ran(str(told["output"]), told.get("done") is True,
+                   calls if isinstance(calls, list) else [])
+
+    def changes(self) -> dict[str, str]:
+        """What the episode has left in the apps, as the package saves it: file -> text."""
+        found = self._shut.ask(self._seconds, save=True).get("changes")
+        kept = found if isinstance(found, dict) else {}
+        return {file: str(text) for file, text in kept.items()}
+
+    def end(self) -> None:
+        self._shut.end()
+
+
+_servers = {}  # what one was made with, and for which process -> the server
+_lock = threading.Lock()
+
+
+def server(*made_with) -> Server:
+    """The server of this process for these arguments of `Server`, begun on first use."""
+    key = (os.getpid(), *made_with)
+    with _lock:
+        if key not in _servers or _servers[key].process.poll() is not None:
+            _servers[key] = Server(*made_with)
+        return _servers[key]

@@ -1,0 +1,248 @@
+"""Makes the small world, in AppWorld's own format: `python small.py FOLDER`, by an interpreter that
+has the package. It imports nothing else of this project; two runs make the same world.
+
+Twelve people sign up at four apps and file contacts, notes, alarms and playlists, all through the
+apps' public interfaces. Only the rows of a task's owner, which have none, are written as such.
+"""
+
+import json
+import os
+import random
+import re
+import sys
+import warnings
+from datetime import datetime
+from pathlib import Path
+
+FOLDER = Path(sys.argv[1]).resolve()
+os.environ["APPWORLD_ROOT"] = str(FOLDER)  # the package reads it when it is imported
+sys.path.insert(0, str(Path(__file__).parent))
+warnings.filterwarnings("ignore")
+
+from appworld.apps import get_all_apps  # noqa: E402
+from appworld.apps.api_lib import CompanyNotifier  # noqa: E402
+from appworld.apps.model_lib import CachedDBHandler  # noqa: E402
+from appworld.collections.api_docs import ApiDocCollection  # noqa: E402
+from appworld.collections.models import ModelCollection  # noqa: E402
+from appworld.common.constants import DB_VERSION  # noqa: E402
+from appworld.requester import Requester  # noqa: E402
+from families import (  # noqa: E402
+    HOURS,
+    IDEAS,
+    JOBS,
+    KINDS,
+    LINES,
+    MOODS,
+    SEEN,
+    THINGS,
+    UNSEEN,
+    Draft,
+)
+
+PEOPLE = ("Ada Quist", "Bela Norr", "Cleo Varga", "Dina Holt", "Emil Sato", "Fay Lund",
+          "Gus Perrin", "Hana Brook", "Ivo Castell", "Jun Madsen", "Kira Fenn", "Leo Tamm")
+TOWNS = ("Arlin", "Bexley Bay", "Corrow", "Dunmere", "Eastwick Hill", "Farrow")
+HOME = ":memory:small"
+APPS = ("phone", "gmail", "simple_note", "spotify")
+FILED = datetime(2024, 2, 1, 9)   # when the people filed what they have
+TODAY = datetime(2024, 3, 4, 10)  # when the tasks are given
+SCENARIOS = {  # split -> how many of each of which families
+    "train": (SEEN, 2), "validation": (SEEN, 1), "test": (SEEN, 1), "unseen": (UNSEEN, 2)}
+VARIANTS = 3  # tasks of a scenario, as in the official data
+EVALUATION = '''\
+import json
+
+
+def evaluate(test, public_data, private_data, main_user, models, ground_truth_answer):
+    wants = private_data["wants"]
+    with test("the task is completed, with the right answer"):
+        test.answer(json.loads(models.end.supervisor.Task.first().answer), ground_truth_answer)
+    with test("what had to change has changed, nothing else"):
+        test.case(sorted(models.changed_model_names()), "==", sorted(wants))
+    with test("the records are as they had to become"):
+        for table, want in wants.items():
+            added, updated, removed = models.changed_records(table)
+            fields = [fields for _, fields in want.get("updated", [])]
+            check(test, added, want.get("added", []), bool(want))
+            check(test, updated, fields, bool(want))
+            test.case(sorted(record.id for record in removed), "==", want.get("removed", []))
+            ids = [id for id, _ in want.get("updated", [])]
+            test.case(sorted(record.id for record in updated), "==", ids)
+
+
+def check(test, records, wanted, counted):
+    if counted:
+        test.case(len(records), "==", len(wanted))
+    for record, fields in zip(sorted(records, key=lambda record: record.id), wanted):
+        for name, value in fields.items():
+            test.case(getattr(record, name), "==", value)
+'''
+TESTS = re.findall(r'with test\("(.+)"\)', EVALUATION)
+
+
+class Apps:
+    """The apps, whose databases are empty at first."""
+
+    def __init__(self):
+        self.models = ModelCollection.load(HOME, HOME, get_all_apps(), create_db=True)
+        self.requester = Requester(HOME, HOME, FILED, load_apps=get_all_apps(),
+                                   raise_on_failure=True)
+
+    def call(self, app: str, api: str, **given):
+        return self.requester.request(app, api, **given)
+
+
+def sign_up(apps: Apps, name: str, number: int) -> dict:
+    """A person with accounts; the codes that confirm them come by email."""
+    first, last = name.split()
+    person = dict(first_name=first, last_name=last, phone_number=f"555{number:07}",
+                  email=f"{first}.{last}@post.example.com".lower(), passwords={}, tokens={})
+    for app in APPS:
+        login = "phone_number" if app == "phone" else "email"
+        password = f"{app}-{first}-{number}"
+        apps.call(app, "signup", first_name=first, last_name=last, password=password,
+                  **{login: person[login]})
+        if app in ("simple_note", "spotify"):
+            apps.call(app, "verify_account", email=person["email"],
+                      verification_code=emailed_code(apps, person))
+        told = apps.call(app, "login", username=person[login], password=password)
+        person["passwords"][app] = password
+        person["tokens"][app] = told["access_token"]
+    return person
+
+
+def emailed_code(apps: Apps, person: dict) -> str:
+    """The code in the newest email to a person."""
+    token = person["tokens"]["gmail"]
+    threads = apps.call("gmail", "show_inbox_threads", access_token=token)
+    newest = max(thread["email_thread_id"] for thread in threads)  # time stands still
+    told = apps.call("gmail", "show_thread", access_token=token, email_thread_id=newest)
+    return re.search(r"code is: (\S+)", told["emails"][-1]["body"])[1]
+
+
+def belongings(apps: Apps, person: dict, people: list[dict], rng: random.Random) -> None:
+    """Files contacts, alarms, notes and playlists for a person, and keeps what was filed."""
+    token = person["tokens"]
+    others = rng.sample([other for other in people if other is not person], len(people) - 1)
+    person["strangers"] = others[:4]
+    person["contacts"] = []
+    for other in others[4:]:
+        known = {name: other[name] for name in ("first_name", "last_name", "email", "phone_number")}
+        known |= dict(relationships=[rng.choice(KINDS)])
+        told = apps.call("phone", "add_contact", access_token=token["phone"], **known)
+        person["contacts"].append(known | dict(contact_id=told["contact_id"]))
+
+    person["alarms"] = []
+    for label in rng.sample(JOBS, rng.randint(4, 7)):
+        enabled = not person["alarms"] or rng.random() < 0.6  # one at least
+        alarm = dict(label=label, time=rng.choice(HOURS), enabled=enabled)
+        told = apps.call("phone", "create_alarm", access_token=token["phone"], **alarm)
+        person["alarms"].append(alarm | dict(alarm_id=told["alarm_id"]))
+
+    person["shelves"] = {thing: str(rng.randint(2, 60)) for thing in rng.sample(THINGS, 4)}
+    person["trains"] = {town: rng.choice(HOURS) for town in rng.sample(TOWNS, 4)}
+    shelves = [f"{thing}: shelf {shelf}" for thing, shelf in person["shelves"].items()]
+    trains = [f"{town}: {time}" for town, time in person["trains"].items()]
+    contents = {"Where things are": "\n".join(shelves), "Trains": "\n".join(trains)}
+    contents |= {title: rng.choice(LINES) for title in rng.sample(IDEAS, 4)}
+    person["notes"] = []
+    for title, content in contents.items():
+        note = dict(title=title, content=content)
+        told = apps.call("simple_note", "create_note", access_token=token["simple_note"], **note)
+        person["notes"].append(note | dict(note_id=told["note_id"]))
+
+    person["playlists"] = []
+    for title in rng.sample(MOODS, rng.randint(3, 5)):
+        public = not person["playlists"] or rng.random() < 0.5
+        row = dict(title=title, is_public=public)
+        told = apps.call("spotify", "create_playlist", access_token=token["spotify"], **row)
+        person["playlists"].append(row | dict(playlist_id=told["playlist_id"]))
+
+
+def write(path: Path, content) -> None:
+    """Text as it is, anything else as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content, indent=1))
+
+
+def file_task(data: Path, id: str, person: dict, draft: Draft) -> None:
+    """Writes a task: its owner's rows over the people's databases, text, tests, solution."""
+    CachedDBHandler.reset("/supervisor.db")  # of the task before
+    models = ModelCollection.load(HOME, str(data / "base_dbs"), get_all_apps())
+    supervisor = models.supervisor
+    known = {name: person[name] for name in ("first_name", "last_name", "email", "phone_number")}
+    owner = supervisor.Supervisor.create_save(**known, birthday="1990-01-01")
+    for app, password in person["passwords"].items():
+        supervisor.AccountPassword.create_save(
+            supervisor_id=owner.id, account_name=app, password=password)
+    supervisor.Task.create_save(supervisor_id=owner.id, instruction=draft.text)
+
+    folder = data / "tasks" / id
+    models.save(str(folder / "dbs"), format="changes", save_model_hashes=True)
+    write(folder / "specs.json", dict(
+        instruction=draft.text, supervisor=known, datetime=TODAY.isoformat(),
+        db_version=DB_VERSION))
+    steps = "\n".join(draft.steps).replace("\n", "\n    ")
+    wants = {table: want | {name: sorted(want[name].items())} if (name := "updated") in want
+             else want for table, want in draft.wants.items()}
+    truth = {"public_data": {}, "private_data": dict(wants=wants), "answer": draft.answer,
+             "required_apps": draft.apps, "api_calls": [],
+             # The package counts what is not said, with a formatter that it does not install.
+             "metadata": dict(mode="full", difficulty=1, num_apps=len(draft.apps),
+                              num_apis=len(draft.steps), num_api_calls=len(draft.steps),
+                              num_solution_code_lines=len(draft.steps)),
+             "test_data": [dict(requirement=test, label="no_op_fail") for test in TESTS]}
+    for name, content in truth.items():
+        write(folder / "ground_truth" / f"{name}.json", content)
+    write(folder / "ground_truth/evaluation.py", EVALUATION)
+    solution = f"def solution(apis, requester):\n    {steps}\n"
+    write(folder / "ground_truth/solution.py", solution)
+    write(folder / "ground_truth/compiled_solution.py", solution)
+
+
+def file_documents(data: Path) -> None:
+    """Writes the documents of all interfaces, which the package makes of its code."""
+    names = tuple(get_all_apps(skip_admin=True))
+    for app, documents in ApiDocCollection.build(names).items():
+        marked = {api: document | dict(canary_string="") for api, document in documents.items()}
+        write(data / "api_docs/standard" / f"{app}.json", marked)
+
+
+def drafts(people: list[dict], rng: random.Random):
+    """(split, id, person, draft) of all tasks; no person is asked for the same thing twice."""
+    given = set()
+    for split, (families, scenarios) in SCENARIOS.items():
+        for family in families:
+            for number in range(1, scenarios + 1):
+                for variant in range(1, VARIANTS + 1):
+                    person, draft = rng.choice(people), None
+                    while draft is None or (person["email"], draft.text) in given:
+                        person = rng.choice(people)
+                        draft = family(person, rng)
+                    given.add((person["email"], draft.text))
+                    name = family.__name__.replace("_", "-")
+                    yield split, f"{name}-{split}-{number}_{variant}", person, draft
+
+
+def make(folder: Path) -> None:
+    rng = random.Random("AppWorld's small world")
+    data, apps = folder / "data", Apps()
+    for company in ("Simple Note", "Spotify"):  # they email the codes
+        CompanyNotifier(company).create_accounts(on_phone=False)
+    people = [sign_up(apps, name, number) for number, name in enumerate(PEOPLE, 1)]
+    for person in people:
+        belongings(apps, person, people, rng)
+    apps.models.save(str(data / "base_dbs"), save_model_hashes=True)
+    file_documents(data)
+    CachedDBHandler.reset()
+
+    splits = {split: [] for split in SCENARIOS}
+    for split, id, person, draft in drafts(people, rng):
+        file_task(data, id, person, draft)
+        splits[split].append(id)
+    for split, ids in splits.items():
+        write(data / "datasets" / f"{split}.txt", "\n".join(ids) + "\n")
+
+
+if __name__ == "__main__":
+    make(FOLDER)

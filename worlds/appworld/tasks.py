@@ -1,0 +1,149 @@
+"""New tasks for AppWorld, made of code that somebody ran there: on a training task's start state,
+what was done up to somewhere. What it asks for is an explorer model's words, or a template's, which
+spells the calls out and is easier than what people ask."""
+
+import ast
+import json
+import random
+
+from worlds import words_of
+from worlds.appworld import data
+from worlds.appworld.world import block, code_of
+
+DONE = "apis.supervisor.complete_task()"
+COMPLETES = "supervisor.complete_task"
+SECRETS = ("access_token", "password", "username")
+FAILED = "Execution failed"  # what the package says first where code raises an error
+
+
+class TaskGenerator:
+    # What an explorer model is told about the tasks that it writes.
+    form = ("A task is what a person asks for, in one message that holds every value that is "
+            "needed but names no interface. Its actions are blocks of Python, ```python ... ```, "
+            "that do it from the start, logins too; the last one calls "
+            "apis.supervisor.complete_task, with the answer where something is asked.")
+
+    def __init__(self, env):
+        self.env = env
+        known = [task["start"] for split in env.splits.values() for task in split.values()]
+        self.said = {words_of(data.text(env.judge.root, start)) for start in known}
+
+    def patterns(self, task: str, replies: list[str]) -> set[str]:
+        """Names of the interfaces that the code calls, and of two in a row."""
+        names = [name for code in codes(replies) for name in calls_of(code)]
+        return {*names, *(f"{a}, {b}" for a, b in zip(names, names[1:]))}
+
+    def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
+        """Proposals {text, task, solution, template} of an episode: at most one, which asks for
+        what was done up to a part that changed something."""
+        start = self.env.find(task)["start"]
+        parts = [code for code in codes(replies) if COMPLETES not in calls_of(code)]
+        trace = self.env.judge.trace(dict(start=start), parts)
+        ran = [not output.startswith(FAILED) for output in trace.outputs]
+        ends = [n for n, changed in enumerate(trace.changed) if changed and ran[n]]
+        if not ends:
+            return []
+        end = rng.choice(ends)
+        kept = [n for n in range(end + 1) if ran[n]][-(data.MOST_REPLIES - 1):]
+        calls = [call for n in kept if trace.changed[n] for call in trace.calls[n]]
+        text = self.template(calls)
+        if not text:
+            return []
+        return [self._proposal(start, text, [*(parts[n] for n in kept), DONE], template=True)]
+
+    def parses(self, pattern: str) -> bool:
+        """Of any interface something can be asked."""
+        return True
+
+    def vary(self, task: str, pattern: str | None, rng: random.Random) -> list[dict]:
+        """Proposals that ask for a part of what the task asks for, with the rare pattern if any."""
+        solution = [block(code) for code in self.env.solution(self.env.find(task))]
+        found = self.finds(task, solution, rng)
+        return [proposal for proposal in found if pattern is None
+                or pattern in self.patterns(task, proposal["solution"])]
+
+    def written(self, task: str, proposal: dict) -> dict | None:
+        """An explorer model's proposal: its words, and its blocks as the solution."""
+        parts = [code_of(text) or text for text in proposal["action_sequence"]]
+        if not parts or any(tree_of(part) is None for part in parts):
+            return None
+        if COMPLETES not in calls_of(parts[-1]):
+            parts.append(DONE)
+        return self._proposal(self.env.find(task)["start"], proposal["query"], parts)
+
+    def key(self, task: dict) -> str:
+        """What makes two tasks one: the start state, and what is done there."""
+        return f"{task['start']} {json.dumps(task['code'] if 'code' in task else None)}"
+
+    def refusal(self, task: dict) -> str | None:
+        """Why no run may have this task; None if one may."""
+        if task["start"] not in self.env.splits["train"]:
+            return f"{task['start']!r} is no start state of a training task"
+        if not 1 < len(task["code"]) <= data.MOST_REPLIES:
+            return f"its solution has {len(task['code'])} parts, not 2 to {data.MOST_REPLIES}"
+        if any(tree_of(part) is None for part in task["code"]):
+            return "a part of its solution is no Python"
+        if COMPLETES not in calls_of(task["code"][-1]):
+            return "its solution does not end by completing the task"
+        return "a task of a split" if words_of(task["text"]) in self.said else None
+
+    def verify(self, proposal: dict) -> str | None:
+        """Plays the solution twice, and without its last change; why it proves nothing, or None."""
+        task, judge = proposal["task"], self.env.judge
+        first, second = (judge.trace(task, task["code"]) for _ in range(2))
+        if not first.done or not second.done:
+            return "its solution does not complete it"
+        if any(output.startswith(FAILED) for output in first.outputs):
+            return "a part of its solution fails"
+        if not self._alike(task, first.changes, second.changes):
+            return "its replays differ"
+        if any(first.changed):
+            last = len(first.changed) - 1 - first.changed[::-1].index(True)
+            less = task["code"][:last] + task["code"][last + 1:]
+        else:  # it asks something: then the answer has to say it
+            less = [DONE]
+        shorter = judge.trace(task, less)
+        if shorter.done and self._alike(task, first.changes, shorter.changes):
+            return "it is solved without its last change"
+        return None
+
+    def template(self, calls: list) -> str:
+        """What these calls do, by the first sentences of their documents; "" if they only look."""
+        said = []
+        for name, arguments in calls:
+            app, _, api = name.partition(".")
+            document = data.documents(self.env.judge.root, app).get(api)
+            if document is None or document["method"] == "GET" or api == "login":
+                continue
+            given = ", ".join(f"{key} = {json.dumps(value)}" for key, value in arguments.items()
+                              if key not in SECRETS)
+            sentence = " ".join(document["description"].split()).partition(". ")[0].rstrip(".")
+            said.append(f"{sentence} ({app})" + (f", with {given}" if given else ""))
+        return f"{'. Then: '.join(said)}." if said else ""
+
+    def _proposal(self, start: str, text: str, code: list[str], **more) -> dict:
+        return dict(text=text, task=dict(start=start, text=text, code=code),
+                    solution=[block(part) for part in code], **more)
+
+    def _alike(self, task: dict, one: dict, other: dict) -> bool:
+        told = self.env.judge.compare(task["start"], one, other)
+        return "error" not in told and told["answer"] and not told["tables"]
+
+
+def codes(replies: list[str]) -> list[str]:
+    """The blocks of Python in replies."""
+    found = map(code_of, replies)
+    return [code for code in found if code]
+
+
+def tree_of(code: str) -> ast.AST | None:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def calls_of(code: str) -> list[str]:
+    """The names of the interfaces that code calls; none where it is no Python."""
+    tree = tree_of(code)
+    return data.calls_in(tree) if tree else []
