@@ -11,8 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from common.settings import Refused  # noqa: F401
-from worlds import ENVIRONMENTS, EnvError, World, environment  # noqa: F401
-from worlds.published import experts, make  # noqa: F401
+from worlds import ENVIRONMENTS, EnvError, World, environment, make  # noqa: F401
+from worlds.expert_files import experts  # noqa: F401
 
 # Seconds before an episode whose environment broke is played again; a server's restart takes some.
 WAITS = [0.5, 5.0, 25.0]

@@ -71,7 +71,7 @@ from common.settings import (
     limited,
 )
 from dpo import Group, Trajectory
-from worlds.published import read_experts
+from worlds.expert_files import read_experts
 
 # ------------------------------------------------------------------------------------ the loop
 # Phases read and write files, as in coevolve.py. `task_set` is the file of D: none before there is

@@ -19,6 +19,7 @@ from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import (  # noqa:
 )
 
 import worlds  # noqa: E402
+from worlds import make  # noqa: E402
 from worlds.bfcl import data  # noqa: E402
 from worlds.bfcl.calls import (  # noqa: E402
     DONE,
@@ -33,7 +34,6 @@ from worlds.bfcl.calls import (  # noqa: E402
 )
 from worlds.bfcl.data import CATEGORIES, MORE_FUNCTIONS, SIZES, start_state, tasks  # noqa: E402
 from worlds.bfcl.world import Bfcl  # noqa: E402
-from worlds.published import make  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(package.__file__).parents[2]
@@ -148,6 +148,25 @@ def test_ground_truths_are_right_and_without_their_last_call_wrong():
         last[-1] = last[-1][:-1]
         turns = [[reply for reply in turn if reply] for turn in turns]
         assert reward(key, turns) == 0 and not verdict(key, turns), key
+
+
+@pytest.mark.parametrize("call", [
+    {"id": "call_1", "name": "ls", "arguments": {"a": True}},
+    {"arguments": {"a": True}, "type": "function", "name": "ls", "index": 0},
+    {"name": "ls", "arguments": '{"a": true}'}, {"name": "ls", "arguments": ' {"a":true}\n'},
+])
+@pytest.mark.parametrize("form", ["<tool_call>\n{}\n</tool_call>", "```json\n{}\n```", "{}", "[{}]"])
+def test_a_call_with_other_keys_or_with_arguments_as_text_is_the_call(call, form):
+    """As bfcl-eval's handlers take name and arguments of what they find, and read arguments that
+    are text as JSON."""
+    assert parse_calls(form.format(json.dumps(call))) == [dict(name="ls", arguments={"a": True})]
+
+
+@pytest.mark.parametrize("arguments", ["", "a", "[1]", "{", '"{}"', "7", "[" * 9000])
+def test_arguments_that_are_no_object_make_no_call(arguments):
+    world = Simulators(next(iter(ROWS)).replace("multi_turn_base_", "base-"))
+    (call,) = parse_calls(json.dumps(dict(name="ls", arguments=arguments)))
+    assert world.run(call).startswith("Error: a call is")
 
 
 VALUES = ["", " ", "x", 0, 1, -1, 2.5, True, None, [], ["a"], {}, {"a": 1}, "..", "/", "AAPL"]
@@ -275,7 +294,7 @@ CD = dict(name="cd", arguments={"folder": "a"})
     # no call: words, half a form, another form
     ("", []), ("ls()", []), ("3", []), ("{}", []), (f"I call {TEXT}", []), (f"<tool_call>{TEXT}", []),
     (f"<think>{as_reply([LS])}", []), (f"```\n{TEXT}\n```", []), (f"{TEXT} {TEXT}", []),
-    ('{"name": "ls", "arguments": {}, "id": 1}', []), ("<tool_call>ls()</tool_call>", []),
+    ('{"name": "ls", "arguments": {}, "id": 1}', [LS]), ('{"name": "ls", "parameters": {}}', []), ("<tool_call>ls()</tool_call>", []),
     ("<tool_call>{'name': 'ls', 'arguments': {}}</tool_call>", []), (f"[[{TEXT}]]", []),
 ])
 def test_the_form_of_a_call(reply, calls):

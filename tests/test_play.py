@@ -111,7 +111,7 @@ def test_the_agent_reads_what_the_person_did(small_run, typed, monkeypatch):
     turns = said.split("--- turn ")[1:]
     assert len(turns) == 3 and "Page 1 (Total results" in turns[0] and "left after 2" in turns[2]
     world = envs.make("webshop", "short")
-    messages = envs.opening(world, world.reset("webshop-test-0"))
+    messages = world.opening(world.reset("webshop-test-0"))
     (encoder, first), (_, second), _ = asked
     assert first == encoder.encode(messages, 1)[0]
     page = world.step("search[\xfcmug mug]").observation

@@ -13,7 +13,7 @@ import coevolve
 import envs
 import worlds
 from dpo import Encoder, Trajectory
-from worlds import published
+from worlds import expert_files
 
 CHAT = [("user", "Observation:\nWebShop [SEP] Instruction: [SEP] a hat [SEP] Search"),
         ("assistant", "Thought: I search.\nAction: search[hat]"),
@@ -40,12 +40,12 @@ def prompts(tmp_path_factory):
 
 
 def make(name, prompts, **options):
-    return published.make(name, protocol="eto", prompts=prompts, **options)
+    return worlds.make(name, protocol="eto", prompts=prompts, **options)
 
 
 def conversation(env, task, replies):
     """What an agent that says these replies has read and said."""
-    messages, reward = worlds.opening(env, env.reset(task), playing=True), 0.0
+    messages, reward = env.opening(env.reset(task), playing=True), 0.0
     for reply in replies:
         step = env.step(reply)
         messages += said([("assistant", reply), ("user", step.observation)])
@@ -56,7 +56,7 @@ def conversation(env, task, replies):
 
 
 def test_an_episode_in_the_shop_turn_by_turn(prompts):
-    env, ours = make("webshop", prompts), published.make("webshop")
+    env, ours = make("webshop", prompts), worlds.make("webshop")
     task, replies = "webshop-test-0", [
         "I just say it: search[lamp]", "Thought: t\nAction: search[desk lamp]\nAction: search[rug]",
         "Thought: t\nAction:click[x]", "Action: search[wall clock]", "Action: click[nothing]"]
@@ -85,7 +85,7 @@ def test_an_episode_in_the_shop_turn_by_turn(prompts):
     ("Action: search[a] and click[b]", ""),
 ])
 def test_a_reply_acts_in_the_shop_as_in_theirs(prompts, reply, action):
-    env, ours = make("webshop", prompts), published.make("webshop")
+    env, ours = make("webshop", prompts), worlds.make("webshop")
     env.reset("webshop-test-0"), ours.reset("webshop-test-0")
     expected = ("Observation: Invalid format. The input must contains 'Action: '" if action is None
                 else f"Observation:\n{ours.step(action).observation}")
@@ -93,15 +93,15 @@ def test_a_reply_acts_in_the_shop_as_in_theirs(prompts, reply, action):
 
 
 def test_the_examples_are_as_many_as_asked_for(prompts):
-    counts = [len(worlds.opening(make("webshop", prompts, examples=n), "page", True)) for n in range(3)]
+    counts = [len(make("webshop", prompts, examples=n).opening("page", True)) for n in range(3)]
     assert counts == [3, 7, 9]
     env = make("webshop", prompts, examples=0)
-    assert worlds.opening(env, "page", True) == said(
+    assert env.opening("page", True) == said(
         [("user", RULES["webshop"]), ("assistant", "OK"), ("user", "page")])
 
 
 def test_experts_open_without_the_example_and_say_what_ours_say(prompts):
-    env, ours = make("webshop", prompts), published.make("webshop")
+    env, ours = make("webshop", prompts), worlds.make("webshop")
     for n in range(6):
         task = f"webshop-train-{n}"
         messages, reward = worlds.converse(env, env.reset(task), env.expert())
@@ -147,15 +147,20 @@ def test_science_opens_with_its_heading_and_a_wrong_first_focus_is_minus_1(scien
     assert messages[:2] == said([("user", RULES["sciworld"]), ("assistant", "OK")])
     assert messages[6]["content"].startswith("Task Description:\nYour task is to find a(n) animal.")
     assert messages[-1]["content"].startswith("Observation: ") and reward == -1.0
-    expert = worlds.opening(science, messages[6]["content"])
+    expert = science.opening(messages[6]["content"])
     assert expert[2]["content"].startswith("Your task is to find")
     science.reset(task)
-    assert conversation(science, task, [f"Action: {a}" for a in science.gold()])[1] == 1.0
+    assert conversation(science, task, [f"Action: {a}" for a in science.inner.gold()])[1] == 1.0
     # Not the first: what had been reached before. One without an action forgets it.
     assert conversation(science, task, ["Action: look around", "Action: focus on air"])[1] >= 0
     reached = ["Action: teleport to kitchen"] * 2
     assert conversation(science, task, reached)[1] > 0
     assert conversation(science, task, reached + ["wait", "wait1"])[1] == 0.0
+
+
+def test_science_ends_behind_200_moves(science):
+    messages, reward = conversation(science, "scienceworld-train-boil-0", ["Action: wait"] * 30)
+    assert len(messages) == 7 + 2 * 19 and reward == 0.0
 
 
 def entry(turns, id="webshop_17", **more):
@@ -171,24 +176,24 @@ PUBLISHED = [("user", "their rules"), ("assistant", "OK"), ("user", "WebShop [SE
 def test_published_experts_stay_as_their_file_has_them_or_open_like_our_rollouts(prompts, tmp_path):
     (tmp_path / "f").write_text(json.dumps([entry(PUBLISHED, reward=0.8),
                                             entry(PUBLISHED[2:], "webshop_18")]))
-    (_, whole, _), (_, without, _) = published.read_experts(
+    (_, whole, _), (_, without, _) = expert_files.read_experts(
         tmp_path / "f", make("webshop", prompts))
     assert whole == said(PUBLISHED[:-1])
     assert without == said([("user", RULES["webshop"]), ("assistant", "OK"), *PUBLISHED[2:-1]])
-    env = published.make("webshop")
+    env = worlds.make("webshop")
     turns = said([("user", f"{env.prompt}\n\n{PUBLISHED[2][1]}"), PUBLISHED[3], ("user", "[SEP] B0"),
                   PUBLISHED[5]])
-    assert published.read_experts(tmp_path / "f", env)[0] == ("webshop-train-17", turns, 0.8)
+    assert expert_files.read_experts(tmp_path / "f", env)[0] == ("webshop-train-17", turns, 0.8)
 
 
 def test_experts_of_a_run_are_read_as_they_are_by_its_protocol(prompts, tmp_path):
     task = "webshop-train-3"
-    for env in (make("webshop", prompts), published.make("webshop")):
+    for env in (make("webshop", prompts), worlds.make("webshop")):
         row = (task, *worlds.converse(env, env.reset(task), env.expert()))
         (tmp_path / "f").write_text(json.dumps(dict(zip(("task", "messages", "reward"), row))))
-        assert [*published.experts(env, str(tmp_path / "f"), 0)] == [row]
+        assert [*expert_files.experts(env, str(tmp_path / "f"), 0)] == [row]
     with pytest.raises(worlds.Refused, match=f"{task} is another task here"):
-        next(published.experts(make("webshop", prompts), str(tmp_path / "f"), 0))
+        next(expert_files.experts(make("webshop", prompts), str(tmp_path / "f"), 0))
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +222,7 @@ def test_an_agent_reads_what_theirs_reads_and_is_trained_without_the_example(enc
     for n, row in enumerate(rows):
         expected, _ = conversation(env, row.task, replies)
         assert row.messages == expected[:-1] and row.ended == "budget" and row.steps == 10
-        trained = worlds.opening(env, env.reset(row.task)) + expected[7:-1]
+        trained = env.opening(env.reset(row.task)) + expected[7:-1]
         assert "B0HAT" in str(expected) and "B0HAT" not in str(trained)
         assert [row.ids, row.action_mask] == list(encoder.encode(trained, 3))
         for turn in range(10):  # it goes on reading the example
@@ -234,7 +239,7 @@ def test_an_agent_reads_what_theirs_reads_and_is_trained_without_the_example(enc
     ("a: b-c --- d", "a: b-c --- d", "a: b-c --- d"),
 ])
 def test_a_reply_ends_where_theirs_ends(encoder, prompts, reply, kept, ours):
-    for env, text in ((make("webshop", prompts), kept), (published.make("webshop"), ours)):
+    for env, text in ((make("webshop", prompts), kept), (worlds.make("webshop"), ours)):
         (row,), _ = play_scripted(encoder, env, ["webshop-train-0"], [reply] * 11)
         assert [m["content"] for m in row.messages if m["role"] == "assistant"][-10:] == [text] * 10
 

@@ -14,7 +14,8 @@ import scienceworld
 from conftest import ROOT, Again, beside, wait_until
 
 import worlds
-from worlds.published import make, published_task
+from worlds import make
+from worlds.expert_files import published_task
 from worlds.scienceworld import world as science
 from worlds.scienceworld.world import ScienceWorld
 
@@ -135,6 +136,19 @@ def test_a_wrong_focus_ends_the_episode_with_what_was_reached(env):
                         "You focus on the axe.", pytest.approx(0.25)] and env.max_steps == 15
 
 
+def test_an_episode_ends_behind_200_moves(env):
+    """ETO builds its environment with this limit; a `wait` is 11 moves, so 18 are 198 and one that
+    looked around before."""
+    solution = make("scienceworld", "short")
+    solution.reset("scienceworld-train-boil-0")
+    solved = solution.gold()
+    solution.close()
+    seen = play(env, "scienceworld-train-boil-0", ["wait"] * 20 + solved)
+    assert len(seen) == 1 + 2 * 19 and seen[-1] == 0.0
+    seen = play(env, "scienceworld-train-boil-0", ["wait1"] * 20)
+    assert len(seen) == 1 + 2 * 20
+
+
 def test_experts_reach_the_full_score_within_the_steps():
     full = make("scienceworld", "full")
     for split, kind in ("train", "find-plant"), ("seen", "life-stages-2"):
@@ -233,7 +247,7 @@ def test_a_simulator_is_used_again_unless_it_is_dead(monkeypatch):
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_no_simulator_outlives_its_process(end):
-    code = ("import signal, time; from worlds.published import make; env = make('scienceworld', 'short');"
+    code = ("import signal, time; from worlds import make; env = make('scienceworld', 'short');"
             "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a background job has none
             f"env.reset({TASKS[0]!r}); print('ready', flush=True); time.sleep(60)")
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,

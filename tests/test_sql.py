@@ -18,9 +18,10 @@ from conftest import ROOT, Again, beside, wait_until
 
 import coevolve
 import worlds
+from worlds import make
+from worlds.expert_files import published_task
 from worlds.intercodesql import databases, questions, spider
 from worlds.intercodesql.world import EXPLANATION, InterCodeSQL, parse_sql_reply, sql_reward
-from worlds.published import make, published_task
 
 DATA = ROOT.parent / "shared" / "data" / "intercode"
 

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, beside
 
 import worlds
-from worlds.published import make
+from worlds import make
 from worlds.webshop import catalogue
 from worlds.webshop import shop as webshop
 from worlds.webshop.shop import WebShop

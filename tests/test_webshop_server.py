@@ -14,10 +14,11 @@ import pytest
 from conftest import ROOT, Again, beside
 
 import worlds
-from worlds.published import make, opens_otherwise
+from worlds import make
+from worlds.expert_files import opens_otherwise
 from worlds.webshop import catalogue
 from worlds.webshop.server import Client, WebShopServer
-from worlds.webshop.shop import Page, WebShop, render
+from worlds.webshop.shop import Place, WebShop
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +64,9 @@ def test_recorded_episode_gives_the_official_text_and_reward(recorded):
                           ("click[Description]", "08"), ("click[< Prev]", "09")]:
         assert shop.step(action) == worlds.Step(recorded.texts[label], 0.0, False)
         if label == "02":
-            assert [*shop.shown.links][:3] == ["back to search", "next >", "b0hvdgaj09"]
-            assert len(shop.shown.links) == 2 + 9
-    assert set(shop.shown.links) == {
+            assert [*shop.page.links][:3] == ["back to search", "next >", "b0hvdgaj09"]
+            assert len(shop.page.links) == 2 + 9
+    assert set(shop.page.links) == {
         "back to search", "< prev", "description", "features", "reviews", "buy now", "sea salt",
         "baker's choice", "12 ounce (pack of 2)", "8 ounce (pack of 6)"}
     step = shop.step("click[Buy Now]")
@@ -136,12 +137,13 @@ def test_an_official_page_of_attributes_is_read(shop_server):
     assert shop.step("click[< back to item page]").observation.endswith("item")
 
 
-def as_html(shop, page, address):
+def as_html(shop, place, address):
     """A page of the embedded shop with the controls of an official one."""
-    pieces, links = render(shop, page)
+    page = shop.follow(place)
+    pieces, links = page.pieces, page.links
     values = {v for p in shop.world.products for pool in p["options"].values() for v in pool}
     if page.kind == "done":
-        score = shop._follow(page).reward
+        score = page.reward
         return (f"<html><body><h1>{pieces[0]}</h1><h3>{pieces[1]} </h3><p><pre>5954286D85</pre> "
                 f'(Paste it)</p><div style="display:none"><pre>{escape(str(shop.goal))}</pre>'
                 f'</div><h3 id="reward">Your score<pre>{score}</pre></h3></body></html>')
@@ -150,7 +152,7 @@ def as_html(shop, page, address):
         to = address(links[piece.lower()]) if piece.lower() in links else ""
         text = escape(piece)
         if piece == "Search":
-            html += (f'<form method="post" action="{address(page)}"><input id="search_input" '
+            html += (f'<form method="post" action="{address(place)}"><input id="search_input" '
                      'name="search_query"><button class="btn btn-success"><i class="x"></i>Search'
                      "</button></form>")
         elif not to:
@@ -169,7 +171,7 @@ def as_html(shop, page, address):
 @pytest.fixture
 def official(shop_server):
     """The embedded shop's test goals behind the routes of a server. warm: it has its catalogue."""
-    shop, pages = WebShop(), [Page()]
+    shop, places = WebShop(), [Place()]
     goals = shop.world.goals["test"]
 
     def answer(method, path, form):
@@ -180,16 +182,16 @@ def official(shop_server):
         match = re.fullmatch(r"/coevolve_fixed_(\d+)(?:/(\d+))?", path)
         if not match or int(match[1]) >= len(goals):
             return 500, "<h1>Internal Server Error</h1>", None
-        shop.goal, page = goals[int(match[1])], pages[int(match[2] or 0)]
+        shop.goal, place = goals[int(match[1])], places[int(match[2] or 0)]
 
-        def address(page):
-            if page not in pages:
-                pages.append(page)
-            return f"/coevolve_fixed_{match[1]}/{pages.index(page)}"
+        def address(place):
+            if place not in places:
+                places.append(place)
+            return f"/coevolve_fixed_{match[1]}/{places.index(place)}"
 
         if "search_query" in form:
-            return 302, "", address(Page("results", query=form["search_query"].lower()))
-        return 200, as_html(shop, page, address), None
+            return 302, "", address(Place("results", query=form["search_query"].lower()))
+        return 200, as_html(shop, place, address), None
 
     server = shop_server(answer)
     server.warm, server.loads = True, 0
@@ -203,7 +205,7 @@ def any_policy(shop, seed):
     def act(page):
         if page.startswith("WebShop") and "(seen)" not in page:
             return expert(page) if rng.random() < 0.9 else "click[Search]"
-        links = sorted(shop.shown.links) + ["nothing"]
+        links = sorted(shop.page.links) + ["nothing"]
         return f"click[{rng.choice(links)}]" if links[1:] else "search[desk lamp]"
     return act
 
@@ -211,11 +213,11 @@ def any_policy(shop, seed):
 def episode(shop, task, act):
     """Everything the agent sees of one episode."""
     page, seen = shop.reset(task), []
-    seen.append((page, sorted(shop.shown.links)))
+    seen.append((page, sorted(shop.page.links)))
     for _ in range(10):
         step = shop.step(act(page))
         page = step.observation
-        seen.append((step, sorted(shop.shown.links)))
+        seen.append((step, sorted(shop.page.links)))
         if step.done:
             break
     return seen
@@ -267,14 +269,18 @@ def talk(text):
 def test_what_is_set_aside_where_experts_and_the_environment_are_compared():
     env = make("webshop", webshop_url="http://127.0.0.1:9")
     page = "WebShop [SEP] Instruction: [SEP] a hat, and price lower than 30.00 dollars [SEP] Search"
-    for same in (page, page.replace("30.00", "120.00"), f"Observation:\n{page}", f"{page} \n",
-                 f"{env.prompt}\n\n{page}", f"rules of\n\nanother version\n\n{page}", page.upper(),
-                 page.replace(", and price lower than 30.00 dollars", "")):
-        assert opens_otherwise(env, talk(same), page) is None
+    for same in (page, page.replace("30.00", "120.00"), f"{page} \n",
+                 page.upper(), page.replace(", and price lower than 30.00 dollars", "")):
+        assert opens_otherwise(env, env.opening(same) + talk("x")[1:], page) is None
     for other in ("a hat", page.replace("hat", "cap"), f"{page} and more", f"A {page}", ""):
-        assert opens_otherwise(env, talk(other), page)
+        assert opens_otherwise(env, env.opening(other) + talk("x")[1:], page)
+    # Another view's experts, and those of another prompt.
+    assert opens_otherwise(env, talk(page), page)
+    assert opens_otherwise(env, talk(f"rules of\n\nanother version\n\n{page}"), page)
+    assert opens_otherwise(make("webshop", "short"), env.opening(page) + talk("x")[1:], page)
     embedded = make("webshop")  # its limits stay, so another limit is another goal
-    assert opens_otherwise(embedded, talk(page.replace("30", "40")), page)
+    assert opens_otherwise(embedded, embedded.opening(page.replace("30", "40")) + talk("x")[1:],
+                           page)
     science = worlds.World("short")
     assert opens_otherwise(science, talk("Task Description:\nBoil."), "Boil.") is None
 

@@ -74,14 +74,32 @@ def parse_calls(reply: str) -> list[dict | str]:
 def _calls_in(block: str) -> list[dict | str | None]:
     """The calls in a block; None in place of what is none, a text for one that cannot be read."""
     try:
-        value = json.loads(block, parse_int=lambda digits: (
-            int(digits) if len(digits.lstrip("-")) <= DIGITS else math.nan))
+        value = _from_json(block)
     except ValueError:
         return [None]
     except RecursionError:
         return [TOO_DEEP]
-    return [call if isinstance(call, dict) and call.keys() == {"name", "arguments"} else None
-            for call in (value if isinstance(value, list) else [value])]
+    return [_as_call(call) for call in (value if isinstance(value, list) else [value])]
+
+
+def _from_json(text: str):
+    """The value of JSON text; a number of too many digits is none."""
+    def whole(digits):
+        return int(digits) if len(digits.lstrip("-")) <= DIGITS else math.nan
+
+    return json.loads(text, parse_int=whole)
+
+
+def _as_call(value) -> dict | None:
+    """Name and arguments of a call in JSON, as bfcl-eval's own handlers read it: other keys do not
+    count, and arguments may be JSON text. None where it is none."""
+    if not isinstance(value, dict) or not {"name", "arguments"} <= value.keys():
+        return None
+    arguments = value["arguments"]
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):  # else `problem` says what is wrong
+            arguments = _from_json(arguments)
+    return {"name": value["name"], "arguments": arguments}
 
 
 def problem(call: dict) -> str | None:

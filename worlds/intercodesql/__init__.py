@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Optional
 
 from common.settings import REAL, OldFile, Password, limited
-from worlds.published import Published
+from worlds.eto_protocol import ProtocolOptions
 
 MYSQL_ADDRESS = "mysql://user:password@host:port, with / and @ in a password as %2F and %40"
 
@@ -21,7 +21,7 @@ Address = Annotated[limited(Optional[str], f"must be {MYSQL_ADDRESS}", is_mysql_
 
 
 @dataclass(frozen=True)
-class Options(Published):
+class Options(ProtocolOptions):
     # folder of InterCode's ic_spider_dev.json and ic_spider_dbs.sql [generated data]
     intercode_data: Annotated[OldFile, REAL] = None
     # server of InterCode's databases, mysql://user:password@host:port; the password may be in

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from worlds import EnvError, Refused
 from worlds.intercodesql import MYSQL_ADDRESS, databases, is_mysql_address
 from worlds.intercodesql.questions import SQLWorld, numbered
-from worlds.published import read_json, reading
+from worlds.user_files import read_json, reading
 
 
 @lru_cache(maxsize=2)

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import numpy as np
 
-from worlds import EnvError, Refused, Step, World, said
+from worlds import EnvError, Refused, Step, World
 from worlds.intercodesql.databases import INTERRUPTED, TOO_LARGE, MySQL, Sqlite
 from worlds.intercodesql.mysql import GLUED
 from worlds.intercodesql.questions import sql_expert, sql_world
@@ -74,7 +74,8 @@ class InterCodeSQL(World):
         """Also on a question of no split, over the database that `script` makes."""
         self.close()
         self._db = self.database(question["db"], script)
-        self._question, self._last = question, None
+        self._question = question
+        self.last_answer = None  # what `submit` hands in
         return question["query"]
 
     def database(self, name: str, script: str | None = None) -> MySQL | Sqlite:
@@ -85,18 +86,24 @@ class InterCodeSQL(World):
 
     def step(self, reply: str) -> Step:
         sql = self.action(reply)
-        if sql is None:  # the last result stays the one to submit
-            return Step(self.theirs.no_action if self.theirs else EXPLANATION, 0.0, False)
+        if sql is None:  # the last answer stays the one to submit
+            return Step(EXPLANATION, 0.0, False)
+        return self.act(sql)
+
+    def act(self, sql: str) -> Step:
+        """Runs a query, or hands in the last answer for "submit"."""
         if sql != "submit":
-            self._last = answer = self._db.run(sql)
-            if self.theirs and isinstance(answer, str) and "Unknown" not in answer:
-                answer += "\n"  # IPR's environment ends most error texts so
-            return Step(said(self, shown(answer, sql, self.view == "short")), 0.0, False)
+            self.last_answer = self._db.run(sql)
+            return Step(self.shown(self.last_answer, sql), 0.0, False)
         gold = self._db.run(self._question["gold"])
         if gold in (INTERRUPTED, TOO_LARGE):
             raise EnvError(f"gold query of {self._question['query']!r}: {gold}")
-        raw = sql_reward(self._last, gold if isinstance(gold, list) else [])
-        return Step("submitted", raw if self.theirs else min(max(raw, 0.0), 1.0), True, raw)
+        raw = sql_reward(self.last_answer, gold if isinstance(gold, list) else [])
+        return Step("submitted", min(max(raw, 0.0), 1.0), True, raw)
+
+    def shown(self, answer, sql: str = "") -> str:
+        """An answer to a query as the agent reads it."""
+        return in_short(answer, sql) if self.view == "short" else in_full(answer)
 
     def action(self, reply: str) -> str | None:
         if self.view == "full":
@@ -118,18 +125,26 @@ class InterCodeSQL(World):
             self._db.close()
 
 
-def shown(result, sql: str, short: bool) -> str:
-    """A query's result as the agent reads it."""
-    if not short or not isinstance(result, list):
-        text = str(result)
-        return text[:350] + "..." if len(text) > 350 else text
-    if re.match(r"\s*desc", sql, re.I):
-        result = [row[:1] for row in result]
-    lines = [" , ".join(_brief(v) for v in row)
-             for row in result[:SHORT_ROWS]]
-    if re.match(r"\s*(desc|show)", sql, re.I):
+def in_full(answer) -> str:
+    """An answer as InterCode's agents read it, cut behind 350 characters."""
+    text = str(answer)
+    return text[:350] + "..." if len(text) > 350 else text
+
+
+def in_short(answer, sql: str) -> str:
+    """An answer without brackets, at most SHORT_ROWS rows; DESC as names alone."""
+    if not isinstance(answer, list):
+        return in_full(answer)
+    describes = re.match(r"\s*desc", sql, re.I)
+    lines = []
+    for row in answer[:SHORT_ROWS]:
+        values = row[:1] if describes else row
+        lines.append(" , ".join(map(_brief, values)))
+    if describes or re.match(r"\s*show", sql, re.I):
         lines = [line.replace("'", "") for line in lines]
-    return " | ".join(lines + ["..."] * (len(result) > SHORT_ROWS)) or "empty"
+    if len(answer) > SHORT_ROWS:
+        lines.append("...")
+    return " | ".join(lines) or "empty"
 
 
 def _brief(value) -> str:

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.settings import OldFile
-from worlds.published import Published
+from worlds.eto_protocol import ProtocolOptions
 
 
 @dataclass(frozen=True)
-class Options(Published):
+class Options(ProtocolOptions):
     task_types: Literal["all", "short"] = "all"  # ETO's 24, or eight with short texts [ETO, ours]
     split_file: OldFile = None  # folder of ETO's lists of tasks [by rule]
 

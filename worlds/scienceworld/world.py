@@ -11,8 +11,8 @@ from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
 from py4j.protocol import Py4JError
 from scienceworld.constants import JAR_PATH
 
-from worlds import EnvError, Step, World, said
-from worlds.published import read_lists
+from worlds import EnvError, Step, World
+from worlds.task_lists import read_lists
 
 logging.getLogger("py4j").setLevel(logging.CRITICAL)  # what it reports is caught and told here
 
@@ -55,6 +55,8 @@ SCIENCE_TASKS = {
     "inclined-plane-friction-unnamed-surfaces": (162, None),
     "mendelian-genetics-known-plant": (120, None), "mendelian-genetics-unknown-plant": (480, None),
 }
+# An episode ends behind so many moves of the simulator's, of which `wait` makes 11 [ETO].
+MOST_MOVES = 200
 SHORT_TYPES = sorted(kind for kind in SCIENCE_TASKS
                      if re.fullmatch("find-.*|lifespan-.*|power-component", kind))
 
@@ -68,8 +70,8 @@ def _task(key: str) -> tuple[str, int]:
 class ScienceWorld(World):
     """Elementary science experiments in the ScienceWorld simulator, with ETO's rules. A task is a
     type and a variation's number. The reward is the highest score so far / 100, at least 0; a wrong
-    `focus on` ends the episode with what had been reached before (by ETO's protocol with -1 if it
-    is the first action). view="short" leaves out the prompt and the experts' thoughts.
+    `focus on`, or MOST_MOVES, ends the episode with what had been reached before. view="short"
+    leaves out the prompt and the experts' thoughts.
 
     The simulator is a Java process of the object's own, and is called directly: the package's
     `step` also asks for all valid actions and takes ten times as long. `close` leaves it, warm, for
@@ -91,22 +93,20 @@ class ScienceWorld(World):
         self._simulator = None
 
     def start(self, task: tuple[str, int]) -> str:
-        self._task, self.max_steps = task, SCIENCE_TASKS[task[0]][1] or 100
-        description = self._safely(lambda simulator: simulator.load(*task))
-        self._score = 0.0
-        if self.theirs:  # a wrong first focus scores -1
-            self._score, description = -1.0, f"Task Description:\n{description}"
-        return description
+        kind, number = task
+        self._task = task
+        self.max_steps = SCIENCE_TASKS[kind][1] or 100
+        self.reached = 0.0
+        return self._safely(lambda simulator: simulator.load(kind, number))
 
     def step(self, reply: str) -> Step:
-        action = self.action(reply)
-        if action is None:  # by which ETO's code also forgets what had been reached
-            self._score = 0.0
-            return Step(self.theirs.no_action, 0.0, False)
-        action = action if self.theirs else " ".join(action.split())
+        return self.act(" ".join(self.action(reply).split()))
+
+    def act(self, action: str) -> Step:
+        """Does an action, written as the simulator reads it."""
         observation, score, done = self._safely(lambda simulator: simulator.act(action))
-        self._score = max(self._score, score)
-        return Step(said(self, observation), min(self._score, 1.0), done)
+        self.reached = max(self.reached, score)
+        return Step(observation, min(self.reached, 1.0), done)
 
     def possible(self) -> tuple[list[str], str]:
         forms, objects = self._safely(lambda simulator: (
@@ -189,8 +189,10 @@ class _Simulator:
 
     def act(self, action: str) -> tuple[str, float, bool]:
         """The observation, the score and whether that was the end."""
-        observation, score = self.interface.step(action), self.interface.getScore()
-        return observation, score, self.interface.getCompleted() or score < 0
+        observation = self.interface.step(action)
+        score = self.interface.getScore()
+        ended = self.interface.getCompleted() or score < 0
+        return observation, score, ended or self.interface.getNumMoves() > MOST_MOVES
 
 
 def _stop(gateway, process) -> None:

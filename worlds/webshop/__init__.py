@@ -5,13 +5,13 @@ from typing import Annotated, Optional
 
 from common.settings import REAL, OldFile, limited
 from worlds import is_web_address
-from worlds.published import Published
+from worlds.eto_protocol import ProtocolOptions
 
 WebAddress = limited(Optional[str], "must be http://host:port or https://host", is_web_address)
 
 
 @dataclass(frozen=True)
-class Options(Published):
+class Options(ProtocolOptions):
     webshop_url: Annotated[WebAddress, REAL] = None  # of a real WebShop server [the embedded shop]
     split_file: OldFile = None  # folder of ETO's or IPR's lists of tasks [by rule]
 

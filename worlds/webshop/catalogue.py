@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
 
+from worlds import Stuck
+
 WORLD_SEED = 20251122  # ours; the world does not depend on a run's seed
 
 SIZES = {"worn": ["small", "medium", "large"], "beds": ["twin", "queen", "king"],
@@ -49,7 +51,7 @@ TEMPLATES = [
 # What an instruction asks for, read back from its text.
 _PATTERNS = [re.compile(template.format(
     type=r"(?P<type>\w+ \w+)", attributes="(?P<attributes>.+?)", options="(?P<options>.+?)",
-    limit=r"(?P<limit>[\d.]+)")) for template in TEMPLATES]
+    limit=r"(?P<limit>\d+(\.\d+)?)")) for template in TEMPLATES]
 _TYPE_WORDS = {word for name in TYPES for word in name.split()}
 
 
@@ -180,17 +182,24 @@ def split_page(observation: str) -> list[str]:
 
 
 def read_instruction(observation: str) -> dict:
-    """type, attributes, options (colour first) and limit of an instruction of TEMPLATES."""
-    match = next(filter(None, (pattern.search(observation) for pattern in _PATTERNS)))
-    return {"type": match["type"], "attributes": match["attributes"].split(" and "),
-            "options": match["options"].split(", "), "limit": float(match["limit"])}
+    """type, attributes, options (colour first) and limit of an instruction of TEMPLATES; Stuck
+    where there is none on the page."""
+    for pattern in _PATTERNS:
+        match = pattern.search(observation)
+        if match:
+            return {"type": match["type"], "attributes": match["attributes"].split(" and "),
+                    "options": match["options"].split(", "), "limit": float(match["limit"])}
+    raise Stuck(f"no instruction in {observation[:80]!r}")
 
 
 def read_results(observation: str) -> list[tuple[str, str, float]]:
     """(asin, title, price) of the products on a results page."""
     pieces = split_page(observation)
-    return [(asin, title, float(price[1:])) for asin, title, price
-            in zip(pieces, pieces[1:], pieces[2:]) if re.fullmatch("B0[A-Z0-9]{8}", asin)]
+    results = []
+    for asin, title, price in zip(pieces, pieces[1:], pieces[2:]):
+        if re.fullmatch("B0[A-Z0-9]{8}", asin) and re.fullmatch(r"\$\d+(\.\d+)?", price):
+            results.append((asin, title, float(price[1:])))
+    return results
 
 
 def fitting(results, want):

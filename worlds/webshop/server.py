@@ -14,8 +14,8 @@ import requests
 from filelock import FileLock
 
 from worlds import EnvError, Refused
-from worlds.published import read_lists
-from worlds.webshop.shop import DONE, Shop, Shown
+from worlds.task_lists import read_lists
+from worlds.webshop.shop import DONE, Page, Shop
 
 RULE = {"train": range(1500, 1500 + 1624), "validation": range(500, 1500), "test": range(500)}
 
@@ -50,8 +50,7 @@ class WebShopServer(Shop):
         self._client = Client(webshop_url.rstrip("/"), timeout, load_timeout)
 
     def start(self, goal: int) -> str:
-        self._seen = set()
-        return self._show(self._client.begin(goal))
+        return self.begin(self._client.begin(goal))
 
     def expert(self):
         raise Refused("the scripted expert knows the embedded shop's instructions only; for a "
@@ -60,13 +59,13 @@ class WebShopServer(Shop):
     def close(self):
         self._client.close()
 
-    def _follow(self, link, query: str = "") -> Shown:
+    def follow(self, link, query: str = "") -> Page:
         if link:
-            return self._client.open(self.shown, *link)
+            return self._client.open(self.page, *link)
         # A slash would end in a 404, and <r>, <a>, <c>, <q> at the start are commands; a URL has
         # to hold the query, and Lucene takes 1,024 words.
         query = re.sub("^<([racq])>", r"\1", query.replace("/", " "))[:1000]
-        return self._client.open(self.shown, "POST", self._client.form,
+        return self._client.open(self.page, "POST", self._client.form,
                                  data={"search_query": query})
 
 
@@ -84,7 +83,7 @@ class Client:
         self._http.adapters.clear()  # whatever a page's links and redirects say, no other host
         self._http.mount(urljoin(url, "/"), requests.adapters.HTTPAdapter())
 
-    def begin(self, goal: int) -> Shown:
+    def begin(self, goal: int) -> Page:
         """The first page of an episode on a goal."""
         self._goal, known = goal, self.known[self.url]
         if known and goal not in known:  # one that is says whether it is the same server
@@ -92,7 +91,7 @@ class Client:
             self._read(first[len(known) % len(first)])
         return self._read(goal)
 
-    def _read(self, goal: int) -> Shown:
+    def _read(self, goal: int) -> Page:
         """A goal's first page; Refused if its instruction is not what this process has read."""
         page = self.open(None, "GET", f"{self.url}/coevolve_fixed_{goal}")
         before = self.known[self.url].setdefault(goal, self._instruction)
@@ -102,7 +101,7 @@ class Client:
                           "begin a run with another --out")
         return page
 
-    def open(self, before: Shown | None, method: str, url: str, item=None, data=None) -> Shown:
+    def open(self, before: Page | None, method: str, url: str, item=None, data=None) -> Page:
         """The page at `url`; before: the page that it follows, which stays if there is none (404),
         None for the first one of an episode. item: of a product link."""
         found = self._load(method, url, data, opening=before is None)
@@ -116,7 +115,7 @@ class Client:
             if not 0 <= page.reward <= 1:
                 self._fail("the reward of the purchase is not a number in [0, 1]")
             self._read(self._goal)
-            return Shown("done", DONE, {}, reward=page.reward)
+            return Page("done", DONE, {}, reward=page.reward)
         if page.instruction is None or (before is None and page.form is None):
             self._fail("this is no page of a WebShop server; see that the address is right")
         if before and page.instruction != self._instruction:
@@ -124,7 +123,7 @@ class Client:
         self._instruction, self.form = page.instruction, page.form or self.form
         kind = ("search" if page.form is not None else
                 "results" if "next >" in page.links else "item")
-        return Shown(kind, page.pieces, {} if kind == "search" else page.links,
+        return Page(kind, page.pieces, {} if kind == "search" else page.links,
                      (item or before.item) if kind == "item" else None)
 
     def _load(self, method: str, url: str, data, opening: bool) -> tuple[str, str] | None:

@@ -1,4 +1,8 @@
-"""WebShop, the embedded shop: an agent searches, opens pages, and buys what it was asked for."""
+"""WebShop, the embedded shop: an agent searches, opens pages, and buys what it was asked for.
+
+From top to bottom: what a page is, the rules that the embedded shop and a real server share, the
+embedded shop and its pages, its search, and WebShop's reward.
+"""
 
 import math
 import re
@@ -7,7 +11,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import lru_cache
 
-from worlds import Step, World, said, words_of
+from worlds import Step, World, words_of
 from worlds.webshop import catalogue
 
 PROMPT = """\
@@ -31,8 +35,8 @@ DONE = ["Thank you for shopping with us!", "Your code:"]
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What a page shows, whichever shop it is from."""
+class Page:
+    """A page, whichever shop it is from."""
     kind: str            # search | results | item | sub-page | done
     pieces: list[str]    # visible text
     links: dict          # lowercased text -> what lies behind a click on it
@@ -43,50 +47,76 @@ class Shown:
 
 class Shop(World):
     """What the embedded shop and a real server share. Text and rules are the official text
-    environment's, but a search is valid on the search page only (not by ETO's protocol), and the
-    page after a purchase ends at "Your code:", because the rest shows the goal and the reward.
+    environment's, but a search is valid on the search page only, and the page after a purchase ends
+    at "Your code:", because the rest shows the goal and the reward.
 
     view="short", for a very small model: pages after the first come without the instruction and
     "Back to Search" (it can still be clicked), and one that was shown before in the episode is its
     first piece and "(seen)".
+
+    A subclass has follow(link, query) -> the `Page` behind a link, or that of a search's results
+    where the link is None.
     """
     name = "webshop"
     rules = PROMPT
     max_steps = 10
-    shown = None  # the page that the agent sees, a `Shown`; None: none yet
+    searches_everywhere = False  # as by ETO's protocol
+
+    def __init__(self, view: str = "full"):
+        super().__init__(view)
+        self.page = None           # the one that the agent sees
+        self.shown_before = set()  # what the short view has shown in this episode
+
+    def begin(self, page: Page) -> str:
+        """Begins an episode on its first page."""
+        self.shown_before = set()
+        return self.show(page)
 
     def step(self, reply: str) -> Step:
-        shown, action = self.shown, self.action(reply)
-        if action is None:
-            return Step(self.theirs.no_action, 0.0, False)
+        return self.act(self.action(reply))
+
+    def act(self, action: str) -> Step:
+        """Searches or clicks; an action that the page does not offer leaves it as it is."""
+        name, argument = "", ""
         match = re.match(r"(.+)\[(.+)\]", action)
-        name, argument = (match[1], match[2].lower()) if match else ("", "")
-        if name == "search" and (shown.kind == "search" or self.theirs):  # ETO's: on every page
-            shown = self._follow(None, argument)
-        elif name == "click" and argument in shown.links:
-            shown = self._follow(shown.links[argument])
-        return Step(said(self, self._show(shown)), shown.reward, shown.kind == "done")
+        if match:
+            name = match[1]
+            argument = match[2].lower()
+
+        page = self.page
+        if name == "search" and (page.kind == "search" or self.searches_everywhere):
+            page = self.follow(None, argument)
+        elif name == "click" and argument in page.links:
+            page = self.follow(page.links[argument])
+        return Step(self.show(page), page.reward, page.kind == "done")
+
+    def show(self, page: Page) -> str:
+        """The page as the agent reads it, from now on the one that it acts on."""
+        self.page = page
+        if self.view == "full":
+            return " [SEP] ".join(page.pieces)
+
+        # The instruction is three pieces: its title, its text and "Back to Search".
+        pieces = page.pieces
+        if page.kind not in ("search", "done"):
+            pieces = pieces[3:]
+        text = " | ".join(pieces)
+        key = page.kind, page.item, text
+        if key in self.shown_before:
+            return f"{pieces[0]} (seen)"
+        self.shown_before.add(key)
+        return text
 
     def possible(self) -> tuple[list[str], str]:
-        return ([f"click[{text}]" for text in self.shown.links],
-                "search[words]" if self.shown.kind == "search" else "")
-
-    def _show(self, shown: Shown) -> str:
-        self.shown = shown
-        if self.view == "full":
-            return " [SEP] ".join(shown.pieces)
-        pieces = shown.pieces if shown.kind in ("search", "done") else shown.pieces[3:]
-        text = " | ".join(pieces)
-        if (shown.kind, shown.item, text) in self._seen:
-            return f"{pieces[0]} (seen)"
-        self._seen.add((shown.kind, shown.item, text))
-        return text
+        clicks = [f"click[{text}]" for text in self.page.links]
+        forms = "search[words]" if self.page.kind == "search" else ""
+        return clicks, forms
 
 
 @dataclass(frozen=True)
-class Page:
-    """Where the shopper is. As in WebShop's URLs, a page carries all navigation state."""
-    kind: str = "search"  # search | results | item | sub-page | done
+class Place:
+    """Where the shopper is. As in WebShop's URLs, it carries all navigation state."""
+    kind: str = "search"  # as a page's
     query: str = ""
     number: int = 1       # page of the results, from 1
     item: int = -1        # product number
@@ -105,164 +135,237 @@ class WebShop(Shop):
     def __init__(self, view: str = "full", world: catalogue.ShopWorld | None = None):
         super().__init__(view)
         self.world = world or catalogue.shop_world()
-        self.splits = {split: {str(n): goal for n, goal in enumerate(goals)}
-                       for split, goals in self.world.goals.items()}
-        self.search = _search_engine(self.world)
+        self.splits = {}
+        for split, goals in self.world.goals.items():
+            self.splits[split] = {str(n): goal for n, goal in enumerate(goals)}
+        self.search = search_engine(self.world)
 
     def start(self, goal: dict) -> str:
-        self.goal, self._seen = goal, set()
-        return self._show(self._follow(Page()))
+        self.goal = goal
+        return self.begin(self.follow(Place()))
 
     def expert(self):
         return catalogue.shop_expert(thoughts=self.view == "full")
 
-    def _follow(self, page: Page | None, query: str = "") -> Shown:
-        page = page or Page("results", query=query)
-        product = self.world.products[page.item]
-        reward = webshop_reward(product, self.goal, dict(page.options), product["price"],
-                                catalogue.type_words) if page.kind == "done" else 0.0
-        return Shown(page.kind, *render(self, page), page.item, reward, page.options)
+    def follow(self, place: Place | None, query: str = "") -> Page:
+        if place is None:
+            place = Place("results", query=query)
+        if place.kind == "done":
+            product = self.world.products[place.item]
+            reward = webshop_reward(product, self.goal, dict(place.options), product["price"],
+                                    catalogue.type_words)
+            return Page("done", DONE, {}, place.item, reward, place.options)
 
+        pieces = ["Instruction:", self.goal["instruction"]]
+        if place.kind == "search":
+            return Page("search", ["WebShop", *pieces, "Search"], {})
+        pieces.append("Back to Search")
+        links = {"back to search": Place()}
+        if place.kind == "results":
+            self.add_results(place, pieces, links)
+        elif place.kind == "item":
+            self.add_item(place, pieces, links)
+        else:
+            pieces += ["< Prev", *sub_pages(self.world.products[place.item])[place.sub]]
+            links["< prev"] = replace(place, kind="item", sub="")  # chosen options are kept
+        return Page(place.kind, pieces, links, place.item, options=place.options)
 
-def render(shop: WebShop, page: Page) -> tuple[list[str], dict[str, Page]]:
-    """The page's visible pieces of text, and the page behind each clickable."""
-    if page.kind == "done":
-        return DONE, {}
-    pieces = ["Instruction:", shop.goal["instruction"]]
-    if page.kind == "search":
-        return ["WebShop", *pieces, "Search"], {}
-    pieces, links = [*pieces, "Back to Search"], {"back to search": Page()}
-    if page.kind == "results":
-        hits = shop.search(page.query)[:shop.max_results]
-        pieces.append(f"Page {page.number} (Total results: {len(hits)})")
-        if page.number > 1:
+    def add_results(self, place: Place, pieces: list[str], links: dict[str, Place]) -> None:
+        """Adds to a page's text and links what a page of results has."""
+        hits = self.search(place.query)[:self.max_results]
+        pieces.append(f"Page {place.number} (Total results: {len(hits)})")
+        if place.number > 1:
             pieces.append("< Prev")
-            links["< prev"] = replace(page, number=page.number - 1)
+            links["< prev"] = replace(place, number=place.number - 1)
         pieces.append("Next >")  # always there; past the end the list is empty
-        links["next >"] = replace(page, number=page.number + 1)
-        first = (page.number - 1) * shop.page_size
-        for i in hits[first:first + shop.page_size]:
-            product = shop.world.products[i]
+        links["next >"] = replace(place, number=place.number + 1)
+
+        first = (place.number - 1) * self.page_size
+        for item in hits[first:first + self.page_size]:
+            product = self.world.products[item]
             pieces += [product["asin"], product["Title"], f"${float(product['price'])}"]
-            links[product["asin"].lower()] = replace(page, kind="item", item=i)
-        return pieces, links
+            links[product["asin"].lower()] = replace(place, kind="item", item=item)
 
-    product, pieces = shop.world.products[page.item], [*pieces, "< Prev"]
-    subs = {"Description": [product["Description"]], "Features": product["BulletPoints"],
-            "Reviews": [], "Attributes": [*product["Attributes"], *kinds_of(product)]}
-    if page.kind == "sub-page":
-        links["< prev"] = replace(page, kind="item", sub="")  # chosen options are kept
-        return pieces + subs[page.sub], links
-    links["< prev"] = replace(page, kind="results", item=-1, options=())  # options are lost
-    links |= {sub.lower(): replace(page, kind="sub-page", sub=sub) for sub in subs}
-    links["buy now"] = replace(page, kind="done")
-    for name, values in product["options"].items():
-        pieces += [name, *values]
-        links |= {value: replace(page, options=tuple((dict(page.options) | {
-            name: value}).items())) for value in values}
-    pieces += [product["Title"], f"Price: ${float(product['price'])}", "Rating: N.A.",
-               *subs, "Buy Now"]
-    return pieces, links
+    def add_item(self, place: Place, pieces: list[str], links: dict[str, Place]) -> None:
+        """Adds to a page's text and links what a product's page has."""
+        product = self.world.products[place.item]
+        pieces.append("< Prev")
+        links["< prev"] = replace(place, kind="results", item=-1, options=())  # options are lost
+        for sub in sub_pages(product):
+            links[sub.lower()] = replace(place, kind="sub-page", sub=sub)
+        links["buy now"] = replace(place, kind="done")
+
+        # Of two options that share a value the last one's is chosen, as in WebShop.
+        for name, values in product["options"].items():
+            pieces += [name, *values]
+            for value in values:
+                chosen = dict(place.options) | {name: value}
+                links[value] = replace(place, options=tuple(chosen.items()))
+        pieces += [product["Title"], f"Price: ${float(product['price'])}", "Rating: N.A.",
+                   *sub_pages(product), "Buy Now"]
 
 
-def kinds_of(product: dict) -> list[str]:
-    """Category, query and product category, which the page of attributes shows behind them."""
+def sub_pages(product: dict) -> dict[str, list[str]]:
+    """Name -> text of the pages that tell more about a product."""
     department = product["product_category"].partition(" › ")[0]
-    return [product.get("category", department), product["query"], product["product_category"]]
+    kinds = [product.get("category", department), product["query"], product["product_category"]]
+    return {"Description": [product["Description"]], "Features": product["BulletPoints"],
+            "Reviews": [], "Attributes": [*product["Attributes"], *kinds]}
 
 
 @lru_cache(maxsize=4)
-def _search_engine(world):
-    """Search over title, description and first bullet; not over options, so colours stay hidden."""
-    return lru_cache(maxsize=4096)(BM25([
-        " ".join([p["Title"], p["Description"], *p["BulletPoints"][:1]]) for p in world.products]))
+def search_engine(world: catalogue.ShopWorld):
+    """query -> product numbers, over title, description and first bullet; not over options, so
+    colours stay hidden."""
+    texts = []
+    for product in world.products:
+        texts.append(" ".join([product["Title"], product["Description"],
+                               *product["BulletPoints"][:1]]))
+    return lru_cache(maxsize=4096)(BM25(texts))
 
 
 class BM25:
-    """Ranking of Lucene's kind over short texts: k1 0.9, b 0.4 as WebShop sets them."""
+    """Ranking of Lucene's kind over short texts.
+
+        score(query, text) = sum over the query's words of  idf * n / (n + k1 * (1 - b + b * l))
+
+    where a text has the word n times and is l times as long as the mean; k1 and b as WebShop sets
+    them. Rare words weigh more: idf = log(1 + (N - f + 0.5) / (f + 0.5)) for f texts of N.
+    """
+    k1 = 0.9
+    b = 0.4
 
     def __init__(self, texts: list[str]):
         counts = [Counter(words_of(text).split()) for text in texts]
         mean = sum(count.total() for count in counts) / len(counts)
-        found = Counter(word for count in counts for word in count)
-        self._weights = defaultdict(list)  # word -> [(document, its score for the word)]
-        for i, count in enumerate(counts):
+        texts_with = Counter()
+        for count in counts:
+            texts_with.update(count.keys())
+
+        self.scores = defaultdict(list)  # word -> [(text, its score for the word)]
+        for number, count in enumerate(counts):
+            norm = 1 - self.b + self.b * count.total() / mean
             for word, n in count.items():
-                idf = math.log(1 + (len(texts) - found[word] + 0.5) / (found[word] + 0.5))
-                tf = n / (n + 0.9 * (1 - 0.4 + 0.4 * count.total() / mean))
-                self._weights[word].append((i, idf * tf))
+                f = texts_with[word]
+                idf = math.log(1 + (len(texts) - f + 0.5) / (f + 0.5))
+                score = idf * (n / (n + self.k1 * norm))
+                self.scores[word].append((number, score))
 
     def __call__(self, query: str) -> list[int]:
-        """Documents that share a word with the query, best first; ties in document order."""
-        scores = Counter()
+        """Texts that share a word with the query, best first; ties in the order of the texts."""
+        total = Counter()
         for word in words_of(query).split():
-            for i, weight in self._weights.get(word, ()):
-                scores[i] += weight
-        return sorted(scores, key=lambda i: (-scores[i], i))
+            for number, score in self.scores.get(word, ()):
+                total[number] += score
+        return sorted(total, key=lambda number: (-total[number], number))
 
+
+# ------------------------------------------------------------------------------ WebShop's reward
 
 # The sixteen plain words of WebShop's colour list, in its (alphabetical) order.
 COLOURS = ("beige black blue brown gold gray green grey navy orange pink purple red silver "
            "white yellow").split()
 
 
-@lru_cache(maxsize=65536)
-def token_set_ratio(a: str, b: str) -> int:
-    """Similarity of two strings as word sets, 0-100, as in thefuzz 0.19 (difflib's ratio)."""
-    def words(text):  # characters 128-255 are dropped, other non-word characters split
-        return set(re.sub(r"\W", " ", re.sub("[\x80-\xff]", "", text)).lower().split())
+def webshop_reward(product: dict, goal: dict, options: dict, price: float,
+                   nouns=None) -> float:
+    """WebShop's reward for a purchase.
 
-    words_a, words_b = words(a), words(b)
-    if not words_a or not words_b:
-        return 0
-    shared = " ".join(sorted(words_a & words_b))
-    full_a = f"{shared} {' '.join(sorted(words_a - words_b))}".strip()
-    full_b = f"{shared} {' '.join(sorted(words_b - words_a))}".strip()
-    pairs = [(shared, full_a), (shared, full_b), (full_a, full_b)]
-    return max(round(100 * SequenceMatcher(None, x, y).ratio()) if x else 0 for x, y in pairs)
+        r_type * (n_att + n_opt + r_price) / (|A| + |O| + 1)
+
+    Args:
+        product: name, Title, query, product_category, Attributes, BulletPoints, Description.
+        goal: name, query, product_category, attributes (A), goal_options (O; list or dict),
+            price_upper.
+        options: the chosen ones, name -> value.
+        price: the product's with these options.
+        nouns: name -> the words that decide its type, alphabetic words by default; the official
+            code asks a tagger.
+
+    Returns:
+        The reward, in [0, 1].
+    """
+    attributes = goal["attributes"]
+    n_att = sum(has_attribute(product, attribute) for attribute in attributes)
+
+    wanted = goal["goal_options"]
+    if isinstance(wanted, dict):  # the official code compares whole (name, value) pairs
+        wanted = wanted.items()
+    wanted = [str(normalise_colour(option)) for option in wanted]
+    chosen = [normalise_colour(option) for option in options.values()]
+    n_opt = sum(is_among(option, chosen) for option in wanted)
+
+    r_price = price <= goal["price_upper"]
+    r_type = type_reward(product, goal, nouns or alphabetic_words)
+    return r_type * ((n_att + n_opt + r_price) / (len(attributes) + len(wanted) + 1))
 
 
-def normalise_colour(option: str) -> str:
-    """The first colour word inside an option value ("rose gold" is gold), else the value."""
-    return next((colour for colour in COLOURS if colour in option), option)
+def type_reward(product: dict, goal: dict, nouns) -> float:
+    """How well the kind of the product fits the goal, in [0, 1]: r_type."""
+    wanted = nouns(goal["name"])
+    shared = {*wanted} & {*nouns(product["name"])}
+    title_score = len(shared) / len(wanted) if wanted else 0.2
+    if title_score == 0:  # no shared noun is worth nothing, even with the same query
+        return 0.0
+    if title_score < 0.1:
+        return 0.1
+    same_query = product["query"] == goal["query"]
+    same_category = len(categories(product) & categories(goal)) >= 2
+    return 1.0 if same_query or same_category or title_score > 0.2 else 0.5
+
+
+def categories(item: dict) -> set[str]:
+    """The parts of a product category, as in "Home › Kitchen › Kettles"."""
+    return {part.strip() for part in item["product_category"].split("›")}
 
 
 def alphabetic_words(name: str) -> list[str]:
+    """The words of a name that have letters only, in lower case."""
     return [word.lower() for word in re.findall(r"\w+", name) if word.isalpha()]
 
 
-def webshop_reward(product: dict, goal: dict, options: dict, price: float,
-                   nouns=alphabetic_words) -> float:
-    """WebShop's reward in [0, 1] for buying `product` with the chosen `options` at `price`.
+def has_attribute(product: dict, attribute: str) -> bool:
+    """Whether the product lists a similar attribute, or says it in one of its texts."""
+    texts = [product["Title"], " ".join(product["BulletPoints"]), product["Description"]]
+    said = any(attribute in text.lower() for text in texts)
+    return said or is_among(attribute, product["Attributes"])
 
-    `product`: name, Title, query, product_category, Attributes, BulletPoints, Description.
-    `goal`: name, query, product_category, attributes, goal_options (list or dict), price_upper.
-    `nouns(name)`: the words that decide a name's type; the official code asks a tagger.
 
-        r_type * (n_att + n_opt + r_price) / (|A| + |O| + 1)
-    """
-    def parts(item):
-        return {part.strip() for part in item["product_category"].split("›")}
+def is_among(wanted: str, texts: list[str]) -> bool:
+    """Whether one of the texts is similar."""
+    return any(token_set_ratio(text, wanted) > 85 for text in texts)
 
-    wanted, found = nouns(goal["name"]), nouns(product["name"])
-    title_score = len(set(wanted) & set(found)) / len(wanted) if wanted else 0.2
-    same_query = product["query"] == goal["query"]
-    same_category = len(parts(product) & parts(goal)) >= 2
-    r_type = 1.0 if same_query or same_category or title_score > 0.2 else 0.5
-    if title_score < 0.1:  # no shared noun is worth nothing, even with the same query
-        r_type = 0.1 if title_score else 0.0
 
-    texts = [product["Title"].lower(), " ".join(product["BulletPoints"]).lower(),
-             product["Description"].lower()]
-    n_att = sum(any(token_set_ratio(have, want) > 85 for have in product["Attributes"])
-                or any(want in text for text in texts) for want in goal["attributes"])
+def normalise_colour(option):
+    """The first colour word inside an option value ("rose gold" is gold), else the value."""
+    for colour in COLOURS:
+        if colour in option:
+            return colour
+    return option
 
-    goal_options = goal["goal_options"]
-    if isinstance(goal_options, dict):  # the official code compares whole (name, value) pairs
-        goal_options = goal_options.items()
-    wanted = [str(normalise_colour(option)) for option in goal_options]
-    chosen = [normalise_colour(option) for option in options.values()]
-    n_opt = sum(any(token_set_ratio(have, want) > 85 for have in chosen) for want in wanted)
 
-    r_price = price <= goal["price_upper"]
-    return r_type * ((n_att + n_opt + r_price) / (len(goal["attributes"]) + len(wanted) + 1))
+@lru_cache(maxsize=65536)
+def token_set_ratio(a: str, b: str) -> int:
+    """Similarity of two texts as sets of words, 0-100, as in thefuzz 0.19 (difflib's ratio): the
+    largest of those between what they share and each of them, and between them."""
+    words_a = plain_words(a)
+    words_b = plain_words(b)
+    if not words_a or not words_b:
+        return 0
+    shared = " ".join(sorted(words_a & words_b))
+    rest_a = " ".join(sorted(words_a - words_b))
+    rest_b = " ".join(sorted(words_b - words_a))
+    full_a = f"{shared} {rest_a}".strip()
+    full_b = f"{shared} {rest_b}".strip()
+
+    best = 0
+    for x, y in ((shared, full_a), (shared, full_b), (full_a, full_b)):
+        if x:
+            best = max(best, round(100 * SequenceMatcher(None, x, y).ratio()))
+    return best
+
+
+def plain_words(text: str) -> set[str]:
+    """A text's words: characters 128-255 are dropped, other non-word characters part them."""
+    text = re.sub("[\x80-\xff]", "", text)
+    return {*re.sub(r"\W", " ", text).lower().split()}

@@ -134,11 +134,11 @@ class TaskGenerator:
         """(reply, kind, page after it) of each action that the shop carried out."""
         self.shop.start(goal)
         for reply in replies:
-            before = self.shop.shown
+            before = self.shop.page
             if before.kind == "done":
                 return
             self.shop.step(reply)
-            after = self.shop.shown
+            after = self.shop.page
             if after is before:  # not carried out
                 continue
             kind = argument = re.match(r"(.+)\[(.+)\]", self.shop.action(reply))[2].lower()

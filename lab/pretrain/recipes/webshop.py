@@ -64,7 +64,7 @@ def _with_slips(rng, shop, habits, actions):
 
 def _slip(rng, shop):
     """An action that this page does not take."""
-    links = shop.shown.links
+    links = shop.page.links
     clicks = [rng.choice(catalogue.COLOUR_POOL), "Search", "Buy Now", "Next >", "< Prev"]
     slips = [f"click[{text}]" for text in clicks if text.lower() not in links]
     if links:  # every page but the search page

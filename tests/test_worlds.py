@@ -1,0 +1,214 @@
+"""What every environment states, experts that cannot go on, files of experts."""
+
+import ast
+import json
+
+import pytest
+from conftest import ROOT
+
+import worlds
+from worlds import expert_files, make
+from worlds.webshop.shop import WebShop
+
+
+class Echo(worlds.World):
+    """The least that an environment has to be."""
+    name = "echo"
+    test_splits = ("test",)
+    max_steps = 2
+
+    def __init__(self, view="full"):
+        super().__init__(view)
+        self.splits = {split: {"0": "red", "1": "blue"} for split in ("train", "test")}
+
+    def start(self, what):
+        self.word = what
+        return f"say {what}"
+
+    def step(self, reply):
+        return worlds.Step("again", float(reply == self.word), reply == self.word)
+
+
+def names_used_of(name):
+    """name.X in the core, in evolve.py and in lab/: each X, and where."""
+    found = {}
+    files = [*ROOT.glob("*.py"), *ROOT.glob("lab/**/*.py"), *ROOT.glob("worlds/*.py")]
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and (
+                    getattr(node.value, "id", None) == name
+                    or getattr(node.value, "attr", None) == name):
+                found[node.attr] = file
+    return found
+
+
+def test_a_world_states_all_that_is_asked_of_an_environment():
+    used = names_used_of("env")
+    del used["get_template"]  # of pages, whose environment is jinja's
+    del used["gold"]          # of ScienceWorld, for the pretraining text
+    assert {"stops", "success", "opening", "max_steps", "step", "reset"} <= used.keys()
+    used.pop("world", None)
+    assert not [name for name in used if not hasattr(Echo(), name)]
+
+
+def test_an_environment_of_ones_own_has_the_rest_from_world():
+    env = Echo()
+    assert (env.success, env.stops, env.prompt) == (1.0, ("Observation:",), "")
+    assert env.tasks("train") == ["echo-train-0", "echo-train-1"]
+    page = env.reset("echo-train-1")
+    assert env.opening(page) == [dict(role="user", content="say blue")] == env.opening(page, True)
+    assert env.step("red") == worlds.Step("again", 0.0, False)
+    assert env.step("blue").done
+    assert env.find(env.add("green")) == "green" and env.tasks("added") == ["echo-added-0"]
+    assert env.possible() == ([], "") and env.reply("blue") == "Action: blue"
+    assert worlds.replay(env, "red", ["blue", "red", "red"])[-1].reward == 1.0
+    for missing in (env.expert, env.task_generator, lambda: env.tasks("dev")):
+        with pytest.raises(worlds.Refused, match="^echo: [^\n]*$"):
+            missing()
+    with pytest.raises(ValueError, match="tasks.split. lists them"):
+        env.find("echo-train-9")
+
+
+@pytest.mark.parametrize("options", [dict(), dict(view="short")])
+@pytest.mark.parametrize("name", [name for name in worlds.ENVIRONMENTS if name != "bfcl"])
+def test_environments_repair_nothing_of_world_away(name, options):
+    env = make(name, **options)
+    assert env.name == name and env.stops and 0 < env.success <= 1 and env.max_steps > 0
+    assert {*env.test_splits} < env.splits.keys()
+
+
+# ------------------------------------------------------------------------- experts that are stuck
+
+
+def test_an_expert_that_ends_before_the_episode_has_failed():
+    replies = iter(["red"])
+    env = Echo()
+    messages, reward = worlds.converse(env, env.reset("echo-train-1"), lambda page: next(replies))
+    assert reward == 0.0 and [turn["content"] for turn in messages] == ["say blue", "red"]
+    messages, reward = worlds.converse(env, env.reset("echo-train-1"), lambda page: next(replies))
+    assert reward == 0.0 and messages == [dict(role="user", content="say blue")]
+
+
+class Changed(WebShop):
+    """The shop, whose pages somebody has changed."""
+
+    def __init__(self, change, **more):
+        super().__init__(**more)
+        self.change = change
+
+    def show(self, page):
+        return self.change(super().show(page))
+
+
+@pytest.mark.parametrize("change", [
+    str.upper, lambda page: "", lambda page: page.replace("$", "USD "),
+    lambda page: page.replace("price lower than", "for"), lambda page: page[::2],
+    lambda page: page.replace("[SEP]", "/"), lambda page: page.replace("0", "."),
+    lambda page: page.replace("Buy Now", "Buy")])
+def test_the_shops_expert_on_changed_pages_fails_and_nothing_breaks(change):
+    env = Changed(change, view="short")
+    found = [*expert_files.experts(env, None, 5)]
+    assert [task for task, *_ in found] == env.tasks("train")[:5]
+    assert all(0 <= reward <= 1 and messages[-1]["role"] in ("assistant", "user")
+               for _, messages, reward in found)
+
+
+def test_experts_with_fewer_turns_fail_and_nothing_breaks(monkeypatch):
+    monkeypatch.setattr(WebShop, "max_steps", 2)
+    monkeypatch.setattr("worlds.intercodesql.world.InterCodeSQL.max_steps", 1)
+    for name in ("webshop", "intercodesql"):
+        assert [reward for *_, reward in expert_files.experts(make(name), None, 3)] == [0.0] * 3
+
+
+# ----------------------------------------------------------------------------- files of experts
+
+
+def row(**changed):
+    """A line of a run's experts.jsonl for the first training task of the shop."""
+    env = make("webshop")
+    messages, reward = worlds.converse(env, env.reset("webshop-train-0"), env.expert())
+    return {"task": "webshop-train-0", "messages": messages, "reward": reward, **changed}
+
+
+def turn(n, **changed):
+    messages = row()["messages"]
+    messages[n] = {**messages[n], **changed}
+    return row(messages=messages)
+
+
+def listed(**changed):
+    turns = [("human", "rules"), ("gpt", "OK"), ("human", "WebShop [SEP] x"),
+             ("gpt", "Action: search[x]")]
+    return {"id": "webshop_0", "conversations": [
+        {"from": who, "value": text} for who, text in turns], **changed}
+
+
+def heard(n, **changed):
+    entry = listed()
+    entry["conversations"][n] |= changed
+    return entry
+
+
+@pytest.mark.parametrize("entry, told", [
+    (turn(1, tool_calls=[{"name": "ls"}]), "turn 2: it has 'tool_calls', which nothing here reads"),
+    (turn(1, weight=0), "turn 2: it has 'weight'"),
+    (turn(3, train=False), "turn 4: it has 'train'"),
+    (turn(1, content=None), "turn 2: null is no text"),
+    (turn(1, content=["a"]), r'turn 2: \["a"\] is no text'),
+    (turn(3, content="a \ud83d"), "turn 4: character 3 is half of a surrogate pair"),
+    (turn(0, content="\udc00"), "turn 1: character 1 is half"),
+    (row(messages=[{"role": "user"}]), "turn 1: it has no 'content'"),
+    (row(messages=[]), "IndexError"), (row(messages="x"), "must be"), (row(reward=None), "must be"),
+    (row(reward=2), r"reward 2 is not in \[0, 1\]"), (row(task=7), "must be"),
+    ([1], "it is no JSON object"),
+])
+def test_what_is_wrong_with_an_expert_is_said_with_line_and_turn(tmp_path, entry, told):
+    file = tmp_path / "experts.jsonl"
+    file.write_text(json.dumps(row(task="webshop-train-1")) + "\n" + json.dumps(entry) + "\n")
+    with pytest.raises(worlds.Refused, match=rf"^--experts {file}, line 2: .*{told}[^\n]*$"):
+        expert_files.read_experts(str(file), make("webshop"))
+
+
+@pytest.mark.parametrize("entry, told", [
+    ({"item_id": "webshop_0", "conversations": listed()["conversations"]},
+     "it has 'item_id', where ETO's have 'id', as webshop_17"),
+    (listed(id="webshop_-5"), "id 'webshop_-5' is below 0"), (listed(id=-5), "id '-5' is below 0"),
+    (listed(id="webshop"), "id 'webshop' has no number of a task"),
+    (listed(id=None), "id 'None' has no number"),
+    (heard(3, value=None), "turn 4: null is no text"),
+    (heard(2, value="\ud800"), "turn 3: character 1 is half of a surrogate pair"),
+    (heard(3, tool_calls=[]), "turn 4: it has 'tool_calls'"),
+    (heard(3, loss=False), "turn 4: its 'loss' is false, but all replies are trained on"),
+    (heard(3, **{"from": "tool"}), "tool"),
+])
+def test_what_is_wrong_with_a_published_expert_is_said_with_entry_and_turn(tmp_path, entry, told):
+    file = tmp_path / "list.json"
+    file.write_text(json.dumps([listed(id="webshop_1"), entry]))
+    with pytest.raises(worlds.Refused, match=rf"^--experts {file}, entry 1: .*{told}[^\n]*$"):
+        expert_files.read_experts(str(file), make("webshop"))
+
+
+def test_a_published_turn_may_say_that_it_is_trained_on(tmp_path):
+    """As in AgentLM's form of the lists: loss is null, true, or false of the OK."""
+    entry = listed()
+    for said, loss in zip(entry["conversations"], (None, False, None, True)):
+        said["loss"] = loss
+    (tmp_path / "f").write_text(json.dumps([entry]))
+    ((_, messages, _),) = expert_files.read_experts(str(tmp_path / "f"), make("webshop"))
+    assert messages[-1] == dict(role="assistant", content="Action: search[x]")
+
+
+def test_experts_of_another_prompt_or_view_are_refused(tmp_path, monkeypatch):
+    rows = {}
+    for view in ("full", "short"):
+        env = make("webshop", view)
+        messages, reward = worlds.converse(env, env.reset("webshop-train-0"), env.expert())
+        rows[view] = dict(task="webshop-train-0", messages=messages, reward=reward)
+    for made, played in (("full", "short"), ("short", "full")):
+        (tmp_path / made).write_text(json.dumps(rows[made]))
+        with pytest.raises(worlds.Refused, match="is another task here.*--view"):
+            next(expert_files.experts(make("webshop", played), str(tmp_path / made), 0))
+        assert [*expert_files.experts(make("webshop", made), str(tmp_path / made), 0)]
+    monkeypatch.setattr(WebShop, "rules", "You shop.")
+    with pytest.raises(worlds.Refused, match="is another task here"):
+        next(expert_files.experts(make("webshop"), str(tmp_path / "full"), 0))

@@ -1,0 +1,171 @@
+"""Experts of a file: a run's experts.jsonl, or a list that ETO or IPR published."""
+
+import json
+import re
+from collections.abc import Iterator
+from os.path import commonprefix
+from pathlib import Path
+
+from common.settings import Refused
+from worlds import World, converse
+from worlds.eto_protocol import EtoWorld, bare
+from worlds.user_files import reading, text_in
+
+MUST = ("ETO's JSON list (id, conversations of from and value) or a run's experts.jsonl (task, "
+        "messages of role and content, reward), of this environment's tasks")
+
+
+def experts(env: World, file: str | None, count: int) -> Iterator[tuple[str, list[dict], float]]:
+    """Experts, one after the other.
+
+    Args:
+        env: The environment.
+        file: Where they are; None for the scripted expert.
+        count: How many, 0 for all.
+
+    Yields:
+        Task, messages and reward. The reward of a scripted expert that could not go on is 0.
+
+    Raises:
+        Refused: An entry of the file is no expert's, or its task opens otherwise here.
+    """
+    if not file:
+        for task in env.tasks("train")[:count or None]:
+            messages, reward = converse(env, env.reset(task), env.expert())
+            yield task, messages, reward
+        return
+    for task, messages, reward in read_experts(file, env)[:count or None]:
+        apart = opens_otherwise(env, messages, env.reset(task))
+        if apart:
+            raise Refused(f"--experts {file}: {task} is another task here. It opens there | here: "
+                          f"{apart[0]!r} | {apart[1]!r}; give the environment and the --view that "
+                          "these experts were made in, or experts of this one")
+        yield task, messages, reward
+
+
+def read_experts(path: str, env: World) -> list[tuple[str, list[dict], float]]:
+    """Task, messages and reward of each expert of a file; Refused naming its entry and turn."""
+    with reading(f"--experts {path}", MUST):
+        text = Path(path).read_text(encoding="utf-8")
+        is_list = text.lstrip().startswith("[")
+        rows = json.loads(text) if is_list else text.strip().split("\n")
+
+    found = {}
+    for n, row in enumerate(rows):
+        place = f"entry {n}" if is_list else f"line {n + 1}"
+        with reading(f"--experts {path}, {place}", MUST):
+            entry = row if is_list else json.loads(row)
+            task, messages, reward = read_entry(entry, env)
+            if task in found:
+                raise ValueError(f"{task} is there twice")
+            found[task] = task, messages, reward
+    return list(found.values())
+
+
+def read_entry(entry: dict, env: World) -> tuple[str, list[dict], float]:
+    """Task, messages and reward of an entry; ValueError and others where it is no expert's."""
+    if not isinstance(entry, dict):
+        raise ValueError("it is no JSON object")
+    if "conversations" in entry:
+        task, messages, reward = published(entry, env)
+    else:
+        task, messages, reward = entry["task"], entry["messages"], entry["reward"]
+        check_turns(messages, {"role", "content"}, "content")
+
+    while messages[-1]["role"] == "user":  # what followed the last action
+        messages.pop()
+    if len(messages) <= len(env.opening("")):
+        raise ValueError("there is no reply in it")
+    roles = [turn["role"] for turn in messages]
+    if roles != ["user", "assistant"] * (len(messages) // 2):
+        raise ValueError("its turns are not user and assistant in turn")
+    if not 0 <= reward <= 1:
+        raise ValueError(f"reward {reward} is not in [0, 1]")
+    env.find(task)
+    return task, messages, float(reward)
+
+
+def check_turns(turns: list[dict], keys: set[str], text: str) -> None:
+    """ValueError where a turn has something else than `keys`, or no text in turn[text]. What is not
+    read would be ignored, and the expert would be another one than the file's."""
+    for n, turn in enumerate(turns, 1):
+        other = turn.keys() - keys
+        if other:
+            raise ValueError(f"turn {n}: it has {min(other)!r}, which nothing here reads; take it "
+                             "out")
+        try:
+            text_in(turn[text])
+        except KeyError:
+            raise ValueError(f"turn {n}: it has no {text!r}") from None
+        except ValueError as error:
+            raise ValueError(f"turn {n}: {error}") from None
+
+
+def published(entry: dict, env: World) -> tuple[str, list[dict], float]:
+    """Task, messages and reward (1 where it is not known) of an entry of ETO's or IPR's list. It
+    opens as rollouts do: by our own protocol the environment's prompt replaces its rules."""
+    if "id" not in entry:
+        has = "'item_id'" if "item_id" in entry else "no 'id'"
+        raise ValueError(f"it has {has}, where ETO's have 'id', as webshop_17 or sciworld_0_12")
+    turns = entry["conversations"]
+    check_turns(turns, {"from", "value", "loss"}, "value")
+    roles = {"human": "user", "gpt": "assistant"}
+    messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in turns]
+    has_rules = "Action:" not in messages[1]["content"]
+    for n, turn in enumerate(turns):
+        trained = turn["from"] == "gpt" and not (has_rules and n == 1)
+        if trained and turn.get("loss") is False:
+            raise ValueError(f"turn {n + 1}: its 'loss' is false, but all replies are trained on")
+
+    rules = messages[:2 * has_rules]
+    first, *rest = messages[2 * has_rules:]
+    begins = env.opening(bare(first["content"]))
+    if isinstance(env, EtoWorld):
+        if rules:
+            begins = [*rules, begins[-1]]
+    else:
+        for turn in rest:
+            if turn["role"] == "user":
+                turn["content"] = bare(turn["content"])
+    task = published_task(env, str(entry["id"]))
+    return task, [*begins, *rest], entry.get("reward", 1.0)
+
+
+def published_task(env: World, name: str) -> str:
+    """The training task that an id ends in: its number, or those of its type and variation."""
+    if re.search(r"(^|[\W_])-\d", name):
+        raise ValueError(f"id {name!r} is below 0; ETO's are as webshop_17 or sciworld_0_12")
+    numbers = [int(number) for number in re.findall("[0-9]+", name)]
+    if len(numbers) < 1 + bool(env.published_types):
+        raise ValueError(f"id {name!r} has no number of a task; ETO's are as webshop_17 or "
+                         "sciworld_0_12")
+    if env.published_types:
+        return f"{env.name}-train-{env.published_types[numbers[-2]]}-{numbers[-1]}"
+    return f"{env.name}-train-{numbers[-1]}"
+
+
+def opens_otherwise(env: World, messages: list[dict], shown: str) -> tuple[str, str] | None:
+    """Where an expert's opening and the environment's part: prompt, view and first observation.
+
+    Args:
+        env: The environment.
+        messages: The expert's.
+        shown: What the environment shows of the task.
+
+    Returns:
+        What they say there and here from where they part, or None if they do not. What a server
+        draws at each start may differ.
+    """
+    opening = env.opening(shown)
+    for there, here in zip(messages, opening):
+        told = same_each_start(env, there["content"])
+        tells = same_each_start(env, here["content"])
+        if told != tells:
+            start = max(0, len(commonprefix([told, tells])) - 40)
+            return told[start:start + 160], tells[start:start + 160]
+    return None
+
+
+def same_each_start(env: World, text: str) -> str:
+    """A text without what is drawn anew, and without differences in case and white space."""
+    return " ".join(re.sub(env.drawn_anew, "", bare(text.strip())).lower().split())
