@@ -11,7 +11,7 @@ grows out of what the agent's own episodes show to be weak. After every segment 
 What a pattern of actions is, how an episode becomes a task and how a solution is proved belongs to
 an environment: `tasks.py` in its folder of `worlds/`.
 
-    task       a line of text in an environment, known by its id; D is a set of them
+    task       what is asked for in an environment, known by its id; D is a set of them
     step       GRPO's iteration: it plays some tasks of D, and trains on what it played
     visit      a task's trajectories in one step, K of them
     segment    E steps; its files are in iter<i>/
@@ -849,7 +849,8 @@ def abstract(run: Run, out: Path, task_set: Files, explored: Path, i: int) -> di
     Args:
         run: The run.
         out: The file of finds, in random order: {signal, source, text, task, solution}. `source` is
-            the id of the task that was explored, `task` what the new one is, `text` its words.
+            the id of the task that was explored. `task` is the definition of the new one, from
+            which an environment makes it, and `text` is what it says.
         task_set: D.
         explored: The explorer's trajectories.
         i: The number of the evolution.
@@ -971,13 +972,13 @@ def refusal(generator, proposal: dict, keys: set[str], texts: list[set[str]],
     Returns:
         The reason; None if the proposal may join.
     """
-    task = proposal["task"]
-    if task is None:
+    definition = proposal["task"]
+    if definition is None:
         return "not of the form that was asked for"
-    reason = generator.refusal(task)
+    reason = generator.refusal(definition)
     if reason:
         return reason
-    if generator.key(task) in keys:
+    if generator.key(definition) in keys:
         return "known already"
     said = words(proposal["text"])
     for other in texts:
@@ -1019,9 +1020,9 @@ def try_to_solve(run: Run, out: Path, proposals: Path, task_set: Files, agent: P
     played = run.play(agent, begun, s.grpo_temperature, make_env)
 
     solved = Counter(t.task for t in played if t.reward >= run.env.success)
-    judged = [row for row in rows if row["reason"] is None]
-    for row, joined in zip(judged, new):
-        row["solved"] = solved[joined["task"]]
+    tried = [row for row in rows if row["reason"] is None]
+    for row, joining_row in zip(tried, new):
+        row["solved"] = solved[joining_row["task"]]
         if row["solved"] == 0:
             row |= dict(verdict="refused", reason="the agent never solves it")
         elif row["solved"] == s.solve_check:
