@@ -1211,7 +1211,7 @@ class Evolution(NewTasks, Stated):
 @dataclass(frozen=True)
 class Settings(Evolution, coevolve.Settings):
     """Every setting of a run"""
-    # What is trained on: tasks that evolve, or (grpo) the start tasks alone
+    # Which tasks are trained on; the list above says it of each method [the paper]
     method: str = "evolve"
 
     presets = coevolve.Settings.presets | {
