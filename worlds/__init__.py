@@ -19,6 +19,11 @@ class Options(Stated):
     """The settings of an environment, which its folder adds; make(view) gives the `World`."""
     protocol = "ours"  # "eto" where an episode is told as ETO's code does
 
+    @staticmethod
+    def scenario(task: str) -> str | None:
+        """What the task is a variant of, where variants are also scored together; else None."""
+        return None
+
 
 def environment(name: str) -> type[Options]:
     """What the folder of this name states."""
@@ -128,7 +133,8 @@ class World:
         if self.makes_tasks:
             return import_module(f"worlds.{self.name}.tasks").TaskGenerator(self)
         raise Refused(f"{self.name}: nobody makes new tasks in this world; give --method grpo "
-                      "--start-from train, or play the built-in shop, built-in databases or bfcl")
+                      "--start-from train, or play the built-in shop, built-in databases, bfcl or "
+                      "appworld")
 
     def close(self) -> None:
         """Ends what runs; after it `reset` starts afresh."""
