@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.files import read_json
 from common.files import read_jsonl as rows
+from common.files import write_jsonl
 
 ROOT = Path(__file__).parents[1]
 FILES, FOLDERS = ("coevolve", "dpo", "envs", "evolve"), ("common", "worlds")
@@ -190,10 +191,22 @@ def test_kto(changed):
                           for reward in (1.0, 0.2)], reference=[-2.0, -3.0])]
     policy, s = torch.tensor([-1.5, -2.9]), SimpleNamespace(beta=2.0, expert_min_reward=0.7)
     # log-ratios 0.5 and 0.1, so that z0 is 0.3: 1 - sigma(2 x 0.2) + 1 - sigma(-2 x (0.1 - 0.3))
-    z0 = core.dpo.reference_point(groups, lambda sequences: policy)
-    loss, _ = core.dpo.kto_loss(policy, groups, z0, s)
-    assert z0.item() == pytest.approx(0.3) and loss.item() == pytest.approx(2 / (1 + math.exp(0.4)))
-    assert core.dpo.reference_point(groups, lambda sequences: policy - 9) == 0
+    groups[0].z0 = core.dpo.log_ratios(policy, groups).mean()
+    loss, _ = core.dpo.kto_loss(policy, groups, s)
+    assert groups[0].z0.item() == pytest.approx(0.3)
+    assert loss.item() == pytest.approx(2 / (1 + math.exp(0.4)))
+
+
+def test_infonca(changed):
+    _, run = changed("InfoNCA", flags="--method eto --dpo-batch 5 --dpo-epochs 2")
+    made = steps(run, "target")
+    counts = Counter(task for (task, *_), e in episodes_of(run, "experts", "iter1/target").items()
+                     if e["ended"] != "context")
+    # 12 tasks in 3 batches an epoch; that of a batch is the mean of ln K over its tasks.
+    logs = {round(math.log(n), 4) for n in counts.values()}
+    assert len(made) == 6 and min(logs) - 1e-3 <= made[0]["loss"] <= max(logs) + 1e-3
+    assert len(logs) > 1 or made[0]["loss"] == pytest.approx(logs.pop(), abs=1e-3)
+    assert made[-1]["loss"] < made[2]["loss"]
 
 
 def test_weights_by_hardness(changed):
@@ -231,11 +244,12 @@ def test_a_reversed_failure_agent(plain, changed):
 
     episodes = [core.Trajectory(**e) for e in episodes_of(
         run, "experts", "iter1/target", "iter1/failure").values()]
-    for cut_turns, ends, same in ((-1, "count", True), (0, "count", False), (-1, "leave", False)):
+    encoder = core.dpo.Encoder(AutoTokenizer.from_pretrained(ROOT / "tiny"))
+    for cut_turns, ends, same in ((-1, "count", True), (-1, "leave out", False)):
         s = SimpleNamespace(cut_turns=cut_turns, rejected_ends=ends)
-        tokens = [sum(g.sequences[p.chosen].action_tokens + g.sequences[p.rejected].action_tokens
-                      for g in core.preference_groups(pairs, episodes, s) for p in g.pairs)
-                  for pairs in (before, after)]
+        tokens = [sum(g.trajectories[p.chosen].action_count + g.trajectories[p.rejected].action_count
+                      for g in core.preference_groups(pairs, [], episodes, s, encoder)
+                      for p in g.pairs) for pairs in (before, after)]
         assert (tokens[0] == tokens[1]) == same
 
 
@@ -247,10 +261,12 @@ def test_two_failure_agents(changed):
     assert any(not torch.equal(one[name], two[name]) for name in one)
     experts, expected, sums = episodes_of(run, "experts"), Counter(), Counter()
     for e in episodes_of(run, *(f"iter1/{n}" for n in ("target", "failure", "failure2"))).values():
-        expected[f"expert>{e['agent']}"] += (
-            e["ended"] != "context" and e["reward"] != experts[e["task"], "expert", 0]["reward"])
+        reward = experts[e["task"], "expert", 0]["reward"]
+        if e["ended"] != "context" and e["reward"] != reward:
+            better = e["reward"] > reward
+            expected[f"{e['agent']}>expert" if better else f"expert>{e['agent']}"] += 1
     pairs = phases(run)["iter1/pairs-target.jsonl"]["pairs"]
-    assert {kind: n for kind, n in pairs.items() if kind.startswith("expert")} == expected
+    assert {kind: n for kind, n in pairs.items() if "expert" in kind} == expected
     for row in pairs_of("target", run)[0]:
         sums[row["task"]] += row["weight"] * (row["kind"] != "failure>failure")
     assert expected["expert>failure2"] > 5 and {round(x, 9) for x in sums.values()} <= {0.0, 1.0}
@@ -292,8 +308,8 @@ def test_exploring_again(changed):
 
 
 @pytest.mark.parametrize("titles, flags, best", [
-    (["the harder half of the instructions trains"], "", False),
-    (["the harder half of the instructions trains", "a curriculum, in place of the harder half"],
+    (["the harder half of the tasks trains"], "", False),
+    (["the harder half of the tasks trains", "a curriculum, in place of the harder half"],
      "--iterations 2", True)])
 def test_which_instructions_train(plain, changed, titles, flags, best):
     core, run = changed(*titles, flags=flags, until="iter1/pairs-failure.jsonl")
@@ -307,11 +323,14 @@ def test_which_instructions_train(plain, changed, titles, flags, best):
     assert Counter(after) == Counter(task for task in before if task in half)
     assert 5 < len(after) < len(before) - 5
     if best:  # in the last iteration all train
-        played = core.by_task([core.Trajectory(**e | dict(iteration=2)) for e in episodes],
-                              Counter())
-        some = core.instructions([core.Trajectory(**e) for e in experts], {"target": played},
-                                 SimpleNamespace(iterations=2))
-        assert [e.task for e in some] == order
+        played = {name: run / f"{name}-2.jsonl" for name in ("target", "failure")}
+        for name, file in played.items():
+            write_jsonl(file, [e | dict(iteration=2) for e in episodes if e["agent"] == name])
+        last = SimpleNamespace(settings=core.Settings(iterations=2), main=True, name="",
+                               env=SimpleNamespace(success=1.0))
+        core.make_pairs(last, run / "last.jsonl", run / "experts.jsonl", played, [],
+                        trains="failure", role="D_fail")
+        assert Counter(row["task"] for row in rows(run / "last.jsonl")) == Counter(before)
 
 
 def test_more_sft(tmp_path):
@@ -414,8 +433,8 @@ def test_lora(changed, tmp_path):
         p.data.normal_(std=0.1)
     episode = rows(run / "iter1/target.jsonl")[0]
     live = core.dpo.token_log_probs(model, [core.Trajectory(**episode)])
-    core.dpo.save(SimpleNamespace(is_main_process=True), model,
-                  AutoTokenizer.from_pretrained(ROOT / "tiny"), tmp_path / "saved")
+    encoder = core.dpo.Encoder(AutoTokenizer.from_pretrained(ROOT / "tiny"))
+    core.dpo.save(SimpleNamespace(is_main_process=True), model, encoder, tmp_path / "saved")
     (saved,), (base,) = (nats(f, [episode]) for f in (tmp_path / "saved", run / "sft-failure"))
     assert (saved - live).abs().max() < 1e-3 < 0.1 < (saved - base).abs().max()
 
