@@ -800,7 +800,7 @@ class Run:
         large = gpu and s.model != "tiny"
         self.bf16 = is_on(s.bf16, auto=large)
         timeout = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
-        if "PYTORCH_ALLOC_CONF" not in os.environ:  # texts of any length leave gaps in fixed blocks
+        if "PYTORCH_ALLOC_CONF" not in os.environ:  # blocks of fixed size would leave gaps
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         self.accelerator = Accelerator(cpu=not gpu, kwargs_handlers=[timeout],
                                        mixed_precision="bf16" if self.bf16 else "no")

@@ -11,7 +11,7 @@ grows out of what the agent's own episodes show to be weak. After every segment 
 What a pattern of actions is, how an episode becomes a task and how a solution is proved belongs to
 an environment: `tasks.py` in its folder of `worlds/`.
 
-    task       a line of text in an environment, known by its id; D is a set of them
+    task       what is asked for in an environment, known by its id; D is a set of them
     step       GRPO's iteration: it plays some tasks of D, and trains on what it played
     visit      a task's trajectories in one step, K of them
     segment    E steps; its files are in iter<i>/
@@ -120,8 +120,15 @@ def evolve(run: Run, find: Callable | None = None) -> None:
             task_set = [evolution(run, find, agent, task_set, signals, played[-1:], i=i)]
 
 
-def evolution(run: Run, find: Callable, agent: Path, task_set: Files, signals: Files,
-              played: Files, i: int) -> Path:
+def evolution(
+    run: Run,
+    find: Callable,
+    agent: Path,
+    task_set: Files,
+    signals: Files,
+    played: Files,
+    i: int,
+) -> Path:
     """Changes D: tasks are found, judged, perhaps tried, and join.
 
     Args:
@@ -278,8 +285,15 @@ def advantage_of_tokens(visits: list[Visit]) -> list[float]:
     return found
 
 
-def train(run: Run, out: Path, agent: Path, reference: Path, task_set: Files, planned: Path,
-          i: int) -> dict:
+def train(
+    run: Run,
+    out: Path,
+    agent: Path,
+    reference: Path,
+    task_set: Files,
+    planned: Path,
+    i: int,
+) -> dict:
     """Trains the agent for the E steps of a segment; the episodes are played by its live weights.
 
     Args:
@@ -324,6 +338,11 @@ def train(run: Run, out: Path, agent: Path, reference: Path, task_set: Files, pl
 
     dpo.save(run.accelerator, model, run.encoder, out)
     save_moments(run, model, optimizer, out / "moments.pt")
+    return write_steps(run, out, steps)
+
+
+def write_steps(run: Run, out: Path, steps: list[dict]) -> dict:
+    """Writes the log and the trajectories of a segment; what the segment took, and how it ended."""
     log = []
     episodes = []
     for step in steps:
@@ -382,8 +401,15 @@ def play_step(run: Run, model, row: dict, make_env: Callable) -> list[Trajectory
     return run.play(model, begun, s.grpo_temperature, make_env)
 
 
-def learn(run: Run, model, pi_ref, optimizer, objective: dpo.Objective, row: dict,
-          trajectories: list[Trajectory]) -> dict:
+def learn(
+    run: Run,
+    model,
+    pi_ref,
+    optimizer,
+    objective: dpo.Objective,
+    row: dict,
+    trajectories: list[Trajectory],
+) -> dict:
     """Trains the policy on the trajectories that it has just played.
 
     Args:
@@ -815,8 +841,7 @@ def begin_exploring(run: Run, signals: Files, each: int, i: int) -> list[Explore
     return begun
 
 
-def explore(run: Run, out: Path, agent: Path, task_set: Files, signals: Files,
-            i: int) -> dict:
+def explore(run: Run, out: Path, agent: Path, task_set: Files, signals: Files, i: int) -> dict:
     """Lets the agent explore: it plays what was picked, at a higher temperature than in training.
 
     Args:
@@ -849,7 +874,8 @@ def abstract(run: Run, out: Path, task_set: Files, explored: Path, i: int) -> di
     Args:
         run: The run.
         out: The file of finds, in random order: {signal, source, text, task, solution}. `source` is
-            the id of the task that was explored, `task` what the new one is, `text` its words.
+            the id of the task that was explored. `task` is the definition of the new one, from
+            which an environment makes it, and `text` is what it says.
         task_set: D.
         explored: The explorer's trajectories.
         i: The number of the evolution.
@@ -957,8 +983,13 @@ def counts(proposals: list[dict]) -> dict:
                 refused=refused, kinds=kinds)
 
 
-def refusal(generator, proposal: dict, keys: set[str], texts: list[set[str]],
-            near_text: float) -> str | None:
+def refusal(
+    generator,
+    proposal: dict,
+    keys: set[str],
+    texts: list[set[str]],
+    near_text: float,
+) -> str | None:
     """Finds out why a proposal cannot join, before its solution is played.
 
     Args:
@@ -971,13 +1002,13 @@ def refusal(generator, proposal: dict, keys: set[str], texts: list[set[str]],
     Returns:
         The reason; None if the proposal may join.
     """
-    task = proposal["task"]
-    if task is None:
+    definition = proposal["task"]
+    if definition is None:
         return "not of the form that was asked for"
-    reason = generator.refusal(task)
+    reason = generator.refusal(definition)
     if reason:
         return reason
-    if generator.key(task) in keys:
+    if generator.key(definition) in keys:
         return "known already"
     said = words(proposal["text"])
     for other in texts:
@@ -990,8 +1021,14 @@ def words(text: str) -> set[str]:
     return set(text.lower().split())
 
 
-def try_to_solve(run: Run, out: Path, proposals: Path, task_set: Files, agent: Path,
-                 i: int) -> dict:
+def try_to_solve(
+    run: Run,
+    out: Path,
+    proposals: Path,
+    task_set: Files,
+    agent: Path,
+    i: int,
+) -> dict:
     """Lets the agent play the proposals that would join, and refuses those that it always or never
     solves, for --solve-check.
 
@@ -1019,9 +1056,9 @@ def try_to_solve(run: Run, out: Path, proposals: Path, task_set: Files, agent: P
     played = run.play(agent, begun, s.grpo_temperature, make_env)
 
     solved = Counter(t.task for t in played if t.reward >= run.env.success)
-    judged = [row for row in rows if row["reason"] is None]
-    for row, joined in zip(judged, new):
-        row["solved"] = solved[joined["task"]]
+    tried = [row for row in rows if row["reason"] is None]
+    for row, joining_row in zip(tried, new):
+        row["solved"] = solved[joining_row["task"]]
         if row["solved"] == 0:
             row |= dict(verdict="refused", reason="the agent never solves it")
         elif row["solved"] == s.solve_check:
@@ -1030,8 +1067,7 @@ def try_to_solve(run: Run, out: Path, proposals: Path, task_set: Files, agent: P
     return counts(rows) | dict(tried=len(played))
 
 
-def join(run: Run, out: Path, task_set: Files, proposals: Path, played: Files,
-         i: int) -> dict:
+def join(run: Run, out: Path, task_set: Files, proposals: Path, played: Files, i: int) -> dict:
     """Makes D after an evolution: proposals join, and with --mastered leave tasks leave.
 
     Args:
@@ -1058,8 +1094,12 @@ def join(run: Run, out: Path, task_set: Files, proposals: Path, played: Files,
     return dict(tasks=len(new), left=left, D=len(active(d)))
 
 
-def without_mastered(d: list[dict], segment: list[Trajectory], success: float,
-                     i: int) -> list[dict]:
+def without_mastered(
+    d: list[dict],
+    segment: list[Trajectory],
+    success: float,
+    i: int,
+) -> list[dict]:
     """D, where those new tasks have `left` whose last visit in the segment was solved wholly."""
     history = look_back([segment], success, 1)
     rows = []
@@ -1171,7 +1211,7 @@ class Evolution(NewTasks, Stated):
 @dataclass(frozen=True)
 class Settings(Evolution, coevolve.Settings):
     """Every setting of a run"""
-    # What is trained on: tasks that evolve, or (grpo) the start tasks alone
+    # Which tasks are trained on; the list above says it of each method [the paper]
     method: str = "evolve"
 
     presets = coevolve.Settings.presets | {

@@ -4,6 +4,7 @@
 #   bash run.sh scienceworld [settings]
 #   bash run.sh intercodesql [settings]
 #   bash run.sh bfcl --model FOLDER_OR_HUB_NAME [settings]
+#   bash run.sh appworld --model FOLDER_OR_HUB_NAME [settings]
 #   bash run.sh page RUN               a run as a page, RUN/run.html
 #   bash run.sh play ENV [TASK]        play a task yourself; --agent RUN: with a trained agent
 #   bash run.sh compare RUN RUN ...    one report on several runs: means over seeds, by method
@@ -88,6 +89,30 @@ add() {
     } 9>"$here/.venv.lock"
 }
 
+# Makes .venv-appworld, for the package of appworld alone: it pins other versions than ours. A file
+# there says which package it has; without it, it is half-made.
+install_appworld() {
+    local package apps=$here/.venv-appworld log=$here/.venv-appworld-install.log other=
+    package=$(sed -n 's/^# appworld: \([^ ]*\).*/\1/p' "$here/requirements.txt")
+    if [ -e "$apps/has-${package/==/-}" ]; then return; fi
+    for candidate in "$python" python3 python3.12 python3.11 python3.13; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+            2>/dev/null; then other=$candidate; break; fi
+    done
+    if [ -z "$other" ]; then
+        echo "run.sh: appworld needs Python 3.11, 3.12 or 3.13 for its package; install one" >&2
+        return 1
+    fi
+    echo "run.sh: installing $package into $apps, a minute or two" >&2
+    rm -rf "$apps"
+    { "$other" -m venv "$apps" && "$apps/bin/python" -m pip install "$package" &&
+        APPWORLD_CACHE=$apps/cache "$apps/bin/appworld" install &&
+        touch "$apps/has-${package/==/-}"; } >"$log" 2>&1 || {
+        echo "run.sh: the package of appworld was not installed; check the network, or set" \
+             "PIP_INDEX_URL to an index within reach, and run again (details: $log)" >&2
+        return 1; }
+}
+
 command=${1:-}
 case $command in
     page | play | compare | study | answers | tour | pretrain | load-intercode | test | bench | first-gpu)
@@ -117,6 +142,11 @@ case "$command ${1:-}" in bfcl* | test* | "play bfcl")  # one more package; the 
         { [ "$python" = "$venv/bin/python" ] && add "$package"; } || [ "$command" = test ] ||
             fail "bfcl needs one more package: $python -m pip install --no-deps $package"
     fi
+esac
+
+case "$command ${1:-}" in appworld* | test* | "play appworld")
+    { if command -v flock >/dev/null; then flock 9; fi
+      install_appworld || [ "$command" = test ] || exit 2; } 9>"$here/.venv-appworld.lock" ;;
 esac
 
 # Runs a program of ours in the folder you call this from; nothing is imported from there.

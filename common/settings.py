@@ -131,8 +131,9 @@ def settings_of(kind: type) -> dict[str, Setting]:
     about = {}  # name -> heading and comment
     for part in reversed(kind.__mro__):
         if "__annotations__" in vars(part):
-            comments = comments_of(part)
-            about |= {name: (heading_of(part), comments[name]) for name in comments}
+            for name, comment in comments_of(part).items():
+                heading, _ = about.get(name, (heading_of(part), ""))  # of who stated it first
+                about[name] = heading, comment
 
     stated = {}
     for f in fields(kind):

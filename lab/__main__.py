@@ -21,10 +21,10 @@ import envs
 from common.files import write_json
 from common.settings import parse
 from lab.careful import machine, overlap
-from lab.careful.run import Run
 from lab.careful.watch import Watch
 from lab.page import page, report
 from lab.pretrain import smollm2
+from lab.serve.run import Run
 from lab.settings import METHODS, Settings
 from worlds import without_passwords
 
@@ -46,6 +46,8 @@ def main(argv: list[str]) -> None:
     run = Run(settings, options)
     watch = Watch(run.accelerator.process_index, run.ranks) if run.ranks > 1 else None
     METHODS[settings.method].loop(run)
+    if run.servers:
+        run.servers.end()
     if run.main:
         write_json(run.folder / "phases.json", run.done)  # without what was not asked for again
         print(report.close(run.folder))

@@ -9,6 +9,7 @@ from common.settings import Free, OldFile, Weight, Whole
 from lab import baselines
 from lab.careful.overlap import Overlap
 from lab.chat import evaluate, explorer
+from lab.serve.settings import NOT_SERVED, Serve
 from lab.study import near_misses
 
 
@@ -36,7 +37,8 @@ class Careful:
 
 
 @dataclass(frozen=True)
-class Settings(Careful, evaluate.Chat, baselines.Baselines, explorer.Explorer, coevolve.Settings):
+class Settings(Careful, Serve, evaluate.Chat, baselines.Baselines, explorer.Explorer,
+               coevolve.Settings):
     """Every setting of a run"""
     presets = evolve.Settings.presets | {
         # Tuned on the validation splits; it starts from nothing and so needs larger steps.
@@ -76,7 +78,10 @@ def methods_of_all() -> dict:
     for methods in (coevolve.METHODS, explorer.METHODS, baselines.METHODS, near_misses.METHODS,
                     evaluate.METHODS):
         for name, method in methods.items():
-            found[name] = method._replace(reads=(*method.reads, Careful, Overlap))
+            reads = (*method.reads, Careful, Overlap)
+            if name not in NOT_SERVED:
+                reads += (Serve,)
+            found[name] = method._replace(reads=reads)
     return found
 
 

@@ -1,6 +1,5 @@
 """The careful run: nothing is lost, nothing is made twice, nobody else is in the folder."""
 
-import dataclasses
 import json
 import os
 import random
@@ -11,6 +10,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ import dpo
 from common.files import read_jsonl
 from lab.careful import kept, store
 from lab.careful.kept import Checkpoint
-from lab.settings import Settings
+from lab.careful.run import Run
 
 KILLS = int(os.environ.get("KILLS", 3))
 
@@ -120,29 +120,13 @@ def test_equal_phases_are_taken_over_and_others_made(careful_run, tmp_path):
     assert ours[model] != theirs[model]
 
 
-def test_a_copy_of_the_settings_reads_what_is_asked_of_it():
-    reads, s = store.Reads(), Settings(beta=0.3, lambda_dpo=1.0)
-    known = store.recorded(s, reads)
-    first = dataclasses.replace(known, beta=known.beta_later)
-    second = dataclasses.replace(first, lambda_dpo=0.5)
-    assert reads.names == {"env", "view", "beta_later"}
-    assert (second.beta, second.lambda_dpo) == (s.beta_later, 0.5)  # the copies' own
-    assert (first.lambda_dpo, second.dpo_lr) == (1.0, s.dpo_lr)
-    assert reads.names == {"env", "view", "beta_later", "lambda_dpo", "dpo_lr"}
-    assert isinstance(second, Settings)
-
-
 def test_a_phase_that_goes_on_has_read_what_it_read_before(tmp_path):
     """Also what nothing reads again, since a kept state is past it."""
-    reads = store.Reads()
-    for name in ("beta", "dpo_lr"):  # a process each
-        reads = store.Reads()
-        known = store.recorded(Settings(), reads)
-        reads.begin(tmp_path / "reads/of-a-phase")
-        getattr(known, name)
-    assert reads.names == {"env", "view", "beta", "dpo_lr"}
-    reads.begin(tmp_path / "reads/of-another")
-    assert reads.names == {"env", "view"}
+    first = SimpleNamespace(main=True, folder=tmp_path, recipe="of-a-phase", reads={"beta", "env"})
+    Run.keep_reads(first)
+    again = SimpleNamespace(folder=tmp_path, recipe="of-a-phase")
+    assert set(Run.read_before(again)) == {"beta", "env"}
+    assert Run.read_before(SimpleNamespace(folder=tmp_path, recipe="of-another")) == []
 
 
 def test_the_code_of_a_phase_is_what_it_runs(monkeypatch):
@@ -166,20 +150,19 @@ def test_a_phase_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
     accelerator, rng = Accelerator(cpu=True), random.Random(0)
     steps = [[dpo.Group([dpo.Trajectory(ids=[rng.randrange(4, 2000) for _ in range(12)],
                                         action_mask=[0] * 6 + [1] * 6)])] for _ in range(8)]
-    how = dpo.Objective(dpo.sft_loss, lambda g: 6, lr=1e-3, warmup=0.3, weight_decay=0.1)
+    objective = dpo.Objective(dpo.sft_loss, lambda group: 6, lr=1e-3, warmup=0.3, weight_decay=0.1)
 
     def train(folder, stop=None):
-        model, events = dpo.read_model(coevolve.MODELS["tiny"]), []
-        checkpoint = Checkpoint(accelerator, folder, 0, events)
-
-        def log(event):
-            if event["step"] == stop:
+        model, lines = dpo.read_model(coevolve.MODELS["tiny"]), []
+        optimizer = dpo.adamw(model, objective)
+        checkpoint = Checkpoint(accelerator, folder, 0, lines)
+        done = checkpoint.restore(model, optimizer)
+        for line in dpo.training(model, optimizer, steps, objective, dpo.token_log_probs, done):
+            if line["step"] == stop:
                 raise Stopped
-            events.append(event)
-
-        dpo.fit(model, steps, lambda model, ts: dpo.token_log_probs(model, ts), how, log,
-                checkpoint)
-        return torch.cat([p.detach().flatten() for p in model.parameters()]), events
+            lines.append(line)
+            checkpoint.keep(model, optimizer, line["step"])
+        return torch.cat([p.detach().flatten() for p in model.parameters()]), lines
 
     expected, events = train(tmp_path / "whole")
     for stop in (1, 4, 8):
@@ -195,10 +178,13 @@ def test_a_phase_that_was_stopped_goes_on_to_the_same_bits(tmp_path):
 
 def test_kept_episodes_are_whole_and_of_the_same_world(tmp_path):
     class World:
-        theirs, prompt, page = None, "", "a page"
+        page = "a page"
 
         def reset(self, task):
             return self.page
+
+        def opening(self, page, playing):
+            return [dict(role="user", content=page)]
 
         def close(self):
             pass

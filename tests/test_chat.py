@@ -492,7 +492,7 @@ def test_a_checkpoint_is_evaluated_as_in_the_run_that_made_it(start, small, tmp_
     ("--method evaluate --model tiny --sft-lr 1", "--sft-lr is not read by --method evaluate"),
     ("--method evaluate --model tiny --rollouts 4", "--temperature 0: all rollouts"),
     ("--method sft --refused zero", "--refused is not read by --method sft"),
-    ("--method rft --temperature 0", "--temperature 0: all rollouts of an instruction"),
+    ("--method rft --temperature 0", "--temperature 0: all rollouts of a task"),
     ("--method rft --dart-budget 3", "--dart-budget is not read by --method rft"),
     ("--method dart --rollouts 3", "--rollouts is not read by --method dart"),
     ("--method ppo --ppo-rollouts 1", "--ppo-rollouts 1: must be at least 2"),
@@ -548,9 +548,8 @@ def test_an_agent_is_not_evaluated_on_what_it_was_trained_on(start, small, tmp_p
 
 
 def test_an_agent_of_a_run_is_known_by_all_that_came_before_it(small, tmp_path, monkeypatch):
-    """By the careful run: of SFT, and of the agent that learned from pairs of two tasks alone."""
+    """By the careful run: of SFT, and of what learned from pairs after it."""
     monkeypatch.setattr(envs, "make", lambda name, view, **_: Guess(view))
-    monkeypatch.setattr(coevolve, "instructions", lambda experts, *_: experts[:2])
     monkeypatch.setattr(Guess, "splits", Guess.splits | dict(
         train=Guess.splits["train"] | {"9": "letter test-2"}))  # an evaluated task's own
     r = Run(*parsed("--method", "eto", *small, "--iterations", 1, "--out", tmp_path / "run"))
@@ -564,7 +563,8 @@ def test_an_agent_of_a_run_is_known_by_all_that_came_before_it(small, tmp_path, 
 
 def test_a_task_that_was_made_during_a_run_counts_by_what_it_is(tmp_path):
     s = parsed("--method", "evaluate", "--model", tmp_path)[0]
-    run = SimpleNamespace(settings=s, env=envs.make("webshop"), splits=("test",), base=tmp_path,
+    run = SimpleNamespace(settings=s, options=envs.environment("webshop")(), splits=("test",),
+                          env=envs.make("webshop"), base=tmp_path,
                           make_env=lambda: envs.make("webshop"))
     goal = run.env.find("webshop-test-9")
     write_jsonl(tmp_path / "tasks.jsonl", [dict(task="webshop-added-0", definition=goal),

@@ -567,6 +567,38 @@ def test_the_task_set_grows_from_signals(run):
     assert len({r.done["iter1/explored.jsonl"]["episodes"] for r in (r, other)}) == 1
 
 
+def help_of(capsys, monkeypatch, *argv):
+    """heading -> flag -> what --help says of the setting, and the whole text."""
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        coevolve.main([*argv, "--help"], evolve.Settings, evolve.Run, evolve.METHODS, "evolve.py")
+    said = capsys.readouterr().out
+    groups = {}
+    for group in said.split("\n\n"):
+        heading, *flags = re.split(r"\n  (?=--)", group)
+        groups[heading.strip(":")] = {text.split()[0]: " ".join(text.split()) for text in flags}
+    return groups, said
+
+
+def test_help_says_of_each_setting_what_it_does_and_where_its_default_is_from(capsys, monkeypatch):
+    groups, said = help_of(capsys, monkeypatch)
+    assert said.startswith("usage: python evolve.py [--env ENV] [--method METHOD]")
+    for method in evolve.METHODS:
+        assert re.search(rf"\n  {method} +GRPO on ", said)
+    assert "--method" in groups["What is trained, on which tasks, and how long an episode may be"]
+    own = [groups[kind.__doc__] for kind in (evolve.Grpo, evolve.NewTasks, evolve.Evolution)]
+    assert [len(group) for group in own] == [13, 7, 10]
+    for group in own:
+        for text in group.values():
+            assert re.search(r" [A-Z][^:]{10,}.*: .*default .* \[.*\]", text), text
+    assert own[0]["--grpo-kl"].endswith("0.2 (preset tiny; default 0.001 [notes; AgentEvolver])")
+
+
+def test_help_leaves_out_what_grpo_does_not_read(capsys, monkeypatch):
+    groups, _ = help_of(capsys, monkeypatch, "--method", "grpo")
+    assert evolve.NewTasks.__doc__ in groups and evolve.Evolution.__doc__ not in groups
+
+
 class Scripted(evolve.Run):
     """The agent says "c"; pays(t) is the reward."""
     pays = staticmethod(lambda t: float(t.rollout % 2))

@@ -1,16 +1,24 @@
 """What a GPU would do, without one: on a pretended card, and by counting what would be asked of it."""
 
+import gc
 import json
+import math
+import os
+import random
 import shutil
+import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
+from conftest import in_ranks, make_model
 from device_parts import parts
 from pretend_gpu import compile_guard, on_card
 from transformers import Qwen3Config
 
 import coevolve
+import dpo
 
 TINY = coevolve.MODELS["tiny"]
 RUN = ("--env webshop --view short --train-tasks 2 --eval-splits validation --eval-tasks 1 "
@@ -149,3 +157,145 @@ def test_the_host_waits_three_times_a_token_at_most(guard, model):
     row is padded."""
     dynamic, static = map(int, on_card(guard, WAITS, model).split())
     assert dynamic <= 3 and static <= 2
+
+
+# ------------------------------------------------------------------------- without any card
+
+
+def test_attention_meets_new_shapes_so_cudnn_does_not_plan_it(monkeypatch, tmp_path):
+    """cuDNN makes a plan for each shape that it has not met. Of the shapes of a small run most come
+    for the first time, so plans would be made all the time, and the run switches them off."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    met, plain = [], F.scaled_dot_product_attention
+
+    def noting(query, key, *more, **options):
+        met.append((tuple(query.shape), tuple(key.shape)))
+        return plain(query, key, *more, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    coevolve.main([*RUN, "--method", "eto", "--out", str(tmp_path / "run")])
+    layers = dpo.read_config(TINY).num_hidden_layers
+    passes = met[::layers]
+    assert len(passes) > 50 and len(set(passes)) > 0.5 * len(passes)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("given, expected", [
+    ({}, "expandable_segments:True"),
+    (dict(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64"), "max_split_size_mb:64"),
+    (dict(PYTORCH_ALLOC_CONF="max_split_size_mb:64"), None)])
+def test_memory_is_taken_in_segments_that_grow(given, expected, monkeypatch, tmp_path):
+    """Also without run.sh, which says it to its processes, as by `accelerate launch coevolve.py`;
+    and not where the user has said something else."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # which is put back afterwards
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    coevolve.Run(*coevolve.parse([*RUN, "--out", str(tmp_path)], coevolve.Settings,
+                                 coevolve.METHODS, coevolve.envs.environment, "test"))
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == expected
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+                                   MemoryError()])
+def test_memory_that_lacks_is_said_in_a_line(error, monkeypatch, tmp_path):
+    def lacking(*_):
+        raise error
+
+    monkeypatch.setattr(dpo, "token_log_probs", lacking)
+    with pytest.raises(SystemExit, match=r"^coevolve.py: out of memory; lower --tokens-per-forward"):
+        coevolve.main([*RUN, "--out", str(tmp_path)])
+
+
+def busy(lengths: list[int], tokens: int, ranks: int) -> float:
+    """The share of the ranks' time that goes into the trajectories' own tokens, if a round lasts as
+    long as its most costly pass, and a pass costs what its longest trajectory does, times all."""
+    rounds = dpo.deal(lengths, tokens, ranks)
+    dealt = [place for passes in rounds for places in passes for place in places]
+    assert sorted(dealt) == list(range(len(lengths)))
+    time = 0
+    for passes in rounds:
+        costs = [len(places) * max(lengths[place] for place in places) for places in passes]
+        assert len(passes) <= ranks
+        assert all(cost <= tokens or len(places) == 1 for cost, places in zip(costs, passes))
+        time += ranks * max(costs)
+    return sum(lengths) / time
+
+
+@pytest.mark.parametrize("trajectories, least", [(16, 0.78), (24, 0.8), (32, 0.8), (48, 0.8)])
+def test_ranks_hardly_idle(trajectories, least):
+    """Of lengths as in a shop, lognormal. Of 16 the longest is nearly twice the mean: no dealing of
+    padded passes keeps eight ranks busier on the average."""
+    rng = random.Random(3)
+    shares = []
+    for _ in range(30):
+        lengths = []
+        for _ in range(trajectories):
+            lengths.append(int(min(4096, max(700, rng.lognormvariate(math.log(1850), 0.35)))))
+        shares.append(busy(lengths, 8192, 8))
+    assert sum(shares) / len(shares) > least
+    assert busy([1000] * 16, 8192, 8) == 1.0
+
+
+def test_one_rank_fills_its_passes_with_the_longest_first():
+    rng = random.Random(0)
+    for _ in range(100):
+        lengths = [rng.randint(1, 900) for _ in range(rng.randint(1, 40))]
+        tokens = rng.choice([0, 1, 500, 1024, 4096])
+        expected = []
+        for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+            longest = lengths[expected[-1][0]] if expected else math.inf
+            if (len(expected[-1]) + 1 if expected else 1) * longest > tokens:
+                expected.append([])
+            expected[-1].append(place)
+        assert dpo.deal(lengths, tokens, 1) == [[places] for places in expected]
+
+
+# What trained is gone before a model is read to play.
+
+
+def held_when_a_model_is_read(accelerator, folder, shard):
+    """Trains a model as a phase does, and reads one that plays: whether weights and layers of the
+    first are still held when the second is read."""
+    held, plain = [], dpo.read
+
+    def reading(kind, *more, **options):
+        if kind is transformers.AutoModelForCausalLM:
+            held.append([thing() is not None for thing in things])
+        return plain(kind, *more, **options)
+
+    def phase():
+        model = dpo.load(accelerator, folder, recompute=True, shard=shard)
+        t = dpo.Trajectory(ids=list(range(5, 25)), action_mask=[0] * 10 + [1] * 10)
+        objective = dpo.Objective(dpo.sft_loss, lambda group: 10, 1e-5)
+        steps = dpo.training(model, dpo.adamw(model, objective), [[dpo.Group([t])]], objective,
+                             lambda model, some: dpo.token_log_probs(model, some))
+        assert len(list(steps)) == 1
+        return [weakref.ref(model), weakref.ref(next(dpo.layers(model)[0].parameters()))]
+
+    gc.disable()  # so that it is not freed by chance
+    things = phase()
+    dpo.read = reading
+    dpo.read_model(folder)
+    dpo.read = plain
+    gc.enable()
+    return held
+
+
+def sharded_among_pretended_ranks(accelerator, folder):
+    """The same in a process that believes to be the first of eight."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    accelerator.state.num_processes = 8
+    return held_when_a_model_is_read(accelerator, folder, True)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_trained_is_gone_before_a_model_that_plays_is_read(sharded, tmp_path):
+    make_model(50, seed=0, dtype=torch.float32).save_pretrained(tmp_path)
+    if sharded:
+        assert in_ranks(1, sharded_among_pretended_ranks, tmp_path) == [[False, False]]
+    else:
+        assert in_ranks(1, held_when_a_model_is_read, tmp_path, False) == [[False, False]]

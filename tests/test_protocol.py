@@ -12,6 +12,7 @@ from conftest import make_tokenizer
 import coevolve
 import envs
 import worlds
+from common import settings
 from dpo import Encoder, Trajectory
 from worlds import expert_files
 
@@ -248,7 +249,7 @@ def test_one_setting_brings_their_numbers(prompts):
     given = ["--env", "scienceworld", "--model", "m", "--protocol", "eto", "--prompts", prompts]
 
     def parse(*more):
-        return parse([*given, *more], coevolve.Settings, coevolve.METHODS, envs.environment)
+        return settings.parse([*given, *more], coevolve.Settings, coevolve.METHODS, envs.environment)
 
     s, own = parse()
     assert (s.max_new_tokens, s.temperature, s.sft_lr) == (512, 0.0, 2e-5)

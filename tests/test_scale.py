@@ -90,12 +90,14 @@ def test_the_gpu_script_runs_its_path_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first_gpu.main(["--small"])
     rows = dict(map(json.loads, (tmp_path / "first_gpu.jsonl").read_text().splitlines()))
-    assert len(rows) == 8 and not any("failed" in what for what in rows)
+    assert len(rows) == 13 and not any("failed" in what for what in rows)
     padded, generated, fp32 = (float(rows[f"{name} against single texts in bf16, nats a token: rms, "
                                           "largest"].split(",")[0])
                                for name in ("a padded pass", "generate", "fp32"))
     assert padded < fp32 and 0 < generated < fp32 < 0.1  # no further off than bf16 itself
-    assert float(rows["training, tokens/s"].replace(",", "")) > 0
+    assert rows["trial: passes alone, replies alone, with a cache"] == [False, False, True]
+    for what in ("training, cuDNN's attention off", "decoding, 4 slots, static cache"):
+        assert float(rows[f"{what}, tokens/s"].replace(",", "")) > 0
 
 
 DYING = """

@@ -36,6 +36,11 @@ class Options(Stated):
     """The settings of an environment, which its folder adds. make(view) gives the `World`."""
     protocol = "ours"  # "eto" where an episode is told as ETO's code does, see eto_protocol.py
 
+    @staticmethod
+    def scenario(task: str) -> str | None:
+        """What the task is a variant of, where variants are also scored together; else None."""
+        return None
+
 
 class World:
     """An environment: one object plays one episode at a time, and worlds repeat exactly.
@@ -129,7 +134,8 @@ class World:
         if self.makes_tasks:
             return import_module(f"worlds.{self.name}.tasks").TaskGenerator(self)
         raise Refused(f"{self.name}: nobody makes new tasks in this world; give --method grpo "
-                      "--start-from train, or play the built-in shop, built-in databases or bfcl")
+                      "--start-from train, or play the built-in shop, built-in databases, bfcl or "
+                      "appworld")
 
     # ------------------------------------------------------------------ who else plays
 

@@ -22,10 +22,9 @@ changed, the core's is run, and that is said:
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -37,14 +36,15 @@ import dpo
 import envs
 import evolve
 from common.files import hashed, remove
-from lab.careful import machine, overlap, stand_in, store
+from common.settings import Instead
+from lab.careful import overlap, stand_in, store
 from lab.careful.kept import CHUNK, Checkpoint, Kept
 from lab.careful.margins import margins
 from lab.careful.tracking import Tracking
 from lab.fast import cache, check, packing
 from lab.fast.prepacked import prepack
 
-SMALL = 40_000_000  # bytes of weights: threads would wait for each other, 3.6 s against 1.6 s
+SMALL = 10_000_000  # parameters: threads would wait for each other, 3.6 s against 1.6 s
 SLOTS = 32          # episodes side by side on a CPU, if not said otherwise [ours]
 PASS = 4096         # tokens of a packed pass, likewise
 STATES = ("playing", "checkpoint", "reads")  # what a phase keeps to go on from
@@ -58,16 +58,13 @@ class Run(evolve.Run):
         self.small = False   # whether the model is so small that threads only wait
         self.tracking = None
         self.inputs = ()     # of the running phase
-        if settings.slots == 0:
-            settings = replace(settings, slots=slots_for(settings))
         super().__init__(settings, options)
 
     def open(self) -> None:
         s = self.settings
-        self.folder.mkdir(parents=True, exist_ok=True)
-        weights = sum(file.stat().st_size for file in self.base.glob("*.safetensors"))
-        self.small = 0 < weights < SMALL
-        check_disk(self.folder, weights, getattr(s, "iterations", 0))
+        self.small = self.parameters < SMALL
+        if self.accelerator.device.type == "cpu" and s.slots == 0:
+            self.slots = SLOTS
         super().open()
         overlap.check(self)
         self.tracking = Tracking(self.accelerator, self.folder, s.track, vars(s))
@@ -91,7 +88,8 @@ class Run(evolve.Run):
             return "of several processes"
         if self.accelerator.device.type != "cpu":
             return "on a GPU"
-        return check.why_not(dpo.read_model(self.base).eval(), self.encoder, self.settings)
+        return check.why_not(dpo.read_model(self.base).eval(), self.encoder,
+                             Instead(self.settings, slots=self.slots))
 
     # ................................................................................. phases
 
@@ -180,7 +178,7 @@ class Run(evolve.Run):
         if not self.fast or "answer" in stand_in.changed():
             return super().answer(model, temperature)
         return cache.Cached(model, self.encoder, self.encoder.sampler(temperature), self.env.stops,
-                            self.settings)
+                            Instead(self.settings, slots=self.slots))
 
     # ............................................................................... training
 
@@ -190,7 +188,7 @@ class Run(evolve.Run):
         coevolve.write(self, out / "margins.jsonl", margins(self, model, groups, objective))
         tokens = 0
         for batch in steps:
-            tokens += sum(dpo.group_tokens(group) for group in batch)
+            tokens += sum(len(t.ids) for t in dpo.trajectories_of(batch))
         return numbers | dict(tokens=tokens)
 
     def training(self, model, steps: list[list[dpo.Group]],
@@ -222,7 +220,7 @@ class Run(evolve.Run):
         on_cpu = self.accelerator.device.type == "cpu"
         chunks = [share[:]]
         if on_cpu:
-            size = CHUNK * self.settings.slots
+            size = CHUNK * self.slots
             chunks = [share[n:n + size] for n in range(0, len(share), size)]
 
         threads = torch.get_num_threads()
@@ -247,7 +245,7 @@ class Run(evolve.Run):
                 self.keep_reads()
                 kept.add([t])
 
-        envs.play(make_env, self.encoder, waiting, answer, self.settings.slots,
+        envs.play(make_env, self.encoder, waiting, answer, self.slots,
                   self.settings.max_tokens, ended)
         if whole and waiting:
             self.keep_reads()
@@ -297,22 +295,3 @@ def saved_agents(run: Run) -> list[tuple[int, Path]]:
         if step.isdecimal():
             found.append((int(step), folder))
     return found
-
-
-def slots_for(settings) -> int:
-    """How many episodes are played side by side, where no setting says it."""
-    if not torch.cuda.is_available():
-        return SLOTS
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    trains = ranks if settings.method in evolve.METHODS else None  # beside the model that plays
-    config = dpo.read_config(coevolve.MODELS.get(settings.model, settings.model))
-    return machine.slots(config, torch.cuda.mem_get_info()[0], settings.max_tokens, trains)
-
-
-def check_disk(folder: Path, weights: int, iterations: int) -> None:
-    """Refused where the agents of a run do not fit the disk; weights: bytes of one."""
-    needed = weights * (2 + 2 * iterations)
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise envs.Refused(f"--out {folder}: {free / 1e9:.1f} GB are free, and agents take up to "
-                           f"{needed / 1e9:.1f} GB; give a folder on another disk")

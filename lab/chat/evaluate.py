@@ -78,7 +78,7 @@ class Paid:
 
     def __init__(self, run: Run, endpoint: Endpoint):
         self.endpoint = endpoint
-        self.slots = run.settings.slots
+        self.slots = run.slots
         self.phase = run.name
         self.file = run.folder / "answers.jsonl"
         self.lock = threading.Lock()
@@ -194,8 +194,8 @@ def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Traject
     make_env = partial(run.make_env, examples=s.examples)
     with bar(run, len(episodes)) as progress:
         works = []
-        for slot in range(s.slots):
-            works.append(partial(envs.play, make_env, Text(), episodes[slot::s.slots],
+        for slot in range(run.slots):
+            works.append(partial(envs.play, make_env, Text(), episodes[slot::run.slots],
                                  player.answer, 1, s.max_tokens, lambda t: progress.update()))
         player.paid.side_by_side(works)
     numbers = player.paid.spent()

@@ -51,13 +51,12 @@ class Cached:
             pages[slot] = t.ids
             rngs[slot] = rng
 
-        written = {slot: [] for slot in pages}
-        log_probs = {slot: [] for slot in pages}
+        replies = {slot: ([], []) for slot in pages}  # ids and log-probabilities
         logits = self.read_pages(pages, new)
         while logits:
-            drawn = self.draw(logits, rngs, written, log_probs)
+            drawn = self.draw(logits, rngs, replies)
             logits = self.read(sorted(drawn)) if drawn else {}
-        return [(written[slot], log_probs[slot]) for slot in pages]
+        return [replies[slot] for slot in pages]
 
     def give_slots(self, rngs: list[random.Random]) -> set[int]:
         """Gives each episode that has just begun a slot that nobody plays in; the set of these."""
@@ -72,18 +71,16 @@ class Cached:
         return new
 
     def draw(self, logits: dict[int, Tensor], rngs: dict[int, random.Random],
-             written: dict[int, list[int]], log_probs: dict[int, list[float]]) -> list:
+             replies: dict[int, tuple]) -> list[tuple[int, list[int]]]:
         """Adds a token to each of these slots' replies; (slot, [token]) of those that go on."""
         slots = list(logits)
         draw = dpo.Draw([rngs[slot] for slot in slots], self.sampler, self.encoder, self.stops)
-        draw.written = [written[slot] for slot in slots]
+        draw.replies = [replies[slot] for slot in slots]
         draw(None, torch.stack(list(logits.values())))
-        for slot, value in zip(slots, draw.log_probs[0].tolist() if draw.log_probs else []):
-            log_probs[slot].append(value)
 
         going_on = []
         for slot, over in zip(slots, draw.over):
-            reply = written[slot]
+            reply, _ = replies[slot]
             full = len(self.held[slot]) + 1 >= self.s.max_tokens
             if not (over or full or len(reply) == self.s.max_new_tokens):
                 going_on.append((slot, reply[-1:]))

@@ -9,6 +9,7 @@ import numpy as np
 from common.files import headline, read_jsonl, write_json
 from lab.chat.endpoint import USAGE
 from lab.runfiles import config_of, explorations, kinds_of, of, phases_of
+from worlds import environment
 
 BEST = ("best", "best_success")
 
@@ -35,6 +36,22 @@ def evaluations(run: Path, phases: dict) -> list[dict]:
     return found
 
 
+def scenarios(run: Path, phases: dict) -> list[tuple]:
+    """Of each evaluation how many scenarios it has, and the share of which all tasks are solved;
+    none where the environment's tasks have no scenarios."""
+    scenario_of = environment(config_of(run)["settings"]["env"]).scenario
+    rows = []
+    for e in of(phases, "evaluate"):
+        solved = defaultdict(list)
+        for episode in read_jsonl(run / e["output"]) if (run / e["output"]).is_file() else []:
+            solved[scenario_of(episode["task"])].append(episode["reward"] == 1)
+        solved.pop(None, None)
+        if solved:
+            share = np.mean([all(found) for found in solved.values()])
+            rows.append((e["i"], e["name"], e["split"], len(solved), f"{share:.1%}"))
+    return rows
+
+
 def close(run: Path) -> str:
     """Writes result.json, which says that the run has finished; its closing table."""
     write_json(run / "result.json", dict(evaluations=evaluations(run, phases_of(run))))
@@ -58,6 +75,8 @@ def sections(run: Path) -> list[tuple[str, str, list]]:
          [(e["i"], e["name"], e["split"], e["tasks"], f"{e['reward']:.3f}",
            f"[{e['low']:.3f}, {e['high']:.3f}]", f"{e['success']:.1%}", f"{e['turns']:.1f}",
            e["out_of_context"] or "-") for e in evaluations(run, phases)]),
+        ("Scenarios, and of how many all tasks are solved (SGC)",
+         "iteration <agent <split scenarios solved", scenarios(run, phases)),
         ("Of several rollouts the best; tasks that an endpoint refused, which count as 0, and "
          "what its answers took", "<phase <numbers",
          [(e["output"], numbers) for e in of(phases, "evaluate") if (numbers := ", ".join(

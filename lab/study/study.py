@@ -97,7 +97,7 @@ def stop(number, _) -> None:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="run.sh study", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("env", help="webshop, scienceworld, intercodesql or bfcl")
+    parser.add_argument("env", help="webshop, scienceworld, intercodesql, bfcl or appworld")
     parser.add_argument("--methods", nargs="+", choices=[*ALL],
                         default=list(METHODS), help="and those whose steps or tasks "
                         "they take [those of the first system]")

@@ -32,8 +32,8 @@ class Options(worlds.Options):
                  "it cannot write programs; give another --model")]
 
     @staticmethod
-    def scenario(task: str) -> str:
-        return task.rpartition("_")[0]
+    def scenario(task: str) -> str | None:
+        return task.rpartition("_")[0] or None  # those made in training have none
 
     def make(self, view):
         from worlds.appworld.world import AppWorld

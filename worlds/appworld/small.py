@@ -160,9 +160,8 @@ def belongings(apps: Apps, person: dict, people: list[dict], rng: random.Random)
 
 
 def write(path: Path, content) -> None:
-    """Text as it is, anything else as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content if isinstance(content, str) else json.dumps(content, indent=1))
+    path.write_text(json.dumps(content, indent=1) if path.suffix == ".json" else content)
 
 
 def file_task(data: Path, id: str, person: dict, draft: Draft) -> None:

@@ -1,0 +1,1 @@
+"""Rollouts and evaluation by an inference server, such as vLLM: `--serve COMMAND`."""
