@@ -84,6 +84,9 @@ class Run(evolve.Run):
         """Why passes and replies are the core's; None where they are packed and cached."""
         if self.settings.fast == "off":
             return "--fast off"
+        for method in "log_probs", "answer":
+            if method in stand_in.changed():
+                return f"Run.{method} is a fork's"
         if self.ranks > 1:
             return "of several processes"
         if self.accelerator.device.type != "cpu":
