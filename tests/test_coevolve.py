@@ -510,7 +510,7 @@ def test_what_a_tokenizer_cannot_write_is_said(toy_run, monkeypatch, capsys):
     monkeypatch.setattr(dpo.Encoder, "read_back", lambda self, text: text.replace("word", "w ord"))
     toy_run(Toy, "--method", "eto")
     said = capsys.readouterr().out
-    assert "changes 16 replies of experts" in said and "'the word' becomes 'the w ord'" in said
+    assert "changes 16 replies of experts" in said and "'the word', becomes 'the w ord'" in said
 
 
 # -------------------------------------------------------------------------------------- its folder
