@@ -63,6 +63,7 @@ class EtoWorld(World):
         """
         super().__init__(inner.view)
         self.inner = inner
+        self.inner.action = self.action  # it reads replies as this one does
         self.instruction = instruction
         self.examples = examples
         # What the world states; its own tasks are this one's.
@@ -70,18 +71,17 @@ class EtoWorld(World):
         self.rules = inner.rules
         self.splits = inner.splits
         self.test_splits = inner.test_splits
+        self.max_steps = inner.max_steps
         self.success = inner.success
         self.drawn_anew = inner.drawn_anew
         self.makes_tasks = inner.makes_tasks
         self.published_types = inner.published_types
         self.task_of = inner.task_of
 
-    @property
-    def max_steps(self) -> int:
-        return self.inner.max_steps
-
     def start(self, what) -> str:
-        return self.inner.start(what)
+        observation = self.inner.start(what)
+        self.max_steps = self.inner.max_steps
+        return observation
 
     def opening(self, observation: str, playing: bool = False) -> list[dict]:
         """The instruction and "OK", the examples (which nobody is trained on), then the task."""
@@ -99,10 +99,9 @@ class EtoWorld(World):
         return found[1] if found else None
 
     def step(self, reply: str) -> Step:
-        action = self.action(reply)
-        if action is None:
+        if self.action(reply) is None:
             return self.without_action()
-        step = self.inner.act(action)
+        step = self.inner.step(reply)
         return Step(self.heading + step.observation, step.reward, step.done, step.raw)
 
     def without_action(self) -> Step:
@@ -138,7 +137,7 @@ class EtoScienceWorld(EtoWorld):
     had been reached."""
 
     def start(self, what) -> str:
-        description = self.inner.start(what)
+        description = super().start(what)
         self.inner.reached = -1.0
         return f"Task Description:\n{description}"
 
@@ -152,17 +151,15 @@ class EtoInterCodeSQL(EtoWorld):
     line break. Replies are read as by our own protocol."""
     no_action = NO_SQL_ACTION
 
-    def action(self, reply: str) -> str | None:
-        return self.inner.action(reply)
+    def __init__(self, inner: World, *more):
+        self.action = inner.action
+        super().__init__(inner, *more)
+        self.inner.error_end = "\n"
 
     def step(self, reply: str) -> Step:
         step = super().step(reply)
         if step.done:
             return Step("submitted", step.raw, True, step.raw)
-        answer = self.inner.last_answer
-        is_query = self.action(reply) is not None
-        if is_query and isinstance(answer, str) and "Unknown" not in answer:
-            return Step(self.heading + self.inner.shown(f"{answer}\n"), 0.0, False)
         return step
 
 

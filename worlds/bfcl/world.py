@@ -48,7 +48,8 @@ class Bfcl(World):
         self.results, self._passed = [], []  # of all calls; whether each checked turn passed
         self.max_steps = (MOST_REPLIES + 1) * len(task["turns"])
         later = {name for names in self._hidden.values() for name in names}
-        return self._said([name for name in data.functions(task["start"]) if name not in later])
+        known = data.functions(task["start"])
+        return what_is_said(self, [name for name in known if name not in later])
 
     def step(self, reply: str) -> Step:
         if calls := parse_calls(reply):
@@ -62,7 +63,7 @@ class Bfcl(World):
             self._check_turn()
             self._turn, self._replies = self._turn + 1, 0
             if self._turn < len(self._task["turns"]):
-                return Step(self._said(self._hidden.get(str(self._turn), ())), 0.0, False)
+                return Step(what_is_said(self, self._hidden.get(str(self._turn), ())), 0.0, False)
             end = "The conversation is over."
         # Turns that were not reached have not passed.
         share = sum(self._passed) / sum(map(bool, self._task["calls"]))
@@ -89,12 +90,16 @@ class Bfcl(World):
         except RecursionError:  # a directory inside itself is in no ground truth
             self._passed.append(False)
 
-    def _said(self, shown: list[str]) -> str:
-        """What the user says in this turn, after the documents of the functions shown, if any."""
-        known, said = data.functions(self._task["start"]), self._task["turns"][self._turn]
-        write = json.dumps if self.view == "full" else in_short
-        lines = ["<tools>", *(write(known[name]) for name in shown), "</tools>", "", said]
-        return "\n".join(lines) if shown else said
+
+def what_is_said(world: Bfcl, shown) -> str:
+    """What the user says in this turn, after the documents of the functions shown, if any."""
+    said = world._task["turns"][world._turn]
+    if not shown:
+        return said
+    known = data.functions(world._task["start"])
+    write = json.dumps if world.view == "full" else in_short
+    lines = [write(known[name]) for name in shown]
+    return "\n".join(["<tools>", *lines, "</tools>", "", said])
 
 
 def in_short(document: dict) -> str:

@@ -52,6 +52,7 @@ class InterCodeSQL(World):
     name = "intercodesql"
     rules = PROMPT
     max_steps = 10
+    error_end = ""  # of most error texts
 
     def __init__(self, view: str = "full", intercode_data: str | None = None,
                  mysql_url: str | None = None):
@@ -64,11 +65,8 @@ class InterCodeSQL(World):
         if not mysql_url and (missing := asked - self.world.databases.keys()):
             raise Refused(f"--intercode-data: the dump has no database {min(missing)}; give one "
                           "that has as FOLDER/ic_spider_dbs.sql")
+        self.makes_tasks = bool(self.world.tables)  # of the databases that are generated
         self._db = None
-
-    @property
-    def makes_tasks(self) -> bool:
-        return bool(self.world.tables)  # of the databases that are generated
 
     def start(self, question: dict, script: str | None = None) -> str:
         """Also on a question of no split, over the database that `script` makes."""
@@ -88,22 +86,17 @@ class InterCodeSQL(World):
         sql = self.action(reply)
         if sql is None:  # the last answer stays the one to submit
             return Step(EXPLANATION, 0.0, False)
-        return self.act(sql)
-
-    def act(self, sql: str) -> Step:
-        """Runs a query, or hands in the last answer for "submit"."""
         if sql != "submit":
-            self.last_answer = self._db.run(sql)
-            return Step(self.shown(self.last_answer, sql), 0.0, False)
+            self.last_answer = answer = self._db.run(sql)
+            if isinstance(answer, str) and "Unknown" not in answer:
+                answer += self.error_end
+            text = in_short(answer, sql) if self.view == "short" else in_full(answer)
+            return Step(text, 0.0, False)
         gold = self._db.run(self._question["gold"])
         if gold in (INTERRUPTED, TOO_LARGE):
             raise EnvError(f"gold query of {self._question['query']!r}: {gold}")
         raw = sql_reward(self.last_answer, gold if isinstance(gold, list) else [])
         return Step("submitted", min(max(raw, 0.0), 1.0), True, raw)
-
-    def shown(self, answer, sql: str = "") -> str:
-        """An answer to a query as the agent reads it."""
-        return in_short(answer, sql) if self.view == "short" else in_full(answer)
 
     def action(self, reply: str) -> str | None:
         if self.view == "full":

@@ -97,19 +97,19 @@ class ScienceWorld(World):
         self._task = task
         self.max_steps = SCIENCE_TASKS[kind][1] or 100
         self.reached = 0.0
-        return self._safely(lambda simulator: simulator.load(kind, number))
+        return safely(self, lambda simulator: simulator.load(kind, number))
+
+    def action(self, reply: str) -> str:
+        return " ".join(super().action(reply).split())
 
     def step(self, reply: str) -> Step:
-        return self.act(" ".join(self.action(reply).split()))
-
-    def act(self, action: str) -> Step:
-        """Does an action, written as the simulator reads it."""
-        observation, score, done = self._safely(lambda simulator: simulator.act(action))
+        action = self.action(reply)
+        observation, score, done = safely(self, lambda simulator: simulator.act(action))
         self.reached = max(self.reached, score)
         return Step(observation, min(self.reached, 1.0), done)
 
     def possible(self) -> tuple[list[str], str]:
-        forms, objects = self._safely(lambda simulator: (
+        forms, objects = safely(self, lambda simulator: (
             list(simulator.interface.getPossibleActions()),
             list(simulator.interface.getPossibleObjects())))
         return [], (f"{'; '.join(form for form in forms if form != 'reset task')}\n"
@@ -118,7 +118,7 @@ class ScienceWorld(World):
     def gold(self) -> list[str]:
         """The simulator's own solution of the episode just reset, as actions."""
         if self._task not in self._golds:
-            self._golds[self._task] = self._safely(lambda simulator: simulator.solve(*self._task))
+            self._golds[self._task] = safely(self, lambda simulator: simulator.solve(*self._task))
         return self._golds[self._task]
 
     def expert(self):
@@ -130,25 +130,26 @@ class ScienceWorld(World):
             self._idle.append(self._simulator)
         self._simulator = None
 
-    def _safely(self, work):
-        """work(simulator) in a running one, which is ended if it dies or is interrupted."""
-        try:
-            with suppress(IndexError):  # none is idle
-                while self._simulator is None:
-                    idle = self._idle.pop()
-                    self._simulator = idle if idle.process.poll() is None else idle.stop()
-            self._simulator = self._simulator or _Simulator()
-            return work(self._simulator)
-        except BaseException as error:
-            problem = type(error).__name__
-            with suppress(Py4JError):  # to be told an error of Java's, it asks Java once more
-                problem = ": ".join([problem, *str(error).split("\n")[:2]])
-            self._simulator = self._simulator and self._simulator.stop()
-            if not isinstance(error, Py4JError):
-                raise
-            kind, number = self._task
-            raise EnvError(f"scienceworld {kind} {number}: the simulator died ({problem[:200]}); "
-                           "see that there is memory for its Java process") from None
+
+def safely(world: ScienceWorld, work):
+    """work(simulator) in the world's, which is ended if it dies or is interrupted."""
+    try:
+        with suppress(IndexError):  # none is idle
+            while world._simulator is None:
+                idle = world._idle.pop()
+                world._simulator = idle if idle.process.poll() is None else idle.stop()
+        world._simulator = world._simulator or _Simulator()
+        return work(world._simulator)
+    except BaseException as error:
+        problem = type(error).__name__
+        with suppress(Py4JError):  # to be told an error of Java's, it asks Java once more
+            problem = ": ".join([problem, *str(error).split("\n")[:2]])
+        world._simulator = world._simulator and world._simulator.stop()
+        if not isinstance(error, Py4JError):
+            raise
+        kind, number = world._task
+        raise EnvError(f"scienceworld {kind} {number}: the simulator died ({problem[:200]}); "
+                       "see that there is memory for its Java process") from None
 
 
 class _Simulator:

@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from worlds import EnvError, Refused
 from worlds.task_lists import read_lists
-from worlds.webshop.shop import DONE, Page, Shop
+from worlds.webshop.shop import DONE, Page, Shop, show
 
 RULE = {"train": range(1500, 1500 + 1624), "validation": range(500, 1500), "test": range(500)}
 
@@ -50,7 +50,7 @@ class WebShopServer(Shop):
         self._client = Client(webshop_url.rstrip("/"), timeout, load_timeout)
 
     def start(self, goal: int) -> str:
-        return self.begin(self._client.begin(goal))
+        return show(self, self._client.begin(goal), first=True)
 
     def expert(self):
         raise Refused("the scripted expert knows the embedded shop's instructions only; for a "

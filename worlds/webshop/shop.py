@@ -67,18 +67,10 @@ class Shop(World):
         self.page = None           # the one that the agent sees
         self.shown_before = set()  # what the short view has shown in this episode
 
-    def begin(self, page: Page) -> str:
-        """Begins an episode on its first page."""
-        self.shown_before = set()
-        return self.show(page)
-
     def step(self, reply: str) -> Step:
-        return self.act(self.action(reply))
-
-    def act(self, action: str) -> Step:
         """Searches or clicks; an action that the page does not offer leaves it as it is."""
         name, argument = "", ""
-        match = re.match(r"(.+)\[(.+)\]", action)
+        match = re.match(r"(.+)\[(.+)\]", self.action(reply))
         if match:
             name = match[1]
             argument = match[2].lower()
@@ -88,29 +80,32 @@ class Shop(World):
             page = self.follow(None, argument)
         elif name == "click" and argument in page.links:
             page = self.follow(page.links[argument])
-        return Step(self.show(page), page.reward, page.kind == "done")
-
-    def show(self, page: Page) -> str:
-        """The page as the agent reads it, from now on the one that it acts on."""
-        self.page = page
-        if self.view == "full":
-            return " [SEP] ".join(page.pieces)
-
-        # The instruction is three pieces: its title, its text and "Back to Search".
-        pieces = page.pieces
-        if page.kind not in ("search", "done"):
-            pieces = pieces[3:]
-        text = " | ".join(pieces)
-        key = page.kind, page.item, text
-        if key in self.shown_before:
-            return f"{pieces[0]} (seen)"
-        self.shown_before.add(key)
-        return text
+        return Step(show(self, page), page.reward, page.kind == "done")
 
     def possible(self) -> tuple[list[str], str]:
         clicks = [f"click[{text}]" for text in self.page.links]
         forms = "search[words]" if self.page.kind == "search" else ""
         return clicks, forms
+
+
+def show(shop: Shop, page: Page, first: bool = False) -> str:
+    """The page as the agent reads it, from now on the one that it acts on. first: of an episode."""
+    shop.page = page
+    if first:
+        shop.shown_before = set()
+    if shop.view == "full":
+        return " [SEP] ".join(page.pieces)
+
+    # Title and text of the instruction and "Back to Search" are the first three pieces.
+    pieces = page.pieces
+    if page.kind not in ("search", "done"):
+        pieces = pieces[3:]
+    text = " | ".join(pieces)
+    key = page.kind, page.item, text
+    if key in shop.shown_before:
+        return f"{pieces[0]} (seen)"
+    shop.shown_before.add(key)
+    return text
 
 
 @dataclass(frozen=True)
@@ -142,7 +137,7 @@ class WebShop(Shop):
 
     def start(self, goal: dict) -> str:
         self.goal = goal
-        return self.begin(self.follow(Place()))
+        return show(self, self.follow(Place()), first=True)
 
     def expert(self):
         return catalogue.shop_expert(thoughts=self.view == "full")
@@ -162,47 +157,49 @@ class WebShop(Shop):
         pieces.append("Back to Search")
         links = {"back to search": Place()}
         if place.kind == "results":
-            self.add_results(place, pieces, links)
+            add_results(self, place, pieces, links)
         elif place.kind == "item":
-            self.add_item(place, pieces, links)
+            add_item(self.world.products[place.item], place, pieces, links)
         else:
             pieces += ["< Prev", *sub_pages(self.world.products[place.item])[place.sub]]
             links["< prev"] = replace(place, kind="item", sub="")  # chosen options are kept
         return Page(place.kind, pieces, links, place.item, options=place.options)
 
-    def add_results(self, place: Place, pieces: list[str], links: dict[str, Place]) -> None:
-        """Adds to a page's text and links what a page of results has."""
-        hits = self.search(place.query)[:self.max_results]
-        pieces.append(f"Page {place.number} (Total results: {len(hits)})")
-        if place.number > 1:
-            pieces.append("< Prev")
-            links["< prev"] = replace(place, number=place.number - 1)
-        pieces.append("Next >")  # always there; past the end the list is empty
-        links["next >"] = replace(place, number=place.number + 1)
 
-        first = (place.number - 1) * self.page_size
-        for item in hits[first:first + self.page_size]:
-            product = self.world.products[item]
-            pieces += [product["asin"], product["Title"], f"${float(product['price'])}"]
-            links[product["asin"].lower()] = replace(place, kind="item", item=item)
-
-    def add_item(self, place: Place, pieces: list[str], links: dict[str, Place]) -> None:
-        """Adds to a page's text and links what a product's page has."""
-        product = self.world.products[place.item]
+def add_results(shop: WebShop, place: Place, pieces: list[str],
+                links: dict[str, Place]) -> None:
+    """Adds to a page's text and links what a page of results has."""
+    hits = shop.search(place.query)[:shop.max_results]
+    pieces.append(f"Page {place.number} (Total results: {len(hits)})")
+    if place.number > 1:
         pieces.append("< Prev")
-        links["< prev"] = replace(place, kind="results", item=-1, options=())  # options are lost
-        for sub in sub_pages(product):
-            links[sub.lower()] = replace(place, kind="sub-page", sub=sub)
-        links["buy now"] = replace(place, kind="done")
+        links["< prev"] = replace(place, number=place.number - 1)
+    pieces.append("Next >")  # always there; past the end the list is empty
+    links["next >"] = replace(place, number=place.number + 1)
 
-        # Of two options that share a value the last one's is chosen, as in WebShop.
-        for name, values in product["options"].items():
-            pieces += [name, *values]
-            for value in values:
-                chosen = dict(place.options) | {name: value}
-                links[value] = replace(place, options=tuple(chosen.items()))
-        pieces += [product["Title"], f"Price: ${float(product['price'])}", "Rating: N.A.",
-                   *sub_pages(product), "Buy Now"]
+    first = (place.number - 1) * shop.page_size
+    for item in hits[first:first + shop.page_size]:
+        product = shop.world.products[item]
+        pieces += [product["asin"], product["Title"], f"${float(product['price'])}"]
+        links[product["asin"].lower()] = replace(place, kind="item", item=item)
+
+
+def add_item(product: dict, place: Place, pieces: list[str], links: dict[str, Place]) -> None:
+    """Adds to a page's text and links what a product's page has."""
+    pieces.append("< Prev")
+    links["< prev"] = replace(place, kind="results", item=-1, options=())  # options are lost
+    for sub in sub_pages(product):
+        links[sub.lower()] = replace(place, kind="sub-page", sub=sub)
+    links["buy now"] = replace(place, kind="done")
+
+    # Of two options that share a value the last one's is chosen, as in WebShop.
+    for name, values in product["options"].items():
+        pieces += [name, *values]
+        for value in values:
+            chosen = dict(place.options) | {name: value}
+            links[value] = replace(place, options=tuple(chosen.items()))
+    pieces += [product["Title"], f"Price: ${float(product['price'])}", "Rating: N.A.",
+               *sub_pages(product), "Buy Now"]
 
 
 def sub_pages(product: dict) -> dict[str, list[str]]:
