@@ -863,7 +863,8 @@ class Run:
         if self.main:
             check_disk(self)
             self.lock = files.lock(self.folder)
-            files.write_json(config, begun | dict(settings=begun["settings"] | now))
+            begun["settings"].update(now)
+            files.write_json(config, begun | dict(success=self.env.success))
             files.write_json(phases, self.recorded)
 
     def once(self, output: str, phase, *inputs, **parameters) -> Path:

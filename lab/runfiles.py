@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.files import read_json
 from common.settings import Refused
-from worlds import EnvError, without_passwords
+from worlds import EnvError, World, without_passwords
 
 
 def command(name: str, work) -> None:
@@ -32,6 +32,11 @@ def config_of(run: Path) -> dict:
         raise Refused(f"{run}: not a run, it has no config.json; name a folder like "
                       "runs/webshop-coevolve-s0")
     return read_json(run / "config.json")
+
+
+def success_of(run: Path) -> float:
+    """The reward from which on an episode of a run is solved, as its environment has it."""
+    return config_of(run).get("success", World.success)
 
 
 def phases_of(run: Path) -> dict[str, dict]:

@@ -7,7 +7,7 @@ import pytest
 from common.files import read_jsonl
 from common.settings import Refused
 from lab import runfiles
-from lab.page import figures, report
+from lab.page import figures, page, report
 from lab.study import compare
 
 SETTINGS = {"env": "webshop", "method": "coevolve", "model": "tiny", "seed": 7, "out": None,
@@ -151,6 +151,31 @@ def test_the_figure_draws_the_rewards_of_the_run(run):
                  for x in report.bootstrap_interval(rewards)]
     assert (band[:, 1].min(), band[:, 1].max()) == (min(intervals), max(intervals))
     assert [*success.get_lines()[1].get_ydata()] == [0.25, 0.25]
+
+
+def test_what_is_solved_is_up_to_the_environment(tmp_path):
+    """In one with success at 0.5: in the table, the figure, the page and the comparison."""
+    run = write_run(tmp_path / "run", PHASES)
+    write_lines(run / "iter1/target.jsonl", [
+        trajectory(f"webshop-train-{n}", "target", reward, ["click[x]"])
+        for n, reward in enumerate((0.7, 0.5, 0.4, 0.0))])
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | dict(success=0.5)))
+    assert runfiles.success_of(run) == 0.5
+    assert "a hard one from 0.6 to 0.5" in report.table(run)
+    _, success = figures.run_figure(run).axes
+    assert success.get_ylabel() == "share of tasks with reward 0.5 or more"
+    shown = page.conversations(run, 4.5)
+    assert shown["success"] == 0.5
+    # Explored tasks come first, those where the best reward is least, the hardest failure before.
+    assert [task["id"] for task in shown["tasks"]][:4] == [
+        f"webshop-train-{n}" for n in (3, 2, 1, 0)]
+    for file in "iter1/failure.jsonl", "iter1/target.jsonl":
+        (run / file).write_text((run / "iter1/target.jsonl").read_text())
+    parts = {title: rows for title, _, rows in compare.paper_figures(
+        {"coevolve": {7: run}}, [], ["test"], tmp_path)}
+    table, = (rows for title, rows in parts.items() if title.startswith("Table 2"))
+    assert table[0][2]["mean"] == 0.5  # two of four are solved
 
 
 def test_what_is_no_run_or_no_whole_file_is_refused_by_name(run):

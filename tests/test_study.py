@@ -47,7 +47,7 @@ def test_mean_distance_by_hand():
     rows = [dict(task=t, reward=r, at=k, action_mask=[k < 9]) for t, r, k in (
         ("a", .5, 9), ("a", .5, 0), ("a", .5, 2), ("a", 1., 1), ("b", .5, 0), ("c", 1., 0),
         ("c", 1., 1))]
-    found = numbers.distances(rows, lambda row: vectors[row["at"]])
+    found = numbers.distances(rows, lambda row: vectors[row["at"]], 1.0)
     assert found == pytest.approx({"a": 1.0})
 
 

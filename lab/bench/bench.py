@@ -28,6 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 import coevolve
 import dpo
 import envs
+from coevolve import pair_count
 from dpo import Group, Pair, Trajectory
 from lab.careful.run import Run
 from lab.pretrain.pretrain import make_tokenizer
@@ -61,22 +62,26 @@ def word_tokenizer():
     return make_tokenizer([" ".join(f"w{i}" for i in range(WORDS))])
 
 
-def make_groups(instructions: int, length: int, actions: int, common: float = 1 / 7) -> list[Group]:
-    """Instructions with an expert and a failure of each of two agents, in five turns, in 3 pairs.
+def make_groups(tasks: int, length: int, actions: int, common: float = 1 / 7) -> list[Group]:
+    """Tasks with an expert and a failure of each of two agents, in five turns, in 3 pairs.
     `length` and `actions` are mean tokens of a trajectory, of which the share `common` is alike."""
-    rng, groups, alike = random.Random(0), [], int(common * length)
-    for task in range(instructions):
-        first, sequences = None, []
+    rng = random.Random(0)
+    alike = int(common * length)
+    groups = []
+    for task in range(tasks):
+        trajectories = []
         for _ in range(3):
             scale = rng.uniform(0.8, 1.2)
-            page, action = (round(scale * n / 5) for n in (length - actions, actions))
+            page = round(scale * (length - actions) / 5)
+            action = round(scale * actions / 5)
             mask = ([0] * page + [1] * action) * 5
             ids = [rng.randrange(MODEL.vocab_size) for _ in mask]
-            first = first or (ids, mask)
-            sequences.append(Trajectory(str(task), ids=first[0][:alike] + ids[alike:],
-                                        action_mask=first[1][:alike] + mask[alike:]))
-        groups.append(Group(sequences, [Pair("expert", 0, 1), Pair("expert", 0, 2),
-                                        Pair("failures", 1, 2)]))
+            if trajectories:
+                ids = trajectories[0].ids[:alike] + ids[alike:]
+                mask = trajectories[0].action_mask[:alike] + mask[alike:]
+            trajectories.append(Trajectory(str(task), ids=ids, action_mask=mask))
+        pairs = [Pair("expert", 0, 1), Pair("expert", 0, 2), Pair("failures", 1, 2)]
+        groups.append(Group(trajectories, pairs))
     return groups
 
 
@@ -127,7 +132,7 @@ def batch_of_pair(group: Group, pair: Pair) -> dict:
     def padded(rows):
         return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
-    sides = [group.sequences[i] for i in (pair.chosen, pair.rejected)]
+    sides = [group.trajectories[i] for i in (pair.chosen, pair.rejected)]
     return dict(input_ids=padded(s.ids for s in sides),
                 attention_mask=padded([1] * len(s.ids) for s in sides),
                 completion_mask=padded(s.action_mask for s in sides),
@@ -141,6 +146,12 @@ def step(model, optimizer, backward) -> float:
     optimizer.step()
     optimizer.zero_grad()
     return loss
+
+
+def our_step(run, model, groups: list[Group], objective: dpo.Objective) -> None:
+    optimizer = dpo.adamw(model, objective)
+    for _ in dpo.training(model, optimizer, [groups], objective, run.log_probs):
+        pass
 
 
 def trl_step(batches: list[dict]):
@@ -166,11 +177,11 @@ def trl_step(batches: list[dict]):
 def train(runs: dict, folder: Path, quick: bool) -> None:
     """Steps with the prompt alone in common, and with half of a trajectory, as in real runs."""
     for share in "1/7", "1/2":
-        instructions, length, actions, repeats = (2, 200, 32, 0) if quick else (4, 698, 112, 5)
-        groups, other = make_groups(instructions, length, actions, 1 / int(share[-1])), make_model()
-        pairs, sequences = 3 * len(groups), dpo.trajectories(groups)
+        tasks, length, actions, repeats = (2, 200, 32, 0) if quick else (4, 698, 112, 5)
+        groups, other = make_groups(tasks, length, actions, 1 / int(share[-1])), make_model()
+        pairs, trajectories = 3 * len(groups), dpo.trajectories_of(groups)
         with torch.no_grad():  # one by one; margins other than 0
-            found = [dpo.token_log_probs(other, [s]).double().sum().item() for s in sequences]
+            found = [dpo.token_log_probs(other, [t]).double().sum().item() for t in trajectories]
         for n, g in enumerate(groups):
             g.reference = [x + k for k, x in enumerate(found[3 * n:3 * n + 3])]
         batches = [batch_of_pair(g, p) for g in groups for p in g.pairs]
@@ -178,15 +189,16 @@ def train(runs: dict, folder: Path, quick: bool) -> None:
         gradients = [p.grad.clone() for p in other.parameters()]
         for name, run in runs.items():
             model = run.load(folder / "model")
-            loss = dpo.preference_loss(run.log_probs(model, sequences), groups, SETTINGS)[0] / pairs
+            policy = run.log_probs(model, trajectories)
+            loss = dpo.preference_loss(policy, groups, SETTINGS)[0] / pairs
             loss.backward()
             check(f"losses of {name} and the textbook", abs(loss.item() - expected), 1e-5)
             check(f"gradients of {name} and the textbook", max((p.grad - g).abs().max().item()
                   for p, g in zip(model.parameters(), gradients)), 1e-5)
             model.zero_grad()
-            how = dpo.Objective(partial(dpo.preference_loss, s=SETTINGS), lambda g: len(g.pairs),
-                                lr=1e-6, tokens=run.tokens_per_forward)
-            works[name] = partial(dpo.fit, model, [groups], run.log_probs, how, bool), pairs
+            objective = dpo.Objective(partial(dpo.preference_loss, s=SETTINGS), pair_count,
+                                      lr=1e-6, tokens=run.tokens_per_forward)
+            works[name] = partial(our_step, run, model, groups, objective), pairs
         other.zero_grad()
         optimizer = torch.optim.AdamW(other.parameters(), lr=1e-6, weight_decay=0.0)
         others = {"pair by pair, padded, all logits": (partial(
@@ -225,7 +237,7 @@ def played(encoder: dpo.Encoder, begin, count: int, slots: int) -> list[Trajecto
 
 def by_generate(model, encoder: dpo.Encoder):
     """What answers one episode; each turn generates from all that was said before."""
-    end, never = encoder.end_of_turn, list(encoder.never(MODEL.vocab_size))
+    end, never = encoder.end_of_turn, list(encoder.sampler().never)
 
     def answer(asked):
         (t, _), = asked
@@ -241,16 +253,16 @@ def by_generate(model, encoder: dpo.Encoder):
 def rollout(runs: dict, folder: Path, quick: bool) -> None:
     """All of our episodes beside the first few one by one."""
     many, few, repeats = (2, 1, 0) if quick else (192, 12, 5)
-    encoder, player, works = dpo.Encoder(word_tokenizer()), make_model(), {}
+    encoder, player, works = dpo.Encoder(word_tokenizer(), MODEL.vocab_size), make_model(), {}
     with torch.no_grad():  # so that replies end after some 20 tokens
-        player.lm_head.weight[list(encoder.never(MODEL.vocab_size))] = 0  # the best is above 0
+        player.lm_head.weight[list(encoder.sampler().never)] = 0  # the best is above 0
         player.lm_head.weight[encoder.end_of_turn] *= 1.9
     player.save_pretrained(folder / "player")
     other = partial(played, encoder, partial(by_generate, player, encoder), few, 1)
     single = other()
     for name, run in runs.items():
         begin = partial(run.answer, run.replica(folder / "player"), 0.0)
-        work = partial(played, encoder, begin, many, run.settings.slots)
+        work = partial(played, encoder, begin, many, run.slots)
         episodes = work()
         check(f"tokens of {name} and generate",
               sum(t.ids != s.ids for t, s in zip(episodes, single)), 0)

@@ -89,22 +89,40 @@ def agent_of(path: Path) -> tuple[Path, Path]:
                   "folder like runs/webshop-coevolve-s0")
 
 
+def encoder_of(folder: Path) -> Encoder:
+    """The encoder of the model in a folder."""
+    config = dpo.read_config(folder).get_text_config()
+    return Encoder(dpo.read(transformers.AutoTokenizer, folder), config.vocab_size)
+
+
 def proposer(folder: Path, config: dict, encoder: Encoder, stops):
-    """propose(t) -> (ids, text, probability) of the greedy replies of the agent in a folder."""
-    s, gpu = config["settings"], torch.cuda.is_available()
+    """What proposes the greedy replies of an agent.
+
+    Args:
+        folder: The agent's.
+        config: config.json of its run.
+        encoder: The agent's.
+        stops: Texts that end a reply.
+
+    Returns:
+        propose(trajectory so far) -> (ids, text, probability).
+    """
+    s = config["settings"]
+    gpu = torch.cuda.is_available()
     bf16 = gpu and s["bf16"] != "off" and s["model"] != "tiny"
-    model = dpo.read_model(folder, torch.bfloat16 if bf16 else torch.float32,
-                           "cuda" if gpu else "cpu").eval()
-    never = encoder.never(model.config.get_text_config().vocab_size)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    model = dpo.read_model(folder, dtype, "cuda" if gpu else "cpu").eval()
 
     @torch.inference_mode()
     def propose(t):
-        (ids, _), = dpo.replies(model, encoder, dpo.Sampler(0.0, never), s["max_new_tokens"], stops,
-                                [(t.ids, random.Random())], *config["ways"][1:])
+        conversation = (t.ids, random.Random())
+        (ids, _), = dpo.replies(model, encoder, encoder.sampler(0.0), s["max_new_tokens"], stops,
+                                [conversation], *config["ways"][1:])
         read = dpo.Trajectory(ids=t.ids + ids, action_mask=[0] * len(t.ids) + [1] * len(ids))
+        log_p = dpo.token_log_probs(model, [read], encoder.sampler()).sum()
         encoder.said = ""
-        return ids, encoder.close(ids, stops)[2], (
-            dpo.token_log_probs(model, [read], dpo.Sampler(never=never)).sum().exp().item())
+        _, _, text = encoder.close(ids, stops)
+        return ids, text, log_p.exp().item()
 
     return propose
 
@@ -142,7 +160,7 @@ def main(argv: list[str]) -> None:
     s, options = settings_for(words[0], more, config["settings"])
     transformers.utils.logging.disable_progress_bar()
     env = envs.make(s.env, s.view, **asdict(options))
-    encoder = Encoder(dpo.read(transformers.AutoTokenizer, folder or coevolve.MODELS["tiny"]))
+    encoder = encoder_of(folder or coevolve.MODELS["tiny"])
     try:
         task = chosen(env, words[1] if len(words) > 1 else env.test_splits[0])
         propose = proposer(folder, config, encoder, env.stops) if run else None

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from common.files import headline, read_jsonl
 from lab.page.report import evaluations
-from lab.runfiles import agents_of, config_of, kinds_of, phases_of, visible
+from lab.runfiles import agents_of, config_of, kinds_of, phases_of, success_of, visible
 
 # Text stays text in an SVG, and equal runs give equal bytes. Okabe and Ito's colours, told apart by
 # colour-blind readers too, the target's and the failure agent's first, as in page.css.
@@ -76,7 +76,9 @@ def run_figure(run: Path) -> Figure | None:
         reward.fill_between(*zip(*((e["i"], e["low"], e["high"]) for e in found)), color=colour,
                             alpha=0.12)
     label(reward, "Reward, 95% interval over tasks", "iteration (0: the start)", "mean reward")
-    label(success, "Success rate", "iteration (0: the start)", "share of tasks with reward 1")
+    least = success_of(run)
+    solved = f"share of tasks with reward {least:g}" + " or more" * (least < 1)
+    label(success, "Success rate", "iteration (0: the start)", solved)
     legend(reward)
     legend(success)
     return made

@@ -19,8 +19,8 @@ from markupsafe import Markup
 from common.files import headline, read_jsonl
 from lab.page import figures
 from lab.page.report import columns, sections
-from lab.runfiles import agents_of, command, config_of, phases_of
-from worlds import World, first_reply
+from lab.runfiles import agents_of, command, config_of, phases_of, success_of
+from worlds import first_reply
 
 FILES = Path(__file__).parent / "files"
 MEGABYTES = 4.5  # of conversations in a page, if not said otherwise
@@ -84,13 +84,14 @@ def conversations(run: Path, megabytes: float) -> dict:
         if "pairs" in row and (run / name).is_file():
             add_pairs(found, run, name, row)
     says, tasks, room = instructions(found), [], 5e6 * megabytes
-    for task in sorted(found, key=lambda task: interest(found[task]["runs"].values())):
+    success = success_of(run)
+    for task in sorted(found, key=lambda task: interest(found[task]["runs"].values(), success)):
         runs = [{**one, "messages": one["messages"] if room > 0 else None}
                 for one in found[task]["runs"].values()]
         tasks.append(dict(id=task, split=task.removeprefix(f"{settings['env']}-").split("-")[0],
                           say=says[task], runs=runs, pairs=found[task]["pairs"]))
         room -= len(json.dumps(runs))
-    return dict(tasks=tasks, success=World.success, agents=agents_of(phases),
+    return dict(tasks=tasks, success=success, agents=agents_of(phases),
                 hard=settings["hard_threshold"], cut_turns=settings["cut_turns"])
 
 
@@ -119,14 +120,14 @@ def add_pairs(found: dict, run: Path, name: str, recorded: dict) -> None:
             **{when: of[when][n] if of else None for when in ("before", "after")}})
 
 
-def interest(runs) -> tuple:
+def interest(runs, success: float) -> tuple:
     """Sort key, most telling first: explored tasks by the target's best reward in the last
     iteration, of equal ones those with the hardest failure; then the evaluated ones."""
     explored = [r for r in runs if r["agent"] != "expert" and not r["from"].startswith("eval")]
     last = [r for r in explored if r["iteration"] == max(r["iteration"] for r in explored)]
     return (not explored,
             max((r["reward"] for r in last if r["agent"] == "target"), default=0.0),
-            -max((r["reward"] for r in last if r["reward"] < World.success), default=0.0))
+            -max((r["reward"] for r in last if r["reward"] < success), default=0.0))
 
 
 def instructions(found: dict[str, dict]) -> dict[str, str]:

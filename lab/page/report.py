@@ -8,7 +8,7 @@ import numpy as np
 
 from common.files import headline, read_jsonl, write_json
 from lab.chat.endpoint import USAGE
-from lab.runfiles import config_of, explorations, kinds_of, of, phases_of
+from lab.runfiles import config_of, explorations, kinds_of, of, phases_of, success_of
 from worlds import environment
 
 BEST = ("best", "best_success")
@@ -40,11 +40,13 @@ def scenarios(run: Path, phases: dict) -> list[tuple]:
     """Of each evaluation how many scenarios it has, and the share of which all tasks are solved;
     none where the environment's tasks have no scenarios."""
     scenario_of = environment(config_of(run)["settings"]["env"]).scenario
+    success = success_of(run)
     rows = []
     for e in of(phases, "evaluate"):
+        file = run / e["output"]
         solved = defaultdict(list)
-        for episode in read_jsonl(run / e["output"]) if (run / e["output"]).is_file() else []:
-            solved[scenario_of(episode["task"])].append(episode["reward"] == 1)
+        for episode in read_jsonl(file) if file.is_file() else []:
+            solved[scenario_of(episode["task"])].append(episode["reward"] >= success)
         solved.pop(None, None)
         if solved:
             share = np.mean([all(found) for found in solved.values()])
@@ -66,38 +68,69 @@ def table(run: Path) -> str:
 
 def sections(run: Path) -> list[tuple[str, str, list]]:
     """(title, header, rows) of each part of the table that has rows."""
-    threshold, phases = config_of(run)["settings"]["hard_threshold"], phases_of(run)
-    kinds, pairs = kinds_of(phases), of(phases, "make_pairs")
-    refused = sum((Counter(row["refused"]) for row in of(phases, "judge")), Counter())
-    parts = [
-        ("Evaluation; reward with its 95% bootstrap interval over tasks",
-         "iteration <agent <split tasks reward interval success steps out_of_context",
-         [(e["i"], e["name"], e["split"], e["tasks"], f"{e['reward']:.3f}",
-           f"[{e['low']:.3f}, {e['high']:.3f}]", f"{e['success']:.1%}", f"{e['turns']:.1f}",
-           e["out_of_context"] or "-") for e in evaluations(run, phases)]),
-        ("Scenarios, and of how many all tasks are solved (SGC)",
-         "iteration <agent <split scenarios solved", scenarios(run, phases)),
-        ("Of several rollouts the best; tasks that an endpoint refused, which count as 0, and "
-         "what its answers took", "<phase <numbers",
-         [(e["output"], numbers) for e in of(phases, "evaluate") if (numbers := ", ".join(
-             f"{name.replace('_', ' ')} {e[name]:{'.3f' if name in BEST else ','}}"
-             for name in (*BEST, "refused", "only_thoughts", *USAGE) if e.get(name)))]),
-        (f"Exploration; a negative has a reward below {threshold}, a hard one from {threshold} "
-         "to 1", "iteration <agent trajectories success negative hard_negative reward",
-         [(e["i"], e["name"], e["episodes"], f"{e['success']:.1%}",
-           f"{1 - e['success'] - e['hard']:.1%}", f"{e['hard']:.1%}", f"{e['reward']:.3f}")
-          for e in explorations(phases)]),
-        ("Pairs, by kind, and comparisons that made none, by reason",
-         f"iteration <trains {' '.join(kinds)} dropped <reasons",
-         [(e["i"], e["trains"], *(e["pairs"].get(kind, 0) for kind in kinds),
-           sum(e["dropped"].values()), reasons(e)) for e in pairs]),
-        signals(phases),
-        ("Proposals refused", "<reason count", refused.most_common()),
-        ("Dropped", "<phase count <reasons",
-         [(output, sum(row["dropped"].values()), reasons(row)) for output, row in phases.items()
-          if row.get("dropped") and row.get("work") != "make_pairs"]),
-        times(phases)]
+    phases = phases_of(run)
+    refused = Counter()
+    for row in of(phases, "judge"):
+        refused.update(row["refused"])
+    dropped = []
+    for output, row in phases.items():
+        if row.get("dropped") and row.get("work") != "make_pairs":
+            dropped.append((output, sum(row["dropped"].values()), reasons(row)))
+    found = evaluations(run, phases)
+    of_scenarios = ("Scenarios, and of how many all tasks are solved (SGC)",
+                    "iteration <agent <split scenarios solved", scenarios(run, phases))
+    parts = [of_evaluations(found), of_scenarios, of_endpoint(found), of_exploration(run, phases),
+             of_pairs(phases), signals(phases),
+             ("Proposals refused", "<reason count", refused.most_common()),
+             ("Dropped", "<phase count <reasons", dropped), times(phases)]
     return [part for part in parts if part[2]]
+
+
+def of_evaluations(found: list[dict]) -> tuple[str, str, list]:
+    rows = []
+    for e in found:
+        interval = f"[{e['low']:.3f}, {e['high']:.3f}]"
+        rows.append((e["i"], e["name"], e["split"], e["tasks"], f"{e['reward']:.3f}", interval,
+                     f"{e['success']:.1%}", f"{e['turns']:.1f}", e["out_of_context"] or "-"))
+    return ("Evaluation; reward with its 95% bootstrap interval over tasks",
+            "iteration <agent <split tasks reward interval success steps out_of_context", rows)
+
+
+def of_endpoint(found: list[dict]) -> tuple[str, str, list]:
+    rows = []
+    for e in found:
+        numbers = []
+        for name in (*BEST, "refused", "only_thoughts", *USAGE):
+            if e.get(name):
+                number = f"{e[name]:.3f}" if name in BEST else f"{e[name]:,}"
+                numbers.append(f"{name.replace('_', ' ')} {number}")
+        if numbers:
+            rows.append((e["output"], ", ".join(numbers)))
+    return ("Of several rollouts the best; tasks that an endpoint refused, which count as 0, and "
+            "what its answers took", "<phase <numbers", rows)
+
+
+def of_exploration(run: Path, phases: dict) -> tuple[str, str, list]:
+    """The paper's Table 2, for each agent and iteration."""
+    threshold = config_of(run)["settings"]["hard_threshold"]
+    rows = []
+    for e in explorations(phases):
+        negative = 1 - e["success"] - e["hard"]
+        rows.append((e["i"], e["name"], e["episodes"], f"{e['success']:.1%}", f"{negative:.1%}",
+                     f"{e['hard']:.1%}", f"{e['reward']:.3f}"))
+    return (f"Exploration; a negative has a reward below {threshold}, a hard one from {threshold} "
+            f"to {success_of(run):g}",
+            "iteration <agent trajectories success negative hard_negative reward", rows)
+
+
+def of_pairs(phases: dict) -> tuple[str, str, list]:
+    kinds = kinds_of(phases)
+    rows = []
+    for e in of(phases, "make_pairs"):
+        counts = [e["pairs"].get(kind, 0) for kind in kinds]
+        rows.append((e["i"], e["trains"], *counts, sum(e["dropped"].values()), reasons(e)))
+    return ("Pairs, by kind, and comparisons that made none, by reason",
+            f"iteration <trains {' '.join(kinds)} dropped <reasons", rows)
 
 
 def signals(phases: dict) -> tuple[str, str, list]:

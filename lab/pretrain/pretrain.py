@@ -27,6 +27,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
 import dpo
+from coevolve import action_count
 from dpo import Group, Trajectory
 from lab.fast import packing
 from lab.pretrain.practice import exchange
@@ -92,7 +93,7 @@ def make(out: Path, texts: dict = TEXTS, copy_batches: int = COPY_BATCHES,
     batches = dpo.batches(read, 16, "instructions", rng)
     train(model, [batch + copies(**COPIES) for batch in batches], RATE, log_probs)
     model.set_attn_implementation("sdpa")
-    dpo.save(accelerator, model, tokenizer, out)
+    dpo.save(accelerator, model, dpo.Encoder(tokenizer), out)
     (out / "README.md").write_text(card(out, texts), encoding="utf-8")
 
 
@@ -113,11 +114,11 @@ def log_probs_of(accelerator, packed: bool):
 
 def train(model, batches: list[list[Group]], rate: float, log_probs) -> None:
     losses = []
-    how = dpo.Objective(dpo.sft_loss, lambda g: g.sequences[0].action_tokens, rate, warmup=0.05,
-                        schedule="cosine", weight_decay=0.01, tokens=TOKENS)
-    with tqdm(total=len(batches), unit=" steps", mininterval=10) as bar:
-        dpo.fit(model, batches, log_probs, how,
-            lambda event: (losses.append(event["loss"]), bar.update()))
+    objective = dpo.Objective(dpo.sft_loss, action_count, rate, warmup=0.05, schedule="cosine",
+                              weight_decay=0.01, tokens=TOKENS)
+    lines = dpo.training(model, dpo.adamw(model, objective), batches, objective, log_probs)
+    for line in tqdm(lines, total=len(batches), unit=" steps", mininterval=10, disable=None):
+        losses.append(line["loss"])
     print(f"loss {losses[0]:.2f} -> {sum(losses[-50:]) / len(losses[-50:]):.3f} nats per token")
 
 

@@ -9,9 +9,8 @@ import torch
 
 import dpo
 from common.files import read_jsonl
-from lab.runfiles import explorations, of, phases_of
+from lab.runfiles import explorations, of, phases_of, success_of
 from lab.study.methods import task_counts, trained
-from worlds import World
 
 # The 97.5% quantiles of Student's t distribution with 1, 2, ... degrees of freedom.
 T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010,
@@ -93,15 +92,16 @@ def distances_of(runs: dict) -> dict[str, dict[int, dict[str, float]]]:
         if folder.is_dir():  # else its checkpoints were deleted
             embed = embedder(folder)
             for name, (method, agent) in FIGURE_3.items():
-                found[name][seed] = distances(explored(runs[method][seed], agent), embed)
+                found[name][seed] = distances(
+                    explored(runs[method][seed], agent), embed, success_of(runs[method][seed]))
     return found
 
 
-def distances(rows: list[dict], embed) -> dict[str, float]:
+def distances(rows: list[dict], embed, success: float) -> dict[str, float]:
     """The mean pairwise distance of each instruction's failures, where it has two at least."""
     vectors = defaultdict(list)
     for row in rows:
-        if row["reward"] < World.success and any(row["action_mask"]):
+        if row["reward"] < success and any(row["action_mask"]):
             vectors[row["task"]].append(embed(row))
     return {task: mean_distance(np.stack(found)) for task, found in vectors.items()
             if len(found) > 1}

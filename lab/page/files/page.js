@@ -105,7 +105,7 @@ function written(page, known) { // what the opening said already is "..."
 
 const grade = reward =>
   reward >= data.success ? "good" : reward >= data.hard ? "hard" : "bad";
-const show = reward => reward.toFixed(reward >= data.success || reward === 0 ? 0 : 2);
+const show = reward => reward.toFixed(Number.isInteger(reward) ? 0 : 2);
 const fixed = (x, digits) =>
   (Number(x.toFixed(digits)) < 0 ? "\u2212" : "") + Math.abs(x).toFixed(digits);
 const signed = x => (x > 0 ? "+" : "") + fixed(x, 2);
