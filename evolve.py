@@ -106,12 +106,13 @@ def evolve(run: Run, find: Callable | None = None) -> None:
         task_set = [evolution(run, find, reference, task_set=[], signals=[], played=[], i=0)]
 
     agent = reference
-    plans = []   # the plan of the segment before, with what is left of its pass
+    plans = []   # the file of the last plan, with what is left of its pass
     played = []  # a file of trajectories for each segment so far
     segments = math.ceil(s.grpo_steps / s.evolve_every)
     for i in range(1, segments + 1):
         plans = [once(f"iter{i}/batches.jsonl", plan, task_set, plans, i=i)]
-        agent = once(f"iter{i}/target-agent", train, agent, reference, task_set, *plans, i=i)
+        agent = once(f"iter{i}/target-agent", train, agent, reference, task_set, plans[0],
+                     i=i)
         played.append(agent / "episodes.jsonl")
         if i % s.evaluate_every == 0 or i == segments:
             evaluations(run, {"target": agent}, i)
@@ -225,10 +226,10 @@ def advantages(rewards: list[float]) -> list[float]:
     """Computes the advantage A_k of each of K episodes; there are none if all rewards are equal."""
     if not better(max(rewards), min(rewards)):  # they are equal, but for rounding
         return []
-    rewards = torch.tensor(rewards, dtype=torch.float64)                          # (K,)
+    reward = torch.tensor(rewards, dtype=torch.float64)                           # (K,)
     # A_k = (R_k - mean R) / (std R + 1e-6), std with K - 1
-    advantage = rewards - rewards.mean()
-    advantage = advantage / (rewards.std() + 1e-6)
+    advantage = reward - reward.mean()
+    advantage = advantage / (reward.std() + 1e-6)
     return advantage.tolist()
 
 
@@ -254,8 +255,8 @@ def grpo_loss(policy: Tensor, visits: list[Visit], s: Grpo) -> tuple[Tensor, dic
 
     # min(rho A, clip(rho, 1 - low, 1 + high) A)
     ratio = (policy - old).clamp(max=FARTHEST).exp()                              # (A,) rho
-    bounded = ratio.clamp(1 - s.clip_low, 1 + s.clip_high)
-    surrogate = torch.minimum(ratio * advantage, bounded * advantage)
+    clipped_ratio = ratio.clamp(1 - s.clip_low, 1 + s.clip_high)
+    surrogate = torch.minimum(ratio * advantage, clipped_ratio * advantage)
     # Weighted by min(pi_old / pi_sampler, C), if at all [Yao et al. 2025].
     if s.importance_cap:
         surrogate = surrogate * (old - drawn).exp().clamp(max=s.importance_cap)
@@ -268,7 +269,7 @@ def grpo_loss(policy: Tensor, visits: list[Visit], s: Grpo) -> tuple[Tensor, dic
     k3 = exp_d - d - 1
 
     loss = -(surrogate - s.grpo_kl * k3).sum()
-    clipped = (ratio != bounded).sum().item()
+    clipped = (ratio != clipped_ratio).sum().item()
     statistics = {"action": dict(count=len(ratio), clipped=clipped)}
     far = (d > FARTHEST).sum().item()
     if far:
@@ -425,35 +426,60 @@ def learn(
         The step's line of the log.
     """
     s = run.settings
-    step = row["step"]
     dropped = Counter()  # what is too long to train
-    visits = [visit_of(episodes) for episodes in by_task(trajectories, dropped).values()]
-    batches = teaching_batches(visits, s.grpo_batch, rng_of(run, "grpo", step))
-    visits = list(itertools.chain(*batches))
+    played = [visit_of(episodes) for episodes in by_task(trajectories, dropped).values()]
+    batches = teaching_batches(played, s.grpo_batch, rng_of(run, "grpo", row["step"]))
+    visits = list(itertools.chain(*batches))  # those that teach
 
     # pi is what the sampler draws from: the softmax at its temperature, without some tokens.
     log_probs_of = partial(run.log_probs, sampler=run.encoder.sampler(s.grpo_temperature))
     if visits:
         add_log_probs(visits, model, pi_ref, log_probs_of)
-    updates = list(dpo.training(model, optimizer, batches, objective, log_probs_of))
+    # A minibatch is one update, which is made when its line of the log is asked for.
+    updates = []
+    for update in dpo.training(model, optimizer, batches, objective, log_probs_of):
+        updates.append(update)
+    return log_line(run, row, trajectories, visits, updates, dropped["too long"])
 
-    tasks = len(row["tasks"])
+
+def log_line(
+    run: Run,
+    row: dict,
+    trajectories: list[Trajectory],
+    visits: list[Visit],
+    updates: list[dict],
+    too_long: int,
+) -> dict:
+    """Makes the line of the log of one step.
+
+    Args:
+        run: The run.
+        row: The plan of the step, {step, tasks}.
+        trajectories: All that was played.
+        visits: Those that trained.
+        updates: The log of the optimiser, a row for each minibatch.
+        too_long: How many trajectories could not train.
+
+    Returns:
+        The line; `far` is in it only if k3 was bounded for some tokens.
+    """
+    task_count = len(row["tasks"])
     scored = scores(trajectories, run)
     kl = 0.0  # log pi_old - log pi_ref of all that trained, which estimates KL(pi_old || pi_ref)
     for visit in visits:
         kl += (visit.old - visit.ref).sum().item()
     line = dict(
-        step=step,
-        tasks=tasks,
-        skipped=tasks - len(visits),
+        step=row["step"],
+        tasks=task_count,
+        skipped=task_count - len(visits),
         updates=len(updates),
         reward=scored["reward"],
-        too_long=dropped["too long"],
+        too_long=too_long,
         success=scored["success"],
         tokens=sum(len(t.ids) for t in trajectories),
         loss=mean([update["loss"] for update in updates]),
         norm=mean([update["norm"] for update in updates]),
-        sampler=apart(visits, s),
+        sampler=apart(visits, run.settings),
         clipped=mean([update["kinds"]["action"]["clipped"] for update in updates]),
         kl=kl / max(1, len(dpo.trajectories_of(visits))))  # nats an episode
     far = [update["kinds"]["far"]["count"] for update in updates if "far" in update["kinds"]]

@@ -164,7 +164,7 @@ def test_advantages_by_hand():
     one, other, dropped = played([1], 0.5), played([1], 1.0), Counter()
     groups = baselines.with_advantages({"a": [one], "b": [one, other]}, dropped)
     assert [g.advantages for g in groups] == [[-0.5, 0.5]]
-    assert dropped == {"the only rollout of its instruction": 1}
+    assert dropped == {"the only rollout of its task": 1}
 
 
 def test_the_objective_by_hand():
@@ -192,16 +192,22 @@ def test_a_bandit_is_solved():
     for i in range(40):
         chances = torch.softmax(policy.logits.detach(), -1)
         taken = torch.multinomial(chances, 64, replacement=True, generator=rng).tolist()
-        groups = baselines.with_advantages(
-            {n: [played([t], worth[t].item()) for t in taken[n::4]] for n in range(4)}, Counter())
-        for g in groups:
+        rollouts = {}
+        for n in range(4):
+            rollouts[n] = [played([token], worth[token].item()) for token in taken[n::4]]
+        visits = baselines.with_advantages(rollouts, Counter())
+        for visit in visits:
             with torch.no_grad():
-                g.old, g.ref = (dpo.token_log_probs(model, g.sequences) for model in (policy, sft))
-        steps = [batch for _ in range(4)
-                 for batch in dpo.batches(groups, 1, "instructions", random.Random(i))]
-        dpo.fit(policy, steps, dpo.token_log_probs, dpo.Objective(
-            partial(baselines.ppo_loss, clip=0.2, kl=kl), lambda g: g.action_tokens, lr=0.05),
-            lambda event: None)
+                visit.old = dpo.token_log_probs(policy, visit.trajectories)
+                visit.ref = dpo.token_log_probs(sft, visit.trajectories)
+        steps = []
+        for _ in range(4):
+            steps += dpo.batches(visits, 1, "instructions", random.Random(i))
+        loss = partial(baselines.ppo_loss, clip=0.2, kl=kl)
+        objective = dpo.Objective(loss, coevolve.action_count, lr=0.05)
+        optimizer = dpo.adamw(policy.eval(), objective)
+        for _ in dpo.training(policy, optimizer, steps, objective, dpo.token_log_probs):
+            pass
     found = torch.softmax(policy.logits.detach(), -1)
     best = torch.softmax(sft.logits.detach() + worth / kl, -1)
     assert found.tolist() == pytest.approx(best.tolist(), abs=0.06)
@@ -231,7 +237,7 @@ def test_ppo_weighs_tokens_by_the_distribution_that_they_were_drawn_from(run, mo
     r = run("ppo", ppo_clip=0.3, ppo_kl=0.01, ppo_epochs=3, ppo_batch=2)
     for policy, groups, how in seen:
         assert how == dict(clip=0.3, kl=0.01)
-        sampled = torch.tensor([x for t in dpo.trajectories(groups) for x in t.log_probs])
+        sampled = torch.tensor([x for t in dpo.trajectories_of(groups) for x in t.log_probs])
         for found in (torch.cat([g.old for g in groups]), *([policy] if groups is seen[0][1] else [])):
             assert torch.allclose(found, sampled, atol=1e-4)
     steps = rows(r, "iter1/target-agent/train.jsonl")
