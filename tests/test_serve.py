@@ -55,8 +55,13 @@ def started(log: Path) -> list[dict]:
 
 def gone(row: dict) -> bool:
     """Whether a server and the process that it started have ended."""
-    return not any(psutil.pid_exists(row[name]) and psutil.Process(row[name]).status() != "zombie"
-                   for name in ("pid", "child"))
+    for name in "pid", "child":
+        try:
+            if psutil.Process(row[name]).status() != psutil.STATUS_ZOMBIE:
+                return False
+        except psutil.NoSuchProcess:
+            pass
+    return True
 
 
 # ---------------------------------------------------------------------------------- whole runs

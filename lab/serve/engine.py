@@ -12,7 +12,7 @@ import torch
 from requests.adapters import HTTPAdapter
 
 import dpo
-from lab.serve.server import Server, ServerError, plain_session
+from lab.serve.server import ENDING, Server, ServerError, plain_session
 
 PATIENCE = 3600   # seconds for one reply; hundreds may wait before it [ours]
 FORBIDDEN = -100  # the least bias that a server takes: a factor of e^-100
@@ -82,7 +82,7 @@ class Engine:
             problem = f"status {answer.status_code}: {answer.text[:300]}"
         except (requests.RequestException, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
-        self.server.check_alive()
+            self.server.check_alive(ENDING)
         raise ServerError(f"--serve: {url}: {' '.join(problem.split())}")
 
     def wrong(self, reply: list[int], log_probs: list[float], most: int) -> str | None:

@@ -13,6 +13,7 @@ import requests
 KEEPER = Path(__file__).with_name("keeper.py")
 START = 1800  # seconds in which a server has to answer; a large model is read meanwhile [ours]
 LOOK = 0.2    # seconds between two looks whether it does
+ENDING = 15   # seconds in which one that has dropped a connection may still end [ours]
 # What the launcher tells a rank of training is not for its server: it would join the run's group,
 # import the run's modules, and take the threads and the allocator that suit training.
 NOT_FOR_SERVERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_",
@@ -93,11 +94,18 @@ class Server:
         except (requests.RequestException, ValueError):
             return None
 
-    def check_alive(self) -> None:
-        """ServerError where the process has ended, with the last that it printed."""
-        if self.process and self.process.poll() is not None:
-            raise ServerError(f"--serve: the server ended with status {self.process.returncode}: "
-                              f"{last_line(self.log)} ({self.log} has the rest)")
+    def check_alive(self, seconds: float = 0) -> None:
+        """ServerError where the process has ended or ends within some seconds, with the last that
+        it printed."""
+        process = self.process
+        if process is None:
+            return
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return
+        raise ServerError(f"--serve: the server ended with status {status}: {last_line(self.log)} "
+                          f"({self.log} has the rest)")
 
     def end(self) -> None:
         """Returns when the server and all that it started are gone."""
