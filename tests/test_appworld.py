@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -165,7 +164,8 @@ def gone(found) -> bool:
 @pytest.mark.parametrize("code, reason", [
     ("os._exit(1)", "process has ended"), ("import ctypes; ctypes.string_at(0)", "has ended"),
     ("os.close(3)", "process has ended"), ("os.write(3, b'not json\\n')", "process has ended"),
-    ("os.write(3, b'[' * 100_000 + b'\\n')", "process has ended"), ("1 / 0", "ZeroDivision"),
+    ("os.write(3, b'[' * 100_000 + b'\\n')", "process has ended"), ("os.write(3, b'5\\n')", "process has ended"),
+    ("1 / 0", "ZeroDivision"),
     ("while True: os.write(3, b'x' * 65536)", "process has ended"), ("pass", "no answer in"),
     ("while True:\n    try:\n        while True: pass\n    except BaseException: pass", "no answer in"),
     ("sum(range(10 ** 12))", "no answer in"),
@@ -187,7 +187,9 @@ def test_an_episode_that_somebody_else_kills_is_an_environment_that_broke(served
     server = served()
     for which in (0, -1):  # the one that waits, the one that is shut in
         episode = processes.Episode(server, "a", "x")
-        processes_of(server)[which].kill()
+        inside = processes_of(server)
+        inside[which].kill()
+        wait_until(lambda: gone(inside))
         with pytest.raises(EnvError, match="was killed"):
             episode.run("send(output='')")
     server.process.kill()
@@ -321,7 +323,7 @@ GOT = "import os, pathlib; P = pathlib.Path; got = __import__\n"
 PROBES = {
     "P('/etc/passwd').read_text()": "FileNotFoundError",
     "got('_io').FileIO('/etc/passwd').read()": "FileNotFoundError",
-    "got('_io').open('/etc/hostname').read()": "FileNotFoundError",
+    "got('_io').FileIO('/etc/hostname').read()": "FileNotFoundError",
     "P('/proc/self/environ').read_text()": "FileNotFoundError",
     "P('{root}/data/tasks/{task}/ground_truth/answer.json').read_text()": "FileNotFoundError",
     "P('{root}/data/tasks/{task}/ground_truth/evaluation.py').read_text()": "FileNotFoundError",
@@ -391,13 +393,14 @@ def test_the_expert_of_each_family_solves_its_tasks_and_no_part_of_it_does(world
     for task in [*splits["test"].values()][::2] + [*splits["unseen"].values()][::2]:
         messages[task], reward = converse(world, world.reset(task), world.expert())
         assert reward == 1, messages[task]
-    for task in [*messages][:3]:
-        assert converse(world, world.reset(task), world.expert())[0] == messages[task]  # repeats
+    first = [*messages][0]
+    assert converse(world, world.reset(first), world.expert())[0] == messages[first]  # it repeats
+    for task in [*messages][1:3]:
         code = world.solution(world.find(task))
         for less in ([code[-1]], [*code[:-2], code[-1]], ["apis.supervisor.complete_task()"]):
             step = play(world, task, less)
             assert not step.done or step.reward == 0
-    assert {task.split("-")[2] for task in messages} == {"alarm", "contact", "note", "playlist", "number"}
+    assert {task.split("-")[2] for task in messages} == {"alarm", "contact", "note", "playlist"}
 
 
 def test_more_than_was_asked_for_is_not_what_was_asked_for(world):
@@ -410,7 +413,7 @@ def test_more_than_was_asked_for_is_not_what_was_asked_for(world):
     assert play(world, task, [*code[:2], later, *code[3:]]).reward == 0
     world.share_of_tests = True
     try:
-        assert play(world, task, [*code[:-1], more, *code[-1:]]).reward == pytest.approx(1 / 3)
+        assert play(world, task, code[-1:]).reward == pytest.approx(1 / 3)
         assert play(world, task, [*code[:2], later, *code[3:]]).reward == pytest.approx(2 / 3)
     finally:
         world.share_of_tests = False
@@ -431,18 +434,15 @@ def test_code_that_kills_its_own_process_earns_nothing_and_the_next_episode_play
     assert play(world, task, code).reward == 1
 
 
-def test_changes_that_are_none_fail_the_episode_and_judge_no_other(world):
+def test_changes_that_are_none_fail_the_episode_alone(world, monkeypatch):
     task, _ = alarm(world)
     changes = data.start_changes(small_world(), world.find(task)["start"])
     for bad in ("not json", '["ATTACH DATABASE \'/etc/x\' AS x", [], false]', "[" * 100_000):
         assert world.judge.share(world.find(task), {**changes, "phone.jsonl": bad}) == 0
     assert world.judge.share(world.find(task), {}) == 0
-    with pytest.raises(EnvError, match="judged"):
-        processes_root, world.judge.root = world.judge.root, Path("/nowhere")
-        try:
-            world.judge.share(dict(start="none"), changes)
-        finally:
-            world.judge.root = processes_root
+    monkeypatch.setattr(world.judge, "_tests", lambda task, changes: dict(error="no tests"))
+    with pytest.raises(EnvError, match="can't be judged: no tests"):
+        world.judge.share(world.find(task), changes)
 
 
 def test_splits_repeat_nothing_and_the_official_layout_plays(world, tmp_path):
@@ -509,7 +509,6 @@ def test_planted_proposals_are_refused_or_prove_nothing(world):
     assert verdict(code) is None  # it asks, and the answer tells
     done = "apis.supervisor.complete_task()"
     assert verdict([*code[:-1], done]) == "it is solved without its last change"
-    assert verdict([*code[:-1], "print(1)"]) == "its solution does not complete it"
     assert verdict([*code[:2], "1 / 0", *code[2:]]) == "a part of its solution fails"
     drawn = "import random\nrandom.seed()\nanswer = random.random()"
     assert verdict([*code[:-1], drawn, code[-1]]) == "its replays differ"

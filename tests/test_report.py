@@ -122,6 +122,16 @@ def test_the_closing_table_by_hand(run):
     assert row(report.table(run), "1", "target", "test")[-1] == "1"
 
 
+def test_scenarios_are_solved_where_all_their_tasks_are(tmp_path):
+    row_of = {"eval-1-target-test.jsonl": evaluation("target", 1, 0.6, 0.5)}
+    run = write_run(tmp_path, row_of, env="appworld")
+    rewards = {"a_1": 1, "a_2": 1, "b_1": 1, "b_2": 0.9, "c_1": 0}
+    write_lines(run / "eval-1-target-test.jsonl", [
+        trajectory(f"appworld-test-{key}", "target", reward, ["x"]) for key, reward in rewards.items()])
+    assert row(report.table(run).partition("(SGC)")[2], "1", "target", "test") == ["3", "33.3%"]
+    assert "SGC" not in report.table(write_run(tmp_path / "other", row_of))  # the shop has none
+
+
 def test_signals_and_tasks_of_the_second_system(tmp_path):
     run = write_run(tmp_path / "run", {
         "iter0/tasks.jsonl": dict(work="first_tasks", tasks=12, seconds=1.0),

@@ -120,6 +120,38 @@ def test_bfcl_adds_nothing_to_an_active_environment(machine):
     assert run("test").stdout.startswith("ran -m pytest") and not run.venv.exists()
 
 
+# One that has all, and makes environments whose programs note what they are asked for.
+MAKER = """case $* in */requirements.py*) ;; *"(3, 11)"*) exit {old} ;;
+    *version_info*) exec "{python}" "$@" ;;
+    "-m venv"*) mkdir -p "$3/bin"
+        for name in python appworld; do
+            printf '#!/bin/bash\\necho "$0 $*" >>"{log}"; exit {status}\\n' >"$3/bin/$name"
+            chmod +x "$3/bin/$name"
+        done ;;
+    *) echo "ran $*" ;; esac"""
+
+
+@pytest.mark.parametrize("status, old, said", [
+    (0, 0, None), (1, 0, "was not installed"), (0, 1, "needs Python 3.11, 3.12 or 3.13")])
+def test_appworld_gets_an_environment_of_its_own_once(machine, tmp_path, status, old, said):
+    log = tmp_path / "log"
+    maker = MAKER.format(python=sys.executable, log=log, status=status, old=old)
+    run = machine(python3=maker, python3_12=f"exit {old}" if old else maker)
+    done = run("appworld", "--model", "m")
+    apps = f"{run.venv}-appworld"
+    if said:
+        assert said in one_line(done) and done.stdout == ""
+        assert run("test").stdout.startswith("ran -m pytest")  # with or without it
+    else:
+        assert done.stdout == "ran -m lab.careful.launch -m lab --env appworld --model m\n"
+        assert run("test").returncode == 0
+        assert log.read_text() == (f"{apps}/bin/python -m pip install appworld==0.1.3.post1\n"
+                                   f"{apps}/bin/appworld install\n")
+    assert not run.venv.exists()
+    known = log.read_text() if log.exists() else ""
+    assert run("webshop").stdout.startswith("ran ") and (log.read_text() if known else "") == known
+
+
 def test_active_environment_that_satisfies_the_requirements_is_used(machine):
     run = machine(python3=FULL)
     done = run("test", "-k", "a name")

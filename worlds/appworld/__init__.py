@@ -9,8 +9,7 @@ from common.settings import Count, OldFile
 
 @dataclasses.dataclass(frozen=True)
 class Options(worlds.Options):
-    # folder that holds the official `data`, from `appworld download data`; without it a small
-    # world is played, which is made on first use [ours]
+    # folder that holds AppWorld's official `data` [a small world, made on first use]
     appworld_root: OldFile = None
     # all: 1 where all of a task's tests pass (TGC), else 0; tests: the share that passes
     # [AppWorld; AgentEvolver has both]

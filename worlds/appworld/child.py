@@ -1,5 +1,5 @@
-"""Runs where the package appworld is, alone: `python child.py ROOT SECONDS MEGABYTES`, its input a
-socket. It imports nothing else of this project.
+"""Runs where the package appworld is, alone: `python child.py ROOT SECONDS MEGABYTES LONGEST`, its
+input a socket; see `processes.py`. It imports nothing of this project but `jail.py`.
 
 It has the apps imported. Each episode and each judgement is a fork of it, shut in (`jail.py`), with
 which one speaks in lines of JSON. A player has its task without the ground truth; a judge has the
@@ -19,15 +19,15 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 
-ROOT, SECONDS, MEGABYTES = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+ROOT = sys.argv[1]
+SECONDS, MEGABYTES, LONGEST = map(int, sys.argv[2:])
 os.environ["APPWORLD_ROOT"] = ROOT  # the package reads it when it is imported
 warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import jail  # noqa: E402
 
-LONGEST = 20_000  # characters of what a reply reads back [ours]
-MOST_CALLS = 50   # of a reply that are told [ours]
+MOST_CALLS = 50  # of a reply that are told [ours]
 
 
 # ------------------------------------------------------------------------------- inside an episode
@@ -51,8 +51,7 @@ def play(task: str, text: str | None, lines, send) -> None:
         if "code" in asked:
             calls.clear()
             output = world.execute(asked["code"])[:LONGEST]
-            made = calls[:MOST_CALLS]
-            send(output=output, done=world.task_completed(), calls=made)
+            send(output=output, done=world.task_completed(), calls=calls[:MOST_CALLS])
         else:
             saved = Path(world.output_db_home_path_on_disk)
             send(changes={file.name: file.read_text() for file in saved.iterdir()})
@@ -60,7 +59,8 @@ def play(task: str, text: str | None, lines, send) -> None:
 
 def noted(requester) -> list:
     """A list to which each call from now on is added: APP.API, arguments."""
-    calls, request = [], requester._request
+    calls = []
+    request = requester._request
 
     def note(_app_name: str, _api_name: str, client=None, raise_on_failure=None, track=True,
              **given):
@@ -89,16 +89,17 @@ def compare(task: str, changes: list[dict]) -> dict:
     from appworld.apps import get_all_apps
     from appworld.collections.models import ModelCollection, ModelCollectionPair
     from appworld.common.utils import do_answers_match
-    names, ends = [f":memory:end{n}" for n in range(2)], []
-    for n, changed in enumerate(changes):
-        ends.append(ModelCollection.load(names[n], place(task, f"end{n}", changed),
-                                         get_all_apps()))
-    pair = ModelCollectionPair(names[0], ends[0], names[1], ends[1])
-    # The two share one database at a time: what is read of one is read before the other is asked.
-    tables, answers = sorted(pair.changed_model_names()), []
-    for side in ("start", "end"):
-        answers.append(json.loads(getattr(pair, side).supervisor.Task.first().answer))
-    return dict(tables=tables, answer=do_answers_match(*answers))
+    homes = [":memory:end0", ":memory:end1"]
+    ends = []
+    for home, changed in zip(homes, changes):
+        saved = place(task, home[-4:], changed)
+        ends.append(ModelCollection.load(home, saved, get_all_apps()))
+    pair = ModelCollectionPair(homes[0], ends[0], homes[1], ends[1])
+    tables = sorted(pair.changed_model_names())
+    # The two ends share one database at a time: one's answer is read before the other is asked.
+    one = json.loads(pair.start.supervisor.Task.first().answer)
+    other = json.loads(pair.end.supervisor.Task.first().answer)
+    return dict(tables=tables, answer=do_answers_match(one, other))
 
 
 def place(task: str, name: str, changes: dict) -> str:
@@ -135,26 +136,32 @@ def warm() -> None:
 
 def shown(task: str | None, truth: bool) -> list[str]:
     """What a fork sees: what Python imports from, and of the data what it may know."""
-    paths, data = sysconfig.get_paths(), f"{ROOT}/data"
+    paths = sysconfig.get_paths()
     libraries = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     if task is None:
         return sorted(libraries)
+    data = f"{ROOT}/data"
     of_task = f"{data}/tasks/{task}"
     known = [of_task] if truth else [f"{of_task}/specs.json", f"{of_task}/dbs"]
     return [*sorted(libraries), f"{data}/base_dbs", f"{data}/api_docs", *known]
 
 
-def work(line: socket.socket, do: str, task: str | None = None, **given) -> None:
-    """What a fork does: it keeps one line to the one who asks, is shut in, works."""
-    jail.die_with_parent()
+def keep(line: int) -> socket.socket:
+    """The line as file 3, with no other file open but three that hold nothing."""
     null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(line.fileno(), 100)
+    os.dup2(line, 100)
     for place in (0, 1, 2):
         os.dup2(null, place)
     os.closerange(3, 100)
     os.dup2(100, 3)
     os.closerange(4, 1 << 16)
-    lines = socket.socket(fileno=3).makefile("rw")
+    return socket.socket(fileno=3)
+
+
+def work(line: int, do: str, task: str | None = None, text: str | None = None) -> None:
+    """What a fork does: it keeps one line to the one who asks, is shut in, works."""
+    jail.die_with_parent()
+    lines = keep(line).makefile("rw")
 
     def send(**told) -> None:
         lines.write(json.dumps(told) + "\n")
@@ -164,13 +171,14 @@ def work(line: socket.socket, do: str, task: str | None = None, **given) -> None
         jail.enter(shown(task, truth=do != "play"), [f"{ROOT}/experiments", "/tmp"], MEGABYTES)
         os.environ.clear()
         os.environ["APPWORLD_ROOT"] = ROOT
-        if do == "play":
-            play(task, given["text"], lines, send)
-        elif do == "check":
+        if do == "check":
             send(ready=True)
-        else:
-            changes = json.loads(lines.readline())["changes"]
-            send(**dict(judge=judge, compare=compare)[do](task, changes))
+        if do == "play":
+            play(task, text, lines, send)
+        if do == "judge":
+            send(**judge(task, json.loads(lines.readline())["changes"]))
+        if do == "compare":
+            send(**compare(task, json.loads(lines.readline())["changes"]))
     except BaseException as error:
         send(error=f"{type(error).__name__}: {error}"[:500])
 
@@ -203,14 +211,13 @@ def serve() -> None:
             killed = end(asked["process"], asked["patience"])
             asks.send(json.dumps(dict(killed=killed)).encode())
             continue
-        line = socket.socket(fileno=lines[0])
         process = os.fork()
         if not process:
             try:
-                work(line, **asked)
+                work(lines[0], **asked)
             finally:
                 os._exit(0)
-        line.close()
+        os.close(lines[0])
         asks.send(json.dumps(dict(process=process)).encode())
 
 

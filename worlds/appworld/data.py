@@ -125,6 +125,10 @@ def start_changes(root: Path, key: str) -> dict[str, str]:
 
 
 @lru_cache(None)
-def documents(root: Path, app: str) -> dict[str, dict]:
-    """The documents of an app's interfaces, by name."""
-    return json.loads((root / "data/api_docs/standard" / f"{app}.json").read_text())
+def documents(root: Path) -> dict[str, dict]:
+    """The documents of all interfaces, by APP.API."""
+    found = {}
+    for file in sorted((root / "data/api_docs/standard").glob("*.json")):
+        for api, document in json.loads(file.read_text()).items():
+            found[f"{file.stem}.{api}"] = document
+    return found

@@ -32,14 +32,15 @@ class Judge:
     def __init__(self, python: str, root: Path, seconds: int, megabytes: int):
         self.root = root
         self._made_with = python, root, seconds, megabytes
-        self._ends = {}  # a task made in training -> what its own code leaves
+        self._ends = {}  # a task made in training -> the trace of its own code
 
     def begin(self, task: dict) -> Episode:
         return Episode(server(*self._made_with), task["start"], task.get("text"))
 
     def trace(self, task: dict, code: list[str]) -> Trace:
         """What code does in an episode of its own, part after part, to the end of the task."""
-        found, episode = Trace(), self.begin(task)
+        found = Trace()
+        episode = self.begin(task)
         try:
             before = episode.changes()
             for part in code:
@@ -48,8 +49,9 @@ class Judge:
                 found.outputs.append(told.output)
                 found.calls.append(told.calls)
                 found.changed.append(of_apps(found.changes) != of_apps(before))
-                found.done, before = told.done, found.changes
-                if found.done:
+                before = found.changes
+                if told.done:
+                    found.done = True
                     break
         except Gone:
             return found
@@ -81,8 +83,10 @@ class Judge:
     def _alike(self, task: dict, changes: dict[str, str]) -> dict:
         key = repr(task)
         if key not in self._ends:
-            self._ends[key] = self.trace(task, task["code"]).changes
-        told = self.compare(task["start"], self._ends[key], changes)
+            self._ends[key] = self.trace(task, task["code"])
+        if not self._ends[key].done:
+            return dict(passed=0, tests=2)  # where nobody has verified it
+        told = self.compare(task["start"], self._ends[key].changes, changes)
         if "error" in told:
             return told
         return dict(passed=told["answer"] + (not told["tables"]), tests=2)

@@ -15,6 +15,7 @@ from worlds import EnvError
 GRACE = 5         # seconds beyond those of a reply's code, then its process is killed [ours]
 PATIENCE = 300    # seconds for what has no code of a model in it [ours]
 MOST = 16 << 20   # characters of an answer: what an episode has changed [ours]
+LONGEST = 20_000  # characters of what a reply reads back [ours]
 
 
 class Gone(Exception):
@@ -41,7 +42,7 @@ class Server:
         self._asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._asks.settimeout(PATIENCE)
         command = [python, "-I", str(Path(__file__).with_name("child.py")), str(root),
-                   str(seconds), str(megabytes)]
+                   str(seconds), str(megabytes), str(LONGEST)]
         with theirs:
             self.process = subprocess.Popen(
                 command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -99,23 +100,18 @@ class Shut:
     """A process that is shut in."""
 
     def __init__(self, server: Server, process: int, line: socket.socket):
-        self._server, self._process, self._line = server, process, line
+        self._server = server
+        self._process = process
+        self._line = line
 
     def ask(self, seconds: float, **asked) -> dict:
         """Its answer; with nothing asked, what it says by itself. Gone, or EnvError where it was
         killed by somebody else, if there is none; it has ended then."""
-        until, said = time.monotonic() + seconds, b""
         try:
-            self._line.settimeout(seconds)
-            if asked:
-                self._line.sendall(json.dumps(asked).encode() + b"\n")
-            while not said.endswith(b"\n"):
-                self._line.settimeout(max(0.001, until - time.monotonic()))
-                part = self._line.recv(1 << 20)
-                said += part
-                if not part or len(said) > MOST:
-                    raise OSError
-            return json.loads(said)
+            told = json.loads(self._line_said(seconds, asked))
+            if not isinstance(told, dict):
+                raise ValueError
+            return told
         except TimeoutError:
             self.end()
             raise Gone(f"no answer in {seconds:.0f} seconds") from None
@@ -124,6 +120,20 @@ class Shut:
                 raise EnvError("appworld: the process of an episode was killed; give it more "
                                "memory, or fewer --slots") from None
             raise Gone("its process has ended") from None
+
+    def _line_said(self, seconds: float, asked: dict) -> bytes:
+        until = time.monotonic() + seconds
+        self._line.settimeout(seconds)
+        if asked:
+            self._line.sendall(json.dumps(asked).encode() + b"\n")
+        said = b""
+        while not said.endswith(b"\n"):
+            self._line.settimeout(max(0.001, until - time.monotonic()))
+            part = self._line.recv(1 << 20)
+            said += part
+            if not part or len(said) > MOST:
+                raise OSError
+        return said
 
     def end(self, patience: float = 0.0) -> bool:
         self._line.close()
@@ -135,7 +145,7 @@ class Ran:
     """What a reply's code printed, whether the task is completed, what it called."""
     output: str
     done: bool
-    calls: list
+    calls: list  # of interfaces, [APP.API, arguments]
 
 
 class Episode:
@@ -149,7 +159,8 @@ class Episode:
             told = dict(error=str(error))
         if "error" in told:
             raise EnvError(f"appworld: task {start} does not start: {told['error']}")
-        self.text, self.owner = told["text"], told["owner"]
+        self.text = told["text"]
+        self.owner = told["owner"]
         self._seconds = server.seconds + GRACE
 
     def run(self, code: str) -> Ran:
@@ -158,9 +169,11 @@ class Episode:
         if "output" not in told:  # the package cannot go on after what the code did
             self._shut.end()
             raise Gone(str(told.get("error")))
+        # What the process says may be what the code wants it to say: any text, any value.
+        output = str(told["output"])[:LONGEST].encode(errors="replace").decode()
         calls = told.get("calls")
-        return Ran(str(told["output"]), told.get("done") is True,
-                   calls if isinstance(calls, list) else [])
+        rows = calls if isinstance(calls, list) else []
+        return Ran(output, told.get("done") is True, [row for row in rows if is_call(row)])
 
     def changes(self) -> dict[str, str]:
         """What the episode has left in the apps, as the package saves it: file -> text."""
@@ -170,6 +183,13 @@ class Episode:
 
     def end(self) -> None:
         self._shut.end()
+
+
+def is_call(row) -> bool:
+    """Whether it is of the form [APP.API, arguments]."""
+    if not isinstance(row, list) or len(row) != 2:
+        return False
+    return isinstance(row[0], str) and isinstance(row[1], dict)
 
 
 _servers = {}  # what one was made with, and for which process -> the server

@@ -3,6 +3,7 @@ what was done up to somewhere. What it asks for is an explorer model's words, or
 spells the calls out and is easier than what people ask."""
 
 import ast
+import itertools
 import json
 import random
 
@@ -45,11 +46,11 @@ class TaskGenerator:
             return []
         end = rng.choice(ends)
         kept = [n for n in range(end + 1) if ran[n]][-(data.MOST_REPLIES - 1):]
-        calls = [call for n in kept if trace.changed[n] for call in trace.calls[n]]
-        text = self.template(calls)
+        text = self.template([trace.calls[n] for n in kept if trace.changed[n]])
         if not text:
             return []
-        return [self._proposal(start, text, [*(parts[n] for n in kept), DONE], template=True)]
+        code = [parts[n] for n in kept]
+        return [self._proposal(start, text, [*code, DONE], template=True)]
 
     def parses(self, pattern: str) -> bool:
         """Of any interface something can be asked."""
@@ -73,7 +74,7 @@ class TaskGenerator:
 
     def key(self, task: dict) -> str:
         """What makes two tasks one: the start state, and what is done there."""
-        return f"{task['start']} {json.dumps(task['code'] if 'code' in task else None)}"
+        return f"{task['start']} {json.dumps(task.get('code'))}"
 
     def refusal(self, task: dict) -> str | None:
         """Why no run may have this task; None if one may."""
@@ -90,7 +91,8 @@ class TaskGenerator:
     def verify(self, proposal: dict) -> str | None:
         """Plays the solution twice, and without its last change; why it proves nothing, or None."""
         task, judge = proposal["task"], self.env.judge
-        first, second = (judge.trace(task, task["code"]) for _ in range(2))
+        first = judge.trace(task, task["code"])
+        second = judge.trace(task, task["code"])
         if not first.done or not second.done:
             return "its solution does not complete it"
         if any(output.startswith(FAILED) for output in first.outputs):
@@ -107,18 +109,18 @@ class TaskGenerator:
             return "it is solved without its last change"
         return None
 
-    def template(self, calls: list) -> str:
-        """What these calls do, by the first sentences of their documents; "" if they only look."""
-        said = []
-        for name, arguments in calls:
-            app, _, api = name.partition(".")
-            document = data.documents(self.env.judge.root, app).get(api)
-            if document is None or document["method"] == "GET" or api == "login":
+    def template(self, calls: list[list]) -> str:
+        """What the calls of some parts do, by the first sentences of their documents; "" if they
+        only look."""
+        said, documents = [], data.documents(self.env.judge.root)
+        for name, arguments in itertools.chain(*calls):
+            document = documents.get(name)
+            if not document or document["method"] == "GET" or document["api_name"] == "login":
                 continue
-            given = ", ".join(f"{key} = {json.dumps(value)}" for key, value in arguments.items()
-                              if key not in SECRETS)
             sentence = " ".join(document["description"].split()).partition(". ")[0].rstrip(".")
-            said.append(f"{sentence} ({app})" + (f", with {given}" if given else ""))
+            shown = {key: value for key, value in arguments.items() if key not in SECRETS}
+            given = [f"{key} = {json.dumps(value)}" for key, value in shown.items()]
+            said.append(", ".join([f"{sentence} ({document['app_name']})", *given]))
         return f"{'. Then: '.join(said)}." if said else ""
 
     def _proposal(self, start: str, text: str, code: list[str], **more) -> dict:

@@ -6,7 +6,7 @@ from pathlib import Path
 from worlds import Step, World
 from worlds.appworld import data
 from worlds.appworld.judging import Judge
-from worlds.appworld.processes import Gone
+from worlds.appworld.processes import Gone, Ran
 
 PROMPT = """\
 You do what a person asks for, by Python code that calls the interfaces of the person's apps. \
@@ -52,7 +52,8 @@ class AppWorld(World):
 
     def start(self, task: dict) -> str:
         self.close()
-        self._task, self._replies = task, 0
+        self._task = task
+        self._replies = 0
         self.changes = None  # what the episode has left in the apps, once it is over
         self._episode = self.judge.begin(task)
         owner = self._episode.owner
@@ -64,20 +65,21 @@ class AppWorld(World):
         self._replies += 1
         last = self._replies == self.max_steps
         code = code_of(reply)
-        said, done = FORM, False
+        told = Ran(FORM, done=False, calls=[])
         try:
             if code is not None:
                 told = self._episode.run(code)
-                said, done = told.output, told.done
-            if not done and not last:
-                return Step(said, 0.0, False)
+            if not told.done and not last:
+                return Step(told.output, 0.0, False)
             self.changes = self._episode.changes()
         except Gone as error:
             self._episode = None
             return Step(f"The episode is over: {error}.", 0.0, True)
         self.close()
-        share = self.judge.share(self._task, self.changes)
-        return Step(said, share if self.share_of_tests else float(share == 1), True)
+        reward = self.judge.share(self._task, self.changes)
+        if not self.share_of_tests:
+            reward = float(reward == 1)
+        return Step(told.output, reward, True)
 
     def possible(self) -> tuple[list[str], str]:
         return [], "Python, such as print(apis.supervisor.show_profile())"
