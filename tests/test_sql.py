@@ -139,6 +139,77 @@ def test_sqlite_tells_errors_as_mysql(small, sql, text):
     assert small().step(act(sql)).observation == f"Error executing query: {text}"
 
 
+ANSWERS = json.loads((ROOT / "tests" / "data" / "mysql_answers.json").read_text())
+# What docs/environments.md says of MySQL that the built-in databases lack.
+LACKING = re.compile(r"REGEXP|RLIKE|XOR|WHERE \w+ = 0$|SQRT|AS FLOAT|OVER \(\) FROM|SHOW COLUMNS")
+
+
+def by_value(answer):
+    """Rows whose numbers are of one type; of errors that they are."""
+    if isinstance(answer, str):
+        return "error"
+    numbers = (int, float, decimal.Decimal)
+    return [tuple(float(value) if isinstance(value, numbers) else value for value in row)
+            for row in answer]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_built_in_databases_answer_as_mariadb_10_11_did(name):
+    """600 queries of the kinds that models write, on three of the databases."""
+    unlike = []
+    with closing(databases.Sqlite(name, ANSWERS[name]["script"])) as db:
+        for sql, answer in ANSWERS[name]["answers"]:
+            if by_value(db.run(sql)) != by_value(rows(answer)):
+                unlike.append(sql)
+    assert unlike == [sql for sql, _ in ANSWERS[name]["answers"] if LACKING.search(sql)]
+
+
+TWO = ("CREATE TABLE writer (name varchar(20), country text, years int);"
+       "INSERT INTO writer VALUES ('Carl', 'Egypt', 20), ('Max', 'egypt', 98), ('Ann', 'Spain', 37);")
+NEAR = ("Error executing query: You have an error in your SQL syntax; check the manual that "
+        "corresponds to your MySQL server version for the right syntax to use near '{}' at line 1")
+
+
+@pytest.mark.parametrize("sql, answer", [  # worked out by MySQL's manual
+    ("SELECT name FROM writer WHERE country = 'EGYPT'", [("Carl",), ("Max",)]),
+    ("SELECT DISTINCT country FROM writer", [("Egypt",), ("Spain",)]),
+    ("SELECT name FROM writer WHERE CONCAT(name, country) = 'carlEGYPT'", [("Carl",)]),
+    ("SELECT SUM(years) / COUNT(*) FROM writer", [(decimal.Decimal("51.6667"),)]),
+    ("SELECT AVG(years) FROM writer", [(decimal.Decimal("51.6667"),)]),
+    ("SELECT SUM(1), COUNT(*) FROM writer", [(decimal.Decimal("3"), 3)]),
+    ("SELECT name, MAX(years) FROM writer", [("Carl", 98)]),
+    ("SELECT name, MIN(years) FROM writer WHERE years > 20", [("Max", 37)]),
+    ('SELECT "name" FROM writer LIMIT 1', [("name",)]),
+    ("SELECT name FROM writer WHERE name = 'ann' || years = 20", [("Carl",), ("Ann",)]),
+    ("SELECT name FROM writer WHERE years > 30 UNION SELECT name FROM writer WHERE years < 90",
+     [("Max",), ("Ann",), ("Carl",)]),
+    ("SELECT name FROM writer WHERE years >= ALL (SELECT years FROM writer)", [("Max",)]),
+    ("SELECT name FROM writer WHERE country == 'Egypt'", NEAR.format("= 'Egypt'")),
+    ("SELECT COUNT (*) FROM writer", NEAR.format("*) FROM writer")),
+    ("SELECT MAX (years) FROM writer", "Error executing query: FUNCTION d.MAX does not exist. Check "
+     "the 'Function Name Parsing and Resolution' section in the Reference Manual"),
+    ("SELECT name FROM (SELECT * FROM writer)",
+     "Error executing query: Every derived table must have its own alias"),
+    ("SELECT name FROM writer JOIN (SELECT 1 AS a) ON a = 1",
+     "Error executing query: Every derived table must have its own alias"),
+    ("SELECT name AS who FROM writer WHERE who = 'Max'",
+     "Error executing query: Unknown column 'who' in 'where clause'"),
+    ("SELECT iif(1, 2, 3)", "Error executing query: FUNCTION d.iif does not exist"),
+    ("SELECT name, * FROM writer", NEAR.format("* FROM writer")),
+    ("SELECT name FROM 'writer'", NEAR.format("'writer'")),
+])
+def test_sqlite_answers_as_mysql(sql, answer):
+    with closing(databases.Sqlite("d", TWO)) as db:
+        assert db.run(sql) == answer
+
+
+def test_the_short_view_joins_what_the_small_models_tokenizer_parts():
+    with closing(make("intercodesql", "short")) as env:
+        env.start(dict(query="q", gold="SELECT COUNT(*), MAX(years) FROM writer", db="d"), TWO)
+        assert env.step("SELECT COUNT ( * ) , MAX ( years ) FROM writer").observation == "3 , 98"
+        assert env.step("submit").reward == 1
+
+
 def test_the_last_result_is_what_is_submitted(small):
     env = small()
     assert env.step(act("SELECT site, area FROM town WHERE area > 15")).observation == (
@@ -405,6 +476,22 @@ def test_every_gold_query_scores_1_on_mariadb_and_most_are_answered_alike_by_sql
     env.close()
     assert [*failed.values()] == [2, 2, 2] and ran == 1028
     assert len(below) <= 4 and same >= 980
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_mariadb_answers_as_recorded(mariadb, name):
+    """The oracle of what the built-in databases answer, asked again."""
+    root_query(mariadb, f"CREATE OR REPLACE DATABASE {name}")
+    key = re.search(r"(\w+) int PRIMARY KEY", ANSWERS[name]["script"])[1]
+    script = re.sub(r"REFERENCES (\w+)", rf"REFERENCES \1 ({key})", ANSWERS[name]["script"])
+    for statement in script.split(";\n")[:-1]:
+        root_query(mariadb, statement, database=name)
+    for sql, answer in ANSWERS[name]["answers"]:
+        try:
+            found = root_query(mariadb, sql, database=name)
+        except Exception as error:
+            found = f"Error executing query: {error.args[1]}"
+        assert by_value(found) == by_value(rows(answer)), sql
 
 
 def test_mariadb_shows_what_sqlite_shows(server):

@@ -115,12 +115,27 @@ OPEN = ("search[kettle]", "click[B0AAAAAAAA]")
     ((*OPEN, "click[Description]"), HEAD + "< Prev [SEP] Drip free."),
     ((*OPEN, "click[Features]"), HEAD + "< Prev [SEP] one [SEP] two"),
     ((*OPEN, "click[Reviews]"), HEAD + "< Prev"),
-    ((*OPEN, "click[Attributes]"), HEAD + "< Prev [SEP] easy clean [SEP] bpa free"),
+    ((*OPEN, "click[Attributes]"), HEAD + "< Prev [SEP] easy clean [SEP] bpa free [SEP] Home [SEP] "
+     "kettle [SEP] Home › Kitchen › Kettles"),  # as the official attributes_page.html
     ((*OPEN, "click[Reviews]", "click[< Prev]"), ITEM),
     ((*OPEN, "click[Buy Now]"), DONE),
 ])
 def test_text_of_every_kind_of_page(actions, text):
     assert small_shop(*actions)[1] == text
+
+
+def test_of_options_that_share_a_value_the_last_is_chosen():
+    """By the official rule: a dictionary of values, in which later options replace earlier ones."""
+    options = {"color": ["natural", "black"], "shade color": ["natural", "white"],
+               "size": ["natural", "large"]}
+    product = {**KETTLE, "asin": "B0AAAAAAAA", "price": 20.0, "options": options}
+    goal = {**WANT, "attributes": ["easy clean"], "goal_options": ["natural", "large", "black"],
+            "instruction": "i need a kettle"}
+    shop = WebShop(world=catalogue.ShopWorld([product], {"train": [goal], "test": []}, []))
+    shop.reset("webshop-train-0")
+    for action in (*OPEN, "click[natural]", "click[black]"):
+        shop.step(action)
+    assert shop.step("click[Buy Now]").reward == 0.8  # 1 attribute, 2 options, the price of 5
 
 
 @pytest.mark.parametrize("before, action", [

@@ -86,6 +86,56 @@ def test_a_goal_out_of_range_is_named_with_the_remedy(recorded):
         client(recorded).reset("webshop-train-9999")
 
 
+def official_page(text, buttons=()):
+    """A page of an official server's shape; buttons: text -> address."""
+    forms = "".join(f'<form method="post" action="{address}"><button class="btn">{name}</button>'
+                    "</form>" for name, address in dict(buttons).items())
+    return f"<html><body><h4>Instruction:<br>i need a kettle</h4>\n{forms}\n{text}</body></html>"
+
+
+@pytest.mark.parametrize("order, chosen", [
+    (["color", "shade color", "size"], "size"), (["size", "color"], "color"),
+    (["color", "button", "size"], "button"), (["button", "color", "size"], "button")])
+def test_of_options_that_share_a_value_the_last_is_chosen(shop_server, order, chosen):
+    """As both official environments do, which read a page into a dictionary of values. A button of
+    this name is pressed instead."""
+    def answer(method, path, form):
+        if path == "/coevolve_fixed_1":
+            search = '<form action="/s" method="post"><input name="search_query"></form>'
+            return 200, official_page(search), None
+        text = "".join(
+            '<form method="post" action="/button"><button class="btn">natural</button></form>'
+            if name == "button" else
+            f'<input type="radio" name="{name}" value="natural" data-url="/{name}">'
+            for name in order)
+        return 200, official_page(text + f"<p>{path}</p>"), None
+
+    shop = client(shop_server(answer))
+    shop.reset("webshop-test-1")
+    shop.step("search[kettle]")
+    assert shop.step("click[natural]").observation.endswith(chosen.replace(" ", "%20"))
+
+
+def test_an_official_page_of_attributes_is_read(shop_server):
+    """Of the pages only attributes_page.html has the instruction in one line with its title."""
+    page = ("<html><body><h4>Instruction: i need a kettle</h4><h4>Current Query: ['kettle']</h4>"
+            '<form method="post" action="/i"><button class="btn">&lt; Back to Item Page</button>'
+            "</form><ul><li><p> easy clean</p></li></ul><h5>garden</h5><h5>kettle</h5>"
+            "<h5>Home › Kettles</h5></body></html>")
+
+    def answer(method, path, form):
+        search = '<form action="/s" method="post"><input name="search_query"></form>'
+        return 200, {"/coevolve_fixed_1": official_page(search), "/a": page}.get(
+            path, official_page("<p>item</p>", {"Attributes": "/a"})), None
+
+    shop = client(shop_server(answer))
+    shop.reset("webshop-test-1")
+    shop.step("search[kettle]")
+    shown = shop.step("click[Attributes]").observation
+    assert shown.endswith("easy clean [SEP] garden [SEP] kettle [SEP] Home › Kettles")
+    assert shop.step("click[< back to item page]").observation.endswith("item")
+
+
 def as_html(shop, page, address):
     """A page of the embedded shop with the controls of an official one."""
     pieces, links = render(shop, page)

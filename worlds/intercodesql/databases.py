@@ -11,9 +11,11 @@ import re
 import sqlite3
 import struct
 import time
+from decimal import Decimal
 from urllib.parse import unquote, urlsplit
 
 from worlds import EnvError, Refused
+from worlds.intercodesql import mysql
 
 ERROR = "Error executing query: "
 MAX_ROWS, MAX_CHARACTERS = 10_000, 4_000_000  # of one result
@@ -53,16 +55,16 @@ class Sqlite:
     """A database in memory, made by an SQL script, that answers as MySQL would."""
 
     # Without any that reads files, makes long texts or draws random numbers.
-    FUNCTIONS = set("abs avg coalesce count date datetime dense_rank first_value group_concat "
-                    "ifnull iif instr lag last_value lead length like lower ltrim max min "
-                    "nullif rank replace round row_number rtrim strftime substr substring sum "
-                    "time total trim upper".split())
+    FUNCTIONS = set("abs avg coalesce count date dense_rank first_value group_concat ifnull lag "
+                    "last_value lead length like lower ltrim max min nullif rank replace "
+                    "row_number rtrim substr substring sum time trim upper".split())
+    FUNCTIONS |= {*mysql.FUNCTIONS, *mysql.AGGREGATES}
 
     def __init__(self, name: str, script: str):
         # Without cached statements, whose steps would count on from one time to the next.
         self.name, self._db = name, sqlite3.connect(
             ":memory:", isolation_level=None, check_same_thread=False, cached_statements=0)
-        self._db.executescript(script)
+        self._db.executescript(_without_case(script))
         self._db.executescript("PRAGMA temp_store = MEMORY; PRAGMA query_only = ON;"
                                "PRAGMA hard_heap_limit = 500000000;")  # of the whole process
         if hasattr(self._db, "setlimit"):  # from Python 3.11
@@ -70,6 +72,14 @@ class Sqlite:
         self._tables = sorted(self._db.execute(
             "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'"))
         self._columns = {t.lower(): self._describe(t) for t, in self._tables}
+        self._names = {row[0].lower() for table in self._columns.values() for row in table}
+        # Sums and quotients are DECIMAL, unless a column may be a number with a floating point.
+        self._decimal = not any(row[1].startswith(("double", "float", "real"))
+                                for table in self._columns.values() for row in table)
+        for name, (count, function) in mysql.FUNCTIONS.items():
+            self._db.create_function(name, count, function, deterministic=True)
+        for name, aggregate in mysql.AGGREGATES.items():
+            self._db.create_aggregate(name, 1, aggregate)
         self._db.set_authorizer(self._authorize)
         self._db.set_progress_handler(lambda: True, VM_STEPS)
 
@@ -80,7 +90,9 @@ class Sqlite:
         if re.match(r"(show|desc|describe|explain)\b", sql, re.I):
             return self._show(sql)
         try:
-            return _fetch(self._db.execute(sql))
+            return self._typed(_fetch(self._db.execute(mysql.translate(sql, self.name, self._names))))
+        except mysql.MySQLError as error:
+            return f"{ERROR}{error}"
         except MemoryError:
             return INTERRUPTED
         # Two statements are an sqlite3.Warning before Python 3.12; a NUL is a ValueError.
@@ -89,6 +101,16 @@ class Sqlite:
 
     def close(self):
         self._db.close()
+
+    def _typed(self, rows: list[tuple] | str) -> list[tuple] | str:
+        """Rows with MySQL's types of numbers."""
+        if not self._decimal or isinstance(rows, str):
+            return rows
+        typed = []
+        for row in rows:
+            values = [_as_decimal(v) if isinstance(v, float) else v for v in row]
+            typed.append(tuple(values))
+        return typed
 
     def _authorize(self, action, first, second, *_):
         allowed = (action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE)
@@ -140,6 +162,22 @@ class Sqlite:
                 "no such function": f"FUNCTION {self.name}.{name} does not exist",
                 "misuse of aggregate": "Invalid use of group function",
                 }.get(kind, INTERRUPTED[len(ERROR):] if error == "interrupted" else error)
+
+
+# A column of text in a CREATE TABLE, unless it says how it compares.
+_TEXT_COLUMN = re.compile(r"([\w`\"]\s+(?:(?:var)?char\s*\(\d+\)|\w*text\b))"
+                          r"(?!\s+(?:character|collate))", re.I)
+
+
+def _without_case(script: str) -> str:
+    """A script whose columns of text compare as MySQL's do, without case."""
+    return re.sub(r"CREATE TABLE [^;]*",
+                  lambda table: _TEXT_COLUMN.sub(r"\1 COLLATE NOCASE", table[0]), script, flags=re.I)
+
+
+def _as_decimal(value: float) -> Decimal:
+    """A number as DECIMAL, without what binary fractions add to it."""
+    return Decimal(int(value)) if value.is_integer() else Decimal(repr(round(value, 8)))
 
 
 def _fetch(cursor) -> list[tuple] | str:

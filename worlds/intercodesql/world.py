@@ -2,15 +2,19 @@
 
 import re
 from collections import Counter
+from decimal import Decimal
 
 import numpy as np
 
 from worlds import EnvError, Refused, Step, World, said
 from worlds.intercodesql.databases import INTERRUPTED, TOO_LARGE, MySQL, Sqlite
+from worlds.intercodesql.mysql import GLUED
 from worlds.intercodesql.questions import sql_expert, sql_world
 from worlds.intercodesql.spider import spider_world
 
 SHORT_ROWS = 8
+# The small model's tokenizer writes COUNT ( * ), which MySQL refuses.
+_GLUED = re.compile(rf"\b({'|'.join(GLUED)})\s+\(", re.I)
 
 EXPLANATION = """\
 Your reply holds no action. Write "Action:" once, then the query on one line in a block of its own:
@@ -95,7 +99,9 @@ class InterCodeSQL(World):
         return Step("submitted", raw if self.theirs else min(max(raw, 0.0), 1.0), True, raw)
 
     def action(self, reply: str) -> str | None:
-        return parse_sql_reply(reply) if self.view == "full" else reply.strip() or None
+        if self.view == "full":
+            return parse_sql_reply(reply)
+        return _GLUED.sub(r"\1(", reply.strip()) or None
 
     def possible(self) -> tuple[list[str], str]:
         return [], "SHOW TABLES; DESC table; SELECT ...; submit"
@@ -119,11 +125,16 @@ def shown(result, sql: str, short: bool) -> str:
         return text[:350] + "..." if len(text) > 350 else text
     if re.match(r"\s*desc", sql, re.I):
         result = [row[:1] for row in result]
-    lines = [" , ".join(repr(round(v, 2) if isinstance(v, float) else v) for v in row)
+    lines = [" , ".join(_brief(v) for v in row)
              for row in result[:SHORT_ROWS]]
     if re.match(r"\s*(desc|show)", sql, re.I):
         lines = [line.replace("'", "") for line in lines]
     return " | ".join(lines + ["..."] * (len(result) > SHORT_ROWS)) or "empty"
+
+
+def _brief(value) -> str:
+    """A value as the short view shows it."""
+    return repr(round(float(value), 2) if isinstance(value, Decimal) else value)
 
 
 def parse_sql_reply(reply: str) -> str | None:

@@ -177,14 +177,19 @@ class _Html(HTMLParser):
         super().__init__()
         self.pieces, self.links, self.form, self.reward = [], {}, None, None
         self._url, self._action = url, url
+        self._values = set()  # of options
         self._text = ""       # since the last tag or comment
         self._hidden = 0      # open elements whose text is not shown
         self._control = None  # the open button or product link: tag, method, address, first piece
         self._scored = False  # whether the next <pre> has the reward
         self.feed(html)
         self.close()
-        self.instruction = next((text for head, text in zip(self.pieces, self.pieces[1:])
-                                 if head == "Instruction:"), None)
+        self.instruction = None
+        for piece, after in zip(self.pieces, [*self.pieces[1:], ""]):
+            title, found, text = piece.partition("Instruction:")
+            if found and not title:  # the page of attributes has both in one piece
+                self.instruction = text.strip() or after
+                break
 
     def handle_starttag(self, tag, attrs):
         self._end_text()
@@ -197,7 +202,10 @@ class _Html(HTMLParser):
             self.form = self._action
         elif attrs.get("type") == "radio":
             link = "GET", urljoin(self._url, attrs.get("data-url", "")), None
-            self.links.setdefault(attrs.get("value", ""), link)  # a button of this name beats it
+            value = attrs.get("value", "")
+            if value not in self.links or value in self._values:  # a button of this name beats it
+                self.links[value] = link  # and of two options that share a value the last one
+                self._values.add(value)
         if "btn" in classes:
             self._control = tag, "POST", self._action, len(self.pieces)
         elif "product-link" in classes:
@@ -212,6 +220,7 @@ class _Html(HTMLParser):
             _, method, address, first = self._control
             text = "".join(self.pieces[first:])
             self.links[text.lower()] = method, address, text if method == "GET" else None
+            self._values.discard(text.lower())
             self._control = None
         if tag == "pre" and self._scored:
             self.reward, self._scored = float(self.pieces[-1]), False

@@ -149,7 +149,7 @@ def render(shop: WebShop, page: Page) -> tuple[list[str], dict[str, Page]]:
 
     product, pieces = shop.world.products[page.item], [*pieces, "< Prev"]
     subs = {"Description": [product["Description"]], "Features": product["BulletPoints"],
-            "Reviews": [], "Attributes": product["Attributes"]}
+            "Reviews": [], "Attributes": [*product["Attributes"], *kinds_of(product)]}
     if page.kind == "sub-page":
         links["< prev"] = replace(page, kind="item", sub="")  # chosen options are kept
         return pieces + subs[page.sub], links
@@ -163,6 +163,12 @@ def render(shop: WebShop, page: Page) -> tuple[list[str], dict[str, Page]]:
     pieces += [product["Title"], f"Price: ${float(product['price'])}", "Rating: N.A.",
                *subs, "Buy Now"]
     return pieces, links
+
+
+def kinds_of(product: dict) -> list[str]:
+    """Category, query and product category, which the page of attributes shows behind them."""
+    department = product["product_category"].partition(" › ")[0]
+    return [product.get("category", department), product["query"], product["product_category"]]
 
 
 @lru_cache(maxsize=4)

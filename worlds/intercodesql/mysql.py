@@ -1,0 +1,560 @@
+"""MySQL's language for sqlite: what a query means in MySQL, said so that sqlite answers alike.
+
+`translate` reads a query's parts, refuses what MySQL refuses and writes the rest anew; `FUNCTIONS`
+are those that sqlite lacks. What is left over stands in docs/environments.md.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+from decimal import ROUND_HALF_UP, Decimal
+from statistics import pstdev, pvariance
+
+SYNTAX = ("You have an error in your SQL syntax; check the manual that corresponds to your MySQL "
+          "server version for the right syntax to use near '{}' at line 1")
+NO_FUNCTION = ("FUNCTION {} does not exist. Check the 'Function Name Parsing and Resolution' "
+               "section in the Reference Manual")
+
+_PART = re.compile(r"""
+    (?P<gap>\s+ | /\*.*?\*/ | --(?=\s|$)[^\n]* | \#[^\n]*)
+  | (?P<string>'(?:[^'\\]|\\.|'')*' | "(?:[^"\\]|\\.|"")*")
+  | (?P<name>`[^`]*`)
+  | (?P<number>\d+(?:\.\d*)?(?:[eE][+-]?\d+)?(?!\w) | \.\d+)
+  | (?P<word>[^\W\d][\w$]*)
+  | (?P<sign><=> | <> | != | >= | <= | == | \|\| | && | << | >> | .)
+""", re.X | re.S)
+
+# Words after which an operand stands, so that a text behind them is a value and no alias.
+_BEFORE_OPERANDS = set(
+    "select distinct all from join where and or xor not on having by when then else case between "
+    "in like limit offset is div mod interval regexp rlike escape separator union except intersect "
+    "values any some as over partition with recursive using natural cross inner left right full "
+    "outer group order desc asc collate".split())
+# Words before a parenthesis that are no function.
+_NO_FUNCTIONS = _BEFORE_OPERANDS - {"left", "right", "mod"} | {"exists", "end", "null"}
+# Words that end a list of selected columns, or the conditions of a WHERE.
+_CLAUSES = set("from where group having order limit union except intersect window".split())
+_SETS = {"union", "except", "intersect"}
+# Functions whose name and parenthesis MySQL wants side by side.
+GLUED = {"avg", "count", "group_concat", "max", "mid", "min", "now", "position", "std", "stddev",
+         "substr", "substring", "sum", "trim", "variance", "cast"}
+_AGGREGATES = {"avg", "count", "group_concat", "max", "min", "sum"}
+_RENAMED = {"max": "mysql_max", "min": "mysql_min", "ucase": "upper", "lcase": "lower",
+            "mid": "substr", "char_length": "length", "character_length": "length",
+            "greatest": "max", "least": "min", "round": "mysql_round", "instr": "mysql_instr",
+            "left": "mysql_left", "right": "mysql_right", "stddev": "std", "stddev_pop": "std",
+            "isnull": "mysql_isnull", "var_pop": "variance"}
+_TYPES = {"signed": "integer", "unsigned": "integer", "int": "integer", "integer": "integer",
+          "char": "text", "varchar": "text", "decimal": "real", "double": "real", "float": "real"}
+_DEPTH = 40  # of parentheses; sqlite itself refuses those of a deeper query
+
+
+class MySQLError(Exception):
+    """MySQL refuses the query with this text."""
+
+
+@dataclass
+class Part:
+    """A word, name, number, text or sign of a query; or a group, what stands in parentheses."""
+    kind: str
+    text: str
+    at: int               # where it begins in the query
+    apart: bool           # whether something stands between it and the part before
+    inside: list = field(default_factory=list)
+
+    def is_word(self, *words: str) -> bool:
+        return self.kind == "word" and self.text.lower() in words
+
+    @property
+    def is_select(self) -> bool:
+        return self.kind == "group" and bool(self.inside) and (
+            self.inside[0].is_word("select", "with") or self.inside[0].is_select)
+
+
+END = Part("end", "", 0, False)  # stands before the first part and behind the last
+
+
+def translate(sql: str, database: str, columns: set[str]) -> str:
+    """The query for sqlite.
+
+    Args:
+        sql: what MySQL was asked.
+        database: its name, for errors.
+        columns: the names of all the database's columns, in lower case.
+
+    Raises:
+        MySQLError: MySQL refuses this query, while sqlite would answer it.
+    """
+    parts = read_parts(sql)
+    if parts is None:
+        return sql
+    return _Translation(sql, database, columns).level(parts)
+
+
+def read_parts(sql: str) -> list[Part] | None:
+    """The parts of a query, groups within groups; None if its parentheses do not match."""
+    levels, apart = [[]], False
+    for match in _PART.finditer(sql):
+        part = Part(match.lastgroup, match[0], match.start(), apart)
+        apart = part.kind == "gap"
+        if part.text == "(":
+            part.kind = "group"
+            levels[-1].append(part)
+            levels.append(part.inside)
+        elif part.text == ")":
+            levels.pop()
+        elif not apart:
+            levels[-1].append(part)
+        if not 0 < len(levels) <= _DEPTH:
+            return None
+    return levels[0] if len(levels) == 1 else None
+
+
+class _Translation:
+    """Of one query: `level` writes what stands at one depth of parentheses."""
+
+    def __init__(self, sql: str, database: str, columns: set[str]):
+        self.sql, self.database, self.columns = sql, database, columns
+        self.recursive = bool(re.search(r"\brecursive\b", sql, re.I))
+
+    def level(self, parts: list[Part]) -> str:
+        """sqlite's text of the parts of a query, a subquery, or the arguments of a function."""
+        self._refuse(parts)
+        if parts and parts[0].is_select and (len(parts) == 1 or parts[1].is_word(
+                *_SETS, "order", "limit")):
+            return self._compound(parts)
+        starts = [n for n, part in enumerate(parts) if part.is_word("select")]
+        if not starts:
+            return self._write(parts)
+        before, after = parts[:starts[0]], parts[starts[0]:]  # before: WITH name AS (...)
+        return f"{self._write(before)} {self._compound(after)}"
+
+    def _compound(self, parts: list[Part]) -> str:
+        """Of SELECTs between UNION, EXCEPT or INTERSECT; sqlite would sort the rows of UNION."""
+        sides, joints = [[]], []
+        for part in parts:
+            if part.is_word(*_SETS):
+                sides.append([])
+                joints.append([part.text.lower()])
+            elif part.is_word("all", "distinct") and joints and not sides[-1]:
+                joints[-1].append(part.text.lower())
+            else:
+                sides[-1].append(part)
+        tail = []
+        if joints:  # ORDER BY and LIMIT of the whole
+            ends = [n for n, part in enumerate(sides[-1]) if part.is_word("order", "limit")]
+            if ends:
+                tail = sides[-1][ends[0]:]
+                del sides[-1][ends[0]:]
+        texts = [self._select(side) for side in sides]
+        as_written = [" ".join(word for word in joint if word != "distinct") for joint in joints]
+        if joints and set(as_written) == {"union"} and not self.recursive:
+            return f"SELECT DISTINCT * FROM ({' union all '.join(texts)}) {self._write(tail)}"
+        whole = texts[0]
+        for joint, text in zip(as_written, texts[1:]):
+            whole += f" {joint} {text}"
+        return f"{whole} {self._write(tail)}"
+
+    def _select(self, parts: list[Part]) -> str:
+        """Of one SELECT, or of one in parentheses."""
+        if parts and parts[0].is_select:
+            return f"SELECT * FROM {self._write(parts)}"
+        clauses = [[]]  # each begins with its word
+        for part in parts:
+            if part.is_word(*_CLAUSES):
+                clauses.append([])
+            clauses[-1].append(part)
+        aliases, texts = set(), []
+        heads = {clause[0].text.lower() for clause in clauses[1:]}
+        grouped = "group" in heads or any(map(_aggregates, parts))
+        for clause in clauses:
+            if clause and clause[0].is_word("select"):
+                texts.append(self._selected(clause, aliases))
+                continue
+            if clause and clause[0].is_word("where"):
+                self._refuse_aliases(clause, aliases - self.columns)
+            if clause and clause[0].is_word("having") and not grouped and "where" not in heads:
+                clause = [Part("word", "where", clause[0].at, True), *clause[1:]]
+            texts.append(self._write(clause))
+        return " ".join(texts)
+
+    def _selected(self, clause: list[Part], aliases: set[str]) -> str:
+        """Of SELECT and its columns, the names of which are added to `aliases`."""
+        start = 2 if len(clause) > 1 and clause[1].is_word("distinct", "all") else 1
+        items = _split(clause[start:])
+        texts = []
+        for item in items:
+            if item is not items[0] and item[:1] and item[0].text == "*":
+                raise self.syntax(item[0])
+            value, alias = _without_alias(item)
+            text = self._write(value)
+            digits = _digits(value)
+            if digits and not (len(value) == 2 and value[0].is_word("round", "truncate")):
+                text = f"mysql_decimal({text}, {digits})"
+            if alias:
+                name = _unquoted(alias)
+                aliases.add(name.lower())
+                text += ' AS "' + name.replace('"', '""') + '"'
+            texts.append(text)
+        return f"{self._write(clause[:start])} {', '.join(texts)}"
+
+    def _write(self, parts: list[Part]) -> str:
+        """The parts, each in sqlite's words."""
+        texts, n = [], 0
+        while n < len(parts):
+            part = parts[n]
+            before = parts[n - 1] if n else END
+            after = parts[n + 1] if n + 1 < len(parts) else END
+            follows = parts[n + 2] if n + 2 < len(parts) else END
+            called = part.kind == "word" and after.kind == "group" and not (
+                before.is_word("as") or follows.is_word("as") and before.kind != "sign"
+                and (before.is_word("with", "recursive")))
+            if called and part.text.lower() not in _NO_FUNCTIONS:
+                texts.append(self._call(part, after, follows.is_word("over")))
+                n += 1
+            elif part.kind == "group":
+                texts.append(f"({self.level(part.inside)})")
+            elif part.kind == "string":
+                texts.append(self._text(part, before))
+            elif part.is_word("any", "some", "all") and after.is_select:
+                texts.append(self._quantified(part, after, texts))
+                n += 1
+            elif part.is_word("div"):
+                texts.append("/")
+            elif part.is_word("end"):
+                texts.append("END COLLATE NOCASE")
+            else:
+                texts.append({"/": "* 1.0 /", "||": "OR", "&&": "AND", "!": "NOT", "<=>": "IS"
+                              }.get(part.text, part.text))
+            n += 1
+        return " ".join(texts)
+
+    def _quantified(self, part: Part, subquery: Part, texts: list[str]) -> str:
+        """Of ANY or ALL of a subquery, without which sqlite does; takes = from before it."""
+        sign, rows = texts[-1] if texts else "", self.level(subquery.inside)
+        every = part.is_word("all")
+        if sign == "=" and not every or sign in ("<>", "!=") and every:
+            texts.pop()
+            return f"NOT IN ({rows})" if every else f"IN ({rows})"
+        if sign not in ("<", "<=", ">", ">="):
+            raise self.syntax(part)
+        bound = "max" if every == (sign[0] == ">") else "min"
+        return f"(WITH any_or_all(value) AS ({rows}) SELECT {bound}(value) FROM any_or_all)"
+
+    def _text(self, part: Part, before: Part) -> str:
+        """A text, which compares without case; behind a column it names it."""
+        text = _unquoted(part).replace("'", "''")
+        if before.is_word("as") or _is_operand(before):
+            return f'"{text}"'
+        if before.is_word("like", "escape"):
+            return f"'{text}'" + " ESCAPE '\\'" * ("\\" in text)
+        return f"'{text}' COLLATE NOCASE"
+
+    def _call(self, part: Part, group: Part, over: bool) -> str:
+        """A function and its arguments."""
+        name, arguments = part.text.lower(), _split(group.inside)
+        if group.apart and name in GLUED:
+            if name == "count" or name == "cast":
+                raise self.syntax(group.inside[0] if group.inside else group)
+            raise MySQLError(NO_FUNCTION.format(f"{self.database}.{part.text}"))
+        if name in ("max", "min") and len(arguments) > 1:
+            raise self.syntax_at(self.sql.index(",", arguments[0][-1].at) + 1)
+        if over:
+            return f"{name}({self.level(group.inside)})"
+        if name == "cast":
+            *value, kind = group.inside
+            if kind.kind == "group" and value:
+                kind = value.pop()
+            if kind.text.lower() not in _TYPES:
+                raise self.syntax(kind)
+            to = _TYPES[kind.text.lower()]
+            if to == "integer":  # MySQL rounds, sqlite cuts
+                return f"CAST(mysql_round({self._write(value[:-1])}) AS integer)"
+            return f"CAST({self._write(value)} {to})"
+        if name == "group_concat":
+            separator = [n for n, a in enumerate(group.inside) if a.is_word("separator")]
+            if separator:
+                at = separator[0]
+                value, text = group.inside[:at], group.inside[at + 1:]
+                return f"group_concat({self._write(value)}, {self._write(text)})"
+        if name == "count" and len(arguments) > 1 and group.inside[0].is_word("distinct"):
+            arguments[0] = arguments[0][1:]
+            texts = [f"({self._write(argument)})" for argument in arguments]
+            together = " || ' ' || ".join(texts)  # NULL if one is, as what isn't counted
+            return f"count(DISTINCT {together})"
+        texts = [self._write(argument) for argument in arguments]
+        if name == "concat" and texts:
+            return f"(({') || ('.join(texts)}) COLLATE NOCASE)"
+        if name == "if" and len(texts) == 3:
+            return f"(CASE WHEN {texts[0]} THEN {texts[1]} ELSE {texts[2]} END COLLATE NOCASE)"
+        if name == "sum":  # a DECIMAL: never the same as an INTEGER
+            return f"(sum({', '.join(texts)}) * 1.0)"
+        if part.text.lower() in self.sqlite_only:
+            raise MySQLError(f"FUNCTION {self.database}.{part.text} does not exist")
+        return f"{_RENAMED.get(name, name)}({', '.join(texts)}) COLLATE NOCASE"
+
+    sqlite_only = {"iif", "total", "strftime", "datetime", "julianday", "printf"}
+
+    def _refuse(self, parts: list[Part]) -> None:
+        """What sqlite answers and MySQL doesn't, of a level."""
+        for n, part in enumerate(parts):
+            before = parts[n - 1] if n else END
+            after = parts[n + 1] if n + 1 < len(parts) else END
+            if part.kind == "sign" and part.text in ("[", "]", "'", '"', "`"):
+                raise self.syntax(part)
+            if part.text == "==":
+                raise self.syntax_at(part.at + 1)
+            if part.is_word("glob", "match", "notnull", "indexed") and _is_operand(before):
+                raise self.syntax(part)
+            if part.is_word("isnull") and _is_operand(before) and after.kind != "group":
+                raise self.syntax(after)
+            if part.is_word("nulls") and after.is_word("first", "last"):
+                raise self.syntax(part)
+            if part.is_word("filter") and before.kind == "group" and after.kind == "group":
+                raise self.syntax(after)
+            if part.is_word("join") and before.is_word("left", "right", "outer"):
+                self._refuse_unconditional(parts[n + 1:])
+            if part.is_word("outer") and before.is_word("full"):
+                raise self.syntax(part)
+            if part.is_word("collate") and after.is_word("nocase", "binary", "rtrim"):
+                raise MySQLError(f"Unknown collation: '{after.text}'")
+            if part.is_word("is") and not after.is_word("not", "null", "true", "false", "unknown"):
+                raise self.syntax(after)
+            if part.is_word("limit") and after.kind == "sign":
+                raise self.syntax(after)
+            if part.is_word("from", "join") and after.kind == "string":
+                raise self.syntax(after)
+            if part.is_word("in") and after.is_select and any(
+                    inner.is_word("limit") for inner in after.inside):
+                raise MySQLError("This version of MySQL doesn't yet support 'LIMIT & IN/ALL/ANY/"
+                                 "SOME subquery'")
+        self._refuse_derived(parts)
+
+    def _refuse_derived(self, parts: list[Part]) -> None:
+        """A subquery that is read from and has no name."""
+        reading = False
+        for n, part in enumerate(parts):
+            after = parts[n + 1] if n + 1 < len(parts) else END
+            if part.is_word("from"):
+                reading = True
+            elif part.is_word(*_CLAUSES, "on", "using", "select"):
+                reading = part.is_word("on", "using") and reading
+            elif reading and part.is_select and not parts[n - 1].is_word("in", "exists", "and"):
+                named = after.kind == "name" or after.kind == "word" and (
+                    after.is_word("as") or not after.is_word(*_BEFORE_OPERANDS, *_CLAUSES))
+                operand = parts[n - 1].kind == "sign" and parts[n - 1].text != ","
+                if not (named or operand):
+                    raise MySQLError("Every derived table must have its own alias")
+
+    def _refuse_unconditional(self, parts: list[Part]) -> None:
+        """An outer join without ON or USING, of which these are the parts behind it."""
+        for part in [*parts, END]:
+            if part.is_word("on", "using"):
+                return
+            if part is END or part.is_word(*_CLAUSES):
+                raise self.syntax(part)
+
+    def _refuse_aliases(self, parts: list[Part], aliases: set[str]) -> None:
+        """The name of a selected column in the conditions of a WHERE."""
+        for n, part in enumerate(parts):
+            before = parts[n - 1] if n else END
+            after = parts[n + 1] if n + 1 < len(parts) else END
+            if part.kind == "group" and not part.is_select:
+                self._refuse_aliases(part.inside, aliases)
+            called = after.kind == "group" or after.text == "." or before.text == "."
+            if part.kind in ("word", "name") and not called and _unquoted(part).lower() in aliases:
+                raise MySQLError(f"Unknown column '{_unquoted(part)}' in 'where clause'")
+
+    def syntax(self, part: Part) -> MySQLError:
+        """MySQL's error at this part; at the end of the query if there is none."""
+        return self.syntax_at(len(self.sql) if part is END else part.at)
+
+    def syntax_at(self, place: int) -> MySQLError:
+        return MySQLError(SYNTAX.format(self.sql[place:]))
+
+
+def _split(parts: list[Part]) -> list[list[Part]]:
+    """What stands between commas."""
+    items = [[]]
+    for part in parts:
+        if part.kind == "sign" and part.text == ",":
+            items.append([])
+        else:
+            items[-1].append(part)
+    return items if parts else []
+
+
+def _is_operand(part: Part) -> bool:
+    """Whether a value, a column or a subquery ends with this part."""
+    if part.kind == "word":
+        return part.text.lower() not in _BEFORE_OPERANDS
+    return part.kind in ("name", "number", "string", "group") or part.text == "*"
+
+
+def _without_alias(item: list[Part]) -> tuple[list[Part], Part | None]:
+    """A selected value, and the part that names it."""
+    if len(item) < 2 or item[-1].kind not in ("word", "name", "string"):
+        return item, None
+    *value, alias = item
+    if value[-1].is_word("as"):
+        return value[:-1], alias
+    ends = _is_operand(value[-1]) and value[-1].text not in ("*", ".")
+    if ends and not alias.is_word("end", "null", "true", "false"):
+        return value, alias
+    return item, None
+
+
+def _unquoted(part: Part) -> str:
+    """A name or text without its quotes, and with what its escapes stand for."""
+    if part.kind not in ("string", "name"):
+        return part.text
+    quote, text = part.text[0], part.text[1:-1]
+    if part.kind == "string":
+        text = text.replace(2 * quote, quote)
+        escapes = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", "%": "\\%", "_": "\\_"}
+        text = re.sub(r"\\(.)", lambda match: escapes.get(match[1], match[1]), text, flags=re.S)
+    return text
+
+
+def _aggregates(part: Part) -> bool:
+    """Whether the part is, or holds, the name of a function over many rows."""
+    if part.kind == "group" and not part.is_select:
+        return any(map(_aggregates, part.inside))
+    return part.is_word(*_AGGREGATES)
+
+
+def _digits(parts: list[Part]) -> int:
+    """How many digits behind its point MySQL gives a value: four more for each quotient and
+    average in one of its terms, but for those of subqueries; 0 where there are none."""
+    most = quotients = literals = 0
+    for part in [*parts, Part("sign", "+", 0, False)]:
+        if part.kind == "sign" and part.text in "+-,":  # the end of a term
+            if quotients:
+                most = max(most, min(4 * quotients + literals, 8))
+            quotients = literals = 0
+        if part.kind == "group" and not part.is_select:
+            quotients += _digits(part.inside) // 4
+        if part.kind == "number":
+            literals += len(part.text.partition(".")[2])
+        quotients += part.text == "/" or part.is_word("avg")
+    return most
+
+
+def round_decimal(value, digits: int = 0):
+    """As MySQL rounds a DECIMAL, halves away from zero; whole numbers stay whole."""
+    if value is None or digits is None:
+        return None
+    if isinstance(value, str):
+        value = float(re.match(r"\s*(-?\d*\.?\d*)", value)[1] or 0)
+    rounded = Decimal(repr(value)).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP)
+    return int(rounded) if isinstance(value, int) else float(rounded)
+
+
+def _decimal(value, digits):
+    return round_decimal(value, digits) if isinstance(value, float) else value
+
+
+def _truncate(value, digits):
+    if value is None:
+        return None
+    scale = 10 ** digits
+    cut = math.trunc(value * scale) / scale
+    return int(cut) if isinstance(value, int) else cut
+
+
+def _part_before(text, separator, count):
+    """SUBSTRING_INDEX."""
+    if text is None or separator is None:
+        return None
+    pieces = str(text).split(separator) if separator else [""]
+    return separator.join(pieces[:count] if count >= 0 else pieces[count:])
+
+
+def _concat_ws(separator, *texts):
+    return None if separator is None else separator.join(
+        str(text) for text in texts if text is not None)
+
+
+def _unless_none(function):
+    """The function, of arguments that are not NULL; else NULL."""
+    return lambda *values: None if None in values else function(*values)
+
+
+# name in sqlite -> (how many arguments, what it does)
+FUNCTIONS = {
+    "mysql_decimal": (2, _decimal),
+    "mysql_round": (-1, round_decimal),
+    "mysql_instr": (2, _unless_none(lambda text, part: str(text).lower().find(
+        str(part).lower()) + 1)),
+    "locate": (2, _unless_none(lambda part, text: str(text).lower().find(str(part).lower()) + 1)),
+    "mysql_left": (2, _unless_none(lambda text, count: str(text)[:max(count, 0)])),
+    "mysql_right": (2, _unless_none(lambda text, count: str(text)[-count:] if count > 0 else "")),
+    "reverse": (1, _unless_none(lambda text: str(text)[::-1])),
+    "concat_ws": (-1, _concat_ws),
+    "substring_index": (3, _part_before),
+    "truncate": (2, _truncate),
+    "floor": (1, _unless_none(math.floor)),
+    "ceil": (1, _unless_none(math.ceil)),
+    "ceiling": (1, _unless_none(math.ceil)),
+    "mod": (2, _unless_none(lambda a, b: math.fmod(a, b) if b and float in (type(a), type(b))
+                            else int(math.fmod(a, b)) if b else None)),
+    "sign": (1, _unless_none(lambda value: (value > 0) - (value < 0))),
+    "pow": (2, _unless_none(lambda a, b: float(a) ** b)),
+    "power": (2, _unless_none(lambda a, b: float(a) ** b)),
+    "sqrt": (1, _unless_none(lambda value: math.sqrt(value) if value >= 0 else None)),
+    "mysql_isnull": (1, lambda value: int(value is None)),
+}
+
+
+class Largest:
+    """MAX that leaves the other columns of its row alone: sqlite's own takes them from the row of
+    the maximum, MySQL from the first."""
+    sign = 1
+
+    def __init__(self):
+        self.best = None
+
+    def step(self, value):
+        if value is None:
+            return
+        if self.best is None or self.sign * _compared(value, self.best) > 0:
+            self.best = value
+
+    def finalize(self):
+        return self.best
+
+
+class Smallest(Largest):
+    sign = -1
+
+
+class Deviation:
+    """STD, the standard deviation of all the rows."""
+    spread = staticmethod(pstdev)
+
+    def __init__(self):
+        self.values = []
+
+    def step(self, value):
+        if value is not None:
+            self.values.append(float(value))
+
+    def finalize(self):
+        return round(self.spread(self.values), 4) if self.values else None
+
+
+class Variance(Deviation):
+    """VARIANCE."""
+    spread = staticmethod(pvariance)
+
+
+def _compared(a, b) -> int:
+    if isinstance(a, str) and isinstance(b, str):
+        a, b = a.lower(), b.lower()
+    elif isinstance(a, str) != isinstance(b, str):
+        a, b = isinstance(a, str), isinstance(b, str)
+    return (a > b) - (a < b)
+
+
+AGGREGATES = {"mysql_max": Largest, "mysql_min": Smallest, "std": Deviation,
+              "variance": Variance}
