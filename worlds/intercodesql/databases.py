@@ -90,7 +90,8 @@ class Sqlite:
         if re.match(r"(show|desc|describe|explain)\b", sql, re.I):
             return self._show(sql)
         try:
-            return self._typed(_fetch(self._db.execute(mysql.translate(sql, self.name, self._names))))
+            translated = mysql.translate(sql, self.name, self._names)
+            return self._typed(_fetch(self._db.execute(translated)))
         except mysql.MySQLError as error:
             return f"{ERROR}{error}"
         except MemoryError:
@@ -171,8 +172,10 @@ _TEXT_COLUMN = re.compile(r"([\w`\"]\s+(?:(?:var)?char\s*\(\d+\)|\w*text\b))"
 
 def _without_case(script: str) -> str:
     """A script whose columns of text compare as MySQL's do, without case."""
-    return re.sub(r"CREATE TABLE [^;]*",
-                  lambda table: _TEXT_COLUMN.sub(r"\1 COLLATE NOCASE", table[0]), script, flags=re.I)
+    parts = re.split(r"(CREATE TABLE [^;]*)", script, flags=re.I)
+    for n in range(1, len(parts), 2):  # those that were split at
+        parts[n] = _TEXT_COLUMN.sub(r"\1 COLLATE NOCASE", parts[n])
+    return "".join(parts)
 
 
 def _as_decimal(value: float) -> Decimal:
