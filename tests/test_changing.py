@@ -17,9 +17,8 @@ from conftest import plain_log_probs
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.files import read_json
+from common.files import read_json, write_jsonl
 from common.files import read_jsonl as rows
-from common.files import write_jsonl
 
 ROOT = Path(__file__).parents[1]
 FILES, FOLDERS = ("coevolve", "dpo", "envs", "evolve"), ("common", "worlds")
