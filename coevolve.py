@@ -780,6 +780,7 @@ ALL_READ = {"env", "view", "bf16"}  # the settings that every phase reads
 class Run:
     """A run's folder, machine and models. A run that was stopped goes on after its last phase."""
     trains_while_it_plays = False  # whether those who play are being trained in the same phase
+    keeps_states = False           # whether a phase writes states to go on from
 
     def __init__(self, settings: Settings, options):
         s = settings
@@ -923,6 +924,12 @@ class Run:
         files.write_json(self.folder / "phases.json", self.done | self.recorded)
         say(self, files.sentence(output, self.done[output]))
 
+    def agents_kept(self) -> int:
+        """How many agents the folder has at the end: each name's after SFT and each iteration."""
+        s = self.settings
+        names = len(AGENTS.get(s.method, ()))
+        return names if s.method == "sft" else names * (1 + s.iterations)
+
     def load(self, agent: Path):
         """The model in a folder, ready to train."""
         with agents_of(self, agent):
@@ -1049,20 +1056,17 @@ def slots_of(run: Run) -> int:
 
 def check_disk(run: Run) -> None:
     """Refused where the disk has no room for the agents that the run keeps."""
-    s = run.settings
-    if s.method not in AGENTS:
+    agents = run.agents_kept()
+    if agents == 0:
         return
-    agents = len(AGENTS[s.method])
-    if s.method != "sft":
-        agents *= 1 + s.iterations
-    needed = machine.disk_needed(run.parameters, agents)
+    needed = machine.disk_needed(run.parameters, agents, run.keeps_states)
     for file in run.folder.rglob("*.safetensors"):  # of a folder that goes on
         needed -= file.stat().st_size
     free = shutil.disk_usage(run.folder).free
     if needed > free:
-        raise envs.Refused(f"--out {run.folder}: {free / 1e9:.1f} GB are free, and the run's "
-                           f"{agents} agents take {needed / 1e9:.1f} GB more; give a folder on "
-                           "another disk")
+        raise envs.Refused(f"--out {run.folder}: {free / 1e9:.1f} GB are free, and the run "
+                           f"writes {needed / 1e9:.1f} GB more, of {agents} agents; give a folder "
+                           "on another disk")
 
 
 def has_been_done(run: Run, code: str) -> bool:

@@ -1261,7 +1261,16 @@ METHODS = {
 
 class Run(coevolve.Run):
     """A run whose agent also plays while it is trained."""
-    trains_while_it_plays = True
+
+    @property
+    def trains_while_it_plays(self) -> bool:
+        return self.settings.method in METHODS
+
+    def agents_kept(self) -> int:
+        s = self.settings
+        if s.method not in METHODS:
+            return super().agents_kept()
+        return int(s.warm_start == "sft") + math.ceil(s.grpo_steps / s.evolve_every)
 
     def replica(self, agent):
         """The model in a folder, or one that is being trained, as it plays, whole on each rank."""

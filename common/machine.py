@@ -39,6 +39,16 @@ def fits_in_fp32(config, parameters: int, free: float, tokens: int) -> bool:
     return 4 * parameters + scores < FREE * free
 
 
-def disk_needed(parameters: int, agents: int) -> int:
-    """The bytes of so many agents on disk; their weights are fp32, whatever the model's are."""
-    return 4 * parameters * agents
+def disk_needed(parameters: int, agents: int, states: bool = False) -> int:
+    """The bytes that a run writes.
+
+    Args:
+        parameters: Of an agent, whose weights are fp32 on disk, whatever the base's are.
+        agents: How many are kept.
+        states: Whether a long phase keeps one to go on from: weights and two moments of each. The
+            next one is written before the last one goes.
+    """
+    needed = 4 * parameters * agents
+    if states:
+        needed += 2 * 12 * parameters
+    return needed

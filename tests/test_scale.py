@@ -8,13 +8,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
+import coevolve
+from common import machine as machine_can
 from lab.bench import bench, first_gpu
 from lab.careful import machine
+from lab.careful.run import Run
 
 ROOT = Path(__file__).parent.parent
 LLAMA2_7B = LlamaConfig(num_hidden_layers=32, hidden_size=4096, vocab_size=32000,
@@ -142,11 +146,51 @@ def test_the_death_of_a_process_ends_those_of_another_launcher(tmp_path):
     assert "gives no sign of life" in said[0] and "SIGKILL" in said[1], said
 
 
-def test_slots_fill_what_is_free():
-    """Llama-2-7B, by hand: 64 heads' keys and values of 32 layers, 2 x 32 x 4096 x 2 bytes a token;
-    the inside of a layer, 2 x (6 x 4096 + 3 x 11008); 0.92 of a card less 13.5 GB of weights."""
-    assert machine.slots(LLAMA2_7B, H100, 4096) == int((0.92 * H100 - 2 * 6.738e9) / (
-        (2 * 32 * 4096 * 2 + 2 * (6 * 4096 + 3 * 11008)) * 4096)) == 24
-    assert machine.slots(LLAMA2_7B, H100, 4096, ranks=8) == 19
-    assert machine.slots(LLAMA2_7B, 15e9, 4096) == 1
-    assert machine.slots(LLAMA2_7B, 8 * H100, 4096) == 128
+LLAMA2_13B = LlamaConfig(num_hidden_layers=40, hidden_size=5120, vocab_size=32000,
+                         intermediate_size=13824, num_attention_heads=40)
+QWEN3 = dict(vocab_size=151936, head_dim=128, num_key_value_heads=8, tie_word_embeddings=True)
+QWEN3_4B = Qwen3Config(num_hidden_layers=36, hidden_size=2560, intermediate_size=9728,
+                       num_attention_heads=32, **QWEN3)
+QWEN3_06B = Qwen3Config(num_hidden_layers=28, hidden_size=1024, intermediate_size=3072,
+                        num_attention_heads=16, **QWEN3)
+
+
+@pytest.mark.parametrize("config, parameters, card, tokens, training_ranks, slots", [
+    # By hand: keys and values of 32 layers, 2 x 32 x 4096 x 2 bytes a token; the inside of a layer,
+    # 2 x (6 x 4096 + 3 x 11008); of 0.92 of a card 13.5 GB of weights are taken.
+    (LLAMA2_7B, 6.738e9, H100, 4096, 0, int((0.92 * H100 - 2 * 6.738e9) / (
+        (2 * 32 * 4096 * 2 + 2 * (6 * 4096 + 3 * 11008)) * 4096))),
+    (LLAMA2_7B, 6.738e9, H100, 4352, 0, 23), (LLAMA2_7B, 6.738e9, H100, 4352, 8, 18),
+    (LLAMA2_7B, 6.738e9, 15e9, 4352, 0, 1), (LLAMA2_13B, 13.02e9, H100, 4352, 0, 12),
+    (QWEN3_4B, 4.022e9, H100, 4352, 0, 67), (QWEN3_4B, 4.022e9, 24e9, 4352, 0, 13),
+    (QWEN3_06B, 0.596e9, 8 * H100, 4352, 0, 128)])
+def test_slots_fill_what_is_free(config, parameters, card, tokens, training_ranks, slots):
+    assert machine_can.slots_that_fit(config, int(parameters), card, tokens,
+                                      training_ranks) == slots
+    # Rows that are all as long as the longest can be fit beside the weights.
+    text = config.get_text_config()
+    heads = text.num_key_value_heads or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    filled = 2 * parameters + slots * tokens * 4 * text.num_hidden_layers * heads * size
+    assert slots == 1 or filled < 0.92 * card
+
+
+def test_what_a_run_writes_is_known_from_the_config(tmp_path, monkeypatch):
+    """Llama-2-7B, both agents, K = 3: 8 agents of 27 GB, and in lab two states of 81 GB. What the
+    folder holds already counts. No weights are looked at, so that a hub name will do."""
+    run = Run.__new__(Run)
+    for method, agents in dict(coevolve=8, eto=4, sft=1, positive=8, grpo=12, rft=2, ppo=4,
+                               evaluate=0).items():
+        run.settings = SimpleNamespace(method=method, iterations=3, warm_start="sft",
+                                       grpo_steps=55, evolve_every=5)
+        assert run.agents_kept() == agents, method
+    run.settings.method, run.parameters, run.folder = "coevolve", 6_738_000_000, tmp_path
+    monkeypatch.setattr(coevolve.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100e9))
+    with pytest.raises(coevolve.envs.Refused, match=r"100.0 GB are free.*writes 377.3 GB.*8 agents"):
+        coevolve.check_disk(run)
+    with pytest.raises(coevolve.envs.Refused, match=r"writes 215.6 GB"):
+        run.keeps_states = False
+        coevolve.check_disk(run)
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.truncate(120_000_000_000)  # of zeros, which take no room
+    coevolve.check_disk(run)

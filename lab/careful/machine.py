@@ -1,5 +1,5 @@
-"""What a machine can do, known before anything is loaded: whether torch can use its GPUs, whether
-they hold a model, and how many episodes of it. The checks give one line with the remedy, or None.
+"""What a machine can do, known before anything is loaded: whether torch can use its GPUs, and
+whether they hold a model. The checks give one line with the remedy, or None.
 """
 
 import math
@@ -13,7 +13,6 @@ from accelerate import init_empty_weights
 
 FREE = 0.92  # of a card's memory: contexts, NCCL's buffers and the allocator's gaps take the rest
 ACTING = 0.5  # of a pass's tokens, those whose next token is an action of some row [ours]
-SLOTS = 128   # at most; up to there a pass that decodes hardly takes longer with more rows [ours]
 
 
 def check_torch(devices: Path = Path("/dev")) -> str | None:
@@ -65,18 +64,6 @@ def costs(config, ranks: int) -> tuple[int, float, float]:
     return parameters, states, (2 * c.hidden_size * (c.num_hidden_layers + 8) + 8 * inside(c)
                                 # logits in bf16, in fp32, and their gradient
                                 + 10 * ACTING * c.vocab_size)
-
-
-def slots(config, free_bytes: float, longest: int, ranks: int | None = None) -> int:
-    """How many episodes of `longest` tokens play side by side in a GPU's free memory: beside the
-    bf16 weights, each has keys and values of all layers, and the inside of one layer while its
-    conversation is read. ranks: over which the model trains meanwhile, if it does."""
-    c, parameters = config.get_text_config(), count(config)
-    size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-    token = 4 * c.num_hidden_layers * heads * size + 2 * (6 * c.hidden_size + 3 * inside(c))
-    room = FREE * free_bytes - parameters * (2 + (16 / ranks if ranks else 0))
-    return max(1, min(SLOTS, int(room / (token * longest))))
 
 
 def count(config) -> int:

@@ -52,6 +52,7 @@ STATES = ("playing", "checkpoint", "reads")  # what a phase keeps to go on from
 
 class Run(evolve.Run):
     """See above."""
+    keeps_states = True
 
     def __init__(self, settings, options):
         self.fast = False    # whether passes are packed and replies cached
@@ -79,6 +80,13 @@ class Run(evolve.Run):
             coevolve.say(self, f"passes and replies are plain: {plain}")
         elif s.tokens_per_forward == 0:
             self.tokens_per_forward = PASS  # without padding
+
+    def agents_kept(self) -> int:
+        if self.settings.method in ("rft", "dart"):
+            return 2
+        if self.settings.method == "ppo":
+            return 1 + self.settings.iterations
+        return super().agents_kept()
 
     def why_plain(self) -> str | None:
         """Why passes and replies are the core's; None where they are packed and cached."""
