@@ -949,7 +949,7 @@ class Run:
     ) -> torch.Tensor:
         """log pi of all action tokens of some trajectories, (A,), in nats."""
         tokens = 0 if self.passes_alone else self.tokens_per_forward
-        return dpo.log_probs(self.accelerator, model, trajectories, tokens, sampler)
+        return dpo.log_probs_in_passes(self.accelerator, model, trajectories, tokens, sampler)
 
     def fit(self, model, out: Path, steps: list[list[Group]], objective: dpo.Objective) -> dict:
         """Trains a model of `load`, and writes it, with a line for each step in train.jsonl."""

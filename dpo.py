@@ -116,10 +116,13 @@ class Template:
         assistant = dict(role="assistant", content=mark)
         pieces = self.render([user, assistant, user], go_on=True).split(mark)
         closing = self.render([user, assistant], go_on=False).split(mark)[-1]
-        if len(pieces) != 4 or not pieces[1].startswith(pieces[3]):
-            self.refuse("its chat template changes a turn that was answered; use an Instruct model "
-                        "that does not think")
+        changes = ("its chat template changes a turn that was answered; use an Instruct model that "
+                   "does not think")
+        if len(pieces) != 4:  # what stands before, between and behind three contents
+            self.refuse(changes)
         opening, to_reply, to_observation, self.after_observation = pieces
+        if not to_reply.startswith(self.after_observation):
+            self.refuse(changes)
         self.asked = opening + mark + self.after_observation
 
         # All that stands before a reply has to come from the template where it asks for one. Else
@@ -315,10 +318,11 @@ class Encoder:
         for place, token in enumerate(t.ids):
             if token == self.end_of_turn:
                 ends.append(place)
-        # Most templates end what an agent reads by the same token; then every second one counts.
+        # Most templates end what an agent reads by the same token, too. Then, counted from the last
+        # one, every second is a reply's.
         stride = 1 + self.observation("").count(self.end_of_turn)
-        from_last = ends[::-stride][:t.steps]
-        return from_last[::-1]
+        last_first = ends[::-1][::stride]
+        return sorted(last_first[:t.steps])
 
     def sampler(self, temperature: float = 1.0) -> "Sampler":
         """The distribution that agents sample from: of all tokens but those that are no text, which
@@ -339,7 +343,8 @@ class Encoder:
 
 
 def conversation_that_templates_change() -> list[dict]:
-    """Twelve turns that say what some templates squeeze, escape, shorten, count or leave out."""
+    """Twelve turns, which some templates number. They say what some leave out (a thought), escape
+    (quotes, brackets), squeeze (blanks and empty lines) or shorten (long texts)."""
     messages = []
     for n in range(6):
         for role in ["user", "assistant"]:
@@ -412,10 +417,11 @@ def token_log_probs(model, trajectories: list[Trajectory], sampler: Sampler = Sa
 
 def padded(rows: list[Ids], side: str = "right") -> Tensor:
     """Rows as one tensor, (B, L), with 0 where they are shorter than the longest."""
-    return pad_sequence([torch.tensor(row) for row in rows], True, 0, side)
+    rows = [torch.tensor(row) for row in rows]
+    return pad_sequence(rows, batch_first=True, padding_value=0, padding_side=side)
 
 
-def log_probs(accelerator, model, trajectories: list[Trajectory], tokens: int,
+def log_probs_in_passes(accelerator, model, trajectories: list[Trajectory], tokens: int,
               sampler: Sampler = Sampler()) -> Tensor:
     """Computes `token_log_probs` of many trajectories, by several passes that the ranks share.
 
@@ -456,6 +462,21 @@ def log_probs(accelerator, model, trajectories: list[Trajectory], tokens: int,
     gradient = ranks * (mine - mine.detach())  # zeros, whose gradient counts
     return value + gradient
 
+
+def action_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tensor:
+    """Adds up log pi(e|u) of each trajectory, (T,) float64, from those of its tokens, (A,)."""
+    owners = []  # the trajectory of each action token: 0, 0, 0, 1, 1, ...
+    for place, t in enumerate(trajectories):
+        owners += [place] * t.action_count
+    owners = torch.tensor(owners, dtype=torch.long, device=per_token.device)      # (A,)
+    # Eq. (2), (5): log pi(e|u) = sum_k log pi(t_k | t_<k) over action tokens t_k. What the agent
+    # reads only conditions. In float32 hundreds of nats would lose more than a late step changes.
+    zeros = per_token.new_zeros(len(trajectories), dtype=torch.float64)
+    return zeros.index_add(0, owners, per_token.double())
+
+
+# -------------------------------------------------------------------------------------- passes
+# Which trajectories are run in which pass, and by which rank. Nothing depends on it but time.
 
 LIMITS = 64   # sizes of passes that are tried where ranks share them [ours]
 FLOOR = 1024  # tokens: a pass of fewer hardly takes less time than one of so many [ours]
@@ -510,18 +531,6 @@ def fill_passes(lengths: list[int], limit: float) -> list[Pass]:
     return passes
 
 
-def action_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tensor:
-    """Adds up log pi(e|u) of each trajectory, (T,) float64, from those of its tokens, (A,)."""
-    owners = []  # the trajectory of each action token: 0, 0, 0, 1, 1, ...
-    for place, t in enumerate(trajectories):
-        owners += [place] * t.action_count
-    owners = torch.tensor(owners, dtype=torch.long, device=per_token.device)      # (A,)
-    # Eq. (2), (5): log pi(e|u) = sum_k log pi(t_k | t_<k) over action tokens t_k. What the agent
-    # reads only conditions. In float32 hundreds of nats would lose more than a late step changes.
-    zeros = per_token.new_zeros(len(trajectories), dtype=torch.float64)
-    return zeros.index_add(0, owners, per_token.double())
-
-
 # -------------------------------------------------------------------------------------- losses
 # loss(policy, groups) -> the sum over the groups, (), and what its log is made of: sums by kind and
 # name, one of them the count. policy: log pi of all action tokens of the groups, (A,), in nats.
@@ -557,7 +566,10 @@ def references_of(groups: list[Group]) -> list[float]:
     """log pi_ref(e|u) of each of them, (T,)."""
     found = []
     for group in groups:
-        found += group.reference or [0.0] * len(group.trajectories)
+        if group.reference:
+            found += group.reference
+        else:
+            found += [0.0] * len(group.trajectories)
     return found
 
 
@@ -644,6 +656,7 @@ def pair_statistics(pairs: list[Pair], chosen: Tensor, rejected: Tensor, margin:
     sums = defaultdict(Counter)
     rows = torch.stack([chosen, rejected, margin], 1).tolist()                    # (P, 3)
     for pair, (w, l, m) in zip(pairs, rows):
+        # A Counter's update adds.
         sums[pair.kind].update(chosen=w, rejected=l, margin=m, count=1, accuracy=m > 0)
     return sums
 
@@ -1065,7 +1078,7 @@ class Draw(transformers.LogitsProcessor):
         else:
             drawn = log_p.argmax(-1, keepdim=True)                                # (B, 1)
         values = log_p.gather(1, drawn)                                           # (B, 1)
-        drawn = drawn.masked_fill(u < 0, self.encoder.end_of_turn)
+        drawn = drawn.masked_fill(u < 0, self.encoder.end_of_turn)  # where a row is over
         noted = torch.cat([drawn.double(), values.double()], 1)                   # (B, 2)
         self.note(noted.tolist())
         return torch.full_like(log_p, -torch.inf).scatter_(1, drawn, 0.0)
@@ -1144,6 +1157,7 @@ def trial(model, encoder: Encoder, longest: int = 64) -> tuple[bool, bool, bool 
     ways = [(True, False), (True, True), (False, False), (False, True)]  # the fastest first
     if model.device.type == "cuda":
         ways = [("static", False), (True, False), ("static", True), *ways[1:]]
+    fault = ""
     for cache, alone in ways:
         try:
             of_replies, of_padding = errors_of_way(model, encoder, sampler, texts, alone, cache)
@@ -1165,10 +1179,10 @@ def errors_of_way(model, encoder: Encoder, sampler: Sampler, texts: list[Ids], a
     """How far this way is from plain passes over one text, in nats a token: that of replies to the
     texts, and that of one padded pass over texts and replies."""
     asked = [(ids, random.Random(0)) for ids in texts]
+    made = replies(model, encoder, sampler, 8, (), asked, alone, cache)
     trajectories = []
     sampled = []
-    for ids, (reply, values) in zip(
-            texts, replies(model, encoder, sampler, 8, (), asked, alone, cache)):
+    for ids, (reply, values) in zip(texts, made):
         t = Trajectory()
         t.extend(ids, is_action=False)
         t.extend(reply, is_action=True)

@@ -34,15 +34,12 @@ def episode(env: World, encoder, t, max_tokens: int):
         sampled, which is token ids and the log-probability of each; or None where the agent can
         read no further.
     """
-    t.messages, t.ids, t.action_mask, t.log_probs = [], [], [], []
-    t.reward = 0.0
-    t.steps = 0
-    t.ended = ""
+    begin(t)
     rng = random.Random(t.seed)
     page = env.reset(t.task)
-    shown = env.opening(page, playing=True)
-    told = shown
-    read = encoder.start(shown)
+    opening = env.opening(page, playing=True)
+    told = opening
+    read = encoder.start(opening)
     while len(t.ids) + len(read) < max_tokens:  # else no reply would fit after it
         # What the agent reads only conditions ...
         t.messages += told
@@ -75,7 +72,18 @@ def episode(env: World, encoder, t, max_tokens: int):
         read = encoder.observation(step.observation)
     t.ended = t.ended or "context"
 
-    open_as(t, encoder, shown, env.opening(page))
+    open_as(t, encoder, opening, env.opening(page))
+
+
+def begin(t) -> None:
+    """Empties a trajectory of an episode that may have been played in part."""
+    t.messages = []
+    t.ids = []
+    t.action_mask = []
+    t.log_probs = []
+    t.reward = 0.0
+    t.steps = 0
+    t.ended = ""
 
 
 def open_as(t, encoder, shown: list[dict], trained: list[dict]) -> None:

@@ -45,14 +45,14 @@ def parts(device: str, folder: str, out: str) -> dict:
                  sampled=[t.log_probs for t in trajectories])
 
     # In bf16 as on a GPU: autocast, and layers that run again in the backward pass.
-    half = dpo.log_probs(accelerator(device, bf16=True), model, trajectories, 100)
+    half = dpo.log_probs_in_passes(accelerator(device, bf16=True), model, trajectories, 100)
     half.sum().backward()
     found["half"] = half.tolist()
     found["half_gradient"] = sum(p.grad.double().norm().item() for p in model.parameters())
     model.zero_grad()
 
     groups = [dpo.Group(trajectories, [dpo.Pair("a>b", 0, 1, 1.0, 0.5), dpo.Pair("a>b", 0, 2)])]
-    log_probs_of = partial(dpo.log_probs, whole, tokens=100)
+    log_probs_of = partial(dpo.log_probs_in_passes, whole, tokens=100)
     dpo.add_references(model, groups, log_probs_of, 200)
     found["reference"] = groups[0].reference
     objective = dpo.Objective(partial(dpo.preference_loss, s=LOSS), lambda g: 2, 1e-3, tokens=200)
@@ -61,7 +61,7 @@ def parts(device: str, folder: str, out: str) -> dict:
 
     Path(out).mkdir()
     dpo.save(whole, model, encoder, out)
-    found["after"] = dpo.log_probs(whole, dpo.read_model(out, device=device), trajectories,
+    found["after"] = dpo.log_probs_in_passes(whole, dpo.read_model(out, device=device), trajectories,
                                    100).tolist()
     found["ways"] = dpo.trial(dpo.read_model(out, torch.bfloat16, device), encoder)
     return found

@@ -38,14 +38,14 @@ def train(accelerator, folder, shard):
     if shard:  # a rank holds its part; 50 rows on 3 ranks are uneven
         held = sum(p.to_local().numel() for p in model.parameters())
         assert held * accelerator.num_processes < 1.3 * sum(p.numel() for p in model.parameters())
-    log_probs = partial(dpo.log_probs, accelerator, tokens=40)
+    log_probs = partial(dpo.log_probs_in_passes, accelerator, tokens=40)
     dpo.add_references(model, groups, log_probs, 120)
     steps = [[groups[i] for i in batch] for batch in ([0, 1, 2], [3], [4, 5], [5, 0, 1], [2])]
     dpo.fit(model, steps, log_probs, Objective(
         partial(dpo.preference_loss, s=LOSS), lambda g: len(g.pairs), 1e-3, 0.5, "cosine", 0.01,
         tokens=60), log.append)
     dpo.save(accelerator, model, make_tokenizer("chatml"), folder / "after")
-    found = dpo.log_probs(accelerator, model, sequences(9, 30), 0).tolist()
+    found = dpo.log_probs_in_passes(accelerator, model, sequences(9, 30), 0).tolist()
     return dict(log=log, reference=[g.reference for g in groups], alone=found)
 
 
@@ -151,7 +151,7 @@ def bf16(accelerator, folder, shard):
         model.get_output_embeddings().register_forward_hook(
             lambda module, inputs, output: seen.add(output.dtype))
         groups, log_probs = [group(str(i), seed=i) for i in range(3)], partial(
-            dpo.log_probs, accelerator, tokens=1000)
+            dpo.log_probs_in_passes, accelerator, tokens=1000)
         dpo.add_references(model, groups, log_probs, 1000)
         how = Objective(partial(dpo.preference_loss, s=LOSS), lambda g: 3, 1e-6, tokens=1000)
         LOSS.lambda_sft = 0.0

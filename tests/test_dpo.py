@@ -161,7 +161,7 @@ def test_log_probs_of_padded_passes_are_those_of_one_token_at_a_time(tokens):
     model, some = make_model(VOCABULARY, dtype=torch.float32), sequences(20, 9, 15, 33, 4)
     some[2].action_mask = [0] * 15  # a trajectory without an action
     sampler = dpo.Sampler(0.7, (3, 11))
-    found = dpo.log_probs(Accelerator(cpu=True), model, some, tokens, sampler)
+    found = dpo.log_probs_in_passes(Accelerator(cpu=True), model, some, tokens, sampler)
     some[2:3] = []  # with nothing to say, its neighbours keep their places
     alone = torch.cat([brute_force(model, s, (3, 11), 0.7) for s in some])
     drawn = torch.tensor([i not in (3, 11) for s in some
@@ -176,7 +176,7 @@ def test_no_pass_has_more_tokens_than_allowed(monkeypatch):
     monkeypatch.setattr(type(model), "forward", lambda self, **how: (
         shapes.append(how["input_ids"].shape), forward(self, **how))[1])
     some = sequences(20, 9, 15, 33, 4, 9, 9)
-    dpo.log_probs(Accelerator(cpu=True), model, some, 40)
+    dpo.log_probs_in_passes(Accelerator(cpu=True), model, some, 40)
     assert sum(rows for rows, _ in shapes) == 7 and len(shapes) < 7
     assert all(rows * length <= 40 for rows, length in shapes)
 

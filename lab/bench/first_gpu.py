@@ -91,7 +91,7 @@ def training(config, device, small: bool):
         steps = [groups[n:n + 2] for n in range(0, 8, 2)]
         objective = dpo.Objective(partial(dpo.preference_loss, s=bench.SETTINGS),
                                   coevolve.pair_count, lr=1e-6)
-        log_probs = partial(dpo.log_probs, accelerator, tokens=PASS)
+        log_probs = partial(dpo.log_probs_in_passes, accelerator, tokens=PASS)
         ended = []
         for _ in dpo.training(model, dpo.adamw(model, objective), steps, objective, log_probs):
             ended.append(time.perf_counter())

@@ -109,7 +109,7 @@ def log_probs_of(accelerator, packed: bool):
     """log_probs(model, trajectories), by plain passes or by packed ones."""
     if packed:
         return partial(packing.log_probs, tokens=TOKENS, sampler=dpo.Sampler())
-    return partial(dpo.log_probs, accelerator, tokens=TOKENS)
+    return partial(dpo.log_probs_in_passes, accelerator, tokens=TOKENS)
 
 
 def train(model, batches: list[list[Group]], rate: float, log_probs) -> None:
