@@ -6,11 +6,10 @@ from typing import Literal, Optional
 import coevolve
 import evolve
 from common.settings import Free, OldFile, Weight, Whole
-from lab import baselines
+from lab import baselines, near_misses
 from lab.careful.overlap import Overlap
 from lab.chat import evaluate, explorer
 from lab.serve.settings import NOT_SERVED, Serve
-from lab.study import near_misses
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from conftest import SMALL_RUN, ended, fork
 import envs
 from dpo import Trajectory
 from lab.careful.run import Run
+from lab.near_misses import near_misses, wrong_queries
 from lab.settings import METHODS, Settings
 from lab.study import answers
-from lab.study.near_misses import near_misses, wrong_queries
 
 
 def expert_of(env, replies: list[str], task: str) -> Trajectory:
