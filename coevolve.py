@@ -779,7 +779,7 @@ ALL_READ = {"env", "view", "bf16"}  # the settings that every phase reads
 
 class Run:
     """A run's folder, machine and models. A run that was stopped goes on after its last phase."""
-    trains_while_it_plays = False  # whether those who play are being trained in the same phase
+    trains_while_it_plays = ()  # methods whose agent plays while it is being trained
     keeps_states = False           # whether a phase writes states to go on from
 
     def __init__(self, settings: Settings, options):
@@ -1049,7 +1049,7 @@ def slots_of(run: Run) -> int:
         return 8
     free, _ = torch.cuda.mem_get_info()
     longest = run.settings.max_tokens + run.settings.max_new_tokens
-    training_ranks = run.ranks if run.trains_while_it_plays else 0
+    training_ranks = run.ranks if run.settings.method in run.trains_while_it_plays else 0
     return machine.slots_that_fit(run.config, run.parameters, free, longest,
                                   training_ranks)
 

@@ -1262,9 +1262,7 @@ METHODS = {
 class Run(coevolve.Run):
     """A run whose agent also plays while it is trained."""
 
-    @property
-    def trains_while_it_plays(self) -> bool:
-        return self.settings.method in METHODS
+    trains_while_it_plays = tuple(METHODS)
 
     def agents_kept(self) -> int:
         s = self.settings

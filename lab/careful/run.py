@@ -74,7 +74,7 @@ class Run(evolve.Run):
                                "does in its place is left out")
         if s.method == "chat":  # at an endpoint; there is no model
             return
-        plain = self.why_plain()
+        plain = why_plain(self)
         self.fast = not plain
         if plain:
             coevolve.say(self, f"passes and replies are plain: {plain}")
@@ -87,20 +87,6 @@ class Run(evolve.Run):
         if self.settings.method == "ppo":
             return 1 + self.settings.iterations
         return super().agents_kept()
-
-    def why_plain(self) -> str | None:
-        """Why passes and replies are the core's; None where they are packed and cached."""
-        if self.settings.fast == "off":
-            return "--fast off"
-        for method in "log_probs", "answer":
-            if method in stand_in.changed():
-                return f"Run.{method} is a fork's"
-        if self.ranks > 1:
-            return "of several processes"
-        if self.accelerator.device.type != "cpu":
-            return "on a GPU"
-        return check.why_not(dpo.read_model(self.base).eval(), self.encoder,
-                             Instead(self.settings, slots=self.slots))
 
     # ................................................................................. phases
 
@@ -118,7 +104,7 @@ class Run(evolve.Run):
             if taken:
                 return taken
             self.inputs = inputs
-            self.reads.update(self.read_before())
+            self.reads.update(read_before(self))
             numbers = super().make(out, phase, *inputs, **parameters)
             if self.main and (out / "config.json").exists():  # an agent
                 overlap.record(self, out, *inputs)
@@ -127,28 +113,9 @@ class Run(evolve.Run):
                 remove(self.folder / name)
 
         # What follows tells agents apart by how they were made.
-        reads = self.reads_of_phase()
+        reads = reads_of_phase(self)
         made = dict(reads=reads | asdict(self.options), code=code, machine=store.machine(self))
         return numbers | dict(made_by=hashed([self.recipe, reads, code]), made=made)
-
-    def reads_of_phase(self) -> dict:
-        """The settings that the phase has read, those that may change its rounding among them."""
-        names = (self.reads | coevolve.ALL_READ) - store.NO_PART
-        values = vars(self.settings)
-        return {name: values[name] for name in sorted(names)}
-
-    def keep_reads(self) -> None:
-        """Writes down what the phase has read so far, beside the state that it is about to keep:
-        what goes on from that does not read again what led to it."""
-        if self.main:
-            file = self.folder / "reads" / self.recipe
-            file.parent.mkdir(exist_ok=True)
-            file.write_text("\n".join(sorted(self.reads)))
-
-    def read_before(self) -> list[str]:
-        """What the phase has read before it was stopped."""
-        file = self.folder / "reads" / self.recipe
-        return file.read_text().split() if file.exists() else []
 
     def record(self, output: str) -> None:
         super().record(output)
@@ -159,22 +126,13 @@ class Run(evolve.Run):
     # ................................................................................. models
 
     def load(self, agent: Path):
-        return self.attend(super().load(agent))
-
-    def attend(self, model):
-        """The model with the attention that serves it on this machine, its own or another."""
-        fp32 = self.accelerator.device.type == "cuda" and not self.bf16
-        if self.fast:
-            model.set_attn_implementation("ragged")
-        elif fp32 and model.config._attn_implementation == "sdpa":
-            model.set_attn_implementation("repeated")
-        return model
+        return attend(self, super().load(agent))
 
     def replica(self, agent):
         model = super().replica(agent)
         if model is agent:  # it is being trained, and stays as it is
             return model
-        self.attend(model)
+        attend(self, model)
         if self.fast:
             prepack(model)
         return model
@@ -239,28 +197,76 @@ class Run(evolve.Run):
             torch.set_num_threads(1)
         with coevolve.bar(self, len(share)) as progress:
             for chunk in chunks:
-                self.play_chunk(chunk, kept, answer, make_env, progress, whole=on_cpu)
+                play_chunk(self, chunk, kept, answer, make_env, progress, whole=on_cpu)
         torch.set_num_threads(threads)
         return kept.of(share)
 
-    def play_chunk(self, chunk: list[dpo.Trajectory], kept: Kept, answer, make_env, progress,
-                   whole: bool) -> None:
-        """Plays the episodes of a chunk that are not kept, or, if it has to stay whole, all of it;
-        and keeps them."""
-        waiting = chunk if whole and kept.of(chunk) is None else kept.missing(chunk)
-        progress.update(len(chunk) - len(waiting))
 
-        def ended(t):
-            progress.update()
-            if not whole:
-                self.keep_reads()
-                kept.add([t])
+def why_plain(run: Run) -> str | None:
+    """Why passes and replies are the core's; None where they are packed and cached."""
+    if run.settings.fast == "off":
+        return "--fast off"
+    for method in "log_probs", "answer":
+        if method in stand_in.changed():
+            return f"Run.{method} is a fork's"
+    if run.ranks > 1:
+        return "of several processes"
+    if run.accelerator.device.type != "cpu":
+        return "on a GPU"
+    return check.why_not(dpo.read_model(run.base).eval(), run.encoder,
+                         Instead(run.settings, slots=run.slots))
 
-        envs.play(make_env, self.encoder, waiting, answer, self.slots,
-                  self.settings.max_tokens, ended)
-        if whole and waiting:
-            self.keep_reads()
-            kept.add(waiting)
+
+def reads_of_phase(run: Run) -> dict:
+    """The settings that the phase has read, those that may change its rounding among them."""
+    names = (run.reads | coevolve.ALL_READ) - store.NO_PART
+    values = vars(run.settings)
+    return {name: values[name] for name in sorted(names)}
+
+
+def keep_reads(run: Run) -> None:
+    """Writes down what the phase has read so far, beside the state that it is about to keep:
+    what goes on from that does not read again what led to it."""
+    if run.main:
+        file = run.folder / "reads" / run.recipe
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("\n".join(sorted(run.reads)))
+
+
+def read_before(run: Run) -> list[str]:
+    """What the phase has read before it was stopped."""
+    file = run.folder / "reads" / run.recipe
+    return file.read_text().split() if file.exists() else []
+
+
+def attend(run: Run, model):
+    """The model with the attention that serves it on this machine, its own or another."""
+    fp32 = run.accelerator.device.type == "cuda" and not run.bf16
+    if run.fast:
+        model.set_attn_implementation("ragged")
+    elif fp32 and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("repeated")
+    return model
+
+
+def play_chunk(run: Run, chunk: list[dpo.Trajectory], kept: Kept, answer, make_env, progress,
+               whole: bool) -> None:
+    """Plays the episodes of a chunk that are not kept, or, if it has to stay whole, all of it;
+    and keeps them."""
+    waiting = chunk if whole and kept.of(chunk) is None else kept.missing(chunk)
+    progress.update(len(chunk) - len(waiting))
+
+    def ended(t):
+        progress.update()
+        if not whole:
+            keep_reads(run)
+            kept.add([t])
+
+    envs.play(make_env, run.encoder, waiting, answer, run.slots,
+              run.settings.max_tokens, ended)
+    if whole and waiting:
+        keep_reads(run)
+        kept.add(waiting)
 
 
 class CheckpointOfRun(Checkpoint):
@@ -281,7 +287,7 @@ class CheckpointOfRun(Checkpoint):
         return done
 
     def write(self, model, optimizer, step: int) -> None:
-        self.run.keep_reads()
+        keep_reads(self.run)
         super().write(model, optimizer, step)
 
     def keep(self, model, optimizer, step: int) -> None:

@@ -58,7 +58,7 @@ class Run(careful.Run):
         with coevolve.bar(self, len(share)) as progress:
             progress.update(len(share) - len(waiting))
             for t in self.servers.play(waiting, answer, make_env):
-                self.keep_reads()
+                careful.keep_reads(self)
                 kept.add([t])
                 progress.update()
         return kept.of(share)
