@@ -13,7 +13,7 @@ from common.settings import Refused
 from worlds import EnvError
 
 GRACE = 5         # seconds beyond those of a reply's code, then its process is killed [ours]
-PATIENCE = 300    # seconds for what has no code of a model in it [ours]
+PATIENCE = 900    # seconds for what has no code of a model in it [ours]
 MOST = 16 << 20   # characters of an answer: what an episode has changed [ours]
 LONGEST = 20_000  # characters of what a reply reads back [ours]
 

@@ -61,21 +61,28 @@ def evaluate(test, public_data, private_data, main_user, models, ground_truth_an
         test.case(sorted(models.changed_model_names()), "==", sorted(wants))
     with test("the records are as they had to become"):
         for table, want in wants.items():
-            added, updated, removed = models.changed_records(table)
-            fields = [fields for _, fields in want.get("updated", [])]
-            check(test, added, want.get("added", []), bool(want))
-            check(test, updated, fields, bool(want))
-            test.case(sorted(record.id for record in removed), "==", want.get("removed", []))
-            ids = [id for id, _ in want.get("updated", [])]
-            test.case(sorted(record.id for record in updated), "==", ids)
+            if want:
+                compare(test, models, table, want)
 
 
-def check(test, records, wanted, counted):
-    if counted:
-        test.case(len(records), "==", len(wanted))
-    for record, fields in zip(sorted(records, key=lambda record: record.id), wanted):
-        for name, value in fields.items():
-            test.case(getattr(record, name), "==", value)
+def compare(test, models, table, want):
+    added, updated, removed = models.changed_records(table)
+    test.case(len(added), "==", len(want.get("added", [])))
+    test.case(sorted(record.id for record in removed), "==", want.get("removed", []))
+    wanted = dict(want.get("updated", []))
+    test.case(sorted(record.id for record in updated), "==", sorted(wanted))
+    for record in updated:
+        ignored = ["record_hash", "updated_at"]
+        names = models.changed_field_names(table, record.id, ignore=ignored)
+        test.case(sorted(names), "==", sorted(wanted[record.id]))
+        equal(test, record, wanted[record.id])
+    for record, fields in zip(sorted(added, key=lambda record: record.id), want.get("added", [])):
+        equal(test, record, fields)
+
+
+def equal(test, record, fields):
+    for name, value in fields.items():
+        test.case(getattr(record, name), "==", value)
 '''
 TESTS = re.findall(r'with test\("(.+)"\)', EVALUATION)
 
