@@ -805,8 +805,8 @@ class Run:
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         self.accelerator = Accelerator(cpu=not gpu, kwargs_handlers=[timeout],
                                        mixed_precision="bf16" if self.bf16 else "no")
-        # cuDNN would plan its attention anew for each shape that it has not met, 0.1 s and more;
-        # texts of all lengths bring a new one to nearly every pass, and plans are never given up.
+        # cuDNN would plan its attention for each shape that it has not met, 0.1 s and more. Lengths
+        # vary, and nearly every training pass and every third token written have a new shape.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.main = self.accelerator.is_main_process
         self.ranks = self.accelerator.num_processes

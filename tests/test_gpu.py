@@ -21,8 +21,9 @@ import coevolve
 import dpo
 
 TINY = coevolve.MODELS["tiny"]
-RUN = ("--env webshop --view short --train-tasks 2 --eval-splits validation --eval-tasks 1 "
-       "--iterations 1 --sft-epochs 1 --dpo-epochs 1 --max-tokens 420 --max-new-tokens 6").split()
+SFT = ("--env webshop --view short --train-tasks 2 --eval-splits validation --eval-tasks 1 "
+       "--sft-epochs 1 --max-tokens 420 --max-new-tokens 6").split()
+RUN = [*SFT, "--iterations", "1", "--dpo-epochs", "1"]
 
 
 # ------------------------------------------------------------------------ on a pretended card
@@ -106,17 +107,15 @@ print(sorted(seen))
 def test_the_method_runs_on_a_card(guard, qwen3, tmp_path):
     """In bf16 with recomputed layers, as any model but tiny does there. The first loss of SFT, of
     the same experts, is the CPU's in fp32."""
-    def go(out):
-        return [*RUN, "--model", str(qwen3), "--method", "eto", "--out", str(out)]
-
-    said = on_card(guard, LOOP, "coevolve", *go(tmp_path / "card"))
+    said = on_card(guard, LOOP, "coevolve", *RUN, "--method", "eto", "--model", qwen3,
+                   "--out", tmp_path / "card")
     # Passes that train are fp32 weights under autocast; the trial's are fp32 without.
     assert said.splitlines()[-1] == "[('torch.float32', False), ('torch.float32', True)]"
     phases = json.loads((tmp_path / "card/phases.json").read_text())
     assert "iter1/target-agent" in phases and "eval-1-target-validation.jsonl" in phases
     assert json.loads((tmp_path / "card/config.json").read_text())["ways"] == [
         False, False, "static"]
-    coevolve.main([*go(tmp_path / "cpu"), "--method", "sft"])
+    coevolve.main([*SFT, "--method", "sft", "--model", str(qwen3), "--out", str(tmp_path / "cpu")])
     on_cpu = json.loads((tmp_path / "cpu/phases.json").read_text())
     assert phases["sft-target"]["first_loss"] == pytest.approx(
         on_cpu["sft-target"]["first_loss"], rel=0.01)
@@ -163,8 +162,8 @@ def test_the_host_waits_three_times_a_token_at_most(guard, model):
 
 
 def test_attention_meets_new_shapes_so_cudnn_does_not_plan_it(monkeypatch, tmp_path):
-    """cuDNN makes a plan for each shape that it has not met. Of the shapes of a small run most come
-    for the first time, so plans would be made all the time, and the run switches them off."""
+    """cuDNN makes a plan for each shape that it has not met. In a small run a third and more of all
+    passes have one, so plans would be made all the time, and the run switches them off."""
     torch.backends.cuda.enable_cudnn_sdp(True)
     met, plain = [], F.scaled_dot_product_attention
 
@@ -176,7 +175,7 @@ def test_attention_meets_new_shapes_so_cudnn_does_not_plan_it(monkeypatch, tmp_p
     coevolve.main([*RUN, "--method", "eto", "--out", str(tmp_path / "run")])
     layers = dpo.read_config(TINY).num_hidden_layers
     passes = met[::layers]
-    assert len(passes) > 50 and len(set(passes)) > 0.5 * len(passes)
+    assert len(passes) > 50 and len(set(passes)) > 0.3 * len(passes)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
