@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 import coevolve
 import dpo
 import envs
-from common.files import write_json
 from common.settings import parse
 from lab.careful import machine, overlap
 from lab.careful.watch import Watch
@@ -49,7 +48,7 @@ def main(argv: list[str]) -> None:
     if run.servers:
         run.servers.end()
     if run.main:
-        write_json(run.folder / "phases.json", run.done)  # without what was not asked for again
+        coevolve.close(run)
         print(report.close(run.folder))
         with suppress(KeyboardInterrupt):
             print(page.make_page(run.folder))

@@ -9,29 +9,38 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import accelerate
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import SMALL_RUN, ended, fork, wait_until
+from accelerate.tracking import GeneralTracker
+from conftest import SMALL_RUN, Toy, ended, fork, wait_until
 
 import coevolve
 import dpo
+import envs
 from common.files import read_jsonl
-from lab.careful import kept, store
+from common.settings import Refused
+from lab import __main__ as program
+from lab.careful import kept, stand_in, store, tracking
 from lab.careful.kept import Checkpoint
+from lab.careful.margins import margins
 from lab.careful.run import Run
+from lab.settings import METHODS, Settings
 
 KILLS = int(os.environ.get("KILLS", 3))
 
 
-def lab(said, *flags, first=lambda: None):
+def lab(said, *more, first=lambda: None, flags=(*SMALL_RUN, "--threads", 1)):
     """The number of a fork that is `python -m lab` with these flags; `said` has what it prints."""
     def work():
         first()
-        sys.argv = ["lab", *map(str, (*SMALL_RUN, "--threads", 1, *flags))]
+        sys.argv = ["lab", *map(str, (*flags, *more))]
         runpy.run_module("lab", run_name="__main__")
 
     return fork(work, said)
@@ -200,6 +209,207 @@ def test_kept_episodes_are_whole_and_of_the_same_world(tmp_path):
     assert kept.Kept(tmp_path / "rows", World).of(episodes) == episodes
     World.page = "another page"
     assert kept.Kept(tmp_path / "rows", World).of(episodes[:1]) is None
+
+
+# ---------------------------------------------------------- what a fork changes, and what stands in
+
+
+def test_lab_knows_what_it_stands_in_for():
+    """Where the core's text is another on purpose: compare what lab does in its place, then put
+    these into `stand_in.KNOWN`."""
+    assert stand_in.texts() == stand_in.KNOWN
+
+
+SHORT = ("--method", "sft", "--sft-epochs", "1", "--max-tokens", "256", "--max-new-tokens", "9",
+         "--slots", "3")
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """forked(kind, name, function) puts it in the place of a method or function of the core."""
+    def fork(kind, name, function):
+        monkeypatch.setattr(kind, name, function)
+        for method, functions in stand_in.FOR.items():
+            found = [getattr(kind, name) if other.__name__ == name else other
+                     for other in functions]
+            monkeypatch.setitem(stand_in.FOR, method, tuple(found))
+        stand_in.changed.cache_clear()
+
+    yield fork
+    monkeypatch.undo()
+    stand_in.changed.cache_clear()
+
+
+def test_a_vote_in_the_cores_answer_acts(forked, small_model, tmp_path, monkeypatch, capsys):
+    """Of a fork that always answers the same; lab's cache knows nothing of it."""
+    def answer(self, model, temperature):
+        def reply(asked):
+            return [(self.encoder.reply("the word"), [0.0] * len(self.encoder.reply("the word")))
+                    for _ in asked]
+        return reply
+
+    monkeypatch.setattr(envs, "make", lambda *_, **__: Toy())
+    flags = [*SHORT, "--model", str(small_model)]
+    coevolve.main([*flags, "--out", str(tmp_path / "own")], Settings, Run, METHODS)
+    assert "is not as lab knows it" not in capsys.readouterr().out
+    forked(coevolve.Run, "answer", answer)
+    coevolve.main([*flags, "--out", str(tmp_path / "fork")], Settings, Run, METHODS)
+    assert "answer is not as lab knows it: it runs as it is" in capsys.readouterr().out
+    rows = read_jsonl(tmp_path / "fork/eval-0-target-test.jsonl")
+    assert rows and all(row["reward"] == 1.0 for row in rows)
+
+
+def test_what_a_fork_does_in_fit_and_training_acts(forked, small_model, tmp_path, monkeypatch):
+    """A second file beside the log; another optimiser, which here never steps."""
+    fit = coevolve.Run.fit
+
+    def fit_and_more(self, model, out, steps, objective):
+        numbers = fit(self, model, out, steps, objective)
+        (out / "more.txt").write_text(self.name)
+        return numbers
+
+    def training(self, model, steps, objective):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for line in dpo.training(model, optimizer, steps, replace(objective, lr=0.0), self.log_probs):
+            yield line
+
+    monkeypatch.setattr(envs, "make", lambda *_, **__: Toy())
+    forked(coevolve.Run, "fit", fit_and_more)
+    forked(coevolve.Run, "training", training)
+    out = tmp_path / "run"
+    coevolve.main([*SHORT, "--model", str(small_model), "--out", str(out)], Settings, Run, METHODS)
+    assert (out / "sft-target/more.txt").read_text() == "sft-target"
+    before, after = (dpo.read_model(folder).state_dict() for folder in (small_model, out / "sft-target"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# --------------------------------------------------------- one folder, either program; agents in it
+
+
+def test_a_folder_of_the_plain_core_is_taken_and_the_other_way_round(small_run, careful_run, tmp_path):
+    """Nothing is made again, neither by one nor by the other."""
+    for name, source, kinds in (("plain", small_run, (Settings, Run, METHODS)),
+                                ("careful", careful_run, ())):
+        out = shutil.copytree(source, tmp_path / name)
+        before = outputs(out)
+        coevolve.main([*SMALL_RUN, "--out", str(out)], *kinds)
+        assert outputs(out) == before
+        assert phases_of(out).keys() == phases_of(source).keys()
+        if not kinds:  # a table of what it has not made itself
+            assert {name: row["made"] for name, row in phases_of(out).items()}
+
+
+def test_agents_on_the_way_are_agents(careful_run, tmp_path):
+    """--save-every 2: the same weights as a run of so many steps would have; nothing else changes."""
+    out = tmp_path / "run"
+    finish(out, "--save-every", 2, "--method", "sft", "--checkpoint-minutes", 0)
+    saved = sorted(path.name for path in out.glob("sft-target-step*"))
+    steps = len(read_jsonl(out / "sft-target/train.jsonl"))
+    assert saved == [f"sft-target-step{n}" for n in range(2, steps + 1, 2)] and steps == 4
+    last, whole = (dpo.read_model(out / name).state_dict() for name in (saved[-1], "sft-target"))
+    assert all(torch.equal(last[name], whole[name]) for name in whole)
+    first = dpo.read_model(out / saved[0]).state_dict()
+    assert any(not torch.equal(first[name], whole[name]) for name in whole)
+    assert outputs(out)["sft-target/model.safetensors"] == (
+        outputs(careful_run)["sft-target/model.safetensors"])
+    said = tmp_path / "said"
+    assert ended(lab(said, "--method", "evaluate", "--model", out / saved[0], "--out", tmp_path / "evaluated",
+                     flags=["--env", "webshop", "--eval-tasks", 1])) == 0, said.read_text()
+    assert read_jsonl(tmp_path / "evaluated/eval-0-target-test.jsonl")
+
+
+@pytest.mark.parametrize("by", ["plain", "careful"])
+def test_an_agent_plays_as_it_was_trained(by, small_run, careful_run, tmp_path, monkeypatch, capsys):
+    """The view and the lengths of tiny's preset, which another model's name does not bring."""
+    agent = (small_run if by == "plain" else careful_run) / "iter1/target-agent"
+    if by == "careful":  # wherever it is
+        agent = shutil.copytree(agent, tmp_path / "an agent")
+    argv = ["--env", "webshop", "--method", "evaluate", "--model", str(agent)]
+    s, _ = program.settings_of(argv)
+    assert (s.view, s.max_tokens, s.max_new_tokens) == ("short", 768, 32)
+    assert "--view=short" in capsys.readouterr().out
+    s, _ = program.settings_of([*argv, "--view", "full", "--max-tokens", "999"])
+    assert (s.view, s.max_tokens, s.max_new_tokens) == ("full", 999, 32)
+    s, _ = program.settings_of(["--env", "intercodesql", *argv[2:]])
+    assert s.view == "full"  # of another environment it says nothing
+
+
+# ------------------------------------------------------------------------------- margins, trackers
+
+
+def test_margins_are_those_of_the_loss_that_trained(small_model):
+    """Of a loss of one's own: each pair's margin, as the loss states it; of one without, none."""
+    model = dpo.read_model(small_model)
+    trajectories = [dpo.Trajectory("t", ids=[5, 6, 7, 8 + n], action_mask=[0, 0, 1, 1], reward=n / 4)
+                    for n in range(3)]
+    group = dpo.Group(trajectories, [dpo.Pair("a", 2, 0), dpo.Pair("b", 1, 0)], [-1.0, -2.0, -3.0])
+
+    def loss(policy, groups):
+        pi = dpo.action_log_probs(policy, groups[0].trajectories)
+        pair, = groups[0].pairs
+        chosen, rejected = pi[pair.chosen].item(), pi[pair.rejected].item()
+        return policy.sum(), {pair.kind: dict(count=1, chosen=chosen, rejected=rejected,
+                                              margin=7 * (chosen - rejected))}
+
+    run = SimpleNamespace(settings=SimpleNamespace(reference="phase", margins=9), tokens_per_forward=99,
+                          log_probs=dpo.token_log_probs)
+    pi = [dpo.token_log_probs(model, [t]).sum().item() for t in trajectories]
+    row, = margins(run, model, [group], SimpleNamespace(loss=loss))
+    assert row["task"] == "t"
+    assert row["before"] == [[-3.0, -1.0, 0.0], [-2.0, -1.0, 0.0]]
+    assert [x[2] for x in row["after"]] == pytest.approx(
+        [7 * (pi[2] - pi[0]), 7 * (pi[1] - pi[0])], abs=1e-3)
+    assert margins(run, model, [group], SimpleNamespace(loss=lambda policy, groups: (0, {}))) == []
+
+
+class Tracker(GeneralTracker):
+    name, requires_logging_directory, logged, started = "mine", True, [], []
+
+    def __init__(self, run_name, logging_dir, **_):
+        super().__init__()
+        self.started.append(logging_dir)
+
+    tracker = None
+
+    def start(self):
+        pass
+
+    def store_init_configuration(self, values):
+        pass
+
+    def log(self, values, step=None, **_):
+        self.logged.append((step, values))
+
+    def finish(self):
+        pass
+
+
+def test_a_tracker_gets_numbers_by_phase_and_goes_on_after_a_stop(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "filter_trackers", lambda name, folder: ["mine"])
+    monkeypatch.setitem(accelerate.accelerator.LOGGER_TYPE_TO_CLASS, "mine", Tracker)
+    monkeypatch.setattr(Tracker, "logged", []), monkeypatch.setattr(Tracker, "started", [])
+    for steps in ((1, 2), (3,)):  # a process each
+        accelerator = Accelerator(cpu=True)
+        log = tracking.Tracking(accelerator, tmp_path, "mine", dict(seed=1, out=None))
+        for n in steps:
+            log.log("train", f"iter{n}/target-agent", dict(loss=n / 2, kinds={"a>b": dict(margin=n)}))
+        log.log("phase", f"eval-{n}-failure-unseen.jsonl", dict(name="failure", split="unseen", reward=n))
+    assert Tracker.started[0] == str(tmp_path / "tracking")
+    assert [step for step, _ in Tracker.logged] == [1, 2, 3, 4, 5]
+    assert Tracker.logged[0][1] == {"iter1/target-agent/loss": 0.5,
+                                    "iter1/target-agent/kinds/a>b/margin": 1}
+    assert Tracker.logged[2][1] == {"eval-2-failure-unseen/reward": 2,
+                                    "evaluate/failure/unseen/reward": 2}
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 5
+
+
+@pytest.mark.parametrize("name, why", [("tensorbroad", "--track tensorbroad: Unsupported"),
+                                       ("wandb", "--track wandb: it is not installed; pip install wandb")])
+def test_a_tracker_that_is_not_there_is_refused(name, why, tmp_path):
+    if find_spec(name):
+        pytest.skip(f"{name} is installed")
+    with pytest.raises(Refused, match=why):
+        tracking.Tracking(Accelerator(cpu=True), tmp_path, name, {})
 
 
 def test_a_full_disk_is_one_line(tmp_path):
