@@ -99,7 +99,8 @@ def noting(model, *more):
     return plain(model, *more)
 dpo.token_log_probs = noting
 module, *argv = sys.argv[1:]
-{"coevolve": coevolve, "evolve": evolve}[module].main(argv)
+system = {"coevolve": coevolve, "evolve": evolve}[module]
+coevolve.main(argv, system.Settings, system.Run, system.METHODS)
 print(sorted(seen))
 """
 
