@@ -98,8 +98,11 @@ def noting(model, *more):
     seen.add((str(next(model.parameters()).dtype), torch.is_autocast_enabled("cuda")))
     return plain(model, *more)
 dpo.token_log_probs = noting
-module, *argv = sys.argv[1:]
-{"coevolve": coevolve, "evolve": evolve}[module].main(argv)
+program, *argv = sys.argv[1:]
+if program == "evolve":
+    coevolve.main(argv, evolve.Settings, evolve.Run, evolve.METHODS)
+else:
+    coevolve.main(argv)
 print(sorted(seen))
 """
 
