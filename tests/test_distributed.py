@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import ended, fork_ranks, in_ranks, make_model, make_tokenizer
 from safetensors.torch import load_file
-from test_dpo import LOSS, VOCABULARY, group, sequences
+from test_dpo import LOSS, VOCABULARY, group, random_trajectories
 from torch.distributed.fsdp import FSDPModule
 
 import coevolve
@@ -45,7 +45,7 @@ def train(accelerator, folder, shard):
                           "cosine", 0.01, tokens=60)
     log = list(dpo.training(model, dpo.adamw(model, objective), steps, objective, log_probs))
     dpo.save(accelerator, model, dpo.Encoder(make_tokenizer("chatml")), folder / "after")
-    found = dpo.log_probs_in_passes(accelerator, model, sequences(9, 30), 0).tolist()
+    found = dpo.log_probs_in_passes(accelerator, model, random_trajectories(9, 30), 0).tolist()
     return dict(log=log, reference=[g.reference for g in groups], alone=found)
 
 
