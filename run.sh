@@ -123,7 +123,7 @@ case $command in
     *)  # an environment has a folder
         env=$command
         [ -n "$env" ] && [ -f "$here/worlds/$env/__init__.py" ] || {
-            sed -n '2,23s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; } ;;
+            sed -n '2,24s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; } ;;
 esac
 shift
 
