@@ -141,6 +141,8 @@ def trajectory_of(row: dict, encoder: dpo.Encoder) -> Trajectory:
     if "assistant" not in roles:
         raise ValueError("the assistant says nothing in it")
     opening = roles.index("assistant")
+    if opening == 0:
+        raise ValueError("it begins with the assistant, who has read nothing")
     while messages[-1]["role"] != "assistant":  # what followed the last reply
         messages = messages[:-1]
     expected = ["assistant", "user"] * len(messages)
@@ -171,22 +173,24 @@ def pair_rows(
 
     Args:
         experts: One of each task.
-        others: The trajectories that are no experts. The first one's agent is the paper's target.
+        others: The trajectories that are no experts. The paper's F_tgt are those of the first
+            agent that is not called "expert", F_fail those of all others.
         s: The settings.
         dropped: Gets, by reason, the number of comparisons that make no pair.
 
     Returns:
         Rows as in a file of pairs.
     """
-    agents = list(dict.fromkeys(t.agent for t in others))
+    agents = list(dict.fromkeys(t.agent for t in others if t.agent != "expert"))
+    target = agents[0] if agents else "expert"
     rows = []
     for expert in experts:
         of_task = [t for t in others if t.task == expert.task]
-        own = [t for t in of_task if t.agent == agents[0]]
-        rest = [t for t in of_task if t.agent != agents[0]]
+        own = [t for t in of_task if t.agent == target]
+        rest = [t for t in of_task if t.agent != target]
         found = coevolve.d_tgt(expert, own, rest, s, dropped, SUCCESS)
         # Eq. (8) pairs failures of two agents. Those of a single one are paired as in D_fail.
-        if len(agents) == 1:
+        if len(agents) < 2:
             within = itertools.combinations(own, 2)
             for chosen, rejected in coevolve.ordered_failures(within, dropped, SUCCESS):
                 found.append(coevolve.pair_row("failure>failure", chosen, rejected, 1.0, 0.0))

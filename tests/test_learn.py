@@ -73,6 +73,16 @@ def test_failures_of_two_agents_are_paired_across_them(file):
         ("failure>failure", 4, 2), ("failure>failure", 4, 3)]
 
 
+def test_a_demonstration_that_an_agent_beats_is_no_second_agent(file):
+    """Failures of the one agent are paired with each other and with it; a task alone has no pair."""
+    rows = [row("a", 0.75, "x", agent="expert"), row("a", 1.0, "y", agent="mine"),
+            row("a", 0.5, "z", agent="mine"), row("a", 0.25, "v", agent="mine"),
+            row("b", 1.0, "x", agent="expert")]
+    assert sides(pairs_of(file(rows), Counter())) == [
+        ("expert>mine", 2, 3), ("expert>mine", 2, 4), ("expert>expert", 2, 1),
+        ("failure>failure", 1, 3), ("failure>failure", 1, 4), ("failure>failure", 3, 4)]
+
+
 def test_an_agent_that_any_tool_loads(file, small_model, tmp_path, capsys):
     path = file(ROWS)
     out = tmp_path / "agent"
@@ -101,7 +111,6 @@ def test_an_agent_that_any_tool_loads(file, small_model, tmp_path, capsys):
     assert [kinds[kind]["margin"] for kind in kinds] == pytest.approx([0, 0], abs=1e-5)
     imitation = 0.1 * kinds["expert>target"]["chosen"]
     assert log[3]["loss"] == pytest.approx((2 * math.log(2) - imitation) / 3, abs=1e-3)
-    # The rate of a warm-up of two steps is not 0: both move the agent.
     assert log[4]["loss"] < log[3]["loss"]
 
     agent = AutoModelForCausalLM.from_pretrained(out)
@@ -123,6 +132,7 @@ BAD = dict(role="assistant", content=None)
     (row(7, 1.0, "x"), "task 7 and agent 'target' have to be names"),
     (row("a", 1.0, "x", agent=None), "agent None have to be names"),
     (row("a", 1.0), "the assistant says nothing"),
+    (row("a", 1.0, "x") | dict(messages=ROWS[0]["messages"][1:]), "begins with the assistant"),
     (row("a", 1.0, "x") | dict(messages=["x"]), "no list of turns"),
     (row("a", 1.0, "x") | dict(messages=[*ROWS[0]["messages"], BAD]), "not user and assistant"),
     (row("a", 1.0, None), "None, which is no text"),
