@@ -411,6 +411,10 @@ def test_more_than_was_asked_for_is_not_what_was_asked_for(world):
     assert play(world, task, [*code[:-1], more, *code[-1:]]).reward == 0
     later = re.sub(r'time="\d\d', 'time="23', code[2])
     assert play(world, task, [*code[:2], later, *code[3:]]).reward == 0
+    off = of_family(world, "test", "alarm-off")
+    renamed = 'apis.phone.update_alarm(access_token=token, alarm_id=alarm["alarm_id"], label="other")'
+    *found, done = world.solution(world.find(off))
+    assert play(world, off, [*found, renamed, done]).reward == 0
     world.share_of_tests = True
     try:
         assert play(world, task, code[-1:]).reward == pytest.approx(1 / 3)
