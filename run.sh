@@ -5,6 +5,8 @@
 #   bash run.sh intercodesql [settings]
 #   bash run.sh bfcl --model FOLDER_OR_HUB_NAME [settings]
 #   bash run.sh appworld --model FOLDER_OR_HUB_NAME [settings]
+#   bash run.sh learn FILE.jsonl --model FOLDER_OR_HUB_NAME [settings]
+#                                      train on trajectories of your own (docs/library.md)
 #   bash run.sh page RUN               a run as a page, RUN/run.html
 #   bash run.sh play ENV [TASK]        play a task yourself; --agent RUN: with a trained agent
 #   bash run.sh compare RUN RUN ...    one report on several runs: means over seeds, by method
@@ -115,12 +117,13 @@ install_appworld() {
 
 command=${1:-}
 case $command in
-    page | play | compare | study | answers | tour | pretrain | load-intercode | test | bench | first-gpu)
+    learn | page | play | compare | study | answers | tour | pretrain | load-intercode | test | bench | \
+    first-gpu)
         env= ;;
     *)  # an environment has a folder
         env=$command
         [ -n "$env" ] && [ -f "$here/worlds/$env/__init__.py" ] || {
-            sed -n '2,21s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; } ;;
+            sed -n '2,24s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; } ;;
 esac
 shift
 
@@ -155,6 +158,7 @@ program() { PYTHONSAFEPATH=1 exec "$python" -m "$@"; }
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 case $command in
     page | study | pretrain | bench) program "lab.$command.$command" "$@" ;;
+    learn) program lab.learn "$@" ;;
     play) program lab.chat.play "$@" ;;
     compare | answers) program "lab.study.$command" "$@" ;;
     tour)  # its digits are those of any x86 processor

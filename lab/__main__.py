@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
 def settings_of(argv: list[str]) -> tuple:
     """The settings and the environment's own. An agent that is evaluated plays as it was trained
     to, unless told otherwise."""
-    program = "bash run.sh"
+    program = "bash run.sh ENV"
     settings, options = parse(argv, Settings, METHODS, envs.environment, program)
     if settings.method != "evaluate":
         return settings, options

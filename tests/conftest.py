@@ -32,13 +32,14 @@ from lab.careful.run import Run  # noqa: E402
 from lab.settings import METHODS, Settings  # noqa: E402
 from worlds import EnvError, Step  # noqa: E402
 
+DATA = ROOT / "tests" / "data"  # what was recorded of official code, see its README
 
-def beside(name):
-    """A file or folder beside the project, which does not ship it; where it is not, a skip."""
-    path = ROOT.parent / "shared" / "data" / name
-    if not path.exists():
-        pytest.skip(f"{path} is absent: the project does not ship it")
-    return path
+
+def folder_of(variable):
+    """A folder with files of InterCode's or ETO's that an environment variable names."""
+    if variable not in os.environ:
+        pytest.skip(f"{variable} names no folder; see tests/data/README.md")
+    return Path(os.environ[variable])
 
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import ended, fork_ranks, in_ranks, make_model, make_tokenizer
 from safetensors.torch import load_file
-from test_dpo import LOSS, VOCABULARY, group, sequences
+from test_dpo import LOSS, VOCABULARY, group, random_trajectories
 from torch.distributed.fsdp import FSDPModule
 
 import coevolve
@@ -22,7 +22,7 @@ from worlds.webshop.shop import WebShop
 
 def train(accelerator, folder, shard):
     """Five batches, of which two are of one instruction: there some ranks have nothing to do."""
-    groups, log = [group(str(i), seed=i) for i in range(6)], []
+    groups = [group(str(i), seed=i) for i in range(6)]
     reads, read_model = [], dpo.read_model
     dpo.read_model = lambda *a, **how: reads.append(a) or read_model(*a, **how)
     if accelerator.is_main_process:
@@ -41,11 +41,11 @@ def train(accelerator, folder, shard):
     log_probs = partial(dpo.log_probs_in_passes, accelerator, tokens=40)
     dpo.add_references(model, groups, log_probs, 120)
     steps = [[groups[i] for i in batch] for batch in ([0, 1, 2], [3], [4, 5], [5, 0, 1], [2])]
-    dpo.fit(model, steps, log_probs, Objective(
-        partial(dpo.preference_loss, s=LOSS), lambda g: len(g.pairs), 1e-3, 0.5, "cosine", 0.01,
-        tokens=60), log.append)
-    dpo.save(accelerator, model, make_tokenizer("chatml"), folder / "after")
-    found = dpo.log_probs_in_passes(accelerator, model, sequences(9, 30), 0).tolist()
+    objective = Objective(partial(dpo.preference_loss, s=LOSS), lambda g: len(g.pairs), 1e-3, 0.5,
+                          "cosine", 0.01, tokens=60)
+    log = list(dpo.training(model, dpo.adamw(model, objective), steps, objective, log_probs))
+    dpo.save(accelerator, model, dpo.Encoder(make_tokenizer("chatml")), folder / "after")
+    found = dpo.log_probs_in_passes(accelerator, model, random_trajectories(9, 30), 0).tolist()
     return dict(log=log, reference=[g.reference for g in groups], alone=found)
 
 
@@ -78,8 +78,8 @@ def test_ranks_whole_or_sharded_train_like_one_process(ranks, shard, tmp_path_fa
     assert "lm_head.weight" not in one["weights"]  # tied, so that it is not there twice
 
 
-RUN = ("--env webshop --method eto --train-tasks 3 --eval-tasks 1 --eval-splits validation "
-       "--sft-epochs 2 --iterations 1 --rollouts 1 --dpo-epochs 2 --sft-lr 1e-3").split()
+RUN = ("--env webshop --method eto --train-tasks 6 --eval-tasks 1 --eval-splits validation --temperature 1.5 "
+       "--sft-epochs 2 --iterations 1 --rollouts 2 --dpo-epochs 2 --sft-lr 1e-3").split()
 
 
 def test_two_ranks_run_the_core_like_one_process(tmp_path):
@@ -144,7 +144,8 @@ def bf16(accelerator, folder, shard):
         if accelerator.is_main_process and not (folder / "config.json").exists():
             make_model(VOCABULARY, seed=3, dtype=torch.float32).save_pretrained(folder)
         accelerator.wait_for_everyone()
-        model, log, seen = dpo.load(accelerator, folder, False, shard), [], set()
+        model = dpo.load(accelerator, folder, False, shard)
+        seen = set()
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         whole = lambda: {n: getattr(p, "full_tensor", p.clone)() for n, p in model.named_parameters()}
         before = {name: p.detach().clone() for name, p in whole().items()}
@@ -153,9 +154,10 @@ def bf16(accelerator, folder, shard):
         groups, log_probs = [group(str(i), seed=i) for i in range(3)], partial(
             dpo.log_probs_in_passes, accelerator, tokens=1000)
         dpo.add_references(model, groups, log_probs, 1000)
-        how = Objective(partial(dpo.preference_loss, s=LOSS), lambda g: 3, 1e-6, tokens=1000)
+        objective = Objective(partial(dpo.preference_loss, s=LOSS), lambda g: 3, 1e-6, tokens=1000)
         LOSS.lambda_sft = 0.0
-        dpo.fit(model, [groups], log_probs, how, log.append)
+        optimizer = dpo.adamw(model, objective)
+        log = list(dpo.training(model, optimizer, [groups], objective, log_probs))
         LOSS.lambda_sft = 0.1
         assert seen == {torch.float32 if precision == "no" else torch.bfloat16}
         for name, p in whole().items():

@@ -92,7 +92,7 @@ def assert_passes_are_right(model, encoder):
 def assert_replies_are_right(model, encoder, alone: bool, cache: bool):
     """Greedy replies in a batch are those alone, of the row that is padded; each token is the most
     probable one of a plain pass over the whole text."""
-    never = encoder.never(model.config.get_text_config().vocab_size)
+    never = encoder.sampler().never
 
     def replies(asked):
         return [ids for ids, _ in dpo.replies(model, encoder, dpo.Sampler(0.0, never), 5, (), [
@@ -253,7 +253,8 @@ def test_a_family_runs_the_whole_loop(family, tmp_path, capsys):
 
     # What was played is what the agent's plain passes give, to rounding.
     agent = dpo.read_model(out / "sft-target").eval()
-    never = dpo.Encoder(tokenizer).never(agent.config.get_text_config().vocab_size)
+    rows = agent.config.get_text_config().vocab_size
+    never = dpo.Encoder(tokenizer, rows).sampler().never
     played = coevolve.read(out / "iter1/target.jsonl")
     assert len(played) == 2
     for t in played:

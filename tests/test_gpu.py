@@ -98,8 +98,11 @@ def noting(model, *more):
     seen.add((str(next(model.parameters()).dtype), torch.is_autocast_enabled("cuda")))
     return plain(model, *more)
 dpo.token_log_probs = noting
-module, *argv = sys.argv[1:]
-{"coevolve": coevolve, "evolve": evolve}[module].main(argv)
+program, *argv = sys.argv[1:]
+if program == "evolve":
+    coevolve.main(argv, evolve.Settings, evolve.Run, evolve.METHODS)
+else:
+    coevolve.main(argv)
 print(sorted(seen))
 """
 
@@ -123,7 +126,8 @@ def test_the_method_runs_on_a_card(guard, qwen3, tmp_path):
 
 def test_grpo_steps_on_a_card(guard, qwen3, tmp_path):
     """There the model that trains plays as well."""
-    on_card(guard, LOOP, "evolve", *"--env webshop --view short --method grpo --train-tasks 2 "
+    on_card(guard, LOOP, "evolve", *"--env webshop --view short --method grpo --start-from train "
+            "--train-tasks 2 "
             "--eval-splits validation --eval-tasks 1 --max-tokens 420 --max-new-tokens 6 "
             "--grpo-steps 1 --step-tasks 2 --step-rollouts 2".split(),
             "--model", qwen3, "--out", tmp_path / "run")

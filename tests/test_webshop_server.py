@@ -11,7 +11,7 @@ from html import escape
 from urllib.parse import parse_qsl
 
 import pytest
-from conftest import ROOT, Again, beside
+from conftest import DATA, ROOT, Again
 
 import worlds
 from worlds import make
@@ -42,7 +42,7 @@ def client(server, view="full", **changed):
 
 @pytest.fixture
 def recorded(shop_server):
-    text = beside("webshop/recorded_exchanges.json").read_text(encoding="utf-8")
+    text = (DATA / "webshop/recorded_exchanges.json").read_text(encoding="utf-8")
     text = re.sub(r"rec\d_fixed", "coevolve_fixed", text)
     exchanges = json.loads(text)
     answers = {(x["method"], x["url"], json.dumps(x["form"] or {})):

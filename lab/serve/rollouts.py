@@ -103,10 +103,11 @@ class Servers:
         """
         if not begun:
             return
-        run, s = self.run, self.run.settings
+        run = self.run
         try:
             self.start(engine)
-            yield from play(make_env, run.encoder, begun, engine, s.slots, s.max_tokens)
+            yield from play(make_env, run.encoder, begun, engine, run.slots,
+                            run.settings.max_tokens)
         except BaseException:
             self.end()
             raise

@@ -9,7 +9,6 @@ It replaces these methods of it; without --serve they are the careful run's.
     play_share  each episode goes on by itself, and is kept as it ends
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import coevolve
@@ -25,14 +24,14 @@ class Run(careful.Run):
     """See above."""
 
     def __init__(self, settings, options):
-        if settings.serve and settings.slots == 0:
-            settings = replace(settings, slots=SLOTS)
         super().__init__(settings, options)
         self.servers = Servers(self) if settings.serve else None
 
     def open(self) -> None:
         check_begun(self.folder / "config.json", self.settings.serve)
         super().open()
+        if self.settings.serve and self.settings.slots == 0:
+            self.slots = SLOTS
 
     def load(self, agent: Path):
         if self.servers:  # which would keep the memory

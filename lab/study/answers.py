@@ -84,7 +84,7 @@ def make(env: str, arm: str, settings: str, seed: int, out: Path, more: list[str
                  name="target", i=0, split=split)
         run.once(f"chosen-{split}.jsonl", coevolve.evaluate,
                  run.folder / f"iter{best}/target-agent", name="target", i=best, split=split)
-    run.lock.release()
+    coevolve.close(run)
 
 
 def chosen(done: dict[str, dict]) -> int:

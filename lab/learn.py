@@ -1,0 +1,269 @@
+"""Trains an agent on trajectories of your own: `bash run.sh learn FILE.jsonl --model MODEL`.
+
+A line of the file is a trajectory: {"task", "messages": [{"role", "content"}, ...], "reward"}, and
+"agent", where two agents played. There is no environment. The best trajectory of each task is its
+expert: SFT imitates the experts, Eq. (3)-(5), then a phase of preferences, Eq. (9), learns from
+pairs by reward, Eq. (8), with the agent after SFT as the reference.
+"""
+
+import argparse
+import itertools
+import random
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from accelerate import Accelerator
+
+import coevolve
+import dpo
+from common.files import read_jsonl, write_jsonl
+from common.settings import Refused, Stated, faults, flag, help_of, settings_of, taken_by
+from dpo import Group, Trajectory
+
+# The core's settings that are read here.
+READS = ("model", "seed", "max_tokens", "tokens_per_forward", "sft_epochs", "sft_batch", "sft_lr",
+         "sft_warmup", "weight_decay", "max_grad_norm", "dpo_epochs", "dpo_batch", "batch_unit",
+         "dpo_lr", "dpo_warmup", "beta", "lambda_dpo", "lambda_sft", "log_prob", "sft_term",
+         "normalise", "pair_weights", "cut_turns", "rejected_ends")
+SUCCESS = 1.0  # the reward from which on a trajectory is no failure
+MUST = "give {task, messages of role and content, reward from 0 to 1}, and agent if there are two"
+
+
+def main(argv: list[str]) -> None:
+    file, out, s = settings_from(argv)
+    transformers.utils.logging.disable_progress_bar()
+    learner = Learner(s)
+    dropped = Counter()
+    played = read_trajectories(file, learner.encoder, s.max_tokens, dropped)
+    experts, others = split(played)
+    groups = coevolve.preference_groups(pair_rows(experts, others, s, dropped), experts, others, s,
+                                        learner.encoder)
+    say(experts, groups, dropped)
+
+    log = learner.imitate(experts)
+    if groups:
+        log += learner.prefer(groups)
+    dpo.save(learner.accelerator, learner.model, learner.encoder, out)
+    write_jsonl(out / "train.jsonl", log)
+    print(f"the agent is in {out}")
+
+
+# ------------------------------------------------------------------------------------- settings
+
+
+def settings_from(argv: list[str]) -> tuple[Path, Path, coevolve.Settings]:
+    """The file, the folder of the agent, and the settings; Refused, if something is wrong."""
+    stated = settings_of(coevolve.Settings)
+    parser = argparse.ArgumentParser("bash run.sh learn", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="the trajectories, one a line")
+    parser.add_argument("--out", type=Path, help="the folder of the agent: runs/learn-FILE")
+    for name in READS:
+        parser.add_argument(flag(name), default=argparse.SUPPRESS, **taken_by(stated[name]),
+                            help=help_of(stated[name], stated[name].default, None))
+    given = vars(parser.parse_args(argv))
+    file = given.pop("file")
+    out = given.pop("out") or Path("runs") / f"learn-{file.stem}"
+
+    # Nothing is played: no limit is for replies.
+    s = replace(coevolve.Settings(max_new_tokens=1), **given)
+    wrong = faults(stated, given, set(READS), s, Stated())
+    if wrong:
+        raise Refused("; ".join(wrong))
+    if out.exists() and list(out.iterdir()):
+        raise Refused(f"--out {out}: it is not empty; give another folder, or delete it")
+    return file, out, s
+
+
+# ----------------------------------------------------------------------------- the trajectories
+
+
+def read_trajectories(
+    file: Path,
+    encoder: dpo.Encoder,
+    max_tokens: int,
+    dropped: Counter,
+) -> list[Trajectory]:
+    """Reads and encodes trajectories.
+
+    Args:
+        file: One with a trajectory a line.
+        encoder: Of the model.
+        max_tokens: What a trajectory may have at most.
+        dropped: Gets the number of trajectories that are longer.
+
+    Returns:
+        The trajectories. Their rollouts are the numbers of their lines, so that no two are called
+        the same.
+
+    Raises:
+        Refused: A line is no such trajectory, or none is left; the text names file and line.
+    """
+    found = []
+    for number, row in enumerate(read_jsonl(file), 1):
+        try:
+            t = trajectory_of(row, encoder)
+        except ValueError as error:  # of the encoder, too
+            raise Refused(f"{file}, line {number}: {error}; {MUST}") from None
+        t.rollout = number
+        if len(t.ids) > max_tokens:
+            dropped["too long"] += 1
+        else:
+            found.append(t)
+    if not found:
+        raise Refused(f"{file}: no trajectory is left: {dict(dropped)}; {MUST}, or raise "
+                      f"--max-tokens {max_tokens}")
+    return found
+
+
+def trajectory_of(row: dict, encoder: dpo.Encoder) -> Trajectory:
+    """The trajectory of a line; ValueError, if it is none. Its first reply is the first action."""
+    task = row.get("task")
+    agent = row.get("agent", "target")
+    reward = row.get("reward")
+    if not isinstance(task, str) or not isinstance(agent, str):
+        raise ValueError(f"task {task!r} and agent {agent!r} have to be names")
+    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not 0 <= reward <= 1:
+        raise ValueError(f"reward {reward!r} is no number from 0 to 1")
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise ValueError(f"messages {messages!r:.60} are no list of turns")
+
+    roles = [message.get("role") for message in messages]
+    for number, role in enumerate(roles, 1):
+        if role not in ("system", "user", "assistant"):
+            raise ValueError(f"turn {number} has the role {role!r}")
+    if "assistant" not in roles:
+        raise ValueError("the assistant says nothing in it")
+    opening = roles.index("assistant")
+    if opening == 0:
+        raise ValueError("it begins with the assistant, who has read nothing")
+    while messages[-1]["role"] != "assistant":  # what followed the last reply
+        messages = messages[:-1]
+    expected = ["assistant", "user"] * len(messages)
+    if roles[opening:len(messages)] != expected[:len(messages) - opening]:
+        raise ValueError("its turns are not user and assistant in turn")
+    ids, mask = encoder.encode(messages, opening)
+    return Trajectory(task, agent, messages=messages, ids=ids, action_mask=mask,
+                      reward=float(reward), steps=roles.count("assistant"), ended="done")
+
+
+def split(trajectories: list[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
+    """The expert of each task, which is the first of its best trajectories; and all others."""
+    best = {}
+    for t in trajectories:
+        if t.task not in best or coevolve.better(t.reward, best[t.task].reward):
+            best[t.task] = t
+    others = [t for t in trajectories if t is not best[t.task]]
+    return [replace(t, agent="expert") for t in best.values()], others
+
+
+def pair_rows(
+    experts: list[Trajectory],
+    others: list[Trajectory],
+    s: coevolve.Settings,
+    dropped: Counter,
+) -> list[dict]:
+    """Makes the pairs of all tasks.
+
+    Args:
+        experts: One of each task.
+        others: The trajectories that are no experts. The paper's F_tgt are those of the first
+            agent that is not called "expert", F_fail those of all others.
+        s: The settings.
+        dropped: Gets, by reason, the number of comparisons that make no pair.
+
+    Returns:
+        Rows as in a file of pairs.
+    """
+    agents = list(dict.fromkeys(t.agent for t in others if t.agent != "expert"))
+    target = agents[0] if agents else "expert"
+    rows = []
+    for expert in experts:
+        of_task = [t for t in others if t.task == expert.task]
+        own = [t for t in of_task if t.agent == target]
+        rest = [t for t in of_task if t.agent != target]
+        found = coevolve.d_tgt(expert, own, rest, s, dropped, SUCCESS)
+        # Eq. (8) pairs failures of two agents. Those of a single one are paired as in D_fail.
+        if len(agents) < 2:
+            within = itertools.combinations(own, 2)
+            for chosen, rejected in coevolve.ordered_failures(within, dropped, SUCCESS):
+                found.append(coevolve.pair_row("failure>failure", chosen, rejected, 1.0, 0.0))
+        rows += [dict(task=expert.task, **row) for row in found]
+    return rows
+
+
+def say(experts: list[Trajectory], groups: list[Group], dropped: Counter) -> None:
+    """Says what is learned from, and what is not."""
+    kinds = Counter(pair.kind for pair in dpo.pairs_of(groups))
+    made = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+    left = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+    print(f"{len(experts):,} experts, {kinds.total():,} pairs ({made or 'SFT is all'}), not used: "
+          f"{left or 'nothing'}", flush=True)
+
+
+# ------------------------------------------------------------------------------------- training
+
+
+class Learner:
+    """A model that is trained in place."""
+
+    def __init__(self, s: coevolve.Settings):
+        self.s = s
+        on_gpu = torch.cuda.is_available()
+        self.accelerator = Accelerator(mixed_precision="bf16" if on_gpu else "no")
+        folder = coevolve.MODELS.get(s.model, s.model)
+        rows = dpo.read_config(folder).get_text_config().vocab_size
+        self.encoder = dpo.Encoder(dpo.read(transformers.AutoTokenizer, folder), rows)
+        self.model = dpo.load(self.accelerator, folder, recompute=on_gpu, shard=False)
+        self.tokens = s.tokens_per_forward or (8192 if on_gpu else 1024)
+        # Some models err where texts of a pass are padded.
+        alone, *_ = dpo.trial(self.model, self.encoder)
+        self.log_probs = partial(self.log_probs_of, tokens=0 if alone else self.tokens)
+
+    def log_probs_of(self, model, trajectories: list[Trajectory], tokens: int) -> torch.Tensor:
+        return dpo.log_probs_in_passes(self.accelerator, model, trajectories, tokens)
+
+    def imitate(self, experts: list[Trajectory]) -> list[dict]:
+        """SFT, Eq. (3)-(5): some passes over the experts."""
+        s = self.s
+        groups = [Group([expert]) for expert in experts]
+        rng = random.Random(coevolve.seed_of(s.seed, "sft", "learn"))
+        steps = []
+        for _ in range(s.sft_epochs):
+            steps += dpo.batches(groups, s.sft_batch, "instructions", rng)
+        return self.train(steps, dpo.Objective(dpo.sft_loss, coevolve.action_count, s.sft_lr,
+                                               s.sft_warmup, "cosine"))
+
+    def prefer(self, groups: list[Group]) -> list[dict]:
+        """Weighted DPO + SFT, Eq. (9), of which the model as it is now is the reference."""
+        s = self.s
+        dpo.add_references(self.model, groups, self.log_probs, self.tokens)
+        steps = coevolve.preference_steps(groups, "learn", "D_tgt", 1, s)
+        divisor = coevolve.pair_weight
+        if s.normalise == "pairs":
+            divisor = coevolve.pair_count
+        loss = partial(dpo.preference_loss, s=s)
+        return self.train(steps, dpo.Objective(loss, divisor, s.dpo_lr, s.dpo_warmup))
+
+    def train(self, steps: list[list[Group]], objective: dpo.Objective) -> list[dict]:
+        """Trains the model, and says how the loss went; the lines of the log."""
+        objective = replace(objective, weight_decay=self.s.weight_decay,
+                            max_grad_norm=self.s.max_grad_norm, tokens=self.tokens)
+        optimizer = dpo.adamw(self.model, objective)
+        log = list(dpo.training(self.model, optimizer, steps, objective, self.log_probs))
+        print(f"{len(log):,} steps, loss {log[0]['loss']:.3f} -> {log[-1]['loss']:.3f}", flush=True)
+        return log
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (Refused, dpo.Unusable, FloatingPointError, OSError, MemoryError,
+            torch.OutOfMemoryError) as error:
+        sys.exit(f"run.sh: {coevolve.one_line(error)}")
