@@ -49,6 +49,18 @@ def phases_of(run: Path) -> dict[str, dict]:
     return rows
 
 
+def kept_of(run: Path) -> dict[str, dict]:
+    """`phases_of` of what is there. A folder that was copied has the records of all that its base
+    made. An agent of a run that has finished counts, though its folder may have been deleted."""
+    finished = (run / "result.json").exists()
+    found = {}
+    for output, row in phases_of(run).items():
+        is_agent = not output.endswith(".jsonl")
+        if (run / output).exists() or finished and is_agent:
+            found[output] = row
+    return found
+
+
 def of(phases: dict, work: str) -> list[dict]:
     """What is recorded of the phases of one kind, by the name of its function."""
     return [dict(row, output=output) for output, row in phases.items() if row.get("work") == work]

@@ -203,7 +203,8 @@ def test_what_a_terminal_would_obey_is_escaped():
 
 
 def test_compare_over_seeds_by_hand(tmp_path, capsys):
-    """Rewards 0.5 and 0.7: mean 0.6, half of the interval 12.7062 x 0.1."""
+    """Rewards 0.5 and 0.7: mean 0.6, half of the interval 12.7062 x 0.1; of the first run's four
+    tasks one is solved, of the second's one none: mean 1/8, half of the interval 12.7062 / 8."""
     for n, changed in enumerate(({}, dict(slots=7), dict(beta=0.5), dict(seed=1))):
         folder = write_run(tmp_path / str(n), {"eval-1-target-test.jsonl": evaluation(
             "target", 1, 0.5 + 0.2 * n, 0.5)}, **{**dict(seed=n, beta=0.1, slots=1), **changed})
@@ -212,7 +213,7 @@ def test_compare_over_seeds_by_hand(tmp_path, capsys):
     compare.main(runs[:2])
     text = capsys.readouterr().out
     assert row(text, "test", "co-evolution") == [
-        "1", "0.600", "±", "1.271", "0.500", "±", "0.000"]
+        "1", "0.600", "±", "1.271", "0.125", "±", "1.588"]
     assert {path.name for path in (tmp_path / "report").iterdir()} == {
         "report.txt", "report.json", "curves.svg"}
     (tmp_path / "0/result.json").unlink()

@@ -1,6 +1,8 @@
 """The report on several runs: tables in the terminal, and a folder with them and its figures.
 
-    bash run.sh compare RUN RUN ...       any finished runs of one environment and model
+    bash run.sh compare RUN RUN ...       finished runs that differ in method and seed alone
+    bash run.sh compare NAME=RUN ...      any runs, finished or not, under names of your own; those
+                                          of one name are its seeds
     bash run.sh study webshop --report    those of a study
 
 The folder holds report.txt, report.json and the figures.
@@ -21,7 +23,15 @@ from lab.page import figures
 from lab.page.report import columns, section
 from lab.runfiles import command, config_of, success_of
 from lab.study import numbers
-from lab.study.methods import COMPARED, FROZEN, chosen, name_of
+from lab.study.methods import (
+    COMPARED,
+    FROZEN,
+    chosen,
+    differences,
+    name_of,
+    named,
+    split_name,
+)
 from lab.study.numbers import explored, interval, last, paired
 
 MEASURES = ("reward", "success")
@@ -45,15 +55,34 @@ def header(*names) -> str:
     return " ".join(str(name).replace(" ", "_") for name in names)
 
 
-def write_report(title: str, runs: dict, out: Path) -> str:
-    """Writes the report on finished runs (method -> seed -> folder) into `out`; it as text."""
+def write_report(title: str, runs: dict, out: Path, by_name: bool = False) -> str:
+    """Writes the report on runs into a folder.
+
+    Args:
+        title: Its first line.
+        runs: method -> seed -> folder; or a name of the user's in place of the method.
+        out: The folder.
+        by_name: Whether the names are the user's.
+
+    Returns:
+        The report as text.
+    """
     if not runs:
         raise Refused(f"{out.parent}: no finished run in it (METHOD-sSEED with result.json)")
     out.mkdir(parents=True, exist_ok=True)
     target = numbers.evaluations(runs)
     splits = list(dict.fromkeys(e["split"] for e in target))
-    made = [*tables(runs, target, splits), *paper_figures(runs, target, splits, out),
-            *over_iterations(target, splits, out)]
+    if by_name:
+        names = dict(zip(runs, runs))
+        compared = [(later, first) for first, later in itertools.combinations(runs, 2)]
+        made = [of_settings(runs), *tables(runs, names, compared, target, splits),
+                table_2(runs, names, compared)]
+    else:
+        names = {m: name_of(m) for m in runs}
+        made = [*tables(runs, names, COMPARED, target, splits),
+                *paper_figures(runs, target, splits, out)]
+    if splits:
+        made.append(over_iterations(target, names, splits, out))
     made = [part for part in made if part[2]]
     text = "\n\n".join([title, *(section(name, heads, [map(cell, row) for row in rows])
                                  for name, heads, rows in made), textwrap.fill(HOW, 100)]) + "\n"
@@ -64,41 +93,53 @@ def write_report(title: str, runs: dict, out: Path) -> str:
     return text
 
 
-def tables(runs: dict, target: list[dict], splits: list[str]):
-    """(title, header, rows) of each table on the runs themselves."""
+def of_settings(runs: dict) -> tuple[str, str, list]:
+    return "Settings in which they differ", "<setting <name <value", differences(runs)
+
+
+def tables(
+    runs: dict,
+    names: dict[str, str],
+    compared: list[tuple[str, str]],
+    target: list[dict],
+    splits: list[str],
+):
+    """Makes the tables on the runs themselves.
+
+    Args:
+        runs: method -> seed -> folder.
+        names: method -> what the report calls it.
+        compared: (a, b) where the report says by how much a is ahead of b.
+        target: The evaluations of the target.
+        splits: Those that it was evaluated on.
+
+    Returns:
+        (title, header, rows) of each.
+    """
     wanted = [*itertools.product(splits, MEASURES)]
     yield ("Greedy evaluation of the target after its last iteration",
-           header("<method", "<seeds", *(f"<{s} {key}" for s, key in wanted)),
-           [(name_of(m), " ".join(map(str, runs[m])), *(
+           header("<method", "<seeds", "<iterations", *(f"<{s} {key}" for s, key in wanted)),
+           [(names[m], " ".join(map(str, runs[m])),
+             " ".join(map(str, last(target, "i", method=m).values())), *(
                interval(last(target, key, method=m, split=s).values()) for s, key in wanted))
             for m in runs])
     costs = {m: [numbers.cost(path) for path in runs[m].values()] for m in runs}
-    names = [*next(iter(costs.values()))[0]]
-    yield ("What it took after the first SFT, means over seeds", header("<method", *names),
-           [(name_of(m), *(float(np.mean([row[name] for row in rows])) for name in names))
+    counts = [*next(iter(costs.values()))[0]]
+    yield ("What it took after the first SFT, means over seeds", header("<method", *counts),
+           [(names[m], *(float(np.mean([row[count] for row in rows])) for count in counts))
             for m, rows in costs.items()])
-    pairs = [(f"{name_of(a)} - {name_of(b)}", split, *(paired(
+    both = [(a, b) for a, b in dict.fromkeys(compared) if a != b and {a, b} <= runs.keys()]
+    pairs = [(f"{names[a]} - {names[b]}", split, *(paired(
         *(last(target, key, method=m, split=split) for m in (a, b))) for key in MEASURES))
-        for (a, b), split in itertools.product(dict.fromkeys(COMPARED), splits) if a != b]
+        for (a, b), split in itertools.product(both, splits)]
     yield ("Differences on the same seeds", header("<difference", "<split", "<reward", "<success"),
            [row for row in pairs if row[2]])
 
 
 def paper_figures(runs: dict, target: list[dict], splits: list[str], out: Path):
     """The same of the paper's Table 2 and Figures 3 and 4, and of dose and response; drawn."""
-    rewards = {m: {seed: [t["reward"] for t in explored(path)] for seed, path in runs[m].items()}
-               for m in ("eto", "positive", "coevolve") if m in runs}
-    rewards = {m: found for m, found in rewards.items() if any(found.values())}
-    success = success_of(next(iter(next(iter(runs.values())).values())))
-    bands = {t: ((success, math.inf), (-math.inf, t), (t, success))
-             for t in THRESHOLDS}
-    yield ("Table 2: explored trajectories, all agents and iterations of a method",
-           "<method threshold <success <negative <hard_negative",
-           [(name_of(m), t, *(interval(numbers.share(rewards[m], *band).values())
-                              for band in bands[t])) for m in rewards for t in THRESHOLDS]
-           + [("co-evolution - ETO", t, *(
-               paired(*(numbers.share(rewards[m], *band) for m in ("coevolve", "eto")))
-               for band in bands[t])) for t in THRESHOLDS if {"eto", "coevolve"} <= rewards.keys()])
+    names = {m: name_of(m) for m in ("eto", "positive", "coevolve") if m in runs}
+    yield table_2(runs, names, [("coevolve", "eto")])
     yield figure3(numbers.distances_of(runs), out)
     weights = {config_of(next(iter(runs[m].values())))["settings"]["lambda_sft"]: m for m in runs
                if m == "coevolve" or m.startswith("lambda-")}
@@ -113,6 +154,33 @@ def paper_figures(runs: dict, target: list[dict], splits: list[str], out: Path):
         figures.write(made, out / "figure4.svg")
         yield "Figure 4: lambda_SFT", header("lambda", *(f"<{split}" for split in splits)), rows
     yield dose_and_response(runs, target, splits, out)
+
+
+def table_2(
+    runs: dict,
+    names: dict[str, str],
+    compared: list[tuple[str, str]],
+) -> tuple[str, str, list]:
+    """The shares of what those in `names` explored, and the differences of those compared."""
+    rewards = {}
+    for m in names:
+        found = {seed: [t["reward"] for t in explored(path)] for seed, path in runs[m].items()}
+        found = {seed: of_seed for seed, of_seed in found.items() if of_seed}
+        if found:
+            rewards[m] = found
+
+    success = success_of(next(iter(next(iter(runs.values())).values())))
+    bands = {t: ((success, math.inf), (-math.inf, t), (t, success)) for t in THRESHOLDS}
+    rows = []
+    for m, t in itertools.product(rewards, THRESHOLDS):
+        shares = [numbers.share(rewards[m], *band) for band in bands[t]]
+        rows.append((names[m], t, *(interval(share.values()) for share in shares)))
+    for (a, b), t in itertools.product(compared, THRESHOLDS):
+        if {a, b} <= rewards.keys():
+            shares = [[numbers.share(rewards[m], *band) for m in (a, b)] for band in bands[t]]
+            rows.append((f"{names[a]} - {names[b]}", t, *(paired(*both) for both in shares)))
+    return ("Table 2: explored trajectories, all agents and iterations of a method",
+            "<method threshold <success <negative <hard_negative", rows)
 
 
 def figure3(found: dict, out: Path) -> tuple[str, str, list]:
@@ -155,10 +223,15 @@ def dose_and_response(runs: dict, target: list[dict], splits: list[str], out: Pa
             header("<dose", "<hard_negatives", *(f"<{split} reward" for split in splits)), rows)
 
 
-def over_iterations(target: list[dict], splits: list[str], out: Path):
+def over_iterations(
+    target: list[dict],
+    names: dict[str, str],
+    splits: list[str],
+    out: Path,
+) -> tuple[str, str, list]:
     """The target's reward and success by iteration; drawn."""
     points = dict.fromkeys((e["split"], e["method"], e["i"]) for e in target)
-    rows = [(split, name_of(m), i, *(interval(last(
+    rows = [(split, names[m], i, *(interval(last(
         target, key, split=split, method=m, i=i).values()) for key in MEASURES))
         for split, m, i in sorted(points, key=lambda point: splits.index(point[0]))]
     made, axes = figures.figure(len(splits), height=5)
@@ -171,17 +244,21 @@ def over_iterations(target: list[dict], splits: list[str], out: Path):
         figures.label(ax, split, "iteration (0: the start)", "reward, 95% over seeds")
     figures.legend(axes[0])
     figures.write(made, out / "curves.svg")
-    yield "Over iterations", "<split <method iteration <reward <success", rows
+    return "Over iterations", "<split <method iteration <reward <success", rows
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="run.sh compare", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs")
+    parser.add_argument("runs", nargs="+", help="folders of runs, or NAME=FOLDER")
     parser.add_argument("--out", type=Path, help="folder of the report [`report`, beside the runs]")
     asked = parser.parse_args(argv)
-    out = asked.out or Path(os.path.commonpath([p.resolve().parent for p in asked.runs]), "report")
-    print(write_report("Comparison of runs", chosen(asked.runs), out))
+    given = [split_name(word) for word in asked.runs]
+    paths = [path for _, path in given]
+    by_name = any(name for name, _ in given)
+    runs = named(given) if by_name else chosen(paths)
+    out = asked.out or Path(os.path.commonpath([p.resolve().parent for p in paths]), "report")
+    print(write_report("Comparison of runs", runs, out, by_name))
     print(f"compare: {out} holds this, the numbers and the figures")
 
 

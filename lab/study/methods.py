@@ -1,5 +1,6 @@
 """The methods of a study: the flags that make each, what it is compared with, its finished runs."""
 
+import itertools
 import re
 from collections import defaultdict
 from dataclasses import fields
@@ -76,7 +77,9 @@ def method_of(method: str) -> str:
 
 
 def unread(method: str) -> set[str]:
-    """The settings that a --method does not read."""
+    """The settings that a --method does not read; none, as far as is known, of a fork's own."""
+    if method not in METHODS_OF_RUNS:
+        return set()
     parts = METHODS_OF_RUNS[method][1]
     return {f.name for f in fields(Settings)} - {name for part in parts for name in (
         [part] if isinstance(part, str) else [f.name for f in fields(part)])}
@@ -97,7 +100,7 @@ def flags(method: str, folder: Path, seed: int) -> list[str]:
 
 def costs(like: Path, eto: Path | None = None) -> dict:
     """What `METHODS` has in braces, of runs of co-evolution and ETO, or of evolution."""
-    if tasks := task_counts(like):
+    if tasks := task_counts(phases_of(like)):
         return dict(tasks=tasks[-1])
     steps, tokens = mean_cost(like)
     eto_steps, eto_tokens = mean_cost(eto) if eto else (0, 1)
@@ -106,24 +109,24 @@ def costs(like: Path, eto: Path | None = None) -> dict:
                 token_steps=max(1, round(eto_steps * tokens / eto_tokens)))
 
 
-def task_counts(run: Path) -> list[int]:
+def task_counts(phases: dict) -> list[int]:
     """How many tasks GRPO trained on, by evolution: those at the start, and so on."""
-    return [row.get("D", row["tasks"]) for output, row in phases_of(run).items()
+    return [row.get("D", row["tasks"]) for output, row in phases.items()
             if output.endswith("tasks.jsonl")]
 
 
 def mean_cost(run: Path) -> tuple[float, float]:
     """The target's optimiser steps, and tokens as often as it reads them, means of iterations."""
-    taken = [(row["steps"], row.get("tokens", 0)) for row in trained(run, "target")]
+    taken = [(row["steps"], row.get("tokens", 0)) for row in trained(phases_of(run), "target")]
     if not sum(tokens for _, tokens in taken):
         raise Refused(f"{run}: the target was not trained in it; let this run finish before "
                       "those at equal cost")
     return tuple(np.mean(taken, axis=0).tolist())
 
 
-def trained(run: Path, agent: str = r"\w+") -> list[dict]:
+def trained(phases: dict, agent: str = r"\w+") -> list[dict]:
     """The training phases after the first SFT, of all agents or one."""
-    return [row for output, row in phases_of(run).items()
+    return [row for output, row in phases.items()
             if re.fullmatch(rf"iter\d+/{agent}-agent", output)]
 
 
@@ -143,18 +146,59 @@ def chosen(paths: list[Path]) -> dict[str, dict[int, Path]]:
     for path in paths:
         settings, method = config_of(path)["settings"], path.resolve().name.rpartition("-s")[0]
         if not (path / "result.json").exists():
-            raise Refused(f"{path} has not finished; the command that began it goes on from there")
+            raise Refused(f"{path} has not finished; the command that began it goes on from "
+                          "there, and NAME=RUN compares what is there")
         if method not in ALL or method_of(method) != settings["method"]:
             method = settings["method"]
         other = runs[method].setdefault(settings["seed"], path)
         if other != path or paths.count(path) > 1:
             raise Refused(f"{path} and {other} are both {method} with seed {settings['seed']}; "
-                          "compare one of them")
+                          "compare one of them, or name both: NAME=RUN NAME=RUN")
     order = [*ALL, *sorted(runs)]
     runs = {m: dict(sorted(runs[m].items())) for m in sorted(runs, key=order.index)}
     for method, by_seed in runs.items():
         alike({method: by_seed}, {method: FROM_OTHERS})
     return runs
+
+
+def named(given: list[tuple[str, Path]]) -> dict[str, dict[int, Path]]:
+    """name -> seed -> folder of runs, each with a name or named by its method; whatever their
+    settings are, and whether or not they have finished."""
+    runs = defaultdict(dict)
+    for name, path in given:
+        settings = config_of(path)["settings"]
+        name = name or settings["method"]
+        other = runs[name].setdefault(settings["seed"], path)
+        if other is not path:
+            raise Refused(f"{name}={path}: {other} has that name and seed {settings['seed']} too; "
+                          "give one of them another name")
+    return {name: dict(sorted(by_seed.items())) for name, by_seed in runs.items()}
+
+
+def split_name(word: str) -> tuple[str, Path]:
+    """(NAME, RUN) of NAME=RUN. A path may have a = in it too; without a name it is empty."""
+    name, sign, path = word.partition("=")
+    if not sign or not name or not path or "/" in name or Path(word).exists():
+        return "", Path(word)
+    return name, Path(path)
+
+
+def differences(runs: dict[str, dict[int, Path]]) -> list[tuple[str, str, str]]:
+    """(setting, name, its values over the seeds) where runs differ in a setting that changes more
+    than rounding. A run that lacks a setting, such as the plain core's, goes by the default."""
+    settings = {name: [config_of(path)["settings"] for path in by_seed.values()]
+                for name, by_seed in runs.items()}
+    made = [*itertools.chain(*settings.values())]
+    defaults = {f.name: f.default for f in fields(Settings)}
+    found = []
+    for key in dict.fromkeys(itertools.chain(*made)):
+        values = {str(s.get(key, defaults.get(key))) for s in made}
+        if len(values) == 1 or key in MAY_DIFFER - {"method"}:
+            continue
+        for name, of_seeds in settings.items():
+            given = dict.fromkeys(str(s.get(key, "-")) for s in of_seeds)
+            found.append((key, name, ", ".join(given)))
+    return found
 
 
 def alike(runs: dict[str, dict[int, Path]], own: dict[str, set[str]]) -> None:
@@ -166,4 +210,5 @@ def alike(runs: dict[str, dict[int, Path]], own: dict[str, set[str]]) -> None:
             other, before = first.setdefault(name, (path, made[name]))
             if made[name] != before:
                 raise Refused(f"{path} and {other} differ in {name} ({made[name]}, {before}); "
-                              "a report is on runs that differ in method and seed")
+                              "a report is on runs that differ in method and seed; of others "
+                              "give compare the names, NAME=RUN NAME=RUN")

@@ -9,7 +9,7 @@ import torch
 
 import dpo
 from common.files import read_jsonl
-from lab.runfiles import explorations, of, phases_of, success_of
+from lab.runfiles import explorations, kept_of, of, phases_of, success_of
 from lab.study.methods import task_counts, trained
 
 # The 97.5% quantiles of Student's t distribution with 1, 2, ... degrees of freedom.
@@ -38,10 +38,19 @@ def paired(a: dict[int, float], b: dict[int, float]) -> dict | None:
 
 
 def evaluations(runs: dict) -> list[dict]:
-    """What is recorded of the target's evaluations, with method and seed; of a run in its order."""
-    return [dict(e, method=method, seed=seed) for method in runs
-            for seed, path in runs[method].items() for e in of(phases_of(path), "evaluate")
-            if e["name"] == "target"]
+    """The target's evaluations whose files are there, with method and seed; of a run in its order.
+    Reward and success are those of the file."""
+    found = []
+    for method, by_seed in runs.items():
+        for seed, path in by_seed.items():
+            success = success_of(path)
+            for e in of(kept_of(path), "evaluate"):
+                if e["name"] == "target":
+                    rewards = np.array([t["reward"] for t in read_jsonl(path / e["output"])])
+                    found.append(dict(method=method, seed=seed, i=e["i"], split=e["split"],
+                                      reward=float(rewards.mean()),
+                                      success=float((rewards >= success).mean())))
+    return found
 
 
 def last(rows: list[dict], key: str, **where) -> dict[int, float]:
@@ -51,13 +60,14 @@ def last(rows: list[dict], key: str, **where) -> dict[int, float]:
 
 def cost(run: Path) -> dict:
     """What a run took after the first SFT, and the tasks that evolution ended with."""
-    of_all, target = trained(run), trained(run, "target")
+    phases = kept_of(run)
+    target = trained(phases, "target")
     return dict(steps_of_the_target=sum(e["steps"] for e in target),
-                steps_of_all_agents=sum(e["steps"] for e in of_all),
+                steps_of_all_agents=sum(e["steps"] for e in trained(phases)),
                 tokens_of_the_target=sum(e.get("tokens", 0) for e in target),
-                rollouts=sum(e["episodes"] for e in explorations(phases_of(run)))
+                rollouts=sum(e["episodes"] for e in explorations(phases))
                 + sum(e.get("episodes", 0) for e in target),  # of `evolve.py`
-                tasks=(task_counts(run) or [0])[-1])
+                tasks=(task_counts(phases) or [0])[-1])
 
 
 def hard_negatives(run: Path) -> float:
@@ -68,7 +78,7 @@ def hard_negatives(run: Path) -> float:
 
 def explored(run: Path, agent: str | None = None) -> list[dict]:
     """All explored trajectories of a run, or one agent's."""
-    return [row for e in explorations(phases_of(run)) if agent in (None, e["name"])
+    return [row for e in explorations(kept_of(run)) if agent in (None, e["name"])
             for row in read_jsonl(run / e["output"])]
 
 
