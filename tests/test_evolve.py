@@ -23,6 +23,7 @@ from common.files import read_jsonl, seed_of
 from dpo import Trajectory
 from lab.careful.kept import Checkpoint
 from worlds import Step, World, converse
+from worlds.intercodesql.questions import sql_world
 from worlds.intercodesql.world import InterCodeSQL
 
 
@@ -310,9 +311,10 @@ def test_planted_questions_are_refused(databases):
             assert says in generator.refusal({**new, field: text})
 
 
-def test_nobody_makes_questions_about_other_data():
+def test_nobody_makes_questions_about_other_data(monkeypatch):
+    theirs = replace(sql_world(), tables=None)  # as InterCode's own
+    monkeypatch.setattr("worlds.intercodesql.world.sql_world", lambda: theirs)
     env = InterCodeSQL("short")
-    env.world = replace(env.world, tables=None)  # as InterCode's own
     with pytest.raises(envs.Refused, match="--method grpo --start-from train"):
         env.task_generator()
 
