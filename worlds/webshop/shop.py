@@ -147,7 +147,8 @@ class WebShop(Shop):
             place = Place("results", query=query)
         if place.kind == "done":
             product = self.world.products[place.item]
-            reward = webshop_reward(product, self.goal, dict(place.options), product["price"],
+            options = dict(place.options)
+            reward = webshop_reward(product, self.goal, options, product["price"],
                                     catalogue.type_words)
             return Page("done", DONE, {}, place.item, reward, place.options)
 
@@ -180,8 +181,10 @@ def add_results(shop: WebShop, place: Place, pieces: list[str],
     first = (place.number - 1) * shop.page_size
     for item in hits[first:first + shop.page_size]:
         product = shop.world.products[item]
-        pieces += [product["asin"], product["Title"], f"${float(product['price'])}"]
-        links[product["asin"].lower()] = replace(place, kind="item", item=item)
+        asin = product["asin"]
+        price = float(product["price"])
+        pieces += [asin, product["Title"], f"${price}"]
+        links[asin.lower()] = replace(place, kind="item", item=item)
 
 
 def add_item(product: dict, place: Place, pieces: list[str], links: dict[str, Place]) -> None:
@@ -198,16 +201,22 @@ def add_item(product: dict, place: Place, pieces: list[str], links: dict[str, Pl
         for value in values:
             chosen = dict(place.options) | {name: value}
             links[value] = replace(place, options=tuple(chosen.items()))
-    pieces += [product["Title"], f"Price: ${float(product['price'])}", "Rating: N.A.",
-               *sub_pages(product), "Buy Now"]
+    price = float(product["price"])
+    pieces += [product["Title"], f"Price: ${price}", "Rating: N.A."]
+    pieces += [*sub_pages(product), "Buy Now"]
 
 
 def sub_pages(product: dict) -> dict[str, list[str]]:
     """Name -> text of the pages that tell more about a product."""
     department = product["product_category"].partition(" › ")[0]
-    kinds = [product.get("category", department), product["query"], product["product_category"]]
-    return {"Description": [product["Description"]], "Features": product["BulletPoints"],
-            "Reviews": [], "Attributes": [*product["Attributes"], *kinds]}
+    category = product.get("category", department)
+    kinds = [category, product["query"], product["product_category"]]
+    return {
+        "Description": [product["Description"]],
+        "Features": product["BulletPoints"],
+        "Reviews": [],
+        "Attributes": [*product["Attributes"], *kinds],
+    }
 
 
 @lru_cache(maxsize=4)
@@ -216,8 +225,8 @@ def search_engine(world: catalogue.ShopWorld):
     colours stay hidden."""
     texts = []
     for product in world.products:
-        texts.append(" ".join([product["Title"], product["Description"],
-                               *product["BulletPoints"][:1]]))
+        bullet = product["BulletPoints"][:1]
+        texts.append(" ".join([product["Title"], product["Description"], *bullet]))
     return lru_cache(maxsize=4096)(BM25(texts))
 
 
@@ -323,9 +332,11 @@ def alphabetic_words(name: str) -> list[str]:
 
 def has_attribute(product: dict, attribute: str) -> bool:
     """Whether the product lists a similar attribute, or says it in one of its texts."""
-    texts = [product["Title"], " ".join(product["BulletPoints"]), product["Description"]]
-    said = any(attribute in text.lower() for text in texts)
-    return said or is_among(attribute, product["Attributes"])
+    bullets = " ".join(product["BulletPoints"])
+    for text in (product["Title"], bullets, product["Description"]):
+        if attribute in text.lower():
+            return True
+    return is_among(attribute, product["Attributes"])
 
 
 def is_among(wanted: str, texts: list[str]) -> bool:
@@ -358,7 +369,8 @@ def token_set_ratio(a: str, b: str) -> int:
     best = 0
     for x, y in ((shared, full_a), (shared, full_b), (full_a, full_b)):
         if x:
-            best = max(best, round(100 * SequenceMatcher(None, x, y).ratio()))
+            ratio = SequenceMatcher(None, x, y).ratio()
+            best = max(best, round(100 * ratio))
     return best
 
 
