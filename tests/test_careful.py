@@ -302,10 +302,9 @@ def test_a_folder_of_the_plain_core_is_taken_and_the_other_way_round(small_run, 
 def test_agents_on_the_way_are_agents(careful_run, tmp_path):
     """--save-every 2: the same weights as a run of so many steps would have; nothing else changes."""
     out = tmp_path / "run"
-    flags = ("--env webshop --method sft --train-tasks 6 --eval-tasks 2 --sft-epochs 2 --sft-batch 3 "
-             "--threads 1 --checkpoint-minutes 0 --save-every 2").split()
-    finish(out, flags=flags)
+    finish(out, "--save-every", 2, "--method", "eto", "--checkpoint-minutes", 0)
     saved = sorted(path.name for path in out.glob("sft-target-step*"))
+    assert list(out.glob("iter1/target-agent-step2"))
     steps = len(read_jsonl(out / "sft-target/train.jsonl"))
     assert saved == [f"sft-target-step{n}" for n in range(2, steps + 1, 2)] and steps == 4
     last, whole = (dpo.read_model(out / name).state_dict() for name in (saved[-1], "sft-target"))
