@@ -9,7 +9,8 @@
 #                                      train on trajectories of your own (docs/library.md)
 #   bash run.sh page RUN               a run as a page, RUN/run.html
 #   bash run.sh play ENV [TASK]        play a task yourself; --agent RUN: with a trained agent
-#   bash run.sh compare RUN RUN ...    one report on several runs: means over seeds, by method
+#   bash run.sh compare RUN RUN ...    one report on several runs: means over seeds, by method, or
+#                                      by names of your own: NAME=RUN NAME=RUN ...
 #   bash run.sh study webshop [...]    methods x seeds and one report; --help lists what it takes
 #   bash run.sh answers QUESTION ENV   a study of hard negatives that docs/results.md reports on
 #   bash run.sh tour                   docs/tour.md again: one task's way through both methods
@@ -123,7 +124,7 @@ case $command in
     *)  # an environment has a folder
         env=$command
         [ -n "$env" ] && [ -f "$here/worlds/$env/__init__.py" ] || {
-            sed -n '2,24s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; } ;;
+            sed -n '2,25s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; } ;;
 esac
 shift
 

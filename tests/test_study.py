@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -236,6 +237,111 @@ def test_a_report_on_runs_of_different_settings_is_refused(tmp_path, method, cha
     with pytest.raises(Refused) as error:
         study.main(["webshop", "--report", "--out", str(tmp_path)])
     assert says in str(error.value)
+
+
+def made_run(folder, rewards, finished=True, **settings):
+    """A run of so many iterations, whose target was evaluated on two tasks after each, with these
+    rewards; it explored one task, with the first of them, and took 10 steps."""
+    phases, files = {}, {}
+    for i, of_tasks in enumerate(rewards):
+        phases[f"eval-{i}-target-test.jsonl"] = dict(
+            work="evaluate", name="target", i=i, split="test", seconds=0.0, episodes=2,
+            reward=sum(of_tasks) / 2, success=sum(r == 1 for r in of_tasks) / 2)
+        files[f"eval-{i}-target-test.jsonl"] = of_tasks
+        if i:
+            phases[f"iter{i}/target.jsonl"] = dict(
+                work="explore", name="target", i=i, seconds=0.0, episodes=1)
+            files[f"iter{i}/target.jsonl"] = of_tasks[:1]
+            phases[f"iter{i}/target-agent"] = dict(work="train_preferences", name="target", i=i,
+                                                   steps=10, seconds=0.0)
+            (folder / f"iter{i}/target-agent").mkdir(parents=True)
+    write_run(folder, phases, **settings)
+    for output, of_tasks in files.items():
+        write_lines(folder / output, [trajectory(f"webshop-test-{n}", "target", reward, ["x"])
+                                      for n, reward in enumerate(of_tasks)])
+    if finished:
+        (folder / "result.json").write_text("{}")
+    return folder
+
+
+def compared(tmp_path, *words):
+    """title -> rows of the report on some runs."""
+    compare.main([*map(str, words), "--out", str(tmp_path / "report")])
+    return json.loads((tmp_path / "report/report.json").read_text())
+
+
+def test_variants_of_one_method_and_seed_are_compared_by_hand(tmp_path):
+    """base: 0.5 on seed 3, 0.75 on seed 4. ipo: 0.75 and 0.75, and 0 on a seed of its own. So means
+    0.625 and 0.5, and ipo - base 0.25 and 0: mean 0.125, half of the interval 12.7062 / 8."""
+    for name, seed, last, more in (
+            ("base", 3, [1.0, 0.0], {}), ("base", 4, [1.0, 0.5], {}),
+            ("ipo", 3, [0.5, 1.0], dict(beta=0.3, gamma=1.0)),
+            ("ipo", 4, [1.0, 0.5], dict(beta=0.3, gamma=1.0)),
+            ("ipo", 5, [0.0, 0.0], dict(beta=0.3, gamma=1.0))):
+        made_run(tmp_path / f"{name}{seed}", [[0.0, 0.0], last], method="eto", seed=seed,
+                 **{"beta": 0.1, **more})
+    made = compared(tmp_path, *(f"{name[:-1]}={tmp_path / name}" for name in
+                                ("base3", "base4", "ipo3", "ipo4", "ipo5")))
+    assert made["Settings in which they differ"] == [
+        dict(setting=setting, name=name, value=value) for setting, name, value in (
+            ("beta", "base", "0.1"), ("beta", "ipo", "0.3"),
+            ("gamma", "base", "-"), ("gamma", "ipo", "1.0"))]
+    first, second = made["Greedy evaluation of the target after its last iteration"]
+    assert (first["method"], first["seeds"], second["seeds"]) == ("base", "3 4", "3 4 5")
+    assert first["test reward"]["mean"] == pytest.approx(0.625)
+    assert second["test reward"]["mean"] == pytest.approx(0.5)
+    difference, = made["Differences on the same seeds"]
+    assert difference["difference"] == "ipo - base"
+    assert difference["reward"] == pytest.approx(
+        dict(n=2, mean=0.125, half=12.7062 / 8, ahead=1, sure=False))
+    assert (tmp_path / "report/curves.svg").exists()
+    with pytest.raises(Refused, match="base.* has that name and seed 3 too"):
+        compared(tmp_path, f"a={tmp_path / 'base3'}", f"a={tmp_path / 'ipo3'}")
+
+
+def test_a_run_of_the_core_and_one_of_a_method_that_a_fork_has_are_compared(tmp_path):
+    """The core's has no result.json and none of lab's settings; a setting at its default is none
+    in which they differ. A name that is a method's is shown as it was given."""
+    core = made_run(tmp_path / "core", [[0.5, 0.0], [1.0, 0.5]], False, method="eto", seed=3)
+    fork = made_run(tmp_path / "fork", [[0.5, 0.0], [0.5, 0.5]], method="votes", seed=3,
+                    margins=10_000)
+    made = compared(tmp_path, f"frozen={core}", f"votes={fork}")
+    assert [row["setting"] for row in made["Settings in which they differ"]] == ["method"] * 2
+    difference, = made["Differences on the same seeds"]
+    assert difference["difference"] == "votes - frozen"
+    assert difference["reward"]["mean"] == pytest.approx(0.5 - 0.75)
+    table = {row["method"]: row for name, rows in made.items() if name.startswith("Table 2")
+             for row in rows if row["threshold"] == 0.6}
+    assert table["frozen"]["success"]["mean"] == 1.0 and table["votes"]["negative"]["mean"] == 1.0
+    # Without names, a method that lab does not know is a method too.
+    assert compared(tmp_path, fork)["Over iterations"][-1]["method"] == "votes"
+
+
+def test_a_copied_folder_has_none_of_its_bases_numbers(tmp_path):
+    """Its phases.json still tells of two iterations; of the second, and of the agents, nothing is
+    there. What a file says counts, not what was recorded of it."""
+    base = made_run(tmp_path / "base", [[0.5, 0.0], [1.0, 0.5], [1.0, 1.0]], method="eto", seed=3)
+    copy = tmp_path / "copy"
+    shutil.copytree(base, copy)
+    for name in "iter2", "iter1/target-agent":
+        shutil.rmtree(copy / name)
+    for name in "eval-1-target-test.jsonl", "eval-2-target-test.jsonl", "result.json":
+        (copy / name).unlink()
+    write_lines(copy / "eval-0-target-test.jsonl", [trajectory("a", "target", 0.125, ["x"])])
+    made = compared(tmp_path, f"base={base}", f"copy={copy}")
+    of_copy = [row for row in made["Over iterations"] if row["method"] == "copy"]
+    assert [(row["iteration"], row["reward"]["mean"]) for row in of_copy] == [(0, 0.125)]
+    took = {row["method"]: row for row in made["What it took after the first SFT, means over seeds"]}
+    assert (took["copy"]["steps of the target"], took["copy"]["rollouts"]) == (0, 1)
+    assert (took["base"]["steps of the target"], took["base"]["rollouts"]) == (20, 2)
+    # An agent of a finished run may have been deleted; a run that has just begun has no number.
+    shutil.rmtree(base / "iter2/target-agent")
+    begun = write_run(tmp_path / "begun", {}, method="eto", seed=3)
+    (begun / "phases.json").unlink()
+    took, = (row for row in compared(tmp_path, f"base={base}", f"begun={begun}")[
+        "What it took after the first SFT, means over seeds"] if row["method"] == "base")
+    assert took["steps of the target"] == 20
+    assert "Over iterations" not in compared(tmp_path, f"begun={begun}")
 
 
 def test_a_run_that_fails_is_named_and_its_log_says_why(tmp_path, monkeypatch):
