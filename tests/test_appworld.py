@@ -50,53 +50,55 @@ TRIES = {
     "another process": ("os.kill({pid}, 9)", "No such process"),
     "this machine": ("socket.create_connection(('127.0.0.1', {port}), 5)", "unreachable|refused"),
     "a socket without a file": ("socket.socket(socket.AF_UNIX).connect('\\0{name}')", "refused"),
-    "a thread": ("[t.start() or t.join() for t in [threading.Thread(target=print)]]", r"\[None\]"),
+    "a thread": ("[t.start() or t.join() for t in [threading.Thread(target=int)]]", r"\[None\]"),
 }
 
 
+# A process of one thread that is shut in and tries them; a fork of this one could wait for ever for
+# a lock that another thread of it holds.
+TRYING = """
+import ctypes, encodings.idna, json, os, socket, sys, threading
+folder, user, tries = json.loads(sys.argv[1])
+sys.path.insert(0, folder)
+import jail
+found = {}
+try:
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+        jail.call("prctl", 4, 1, 0, 0, 0)  # its /proc/self is its own again
+    jail.enter(["/etc/hostname"], ["/own"], 3000)
+except OSError as error:
+    found = str(error)
+for name, source in tries.items() if found == {} else ():
+    try:
+        found[name] = repr(eval(source))
+    except BaseException as error:
+        found[name] = f"{type(error).__name__}: {error}"
+sys.__stdout__.write(json.dumps(found))
+sys.__stdout__.flush()
+"""
+
+
 def shut_in(user: int | None) -> dict[str, str]:
-    """What each of TRIES comes to, in a fork of this process that is shut in; OSError if none."""
-    out, into = os.pipe()
+    """What each of TRIES comes to in a process that is shut in; OSError if none can be."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as other:
-        name = f"appworld-{os.getpid()}"
-        other.bind(f"\0{name}")
+        told = dict(pid=os.getpid(), port=server.getsockname()[1], name=f"appworld-{os.getpid()}")
+        other.bind(f"\0{told['name']}")
         other.listen()
-        told = dict(pid=os.getpid(), port=server.getsockname()[1], name=name)
-        if not (process := os.fork()):
-            os.write(into, json.dumps(tried(user, told)).encode())
-            os._exit(0)
-        os.close(into)
-        with os.fdopen(out) as file:
-            said = json.load(file)
-        os.waitpid(process, 0)
+        tries = {}
+        for name, (source, _) in TRIES.items():
+            for key, value in told.items():
+                source = source.replace(f"{{{key}}}", str(value))
+            tries[name] = source
+        given = json.dumps([str(ROOT / "worlds/appworld"), user, tries])
+        done = subprocess.run([sys.executable, "-I", "-c", TRYING, given], capture_output=True,
+                              text=True, timeout=300)
+    said = json.loads(done.stdout)
     if isinstance(said, str):
         raise OSError(said)
     return said
-
-
-def tried(user: int | None, told: dict) -> dict[str, str] | str:
-    import threading  # noqa: F401
-
-    sys.path.insert(0, str(ROOT / "worlds/appworld"))
-    import jail
-    try:
-        if user is not None:
-            os.setgroups([])
-            os.setresgid(user, user, user)
-            os.setresuid(user, user, user)
-            jail.call("prctl", 4, 1, 0, 0, 0)  # its /proc/self is its own again
-        jail.enter(["/etc/hostname"], ["/own"], 3000)
-    except OSError as error:
-        return str(error)
-    found, names = {}, dict(globals(), jail=jail, threading=threading)
-    for name, (source, _) in TRIES.items():
-        for key, value in told.items():
-            source = source.replace(f"{{{key}}}", str(value))
-        try:
-            found[name] = repr(eval(source, names))
-        except BaseException as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
 
 
 @pytest.mark.parametrize("user", [None, NOBODY], ids=["as we are", "not as root"])
