@@ -746,7 +746,7 @@ def test_a_disk_without_room_for_the_agents_is_refused_before_anything_is_made(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3.9 * size))
     line = refused(*TOY, "--model", small_model, "--out", tmp_path / "run")
-    assert "the run's 4 agents take" in line and "give a folder on another disk" in line
+    assert "GB more, of 4 agents" in line and "give a folder on another disk" in line
     assert not list((tmp_path / "run").glob("*.jsonl"))
 
 
