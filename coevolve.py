@@ -161,7 +161,8 @@ def evaluations(run: Run, models: dict[str, Path], i: int) -> None:
 
 
 def collect_experts(run: Run, out: Path, file: Path | None = None) -> dict:
-    """Collects an expert for each training task, from a file or from the scripted expert."""
+    """Collects an expert for each training task, from a file or from the scripted expert. Where a
+    file has several of a task, as an agent's own trajectories are, the best is its expert."""
     s = run.settings
     env = run.make_env()
     evaluated = set()  # what the evaluated tasks are, since a task may have several ids
@@ -186,9 +187,22 @@ def collect_experts(run: Run, out: Path, file: Path | None = None) -> dict:
     env.close()
     if not kept:
         raise envs.Refused(f"no expert is left: {dict(dropped)}; lower what dropped it")
-    say_what_cannot_be_written(run, kept)
-    write(run, out, kept)
-    return dict(experts=len(kept), dropped=dropped)
+
+    best = best_of_tasks(kept)
+    if len(best) < len(kept):
+        dropped["not the best of its task"] = len(kept) - len(best)
+    say_what_cannot_be_written(run, best)
+    write(run, out, best)
+    return dict(experts=len(best), dropped=dropped)
+
+
+def best_of_tasks(trajectories: list[Trajectory]) -> list[Trajectory]:
+    """Of each task the trajectory with the most reward, of equal ones the first."""
+    best = {}  # task -> trajectory
+    for t in trajectories:
+        if t.task not in best or better(t.reward, best[t.task].reward):
+            best[t.task] = t
+    return list(best.values())
 
 
 def splits_of(env: envs.World, s: Settings) -> tuple[str, ...]:
@@ -619,7 +633,8 @@ class Data:
     seed: Whole = 0
     # The folder that gets all that a run makes [runs/ENV-METHOD-sSEED]
     out: Free[Optional[str]] = None
-    # A file of experts: ETO's or IPR's list, or a run's experts.jsonl [scripted experts]
+    # A file of experts: ETO's or IPR's list, or trajectories of a run, of which the best one of a
+    # task is its expert [scripted experts]
     experts: OldFile = None
     # Experts with this reward or less are left out, unless they solve their task [App. A]
     expert_min_reward: float = 0.7

@@ -71,7 +71,7 @@ from common.settings import (
     limited,
 )
 from dpo import Group, Trajectory
-from worlds.expert_files import read_experts
+from worlds.expert_files import read_experts, tasks_of
 
 # ------------------------------------------------------------------------------------ the loop
 # Phases read and write files, as in coevolve.py. `task_set` is the file of D: none before there is
@@ -824,7 +824,7 @@ def training_tasks(run: Run) -> list[str]:
     for split in run.splits:
         evaluated |= {repr(env.find(task)) for task in env.tasks(split)}
     if s.experts:
-        tasks = [task for task, _, _ in read_experts(s.experts, env)]
+        tasks = tasks_of(read_experts(s.experts, env))
     else:
         tasks = env.tasks("train")
     if s.train_tasks:

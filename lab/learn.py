@@ -155,10 +155,7 @@ def trajectory_of(row: dict, encoder: dpo.Encoder) -> Trajectory:
 
 def split(trajectories: list[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
     """The expert of each task, which is the first of its best trajectories; and all others."""
-    best = {}
-    for t in trajectories:
-        if t.task not in best or coevolve.better(t.reward, best[t.task].reward):
-            best[t.task] = t
+    best = {t.task: t for t in coevolve.best_of_tasks(trajectories)}
     others = [t for t in trajectories if t is not best[t.task]]
     return [replace(t, agent="expert") for t in best.values()], others
 

@@ -898,3 +898,30 @@ def test_experts_of_a_run_are_experts_again(whole, tmp_path):
            "--expert-min-reward", 0.7)
     assert read_jsonl(out / "experts.jsonl") == rows[1:]
     assert read_json(out / "phases.json")["experts.jsonl"]["dropped"] == {"reward": 1}
+
+
+def test_the_best_of_an_agents_own_trajectories_are_experts(whole, tmp_path):
+    """Of several of a task the first with the most reward; the others are counted."""
+    played = []
+    for name in ("target", "failure"):
+        played += read_jsonl(whole[0] / f"iter1/{name}.jsonl")
+    tasks = list(dict.fromkeys(row["task"] for row in played))
+    (tmp_path / "e").write_text("".join(json.dumps(row) + "\n" for row in played))
+    out = tmp_path / "run"
+    finish(out, *whole[1], "--method", "eto", "--experts", tmp_path / "e",
+           "--expert-min-reward", -1, "--train-tasks", 3)
+
+    found = read_jsonl(out / "experts.jsonl")
+    assert [row["task"] for row in found] == tasks[:3]  # as many tasks, however many entries
+    dropped = 0
+    for row in found:
+        of_task = [t for t in played if t["task"] == row["task"]]
+        best = max(of_task, key=lambda t: t["reward"])
+        dropped += len(of_task) - 1
+        assert (row["agent"], row["reward"]) == ("expert", best["reward"])
+        assert row["messages"] == best["messages"] and row["steps"] == best["steps"]
+    phase = read_json(out / "phases.json")["experts.jsonl"]
+    assert phase["dropped"] == {"not the best of its task": dropped}
+    for row in read_jsonl(out / "iter1/pairs-target.jsonl"):  # pairs are against these
+        expert, = [e for e in found if e["task"] == row["task"]]
+        assert row["chosen"]["reward"] == expert["reward"] > row["rejected"]["reward"]

@@ -1,4 +1,4 @@
-"""Experts of a file: a run's experts.jsonl, or a list that ETO or IPR published."""
+"""Experts of a file: trajectories of a run, or a list that ETO or IPR published."""
 
 import json
 import re
@@ -11,8 +11,9 @@ from worlds import World, converse
 from worlds.eto_protocol import EtoWorld, bare
 from worlds.user_files import reading, text_in
 
-MUST = ("ETO's JSON list (id, conversations of from and value) or a run's experts.jsonl (task, "
-        "messages of role and content, reward), of this environment's tasks")
+MUST = ("ETO's JSON list (id, conversations of from and value) or a run's trajectories (task, "
+        "messages of role and content, reward; experts.jsonl, for example), of this environment's "
+        "tasks")
 
 
 def experts(env: World, file: str | None, count: int) -> Iterator[tuple[str, list[dict], float]]:
@@ -21,10 +22,11 @@ def experts(env: World, file: str | None, count: int) -> Iterator[tuple[str, lis
     Args:
         env: The environment.
         file: Where they are; None for the scripted expert.
-        count: How many, 0 for all.
+        count: Of how many tasks, 0 for all.
 
     Yields:
-        Task, messages and reward. The reward of a scripted expert that could not go on is 0.
+        Task, messages and reward. The reward of a scripted expert that could not go on is 0. A file
+        may have several of a task, as the trajectories of an agent do.
 
     Raises:
         Refused: An entry of the file is no expert's, or its task opens otherwise here.
@@ -34,7 +36,11 @@ def experts(env: World, file: str | None, count: int) -> Iterator[tuple[str, lis
             messages, reward = converse(env, env.reset(task), env.expert())
             yield task, messages, reward
         return
-    for task, messages, reward in read_experts(file, env)[:count or None]:
+    found = read_experts(file, env)
+    asked = tasks_of(found)[:count or None]
+    for task, messages, reward in found:
+        if task not in asked:
+            continue
         apart = opens_otherwise(env, messages, env.reset(task))
         if apart:
             raise Refused(f"--experts {file}: {task} is another task here. It opens there | here: "
@@ -43,23 +49,25 @@ def experts(env: World, file: str | None, count: int) -> Iterator[tuple[str, lis
         yield task, messages, reward
 
 
+def tasks_of(found: list[tuple]) -> list[str]:
+    """The tasks of what `read_experts` found, each once, in its order."""
+    return list(dict.fromkeys(task for task, _, _ in found))
+
+
 def read_experts(path: str, env: World) -> list[tuple[str, list[dict], float]]:
-    """Task, messages and reward of each expert of a file; Refused naming its entry and turn."""
+    """Task, messages and reward of each entry of a file; Refused naming its entry and turn."""
     with reading(f"--experts {path}", MUST):
         text = Path(path).read_text(encoding="utf-8")
         is_list = text.lstrip().startswith("[")
         rows = json.loads(text) if is_list else text.strip().split("\n")
 
-    found = {}
+    found = []
     for n, row in enumerate(rows):
         place = f"entry {n}" if is_list else f"line {n + 1}"
         with reading(f"--experts {path}, {place}", MUST):
             entry = row if is_list else json.loads(row)
-            task, messages, reward = read_entry(entry, env)
-            if task in found:
-                raise ValueError(f"{task} is there twice")
-            found[task] = task, messages, reward
-    return list(found.values())
+            found.append(read_entry(entry, env))
+    return found
 
 
 def read_entry(entry: dict, env: World) -> tuple[str, list[dict], float]:
@@ -79,8 +87,9 @@ def read_entry(entry: dict, env: World) -> tuple[str, list[dict], float]:
     roles = [turn["role"] for turn in messages]
     if roles != ["user", "assistant"] * (len(messages) // 2):
         raise ValueError("its turns are not user and assistant in turn")
-    if not 0 <= reward <= 1:
-        raise ValueError(f"reward {reward} is not in [0, 1]")
+    least = -1 if isinstance(env, EtoWorld) else 0  # its rewards begin there
+    if not least <= reward <= 1:
+        raise ValueError(f"reward {reward} is not in [{least}, 1]")
     env.find(task)
     return task, messages, float(reward)
 
