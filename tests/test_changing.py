@@ -285,27 +285,6 @@ def test_a_higher_temperature(plain, changed):
         assert (abs(own / sampled - 1) < 0.01) == right
 
 
-def test_the_target_first(plain, changed):
-    _, run = changed("the target trains first", until="iter1/failure-agent")
-    for folder, order in ((plain, ["failure", "target"]), (run, ["target", "failure"])):
-        agents = [name for name in phases(folder) if name.endswith("-agent")]
-        assert agents == [f"iter1/{name}-agent" for name in order]
-    for name in agents:
-        one, other = (load_file(folder / name / SAVED) for folder in (plain, run))
-        assert all(torch.equal(one[key], other[key]) for key in one)
-
-
-def test_exploring_again(changed):
-    _, run = changed("the failure agent explores again before the target trains",
-                     flags="--dpo-lr 1e-3", until="iter1/pairs-target.jsonl")
-    first, again = (episodes_of(run, f"iter1/{n}") for n in ("failure", "failure-again"))
-    rewards = {(row["task"], "failure", row[side]["rollout"]): row[side]["reward"]
-               for row in pairs_of("target", run)[0]
-               for side in ("chosen", "rejected") if row[side]["agent"] == "failure"}
-    assert all(again[key]["reward"] == reward for key, reward in rewards.items())
-    assert sum(first[key]["reward"] != reward for key, reward in rewards.items()) > 3
-
-
 @pytest.mark.parametrize("titles, flags, best", [
     (["the harder half of the tasks trains"], "", False),
     (["the harder half of the tasks trains", "a curriculum, in place of the harder half"],
@@ -345,73 +324,75 @@ def test_more_sft(tmp_path):
     assert [name for name in phases(run) if "eval" in name][0] == "eval-1-target-validation.jsonl"
 
 
-def test_pairs_that_differ_late(tmp_path):
-    with program(tmp_path / "program", "failures make pairs only where they differ late") as core:
-        def played(reward, *replies):
-            messages = [dict(role="user", content="the task")]
-            for reply in replies:
-                messages += [dict(role="assistant", content=reply), dict(role="user", content="?")]
-            return core.Trajectory(reward=reward, steps=len(replies), messages=messages)
+def test_step_level_pairs(changed):
+    """A rollout begins with the expert's first replies; a pair is trained on what follows them."""
+    core, run = changed("step-level pairs", until="iter1/target-agent",
+                        without=("iter1/target.jsonl", "iter1/failure.jsonl"))
+    experts = {e["task"]: e for e in rows(run / "experts.jsonl")}
+    played = episodes_of(run, "iter1/target", "iter1/failure")
+    begun = 0
+    for (task, _, rollout), e in played.items():
+        expert = experts[task]
+        shared = min(rollout, expert["steps"] - 1)
+        begun += shared
+        size = 2 * shared + 1  # turns up to the one that the agent answers first
+        assert len(e["prefix"]) == shared and e["messages"][:size] == expert["messages"][:size]
+        assert len(e["log_probs"]) == sum(e["action_mask"])
+    assert begun >= 12  # of twelve tasks' second rollouts, of two agents
 
-        whole, part, early, other = (played(0.8, "a", "b", "c", "d"), played(0.5, "a", "b"),
-                                     played(0.2, "a", "x", "c"), played(0.1, "x", "b"))
-        dropped = Counter()
-        found = [*core.ordered_failures([(part, whole), (whole, early), (early, part),
-                                         (whole, other)], dropped, 1.0)]
-    # They share 2 of 2 turns, 1 of 3, 1 of 2, 0 of 2: half of the shorter one's are enough.
-    assert found == [(whole, part), (part, early)] and dropped == {"differ early": 2}
-
-
-def test_own_successes(tmp_path):
-    title = "hard negatives stand against the target's own successes"
-    with program(tmp_path / "program", title) as core:
-        def played(agent, *rewards):
-            return [core.Trajectory("task", agent, 1, n, reward=x) for n, x in enumerate(rewards)]
-
-        for wins in (1.0, 1.0), (0.2, 0.2):
-            rows_ = core.d_tgt(core.Trajectory("task", "expert", reward=1.0),
-                               played("target", *wins, 0.3), played("failure", 0.7, 0.1, 0.8, 0.6),
-                               core.Settings(d_tgt_failures="none"), Counter())
-            hard = [row for row in rows_ if row["kind"] == "success>failure"]
-            assert [row["rejected"]["reward"] for row in hard] == [0.7, 0.8, 0.6]
-            assert [(row["chosen"]["agent"], row["chosen"]["rollout"]) for row in hard] == (
-                [("target", 0), ("target", 1), ("target", 0)] if 1 in wins else [("expert", 0)] * 3)
-            assert {row["weight"] for row in rows_} == {1 / (5 if 1 in wins else 7)}
-
-
-def test_negatives_of_the_same_reward(plain, changed):
-    _, run = changed("others' negatives of the same reward in place of the failure agent's",
-                     until="iter1/target-agent")
-    assert pairs_of("failure", plain, run)[0] == pairs_of("failure", plain, run)[1]
-    pool, theirs = (rows(run / f"{name}.jsonl") for name in ("pool", "iter1/failure"))
-    assert len(pool) == 4 * len(theirs)
-    taken = {(row["task"], row["rejected"]["rollout"]): row["rejected"]["reward"]
-             for row in pairs_of("target", run)[0] if row["kind"] == "expert>frozen"}
-    assert not any(row[side]["agent"] == "failure" for row in pairs_of("target", run)[0]
-                   for side in ("chosen", "rejected"))
-    exact = 0
-    for e in theirs:
-        same = [p for p in pool if p["task"] == e["task"] and p["reward"] == e["reward"]]
-        if e["reward"] < 1 and len(same) > 1:  # for its two rollouts
-            assert e["reward"] in [x for (task, _), x in taken.items() if task == e["task"]]
-            exact += 1
-    assert exact > 3 and len(steps(run, "target")) > 0
+    encoder = core.dpo.Encoder(AutoTokenizer.from_pretrained(ROOT / "tiny"))
+    others = [core.Trajectory(**e) for e in played.values()]
+    groups = core.preference_groups(rows(run / "iter1/pairs-target.jsonl"),
+                                    [core.Trajectory(**e) for e in experts.values()], others,
+                                    core.Settings(max_new_tokens=1, cut_turns=-1), encoder)
+    compared = Counter()
+    for pair, a, b in ((p, g.trajectories[p.chosen], g.trajectories[p.rejected])
+                       for g in groups for p in g.pairs):
+        first = [t.action_mask.index(1) for t in (a, b)]
+        shared = len(b.prefix) if a.agent == "expert" else min(len(a.prefix), len(b.prefix))
+        compared[pair.kind, shared] += 1
+        assert first[0] == first[1] and a.ids[:first[0]] == b.ids[:first[0]]
+        ends = [encoder.reply_ends(t)[:shared] for t in (a, b)]
+        assert ends[0] == ends[1] and (not shared or ends[0][-1] < first[0])
+        whole = (played.get((t.task, t.agent, t.rollout), experts[t.task]) for t in (a, b))
+        for t, e in zip((a, b), whole):  # all that follows is trained on as before
+            assert t.action_mask[first[0]:] == e["action_mask"][first[0]:]
+    assert compared["expert>target", 0] and compared["expert>target", 1]
+    assert steps(run, "target")
 
 
-def test_validation_chooses(tmp_path):
-    """Of rewards 0.9 after SFT, then 0.3, 0.5, 0.2: the second iteration's agent."""
-    with program(tmp_path / "program", "validation chooses the iteration") as core:
-        def work(run, out, agent, *_, i=0, **how):
-            core.write(run, out, [])
-            return dict(reward=(0.9, 0.3, 0.5, 0.2)[i], agent=str(agent))
+def test_self_generated_experts(changed):
+    core, run = changed("self-generated experts", flags="--expert-min-reward -1",
+                        until="iter1/target-agent")
+    best = {}
+    for e in rows(run / "iter1/target.jsonl") + rows(run / "experts.jsonl"):
+        if e["task"] not in best or e["reward"] > best[e["task"]]["reward"]:
+            best[e["task"]] = e
+    own = {task for task, e in best.items() if e["agent"] == "target"}
+    used = {e["task"]: e for e in rows(run / "iter1/experts.jsonl")}
+    assert used == {task: e | dict(agent="expert") for task, e in best.items()}
+    assert 0 < len(own) < len(best) and phases(run)["iter1/experts.jsonl"]["own"] == len(own)
 
-        core.evaluate = core.explore = core.train_sft = core.train_preferences = work
-        run = start(core, tmp_path / "run", COMMON + "--method eto")
-    for split in "test", "unseen":
-        assert phases(run)[f"chosen-{split}.jsonl"]["agent"].endswith("iter2/target-agent")
+    chosen = [(row["task"], row["chosen"]) for row in rows(run / "iter1/pairs-target.jsonl")
+              if row["kind"].startswith("expert")]
+    assert chosen
+    for task, side in chosen:
+        named = {key: used[task][key] for key in ("agent", "iteration", "rollout", "reward")}
+        assert side == named
+    assert steps(run, "target")[0]["loss"] > 0
 
 
-def test_lora(changed, tmp_path):
+@pytest.fixture
+def peft(tmp_path, monkeypatch):
+    """The package, in a folder of this test's."""
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--retries", "1", "--quiet"]
+    target = ["--target", str(tmp_path / "packages"), "peft>=0.17,<0.22"]
+    if subprocess.run([*pip, *target], timeout=300).returncode:
+        pytest.skip("pip does not find peft")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+
+
+def test_lora(peft, changed, tmp_path):
     core, run = changed("LoRA", flags="--dpo-lr 1e-2", until="iter1/failure-agent")
     assert steps(run, "failure")[0]["loss"] == LN2
     before, after = (
