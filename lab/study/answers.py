@@ -52,8 +52,8 @@ STUDIES = {
         (("hard-0.6", "coevolve"), ("hard-0.7", "coevolve"), ("hard-0.8", "coevolve"),
          ("hard-0.8", "hard-0.6")), range(13, 18)),
     "size": Study(
-        {"eto": ETO, "coevolve": COEVOLVE},
-        (("eto", "sft"), ("coevolve", "sft"), ("coevolve", "eto")),
+        {"eto": ETO, "coevolve": COEVOLVE, "frozen": f"{COEVOLVE} --d-fail none"},
+        (("eto", "sft"), ("coevolve", "sft"), ("coevolve", "eto"), ("coevolve", "frozen")),
         range(13, 18)),
 }
 
