@@ -849,3 +849,13 @@ def test_two_sharded_processes_evolve_like_one(small_model, tmp_path):
     assert len(log[0]) == 2 and abs(log[0][1][1]) > 1e-6  # it has learnt something
     one, two = ((tmp_path / out / "iter1/tasks.jsonl").read_text() for out in "12")
     assert one == two != ""
+
+
+def test_more_steps_go_on_to_what_they_would_have_been(run):
+    """The run ended inside its second segment, which is made again, as long as it has to be."""
+    whole = files_of(run("evolve", "whole", grpo_steps=5).folder)
+    run("evolve", "longer", grpo_steps=3)
+    longer = files_of(run("evolve", "longer", grpo_steps=5).folder)
+    after_three = {name for name in longer if name.startswith("eval-2-")}
+    assert after_three and longer.keys() - whole.keys() == after_three
+    assert {name: longer[name] for name in whole} == whole
