@@ -221,3 +221,10 @@ def test_compare_over_seeds_by_hand(tmp_path, capsys):
                        (1, "compare one of them"), (0, "has not finished")):
         with pytest.raises(Refused, match=why):
             compare.main([runs[1], runs[other]])
+
+
+def test_a_share_of_nothing_is_not_below_zero(tmp_path):
+    """1 - 20/24 - 4/24 is -6e-17."""
+    phases = PHASES | {"iter1/target.jsonl": exploration("target", 24, 20 / 24, 4 / 24, 0.94)}
+    text = report.close(write_run(tmp_path / "run", phases))
+    assert row(text, "1", "target", "24") == ["83.3%", "0.0%", "16.7%", "0.940"]

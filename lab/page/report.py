@@ -115,7 +115,7 @@ def of_exploration(run: Path, phases: dict) -> tuple[str, str, list]:
     threshold = config_of(run)["settings"]["hard_threshold"]
     rows = []
     for e in explorations(phases):
-        negative = 1 - e["success"] - e["hard"]
+        negative = max(0.0, 1 - e["success"] - e["hard"])  # but for rounding
         rows.append((e["i"], e["name"], e["episodes"], f"{e['success']:.1%}", f"{negative:.1%}",
                      f"{e['hard']:.1%}", f"{e['reward']:.3f}"))
     return (f"Exploration; a negative has a reward below {threshold}, a hard one from {threshold} "
