@@ -248,11 +248,14 @@ def test_an_episode_that_somebody_else_kills_is_an_environment_that_broke(served
         wait_until(lambda: gone(inside))
         with pytest.raises(EnvError, match="was killed"):
             episode.run("send(output='')")
+        episode.end()  # once more; the server goes on, and it can be played again
     episode = processes.Episode(server, "a", "x")
+    inside = processes_of(server)
     server.process.kill()
+    wait_until(lambda: gone(inside))
     with pytest.raises(EnvError, match="has ended"):
         episode.run("send(output='')")
-    episode.end()  # so that it can be played again
+    episode.end()
     with pytest.raises(EnvError, match="has ended"):
         processes.Episode(server, "a", "x")
 
@@ -338,6 +341,12 @@ def test_scenarios_are_tasks_without_their_last_number():
     scenario = environment("appworld").scenario
     assert scenario("appworld-test_normal-82e2fac_1") == "appworld-test_normal-82e2fac"
     assert scenario("appworld-added-3") is None and environment("webshop").scenario("webshop-test-1") is None
+
+
+def test_a_folder_that_the_package_takes_for_memory_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(data, "PROJECT", tmp_path / "memory-of-agents")
+    with pytest.raises(Refused, match="memory-of-agents.*has 'memory' in its path.*move it"):
+        small_world()
 
 
 def test_without_the_package_one_line_says_how_to_get_it(monkeypatch, tmp_path):

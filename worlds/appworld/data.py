@@ -36,13 +36,21 @@ def small_world() -> Path:
     here = Path(__file__).parent
     made_by = [PACKAGE.encode(), *((here / name).read_bytes() for name in MADE_BY)]
     name = hashlib.sha256(b"\0".join(made_by)).hexdigest()[:16]
-    folder = PROJECT / ".cache" / f"appworld-{name}"
+    folder = usable(PROJECT / ".cache" / f"appworld-{name}")
     folder.parent.mkdir(exist_ok=True)
     with FileLock(f"{folder}.lock"):  # of runs that start together one makes it
         if not folder.exists():
             print(f"appworld: making the small world, half a minute; once, in {folder}")
             with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
                 make(Path(temporary) / "world").rename(folder)
+    return folder
+
+
+def usable(folder: Path) -> Path:
+    """The folder; Refused where the package would look for no file in it."""
+    if "memory" in str(folder):
+        raise Refused(f"appworld: {folder} has 'memory' in its path, which the package takes for a "
+                      "database without a file; move it")
     return folder
 
 

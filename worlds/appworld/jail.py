@@ -174,7 +174,7 @@ def filter_calls() -> None:
     for name, place, how, value, wanted in (
             ("clone", 16, bits, 0x10000, True),             # a thread
             ("prctl", 16, equal, DIE_WITH_PARENT, False),   # which stays as it is
-            ("socket", 16, equal, 1, True),                 # AF_UNIX; others may leave by no network
+            ("socket", 16, equal, 1, True),                 # AF_UNIX, as a pair
             ("prlimit64", 32, equal, 0, True), ("prlimit64", 36, equal, 0, True)):  # it only asks
         program += [(load, 0, 0, 0), (equal, 0, 3, CALLS[name][column]), (load, 0, 0, place),
                     (how, wanted, not wanted, value), (end, 0, 0, no)]

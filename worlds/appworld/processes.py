@@ -139,6 +139,8 @@ class Shut:
         return said
 
     def end(self, patience: float = 0.0) -> bool:
+        if self._line.fileno() < 0:
+            return False  # it has ended before
         self._line.close()
         return self._server.kill(self._process, patience)
 
