@@ -542,6 +542,10 @@ def test_splits_repeat_nothing_and_the_official_layout_plays(world, tmp_path):
         make("appworld", appworld_root=str(tmp_path))
     for n, name in enumerate(("train", "dev", "test_normal", "test_challenge")):
         (tmp_path / "data/datasets" / f"{name}.txt").write_text("\n".join(keys[3 * n:3 * n + 3]))
+    (tmp_path / "data/datasets/dev.txt").write_text("none_1")
+    with pytest.raises(Refused, match=r"tasks/none_1/specs.json is not there; appworld download data"):
+        make("appworld", appworld_root=str(tmp_path))
+    (tmp_path / "data/datasets/dev.txt").write_text("\n".join(keys[3:6]))
     official = make("appworld", appworld_root=str(tmp_path))
     assert official.test_splits == ("test_normal", "test_challenge")
     assert official.tasks("validation") == [f"appworld-validation-{key}" for key in keys[3:6]]

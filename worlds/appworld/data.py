@@ -72,12 +72,20 @@ def splits(root: Path, official: bool) -> dict[str, dict[str, dict]]:
     """Split -> key -> task, {start: key}, in the order of the files."""
     found, files = {}, OFFICIAL if official else {name: name for name in SMALL}
     for split, name in files.items():
-        file = root / "data/datasets" / f"{name}.txt"
-        if not file.is_file():
-            raise Refused(f"--appworld-root {root}: {file} is not there; appworld download data "
-                          "--root gets the official data")
-        found[split] = {key: dict(start=key) for key in file.read_text().split()}
+        keys = existing(root, f"datasets/{name}.txt").read_text().split()
+        for key in keys:
+            existing(root, f"tasks/{key}/specs.json")
+        found[split] = {key: dict(start=key) for key in keys}
     return found
+
+
+def existing(root: Path, name: str) -> Path:
+    """A file of the data; Refused where it is missing."""
+    file = root / "data" / name
+    if not file.is_file():
+        raise Refused(f"--appworld-root {root}: {file} is not there; appworld download data --root "
+                      "gets the official data")
+    return file
 
 
 def solution(root: Path, key: str) -> list[str]:
