@@ -546,6 +546,10 @@ def test_splits_repeat_nothing_and_the_official_layout_plays(world, tmp_path):
     with pytest.raises(Refused, match=r"tasks/none_1/specs.json is not there; appworld download data"):
         make("appworld", appworld_root=str(tmp_path))
     (tmp_path / "data/datasets/dev.txt").write_text("\n".join(keys[3:6]))
+    (tmp_path / "data/api_docs").rename(tmp_path / "documents")
+    with pytest.raises(Refused, match=r"api_docs/standard/phone.json is not there; appworld download"):
+        make("appworld", appworld_root=str(tmp_path))
+    (tmp_path / "documents").rename(tmp_path / "data/api_docs")
     official = make("appworld", appworld_root=str(tmp_path))
     assert official.test_splits == ("test_normal", "test_challenge")
     assert official.tasks("validation") == [f"appworld-validation-{key}" for key in keys[3:6]]

@@ -76,6 +76,8 @@ def splits(root: Path, official: bool) -> dict[str, dict[str, dict]]:
         for key in keys:
             existing(root, f"tasks/{key}/specs.json")
         found[split] = {key: dict(start=key) for key in keys}
+    for shared in ("base_dbs/phone.db", "api_docs/standard/phone.json"):
+        existing(root, shared)
     return found
 
 
