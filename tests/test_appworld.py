@@ -48,20 +48,37 @@ TRIES = {
     "rights of root": ("os.setuid(0), os.chown('/own', 5, 5)", "not permitted|Invalid argument"),
     "a device": ("os.mknod('/own/c', 0o60000, 1)", "not permitted"),
     "another process": ("os.kill({pid}, 9)", "No such process"),
-    "this machine": ("socket.create_connection(('127.0.0.1', {port}), 5)", "unreachable|refused"),
+    "this machine": ("socket.create_connection(('127.0.0.1', {port}), 5)", "not permitted"),
+    "a machine that holds this one": ("socket.socket(40).connect((2, 5000))", "not permitted"),
+    "the kernel's table of networks": ("socket.socket(16, socket.SOCK_RAW)", "not permitted"),
     "a socket without a file": ("socket.socket(socket.AF_UNIX).connect('\\0{name}')", "refused"),
     "a thread": ("[t.start() or t.join() for t in [threading.Thread(target=int)]]", r"\[None\]"),
+    "a group of its own": ("os.getpgrp() == os.getsid(0) == os.getpid()", "True"),
+    "to outlive its parent": ("jail.call('prctl', 1, 0, 0, 0, 0)", "not permitted"),
+    "to be killed by a limit": ("resource.setrlimit(resource.RLIMIT_CPU, (1, 1))", "not allowed"),
+    "what its limits are": ("resource.getrlimit(resource.RLIMIT_CORE)", r"\(0, 0\)"),
+    "memory as a file": ("jail.call('memfd_create', 'a', 0)", "not permitted"),
+    "memory of two": ("jail.call('shmget', 0, 1 << 28, 0o1600)", "not permitted"),
+    "a key that stays": ("jail.LIBC.syscall(key, b'user', b'a', b'b', 1, -4), why()", "-1, .*not permitted"),
+    "a queue of calls": ("jail.LIBC.syscall(425, 8, bytes(200)), why()", "-1, .*not implemented"),
+    "a mount by its newer calls": ("jail.LIBC.syscall(430, b'tmpfs', 0), why()", "-1, .*not implemented"),
+    "many files": ("[os.mkdir(f'/own/{n} of many') for n in range(20_000)]", "No space"),
+    "many threads": ("threading.stack_size(1 << 16), [threading.Thread(target=stop.wait, daemon=True).start()"
+                     " for _ in range(400)]", "can't start"),
+    "many open files": ("[os.dup(0) for _ in range(400)]", "Too many open"),
 }
 
 
 # A process of one thread that is shut in and tries them; a fork of this one could wait for ever for
 # a lock that another thread of it holds.
 TRYING = """
-import ctypes, encodings.idna, json, os, socket, sys, threading
+import ctypes, encodings.idna, json, os, resource, socket, sys, threading
 folder, user, tries = json.loads(sys.argv[1])
 sys.path.insert(0, folder)
 import jail
-found = {}
+found, stop = {}, threading.Event()
+key = 248 if os.uname().machine == "x86_64" else 217
+why = lambda: os.strerror(ctypes.get_errno())
 try:
     if user is not None:
         os.setgroups([])
@@ -111,6 +128,39 @@ def test_who_is_shut_in_reaches_nothing_with_rights_of_root_and_without(user):
         pytest.skip(f"this machine does not shut in: {error}")
     for name, (_, wanted) in TRIES.items():
         assert re.search(wanted, found[name]), (name, found[name])
+
+
+# Begins a process that is shut in and sleeps, and waits.
+WAITING = """
+import os, sys, time
+folder, user = sys.argv[1:]
+sys.path.insert(0, folder)
+import jail
+if not os.fork():
+    if user:
+        os.setgroups([])
+        os.setresgid(int(user), int(user), int(user))
+        os.setresuid(int(user), int(user), int(user))
+        jail.call("prctl", 4, 1, 0, 0, 0)
+    jail.enter([], ["/own"], 3000)
+    print("shut in", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("user", [None, NOBODY], ids=["as we are", "not as root"])
+def test_who_waits_for_one_that_is_shut_in_ends_with_its_parent(user):
+    if user is not None and os.geteuid():
+        pytest.skip("only root becomes another user; the other case is not root's")
+    command = [sys.executable, "-I", "-c", WAITING, str(ROOT / "worlds/appworld"), str(user or "")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        said = run.stdout.readline()
+        inside = psutil.Process(run.pid).children(recursive=True)
+        run.kill()
+        if "shut in" not in said:
+            pytest.skip("this machine does not shut in")
+        assert len(inside) == 2
+        wait_until(lambda: gone(inside))
 
 
 # ------------------------------------------------------- this side, with a child without the package
@@ -171,14 +221,18 @@ def gone(found) -> bool:
     ("while True: os.write(3, b'x' * 65536)", "process has ended"), ("pass", "no answer in"),
     ("while True:\n    try:\n        while True: pass\n    except BaseException: pass", "no answer in"),
     ("sum(range(10 ** 12))", "no answer in"),
+    ("import ctypes; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\nwhile True: pass", "no answer in"),
+    ("import resource; resource.setrlimit(0, (1, 1))\nwhile True: pass", "not allowed"),
+    ("send(error='\\ud800' * 9999)", r"\?{500}"),
 ])
 def test_code_that_ends_or_blocks_its_process_ends_the_episode_alone(served, code, reason):
     server = served()
     episode = processes.Episode(server, "a", "do it")
     episode._seconds = 0.3 if "no answer" in reason else 60
     inside = processes_of(server)
-    with pytest.raises(processes.Gone, match=reason):
+    with pytest.raises(processes.Gone, match=reason) as caught:
         episode.run(code)
+    assert len(str(caught.value).encode()) <= 500
     wait_until(lambda: gone(inside))
     again = processes.Episode(server, "a", "do it again")
     assert again.run("send(output='yes', done=True, calls=[])") == processes.Ran("yes", True, [])
@@ -194,9 +248,22 @@ def test_an_episode_that_somebody_else_kills_is_an_environment_that_broke(served
         wait_until(lambda: gone(inside))
         with pytest.raises(EnvError, match="was killed"):
             episode.run("send(output='')")
+        episode.end()  # once more; the server goes on, and it can be played again
+    episode = processes.Episode(server, "a", "x")
+    inside = processes_of(server)
     server.process.kill()
+    wait_until(lambda: gone(inside))
+    with pytest.raises(EnvError, match="has ended"):
+        episode.run("send(output='')")
+    episode.end()
     with pytest.raises(EnvError, match="has ended"):
         processes.Episode(server, "a", "x")
+
+
+def test_a_judgement_that_does_not_end_is_one_that_failed(served, monkeypatch):
+    server = served("child.judge = lambda task, changes: [0 for _ in iter(int, 1)]")
+    monkeypatch.setattr(processes, "JUDGING", 0.3)
+    assert "no answer in" in server.once("judge", "a", changes={})["error"]
 
 
 def test_no_code_is_run_where_the_machine_does_not_isolate(served, tmp_path):
@@ -276,6 +343,12 @@ def test_scenarios_are_tasks_without_their_last_number():
     assert scenario("appworld-added-3") is None and environment("webshop").scenario("webshop-test-1") is None
 
 
+def test_a_folder_that_the_package_takes_for_memory_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(data, "PROJECT", tmp_path / "memory-of-agents")
+    with pytest.raises(Refused, match="memory-of-agents.*has 'memory' in its path.*move it"):
+        small_world()
+
+
 def test_without_the_package_one_line_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setattr(data, "VENV", tmp_path)
     with pytest.raises(Refused, match=r"appworld==0.1.3.post1 is not in .*; bash run.sh appworld"):
@@ -348,7 +421,9 @@ PROBES = {
     "got('ctypes').CDLL(None).setuid(0), os.getuid()": "-1|0, 0",
     "got('ctypes').CDLL(None).unshare(0x10000000)": "-1",
     "got('ctypes').CDLL(None).ptrace(16, 1, 0, 0)": "-1",
-    "got('socket').create_connection(('127.0.0.1', {port}), 5)": "unreachable",
+    "got('socket').create_connection(('127.0.0.1', {port}), 5)": "not permitted",
+    "got('socket').socket(40)": "not permitted",
+    "got('ctypes').CDLL(None).prctl(1, 0, 0, 0, 0)": "^-1$",
     "got('requests').get('http://127.0.0.1:{port}')": "Error",
     "got('socket').getaddrinfo('example.com', 80)": "gaierror|resolution",
     "os.getppid()": "^0$",
@@ -467,6 +542,14 @@ def test_splits_repeat_nothing_and_the_official_layout_plays(world, tmp_path):
         make("appworld", appworld_root=str(tmp_path))
     for n, name in enumerate(("train", "dev", "test_normal", "test_challenge")):
         (tmp_path / "data/datasets" / f"{name}.txt").write_text("\n".join(keys[3 * n:3 * n + 3]))
+    (tmp_path / "data/datasets/dev.txt").write_text("none_1")
+    with pytest.raises(Refused, match=r"tasks/none_1/specs.json is not there; appworld download data"):
+        make("appworld", appworld_root=str(tmp_path))
+    (tmp_path / "data/datasets/dev.txt").write_text("\n".join(keys[3:6]))
+    (tmp_path / "data/api_docs").rename(tmp_path / "documents")
+    with pytest.raises(Refused, match=r"api_docs/standard/phone.json is not there; appworld download"):
+        make("appworld", appworld_root=str(tmp_path))
+    (tmp_path / "documents").rename(tmp_path / "data/api_docs")
     official = make("appworld", appworld_root=str(tmp_path))
     assert official.test_splits == ("test_normal", "test_challenge")
     assert official.tasks("validation") == [f"appworld-validation-{key}" for key in keys[3:6]]
@@ -495,6 +578,13 @@ def test_what_was_done_becomes_a_task_that_verifies_and_is_judged_exactly(world)
         assert play(world, made, wrong).reward == 0
     assert play(world, made, [*code[:-1], "apis.supervisor.complete_task(answer=3)"]).reward == 0
 
+    start = world.find(of_family(world, "train", "alarm-new"))["start"]
+    code = world.solution(dict(start=start))
+    made = world.add(dict(start=start, text="An alarm, please.", code=code))
+    later = re.sub(r'time="\d\d', 'time="23', code[2])
+    assert play(world, made, code).reward == 1
+    assert play(world, made, [*code[:2], later, *code[3:]]).reward == 0  # as many changes, but others
+
 
 def test_planted_proposals_are_refused_or_prove_nothing(world):
     generator = world.task_generator()
@@ -518,6 +608,9 @@ def test_planted_proposals_are_refused_or_prove_nothing(world):
     assert verdict([*code[:2], "1 / 0", *code[2:]]) == "a part of its solution fails"
     drawn = "import random\nrandom.seed()\nanswer = random.random()"
     assert verdict([*code[:-1], drawn, code[-1]]) == "its replays differ"
+    later = [code[0], code[1], 'import random\nrandom.seed()\nprint(apis.phone.create_alarm(access_token=token, '
+             'label="one", time=f"{random.randint(10, 23)}:{random.randint(10, 59)}"))', done]
+    assert verdict(later) == "its replays differ"  # in what has changed, not in how much
     twice = 'apis.phone.update_alarm(access_token=token, alarm_id=alarms[0]["alarm_id"], time="05:05")'
     assert verdict([*code[:-1], twice, twice, done]) == "it is solved without its last change"
     written = generator.written(train, dict(query="Count them.", action_sequence=[*map(block, code[:-1])]))

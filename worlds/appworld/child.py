@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import time
 import warnings
+from collections import Counter
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -87,19 +88,34 @@ def judge(task: str, changes: dict) -> dict:
 def compare(task: str, changes: list[dict]) -> dict:
     """The tables in which two episodes on a task end differently; whether their answers are one."""
     from appworld.apps import get_all_apps
-    from appworld.collections.models import ModelCollection, ModelCollectionPair
     from appworld.common.utils import do_answers_match
-    homes = [":memory:end0", ":memory:end1"]
-    ends = []
-    for home, changed in zip(homes, changes):
-        saved = place(task, home[-4:], changed)
-        ends.append(ModelCollection.load(home, saved, get_all_apps()))
-    pair = ModelCollectionPair(homes[0], ends[0], homes[1], ends[1])
-    tables = sorted(pair.changed_model_names())
-    # The two ends share one database at a time: one's answer is read before the other is asked.
-    one = json.loads(pair.start.supervisor.Task.first().answer)
-    other = json.loads(pair.end.supervisor.Task.first().answer)
-    return dict(tables=tables, answer=do_answers_match(one, other))
+    apps = []
+    for app in get_all_apps():
+        one, other = (changed.get(f"{app}.jsonl") for changed in changes)
+        if one != other:
+            apps.append(app)
+    one, answer = end_of(task, "end0", changes[0], apps)
+    other, other_answer = end_of(task, "end1", changes[1], apps)
+    tables = sorted(table for table in one if one[table] != other[table])
+    return dict(tables=tables, answer=do_answers_match(answer, other_answer))
+
+
+def end_of(task: str, name: str, changes: dict, apps: list[str]) -> tuple[dict, object]:
+    """How often each record stands in the tables of some apps, and the answer, where an episode
+    ends. The package's own comparison goes by counts of changes and by hashes that the episode has
+    saved: other changes, as many, would be the same."""
+    from appworld.apps import get_all_apps
+    from appworld.collections.models import ModelCollection
+    models = ModelCollection.load(f":memory:{name}", place(task, name, changes), get_all_apps())
+    found = {}
+    for app in apps:
+        for table, model in models[app].SQLModel.name_to_model().items():
+            columns = {column.name for column in model.__table__.columns} - {"id", "record_hash"}
+            asked = ", ".join(f'"{column}"' for column in sorted(columns))
+            rows = model.db.connection.execute(f'SELECT {asked} FROM "{model.__tablename__}"')
+            found[f"{app}.{table}"] = Counter(rows)
+    found.pop("supervisor.Task", None)  # its answer is compared by itself
+    return found, json.loads(models.supervisor.Task.first().answer)
 
 
 def place(task: str, name: str, changes: dict) -> str:

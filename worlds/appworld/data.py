@@ -36,13 +36,21 @@ def small_world() -> Path:
     here = Path(__file__).parent
     made_by = [PACKAGE.encode(), *((here / name).read_bytes() for name in MADE_BY)]
     name = hashlib.sha256(b"\0".join(made_by)).hexdigest()[:16]
-    folder = PROJECT / ".cache" / f"appworld-{name}"
+    folder = usable(PROJECT / ".cache" / f"appworld-{name}")
     folder.parent.mkdir(exist_ok=True)
     with FileLock(f"{folder}.lock"):  # of runs that start together one makes it
         if not folder.exists():
             print(f"appworld: making the small world, half a minute; once, in {folder}")
             with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
                 make(Path(temporary) / "world").rename(folder)
+    return folder
+
+
+def usable(folder: Path) -> Path:
+    """The folder; Refused where the package would look for no file in it."""
+    if "memory" in str(folder):
+        raise Refused(f"appworld: {folder} has 'memory' in its path, which the package takes for a "
+                      "database without a file; move it")
     return folder
 
 
@@ -64,12 +72,22 @@ def splits(root: Path, official: bool) -> dict[str, dict[str, dict]]:
     """Split -> key -> task, {start: key}, in the order of the files."""
     found, files = {}, OFFICIAL if official else {name: name for name in SMALL}
     for split, name in files.items():
-        file = root / "data/datasets" / f"{name}.txt"
-        if not file.is_file():
-            raise Refused(f"--appworld-root {root}: {file} is not there; appworld download data "
-                          "--root gets the official data")
-        found[split] = {key: dict(start=key) for key in file.read_text().split()}
+        keys = existing(root, f"datasets/{name}.txt").read_text().split()
+        for key in keys:
+            existing(root, f"tasks/{key}/specs.json")
+        found[split] = {key: dict(start=key) for key in keys}
+    for shared in ("base_dbs/phone.db", "api_docs/standard/phone.json"):
+        existing(root, shared)
     return found
+
+
+def existing(root: Path, name: str) -> Path:
+    """A file of the data; Refused where it is missing."""
+    file = root / "data" / name
+    if not file.is_file():
+        raise Refused(f"--appworld-root {root}: {file} is not there; appworld download data --root "
+                      "gets the official data")
+    return file
 
 
 def solution(root: Path, key: str) -> list[str]:

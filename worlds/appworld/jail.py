@@ -8,6 +8,7 @@ in a user namespace, which the machine must allow. OSError says what it does not
 import ctypes
 import os
 import platform
+import re
 import resource
 import struct
 import sys
@@ -18,14 +19,30 @@ NEW_PIDS, NEW_NETWORK = 0x20000000, 0x40000000
 READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC, REMOUNT, BIND = 1, 2, 4, 8, 32, 4096
 RECURSIVE, PRIVATE, DETACH = 16384, 1 << 18, 2
 DIE_WITH_PARENT, SECCOMP, DROP_CAPABILITY, NO_NEW_RIGHTS = 1, 22, 24, 38  # of prctl
-NOBODY = 65534
 KILLED = 9  # the exit status where somebody outside has killed the process
 SIZE = 128 << 20  # bytes of the folder of its own, and of a file [ours]
+FILES = 10_000    # there [ours]
+OPEN = 256        # files that are open at a time [ours]
+THREADS = 200     # [ours]
+USERS = 60_000    # from here on 4,000 numbers of users that systems leave unused
 
-# machine -> its number for seccomp; pivot_root, capset; clone, clone3; what starts processes or
-# reaches namespaces and other processes: execve, execveat, ptrace, unshare, setns, fork, vfork
-MACHINES = {"x86_64": (0xC000003E, 155, 126, 56, 435, (59, 322, 101, 272, 308, 57, 58)),
-            "aarch64": (0xC00000B7, 41, 91, 220, 435, (221, 281, 117, 97, 268))}
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column below; for seccomp
+CALLS = {"pivot_root": (155, 41), "capset": (126, 91), "clone": (56, 220), "prctl": (157, 167),
+         "socket": (41, 198), "prlimit64": (302, 261)}
+REFUSED = {
+    # what starts processes, or reaches others and their namespaces
+    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
+    "ptrace": (101, 117), "unshare": (272, 97), "setns": (308, 268),
+    # memory that no limit counts
+    "memfd_create": (319, 279), "shmget": (29, 194), "msgget": (68, 186), "mq_open": (240, 180),
+    "vmsplice": (278, 75),
+    # keys, which stay when a process has ended
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    # the kernel's own engines
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    # its limits, by which it could have itself killed as if from outside
+    "setrlimit": (160, 164)}
+NEWER = 424  # calls from here on are one number on all machines; libraries do without them
 
 
 def enter(shown: list[str], own: list[str], megabytes: int) -> None:
@@ -39,15 +56,17 @@ def enter(shown: list[str], own: list[str], megabytes: int) -> None:
     Raises:
         OSError: the machine allows one of the steps to nobody.
     """
-    root = os.geteuid() == 0
-    separate(root)
-    build(shown, own, root)
+    user = USERS + os.getpid() % 4_000 if os.geteuid() == 0 else None
+    separate(user is not None)
+    die_with_parent()  # a new user namespace has undone it
+    build(shown, own, user)
     if process := os.fork():
         os.closerange(0, 1 << 16)  # else nobody could see the other's end
         _, status = os.waitpid(process, 0)
         os._exit(KILLED if status == 9 else 0)
-    limit(megabytes)
-    give_up_rights(root)
+    os.setsid()  # else a signal to its group reaches other episodes
+    limit(megabytes, user)
+    give_up_rights(user)
     die_with_parent()
     filter_calls()
 
@@ -60,11 +79,18 @@ def call(name: str, *arguments) -> None:
         raise OSError(error, f"{name}: {os.strerror(error)}")
 
 
-def machine() -> tuple:
+def machine() -> tuple[int, int]:
     if sys.platform != "linux" or platform.machine() not in MACHINES:
         raise OSError(f"no {sys.platform} on {platform.machine()}, but Linux on "
                       f"{' or '.join(MACHINES)} is known")
     return MACHINES[platform.machine()]
+
+
+def system_call(name: str, *arguments) -> None:
+    """One that the C library has no function for; OSError where it fails."""
+    column, _ = machine()
+    if LIBC.syscall(CALLS[name][column], *arguments):
+        raise OSError(ctypes.get_errno(), name)
 
 
 def die_with_parent() -> None:
@@ -84,11 +110,12 @@ def separate(root: bool) -> None:
                 file.write(text)
 
 
-def build(shown: list[str], own: list[str], root: bool) -> None:
-    """A root folder with nothing in it but what is shown and what is its own."""
+def build(shown: list[str], own: list[str], user: int | None) -> None:
+    """A root folder with nothing in it but what is shown and what is its own, a user's."""
     base = "/proc"  # nothing that is shown lies there; no other process sees what is mounted
     call("mount", None, "/", None, RECURSIVE | PRIVATE, None)
-    call("mount", "none", base, "tmpfs", NO_SUID | NO_DEVICES, f"size={SIZE},mode=755")
+    most = f"size={SIZE},nr_inodes={FILES},mode=755"
+    call("mount", "none", base, "tmpfs", NO_SUID | NO_DEVICES, most)
     for path in shown:
         place = base + path
         if os.path.isdir(path):
@@ -102,49 +129,56 @@ def build(shown: list[str], own: list[str], root: bool) -> None:
         call("mount", None, place, None, flags, None)
     for path in own:
         os.makedirs(base + path, exist_ok=True)  # also one that holds what is shown
-        if root:
-            os.chown(base + path, NOBODY, NOBODY)
+        if user is not None:
+            os.chown(base + path, user, user)
     os.mkdir(f"{base}/old")
-    if LIBC.syscall(machine()[1], base.encode(), f"{base}/old".encode()):
-        raise OSError(ctypes.get_errno(), "pivot_root")
+    system_call("pivot_root", base.encode(), f"{base}/old".encode())
     os.chdir("/")
     call("umount2", "/old", DETACH)
     os.rmdir("/old")
 
 
-def limit(megabytes: int) -> None:
-    for what, most in ((resource.RLIMIT_AS, megabytes << 20), (resource.RLIMIT_FSIZE, SIZE),
-                       (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(what, (most, most))
+def limit(megabytes: int, user: int | None) -> None:
+    most = {resource.RLIMIT_AS: megabytes << 20, resource.RLIMIT_FSIZE: SIZE,
+            resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: OPEN}
+    version = re.match(r"(\d+)\.(\d+)", os.uname().release).groups()
+    if user is not None or tuple(map(int, version)) >= (5, 14):  # before, all of a person's count
+        most[resource.RLIMIT_NPROC] = THREADS
+    for what, value in most.items():
+        resource.setrlimit(what, (value, value))
 
 
-def give_up_rights(root: bool) -> None:
-    """Becomes nobody, or root of nothing; no program that it starts has more."""
+def give_up_rights(user: int | None) -> None:
+    """Becomes a user without rights, or root of nothing; no program that it starts has more."""
     for capability in range(64):
         LIBC.prctl(DROP_CAPABILITY, capability, 0, 0, 0)  # those beyond the last one fail
-    if root:
+    if user is not None:
         os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
-    if LIBC.syscall(machine()[2], header, none):
-        raise OSError(ctypes.get_errno(), "capset")
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    system_call("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
     call("prctl", NO_NEW_RIGHTS, 1, 0, 0, 0)
 
 
 def filter_calls() -> None:
-    """From here on it may start threads, but no process."""
-    architecture, _, _, clone, clone3, refused = machine()
+    """From here on it may start threads, but no process, and make no socket that has a network."""
+    column, architecture = machine()
     load, equal, at_least, bits, end = 0x20, 0x15, 0x35, 0x45, 0x06
     no, unknown, yes, kill = 0x50001, 0x50026, 0x7FFF0000, 0x80000000  # EPERM, ENOSYS
     program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, kill),
-               (load, 0, 0, 0), (at_least, 0, 1, 1 << 30), (end, 0, 0, no)]
-    for number in refused:
-        program += [(equal, 0, 1, number), (end, 0, 0, no)]
-    program += [(equal, 0, 1, clone3), (end, 0, 0, unknown),  # then the C library uses clone
-                (equal, 0, 3, clone), (load, 0, 0, 16),
-                (bits, 1, 0, 0x10000), (end, 0, 0, no),       # no thread
-                (end, 0, 0, yes)]
+               (load, 0, 0, 0), (at_least, 0, 1, NEWER), (end, 0, 0, unknown)]
+    for numbers in REFUSED.values():
+        if numbers[column] is not None:
+            program += [(equal, 0, 1, numbers[column]), (end, 0, 0, no)]
+    # A call; where which argument's half lies; how it is compared with what; what it must come to.
+    for name, place, how, value, wanted in (
+            ("clone", 16, bits, 0x10000, True),             # a thread
+            ("prctl", 16, equal, DIE_WITH_PARENT, False),   # which stays as it is
+            ("socket", 16, equal, 1, True),                 # AF_UNIX, as a pair
+            ("prlimit64", 32, equal, 0, True), ("prlimit64", 36, equal, 0, True)):  # it only asks
+        program += [(load, 0, 0, 0), (equal, 0, 3, CALLS[name][column]), (load, 0, 0, place),
+                    (how, wanted, not wanted, value), (end, 0, 0, no)]
+    program += [(end, 0, 0, yes)]
     code = b"".join(struct.pack("HBBI", *step) for step in program)
     held = ctypes.create_string_buffer(code)
     told = struct.pack("HxxxxxxP", len(program), ctypes.addressof(held))

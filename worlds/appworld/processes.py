@@ -13,7 +13,8 @@ from common.settings import Refused
 from worlds import EnvError
 
 GRACE = 5         # seconds beyond those of a reply's code, then its process is killed [ours]
-PATIENCE = 900    # seconds for what has no code of a model in it [ours]
+PATIENCE = 900    # seconds for what has nothing of a model in it [ours]
+JUDGING = 120     # seconds for a judgement, which runs the SQL that an episode has saved [ours]
 MOST = 16 << 20   # characters of an answer: what an episode has changed [ours]
 LONGEST = 20_000  # characters of what a reply reads back [ours]
 
@@ -65,7 +66,7 @@ class Server:
         """The answer of a process that does one thing; `error` in it says what went wrong."""
         shut = self.fork(do=do, task=task)
         try:
-            told = shut.ask(PATIENCE, **asked)
+            told = shut.ask(JUDGING, **asked)
         except Gone as error:
             return dict(error=str(error))
         shut.end()
@@ -111,7 +112,9 @@ class Shut:
             told = json.loads(self._line_said(seconds, asked))
             if not isinstance(told, dict):
                 raise ValueError
-            return told
+            # It may say halves of characters, which no file or tokenizer takes.
+            whole = json.dumps(told, ensure_ascii=False).encode(errors="replace")
+            return json.loads(whole)
         except TimeoutError:
             self.end()
             raise Gone(f"no answer in {seconds:.0f} seconds") from None
@@ -136,6 +139,8 @@ class Shut:
         return said
 
     def end(self, patience: float = 0.0) -> bool:
+        if self._line.fileno() < 0:
+            return False  # it has ended before
         self._line.close()
         return self._server.kill(self._process, patience)
 
@@ -168,9 +173,9 @@ class Episode:
         told = self._shut.ask(self._seconds, code=code)
         if "output" not in told:  # the package cannot go on after what the code did
             self._shut.end()
-            raise Gone(str(told.get("error")))
+            raise Gone(str(told.get("error"))[:500])
         # What the process says may be what the code wants it to say: any text, any value.
-        output = str(told["output"])[:LONGEST].encode(errors="replace").decode()
+        output = str(told["output"])[:LONGEST]
         calls = told.get("calls")
         rows = calls if isinstance(calls, list) else []
         return Ran(output, told.get("done") is True, [row for row in rows if is_call(row)])
@@ -182,7 +187,10 @@ class Episode:
         return {file: str(text) for file, text in kept.items()}
 
     def end(self) -> None:
-        self._shut.end()
+        try:
+            self._shut.end()
+        except EnvError:
+            pass  # the server has ended, and with it this
 
 
 def is_call(row) -> bool:

@@ -43,7 +43,8 @@ class AppWorld(World):
         super().__init__(view)
         self.prompt = PROMPT  # in either view: no model is made for these tasks
         python = data.interpreter()
-        root = Path(appworld_root).resolve() if appworld_root else data.small_world()
+        given = Path(appworld_root).resolve() if appworld_root else data.small_world()
+        root = data.usable(given)
         self.splits = data.splits(root, official=bool(appworld_root))
         self.test_splits = tuple(self.splits)[2:]
         self.share_of_tests = appworld_reward == "tests"
