@@ -366,7 +366,7 @@ def test_where_a_server_replies_a_forks_answer_is_said_to_do_nothing(monkeypatch
     assert "answer is not as lab knows it, and does nothing here" in said
 
 
-@pytest.mark.parametrize("code, goes_on_at", [("the same", 2), ("other code", 0)])
+@pytest.mark.parametrize("code, goes_on_at", [("the same", 3), ("other code", 0)])
 def test_a_phase_goes_on_from_a_state_of_its_own_code(code, goes_on_at, small_model, tmp_path,
                                                       monkeypatch, capsys):
     """Half of an agent by one loss and half by another is an agent of neither."""
