@@ -91,19 +91,19 @@ def take(run, out: Path, code: str, folder: Path) -> dict | None:
     phase; what is recorded of it; None where there is none."""
     for phases in sorted([*folder.glob("*/phases.json"), *folder.glob("phases.json")]):
         other = phases.parent
-        made = other / run.name
+        output = other / run.name
         row = files.read_json(phases).get(run.name, {})
-        if other.samefile(run.folder) or not is_asked_for(row, run) or not made.exists():
+        if other.samefile(run.folder) or not is_asked_for(row, run) or not output.exists():
             continue
-        why = why_not_taken(row, made, code, run)
+        why = why_not_taken(row, output, code, run)
         if why:
             tqdm.write(f"{run.name}: not taken from {other}, since {why}")
             continue
         try:
-            copy(made, out)
+            copy(output, out)
         except (FileNotFoundError, shutil.Error):  # somebody is deleting it
             continue
-        for _, saved in saved_agents(made):
+        for _, saved in saved_agents(output):
             copy(saved, out.parent / saved.name)
         return row | dict(reused=row.get("reused", str(other)))
     return None
