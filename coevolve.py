@@ -1176,8 +1176,13 @@ def scores(trajectories: list[Trajectory], run: Run) -> dict:
                 budget=sum(t.ended == "budget" for t in trajectories) / n)
 
 
+# Errors that are the user's or the machine's, and no bug.
+EXPECTED = (envs.Refused, envs.EnvError, dpo.Unusable, FloatingPointError, OSError, SafetensorError,
+            torch.OutOfMemoryError, MemoryError)
+
+
 def one_line(error: Exception) -> str:
-    """What is said of an error that is the user's or the machine's, and no bug."""
+    """What is said of an error that is EXPECTED."""
     text = " ".join(str(error).split())
     if "No space left on device" in text:
         text += "; make room on the disk of --out, and the same command goes on"
@@ -1202,8 +1207,7 @@ def main(
         run = run_class(settings, options)
         methods[settings.method].loop(run)
         close(run)
-    except (envs.Refused, envs.EnvError, dpo.Unusable, FloatingPointError, OSError,
-            SafetensorError, torch.OutOfMemoryError, MemoryError) as error:
+    except EXPECTED as error:
         sys.exit(f"{program}: {one_line(error)}")
     if run.main:
         print(table(run))

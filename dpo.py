@@ -465,10 +465,9 @@ def log_probs_in_passes(accelerator, model, trajectories: list[Trajectory], toke
 
 def action_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tensor:
     """Adds up log pi(e|u) of each trajectory, (T,) float64, from those of its tokens, (A,)."""
-    owners = []  # the trajectory of each action token: 0, 0, 0, 1, 1, ...
-    for place, t in enumerate(trajectories):
-        owners += [place] * t.action_count
-    owners = torch.tensor(owners, dtype=torch.long, device=per_token.device)      # (A,)
+    # The trajectory of each action token: 0, 0, 0, 1, 1, ...
+    counts = torch.tensor([t.action_count for t in trajectories], dtype=torch.long)
+    owners = torch.arange(len(counts)).repeat_interleave(counts).to(per_token.device)  # (A,)
     # Eq. (2), (5): log pi(e|u) = sum_k log pi(t_k | t_<k) over action tokens t_k. What the agent
     # reads only conditions. In float32 hundreds of nats would lose more than a late step changes.
     zeros = per_token.new_zeros(len(trajectories), dtype=torch.float64)

@@ -15,27 +15,29 @@ from common.settings import Refused, flag
 
 def read_json(file: Path) -> dict:
     """The JSON object in a file; Refused, naming it, unless it is whole."""
-    return whole_object(file.read_text(encoding="utf-8", errors="replace"), file)
+    return whole_object(file.read_bytes(), file)
 
 
 def read_jsonl(file: Path, growing: bool = False) -> list[dict]:
     """The objects in a file, one a line; Refused, naming the line, where one is not whole.
     growing: somebody may be writing the last line, which is left out unless it has its end."""
-    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    lines = file.read_bytes().split(b"\n")
     last = lines.pop()  # what follows the last line's end: nothing, if the file is whole
     if last and not growing:
         lines.append(last)
-    return [whole_object(text, f"{file}, line {n}") for n, text in enumerate(lines, 1)]
+    return [whole_object(line, f"{file}, line {n}") for n, line in enumerate(lines, 1)]
 
 
-def whole_object(text: str, where) -> dict:
+def whole_object(data: bytes, where) -> dict:
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = json.loads(data.decode())
+    except ValueError:  # also where it is not UTF-8
         value = None
     if isinstance(value, dict):
         return value
-    raise Refused(f"{where}: {text[:40]!r} is no whole JSON object; restore the file, or delete it")
+    begins = data.decode(errors="replace")[:40]
+    raise Refused(f"{where}: {begins!r} is no whole JSON object in UTF-8; restore the file, or "
+                  "delete it")
 
 
 def write_json(file: Path, value) -> None:

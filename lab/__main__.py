@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors import SafetensorError
 
 import coevolve
 import dpo
@@ -92,19 +91,18 @@ def check_machine(s: Settings) -> None:
 
 def one_line(error: Exception) -> str | None:
     """The message for an expected error, the user's or the machine's; None: it is a bug."""
-    on = ". The same command goes on from here once that is mended" if GOES_ON else ""
-    if isinstance(error, (envs.Refused, dpo.Unusable)):
-        return without_passwords(str(error))
-    if isinstance(error, (FloatingPointError, envs.EnvError, OSError, SafetensorError)):
-        return f"{error}{on}"
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-            "DefaultCPUAllocator" in str(error)):
-        return ("out of memory; lower --tokens-per-forward or --slots, and the same command goes "
-                "on from here; or lower --max-tokens, with another --out")
-    if isinstance(error, RuntimeError) and any(text in str(error) for text in PEER_GONE):
-        return (f"process {os.environ.get('RANK', '0')} ends because another of this run has "
-                "ended; its message says why")
-    return None
+    if "DefaultCPUAllocator" in str(error):
+        error = MemoryError()
+    if not isinstance(error, coevolve.EXPECTED):
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in PEER_GONE):
+            return (f"process {os.environ.get('RANK', '0')} ends because another of this run has "
+                    "ended; its message says why")
+        return None
+    text = without_passwords(coevolve.one_line(error))
+    says_how = isinstance(error, (envs.Refused, dpo.Unusable)) or "goes on" in text
+    if GOES_ON and not says_how:
+        text += ". The same command goes on from here once that is mended"
+    return text
 
 
 def end(line: str, status: int) -> None:

@@ -26,10 +26,11 @@ from common.settings import Refused, Stated, faults, flag, help_of, settings_of,
 from dpo import Group, Trajectory
 
 # The core's settings that are read here.
-READS = ("model", "seed", "max_tokens", "tokens_per_forward", "sft_epochs", "sft_batch", "sft_lr",
-         "sft_warmup", "weight_decay", "max_grad_norm", "dpo_epochs", "dpo_batch", "batch_unit",
-         "dpo_lr", "dpo_warmup", "beta", "lambda_dpo", "lambda_sft", "log_prob", "sft_term",
-         "normalise", "pair_weights", "cut_turns", "rejected_ends")
+READS = ("model", "seed", "expert_min_reward", "max_tokens", "tokens_per_forward", "sft_epochs",
+         "sft_batch", "sft_lr", "sft_warmup", "weight_decay", "max_grad_norm", "dpo_epochs",
+         "dpo_batch", "batch_unit", "dpo_lr", "dpo_warmup", "beta", "lambda_dpo", "lambda_sft",
+         "log_prob", "sft_term", "normalise", "pair_weights", "cut_turns", "rejected_ends")
+OWN = dict(expert_min_reward=0.0)  # defaults of its own: the best that there is [ours]
 SUCCESS = 1.0  # the reward from which on a trajectory is no failure
 MUST = "give {task, messages of role and content, reward from 0 to 1}, and agent if there are two"
 
@@ -40,7 +41,10 @@ def main(argv: list[str]) -> None:
     learner = Learner(s)
     dropped = Counter()
     played = read_trajectories(file, learner.encoder, s.max_tokens, dropped)
-    experts, others = split(played)
+    experts, others = split(played, s.expert_min_reward, dropped)
+    if not experts:
+        raise Refused(f"{file}: no expert is left: {dict(dropped)}; lower --expert-min-reward "
+                      f"{s.expert_min_reward}")
     groups = coevolve.preference_groups(pair_rows(experts, others, s, dropped), experts, others, s,
                                         learner.encoder)
     say(experts, groups, dropped)
@@ -64,18 +68,19 @@ def settings_from(argv: list[str]) -> tuple[Path, Path, coevolve.Settings]:
     parser.add_argument("file", type=Path, help="the trajectories, one a line")
     parser.add_argument("--out", type=Path, help="the folder of the agent: runs/learn-FILE")
     for name in READS:
+        default = OWN.get(name, stated[name].default)
         parser.add_argument(flag(name), default=argparse.SUPPRESS, **taken_by(stated[name]),
-                            help=help_of(stated[name], stated[name].default, None))
+                            help=help_of(stated[name], default, "here"))
     given = vars(parser.parse_args(argv))
     file = given.pop("file")
     out = given.pop("out") or Path("runs") / f"learn-{file.stem}"
 
     # Nothing is played: no limit is for replies.
-    s = replace(coevolve.Settings(max_new_tokens=1), **given)
+    s = replace(coevolve.Settings(max_new_tokens=1, **OWN), **given)
     wrong = faults(stated, given, set(READS), s, Stated())
     if wrong:
         raise Refused("; ".join(wrong))
-    if out.exists() and list(out.iterdir()):
+    if out.is_file() or (out.exists() and list(out.iterdir())):
         raise Refused(f"--out {out}: it is not empty; give another folder, or delete it")
     return file, out, s
 
@@ -153,11 +158,33 @@ def trajectory_of(row: dict, encoder: dpo.Encoder) -> Trajectory:
                       reward=float(reward), steps=roles.count("assistant"), ended="done")
 
 
-def split(trajectories: list[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
-    """The expert of each task, which is the first of its best trajectories; and all others."""
-    best = {t.task: t for t in coevolve.best_of_tasks(trajectories)}
-    others = [t for t in trajectories if t is not best[t.task]]
-    return [replace(t, agent="expert") for t in best.values()], others
+def split(
+    trajectories: list[Trajectory],
+    least: float,
+    dropped: Counter,
+) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Tells experts from others.
+
+    Args:
+        trajectories: Those of the file.
+        least: What an expert's reward has to exceed, unless it solves its task.
+        dropped: Gets the number of trajectories of tasks that have no expert.
+
+    Returns:
+        The expert of each task, which is the first of its best trajectories; and all others of
+        these tasks.
+    """
+    experts = {}  # task -> its expert
+    for t in coevolve.best_of_tasks(trajectories):
+        if coevolve.better(t.reward, least) or not coevolve.better(SUCCESS, t.reward):
+            experts[t.task] = t
+    others = []
+    for t in trajectories:
+        if t.task not in experts:
+            dropped["of tasks without an expert"] += 1
+        elif t is not experts[t.task]:
+            others.append(t)
+    return [replace(t, agent="expert") for t in experts.values()], others
 
 
 def pair_rows(
@@ -261,6 +288,5 @@ class Learner:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except (Refused, dpo.Unusable, FloatingPointError, OSError, MemoryError,
-            torch.OutOfMemoryError) as error:
+    except coevolve.EXPECTED as error:
         sys.exit(f"run.sh: {coevolve.one_line(error)}")

@@ -27,11 +27,13 @@ def visible(text: str) -> str:
 
 
 def config_of(run: Path) -> dict:
-    """config.json of a run; Refused if the folder is not one."""
-    if not (run / "config.json").is_file():
-        raise Refused(f"{run}: not a run, it has no config.json; name a folder like "
+    """config.json of a run; Refused if the folder is not one, as an agent's is none."""
+    file = run / "config.json"
+    config = read_json(file) if file.is_file() else {}
+    if "settings" not in config:
+        raise Refused(f"{run}: not a run, it has no config.json with settings; name a folder like "
                       "runs/webshop-coevolve-s0")
-    return read_json(run / "config.json")
+    return config
 
 
 def success_of(run: Path) -> float:

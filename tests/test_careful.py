@@ -24,13 +24,14 @@ from conftest import SMALL_RUN, Toy, ended, fork, wait_until
 import coevolve
 import dpo
 import envs
-from common.files import read_jsonl
+from common.files import known_by, read_jsonl
 from common.settings import Refused
 from lab import __main__ as program
 from lab.careful import kept, stand_in, store, tracking
 from lab.careful.kept import Checkpoint
 from lab.careful.margins import margins
-from lab.careful.run import Run, keep_reads, read_before
+from lab.careful.run import Run, keep_reads, read_before, say_what_a_fork_changed
+from lab.serve.run import Run as ServedRun
 from lab.settings import METHODS, Settings
 
 KILLS = int(os.environ.get("KILLS", 3))
@@ -131,11 +132,73 @@ def test_equal_phases_are_taken_over_and_others_made(careful_run, tmp_path):
 
 def test_a_phase_that_goes_on_has_read_what_it_read_before(tmp_path):
     """Also what nothing reads again, since a kept state is past it."""
-    first = SimpleNamespace(main=True, folder=tmp_path, recipe="of-a-phase", reads={"beta", "env"})
+    first = SimpleNamespace(main=True, folder=tmp_path, state="of-a-phase", reads={"beta", "env"})
     keep_reads(first)
-    again = SimpleNamespace(folder=tmp_path, recipe="of-a-phase")
+    again = SimpleNamespace(folder=tmp_path, state="of-a-phase")
     assert set(read_before(again)) == {"beta", "env"}
-    assert read_before(SimpleNamespace(folder=tmp_path, recipe="of-another")) == []
+    assert read_before(SimpleNamespace(folder=tmp_path, state="of-another")) == []
+
+
+def made_elsewhere(folder, name, **more):
+    """A run that asks for a phase of seed 1, and what another one in `folder` has made of it."""
+    run = SimpleNamespace(name=name, recipe="r", folder=folder / "mine", ranks=1, shard=False,
+                          settings=SimpleNamespace(seed=1, save_every=0), options=SimpleNamespace(),
+                          accelerator=SimpleNamespace(mixed_precision="no"))
+    output = folder / "other" / name
+    (output if "." not in name else output.parent).mkdir(parents=True)
+    file = output if "." in name else output / "model.safetensors"
+    file.write_text("as it was made")
+    made = dict(reads=dict(seed=1), code="c", machine=store.machine(run),
+                output=known_by(output, {}))
+    row = dict(recipe="r", made=made) | more
+    (folder / "other/phases.json").write_text(json.dumps({name: row}))
+    run.folder.mkdir()
+    return run, file
+
+
+def test_what_somebody_has_edited_is_not_taken(tmp_path, capsys):
+    """Nor does an edit of what was taken change the other run's."""
+    run, file = made_elsewhere(tmp_path, "pairs.jsonl")
+    out = run.folder / "pairs.jsonl.tmp"
+    assert store.take(run, out, "c", tmp_path)["reused"] == str(tmp_path / "other")
+    with open(out, "w") as mine:
+        mine.write("edited here")
+    assert file.read_text() == "as it was made"
+    assert store.take(run, out, "another", tmp_path) is None
+    file.write_text("edited there")
+    assert store.take(run, out, "c", tmp_path) is None
+    said = capsys.readouterr().out
+    assert "since the code of its phase differs" in said and "since it has been changed since" in said
+
+
+def test_an_agent_without_those_on_the_way_is_not_taken_where_they_are_asked_for(tmp_path, capsys):
+    run, file = made_elsewhere(tmp_path, "sft-target", steps=5)
+    out = run.folder / "sft-target.tmp"
+    assert store.take(run, out, "c", tmp_path)
+    run.settings.save_every = 2
+    assert store.take(run, out, "c", tmp_path) is None
+    assert "it has no agents of --save-every 2" in capsys.readouterr().out
+    for step in (2, 4):
+        shutil.copytree(file.parent, tmp_path / f"other/sft-target-step{step}")
+    assert store.take(run, out, "c", tmp_path)
+    assert sorted(path.name for path in run.folder.iterdir()) == [
+        "sft-target-step2", "sft-target-step4", "sft-target.tmp"]
+
+
+def test_what_the_plain_core_made_and_a_damaged_run_are_named(tmp_path, capsys):
+    run, _ = made_elsewhere(tmp_path, "pairs.jsonl")
+    phases = tmp_path / "other/phases.json"
+    row = dict(recipe="r", settings=dict(seed=1), code="c")
+    phases.write_text(json.dumps({"pairs.jsonl": row}))
+    assert store.take(run, run.folder / "out", "c", tmp_path) is None
+    assert "since the plain core made it" in capsys.readouterr().out
+    row["settings"]["seed"] = 2  # another phase, of which nobody wants to hear
+    phases.write_text(json.dumps({"pairs.jsonl": row}))
+    assert store.take(run, run.folder / "out", "c", tmp_path) is None
+    assert capsys.readouterr().out == ""
+    phases.write_text('{"pairs.jsonl": {')
+    with pytest.raises(Refused, match="other/phases.json: .* restore the file"):
+        store.take(run, run.folder / "out", "c", tmp_path)
 
 
 def test_the_code_of_a_phase_is_what_it_runs(monkeypatch):
@@ -283,6 +346,52 @@ def test_what_a_fork_does_in_fit_and_training_acts(forked, small_model, tmp_path
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_a_method_of_a_fork_that_lab_hides_is_named(small_model, tmp_path, monkeypatch, capsys):
+    """lab has a `checkpoint` of its own; one of the core's would never be called."""
+    assert stand_in.hidden(Run) == stand_in.hidden(ServedRun) == []
+    monkeypatch.setattr(coevolve.Run, "checkpoint", lambda self: 0, raising=False)
+    monkeypatch.setattr(envs, "make", lambda *_, **__: Toy())
+    flags = [*SHORT, "--model", str(small_model), "--out", str(tmp_path / "run")]
+    coevolve.main(flags, Settings, Run, METHODS)
+    assert "Run.checkpoint of the core does nothing here" in capsys.readouterr().out
+
+
+def test_where_a_server_replies_a_forks_answer_is_said_to_do_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(stand_in, "changed", lambda: ("log_probs", "answer"))
+    run = object.__new__(ServedRun)
+    vars(run).update(main=True, settings=SimpleNamespace(serve="vllm serve"))
+    say_what_a_fork_changed(run)
+    said = capsys.readouterr().out
+    assert "log_probs is not as lab knows it: it runs as it is" in said
+    assert "answer is not as lab knows it, and does nothing here" in said
+
+
+@pytest.mark.parametrize("code, goes_on_at", [("the same", 3), ("other code", 0)])
+def test_a_phase_goes_on_from_a_state_of_its_own_code(code, goes_on_at, small_model, tmp_path,
+                                                      monkeypatch, capsys):
+    """Half of an agent by one loss and half by another is an agent of neither."""
+    class RunThatStops(Run):
+        def training(self, *given):
+            for line in super().training(*given):
+                if line["step"] == 3:
+                    raise Stopped
+                yield line
+
+    monkeypatch.setattr(envs, "make", lambda *_, **__: Toy())
+    monkeypatch.setattr(store, "code_of", lambda work, env: "the same")
+    flags = [*SHORT, "--sft-epochs", "4", "--checkpoint-minutes", "0", "--model", str(small_model),
+             "--out", str(tmp_path / "run")]
+    with pytest.raises(Stopped):
+        coevolve.main(flags, Settings, RunThatStops, METHODS)
+
+    training, begun = dpo.training, []
+    monkeypatch.setattr(store, "code_of", lambda work, env: code)
+    monkeypatch.setattr(dpo, "training", lambda *given: begun.append(given[-1]) or training(*given))
+    coevolve.main(flags, Settings, Run, METHODS)
+    assert begun == [goes_on_at]
+    assert ("sft-target begins again" in capsys.readouterr().out) == (goes_on_at == 0)
+
+
 # --------------------------------------------------------- one folder, either program; agents in it
 
 
@@ -344,13 +453,14 @@ def test_margins_are_those_of_the_loss_that_trained(small_model):
     trajectories = [dpo.Trajectory("t", ids=[5, 6, 7, 8 + n], action_mask=[0, 0, 1, 1], reward=n / 4)
                     for n in range(3)]
     group = dpo.Group(trajectories, [dpo.Pair("a", 2, 0), dpo.Pair("b", 1, 0)], [-1.0, -2.0, -3.0])
+    group.scale = 7  # as a fork's objective leaves something on a batch's groups
 
     def loss(policy, groups):
         pi = dpo.action_log_probs(policy, groups[0].trajectories)
         pair, = groups[0].pairs
         chosen, rejected = pi[pair.chosen].item(), pi[pair.rejected].item()
         return policy.sum(), {pair.kind: dict(count=1, chosen=chosen, rejected=rejected,
-                                              margin=7 * (chosen - rejected))}
+                                              margin=groups[0].scale * (chosen - rejected))}
 
     run = SimpleNamespace(settings=SimpleNamespace(reference="phase", margins=9), tokens_per_forward=99,
                           log_probs=dpo.token_log_probs)

@@ -102,14 +102,35 @@ def plain(tmp_path_factory):
         return start(core, folder / "runs/plain", SMALL, "iter1/target-agent")
 
 
+def copying() -> str:
+    """The page's command that copies a run's folder."""
+    text = (ROOT / "docs/changing.md").read_text()
+    command, = re.findall(r"^cp -r (?:.*\\\n)*.*$", text, re.M)
+    return command
+
+
+def test_a_copy_has_nothing_of_what_its_base_made_after_sft(tmp_path):
+    stays = {"config.json", "phases.json", "experts.jsonl", "sft-target", "sft-target-step2",
+             "eval-0-target-test.jsonl", "iter1/target.jsonl", "iter1/failure.jsonl"}
+    goes = {"iter1/pairs-target.jsonl", "iter1/target-agent", "iter1/target-agent-step2", "iter2",
+            "iter10", "eval-1-target-test.jsonl", "eval-10-target-test.jsonl", "metrics.jsonl",
+            "tracking", "checkpoint", "playing", "reads", "run.html", "result.json"}
+    for name in stays | goes:
+        path = tmp_path / "runs/plain" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch() if path.suffix else path.mkdir()
+    subprocess.run(["bash", "-c", copying()], check=True, cwd=tmp_path)
+    out = tmp_path / "runs/ipo"
+    assert {str(path.relative_to(out)) for path in out.rglob("*")} == stays | {"iter1"}
+
+
 @pytest.fixture
 def changed(plain, tmp_path):
     """changed(*titles, flags, until) -> the program, changed, and the folder of its run, which has
     begun as the page says; without: what is removed from it too."""
     with ExitStack() as stack:
         def run(*titles, flags="", until=None, without=(), small=SMALL):
-            command, = re.findall(r"^cp -r .*$", (ROOT / "docs/changing.md").read_text(), re.M)
-            command = command.replace("ipo", tmp_path.name)
+            command = copying().replace("ipo", tmp_path.name)
             subprocess.run(["bash", "-c", command], check=True, cwd=plain.parents[1])
             out = plain.parent / tmp_path.name
             for file in ("config.json", *without):

@@ -119,6 +119,9 @@ def test_a_stop_text_ends_a_cached_reply(ragged, encoder):
 def test_a_model_of_other_attention_stays_plain_and_says_why(plain, encoder):
     s = settings(slots=2, max_tokens=300, max_new_tokens=8)
     assert check.why_not(plain, encoder, s) is None
+    # Neither one episode at a time nor short ones are another kind of attention.
+    assert check.why_not(plain, encoder, settings(slots=1, max_tokens=300, max_new_tokens=8)) is None
+    assert check.why_not(plain, encoder, settings(slots=2, max_tokens=30, max_new_tokens=8)) is None
     assert plain.config._attn_implementation != "ragged"  # it is as it was
     torch.manual_seed(0)
     sliding = AutoModelForCausalLM.from_config(MistralConfig(

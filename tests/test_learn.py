@@ -50,7 +50,7 @@ def sides(rows):
 
 def pairs_of(path, dropped):
     played = learn.read_trajectories(path, encoder(), 4096, dropped)
-    return learn.pair_rows(*learn.split(played), learn.coevolve.Settings(), dropped)
+    return learn.pair_rows(*learn.split(played, 0.0, dropped), learn.coevolve.Settings(), dropped)
 
 
 def test_pairs_by_hand(file):
@@ -81,6 +81,28 @@ def test_a_demonstration_that_an_agent_beats_is_no_second_agent(file):
     assert sides(pairs_of(file(rows), Counter())) == [
         ("expert>mine", 2, 3), ("expert>mine", 2, 4), ("expert>expert", 2, 1),
         ("failure>failure", 1, 3), ("failure>failure", 1, 4), ("failure>failure", 3, 4)]
+
+
+def test_the_best_of_a_task_that_earned_nothing_is_no_expert(file, tmp_path):
+    dropped = Counter()
+    nothing = [row("c", 0, "x"), row("c", 0.0, "y")]
+    played = learn.read_trajectories(file([*ROWS, *nothing]), encoder(), 4096, dropped)
+    experts, others = learn.split(played, 0.0, dropped)
+    assert [(t.task, t.reward) for t in experts] == [("a", 1.0), ("b", 0.75)]
+    assert {t.task for t in others} == {"a", "b"}
+    assert dropped == {"of tasks without an expert": 2}
+    # A limit of one's own; what solves its task is an expert all the same.
+    experts, _ = learn.split(played, 1.0, dropped)
+    assert [t.task for t in experts] == ["a"]
+    with pytest.raises(Refused, match="no expert is left: .* lower --expert-min-reward 0.0"):
+        learn.main([str(file(nothing)), "--out", str(tmp_path / "none")])
+
+
+def test_a_file_that_is_no_utf_8_is_refused(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes(json.dumps(row("a", 1.0, "grün"), ensure_ascii=False).encode("latin-1"))
+    with pytest.raises(Refused, match="mine.jsonl, line 1: .* no whole JSON object in UTF-8"):
+        learn.read_trajectories(path, encoder(), 4096, Counter())
 
 
 def test_an_agent_that_any_tool_loads(file, small_model, tmp_path, capsys):
@@ -164,6 +186,7 @@ def test_what_is_too_long_is_counted_and_what_follows_the_last_reply_is_not_read
     (["--dpo-lr", "0"], "--dpo-lr 0.0: must be above 0"),
     (["--sft-epochs", "0"], "--sft-epochs 0: must be at least 1"),
     (["--out", "."], "--out .: it is not empty"),
+    (["--out", __file__], "--out .*: it is not empty"),
 ])
 def test_a_setting_that_is_wrong_is_refused(file, flags, says):
     with pytest.raises(Refused, match=says):

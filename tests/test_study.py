@@ -317,6 +317,52 @@ def test_a_run_of_the_core_and_one_of_a_method_that_a_fork_has_are_compared(tmp_
     assert compared(tmp_path, fork)["Over iterations"][-1]["method"] == "votes"
 
 
+def with_code(run, **codes):
+    """The run, whose phases of these kinds have such code; of None as the plain core records it."""
+    phases = json.loads((run / "phases.json").read_text())
+    for row in phases.values():
+        code, exact = codes.get(row["work"], ("same", "same"))
+        row["code"] = code
+        if exact:
+            row["made"] = dict(code=exact)
+    (run / "phases.json").write_text(json.dumps(phases))
+    return run
+
+
+def test_runs_that_differ_in_code_alone_are_said_to(tmp_path):
+    """The program of a fork is another in all phases, what a phase runs in one kind of them. Of the
+    plain core the program is all that is known."""
+    for name, exact in (("base", ("old", "a")), ("copy", ("new", "a")), ("fork", ("new", "b"))):
+        with_code(made_run(tmp_path / name, [[0.5], [1.0]], method="eto", seed=3),
+                  train_preferences=exact)
+    with_code(made_run(tmp_path / "core", [[0.5], [1.0]], method="eto", seed=3),
+              train_preferences=("new", None), explore=("same", None), evaluate=("same", None))
+    title = "Phases that different code made"
+
+    def table(*names):
+        made = compared(tmp_path, *(f"{name}={tmp_path / name}" for name in names))
+        return [(row["phase"], row["name"], row["code"]) for row in made.get(title, [])]
+
+    assert table("base", "copy") == []
+    assert table("base", "fork") == [("train_preferences", "base", "a"),
+                                     ("train_preferences", "fork", "b")]
+    assert table("base", "core") == [("train_preferences", "base", "old"),
+                                     ("train_preferences", "core", "new")]
+    assert table("copy", "core") == []
+
+
+def test_what_is_no_run_is_refused_and_what_is_empty_is_no_number(tmp_path):
+    agent = tmp_path / "agent"
+    agent.mkdir()
+    (agent / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(Refused, match="agent: not a run, it has no config.json with settings"):
+        compared(tmp_path, f"mine={agent}")
+    run = made_run(tmp_path / "run", [[0.5, 0.0], [1.0, 0.5]], method="eto", seed=3)
+    (run / "eval-1-target-test.jsonl").write_text("")
+    made = compared(tmp_path, f"run={run}")
+    assert [row["iteration"] for row in made["Over iterations"]] == [0]
+
+
 def test_a_copied_folder_has_none_of_its_bases_numbers(tmp_path):
     """Its phases.json still tells of two iterations; of the second, and of the agents, nothing is
     there. What a file says counts, not what was recorded of it."""

@@ -157,3 +157,13 @@ class Checkpoint:
         self.accelerator.wait_for_everyone()
         self.saved_at = time.monotonic()
         self.took = self.saved_at - started
+
+
+def saved_agents(agent: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of each agent that --save-every has saved on the way to one in a folder."""
+    found = []
+    for folder in agent.parent.glob(f"{agent.name}-step*"):
+        step = folder.name.removeprefix(f"{agent.name}-step")
+        if step.isdecimal():
+            found.append((int(step), folder))
+    return found

@@ -1,6 +1,6 @@
 """What training did to each pair: margins.jsonl, for the page."""
 
-from dataclasses import replace
+from copy import copy
 
 import torch
 
@@ -51,7 +51,9 @@ def margins_of_task(policy: torch.Tensor, group: dpo.Group,
     before, after = [], []
     reference = group.reference or [0.0] * len(group.trajectories)
     for pair in group.pairs:
-        _, statistics = objective.loss(policy, [replace(group, pairs=[pair])])
+        alone = copy(group)  # with whatever a fork's objective has put on it
+        alone.pairs = [pair]
+        _, statistics = objective.loss(policy, [alone])
         found = statistics.get(pair.kind, {})
         if not {"chosen", "rejected", "margin"} <= found.keys():
             return None

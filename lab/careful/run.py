@@ -35,10 +35,10 @@ import coevolve
 import dpo
 import envs
 import evolve
-from common.files import hashed, remove
+from common.files import hashed, known_by, remove
 from common.settings import Instead
 from lab.careful import overlap, stand_in, store
-from lab.careful.kept import CHUNK, Checkpoint, Kept
+from lab.careful.kept import CHUNK, Checkpoint, Kept, saved_agents
 from lab.careful.margins import margins
 from lab.careful.tracking import Tracking
 from lab.fast import cache, check, packing
@@ -59,6 +59,7 @@ class Run(evolve.Run):
         self.small = False   # whether the model is so small that threads only wait
         self.tracking = None
         self.inputs = ()     # of the running phase
+        self.state = ""      # what its states are known by: its recipe and its code
         super().__init__(settings, options)
 
     def open(self) -> None:
@@ -69,9 +70,7 @@ class Run(evolve.Run):
         super().open()
         overlap.check(self)
         self.tracking = Tracking(self.accelerator, self.folder, s.track, vars(s))
-        for method in stand_in.changed():
-            coevolve.say(self, f"{method} is not as lab knows it: it runs as it is, and what lab "
-                               "does in its place is left out")
+        say_what_a_fork_changed(self)
         if s.method == "chat":  # at an endpoint; there is no model
             return
         plain = why_plain(self)
@@ -92,6 +91,7 @@ class Run(evolve.Run):
 
     def make(self, out: Path, phase, *inputs, **parameters) -> dict:
         code = store.code_of(phase, self.settings.env)
+        self.state = f"{self.recipe}-{code}"
         reuse = self.settings.reuse
         lock = nullcontext()
         if reuse and self.main:  # of runs that come to it together one makes it
@@ -104,6 +104,7 @@ class Run(evolve.Run):
             if taken:
                 return taken
             self.inputs = inputs
+            say_of_other_states(self)
             self.reads.update(read_before(self))
             numbers = super().make(out, phase, *inputs, **parameters)
             if self.main and (out / "config.json").exists():  # an agent
@@ -115,6 +116,8 @@ class Run(evolve.Run):
         # What follows tells agents apart by how they were made.
         reads = reads_of_phase(self)
         made = dict(reads=reads | asdict(self.options), code=code, machine=store.machine(self))
+        if self.main:
+            made["output"] = known_by(out, {})
         return numbers | dict(made_by=hashed([self.recipe, reads, code]), made=made)
 
     def record(self, output: str) -> None:
@@ -184,8 +187,8 @@ class Run(evolve.Run):
     def play_share(self, share: list[dpo.Trajectory], answer, make_env) -> list[dpo.Trajectory]:
         if "play_share" in stand_in.changed():
             return super().play_share(share, answer, make_env)
-        kept = Kept(self.folder / "playing" / f"{self.recipe}-{self.accelerator.process_index}."
-                    "jsonl", make_env)
+        file = f"{self.state}-{self.accelerator.process_index}.jsonl"
+        kept = Kept(self.folder / "playing" / file, make_env)
         on_cpu = self.accelerator.device.type == "cpu"
         chunks = [share[:]]
         if on_cpu:
@@ -200,6 +203,20 @@ class Run(evolve.Run):
                 play_chunk(self, chunk, kept, answer, make_env, progress, whole=on_cpu)
         torch.set_num_threads(threads)
         return kept.of(share)
+
+
+def say_what_a_fork_changed(run: Run) -> None:
+    """Says of each of the core's methods that is not as lab knows it whether it acts here."""
+    for method in stand_in.changed():
+        if run.settings.serve and method in ("answer", "play_share"):
+            coevolve.say(run, f"{method} is not as lab knows it, and does nothing here: by --serve "
+                              "a server replies")
+        else:
+            coevolve.say(run, f"{method} is not as lab knows it: it runs as it is, and what lab "
+                              "does in its place is left out")
+    for method in stand_in.hidden(type(run)):
+        coevolve.say(run, f"Run.{method} of the core does nothing here, since lab has a method of "
+                          "that name for something else; give it another name")
 
 
 def why_plain(run: Run) -> str | None:
@@ -224,18 +241,28 @@ def reads_of_phase(run: Run) -> dict:
     return {name: values[name] for name in sorted(names)}
 
 
+def say_of_other_states(run: Run) -> None:
+    """Says that the phase does not go on from a state that other code has left of it."""
+    for kind in STATES:
+        for path in (run.folder / kind).glob(f"{run.recipe}-*"):
+            if not path.name.startswith(run.state):
+                coevolve.say(run, f"{run.name} begins again: other code than this left what it "
+                                  "would go on from")
+                return
+
+
 def keep_reads(run: Run) -> None:
     """Writes down what the phase has read so far, beside the state that it is about to keep:
     what goes on from that does not read again what led to it."""
     if run.main:
-        file = run.folder / "reads" / run.recipe
+        file = run.folder / "reads" / run.state
         file.parent.mkdir(exist_ok=True)
         file.write_text("\n".join(sorted(run.reads)))
 
 
 def read_before(run: Run) -> list[str]:
     """What the phase has read before it was stopped."""
-    file = run.folder / "reads" / run.recipe
+    file = run.folder / "reads" / run.state
     return file.read_text().split() if file.exists() else []
 
 
@@ -273,7 +300,7 @@ class CheckpointOfRun(Checkpoint):
     """The states inside a run's phase, and the agents that --save-every asks for."""
 
     def __init__(self, run: Run, lines: list[dict]):
-        super().__init__(run.accelerator, run.folder / "checkpoint" / run.recipe,
+        super().__init__(run.accelerator, run.folder / "checkpoint" / run.state,
                          run.settings.checkpoint_minutes, lines)
         self.run = run
         self.every = run.settings.save_every
@@ -281,7 +308,7 @@ class CheckpointOfRun(Checkpoint):
     def restore(self, model, optimizer) -> int:
         done = super().restore(model, optimizer)
         if self.run.main:
-            for step, folder in saved_agents(self.run):
+            for step, folder in saved_agents(self.run.folder / self.run.name):
                 if step > done:  # of another way of making the phase, or to be made again
                     remove(folder)
         return done
@@ -301,14 +328,3 @@ class CheckpointOfRun(Checkpoint):
                 overlap.record(run, temporary, *run.inputs)
                 remove(out)
                 os.replace(temporary, out)
-
-
-def saved_agents(run: Run) -> list[tuple[int, Path]]:
-    """(step, folder) of each agent that was saved on the way of the running phase."""
-    path = run.folder / run.name
-    found = []
-    for folder in path.parent.glob(f"{path.name}-step*"):
-        step = folder.name.removeprefix(f"{path.name}-step")
-        if step.isdecimal():
-            found.append((int(step), folder))
-    return found

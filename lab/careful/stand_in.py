@@ -24,6 +24,19 @@ KNOWN = {"log_probs": ["e774f77cd0311a80", "f2dd47f22514c0e5", "e612385fddcbc22e
          "answer": ["a46ac6dca8da2339", "10e6c04d9f57ac82"],
          "training": ["fee1a9706ca088bf"],
          "play_share": ["cfa01a25080feb34"]}
+# What lab does beside the core's method of that name, which it calls.
+EXTENDED = {"__init__", "open", "make", "record", "agents_kept", "load", "replica", "fit"}
+
+
+def hidden(kind: type) -> list[str]:
+    """The methods of the core's run that never act in a class that extends it, since a class of
+    this project's between has a method of that name for something else."""
+    found = []
+    for part in kind.__mro__[:kind.__mro__.index(coevolve.Run)]:
+        if part.__module__.split(".")[0] in ("lab", "evolve"):
+            names = vars(part).keys() & vars(coevolve.Run).keys() - EXTENDED - FOR.keys()
+            found += [name for name in names if inspect.isfunction(vars(part)[name])]
+    return sorted(set(found))
 
 
 def text_of(function) -> str:

@@ -16,6 +16,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from common import files
+from lab.careful.kept import saved_agents
+
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {"coevolve", "evolve"}  # in a phase these names mean modules, not the loops
 # Settings that change no byte of what a phase makes.
@@ -86,35 +89,74 @@ def machine(run) -> list:
 def take(run, out: Path, code: str, folder: Path) -> dict | None:
     """Puts at `out` what another run, in `folder` or its subfolders, has made alike of the running
     phase; what is recorded of it; None where there is none."""
-    settings = vars(run.settings) | vars(run.options)
-    now = json.loads(json.dumps(machine(run)))
     for phases in sorted([*folder.glob("*/phases.json"), *folder.glob("phases.json")]):
-        row, other = json.loads(phases.read_text()).get(run.name, {}), phases.parent
-        made = row.get("made", {})
-        if row.get("recipe") != run.recipe or other.samefile(run.folder) or any(
-                settings.get(name) != value for name, value in made.get("reads", {}).items()):
+        other = phases.parent
+        output = other / run.name
+        row = files.read_json(phases).get(run.name, {})
+        if other.samefile(run.folder) or not is_asked_for(row, run) or not output.exists():
             continue
-        if [made.get("code"), made.get("machine")] != [code, now]:
-            what = "code of its phase" if made.get("code") != code else "machine"
-            tqdm.write(f"{run.name}: not taken from {other}, since the {what} differs")
+        why = why_not_taken(row, output, code, run)
+        if why:
+            tqdm.write(f"{run.name}: not taken from {other}, since {why}")
             continue
         try:
-            copy(other / run.name, out)
-        except (FileNotFoundError, shutil.Error):  # somebody has deleted it since
+            copy(output, out)
+        except (FileNotFoundError, shutil.Error):  # somebody is deleting it
             continue
-        for saved in (other / run.name).parent.glob(f"{out.stem}-step*"):  # on the way to it
+        for _, saved in saved_agents(output):
             copy(saved, out.parent / saved.name)
         return row | dict(reused=row.get("reused", str(other)))
     return None
 
 
+def is_asked_for(row: dict, run) -> bool:
+    """Whether a phase was made from what the running one is made from, with its settings; row: what
+    is recorded of it."""
+    settings = vars(run.settings) | vars(run.options)
+    read = row.get("made", {}).get("reads", row.get("settings", {}))
+    for name, value in read.items():
+        if settings.get(name) != value:
+            return False
+    return row.get("recipe") == run.recipe
+
+
+def why_not_taken(row: dict, output: Path, code: str, run) -> str:
+    """Why such a phase of another run is not what the running one would make; else nothing.
+
+    Args:
+        row: What is recorded of it.
+        output: What it made.
+        code: A hash of the code that the running phase may run.
+        run: The run.
+    """
+    made = row.get("made")
+    if made is None:
+        return "the plain core made it, which does not say on what machine"
+    if made.get("code") != code:
+        return "the code of its phase differs"
+    if made.get("machine") != json.loads(json.dumps(machine(run))):
+        return "the machine differs"
+    if made.get("output") != files.known_by(output, {}):
+        return "it has been changed since"
+
+    every = run.settings.save_every
+    steps = {step for step, _ in saved_agents(output)}
+    if every and not steps.issuperset(range(every, row.get("steps", 0) + 1, every)):
+        return f"it has no agents of --save-every {every}"
+    return ""
+
+
 def copy(source: Path, target: Path) -> None:
-    """A file or folder, by hard links where the disk has them: agents are large."""
-    if source.is_dir():
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(source, target, copy_function=lambda a, b: copy(Path(a), Path(b)))
+    """Copies a file, which somebody may edit; or a folder, by hard links where the disk has them,
+    since agents are large."""
+    if not source.is_dir():
+        shutil.copyfile(source, target)
         return
-    target.unlink(missing_ok=True)
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target, copy_function=link)
+
+
+def link(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:  # another disk, or not ours

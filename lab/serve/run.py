@@ -51,7 +51,7 @@ class Run(careful.Run):
             return super().play_share(share, answer, make_env)
 
         # Each episode has its own random numbers at the server: also on a CPU it may be kept alone.
-        file = f"{self.recipe}-served-{self.accelerator.process_index}.jsonl"
+        file = f"{self.state}-served-{self.accelerator.process_index}.jsonl"
         kept = Kept(self.folder / "playing" / file, make_env)
         waiting = kept.missing(share)
         with coevolve.bar(self, len(share)) as progress:

@@ -2,7 +2,8 @@
 
     bash run.sh compare RUN RUN ...       finished runs that differ in method and seed alone
     bash run.sh compare NAME=RUN ...      any runs, finished or not, under names of your own; those
-                                          of one name are its seeds
+                                          of one name are its seeds:
+                                          base=A0 base=A1 ipo=B0 ipo=B1
     bash run.sh study webshop --report    those of a study
 
 The folder holds report.txt, report.json and the figures.
@@ -28,6 +29,7 @@ from lab.study.methods import (
     FROZEN,
     chosen,
     differences,
+    differences_of_code,
     name_of,
     named,
     split_name,
@@ -75,7 +77,7 @@ def write_report(title: str, runs: dict, out: Path, by_name: bool = False) -> st
     if by_name:
         names = dict(zip(runs, runs))
         compared = [(later, first) for first, later in itertools.combinations(runs, 2)]
-        made = [of_settings(runs), *tables(runs, names, compared, target, splits),
+        made = [of_settings(runs), of_code(runs), *tables(runs, names, compared, target, splits),
                 table_2(runs, names, compared)]
     else:
         names = {m: name_of(m) for m in runs}
@@ -95,6 +97,10 @@ def write_report(title: str, runs: dict, out: Path, by_name: bool = False) -> st
 
 def of_settings(runs: dict) -> tuple[str, str, list]:
     return "Settings in which they differ", "<setting <name <value", differences(runs)
+
+
+def of_code(runs: dict) -> tuple[str, str, list]:
+    return "Phases that different code made", "<phase <name <code", differences_of_code(runs)
 
 
 def tables(

@@ -10,7 +10,7 @@ import numpy as np
 
 from common.settings import FREE, Refused, has_mark
 from evolve import SIGNALS
-from lab.runfiles import config_of, phases_of
+from lab.runfiles import config_of, kept_of, phases_of
 from lab.settings import METHODS as METHODS_OF_RUNS
 from lab.settings import Settings
 
@@ -198,6 +198,30 @@ def differences(runs: dict[str, dict[int, Path]]) -> list[tuple[str, str, str]]:
         for name, of_seeds in settings.items():
             given = dict.fromkeys(str(s.get(key, "-")) for s in of_seeds)
             found.append((key, name, ", ".join(given)))
+    return found
+
+
+def differences_of_code(runs: dict[str, dict[int, Path]]) -> list[tuple[str, str, str]]:
+    """(kind of phase, name, digits of its code over seeds) where runs of an environment made phases
+    of a kind by different code. That is what the phase runs or, where a run of the plain core knows
+    no more, the whole program."""
+    made = defaultdict(list)  # (environment, kind) -> (name, what is recorded of a phase)
+    for name, by_seed in runs.items():
+        for path in by_seed.values():
+            env = config_of(path)["settings"].get("env")
+            for row in kept_of(path).values():
+                made[env, row.get("work")].append((name, row))
+
+    found = []
+    for (_, work), rows in made.items():
+        exact = all("made" in row for _, row in rows)
+        codes = defaultdict(dict)  # name -> its codes, in order
+        for name, row in rows:
+            code = row["made"].get("code") if exact else row.get("code")
+            if code:
+                codes[name][code[:8]] = True
+        if len(set(itertools.chain(*codes.values()))) > 1:
+            found += [(work, name, ", ".join(of_name)) for name, of_name in codes.items()]
     return found
 
 

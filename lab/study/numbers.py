@@ -47,6 +47,8 @@ def evaluations(runs: dict) -> list[dict]:
             for e in of(kept_of(path), "evaluate"):
                 if e["name"] == "target":
                     rewards = np.array([t["reward"] for t in read_jsonl(path / e["output"])])
+                    if not rewards.size:  # nothing was played, or somebody has emptied it
+                        continue
                     found.append(dict(method=method, seed=seed, i=e["i"], split=e["split"],
                                       reward=float(rewards.mean()),
                                       success=float((rewards >= success).mean())))
