@@ -100,7 +100,7 @@ def of_endpoint(found: list[dict]) -> tuple[str, str, list]:
     rows = []
     for e in found:
         numbers = []
-        for name in (*BEST, "refused", "only_thoughts", *USAGE):
+        for name in (*BEST, "refused", "only_thoughts", "empty_replies", *USAGE):
             if e.get(name):
                 number = f"{e[name]:.3f}" if name in BEST else f"{e[name]:,}"
                 numbers.append(f"{name.replace('_', ' ')} {number}")
