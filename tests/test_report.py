@@ -172,7 +172,7 @@ def test_what_is_solved_is_up_to_the_environment(tmp_path):
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | dict(success=0.5)))
     assert runfiles.success_of(run) == 0.5
-    assert "a hard one from 0.6 to 0.5" in report.table(run)
+    assert "a negative has a reward below 0.5, where success begins; none is hard" in report.table(run)
     _, success = figures.run_figure(run).axes
     assert success.get_ylabel() == "share of tasks with reward 0.5 or more"
     shown = page.conversations(run, 4.5)
