@@ -685,15 +685,17 @@ class Only:
     """The value of the one row of a subquery, NULL without a row."""
 
     def __init__(self):
-        self.values = []
+        self.rows = 0
+        self.value = None
 
     def step(self, value):
-        self.values.append(value)
+        self.rows += 1
+        self.value = value
 
     def finalize(self):
-        if len(self.values) > 1:
+        if self.rows > 1:
             raise ValueError(MANY_ROWS)
-        return self.values[0] if self.values else None
+        return self.value
 
 
 class Deviation:
