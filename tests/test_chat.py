@@ -267,6 +267,17 @@ def test_an_error_of_one_episode_ends_the_others_before_their_next_request(endpo
 # --------------------------------------------------------------------------------- the requests
 
 
+LATER = {"Retry-After": "Wed, 21 Oct 2099 07:28:00 GMT"}
+PAST = {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}
+
+
+@pytest.mark.parametrize("headers, wait", [(LATER, 120), (PAST, 0), ({"Retry-After": "0.5"}, 0.5),
+                                           ({"Retry-After": "999"}, 120)])
+def test_an_endpoint_may_ask_for_a_wait_until_a_date(call, headers, wait):
+    call((429, "slow down", headers))
+    assert call.waits == [wait]
+
+
 @pytest.mark.parametrize("fault", [None, (429, "slow down", {"Retry-After": "7"}), (500, "", {}),
                                    (200, '{"choices": []}', {})])
 def test_what_may_pass_is_tried_again_with_growing_waits(endpoint, call, fault):
@@ -317,6 +328,10 @@ def test_odd_answers_are_read(endpoint, call, said, reply, tokens):
     dict(finish_reason="stop", error="overloaded", message=dict(content="half an ans")),
     dict(finish_reason="network_error", message=dict(content="")),
     dict(finish_reason="abort", message=dict(content="half")),
+    dict(finish_reason="failed", message=dict(content="half")),
+    dict(finish_reason="stop", message=dict(content="half", error=dict(message="late", code=502))),
+    dict(finish_reason="stop", message=dict(content=dict(text="half"))),
+    dict(finish_reason="stop", message=None), dict(finish_reason="stop", text="half"),
     dict(finish_reason="insufficient_system_resource", message=dict(content=""))])
 @pytest.mark.parametrize("times", [3, 8])
 def test_a_choice_that_failed_is_tried_again(endpoint, call, choice, times):
@@ -369,12 +384,50 @@ def test_thoughts_alone_are_counted_and_told_and_no_reply(endpoint, run, said, c
     assert len((r.folder / "answers.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize("said", [
+    answer(content=[dict(type="refusal", refusal="no")]), answer(content="half", finish_reason="SPII"),
+    answer(content=None, finish_reason="OTHER"), answer(content="", finish_reason="who knows"),
+    answer(content=None, finish_reason="MALFORMED_FUNCTION_CALL"),
+    (200, '{"error": {"code": 403, "message": "flagged"}}', {}),
+    answer(content=None, finish_reason="tool_calls", tool_calls=[dict(function=dict(name="ls"))]),
+    answer(content="I look:", tool_calls=[dict(function=dict(name="ls"))]),
+    answer(content=None, function_call=dict(name="ls"))])
+def test_what_is_no_reply_is_refused_whatever_says_so(endpoint, call, said):
+    with pytest.raises(endpoints.NotAnswered):
+        call(said)
+    assert len(endpoint.seen) == 1
+
+
+@pytest.mark.parametrize("said", [
+    answer(content=" \n", thinking_blocks=[dict(thinking="so")]), answer(content="", thought="so"),
+    answer(content=[dict(type="reasoning", text="so")]), answer(finish_reason="MAX_TOKENS"),
+    answer(content="<think>so click", finish_reason="length"), answer(content="<think>so</think>\n")])
+def test_thoughts_are_thoughts_wherever_they_stand(call, said):
+    with pytest.raises(endpoints.OnlyThoughts):
+        call(said)
+
+
 @pytest.mark.parametrize("said, reply", [
     (answer(content="c", reasoning_content="so"), "c"), (answer(content="c", refusal=None), "c"),
     (answer(content="c", finish_reason=None), "c"), (answer(content="c", finish_reason="eos"), "c"),
+    (answer(content="c", tool_calls=[], function_call=None), "c"),
+    (answer(content="<think>so</think>\nc"), "<think>so</think>\nc"),
+    (answer(content=[dict(type="reasoning", text="so"), dict(type="text", text="c")]), "c"),
+    (answer(content=["c", "d"]), "cd"), (answer(content="c\ud83d"), "c\ufffd"),
     (answer(content=None), ""), (answer(content="", error=None), "")])
 def test_replies_with_something_beside_them_are_replies(call, said, reply):
     assert call(said)[0] == reply
+
+
+def test_empty_replies_are_counted(endpoint, run):
+    endpoint.faults = [answer(content=None), answer(content=" \n")]
+    r = run()
+    assert numbers_of(r)["empty_replies"] == 2 and "empty replies 2" in report.close(r.folder)
+
+
+@pytest.mark.parametrize("ends", ["length", "max_tokens", "model_context_window_exceeded"])
+def test_a_reply_that_was_cut_is_counted(call, ends):
+    assert call(answer(content="c", finish_reason=ends))[1]["cut_replies"] == 1
 
 
 # As providers say it. Several were read in public reports.
@@ -405,7 +458,16 @@ TOO_LONG = [
     (413, '{"type": "request_too_large", "message": "Request exceeds the maximum size"}'),
     (400, "Input length 131393 exceeds the maximum allowed input length of 131040 tokens."),
     (400, "Input tokens exceed the configured limit of 272000 tokens. Your messages resulted in 5"),
-    (400, "Requested token count exceeds the model's maximum context length of 131072 tokens.")]
+    (400, "Requested token count exceeds the model's maximum context length of 131072 tokens."),
+    (400, "the input token count is 105 but model only supports up to 100. Reduce the input token count"),
+    (422, "Input validation error: `inputs` must have less than 1024 tokens. Given: 3000"),
+    (400, "Too many input tokens. Max input tokens: 300000, request input token count: 400000"),
+    (400, "max_tokens must be at least 1, got -204."), (400, "prompt length 50 is greater than max_seq_len 40"),
+    (500, "input is too large to process. increase the physical batch size"),
+    (500, "prompt too long; exceeded max context length by 918 tokens"),
+    (400, "The total number of tokens (5000) is greater than the maximum allowed (4096)"),
+    (400, "Conversation is too long for this model"), (400, "exceeds the maximum number of tokens"),
+    (400, "max input limit reached: prompt of 5000 tokens over the limit")]
 
 
 @pytest.mark.parametrize("status, text", TOO_LONG)
@@ -415,7 +477,27 @@ def test_too_long_is_too_long_in_the_words_of_any_provider(endpoint, call, statu
     assert len(endpoint.seen) == 1
 
 
+@pytest.mark.parametrize("where", ["top", "choice", "message", "alone"])
+def test_too_long_is_too_long_inside_a_200(endpoint, call, where):
+    for status, text in TOO_LONG:
+        fault = dict(message=text, code=status)
+        said = dict(top=dict(error=fault), alone=dict(object="error", **fault),
+                    choice=dict(choices=[dict(error=fault, message=dict(content=""))]),
+                    message=dict(choices=[dict(message=dict(content="", error=fault))]))[where]
+        with pytest.raises(endpoints.ContextFull):
+            call((200, json.dumps(said), {}))
+    assert len(endpoint.seen) == len(TOO_LONG)
+
+
 @pytest.mark.parametrize("status, text, tries", [
+    (413, "Request too large for m on tokens per minute (TPM): Limit 6000, Requested 6627", 1),
+    (400, "Request exceeds your rate limit of 10000 tokens per minute", 1),
+    (400, "Token quota exceeded", 1), (400, "Request contains an image too large to process", 1),
+    (400, "Unknown parameter: 'context_window'.", 1), (400, "request header too long", 1),
+    (400, "Unrecognized request argument supplied: context_length", 1),
+    (400, "prompt must be at least 1 token long", 1), (400, "request timed out, it took too long", 1),
+    (400, "'aaaa' is too long - 'messages.1.name'", 1), (503, "The request queue is too long", 8),
+    (400, "metadata.user_id: String should have at most 256 characters", 1),
     (429, "Throttling error: Too many tokens, please wait before trying again.", 8),
     (429, "Request too large for model: tokens per minute (TPM): Limit 6000, Requested 7000", 8),
     (500, "the model took too long to answer", 8), (504, "upstream request took too long", 8),

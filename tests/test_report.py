@@ -172,7 +172,7 @@ def test_what_is_solved_is_up_to_the_environment(tmp_path):
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | dict(success=0.5)))
     assert runfiles.success_of(run) == 0.5
-    assert "a hard one from 0.6 to 0.5" in report.table(run)
+    assert "a negative has a reward below 0.5, where success begins; none is hard" in report.table(run)
     _, success = figures.run_figure(run).axes
     assert success.get_ylabel() == "share of tasks with reward 0.5 or more"
     shown = page.conversations(run, 4.5)
@@ -185,7 +185,7 @@ def test_what_is_solved_is_up_to_the_environment(tmp_path):
     parts = {title: rows for title, _, rows in compare.paper_figures(
         {"coevolve": {7: run}}, [], ["test"], tmp_path)}
     table, = (rows for title, rows in parts.items() if title.startswith("Table 2"))
-    assert table[0][2]["mean"] == 0.5  # two of four are solved
+    assert [share["mean"] for share in table[0][2:]] == [0.5, 0.5, 0.0]  # of four two are solved
 
 
 def test_what_is_no_run_or_no_whole_file_is_refused_by_name(run):

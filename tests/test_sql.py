@@ -164,6 +164,9 @@ NEAR = ("Error executing query: You have an error in your SQL syntax; check the 
         "corresponds to your MySQL server version for the right syntax to use near '{}' at line 1")
 
 
+MANY_ROWS = "Error executing query: Subquery returns more than 1 row"
+
+
 @pytest.mark.parametrize("sql, answer", [  # worked out by MySQL's manual
     ("SELECT name FROM writer WHERE country = 'EGYPT'", [("Carl",), ("Max",)]),
     ("SELECT DISTINCT country FROM writer", [("Egypt",), ("Spain",)]),
@@ -191,6 +194,37 @@ NEAR = ("Error executing query: You have an error in your SQL syntax; check the 
     ("SELECT iif(1, 2, 3)", "Error executing query: FUNCTION d.iif does not exist"),
     ("SELECT name, * FROM writer", NEAR.format("* FROM writer")),
     ("SELECT name FROM 'writer'", NEAR.format("'writer'")),
+    # Asked of MariaDB 10.11, which calls the clause of the third and fourth 'HAVING'.
+    ("SELECT name FROM writer WHERE years > (SELECT years FROM writer)", MANY_ROWS),
+    ("SELECT (SELECT w.name FROM writer w WHERE w.country = o.country) FROM writer o", MANY_ROWS),
+    ("SELECT name FROM writer HAVING years > 30",
+     "Error executing query: Unknown column 'years' in 'having clause'"),
+    ("SELECT country, COUNT(*) FROM writer GROUP BY country HAVING years > 30",
+     "Error executing query: Unknown column 'years' in 'having clause'"),
+    ("SELECT name FROM writer o WHERE years = (SELECT MAX(years) FROM writer w WHERE "
+     "w.country = o.country)", [("Max",), ("Ann",)]),
+    ("SELECT name FROM writer WHERE country = (SELECT country FROM writer WHERE years = 98)",
+     [("Carl",), ("Max",)]),
+    ("SELECT * FROM writer HAVING years > 90", [("Max", "egypt", 98)]),
+    ("SELECT name, years AS age FROM writer WHERE years > 90 OR name = 'ann' HAVING age < 90",
+     [("Ann", 37)]),
+    ("SELECT name FROM writer HAVING COUNT(*) = 3", [("Carl",)]),
+    ("SELECT name FROM writer WHERE country = 'Egypt  '", [("Carl",), ("Max",)]),
+    ("SELECT name FROM writer WHERE country IN ('spain ')", [("Ann",)]),
+    ("SELECT name FROM writer WHERE country LIKE 'spain '", []),
+    ("SELECT CONCAT('avg ', AVG(years)), CONCAT(SUM(years)), CONCAT(ROUND(AVG(years), 1), '%'), "
+     "CONCAT_WS(' ', ROUND(AVG(years)), 20 / 3) FROM writer",
+     [("avg 51.6667", "155", "51.7%", "52 6.6667")]),
+    ("SELECT years MOD 7, CONVERT(years, CHAR), CAST('2.7' AS SIGNED) FROM writer LIMIT 1",
+     [(6, "20", 2)]),
+    ("SELECT name AS key FROM writer", NEAR.format("key FROM writer")),
+    ("SELECT name desc FROM writer", NEAR.format("desc FROM writer")),
+    ("SELECT name AS `key`, years AS 'index', 1 AS number FROM writer LIMIT 1", [("Carl", 20, 1)]),
+    ("SELECT k.name FROM writer AS key", NEAR.format("key")),
+    ("SELECT name FROM writer WHERE years NOT NULL", NEAR.format("NULL")),
+    ("SELECT name FROM writer LIMIT 1 + 1", NEAR.format("+ 1")),
+    ("SELECT name FROM writer LIMIT 2.0", NEAR.format("2.0")),
+    ("SELECT COUNT() FROM writer", NEAR.format(") FROM writer")),
 ])
 def test_sqlite_answers_as_mysql(sql, answer):
     with closing(databases.Sqlite("d", TWO)) as db:

@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+from email.utils import parsedate_to_datetime
 
 import requests
 from tqdm import tqdm
@@ -26,24 +27,40 @@ PASSING = {408, 409, 425, 429}  # statuses that may be gone in a moment, as 500 
 REFUSING = {400, 403, 413, 422, 451}  # which may be about these messages alone
 OF_LENGTH = {400, 413, 422}  # which may be about their length
 
-# How servers and providers say that messages are too long: of a context, or of a prompt. A reply
-# that is asked for may be too long as well, and then every request is.
-CONTEXT = re.compile("context.?(length|window|size|limit)", re.I)
+# How servers and providers say that messages are too long: of a context, whatever the status, ...
+CONTEXT = re.compile("context.?(length|window|size|limit)|prompt (is )?too long|"
+                     "input is too (long|large) to", re.I)
+# ... or of a prompt, by a status that blames the request. A reply that is asked for may be too long
+# as well, and then every request is.
 TOO_LONG = re.compile("|".join([
-    r'(prompt|input|messages|request|token)\w*[^.;:"]{0,60}(too (long|large)|exceed|longer than)',
-    r"(prompt|input)\w*.{0,40}must be (less|<)",
-    r"max\w* (prompt|input) length",
+    r'(prompt|input|messages?\b|conversation|request|token)\w*[^.;:"]{0,60}'
+    r"(too (long|large)|exceed|longer than|greater than|is over|should be shorter)",
+    r"(prompt|input)\w*.{0,40}must (be|have) (less|fewer|<)",
+    r"(prompt|input)[^.]{0,60}only supports",
+    r"max\w* (prompt|input) (length|limit)",
+    r"maximum number of tokens",
     r"input length should be",
-    r"too many tokens",
+    r"too many (\w+ )?tokens",
+    r"content'?: string too long",
     r"reduce (the length|your prompt)",
+    r"tokens must be at least 1, got -",
     r"max_?(completion|new|output)?_?tokens\b.{0,60}(too large|at most|<|less than|maximum|range)",
     r"range of max_tokens"]), re.I | re.S)
+# What is told in such words and is about something else: rates, other parts of a request.
+OTHERWISE = re.compile(r"per (second|min|hour|day)|\b[TR]P[MD]\b|rate.?limit|quota|concurren|queue|"
+                       r"took too long|timed? ?out|deadline|request (id|header)|"
+                       r"\b(an?|the) image\b|(unknown|unsupported) (param|arg|field|request)|"
+                       r"unrecogni[sz]ed|not permitted", re.I)
 
-# How an endpoint says in the finish_reason of a choice that it is no reply.
-FAILED = re.compile("error|abort|cancel|network|resource|overload|timeout", re.I)
-FILTERED = re.compile("filter|safety|sensitive|refus|prohibit|recitation|blocklist|guardrail", re.I)
-# Where the thoughts of a model stand in a message, beside what it says.
-THOUGHTS = ("reasoning_content", "reasoning", "reasoning_details", "thinking")
+# How an endpoint says in the finish_reason of a choice that it is no reply, or one that was cut.
+FAILED = re.compile("error|fail|abort|cancel|network|resource|overload|timeout|rate.?limit|"
+                    "unavailable", re.I)
+FILTERED = re.compile("filter|safety|sensitive|refus|prohibit|recitation|blocklist|guardrail|spii|"
+                      "language|malformed|unexpected", re.I)
+CUT = re.compile("length|max_?(output_?)?tokens|context", re.I)
+WHOLE = re.compile("|stop.*|eos.*|end.*|complete.*", re.I)
+# Names of what a model thinks, of a field of its message and of a part of that.
+THOUGHTS = re.compile("reason|think|thought", re.I)
 
 
 class EndpointError(EnvError):
@@ -124,14 +141,14 @@ class Endpoint:
             return self.read(text)
 
         problem = f"status {status}: {self.without_key(text)[:200]}"
-        if (status in OF_LENGTH or status >= 500) and CONTEXT.search(text):
+        of_length = not OTHERWISE.search(text)
+        if of_length and (status in OF_LENGTH or status >= 500) and CONTEXT.search(text):
             raise ContextFull(self.told(problem))
         if status in PASSING or status >= 500:
-            asked = re.fullmatch(r"\d+(\.\d+)?", asked_to_wait)
-            raise Passing(problem, min(float(asked_to_wait), 120) if asked else None)
+            raise Passing(problem, seconds_of(asked_to_wait))
         if status == 400 and self.refuses_parameter(body, text):
             raise Passing(problem, wait=0)
-        if status in OF_LENGTH and TOO_LONG.search(text):
+        if of_length and status in OF_LENGTH and TOO_LONG.search(text):
             raise ContextFull(self.told(problem))
         if status in REFUSING:
             raise NotAnswered(self.told(problem))
@@ -164,17 +181,23 @@ class Endpoint:
         said = self.without_key(text)[:200]
         try:
             answer = json.loads(text)
-            fault = answer.get("error") or answer["choices"][0].get("error")
+            fault = fault_in(answer)
             if fault:
-                self.raise_fault(str(fault), f"an error in an answer of status 200: {said}")
+                self.raise_fault(fault, f"an error in an answer of status 200: {said}")
             return self.read_choice(answer["choices"][0], answer.get("usage") or {}, said)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError,
                 RecursionError) as error:
             raise Passing(f"{type(error).__name__}: {error} {said}") from None
 
-    def raise_fault(self, fault: str, problem: str) -> None:
-        if CONTEXT.search(fault):
+    def raise_fault(self, fault: dict | str, problem: str) -> None:
+        """Raises what an error in an answer of status 200 is; its `code` is a status."""
+        text = str(fault)
+        code = fault.get("code") if isinstance(fault, dict) else None
+        long = CONTEXT.search(text) or code not in PASSING and TOO_LONG.search(text)
+        if long and not OTHERWISE.search(text):
             raise ContextFull(self.told(problem))
+        if code in (403, 451):
+            raise NotAnswered(self.told(problem))
         raise Passing(problem)
 
     def read_choice(self, choice: dict, used: dict, said: str) -> tuple[str, dict]:
@@ -183,25 +206,34 @@ class Endpoint:
         ends = str(choice.get("finish_reason") or "")
         if FAILED.search(ends):
             raise Passing(f"finish_reason {ends}: {said}")
-        if FILTERED.search(ends) or message.get("refusal"):
+        if FILTERED.search(ends) or refuses(message):
             raise NotAnswered(self.told(f"a filter took the reply: {said}"))
+        if message.get("tool_calls") or message.get("function_call"):
+            raise NotAnswered(self.told(
+                f"it calls functions, where a reply has to be text: {said}; start the server "
+                "without a parser of tool calls"))
 
-        reply = message.get("content") or ""
-        thought = any(message.get(name) for name in THOUGHTS) or hidden_thoughts(used)
-        if isinstance(reply, list):  # of parts
-            thought = thought or bool(reply)
-            reply = "".join(part.get("text") or "" for part in reply)
-        reply = str(reply)
-        if thought and not reply.strip():
-            raise OnlyThoughts(self.told(
-                f"it thought and said nothing (finish_reason {ends or 'none'}); raise "
-                "--max-new-tokens, or let it think less"))
+        reply = text_of(message.get("content"))
+        if not without_thoughts(reply).strip():
+            self.refuse_empty(message, used, ends, said)
         if len(self.key) >= 16:  # shorter ones, such as EMPTY, are words and no secrets
             reply = self.without_key(reply)
-        usage = dict(requests=1, unreported=int(not used), cut_replies=int(ends == "length"))
+        usage = dict(requests=1, unreported=int(not used), cut_replies=int(bool(CUT.search(ends))))
         for name in "prompt_tokens", "completion_tokens":
             usage[name] = max(0, int(used.get(name) or 0))
         return reply, usage
+
+    def refuse_empty(self, message: dict, used: dict, ends: str, said: str) -> None:
+        """Raises what a message without a text is, if it is not just the reply of one who has
+        nothing to say."""
+        if "context" in ends.lower():
+            raise ContextFull(self.told(f"finish_reason {ends}: {said}"))
+        if CUT.search(ends) or thinks(message) or hidden_thoughts(used):
+            raise OnlyThoughts(self.told(
+                f"it thought and said nothing (finish_reason {ends or 'none'}); raise "
+                "--max-new-tokens, or let it think less"))
+        if not WHOLE.fullmatch(ends):
+            raise NotAnswered(self.told(f"there is no reply: {said}"))
 
     def refuses_parameter(self, body: dict, text: str) -> bool:
         """Whether `text` refuses a parameter of `body`; from now on it is sent as asked for."""
@@ -228,6 +260,67 @@ class Endpoint:
 
     def without_key(self, text: str) -> str:
         return text.replace(self.key, "***") if self.key else text
+
+
+def fault_in(answer: dict) -> dict | str | None:
+    """The error in an answer of status 200: at its top, in its choice, in the message of that; or
+    the answer itself, where it has no choice. None: there is none."""
+    if not answer.get("choices"):
+        return answer.get("error") or answer
+    choice = answer["choices"][0]
+    return answer.get("error") or choice.get("error") or choice["message"].get("error")
+
+
+def refuses(message: dict) -> bool:
+    """Whether a message says that it is no answer, in a field or in a part of its content."""
+    parts = message.get("content")
+    found = [message, *parts] if isinstance(parts, list) else [message]
+    return any(isinstance(part, dict) and part.get("refusal") for part in found)
+
+
+def text_of(content: str | list | None) -> str:
+    """The text of a message's content, which may stand in parts; those of thoughts are none. Half
+    a surrogate pair, which is no text, becomes the mark of what cannot be shown."""
+    if isinstance(content, list):
+        texts = []
+        for part in content:
+            if isinstance(part, str):
+                texts.append(part)
+            elif part.get("type") in (None, "text", "output_text"):
+                texts.append(part.get("text") or "")
+        content = "".join(texts)
+    if not isinstance(content, str | None):
+        raise TypeError(f"content is {content!r:.40}, which is no text.")
+    return (content or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def thinks(message: dict) -> bool:
+    """Whether there are thoughts in a message: a field, a part of its content or tags in it."""
+    if any(value for name, value in message.items() if THOUGHTS.search(name)):
+        return True
+    content = message.get("content")
+    if isinstance(content, list):
+        return any(isinstance(part, dict) and THOUGHTS.search(str(part.get("type")))
+                   for part in content)
+    return "<think>" in (content or "")
+
+
+def without_thoughts(reply: str) -> str:
+    """A reply without the thoughts in tags that it begins with, closed or not."""
+    if not reply.lstrip().startswith("<think>"):
+        return reply
+    return reply.partition("</think>")[2]
+
+
+def seconds_of(asked_to_wait: str) -> float | None:
+    """Seconds that a Retry-After asks for, by a number or a date, at most 120; None: it doesn't."""
+    if re.fullmatch(r"\d+(\.\d+)?", asked_to_wait):
+        return min(float(asked_to_wait), 120)
+    try:
+        until = parsedate_to_datetime(asked_to_wait).timestamp()
+    except (ValueError, TypeError):
+        return None
+    return min(max(until - time.time(), 0), 120)
 
 
 def hidden_thoughts(used: dict) -> bool:

@@ -118,11 +118,15 @@ class Paid:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def spent(self) -> dict:
-        """What all answers of the phase took, by the names in USAGE, and how many were none."""
+        """What all answers of the phase took, by the names in USAGE; how many were none, how many
+        empty."""
         rows = [row for row in self.rows.values() if row["phase"] == self.phase]
         found = {name: sum(row[name] for row in rows) for name in USAGE}
         if self.only_thoughts:
             found["only_thoughts"] = self.only_thoughts
+        empty = sum(not row["reply"].strip() for row in rows)
+        if empty:
+            found["empty_replies"] = empty
         return found
 
 

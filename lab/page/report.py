@@ -100,7 +100,7 @@ def of_endpoint(found: list[dict]) -> tuple[str, str, list]:
     rows = []
     for e in found:
         numbers = []
-        for name in (*BEST, "refused", "only_thoughts", *USAGE):
+        for name in (*BEST, "refused", "only_thoughts", "empty_replies", *USAGE):
             if e.get(name):
                 number = f"{e[name]:.3f}" if name in BEST else f"{e[name]:,}"
                 numbers.append(f"{name.replace('_', ' ')} {number}")
@@ -113,14 +113,18 @@ def of_endpoint(found: list[dict]) -> tuple[str, str, list]:
 def of_exploration(run: Path, phases: dict) -> tuple[str, str, list]:
     """The paper's Table 2, for each agent and iteration."""
     threshold = config_of(run)["settings"]["hard_threshold"]
+    success = success_of(run)
+    kinds = f"a negative has a reward below {threshold}, a hard one from {threshold} to {success:g}"
+    if success <= threshold:
+        kinds = f"a negative has a reward below {success:g}, where success begins; none is hard"
+
     rows = []
     for e in explorations(phases):
         negative = max(0.0, 1 - e["success"] - e["hard"])  # but for rounding
         rows.append((e["i"], e["name"], e["episodes"], f"{e['success']:.1%}", f"{negative:.1%}",
                      f"{e['hard']:.1%}", f"{e['reward']:.3f}"))
-    return (f"Exploration; a negative has a reward below {threshold}, a hard one from {threshold} "
-            f"to {success_of(run):g}",
-            "iteration <agent trajectories success negative hard_negative reward", rows)
+    columns = "iteration <agent trajectories success negative hard_negative reward"
+    return f"Exploration; {kinds}", columns, rows
 
 
 def of_pairs(phases: dict) -> tuple[str, str, list]:

@@ -176,7 +176,8 @@ def table_2(
             rewards[m] = found
 
     success = success_of(next(iter(next(iter(runs.values())).values())))
-    bands = {t: ((success, math.inf), (-math.inf, t), (t, success)) for t in THRESHOLDS}
+    bands = {t: ((success, math.inf), (-math.inf, min(t, success)), (t, success))
+             for t in THRESHOLDS}
     rows = []
     for m, t in itertools.product(rewards, THRESHOLDS):
         shares = [numbers.share(rewards[m], *band) for band in bands[t]]

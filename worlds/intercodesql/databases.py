@@ -140,6 +140,8 @@ class Sqlite:
 
     def _as_mysql(self, error, sql):
         """MySQL's text for sqlite's."""
+        if "'finalize' method raised error" in error:
+            return mysql.MANY_ROWS
         match = re.match(r"(no such table|no such column|ambiguous column name|no such function|"
                          r"near|access to|misuse of aggregate)"
                          r'(?:: |:? ?)"?(.*?)(?:" ?:? ?syntax error|\(\)| is prohibited)?$', error)

@@ -6,12 +6,13 @@ are those that sqlite lacks. What is left over stands in docs/environments.md.
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import ROUND_HALF_UP, Decimal
 from statistics import pstdev, pvariance
 
 SYNTAX = ("You have an error in your SQL syntax; check the manual that corresponds to your MySQL "
           "server version for the right syntax to use near '{}' at line 1")
+MANY_ROWS = "Subquery returns more than 1 row"
 NO_FUNCTION = ("FUNCTION {} does not exist. Check the 'Function Name Parsing and Resolution' "
                "section in the Reference Manual")
 
@@ -38,6 +39,23 @@ _SETS = {"union", "except", "intersect"}
 # Functions whose name and parenthesis MySQL wants side by side.
 GLUED = {"avg", "count", "group_concat", "max", "mid", "min", "now", "position", "std", "stddev",
          "substr", "substring", "sum", "trim", "variance", "cast"}
+# Words that MySQL takes for no name, as of a selected column.
+_RESERVED = set(
+    "all and as asc between both by call case change char character check collate column "
+    "condition constraint continue convert create cross cursor database databases decimal "
+    "declare default delayed delete desc describe distinct div double drop dual each else "
+    "enclosed escaped except exists exit explain false fetch float for force foreign from "
+    "fulltext grant group having if ignore in index inner insert int integer intersect interval "
+    "into is iterate join key keys kill leading leave left like limit linear lines lock long "
+    "loop match maxvalue mod natural not null numeric on optimize option or order out outer over "
+    "partition precision primary procedure purge range read reads real recursive references "
+    "regexp release rename repeat replace require restrict return revoke right rlike rows schema "
+    "schemas select sensitive separator set show signal smallint spatial specific sql starting "
+    "straight_join table terminated then to trailing trigger true undo union unique unlock "
+    "unsigned update usage use using values varchar varying when where while with write "
+    "xor".split())
+_COMPARISONS = {"=", "<>", "!=", "<", ">", "<=", ">=", "<=>"}
+_OPERATORS = _COMPARISONS | {"+", "-", "*", "/", "%"}
 _AGGREGATES = {"avg", "count", "group_concat", "max", "min", "sum"}
 _RENAMED = {"max": "mysql_max", "min": "mysql_min", "ucase": "upper", "lcase": "lower",
             "mid": "substr", "char_length": "length", "character_length": "length",
@@ -110,16 +128,124 @@ def read_parts(sql: str) -> list[Part] | None:
     return levels[0] if len(levels) == 1 else None
 
 
+class _Refusals:
+    """What MySQL refuses of a query and sqlite doesn't, by what stands where: MySQLError."""
+
+    def __init__(self, sql: str):
+        self.sql = sql
+
+    def level(self, parts: list[Part]) -> None:
+        """In the parts at one depth of parentheses."""
+        for n, part in enumerate(parts):
+            before = parts[n - 1] if n else END
+            after = parts[n + 1] if n + 1 < len(parts) else END
+            if part.kind == "sign" and part.text in ("[", "]", "'", '"', "`"):
+                raise self.syntax(part)
+            if part.text == "==":
+                raise self.syntax_at(part.at + 1)
+            if part.is_word("glob", "match", "notnull", "indexed") and _is_operand(before):
+                raise self.syntax(part)
+            if part.is_word("isnull") and _is_operand(before) and after.kind != "group":
+                raise self.syntax(after)
+            if part.is_word("nulls") and after.is_word("first", "last"):
+                raise self.syntax(part)
+            if part.is_word("filter") and before.kind == "group" and after.kind == "group":
+                raise self.syntax(after)
+            if part.is_word("join") and before.is_word("left", "right", "outer"):
+                self.unconditional(parts[n + 1:])
+            if part.is_word("outer") and before.is_word("full"):
+                raise self.syntax(part)
+            if part.is_word("collate") and after.is_word("nocase", "binary", "rtrim"):
+                raise MySQLError(f"Unknown collation: '{after.text}'")
+            if part.is_word("is") and not after.is_word("not", "null", "true", "false", "unknown"):
+                raise self.syntax(after)
+            if part.is_word("not") and after.is_word("null") and _is_operand(before):
+                raise self.syntax(after)
+            if part.is_word("as") and after.is_word(*_RESERVED):
+                raise self.syntax(after)
+            if part.is_word("limit"):
+                self.limit(parts[n + 1:])
+            if part.is_word("from", "join") and after.kind == "string":
+                raise self.syntax(after)
+            if part.is_word("in") and after.is_select and any(
+                    inner.is_word("limit") for inner in after.inside):
+                raise MySQLError("This version of MySQL doesn't yet support 'LIMIT & IN/ALL/ANY/"
+                                 "SOME subquery'")
+        self.derived(parts)
+
+    def limit(self, parts: list[Part]) -> None:
+        """Of what stands behind a LIMIT: it must be a whole number, and is not reckoned with."""
+        count, after, *_ = *parts, END, END
+        if not count.text.isdigit():
+            raise self.syntax(count)
+        if after.kind == "sign" and after.text != ",":
+            raise self.syntax(after)
+
+    def derived(self, parts: list[Part]) -> None:
+        """A subquery that is read from and has no name."""
+        reading = False
+        for n, part in enumerate(parts):
+            after = parts[n + 1] if n + 1 < len(parts) else END
+            if part.is_word("from"):
+                reading = True
+            elif part.is_word(*_CLAUSES, "on", "using", "select"):
+                reading = part.is_word("on", "using") and reading
+            elif reading and part.is_select and not parts[n - 1].is_word("in", "exists", "and"):
+                named = after.kind == "name" or after.kind == "word" and (
+                    after.is_word("as") or not after.is_word(*_BEFORE_OPERANDS, *_CLAUSES))
+                operand = parts[n - 1].kind == "sign" and parts[n - 1].text != ","
+                if not (named or operand):
+                    raise MySQLError("Every derived table must have its own alias")
+
+    def unconditional(self, parts: list[Part]) -> None:
+        """An outer join without ON or USING, of which these are the parts behind it."""
+        for part in [*parts, END]:
+            if part.is_word("on", "using"):
+                return
+            if part is END or part.is_word(*_CLAUSES):
+                raise self.syntax(part)
+
+    def aliases(self, parts: list[Part], aliases: set[str]) -> None:
+        """The name of a selected column in the conditions of a WHERE."""
+        for n, part in enumerate(parts):
+            before = parts[n - 1] if n else END
+            after = parts[n + 1] if n + 1 < len(parts) else END
+            if part.kind == "group" and not part.is_select:
+                self.aliases(part.inside, aliases)
+            called = after.kind == "group" or after.text == "." or before.text == "."
+            if part.kind in ("word", "name") and not called and _unquoted(part).lower() in aliases:
+                raise MySQLError(f"Unknown column '{_unquoted(part)}' in 'where clause'")
+
+    def having(self, parts: list[Part], unknown: set[str]) -> None:
+        """In the parts of a HAVING: a column, of those `unknown` there, outside an aggregate."""
+        for n, part in enumerate(parts):
+            before = parts[n - 1] if n else END
+            after = parts[n + 1] if n + 1 < len(parts) else END
+            if part.kind == "group" and not part.is_select and not _aggregates(before):
+                self.having(part.inside, unknown)
+            named = part.kind in ("word", "name") and after.kind != "group" and after.text != "."
+            if named and before.text != "." and _unquoted(part).lower() in unknown:
+                raise MySQLError(f"Unknown column '{_unquoted(part)}' in 'having clause'")
+
+    def syntax(self, part: Part) -> MySQLError:
+        """MySQL's error at this part; at the end of the query if there is none."""
+        return self.syntax_at(len(self.sql) if part is END else part.at)
+
+    def syntax_at(self, place: int) -> MySQLError:
+        return MySQLError(SYNTAX.format(self.sql[place:]))
+
+
 class _Translation:
     """Of one query: `level` writes what stands at one depth of parentheses."""
 
     def __init__(self, sql: str, database: str, columns: set[str]):
         self.sql, self.database, self.columns = sql, database, columns
+        self.refusals = _Refusals(sql)
         self.recursive = bool(re.search(r"\brecursive\b", sql, re.I))
 
     def level(self, parts: list[Part]) -> str:
         """sqlite's text of the parts of a query, a subquery, or the arguments of a function."""
-        self._refuse(parts)
+        self.refusals.level(parts)
         if parts and parts[0].is_select and (len(parts) == 1 or parts[1].is_word(
                 *_SETS, "order", "limit")):
             return self._compound(parts)
@@ -164,18 +290,32 @@ class _Translation:
             if part.is_word(*_CLAUSES):
                 clauses.append([])
             clauses[-1].append(part)
+        by_name = {clause[0].text.lower(): clause for clause in clauses if clause}
+        if "having" in by_name:
+            known = _known_in_having(by_name)
+            self.refusals.having(by_name["having"], set() if "*" in known else self.columns - known)
+        return self._clauses(clauses, by_name, grouped=any(map(_aggregates, parts)))
+
+    def _clauses(self, clauses: list[list[Part]], by_name: dict, grouped: bool) -> str:
+        """Of the clauses of one SELECT. sqlite has no HAVING without groups: MySQL's is there one
+        more condition, or, where it counts the rows, about one group of them all."""
         aliases, texts = set(), []
-        heads = {clause[0].text.lower() for clause in clauses[1:]}
-        grouped = "group" in heads or any(map(_aggregates, parts))
+        alone = "having" in by_name and "group" not in by_name
         for clause in clauses:
-            if clause and clause[0].is_word("select"):
+            head = clause[0] if clause else END
+            if head.is_word("select"):
                 texts.append(self._selected(clause, aliases))
-                continue
-            if clause and clause[0].is_word("where"):
-                self._refuse_aliases(clause, aliases - self.columns)
-            if clause and clause[0].is_word("having") and not grouped and "where" not in heads:
-                clause = [Part("word", "where", clause[0].at, True), *clause[1:]]
-            texts.append(self._write(clause))
+            elif head.is_word("where"):
+                self.refusals.aliases(clause, aliases - self.columns)
+                condition = self._write(clause[1:])
+                texts.append(f"WHERE ({condition})" if alone else f"WHERE {condition}")
+            elif head.is_word("having") and alone and not grouped:
+                word = "AND" if "where" in by_name else "WHERE"
+                texts.append(f"{word} ({self._write(clause[1:])})")
+            elif head.is_word("having") and alone:
+                texts.append(f"GROUP BY NULL {self._write(clause)}")
+            else:
+                texts.append(self._write(clause))
         return " ".join(texts)
 
     def _selected(self, clause: list[Part], aliases: set[str]) -> str:
@@ -185,13 +325,16 @@ class _Translation:
         texts = []
         for item in items:
             if item is not items[0] and item[:1] and item[0].text == "*":
-                raise self.syntax(item[0])
+                raise self.refusals.syntax(item[0])
             value, alias = _without_alias(item)
-            text = self._write(value)
+            alone = len(value) == 1 and value[0].is_select
+            text = self._value_of(value[0]) if alone else self._write(value)
             digits = _digits(value)
             if digits and not (len(value) == 2 and value[0].is_word("round", "truncate")):
                 text = f"mysql_decimal({text}, {digits})"
             if alias:
+                if alias.is_word(*_RESERVED):
+                    raise self.refusals.syntax(alias)
                 name = _unquoted(alias)
                 aliases.add(name.lower())
                 text += ' AS "' + name.replace('"', '""') + '"'
@@ -208,19 +351,28 @@ class _Translation:
             follows = parts[n + 2] if n + 2 < len(parts) else END
             called = part.kind == "word" and after.kind == "group" and not (
                 before.is_word("as") or follows.is_word("as") and before.kind != "sign"
-                and (before.is_word("with", "recursive")))
+                and (before.is_word("with", "recursive"))
+                or part.is_word("mod") and _is_operand(before))
             if called and part.text.lower() not in _NO_FUNCTIONS:
                 texts.append(self._call(part, after, follows.is_word("over")))
                 n += 1
+            elif part.is_select and _is_compared(before, after):
+                texts.append(self._value_of(part))
             elif part.kind == "group":
-                texts.append(f"({self.level(part.inside)})")
+                inside = part.inside
+                if before.is_word("in"):
+                    inside = [_without_blanks(inner) for inner in inside]
+                texts.append(f"({self.level(inside)})")
             elif part.kind == "string":
-                texts.append(self._text(part, before))
+                compared = {before.text.lower(), after.text.lower()} & {*_COMPARISONS, "between"}
+                texts.append(self._text(_without_blanks(part) if compared else part, before))
             elif part.is_word("any", "some", "all") and after.is_select:
                 texts.append(self._quantified(part, after, texts))
                 n += 1
             elif part.is_word("div"):
                 texts.append("/")
+            elif part.is_word("mod"):
+                texts.append("%")
             elif part.is_word("end"):
                 texts.append("END COLLATE NOCASE")
             else:
@@ -228,6 +380,13 @@ class _Translation:
                               }.get(part.text, part.text))
             n += 1
         return " ".join(texts)
+
+    def _value_of(self, subquery: Part) -> str:
+        """Of a subquery that is compared: more than one row is an error."""
+        rows = self.level(subquery.inside)
+        if not _has_many_rows(subquery.inside):
+            return f"({rows})"
+        return f"(WITH only(value) AS ({rows}) SELECT mysql_only(value) FROM only)"
 
     def _quantified(self, part: Part, subquery: Part, texts: list[str]) -> str:
         """Of ANY or ALL of a subquery, without which sqlite does; takes = from before it."""
@@ -237,7 +396,7 @@ class _Translation:
             texts.pop()
             return f"NOT IN ({rows})" if every else f"IN ({rows})"
         if sign not in ("<", "<=", ">", ">="):
-            raise self.syntax(part)
+            raise self.refusals.syntax(part)
         bound = "max" if every == (sign[0] == ">") else "min"
         return f"(WITH any_or_all(value) AS ({rows}) SELECT {bound}(value) FROM any_or_all)"
 
@@ -255,22 +414,18 @@ class _Translation:
         name, arguments = part.text.lower(), _split(group.inside)
         if group.apart and name in GLUED:
             if name == "count" or name == "cast":
-                raise self.syntax(group.inside[0] if group.inside else group)
+                raise self.refusals.syntax(group.inside[0] if group.inside else group)
             raise MySQLError(NO_FUNCTION.format(f"{self.database}.{part.text}"))
         if name in ("max", "min") and len(arguments) > 1:
-            raise self.syntax_at(self.sql.index(",", arguments[0][-1].at) + 1)
+            raise self.refusals.syntax_at(self.sql.index(",", arguments[0][-1].at) + 1)
+        if name == "count" and not arguments:
+            raise self.refusals.syntax_at(group.at + 1)
         if over:
             return f"{name}({self.level(group.inside)})"
         if name == "cast":
-            *value, kind = group.inside
-            if kind.kind == "group" and value:
-                kind = value.pop()
-            if kind.text.lower() not in _TYPES:
-                raise self.syntax(kind)
-            to = _TYPES[kind.text.lower()]
-            if to == "integer":  # MySQL rounds, sqlite cuts
-                return f"CAST(mysql_round({self._write(value[:-1])}) AS integer)"
-            return f"CAST({self._write(value)} {to})"
+            return self._cast(group.inside)
+        if name == "convert" and len(arguments) == 2:
+            return self._cast([*arguments[0], Part("word", "AS", group.at, True), *arguments[1]])
         if name == "group_concat":
             separator = [n for n, a in enumerate(group.inside) if a.is_word("separator")]
             if separator:
@@ -283,8 +438,11 @@ class _Translation:
             together = " || ' ' || ".join(texts)  # NULL if one is, as what isn't counted
             return f"count(DISTINCT {together})"
         texts = [self._write(argument) for argument in arguments]
+        if name in ("concat", "concat_ws"):
+            texts = [f"mysql_text({text}, {_shown_digits(argument)})"
+                     for text, argument in zip(texts, arguments)]
         if name == "concat" and texts:
-            return f"(({') || ('.join(texts)}) COLLATE NOCASE)"
+            return f"(({') || ('.join(texts)}) || '' COLLATE NOCASE)"
         if name == "if" and len(texts) == 3:
             return f"(CASE WHEN {texts[0]} THEN {texts[1]} ELSE {texts[2]} END COLLATE NOCASE)"
         if name == "sum":  # a DECIMAL: never the same as an INTEGER
@@ -293,84 +451,19 @@ class _Translation:
             raise MySQLError(f"FUNCTION {self.database}.{part.text} does not exist")
         return f"{_RENAMED.get(name, name)}({', '.join(texts)}) COLLATE NOCASE"
 
+    def _cast(self, parts: list[Part]) -> str:
+        """Of a CAST, of which these are the parts in parentheses."""
+        *value, kind = parts
+        if kind.kind == "group" and value:
+            kind = value.pop()
+        if kind.text.lower() not in _TYPES:
+            raise self.refusals.syntax(kind)
+        to = _TYPES[kind.text.lower()]
+        if to == "integer":
+            return f"mysql_integer({self._write(value[:-1])})"
+        return f"CAST({self._write(value)} {to})"
+
     sqlite_only = {"iif", "total", "strftime", "datetime", "julianday", "printf"}
-
-    def _refuse(self, parts: list[Part]) -> None:
-        """What sqlite answers and MySQL doesn't, of a level."""
-        for n, part in enumerate(parts):
-            before = parts[n - 1] if n else END
-            after = parts[n + 1] if n + 1 < len(parts) else END
-            if part.kind == "sign" and part.text in ("[", "]", "'", '"', "`"):
-                raise self.syntax(part)
-            if part.text == "==":
-                raise self.syntax_at(part.at + 1)
-            if part.is_word("glob", "match", "notnull", "indexed") and _is_operand(before):
-                raise self.syntax(part)
-            if part.is_word("isnull") and _is_operand(before) and after.kind != "group":
-                raise self.syntax(after)
-            if part.is_word("nulls") and after.is_word("first", "last"):
-                raise self.syntax(part)
-            if part.is_word("filter") and before.kind == "group" and after.kind == "group":
-                raise self.syntax(after)
-            if part.is_word("join") and before.is_word("left", "right", "outer"):
-                self._refuse_unconditional(parts[n + 1:])
-            if part.is_word("outer") and before.is_word("full"):
-                raise self.syntax(part)
-            if part.is_word("collate") and after.is_word("nocase", "binary", "rtrim"):
-                raise MySQLError(f"Unknown collation: '{after.text}'")
-            if part.is_word("is") and not after.is_word("not", "null", "true", "false", "unknown"):
-                raise self.syntax(after)
-            if part.is_word("limit") and after.kind == "sign":
-                raise self.syntax(after)
-            if part.is_word("from", "join") and after.kind == "string":
-                raise self.syntax(after)
-            if part.is_word("in") and after.is_select and any(
-                    inner.is_word("limit") for inner in after.inside):
-                raise MySQLError("This version of MySQL doesn't yet support 'LIMIT & IN/ALL/ANY/"
-                                 "SOME subquery'")
-        self._refuse_derived(parts)
-
-    def _refuse_derived(self, parts: list[Part]) -> None:
-        """A subquery that is read from and has no name."""
-        reading = False
-        for n, part in enumerate(parts):
-            after = parts[n + 1] if n + 1 < len(parts) else END
-            if part.is_word("from"):
-                reading = True
-            elif part.is_word(*_CLAUSES, "on", "using", "select"):
-                reading = part.is_word("on", "using") and reading
-            elif reading and part.is_select and not parts[n - 1].is_word("in", "exists", "and"):
-                named = after.kind == "name" or after.kind == "word" and (
-                    after.is_word("as") or not after.is_word(*_BEFORE_OPERANDS, *_CLAUSES))
-                operand = parts[n - 1].kind == "sign" and parts[n - 1].text != ","
-                if not (named or operand):
-                    raise MySQLError("Every derived table must have its own alias")
-
-    def _refuse_unconditional(self, parts: list[Part]) -> None:
-        """An outer join without ON or USING, of which these are the parts behind it."""
-        for part in [*parts, END]:
-            if part.is_word("on", "using"):
-                return
-            if part is END or part.is_word(*_CLAUSES):
-                raise self.syntax(part)
-
-    def _refuse_aliases(self, parts: list[Part], aliases: set[str]) -> None:
-        """The name of a selected column in the conditions of a WHERE."""
-        for n, part in enumerate(parts):
-            before = parts[n - 1] if n else END
-            after = parts[n + 1] if n + 1 < len(parts) else END
-            if part.kind == "group" and not part.is_select:
-                self._refuse_aliases(part.inside, aliases)
-            called = after.kind == "group" or after.text == "." or before.text == "."
-            if part.kind in ("word", "name") and not called and _unquoted(part).lower() in aliases:
-                raise MySQLError(f"Unknown column '{_unquoted(part)}' in 'where clause'")
-
-    def syntax(self, part: Part) -> MySQLError:
-        """MySQL's error at this part; at the end of the query if there is none."""
-        return self.syntax_at(len(self.sql) if part is END else part.at)
-
-    def syntax_at(self, place: int) -> MySQLError:
-        return MySQLError(SYNTAX.format(self.sql[place:]))
 
 
 def _split(parts: list[Part]) -> list[list[Part]]:
@@ -423,6 +516,47 @@ def _aggregates(part: Part) -> bool:
     return part.is_word(*_AGGREGATES)
 
 
+def _is_compared(before: Part, after: Part) -> bool:
+    """Whether what stands between these two is compared, or reckoned with."""
+    if before.kind == "sign":
+        return before.text in _OPERATORS
+    among = before.is_word("in", "exists", "any", "some", "all")
+    return after.text in _OPERATORS and not among
+
+
+def _has_many_rows(parts: list[Part]) -> bool:
+    """Whether a subquery of one column may have more than one row."""
+    names = [part.text.lower() for part in parts]
+    if "from" not in names or len(_split(parts[:names.index("from")])) > 1:
+        return False
+    if names[1] == "*" or names[-2:] == ["limit", "1"]:
+        return False
+    return "group" in names or "union" in names or not any(map(_aggregates, parts))
+
+
+def _without_blanks(part: Part) -> Part:
+    """The part; a text without the blanks at its end, by which MySQL tells no texts apart."""
+    if part.kind != "string":
+        return part
+    quote = part.text[0]
+    return replace(part, text=part.text[:-1].rstrip(" ") + quote)
+
+
+def _known_in_having(clauses: dict[str, list[Part]]) -> set[str]:
+    """What a HAVING may name, in lower case: selected columns, also *, and those of groups."""
+    parts = [*clauses.get("select", []), *clauses.get("group", [])]
+    return {_unquoted(part).lower() for part in parts}
+
+
+def _shown_digits(parts: list[Part]) -> int:
+    """How many digits behind its point the text of a DECIMAL has; 0 also where it is as it is."""
+    if len(parts) == 2 and parts[0].is_word("round", "truncate"):
+        _, *digits = _split(parts[1].inside)
+        number = digits[0][0].text if digits else "0"
+        return int(number) if number.isdigit() else 0
+    return _digits(parts)
+
+
 def _digits(parts: list[Part]) -> int:
     """How many digits behind its point MySQL gives a value: four more for each quotient and
     average in one of its terms, but for those of subqueries; 0 where there are none."""
@@ -448,6 +582,23 @@ def round_decimal(value, digits: int = 0):
         value = float(re.match(r"\s*(-?\d*\.?\d*)", value)[1] or 0)
     rounded = Decimal(repr(value)).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP)
     return int(rounded) if isinstance(value, int) else float(rounded)
+
+
+def _text_of(value, digits):
+    """What CONCAT makes of a value, of a DECIMAL with its digits."""
+    if not isinstance(value, float):
+        return value
+    if digits == 0 and value.is_integer():
+        return str(int(value))
+    return f"{round_decimal(value, digits):.{digits}f}" if digits else str(value)
+
+
+def _integer(value):
+    """A number rounded; of a text what it begins with, cut."""
+    if isinstance(value, str):
+        return int(re.match(r"\s*([+-]?\d+)?", value)[1] or 0)
+    rounded = round_decimal(value)
+    return None if rounded is None else int(rounded)
 
 
 def _decimal(value, digits):
@@ -484,6 +635,8 @@ def _unless_none(function):
 FUNCTIONS = {
     "mysql_decimal": (2, _decimal),
     "mysql_round": (-1, round_decimal),
+    "mysql_integer": (1, _integer),
+    "mysql_text": (2, _text_of),
     "mysql_instr": (2, _unless_none(lambda text, part: str(text).lower().find(
         str(part).lower()) + 1)),
     "locate": (2, _unless_none(lambda part, text: str(text).lower().find(str(part).lower()) + 1)),
@@ -528,6 +681,23 @@ class Smallest(Largest):
     sign = -1
 
 
+class Only:
+    """The value of the one row of a subquery, NULL without a row."""
+
+    def __init__(self):
+        self.rows = 0
+        self.value = None
+
+    def step(self, value):
+        self.rows += 1
+        self.value = value
+
+    def finalize(self):
+        if self.rows > 1:
+            raise ValueError(MANY_ROWS)
+        return self.value
+
+
 class Deviation:
     """STD, the standard deviation of all the rows."""
     spread = staticmethod(pstdev)
@@ -556,5 +726,5 @@ def _compared(a, b) -> int:
     return (a > b) - (a < b)
 
 
-AGGREGATES = {"mysql_max": Largest, "mysql_min": Smallest, "std": Deviation,
+AGGREGATES = {"mysql_max": Largest, "mysql_min": Smallest, "mysql_only": Only, "std": Deviation,
               "variance": Variance}
