@@ -176,7 +176,7 @@ def collect_experts(run: Run, out: Path, file: Path | None = None) -> dict:
         ids, mask = run.encoder.encode(messages, opening)
         if repr(env.find(task)) in evaluated:
             dropped["evaluated too"] += 1
-        elif reward <= s.expert_min_reward and better(env.success, reward):
+        elif not may_be_expert(reward, s.expert_min_reward, env.success):
             dropped["reward"] += 1
         elif len(ids) > s.max_tokens:
             dropped["too long"] += 1
@@ -194,6 +194,12 @@ def collect_experts(run: Run, out: Path, file: Path | None = None) -> dict:
     say_what_cannot_be_written(run, best)
     write(run, out, best)
     return dict(experts=len(best), dropped=dropped)
+
+
+def may_be_expert(reward: float, least: float, success: float) -> bool:
+    """Whether a trajectory of this reward is imitated: it has more than the least, or solves its
+    task."""
+    return reward > least or not better(success, reward)
 
 
 def best_of_tasks(trajectories: list[Trajectory]) -> list[Trajectory]:
@@ -228,15 +234,23 @@ def say_what_cannot_be_written(run: Run, experts: list[Trajectory]) -> None:
 
 def train_sft(run: Run, out: Path, base: Path, experts: Path, name: str) -> dict:
     """Trains a model on the experts' action tokens, Eq. (3)-(5). name: whose order they have."""
-    s = run.settings
+    steps = sft_steps(read(experts), name, run.settings)
+    return run.fit(run.load(base), out, steps, sft_objective(run.settings))
+
+
+def sft_steps(experts: list[Trajectory], name: str, s: Settings) -> list[list[Group]]:
+    """The batches of SFT, one a step: some passes over the experts, in an order of the name's."""
     rng = random.Random(seed_of(s.seed, "sft", name))
-    groups = [Group([expert]) for expert in read(experts)]
-    steps = []  # the batch of each
+    groups = [Group([expert]) for expert in experts]
+    steps = []
     for _ in range(s.sft_epochs):
         steps += dpo.batches(groups, s.sft_batch, "instructions", rng)
-    # The loss of a batch is its mean over action tokens, as in ETO's trainer.
-    objective = dpo.Objective(dpo.sft_loss, action_count, s.sft_lr, s.sft_warmup, "cosine")
-    return run.fit(run.load(base), out, steps, objective)
+    return steps
+
+
+def sft_objective(s: Settings) -> dpo.Objective:
+    """The loss of a batch is its mean over action tokens, as in ETO's trainer."""
+    return dpo.Objective(dpo.sft_loss, action_count, s.sft_lr, s.sft_warmup, "cosine")
 
 
 def action_count(group: Group) -> int:

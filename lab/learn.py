@@ -8,7 +8,6 @@ pairs by reward, Eq. (8), with the agent after SFT as the reference.
 
 import argparse
 import itertools
-import random
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -176,7 +175,7 @@ def split(
     """
     experts = {}  # task -> its expert
     for t in coevolve.best_of_tasks(trajectories):
-        if coevolve.better(t.reward, least) or not coevolve.better(SUCCESS, t.reward):
+        if coevolve.may_be_expert(t.reward, least, SUCCESS):
             experts[t.task] = t
     others = []
     for t in trajectories:
@@ -255,14 +254,8 @@ class Learner:
 
     def imitate(self, experts: list[Trajectory]) -> list[dict]:
         """SFT, Eq. (3)-(5): some passes over the experts."""
-        s = self.s
-        groups = [Group([expert]) for expert in experts]
-        rng = random.Random(coevolve.seed_of(s.seed, "sft", "learn"))
-        steps = []
-        for _ in range(s.sft_epochs):
-            steps += dpo.batches(groups, s.sft_batch, "instructions", rng)
-        return self.train(steps, dpo.Objective(dpo.sft_loss, coevolve.action_count, s.sft_lr,
-                                               s.sft_warmup, "cosine"))
+        steps = coevolve.sft_steps(experts, "learn", self.s)
+        return self.train(steps, coevolve.sft_objective(self.s))
 
     def prefer(self, groups: list[Group]) -> list[dict]:
         """Weighted DPO + SFT, Eq. (9), of which the model as it is now is the reference."""

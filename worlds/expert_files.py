@@ -37,7 +37,7 @@ def experts(env: World, file: str | None, count: int) -> Iterator[tuple[str, lis
             yield task, messages, reward
         return
     found = read_experts(file, env)
-    asked = tasks_of(found)[:count or None]
+    asked = set(tasks_of(found)[:count or None])
     for task, messages, reward in found:
         if task not in asked:
             continue
