@@ -551,7 +551,7 @@ def preference_groups(
 
     Args:
         rows: The rows of a file of pairs.
-        experts: The task's experts, which say how long a rejected trajectory may be.
+        experts: The experts, whose lengths say how long a rejected trajectory may be.
         others: The other trajectories that rows may name.
         s: The settings, which say what is left out of rejected trajectories.
         encoder: Of the trajectories.

@@ -192,7 +192,7 @@ def names_in(reads: tuple) -> set[str]:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise Refused(f"{message}; --help lists every setting")
+        raise Refused(f"{message}; --help lists the settings")
 
 
 def parse(

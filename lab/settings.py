@@ -26,8 +26,8 @@ class Careful:
     # Minutes between two states inside a phase, from which it goes on after a stop; at least 20
     # times what writing one takes, but for 0, which is each step [ours]
     checkpoint_minutes: Free[Weight] = 10.0
-    # After so many steps of training the agent is saved as it is then, beside the one that the
-    # phase makes, as NAME-step20; 0 is never [ours]
+    # After so many steps of a training that is still to be made the agent is saved as it is then,
+    # beside the one that the phase makes, as NAME-step20; 0 is never [ours]
     save_every: Free[Whole] = 0
     # A tracker of accelerate that gets all numbers, such as tensorboard or wandb [files alone]
     track: Free[Optional[str]] = None

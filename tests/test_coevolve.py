@@ -764,7 +764,7 @@ def refused(*flags):
 
 
 @pytest.mark.parametrize("flags, says", [
-    ("--betta 1", "unrecognized arguments: --betta 1; --help lists every setting"),
+    ("--betta 1", "unrecognized arguments: --betta 1; --help lists the settings"),
     ("--env mars", "unknown environment 'mars'; choose from: webshop"),
     ("--method dance", "--method: invalid choice: 'dance'"),
     ("--beta much", "--beta: invalid float value: 'much'"),
