@@ -971,6 +971,7 @@ def load_in_parts(accelerator, folder, recompute: bool):
         weights = whole.state_dict()
     options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     states.set_model_state_dict(model, weights, options=options)
+    model.tie_weights()  # which makes two of one again
     return model
 
 

@@ -1285,7 +1285,7 @@ class Run(coevolve.Run):
             if isinstance(whole, DTensor):
                 whole = whole.full_tensor()
             own = dtype if isinstance(value, torch.nn.Parameter) else None
-            set_module_tensor_to_device(copy, name, self.accelerator.device, whole.clone(), own)
+            set_module_tensor_to_device(copy, name, whole.device, whole.clone(), own)
         copy.tie_weights()
         copy.generation_config = agent.generation_config
         return copy.eval()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ended, fork_ranks
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import coevolve
 import dpo
@@ -826,11 +827,17 @@ def test_a_copy_of_a_live_model_answers_as_it_does(run):
     assert not {p.data_ptr() for p in copied.parameters()} & {p.data_ptr() for p in model.parameters()}
 
 
-def test_two_sharded_processes_evolve_like_one(small_model, tmp_path):
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_sharded_processes_evolve_like_one(tied, small_model, tmp_path):
+    base = tmp_path / "base"
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(small_model, tie_word_embeddings=tied)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
+    AutoTokenizer.from_pretrained(small_model).save_pretrained(base)
     said = tmp_path / "said"
     for ranks in (1, 2):
         flags = dict(
-            model=small_model, out=tmp_path / str(ranks), start_from="train", grpo_steps=2,
+            model=base, out=tmp_path / str(ranks), start_from="train", grpo_steps=2,
             evolve_every=1, evaluate_every=9, grpo_lr=1e-5, max_tokens=400, max_new_tokens=4,
             slots=8, start_tasks=5, warm_start="none", step_tasks=3, step_rollouts=4, grpo_batch=2,
             near_text=1.0, picks=1, explorer_episodes=4)
