@@ -13,6 +13,7 @@ import coevolve
 import envs
 import worlds
 from common import settings
+from common.files import write_jsonl
 from dpo import Encoder, Trajectory
 from worlds import expert_files
 
@@ -229,6 +230,19 @@ def test_an_agent_reads_what_theirs_reads_and_is_trained_without_the_example(enc
         for turn in range(10):  # it goes on reading the example
             shown = encoder.encode(expected[:7 + 2 * turn], 7)[0]
             assert read[10 * n + turn] == shown
+
+
+@pytest.mark.parametrize("protocol", ["eto", "ours"])
+def test_what_an_agent_played_is_an_expert_as_it_is_trained_on(protocol, encoder, prompts, tmp_path):
+    env = worlds.make("webshop", protocol=protocol, prompts=prompts)
+    rows, _ = play_scripted(encoder, env, ["webshop-train-0", "webshop-train-1"],
+                            ["Action: search[desk lamp]"] + ["Action: click[next >]"] * 9)
+    write_jsonl(tmp_path / "played.jsonl", [vars(row) for row in rows])
+    found = [*expert_files.experts(env, str(tmp_path / "played.jsonl"), 0)]
+    assert [task for task, _, _ in found] == ["webshop-train-0", "webshop-train-1"]
+    opening = len(env.opening(""))
+    for row, (_, messages, _) in zip(rows, found):
+        assert [row.ids, row.action_mask] == list(encoder.encode(messages, opening))
 
 
 @pytest.mark.parametrize("reply, kept, ours", [

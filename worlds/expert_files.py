@@ -7,7 +7,7 @@ from os.path import commonprefix
 from pathlib import Path
 
 from common.settings import Refused
-from worlds import World, converse
+from worlds import World, converse, first_reply
 from worlds.eto_protocol import EtoWorld, bare
 from worlds.user_files import reading, text_in
 
@@ -79,6 +79,7 @@ def read_entry(entry: dict, env: World) -> tuple[str, list[dict], float]:
     else:
         task, messages, reward = entry["task"], entry["messages"], entry["reward"]
         check_turns(messages, {"role", "content"}, "content")
+        messages = without_examples(messages, entry.get("steps", 0), len(env.opening("")))
 
     while messages[-1]["role"] == "user":  # what followed the last action
         messages.pop()
@@ -92,6 +93,22 @@ def read_entry(entry: dict, env: World) -> tuple[str, list[dict], float]:
         raise ValueError(f"reward {reward} is not in [{least}, 1]")
     env.find(task)
     return task, messages, float(reward)
+
+
+def without_examples(messages: list[dict], steps: int, opening: int) -> list[dict]:
+    """An episode's messages without the examples that an agent which plays is shown by ETO's
+    protocol.
+
+    Args:
+        messages: The episode's.
+        steps: How many replies are actions; 0 where the file does not say.
+        opening: How many turns come before the first of them in training.
+    """
+    first = first_reply(messages, steps)
+    if steps == 0 or first <= opening:
+        return messages
+    task = messages[first - 1] | {"content": bare(messages[first - 1]["content"])}
+    return [*messages[:opening - 1], task, *messages[first:]]
 
 
 def check_turns(turns: list[dict], keys: set[str], text: str) -> None:
