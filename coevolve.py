@@ -23,7 +23,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -857,6 +857,8 @@ class Run:
         self.parameters = dpo.parameter_count(self.config)
         self.encoder = dpo.Encoder(self.tokenizer, self.config.get_text_config().vocab_size)
         self.fingerprint = self.encoder.fingerprint()
+        if s.failure_from:
+            check_reads_alike(self, Path(s.failure_from))
 
         self.reads = set()      # the names of the settings that the running phase has read
         self.settings = noting(s, self.reads)
@@ -1059,12 +1061,25 @@ def is_on(setting: str, auto: bool) -> bool:
     return auto if setting == "auto" else setting == "on"
 
 
+def check_reads_alike(run: Run, agent: Path) -> None:
+    """Refused where an agent of a folder has other tokens than the run, which writes its ids."""
+    tokens = dpo.read(transformers.AutoTokenizer, agent).get_vocab()
+    rows = dpo.read_config(agent).get_text_config().vocab_size
+    if rows != run.encoder.rows or tokens != run.tokenizer.get_vocab():
+        raise envs.Refused(f"--failure-from {agent}: its tokens are not those of --model {run.base}"
+                           ", in which episodes are written; give an agent of that model")
+
+
 def ways_of(run: Run) -> list[bool]:
     """How the model has to be asked, see `dpo.trial`."""
     if run.base == MODELS["tiny"]:
         return FASTEST
     device = run.accelerator.device
     longest = run.settings.max_tokens
+    positions = dpo.positions_of(run.config)
+    if longest > positions:
+        say(run, f"{run.base} has {positions:,} positions: longer episodes are read as it never "
+                 f"learned to; lower --max-tokens {longest}")
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info()
         if not machine.fits_in_fp32(run.config, run.parameters, free, longest):
@@ -1088,9 +1103,13 @@ def check_disk(run: Run) -> None:
     agents = run.agents_kept()
     if agents == 0:
         return
-    needed = machine.disk_needed(run.parameters, agents, run.keeps_states)
-    for file in run.folder.rglob("*.safetensors"):  # of a folder that goes on
-        needed -= file.stat().st_size
+    # An agent that plays while it trains keeps AdamW's moments, from which its training goes on.
+    moments = agents if run.settings.method in run.trains_while_it_plays else 0
+    needed = machine.disk_needed(run.parameters, agents, moments, run.keeps_states)
+    for output in run.recorded:  # in a folder that goes on
+        for file in (run.folder / output).glob("*"):
+            if file.suffix in (".safetensors", ".pt"):
+                needed -= file.stat().st_size
     free = shutil.disk_usage(run.folder).free
     if needed > free:
         raise envs.Refused(f"--out {run.folder}: {free / 1e9:.1f} GB are free, and the run "
@@ -1166,8 +1185,14 @@ def bar(run: Run, total: int):
 def read(*paths: Path) -> list[Trajectory]:
     """The trajectories in some files, one after another."""
     trajectories = []
+    known = {field.name for field in fields(Trajectory)}
     for path in paths:
-        trajectories += [Trajectory(**row) for row in read_jsonl(path)]
+        for n, row in enumerate(read_jsonl(path), 1):
+            other = row.keys() - known
+            if other:
+                raise envs.Refused(f"{path}, line {n}: a trajectory has no {min(other)!r}; take it "
+                                   "out")
+            trajectories.append(Trajectory(**row))
     return trajectories
 
 

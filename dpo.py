@@ -170,7 +170,9 @@ class Encoder:
 
     def __init__(self, tokenizer, rows: int | None = None):
         self.tokenizer = tokenizer
-        self.rows = rows or len(tokenizer)
+        tokens = tokenizer.get_vocab().values()  # there may be gaps between them
+        self.rows = rows or max(tokens) + 1
+        self.known = {i for i in tokens if i < self.rows}
         control_tokens = set(tokenizer.all_special_tokens)
         for token in tokenizer.added_tokens_decoder.values():
             if token.special:
@@ -327,10 +329,9 @@ class Encoder:
     def sampler(self, temperature: float = 1.0) -> "Sampler":
         """The distribution that agents sample from: of all tokens but those that are no text, which
         are control tokens, the end of turn excepted, and rows of the embedding without a token."""
-        never = set(self.tokenizer.convert_tokens_to_ids(self.control_tokens))
-        never.discard(self.end_of_turn)
-        never.update(range(len(self.tokenizer), self.rows))
-        never = [i for i in never if i < self.rows]
+        control = self.tokenizer.convert_tokens_to_ids(self.control_tokens)
+        drawn = self.known - set(control) | {self.end_of_turn}
+        never = set(range(self.rows)) - drawn
         return Sampler(temperature, tuple(sorted(never)))
 
     def fingerprint(self) -> str:
@@ -856,10 +857,19 @@ def read_config(folder):
     """The config in a folder; of a model that also reads pictures that of the causal LM in it."""
     config = read(transformers.AutoConfig, folder)
     text = config.get_text_config(decoder=True)  # of BART, say, a copy that names sizes otherwise
-    if type(text) is type(config) or not is_causal_lm(text):
-        return config
-    text.tie_word_embeddings |= config.tie_word_embeddings
-    return text
+    if type(text) is not type(config) and is_causal_lm(text):
+        text.tie_word_embeddings |= config.tie_word_embeddings
+        return text
+    if not is_causal_lm(config):
+        raise Unusable(f"--model {folder}: {config.model_type} is no causal language model of "
+                       "transformers; give one, such as a Llama or a Qwen")
+    return config
+
+
+def positions_of(config) -> float:
+    """How many tokens a model has positions for; infinity where its config does not say."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    return positions if positions > 0 else math.inf
 
 
 def read_model(folder, dtype=torch.float32, device="cpu"):
@@ -1150,10 +1160,10 @@ def trial(model, encoder: Encoder, longest: int = 64) -> tuple[bool, bool, bool 
     model.float()
     never = (*encoder.sampler().never, encoder.end_of_turn)
     sampler = Sampler(never=never)
-    drawn = set(range(min(len(encoder.tokenizer), encoder.rows))) - set(never)
+    drawn = sorted(encoder.known - set(never))
     texts = []
     for size in [longest - 8, longest // 2]:
-        texts.append(random.Random(size).choices(sorted(drawn), k=size))
+        texts.append(random.Random(size).choices(drawn, k=size))
     ways = [(True, False), (True, True), (False, False), (False, True)]  # the fastest first
     if model.device.type == "cuda":
         ways = [("static", False), (True, False), ("static", True), *ways[1:]]
@@ -1171,7 +1181,10 @@ def trial(model, encoder: Encoder, longest: int = 64) -> tuple[bool, bool, bool 
         if of_replies < RIGHT:
             return of_padding >= RIGHT, alone, cache
         fault = "its replies have other log-probabilities than plain passes over them"
-    raise Unusable(f"{type(model).__name__} cannot be used: {fault}; use another model")
+    remedy = "use another model"
+    if longest > positions_of(model.config):
+        remedy = f"it has {positions_of(model.config):,} positions, lower --max-tokens {longest}"
+    raise Unusable(f"{type(model).__name__} cannot be used: {fault}; {remedy}")
 
 
 def errors_of_way(model, encoder: Encoder, sampler: Sampler, texts: list[Ids], alone: bool,

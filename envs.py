@@ -153,7 +153,7 @@ def play(make_env: Callable[[], World], encoder, trajectories: list, answer: Cal
             playing = going_on
             asked = [ask for ask in asks if ask is not None]
     finally:
-        threads.shutdown(wait=False, cancel_futures=True)  # nobody waits for one that hangs
+        threads.shutdown(wait=False, cancel_futures=True)  # the error comes first
         for env in free:
             env.close()
 

@@ -829,7 +829,12 @@ def training_tasks(run: Run) -> list[str]:
         tasks = env.tasks("train")
     if s.train_tasks:
         tasks = tasks[:s.train_tasks]
-    return [task for task in tasks if repr(env.find(task)) not in evaluated]
+    left = [task for task in tasks if repr(env.find(task)) not in evaluated]
+    if not left:
+        raise envs.Refused(f"of {len(tasks)} training tasks none is left to train on, since all "
+                           "are evaluated; give other --experts, more --train-tasks or other "
+                           "--eval-splits")
+    return left
 
 
 def first_tasks(run: Run, out: Path, i: int) -> dict:

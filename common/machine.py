@@ -16,8 +16,9 @@ def slots_that_fit(config, parameters: int, free: float, tokens: int,
         training_ranks: Over how many ranks the model trains beside its copy; 0: it does not.
     """
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    queries = heads_of(config)
+    heads = getattr(text, "num_key_value_heads", None) or queries
+    size = getattr(text, "head_dim", None) or text.hidden_size // max(1, queries)
     inside = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
 
     # A parameter takes 2 bytes in bf16; where it trains, 4 for each of weight, gradient, moments.
@@ -35,20 +36,26 @@ def slots_that_fit(config, parameters: int, free: float, tokens: int,
 def fits_in_fp32(config, parameters: int, free: float, tokens: int) -> bool:
     """Whether a card has room for the trial of a model with two texts of so many tokens."""
     # Where CUDA has no fused attention, as in fp32, the scores of all heads are there three times.
-    scores = 3 * 2 * config.get_text_config().num_attention_heads * tokens ** 2 * 4
+    scores = 3 * 2 * heads_of(config) * tokens ** 2 * 4
     return 4 * parameters + scores < FREE * free
 
 
-def disk_needed(parameters: int, agents: int, states: bool = False) -> int:
+def heads_of(config) -> int:
+    """How many heads attend in a layer; 0 in a state-space model, such as Mamba."""
+    return getattr(config.get_text_config(), "num_attention_heads", None) or 0
+
+
+def disk_needed(parameters: int, agents: int, moments: int = 0, states: bool = False) -> int:
     """The bytes that a run writes.
 
     Args:
         parameters: Of an agent, whose weights are fp32 on disk, whatever the base's are.
         agents: How many are kept.
+        moments: How many of them have AdamW's two moments of each weight beside them.
         states: Whether a long phase keeps one to go on from: weights and two moments of each. The
             next one is written before the last one goes.
     """
-    needed = 4 * parameters * agents
+    needed = 4 * parameters * agents + 8 * parameters * moments
     if states:
         needed += 2 * 12 * parameters
     return needed

@@ -22,7 +22,7 @@ import coevolve
 import dpo
 import envs
 from coevolve import Agent, Settings
-from common.files import read_json, read_jsonl
+from common.files import read_json, read_jsonl, write_jsonl
 from dpo import Pair, Trajectory
 
 ET = "expert>target"
@@ -468,6 +468,26 @@ def test_a_failure_agent_of_a_folder_that_never_learns(toy_run, small_model):
     assert read_jsonl(out / "iter1/pairs-failure.jsonl") == []
     assert not (out / "iter1/failure-agent/train.jsonl").exists()
     assert not (out / "sft-failure").exists()
+
+
+def test_a_failure_agent_that_reads_other_ids_is_refused_before_a_phase(toy_run, tmp_path):
+    with pytest.raises(SystemExit, match="tiny: its tokens are not those of --model"):
+        toy_run(Toy, "--failure-from", coevolve.MODELS["tiny"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_trajectory_that_somebody_added_to_is_refused_by_line(toy_run, tmp_path):
+    out = toy_run(Toy)
+    rows = read_jsonl(out / "iter1/target.jsonl")
+    rows[2]["note"] = "odd"
+    write_jsonl(out / "iter1/target.jsonl", rows)
+    with pytest.raises(SystemExit, match=r"iter1/target.jsonl, line 3: .* no 'note'; take"):
+        toy_run(Toy)
+
+
+def test_more_tokens_than_the_model_has_positions_are_said(toy_run, capsys):
+    toy_run(Toy, "--max-tokens", 4097)
+    assert "has 4,096 positions: " in capsys.readouterr().out
 
 
 def test_the_positive_agent_learns_as_eto_does_and_the_target_from_both(toy_run):

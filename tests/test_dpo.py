@@ -11,7 +11,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import CONVERSATION, TEMPLATES, make_model, make_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MptConfig,
+    T5Config,
+    XLNetConfig,
+)
 
 import dpo
 from dpo import Group, Objective, Pair, Trajectory
@@ -748,3 +756,20 @@ def test_what_the_models_code_lacks_makes_it_unusable(agent, monkeypatch):
     monkeypatch.setattr(dpo, "replies", lacking)
     with pytest.raises(dpo.Unusable, match="cannot be used: no such kernel; use another model$"):
         dpo.trial(make_model(encoder.rows), encoder)
+
+
+def test_a_model_is_not_asked_for_more_positions_than_it_has(agent):
+    _, encoder = agent
+    config = GPT2Config(vocab_size=encoder.rows, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    model = GPT2LMHeadModel(config).eval()
+    assert dpo.trial(model, encoder, 64)[2]
+    with pytest.raises(dpo.Unusable, match="it has 64 positions, lower --max-tokens 128$"):
+        dpo.trial(model, encoder, 128)
+    assert dpo.positions_of(MptConfig()) == dpo.positions_of(XLNetConfig()) == math.inf
+
+
+@pytest.mark.parametrize("config", [T5Config(), CLIPConfig()])
+def test_what_is_no_causal_model_is_refused_before_it_is_read(config, tmp_path):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(dpo.Unusable, match=f"{config.model_type} is no causal language model"):
+        dpo.read_config(tmp_path)

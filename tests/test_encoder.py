@@ -1,5 +1,6 @@
 """Text and ids are one: every tokenizer and template is either right to the token, or refused."""
 
+import json
 import random
 
 import pytest
@@ -253,6 +254,29 @@ def test_a_token_without_a_row_is_refused_by_name_where_a_text_has_it():
     late.add_special_tokens(dict(additional_special_tokens=["<|turn_end|>"]))
     with pytest.raises(dpo.Unusable, match="turn_end"):
         dpo.Encoder(late, rows)
+
+
+def test_between_the_ids_of_tokens_there_may_be_gaps():
+    """The end of turn moves to the last row of all, and is drawn as before; what is in between is
+    no token."""
+    tokenizer = build("chatml")
+    size = len(tokenizer)
+    known = json.loads(tokenizer.backend_tokenizer.to_str())
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for token in known["added_tokens"]:
+        if token["id"] == end:
+            token["id"] = size + 6
+    if known["model"]["vocab"].pop("<|im_end|>", None):
+        known["model"]["vocab"]["<|im_end|>"] = size + 6
+    moved = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(known)),
+                                    chat_template=tokenizer.chat_template)
+    for rows in (None, size + 9):
+        encoder = dpo.Encoder(moved, rows)
+        assert encoder.end_of_turn == size + 6
+        start = moved.convert_tokens_to_ids("<|im_start|>")
+        free = {end, *range(size, (rows or size + 7))} - {size + 6}
+        assert {*encoder.sampler().never} == free | {start}
+    assert encoder.reply("a mug")[-1] == size + 6
 
 
 def test_the_sampler_draws_text_and_ends_of_turn_alone():

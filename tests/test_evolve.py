@@ -570,6 +570,18 @@ def test_the_task_set_grows_from_signals(run):
     assert len({r.done["iter1/explored.jsonl"]["episodes"] for r in (r, other)}) == 1
 
 
+class Overlapping(Letters):
+    splits = {"train": {str(n): n for n in range(6)}, "test": {str(n): n for n in range(5)}}
+
+
+@pytest.mark.parametrize("start_from", ["train", "explore"])
+def test_training_tasks_that_are_all_evaluated_are_refused(start_from, run):
+    how = dict(world=Overlapping, start_from=start_from, grpo_steps=2)
+    with pytest.raises(envs.Refused, match="of 5 training tasks none is left"):
+        run(train_tasks=5, **how)
+    assert "iter1/target-agent" in run(train_tasks=6, out="one", **how).done
+
+
 def help_of(capsys, monkeypatch, *argv):
     """heading -> flag -> what --help says of the setting, and the whole text."""
     monkeypatch.setenv("COLUMNS", "100")

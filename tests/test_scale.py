@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, MambaConfig, Qwen3Config, RwkvConfig
 
 import coevolve
+import evolve
 from common import machine as machine_can
 from lab.bench import bench, first_gpu
 from lab.careful import machine
@@ -175,6 +176,14 @@ def test_slots_fill_what_is_free(config, parameters, card, tokens, training_rank
     assert slots == 1 or filled < 0.92 * card
 
 
+@pytest.mark.parametrize("config", [MambaConfig(), RwkvConfig()])
+def test_a_model_without_heads_needs_room_for_weights_and_the_inside_of_a_layer(config):
+    card = 4_000_000 + 10 * 100 * 2 * (6 * config.hidden_size + 3 * config.intermediate_size)
+    assert machine_can.slots_that_fit(config, 2_000_000, card / 0.92 + 1, 100) == 10
+    assert machine_can.fits_in_fp32(config, 10, 44, 4096)
+    assert not machine_can.fits_in_fp32(config, 10, 43, 4096)
+
+
 def test_what_a_run_writes_is_known_from_the_config(tmp_path, monkeypatch):
     """Llama-2-7B, both agents, K = 3: 8 agents of 27 GB, and in lab two states of 81 GB. What the
     folder holds already counts. No weights are looked at, so that a hub name will do."""
@@ -185,12 +194,35 @@ def test_what_a_run_writes_is_known_from_the_config(tmp_path, monkeypatch):
                                        grpo_steps=55, evolve_every=5)
         assert run.agents_kept() == agents, method
     run.settings.method, run.parameters, run.folder = "coevolve", 6_738_000_000, tmp_path
+    run.recorded = {}
     monkeypatch.setattr(coevolve.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100e9))
     with pytest.raises(coevolve.envs.Refused, match=r"100.0 GB are free.*writes 377.3 GB.*8 agents"):
         coevolve.check_disk(run)
     with pytest.raises(coevolve.envs.Refused, match=r"writes 215.6 GB"):
         run.keeps_states = False
         coevolve.check_disk(run)
-    with open(tmp_path / "model.safetensors", "wb") as file:
-        file.truncate(120_000_000_000)  # of zeros, which take no room
+    run.recorded = {"experts.jsonl": {}, "sft-target": {}}
+    for name in ("sft-target", "sft-target-step2"):  # of these only what is recorded stays
+        (tmp_path / name).mkdir()
+        with open(tmp_path / name / "model.safetensors", "wb") as file:
+            file.truncate(60_000_000_000)  # of zeros, which take no room
+    with pytest.raises(coevolve.envs.Refused, match=r"writes 155.6 GB"):
+        coevolve.check_disk(run)
+    with open(tmp_path / "sft-target/model.safetensors", "wb") as file:
+        file.truncate(120_000_000_000)
+    coevolve.check_disk(run)
+
+
+def test_moments_that_stay_beside_agents_need_room(tmp_path, monkeypatch):
+    """Qwen3-4B: 12 agents of segments, with two moments of each weight, fp32."""
+    run = evolve.Run.__new__(evolve.Run)
+    run.settings = SimpleNamespace(method="grpo", warm_start="none", grpo_steps=60, evolve_every=5)
+    run.parameters, run.folder, run.recorded = 4_022_000_000, tmp_path, {"iter1/target-agent": {}}
+    monkeypatch.setattr(coevolve.shutil, "disk_usage", lambda folder: SimpleNamespace(free=500e9))
+    with pytest.raises(coevolve.envs.Refused, match=r"writes 579.2 GB.*12 agents"):
+        coevolve.check_disk(run)
+    (tmp_path / "iter1/target-agent").mkdir(parents=True)
+    for name, size in ("model.safetensors", 40e9), ("moments.pt", 60e9):
+        with open(tmp_path / "iter1/target-agent" / name, "wb") as file:
+            file.truncate(int(size))
     coevolve.check_disk(run)

@@ -341,6 +341,26 @@ def test_no_episode_waits_for_another_ones_reply(agent):
     assert all(t.ended == "done" and t.steps == 2 for t in begun)
 
 
+def test_a_connection_that_closes_as_a_request_goes_out_is_no_end(agent, serve):
+    """As a server does with those that were idle; a second time in a row it is an error."""
+    encoder = agent[1]
+
+    def answer(prompt):
+        choice = dict(prompt_token_ids=prompt, token_ids=[encoder.end_of_turn],
+                      logprobs=dict(token_logprobs=[-1.0]))
+        return 200, json.dumps(dict(choices=[choice])), None
+
+    server = serve(lambda handler, body: [json.loads(body)["prompt"]], answer, "HTTP/1.1")
+    running = SimpleNamespace(url=server.url, name="small", longest=64, check_alive=lambda wait: None)
+    engine = Engine(running, encoder, encoder.sampler(), 8, ())
+    server.faults = [None]
+    assert engine([5, 6], random.Random(0)) == ([encoder.end_of_turn], [-1.0])
+    server.faults = [None, None]
+    with pytest.raises(ServerError, match="Connection"):
+        engine([5, 6], random.Random(0))
+    assert server.seen == [[[5, 6]]] * 4
+
+
 def test_an_error_of_the_server_ends_the_play(agent):
     def answer(ids, rng):
         raise ServerError("gone")

@@ -32,8 +32,7 @@ def why_not(model, encoder: dpo.Encoder, s) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds - {"full_attention"} or rope.get("rope_type", "default") not in ROPES:
         return "its layers are not all of plain causal attention"
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions and positions < s.max_tokens:
+    if s.max_tokens > dpo.positions_of(config):
         return "--max-tokens is above its positions"
 
     plain = model.config._attn_implementation
@@ -50,7 +49,7 @@ def error_of_fast(model, encoder: dpo.Encoder, s, plain: str) -> float:
     """How far log-probabilities of two packed and cached random texts, which begin alike, are off
     those of plain passes, in nats; plain: the name of the attention of these."""
     rng = random.Random(0)
-    known = range(len(encoder.tokenizer))
+    known = sorted(encoder.known)
     opening = rng.choices(known, k=12)
     never = (*encoder.sampler().never, encoder.end_of_turn)  # so that replies are long
     sampler = dpo.Sampler(0.7, never)

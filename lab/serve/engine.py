@@ -10,6 +10,7 @@ import random
 import requests
 import torch
 from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
 
 import dpo
 from lab.serve.server import ENDING, Server, ServerError, plain_session
@@ -33,7 +34,10 @@ class Engine:
         self.server, self.encoder, self.sampler = server, encoder, sampler
         self.max_new_tokens, self.stops = max_new_tokens, stops
         self.session = plain_session()
-        self.session.mount("http://", HTTPAdapter(pool_maxsize=1024))
+        # A server closes connections that nobody used for seconds, perhaps as a request goes out.
+        # A request has its seed, so that asking again changes nothing.
+        again = Retry(total=1, allowed_methods=None)
+        self.session.mount("http://", HTTPAdapter(pool_maxsize=1024, max_retries=again))
         never = {str(token): FORBIDDEN for token in sampler.never}
         # All that a model's generation_config.json could set is stated here.
         self.body = dict(
@@ -132,7 +136,7 @@ def check(engine: Engine, longest: int, bf16: bool) -> float:
                           (*engine.sampler.never, encoder.end_of_turn))
     check_forbidden(sampler)
     trial = Engine(server, encoder, sampler, TRIAL, ())
-    known = sorted({*range(len(encoder.tokenizer))} - {*sampler.never})
+    known = sorted(encoder.known - {*sampler.never})
     replies, drawn = [], []
     for n in range(1, TEXTS + 1):
         rng = random.Random(n)
