@@ -1,5 +1,6 @@
 """The careful run: nothing is lost, nothing is made twice, nobody else is in the folder."""
 
+import ast
 import json
 import os
 import random
@@ -283,6 +284,56 @@ def test_lab_knows_what_it_stands_in_for():
     assert stand_in.texts() == stand_in.KNOWN
 
 
+def siblings():
+    """Two functions that differ by what stands in a branch, and by the end of a slice; and the
+    first one, laid out and explained otherwise."""
+    def f(x, y, n):
+        if x:
+            y.clear()
+        else:
+            y.pop()
+        return y[n:]
+
+    inside = f
+
+    def f(x, y, n):
+        if x:
+            y.clear()
+        y.pop()
+        return y[:n]
+
+    behind = f
+
+    def f(x, y, n):
+        """Explained."""
+        if x:  # so it is
+
+            y.clear()
+        else: y.pop()  # noqa: E701
+        return (y[n:])
+
+    return inside, behind, f
+
+
+def test_a_function_is_known_by_its_structure_and_not_by_how_it_is_laid_out():
+    inside, behind, explained = map(stand_in.text_of, siblings())
+    assert inside == explained != behind
+
+
+def test_the_text_of_a_function_is_the_same_in_every_python():
+    """Fields that later ones have alone say nothing where they are empty; values keep their types."""
+    tree = ast.parse("def f(x): return x")
+    known = stand_in.shape_of(tree)
+    function, = tree.body
+    function.type_params = []
+    assert stand_in.shape_of(tree) == known
+    function._fields = [name for name in function._fields if name != "type_params"]
+    assert stand_in.shape_of(tree) == known
+    texts = ["[None, 1, True]", "[None, 1.0, True]", "[None, '1', True]", "[]", "[None]", "x[:1]",
+             "x[1:]", "x[::1]", "return", "return None", "{**x}", "{None: x}", "async def f(): 0"]
+    assert len({stand_in.shape_of(ast.parse(text)) for text in texts}) == len(texts)
+
+
 SHORT = ("--method", "sft", "--sft-epochs", "1", "--max-tokens", "256", "--max-new-tokens", "9",
          "--slots", "3")
 
@@ -292,10 +343,11 @@ def forked(monkeypatch):
     """forked(kind, name, function) puts it in the place of a method or function of the core."""
     def fork(kind, name, function):
         monkeypatch.setattr(kind, name, function)
-        for method, functions in stand_in.FOR.items():
-            found = [getattr(kind, name) if other.__name__ == name else other
-                     for other in functions]
-            monkeypatch.setitem(stand_in.FOR, method, tuple(found))
+        for table in (stand_in.FOR, stand_in.SERVED):
+            for method, functions in table.items():
+                found = [getattr(kind, name) if other.__name__ == name else other
+                         for other in functions]
+                monkeypatch.setitem(table, method, tuple(found))
         stand_in.changed.cache_clear()
 
     yield fork
@@ -356,14 +408,25 @@ def test_a_method_of_a_fork_that_lab_hides_is_named(small_model, tmp_path, monke
     assert "Run.checkpoint of the core does nothing here" in capsys.readouterr().out
 
 
-def test_where_a_server_replies_a_forks_answer_is_said_to_do_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(stand_in, "changed", lambda: ("log_probs", "answer"))
+@pytest.mark.parametrize("where, name", [(dpo, "Draw"), (envs, "play"), (coevolve.Run, "answer")])
+def test_where_a_server_replies_a_fork_is_told_what_does_nothing(where, name, forked, monkeypatch,
+                                                                 capsys):
+    """What draws and what plays in rounds; without a server these act as they are."""
+    class Draw:  # which takes the likeliest one
+        pass
+
+    forked(where, name, Draw)
+    forked(coevolve.Run, "log_probs", lambda self: 0)
     run = object.__new__(ServedRun)
     vars(run).update(main=True, settings=SimpleNamespace(serve="vllm serve"))
     say_what_a_fork_changed(run)
     said = capsys.readouterr().out
     assert "log_probs is not as lab knows it: it runs as it is" in said
-    assert "answer is not as lab knows it, and does nothing here" in said
+    assert f"{name} is not as lab knows it, and does nothing here" in said
+    run.settings.serve = None
+    say_what_a_fork_changed(run)
+    said = capsys.readouterr().out
+    assert "nothing here" not in said and (f"{name} is not" in said) == (name == "answer")
 
 
 @pytest.mark.parametrize("code, goes_on_at", [("the same", 3), ("other code", 0)])

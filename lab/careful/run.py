@@ -207,12 +207,12 @@ class Run(evolve.Run):
 
 def say_what_a_fork_changed(run: Run) -> None:
     """Says of each of the core's methods that is not as lab knows it whether it acts here."""
-    for method in stand_in.changed():
-        if run.settings.serve and method in ("answer", "play_share"):
-            coevolve.say(run, f"{method} is not as lab knows it, and does nothing here: by --serve "
-                              "a server replies")
-        else:
-            coevolve.say(run, f"{method} is not as lab knows it: it runs as it is, and what lab "
+    for name in stand_in.changed():
+        if run.settings.serve and name in ("answer", "play_share", *stand_in.SERVED):
+            coevolve.say(run, f"{name} is not as lab knows it, and does nothing here: by --serve "
+                              "a server replies, and each episode goes on by itself")
+        elif name in stand_in.FOR:
+            coevolve.say(run, f"{name} is not as lab knows it: it runs as it is, and what lab "
                               "does in its place is left out")
     for method in stand_in.hidden(type(run)):
         coevolve.say(run, f"Run.{method} of the core does nothing here, since lab has a method of "

@@ -13,17 +13,24 @@ from functools import cache
 
 import coevolve
 import dpo
+import envs
 
 # A method of lab's run -> what it stands in for.
 FOR = {"log_probs": (coevolve.Run.log_probs, dpo.log_probs_in_passes, dpo.token_log_probs),
        "answer": (coevolve.Run.answer, dpo.replies),
        "training": (coevolve.Run.training,),
        "play_share": (coevolve.Run.play_share,)}
+# What a server and `serve/rollouts.py` do in place of more of the core's, with --serve; without it
+# lab calls these as they are.
+SERVED = {"Draw": (dpo.Draw,),
+          "play": (envs.play, envs.go_on)}
 # Those texts as they were when lab's were last compared with them; a test prints new ones.
-KNOWN = {"log_probs": ["e774f77cd0311a80", "f2dd47f22514c0e5", "e612385fddcbc22e"],
-         "answer": ["a46ac6dca8da2339", "10e6c04d9f57ac82"],
-         "training": ["fee1a9706ca088bf"],
-         "play_share": ["cfa01a25080feb34"]}
+KNOWN = {"log_probs": ["85a319cdda5f6f6e", "b9f505b4dbc47bc1", "b976755cf006842b"],
+         "answer": ["e4c02b085da83c46", "dfc4fc34a830e161"],
+         "training": ["9dfad6f96d07d236"],
+         "play_share": ["d0ef088b485f6059"],
+         "Draw": ["ef03fa549187a957"],
+         "play": ["5f2c59df3266dd2d", "5f249c90296028da"]}
 # What lab does beside the core's method of that name, which it calls.
 EXTENDED = {"__init__", "open", "make", "record", "agents_kept", "load", "replica", "fit"}
 
@@ -40,24 +47,45 @@ def hidden(kind: type) -> list[str]:
 
 
 def text_of(function) -> str:
-    """16 hexadecimal digits for what a function does, however it is laid out and explained."""
-    words = []
-    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
-            node.body = node.body[1:]
-        words.append(type(node).__name__)
-        for name, value in ast.iter_fields(node):
-            if isinstance(value, (str, int, float)):
-                words.append(f"{name}={value!r}")
-    return hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
+    """16 hexadecimal digits for what a function or a class does, however it is laid out and
+    explained."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    return hashlib.sha256(shape_of(tree).encode()).hexdigest()[:16]
+
+
+def shape_of(part) -> str:
+    """A tree of code as nested text, without docstrings: each part stands inside the one that it
+    belongs to. Every Python gives the same, since fields that are empty, of which some versions
+    have more than others, are left out."""
+    if isinstance(part, list):
+        return f"[{' '.join(map(shape_of, part))}]"
+    if not isinstance(part, ast.AST):
+        return ascii(part)
+    words = [type(part).__name__]
+    for name, value in ast.iter_fields(part):
+        if name == "body" and has_docstring(part):
+            value = value[1:]
+        if value is not None and value != []:
+            words.append(f"{name}={shape_of(value)}")
+    return f"({' '.join(words)})"
+
+
+def has_docstring(part: ast.AST) -> bool:
+    """Whether the body of a part of a tree begins with a docstring."""
+    holders = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return isinstance(part, holders) and ast.get_docstring(part) is not None
 
 
 def texts() -> dict[str, list[str]]:
-    """A method of lab's run -> the texts of what it stands in for."""
-    return {name: [text_of(function) for function in functions] for name, functions in FOR.items()}
+    """A name in FOR or SERVED -> the texts of what it stands for."""
+    found = {}
+    for name, functions in (FOR | SERVED).items():
+        found[name] = [text_of(function) for function in functions]
+    return found
 
 
 @cache
 def changed() -> tuple[str, ...]:
-    """The methods of lab's run that must not stand in for the core's any more."""
+    """The names in FOR and SERVED whose texts are others: lab's method of that name must not stand
+    in for the core's any more."""
     return tuple(name for name, found in texts().items() if found != KNOWN.get(name))
