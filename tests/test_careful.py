@@ -455,6 +455,25 @@ def test_a_phase_goes_on_from_a_state_of_its_own_code(code, goes_on_at, small_mo
     assert ("sft-target begins again" in capsys.readouterr().out) == (goes_on_at == 0)
 
 
+@pytest.fixture
+def bare_run(tmp_path, monkeypatch):
+    """A run that does the phases it is given, without a model."""
+    monkeypatch.setattr(store, "code_of", lambda work, env: "code")
+    run = object.__new__(Run)
+    vars(run).update(folder=tmp_path, main=True, recipe="recipe",
+                     settings=SimpleNamespace(env="webshop", reuse=str(tmp_path)))
+    return run
+
+
+def test_what_was_stopped_and_then_taken_over_leaves_no_states(bare_run, monkeypatch):
+    monkeypatch.setattr(store, "take", lambda *_: dict(reused="another run"))
+    for name in ("checkpoint", "playing", "reads"):
+        (bare_run.folder / name).mkdir()
+    row = bare_run.make(bare_run.folder / "experts.jsonl.tmp", coevolve.collect_experts)
+    assert row == dict(reused="another run")
+    assert not any((bare_run.folder / name).exists() for name in ("checkpoint", "playing", "reads"))
+
+
 # --------------------------------------------------------- one folder, either program; agents in it
 
 

@@ -20,6 +20,7 @@ from common import machine as machine_can
 from lab.bench import bench, first_gpu
 from lab.careful import machine
 from lab.careful.run import Run
+from lab.settings import METHODS
 
 ROOT = Path(__file__).parent.parent
 LLAMA2_7B = LlamaConfig(num_hidden_layers=32, hidden_size=4096, vocab_size=32000,
@@ -188,8 +189,10 @@ def test_what_a_run_writes_is_known_from_the_config(tmp_path, monkeypatch):
     """Llama-2-7B, both agents, K = 3: 8 agents of 27 GB, and in lab two states of 81 GB. What the
     folder holds already counts. No weights are looked at, so that a hub name will do."""
     run = Run.__new__(Run)
-    for method, agents in dict(coevolve=8, eto=4, sft=1, positive=8, grpo=12, rft=2, ppo=4,
-                               evaluate=0).items():
+    kept = dict(coevolve=8, eto=4, sft=1, positive=8, grpo=12, evolve=12, rft=2, dart=2, ppo=4,
+                designed=4, evaluate=0, chat=0)
+    assert kept.keys() == METHODS.keys()
+    for method, agents in kept.items():
         run.settings = SimpleNamespace(method=method, iterations=3, warm_start="sft",
                                        grpo_steps=55, evolve_every=5)
         assert run.agents_kept() == agents, method

@@ -83,7 +83,7 @@ class Run(evolve.Run):
     def agents_kept(self) -> int:
         if self.settings.method in ("rft", "dart"):
             return 2
-        if self.settings.method == "ppo":
+        if self.settings.method in ("ppo", "designed"):
             return 1 + self.settings.iterations
         return super().agents_kept()
 
@@ -102,6 +102,7 @@ class Run(evolve.Run):
                 found = [store.take(self, out, code, Path(reuse)) if self.main else None]
                 taken = broadcast_object_list(found)[0]
             if taken:
+                remove_states(self)
                 return taken
             self.inputs = inputs
             say_of_other_states(self)
@@ -109,9 +110,7 @@ class Run(evolve.Run):
             numbers = super().make(out, phase, *inputs, **parameters)
             if self.main and (out / "config.json").exists():  # an agent
                 overlap.record(self, out, *inputs)
-        if self.main:
-            for name in STATES:
-                remove(self.folder / name)
+        remove_states(self)
 
         # What follows tells agents apart by how they were made.
         reads = reads_of_phase(self)
@@ -249,6 +248,13 @@ def say_of_other_states(run: Run) -> None:
                 coevolve.say(run, f"{run.name} begins again: other code than this left what it "
                                   "would go on from")
                 return
+
+
+def remove_states(run: Run) -> None:
+    """Removes what a phase that is done, here or by another run, kept to go on from."""
+    if run.main:
+        for name in STATES:
+            remove(run.folder / name)
 
 
 def keep_reads(run: Run) -> None:
