@@ -460,7 +460,7 @@ def bare_run(tmp_path, monkeypatch):
     """A run that does the phases it is given, without a model."""
     monkeypatch.setattr(store, "code_of", lambda work, env: "code")
     run = object.__new__(Run)
-    vars(run).update(folder=tmp_path, main=True, recipe="recipe",
+    vars(run).update(folder=tmp_path, main=True, recipe="recipe", name="a phase", reads=set(),
                      settings=SimpleNamespace(env="webshop", reuse=str(tmp_path)))
     return run
 
@@ -474,6 +474,19 @@ def test_what_was_stopped_and_then_taken_over_leaves_no_states(bare_run, monkeyp
     assert not any((bare_run.folder / name).exists() for name in ("checkpoint", "playing", "reads"))
 
 
+def test_a_finished_run_that_goes_on_is_not_finished_until_it_ends_again(bare_run):
+    """It may be stopped in a phase, when pages and reports ask for its result.json."""
+    (bare_run.folder / "result.json").write_text("{}")
+
+    def phase(run, out):
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        bare_run.settings.reuse = None
+        bare_run.make(bare_run.folder / "iter4/target.jsonl.tmp", phase)
+    assert not (bare_run.folder / "result.json").exists()
+
+
 # --------------------------------------------------------- one folder, either program; agents in it
 
 
@@ -483,8 +496,9 @@ def test_a_folder_of_the_plain_core_is_taken_and_the_other_way_round(small_run, 
                                 ("careful", careful_run, ())):
         out = shutil.copytree(source, tmp_path / name)
         before = outputs(out)
+        (out / "result.json").write_text("{}")
         coevolve.main([*SMALL_RUN, "--out", str(out)], *kinds)
-        assert outputs(out) == before
+        assert outputs(out) == before and (out / "result.json").exists()
         assert phases_of(out).keys() == phases_of(source).keys()
         if not kinds:  # a table of what it has not made itself
             assert {name: row["made"] for name, row in phases_of(out).items()}

@@ -90,6 +90,8 @@ class Run(evolve.Run):
     # ................................................................................. phases
 
     def make(self, out: Path, phase, *inputs, **parameters) -> dict:
+        if self.main:  # the run is not finished any more
+            remove(self.folder / "result.json")
         code = store.code_of(phase, self.settings.env)
         self.state = f"{self.recipe}-{code}"
         reuse = self.settings.reuse
