@@ -25,7 +25,7 @@ from conftest import SMALL_RUN, Toy, ended, fork, wait_until
 import coevolve
 import dpo
 import envs
-from common.files import known_by, read_jsonl
+from common.files import known_by, read_jsonl, write_jsonl
 from common.settings import Refused
 from lab import __main__ as program
 from lab.careful import kept, stand_in, store, tracking
@@ -140,15 +140,18 @@ def test_a_phase_that_goes_on_has_read_what_it_read_before(tmp_path):
     assert read_before(SimpleNamespace(folder=tmp_path, state="of-another")) == []
 
 
-def made_elsewhere(folder, name, **more):
+def made_elsewhere(folder, name, log=0, **more):
     """A run that asks for a phase of seed 1, and what another one in `folder` has made of it."""
     run = SimpleNamespace(name=name, recipe="r", folder=folder / "mine", ranks=1, shard=False,
-                          settings=SimpleNamespace(seed=1, save_every=0), options=SimpleNamespace(),
-                          accelerator=SimpleNamespace(mixed_precision="no"))
+                          recompute=False, fast=True, slots=32, tokens_per_forward=4096,
+                          settings=SimpleNamespace(seed=1, save_every=0, serve=None),
+                          options=SimpleNamespace(), accelerator=SimpleNamespace(mixed_precision="no"))
     output = folder / "other" / name
     (output if "." not in name else output.parent).mkdir(parents=True)
     file = output if "." in name else output / "model.safetensors"
     file.write_text("as it was made")
+    if log:
+        write_jsonl(output / "train.jsonl", [dict(step=n) for n in range(1, log + 1)])
     made = dict(reads=dict(seed=1), code="c", machine=store.machine(run),
                 output=known_by(output, {}))
     row = dict(recipe="r", made=made) | more
@@ -170,6 +173,32 @@ def test_what_somebody_has_edited_is_not_taken(tmp_path, capsys):
     assert store.take(run, out, "c", tmp_path) is None
     said = capsys.readouterr().out
     assert "since the code of its phase differs" in said and "since it has been changed since" in said
+
+
+@pytest.mark.parametrize("name, value, shown", [
+    ("fast", False, "fast True, here False"),
+    ("slots", 3, "slots 32, here 3"),
+    ("tokens_per_forward", 1024, "tokens_per_forward 4096, here 1024"),
+    ("recompute", True, "gradient_checkpointing False, here True"),
+    ("shard", True, "shard False, here True"),
+    ("serve", "vllm serve {agent} --port {port}", "serve False, here True")])
+def test_what_was_drawn_or_rounded_otherwise_is_not_taken(name, value, shown, tmp_path, capsys):
+    """By what is in force, which no phase reads: a server draws others than a plain rollout."""
+    run, _ = made_elsewhere(tmp_path, "target.jsonl")
+    out = run.folder / "target.jsonl.tmp"
+    assert store.take(run, out, "c", tmp_path)
+    setattr(run.settings if name == "serve" else run, name, value)
+    assert store.take(run, out, "c", tmp_path) is None
+    assert f"since it was made otherwise: {shown}" in capsys.readouterr().out
+
+
+def test_what_an_older_version_made_is_not_taken(tmp_path, capsys):
+    run, _ = made_elsewhere(tmp_path, "target.jsonl")
+    phases = json.loads((tmp_path / "other/phases.json").read_text())
+    phases["target.jsonl"]["made"]["machine"] = ["2.0", 1, "no"]
+    (tmp_path / "other/phases.json").write_text(json.dumps(phases))
+    assert store.take(run, run.folder / "out", "c", tmp_path) is None
+    assert "since an older version made it" in capsys.readouterr().out
 
 
 def test_an_agent_without_those_on_the_way_is_not_taken_where_they_are_asked_for(tmp_path, capsys):

@@ -236,7 +236,8 @@ def why_plain(run: Run) -> str | None:
 
 
 def reads_of_phase(run: Run) -> dict:
-    """The settings that the phase has read, those that may change its rounding among them."""
+    """The settings that the phase has read; of those that were read before it, which lay out the
+    work, `store.machine` has what is in force."""
     names = (run.reads | coevolve.ALL_READ) - store.NO_PART
     values = vars(run.settings)
     return {name: values[name] for name in sorted(names)}

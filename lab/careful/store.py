@@ -78,12 +78,23 @@ def code_of(work, env: str) -> str:
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
 
 
-def machine(run) -> list:
-    """What may change rounding: packages, processor, processes, number format, threads."""
-    return [*(version(name) for name in ("torch", "transformers", "tokenizers", "numpy")),
-            run.ranks, run.accelerator.mixed_precision, run.shard, torch.get_num_threads(),
-            torch.backends.cpu.get_cpu_capability(),
-            *map(torch.cuda.get_device_name, range(torch.cuda.device_count()))]
+def machine(run) -> dict:
+    """What may change draws or rounding beside what a phase reads: packages, processor, processes,
+    and how the run lays out its work, as it is in force."""
+    packages = {name: version(name) for name in ("torch", "transformers", "tokenizers", "numpy")}
+    cards = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    return packages | dict(
+        processor=torch.backends.cpu.get_cpu_capability(),
+        cards=cards,
+        threads=torch.get_num_threads(),
+        processes=run.ranks,
+        mixed_precision=run.accelerator.mixed_precision,
+        shard=run.shard,
+        gradient_checkpointing=run.recompute,
+        fast=run.fast,
+        slots=run.slots,
+        tokens_per_forward=run.tokens_per_forward,
+        serve=bool(vars(run.settings)["serve"]))  # which the phase itself has not read
 
 
 def take(run, out: Path, code: str, folder: Path) -> dict | None:
@@ -134,16 +145,28 @@ def why_not_taken(row: dict, output: Path, code: str, run) -> str:
         return "the plain core made it, which does not say on what machine"
     if made.get("code") != code:
         return "the code of its phase differs"
-    if made.get("machine") != json.loads(json.dumps(machine(run))):
-        return "the machine differs"
+    differs = difference(made.get("machine"), json.loads(json.dumps(machine(run))))
+    if differs:
+        return differs
     if made.get("output") != files.known_by(output, {}):
         return "it has been changed since"
 
     every = run.settings.save_every
-    steps = {step for step, _ in saved_agents(output)}
-    if every and not steps.issuperset(range(every, row.get("steps", 0) + 1, every)):
+    saved = {step for step, _ in saved_agents(output)}
+    if every and not saved.issuperset(range(every, row.get("steps", 0) + 1, every)):
         return f"it has no agents of --save-every {every}"
     return ""
+
+
+def difference(there, here: dict) -> str:
+    """How the `machine` that made a phase differs from the one here; nothing where it does not."""
+    if not isinstance(there, dict):
+        return "an older version made it, which does not say how it laid out its work"
+    found = []
+    for name, value in here.items():
+        if there.get(name) != value:
+            found.append(f"{name} {there.get(name)}, here {value}")
+    return f"it was made otherwise: {'; '.join(found)}" if found else ""
 
 
 def copy(source: Path, target: Path) -> None:
