@@ -202,7 +202,8 @@ def test_what_an_older_version_made_is_not_taken(tmp_path, capsys):
 
 
 def test_an_agent_without_those_on_the_way_is_not_taken_where_they_are_asked_for(tmp_path, capsys):
-    run, file = made_elsewhere(tmp_path, "sft-target", steps=5)
+    """GRPO's `steps` are updates, of which a step has several; it saves an agent after a step."""
+    run, file = made_elsewhere(tmp_path, "sft-target", log=5, steps=20)
     out = run.folder / "sft-target.tmp"
     assert store.take(run, out, "c", tmp_path)
     run.settings.save_every = 2

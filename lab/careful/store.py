@@ -153,7 +153,7 @@ def why_not_taken(row: dict, output: Path, code: str, run) -> str:
 
     every = run.settings.save_every
     saved = {step for step, _ in saved_agents(output)}
-    if every and not saved.issuperset(range(every, row.get("steps", 0) + 1, every)):
+    if every and not saved.issuperset(range(every, steps_of(output) + 1, every)):
         return f"it has no agents of --save-every {every}"
     return ""
 
@@ -167,6 +167,13 @@ def difference(there, here: dict) -> str:
         if there.get(name) != value:
             found.append(f"{name} {there.get(name)}, here {value}")
     return f"it was made otherwise: {'; '.join(found)}" if found else ""
+
+
+def steps_of(output: Path) -> int:
+    """The steps of a training, as --save-every counts them: the lines of its log. A step of GRPO is
+    one, however many updates it has."""
+    log = output / "train.jsonl"
+    return len(files.read_jsonl(log)) if log.exists() else 0
 
 
 def copy(source: Path, target: Path) -> None:
