@@ -17,7 +17,7 @@ import transformers
 import coevolve
 import dpo
 import envs
-from common.settings import parse
+from common.settings import Parser, flag, parse
 from lab.careful import machine, overlap
 from lab.careful.watch import Watch
 from lab.page import page, report
@@ -60,14 +60,25 @@ def main(argv: list[str]) -> None:
 def settings_of(argv: list[str]) -> tuple:
     """The settings and the environment's own. An agent that is evaluated plays as it was trained
     to, unless told otherwise."""
-    program = "bash run.sh ENV"
-    settings, options = parse(argv, Settings, METHODS, envs.environment, program)
-    if settings.method != "evaluate":
-        return settings, options
-    flags = overlap.flags_of(Path(settings.model), settings.env)
+    # Which agent plays where is read alone before all else, since it says what else is meant.
+    first = Parser(add_help=False, allow_abbrev=False)
+    for name in ("env", "method", "model"):
+        first.add_argument(flag(name), default=getattr(Settings, name))
+    asked, _ = first.parse_known_args(argv)
+    way = {}
+    if asked.method == "evaluate":
+        way = overlap.way_of(Path(asked.model), asked.env)
+
+    flags = overlap.flags_of(way)
+    settings, options = parse([*flags, *argv], Settings, METHODS, envs.environment,
+                              "bash run.sh ENV")
     if flags and os.environ.get("RANK", "0") == "0":
-        print(f"{settings.model} plays as it was trained, unless told otherwise: {' '.join(flags)}")
-    return parse([*flags, *argv], Settings, METHODS, envs.environment, program)
+        print(f"{asked.model} plays as it was trained, unless told otherwise: {' '.join(flags)}")
+        lacking = [flag(name) for name in way if way[name] is None and not vars(options)[name]]
+        if lacking:
+            print(f"its folder does not say with which {' and '.join(lacking)} it was trained: "
+                  "give the same, or it plays elsewhere")
+    return settings, options
 
 
 def cores() -> int:

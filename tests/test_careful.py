@@ -28,7 +28,7 @@ import envs
 from common.files import known_by, read_jsonl, write_jsonl
 from common.settings import Refused
 from lab import __main__ as program
-from lab.careful import kept, stand_in, store, tracking
+from lab.careful import kept, overlap, stand_in, store, tracking
 from lab.careful.kept import Checkpoint
 from lab.careful.margins import margins
 from lab.careful.run import Run, keep_reads, read_before, say_what_a_fork_changed
@@ -568,6 +568,74 @@ def test_an_agent_plays_as_it_was_trained(by, small_run, careful_run, tmp_path, 
     assert (s.view, s.max_tokens, s.max_new_tokens) == ("full", 999, 32)
     s, _ = program.settings_of(["--env", "intercodesql", *argv[2:]])
     assert s.view == "full"  # of another environment it says nothing
+
+
+@pytest.fixture
+def agent_of(tmp_path, monkeypatch):
+    """agent_of(*flags) -> the settings of such a run, its environment's, and an agent of it."""
+    monkeypatch.setenv("MYSQL_PWD", "")  # which an address with a password sets
+
+    def make(*flags):
+        settings, options = program.settings_of([*flags])
+        run = SimpleNamespace(settings=settings, options=options, make_env=lambda: None)
+        folder = tmp_path / "an agent"
+        folder.mkdir()
+        overlap.record(run, folder)
+        return settings, options, folder
+
+    return make
+
+
+@pytest.mark.parametrize("env, model, name, trained, otherwise", [
+    ("scienceworld", "tiny", "task_types", "short", "all"),
+    ("bfcl", "smollm2", "bfcl_reward", "turns", "all"),
+    ("appworld", "smollm2", "appworld_seconds", 20, 7)])
+def test_an_agent_plays_in_the_world_that_it_was_trained_in(env, model, name, trained, otherwise,
+                                                            agent_of):
+    s, options, folder = agent_of("--env", env, "--model", model)
+    assert vars(options)[name] == trained
+    argv = ["--env", env, "--method", "evaluate", "--model", str(folder)]
+    now, found = program.settings_of(argv)
+    assert found == options
+    assert (now.view, now.max_tokens, now.max_new_tokens) == (s.view, s.max_tokens, s.max_new_tokens)
+    _, found = program.settings_of([*argv, f"--{name.replace('_', '-')}", str(otherwise)])
+    assert vars(found)[name] == otherwise
+
+
+def test_files_and_addresses_do_not_stand_in_an_agents_folder(agent_of, tmp_path, capsys):
+    """Whoever evaluates it is told which to give again, as long as they are not given."""
+    data, address = str(tmp_path), "mysql://me:secret@a-host:3306"
+    *_, folder = agent_of("--env", "intercodesql", "--model", "a model", "--intercode-data", data,
+                          "--mysql-url", address)
+    written = (folder / overlap.FILE).read_text()
+    assert not any(text in written for text in (data, "secret", "a-host"))
+    argv = ["--env", "intercodesql", "--method", "evaluate", "--model", str(folder)]
+    program.settings_of(argv)
+    assert "not say with which --intercode-data and --mysql-url it was trained" in capsys.readouterr().out
+    program.settings_of([*argv, "--intercode-data", data, "--mysql-url", address])
+    assert "not say with which" not in capsys.readouterr().out
+
+
+def test_what_would_not_be_used_is_not_refused(agent_of):
+    """The default of --max-new-tokens, 256, is above these --max-tokens; the agent's 24 are not."""
+    *_, folder = agent_of("--env", "scienceworld")
+    s, _ = program.settings_of(["--env", "scienceworld", "--method", "evaluate", "--model", str(folder),
+                                "--max-tokens", "200"])
+    assert (s.max_tokens, s.max_new_tokens) == (200, 24)
+    with pytest.raises(Refused, match="--max-new-tokens 24: must be below --max-tokens 20"):
+        program.settings_of(["--env", "scienceworld", "--method", "evaluate", "--model", str(folder),
+                             "--max-tokens", "20"])
+
+
+@pytest.mark.parametrize("played, view", [
+    (dict(env="webshop", protocol="ours", view="short", max_tokens=768), "short"),  # an older version's
+    (dict(env="webshop", view="short", gone="a setting that is not there any more"), "short"),
+    (None, "full")])
+def test_an_agent_of_another_version_can_be_evaluated(played, view, tmp_path):
+    found = dict(tasks=[], marks=[]) | (dict(played=played) if played else {})
+    (tmp_path / overlap.FILE).write_text(json.dumps(found))
+    s, _ = program.settings_of(["--env", "webshop", "--method", "evaluate", "--model", str(tmp_path)])
+    assert s.view == view
 
 
 # ------------------------------------------------------------------------------- margins, trackers

@@ -1,20 +1,24 @@
-"""What an agent was trained on, and how it played, stands in its folder: a run refuses to evaluate
-it on what it was trained on, and plays it as it was trained."""
+"""What an agent of the careful run was trained on, and how it played, stands in its folder: a run
+refuses to evaluate it on what it was trained on, and plays it as it was trained.
+
+The plain core and `learn` write no such file: of their agents nothing is refused. How one of the
+plain core played stands in the run that it is in.
+"""
 
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_origin
 
 from coevolve import Run
 from common.files import hashed, read_json, read_jsonl, write_json
-from common.settings import Stated, flag
-from envs import Refused, World
+from common.settings import Stated, flag, settings_of
+from envs import Refused, World, environment
 from evolve import env_with
 
 FILE = "trained_on.json"  # in an agent's folder
-# How an agent was trained to play.
-PLAYED_WITH = ("env", "protocol", "view", "max_tokens", "max_new_tokens")
+# How an agent was trained to play, beside its environment's own settings.
+PLAYED_WITH = ("view", "max_tokens", "max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,29 @@ def record(run: Run, out: Path, *inputs) -> None:
 
 
 def played_with(values: dict) -> dict:
-    """How an agent plays, of all settings of its run."""
-    return {name: values[name] for name in PLAYED_WITH if values.get(name) is not None}
+    """How an agent plays, of all settings of its run. Of an environment's settings that are texts,
+    which name files and addresses, the value is None: they are somewhere else for somebody else."""
+    options = settings_of(environment(values["env"]))
+    found = {}
+    for name in ("env", *PLAYED_WITH, *options):
+        value = values.get(name)
+        if value is None:
+            continue
+        found[name] = value
+        if name in options and is_text(options[name].kind):
+            found[name] = None
+    return found
 
 
-def flags_of(agent: Path, env: str) -> list[str]:
-    """The flags with which an agent plays in its own environment as it was trained: those that
-    stand in its folder, else, of an agent of the plain core, those of the run that it is in."""
+def is_text(kind) -> bool:
+    """Whether values of this type are no numbers, and none of some words."""
+    return kind not in (bool, int, float) and get_origin(kind) is not Literal
+
+
+def way_of(agent: Path, env: str) -> dict:
+    """`played_with` of an agent in its own environment: what stands in its folder, else, of an
+    agent of the plain core, in the run that it is in. Nothing, if it is another's agent, or none;
+    and no setting that there is not any more."""
     found = {}
     if (agent / FILE).exists():
         found = read_json(agent / FILE).get("played", {})
@@ -71,8 +91,14 @@ def flags_of(agent: Path, env: str) -> list[str]:
             if (folder / "phases.json").exists() and (folder / "config.json").exists():
                 found = played_with(read_json(folder / "config.json")["settings"])
     if found.get("env") != env:
-        return []
-    return [f"{flag(name)}={value}" for name, value in found.items() if name != "env"]
+        return {}
+    known = (*PLAYED_WITH, *settings_of(environment(env)))
+    return {name: found[name] for name in known if name in found}
+
+
+def flags_of(values: dict) -> list[str]:
+    """The flags that give settings these values; none for None."""
+    return [f"{flag(name)}={value}" for name, value in values.items() if value is not None]
 
 
 def paths_in(inputs) -> list[Path]:

@@ -9,7 +9,7 @@ import itertools
 import math
 import random
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -18,7 +18,8 @@ import transformers
 import coevolve
 import dpo
 import envs
-from common.settings import Refused, flag, parse
+from common.settings import Refused, parse, settings_of
+from lab.careful.overlap import flags_of
 from lab.runfiles import command, config_of, phases_of, visible
 
 
@@ -131,10 +132,9 @@ def settings_for(env: str, more: list[str], before: dict):
     """(settings, the environment's own), of flags, else of an agent's run `before`."""
     if before and before["env"] != env:
         raise Refused(f"--agent: it was trained on {before['env']}, not on {env}")
-    kept = [f"{flag(name)}={before[name]}" for name in (
-        "view", "max_tokens", *(f.name for f in fields(envs.environment(env))))
-            if before.get(name) is not None]
-    return parse(["--env", env, "--method", "sft", "--model", "a person", *kept, *more],
+    names = ("view", "max_tokens", *settings_of(envs.environment(env)))
+    kept = {name: before.get(name) for name in names}
+    return parse(["--env", env, "--method", "sft", "--model", "a person", *flags_of(kept), *more],
                  coevolve.Settings, coevolve.METHODS, envs.environment)
 
 
