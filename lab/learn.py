@@ -9,7 +9,9 @@ pairs by reward, Eq. (8), with the agent after SFT as the reference.
 import argparse
 import itertools
 import sys
+import tempfile
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,10 +38,11 @@ MUST = "give {task, messages of role and content, reward from 0 to 1}, and agent
 
 def main(argv: list[str]) -> None:
     file, out, s = settings_from(argv)
+    played = read_trajectories(file)  # what is wrong with them costs no load of a model
     transformers.utils.logging.disable_progress_bar()
     learner = Learner(s)
     dropped = Counter()
-    played = read_trajectories(file, learner.encoder, s.max_tokens, dropped)
+    played = encoded(played, file, learner.encoder, s.max_tokens, dropped)
     experts, others = split(played, s.expert_min_reward, dropped)
     if not experts:
         raise Refused(f"{file}: no expert is left: {dict(dropped)}; lower --expert-min-reward "
@@ -60,7 +63,8 @@ def main(argv: list[str]) -> None:
 
 
 def settings_from(argv: list[str]) -> tuple[Path, Path, coevolve.Settings]:
-    """The file, the folder of the agent, and the settings; Refused, if something is wrong."""
+    """The file, the folder of the agent, which is made, and the settings; Refused, if something is
+    wrong."""
     stated = settings_of(coevolve.Settings)
     parser = argparse.ArgumentParser("bash run.sh learn", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -79,42 +83,77 @@ def settings_from(argv: list[str]) -> tuple[Path, Path, coevolve.Settings]:
     wrong = faults(stated, given, set(READS), s, Stated())
     if wrong:
         raise Refused("; ".join(wrong))
+    if not file.is_file():
+        raise Refused(f"{file}: no such file; give one that has a trajectory in each line")
     if out.is_file() or (out.exists() and list(out.iterdir())):
         raise Refused(f"--out {out}: it is not empty; give another folder, or delete it")
+    make_folder(out)
     return file, out, s
+
+
+def make_folder(out: Path) -> None:
+    """Makes the agent's folder; Refused where nothing can be written into it, which else would be
+    known after all training."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise Refused(f"--out {out}: nothing can be written there ({error.strerror}); give another "
+                      "folder") from None
 
 
 # ----------------------------------------------------------------------------- the trajectories
 
 
-def read_trajectories(
+def read_trajectories(file: Path) -> list[Trajectory]:
+    """The trajectories in a file, a line each, without ids. Their rollouts are the numbers of their
+    lines, so that no two are called the same. Refused, naming file and line, if one is none."""
+    found = []
+    for number, row in enumerate(read_jsonl(file), 1):
+        with naming(file, number):
+            t = trajectory_of(row)
+        t.rollout = number
+        found.append(t)
+    if not found:
+        raise Refused(f"{file}: it is empty; {MUST}, a line each")
+    return found
+
+
+@contextmanager
+def naming(file: Path, number: int):
+    """Refuses what is wrong with a line of a file, which it names."""
+    try:
+        yield
+    except ValueError as error:
+        raise Refused(f"{file}, line {number}: {error}; {MUST}") from None
+
+
+def encoded(
+    trajectories: list[Trajectory],
     file: Path,
     encoder: dpo.Encoder,
     max_tokens: int,
     dropped: Counter,
 ) -> list[Trajectory]:
-    """Reads and encodes trajectories.
+    """Gives trajectories their ids.
 
     Args:
-        file: One with a trajectory a line.
+        trajectories: Those of `read_trajectories`.
+        file: Where they are from.
         encoder: Of the model.
         max_tokens: What a trajectory may have at most.
         dropped: Gets the number of trajectories that are longer.
 
     Returns:
-        The trajectories. Their rollouts are the numbers of their lines, so that no two are called
-        the same.
+        The trajectories that are not longer.
 
     Raises:
-        Refused: A line is no such trajectory, or none is left; the text names file and line.
+        Refused: One cannot be encoded, or none is left; the text names file and line.
     """
     found = []
-    for number, row in enumerate(read_jsonl(file), 1):
-        try:
-            t = trajectory_of(row, encoder)
-        except ValueError as error:  # of the encoder, too
-            raise Refused(f"{file}, line {number}: {error}; {MUST}") from None
-        t.rollout = number
+    for t in trajectories:
+        with naming(file, t.rollout):
+            t.ids, t.action_mask = encoder.encode(t.messages, opening_of(t.messages))
         if len(t.ids) > max_tokens:
             dropped["too long"] += 1
         else:
@@ -125,8 +164,15 @@ def read_trajectories(
     return found
 
 
-def trajectory_of(row: dict, encoder: dpo.Encoder) -> Trajectory:
-    """The trajectory of a line; ValueError, if it is none. Its first reply is the first action."""
+def opening_of(messages: list[dict]) -> int:
+    """How many turns a conversation opens with, before the assistant's first reply."""
+    roles = [message.get("role") for message in messages]
+    return roles.index("assistant")
+
+
+def trajectory_of(row: dict) -> Trajectory:
+    """The trajectory of a line, without ids; ValueError, if it is none. Its first reply is the
+    first action."""
     task = row.get("task")
     agent = row.get("agent", "target")
     reward = row.get("reward")
@@ -144,7 +190,7 @@ def trajectory_of(row: dict, encoder: dpo.Encoder) -> Trajectory:
             raise ValueError(f"turn {number} has the role {role!r}")
     if "assistant" not in roles:
         raise ValueError("the assistant says nothing in it")
-    opening = roles.index("assistant")
+    opening = opening_of(messages)
     if opening == 0:
         raise ValueError("it begins with the assistant, who has read nothing")
     while messages[-1]["role"] != "assistant":  # what followed the last reply
@@ -152,9 +198,8 @@ def trajectory_of(row: dict, encoder: dpo.Encoder) -> Trajectory:
     expected = ["assistant", "user"] * len(messages)
     if roles[opening:len(messages)] != expected[:len(messages) - opening]:
         raise ValueError("its turns are not user and assistant in turn")
-    ids, mask = encoder.encode(messages, opening)
-    return Trajectory(task, agent, messages=messages, ids=ids, action_mask=mask,
-                      reward=float(reward), steps=roles.count("assistant"), ended="done")
+    return Trajectory(task, agent, messages=messages, reward=float(reward),
+                      steps=roles.count("assistant"), ended="done")
 
 
 def split(
@@ -278,8 +323,28 @@ class Learner:
         return log
 
 
+# --------------------------------------------------------------------------------------- errors
+
+
+def one_line(error: Exception) -> str | None:
+    """The message for an expected error, the user's or the machine's; None: it is a bug. Nothing
+    goes on from where it was: the command is given again."""
+    memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    if memory or "DefaultCPUAllocator" in str(error):
+        return ("out of memory; lower --tokens-per-forward, or --max-tokens, which leaves longer "
+                "trajectories out, or give a smaller --model")
+    if not isinstance(error, coevolve.EXPECTED):
+        return None
+    text = " ".join(str(error).split())
+    if "No space left on device" in text:
+        text += "; make room on the disk of --out, delete that folder, and train again"
+    return text
+
+
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except coevolve.EXPECTED as error:
-        sys.exit(f"run.sh: {coevolve.one_line(error)}")
+    except Exception as error:
+        if one_line(error) is None:
+            raise
+        sys.exit(f"run.sh: {one_line(error)}")

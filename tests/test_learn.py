@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 from collections import Counter
 
 import pytest
 import torch
 from conftest import make_tokenizer, plain_log_probs
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
@@ -43,13 +45,17 @@ def encoder():
     return dpo.Encoder(make_tokenizer("chatml"))
 
 
+def read(path, encoder, max_tokens, dropped):
+    return learn.encoded(learn.read_trajectories(path), path, encoder, max_tokens, dropped)
+
+
 def sides(rows):
     """Of each pair its kind, and the lines of the file that are chosen and rejected."""
     return [(r["kind"], r["chosen"]["rollout"], r["rejected"]["rollout"]) for r in rows]
 
 
 def pairs_of(path, dropped):
-    played = learn.read_trajectories(path, encoder(), 4096, dropped)
+    played = read(path, encoder(), 4096, dropped)
     return learn.pair_rows(*learn.split(played, 0.0, dropped), learn.coevolve.Settings(), dropped)
 
 
@@ -86,7 +92,7 @@ def test_a_demonstration_that_an_agent_beats_is_no_second_agent(file):
 def test_the_best_of_a_task_that_earned_nothing_is_no_expert(file, tmp_path):
     dropped = Counter()
     nothing = [row("c", 0, "x"), row("c", 0.0, "y")]
-    played = learn.read_trajectories(file([*ROWS, *nothing]), encoder(), 4096, dropped)
+    played = read(file([*ROWS, *nothing]), encoder(), 4096, dropped)
     experts, others = learn.split(played, 0.0, dropped)
     assert [(t.task, t.reward) for t in experts] == [("a", 1.0), ("b", 0.75)]
     assert {t.task for t in others} == {"a", "b"}
@@ -102,7 +108,7 @@ def test_a_file_that_is_no_utf_8_is_refused(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_bytes(json.dumps(row("a", 1.0, "grün"), ensure_ascii=False).encode("latin-1"))
     with pytest.raises(Refused, match="mine.jsonl, line 1: .* no whole JSON object in UTF-8"):
-        learn.read_trajectories(path, encoder(), 4096, Counter())
+        read(path, encoder(), 4096, Counter())
 
 
 def test_an_agent_that_any_tool_loads(file, small_model, tmp_path, capsys):
@@ -163,7 +169,7 @@ BAD = dict(role="assistant", content=None)
 def test_a_line_that_cannot_be_used_is_refused_in_a_line(file, line, says):
     path = file([ROWS[0], line])
     with pytest.raises(Refused) as refusal:
-        learn.read_trajectories(path, encoder(), 4096, Counter())
+        read(path, encoder(), 4096, Counter())
     text = str(refusal.value)
     assert text.startswith(f"{path}, line 2: ")
     assert says in text
@@ -174,12 +180,12 @@ def test_what_is_too_long_is_counted_and_what_follows_the_last_reply_is_not_read
     dropped = Counter()
     asked = dict(role="user", content="the end")
     ends = ROWS[2] | dict(messages=[*ROWS[2]["messages"], asked])
-    found = learn.read_trajectories(file([row("a", 1.0, "x " * 500), ends]), encoder(), 400, dropped)
+    found = read(file([row("a", 1.0, "x " * 500), ends]), encoder(), 400, dropped)
     assert [t.rollout for t in found] == [2]
     assert found[0].messages == ROWS[2]["messages"]
     assert dropped == {"too long": 1}
     with pytest.raises(Refused, match="no trajectory is left: {'too long': 2}.*--max-tokens 1"):
-        learn.read_trajectories(file(ROWS[:2]), encoder(), 1, Counter())
+        read(file(ROWS[:2]), encoder(), 1, Counter())
 
 
 @pytest.mark.parametrize("flags, says", [
@@ -191,3 +197,41 @@ def test_what_is_too_long_is_counted_and_what_follows_the_last_reply_is_not_read
 def test_a_setting_that_is_wrong_is_refused(file, flags, says):
     with pytest.raises(Refused, match=says):
         learn.settings_from([str(file(ROWS)), *flags])
+
+
+@pytest.mark.parametrize("rows, flags, says", [
+    (ROWS, ["--out", "mine.jsonl/agent"], "--out .*agent: nothing can be written there .*another folder"),
+    (ROWS, ["--out", "/proc/agent"], "--out /proc/agent: nothing can be written there .*another folder"),
+    (None, [], "mine.jsonl: no such file; give one that has a trajectory in each line"),
+    ([], [], "mine.jsonl: it is empty; give {task,"),
+    ([ROWS[0], dict(task="a")], [], "mine.jsonl, line 2: reward None is no number")])
+def test_what_is_wrong_costs_no_load_of_a_model(rows, flags, says, file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(learn, "Learner", lambda s: pytest.fail("a model is loaded"))
+    if rows is not None:
+        file(rows)
+    with pytest.raises(Refused, match=says):
+        learn.main(["mine.jsonl", *flags])
+
+
+FULL = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("error, says", [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "lower --tokens-per-forward"),
+    (MemoryError(), "lower --tokens-per-forward"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:118] . DefaultCPUAllocator: can't allocate memory: "
+                  "you tried to allocate 9 bytes."), "lower --tokens-per-forward"),
+    (FULL, "delete that folder"),
+    (SafetensorError(f"Error while serializing: I/O error: {FULL}"), "delete that folder"),
+    (Refused("wrong;\nmend it"), "wrong; mend it")])
+def test_an_error_of_the_machine_is_a_line_whose_remedies_there_are(error, says):
+    text = learn.one_line(error)
+    assert says in text and "\n" not in text
+    assert "goes on" not in text  # it begins again
+    flags = {"--out", *(f"--{name.replace('_', '-')}" for name in learn.READS)}
+    assert set(re.findall(r"--[a-z-]+", text)) <= flags
+
+
+def test_a_bug_is_no_line():
+    assert learn.one_line(RuntimeError("shapes differ")) is None
