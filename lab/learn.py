@@ -116,6 +116,12 @@ def read_trajectories(file: Path) -> list[Trajectory]:
         found.append(t)
     if not found:
         raise Refused(f"{file}: it is empty; {MUST}, a line each")
+
+    agents = list(dict.fromkeys(t.agent for t in found if t.agent != "expert"))
+    if len(agents) > 2:
+        raise Refused(f"{file}: it has {len(agents)} agents, such as {', '.join(agents[:3])}, and "
+                      "failures are paired of one or two; leave out the others; a line without "
+                      "agent is target's, and expert is the name for demonstrations")
     return found
 
 

@@ -79,6 +79,23 @@ def test_failures_of_two_agents_are_paired_across_them(file):
         ("failure>failure", 4, 2), ("failure>failure", 4, 3)]
 
 
+@pytest.mark.parametrize("agents", [
+    ["mine", "theirs", "another's"], ["mine", "theirs", None], ["expert", "mine", "theirs", "x", "y"]])
+def test_more_than_two_agents_are_refused(agents, file):
+    """Failures of the second and the third would make no pair; who has no name is one, too."""
+    rows = []
+    for n, agent in enumerate(agents):
+        named = {} if agent is None else dict(agent=agent)
+        rows.append(row("a", 1.0 - n / 8, "x", **named))
+    path = file(rows)
+    with pytest.raises(Refused) as refusal:
+        learn.read_trajectories(path)
+    text = str(refusal.value)
+    assert text.startswith(f"{path}: it has {4 if 'x' in agents else 3} agents, such as mine, theirs, ")
+    assert "leave out the others" in text and "\n" not in text
+    assert len(learn.read_trajectories(file(rows[:2]))) == 2
+
+
 def test_a_demonstration_that_an_agent_beats_is_no_second_agent(file):
     """Failures of the one agent are paired with each other and with it; a task alone has no pair."""
     rows = [row("a", 0.75, "x", agent="expert"), row("a", 1.0, "y", agent="mine"),
