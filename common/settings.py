@@ -97,7 +97,8 @@ class Stated:
         return ["", model, protocol, f"{model} {protocol}"]
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
-        """(whether it is so, flags, what is wrong) of values; s: all settings of the run."""
+        """(whether it is so, flags, what is wrong) of values; s: all settings of the run, those of
+        its environment among them."""
         return []
 
 
@@ -318,7 +319,8 @@ def faults(stated: dict[str, Setting], given: dict, reads: set[str], settings, o
         for limit in [FINITE, *limits]:
             if name in reads and not limit.holds(value, settings):
                 found.append(f"{flag(name)} {value}: {limit.words}")
-    for so, flags, problem in settings.conflicts(settings) + own.conflicts(settings):
+    everything = Instead(settings, **vars(own))
+    for so, flags, problem in settings.conflicts(everything) + own.conflicts(everything):
         if so:
             found.append(f"{flags}: {problem}")
     return found

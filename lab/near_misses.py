@@ -7,6 +7,7 @@ not help the target, hardness is not what helps; if they do, a failure agent is 
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import envs
@@ -23,7 +24,7 @@ from coevolve import (
     write,
 )
 from common.files import seed_of
-from common.settings import Method
+from common.settings import Method, Refused, Stated
 from dpo import Trajectory
 from lab.baselines import begin
 from worlds import World, first_reply, replay
@@ -62,6 +63,10 @@ def make_near_misses(run: Run, out: Path, experts: Path, name: str, i: int) -> d
         for rollout, replies in enumerate(found):
             scripts[expert.task, rollout] = replies
     env.close()
+    if not scripts:
+        raise Refused("--method designed: no mistake in an expert's replies fails and earns "
+                      f"--hard-threshold {s.hard_threshold} or more; lower it, or give more "
+                      "experts (--train-tasks) or others (--experts)")
 
     def answer(asked):
         """The script's next reply in each episode; nobody has drawn it."""
@@ -76,7 +81,8 @@ def make_near_misses(run: Run, out: Path, experts: Path, name: str, i: int) -> d
 
 def near_misses(env: World, expert: Trajectory, rng: random.Random, least: float,
                 most: int) -> list[list[str]]:
-    """At most so many conversations, as replies, that fail the expert's task by one mistake.
+    """At most so many conversations, as replies, that end and fail the expert's task by one
+    mistake.
 
     Args:
         env: plays each to learn its reward.
@@ -91,8 +97,8 @@ def near_misses(env: World, expert: Trajectory, rng: random.Random, least: float
     rng.shuffle(tried)
     found = []
     for changed in tried:
-        reward = replay(env, env.find(expert.task), changed)[-1].reward
-        if least <= reward < env.success:
+        end = replay(env, env.find(expert.task), changed)[-1]
+        if end.done and least <= end.reward < env.success:
             found.append(changed)
         if len(found) == most:
             break
@@ -125,9 +131,10 @@ def shop_mistakes(env: World, task: str, replies: list[str]) -> Iterator[list[st
 
 
 def argument(env: World, reply: str) -> str:
-    """What a reply searches for or clicks on, in lower case."""
+    """What a reply searches for or clicks on, in lower case; nothing where it does neither, as an
+    agent's may that is an expert."""
     found = re.search(r"\[(.+)\]", env.action(reply))
-    return found[1].lower()
+    return found[1].lower() if found else ""
 
 
 def others(product: dict, value: str) -> list[str]:
@@ -151,9 +158,10 @@ def offered(env: World, product: dict, replies: list[str]) -> list[str]:
 
 def query_mistakes(env: World, task: str, replies: list[str]) -> Iterator[list[str]]:
     """The replies with one wrong condition in the query that is submitted."""
-    query = env.action(replies[-2])
+    asked = replies[-2] if len(replies) > 1 else ""
+    query = env.action(asked) or ""  # an agent that is an expert may have said something else
     for wrong in wrong_queries(query):
-        yield [*replies[:-2], replies[-2].replace(query, wrong), replies[-1]]
+        yield [*replies[:-2], asked.replace(query, wrong), replies[-1]]
 
 
 def wrong_queries(query: str) -> Iterator[str]:
@@ -197,5 +205,30 @@ EXCHANGED = [
     (r"'\w+'", other_values),
 ]
 MISTAKES = {"webshop": shop_mistakes, "intercodesql": query_mistakes}  # the world's name -> them
+
+
+# ------------------------------------------------------------------------------------ settings
+
+
+@dataclass(frozen=True)
+class NearMisses(Stated):
+    """Near misses of the experts"""
+
+    def conflicts(self, s) -> list[tuple[bool, str, str]]:
+        why = why_none(s) if s.method in METHODS else ""
+        return [*super().conflicts(s), (bool(why), f"--method {s.method}", why)]
+
+
+def why_none(s) -> str:
+    """Why no script makes near misses in a run of these settings; nothing where one does."""
+    if s.env not in MISTAKES:
+        return f"no script knows a mistake in {s.env}; give --env {' or '.join(MISTAKES)}"
+    if s.env == "webshop" and s.webshop_url:
+        return "its script exchanges products of the embedded shop; leave out --webshop-url"
+    if s.env == "webshop" and s.protocol == "eto":
+        return "its script plays the shop by this project's texts only; leave out --protocol eto"
+    return ""
+
+
 METHODS = {"designed": Method(designed, (Common, Preferences),
                               "ETO beside near misses of the experts, which a script plays")}

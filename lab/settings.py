@@ -36,8 +36,8 @@ class Careful:
 
 
 @dataclass(frozen=True)
-class Settings(Careful, Serve, evaluate.Chat, baselines.Baselines, explorer.Explorer,
-               coevolve.Settings):
+class Settings(Careful, Serve, evaluate.Chat, near_misses.NearMisses, baselines.Baselines,
+               explorer.Explorer, coevolve.Settings):
     """Every setting of a run"""
     presets = evolve.Settings.presets | {
         # Tuned on the validation splits; it starts from nothing and so needs larger steps.

@@ -2,14 +2,18 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 from conftest import SMALL_RUN, ended, fork
 
 import envs
+import worlds
+from common.files import write_jsonl
+from common.settings import Refused, parse
 from dpo import Trajectory
 from lab.careful.run import Run
-from lab.near_misses import near_misses, wrong_queries
+from lab.near_misses import make_near_misses, near_misses, wrong_queries
 from lab.settings import METHODS, Settings
 from lab.study import answers
 
@@ -80,6 +84,72 @@ def test_a_wrong_query_has_one_condition_wrong():
             "SELECT name FROM doctors WHERE age > 40 OR rank = 'senior' AND pay < 60"} <= {*found}
     assert "SELECT site FROM farms ORDER BY rooms LIMIT 3" in wrong_queries(
         "SELECT site FROM farms ORDER BY rooms DESC LIMIT 3")
+
+
+@pytest.mark.parametrize("name, more", [
+    ("webshop", ["click the red one"]), ("intercodesql", ["hm", "I look. Action: what now?"])])
+def test_an_agent_that_said_something_else_is_an_expert_too(name, more):
+    """Before each of its replies, and between the query and what hands it in, it says what is no
+    action. What is exchanged is one of its actions, or there is nothing to exchange."""
+    env = envs.make(name, "full")
+    found = []
+    for expert in experts_of(env, 2):
+        replies = replies_of(expert)
+        for place in range(len(replies)):
+            said = [*replies[:place], *more, *replies[place:]]
+            talker = expert_of(env, said, expert.task)
+            for changed in near_misses(env, talker, random.Random(0), 0.6, 2):
+                found.append(changed)
+                assert [reply for reply in changed if reply not in said] or len(changed) < len(said)
+                last = worlds.replay(env, env.find(expert.task), changed)[-1]
+                assert last.done and 0.6 <= last.reward < 1
+    assert len(found) > 8
+    for said in more, more[:1]:  # it did nothing at all
+        idle = expert_of(env, said, f"{name}-train-0")
+        assert near_misses(env, idle, random.Random(0), 0.0, 9) == []
+
+
+def test_a_near_miss_ends():
+    """Of an expert that never bought nothing can be played to its end, whatever is near."""
+    env = envs.make("webshop", "short")
+    for expert in experts_of(env, 6):
+        unfinished = expert_of(env, replies_of(expert)[:-1], expert.task)
+        assert near_misses(env, unfinished, random.Random(0), 0.0, 9) == []
+        assert near_misses(env, expert, random.Random(0), 0.0, 9)
+
+
+def test_where_there_is_no_near_miss_the_run_says_what_to_do(tmp_path):
+    """Nothing both fails and earns 1."""
+    env = envs.make("webshop", "short")
+    write_jsonl(tmp_path / "experts.jsonl", experts_of(env, 2))
+    run = SimpleNamespace(make_env=lambda: env, settings=SimpleNamespace(
+        seed=0, hard_threshold=1.0, rollouts=2, max_tokens=768))
+    with pytest.raises(Refused, match="--hard-threshold 1.0 .*lower it") as refusal:
+        make_near_misses(run, tmp_path / "designed.jsonl", tmp_path / "experts.jsonl", "designed", 1)
+    assert "\n" not in str(refusal.value)
+
+
+def parsed(flags: str):
+    return parse([*flags.split(), "--method", "designed"], Settings, METHODS, envs.environment)
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("--env scienceworld", "no script knows a mistake in scienceworld; give --env webshop or"),
+    ("--env bfcl --model m", "no script knows a mistake in bfcl"),
+    ("--env appworld --model m", "no script knows a mistake in appworld"),
+    ("--model m --webshop-url http://h:1", "leave out --webshop-url"),
+    ("--model m --protocol eto --prompts .", "leave out --protocol eto"),
+])
+def test_what_no_script_can_do_is_refused_before_anything_runs(flags, says):
+    with pytest.raises(Refused) as refusal:
+        parsed(flags)
+    assert str(refusal.value).startswith("--method designed: ") and says in str(refusal.value)
+
+
+def test_other_data_and_texts_of_the_databases_are_no_obstacle():
+    for flags in "--intercode-data .", "--protocol eto --prompts .":
+        settings, _ = parsed(f"--env intercodesql --model m {flags}")
+        assert settings.method == "designed"
 
 
 def test_the_study_trains_on_them_and_chooses_by_validation(tmp_path):
