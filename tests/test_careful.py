@@ -554,6 +554,38 @@ def test_agents_on_the_way_are_agents(careful_run, tmp_path):
     assert read_jsonl(tmp_path / "evaluated/eval-0-target-test.jsonl")
 
 
+def test_a_stop_while_an_agent_on_the_way_is_saved_loses_none(small_model, tmp_path, monkeypatch):
+    """Half of the second one's folder is there, and the state of the step before."""
+    monkeypatch.setattr(envs, "make", lambda *_, **__: Toy())
+    flags = [*SHORT, "--sft-epochs", "4", "--train-tasks", "2", "--eval-tasks", "1", "--save-every",
+             "2", "--checkpoint-minutes", "0", "--model", str(small_model), "--out"]
+    coevolve.main([*flags, str(tmp_path / "whole")], Settings, Run, METHODS)
+
+    save = dpo.save
+
+    def stopped(accelerator, model, encoder, folder):
+        save(accelerator, model, encoder, folder)
+        if "step4" in folder.name:
+            (folder / "model.safetensors").unlink()
+            (folder / "of-the-stopped").touch()
+            raise Stopped
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dpo, "save", stopped)
+        with pytest.raises(Stopped):
+            coevolve.main([*flags, str(tmp_path / "run")], Settings, Run, METHODS)
+    coevolve.main([*flags, str(tmp_path / "run")], Settings, Run, METHODS)
+
+    def files(folder):
+        """What the run's agents and those on the way to them are."""
+        return {str(file.relative_to(folder)): file.read_bytes()
+                for file in folder.glob("sft-target*/*")}
+
+    assert files(tmp_path / "run") == files(tmp_path / "whole")
+    assert {name.split("/")[0] for name in files(tmp_path / "run")} == {
+        "sft-target", "sft-target-step2", "sft-target-step4"}
+
+
 @pytest.mark.parametrize("by", ["plain", "careful"])
 def test_an_agent_plays_as_it_was_trained(by, small_run, careful_run, tmp_path, monkeypatch, capsys):
     """The view and the lengths of tiny's preset, which another model's name does not bring."""

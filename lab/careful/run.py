@@ -327,13 +327,20 @@ class CheckpointOfRun(Checkpoint):
         super().write(model, optimizer, step)
 
     def keep(self, model, optimizer, step: int) -> None:
-        super().keep(model, optimizer, step)
+        # The agent comes before the state, from which nothing goes back to this step.
         if self.every and step % self.every == 0:
-            run = self.run
-            out = run.folder / f"{run.name}-step{step}"
-            temporary = out.with_name(f"{out.name}.tmp")
-            dpo.save(run.accelerator, model, run.encoder, temporary)
-            if run.main:
-                overlap.record(run, temporary, *run.inputs)
-                remove(out)
-                os.replace(temporary, out)
+            self.save_agent(model, step)
+        super().keep(model, optimizer, step)
+
+    def save_agent(self, model, step: int) -> None:
+        """Saves the agent as it is after a step."""
+        run = self.run
+        out = run.folder / f"{run.name}-step{step}"
+        temporary = out.with_name(f"{out.name}.tmp")
+        if run.main:
+            remove(temporary)  # of a process that was stopped
+        dpo.save(run.accelerator, model, run.encoder, temporary)
+        if run.main:
+            overlap.record(run, temporary, *run.inputs)
+            remove(out)
+            os.replace(temporary, out)
