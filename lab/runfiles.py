@@ -15,9 +15,19 @@ def command(name: str, work) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     try:
         work(sys.argv[1:])
-    except (Refused, EnvError, OSError) as error:
+    except (ValueError, EnvError, OSError, FloatingPointError) as error:
+        if not is_told(error):
+            raise
         print(f"{name}: {without_passwords(' '.join(str(error).split()))}", file=sys.stderr)
         sys.exit(2)
+
+
+def is_told(error: Exception) -> bool:
+    """Whether an error is the user's or a file's, and no bug; of a ValueError its kind says it."""
+    if not isinstance(error, ValueError) or isinstance(error, Refused):
+        return True
+    from dpo import Unusable  # only here: what reads no model starts without torch
+    return isinstance(error, Unusable)
 
 
 def visible(text: str) -> str:

@@ -2,6 +2,8 @@
 
 import re
 import runpy
+import shutil
+import signal
 import sys
 
 import pytest
@@ -13,8 +15,9 @@ import envs
 import worlds
 from common.files import read_jsonl
 from common.settings import Refused
-from lab.chat.play import agent_of, main
-from lab.runfiles import visible
+from lab.chat.play import agent_of, chosen, main
+from lab.runfiles import command, visible
+from worlds.webshop.server import WebShopServer
 
 
 @pytest.fixture
@@ -53,6 +56,17 @@ def test_a_person_plays_what_the_agent_reads_to_the_reward(typed, env, view):
     for message in messages:
         assert " ".join(message["content"].split()) in said
     assert " ".join(world.rules.split()) in said  # in any view, by ?
+
+
+def test_a_task_of_a_real_server_can_be_named():
+    """The first one is goal 0."""
+    shop = WebShopServer("http://localhost:1")
+    assert shop.find("webshop-test-0") == 0
+    for n in 0, 7:
+        assert chosen(shop, f"webshop-test-{n}") == f"webshop-test-{n}"
+    assert chosen(shop, "test") in shop.tasks("test")
+    with pytest.raises(Refused, match="unknown task 'webshop-test-x'.*such as webshop-test-0"):
+        chosen(shop, "webshop-test-x")
 
 
 @pytest.mark.parametrize("argv, said", [
@@ -126,3 +140,45 @@ def test_any_agent_of_a_run_can_be_named(small_run):
         assert agent_of(small_run / name) == (small_run, small_run / name)
     with pytest.raises(Refused, match="was trained on webshop, not on intercodesql"):
         main(["intercodesql", "--agent", str(small_run)])
+
+
+@pytest.fixture
+def told(monkeypatch, capsys):
+    """told(work, *argv) -> what `command` says of a fault of the user's: a line, and status 2."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def say(work, *argv):
+        monkeypatch.setattr(sys, "argv", ["play", *map(str, argv)])
+        with pytest.raises(SystemExit) as end:
+            command("play", work)
+        said = capsys.readouterr().err
+        assert (end.value.code, said.count("\n")) == (2, 1)
+        return said
+
+    return say
+
+
+def test_an_agent_that_is_gone_or_damaged_is_said_in_a_line(small_run, told, tmp_path):
+    """The run's last agent is the last one that is there."""
+    run = tmp_path / "run"
+    ignored = shutil.ignore_patterns("failure-agent", "sft-failure")
+    shutil.copytree(small_run, run, ignore=ignored)
+    for name in "iter9/target-agent", "iter1/failure-agent", "iter1":
+        text = told(main, "webshop", "--agent", run / name)
+        assert text.startswith(f"play: --agent {run / name}: neither a run with")
+    (run / "iter1/target-agent/model.safetensors").write_bytes(b"torn")
+    assert str(run / "iter1/target-agent") in told(main, "webshop", "--agent", run)
+    shutil.rmtree(run / "iter1/target-agent")
+    assert agent_of(run) == (run, run / "sft-target")
+    shutil.rmtree(run / "sft-target")
+    assert "neither a run with a target agent" in told(main, "webshop", "--agent", run)
+
+
+def test_a_bug_is_no_fault_of_the_users(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def work(argv):
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        command("play", work)

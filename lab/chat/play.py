@@ -80,12 +80,17 @@ def typed(env, may_be_empty: bool) -> str:
 
 
 def agent_of(path: Path) -> tuple[Path, Path]:
-    """(run, an agent's folder in it) of that folder, or of the run: its last target agent."""
+    """(run, an agent's folder in it) of that folder, or of the run: its last target agent that is
+    there."""
     for run in path, *path.resolve().parents[:2]:
-        made = [run / output for output in phases_of(run)
-                if output == "sft-target" or output.endswith("/target-agent")]
-        if made:
-            return run, made[-1] if run == path else path
+        phases = phases_of(run)
+        agents = [path]
+        if run == path:
+            agents = [run / output for output in phases
+                      if output == "sft-target" or output.endswith("/target-agent")]
+        there = [agent for agent in agents if (agent / "config.json").is_file()]
+        if phases and there:
+            return run, there[-1]
     raise Refused(f"--agent {path}: neither a run with a target agent nor an agent in one; name a "
                   "folder like runs/webshop-coevolve-s0")
 
@@ -141,7 +146,10 @@ def settings_for(env: str, more: list[str], before: dict):
 def chosen(env, asked: str) -> str:
     """The task asked for, or any of the split asked for; Refused if there is none."""
     try:
-        return asked if "-" in asked and env.find(asked) else random.choice(env.tasks(asked))
+        if "-" not in asked:
+            return random.choice(env.tasks(asked))
+        env.find(asked)
+        return asked
     except ValueError as error:
         raise Refused(f"{error} (such as {env.tasks(env.test_splits[0])[0]})") from None
 
