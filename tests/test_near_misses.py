@@ -2,6 +2,10 @@
 
 import json
 import random
+import runpy
+import shlex
+import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -178,6 +182,44 @@ def test_the_study_trains_on_them_and_chooses_by_validation(tmp_path):
         assert 0.6 <= row["reward"] < 1 and row["ended"] == "done"
     assert len({json.dumps(row["messages"]) for row in played}) == len(played) == 12
     assert METHODS["designed"][0].__name__ == "designed"
+
+
+@pytest.mark.parametrize("study, flags, says", [
+    ("near-misses", "--bogus 3", "unrecognized arguments: --bogus 3"),
+    ("near-misses", "--base /nonexistent", "--base /nonexistent: "),
+    ("near-misses", "--serve 'serve {agent} {port}' --threads=2", "--serve, --threads"),
+    ("near-misses", "--seed 3", "--seed"), ("size", "--method=eto", "--method"),
+    ("near-misses", "--env intercodesql", "--env"), ("size", "--reuse .", "--reuse"),
+    ("near-misses", "--eval-splits test", "--eval-splits"), ("size", "--d-fail all", "--d-fail"),
+    ("threshold", "--hard-threshold 0.5", "--hard-threshold"),
+    ("near-misses", "--model m --webshop-url http://h:1", "--method designed: "),
+])
+def test_what_a_study_sets_or_an_arm_cannot_do_is_refused_in_a_line_before_all(
+        study, flags, says, tmp_path, monkeypatch, capsys):
+    """The last arm's refusal too, and as `run.sh answers` says it."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["answers", study, "webshop", "--out", str(tmp_path / "out"),
+                                      *shlex.split(flags)])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("lab.study.answers", run_name="__main__")
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1
+    assert said.startswith(f"answers: {says}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_arms_own_is_given_to_every_run(tmp_path, monkeypatch):
+    """Also what the study would have shorter."""
+    made = []
+    monkeypatch.setattr(answers, "make", lambda *given: made.append(answers.flags_of(
+        given[0], given[2], given[5])))
+    answers.main(["size", "webshop", "--out", str(tmp_path), "--seeds", "1", "--iterations", "3",
+                  "--hard-threshold", "0.7"])
+    read = [parse(flags, Settings, METHODS, envs.environment)[0] for flags in made]
+    assert [(s.method, s.d_fail) for s in read] == [
+        ("eto", "all"), ("coevolve", "all"), ("coevolve", "none")]
+    assert {(s.iterations, s.hard_threshold, s.dpo_steps, s.eval_splits) for s in read} == {
+        (3, 0.7, 30, "validation")}
 
 
 def test_a_report_is_on_the_seeds_on_which_every_arm_has_ended(tmp_path):

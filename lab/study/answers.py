@@ -4,12 +4,12 @@
     bash run.sh answers near-misses webshop --report     what is there so far
 
 An arm's runs are in OUT/ARM-sSEED. Validation chooses the iteration, whose agent then plays the
-test splits. What two runs make alike is made once. Other settings are given to every run.
+test splits. What two runs make alike is made once. Settings that are not the study's own, such as
+--iterations 3, are given to every run.
 """
 
 import argparse
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,15 +19,17 @@ from accelerate.state import AcceleratorState
 
 import coevolve
 import envs
-from common.settings import parse
+from common.settings import Refused, parse
 from lab.careful.run import Run
-from lab.runfiles import phases_of
+from lab.runfiles import command, phases_of
 from lab.settings import METHODS, Settings
 from lab.study.numbers import interval, paired
 
 # Of every run: short, and the target takes 30 steps an iteration whatever the method.
 SHORT = ("--iterations 2 --rollouts 2 --dpo-steps 30 --eval-tasks 150 --eval-splits validation "
          "--margins 0 --threads 1")
+# What the study itself says to every run, or what does nothing in its one process.
+OWN = {"--env", "--method", "--seed", "--reuse", "--eval-splits", "--threads", "--serve"}
 ETO = "--method eto"
 POSITIVE = "--method positive"
 COEVOLVE = "--method coevolve --failure-epochs 1"
@@ -70,10 +72,28 @@ class Brief(Run):
         return super().once(output, work, *inputs, **how)
 
 
+def check(study: Study, env: str, more: list[str]) -> None:
+    """Refused where an arm would be, or where `more` says what the study itself says."""
+    own = set(OWN)
+    for settings in study.arms.values():
+        own |= {word for word in settings.split() if word.startswith("--")}
+    found = [word for word in more if word.split("=")[0] in own]
+    if found:
+        names = ", ".join(word.split("=")[0] for word in found)
+        raise Refused(f"{names}: the study sets this itself, or it would do nothing; leave it out")
+    for settings in study.arms.values():
+        parse(flags_of(env, settings, more), Settings, METHODS, envs.environment)
+
+
+def flags_of(env: str, settings: str, more: list[str]) -> list[str]:
+    """The flags of an arm's runs, but for what tells them apart."""
+    return ["--env", env, *settings.split(), *SHORT.split(), *more]
+
+
 def make(env: str, arm: str, settings: str, seed: int, out: Path, more: list[str]) -> None:
     """One run; its chosen agent, and the one after SFT, play the test splits."""
-    flags = ["--env", env, *settings.split(), *SHORT.split(), *more, "--seed", str(seed),
-             "--out", str(out / f"{arm}-s{seed}"), "--reuse", str(out)]
+    flags = [*flags_of(env, settings, more), "--seed", str(seed), "--out",
+             str(out / f"{arm}-s{seed}"), "--reuse", str(out)]
     own, options = parse(flags, Settings, METHODS, envs.environment)
     AcceleratorState._reset_state(reset_partial_state=True)  # a process makes many runs
     run = Brief(own, options)
@@ -174,7 +194,11 @@ def main(argv: list[str]) -> None:
     asked, more = parser.parse_known_args(argv)
     study, out = STUDIES[asked.study], asked.out or Path(f"runs/{asked.study}-{asked.env}")
     seeds = asked.seeds or [*study.seeds]
+    check(study, asked.env, more)
     if asked.base:
+        if not (asked.base / "config.json").is_file():
+            raise Refused(f"--base {asked.base}: no model is in it; give a folder with config, "
+                          "weights and tokenizer of a causal LM")
         coevolve.MODELS["tiny"] = asked.base
     if not asked.report:
         out.mkdir(parents=True, exist_ok=True)
@@ -187,4 +211,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command("answers", main)
