@@ -139,6 +139,18 @@ def test_a_run_that_goes_on_can_be_looked_at(run):
                for r in t["runs"])
 
 
+def test_a_run_that_has_only_begun_can_be_looked_at(tmp_path):
+    """Its phases.json is there, and empty; or it is not there yet."""
+    for phases in ["{}", None]:
+        run = write_run(tmp_path / str(phases), {})
+        if phases is None:
+            (run / "phases.json").unlink()
+        main([str(run)])
+        made = (run / "run.html").read_text()
+        assert "0 phases so far" in made and "the last" not in made.split("</header>")[0]
+        assert data_of(made)["tasks"] == []
+
+
 def test_the_page_of_a_run_of_the_core(small_run):
     """Every pair of its files is on the page, and every trajectory with its messages."""
     data = conversations(small_run, 9.0)

@@ -122,6 +122,17 @@ def test_the_closing_table_by_hand(run):
     assert row(report.table(run), "1", "target", "test")[-1] == "1"
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_evaluation_without_episodes_is_left_out(run):
+    """Somebody has emptied its file, and nothing has a mean over nothing."""
+    (run / "eval-1-target-test.jsonl").write_text("")
+    report.close(run)
+    found = json.loads((run / "result.json").read_text())["evaluations"]
+    assert [e["output"] for e in found] == [
+        "eval-0-target-test.jsonl", "eval-0-failure-test.jsonl", "eval-1-failure-test.jsonl"]
+    assert "nan" not in report.table(run)
+
+
 def test_scenarios_are_solved_where_all_their_tasks_are(tmp_path):
     row_of = {"eval-1-target-test.jsonl": evaluation("target", 1, 0.6, 0.5)}
     run = write_run(tmp_path, row_of, env="appworld")

@@ -47,8 +47,7 @@ def page(run: Path, megabytes: float = MEGABYTES) -> str:
                       trim_blocks=True, lstrip_blocks=True)
     html = env.get_template("page.html.j2").render(
         title=f"{run.name}: {headline(s)}", heading=headline(s), name=run.name,
-        status="finished" if (run / "result.json").exists() else f"{len(phases)} phases so far"
-               + f", the last {[*phases][-1]}" * bool(phases),
+        status=status_of(run, phases),
         policy="; ".join(["default-src 'none'", f"style-src {allowed(style)}",
                           f"script-src {allowed(script)}", "img-src data:", "base-uri 'none'",
                           "form-action 'none'"]),
@@ -59,6 +58,16 @@ def page(run: Path, megabytes: float = MEGABYTES) -> str:
         left_out=f"The page has no room for the conversations of {lacking} of {len(data['tasks'])} "
                  "tasks, the least telling ones; page --megabytes makes more." * bool(lacking))
     return html.encode("ascii", "xmlcharrefreplace").decode()
+
+
+def status_of(run: Path, phases: dict) -> str:
+    """How far the run has come."""
+    if (run / "result.json").exists():
+        return "finished"
+    said = f"{len(phases)} phases so far"
+    if phases:
+        said += f", the last {[*phases][-1]}"
+    return said
 
 
 def allowed(source: str) -> str:

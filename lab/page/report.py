@@ -30,6 +30,8 @@ def evaluations(run: Path, phases: dict) -> list[dict]:
         episodes, of_task = read_jsonl(run / row["output"]), defaultdict(list)
         for e in episodes:
             of_task[e["task"]].append(e["reward"])
+        if not episodes:  # nothing was played, or somebody has emptied it
+            continue
         low, high = bootstrap_interval([np.mean(rewards) for rewards in of_task.values()])
         found.append(dict(row, low=low, high=high, tasks=len(of_task),
                           out_of_context=sum(e["ended"] == "context" for e in episodes)))
