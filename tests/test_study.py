@@ -62,6 +62,26 @@ def trained_run(folder, *taken, **settings):
     return write_run(folder, phases, **{**dict(method="eto", seed=3), **settings})
 
 
+def test_tokens_that_were_not_counted_are_not_zero(tmp_path):
+    """The plain core counts none; an agent that was not trained read none."""
+    counted = trained_run(tmp_path / "a", (40, 900), (30, 500))
+    plain = trained_run(tmp_path / "b", (20, 600), (10, 400), seed=4)
+    still = trained_run(tmp_path / "c", (20, 600), (0, 0))
+    for run in plain, still:
+        phases = json.loads((run / "phases.json").read_text())
+        del phases["iter2/target-agent"]["tokens"]
+        (run / "phases.json").write_text(json.dumps(phases))
+    for run in counted, plain, still:
+        (run / "result.json").touch()
+    found = [numbers.cost(run)["tokens_of_the_target"] for run in (counted, plain, still)]
+    assert found == [1400, None, 600]
+    runs = dict(counted={3: counted}, plain={3: counted, 4: plain}, still={3: still})
+    _, (_, heads, rows), *_ = compare.tables(runs, dict(zip(runs, runs)), [], [], [])
+    told = {row[0]: dict(zip(heads.split()[1:], map(compare.cell, row[1:]))) for row in rows}
+    assert [told[name]["tokens_of_the_target"] for name in runs] == ["1,400", "-", "600"]
+    assert told["plain"]["steps_of_the_target"] == "50"
+
+
 def test_dose_and_response_by_hand(tmp_path):
     """Hard negatives count once the failure agent was trained: 0.3, 0.5 less 0.1, 0.1."""
     runs, target = {}, []

@@ -132,7 +132,7 @@ def tables(
     costs = {m: [numbers.cost(path) for path in runs[m].values()] for m in runs}
     counts = [*next(iter(costs.values()))[0]]
     yield ("What it took after the first SFT, means over seeds", header("<method", *counts),
-           [(names[m], *(float(np.mean([row[count] for row in rows])) for count in counts))
+           [(names[m], *(mean_of([row[count] for row in rows]) for count in counts))
             for m, rows in costs.items()])
     both = [(a, b) for a, b in dict.fromkeys(compared) if a != b and {a, b} <= runs.keys()]
     pairs = [(f"{names[a]} - {names[b]}", split, *(paired(
@@ -140,6 +140,11 @@ def tables(
         for (a, b), split in itertools.product(both, splits)]
     yield ("Differences on the same seeds", header("<difference", "<split", "<reward", "<success"),
            [row for row in pairs if row[2]])
+
+
+def mean_of(values: list) -> float | None:
+    """The mean; None where one of them is not known."""
+    return None if None in values else float(np.mean(values))
 
 
 def paper_figures(runs: dict, target: list[dict], splits: list[str], out: Path):

@@ -61,12 +61,16 @@ def last(rows: list[dict], key: str, **where) -> dict[int, float]:
 
 
 def cost(run: Path) -> dict:
-    """What a run took after the first SFT, and the tasks that evolution ended with."""
+    """What a run took after the first SFT, and the tasks that evolution ended with. The tokens are
+    None where they were not counted, as in the plain core."""
     phases = kept_of(run)
     target = trained(phases, "target")
+    tokens = None
+    if all("tokens" in e for e in target if e["steps"]):
+        tokens = sum(e.get("tokens", 0) for e in target)
     return dict(steps_of_the_target=sum(e["steps"] for e in target),
                 steps_of_all_agents=sum(e["steps"] for e in trained(phases)),
-                tokens_of_the_target=sum(e.get("tokens", 0) for e in target),
+                tokens_of_the_target=tokens,
                 rollouts=sum(e["episodes"] for e in explorations(phases))
                 + sum(e.get("episodes", 0) for e in target),  # of `evolve.py`
                 tasks=(task_counts(phases) or [0])[-1])
