@@ -172,7 +172,7 @@ def collect_experts(run: Run, out: Path, file: Path | None = None) -> dict:
     opening = len(env.opening(""))  # turns before an expert's first reply
     kept = []
     dropped = Counter()
-    for task, messages, reward in envs.experts(env, file, s.train_tasks):
+    for task, messages, reward in envs.experts(env, file, s.train_tasks, dropped):
         ids, mask = run.encoder.encode(messages, opening)
         if repr(env.find(task)) in evaluated:
             dropped["evaluated too"] += 1

@@ -25,6 +25,7 @@ import dpo
 from common.files import read_jsonl, write_jsonl
 from common.settings import Refused, Stated, faults, flag, help_of, settings_of, taken_by
 from dpo import Group, Trajectory
+from worlds.expert_files import never_replied
 
 # The core's settings that are read here.
 READS = ("model", "seed", "expert_min_reward", "max_tokens", "tokens_per_forward", "sft_epochs",
@@ -38,10 +39,10 @@ MUST = "give {task, messages of role and content, reward from 0 to 1}, and agent
 
 def main(argv: list[str]) -> None:
     file, out, s = settings_from(argv)
-    played = read_trajectories(file)  # what is wrong with them costs no load of a model
+    dropped = Counter()
+    played = read_trajectories(file, dropped)  # what is wrong with them costs no load of a model
     transformers.utils.logging.disable_progress_bar()
     learner = Learner(s)
-    dropped = Counter()
     played = encoded(played, file, learner.encoder, s.max_tokens, dropped)
     experts, others = split(played, s.expert_min_reward, dropped)
     if not experts:
@@ -105,17 +106,21 @@ def make_folder(out: Path) -> None:
 # ----------------------------------------------------------------------------- the trajectories
 
 
-def read_trajectories(file: Path) -> list[Trajectory]:
+def read_trajectories(file: Path, dropped: Counter) -> list[Trajectory]:
     """The trajectories in a file, a line each, without ids. Their rollouts are the numbers of their
-    lines, so that no two are called the same. Refused, naming file and line, if one is none."""
+    lines, so that no two are called the same. Refused, naming file and line, if one is none.
+    dropped gets the number of those whose context was full before their first reply."""
     found = []
     for number, row in enumerate(read_jsonl(file), 1):
+        if never_replied(row):
+            dropped["too long"] += 1
+            continue
         with naming(file, number):
             t = trajectory_of(row)
         t.rollout = number
         found.append(t)
     if not found:
-        raise Refused(f"{file}: it is empty; {MUST}, a line each")
+        raise Refused(f"{file}: it has no trajectory with a reply; {MUST}, a line each")
 
     agents = list(dict.fromkeys(t.agent for t in found if t.agent != "expert"))
     if len(agents) > 2:

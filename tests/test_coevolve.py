@@ -913,11 +913,13 @@ def test_experts_of_a_run_are_experts_again(whole, tmp_path):
     """Kept as they were; those at or below the least reward are left out and counted."""
     rows, out = read_jsonl(whole[0] / "experts.jsonl"), tmp_path / "run"
     rows[0]["reward"], rows[1]["reward"] = 0.7, 0.71
-    (tmp_path / "e").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    full = rows[0] | dict(messages=[], ids=[], action_mask=[], ended="context", steps=0)
+    (tmp_path / "e").write_text("".join(json.dumps(row) + "\n" for row in [full, *rows]))
     finish(out, *whole[1], "--method", "eto", "--experts", tmp_path / "e",
            "--expert-min-reward", 0.7)
     assert read_jsonl(out / "experts.jsonl") == rows[1:]
-    assert read_json(out / "phases.json")["experts.jsonl"]["dropped"] == {"reward": 1}
+    assert read_json(out / "phases.json")["experts.jsonl"]["dropped"] == {
+        "too long": 1, "reward": 1}
 
 
 def test_the_best_of_an_agents_own_trajectories_are_experts(whole, tmp_path):

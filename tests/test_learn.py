@@ -46,7 +46,8 @@ def encoder():
 
 
 def read(path, encoder, max_tokens, dropped):
-    return learn.encoded(learn.read_trajectories(path), path, encoder, max_tokens, dropped)
+    return learn.encoded(learn.read_trajectories(path, dropped), path, encoder, max_tokens,
+                         dropped)
 
 
 def sides(rows):
@@ -89,11 +90,11 @@ def test_more_than_two_agents_are_refused(agents, file):
         rows.append(row("a", 1.0 - n / 8, "x", **named))
     path = file(rows)
     with pytest.raises(Refused) as refusal:
-        learn.read_trajectories(path)
+        learn.read_trajectories(path, Counter())
     text = str(refusal.value)
     assert text.startswith(f"{path}: it has {4 if 'x' in agents else 3} agents, such as mine, theirs, ")
     assert "leave out the others" in text and "\n" not in text
-    assert len(learn.read_trajectories(file(rows[:2]))) == 2
+    assert len(learn.read_trajectories(file(rows[:2]), Counter())) == 2
 
 
 def test_a_demonstration_that_an_agent_beats_is_no_second_agent(file):
@@ -205,6 +206,16 @@ def test_what_is_too_long_is_counted_and_what_follows_the_last_reply_is_not_read
         read(file(ROWS[:2]), encoder(), 1, Counter())
 
 
+@pytest.mark.parametrize("turns", [0, 1])
+def test_a_rollout_whose_context_was_full_before_its_first_reply_is_left_out(file, turns):
+    dropped = Counter()
+    full = row("a", 0.0, "x", ended="context", steps=0)
+    full["messages"] = full["messages"][:turns]
+    found = learn.read_trajectories(file([full, *ROWS, full]), dropped)
+    assert [t.rollout for t in found] == [2, 3, 4, 5, 6]
+    assert dropped == {"too long": 2}
+
+
 @pytest.mark.parametrize("flags, says", [
     (["--dpo-lr", "0"], "--dpo-lr 0.0: must be above 0"),
     (["--sft-epochs", "0"], "--sft-epochs 0: must be at least 1"),
@@ -220,7 +231,7 @@ def test_a_setting_that_is_wrong_is_refused(file, flags, says):
     (ROWS, ["--out", "mine.jsonl/agent"], "--out .*agent: nothing can be written there .*another folder"),
     (ROWS, ["--out", "/proc/agent"], "--out /proc/agent: nothing can be written there .*another folder"),
     (None, [], "mine.jsonl: no such file; give one that has a trajectory in each line"),
-    ([], [], "mine.jsonl: it is empty; give {task,"),
+    ([], [], "mine.jsonl: it has no trajectory with a reply; give {task,"),
     ([ROWS[0], dict(task="a")], [], "mine.jsonl, line 2: reward None is no number")])
 def test_what_is_wrong_costs_no_load_of_a_model(rows, flags, says, file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -3,11 +3,16 @@
 import ast
 import json
 import re
+from collections import Counter
+from contextlib import suppress
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, make_tokenizer
 
+import envs
 import worlds
+from common.files import write_jsonl
+from dpo import Encoder, Trajectory
 from worlds import expert_files, make
 from worlds.webshop.shop import WebShop
 
@@ -158,7 +163,10 @@ def heard(n, **changed):
     (turn(3, content="a \ud83d"), "turn 4: character 3 is half of a surrogate pair"),
     (turn(0, content="\udc00"), "turn 1: character 1 is half"),
     (row(messages=[{"role": "user"}]), "turn 1: it has no 'content'"),
-    (row(messages=[]), "IndexError"), (row(messages="x"), "must be"), (row(reward=None), "must be"),
+    (row(messages=[]), "there is no reply in it"),
+    (row(messages=row()["messages"][:1]), "there is no reply in it"),
+    (row(messages=[], ended="context", steps=2), "there is no reply in it"),
+    (row(messages=[], ended="done", steps=0), "there is no reply in it"), (row(messages="x"), "must be"), (row(reward=None), "must be"),
     (row(reward=2), r"reward 2 is not in \[0, 1\]"), (row(task=7), "must be"),
     ([1], "it is no JSON object"),
 ])
@@ -180,12 +188,36 @@ def test_what_is_wrong_with_an_expert_is_said_with_line_and_turn(tmp_path, entry
     (heard(3, tool_calls=[]), "turn 4: it has 'tool_calls'"),
     (heard(3, loss=False), "turn 4: its 'loss' is false, but all replies are trained on"),
     (heard(3, **{"from": "tool"}), "tool"),
+    *((listed(conversations=listed()["conversations"][:n]), "there is no reply in it")
+      for n in range(4)),
 ])
 def test_what_is_wrong_with_a_published_expert_is_said_with_entry_and_turn(tmp_path, entry, told):
     file = tmp_path / "list.json"
     file.write_text(json.dumps([listed(id="webshop_1"), entry]))
     with pytest.raises(worlds.Refused, match=rf"^--experts {file}, entry 1: .*{told}[^\n]*$"):
         expert_files.read_experts(str(file), make("webshop"))
+
+
+def test_a_rollout_whose_context_was_full_before_its_first_reply_is_left_out(tmp_path):
+    """As episodes write it: the task does not fit, or there is no room for what is said."""
+    env = make("webshop")
+    encoder = Encoder(make_tokenizer("chatml"))
+    rows = [row(task="webshop-train-0")]
+    for most in 9, 99_999:
+        t = Trajectory("webshop-train-0")
+        running = envs.episode(env, encoder, t, most)
+        with suppress(StopIteration):
+            running.send(None)
+            running.send(None)
+        rows.append(vars(t))
+    assert [len(each["messages"]) for each in rows[1:]] == [0, 1]
+    file = tmp_path / "rows.jsonl"
+    write_jsonl(file, rows)
+    dropped = Counter()
+    found = [*expert_files.experts(env, str(file), 0, dropped)]
+    assert [(task, messages) for task, messages, _ in found] == [
+        ("webshop-train-0", row()["messages"])]
+    assert dropped == {"too long": 2} and [*expert_files.experts(env, str(file), 0)] == found
 
 
 def test_a_published_turn_may_say_that_it_is_trained_on(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from os.path import commonprefix
 from pathlib import Path
@@ -16,13 +17,15 @@ MUST = ("ETO's JSON list (id, conversations of from and value) or a run's trajec
         "tasks")
 
 
-def experts(env: World, file: str | None, count: int) -> Iterator[tuple[str, list[dict], float]]:
+def experts(env: World, file: str | None, count: int,
+            dropped: Counter | None = None) -> Iterator[tuple[str, list[dict], float]]:
     """Experts, one after the other.
 
     Args:
         env: The environment.
         file: Where they are; None for the scripted expert.
         count: Of how many tasks, 0 for all.
+        dropped: Gets, by reason, the number of entries that are left out.
 
     Yields:
         Task, messages and reward. The reward of a scripted expert that could not go on is 0. A file
@@ -36,10 +39,15 @@ def experts(env: World, file: str | None, count: int) -> Iterator[tuple[str, lis
             messages, reward = converse(env, env.reset(task), env.expert())
             yield task, messages, reward
         return
+    if dropped is None:
+        dropped = Counter()
     found = read_experts(file, env)
     asked = set(tasks_of(found)[:count or None])
     for task, messages, reward in found:
         if task not in asked:
+            continue
+        if not messages:
+            dropped["too long"] += 1
             continue
         apart = opens_otherwise(env, messages, env.reset(task))
         if apart:
@@ -55,7 +63,8 @@ def tasks_of(found: list[tuple]) -> list[str]:
 
 
 def read_experts(path: str, env: World) -> list[tuple[str, list[dict], float]]:
-    """Task, messages and reward of each entry of a file; Refused naming its entry and turn."""
+    """Task, messages and reward of each entry of a file; Refused naming its entry and turn. A
+    rollout that never replied has no messages."""
     with reading(f"--experts {path}", MUST):
         text = Path(path).read_text(encoding="utf-8")
         is_list = text.lstrip().startswith("[")
@@ -81,9 +90,11 @@ def read_entry(entry: dict, env: World) -> tuple[str, list[dict], float]:
         check_turns(messages, {"role", "content"}, "content")
         messages = without_examples(messages, entry.get("steps", 0), len(env.opening("")))
 
-    while messages[-1]["role"] == "user":  # what followed the last action
+    while messages and messages[-1]["role"] == "user":  # what followed the last action
         messages.pop()
-    if len(messages) <= len(env.opening("")):
+    if never_replied(entry):
+        messages = []
+    elif len(messages) <= len(env.opening("")):
         raise ValueError("there is no reply in it")
     roles = [turn["role"] for turn in messages]
     if roles != ["user", "assistant"] * (len(messages) // 2):
@@ -93,6 +104,11 @@ def read_entry(entry: dict, env: World) -> tuple[str, list[dict], float]:
         raise ValueError(f"reward {reward} is not in [{least}, 1]")
     env.find(task)
     return task, messages, float(reward)
+
+
+def never_replied(row: dict) -> bool:
+    """Whether a trajectory's context was full before its first reply."""
+    return row.get("ended") == "context" and row.get("steps") == 0
 
 
 def without_examples(messages: list[dict], steps: int, opening: int) -> list[dict]:
@@ -137,12 +153,14 @@ def published(entry: dict, env: World) -> tuple[str, list[dict], float]:
     check_turns(turns, {"from", "value", "loss"}, "value")
     roles = {"human": "user", "gpt": "assistant"}
     messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in turns]
-    has_rules = "Action:" not in messages[1]["content"]
+    has_rules = len(messages) > 1 and "Action:" not in messages[1]["content"]
     for n, turn in enumerate(turns):
         trained = turn["from"] == "gpt" and not (has_rules and n == 1)
         if trained and turn.get("loss") is False:
             raise ValueError(f"turn {n + 1}: its 'loss' is false, but all replies are trained on")
 
+    if len(messages) <= 2 * has_rules:
+        raise ValueError("there is no reply in it")
     rules = messages[:2 * has_rules]
     first, *rest = messages[2 * has_rules:]
     begins = env.opening(bare(first["content"]))
