@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -368,6 +369,33 @@ def test_an_error_of_the_server_ends_the_play(agent):
     begun = [dpo.Trajectory(f"toy-train-{n}", "target") for n in range(8)]
     with pytest.raises(ServerError, match="gone"):
         list(rollouts.play(Toy, agent[1], begun, answer, 3, 256))
+
+
+def test_after_an_error_no_thread_waits_for_a_world(agent, monkeypatch):
+    """The first episode fails at once, the second when the play is over; the third waits for the
+    world of one of them. A thread that waited for ever would keep the program from ending."""
+    over, pools, calls = threading.Event(), [], []
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, **how):
+            wait_until(self._work_queue.empty)  # the third has begun
+            super().shutdown(**how)
+            pools.append(self)
+
+    def answer(ids, rng):
+        calls.append(ids)
+        if len(calls) > 1:
+            over.wait(60)
+        raise ServerError("gone")
+
+    monkeypatch.setattr(rollouts, "ThreadPoolExecutor", Pool)
+    begun = [dpo.Trajectory(f"toy-train-{n}", "target") for n in range(3)]
+    with pytest.raises(ServerError, match="gone"):
+        list(rollouts.play(Toy, agent[1], begun, answer, 2, 256))
+    over.set()
+    for thread in pools[0]._threads:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 # ---------------------------------------------------------------------------------- the setting

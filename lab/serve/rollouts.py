@@ -46,12 +46,16 @@ def play(make_env: Callable[[], envs.World], encoder, trajectories: list[Traject
         threads.shutdown(wait=False, cancel_futures=True)  # nobody waits for one that hangs
         while not worlds.empty():
             worlds.get().close()
+        for _ in range(slots):
+            worlds.put(None)  # for those that wait for the world of an episode that failed
 
 
 def play_one(worlds: SimpleQueue, encoder, t: Trajectory, answer: Callable,
              max_tokens: int) -> Trajectory:
     """An episode from its beginning to its end, in a world that is free."""
     env, reply = worlds.get(), None
+    if env is None:  # the play is over
+        return t
     episode = envs.episode_again(env, encoder, t, max_tokens)
     while True:
         try:
