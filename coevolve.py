@@ -1040,8 +1040,11 @@ class Run:
         played = self.play_share(share, answer, make_env or self.make_env)
         if self.ranks > 1:
             shares = [None] * self.ranks
-            torch.distributed.all_gather_object(shares, played, self.patient)
-            played = itertools.chain(*shares)
+            torch.distributed.all_gather_object(shares, (played, sorted(self.reads)), self.patient)
+            played = []
+            for of_rank, read in shares:
+                played += of_rank
+                self.reads.update(read)  # a rank without episodes knows the phase as others do
         order = {(t.task, t.rollout): n for n, t in enumerate(begun)}
         return sorted(played, key=lambda t: order[t.task, t.rollout])
 
@@ -1093,9 +1096,11 @@ def slots_of(run: Run) -> int:
         return 8
     free, _ = torch.cuda.mem_get_info()
     longest = run.settings.max_tokens + run.settings.max_new_tokens
-    training_ranks = run.ranks if run.settings.method in run.trains_while_it_plays else 0
-    return machine.slots_that_fit(run.config, run.parameters, free, longest,
-                                  training_ranks)
+    training_ranks = 0
+    if run.settings.method in run.trains_while_it_plays:
+        training_ranks = run.ranks if run.shard else 1
+    return machine.slots_that_fit(run.config, run.parameters, free, longest, training_ranks,
+                                  run.bf16)
 
 
 def check_disk(run: Run) -> None:

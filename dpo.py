@@ -766,6 +766,7 @@ def training(model, optimizer: torch.optim.Optimizer, steps: list[list[Group]],
     check_trainable(model, steps)
     for step, batch in enumerate(steps[done:], done + 1):
         loss, kinds = backward(model, batch, objective, log_probs_of)
+        complete_gradients(model)
         average_gradients(model)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), objective.max_grad_norm)
         if isinstance(norm, DTensor):  # of a model in parts
@@ -824,6 +825,14 @@ def backward(model, batch: list[Group], objective: Objective,
     return loss, kinds
 
 
+def complete_gradients(model) -> None:
+    """Gives parameters that no text uses, such as a part for pictures, a gradient of 0. Then each
+    has AdamW's moments, without which torch reads no saved ones; and all ranks average it."""
+    for p in model.parameters():
+        if p.requires_grad and p.grad is None:
+            p.grad = torch.zeros_like(p)
+
+
 def average_gradients(model) -> None:
     """Averages gradients over ranks that have the whole model each. FSDP has done so by itself."""
     if not torch.distributed.is_initialized() or isinstance(model, FSDPModule):
@@ -831,8 +840,6 @@ def average_gradients(model) -> None:
     for p in model.parameters():
         if not p.requires_grad:
             continue
-        if p.grad is None:  # a rank that does not use it has to meet the others all the same
-            p.grad = torch.zeros_like(p)
         p.grad /= torch.distributed.get_world_size()
         torch.distributed.all_reduce(p.grad)
 
@@ -936,6 +943,18 @@ def layers(model) -> torch.nn.ModuleList:
     return largest
 
 
+def layers_of_their_own(model) -> list[torch.nn.Module]:
+    """The layers that share no parameter with another one, as some of Zamba's do."""
+    users = Counter()
+    for layer in layers(model):
+        users.update(layer.parameters())
+    found = []
+    for layer in layers(model):
+        if all(users[p] == 1 for p in layer.parameters()):
+            found.append(layer)
+    return found
+
+
 def prepare(model, recompute: bool):
     """Makes a model ready to train: without dropout, with which the first DPO loss is not ln 2.
     recompute: layers run again in the backward pass, which saves memory (checkpointing)."""
@@ -972,13 +991,16 @@ def load_in_parts(accelerator, folder, recompute: bool):
     if accelerator.mixed_precision == "bf16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    for part in [*layers(model), model]:
+    for part in [*layers_of_their_own(model), model]:
         fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
 
     weights = {}
+    generation = [None]
     if whole is not None:
-        model.generation_config = whole.generation_config
         weights = whole.state_dict()
+        generation = [whole.generation_config]
+    torch.distributed.broadcast_object_list(generation)
+    model.generation_config = generation[0]
     options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     states.set_model_state_dict(model, weights, options=options)
     model.tie_weights()  # which makes two of one again

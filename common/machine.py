@@ -5,8 +5,8 @@ SLOTS = 128  # at most; up to there a pass that decodes hardly takes longer with
 
 
 def slots_that_fit(config, parameters: int, free: float, tokens: int,
-                   training_ranks: int = 0) -> int:
-    """How many episodes a card can play side by side, with a bf16 copy of the model.
+                   training_ranks: int = 0, bf16: bool = True) -> int:
+    """How many episodes a card can play side by side, with a copy of the model.
 
     Args:
         config: That of the model.
@@ -14,22 +14,25 @@ def slots_that_fit(config, parameters: int, free: float, tokens: int,
         free: Bytes of the card that nothing holds yet.
         tokens: Of the longest conversation. Rows are padded, so that each may become as long.
         training_ranks: Over how many ranks the model trains beside its copy; 0: it does not.
+        bf16: Whether the copy is in bf16, else in fp32.
     """
+    size_of_a_number = 2 if bf16 else 4
     text = config.get_text_config()
     queries = heads_of(config)
     heads = getattr(text, "num_key_value_heads", None) or queries
     size = getattr(text, "head_dim", None) or text.hidden_size // max(1, queries)
     inside = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
 
-    # A parameter takes 2 bytes in bf16; where it trains, 4 for each of weight, gradient, moments.
-    weights = 2 * parameters
+    # Where a parameter trains, 4 bytes for each of weight, gradient, two moments, and of pi_ref.
+    weights = size_of_a_number * parameters
     if training_ranks:
-        weights += 16 * parameters / training_ranks
+        weights += 20 * parameters / training_ranks
 
     # A token takes keys and values in all layers, and the inside of the layer that reads it.
-    keys_and_values = 4 * text.num_hidden_layers * heads * size
-    layer = 2 * (6 * text.hidden_size + 3 * inside)
-    fitting = int((FREE * free - weights) / ((keys_and_values + layer) * tokens))
+    keys_and_values = 2 * text.num_hidden_layers * heads * size
+    layer = 6 * text.hidden_size + 3 * inside
+    each = size_of_a_number * (keys_and_values + layer) * tokens
+    fitting = int((FREE * free - weights) / each)
     return max(1, min(SLOTS, fitting))
 
 

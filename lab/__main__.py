@@ -92,10 +92,11 @@ def check_machine(s: Settings) -> None:
         return
     why = machine.check_torch()
     if torch.cuda.is_available() and s.method != "evaluate":
+        parts = 1 if s.shard == "off" else int(os.environ.get("WORLD_SIZE", 1))
         why = machine.check_memory(
-            dpo.read_config(coevolve.MODELS.get(s.model, s.model)),
-            int(os.environ.get("WORLD_SIZE", 1)),
-            torch.cuda.get_device_properties(0).total_memory, s.tokens_per_forward or 8192)
+            dpo.read_config(coevolve.MODELS.get(s.model, s.model)), parts,
+            torch.cuda.get_device_properties(0).total_memory, s.tokens_per_forward or 8192,
+            beside=s.method in Run.trains_while_it_plays)
     if why:
         raise envs.Refused(f"--model {s.model}: {why}")
 

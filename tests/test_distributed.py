@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import ended, fork_ranks, in_ranks, make_model, make_tokenizer
+from family_models import tiny_model
 from safetensors.torch import load_file
 from test_dpo import LOSS, VOCABULARY, group, random_trajectories
 from torch.distributed.fsdp import FSDPModule
@@ -76,6 +77,26 @@ def test_ranks_whole_or_sharded_train_like_one_process(ranks, shard, tmp_path_fa
         torch.testing.assert_close(other["weights"][name], weights, atol=1e-5, rtol=0)
     assert other["alone"] == pytest.approx(one["alone"], abs=1e-3)
     assert "lm_head.weight" not in one["weights"]  # tied, so that it is not there twice
+
+
+def in_parts(accelerator, folder, family):
+    """What each rank knows of how a model in parts ends texts; and a pass over a text by it."""
+    model = dpo.load_in_parts(accelerator, folder / family, recompute=False)
+    known = [None] * accelerator.num_processes
+    torch.distributed.all_gather_object(known, model.generation_config.to_dict())
+    whole = dpo.read_model(folder / family)
+    ids = torch.tensor([[*range(5, 25)]])
+    off = (model(input_ids=ids).logits - whole(input_ids=ids).logits).abs().max().item()
+    return dict(known=known, whole=whole.generation_config.to_dict(), off=off)
+
+
+@pytest.mark.parametrize("family", ["bart", "zamba", "llama"])
+def test_a_model_in_parts_is_the_whole_one_on_each_rank(family, tmp_path):
+    """BART's config would force an end of text; layers of Zamba share parameters."""
+    tiny_model(family).save_pretrained(tmp_path / family)
+    found = in_ranks(2, in_parts, tmp_path, family)
+    assert found["known"] == [found["whole"]] * 2
+    assert found["off"] < 1e-4
 
 
 RUN = ("--env webshop --method eto --train-tasks 6 --eval-tasks 1 --eval-splits validation --temperature 1.5 "

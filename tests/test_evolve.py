@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 import random
 import re
 from collections import Counter
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import ended, fork_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -868,6 +870,57 @@ def test_two_sharded_processes_evolve_like_one(tied, small_model, tmp_path):
     assert len(log[0]) == 2 and abs(log[0][1][1]) > 1e-6  # it has learnt something
     one, two = ((tmp_path / out / "iter1/tasks.jsonl").read_text() for out in "12")
     assert one == two != ""
+
+
+def test_a_rank_without_episodes_knows_an_agent_as_the_others_do(small_model, tmp_path):
+    """Two episodes a step on three ranks. By how an agent was made all of them find its state."""
+    def work():
+        class Noting(evolve.Run):
+            def record(self, output):
+                super().record(output)
+                made = {name: row["made_by"] for name, row in self.done.items()}
+                (tmp_path / "0").write_text(json.dumps(made))
+
+            def once(self, output, *what, **how):
+                path = super().once(output, *what, **how)
+                made = {name: row["made_by"] for name, row in self.done.items()}
+                (tmp_path / os.environ["RANK"]).write_text(json.dumps(made))
+                return path
+
+        envs.make = lambda *_, **__: Letters()
+        flags = ("--method grpo --start-from train --grpo-steps 2 --evolve-every 1 --evaluate-every 9 "
+                 "--max-tokens 400 --max-new-tokens 4 --slots 8 --start-tasks 1 --warm-start none "
+                 "--step-tasks 1 --step-rollouts 2 --grpo-batch 1 --eval-tasks 1")
+        argv = [*flags.split(), "--model", str(small_model), "--out", str(tmp_path / "run")]
+        coevolve.main(argv, evolve.Settings, Noting, evolve.METHODS)
+
+    said = tmp_path / "said"
+    assert [ended(p) for p in fork_ranks(3, work, said)] == [0] * 3, said.read_text()[-3000:]
+    known = [json.loads((tmp_path / rank).read_text()) for rank in "012"]
+    assert "iter2/target-agent" in known[0]
+    agents = [{name: made[name] for name in made if name.endswith("agent")} for made in known]
+    assert agents[0] == agents[1] == agents[2]
+
+
+def test_moments_are_read_again_also_where_no_text_uses_a_parameter(small_model, tmp_path):
+    """As a part for pictures, which gets no gradient."""
+    def model():
+        found = dpo.load(Accelerator(cpu=True), small_model, recompute=False, shard=False)
+        found.eyes = torch.nn.Linear(2, 2)
+        return found
+
+    text = Trajectory("a", ids=[5, 6, 7, 8], action_mask=[0, 0, 1, 1])
+    objective = dpo.Objective(dpo.sft_loss, lambda group: 2, 1e-3)
+    first, second = model(), model()
+    eyes = copy.deepcopy(first.eyes)
+    optimizer = dpo.adamw(first, objective)
+    list(dpo.training(first, optimizer, [[dpo.Group([text])]] * 2, objective, dpo.token_log_probs))
+    assert torch.equal(first.eyes.weight, eyes.weight)
+    evolve.save_moments(SimpleNamespace(main=True), first, optimizer, tmp_path / "moments.pt")
+    again = dpo.adamw(second, objective)
+    evolve.load_moments(second, again, tmp_path / "moments.pt")
+    for p, q in zip(first.parameters(), second.parameters()):
+        assert torch.equal(optimizer.state[p]["exp_avg_sq"], again.state[q]["exp_avg_sq"])
 
 
 def test_more_steps_go_on_to_what_they_would_have_been(run):

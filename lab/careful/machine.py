@@ -36,9 +36,18 @@ def check_torch(devices: Path = Path("/dev")) -> str | None:
             f"--index-url {index} torch; or set CUDA_VISIBLE_DEVICES= to train on the CPU")
 
 
-def check_memory(config, ranks: int, card_bytes: float, tokens: int) -> str | None:
-    """Why so many cards of this memory cannot train a model and play it, and what can; or None."""
-    room, (parameters, states, token) = FREE * card_bytes, costs(config, ranks)
+def check_memory(config, ranks: int, card_bytes: float, tokens: int,
+                 beside: bool = False) -> str | None:
+    """Why so many cards of this memory cannot train a model and play it, and what can; or None.
+
+    Args:
+        config: That of the model.
+        ranks: Over how many of them it is in parts.
+        card_bytes: The memory of each.
+        tokens: Of a pass.
+        beside: Whether pi_ref stays beside what is trained.
+    """
+    room, (parameters, states, token) = FREE * card_bytes, costs(config, ranks, beside)
     said = f"{parameters / 1e9:.2f} B parameters on {ranks} x {card_bytes / 1e9:.0f} GB: "
     if 2 * parameters > room:
         return (f"{said}the copy that plays takes {2 * parameters / 1e9:.0f} GB on each; give "
@@ -46,21 +55,23 @@ def check_memory(config, ranks: int, card_bytes: float, tokens: int) -> str | No
     longest, left = int((room - states) // token), room - tokens * token
     if longest >= tokens:
         return None
-    takes = (f"{said}weights, gradients and moments take {states / 1e9:.0f} GB on each, a pass of "
+    what = "weights, gradients, moments and pi_ref" if beside else "weights, gradients and moments"
+    takes = (f"{said}{what} take {states / 1e9:.0f} GB on each, a pass of "
              f"{tokens:,} tokens {tokens * token / 1e9:.0f}; ")
     if longest >= 1024:
         return f"{takes}lower --tokens-per-forward to {longest // 512 * 512}"
-    cards = f"{max(2, math.ceil(16 * parameters / left))} such" if left > 0 else "larger"
+    in_parts = (20 if beside else 16) * parameters
+    cards = f"{max(2, math.ceil(in_parts / left))} such" if left > 0 else "larger"
     return f"{takes}give {cards} cards, or a smaller model"
 
 
-def costs(config, ranks: int) -> tuple[int, float, float]:
+def costs(config, ranks: int, beside: bool = False) -> tuple[int, float, float]:
     """A model's parameters; in bytes on a card what its training takes, and a pass for each token.
-    In fp32, weights, gradients and AdamW's two moments are 16 bytes a parameter, in parts over the
-    ranks; with one rank autocast holds a bf16 copy too. A bf16 pass keeps a layer's input for each
-    layer, the inside of one layer and logits."""
+    In fp32, weights, gradients and AdamW's two moments are 16 bytes a parameter, and pi_ref beside
+    them 4, in parts over the ranks; with one rank autocast holds a bf16 copy too. A bf16 pass keeps
+    a layer's input for each layer, the inside of one layer and logits."""
     c, parameters = config.get_text_config(), count(config)
-    states = 16 * parameters / ranks + (2 * parameters if ranks == 1 else 0)
+    states = (20 if beside else 16) * parameters / ranks + (2 * parameters if ranks == 1 else 0)
     return parameters, states, (2 * c.hidden_size * (c.num_hidden_layers + 8) + 8 * inside(c)
                                 # logits in bf16, in fp32, and their gradient
                                 + 10 * ACTING * c.vocab_size)

@@ -28,7 +28,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from accelerate.utils import broadcast_object_list
 from filelock import FileLock
 
 import coevolve
@@ -102,7 +101,9 @@ class Run(evolve.Run):
             taken = None
             if reuse:
                 found = [store.take(self, out, code, Path(reuse)) if self.main else None]
-                taken = broadcast_object_list(found)[0]
+                if self.ranks > 1:  # another run may take hours to make it
+                    torch.distributed.broadcast_object_list(found, group=self.patient)
+                taken = found[0]
             if taken:
                 remove_states(self)
                 return taken
