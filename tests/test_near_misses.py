@@ -184,6 +184,7 @@ def test_the_study_trains_on_them_and_chooses_by_validation(tmp_path):
     assert METHODS["designed"][0].__name__ == "designed"
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 @pytest.mark.parametrize("study, flags, says", [
     ("near-misses", "--bogus 3", "unrecognized arguments: --bogus 3"),
     ("near-misses", "--base /nonexistent", "--base /nonexistent: "),
