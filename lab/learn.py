@@ -170,8 +170,8 @@ def encoded(
         else:
             found.append(t)
     if not found:
-        raise Refused(f"{file}: no trajectory is left: {dict(dropped)}; {MUST}, or raise "
-                      f"--max-tokens {max_tokens}")
+        raise Refused(f"{file}: no trajectory is left: {dict(dropped)}; raise --max-tokens "
+                      f"{max_tokens}")
     return found
 
 
