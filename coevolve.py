@@ -17,6 +17,7 @@ import inspect
 import itertools
 import os
 import random
+import re
 import shutil
 import sys
 import time
@@ -873,6 +874,7 @@ class Run:
 
         # A new run tries how the model has to be asked; it is the same when the run goes on.
         if self.main and not config.exists():
+            check_folder(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
             files.write_json(config, dict(settings=now, ways=ways_of(self)))
         if self.ranks > 1:  # the first may fetch a model for longer than the others' patience
@@ -1062,6 +1064,18 @@ class Run:
 def is_on(setting: str, auto: bool) -> bool:
     """What on, off or auto means."""
     return auto if setting == "auto" else setting == "on"
+
+
+def check_folder(folder: Path) -> None:
+    """Refused where a folder has something else than a run, whose outputs would replace it."""
+    if not folder.exists() or (folder / "phases.json").exists():
+        return
+    if not folder.is_dir():
+        raise envs.Refused(f"--out {folder}: it is a file; give a folder")
+    of_a_stop = re.compile(r"lock|config\.json\.tmp")  # of a run before it had a config
+    others = sorted(path.name for path in folder.iterdir() if not of_a_stop.fullmatch(path.name))
+    if others:
+        raise envs.Refused(f"--out {folder}: {others[0]} is in it, and no run; give another folder")
 
 
 def check_reads_alike(run: Run, agent: Path) -> None:

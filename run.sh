@@ -24,7 +24,7 @@
 # beside this file. PYTHON=/path/to/python3 chooses the interpreter. A relative path among the
 # settings is relative to the folder you call this from.
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(CDPATH= cd -- "$(dirname -- "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)
 venv=$here/.venv
 
 fail() { echo "run.sh: $*" >&2; exit 2; }
@@ -116,27 +116,33 @@ install_appworld() {
         return 1; }
 }
 
+usage() { sed -n '2,25s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+
 command=${1:-}
 case $command in
+    -h | --help) usage; exit ;;
     learn | page | play | compare | study | answers | tour | pretrain | load-intercode | test | bench | \
     first-gpu)
         env= ;;
     *)  # an environment has a folder
         env=$command
-        [ -n "$env" ] && [ -f "$here/worlds/$env/__init__.py" ] || {
-            sed -n '2,25s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; } ;;
+        [ -n "$env" ] && [ -f "$here/worlds/$env/__init__.py" ] || { usage >&2; exit 2; } ;;
 esac
 shift
 
 python=
-for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.13 python3.10}; do
+candidates=(python3 python3.12 python3.11 python3.13 python3.10)
+if [ -n "${PYTHON-}" ]; then candidates=("$PYTHON"); fi
+for candidate in "${candidates[@]}"; do
     if supported "$candidate"; then python=$candidate; break; fi
 done
 [ -n "$python" ] || fail "${PYTHON:-python3} is missing or not Python 3.10-3.13;" \
     "install one of these, or name it: PYTHON=/path/to/python3.12 bash run.sh $command"
 
 if ! lacks=$(satisfied "$python"); then
-    { if command -v flock >/dev/null; then flock 9; fi; install "$lacks"; } 9>"$here/.venv.lock"
+    if [ -e "$venv/installing" ] || ! satisfied "$venv/bin/python" >/dev/null; then
+        { if command -v flock >/dev/null; then flock 9; fi; install "$lacks"; } 9>"$here/.venv.lock"
+    fi
     python=$venv/bin/python
 fi
 
@@ -153,7 +159,8 @@ case "$command ${1:-}" in appworld* | test* | "play appworld")
       install_appworld || [ "$command" = test ] || exit 2; } 9>"$here/.venv-appworld.lock" ;;
 esac
 
-# Runs a program of ours in the folder you call this from; nothing is imported from there.
+# Runs a program of ours in the folder you call this from; from Python 3.11 on nothing is imported
+# from there.
 program() { PYTHONSAFEPATH=1 exec "$python" -m "$@"; }
 
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}

@@ -8,6 +8,7 @@ pairs by reward, Eq. (8), with the agent after SFT as the reference.
 
 import argparse
 import itertools
+import json
 import sys
 import tempfile
 from collections import Counter
@@ -22,7 +23,7 @@ from accelerate import Accelerator
 
 import coevolve
 import dpo
-from common.files import read_jsonl, write_jsonl
+from common.files import write_jsonl
 from common.settings import Refused, Stated, faults, flag, help_of, settings_of, taken_by
 from dpo import Group, Trajectory
 from worlds.expert_files import never_replied
@@ -111,11 +112,16 @@ def read_trajectories(file: Path, dropped: Counter) -> list[Trajectory]:
     lines, so that no two are called the same. Refused, naming file and line, if one is none.
     dropped gets the number of those whose context was full before their first reply."""
     found = []
-    for number, row in enumerate(read_jsonl(file), 1):
-        if never_replied(row):
-            dropped["too long"] += 1
+    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
+        if not line.strip():
             continue
         with naming(file, number):
+            row = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a mark
+            if not isinstance(row, dict):
+                raise ValueError("it is no JSON object")
+            if never_replied(row):
+                dropped["too long"] += 1
+                continue
             t = trajectory_of(row)
         t.rollout = number
         found.append(t)
@@ -356,6 +362,8 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except Exception as error:
-        if one_line(error) is None:
+        line = one_line(error)
+        if line is None:
             raise
-        sys.exit(f"run.sh: {one_line(error)}")
+        print(f"learn: {line}", file=sys.stderr)
+        sys.exit(2)

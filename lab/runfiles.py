@@ -3,11 +3,19 @@
 import re
 import signal
 import sys
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 from common.files import read_json
 from common.settings import Refused
 from worlds import EnvError, World, without_passwords
+
+
+def count(text: str) -> int:
+    """A number from 1 on, of a command line."""
+    if int(text) < 1:
+        raise ArgumentTypeError("must be at least 1")
+    return int(text)
 
 
 def command(name: str, work) -> None:

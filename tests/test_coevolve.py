@@ -476,6 +476,24 @@ def test_a_failure_agent_that_reads_other_ids_is_refused_before_a_phase(toy_run,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("name", ["experts.jsonl", "checkpoint", "sft-target"])
+def test_a_folder_of_something_else_stays_as_it_is(name, toy_run, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / name).write_text("mine")
+    with pytest.raises(SystemExit, match=f"--out {out}: {name} is in it, and no run; give another"):
+        toy_run(Toy)
+    assert [path.read_text() for path in out.iterdir()] == ["mine"]
+    (out / name).unlink()
+    assert (toy_run(Toy) / "iter1/target-agent").exists()
+
+
+def test_a_file_is_no_folder_of_a_run(toy_run, tmp_path):
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(SystemExit, match="it is a file; give a folder"):
+        toy_run(Toy)
+
+
 def test_a_trajectory_that_somebody_added_to_is_refused_by_line(toy_run, tmp_path):
     out = toy_run(Toy)
     rows = read_jsonl(out / "iter1/target.jsonl")

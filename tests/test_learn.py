@@ -125,7 +125,7 @@ def test_the_best_of_a_task_that_earned_nothing_is_no_expert(file, tmp_path):
 def test_a_file_that_is_no_utf_8_is_refused(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_bytes(json.dumps(row("a", 1.0, "grün"), ensure_ascii=False).encode("latin-1"))
-    with pytest.raises(Refused, match="mine.jsonl, line 1: .* no whole JSON object in UTF-8"):
+    with pytest.raises(Refused, match="mine.jsonl, line 1: 'utf-8' codec can't decode byte"):
         read(path, encoder(), 4096, Counter())
 
 
@@ -204,6 +204,17 @@ def test_what_is_too_long_is_counted_and_what_follows_the_last_reply_is_not_read
     assert dropped == {"too long": 1}
     with pytest.raises(Refused, match="no trajectory is left: {'too long': 2}.*--max-tokens 1"):
         read(file(ROWS[:2]), encoder(), 1, Counter())
+
+
+def test_blank_lines_and_the_mark_of_some_editors_say_nothing(file):
+    path = file(ROWS[:2])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n\r\n") + b"\n \n")
+    found = learn.read_trajectories(path, Counter())
+    assert [t.messages for t in found] == [row["messages"] for row in ROWS[:2]]
+    assert [t.rollout for t in found] == [1, 3]
+    path.write_bytes(path.read_bytes() + b"{\n")
+    with pytest.raises(Refused, match=r"mine.jsonl, line 7: Expecting property name.*; give \{task"):
+        learn.read_trajectories(path, Counter())
 
 
 @pytest.mark.parametrize("turns", [0, 1])

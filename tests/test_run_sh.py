@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-TOOLS = "bash sh cat chmod dirname grep mkdir rm sed touch uname".split()
+TOOLS = "bash sh cat chmod dirname grep mkdir readlink rm sed touch uname".split()
 OLD = "exit 1"  # an interpreter whose version check fails
 # An interpreter without packages: the check of requirements.txt finds nothing.
 BARE = (f'case $1 in */requirements.py) echo "torch (found none)"; exit 1 ;; esac\n'
@@ -62,6 +62,36 @@ def test_without_a_command_usage_is_printed(machine):
     for arguments in ((), ("shop",)):
         assert "bash run.sh webshop" in run(*arguments).stderr
         assert run(*arguments).returncode == 2
+    for asked in "--help", "-h":
+        done = run(asked)
+        assert (done.returncode, done.stderr) == (0, "") and "bash run.sh webshop" in done.stdout
+
+
+def test_an_interpreter_and_a_checkout_may_be_in_a_path_with_blanks(machine, tmp_path):
+    run = machine(python3=FULL)
+    (tmp_path / "my bin").mkdir()
+    named = shutil.copy(tmp_path / "bin/python3", tmp_path / "my bin/python3")
+    (tmp_path / "bin/python3").unlink()
+    assert run("page", "r", PYTHON=str(named)).stdout.startswith("ran -m lab.page.page r")
+    # The checkout by a link from elsewhere, and where cd prints where it went.
+    link = tmp_path / "link.sh"
+    link.symlink_to(tmp_path / "a repo/run.sh")
+    for script, cdpath in (link, ""), ("a repo/run.sh", str(tmp_path)):
+        done = subprocess.run([shutil.which("bash"), str(script), "page", "r"], cwd=tmp_path,
+                              text=True, capture_output=True, env={
+                                  "PATH": str(tmp_path / "bin"), "PYTHON": str(named),
+                                  "CDPATH": cdpath})
+        assert done.stdout.startswith("ran -m lab.page.page r"), done.stderr
+
+
+def test_a_complete_environment_is_used_without_a_lock(machine):
+    """As in a checkout that others may only read."""
+    run = machine(python3=BARE)
+    (run.venv / "bin").mkdir(parents=True)
+    (run.venv / "bin/python").write_text(f"#!/bin/bash\n{FULL}\n")
+    (run.venv / "bin/python").chmod(0o755)
+    assert run("page", "r").stdout.startswith("ran -m lab.page.page r")
+    assert not (run.venv.parent / ".venv.lock").exists()
 
 
 def test_unsupported_python_is_refused_in_one_line(machine):

@@ -66,7 +66,7 @@ def read_experts(path: str, env: World) -> list[tuple[str, list[dict], float]]:
     """Task, messages and reward of each entry of a file; Refused naming its entry and turn. A
     rollout that never replied has no messages."""
     with reading(f"--experts {path}", MUST):
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
         is_list = text.lstrip().startswith("[")
         rows = json.loads(text) if is_list else text.strip().split("\n")
 

@@ -4,6 +4,7 @@
     bash run.sh first-gpu --small    a small model on any machine: the path only
 """
 
+import argparse
 import json
 import random
 import subprocess
@@ -162,7 +163,12 @@ def whole_run(config, device, small: bool):
 
 
 def main(argv: list[str]) -> None:
-    small, device, name, config = "--small" in argv, "cpu", "CPU", bench.MODEL
+    parser = argparse.ArgumentParser(prog="run.sh first-gpu", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true",
+                        help="a small model on the CPU, which shows that this works")
+    small = parser.parse_args(argv).small
+    device, name, config = "cpu", "CPU", bench.MODEL
     if not small:
         if not torch.cuda.is_available():
             sys.exit(machine.check_torch() or "there is no GPU; --small shows that this works")

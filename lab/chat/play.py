@@ -147,7 +147,10 @@ def chosen(env, asked: str) -> str:
     """The task asked for, or any of the split asked for; Refused if there is none."""
     try:
         if "-" not in asked:
-            return random.choice(env.tasks(asked))
+            tasks = env.tasks(asked)
+            if not tasks:
+                raise Refused(f"{env.name}: its split {asked} has no tasks")
+            return random.choice(tasks)
         env.find(asked)
         return asked
     except ValueError as error:

@@ -31,6 +31,7 @@ from coevolve import action_count
 from dpo import Group, Trajectory
 from lab.fast import packing
 from lab.pretrain.practice import exchange
+from lab.runfiles import count
 
 HERE = Path(__file__).resolve().parent
 CHAT_TEMPLATE = (
@@ -243,13 +244,13 @@ def main(flags: list[str]) -> None:
     parser.add_argument("--env", nargs="+", default=list(TEXTS), choices=sorted(
         file.stem for file in (HERE / "recipes").glob("[a-z]*.py")),
         help="whose texts it reads, lab/pretrain/recipes/NAME.py [all built-in ones]")
-    parser.add_argument("--width", type=int, help="of a model with as many layers and heads; "
+    parser.add_argument("--width", type=count, help="of a model with as many layers and heads; "
                         "trained by packed passes [as the shipped one, 128]")
-    parser.add_argument("--copies", type=int, default=COPY_BATCHES,
+    parser.add_argument("--copies", type=count, default=COPY_BATCHES,
                         help="batches of sequences said twice, before the texts [%(default)s]")
-    parser.add_argument("--conversations", type=int, help="of each environment, in place of as "
+    parser.add_argument("--conversations", type=count, help="of each environment, in place of as "
                         "many as the shipped model has read")
-    parser.add_argument("--passes", type=int, help="over the conversations, likewise")
+    parser.add_argument("--passes", type=count, help="over the conversations, likewise")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=HERE.parents[1] / "tiny",
                         help="where it goes [%(default)s]")
     given = parser.parse_args(flags)

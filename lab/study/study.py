@@ -21,7 +21,7 @@ from pathlib import Path
 import envs
 from common.settings import Refused, flag, parse
 from lab import settings
-from lab.runfiles import command
+from lab.runfiles import command, count
 from lab.study.compare import write_report
 from lab.study.methods import ALL, METHODS, equals, finished, flags, method_of, unread
 from worlds import without_passwords
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> None:
                         help="defaults were chosen with seeds 0 to 2 [3 4 5 6 7]")
     parser.add_argument("--out", type=Path, help="the study's folder [runs/study-ENV]")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parser.add_argument("--jobs", type=int, help="runs side by side [of the tiny model without a "
+    parser.add_argument("--jobs", type=count, help="runs side by side [of the tiny model without a "
                         "GPU one a core, at most 8; else 1]")
     parser.add_argument("--report", action="store_true", help="no run, only the report")
     asked, more = parser.parse_known_args(argv)
