@@ -490,7 +490,7 @@ def bare_run(tmp_path, monkeypatch):
     """A run that does the phases it is given, without a model."""
     monkeypatch.setattr(store, "code_of", lambda work, env: "code")
     run = object.__new__(Run)
-    vars(run).update(folder=tmp_path, main=True, recipe="recipe", name="a phase", reads=set(),
+    vars(run).update(folder=tmp_path, main=True, ranks=1, recipe="recipe", name="a phase", reads=set(),
                      settings=SimpleNamespace(env="webshop", reuse=str(tmp_path)))
     return run
 
