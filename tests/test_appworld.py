@@ -260,6 +260,18 @@ def test_an_episode_that_somebody_else_kills_is_an_environment_that_broke(served
         processes.Episode(server, "a", "x")
 
 
+@pytest.mark.parametrize("text", ["word " * 15_000, "\u00e9" * 200_000])
+def test_a_task_with_a_long_text_begins_and_other_episodes_go_on(served, text):
+    """Whatever a message between two processes may hold; in JSON the second has 1.2 MB."""
+    server = served()
+    other = processes.Episode(server, "a", "do it")
+    episode = processes.Episode(server, "a", text)
+    assert episode.text == text
+    for each in (episode, other):
+        assert each.run("send(output='yes', done=True, calls=[])").done
+        each.end()
+
+
 def test_a_judgement_that_does_not_end_is_one_that_failed(served, monkeypatch):
     server = served("child.judge = lambda task, changes: [0 for _ in iter(int, 1)]")
     monkeypatch.setattr(processes, "JUDGING", 0.3)

@@ -174,10 +174,11 @@ def keep(line: int) -> socket.socket:
     return socket.socket(fileno=3)
 
 
-def work(line: int, do: str, task: str | None = None, text: str | None = None) -> None:
+def work(line: int, do: str, task: str | None = None) -> None:
     """What a fork does: it keeps one line to the one who asks, is shut in, works."""
     jail.die_with_parent()
     lines = keep(line).makefile("rw")
+    given = lines.readline()  # now: who still writes it would not read what goes wrong
 
     def send(**told) -> None:
         lines.write(json.dumps(told) + "\n")
@@ -190,11 +191,11 @@ def work(line: int, do: str, task: str | None = None, text: str | None = None) -
         if do == "check":
             send(ready=True)
         if do == "play":
-            play(task, text, lines, send)
+            play(task, json.loads(given)["text"], lines, send)
         if do == "judge":
-            send(**judge(task, json.loads(lines.readline())["changes"]))
+            send(**judge(task, json.loads(given)["changes"]))
         if do == "compare":
-            send(**compare(task, json.loads(lines.readline())["changes"]))
+            send(**compare(task, json.loads(given)["changes"]))
     except BaseException as error:
         send(error=f"{type(error).__name__}: {error}"[:500])
 
@@ -214,7 +215,9 @@ def end(process: int, patience: float) -> bool:
 
 
 def serve() -> None:
-    """Forks for each thing to do, which comes with the fork's end of a line; ends forks."""
+    """Forks for each thing to do, which comes with the fork's end of a line; ends forks. What is
+    asked here is short, since a longer message than is received would be cut; on a fork's own line
+    comes what may be long."""
     warm()
     asks = socket.socket(fileno=0)
     asks.send(b"ready")

@@ -73,7 +73,7 @@ class Server:
         return told
 
     def fork(self, **asked) -> "Shut":
-        """A process that does what is asked."""
+        """A process that does what is asked, which is short; `ask` takes what may be long."""
         ours, theirs = socket.socketpair()
         with theirs:
             told = self._ask(asked, [theirs.fileno()])
@@ -106,8 +106,8 @@ class Shut:
         self._line = line
 
     def ask(self, seconds: float, **asked) -> dict:
-        """Its answer; with nothing asked, what it says by itself. Gone, or EnvError where it was
-        killed by somebody else, if there is none; it has ended then."""
+        """Its answer. Gone, or EnvError where it was killed by somebody else, if there is none; it
+        has ended then."""
         try:
             told = json.loads(self._line_said(seconds, asked))
             if not isinstance(told, dict):
@@ -127,8 +127,7 @@ class Shut:
     def _line_said(self, seconds: float, asked: dict) -> bytes:
         until = time.monotonic() + seconds
         self._line.settimeout(seconds)
-        if asked:
-            self._line.sendall(json.dumps(asked).encode() + b"\n")
+        self._line.sendall(json.dumps(asked).encode() + b"\n")
         said = b""
         while not said.endswith(b"\n"):
             self._line.settimeout(max(0.001, until - time.monotonic()))
@@ -157,9 +156,9 @@ class Episode:
     """One on a task's start state, with the text of another task or its own."""
 
     def __init__(self, server: Server, start: str, text: str | None):
-        self._shut = server.fork(do="play", task=start, text=text)
+        self._shut = server.fork(do="play", task=start)
         try:
-            told = self._shut.ask(PATIENCE)
+            told = self._shut.ask(PATIENCE, text=text)
         except Gone as error:
             told = dict(error=str(error))
         if "error" in told:
