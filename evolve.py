@@ -1014,6 +1014,9 @@ def counts(proposals: list[dict]) -> dict:
                 refused=refused, kinds=kinds)
 
 
+LONGEST_TEXT = 1000  # characters of a new task's: a template copies an agent's arguments [ours]
+
+
 def refusal(
     generator,
     proposal: dict,
@@ -1036,6 +1039,8 @@ def refusal(
     definition = proposal["task"]
     if definition is None:
         return "not of the form that was asked for"
+    if len(proposal["text"]) > LONGEST_TEXT:
+        return "its text is too long"
     reason = generator.refusal(definition)
     if reason:
         return reason

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from conftest import ROOT, wait_until
 
+import evolve
 from common.settings import Refused
 from envs import EnvError, environment, make
 from worlds import converse
@@ -596,6 +597,17 @@ def test_what_was_done_becomes_a_task_that_verifies_and_is_judged_exactly(world)
     later = re.sub(r'time="\d\d', 'time="23', code[2])
     assert play(world, made, code).reward == 1
     assert play(world, made, [*code[:2], later, *code[3:]]).reward == 0  # as many changes, but others
+
+
+def test_a_find_with_a_long_argument_can_be_played_and_does_not_join(world):
+    generator = world.task_generator()
+    task = of_family(world, "train", "note-new")
+    code = world.solution(world.find(task))
+    long = [re.sub(r'content=".*?"', "content='word ' * 15_000", part) for part in code]
+    found, = generator.finds(task, [*map(block, long)], random.Random(0))
+    assert len(found["text"]) > 75_000
+    assert found["text"] in world.reset(world.add(found["task"]))
+    assert evolve.refusal(generator, found, set(), [], 1.0) == "its text is too long"
 
 
 def test_planted_proposals_are_refused_or_prove_nothing(world):

@@ -18,6 +18,7 @@ from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import (  # noqa:
     multi_turn_checker,
 )
 
+import evolve  # noqa: E402
 import worlds  # noqa: E402
 from worlds import make  # noqa: E402
 from worlds.bfcl import data  # noqa: E402
@@ -526,6 +527,13 @@ def test_a_solution_that_does_not_prove_its_task_is_refused(files):
     cars = next(key for key in env.splits["train"] if "VehicleControlAPI" in start_state(key)["classes"])
     outside = dict(name="get_outside_temperature_from_google", arguments={})
     assert verdict([[outside]], start=cars) is None  # what is drawn is drawn again
+
+
+def test_a_find_with_a_long_argument_does_not_join(files):
+    _, generator, task, _ = files
+    call = dict(name="mkdir", arguments={"dir_name": "w" * 1000})
+    found, = generator.finds(task, [as_reply([call])], random.Random(0))
+    assert evolve.refusal(generator, found, set(), [], 1.0) == "its text is too long"
 
 
 def test_an_explorers_words_and_calls_become_a_task_or_nothing(files):

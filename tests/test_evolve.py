@@ -576,6 +576,15 @@ class Overlapping(Letters):
     splits = {"train": {str(n): n for n in range(6)}, "test": {str(n): n for n in range(5)}}
 
 
+def test_a_task_with_a_long_text_is_refused_before_it_is_played():
+    def reason(text):
+        proposal = dict(text=text, task=dict(number=10), solution=[])
+        return evolve.refusal(Smith(), proposal, set(), [], 1.0)
+
+    assert reason("w" * 1000) is None
+    assert reason("w" * 1001) == "its text is too long"
+
+
 @pytest.mark.parametrize("start_from", ["train", "explore"])
 def test_training_tasks_that_are_all_evaluated_are_refused(start_from, run):
     how = dict(world=Overlapping, start_from=start_from, grpo_steps=2)

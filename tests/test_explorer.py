@@ -122,6 +122,9 @@ def test_what_cannot_be_read_is_none_and_costs_itself_alone():
     echo = type("Echo", (), dict(written=lambda self, task, proposal: dict(task=task, **proposal)))()
     assert explorer.written(echo, "t", dict(query="q", action_sequence=["a", {"b": 1}])) == dict(
         task="t", query="q", action_sequence=["a", '{"b": 1}'])
+    for length, kept in ((1000, True), (1001, False)):  # the length up to which a text may join
+        value = explorer.written(echo, "t", dict(query="q" * length, action_sequence=["a"]))
+        assert (value["task"] == "t") == kept
     nested = json.loads("[" * 900 + "]" * 900)
     for value in (dict(query=nested), dict(query=" ", action_sequence=[])):
         assert explorer.written(echo, "t", value)["task"] is None

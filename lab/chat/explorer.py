@@ -223,7 +223,7 @@ def objects(reply: str) -> list[dict | None]:
 def written(generator, task: str, value: dict) -> dict:
     """The proposal {text, task, solution} of an object; its task is None if it is of no form."""
     query, actions = value.get("query"), value.get("action_sequence")
-    if not (isinstance(query, str) and query.strip() and len(query) < 1000
+    if not (isinstance(query, str) and query.strip() and len(query) <= evolve.LONGEST_TEXT
             and isinstance(actions, list)):
         return dict(text="", task=None, solution=[])
     actions = [action if isinstance(action, str) else json.dumps(action) for action in actions]
