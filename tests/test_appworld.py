@@ -273,6 +273,14 @@ def test_a_task_with_a_long_text_begins_and_other_episodes_go_on(served, text):
         each.end()
 
 
+def test_an_episode_that_does_not_start_leaves_no_process(served):
+    server = served("child.play = lambda *given: 1 / 0")
+    for _ in range(2):
+        with pytest.raises(EnvError, match="task a does not start: ZeroDivisionError"):
+            processes.Episode(server, "a", "x")
+    assert processes_of(server) == []  # nor one that has ended and that nobody has waited for
+
+
 def test_a_judgement_that_does_not_end_is_one_that_failed(served, monkeypatch):
     server = served("child.judge = lambda task, changes: [0 for _ in iter(int, 1)]")
     monkeypatch.setattr(processes, "JUDGING", 0.3)

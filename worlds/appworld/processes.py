@@ -162,6 +162,7 @@ class Episode:
         except Gone as error:
             told = dict(error=str(error))
         if "error" in told:
+            self.end()
             raise EnvError(f"appworld: task {start} does not start: {told['error']}")
         self.text = told["text"]
         self.owner = told["owner"]
