@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 
 import psutil
 import pytest
@@ -18,8 +19,9 @@ import evolve
 from common.settings import Refused
 from envs import EnvError, environment, make
 from worlds import converse
-from worlds.appworld import data, processes
+from worlds.appworld import data, judging, processes
 from worlds.appworld.data import MOST_REPLIES, calls_in, parts, small_world
+from worlds.appworld.tasks import TaskGenerator
 from worlds.appworld.world import FORM, block, code_of
 
 NOBODY = 1234  # any user but root
@@ -320,6 +322,74 @@ def test_a_killed_run_leaves_no_process(served, tmp_path):
     run.wait()
     run.stdout.close()
     wait_until(lambda: gone(inside))
+
+
+# A child that changes something, by a line of a log, with each part of a solution but the last.
+LOGS = """
+def play(task, text, lines, send):
+    send(text=text, owner={})
+    log = ""
+    for line in lines:
+        asked = json.loads(line)
+        if "code" in asked:
+            done = asked["code"] == "done"
+            log += "" if done else asked["code"] + "\\n"
+            send(output="", done=done, calls=[])
+        else:
+            send(changes={"phone.jsonl": log})
+
+child.play = play
+child.compare = lambda task, ends: dict(answer=True, tables=[] if ends[0] == ends[1] else ["phone"])
+"""
+
+
+@pytest.fixture
+def judge(served, monkeypatch, tmp_path):
+    """A judge of what the child logs; and which of its next replies are late, the next one last."""
+    server = served()
+    server.end()
+    server = served(LOGS)
+    monkeypatch.setattr(judging, "server", lambda *made_with: server)
+    late = []
+    run = processes.Episode.run
+
+    def slow(episode, code):
+        if late and late.pop():
+            episode.end()
+            raise processes.Gone("no answer in 25 seconds")
+        return run(episode, code)
+
+    monkeypatch.setattr(processes.Episode, "run", slow)
+    return judging.Judge(sys.executable, tmp_path, 20, 20_000), late
+
+
+def test_an_episode_is_void_where_the_code_of_its_task_is_not_played_to_its_end(judge):
+    judge, late = judge
+    task = dict(start="a", text="x", code=["one", "done"])
+    changes = {"phone.jsonl": "one\n"}
+    late[:] = [True, False]
+    with pytest.raises(EnvError, match="made on a is not played to its end: no answer in 25 seconds"):
+        judge.share(task, changes)
+    assert judge.share(task, changes) == 1  # the next episode on it
+    assert judge.share(task, {"phone.jsonl": "other"}) == 0.5
+    never = dict(start="a", text="x", code=["one"])  # nobody has verified it
+    assert judge.share(never, changes) == 0
+
+
+def test_a_replay_that_is_late_or_not_compared_proves_nothing(judge, monkeypatch):
+    judge, late = judge
+    generator = TaskGenerator.__new__(TaskGenerator)
+    generator.env = types.SimpleNamespace(judge=judge)
+    proposal = dict(task=dict(start="a", text="x", code=["one", "two", "done"]))
+    last = "without its last change"
+    for replies, reason in ((6, f"{last} it is not played to its end"), (2, "does not complete it")):
+        late[:] = [True] + [False] * replies
+        assert reason in generator.verify(proposal)
+    late.clear()
+    compare = judge.compare
+    monkeypatch.setattr(judge, "compare", lambda start, one, other: compare(
+        start, one, other) if one == other else dict(error="no answer in 120 seconds"))
+    assert generator.verify(proposal) == f"its end {last} cannot be compared"
 
 
 # ------------------------------------------------------------------------------- texts and solutions

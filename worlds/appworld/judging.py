@@ -17,6 +17,7 @@ class Trace:
     changed: list[bool] = field(default_factory=list)
     changes: dict[str, str] = field(default_factory=dict)  # at its end, as an episode saves them
     done: bool = False  # whether it completed the task
+    gone: str | None = None  # why its process ended before it; then nobody knows what it does
 
 
 class Judge:
@@ -53,7 +54,8 @@ class Judge:
                 if told.done:
                     found.done = True
                     break
-        except Gone:
+        except Gone as error:
+            found.gone = str(error)
             return found
         episode.end()
         return found
@@ -83,7 +85,12 @@ class Judge:
     def _alike(self, task: dict, changes: dict[str, str]) -> dict:
         key = repr(task)
         if key not in self._ends:
-            self._ends[key] = self.trace(task, task["code"])
+            found = self.trace(task, task["code"])
+            if found.gone is not None:  # the machine may be busy, which is no agent's failure
+                raise EnvError(
+                    f"appworld: the code of a task made on {task['start']} is not played to its "
+                    f"end: {found.gone}; give fewer --slots, or --verify true")
+            self._ends[key] = found
         if not self._ends[key].done:
             return dict(passed=0, tests=2)  # where nobody has verified it
         told = self.compare(task["start"], self._ends[key].changes, changes)

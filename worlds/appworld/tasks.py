@@ -105,9 +105,12 @@ class TaskGenerator:
         else:  # it asks something: then the answer has to say it
             less = [DONE]
         shorter = judge.trace(task, less)
-        if shorter.done and self._alike(task, first.changes, shorter.changes):
-            return "it is solved without its last change"
-        return None
+        if shorter.gone is not None:
+            return "without its last change it is not played to its end"
+        alike = shorter.done and self._alike(task, first.changes, shorter.changes)
+        if alike is None:
+            return "its end without its last change cannot be compared"
+        return "it is solved without its last change" if alike else None
 
     def template(self, calls: list[list]) -> str:
         """What the calls of some parts do, by the first sentences of their documents; "" if they
@@ -127,9 +130,10 @@ class TaskGenerator:
         return dict(text=text, task=dict(start=start, text=text, code=code),
                     solution=[block(part) for part in code], **more)
 
-    def _alike(self, task: dict, one: dict, other: dict) -> bool:
+    def _alike(self, task: dict, one: dict, other: dict) -> bool | None:
+        """Whether two ends are one; None where they cannot be compared."""
         told = self.env.judge.compare(task["start"], one, other)
-        return "error" not in told and told["answer"] and not told["tables"]
+        return None if "error" in told else told["answer"] and not told["tables"]
 
 
 def codes(replies: list[str]) -> list[str]:
