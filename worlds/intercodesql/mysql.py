@@ -411,7 +411,7 @@ class _Translation:
 
     def _call(self, part: Part, group: Part, over: bool) -> str:
         """A function and its arguments."""
-        name, arguments = part.text.lower(), _split(group.inside)
+        name, arguments = part.text.lower(), self._arguments(group)
         if group.apart and name in GLUED:
             if name == "count" or name == "cast":
                 raise self.refusals.syntax(group.inside[0] if group.inside else group)
@@ -451,8 +451,22 @@ class _Translation:
             raise MySQLError(f"FUNCTION {self.database}.{part.text} does not exist")
         return f"{_RENAMED.get(name, name)}({', '.join(texts)}) COLLATE NOCASE"
 
+    def _arguments(self, group: Part) -> list[list[Part]]:
+        """A function's arguments, none of them empty."""
+        last = Part("sign", ",", group.at, False)
+        for part in group.inside:
+            if part.text == "," == last.text:
+                raise self.refusals.syntax_at(part.at + 1)
+            last = part
+        if group.inside and last.text == ",":
+            raise self.refusals.syntax_at(self.sql.index(")", last.at))
+        return _split(group.inside)
+
     def _cast(self, parts: list[Part]) -> str:
         """Of a CAST, of which these are the parts in parentheses."""
+        if len(parts) < 3:
+            place = parts[-1].at + len(parts[-1].text) if parts else self.sql.lower().index("cast")
+            raise self.refusals.syntax_at(self.sql.find(")", place))
         *value, kind = parts
         if kind.kind == "group" and value:
             kind = value.pop()
@@ -551,9 +565,9 @@ def _known_in_having(clauses: dict[str, list[Part]]) -> set[str]:
 def _shown_digits(parts: list[Part]) -> int:
     """How many digits behind its point the text of a DECIMAL has; 0 also where it is as it is."""
     if len(parts) == 2 and parts[0].is_word("round", "truncate"):
-        _, *digits = _split(parts[1].inside)
-        number = digits[0][0].text if digits else "0"
-        return int(number) if number.isdigit() else 0
+        *_, digits = _split(parts[1].inside) or [[]]
+        number = "".join(part.text for part in digits)
+        return int(number) if number.isdigit() and digits != parts[1].inside else 0
     return _digits(parts)
 
 
