@@ -55,6 +55,10 @@ _RESERVED = set(
     "unsigned update usage use using values varchar varying when where while with write "
     "xor".split())
 _COMPARISONS = {"=", "<>", "!=", "<", ">", "<=", ">=", "<=>"}
+_QUOTED_NUMBER = re.compile(r"""(['"])-?\d+(\.\d+)?\1""")
+# Between which an operand of a comparison stands.
+_BORDERS = (_BEFORE_OPERANDS | _CLAUSES | {"is"}) - {"div", "mod", "over", "exists", "collate"}
+_BORDER_SIGNS = _COMPARISONS | {",", "&&", "||", "!"}
 _OPERATORS = _COMPARISONS | {"+", "-", "*", "/", "%"}
 _AGGREGATES = {"avg", "count", "group_concat", "max", "min", "sum"}
 _RENAMED = {"max": "mysql_max", "min": "mysql_min", "ucase": "upper", "lcase": "lower",
@@ -344,6 +348,7 @@ class _Translation:
     def _write(self, parts: list[Part]) -> str:
         """The parts, each in sqlite's words."""
         texts, n = [], 0
+        parts = _numbers_compared(parts, self.columns)
         while n < len(parts):
             part = parts[n]
             before = parts[n - 1] if n else END
@@ -437,7 +442,10 @@ class _Translation:
             texts = [f"({self._write(argument)})" for argument in arguments]
             together = " || ' ' || ".join(texts)  # NULL if one is, as what isn't counted
             return f"count(DISTINCT {together})"
-        texts = [self._write(argument) for argument in arguments]
+        texts = []
+        for argument in arguments:
+            alone = len(argument) == 1 and argument[0].is_select
+            texts.append(self._value_of(argument[0]) if alone else self._write(argument))
         if name in ("concat", "concat_ws"):
             texts = [f"mysql_text({text}, {_shown_digits(argument)})"
                      for text, argument in zip(texts, arguments)]
@@ -538,6 +546,68 @@ def _is_compared(before: Part, after: Part) -> bool:
     return after.text in _OPERATORS and not among
 
 
+def _numbers_compared(parts: list[Part], columns: set[str]) -> list[Part]:
+    """The parts, where a comparison with a number in quotes asks mysql_against: MySQL compares as
+    numbers if the other side is one, sqlite only beside a column (and of those knows `columns`)."""
+    n = 0
+    while n < len(parts):
+        part, sign, start, stop = parts[n], None, n, n + 1
+        if part.kind == "string" and _QUOTED_NUMBER.fullmatch(part.text):
+            begins, ends = _start_of(parts, n) == n, _stop_of(parts, n + 1) == n + 1
+            if n and parts[n - 1].text in _COMPARISONS and ends:
+                start, sign = _start_of(parts, n - 1), parts[n - 1]
+                operand = parts[start:n - 1]
+            elif parts[n + 1:] and parts[n + 1].text in _COMPARISONS and begins:
+                stop, sign = _stop_of(parts, n + 2), parts[n + 1]
+                operand = parts[n + 2:stop]
+        if sign and not _compares_as_is(operand, columns):
+            inside = [*operand, Part("sign", ",", part.at, False), part]
+            call = [Part("word", "mysql_against", part.at, True),
+                    Part("group", "(", part.at, False, inside)]
+            zero = [Part("number", "0", part.at, True)]
+            turned = [*call, sign, *zero] if start < n else [*zero, sign, *call]
+            parts = [*parts[:start], *turned, *parts[stop:]]
+            stop = start + len(turned)
+        n = stop
+    return parts
+
+
+def _compares_as_is(operand: list[Part], columns: set[str]) -> bool:
+    """Whether sqlite compares this with a number in quotes as MySQL does: a column or a text."""
+    if len(operand) < 2:
+        return not operand or operand[0].kind == "string" or (
+            _unquoted(operand[0]).lower() in columns)
+    return operand[-2].text == "." and _unquoted(operand[-1]).lower() in columns
+
+
+def _start_of(parts: list[Part], n: int) -> int:
+    """Where the operand begins that ends before the n-th part."""
+    cases = 0
+    while n and (cases or not _is_border(parts, n - 1)):
+        n -= 1
+        cases += parts[n].is_word("end") - parts[n].is_word("case")
+    return n
+
+
+def _stop_of(parts: list[Part], n: int) -> int:
+    """Behind the operand that begins with the n-th part."""
+    cases = 0
+    while n < len(parts) and (cases or parts[n].is_word("case") or not (
+            parts[n].is_word("end") or _is_border(parts, n))):
+        cases += parts[n].is_word("case") - parts[n].is_word("end")
+        n += 1
+    return n
+
+
+def _is_border(parts: list[Part], n: int) -> bool:
+    """Whether no operand of a comparison reaches over the n-th part."""
+    if parts[n].kind == "sign":
+        return parts[n].text in _BORDER_SIGNS
+    is_function = parts[n].is_word("left", "right") and parts[n + 1:] and (
+        parts[n + 1].kind == "group")
+    return parts[n].is_word(*_BORDERS) and not is_function
+
+
 def _has_many_rows(parts: list[Part]) -> bool:
     """Whether a subquery of one column may have more than one row."""
     names = [part.text.lower() for part in parts]
@@ -607,6 +677,13 @@ def _text_of(value, digits):
     return f"{round_decimal(value, digits):.{digits}f}" if digits else str(value)
 
 
+def _against(value, text):
+    """Below, at or above 0 as the value is against the text of a number; as texts if it is one."""
+    if value is None:
+        return None
+    return _compared(value, text if isinstance(value, str) else float(text))
+
+
 def _integer(value):
     """A number rounded; of a text what it begins with, cut."""
     if isinstance(value, str):
@@ -649,6 +726,7 @@ def _unless_none(function):
 FUNCTIONS = {
     "mysql_decimal": (2, _decimal),
     "mysql_round": (-1, round_decimal),
+    "mysql_against": (2, _against),
     "mysql_integer": (1, _integer),
     "mysql_text": (2, _text_of),
     "mysql_instr": (2, _unless_none(lambda text, part: str(text).lower().find(
