@@ -256,6 +256,16 @@ ASKED = [  # of MariaDB 10.11, which is asked again where it is installed
     ("SELECT t.c FROM (SELECT COUNT(*) AS c FROM writer GROUP BY country) t WHERE t.c > '1'", [(2,)]),
     ("SELECT name FROM writer WHERE (years) > '9' AND -years < '-30'", [("Max",), ("Ann",)]),
     ("SELECT name FROM writer WHERE years = '20' + 0", [("Carl",)]),
+    # The size and the digits of a CAST.
+    ("SELECT CAST(AVG(years) AS DECIMAL(10,1)), CAST(AVG(years) AS DECIMAL), CAST(AVG(years) AS "
+     "DECIMAL(10)), CAST(AVG(years) AS CHAR) FROM writer", [(51.7, 52, 52, "51.6667")]),
+    ("SELECT CAST(years / 7 AS DECIMAL(5, 2)), CAST(years AS CHAR(1)), CAST(name AS CHAR(2)) FROM "
+     "writer LIMIT 1", [(2.86, "2", "Ca")]),
+    ("SELECT CAST('2.755x' AS DECIMAL(5, 2)), CAST(NULL AS DECIMAL(5, 2)), CAST(NULL AS CHAR(3)), "
+     "CAST(2.5 AS DECIMAL)", [(2.76, None, None, 3)]),
+    ("SELECT CONCAT(CAST(AVG(years) AS DECIMAL(6,2)), '%'), CONCAT(CAST(MAX(years) AS CHAR(10)), 'x')"
+     " FROM writer", [("51.67%", "98x")]),
+    ("SELECT CONCAT(CAST(years AS DECIMAL(5,)), 'a') FROM writer", NEAR.format("")),
 ]
 
 

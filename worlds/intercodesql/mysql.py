@@ -334,7 +334,7 @@ class _Translation:
             alone = len(value) == 1 and value[0].is_select
             text = self._value_of(value[0]) if alone else self._write(value)
             digits = _digits(value)
-            if digits and not (len(value) == 2 and value[0].is_word("round", "truncate")):
+            if digits and not (len(value) == 2 and value[0].is_word("round", "truncate", "cast")):
                 text = f"mysql_decimal({text}, {digits})"
             if alias:
                 if alias.is_word(*_RESERVED):
@@ -476,14 +476,23 @@ class _Translation:
             place = parts[-1].at + len(parts[-1].text) if parts else self.sql.lower().index("cast")
             raise self.refusals.syntax_at(self.sql.find(")", place))
         *value, kind = parts
-        if kind.kind == "group" and value:
+        sizes = []
+        if kind.kind == "group":
+            sizes = ["".join(part.text for part in size) for size in self._arguments(kind) or [[]]]
             kind = value.pop()
-        if kind.text.lower() not in _TYPES:
+        named = kind.text.lower() in _TYPES and value and value[-1].is_word("as")
+        if not named or not all(map(str.isdigit, sizes)):
             raise self.refusals.syntax(kind)
         to = _TYPES[kind.text.lower()]
         if to == "integer":
             return f"mysql_integer({self._write(value[:-1])})"
-        return f"CAST({self._write(value)} {to})"
+        of = self._write(value[:-1])
+        if to == "text":
+            of = f"mysql_text({of}, {_shown_digits(value[:-1])})"
+        text = f"CAST({of} AS {to})"
+        if kind.is_word("decimal"):
+            return f"mysql_round({text}, {sizes[1] if sizes[1:] else 0})"
+        return f"substr({text}, 1, {sizes[0]})" if to == "text" and sizes else text
 
     sqlite_only = {"iif", "total", "strftime", "datetime", "julianday", "printf"}
 
@@ -634,10 +643,13 @@ def _known_in_having(clauses: dict[str, list[Part]]) -> set[str]:
 
 def _shown_digits(parts: list[Part]) -> int:
     """How many digits behind its point the text of a DECIMAL has; 0 also where it is as it is."""
-    if len(parts) == 2 and parts[0].is_word("round", "truncate"):
-        *_, digits = _split(parts[1].inside) or [[]]
+    if len(parts) == 2 and parts[0].is_word("round", "truncate", "cast"):
+        inside = parts[1].inside
+        if parts[0].is_word("cast"):  # CAST(x AS DECIMAL(5, 2))
+            inside = inside[-1].inside if inside else []
+        *others, digits = _split(inside) or [[]]
         number = "".join(part.text for part in digits)
-        return int(number) if number.isdigit() and digits != parts[1].inside else 0
+        return int(number) if number.isdigit() and others else 0
     return _digits(parts)
 
 
