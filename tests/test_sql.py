@@ -118,6 +118,24 @@ def test_sqlite_describes_tables_as_mysql():
             ("pay", "decimal(10,2)", "YES", "", None, "")]
 
 
+def test_sqlite_shows_tables_and_columns_by_whatever_name():
+    with closing(databases.Sqlite("d", SCRIPT)) as db:
+        columns = db.run("DESC town")
+        assert [name for name, *_ in columns] == ["town_id", "site", "area"]
+        for sql in ("DESC d.town -- x", "DESC `D` . `Town` ; # x", "SHOW FIELDS IN d.town",
+                    "SHOW COLUMNS FROM town FROM d", "EXPLAIN town"):
+            assert db.run(sql) == columns, sql
+        for sql in ("SHOW TABLES FROM d", "show tables in `D`;", "SHOW TABLES LIKE '%'"):
+            assert db.run(sql) == [("baker",), ("town",)], sql
+        assert db.run("SHOW TABLES FROM d LIKE 'B%'; -- x") == [("baker",)]
+        assert db.run("SHOW TABLES FROM e") == f"{databases.ERROR}Unknown database 'e'"
+        for sql in ("DESC e.town", "SHOW COLUMNS FROM town FROM e"):
+            assert db.run(sql) == f"{databases.ERROR}Table 'e.town' doesn't exist"
+        for sql in ("SHOW FULL TABLES", "SHOW INDEX FROM town", "EXPLAIN SELECT 1"):
+            assert db.run(sql) == (databases.ERROR + "Only SHOW TABLES, SHOW COLUMNS and DESC of a "
+                                   "table are answered here"), sql
+
+
 @pytest.mark.parametrize("sql, text", [
     ("SELECT site FROM town WHERE x = 1", "Unknown column 'x' in 'where clause'"),
     ("SELECT site FROM town ORDER BY x", "Unknown column 'x' in 'order clause'"),
@@ -256,6 +274,16 @@ ASKED = [  # of MariaDB 10.11, which is asked again where it is installed
     ("SELECT t.c FROM (SELECT COUNT(*) AS c FROM writer GROUP BY country) t WHERE t.c > '1'", [(2,)]),
     ("SELECT name FROM writer WHERE (years) > '9' AND -years < '-30'", [("Max",), ("Ann",)]),
     ("SELECT name FROM writer WHERE years = '20' + 0", [("Carl",)]),
+    # The name of the database, and what stands behind a query.
+    ("SELECT name FROM d.writer", ALL_THREE),
+    ("SELECT d.writer.name FROM `D`.`writer` LIMIT 1", [("Carl",)]),
+    ("SELECT w.name FROM writer w JOIN d.writer USING (name)", ALL_THREE),
+    ("SELECT d.name FROM writer d", ALL_THREE),
+    ("SELECT name FROM writer WHERE years = (SELECT MAX(d.writer.years) FROM d.writer)", [("Max",)]),
+    ("SELECT name FROM e.writer", "Error executing query: Table 'e.writer' doesn't exist"),
+    ("SELECT name FROM writer LIMIT 1; -- done", [("Carl",)]),
+    ("SELECT 'a -- b; # c' ; # d", [("a -- b; # c",)]),
+    ("SELECT 1; SELECT 2", NEAR.format("SELECT 2")),
     # The size and the digits of a CAST.
     ("SELECT CAST(AVG(years) AS DECIMAL(10,1)), CAST(AVG(years) AS DECIMAL), CAST(AVG(years) AS "
      "DECIMAL(10)), CAST(AVG(years) AS CHAR) FROM writer", [(51.7, 52, 52, "51.6667")]),

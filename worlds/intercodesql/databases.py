@@ -39,6 +39,13 @@ _REFUSED = re.compile(
     r"\b(?:sleep|benchmark|\w+_lock|\w+_all_locks|is_\w+_lock|load_file|\w+_wait|"
     rf"wait_for_executed_gtid_set|sys_\w+|lib_mysqludf\w*)`?{_GAP}\(", re.I | re.S)
 
+_SHOW_TABLES = re.compile(r"show\s+tables(?:\s+(?:from|in)\s+`?(?P<database>\w+)`?)?"
+                          r"(?:\s+like\s+(?P<quote>['\"])(?P<like>.*)(?P=quote))?", re.I)
+_SHOW_COLUMNS = re.compile(
+    r"(?:desc|describe|explain|show\s+(?:columns|fields)\s+(?:from|in))\s+"
+    r"(?:`?(?P<before>\w+)`?\s*\.\s*)?`?(?P<table>\w+)`?"
+    r"(?:\s+(?:from|in)\s+`?(?P<behind>\w+)`?)?", re.I)
+
 
 def refusal(sql: str) -> str | None:
     """Why a query is not passed on to a database, as an error text; None if it is."""
@@ -84,13 +91,14 @@ class Sqlite:
         self._db.set_progress_handler(lambda: True, VM_STEPS)
 
     def run(self, sql: str):
-        sql = sql.strip().rstrip(";").strip()
+        sql = sql.strip()
         if error := refusal(sql):
             return error
+        sql = mysql.without_end(sql)
         if re.match(r"(show|desc|describe|explain)\b", sql, re.I):
             return self._show(sql)
         try:
-            translated = mysql.translate(sql, self.name, self._names)
+            translated = mysql.translate(sql, self.name, {*self._columns}, self._names)
             return self._typed(_fetch(self._db.execute(translated)))
         except mysql.MySQLError as error:
             return f"{ERROR}{error}"
@@ -120,14 +128,20 @@ class Sqlite:
         return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
 
     def _show(self, sql):
-        if re.fullmatch(r"show\s+tables", sql, re.I):
-            return self._tables
-        asked = re.fullmatch(r"(?:desc|describe|explain|show\s+(?:columns|fields)\s+(?:from|in))"
-                             r"\s+`?(\w+)`?", sql, re.I)
-        if asked and asked[1].lower() in self._columns:
-            return self._columns[asked[1].lower()]
-        return ERROR + self._as_mysql(f"no such table: {asked[1]}" if asked else
-                                      f'near "{sql.split()[-1]}": syntax error', sql)
+        tables, columns = _SHOW_TABLES.fullmatch(sql), _SHOW_COLUMNS.fullmatch(sql)
+        if not tables and not columns:
+            return ERROR + "Only SHOW TABLES, SHOW COLUMNS and DESC of a table are answered here"
+        database = tables["database"] if tables else columns["before"] or columns["behind"]
+        own = not database or database.lower() == self.name.lower()
+        if tables and not own:
+            return f"{ERROR}Unknown database '{database}'"
+        if tables:
+            like = "SELECT ? LIKE ? ESCAPE '\\'"
+            return [(name,) for name, in self._tables if self._db.execute(
+                like, (name, tables["like"] or "%")).fetchone()[0]]
+        if not own or columns["table"].lower() not in self._columns:
+            return f"{ERROR}Table '{database or self.name}.{columns['table']}' doesn't exist"
+        return self._columns[columns["table"].lower()]
 
     def _describe(self, table):
         """MySQL's six columns: Field, Type, Null, Key, Default, Extra."""
@@ -159,7 +173,8 @@ class Sqlite:
             if not word[1]:
                 break
             clause = word[1].lower() + (" statement" if word[1].lower() == "group" else " clause")
-        return {"no such table": f"Table '{self.name}.{name.split('.')[-1]}' doesn't exist",
+        table = name if "." in name else f"{self.name}.{name}"
+        return {"no such table": f"Table '{table}' doesn't exist",
                 "no such column": f"Unknown column '{name}' in '{clause}'",
                 "ambiguous column name": f"Column '{name}' in {clause} is ambiguous",
                 "no such function": f"FUNCTION {self.name}.{name} does not exist",

@@ -96,13 +96,23 @@ class Part:
 END = Part("end", "", 0, False)  # stands before the first part and behind the last
 
 
-def translate(sql: str, database: str, columns: set[str]) -> str:
+def without_end(sql: str) -> str:
+    """A query without the semicolons and comments behind it."""
+    end = 0
+    for match in _PART.finditer(sql):
+        if match.lastgroup != "gap" and match[0] != ";":
+            end = match.end()
+    return sql[:end]
+
+
+def translate(sql: str, database: str, tables: set[str], columns: set[str]) -> str:
     """The query for sqlite.
 
     Args:
         sql: what MySQL was asked.
-        database: its name, for errors.
-        columns: the names of all the database's columns, in lower case.
+        database: its name, for errors and before the names of its tables.
+        tables: the names of its tables, in lower case.
+        columns: the names of all their columns, in lower case.
 
     Raises:
         MySQLError: MySQL refuses this query, while sqlite would answer it.
@@ -110,6 +120,7 @@ def translate(sql: str, database: str, columns: set[str]) -> str:
     parts = read_parts(sql)
     if parts is None:
         return sql
+    parts = _without_database(parts, database.lower(), tables)
     return _Translation(sql, database, columns).level(parts)
 
 
@@ -130,6 +141,25 @@ def read_parts(sql: str) -> list[Part] | None:
         if not 0 < len(levels) <= _DEPTH:
             return None
     return levels[0] if len(levels) == 1 else None
+
+
+def _without_database(parts: list[Part], database: str, tables: set[str]) -> list[Part]:
+    """The parts without the database's name before a table's, which sqlite takes for another's."""
+    kept, n = [], 0
+    while n < len(parts):
+        part, dot, table, after = [*parts[n:n + 4], END, END, END][:4]
+        named = _unquoted(part).lower() == database and part.kind in ("word", "name")
+        if named and dot.text == "." and _unquoted(table).lower() in tables and (
+                # Else it is a column of the table that has the database's name.
+                database not in tables or after.text == "."
+                or n and parts[n - 1].is_word("from", "join")):
+            n += 2
+            continue
+        if part.kind == "group":
+            part = replace(part, inside=_without_database(part.inside, database, tables))
+        kept.append(part)
+        n += 1
+    return kept
 
 
 class _Refusals:
