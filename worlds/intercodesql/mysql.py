@@ -185,10 +185,15 @@ class _Refusals:
                 raise self.syntax(part)
             if part.is_word("filter") and before.kind == "group" and after.kind == "group":
                 raise self.syntax(after)
-            if part.is_word("join") and before.is_word("left", "right", "outer"):
+            natural = any(word.is_word("natural") for word in parts[max(n - 3, 0):n])
+            if part.is_word("join") and before.is_word("left", "right", "outer") and not natural:
                 self.unconditional(parts[n + 1:])
             if part.is_word("outer") and before.is_word("full"):
                 raise self.syntax(part)
+            if _is_alias_full(before, after, part):
+                table = parts[n - 2] if n > 1 else END  # stands before the table's name
+                if not (table.is_word("from", "join") or table.text in (".", ",")):
+                    raise self.syntax(part)  # for the table has a name by now
             if part.is_word("collate") and after.is_word("nocase", "binary", "rtrim"):
                 raise MySQLError(f"Unknown collation: '{after.text}'")
             if part.is_word("is") and not after.is_word("not", "null", "true", "false", "unknown"):
@@ -404,6 +409,8 @@ class _Translation:
             elif part.is_word("any", "some", "all") and after.is_select:
                 texts.append(self._quantified(part, after, texts))
                 n += 1
+            elif _is_alias_full(before, after, part):
+                texts.append('AS "full"')
             elif part.is_word("div"):
                 texts.append("/")
             elif part.is_word("mod"):
@@ -426,14 +433,21 @@ class _Translation:
     def _quantified(self, part: Part, subquery: Part, texts: list[str]) -> str:
         """Of ANY or ALL of a subquery, without which sqlite does; takes = from before it."""
         sign, rows = texts[-1] if texts else "", self.level(subquery.inside)
-        every = part.is_word("all")
+        every, above = part.is_word("all"), "X''"  # a BLOB, which is above all texts and numbers
         if sign == "=" and not every or sign in ("<>", "!=") and every:
             texts.pop()
             return f"NOT IN ({rows})" if every else f"IN ({rows})"
-        if sign not in ("<", "<=", ">", ">="):
+        if sign not in ("<", "<=", ">", ">=", "<>", "!="):
             raise self.refusals.syntax(part)
         bound = "max" if every == (sign[0] == ">") else "min"
-        return f"(WITH any_or_all(value) AS ({rows}) SELECT {bound}(value) FROM any_or_all)"
+        # Of no rows: above or below all values, so that ALL is true and ANY is not.
+        bound = f"coalesce({bound}(value), {'-1e999' if bound == 'max' else above})"
+        if every:
+            bound = f"CASE WHEN count(*) = count(value) THEN {bound} END"
+        if sign in ("<>", "!="):  # if there are two values, any other than them
+            bound = ("CASE WHEN min(value) = max(value) THEN min(value) "
+                     f"WHEN count(value) THEN {above} END")
+        return f"(WITH any_or_all(value) AS ({rows}) SELECT {bound} FROM any_or_all)"
 
     def _text(self, part: Part, before: Part) -> str:
         """A text, which compares without case; behind a column it names it."""
@@ -536,6 +550,11 @@ def _split(parts: list[Part]) -> list[list[Part]]:
         else:
             items[-1].append(part)
     return items if parts else []
+
+
+def _is_alias_full(before: Part, after: Part, part: Part) -> bool:
+    """Whether this is FULL before JOIN: MySQL has no full join and takes it for a table's name."""
+    return part.is_word("full") and after.is_word("join") and _is_operand(before)
 
 
 def _is_operand(part: Part) -> bool:
