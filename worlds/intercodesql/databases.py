@@ -83,8 +83,9 @@ class Sqlite:
         # Sums and quotients are DECIMAL, unless a column may be a number with a floating point.
         self._decimal = not any(row[1].startswith(("double", "float", "real"))
                                 for table in self._columns.values() for row in table)
-        for name, (count, function) in mysql.FUNCTIONS.items():
-            self._db.create_function(name, count, function, deterministic=True)
+        for name, (counts, function) in mysql.FUNCTIONS.items():
+            for count in counts if isinstance(counts, tuple) else (counts,):
+                self._db.create_function(name, count, function, deterministic=True)
         for name, aggregate in mysql.AGGREGATES.items():
             self._db.create_aggregate(name, 1, aggregate)
         self._db.set_authorizer(self._authorize)
@@ -154,19 +155,25 @@ class Sqlite:
 
     def _as_mysql(self, error, sql):
         """MySQL's text for sqlite's."""
-        if "'finalize' method raised error" in error:
-            return mysql.MANY_ROWS
-        match = re.match(r"(no such table|no such column|ambiguous column name|no such function|"
-                         r"near|access to|misuse of aggregate)"
-                         r'(?:: |:? ?)"?(.*?)(?:" ?:? ?syntax error|\(\)| is prohibited)?$', error)
+        for pattern, text in _SAID_BY_SQLITE:
+            if match := re.match(pattern, error):
+                return _named_as_in(sql, match.expand(text.format(self.name)))
+        match = re.match(r"(no such table|no such column|ambiguous column name|near|"
+                         r"unrecognized token|access to|misuse of aggregate)"
+                         r'(?:: |:? ?)"?(.*?)(?:" ?:? ?syntax error|"| is prohibited)?$', error)
         kind, name = match.groups() if match else ("", "")
         if kind == "access to" or error.startswith(("not authorized", "unsafe use")):
             return f"SELECT command denied to user for '{name or sql[:40]}'"
-        if kind == "near" or error.startswith(("incomplete input", "You can only execute one")):
-            at = sql.rfind(name) if name else len(sql)
-            return ("You have an error in your SQL syntax; check the manual that corresponds to "
-                    "your MySQL server version for the right syntax to use near "
-                    f"'{sql[at:]}' at line 1")
+        if error == "interrupted":
+            return INTERRUPTED[len(ERROR):]
+        if match := re.match(r"\d+.. (ORDER|GROUP) BY term out of range .* (\d+)$", error):
+            kind, last = "no such column", int(match[2])
+            behind = re.split(rf"{match[1]}\s+by", sql, flags=re.I)[-1]
+            name = next((n for n in re.findall(r"\d+", behind) if not 0 < int(n) <= last), "")
+        if match := re.match(r"(ORDER BY|LIMIT) clause should come after (\w+)", error):
+            name = re.search(match[2] + "|$", sql, re.I)[0]
+        if kind in ("near", "unrecognized token", ""):  # whatever else sqlite or Python may say
+            return mysql.SYNTAX.format(sql[sql.rfind(name) if name else len(sql):])
         clause = "field list"  # in which the name comes first
         for word in re.finditer(r"\b(from|on|where|group|having|order)\b|(?<![\w.])"
                                 + re.escape(name) + r"(?!\w)", sql, re.I):
@@ -177,9 +184,33 @@ class Sqlite:
         return {"no such table": f"Table '{table}' doesn't exist",
                 "no such column": f"Unknown column '{name}' in '{clause}'",
                 "ambiguous column name": f"Column '{name}' in {clause} is ambiguous",
-                "no such function": f"FUNCTION {self.name}.{name} does not exist",
-                "misuse of aggregate": "Invalid use of group function",
-                }.get(kind, INTERRUPTED[len(ERROR):] if error == "interrupted" else error)
+                "misuse of aggregate": "Invalid use of group function"}[kind]
+
+
+# How sqlite's texts begin, and MySQL's; {} is the database. Functions raise where a number is too
+# large, and mysql_only where a subquery has many rows.
+_SAID_BY_SQLITE = [
+    (r"(?:no such function|not authorized to use function): (?:mysql_)?(\w+)",
+     r"FUNCTION {}.\1 does not exist"),
+    (r"wrong number of arguments to function (?:mysql_)?(\w+)",
+     r"Incorrect parameter count in the call to native function '\1'"),
+    (r"no such collation sequence: (\w+)", r"Unknown collation: '\1'"),
+    (r"sub-select returns \d+ columns - expected (\d+)", r"Operand should contain \1 column(s)"),
+    (r"row value misused", r"Operand should contain 1 column(s)"),
+    (r"SELECTs to the left and right", mysql.OTHER_COLUMNS),
+    (r".* 'finalize' method raised error", mysql.MANY_ROWS),
+    (r"user-defined ", r"DOUBLE value is out of range"),
+    (r"integer overflow", r"BIGINT value is out of range"),
+    (r"string or blob too big", TOO_LARGE[len(ERROR):]),
+]
+
+
+def _named_as_in(sql: str, text: str) -> str:
+    """The text, with a function's name as the query writes it; sqlite is told it in lower case."""
+    def as_written(name):
+        found = re.search(rf"\b{name[0]}\b(?=\s*\()", sql, re.I)
+        return found[0] if found else name[0]
+    return re.sub(r"\w+(?= does not exist)|(?<=native function ')\w+", as_written, text)
 
 
 # A column of text in a CREATE TABLE, unless it says how it compares.

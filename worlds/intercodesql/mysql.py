@@ -13,6 +13,7 @@ from statistics import pstdev, pvariance
 SYNTAX = ("You have an error in your SQL syntax; check the manual that corresponds to your MySQL "
           "server version for the right syntax to use near '{}' at line 1")
 MANY_ROWS = "Subquery returns more than 1 row"
+OTHER_COLUMNS = "The used SELECT statements have a different number of columns"
 NO_FUNCTION = ("FUNCTION {} does not exist. Check the 'Function Name Parsing and Resolution' "
                "section in the Reference Manual")
 
@@ -719,12 +720,19 @@ def _digits(parts: list[Part]) -> int:
     return most
 
 
+def _number(value):
+    """A number; of a text the one that it begins with."""
+    if not isinstance(value, str):
+        return value
+    found = re.match(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", value, re.I)
+    return float(found[0]) if found else 0.0
+
+
 def round_decimal(value, digits: int = 0):
     """As MySQL rounds a DECIMAL, halves away from zero; whole numbers stay whole."""
     if value is None or digits is None:
         return None
-    if isinstance(value, str):
-        value = float(re.match(r"\s*(-?\d*\.?\d*)", value)[1] or 0)
+    value, digits = _number(value), int(_number(digits))
     rounded = Decimal(repr(value)).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP)
     return int(rounded) if isinstance(value, int) else float(rounded)
 
@@ -758,8 +766,9 @@ def _decimal(value, digits):
 
 
 def _truncate(value, digits):
-    if value is None:
+    if value is None or digits is None:
         return None
+    value, digits = _number(value), int(_number(digits))
     scale = 10 ** digits
     cut = math.trunc(value * scale) / scale
     return int(cut) if isinstance(value, int) else cut
@@ -767,8 +776,9 @@ def _truncate(value, digits):
 
 def _part_before(text, separator, count):
     """SUBSTRING_INDEX."""
-    if text is None or separator is None:
+    if text is None or separator is None or count is None:
         return None
+    separator, count = str(separator), int(_number(count))
     pieces = str(text).split(separator) if separator else [""]
     return separator.join(pieces[:count] if count >= 0 else pieces[count:])
 
@@ -783,31 +793,42 @@ def _unless_none(function):
     return lambda *values: None if None in values else function(*values)
 
 
-# name in sqlite -> (how many arguments, what it does)
+def _of_numbers(function):
+    """The function, of arguments that are no NULL, texts read as numbers; else NULL."""
+    def of_numbers(*values):
+        try:
+            return function(*map(_number, values))
+        except OverflowError as error:  # which sqlite would say of a text that is too long
+            raise ValueError(error) from None
+    return _unless_none(of_numbers)
+
+
+# name in sqlite -> (how many arguments, or which numbers of them; what it does)
 FUNCTIONS = {
     "mysql_decimal": (2, _decimal),
-    "mysql_round": (-1, round_decimal),
+    "mysql_round": ((1, 2), round_decimal),
     "mysql_against": (2, _against),
     "mysql_integer": (1, _integer),
     "mysql_text": (2, _text_of),
     "mysql_instr": (2, _unless_none(lambda text, part: str(text).lower().find(
         str(part).lower()) + 1)),
     "locate": (2, _unless_none(lambda part, text: str(text).lower().find(str(part).lower()) + 1)),
-    "mysql_left": (2, _unless_none(lambda text, count: str(text)[:max(count, 0)])),
-    "mysql_right": (2, _unless_none(lambda text, count: str(text)[-count:] if count > 0 else "")),
+    "mysql_left": (2, _unless_none(lambda text, count: str(text)[:max(_integer(count), 0)])),
+    "mysql_right": (2, _unless_none(
+        lambda text, count: str(text)[-_integer(count):] if _integer(count) > 0 else "")),
     "reverse": (1, _unless_none(lambda text: str(text)[::-1])),
     "concat_ws": (-1, _concat_ws),
     "substring_index": (3, _part_before),
     "truncate": (2, _truncate),
-    "floor": (1, _unless_none(math.floor)),
-    "ceil": (1, _unless_none(math.ceil)),
-    "ceiling": (1, _unless_none(math.ceil)),
-    "mod": (2, _unless_none(lambda a, b: math.fmod(a, b) if b and float in (type(a), type(b))
-                            else int(math.fmod(a, b)) if b else None)),
-    "sign": (1, _unless_none(lambda value: (value > 0) - (value < 0))),
-    "pow": (2, _unless_none(lambda a, b: float(a) ** b)),
-    "power": (2, _unless_none(lambda a, b: float(a) ** b)),
-    "sqrt": (1, _unless_none(lambda value: math.sqrt(value) if value >= 0 else None)),
+    "floor": (1, _of_numbers(math.floor)),
+    "ceil": (1, _of_numbers(math.ceil)),
+    "ceiling": (1, _of_numbers(math.ceil)),
+    "mod": (2, _of_numbers(lambda a, b: math.fmod(a, b) if b and float in (type(a), type(b))
+                           else int(math.fmod(a, b)) if b else None)),
+    "sign": (1, _of_numbers(lambda value: (value > 0) - (value < 0))),
+    "pow": (2, _of_numbers(lambda a, b: float(a) ** b)),
+    "power": (2, _of_numbers(lambda a, b: float(a) ** b)),
+    "sqrt": (1, _of_numbers(lambda value: math.sqrt(value) if value >= 0 else None)),
     "mysql_isnull": (1, lambda value: int(value is None)),
 }
 
@@ -860,7 +881,7 @@ class Deviation:
 
     def step(self, value):
         if value is not None:
-            self.values.append(float(value))
+            self.values.append(float(_number(value)))
 
     def finalize(self):
         return round(self.spread(self.values), 4) if self.values else None
