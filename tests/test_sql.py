@@ -582,6 +582,28 @@ def test_iprs_records_are_read(tmp_path):
     assert env.find(published_task(env, "intercode_sql_3")) == dict(query="q", gold="SELECT 1", db="d")
 
 
+@pytest.mark.parametrize("change, told", [
+    ({"query": 3}, "3 is no text"), ({"gold": None}, "null is no text"),
+    ({"db": ["d"]}, r'\["d"\] is no text'), ({"query": "\ud800"}, "half of a surrogate pair")])
+def test_a_record_with_what_is_no_text_is_refused(tmp_path, change, told):
+    record = dict(query="q", gold="SELECT 1", db="d") | change
+    (tmp_path / "ic_spider_dev.json").write_text(json.dumps([record]))
+    with pytest.raises(worlds.Refused, match=f"--intercode-data.*{told}") as error:
+        InterCodeSQL(intercode_data=str(tmp_path), mysql_url="mysql://a@h")
+    assert "\n" not in str(error.value)
+
+
+def test_a_dump_that_sqlite_cannot_read_is_refused(tmp_path):
+    (tmp_path / "ic_spider_dev.json").write_text(
+        json.dumps([dict(query="q", gold="SELECT 1", db="d1")]))
+    (tmp_path / "ic_spider_dbs.sql").write_text(
+        "USE `d1`;\nCREATE TABLE `t` (\n  `a` enum('x','y') DEFAULT NULL\n) ENGINE=InnoDB;\n")
+    env = InterCodeSQL(intercode_data=str(tmp_path))
+    with pytest.raises(worlds.Refused, match="--intercode-data: .* database d1 .*--mysql-url$") as error:
+        env.reset(next(task for split in env.splits for task in env.tasks(split)))
+    assert "\n" not in str(error.value)
+
+
 ROOT_URL, URL = "mysql://root:@127.0.0.1:{}", "mysql://agent:s3cret@127.0.0.1:{}"
 RUNNING, START = {}, {}  # port -> its process, what starts it again
 

@@ -71,7 +71,12 @@ class Sqlite:
         # Without cached statements, whose steps would count on from one time to the next.
         self.name, self._db = name, sqlite3.connect(
             ":memory:", isolation_level=None, check_same_thread=False, cached_statements=0)
-        self._db.executescript(_without_case(script))
+        try:
+            self._db.executescript(_without_case(script))
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+            self._db.close()
+            raise Refused(f"--intercode-data: sqlite cannot read database {name} of the dump: "
+                          f"{error}; play it on a server, --mysql-url") from None
         self._db.executescript("PRAGMA temp_store = MEMORY; PRAGMA query_only = ON;"
                                "PRAGMA hard_heap_limit = 500000000;")  # of the whole process
         if hasattr(self._db, "setlimit"):  # from Python 3.11

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from worlds import EnvError, Refused
 from worlds.intercodesql import MYSQL_ADDRESS, databases, is_mysql_address
 from worlds.intercodesql.questions import SQLWorld, numbered
-from worlds.user_files import read_json, reading
+from worlds.user_files import read_json, reading, text_in
 
 
 @lru_cache(maxsize=2)
@@ -38,9 +38,13 @@ def spider_world(folder: str) -> SQLWorld:
 
 
 def _records(path: Path) -> list[dict]:
-    # IPR keeps the database's name one level deeper than InterCode.
-    return [dict(query=r["query"], gold=" ".join(r["gold"].split()),
-                 db=r["db"] if "db" in r else r["extra"]["db"]) for r in read_json(path)]
+    records = []
+    for record in read_json(path):
+        # IPR keeps the database's name one level deeper than InterCode.
+        db = record["db"] if "db" in record else record["extra"]["db"]
+        records.append(dict(query=text_in(record["query"]), db=text_in(db),
+                            gold=" ".join(text_in(record["gold"]).split())))
+    return records
 
 
 def sqlite_scripts(dump: str) -> dict[str, str]:
