@@ -454,6 +454,9 @@ def test_splits_share_no_database_and_unseen_shares_no_noun():
 SECRET = "orchard7"  # in another database; no observation may ever show it
 HOLD = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r) "
 MANY = ", ".join(f"town t{i}" for i in range(30))
+DOUBLED = ("WITH RECURSIVE r(x, n) AS (SELECT 'a', 1 UNION ALL SELECT CONCAT(x, x), n + 1 FROM r "
+           "WHERE n < 14) SELECT ")
+TIMES_TOWNS = " FROM r, " + ", ".join(f"town t{i}" for i in range(12)) + " WHERE n = 14"
 ATTACKS = [  # one a class
     # writing, openly and inside what reads
     "INSERT INTO town VALUES (9, 'x', 1)", "CREATE TEMP TABLE z AS SELECT 1",
@@ -495,6 +498,8 @@ ATTACKS = [  # one a class
     "SELECT LENGTH(GROUP_CONCAT(a.site)) FROM " + ", ".join(f"town {c}" for c in "abcdefghijklmn"),
     "WITH RECURSIVE r(x, n) AS (SELECT 'a', 0 UNION ALL SELECT x || 'a', n + 1 FROM r WHERE n < "
     "19000) SELECT COUNT(*) FROM r WHERE x LIKE '%a%a%a%a%a%a%b'",
+    DOUBLED + "SUM(LENGTH(SUBSTRING_INDEX(r.x, 'a', 9000)))" + TIMES_TOWNS,
+    DOUBLED + "MAX(CONCAT(r.x, t0.site))" + TIMES_TOWNS,
 ]
 # Of these the database shows nothing but what is the agent's own or harmless.
 HARMLESS = re.compile(r"\[\]|\[\((None|\d{1,7}),\)\]|None")
@@ -529,6 +534,16 @@ def test_a_result_too_large_is_an_error_text_on_sqlite():
         many = "SELECT 1 FROM " + ", ".join(f"town t{i}" for i in range(9))  # 19,683 rows
         assert db.run(many) == databases.TOO_LARGE
         assert len(db.run(many + " LIMIT 9999")) == 9999
+
+
+def test_text_handed_to_functions_is_limited_query_by_query(monkeypatch):
+    monkeypatch.setattr(databases, "CHARACTERS", 30)
+    with closing(databases.Sqlite("d", SCRIPT)) as db:
+        for _ in range(3):
+            assert db.run("SELECT MAX(site), COUNT(*) FROM town") == [("Crewe", 3)]  # 14 characters
+            assert db.run("SELECT MAX(REVERSE(site)) FROM town") == [("novA",)]  # 28
+            assert db.run("SELECT MAX(REVERSE(REVERSE(site))) FROM town") == databases.INTERRUPTED
+            assert db.run("SELECT MAX(ROUND(area * 2)) FROM town") == [(60,)]
 
 
 @pytest.mark.parametrize("gap", ["/**/", "/* a */", " ", "--\n", "-- a\n", "#\n", "/*"])

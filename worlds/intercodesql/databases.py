@@ -21,6 +21,7 @@ ERROR = "Error executing query: "
 MAX_ROWS, MAX_CHARACTERS = 10_000, 4_000_000  # of one result
 SECONDS = 2                                   # a query may run on a server
 VM_STEPS = 10_000_000                         # and in sqlite, where a count is reproducible
+CHARACTERS = 50_000_000  # of text that a query may hand to our functions, whose steps none counts
 INTERRUPTED = ERROR + "Query execution was interrupted (max_statement_time exceeded)"
 TOO_LARGE = f"{ERROR}The result has more than {MAX_ROWS:,} rows or too much text; add a LIMIT"
 REMEDY = "bash run.sh load-intercode makes users that may only read"
@@ -90,9 +91,10 @@ class Sqlite:
                                 for table in self._columns.values() for row in table)
         for name, (counts, function) in mysql.FUNCTIONS.items():
             for count in counts if isinstance(counts, tuple) else (counts,):
-                self._db.create_function(name, count, function, deterministic=True)
+                self._db.create_function(name, count, self._counted(function), deterministic=True)
         for name, aggregate in mysql.AGGREGATES.items():
-            self._db.create_aggregate(name, 1, aggregate)
+            step = {"step": self._counted(aggregate.step)}
+            self._db.create_aggregate(name, 1, type(name, (aggregate,), step))
         self._db.set_authorizer(self._authorize)
         self._db.set_progress_handler(lambda: True, VM_STEPS)
 
@@ -100,7 +102,7 @@ class Sqlite:
         sql = sql.strip()
         if error := refusal(sql):
             return error
-        sql = mysql.without_end(sql)
+        sql, self._characters = mysql.without_end(sql), 0
         if re.match(r"(show|desc|describe|explain)\b", sql, re.I):
             return self._show(sql)
         try:
@@ -112,10 +114,23 @@ class Sqlite:
             return INTERRUPTED
         # Two statements are an sqlite3.Warning before Python 3.12; a NUL is a ValueError.
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+            if self._characters > CHARACTERS:
+                return INTERRUPTED
             return ERROR + self._as_mysql(str(error), sql)
 
     def close(self):
         self._db.close()
+
+    def _counted(self, function):
+        """The function, which fails once this query has handed over more than CHARACTERS."""
+        def counted(*values):
+            for value in values:
+                if isinstance(value, str):
+                    self._characters += len(value)
+            if self._characters > CHARACTERS:
+                raise ValueError("too much text")
+            return function(*values)
+        return counted
 
     def _typed(self, rows: list[tuple] | str) -> list[tuple] | str:
         """Rows with MySQL's types of numbers."""
