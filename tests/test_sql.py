@@ -498,6 +498,7 @@ ATTACKS = [  # one a class
     "SELECT LENGTH(GROUP_CONCAT(a.site)) FROM " + ", ".join(f"town {c}" for c in "abcdefghijklmn"),
     "WITH RECURSIVE r(x, n) AS (SELECT 'a', 0 UNION ALL SELECT x || 'a', n + 1 FROM r WHERE n < "
     "19000) SELECT COUNT(*) FROM r WHERE x LIKE '%a%a%a%a%a%a%b'",
+    "SELECT TRUNCATE(MAX(area), 999999999) FROM town", "SHOW TABLES LIKE '\ud800'",
     DOUBLED + "SUM(LENGTH(SUBSTRING_INDEX(r.x, 'a', 9000)))" + TIMES_TOWNS,
     DOUBLED + "MAX(CONCAT(r.x, t0.site))" + TIMES_TOWNS,
 ]

@@ -103,9 +103,9 @@ class Sqlite:
         if error := refusal(sql):
             return error
         sql, self._characters = mysql.without_end(sql), 0
-        if re.match(r"(show|desc|describe|explain)\b", sql, re.I):
-            return self._show(sql)
         try:
+            if re.match(r"(show|desc|describe|explain)\b", sql, re.I):
+                return self._show(sql)
             translated = mysql.translate(sql, self.name, {*self._columns}, self._names)
             return self._typed(_fetch(self._db.execute(translated)))
         except mysql.MySQLError as error:

@@ -769,7 +769,7 @@ def _truncate(value, digits):
     if value is None or digits is None:
         return None
     value, digits = _number(value), int(_number(digits))
-    scale = 10 ** digits
+    scale = 10 ** max(-30, min(digits, 30))
     cut = math.trunc(value * scale) / scale
     return int(cut) if isinstance(value, int) else cut
 
