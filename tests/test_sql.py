@@ -295,6 +295,12 @@ ASKED = [  # of MariaDB 10.11, which is asked again where it is installed
     ("SELECT t.c FROM (SELECT COUNT(*) AS c FROM writer GROUP BY country) t WHERE t.c > '1'", [(2,)]),
     ("SELECT name FROM writer WHERE (years) > '9' AND -years < '-30'", [("Max",), ("Ann",)]),
     ("SELECT name FROM writer WHERE years = '20' + 0", [("Carl",)]),
+    ("SELECT name FROM writer WHERE LENGTH(name) IN ('4') AND years NOT IN ('37')", [("Carl",)]),
+    ("SELECT name FROM writer WHERE NOT years + 1 BETWEEN '9' AND '50'", [("Max",)]),
+    ("SELECT name FROM writer WHERE years + 1 NOT BETWEEN '9' AND '50' AND 1 = 1", [("Max",)]),
+    ("SELECT name FROM writer WHERE 1 = 1 AND years * 2 NOT IN ('40', '74') OR name IN ('5')",
+     [("Max",)]),
+    ("SELECT name FROM writer WHERE LEFT(name, 1) BETWEEN '1' AND '5' OR LEFT(name, 1) IN ('2')", []),
     # The name of the database, and what stands behind a query.
     ("SELECT name FROM d.writer", ALL_THREE),
     ("SELECT d.writer.name FROM `D`.`writer` LIMIT 1", [("Carl",)]),

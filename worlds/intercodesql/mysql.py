@@ -608,7 +608,7 @@ def _is_compared(before: Part, after: Part) -> bool:
 def _numbers_compared(parts: list[Part], columns: set[str]) -> list[Part]:
     """The parts, where a comparison with a number in quotes asks mysql_against: MySQL compares as
     numbers if the other side is one, sqlite only beside a column (and of those knows `columns`)."""
-    n = 0
+    n, parts = 0, _numbers_listed(parts, columns)
     while n < len(parts):
         part, sign, start, stop = parts[n], None, n, n + 1
         if part.kind == "string" and _QUOTED_NUMBER.fullmatch(part.text):
@@ -620,15 +620,43 @@ def _numbers_compared(parts: list[Part], columns: set[str]) -> list[Part]:
                 stop, sign = _stop_of(parts, n + 2), parts[n + 1]
                 operand = parts[n + 2:stop]
         if sign and not _compares_as_is(operand, columns):
-            inside = [*operand, Part("sign", ",", part.at, False), part]
-            call = [Part("word", "mysql_against", part.at, True),
-                    Part("group", "(", part.at, False, inside)]
+            call = _call_of("mysql_against", operand, part)
             zero = [Part("number", "0", part.at, True)]
             turned = [*call, sign, *zero] if start < n else [*zero, sign, *call]
             parts = [*parts[:start], *turned, *parts[stop:]]
             stop = start + len(turned)
         n = stop
     return parts
+
+
+def _numbers_listed(parts: list[Part], columns: set[str]) -> list[Part]:
+    """The parts, where IN and BETWEEN of numbers in quotes ask mysql_in and mysql_between."""
+    n = 0
+    while n < len(parts):
+        part, first, joint, last = [*parts[n:n + 4], END, END, END][:4]
+        numbers, stop = [], n + 2
+        if part.is_word("between") and joint.is_word("and") and _stop_of(parts, n + 4) == n + 4:
+            numbers, stop = [first, last], n + 4
+        elif part.is_word("in"):
+            numbers = [number for number in first.inside if number.text != ","]
+        start = n - (n > 0 and parts[n - 1].is_word("not"))
+        operand = parts[_start_of(parts, start):start]
+        quoted = [number for number in numbers if _QUOTED_NUMBER.fullmatch(number.text)]
+        if numbers and len(quoted) == len(numbers) and not _compares_as_is(operand, columns):
+            call = _call_of(f"mysql_{part.text.lower()}", operand, *numbers)
+            begin = start - len(operand)
+            parts = [*parts[:begin], *parts[start:n], *call, *parts[stop:]]
+            n = begin
+        n += 1
+    return parts
+
+
+def _call_of(name: str, operand: list[Part], *values: Part) -> list[Part]:
+    """A call of the function with an operand and more values."""
+    at, inside = values[0].at, [*operand]
+    for value in values:
+        inside += [Part("sign", ",", at, False), value]
+    return [Part("word", name, at, True), Part("group", "(", at, False, inside)]
 
 
 def _compares_as_is(operand: list[Part], columns: set[str]) -> bool:
@@ -753,6 +781,14 @@ def _against(value, text):
     return _compared(value, text if isinstance(value, str) else float(text))
 
 
+def _between(value, low, high):
+    return None if value is None else int(_against(value, low) >= 0 >= _against(value, high))
+
+
+def _in(value, *texts):
+    return None if value is None else int(any(_against(value, text) == 0 for text in texts))
+
+
 def _integer(value):
     """A number rounded; of a text what it begins with, cut."""
     if isinstance(value, str):
@@ -808,6 +844,8 @@ FUNCTIONS = {
     "mysql_decimal": (2, _decimal),
     "mysql_round": ((1, 2), round_decimal),
     "mysql_against": (2, _against),
+    "mysql_between": (3, _between),
+    "mysql_in": (-1, _in),
     "mysql_integer": (1, _integer),
     "mysql_text": (2, _text_of),
     "mysql_instr": (2, _unless_none(lambda text, part: str(text).lower().find(
