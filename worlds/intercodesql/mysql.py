@@ -639,10 +639,12 @@ def _numbers_listed(parts: list[Part], columns: set[str]) -> list[Part]:
             numbers, stop = [first, last], n + 4
         elif part.is_word("in"):
             numbers = [number for number in first.inside if number.text != ","]
-        start = n - (n > 0 and parts[n - 1].is_word("not"))
-        operand = parts[_start_of(parts, start):start]
         quoted = [number for number in numbers if _QUOTED_NUMBER.fullmatch(number.text)]
-        if numbers and len(quoted) == len(numbers) and not _compares_as_is(operand, columns):
+        start, operand = n, []
+        if numbers and len(quoted) == len(numbers):
+            start -= n > 0 and parts[n - 1].is_word("not")
+            operand = parts[_start_of(parts, start):start]
+        if not _compares_as_is(operand, columns):
             call = _call_of(f"mysql_{part.text.lower()}", operand, *numbers)
             begin = start - len(operand)
             parts = [*parts[:begin], *parts[start:n], *call, *parts[stop:]]
@@ -692,7 +694,7 @@ def _is_border(parts: list[Part], n: int) -> bool:
         return parts[n].text in _BORDER_SIGNS
     is_function = parts[n].is_word("left", "right") and parts[n + 1:] and (
         parts[n + 1].kind == "group")
-    return parts[n].is_word(*_BORDERS) and not is_function
+    return parts[n].kind == "word" and parts[n].text.lower() in _BORDERS and not is_function
 
 
 def _has_many_rows(parts: list[Part]) -> bool:
