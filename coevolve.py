@@ -17,7 +17,6 @@ import inspect
 import itertools
 import os
 import random
-import re
 import shutil
 import sys
 import time
@@ -1072,10 +1071,11 @@ def check_folder(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise envs.Refused(f"--out {folder}: it is a file; give a folder")
-    of_a_stop = re.compile(r"lock|config\.json\.tmp")  # of a run before it had a config
-    others = sorted(path.name for path in folder.iterdir() if not of_a_stop.fullmatch(path.name))
+    others = {path.name for path in folder.iterdir()}
+    others -= {"lock", "config.json.tmp"}  # of a run that was stopped before it had a config
     if others:
-        raise envs.Refused(f"--out {folder}: {others[0]} is in it, and no run; give another folder")
+        raise envs.Refused(f"--out {folder}: {min(others)} is in it, and no run; give another "
+                           "folder")
 
 
 def check_reads_alike(run: Run, agent: Path) -> None:

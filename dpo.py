@@ -945,11 +945,12 @@ def layers(model) -> torch.nn.ModuleList:
 
 def layers_of_their_own(model) -> list[torch.nn.Module]:
     """The layers that share no parameter with another one, as some of Zamba's do."""
+    of_model = layers(model)
     users = Counter()
-    for layer in layers(model):
+    for layer in of_model:
         users.update(layer.parameters())
     found = []
-    for layer in layers(model):
+    for layer in of_model:
         if all(users[p] == 1 for p in layer.parameters()):
             found.append(layer)
     return found
@@ -1204,8 +1205,9 @@ def trial(model, encoder: Encoder, longest: int = 64) -> tuple[bool, bool, bool 
             return of_padding >= RIGHT, alone, cache
         fault = "its replies have other log-probabilities than plain passes over them"
     remedy = "use another model"
-    if longest > positions_of(model.config):
-        remedy = f"it has {positions_of(model.config):,} positions, lower --max-tokens {longest}"
+    positions = positions_of(model.config)
+    if longest > positions:
+        remedy = f"it has {positions:,} positions, lower --max-tokens {longest}"
     raise Unusable(f"{type(model).__name__} cannot be used: {fault}; {remedy}")
 
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import torch
-import transformers
-from accelerate import init_empty_weights
+
+import dpo
 
 FREE = 0.92  # of a card's memory: contexts, NCCL's buffers and the allocator's gaps take the rest
 ACTING = 0.5  # of a pass's tokens, those whose next token is an action of some row [ours]
@@ -60,28 +60,27 @@ def check_memory(config, ranks: int, card_bytes: float, tokens: int,
              f"{tokens:,} tokens {tokens * token / 1e9:.0f}; ")
     if longest >= 1024:
         return f"{takes}lower --tokens-per-forward to {longest // 512 * 512}"
-    in_parts = (20 if beside else 16) * parameters
-    cards = f"{max(2, math.ceil(in_parts / left))} such" if left > 0 else "larger"
+    cards = "larger"
+    if left > 0:
+        cards = f"{max(2, math.ceil(in_parts(parameters, beside) / left))} such"
     return f"{takes}give {cards} cards, or a smaller model"
 
 
 def costs(config, ranks: int, beside: bool = False) -> tuple[int, float, float]:
     """A model's parameters; in bytes on a card what its training takes, and a pass for each token.
-    In fp32, weights, gradients and AdamW's two moments are 16 bytes a parameter, and pi_ref beside
-    them 4, in parts over the ranks; with one rank autocast holds a bf16 copy too. A bf16 pass keeps
-    a layer's input for each layer, the inside of one layer and logits."""
-    c, parameters = config.get_text_config(), count(config)
-    states = (20 if beside else 16) * parameters / ranks + (2 * parameters if ranks == 1 else 0)
+    With one rank autocast holds a bf16 copy beside what is in parts. A bf16 pass keeps a layer's
+    input for each layer, the inside of one layer and logits."""
+    c, parameters = config.get_text_config(), dpo.parameter_count(config)
+    states = in_parts(parameters, beside) / ranks + (2 * parameters if ranks == 1 else 0)
     return parameters, states, (2 * c.hidden_size * (c.num_hidden_layers + 8) + 8 * inside(c)
                                 # logits in bf16, in fp32, and their gradient
                                 + 10 * ACTING * c.vocab_size)
 
 
-def count(config) -> int:
-    with init_empty_weights():
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    model.tie_weights()
-    return model.num_parameters()
+def in_parts(parameters: int, beside: bool) -> int:
+    """The bytes that lie in parts over the ranks: weights, gradients and AdamW's two moments in
+    fp32, and pi_ref beside them."""
+    return (20 if beside else 16) * parameters
 
 
 def inside(config) -> int:
