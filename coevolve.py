@@ -68,16 +68,19 @@ from dpo import Group, Pair, Trajectory
 class Agent:
     """One of the agents of a method. What it learns is up to its role, whatever its name."""
     name: str  # in files and tables
-    # The pairs that it learns from: D_tgt of Eq. (8); D_fail of Eq. (6); or its own trajectories
-    # against the expert's, as in ETO.
+    # What it learns from: D_tgt of Eq. (8), by Eq. (9); D_fail of Eq. (6), by Eq. (7); or its own
+    # trajectories against the expert's, by Eq. (7), as in ETO.
     role: Literal["D_tgt", "D_fail", "own"]
 
 
 TARGET = Agent("target", "D_tgt")
 AGENTS = {"sft": [TARGET],
-          "eto": [TARGET],  # where nobody else plays, D_tgt is ETO's pairs
+          # "a DPO-only baseline" [Section 5.1]: where nobody else plays, D_tgt is ETO's pairs, and
+          # the method's preset takes Section 4.3's weights and SFT term away.
+          "eto": [TARGET],
           "coevolve": [TARGET, Agent("failure", "D_fail")],
-          "positive": [TARGET, Agent("positive", "own")]}  # the control of Section 5.4
+          # The control, "trained in the same manner as ETO" [Section 5.4].
+          "positive": [TARGET, Agent("positive", "own")]}
 
 
 def coevolve(run: Run) -> None:
@@ -213,7 +216,8 @@ def best_of_tasks(trajectories: list[Trajectory]) -> list[Trajectory]:
 
 def splits_of(env: envs.World, s: Settings) -> tuple[str, ...]:
     """The splits that agents are evaluated on."""
-    return env.test_splits if s.eval_splits == "test" else ("validation",)
+    return {"test": env.test_splits, "validation": ("validation",),
+            "all": ("validation", *env.test_splits)}[s.eval_splits]
 
 
 def say_what_cannot_be_written(run: Run, experts: list[Trajectory]) -> None:
@@ -319,8 +323,8 @@ def make_pairs(
             pairs = d_tgt(expert, own[task], others[task], s, dropped, success)
         elif role == "D_fail":
             pairs = d_fail(own[task], others[task], s, dropped, success)
-        else:  # "in the same manner as ETO" [Section 5.4]
-            pairs = d_tgt(expert, own[task], [], s, dropped, success)
+        else:
+            pairs = d_tgt(expert, own[task], [], Instead(s, pair_weights="none"), dropped, success)
         rows += [dict(task=task, **pair) for pair in pairs]
 
     write(run, out, rows)
@@ -350,7 +354,8 @@ def train_preferences(
     role: str,
     i: int,
 ) -> dict:
-    """Trains an agent on its pairs by weighted DPO + SFT, Eq. (9); one with D_fail by Eq. (7).
+    """Trains an agent on its pairs: one with D_tgt by weighted DPO + SFT, Eq. (9); others by DPO
+    alone, Eq. (7).
 
     Args:
         run: The run.
@@ -383,11 +388,13 @@ def train_preferences(
         del model
         model = run.load(start["agent"])
 
-    # The first iteration has a rate and a beta of its own. Eq. (7) has no lambda.
+    # The first iteration has a rate and a beta of its own. Eq. (7) has no lambdas.
     lr = s.dpo_lr if i == 1 else s.dpo_lr_later
     beta = s.beta if i == 1 else s.beta_later
-    lambda_dpo = 1.0 if role == "D_fail" else s.lambda_dpo
-    loss = partial(dpo.preference_loss, s=Instead(s, beta=beta, lambda_dpo=lambda_dpo))
+    terms = Instead(s, beta=beta)
+    if role != "D_tgt":
+        terms = Instead(s, beta=beta, lambda_dpo=1.0, lambda_sft=0.0)
+    loss = partial(dpo.preference_loss, s=terms)
     divisor = pair_count if s.normalise == "pairs" else pair_weight
     return run.fit(model, out, steps, dpo.Objective(loss, divisor, lr, s.dpo_warmup))
 
@@ -448,7 +455,9 @@ def d_tgt(
     Returns:
         Rows of a file of pairs, without the task.
     """
-    # Eq. (8): D_tgt = {e_exp > e_tgt} u {e_exp > e_fail} u {e_w > e_l in F_tgt x F_fail}, by reward
+    # Eq. (8): D_tgt = {(e_exp, e_tgt), (e_exp, e_fail)} u F_tgt x F_fail, the first one chosen.
+    # Eq. (8) has no condition on rewards. As in ETO's construct_preference, who earns more is
+    # chosen, also over an expert, and equals make no pair.
     pairs = []
     for t in own + others:
         if better(expert.reward, t.reward):
@@ -460,15 +469,19 @@ def d_tgt(
         else:
             dropped["better than the expert"] += 1
 
-    # Section 4.3: these pairs of a task weigh 1 together, in the DPO term and in the SFT term.
+    # Section 4.3: "the total weight of all expert-prediction pairs generated for a given
+    # instruction sums to 1.0"; in the SFT term, too [ours]. A failure is not imitated, "to avoid
+    # introducing misleading supervision from incorrect trajectories", also if it beat its expert.
     weight = 1.0
     if pairs and s.pair_weights == "instruction":
         weight = 1.0 / len(pairs)
     rows = []
     for kind, chosen, rejected in pairs:
-        rows.append(pair_row(kind, chosen, rejected, weight, sft_weight=weight))
+        is_failure = chosen is not expert and better(success, chosen.reward)
+        rows.append(pair_row(kind, chosen, rejected, weight, 0.0 if is_failure else weight))
 
-    # Pairs of failures, F_tgt x F_fail, weigh 1 each and have no SFT term.
+    # "For failure-failure pairs, we apply DPO exclusively by setting lambda_SFT = 0": they weigh 1
+    # each. Who is chosen goes by reward, as in Eq. (6) [ours]; in Eq. (8) it is the target's.
     if s.d_tgt_failures == "none":
         return rows
     for chosen, rejected in ordered_failures(itertools.product(own, others), dropped, success):
@@ -656,8 +669,9 @@ class Data:
     train_tasks: Whole = 0
     # How many tasks of each evaluated split are used; 0 is all [Table 1]
     eval_tasks: Whole = 0
-    # The splits that agents are evaluated on; validation is for the choice of settings [Table 1]
-    eval_splits: Literal["test", "validation"] = "test"
+    # The splits that agents are evaluated on; validation is for the choice of settings, and of an
+    # iteration [Table 1]
+    eval_splits: Literal["test", "validation", "all"] = "test"
     # How much an observation says; short, for small models, leaves out what is repeated [ours]
     view: Literal["full", "short"] = "full"
     # The tokens that a trajectory may have; an episode ends there [ours]
@@ -734,7 +748,7 @@ class Preferences:
     beta_later: Rate = 0.5
     # The weight of the DPO term of Eq. (9) [Section 4.3]
     lambda_dpo: Weight = 1.0
-    # The weight of the SFT term of Eq. (9) [Section 4.3]
+    # The weight of the SFT term of Eq. (9); ETO has none [Section 4.3; ETO: Section 5.1]
     lambda_sft: Weight = 0.1
     # How the DPO term makes log pi of a trajectory from those of its action tokens [Eq. 2, 5, 7]
     log_prob: Literal["sum", "mean"] = "sum"
@@ -745,9 +759,10 @@ class Preferences:
     reference: Literal["phase", "sft", "none"] = "phase"
     # What the sum of a batch's losses is divided by: its pairs, or their weights [ours]
     normalise: Literal["pairs", "weights"] = "pairs"
-    # What becomes of a pair whose expert has the lower reward: it is swapped, or dropped [Eq. 8]
+    # What becomes of a pair whose expert has the lower reward: it is swapped, or dropped [ETO]
     expert_beaten: Literal["swap", "drop"] = "swap"
-    # Whether the pairs of a task with the expert weigh 1 together, or each [Section 4.3]
+    # Whether the pairs of a task with the expert weigh 1 together, or each, as in ETO [Section 4.3;
+    # ETO: Section 5.1]
     pair_weights: Literal["instruction", "none"] = "instruction"
     # The pairs of failures in D_tgt: all, those whose chosen one is hard, or none [Eq. 8]
     d_tgt_failures: Literal["cross", "hard", "none"] = "cross"
@@ -779,7 +794,8 @@ class Settings(FailureAgent, Preferences, Common, Stated):
     # What replaces defaults, by the model's or the protocol's name; environments have more.
     presets = {"tiny": dict(view="short", sft_batch=16, dpo_batch=16, beta_later=0.1,
                             lambda_sft=0.5),
-               "eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5)}
+               "eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5),
+               "--method eto": dict(lambda_sft=0.0, pair_weights="none")}  # DPO alone
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         return [(self.max_new_tokens >= self.max_tokens, f"--max-new-tokens {self.max_new_tokens}",
@@ -792,9 +808,9 @@ METHODS = {
     "coevolve": Method(coevolve, (Common, Preferences, FailureAgent),
                        "a target learns from experts, and from a failure agent that learns too"),
     "eto": Method(coevolve, (Common, Preferences),
-                  "the target alone: its failures against the experts (Song et al. 2024)"),
+                  "the target alone, by DPO: experts over its failures (Song et al. 2024)"),
     "positive": Method(coevolve, (Common, Preferences),
-                       "the control: a second ETO agent in place of the failure agent"),
+                       "the control: a second agent as ETO's in place of the failure agent"),
     "sft": Method(coevolve, (Common,), "imitation of the experts alone"),
 }
 

@@ -87,14 +87,16 @@ FINITE = Limits(lambda value, settings: not isinstance(value, float) or math.isf
 
 class Stated:
     """What a class of settings may state beside its fields."""
-    presets = {}  # name -> values that replace defaults, if `preset_names` has the name
+    # name -> values that replace defaults, if `preset_names` has the name; a model's, a protocol's,
+    # or a method's, as "--method NAME", which beats all others.
+    presets = {}
 
     @staticmethod
     def preset_names(values: dict) -> list[str]:
         """The presets for these values; a later one beats those before."""
         model = values["model"]
         protocol = values.get("protocol", "ours")
-        return ["", model, protocol, f"{model} {protocol}"]
+        return ["", model, protocol, f"{model} {protocol}", f"--method {values['method']}"]
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         """(whether it is so, flags, what is wrong) of values; s: all settings of the run, those of

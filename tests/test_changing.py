@@ -231,7 +231,8 @@ def test_infonca(changed):
 
 def test_weights_by_hardness(changed):
     _, run = changed("expert pairs weigh more, the harder their negative is",
-                     flags="--method eto", until="iter1/pairs-target.jsonl")
+                     flags="--method eto --pair-weights instruction",
+                     until="iter1/pairs-target.jsonl")
     of_task, unequal = defaultdict(list), 0
     for row in pairs_of("target", run)[0]:
         of_task[row["task"]].append(row)

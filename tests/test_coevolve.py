@@ -72,9 +72,14 @@ def brief(rows):
     (1.0, [1.0], [1.0], []),
     # ETO: nobody else plays.
     (1.0, [0.5], [], [(ET, "e0:1.0", "t0:0.5", 1.0, 1.0)]),
-    # An expert at 0.75 is beaten by a success and by a better failure. The kind names the chosen.
+    # An expert at 0.75 is beaten by a success and by a better failure, which is not imitated. The
+    # kind names the chosen.
     (0.75, [1.0], [0.8], [("target>expert", "t0:1.0", "e0:0.75", .5, .5),
-                          ("failure>expert", "f0:0.8", "e0:0.75", .5, .5)]),
+                          ("failure>expert", "f0:0.8", "e0:0.75", .5, .0)]),
+    # An expert is imitated, whatever it earned; the failure that beats it is not.
+    (0.5, [0.75], [0.25], [("target>expert", "t0:0.75", "e0:0.5", .5, .0),
+                           (EF, "e0:0.5", "f0:0.25", .5, .5),
+                           (FF, "t0:0.75", "f0:0.25", 1.0, 0.0)]),
     # An expert's equal makes no pair with it, but is a failure like any other.
     (0.75, [0.75], [0.5], [(EF, "e0:0.75", "f0:0.5", 1.0, 1.0),
                            (FF, "t0:0.75", "f0:0.5", 1.0, 0.0)]),
@@ -397,15 +402,48 @@ def test_an_agent_learns_what_its_role_says_whatever_it_is_called(toy_run, monke
         pairs = read_jsonl(out / f"iter1/pairs-{agent.name}.jsonl")
         assert Counter(row["kind"] for row in pairs) == +expected
 
-        # --dpo-steps is for D_tgt, --failure-epochs for D_fail, which has no lambda (Eq. 7).
+        # --dpo-steps is for D_tgt, --failure-epochs for D_fail. Eq. (7) has no lambdas.
         steps = read_jsonl(out / f"iter1/{agent.name}-agent/train.jsonl")
         trained = sum(kind["count"] for step in steps for kind in step["kinds"].values())
-        ln2 = dict(D_tgt=0.5, D_fail=1.0, own=0.5)[agent.role] * math.log(2)
+        ln2 = dict(D_tgt=0.5, D_fail=1.0, own=1.0)[agent.role] * math.log(2)
         assert steps[0]["loss"] == pytest.approx(ln2, abs=1e-4)
         if agent.role == "D_tgt":
             assert len(steps) == 5
         else:
             assert trained == dict(D_fail=2, own=3)[agent.role] * len(pairs)
+
+
+@pytest.mark.parametrize("method, agent, flags", [
+    ("eto", "target", []), ("positive", "positive", ["--lambda-sft", 3]),
+    ("eto", "target", ["--lambda-sft", 3, "--pair-weights", "instruction"]),
+    ("positive", "target", ["--lambda-sft", 3])])
+def test_eto_is_dpo_alone(toy_run, method, agent, flags):
+    """Section 5.1: "a DPO-only baseline". The loss of a whole batch, by transformers' forward and
+    by hand; pi_ref is 1, so that margins differ."""
+    out = toy_run(Toy, "--method", method, "--temperature", 2, "--rollouts", 2, "--reference",
+                  "none", "--dpo-batch", 100, "--cut-turns", -1, *flags)
+    said = {}
+    model = dpo.read_model(out / f"sft-{agent}")
+    played = ["positive", "target"] if method == "positive" else ["target"]
+    for file in ["experts.jsonl", *(f"iter1/{name}.jsonl" for name in played)]:
+        for row in read_jsonl(out / file):
+            said[row["task"], row["agent"], row["rollout"]] = plain_log_probs(
+                model, row["ids"], row["action_mask"]).sum().item()
+    pairs = read_jsonl(out / f"iter1/pairs-{agent}.jsonl")
+    alone = agent == "positive" or not flags
+    of_task = Counter(row["task"] for row in pairs if "expert" in row["kind"])
+    total = 0.0
+    for row in pairs:
+        w, l = (said[row["task"], row[side]["agent"], row[side]["rollout"]]
+                for side in ("chosen", "rejected"))
+        is_expert = row["chosen"]["agent"] == "expert"
+        weight = 1.0 if alone or row["kind"] == FF else 1 / of_task[row["task"]]
+        total += weight * math.log1p(math.exp(-0.1 * (w - l)))
+        if is_expert and not alone:
+            total -= 3 * weight * w
+    [first, *_] = read_jsonl(out / f"iter1/{agent}-agent/train.jsonl")
+    assert len({row["kind"] for row in pairs}) == (1 if alone or method == "eto" else 3)
+    assert first["loss"] == pytest.approx(total / len(pairs), rel=1e-4)
 
 
 def test_iterations_train_on_what_they_should(toy_run):
@@ -849,7 +887,8 @@ def test_help_is_an_interface(capsys, monkeypatch):
     # The choices; a default with its source; what a preset or the user put in its place.
     assert flags["--reference"].startswith("--reference {phase,sft,none} The reference pi_ref")
     assert flags["--beta"].endswith("in iteration 1: default 0.1 [App. B; ETO]")
-    assert flags["--lambda-sft"].endswith("2.0 (preset tiny; default 0.1 [Section 4.3])")
+    assert flags["--lambda-sft"].endswith(
+        "2.0 (preset tiny; default 0.1 [Section 4.3; ETO: Section 5.1])")
     assert flags["--iterations"].endswith("5 (preset intercodesql; default 3 [App. B; 5 on "
                                           "InterCodeSQL])")
     assert flags["--rollouts"].endswith("3 (given; default 1 [Section 5.2.1])")
@@ -861,6 +900,10 @@ def test_help_lists_the_settings_that_the_method_reads(capsys):
     eto, _ = help_of(capsys, "--method", "eto")
     every, _ = help_of(capsys)
     assert "--d-fail" in every and "--beta" in eto and "--d-fail" not in eto
+    assert " 0.0 (preset --method eto; default 0.1 [" in eto["--lambda-sft"]
+    assert " none (preset --method eto; default instruction [" in eto["--pair-weights"]
+    given, _ = help_of(capsys, "--method", "eto", "--lambda-sft", "0.5")
+    assert " 0.5 (given; " in given["--lambda-sft"]
     # Each says something of itself, and where its default is from.
     for text in every.values():
         if text.startswith("--"):

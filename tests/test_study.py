@@ -239,8 +239,9 @@ def test_the_report_holds_what_the_runs_hold(finished):
 
 
 @pytest.mark.parametrize("method, changed, says", [
-    ("eto", dict(dpo_steps=9), "differ in dpo_steps (9, 0)"),
+    ("eto", dict(dpo_steps=9), "differ in dpo_steps (0, 9)"),
     ("eto-steps", dict(dpo_steps=9), None),
+    ("eto", dict(lambda_sft=0.0), None),  # whose preset it is
     ("eto-steps-rollouts", dict(rollouts=4, dpo_steps=9), None),
     ("eto-steps", dict(rollouts=4, dpo_steps=9), "differ in rollouts (4, 2)"),
     ("frozen", dict(method="coevolve", lambda_sft=0.3), "differ in lambda_sft (0.3, 0.1)"),
@@ -248,11 +249,11 @@ def test_the_report_holds_what_the_runs_hold(finished):
     ("positive", dict(method="positive", dpo_steps=9), "differ in dpo_steps (9, 0)")])
 def test_a_report_on_runs_of_different_settings_is_refused(tmp_path, method, changed, says):
     same = dict(lambda_sft=0.1, d_fail="all", dpo_steps=0, start_tasks=0)
-    for folder, more in ((tmp_path / "eto-s3", {}),
+    for folder, more in ((tmp_path / "positive-s3", dict(method="positive")),
                          (tmp_path / f"{method}-s9", dict(changed, seed=9))):
         (trained_run(folder, **{**same, **more}) / "result.json").write_text("{}")
     if says is None:
-        assert {*study_methods.finished(tmp_path)} == {"eto", method}
+        assert {*study_methods.finished(tmp_path)} == {"positive", method}
         return
     with pytest.raises(Refused) as error:
         study.main(["webshop", "--report", "--out", str(tmp_path)])

@@ -16,14 +16,20 @@ from lab.settings import Settings
 
 # name -> (what a report calls it, its settings). In braces stands what another run of the seed says
 # (`costs`): `steps`, as many optimiser steps of the target as co-evolution took; `token_steps`,
-# steps that read as many tokens; `rollouts`, those of both its agents together; `tasks`, as many
-# as evolution ended with.
+# steps that read as many tokens; `rollouts`, those of both its agents together; `lambda_sft`, its
+# own; `tasks`, as many as evolution ended with.
 METHODS = {
     "coevolve": ("co-evolution", "--method coevolve"),
     "eto": ("ETO", "--method eto"),
     "sft": ("SFT", "--method sft"),
     "positive": ("positive agent", "--method positive"),
     "eto-steps": ("ETO, equal steps", "--method eto --dpo-steps {steps}"),
+    # ETO with what the paper adds to DPO beside a second agent: Section 4.3's weights and SFT term.
+    "eto-sft": ("ETO with SFT term", "--method eto --lambda-sft {lambda_sft} "
+                                     "--pair-weights instruction"),
+    "eto-sft-steps": ("ETO with SFT term, equal steps",
+                      "--method eto --lambda-sft {lambda_sft} --pair-weights instruction "
+                      "--dpo-steps {steps}"),
     "eto-steps-rollouts": ("ETO, equal steps and rollouts",
                            "--method eto --dpo-steps {steps} --rollouts {rollouts}"),
     "eto-tokens": ("ETO, equal tokens", "--method eto --dpo-steps {token_steps}"),
@@ -59,6 +65,9 @@ DOSES = {
 ALL = METHODS | EVOLUTIONS | DOSES
 # (a, b): a report says by how much a is ahead of b.
 COMPARED = [*(("coevolve", m) for m in METHODS), *((m, "sft") for m in (*METHODS, "grpo")),
+            # What each part adds: the SFT term, a second agent's rollouts; who that agent is.
+            ("eto-sft", "eto"), ("eto-sft-steps", "eto-steps"), ("frozen", "eto-sft-steps"),
+            ("positive", "eto-sft"), ("frozen", "eto-sft"),
             *((lead, m) for lead in ("evolve", "evolve-aimed") for m in (*EVOLUTIONS, "sft")),
             *FROZEN.items()]
 # Between the seeds of a method: what changes nothing, or rounding only; and what another run says.
@@ -105,6 +114,7 @@ def costs(like: Path, eto: Path | None = None) -> dict:
     steps, tokens = mean_cost(like)
     eto_steps, eto_tokens = mean_cost(eto) if eto else (0, 1)
     return dict(steps=max(1, round(steps)),
+                lambda_sft=config_of(like)["settings"].get("lambda_sft"),
                 rollouts=2 * config_of(like)["settings"]["rollouts"],
                 token_steps=max(1, round(eto_steps * tokens / eto_tokens)))
 
@@ -135,7 +145,9 @@ def finished(folder: Path) -> dict[str, dict[int, Path]]:
     own settings alone."""
     runs = chosen([path for path in folder.glob("*-s[0-9]*") if (path / "result.json").exists()
                    and path.name.rpartition("-s")[0] in ALL])
-    alike(runs, {m: {*re.findall(r"__(\w+)", ALL[m][1].replace("-", "_"))} for m in runs})
+    own = {m: {*re.findall(r"__(\w+)", ALL[m][1].replace("-", "_")),
+               *Settings.presets.get(f"--method {method_of(m)}", {})} for m in runs}
+    alike(runs, own)
     return runs
 
 
