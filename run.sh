@@ -12,8 +12,6 @@
 #   bash run.sh compare RUN RUN ...    one report on several runs: means over seeds, by method, or
 #                                      by names of your own: NAME=RUN NAME=RUN ...
 #   bash run.sh study webshop [...]    methods x seeds and one report; --help lists what it takes
-#   bash run.sh answers QUESTION ENV   a study of hard negatives that docs/results.md reports on
-#   bash run.sh tour                   docs/tour.md again: one task's way through both methods
 #   bash run.sh pretrain               make the tiny model again, or one of your own texts
 #   bash run.sh load-intercode DUMP --admin-url URL --mysql-url URL
 #                                      InterCode's databases into a MySQL or MariaDB server
@@ -116,13 +114,12 @@ install_appworld() {
         return 1; }
 }
 
-usage() { sed -n '2,25s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,23s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 command=${1:-}
 case $command in
     -h | --help) usage; exit ;;
-    learn | page | play | compare | study | answers | tour | pretrain | load-intercode | test | bench | \
-    first-gpu)
+    learn | page | play | compare | study | pretrain | load-intercode | test | bench | first-gpu)
         env= ;;
     *)  # an environment has a folder
         env=$command
@@ -168,10 +165,7 @@ case $command in
     page | study | pretrain | bench) program "lab.$command.$command" "$@" ;;
     learn) program lab.learn "$@" ;;
     play) program lab.chat.play "$@" ;;
-    compare | answers) program "lab.study.$command" "$@" ;;
-    tour)  # its digits are those of any x86 processor
-        export ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE
-        program lab.tour.tour "$@" ;;
+    compare) program lab.study.compare "$@" ;;
     first-gpu) program lab.bench.first_gpu "$@" ;;
     load-intercode) program worlds.intercodesql.spider "$@" ;;
     test)

@@ -19,10 +19,10 @@ import dpo
 import envs
 from common.settings import Parser, flag, parse
 from lab.careful import machine, overlap
+from lab.careful.run import Run
 from lab.careful.watch import Watch
 from lab.page import page, report
 from lab.pretrain import smollm2
-from lab.serve.run import Run
 from lab.settings import METHODS, Settings
 from worlds import without_passwords
 
@@ -44,8 +44,6 @@ def main(argv: list[str]) -> None:
     run = Run(settings, options)
     watch = Watch(run.accelerator.process_index, run.ranks) if run.ranks > 1 else None
     METHODS[settings.method].loop(run)
-    if run.servers:
-        run.servers.end()
     if run.main:
         coevolve.close(run)
         print(report.close(run.folder))

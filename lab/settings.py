@@ -6,10 +6,9 @@ from typing import Literal, Optional
 import coevolve
 import evolve
 from common.settings import Free, OldFile, Weight, Whole
-from lab import baselines, near_misses
+from lab import baselines
 from lab.careful.overlap import Overlap
 from lab.chat import evaluate, explorer
-from lab.serve.settings import NOT_SERVED, Serve
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class Careful:
 
 
 @dataclass(frozen=True)
-class Settings(Careful, Serve, evaluate.Chat, near_misses.NearMisses, baselines.Baselines,
-               explorer.Explorer, coevolve.Settings):
+class Settings(Careful, evaluate.Chat, baselines.Baselines, explorer.Explorer,
+               coevolve.Settings):
     """Every setting of a run"""
     presets = evolve.Settings.presets | {
         # Tuned on the validation splits; it starts from nothing and so needs larger steps.
@@ -74,13 +73,9 @@ class Settings(Careful, Serve, evaluate.Chat, near_misses.NearMisses, baselines.
 def methods_of_all() -> dict:
     """name -> the method, of all that there are; each reads the careful run's settings, too."""
     found = {}
-    for methods in (coevolve.METHODS, explorer.METHODS, baselines.METHODS, near_misses.METHODS,
-                    evaluate.METHODS):
+    for methods in (coevolve.METHODS, explorer.METHODS, baselines.METHODS, evaluate.METHODS):
         for name, method in methods.items():
-            reads = (*method.reads, Careful, Overlap)
-            if name not in NOT_SERVED:
-                reads += (Serve,)
-            found[name] = method._replace(reads=reads)
+            found[name] = method._replace(reads=(*method.reads, Careful, Overlap))
     return found
 
 

@@ -32,7 +32,6 @@ from lab.careful import kept, overlap, stand_in, store, tracking
 from lab.careful.kept import Checkpoint
 from lab.careful.margins import margins
 from lab.careful.run import Run, keep_reads, read_before, say_what_a_fork_changed
-from lab.serve.run import Run as ServedRun
 from lab.settings import METHODS, Settings
 
 KILLS = int(os.environ.get("KILLS", 3))
@@ -144,7 +143,7 @@ def made_elsewhere(folder, name, log=0, **more):
     """A run that asks for a phase of seed 1, and what another one in `folder` has made of it."""
     run = SimpleNamespace(name=name, recipe="r", folder=folder / "mine", ranks=1, shard=False,
                           recompute=False, fast=True, slots=32, tokens_per_forward=4096,
-                          settings=SimpleNamespace(seed=1, save_every=0, serve=None),
+                          settings=SimpleNamespace(seed=1, save_every=0),
                           options=SimpleNamespace(), accelerator=SimpleNamespace(mixed_precision="no"))
     output = folder / "other" / name
     (output if "." not in name else output.parent).mkdir(parents=True)
@@ -180,14 +179,13 @@ def test_what_somebody_has_edited_is_not_taken(tmp_path, capsys):
     ("slots", 3, "slots 32, here 3"),
     ("tokens_per_forward", 1024, "tokens_per_forward 4096, here 1024"),
     ("recompute", True, "gradient_checkpointing False, here True"),
-    ("shard", True, "shard False, here True"),
-    ("serve", "vllm serve {agent} --port {port}", "serve False, here True")])
+    ("shard", True, "shard False, here True")])
 def test_what_was_drawn_or_rounded_otherwise_is_not_taken(name, value, shown, tmp_path, capsys):
     """By what is in force, which no phase reads: a server draws others than a plain rollout."""
     run, _ = made_elsewhere(tmp_path, "target.jsonl")
     out = run.folder / "target.jsonl.tmp"
     assert store.take(run, out, "c", tmp_path)
-    setattr(run.settings if name == "serve" else run, name, value)
+    setattr(run, name, value)
     assert store.take(run, out, "c", tmp_path) is None
     assert f"since it was made otherwise: {shown}" in capsys.readouterr().out
 
@@ -373,7 +371,7 @@ def forked(monkeypatch):
     """forked(kind, name, function) puts it in the place of a method or function of the core."""
     def fork(kind, name, function):
         monkeypatch.setattr(kind, name, function)
-        for table in (stand_in.FOR, stand_in.SERVED):
+        for table in (stand_in.FOR,):
             for method, functions in table.items():
                 found = [getattr(kind, name) if other.__name__ == name else other
                          for other in functions]
@@ -430,33 +428,12 @@ def test_what_a_fork_does_in_fit_and_training_acts(forked, small_model, tmp_path
 
 def test_a_method_of_a_fork_that_lab_hides_is_named(small_model, tmp_path, monkeypatch, capsys):
     """lab has a `checkpoint` of its own; one of the core's would never be called."""
-    assert stand_in.hidden(Run) == stand_in.hidden(ServedRun) == []
+    assert stand_in.hidden(Run) == []
     monkeypatch.setattr(coevolve.Run, "checkpoint", lambda self: 0, raising=False)
     monkeypatch.setattr(envs, "make", lambda *_, **__: Toy())
     flags = [*SHORT, "--model", str(small_model), "--out", str(tmp_path / "run")]
     coevolve.main(flags, Settings, Run, METHODS)
     assert "Run.checkpoint of the core does nothing here" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("where, name", [(dpo, "Draw"), (envs, "play"), (coevolve.Run, "answer")])
-def test_where_a_server_replies_a_fork_is_told_what_does_nothing(where, name, forked, monkeypatch,
-                                                                 capsys):
-    """What draws and what plays in rounds; without a server these act as they are."""
-    class Draw:  # which takes the likeliest one
-        pass
-
-    forked(where, name, Draw)
-    forked(coevolve.Run, "log_probs", lambda self: 0)
-    run = object.__new__(ServedRun)
-    vars(run).update(main=True, settings=SimpleNamespace(serve="vllm serve"))
-    say_what_a_fork_changed(run)
-    said = capsys.readouterr().out
-    assert "log_probs is not as lab knows it: it runs as it is" in said
-    assert f"{name} is not as lab knows it, and does nothing here" in said
-    run.settings.serve = None
-    say_what_a_fork_changed(run)
-    said = capsys.readouterr().out
-    assert "nothing here" not in said and (f"{name} is not" in said) == (name == "answer")
 
 
 @pytest.mark.parametrize("code, goes_on_at", [("the same", 3), ("other code", 0)])

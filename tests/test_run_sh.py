@@ -190,7 +190,7 @@ def test_active_environment_that_satisfies_the_requirements_is_used(machine):
     assert "-m lab.careful.launch -m lab --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
     assert run("load-intercode", "a").stdout == "ran -m worlds.intercodesql.spider a\n"
     assert run("first-gpu").stdout == "ran -m lab.bench.first_gpu\n"
-    for command in "study", "compare", "page", "play", "tour", "pretrain", "bench":
+    for command in "study", "compare", "page", "play", "pretrain", "bench":
         module = {"compare": "study.compare", "play": "chat.play"}.get(command, f"{command}.{command}")
         assert run(command, "a").stdout == f"ran -m lab.{module} a\n"
         assert (ROOT / "lab" / f"{module.replace('.', '/')}.py").exists()

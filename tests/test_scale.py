@@ -204,7 +204,7 @@ def test_what_a_run_writes_is_known_from_the_config(tmp_path, monkeypatch):
     folder holds already counts. No weights are looked at, so that a hub name will do."""
     run = Run.__new__(Run)
     kept = dict(coevolve=8, eto=4, sft=1, positive=8, grpo=12, evolve=12, rft=2, dart=2, ppo=4,
-                designed=4, evaluate=0, chat=0)
+                evaluate=0, chat=0)
     assert kept.keys() == METHODS.keys()
     for method, agents in kept.items():
         run.settings = SimpleNamespace(method=method, iterations=3, warm_start="sft",

@@ -82,36 +82,16 @@ def test_tokens_that_were_not_counted_are_not_zero(tmp_path):
     assert told["plain"]["steps_of_the_target"] == "50"
 
 
-def test_dose_and_response_by_hand(tmp_path):
-    """Hard negatives count once the failure agent was trained: 0.3, 0.5 less 0.1, 0.1."""
-    runs, target = {}, []
-    for method, share, reward in (("dose-k2", 0.3, 0.7), ("dose-k2-frozen", 0.1, 0.6)):
-        for seed in (3, 4):
-            hard = share * (seed - 2) - 0.1 * (seed - 3)
-            runs.setdefault(method, {})[seed] = write_run(tmp_path / f"{method}-{seed}", {
-                f"iter{i}/{agent}.jsonl": dict(work="explore", name=agent, i=i, hard=share,
-                                               episodes=9, seconds=1.0)
-                for agent, i, share in (("failure", 1, 0.9), ("target", 2, 0.9),
-                                        ("failure", 2, hard), ("failure", 3, hard))})
-            target.append(dict(method=method, split="test", seed=seed, reward=reward + seed))
-    _, _, ((name, hard, response),) = compare.dose_and_response(runs, target, ["test"], tmp_path)
-    assert name == "2 rollouts" and hard["mean"] == pytest.approx((0.2 + 0.4) / 2)
-    assert response["mean"] == pytest.approx(0.1) and (tmp_path / "dose.svg").exists()
-
-
 def test_methods_at_equal_cost_take_it_from_other_runs(tmp_path):
-    """Co-evolution: 40 and 30 steps over 900 and 500 tokens; ETO: 20 and 10 over 600 and 400.
-
-    So 35 steps an iteration; and 700 tokens an iteration, which ETO reads in 15 x 700 / 500 steps.
-    """
+    """Co-evolution takes 40 and 30 steps, 35 an iteration, and has the SFT term."""
     trained_run(tmp_path / "coevolve-s3", (40, 900), (30, 500), method="coevolve")
     trained_run(tmp_path / "eto-s3", (20, 600), (10, 400))
     write_run(tmp_path / "evolve-s3", {f"iter{i}/tasks.jsonl": dict(work="join", D=d, tasks=d)
                                        for i, d in enumerate((7, 31))}, method="evolve")
     for method, expected in {
             "eto": "", "frozen": " --d-fail none", "eto-steps": " --dpo-steps 35",
-            "eto-steps-rollouts": " --dpo-steps 35 --rollouts 4", "eto-tokens": " --dpo-steps 21",
-            "positive-steps": " --dpo-steps 35", "lambda-0.5": " --lambda-sft 0.5",
+            "eto-sft": " --lambda-sft 0.1 --pair-weights instruction",
+            "positive-steps": " --dpo-steps 35",
             "grpo-tasks": " --start-tasks 31", "evolve-only-rare": " --signals rare"}.items():
         assert " ".join(study_methods.flags(method, tmp_path, 3)) == (
             f"--method {study_methods.method_of(method)}{expected}")
@@ -131,7 +111,7 @@ def test_an_embedding_is_the_mean_state_of_the_action_tokens(small_model):
     assert found == pytest.approx(states[[3, 4, 6]].mean(0).tolist(), abs=1e-5)
 
 
-METHODS = ["eto-steps-rollouts", "eto", "lambda-0.5"]  # co-evolution joins them
+METHODS = ["eto-sft-steps", "eto", "frozen"]  # co-evolution joins them
 
 
 @pytest.fixture(scope="module")
@@ -190,12 +170,13 @@ def test_a_study_runs_methods_by_seed_and_takes_steps_from_co_evolution(finished
     folder, commands = finished
     assert [c[-1].rpartition("/")[2] for c in commands] == [
         f"{m}-s{seed}" for seed in (0, 1)
-        for m in ("coevolve", "eto", "eto-steps-rollouts", "lambda-0.5")]
+        for m in ("coevolve", "eto", "eto-sft-steps", "frozen")]
     for seed in (0, 1):
         equal = " ".join(commands[4 * seed + 2])
         assert f"--reuse {folder} " in equal and f" --seed {seed} " in equal
-        # Co-evolution's target took 12 and 22 steps, and two agents play 2 rollouts each.
-        assert "--method eto --dpo-steps 17 --rollouts 4 " in equal
+        # Co-evolution's target took 12 and 22 steps, with an SFT term of 0.1.
+        assert ("--method eto --lambda-sft 0.1 --pair-weights instruction --dpo-steps 17 "
+                in equal)
 
 
 def test_the_report_holds_what_the_runs_hold(finished):
@@ -228,12 +209,11 @@ def test_the_report_holds_what_the_runs_hold(finished):
     took = row("What it took", method="co-evolution")
     assert (took["rollouts"], took["steps of all agents"], took["tokens of the target"]) == (
         48, 68, 2700)
-    assert [r["lambda"] for r in made["Figure 4: lambda_SFT"]] == [0.1, 0.5]
     assert row("Figure 3", agent="ETO")["instructions"] > 0
-    for name in ("curves", "figure3", "figure4"):
+    for name in ("curves", "figure3"):
         assert (folder / f"report/{name}.svg").read_bytes().startswith(b"<?xml")
     text = (folder / "report/report.txt").read_text()
-    for said in ("co-evolution - ETO, equal steps and rollouts", "Table 2",
+    for said in ("co-evolution - ETO with SFT term, equal steps", "Table 2",
                  f"{found['mean']:.3f} ± {found['half']:.3f}"):
         assert said in text
 
@@ -242,7 +222,6 @@ def test_the_report_holds_what_the_runs_hold(finished):
     ("eto", dict(dpo_steps=9), "differ in dpo_steps (0, 9)"),
     ("eto-steps", dict(dpo_steps=9), None),
     ("eto", dict(lambda_sft=0.0), None),  # whose preset it is
-    ("eto-steps-rollouts", dict(rollouts=4, dpo_steps=9), None),
     ("eto-steps", dict(rollouts=4, dpo_steps=9), "differ in rollouts (4, 2)"),
     ("frozen", dict(method="coevolve", lambda_sft=0.3), "differ in lambda_sft (0.3, 0.1)"),
     ("sft", dict(method="sft", dpo_steps=9), None),  # which it does not read

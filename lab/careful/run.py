@@ -82,7 +82,7 @@ class Run(evolve.Run):
     def agents_kept(self) -> int:
         if self.settings.method in ("rft", "dart"):
             return 2
-        if self.settings.method in ("ppo", "designed"):
+        if self.settings.method == "ppo":
             return 1 + self.settings.iterations
         return super().agents_kept()
 
@@ -210,10 +210,7 @@ class Run(evolve.Run):
 def say_what_a_fork_changed(run: Run) -> None:
     """Says of each of the core's methods that is not as lab knows it whether it acts here."""
     for name in stand_in.changed():
-        if run.settings.serve and name in ("answer", "play_share", *stand_in.SERVED):
-            coevolve.say(run, f"{name} is not as lab knows it, and does nothing here: by --serve "
-                              "a server replies, and each episode goes on by itself")
-        elif name in stand_in.FOR:
+        if name in stand_in.FOR:
             coevolve.say(run, f"{name} is not as lab knows it: it runs as it is, and what lab "
                               "does in its place is left out")
     for method in stand_in.hidden(type(run)):

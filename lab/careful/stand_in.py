@@ -13,24 +13,17 @@ from functools import cache
 
 import coevolve
 import dpo
-import envs
 
 # A method of lab's run -> what it stands in for.
 FOR = {"log_probs": (coevolve.Run.log_probs, dpo.log_probs_in_passes, dpo.token_log_probs),
        "answer": (coevolve.Run.answer, dpo.replies),
        "training": (coevolve.Run.training,),
        "play_share": (coevolve.Run.play_share,)}
-# What a server and `serve/rollouts.py` do in place of more of the core's, with --serve; without it
-# lab calls these as they are.
-SERVED = {"Draw": (dpo.Draw,),
-          "play": (envs.play, envs.go_on)}
 # Those texts as they were when lab's were last compared with them; a test prints new ones.
 KNOWN = {"log_probs": ["85a319cdda5f6f6e", "b9f505b4dbc47bc1", "b976755cf006842b"],
          "answer": ["e4c02b085da83c46", "dfc4fc34a830e161"],
          "training": ["9dfad6f96d07d236"],
-         "play_share": ["d0ef088b485f6059"],
-         "Draw": ["ef03fa549187a957"],
-         "play": ["5f2c59df3266dd2d", "5f249c90296028da"]}
+         "play_share": ["d0ef088b485f6059"]}
 # What lab does beside the core's method of that name, which it calls.
 EXTENDED = {"__init__", "open", "make", "record", "agents_kept", "load", "replica", "fit"}
 
@@ -77,15 +70,15 @@ def has_docstring(part: ast.AST) -> bool:
 
 
 def texts() -> dict[str, list[str]]:
-    """A name in FOR or SERVED -> the texts of what it stands for."""
+    """A name in FOR -> the texts of what it stands for."""
     found = {}
-    for name, functions in (FOR | SERVED).items():
+    for name, functions in FOR.items():
         found[name] = [text_of(function) for function in functions]
     return found
 
 
 @cache
 def changed() -> tuple[str, ...]:
-    """The names in FOR and SERVED whose texts are others: lab's method of that name must not stand
+    """The names in FOR whose texts are others: lab's method of that name must not stand
     in for the core's any more."""
     return tuple(name for name, found in texts().items() if found != KNOWN.get(name))

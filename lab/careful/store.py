@@ -93,8 +93,7 @@ def machine(run) -> dict:
         gradient_checkpointing=run.recompute,
         fast=run.fast,
         slots=run.slots,
-        tokens_per_forward=run.tokens_per_forward,
-        serve=bool(vars(run.settings)["serve"]))  # which the phase itself has not read
+        tokens_per_forward=run.tokens_per_forward)
 
 
 def take(run, out: Path, code: str, folder: Path) -> dict | None:

@@ -22,11 +22,10 @@ import numpy as np
 from common.settings import Refused
 from lab.page import figures
 from lab.page.report import columns, section
-from lab.runfiles import command, config_of, success_of
+from lab.runfiles import command, success_of
 from lab.study import numbers
 from lab.study.methods import (
     COMPARED,
-    FROZEN,
     chosen,
     differences,
     differences_of_code,
@@ -148,23 +147,10 @@ def mean_of(values: list) -> float | None:
 
 
 def paper_figures(runs: dict, target: list[dict], splits: list[str], out: Path):
-    """The same of the paper's Table 2 and Figures 3 and 4, and of dose and response; drawn."""
+    """The same of the paper's Table 2 and Figure 3; drawn."""
     names = {m: name_of(m) for m in ("eto", "positive", "coevolve") if m in runs}
     yield table_2(runs, names, [("coevolve", "eto")])
     yield figure3(numbers.distances_of(runs), out)
-    weights = {config_of(next(iter(runs[m].values())))["settings"]["lambda_sft"]: m for m in runs
-               if m == "coevolve" or m.startswith("lambda-")}
-    rows = [(weight, *(interval(last(target, "reward", method=m, split=split).values())
-                       for split in splits)) for weight, m in sorted(weights.items())]
-    if len(rows) > 1:
-        made, (ax,) = figures.figure(1)
-        for n, split in enumerate(splits, 1):
-            ax.errorbar([row[0] for row in rows], [row[n]["mean"] for row in rows],
-                        [row[n]["half"] or 0 for row in rows], marker="o", capsize=3, label=split)
-        ax.set(xscale="log", xlabel="lambda_SFT", ylabel="reward, 95% over seeds")
-        figures.write(made, out / "figure4.svg")
-        yield "Figure 4: lambda_SFT", header("lambda", *(f"<{split}" for split in splits)), rows
-    yield dose_and_response(runs, target, splits, out)
 
 
 def table_2(
@@ -212,27 +198,6 @@ def figure3(found: dict, out: Path) -> tuple[str, str, list]:
         figures.write(made, out / "figure3.svg")
     return ("Figure 3: distance between the failures of an instruction, 1 - cos, embedded by the "
             "SFT agent", "<agent <mean_of_seeds instructions", rows)
-
-
-def dose_and_response(runs: dict, target: list[dict], splits: list[str], out: Path) -> tuple:
-    """Dose: hard negatives of a trained failure agent, less a frozen one's; response: reward."""
-    pairs = [pair for pair in FROZEN.items() if {*pair} <= runs.keys()]
-    rows = [(name_of(pair[0]), paired(*({seed: numbers.hard_negatives(path)
-                                         for seed, path in runs[m].items()} for m in pair)),
-             *(paired(*(last(target, "reward", method=m, split=split) for m in pair))
-               for split in splits)) for pair in pairs]
-    if rows:
-        made, axes = figures.figure(len(splits))
-        for n, (ax, split) in enumerate(zip(axes, splits), 2):
-            for name, hard, reward in ((row[0], row[1], row[n]) for row in rows if row[n]):
-                ax.errorbar(hard["mean"], reward["mean"], reward["half"] or 0, hard["half"] or 0,
-                            marker="o", capsize=3, label=name)
-            ax.set(title=split, xlabel="share of hard negatives, trained - frozen",
-                   ylabel="reward, trained - frozen")
-        figures.legend(axes[0])
-        figures.write(made, out / "dose.svg")
-    return ("Dose and response: a trained failure agent less a frozen one, at equal steps",
-            header("<dose", "<hard_negatives", *(f"<{split} reward" for split in splits)), rows)
 
 
 def over_iterations(

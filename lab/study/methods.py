@@ -15,8 +15,7 @@ from lab.settings import METHODS as METHODS_OF_RUNS
 from lab.settings import Settings
 
 # name -> (what a report calls it, its settings). In braces stands what another run of the seed says
-# (`costs`): `steps`, as many optimiser steps of the target as co-evolution took; `token_steps`,
-# steps that read as many tokens; `rollouts`, those of both its agents together; `lambda_sft`, its
+# (`costs`): `steps`, as many optimiser steps of the target as co-evolution took; `lambda_sft`, its
 # own; `tasks`, as many as evolution ended with.
 METHODS = {
     "coevolve": ("co-evolution", "--method coevolve"),
@@ -30,16 +29,11 @@ METHODS = {
     "eto-sft-steps": ("ETO with SFT term, equal steps",
                       "--method eto --lambda-sft {lambda_sft} --pair-weights instruction "
                       "--dpo-steps {steps}"),
-    "eto-steps-rollouts": ("ETO, equal steps and rollouts",
-                           "--method eto --dpo-steps {steps} --rollouts {rollouts}"),
-    "eto-tokens": ("ETO, equal tokens", "--method eto --dpo-steps {token_steps}"),
     "positive-steps": ("positive agent, equal steps", "--method positive --dpo-steps {steps}"),
     "frozen": ("co-evolution, failure agent frozen", "--method coevolve --d-fail none"),
     "rft": ("RFT", "--method rft"),
     "dart": ("RFT + DART", "--method dart"),
-    "ppo": ("PPO", "--method ppo"),
-    **{f"lambda-{w}": (f"co-evolution, lambda_SFT {w}", f"--method coevolve --lambda-sft {w}")
-       for w in ("0.01", "0.1", "0.5")}}  # Figure 4's values
+    "ppo": ("PPO", "--method ppo")}
 # Of the second system, `evolve.py`, with its controls; for a study of their own, beside SFT.
 EVOLUTIONS = {
     "grpo": ("GRPO on the start tasks", "--method grpo"),
@@ -51,25 +45,13 @@ EVOLUTIONS = {
                                          "--start-share 0.5 --mastered leave"),
     **{f"evolve-only-{signal}": (f"evolution, {signal} alone",
                                  f"--method evolve --signals {signal}") for signal in SIGNALS}}
-# How much of a failure agent, at equal steps of the target; each with what it is compared with.
-FROZEN = {**{f"dose-k{k}": f"dose-k{k}-frozen" for k in (1, 2, 4, 8)},
-          **dict.fromkeys(("dose-epochs-1", "dose-epochs-9", "dose-buffer"), "dose-k4-frozen")}
-_DOSE = "--method coevolve --dpo-steps 60 --rollouts"
-DOSES = {
-    **{f"dose-k{k}": (f"{k} rollouts", f"{_DOSE} {k}") for k in (1, 2, 4, 8)},
-    **{f"dose-k{k}-frozen": (f"{k} rollouts, frozen", f"{_DOSE} {k} --d-fail none")
-       for k in (1, 2, 4, 8)},
-    **{f"dose-epochs-{n}": (f"4 rollouts, {n} epochs", f"{_DOSE} 4 --failure-epochs {n}")
-       for n in (1, 9)},
-    "dose-buffer": ("4 rollouts, all iterations", f"{_DOSE} 4 --d-fail buffer")}
-ALL = METHODS | EVOLUTIONS | DOSES
+ALL = METHODS | EVOLUTIONS
 # (a, b): a report says by how much a is ahead of b.
 COMPARED = [*(("coevolve", m) for m in METHODS), *((m, "sft") for m in (*METHODS, "grpo")),
             # What each part adds: the SFT term, a second agent's rollouts; who that agent is.
             ("eto-sft", "eto"), ("eto-sft-steps", "eto-steps"), ("frozen", "eto-sft-steps"),
             ("positive", "eto-sft"), ("frozen", "eto-sft"),
-            *((lead, m) for lead in ("evolve", "evolve-aimed") for m in (*EVOLUTIONS, "sft")),
-            *FROZEN.items()]
+            *((lead, m) for lead in ("evolve", "evolve-aimed") for m in (*EVOLUTIONS, "sft"))]
 # Between the seeds of a method: what changes nothing, or rounding only; and what another run says.
 MAY_DIFFER = {"method", "seed", *(f.name for f in fields(Settings)
                                   if has_mark(Settings, f.name, FREE))}
@@ -97,8 +79,7 @@ def unread(method: str) -> set[str]:
 def equals(method: str) -> tuple[str, ...]:
     """Whose runs say what this one takes: how long the target trains, or on how many tasks."""
     asked = ALL[method][1]
-    return (("evolve",) if "{tasks}" in asked else ("coevolve", "eto") if "{token" in asked else
-            ("coevolve",) if "{" in asked else ())
+    return ("evolve",) if "{tasks}" in asked else ("coevolve",) if "{" in asked else ()
 
 
 def flags(method: str, folder: Path, seed: int) -> list[str]:
@@ -107,16 +88,12 @@ def flags(method: str, folder: Path, seed: int) -> list[str]:
     return ALL[method][1].format(**costs(*takes) if takes else {}).split()
 
 
-def costs(like: Path, eto: Path | None = None) -> dict:
-    """What `METHODS` has in braces, of runs of co-evolution and ETO, or of evolution."""
+def costs(like: Path) -> dict:
+    """What `METHODS` has in braces, of a run of co-evolution or evolution."""
     if tasks := task_counts(phases_of(like)):
         return dict(tasks=tasks[-1])
-    steps, tokens = mean_cost(like)
-    eto_steps, eto_tokens = mean_cost(eto) if eto else (0, 1)
-    return dict(steps=max(1, round(steps)),
-                lambda_sft=config_of(like)["settings"].get("lambda_sft"),
-                rollouts=2 * config_of(like)["settings"]["rollouts"],
-                token_steps=max(1, round(eto_steps * tokens / eto_tokens)))
+    return dict(steps=max(1, round(mean_steps(like))),
+                lambda_sft=config_of(like)["settings"].get("lambda_sft"))
 
 
 def task_counts(phases: dict) -> list[int]:
@@ -125,13 +102,13 @@ def task_counts(phases: dict) -> list[int]:
             if output.endswith("tasks.jsonl")]
 
 
-def mean_cost(run: Path) -> tuple[float, float]:
-    """The target's optimiser steps, and tokens as often as it reads them, means of iterations."""
-    taken = [(row["steps"], row.get("tokens", 0)) for row in trained(phases_of(run), "target")]
-    if not sum(tokens for _, tokens in taken):
+def mean_steps(run: Path) -> float:
+    """The target's optimiser steps, a mean of iterations."""
+    taken = [row["steps"] for row in trained(phases_of(run), "target")]
+    if not sum(taken):
         raise Refused(f"{run}: the target was not trained in it; let this run finish before "
                       "those at equal cost")
-    return tuple(np.mean(taken, axis=0).tolist())
+    return float(np.mean(taken))
 
 
 def trained(phases: dict, agent: str = r"\w+") -> list[dict]:

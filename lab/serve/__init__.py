@@ -1,1 +1,0 @@
-"""Rollouts and evaluation by an inference server, such as vLLM: `--serve COMMAND`."""

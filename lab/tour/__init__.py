@@ -1,1 +1,0 @@
-"""docs/tour.md: one task's way through both methods."""
