@@ -1,4 +1,4 @@
-"""The files of a run: JSON lines, what tells a file from another, and what is said of a phase."""
+"""The files of a run: JSON lines, locks, and what tells one file from another."""
 
 import fcntl
 import hashlib
@@ -8,7 +8,7 @@ import shutil
 from functools import cache
 from pathlib import Path
 
-from common.settings import Refused, flag
+from common.settings import Refused
 
 # ------------------------------------------------------------------------------ reading, writing
 
@@ -57,12 +57,27 @@ def write_jsonl(file: Path, rows: list) -> None:
             lines.write(json.dumps(row) + "\n")
 
 
+def whole_lines(file: Path) -> list[dict]:
+    """The objects in a log, if it is there. What a stop left behind its last whole line is cut off.
+    """
+    if not file.exists():
+        return []
+    data = file.read_bytes()
+    os.truncate(file, data.rfind(b"\n") + 1)
+    return read_jsonl(file)
+
+
 def remove(path: Path) -> None:
     """Deletes a file or a folder, if it is there."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def size(count: float) -> str:
+    """A number of bytes in words."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def lock(folder: Path):
@@ -92,19 +107,6 @@ def seed_of(*names) -> int:
     return int(hashlib.sha256("/".join(map(str, names)).encode()).hexdigest()[:12], 16)
 
 
-@cache
-def code_of(*sources: Path) -> str:
-    """16 hexadecimal digits, the same ones for the same text of some files of code, and of those in
-    some folders of it."""
-    known = set()
-    for source in sources:
-        known |= {source, *source.glob("**/*.py")}
-    digest = hashlib.sha256()
-    for file in sorted(path for path in known if path.is_file()):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def known_by(given, agents: dict[Path, str]):
     """What tells an input of a phase from another.
 
@@ -113,122 +115,34 @@ def known_by(given, agents: dict[Path, str]):
         agents: The run's agents, and how each was made.
 
     Returns:
-        Of a file its bytes, hashed; of an agent how it was made, since 27 GB take long to hash; of
-        another folder name, size and last megabyte of each file; of what is not there, as on the
-        hub, its name; of several inputs a list of these.
+        Of a file its bytes, hashed; of an agent of the run how it was made; of another folder the
+        bytes of its files; of what is not there, as on the hub, its name; of several a list.
     """
     if isinstance(given, dict):
         given = list(given.values())
     if isinstance(given, (list, tuple)):
         return [known_by(part, agents) for part in given]
-    if given.is_file():
-        return hashlib.sha256(given.read_bytes()).hexdigest()
     if given in agents:
         return agents[given]
-
+    if given.is_file():
+        return bytes_of(given)
     found = []
     for file in sorted(given.glob("*.*")):
         if file.is_file():
-            size = file.stat().st_size
-            with open(file, "rb") as content:
-                content.seek(max(0, size - (1 << 20)))
-                end = hashlib.sha256(content.read()).hexdigest()
-            found.append([file.name, size, end])
+            found.append([file.name, bytes_of(file)])
     return found or str(given)
 
 
-def sizes_of_weights(agent: Path) -> dict[str, int]:
-    """name -> bytes of the files of weights in an agent's folder; nothing of what is no folder."""
-    return {file.name: file.stat().st_size for file in sorted(agent.glob("*.safetensors"))}
+def bytes_of(file: Path) -> str:
+    """A hash of a file's bytes, of which a large one is read once, as long as it stays as it is."""
+    stat = file.stat()
+    return digest_of(file, stat.st_size, stat.st_mtime_ns)
 
 
-def made_by(row: dict) -> str:
-    """What tells how an output was made from other ways; row: what is recorded of it."""
-    return row.get("made_by", row["recipe"])
-
-
-def why_again(path: Path, row: dict, recipe: str, settings: dict) -> str:
-    """Why an output that is there has to be made again; nothing where it can stay.
-
-    Args:
-        path: The output.
-        row: What was recorded of it.
-        recipe: Its recipe as it is now.
-        settings: Those of the run as they are now.
-    """
-    if row["recipe"] != recipe:
-        return "what it is made from is another"
-    for name, value in row.get("settings", {}).items():
-        if settings.get(name, value) != value:  # a setting that the program lacks is no other one
-            return f"it was made with {flag(name)} {value}"
-    if row.get("weights", {}) != sizes_of_weights(path) and "weights" in row:
-        return "its weights are not whole"
-    return ""
-
-
-# -------------------------------------------------------------------------------- what is said
-
-# What shares of episodes are called for a person.
-SHARES = {"success": "solved", "hard": "hard failures", "budget": "out of turns"}
-# What is recorded of a phase beside what it found.
-RECORDS = {"i", "seconds", "settings", "weights", "first_loss", "made", "resident_mb"}
-
-
-def sentence(output: str, row: dict) -> str:
-    """What is said of a finished phase, such as
-    "iter1/target.jsonl  400 episodes, reward 0.512, 35% solved, 40% hard failures, ...  1:12"."""
-    parts = []
-    for name, value in row.items():
-        if name not in RECORDS and isinstance(value, (int, float, dict)):
-            parts.append(phrase(name, value, row))
-    minutes, seconds = divmod(round(row["seconds"]), 60)
-    return f"{output:28}  {', '.join(parts)}  {minutes}:{seconds:02}"
-
-
-def phrase(name: str, value, row: dict) -> str:
-    """A number in words, or some numbers by name with their sum; row: what stands beside it."""
-    if isinstance(value, dict):
-        each = ", ".join(f"{count:,} {kind}" for kind, count in value.items())
-        total = f"{sum(value.values()):,} {name}"
-        return f"{total} ({each})" if each else total
-    if name in SHARES:
-        return f"{value:.0%} {SHARES[name]}"
-    if name == "turns":
-        return f"{value:.1f} turns each"
-    if name == "loss" and "first_loss" in row:
-        return f"loss {row['first_loss']:.3f} -> {value:.3f}"
-    if isinstance(value, float):
-        return f"{name} {value:.3f}"
-    if value == 1:
-        name = name.removesuffix("s")
-    return f"{value:,} {name}"
-
-
-def line(name: str, numbers: dict) -> str:
-    """A line of a run's table: a name, and the numbers in a row of phases.json."""
-    words = [f"{name:28}"]
-    for key, value in numbers.items():
-        if key in RECORDS - {"i", "seconds"}:
-            continue
-        for inner, number in (value if isinstance(value, dict) else {key: value}).items():
-            if isinstance(number, float):
-                words.append(f"{inner} {number:.3f}")
-            elif isinstance(number, int):
-                words.append(f"{inner} {number:,}")
-    return "  ".join(words)
-
-
-def headline(s: dict) -> str:
-    """Which run one of these settings is."""
-    return f"{s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}"
-
-
-def table(title: str, done: dict[str, dict]) -> str:
-    """What the phases of a run found, a line each: pairs, exploration, evaluation."""
-    lines = [title]
-    for work in ["make_pairs", "explore", "evaluate"]:
-        for name, row in done.items():
-            if row["work"] == work:
-                lines.append(line(name, row))
-    seconds = sum(row["seconds"] for row in done.values())
-    return "\n".join([*lines, f"{seconds:,.0f} s in all"])
+@cache
+def digest_of(file: Path, size: int, changed: int) -> str:
+    digest = hashlib.sha256()
+    with open(file, "rb") as content:
+        while part := content.read(1 << 24):
+            digest.update(part)
+    return digest.hexdigest()

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import (
     Annotated,
     Literal,
@@ -87,6 +88,7 @@ FINITE = Limits(lambda value, settings: not isinstance(value, float) or math.isf
 
 class Stated:
     """What a class of settings may state beside its fields."""
+    essential = ()  # the names of the settings that --help lists; --help all lists all
     # name -> values that replace defaults, if `preset_names` has the name; a model's, a protocol's,
     # or a method's, as "--method NAME", which beats all others.
     presets = {}
@@ -96,7 +98,8 @@ class Stated:
         """The presets for these values; a later one beats those before."""
         model = values["model"]
         protocol = values.get("protocol", "ours")
-        return ["", model, protocol, f"{model} {protocol}", f"--method {values['method']}"]
+        names = ["", model, protocol, f"{model} {protocol}", f"--method {values['method']}"]
+        return [*names, "quick", f"quick {model}"] if values.get("quick") else names
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         """(whether it is so, flags, what is wrong) of values; s: all settings of the run, those of
@@ -106,9 +109,10 @@ class Stated:
 
 class Method(NamedTuple):
     """What --method names."""
-    loop: Callable  # loop(run)
-    reads: tuple    # the settings that it reads: classes of them, or names
-    about: str      # a line for --help
+    loop: Callable    # loop(run)
+    reads: tuple      # the settings that it reads: classes of them, or names
+    agents: Callable  # agents(settings) -> how many models, in fp32, its folder has in the end
+    about: str        # a line for --help
 
 
 @dataclass(frozen=True)
@@ -203,7 +207,7 @@ def parse(
     kind: type,
     methods: dict[str, Method],
     environment: Callable,
-    program: str = "python coevolve.py [--env ENV]",
+    program: str = "python coevolve.py",
 ):
     """Reads the settings of a run from a command line; with --help it prints them, and ends.
 
@@ -229,7 +233,7 @@ def parse(
 
     parser, arguments = parser_of(stated, methods, program)
     given = vars(parser.parse_args(argv))
-    asks_for_help = given.pop("help", False)
+    help_on = given.pop("help", None)
     for name in given:
         if stated[name].kind is bool:
             given[name] = given[name] == "true"
@@ -239,12 +243,15 @@ def parse(
     own = options(**{name: values[name] for name in settings_of(options)})
 
     reads = names_in((*methods[settings.method].reads, options))
-    if asks_for_help:
+    if help_on:
+        shown = reads & {*kind.essential, *settings_of(options)} if help_on == "some" else reads
         for name, setting in stated.items():
-            arguments[name].help = help_of(setting, values[name], origins.get(name))
-            if name not in reads:
-                arguments[name].help = argparse.SUPPRESS
+            arguments[name].help = argparse.SUPPRESS
+            if name in shown:
+                arguments[name].help = help_of(setting, values[name], origins.get(name))
         parser.print_help()
+        if len(shown) < len(reads):
+            print(f"\n--help all lists {len(reads - shown)} more")
         sys.exit()
     wrong = faults(stated, given, reads, settings, own)
     if wrong:
@@ -270,11 +277,13 @@ def parser_of(stated: dict[str, Setting], methods: dict[str, Method], program: s
     """A parser that returns what is given of these settings; and name -> the argument in it."""
     lines = [f"  {name:12} {method.about}" for name, method in methods.items()]
     parser = Parser(
-        usage=f"{program} [--method METHOD] [--model MODEL] [--SETTING VALUE ...]",
+        usage=f"{program} [--env ENV] [--method METHOD] [--model MODEL] [--SETTING VALUE ...]",
         description="\n".join(["methods:", *lines]), add_help=False, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS)
-    parser.add_argument("-h", "--help", action="store_true",
-                        help="list the settings that --method reads in --env, and end")
+    parser.add_argument("-h", "--help", nargs="?", const="some", metavar="all",
+                        choices=("some", "all"),
+                        help="list the settings that matter most of those that --method reads in "
+                             "--env, or all, and end")
     groups = {}
     arguments = {}
     for name, setting in stated.items():
@@ -321,7 +330,7 @@ def faults(stated: dict[str, Setting], given: dict, reads: set[str], settings, o
         for limit in [FINITE, *limits]:
             if name in reads and not limit.holds(value, settings):
                 found.append(f"{flag(name)} {value}: {limit.words}")
-    everything = Instead(settings, **vars(own))
+    everything = SimpleNamespace(**vars(settings), **vars(own))
     for so, flags, problem in settings.conflicts(everything) + own.conflicts(everything):
         if so:
             found.append(f"{flags}: {problem}")
@@ -359,28 +368,3 @@ def check_same(before: dict, now: dict, kind: type) -> None:
     if changed:
         raise Refused(f"--out: this folder was made with other settings: "
                       f"{', '.join(sorted(changed))}; give another, or these settings again")
-
-
-def noting(settings, asked: set):
-    """The same settings, as an object that adds the name of each that is asked for to a set."""
-    kind = type(settings)
-    names = set(vars(settings))
-
-    class Noting(kind):
-        def __getattribute__(self, name):
-            if name in names:
-                asked.add(name)
-            return super().__getattribute__(name)
-
-    return Noting(**vars(settings))
-
-
-class Instead:
-    """Settings, some with other values. It asks the settings for no more than it is asked for."""
-
-    def __init__(self, settings, **values):
-        self.settings = settings
-        vars(self).update(values)
-
-    def __getattr__(self, name):
-        return getattr(self.settings, name)

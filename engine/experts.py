@@ -1,0 +1,78 @@
+"""Demonstrations: the experts that agents imitate, of a script or a file, and which are kept."""
+
+from collections import Counter
+from pathlib import Path
+
+from common.settings import Refused
+from dpo import Trajectory, better
+from engine.records import write
+from worlds import World
+from worlds.expert_files import experts
+
+
+def collect_experts(run, out: Path, file: Path | None = None) -> dict:
+    """Collects an expert for each training task, from a file or from the scripted expert. Where a
+    file has several of a task, as an agent's own trajectories are, the best is its expert."""
+    s = run.settings
+    env = run.make_env()
+    evaluated = evaluated_tasks(env, run.splits)
+    opening = len(env.opening(""))  # turns before an expert's first reply
+    kept = []
+    dropped = Counter()
+    for task, messages, reward in experts(env, file, s.train_tasks, dropped):
+        ids, mask = run.encoder.encode(messages, opening)
+        replies = sum(turn["role"] == "assistant" for turn in messages[opening:])
+        t = Trajectory(task, "expert", messages=messages, ids=ids, action_mask=mask, reward=reward,
+                       steps=replies, ended="done")
+        if repr(env.find(task)) in evaluated:
+            dropped["evaluated too"] += 1
+        elif t.is_failure and reward <= s.expert_min_reward:
+            dropped["reward"] += 1
+        elif len(ids) > s.max_tokens:
+            dropped["too long"] += 1
+        else:
+            kept.append(t)
+    env.close()
+    if not kept:
+        raise Refused(f"no expert is left: {dict(dropped)}; lower what dropped it")
+
+    best = best_of_tasks(kept)
+    if len(best) < len(kept):
+        dropped["not the best of its task"] = len(kept) - len(best)
+    say_what_cannot_be_written(run, best)
+    write(run, out, best)
+    return dict(experts=len(best), dropped=dropped)
+
+
+def evaluated_tasks(env: World, splits: tuple[str, ...]) -> set[str]:
+    """What the evaluated tasks are, since a task may have several ids."""
+    found = set()
+    for split in splits:
+        for task in env.tasks(split):
+            found.add(repr(env.find(task)))
+    return found
+
+
+def best_of_tasks(trajectories: list[Trajectory]) -> list[Trajectory]:
+    """Of each task the trajectory with the most reward, of equal ones the first."""
+    best = {}  # task -> trajectory
+    for t in trajectories:
+        if t.task not in best or better(t.reward, best[t.task].reward):
+            best[t.task] = t
+    return list(best.values())
+
+
+def say_what_cannot_be_written(run, trajectories: list[Trajectory]) -> None:
+    """Says which replies of experts a tokenizer changes. No agent that writes by it can do what
+    they did."""
+    changed = []  # (reply, what an environment would get)
+    for expert in trajectories:
+        for turn in expert.messages:
+            reply = run.encoder.plain(turn["content"])
+            if turn["role"] == "assistant" and run.encoder.read_back(reply) != reply:
+                changed.append((reply, run.encoder.read_back(reply)))
+    if changed:
+        reply, back = changed[0]
+        run.say(f"{run.name}: the tokenizer changes {len(changed)} replies of experts, so that no "
+                f"agent can write them; the first, {reply!r}, becomes {back!r}; use a --model "
+                "whose tokenizer keeps such texts")

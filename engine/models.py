@@ -1,0 +1,235 @@
+"""Models: reading a causal LM, making it ready to train, whole or in parts, copying and saving it.
+
+`Run.load`, `Run.replica` and `Run.fit` call `load`, `read_model` and `save`.
+"""
+
+import gc
+import itertools
+import math
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from accelerate.utils import set_module_tensor_to_device
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from common.settings import Refused
+from engine.chat import Encoder, first_line
+
+MODELS = {"tiny": Path(__file__).parents[1] / "tiny"}  # name -> folder
+
+
+def read(kind, folder, **options):
+    """What kind.from_pretrained makes of a folder or hub name; Refused where it makes nothing."""
+    try:
+        return kind.from_pretrained(str(folder), **options)
+    except Exception as error:  # of safetensors, too, and of tokenizers
+        raise Refused(f"--model {folder}: {first_line(error)}; give a hub name within reach, or a "
+                       "folder with config, weights and tokenizer of a causal LM") from None
+
+
+def is_causal_lm(config) -> bool:
+    return type(config) in transformers.AutoModelForCausalLM._model_mapping
+
+
+def read_config(folder):
+    """The config in a folder; of a model that also reads pictures that of the causal LM in it."""
+    config = read(transformers.AutoConfig, folder)
+    text = config.get_text_config(decoder=True)  # of BART, say, a copy that names sizes otherwise
+    if type(text) is not type(config) and is_causal_lm(text):
+        text.tie_word_embeddings |= config.tie_word_embeddings
+        return text
+    if not is_causal_lm(config):
+        raise Refused(f"--model {folder}: {config.model_type} is no causal language model of "
+                       "transformers; give one, such as a Llama or a Qwen")
+    return config
+
+
+def positions_of(config) -> float:
+    """How many tokens a model has positions for; infinity where its config does not say."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    return positions if positions > 0 else math.inf
+
+
+def read_model(folder, dtype=torch.float32, device="cpu"):
+    """Reads the causal LM in a folder.
+
+    Raises:
+        Refused: There is none, or it lacks weights, which transformers would draw at random.
+    """
+    collect()
+    model, found = read(transformers.AutoModelForCausalLM, folder, dtype=dtype,
+                        device_map={"": device}, output_loading_info=True)
+    missing = {*found["missing_keys"], *found["mismatched_keys"]}
+    if missing:
+        raise Refused(f"--model {folder}: {len(missing)} weights are missing, such as "
+                       f"{min(map(str, missing))}; give a whole checkpoint")
+
+    # Of a model that reads pictures too, such as Gemma 3, the part that reads text is taken.
+    config = read_config(folder)
+    if type(model.config) is not type(config):
+        text = empty_model(config, dtype)
+        setattr(text, text.base_model_prefix, model.get_decoder())
+        text.set_output_embeddings(model.get_output_embeddings())
+        text.generation_config = model.generation_config
+        model = text.eval()
+    if not is_causal_lm(model.config):
+        raise Refused(f"--model {folder}: what is saved of it cannot be read; use a text model")
+
+    # Of the base's ways of generating only what ends a text stays: a penalty would change draws.
+    own = model.generation_config
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
+    return model
+
+
+def collect() -> None:
+    """Frees models that nobody holds any more: hooks and recomputed layers hold each other."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def empty_model(config, dtype):
+    """A model with parameters without data, and buffers with theirs, some of which no file has."""
+    with init_empty_weights():
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def parameter_count(config) -> int:
+    """The number of parameters of a causal LM, which is not read."""
+    model = empty_model(config, torch.float32)
+    model.tie_weights()
+    return model.num_parameters()
+
+
+def layers(model) -> torch.nn.ModuleList:
+    """The model's layers, its largest list of modules."""
+    largest = None
+    most = -1
+    for module in model.modules():
+        size = sum(p.numel() for p in module.parameters())
+        if isinstance(module, torch.nn.ModuleList) and size > most:
+            largest = module
+            most = size
+    return largest
+
+
+def layers_of_their_own(model) -> list[torch.nn.Module]:
+    """The layers that share no parameter with another one, as some of Zamba's do."""
+    of_model = layers(model)
+    users = Counter()
+    for layer in of_model:
+        users.update(layer.parameters())
+    found = []
+    for layer in of_model:
+        if all(users[p] == 1 for p in layer.parameters()):
+            found.append(layer)
+    return found
+
+
+def prepare(model, recompute: bool):
+    """Makes a model ready to train: without dropout, with which the first DPO loss is not ln 2.
+    recompute: layers run again in the backward pass, which saves memory (checkpointing)."""
+    if recompute:
+        for layer in layers(model):
+            layer.forward = partial(torch.utils.checkpoint.checkpoint, layer.forward,
+                                    use_reentrant=False)
+    return model.eval()
+
+
+def load(accelerator, folder, recompute: bool, shard: bool):
+    """Reads the model in a folder, ready to train, in fp32: bf16 weights do not move at 1e-6.
+
+    Args:
+        accelerator: accelerate's.
+        folder: Of the model, or its hub name.
+        recompute: As for `prepare`.
+        shard: In parts over the ranks (FSDP2); else whole on each.
+    """
+    if shard:
+        return load_in_parts(accelerator, folder, recompute)
+    return prepare(read_model(folder, device=accelerator.device), recompute)
+
+
+def load_in_parts(accelerator, folder, recompute: bool):
+    """Reads a model over the ranks: one of them reads the file, each gets its parts from it."""
+    collect()
+    whole = read_model(folder) if accelerator.is_main_process else None
+    model = empty_model(read_config(folder), torch.float32)
+    model.tie_weights()
+    prepare(model, recompute)
+
+    precision = MixedPrecisionPolicy()
+    if accelerator.mixed_precision == "bf16":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    for part in [*layers_of_their_own(model), model]:
+        fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+
+    weights = {}
+    generation = [None]
+    if whole is not None:
+        weights = whole.state_dict()
+        generation = [whole.generation_config]
+    torch.distributed.broadcast_object_list(generation)
+    model.generation_config = generation[0]
+    options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    states.set_model_state_dict(model, weights, options=options)
+    model.tie_weights()  # which makes two of one again
+    return model
+
+
+def copy_that_plays(model, dtype):
+    """A model that is being trained as it plays: itself, if it is whole and has this type; else a
+    copy, whole on each rank."""
+    if dtype == torch.float32 and not isinstance(model, FSDPModule):
+        return model.eval()
+    copy = empty_model(model.config, dtype)
+    # Values are made whole and copied one at a time. Buffers keep their types.
+    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
+        whole = value.detach()
+        if isinstance(whole, DTensor):
+            whole = whole.full_tensor()
+        own = dtype if isinstance(value, torch.nn.Parameter) else None
+        set_module_tensor_to_device(copy, name, whole.device, whole.clone(), own)
+    copy.tie_weights()
+    copy.generation_config = model.generation_config
+    return copy.eval()
+
+
+def save(accelerator, model, encoder: Encoder, folder) -> None:
+    """Writes a model of `load`, whole, with its tokenizer, as `from_pretrained` and other programs
+    read it: one that generates with it stops at the end of a turn. Every rank has to call it."""
+    options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = states.get_model_state_dict(model, options=options)
+    if not accelerator.is_main_process:
+        return
+    for name in model.all_tied_weights_keys or {}:  # which would stand in the file twice
+        weights.pop(name, None)
+    model.generation_config = stopping(model.generation_config, encoder)
+    model.save_pretrained(folder, state_dict=weights)
+    encoder.tokenizer.save_pretrained(folder)
+
+
+def stopping(base, encoder: Encoder) -> transformers.GenerationConfig:
+    """What ends and what pads a text: as the base has it, and the end of a turn."""
+    ends = base.eos_token_id
+    if ends is None:
+        ends = []
+    elif isinstance(ends, int):
+        ends = [ends]
+    ends = list(dict.fromkeys([*ends, encoder.end_of_turn]))
+    pad = base.pad_token_id
+    if pad is None:
+        pad = encoder.tokenizer.pad_token_id
+    if pad is None:
+        pad = encoder.end_of_turn
+    return transformers.GenerationConfig(
+        bos_token_id=base.bos_token_id, eos_token_id=ends, pad_token_id=pad)

@@ -1,0 +1,389 @@
+"""A run: its folder, whose phases are done once, and its models as they learn and play.
+
+`Run` is what the loops and phases of `coevolve.py` are given. `once` does a phase, `load`,
+`log_probs` and `fit` train a model, `play` lets one play.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from tqdm import tqdm
+
+import dpo
+from common import files
+from common.files import hashed, known_by, read_json, write_json
+from common.settings import Refused, check_same
+from dpo import Group, Trajectory
+from engine import fork, machine, models, playing, shared, trial
+from engine.chat import Encoder
+from engine.machine import Machine
+from engine.passes import log_probs_in_passes
+from engine.records import write
+from engine.sampling import Draw
+from engine.tracking import Tracking
+from engine.words import sentence
+from worlds import make
+
+SMALL = 10_000_000  # parameters; from there on a pass of a few rows takes a CPU long [ours]
+# How a model is asked with which nothing is wrong, see `engine.trial`.
+FASTEST = dict(replies=trial.REPLIES[0], passes=[*trial.PASSES])
+
+
+class Run:
+    """A run's folder, machine and models. A run that was stopped goes on after its last phase."""
+
+    def __init__(self, settings, options, agents: int = 0):
+        """agents: how many models, in fp32, the folder has in the end."""
+        s = settings
+        self.settings = s
+        self.options = options  # of the environment
+        self.folder = Path(s.out or f"runs/{s.env}-{s.method}-s{s.seed}")
+        self.name = ""          # the output of the running phase
+        self.done = {}          # output -> what is recorded of it
+        self.recorded = {}      # the same by an earlier process, until the output is asked for
+        self.machine = Machine(s)
+        self.main = self.machine.main
+        self.open_world()
+        self.open_base()
+        self.open_folder(agents)
+
+    def open_world(self) -> None:
+        """Makes an environment, and what makes more of them."""
+        s = self.settings
+        self.make_env = partial(make, s.env, s.view, **vars(self.options))
+        self.env = self.make_env()
+        self.splits = {"test": self.env.test_splits, "validation": ("validation",),
+                       "all": ("validation", *self.env.test_splits)}[s.eval_splits]
+
+    def open_base(self) -> None:
+        """Reads what is to be known of the model that training starts from, but its weights."""
+        s = self.settings
+        self.base = models.MODELS.get(s.model, Path(s.model))
+        self.config = models.read_config(self.base)
+        self.parameters = models.parameter_count(self.config)
+        self.tokenizer = models.read(transformers.AutoTokenizer, self.base)
+        self.encoder = Encoder(self.tokenizer, self.config.get_text_config().vocab_size)
+        self.fingerprint = self.encoder.fingerprint()
+        if s.failure_from:
+            check_reads_alike(self, Path(s.failure_from))
+
+    def open_folder(self, agents: int) -> None:
+        """Opens the folder, which is new or that of a run with the same settings; else Refused."""
+        s = self.settings
+        config = self.folder / "config.json"
+        phases = self.folder / "phases.json"
+        now = vars(s) | vars(self.options)
+        if self.main and not config.exists():
+            check_folder(self.folder)
+            ways = self.ways_of_models()  # which stay the same when the run goes on
+            self.folder.mkdir(parents=True, exist_ok=True)
+            taken = fork.take(self, s.branch, now) if s.branch else {}
+            write_json(config, dict(settings=now, ways=ways, **taken))
+        self.machine.gather([])  # the first may fetch a model for longer than others' patience
+        begun = read_json(config)
+        if "settings" not in begun:
+            raise Refused(f"--out {self.folder}: its config.json is no run's; give another folder")
+        check_same(begun["settings"], now, type(s))
+        self.ways = begun["ways"]
+        # On a CPU the products are most of the time, else starting them is.
+        alone = self.machine.ranks == 1 and self.machine.device.type == "cpu"
+        self.shares = alone and "shared" in self.ways["passes"]
+        if self.ways != FASTEST:
+            self.say(f"{self.base}: {self.ways}")
+
+        # What is gone is not recorded any more.
+        if phases.exists():
+            for output, row in read_json(phases).items():
+                if (self.folder / output).exists():
+                    self.recorded[output] = row
+        self.machine.wait()
+        if self.main:
+            self.lock = files.lock(self.folder)
+            check_disk(self, agents)
+            write_json(config, begun | dict(settings=begun["settings"] | now))
+            write_json(phases, self.recorded)
+        self.tracking = Tracking(self.machine.accelerator, self.folder, s.track, now)
+
+    def ways_of_models(self) -> dict:
+        """How the models of the run have to be asked, see `engine.trial`."""
+        given = [self.base]
+        if self.settings.failure_from:
+            given.append(Path(self.settings.failure_from))
+        found = [ways_of(self, model) for model in given]
+        replies = max((ways["replies"] for ways in found), key=trial.REPLIES.index)
+        passes = [way for way in trial.PASSES if all(way in ways["passes"] for ways in found)]
+        return dict(replies=replies, passes=passes)
+
+    # ................................................................................. phases
+
+    def once(self, output: str, phase: Callable, *inputs, **parameters) -> Path:
+        """Does a phase, unless its output is there and was made alike: by the same phase, with the
+        same parameters, from files of the same bytes and agents made alike.
+
+        Args:
+            output: The name of the file or folder in the run's folder.
+            phase: phase(run, temporary path, *inputs, **parameters) writes it; returns numbers.
+            inputs: Paths, or lists or dictionaries of them.
+            parameters: Numbers and names.
+
+        Returns:
+            The path of the output.
+        """
+        path = self.folder / output
+        self.name = output
+        agents = {self.folder / name: row["recipe"] for name, row in self.done.items()}
+        recipe = hashed([phase.__name__, known_by(inputs, agents), parameters, self.fingerprint])
+        row = self.recorded.pop(output, None)
+        if row:
+            if row["recipe"] == recipe:
+                self.done[output] = row
+                return path
+            self.say(f"{output} is made again: what it is made from is another")
+
+        started = time.perf_counter()
+        temporary = path.with_name(f"{path.name}.tmp")
+        self.machine.wait()
+        if self.main:
+            files.remove(self.folder / "result.json")  # the run is not finished any more
+            path.parent.mkdir(exist_ok=True)
+            files.remove(temporary)
+        self.machine.wait()
+        numbers = phase(self, temporary, *inputs, **parameters)
+        self.machine.wait()
+
+        # The output appears by renaming, so that a run that is stopped leaves none half made.
+        seconds = round(time.perf_counter() - started, 1)
+        row = dict(work=phase.__name__, recipe=recipe, **parameters, seconds=seconds) | numbers
+        self.done[output] = row
+        if self.main:
+            files.remove(path)
+            os.replace(temporary, path)
+            write_json(self.folder / "phases.json", self.done | self.recorded)
+        self.say(sentence(output, row))
+        self.tracking.log("phase", output, row)
+        self.machine.wait()
+        return path
+
+    def close(self) -> None:
+        """Leaves the folder of a run that has ended. What an earlier process recorded of phases
+        that this run has not asked for is forgotten: another loop has made them."""
+        if self.main:
+            write_json(self.folder / "phases.json", self.done)
+            self.lock.close()
+
+    def say(self, text: str) -> None:
+        if self.main:
+            tqdm.write(text)
+
+    def bar(self, total: int):
+        """A progress bar of the running phase, where somebody looks at it."""
+        hidden = None if self.main else True  # None: where the output is no terminal
+        return tqdm(total=total, desc=self.name, leave=False, disable=hidden, delay=2)
+
+    # ............................................................................... training
+
+    def load(self, agent: Path):
+        """The model in a folder, ready to train."""
+        with reading(self, agent):
+            model = models.load(self.machine.accelerator, agent, self.machine.recompute,
+                                self.machine.shard)
+        self.attention = model.config._attn_implementation  # its own, with which it plays
+        if self.shares:
+            model.set_attn_implementation("shared")
+        return model
+
+    def log_probs(
+        self,
+        model,
+        trajectories: list[Trajectory],
+        scores: Callable = dpo.in_fp32,
+    ) -> torch.Tensor:
+        """log pi of all action tokens of some trajectories, (A,), in nats; scores: what pi is, as
+        in `dpo.token_log_probs`."""
+        if self.shares:
+            return shared.log_probs(model, trajectories, self.tokens_at_once, scores)
+        tokens = self.machine.tokens_per_forward if "padded" in self.ways["passes"] else 0
+        return log_probs_in_passes(self.machine.accelerator, model, trajectories, tokens, scores)
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens whose activations are in memory together, on all ranks."""
+        if self.shares:
+            return 4 * self.machine.tokens_per_forward  # of which about a quarter is distinct
+        return self.machine.tokens_per_forward * self.machine.ranks
+
+    def fit(
+        self,
+        model,
+        out: Path,
+        steps: list[list[Group]],
+        rates: list[float],
+        loss: Callable,
+        size: Callable,
+    ) -> dict:
+        """Trains a model of `load`, and writes it, with a line for each step in train.jsonl and for
+        each pair in margins.jsonl. The arguments are those of `dpo.train`."""
+        s = self.settings
+        optimizer = dpo.adamw(model, s.weight_decay)
+        lines = []
+        with self.bar(len(steps)) as progress:
+            for line in dpo.train(model, optimizer, steps, rates, loss, size, self.log_probs,
+                                  s.max_grad_norm, self.tokens_at_once):
+                lines.append(line)
+                self.tracking.log("train", self.name, line)
+                progress.update()
+        models.save(self.machine.accelerator, model, self.encoder, out)
+        write(self, out / "train.jsonl", lines)
+        write(self, out / "margins.jsonl", margins_of(steps))
+        tokens = sum(len(t.ids) for batch in steps for t in dpo.trajectories_of(batch))
+        return dict(steps=len(lines), first_loss=lines[0]["loss"], loss=lines[-1]["loss"],
+                    tokens=tokens)
+
+    def keep(self, agent: Path, out: Path) -> dict:
+        """Copies an agent that stays as it is, but for the log of what it learned before."""
+        if self.main:
+            shutil.copytree(agent, out, ignore=shutil.ignore_patterns("*.jsonl"))
+        return dict(steps=0)
+
+    # ................................................................................ playing
+
+    def play(
+        self,
+        agent,
+        begun: list[Trajectory],
+        temperature: float,
+        make_env: Callable | None = None,
+    ) -> list[Trajectory]:
+        """Plays episodes, each rank a share of them.
+
+        Args:
+            agent: The folder of the model that plays, or a model that is being trained.
+            begun: Trajectories with task, agent, iteration, rollout and seed, which get the rest.
+            temperature: That of sampling; 0 is greedy.
+            make_env: Makes environments that know other tasks than the run's.
+
+        Returns:
+            The trajectories in the order given; all ranks have all of them.
+        """
+        model = self.replica(agent)
+        share = begun[self.machine.rank::self.machine.ranks]
+        slots = self.slots(model)
+        with self.bar(len(share)) as progress:
+            playing.play(make_env or self.make_env, self.encoder, share,
+                         self.answer(model, temperature, slots), slots, self.settings.max_tokens,
+                         ended=lambda t: progress.update())
+        if model is agent and self.shares:
+            model.set_attn_implementation("shared")
+        order = {(t.task, t.rollout): n for n, t in enumerate(begun)}
+        return sorted(self.machine.gather(share), key=lambda t: order[t.task, t.rollout])
+
+    def replica(self, agent):
+        """A model as it plays, whole on each rank; of a folder, or as it is now in training."""
+        dtype = torch.bfloat16 if self.machine.bf16 else torch.float32
+        if not isinstance(agent, Path):
+            model = models.copy_that_plays(agent, dtype)
+            model.set_attn_implementation(self.attention)
+            return model
+        with reading(self, agent):
+            return models.read_model(agent, dtype, self.machine.device).eval()
+
+    def slots(self, model) -> int:
+        """How many episodes are played side by side on a rank: on a GPU those that fit it."""
+        s = self.settings
+        if self.machine.device.type != "cuda":
+            return s.slots or (64 if self.parameters < SMALL else 8)
+        models.collect()
+        fitting = machine.slots_that_fit(self.config, machine.free_memory(),
+                                         s.max_tokens + s.max_new_tokens, self.machine.bf16)
+        return min(s.slots or fitting, fitting)
+
+    def answer(self, model, temperature: float, slots: int) -> Callable:
+        """What replies to conversations: [(trajectory, random numbers)] -> [(ids, log_probs)]."""
+        s = self.settings
+        draw = Draw(self.encoder.sampler(temperature), self.encoder, self.env.stops)
+        return trial.answer_of(self.ways["replies"], model, draw, slots, s.max_tokens,
+                               s.max_new_tokens, self.machine.tokens_per_forward // 2)
+
+
+def margins_of(steps: list[list[Group]]) -> list[dict]:
+    """What training saw of each pair first and last: [chosen, rejected, margin] in nats."""
+    rows = []
+    for pair in {id(pair): pair for batch in steps for pair in dpo.pairs_of(batch)}.values():
+        if pair.seen:
+            rows.append(dict(task=pair.chosen.task, kind=pair.kind,
+                             chosen=pair.chosen.rollout, rejected=pair.rejected.rollout,
+                             first=pair.seen[0], last=pair.seen[-1]))
+    return rows
+
+
+# ------------------------------------------------------------------------- what a run asks first
+
+
+def check_folder(folder: Path) -> None:
+    """Refused where a folder has something else than a run, whose outputs would replace it."""
+    if not folder.exists() or (folder / "phases.json").exists():
+        return
+    if not folder.is_dir():
+        raise Refused(f"--out {folder}: it is a file; give a folder")
+    others = {path.name for path in folder.iterdir()}
+    others -= {"lock", "config.json.tmp"}  # of a run that was stopped before it had a config
+    if others:
+        raise Refused(f"--out {folder}: {min(others)} is in it, and no run; give another folder")
+
+
+def check_reads_alike(run: Run, agent: Path) -> None:
+    """Refused where an agent of a folder has other tokens than the run, which writes its ids."""
+    tokens = models.read(transformers.AutoTokenizer, agent).get_vocab()
+    rows = models.read_config(agent).get_text_config().vocab_size
+    if rows != run.encoder.rows or tokens != run.tokenizer.get_vocab():
+        raise Refused(f"--failure-from {agent}: its tokens are not those of --model {run.base}, in "
+                      "which episodes are written; give an agent of that model")
+
+
+def check_disk(run: Run, agents: int) -> None:
+    """Refused where the disk has no room for the agents that the run has yet to write, in fp32."""
+    needed = 4 * run.parameters * agents
+    for output in run.recorded:  # in a folder that goes on
+        for file in (run.folder / output).glob("*"):
+            if file.suffix in (".safetensors", ".pt"):
+                needed -= file.stat().st_size
+    free = shutil.disk_usage(run.folder).free
+    if needed > free:
+        raise Refused(f"--out {run.folder}: {files.size(free)} are free, and the run writes "
+                      f"{files.size(needed)} more; give a folder on another disk")
+
+
+def ways_of(run: Run, model: Path) -> dict:
+    """How a model has to be asked, see `engine.trial`."""
+    if model == models.MODELS["tiny"]:
+        return FASTEST
+    device = run.machine.device
+    longest = run.settings.max_tokens
+    positions = models.positions_of(run.config)
+    if longest > positions:
+        run.say(f"{model} has {positions:,} positions: longer episodes are read as it never "
+                f"learned to; lower --max-tokens {longest}")
+    if device.type == "cuda" and not machine.fits_in_fp32(run.config, run.parameters,
+                                                          machine.free_memory(), longest):
+        device = "cpu"
+    return trial.trial(models.read_model(model, device=device).eval(), run.encoder, longest)
+
+
+@contextmanager
+def reading(run: Run, agent):
+    """Says of an agent of the run that cannot be read what can be done; another model's error
+    stays as it is."""
+    try:
+        yield
+    except Refused as error:
+        if run.folder not in Path(agent).parents:
+            raise
+        raise Refused(f"{agent}: this agent of the run is damaged; delete the folder, and the same "
+                      "command makes it again") from error

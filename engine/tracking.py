@@ -1,0 +1,69 @@
+"""A run's log: metrics.jsonl, and a tracker that gets its numbers, too. `Run` writes it."""
+
+import json
+from pathlib import Path
+
+from accelerate.tracking import filter_trackers
+
+from common.files import whole_lines
+from common.settings import Refused
+
+
+class Tracking:
+    """Writes the log of a run.
+
+    Args:
+        accelerator: accelerate's, whose trackers are used.
+        folder: The run's; a tracker that writes files does so in its folder `tracking`.
+        name: The tracker, such as tensorboard; None: there is none.
+        settings: The run's, which trackers show.
+
+    Raises:
+        Refused: The tracker is not one of accelerate's, or is not installed.
+    """
+
+    def __init__(self, accelerator, folder: Path, name: str | None, settings: dict):
+        self.accelerator = accelerator
+        self.file = folder / "metrics.jsonl"
+        if not accelerator.is_main_process:
+            return
+        self.lines = len(whole_lines(self.file))  # those of earlier processes among them
+        if name:
+            self.start(name, folder / "tracking", settings)
+
+    def start(self, name: str, folder: Path, settings: dict) -> None:
+        try:
+            found = filter_trackers(name, str(folder))
+        except ValueError as error:
+            raise Refused(f"--track {name}: {error}") from None
+        if not found:
+            raise Refused(f"--track {name}: it is not installed; pip install {name}")
+        self.accelerator.log_with = found
+        self.accelerator.project_configuration.set_directories(str(folder))
+        folder.mkdir(exist_ok=True)
+        known = {key: value for key, value in settings.items() if value is not None}
+        self.accelerator.init_trackers("coevolve", known)
+
+    def log(self, event: str, phase: str, numbers: dict) -> None:
+        """Appends a line to metrics.jsonl, and gives its numbers to the tracker, named by phase;
+        those of evaluations by agent and split, too, a curve over the run. The number of the line
+        is their step, so that a run that goes on goes on there."""
+        if not self.accelerator.is_main_process:
+            return
+        with open(self.file, "a") as file:
+            file.write(json.dumps(dict(event=event, phase=phase, **numbers)) + "\n")
+        self.lines += 1
+        found = flat(phase.removesuffix(".jsonl"), numbers)
+        if "split" in numbers:
+            found |= flat(f"evaluate/{numbers['name']}/{numbers['split']}", numbers)
+        self.accelerator.log(found, self.lines)
+
+
+def flat(name: str, value) -> dict[str, float]:
+    """The numbers in nested dictionaries, with / between the names."""
+    if isinstance(value, dict):
+        found = {}
+        for inner, part in value.items():
+            found |= flat(f"{name}/{inner}", part)
+        return found
+    return {name: value} if isinstance(value, (int, float)) else {}

@@ -1,0 +1,155 @@
+"""A trial: how a model has to be asked, so that its log-probabilities are right.
+
+A new run tries each model that plays or trains, and keeps the verdict in its config.json.
+
+    python -m engine.trial MODEL        # prints it, and a conversation with its action mask
+"""
+
+import random
+from collections.abc import Callable
+
+import torch
+
+from common.settings import Refused
+from dpo import Ids, Trajectory, token_log_probs
+from engine import shared
+from engine.chat import Encoder, first_line
+from engine.kept import Kept
+from engine.models import positions_of
+from engine.sampling import Draw, Sampler, replies
+
+RIGHT = 1e-3  # nats a token that rounding explains in fp32: it makes 4e-5, faults 0.012 and more
+SHORT = 24    # tokens of the shortest text
+NEW = 6       # tokens of a reply
+# Ways of replying, the fastest first: rows of a cache that is kept over turns; else `generate`,
+# side by side with a cache of one turn, or one at a time, or without a cache.
+REPLIES = ("kept", "side by side", "alone", "without a cache")
+# Ways of passes: with beginnings that are shared, or rows that are padded; else one at a time.
+PASSES = ("shared", "padded")
+# What a model's code raises where it lacks a way of being run. Disk and driver are not among them.
+OF_CODE = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError,
+           TypeError, ValueError)
+OF_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError)  # which are RuntimeErrors, too
+
+
+@torch.inference_mode()
+def trial(model, encoder: Encoder, longest: int = 64) -> dict:
+    """Finds the ways to ask a model that give right log-probabilities: those of plain passes over
+    one text. Some models read padding, or err with their cache, or by a text's length.
+
+    It judges code, not rounding: in bf16 rounding alone moves a token by 0.04 to 0.06 nats, more
+    than some faults do. So the model is turned into fp32.
+
+    Args:
+        model: A causal LM; its weights are fp32 afterwards, its attention its own.
+        encoder: Of its tokenizer.
+        longest: Tokens of the longest text that is tried, since some faults begin at a length.
+
+    Returns:
+        The fastest of REPLIES that is right, as `replies`; and those of PASSES that are.
+
+    Raises:
+        Refused: No way is right. What the machine lacks, memory say, is raised as it is.
+    """
+    model.float()
+    attention = model.config._attn_implementation
+    texts = texts_of(encoder, longest)
+    why = ""
+    for way in REPLIES:
+        error, why = error_of(lambda: error_of_replies(model, encoder, texts, longest, way))
+        model.set_attn_implementation(attention)
+        if error < RIGHT:
+            break
+    else:
+        remedy = "use another model"
+        positions = positions_of(model.config)
+        if longest > positions:
+            remedy = f"it has {positions:,} positions, lower --max-tokens {longest}"
+        why = why or "its replies have other log-probabilities than plain passes over them"
+        raise Refused(f"{type(model).__name__} cannot be used: {why}; {remedy}")
+
+    right = []
+    for passes in PASSES:
+        error, _ = error_of(lambda: error_of_passes(model, texts, passes))
+        model.set_attn_implementation(attention)
+        if error < RIGHT:
+            right.append(passes)
+    return dict(replies=way, passes=right)
+
+
+def error_of(tried: Callable) -> tuple[float, str]:
+    """How far a way is off, and why it cannot be taken at all, if it cannot."""
+    try:
+        return tried(), ""
+    except OF_MACHINE:
+        raise
+    except OF_CODE as error:
+        if "DefaultCPUAllocator" in str(error):  # out of memory, on a CPU
+            raise MemoryError(str(error)) from None
+        return float("inf"), first_line(error)
+
+
+def texts_of(encoder: Encoder, longest: int) -> list[Ids]:
+    """Random texts: a long one, the beginning of it with another end, and a short one."""
+    rng = random.Random(0)
+    drawn = sorted(encoder.known - set(never_of(encoder)))
+    long = rng.choices(drawn, k=max(SHORT, longest - 4 * NEW))
+    half = long[:len(long) // 3] + rng.choices(drawn, k=len(long) // 6)
+    return [long, half, rng.choices(drawn, k=min(SHORT, longest // 3))]
+
+
+def never_of(encoder: Encoder) -> tuple[int, ...]:
+    """What a reply of a trial never has, so that none ends early."""
+    return (*encoder.sampler().never, encoder.end_of_turn)
+
+
+def error_of_replies(model, encoder: Encoder, texts: list[Ids], longest: int, way: str) -> float:
+    """How far replies to the texts, in two turns, are off plain passes, in nats a token."""
+    sampler = Sampler(never=never_of(encoder))
+    answer = answer_of(way, model, Draw(sampler, encoder, ()), len(texts), longest, NEW, longest)
+    rng = random.Random(1)
+    asked = []
+    for n, ids in enumerate(texts):
+        asked.append((Trajectory(ids=list(ids), action_mask=[0] * len(ids)), random.Random(n)))
+    for _ in range(2):
+        for (t, _), (ids, log_probs) in zip(asked, answer(asked)):
+            t.extend(ids, is_action=True)
+            t.log_probs += log_probs
+            t.extend(rng.choices(texts[0], k=NEW), is_action=False)
+    worst = 0.0
+    for t, _ in asked:
+        plain = token_log_probs(model, [t], sampler.scores)                       # (A,)
+        worst = max(worst, (plain - plain.new_tensor(t.log_probs)).abs().mean().item())
+    return worst
+
+
+def answer_of(way: str, model, draw: Draw, slots: int, max_tokens: int, max_new_tokens: int,
+              tokens: int) -> Callable:
+    """What replies to conversations in one of the REPLIES, see `engine.kept.Kept`."""
+    if way == "kept":
+        return Kept(model, draw, slots, max_tokens, max_new_tokens, tokens)
+
+    def reply(asked):
+        conversations = [(t.ids, rng) for t, rng in asked]
+        return replies(model, draw, max_new_tokens, conversations, alone=way != "side by side",
+                       cache=way != "without a cache")
+
+    return reply
+
+
+def error_of_passes(model, texts: list[Ids], passes: str) -> float:
+    """How far a pass over all texts is off plain passes over each, in nats a token."""
+    trajectories = []
+    for ids in texts:
+        mask = [int(k % 8 == 0 or k > len(ids) - NEW) for k in range(len(ids))]
+        trajectories.append(Trajectory(ids=ids, action_mask=mask))
+    plain = [token_log_probs(model, [t]) for t in trajectories]                   # (a,) each
+    if passes == "shared":
+        model.set_attn_implementation("shared")
+        found = shared.log_probs(model, trajectories, sum(map(len, texts)))       # (A,)
+    else:
+        found = token_log_probs(model, trajectories)                              # (A,)
+    errors = []
+    for own, text in zip(found.split([len(values) for values in plain]), plain):
+        errors.append((own - text).abs().mean().item())
+    return max(errors)

@@ -1,0 +1,77 @@
+"""Words: what is said of a finished phase, and of a run when it ends. `Run` and `main` say it."""
+
+from collections import defaultdict
+
+# What shares of episodes are called for a person.
+SHARES = {"success": "solved", "hard": "hard failures", "budget": "out of turns"}
+# What is recorded of a phase beside what it found.
+RECORDS = {"i", "seconds", "first_loss"}
+
+
+def sentence(output: str, row: dict) -> str:
+    """What is said of a phase, such as
+    "iter1/target.jsonl  400 episodes, reward 0.512, 35% solved, 40% hard failures, ...  1:12"."""
+    parts = []
+    for name, value in row.items():
+        if name not in RECORDS and isinstance(value, (int, float, dict)):
+            parts.append(phrase(name, value, row))
+    minutes, seconds = divmod(round(row["seconds"]), 60)
+    taken = "  taken over" if "from" in row else ""
+    return f"{output:28}  {', '.join(parts)}  {minutes}:{seconds:02}{taken}"
+
+
+def phrase(name: str, value, row: dict) -> str:
+    """A number in words, or some numbers by name with their sum; row: what stands beside it."""
+    if isinstance(value, dict):
+        each = ", ".join(f"{count:,} {kind}" for kind, count in value.items())
+        total = f"{sum(value.values()):,} {name}"
+        return f"{total} ({each})" if each else total
+    if name in SHARES:
+        return f"{value:.0%} {SHARES[name]}"
+    if name == "turns":
+        return f"{value:.1f} turns each"
+    if name == "loss" and "first_loss" in row:
+        return f"loss {row['first_loss']:.3f} -> {value:.3f}"
+    if isinstance(value, float):
+        return f"{name} {value:.3f}"
+    if value == 1:
+        name = name.removesuffix("s")
+    return f"{value:,} {name}"
+
+
+def headline(s: dict) -> str:
+    """Which run one of these settings is."""
+    return f"{s['method']} on {s['env']}, model {s['model']}, seed {s['seed']}"
+
+
+def closing(done: dict[str, dict]) -> list[str]:
+    """What became of each agent that was evaluated, a line each, such as
+    "target, test: reward 0.762 -> 0.791, solved 32% -> 45%; unseen: reward ..."."""
+    evaluations = defaultdict(list)  # (agent, split) -> rows, in order
+    for row in done.values():
+        if "split" in row and row.get("episodes"):
+            evaluations[row["name"], row["split"]].append(row)
+    said = defaultdict(list)  # agent -> what is said of each split
+    for (agent, split), rows in evaluations.items():
+        rewards = " -> ".join(f"{row['reward']:.3f}" for row in ends_of(rows))
+        solved = " -> ".join(f"{row['success']:.0%}" for row in ends_of(rows))
+        said[agent].append(f"{split}: reward {rewards}, solved {solved}")
+    return [f"{agent}, {'; '.join(splits)}" for agent, splits in said.items()]
+
+
+def ends_of(rows: list) -> list:
+    """The first one and the last, if there are two."""
+    return rows if len(rows) == 1 else [rows[0], rows[-1]]
+
+
+def table(done: dict[str, dict]) -> list[str]:
+    """What the phases of a run found, a line each: pairs, exploration, evaluation."""
+    kinds = {"pairs": [], "explored": [], "evaluated": []}
+    for output, row in done.items():
+        if "pairs" in row:
+            kinds["pairs"].append(sentence(output, row))
+        elif "episodes" in row and output.endswith(".jsonl"):
+            kind = "evaluated" if "split" in row else "explored"
+            kinds[kind].append(sentence(output, row))
+    seconds = sum(row["seconds"] for row in done.values() if "from" not in row)
+    return [*kinds["pairs"], *kinds["explored"], *kinds["evaluated"], f"{seconds:,.0f} s in all"]
