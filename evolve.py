@@ -36,41 +36,22 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as states
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 import coevolve
 import dpo
-import envs
-from coevolve import (
-    Common,
-    action_count,
-    better,
-    by_task,
-    evaluations,
-    experts_of,
-    read,
-    say,
-    scores,
-    train_sft,
-    write,
-)
+from coevolve import Common, by_task, evaluations, given_experts, scores, train_sft
+from common import settings as types
 from common.files import read_jsonl, seed_of
-from common.settings import (
-    Count,
-    Growing,
-    Method,
-    Rate,
-    Share,
-    Stated,
-    Weight,
-    Whole,
-    limited,
-)
-from dpo import Group, Trajectory
+from common.settings import Refused
+from dpo import Group, Trajectory, action_count, better
+from engine.command import main
+from engine.experts import collect_experts, evaluated_tasks
+from engine.models import save
+from engine.records import read, write
+from engine.run import Run
+from worlds import World
 from worlds.expert_files import read_experts, tasks_of
 
 # ------------------------------------------------------------------------------------ the loop
@@ -96,14 +77,15 @@ def evolve(run: Run, find: Callable | None = None) -> None:
     # The agent before its first step; it is pi_ref in all segments.
     reference = run.base
     if s.warm_start == "sft":
-        reference = once("sft-target", train_sft, run.base, experts_of(run), name="target")
+        experts = once("experts.jsonl", collect_experts, *given_experts(s))
+        reference = once("sft-target", train_sft, run.base, experts, name="target")
     evaluations(run, {"target": reference}, 0)
 
     # D_0 is a part of the training split, or is found by exploration that no signal leads.
     if s.start_from == "train":
         task_set = [once("iter0/tasks.jsonl", first_tasks, i=0)]
     else:
-        task_set = [evolution(run, find, reference, task_set=[], signals=[], played=[], i=0)]
+        task_set = [evolution(run, find, reference, task_set=[], signals=[], i=0)]
 
     agent = reference
     plans = []   # the file of the last plan, with what is left of its pass
@@ -118,7 +100,7 @@ def evolve(run: Run, find: Callable | None = None) -> None:
             evaluations(run, {"target": agent}, i)
         if s.method == "evolve" and i < segments:
             signals = [once(f"iter{i}/signals.jsonl", find_signals, task_set, played, i=i)]
-            task_set = [evolution(run, find, agent, task_set, signals, played[-1:], i=i)]
+            task_set = [evolution(run, find, agent, task_set, signals, i=i)]
 
 
 def evolution(
@@ -127,10 +109,9 @@ def evolution(
     agent: Path,
     task_set: Files,
     signals: Files,
-    played: Files,
     i: int,
 ) -> Path:
-    """Changes D: tasks are found, judged, perhaps tried, and join.
+    """Changes D: tasks are found, judged, and join.
 
     Args:
         run: The run.
@@ -138,22 +119,18 @@ def evolution(
         agent: The agent as it is now.
         task_set: D as it is now.
         signals: The signals that lead exploration.
-        played: The file of trajectories of the last segment, in a list; empty before the first.
         i: The number of the evolution.
 
     Returns:
         The file of the new D.
     """
-    once = run.once
     finds = find(run, i, agent, task_set, signals)
-    proposals = once(f"iter{i}/proposals.jsonl", judge, finds, task_set, i=i)
-    if run.settings.solve_check:
-        proposals = once(f"iter{i}/solved.jsonl", try_to_solve, proposals, task_set, agent, i=i)
-    return once(f"iter{i}/tasks.jsonl", join, task_set, proposals, played, i=i)
+    proposals = run.once(f"iter{i}/proposals.jsonl", judge, finds, task_set, i=i)
+    return run.once(f"iter{i}/tasks.jsonl", join, task_set, proposals, i=i)
 
 
 def find_tasks(run: Run, i: int, agent: Path, task_set: Files, signals: Files) -> Path:
-    """Explores, and makes tasks of it: of the agent's own episodes, or by variation of the picks.
+    """Explores, and makes tasks of the agent's own episodes.
 
     Args:
         run: The run.
@@ -165,11 +142,8 @@ def find_tasks(run: Run, i: int, agent: Path, task_set: Files, signals: Files) -
     Returns:
         A file of finds, see `abstract`.
     """
-    once = run.once
-    if signals and run.settings.explorer == "aimed":
-        return once(f"iter{i}/finds.jsonl", vary, task_set, signals, i=i)
-    explored = once(f"iter{i}/explored.jsonl", explore, agent, task_set, signals, i=i)
-    return once(f"iter{i}/finds.jsonl", abstract, task_set, explored, i=i)
+    explored = run.once(f"iter{i}/explored.jsonl", explore, agent, task_set, signals, i=i)
+    return run.once(f"iter{i}/finds.jsonl", abstract, task_set, explored, i=i)
 
 
 def by_one_rank(phase: Callable) -> Callable:
@@ -177,12 +151,8 @@ def by_one_rank(phase: Callable) -> Callable:
     answer ranks differently, and they have to go the same way."""
     @wraps(phase)
     def done_by_one(run, *inputs, **named):
-        numbers = [None]
-        if run.main:
-            numbers = [phase(run, *inputs, **named)]
-        if run.ranks > 1:
-            torch.distributed.broadcast_object_list(numbers, src=0, group=run.patient)
-        return numbers[0]
+        numbers = [phase(run, *inputs, **named)] if run.main else []
+        return run.machine.gather(numbers)[0]
     return done_by_one
 
 
@@ -233,7 +203,13 @@ def advantages(rewards: list[float]) -> list[float]:
     return advantage.tolist()
 
 
-def grpo_loss(policy: Tensor, visits: list[Visit], s: Grpo) -> tuple[Tensor, dict]:
+def grpo_loss(
+    policy: Tensor,
+    visits: list[Visit],
+    clip_low: float,
+    clip_high: float,
+    kl: float,
+) -> tuple[Tensor, dict]:
     """Computes GRPO's loss, summed over the action tokens t_j of some visits:
 
         rho_j = pi(t_j|.) / pi_old(t_j|.)        d_j = log pi_ref(t_j|.) - log pi(t_j|.)
@@ -242,7 +218,8 @@ def grpo_loss(policy: Tensor, visits: list[Visit], s: Grpo) -> tuple[Tensor, dic
     Args:
         policy: log pi(t_j|.), (A,), in nats.
         visits: The visits, with advantages.
-        s: The settings; it reads clip_low, clip_high, importance_cap and grpo_kl, which is beta.
+        clip_low, clip_high: How far a ratio may go below 1, and above.
+        kl: beta.
 
     Returns:
         The loss, (), and sums of statistics: `action` counts the tokens and those whose ratio was
@@ -250,16 +227,12 @@ def grpo_loss(policy: Tensor, visits: list[Visit], s: Grpo) -> tuple[Tensor, dic
     """
     old = torch.cat([visit.old for visit in visits]).to(policy)                   # (A,)
     ref = torch.cat([visit.ref for visit in visits]).to(policy)                   # (A,)
-    drawn = torch.cat([visit.drawn for visit in visits]).to(policy)               # (A,)
     advantage = policy.new_tensor(advantage_of_tokens(visits))                    # (A,)
 
     # min(rho A, clip(rho, 1 - low, 1 + high) A)
     ratio = (policy - old).clamp(max=FARTHEST).exp()                              # (A,) rho
-    clipped_ratio = ratio.clamp(1 - s.clip_low, 1 + s.clip_high)
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     surrogate = torch.minimum(ratio * advantage, clipped_ratio * advantage)
-    # Weighted by min(pi_old / pi_sampler, C), if at all [Yao et al. 2025].
-    if s.importance_cap:
-        surrogate = surrogate * (old - drawn).exp().clamp(max=s.importance_cap)
 
     # k3 = exp(d) - d - 1 estimates KL(pi || pi_ref) from samples of pi. Beyond FARTHEST exp(d)
     # goes on as its tangent: it stays finite, and its gradient still points to pi_ref.
@@ -268,7 +241,7 @@ def grpo_loss(policy: Tensor, visits: list[Visit], s: Grpo) -> tuple[Tensor, dic
     exp_d = near.exp() * (1 + (d - near))
     k3 = exp_d - d - 1
 
-    loss = -(surrogate - s.grpo_kl * k3).sum()
+    loss = -(surrogate - kl * k3).sum()
     clipped = (ratio != clipped_ratio).sum().item()
     statistics = {"action": dict(count=len(ratio), clipped=clipped)}
     far = (d > FARTHEST).sum().item()
@@ -313,48 +286,35 @@ def train(
     s = run.settings
     model = run.load(agent)
     pi_ref = run.load(reference)
-    objective = dpo.Objective(
-        partial(grpo_loss, s=s),
-        action_count,
-        s.grpo_lr,
-        weight_decay=s.weight_decay,
-        max_grad_norm=s.max_grad_norm,
-        tokens=run.tokens_per_forward * run.ranks)
-    optimizer = dpo.adamw(model, objective)
+    optimizer = dpo.adamw(model, s.weight_decay)
     load_moments(model, optimizer, agent / "moments.pt")
     d = rows_of(task_set)
     make_env = partial(env_with, run, d)
 
-    steps = []  # of each step its line of the log and its trajectories, as they are written
-    checkpoint = run.checkpoint(steps)
-    done = checkpoint.restore(model, optimizer) if checkpoint else 0
-    for row in read_jsonl(planned)[done:]:
-        trajectories = play_step(run, model, row, make_env)
-        line = learn(run, model, pi_ref, optimizer, objective, row, trajectories)
-        line["D"] = len(active(d))
-        episodes = [vars(t) for t in trajectories]
-        steps.append(dict(log=line, episodes=episodes))
-        if checkpoint:
-            checkpoint.keep(model, optimizer, len(steps))
-
-    dpo.save(run.accelerator, model, run.encoder, out)
-    save_moments(run, model, optimizer, out / "moments.pt")
-    return write_steps(run, out, steps)
-
-
-def write_steps(run: Run, out: Path, steps: list[dict]) -> dict:
-    """Writes the log and the trajectories of a segment; what the segment took, and how it ended."""
     log = []
     episodes = []
-    for step in steps:
-        log.append(step["log"])
-        episodes += step["episodes"]
+    with run.bar(s.evolve_every) as progress:
+        for row in read_jsonl(planned):
+            trajectories = play_step(run, model, row, make_env)
+            line = learn(run, model, pi_ref, optimizer, row, trajectories)
+            log.append(line | dict(D=len(d)))
+            episodes += trajectories
+            run.tracking.log("train", run.name, log[-1])
+            progress.update()
+
+    save(run.machine.accelerator, model, run.encoder, out)
+    save_moments(run, model, optimizer, out / "moments.pt")
     write(run, out / "train.jsonl", log)
     write(run, out / "episodes.jsonl", episodes)
+    return what_it_took(run, log, episodes)
+
+
+def what_it_took(run: Run, log: list[dict], episodes: list[Trajectory]) -> dict:
+    """What a segment took, and how it ended."""
     far = sum(line.get("far", 0) for line in log)
     if far:
-        say(run, f"{run.name}: {far} times the policy was {FARTHEST:.0f} nats and more from pi_ref "
-                 "at a token; k3 is bounded there; lower --grpo-lr or raise --grpo-kl")
+        run.say(f"{run.name}: {far} times the policy was {FARTHEST:.0f} nats and more from pi_ref "
+                "at a token; k3 is bounded there; lower --grpo-lr or raise --grpo-kl")
     last = log[-1]
     return dict(
         episodes=len(episodes),
@@ -407,7 +367,6 @@ def learn(
     model,
     pi_ref,
     optimizer,
-    objective: dpo.Objective,
     row: dict,
     trajectories: list[Trajectory],
 ) -> dict:
@@ -418,7 +377,6 @@ def learn(
         model: The policy, which is trained in place.
         pi_ref: The reference.
         optimizer: AdamW of the model.
-        objective: GRPO's loss, and how it is minimised.
         row: The plan of the step, {step, tasks}.
         trajectories: What was played.
 
@@ -432,13 +390,13 @@ def learn(
     visits = list(itertools.chain(*batches))  # those that teach
 
     # pi is what the sampler draws from: the softmax at its temperature, without some tokens.
-    log_probs_of = partial(run.log_probs, sampler=run.encoder.sampler(s.grpo_temperature))
+    log_probs = partial(run.log_probs, scores=run.encoder.sampler(s.grpo_temperature).scores)
     if visits:
-        add_log_probs(visits, model, pi_ref, log_probs_of)
-    # A minibatch is one update, which is made when its line of the log is asked for.
-    updates = []
-    for update in dpo.training(model, optimizer, batches, objective, log_probs_of):
-        updates.append(update)
+        add_log_probs(visits, model, pi_ref, log_probs)
+    # A minibatch is one update. Its loss is the mean over its action tokens.
+    loss = partial(grpo_loss, clip_low=s.clip_low, clip_high=s.clip_high, kl=s.grpo_kl)
+    updates = list(dpo.train(model, optimizer, batches, [s.grpo_lr] * len(batches), loss,
+                             action_count, log_probs, s.max_grad_norm, run.tokens_at_once))
     return log_line(run, row, trajectories, visits, updates, dropped["too long"])
 
 
@@ -464,7 +422,7 @@ def log_line(
         The line; `far` is in it only if k3 was bounded for some tokens.
     """
     task_count = len(row["tasks"])
-    scored = scores(trajectories, run)
+    scored = scores(trajectories, run.settings.hard_threshold)
     kl = 0.0  # log pi_old - log pi_ref of all that trained, which estimates KL(pi_old || pi_ref)
     for visit in visits:
         kl += (visit.old - visit.ref).sum().item()
@@ -502,20 +460,20 @@ def teaching_batches(visits: list[Visit], size: int, rng: random.Random) -> list
     """Shuffles visits into minibatches of so many. Then those without advantages leave the
     minibatch that they are in; the others stay together."""
     batches = []
-    for batch in dpo.batches(visits, size, "instructions", rng):
+    for batch in dpo.batches(visits, size, "tasks", rng):
         teaching = [visit for visit in batch if visit.advantages]
         if teaching:
             batches.append(teaching)
     return batches
 
 
-def add_log_probs(visits: list[Visit], model, pi_ref, log_probs_of: Callable) -> None:
+def add_log_probs(visits: list[Visit], model, pi_ref, log_probs: Callable) -> None:
     """Puts log pi_ref and log pi_old, as a training pass has them, into each visit."""
     trajectories = dpo.trajectories_of(visits)
     with torch.no_grad():
-        ref = log_probs_of(pi_ref, trajectories).cpu()                            # (A,)
-        old = log_probs_of(model, trajectories).cpu()                             # (A,)
-    counts = [action_count(visit) for visit in visits]
+        ref = log_probs(pi_ref, trajectories).cpu()                               # (A,)
+        old = log_probs(model, trajectories).cpu()                                # (A,)
+    counts = [action_count([visit]) for visit in visits]
     for visit, part in zip(visits, ref.split(counts)):
         visit.ref = part
     for visit, part in zip(visits, old.split(counts)):
@@ -540,23 +498,15 @@ def apart(visits: list[Visit], s: Grpo) -> dict:
 # ------------------------------------------------------------------------ the tasks of each step
 
 
-@dataclass
-class Pool:
-    """Some tasks that have passes of their own: each comes once in a pass."""
-    tasks: list[str]
-    until: int  # a step takes tasks from here until it has so many
-    waiting: list[str] = field(default_factory=list)  # what is left of the pass, the next one last
-
-
 def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int) -> dict:
     """Plans the tasks of each step of a segment: passes over D, shuffled by the run's seed.
 
     What is left of a pass waits for the next segment; tasks that join enter the next pass. No task
-    is twice in a step. With --start-share D_0 and the tasks added to it have passes of their own.
+    is twice in a step.
 
     Args:
         run: The run.
-        out: The file, with a row for each step: its tasks, and what waits after it in each pool.
+        out: The file, with a row for each step: its tasks, and what waits after it.
         task_set: D.
         plans: The file of the segment before, in a list; empty for the first.
         i: The number of the segment.
@@ -565,43 +515,22 @@ def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int) -> dict:
         The size of D.
     """
     s = run.settings
-    pools = pools_of(active(rows_of(task_set)), s)
-    if plans:
-        before = read_jsonl(plans[0])[-1]["waiting"]
-        for pool, waiting in zip(pools, before):
-            pool.waiting = [task for task in waiting if task in pool.tasks]
-
+    d = [row["task"] for row in rows_of(task_set)]
+    waiting = rows_of(plans)[-1]["waiting"] if plans else []  # of this pass, the next one last
     rows = []
     first = (i - 1) * s.evolve_every + 1
     last = min(i * s.evolve_every, s.grpo_steps)
     for step in range(first, last + 1):
         tasks = []
-        for pool in pools:
-            while len(tasks) < pool.until:
-                if not pool.waiting:
-                    # A new pass begins. What is in this step already comes last.
-                    rng = rng_of(run, "pass", step)
-                    shuffled = rng.sample(pool.tasks, len(pool.tasks))
-                    pool.waiting = sorted(shuffled, key=tasks.count, reverse=True)
-                tasks.append(pool.waiting.pop())
-        waiting = [list(pool.waiting) for pool in pools]
-        rows.append(dict(step=step, tasks=tasks, waiting=waiting))
+        while len(tasks) < min(s.step_tasks, len(d)):
+            if not waiting:
+                # A new pass begins. What is in this step already comes last.
+                shuffled = rng_of(run, "pass", step).sample(d, len(d))
+                waiting = sorted(shuffled, key=tasks.count, reverse=True)
+            tasks.append(waiting.pop())
+        rows.append(dict(step=step, tasks=tasks, waiting=list(waiting)))
     write(run, out, rows)
-    return dict(D=sum(len(pool.tasks) for pool in pools))
-
-
-def pools_of(d: list[dict], s: Grpo) -> list[Pool]:
-    """The pools that fill a step one after the other: all tasks; or D_0 and the added ones."""
-    start = []  # none of these ever leaves
-    added = []
-    for row in d:
-        tasks = start if row["joined"] == 0 else added
-        tasks.append(row["task"])
-    size = min(s.step_tasks, len(d))
-    if s.start_share == 0:
-        return [Pool(start + added, size), Pool([], size)]
-    most = max(math.ceil(s.start_share * size), size - len(added))
-    return [Pool(start, min(len(start), most)), Pool(added, size)]
+    return dict(D=len(d))
 
 
 # ----------------------------------------------------------------------------------- the signals
@@ -612,32 +541,29 @@ def pools_of(d: list[dict], s: Grpo) -> list[Pool]:
 @dataclass
 class History:
     """What the signals look at after a segment."""
-    success: float                             # the reward from which y = 1
     visits: dict[str, list[list[Trajectory]]]  # task of the segment -> its last visits, in order
     episodes: list[Trajectory]                 # of the segment
     patterns: list[set[str]] = field(default_factory=list)  # of each of these, of its actions
 
-    def score(self, visit: list[Trajectory]) -> float:
-        """s(x) of a visit."""
-        return mean([t.reward >= self.success for t in visit])
 
-    def evidence(self, episodes: list[Trajectory]) -> dict:
-        """The conversations of the first failure and of the first success."""
-        found = dict(failure=None, success=None)
-        for t in reversed(episodes):
-            if t.reward >= self.success:
-                found["success"] = t.messages
-            else:
-                found["failure"] = t.messages
-        return found
+def score(visit: list[Trajectory]) -> float:
+    """s(x) of a visit."""
+    return mean([not t.is_failure for t in visit])
 
 
-def look_back(segments: Iterable[list[Trajectory]], success: float, window: int) -> History:
+def evidence(episodes: list[Trajectory]) -> dict:
+    """The conversations of the first failure and of the first success."""
+    found = dict(failure=None, success=None)
+    for t in reversed(episodes):
+        found["failure" if t.is_failure else "success"] = t.messages
+    return found
+
+
+def look_back(segments: Iterable[list[Trajectory]], window: int) -> History:
     """Finds the visits that the signals look at.
 
     Args:
         segments: The trajectories of all segments so far, in the order in which they were played.
-        success: The reward from which an episode is a success.
         window: How many visits before the last one count.
 
     Returns:
@@ -652,28 +578,28 @@ def look_back(segments: Iterable[list[Trajectory]], success: float, window: int)
     visited = {}
     for t in segment:  # the last one
         visited[t.task] = list(visits[t.task].values())
-    return History(success, visited, segment)
+    return History(visited, segment)
 
 
 def forgetting(history: History, s: Evolution) -> Iterator[dict]:
     """F: tasks visited in the segment with s_now < 0.5, and s >= 0.5 among the W visits before;
     with the number of visits since that success."""
     for task, (*before, now) in history.visits.items():
-        if history.score(now) >= 0.5:
+        if score(now) >= 0.5:
             continue
         for ago, visit in enumerate(reversed(before), start=1):
-            if history.score(visit) >= 0.5:
-                then = history.evidence(visit)["success"]
-                yield dict(task=task, visits_ago=ago, **history.evidence(now), success_then=then)
+            if score(visit) >= 0.5:
+                then = evidence(visit)["success"]
+                yield dict(task=task, visits_ago=ago, **evidence(now), success_then=then)
                 break
 
 
 def boundary(history: History, s: Evolution) -> Iterator[dict]:
     """B: tasks with 0 < sum of y < K at their last visit, one step and one policy; the sum."""
     for task, (*_, now) in history.visits.items():
-        if 0 < history.score(now) < 1:
-            successes = sum(t.reward >= history.success for t in now)
-            yield dict(task=task, successes=successes, **history.evidence(now))
+        if 0 < score(now) < 1:
+            successes = sum(not t.is_failure for t in now)
+            yield dict(task=task, successes=successes, **evidence(now))
 
 
 def rare(history: History, s: Evolution) -> Iterator[dict]:
@@ -688,7 +614,7 @@ def rare(history: History, s: Evolution) -> Iterator[dict]:
                     holding.append(t)
             holding.sort(key=lambda t: t.reward)
             yield dict(task=holding[0].task, pattern=pattern, episodes=count,
-                       **history.evidence(holding))
+                       **evidence(holding))
 
 
 SIGNALS = {"forgetting": forgetting, "boundary": boundary, "rare": rare}
@@ -711,7 +637,7 @@ def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) ->
     s = run.settings
     d = rows_of(task_set)
     generator = env_with(run, d).task_generator()
-    history = look_back(map(read, played), run.env.success, s.window)
+    history = look_back(map(read, played), s.window)
     for t in history.episodes:
         history.patterns.append(generator.patterns(t.task, replies(t)))
 
@@ -720,7 +646,8 @@ def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) ->
     numbers = {}
     for kind in SIGNALS:
         if kind in s.signals.split(","):
-            found = rows_of_signal(kind, history, generator, s)
+            found = [dict(signal=kind, picked=False, **row) for row in SIGNALS[kind](history, s)]
+            found.sort(key=task_and_pattern)
             rows += found
             rng = rng_of(run, "picks", i, kind)
             shuffled.append(rng.sample(found, len(found)))
@@ -728,7 +655,7 @@ def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) ->
 
     picked = pick(shuffled, s.picks)
     if s.guide == "random":  # as many tasks that no signal names
-        pool = [row["task"] for row in active(d)]
+        pool = [row["task"] for row in d]
         tasks = rng_of(run, "random", i).sample(pool, len(picked))
         picked = [dict(signal="random", task=task) for task in tasks]
         rows += picked
@@ -739,19 +666,6 @@ def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) ->
     write(run, out, rows)
     patterns = set().union(*history.patterns)
     return numbers | dict(picked=len(picked), picks=picks, patterns=len(patterns))
-
-
-def rows_of_signal(kind: str, history: History, generator, s: Evolution) -> list[dict]:
-    """The rows of one kind of signal, by task and pattern. The aimed explorer can do nothing about
-    a pattern that its world draws no tasks for."""
-    rows = []
-    for row in SIGNALS[kind](history, s):
-        pattern = row.get("pattern")
-        if s.explorer == "aimed" and pattern is not None and not generator.parses(pattern):
-            continue
-        rows.append(dict(signal=kind, picked=False, **row))
-    rows.sort(key=task_and_pattern)
-    return rows
 
 
 def task_and_pattern(row: dict) -> tuple[str, str]:
@@ -773,8 +687,7 @@ def pick(kinds: list[list[dict]], most: int) -> list[dict]:
 
 
 # ----------------------------------------------------------------------- from signals to tasks
-# A row of tasks.jsonl is a task of D, in the order in which they joined, also one that has `left`:
-# ids of new tasks count all that ever joined. `d` is these rows.
+# A row of tasks.jsonl is a task of D, in the order in which they joined. `d` is these rows.
 
 
 @dataclass
@@ -783,46 +696,23 @@ class Explored(Trajectory):
     signal: str = ""  # what led the explorer to the task: a kind of signal, `random` or `start`
 
 
-def active(d: list[dict]) -> list[dict]:
-    """The tasks that are in D now."""
-    return [row for row in d if "left" not in row]
-
-
-def env_with(run: Run, d: list[dict]) -> envs.World:
+def env_with(run: Run, d: list[dict]) -> World:
     """Makes an environment that knows the tasks of D; Refused where their order was changed."""
     env = run.make_env()
     for row in d:
         if "definition" in row:  # it is in no split
             task = env.add(row["definition"])
             if task != row["task"]:
-                raise envs.Refused(f"tasks.jsonl: {row['task']} is {task} here; keep its rows in "
+                raise Refused(f"tasks.jsonl: {row['task']} is {task} here; keep its rows in "
                                    "order")
     return env
-
-
-def joining(run: Run, d: list[dict], proposals: list[dict], i: int) -> list[dict]:
-    """The rows of D for the proposals that join it in evolution i."""
-    env = env_with(run, d)
-    rows = []
-    for proposal in proposals:
-        if proposal["reason"] is None:
-            definition = proposal["task"]
-            rows.append(dict(
-                task=env.add(definition),
-                joined=i,
-                signal=proposal["signal"],
-                text=proposal["text"],
-                definition=definition))
-    return rows
 
 
 def training_tasks(run: Run) -> list[str]:
     """The ids of the training split, or of the tasks of --experts, without what is evaluated."""
     s = run.settings
     env = run.env
-    evaluated = set()  # what these tasks are, since one may have several ids
-    for split in run.splits:
-        evaluated |= {repr(env.find(task)) for task in env.tasks(split)}
+    evaluated = evaluated_tasks(env, run.splits)
     if s.experts:
         tasks = tasks_of(read_experts(s.experts, env))
     else:
@@ -831,7 +721,7 @@ def training_tasks(run: Run) -> list[str]:
         tasks = tasks[:s.train_tasks]
     left = [task for task in tasks if repr(env.find(task)) not in evaluated]
     if not left:
-        raise envs.Refused(f"of {len(tasks)} training tasks none is left to train on, since all "
+        raise Refused(f"of {len(tasks)} training tasks none is left to train on, since all "
                            "are evaluated; give other --experts, more --train-tasks or other "
                            "--eval-splits")
     return left
@@ -895,7 +785,7 @@ def explore(run: Run, out: Path, agent: Path, task_set: Files, signals: Files, i
     write(run, out, explored)
     if not explored:
         return dict(episodes=0)
-    return scores(explored, run)
+    return scores(explored, s.hard_threshold)
 
 
 @by_one_rank
@@ -922,31 +812,6 @@ def abstract(run: Run, out: Path, task_set: Files, explored: Path, i: int) -> di
         for found in generator.finds(t.task, replies(t), rng):
             rows.append(dict(signal=t.signal, source=t.task, **found))
     write(run, out, rows)
-    return dict(finds=len(rows))
-
-
-@by_one_rank
-def vary(run: Run, out: Path, task_set: Files, signals: Files, i: int) -> dict:
-    """Varies the picked tasks by a script, for --explorer aimed.
-
-    Args:
-        run: The run.
-        out: The file of finds, as that of `abstract`.
-        task_set: D.
-        signals: The signals.
-        i: The number of the evolution.
-
-    Returns:
-        How many finds there are.
-    """
-    generator = env_with(run, rows_of(task_set)).task_generator()
-    rng = rng_of(run, "propose", i)
-    rows = []
-    for row in picks_of(signals):
-        for _ in range(run.settings.explorer_episodes):
-            for found in generator.vary(row["task"], row.get("pattern"), rng):
-                rows.append(dict(signal=row["signal"], source=row["task"], **found))
-    write(run, out, rng.sample(rows, len(rows)))
     return dict(finds=len(rows))
 
 
@@ -1057,107 +922,49 @@ def words(text: str) -> set[str]:
     return set(text.lower().split())
 
 
-def try_to_solve(
-    run: Run,
-    out: Path,
-    proposals: Path,
-    task_set: Files,
-    agent: Path,
-    i: int,
-) -> dict:
-    """Lets the agent play the proposals that would join, and refuses those that it always or never
-    solves, for --solve-check.
-
-    Args:
-        run: The run.
-        out: The file of proposals, as `proposals`; those that were played have `solved`.
-        proposals: The file that `judge` wrote.
-        task_set: D.
-        agent: The agent.
-        i: The number of the evolution.
-
-    Returns:
-        Counts, see `counts`, and how many episodes were played.
-    """
-    s = run.settings
-    rows = read_jsonl(proposals)
-    d = rows_of(task_set)
-    new = joining(run, d, rows, i)
-    begun = []
-    for row in new:
-        for n in range(s.solve_check):
-            seed = seed_of(s.seed, "solve", i, row["task"], n)
-            begun.append(Trajectory(row["task"], "target", i, n, seed))
-    make_env = partial(env_with, run, d + new)
-    played = run.play(agent, begun, s.grpo_temperature, make_env)
-
-    solved = Counter(t.task for t in played if t.reward >= run.env.success)
-    tried = [row for row in rows if row["reason"] is None]
-    for row, joining_row in zip(tried, new):
-        row["solved"] = solved[joining_row["task"]]
-        if row["solved"] == 0:
-            row |= dict(verdict="refused", reason="the agent never solves it")
-        elif row["solved"] == s.solve_check:
-            row |= dict(verdict="refused", reason="the agent always solves it")
-    write(run, out, rows)
-    return counts(rows) | dict(tried=len(played))
-
-
-def join(run: Run, out: Path, task_set: Files, proposals: Path, played: Files, i: int) -> dict:
-    """Makes D after an evolution: proposals join, and with --mastered leave tasks leave.
+def join(run: Run, out: Path, task_set: Files, proposals: Path, i: int) -> dict:
+    """Makes D after an evolution, which the proposals join that were added.
 
     Args:
         run: The run.
         out: The file of the new D.
         task_set: D.
         proposals: The proposals, with verdicts.
-        played: The file of trajectories of the last segment, in a list; empty before the first.
         i: The number of the evolution.
 
     Returns:
-        How many tasks joined and left, and the size of D.
+        How many tasks joined, and the size of D.
     """
     d = rows_of(task_set)
-    if played and run.settings.mastered == "leave":
-        d = without_mastered(d, read(*played), run.env.success, i)
-    new = joining(run, d, read_jsonl(proposals), i)
-    d += new
+    env = env_with(run, d)
+    joined = 0
+    for proposal in read_jsonl(proposals):
+        if proposal["reason"] is None:
+            definition = proposal["task"]
+            joined += 1
+            d.append(dict(
+                task=env.add(definition),
+                joined=i,
+                signal=proposal["signal"],
+                text=proposal["text"],
+                definition=definition))
     if not d:
-        raise envs.Refused("no start task came of the unguided exploration; give --start-from "
-                           "train and another --out, or a --model that finds something")
+        raise Refused("no start task came of the unguided exploration; give --start-from train and "
+                      "another --out, or a --model that finds something")
     write(run, out, d)
-    left = sum(row.get("left") == i for row in d)
-    return dict(tasks=len(new), left=left, D=len(active(d)))
-
-
-def without_mastered(
-    d: list[dict],
-    segment: list[Trajectory],
-    success: float,
-    i: int,
-) -> list[dict]:
-    """D, where those new tasks have `left` whose last visit in the segment was solved wholly."""
-    history = look_back([segment], success, 1)
-    rows = []
-    for row in d:
-        visits = history.visits.get(row["task"])
-        if row["joined"] > 0 and visits and history.score(visits[-1]) == 1:
-            row = row | dict(left=i)
-        rows.append(row)
-    return rows
+    return dict(tasks=joined, D=len(d))
 
 
 # ------------------------------------------------------------------------------------ settings
 # In brackets the source: the summary of the paper; notes on it; AgentEvolver's configuration, the
 # likeliest for the rest of it; ours.
 
-Signals = limited(str, f"must be some of {','.join(SIGNALS)}",
-                  lambda text: set(text.split(",")) <= set(SIGNALS))
-Plays = limited(int, "one play is solved never or always; give 0, or 2 and more",
-                lambda n: n == 0 or n >= 2)
-Several = limited(int, "must be at least 2", lambda n: n >= 2)  # else there is no advantage
-Hot = limited(float, "must be at least 0.001", lambda x: x >= 0.001)  # else episodes are equal
-UpToOne = limited(float, "must be at least 0 and at most 1", lambda x: 0 <= x <= 1)
+Signals = types.limited(str, f"must be some of {','.join(SIGNALS)}",
+                        lambda text: set(text.split(",")) <= set(SIGNALS))
+Several = types.limited(int, "must be at least 2", lambda n: n >= 2)  # else there is no advantage
+# Else all episodes of a task would be equal.
+Hot = types.limited(float, "must be at least 0.001", lambda x: x >= 0.001)
+UpToOne = types.limited(float, "must be at least 0 and at most 1", lambda x: 0 <= x <= 1)
 
 
 @dataclass(frozen=True)
@@ -1166,30 +973,27 @@ class Grpo:
     # What training starts from: the agent after SFT, or the model as it is [ours; notes: none]
     warm_start: Literal["sft", "none"] = "sft"
     # Steps T of training [notes]
-    grpo_steps: Growing[Count] = 120
+    grpo_steps: types.Growing[types.Count] = 120
     # Steps E of a segment, after which the tasks evolve [notes]
-    evolve_every: Count = 10
+    evolve_every: types.Count = 10
     # Segments between two evaluations [notes: 20 steps]
-    evaluate_every: Count = 2
+    evaluate_every: types.Count = 2
     # Tasks B in a step [notes; AgentEvolver]
-    step_tasks: Count = 32
+    step_tasks: types.Count = 32
     # Episodes K of a task in a step [notes; AgentEvolver]
     step_rollouts: Several = 8
     # Tasks in a minibatch, which is one update; those that teach nothing count [AgentEvolver; ours]
-    grpo_batch: Count = 8
+    grpo_batch: types.Count = 8
     # The learning rate, which is constant [notes; AgentEvolver]
-    grpo_lr: Rate = 1e-6
+    grpo_lr: types.Rate = 1e-6
     # The temperature of training episodes [notes; AgentEvolver]
     grpo_temperature: Hot = 0.9
     # Beta, the weight of the KL divergence from the first policy [notes; AgentEvolver]
-    grpo_kl: Weight = 1e-3
+    grpo_kl: types.Weight = 1e-3
     # The ratio of the policy to the one that sampled is clipped to 1 minus this [AgentEvolver]
-    clip_low: Share = 0.2
+    clip_low: types.Share = 0.2
     # The ratio of the policy to the one that sampled is clipped to 1 plus this [AgentEvolver]
-    clip_high: Weight = 0.28
-    # A token weighs as training and sampler differ, pi_old / pi_sampler, at most C; 0 is that all
-    # weigh the same [Yao et al. 2025]
-    importance_cap: Weight = 0.0
+    clip_high: types.Weight = 0.28
 
 
 @dataclass(frozen=True)
@@ -1198,46 +1002,35 @@ class NewTasks(Grpo):
     # Where D_0 is from: unguided exploration, or the training split [summary; train: ours]
     start_from: Literal["explore", "train"] = "explore"
     # Tasks of D_0, at most [notes]
-    start_tasks: Count = 100
-    # Who explores: the agent itself; aimed: the agent for D_0, later scripts vary what was picked
-    # [ours; the paper: Qwen3-Max]
-    explorer: Literal["policy", "aimed"] = "policy"
+    start_tasks: types.Count = 100
     # The temperature of exploring episodes [ours; AgentEvolver: 1]
     explorer_temperature: Hot = 1.1
     # A text that shares this much of its words with a known one is refused [AgentEvolver]
     near_text: UpToOne = 0.8
     # Whether new tasks join only if their solution is proved by playing it [summary]
     verify: bool = True
-    # Plays of a new task by the agent, which must solve some of them; 0: no play is asked for
-    # [ours]
-    solve_check: Plays = 0
 
 
 @dataclass(frozen=True)
-class Evolution(NewTasks, Stated):
+class Evolution(NewTasks, types.Stated):
     """What leads exploration, and how D changes"""
     # The kinds of signals that lead exploration, with commas between them [summary]
     signals: Signals = ",".join(SIGNALS)
     # Visits W that forgetting looks back on [ours]
-    window: Count = 5
+    window: types.Count = 5
     # A pattern is rare in less than so many percent of a segment's episodes, theta [ours]
-    rare_below: Rate = 2.0
+    rare_below: types.Rate = 2.0
     # A rare pattern is a signal in so many episodes at least [summary; notes: 2]
-    rare_min: Count = 1
+    rare_min: types.Count = 1
     # Picks of each kind of signal, at most [ours]
-    picks: Count = 8
+    picks: types.Count = 8
     # What the explorer goes back to: picked signals, or as many random tasks [summary; random:
     # notes]
     guide: Literal["signals", "random"] = "signals"
     # Episodes of the explorer for a pick; of the aimed one, variations [ours]
-    explorer_episodes: Count = 6
+    explorer_episodes: types.Count = 6
     # Tasks that join in one evolution, at most [ours]
-    add_most: Whole = 20
-    # The share of a step's tasks that are of D_0; 0: all are of one pass over D [ours]
-    start_share: UpToOne = 0.0
-    # Whether new tasks stay, or leave for good once all episodes of a visit solve them [ours]
-    mastered: Literal["keep", "leave"] = "keep"
-
+    add_most: types.Whole = 20
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         never = s.method == "evolve" and s.grpo_steps <= s.evolve_every
         problem = f"the tasks would never evolve; give more than --evolve-every {s.evolve_every}"
@@ -1250,59 +1043,26 @@ class Settings(Evolution, coevolve.Settings):
     # Which tasks are trained on; the list above says it of each method [the paper]
     method: str = "evolve"
 
+    essential = (*coevolve.Settings.essential, "warm_start", "grpo_steps", "evolve_every",
+                 "step_tasks", "step_rollouts", "grpo_lr", "grpo_kl", "start_from", "start_tasks",
+                 "signals", "guide")
     presets = coevolve.Settings.presets | {
         "tiny": coevolve.Settings.presets["tiny"] | dict(step_tasks=16, near_text=1.0),
-        "aimed": dict(rare_min=2, start_share=0.5, mastered="leave")}
+        "quick": coevolve.Settings.presets["quick"] | dict(
+            grpo_steps=4, evolve_every=2, evaluate_every=1, start_tasks=12)}
 
-    @staticmethod
-    def preset_names(values: dict) -> list[str]:
-        return [*coevolve.Settings.preset_names(values), values["explorer"]]
+
+def agents_of(s: Settings) -> int:
+    """How many models the folder of a run has in the end: each agent with AdamW's two moments."""
+    return int(s.warm_start == "sft") + 3 * math.ceil(s.grpo_steps / s.evolve_every)
 
 
 METHODS = {
-    "evolve": Method(evolve, (Common, Evolution),
-                     "GRPO on tasks that grow out of the weaknesses of the agent"),
-    "grpo": Method(evolve, (Common, NewTasks), "GRPO on the start tasks alone"),
+    "evolve": types.Method(evolve, (Common, Evolution), agents_of,
+                           "GRPO on tasks that grow out of the weaknesses of the agent"),
+    "grpo": types.Method(evolve, (Common, NewTasks), agents_of, "GRPO on the start tasks alone"),
 }
 
 
-# --------------------------------------------------------------------------------------- a run
-
-
-class Run(coevolve.Run):
-    """A run whose agent also plays while it is trained."""
-
-    trains_while_it_plays = tuple(METHODS)
-
-    def agents_kept(self) -> int:
-        s = self.settings
-        if s.method not in METHODS:
-            return super().agents_kept()
-        return int(s.warm_start == "sft") + math.ceil(s.grpo_steps / s.evolve_every)
-
-    def replica(self, agent):
-        """The model in a folder, or one that is being trained, as it plays, whole on each rank."""
-        if isinstance(agent, (str, Path)):
-            return super().replica(agent)
-        if not self.bf16 and not isinstance(agent, FSDPModule):
-            return agent.eval()  # itself
-        dtype = torch.bfloat16 if self.bf16 else torch.float32
-        copy = dpo.empty_model(agent.config, dtype)
-
-        # Values are made whole and copied one at a time. Buffers keep their types.
-        for name, value in itertools.chain(agent.named_parameters(), agent.named_buffers()):
-            whole = value.detach()
-            if isinstance(whole, DTensor):
-                whole = whole.full_tensor()
-            own = dtype if isinstance(value, torch.nn.Parameter) else None
-            set_module_tensor_to_device(copy, name, whole.device, whole.clone(), own)
-        copy.tie_weights()
-        copy.generation_config = agent.generation_config
-        return copy.eval()
-
-    def checkpoint(self, steps: list[dict]):
-        """What keeps states inside a segment, and `steps` with them; None: nothing does."""
-
-
 if __name__ == "__main__":
-    coevolve.main(sys.argv[1:], Settings, Run, METHODS, "evolve.py")
+    main(sys.argv[1:], Settings, Run, METHODS, "python evolve.py")
