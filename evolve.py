@@ -392,7 +392,8 @@ def learn(
     # pi is what the sampler draws from: the softmax at its temperature, without some tokens.
     log_probs = partial(run.log_probs, scores=run.encoder.sampler(s.grpo_temperature).scores)
     if visits:
-        add_log_probs(visits, model, pi_ref, log_probs)
+        note_log_probs(visits, "ref", pi_ref, log_probs)
+        note_log_probs(visits, "old", model, log_probs)
     # A minibatch is one update. Its loss is the mean over its action tokens.
     loss = partial(grpo_loss, clip_low=s.clip_low, clip_high=s.clip_high, kl=s.grpo_kl)
     updates = list(dpo.train(model, optimizer, batches, [s.grpo_lr] * len(batches), loss,
@@ -467,17 +468,14 @@ def teaching_batches(visits: list[Visit], size: int, rng: random.Random) -> list
     return batches
 
 
-def add_log_probs(visits: list[Visit], model, pi_ref, log_probs: Callable) -> None:
-    """Puts log pi_ref and log pi_old, as a training pass has them, into each visit."""
-    trajectories = dpo.trajectories_of(visits)
-    with torch.no_grad():
-        ref = log_probs(pi_ref, trajectories).cpu()                               # (A,)
-        old = log_probs(model, trajectories).cpu()                                # (A,)
+@torch.no_grad()
+def note_log_probs(visits: list[Visit], name: str, policy, log_probs: Callable) -> None:
+    """Puts a policy's log pi of all action tokens, as a training pass has them, into each visit, as
+    `ref` or `old`."""
+    values = log_probs(policy, dpo.trajectories_of(visits)).cpu()                 # (A,)
     counts = [action_count([visit]) for visit in visits]
-    for visit, part in zip(visits, ref.split(counts)):
-        visit.ref = part
-    for visit, part in zip(visits, old.split(counts)):
-        visit.old = part
+    for visit, part in zip(visits, values.split(counts)):
+        setattr(visit, name, part)
 
 
 def apart(visits: list[Visit], s: Grpo) -> dict:

@@ -3,6 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
+from common.files import read_jsonl
 from common.settings import Refused
 from dpo import Trajectory, better
 from engine.records import write
@@ -51,6 +52,28 @@ def evaluated_tasks(env: World, splits: tuple[str, ...]) -> set[str]:
         for task in env.tasks(split):
             found.add(repr(env.find(task)))
     return found
+
+
+def check_not_trained_on(run) -> None:
+    """Refused where a model that the run begins from was trained on an evaluated task, as far as
+    the run that it lies in says so."""
+    evaluated = evaluated_tasks(run.env, run.splits)
+    for model in run.given_models():
+        both = {repr(run.env.find(task)) for task in trained_on(model, run.env.name)} & evaluated
+        if both:
+            raise Refused(f"--model {model}: {len(both)} of {len(evaluated)} evaluated tasks are "
+                          "also trained on; give other --eval-splits")
+
+
+def trained_on(model: Path, env: str) -> set[str]:
+    """The tasks of an environment on which the run was trained that a model lies in; none, if it
+    lies in none."""
+    tasks = set()
+    for folder in model.resolve().parents[:2]:
+        if (folder / "phases.json").exists():
+            for file in [*folder.glob("experts.jsonl"), *folder.glob("iter*/tasks.jsonl")]:
+                tasks |= {row["task"] for row in read_jsonl(file)}
+    return {task for task in tasks if task.startswith(f"{env}-") and "-added-" not in task}
 
 
 def best_of_tasks(trajectories: list[Trajectory]) -> list[Trajectory]:

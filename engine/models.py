@@ -22,7 +22,13 @@ from torch.distributed.tensor import DTensor
 from common.settings import Refused
 from engine.chat import Encoder, first_line
 
-MODELS = {"tiny": Path(__file__).parents[1] / "tiny"}  # name -> folder
+MODELS = {"tiny": Path(__file__).parents[1] / "tiny"}  # name -> folder, or what makes it
+
+
+def folder_of(model: str) -> Path:
+    """The folder of a model, or its name on the hub as a path."""
+    found = MODELS.get(model, model)
+    return Path(found() if callable(found) else found)
 
 
 def read(kind, folder, **options):

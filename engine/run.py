@@ -23,6 +23,7 @@ from common.settings import Refused, check_same
 from dpo import Group, Trajectory
 from engine import fork, machine, models, playing, shared, trial
 from engine.chat import Encoder
+from engine.experts import check_not_trained_on
 from engine.machine import Machine
 from engine.passes import log_probs_in_passes
 from engine.records import write
@@ -65,7 +66,7 @@ class Run:
     def open_base(self) -> None:
         """Reads what is to be known of the model that training starts from, but its weights."""
         s = self.settings
-        self.base = models.MODELS.get(s.model, Path(s.model))
+        self.base = models.folder_of(s.model)
         self.config = models.read_config(self.base)
         self.parameters = models.parameter_count(self.config)
         self.tokenizer = models.read(transformers.AutoTokenizer, self.base)
@@ -73,6 +74,12 @@ class Run:
         self.fingerprint = self.encoder.fingerprint()
         if s.failure_from:
             check_reads_alike(self, Path(s.failure_from))
+        check_not_trained_on(self)
+
+    def given_models(self) -> list[Path]:
+        """The models that the run begins from."""
+        given = self.settings.failure_from
+        return [self.base, Path(given)] if given else [self.base]
 
     def open_folder(self, agents: int) -> None:
         """Opens the folder, which is new or that of a run with the same settings; else Refused."""
@@ -113,10 +120,7 @@ class Run:
 
     def ways_of_models(self) -> dict:
         """How the models of the run have to be asked, see `engine.trial`."""
-        given = [self.base]
-        if self.settings.failure_from:
-            given.append(Path(self.settings.failure_from))
-        found = [ways_of(self, model) for model in given]
+        found = [ways_of(self, model) for model in self.given_models()]
         replies = max((ways["replies"] for ways in found), key=trial.REPLIES.index)
         passes = [way for way in trial.PASSES if all(way in ways["passes"] for ways in found)]
         return dict(replies=replies, passes=passes)
@@ -227,15 +231,18 @@ class Run:
         rates: list[float],
         loss: Callable,
         size: Callable,
+        log_probs: Callable | None = None,
     ) -> dict:
         """Trains a model of `load`, and writes it, with a line for each step in train.jsonl and for
-        each pair in margins.jsonl. The arguments are those of `dpo.train`."""
+        each pair in margins.jsonl. The arguments are those of `dpo.train`; log_probs is the run's,
+        unless told otherwise."""
         s = self.settings
         optimizer = dpo.adamw(model, s.weight_decay)
         lines = []
         with self.bar(len(steps)) as progress:
-            for line in dpo.train(model, optimizer, steps, rates, loss, size, self.log_probs,
-                                  s.max_grad_norm, self.tokens_at_once):
+            for line in dpo.train(model, optimizer, steps, rates, loss, size,
+                                  log_probs or self.log_probs, s.max_grad_norm,
+                                  self.tokens_at_once):
                 lines.append(line)
                 self.tracking.log("train", self.name, line)
                 progress.update()

@@ -85,8 +85,8 @@ def row_of(trajectories: list[Trajectory]) -> tuple[Ids, list[int], list[list[in
     return ids, depths, paths
 
 
-def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, parts=None, stands=None,
-           **options):
+def attend(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, parts=None,
+           stands=None, **options):
     """Attends causally within each trajectory of a row, as `log_probs_of_row` calls it; else as
     transformers does.
 

@@ -6,16 +6,17 @@ A new run tries each model that plays or trains, and keeps the verdict in its co
 """
 
 import random
+import sys
 from collections.abc import Callable
 
 import torch
+import transformers
 
 from common.settings import Refused
 from dpo import Ids, Trajectory, token_log_probs
-from engine import shared
+from engine import models, shared
 from engine.chat import Encoder, first_line
 from engine.kept import Kept
-from engine.models import positions_of
 from engine.sampling import Draw, Sampler, replies
 
 RIGHT = 1e-3  # nats a token that rounding explains in fp32: it makes 4e-5, faults 0.012 and more
@@ -62,7 +63,7 @@ def trial(model, encoder: Encoder, longest: int = 64) -> dict:
             break
     else:
         remedy = "use another model"
-        positions = positions_of(model.config)
+        positions = models.positions_of(model.config)
         if longest > positions:
             remedy = f"it has {positions:,} positions, lower --max-tokens {longest}"
         why = why or "its replies have other log-probabilities than plain passes over them"
@@ -153,3 +154,28 @@ def error_of_passes(model, texts: list[Ids], passes: str) -> float:
     for own, text in zip(found.split([len(values) for values in plain]), plain):
         errors.append((own - text).abs().mean().item())
     return max(errors)
+
+
+def show(name: str) -> None:
+    """Prints how a model has to be asked, and a conversation, an agent's own tokens in green."""
+    folder = models.folder_of(name)
+    model = models.read_model(folder).eval()
+    rows = model.config.get_text_config().vocab_size
+    encoder = Encoder(models.read(transformers.AutoTokenizer, folder), rows)
+    print(trial(model, encoder, min(4096, models.positions_of(model.config))))
+    messages = [dict(role="user", content="Find a red mug."),
+                dict(role="assistant", content="search[red mug]"),
+                dict(role="user", content="1. Red Mug, $5"),
+                dict(role="assistant", content="click[Buy Now]")]
+    ids, mask = encoder.encode(messages, opening=1)
+    for token, is_action in zip(ids, mask):
+        color = "\033[32m" if is_action else "\033[90m"
+        print(f"{color}{encoder.tokenizer.decode([token])}\033[0m", end="|")
+    print()
+
+
+if __name__ == "__main__":
+    try:
+        show(sys.argv[1])
+    except (IndexError, Refused) as error:
+        sys.exit(f"python -m engine.trial MODEL: {error}")

@@ -6,9 +6,7 @@ shortest: phases of the core, and two of its own.
 
 from __future__ import annotations
 
-import copy
 import random
-import shutil
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,23 +16,14 @@ import torch
 from torch import Tensor
 
 import dpo
-from coevolve import (
-    Common,
-    Run,
-    action_count,
-    by_task,
-    evaluations,
-    experts_of,
-    read,
-    say,
-    scores,
-    train_sft,
-    write,
-)
+from coevolve import Common, by_task, evaluations, given_experts, scores, train_sft
 from common.files import seed_of
 from common.settings import Count, Method, Rate, Stated, Weight, Whole, limited
-from dpo import Trajectory
-from evolve import Visit, advantage_of_tokens
+from dpo import Trajectory, action_count
+from engine.experts import collect_experts
+from engine.records import read, write
+from engine.run import Run
+from evolve import Visit, advantage_of_tokens, note_log_probs
 from worlds import World, first_reply
 
 # -------------------------------------------------------------------------------- RFT and DART
@@ -58,7 +47,7 @@ def rft(run: Run) -> None:
 
 def begin(run: Run) -> tuple[Path, Path]:
     """The experts and the agent after SFT, as in the core's loop."""
-    experts = experts_of(run)
+    experts = run.once("experts.jsonl", collect_experts, *given_experts(run.settings))
     agent = run.once("sft-target", train_sft, run.base, experts, name="target")
     evaluations(run, {"target": agent}, 0)
     return experts, agent
@@ -71,7 +60,7 @@ def explore(run: Run, out: Path, agent: Path, experts: Path, *first: Path, name:
     s = run.settings
     won = defaultdict(list)  # task -> whether each of its first rollouts succeeded
     for t in read(*first):
-        won[t.task].append(t.reward >= run.env.success)
+        won[t.task].append(not t.is_failure)
 
     begun = []
     for expert in read(experts):
@@ -83,7 +72,7 @@ def explore(run: Run, out: Path, agent: Path, experts: Path, *first: Path, name:
             begun.append(Trajectory(task, name, i, n, seed_of(s.seed, name, i, task, n)))
     episodes = run.play(agent, begun, s.temperature)
     write(run, out, episodes)
-    return scores(episodes, run) if episodes else dict(episodes=0)
+    return scores(episodes, s.hard_threshold) if episodes else dict(episodes=0)
 
 
 def dart_rollouts(won: list[bool], budget: int) -> int:
@@ -121,7 +110,7 @@ def join(experts: list[Trajectory], sampled: dict[str, list[Trajectory]], droppe
     openings = {expert.task: parts_of(expert)[0] for expert in experts}
     for trajectories in sampled.values():
         for t in trajectories:
-            if t.reward < env.success:
+            if t.is_failure:
                 dropped["failure"] += 1
             elif actions(t, env) in known:
                 dropped["known already"] += 1
@@ -190,38 +179,23 @@ def train_ppo(run: Run, out: Path, agent: Path, first: Path, played: Path, name:
     dropped = Counter()
     visits = with_advantages(by_task(read(played), dropped), dropped)
     if not visits:
-        say(run, f"{run.name}: no two rollouts of a task to compare, since {dict(dropped)}; the "
-                 "agent stays as it is")
-        if run.main:
-            shutil.copytree(agent, out, ignore=shutil.ignore_patterns("*.jsonl"))
-        return dict(steps=0, dropped=dropped)
+        run.say(f"{run.name}: no two rollouts of a task to compare, since {dict(dropped)}; the "
+                "agent stays as it is")
+        return run.keep(agent, out) | dict(dropped=dropped)
 
     # pi is the distribution that episodes were sampled from, in all passes.
-    learner = copy.copy(run)
-    learner.log_probs = partial(run.log_probs, sampler=run.encoder.sampler(s.temperature))
-    add_log_probs(learner, visits, first, "ref")
-    model = add_log_probs(learner, visits, agent, "old")
+    log_probs = partial(run.log_probs, scores=run.encoder.sampler(s.temperature).scores)
+    note_log_probs(visits, "ref", run.load(first), log_probs)  # one model is in memory at a time
+    model = run.load(agent)
+    note_log_probs(visits, "old", model, log_probs)
     kl = sum((visit.old - visit.ref).sum().item() for visit in visits)
 
     rng = random.Random(seed_of(s.seed, "ppo", i))
-    steps = []
-    for _ in range(s.ppo_epochs):
-        steps += dpo.batches(visits, s.ppo_batch, "instructions", rng)
+    steps = dpo.batches(visits, s.ppo_batch, "tasks", rng, s.ppo_epochs)
+    rates = dpo.learning_rates(len(steps), s.ppo_lr, s.dpo_warmup)
     loss = partial(ppo_loss, clip=s.ppo_clip, kl=s.ppo_kl)
-    objective = dpo.Objective(loss, action_count, s.ppo_lr, s.dpo_warmup)
-    numbers = learner.fit(model, out, steps, objective)
+    numbers = run.fit(model, out, steps, rates, loss, action_count, log_probs)
     return dict(kl=kl / len(dpo.trajectories_of(visits)), dropped=dropped, **numbers)
-
-
-@torch.no_grad()
-def add_log_probs(run: Run, visits: list[Visit], policy: Path, name: str):
-    """Puts log pi of all action tokens into the visits, as `name`, by the model in a folder, which
-    computes as in training, not as when it sampled. The model."""
-    model = run.load(policy)
-    values = run.log_probs(model, dpo.trajectories_of(visits)).cpu()              # (A,)
-    for visit, part in zip(visits, values.split([action_count(visit) for visit in visits])):
-        setattr(visit, name, part)
-    return model
 
 
 def with_advantages(rollouts: dict[str, list[Trajectory]], dropped: Counter) -> list[Visit]:
@@ -296,10 +270,10 @@ class Baselines(Ppo, Stated):
 
 
 METHODS = {
-    "rft": Method(rft, (Common, "temperature", "samples"),
+    "rft": Method(rft, (Common, "temperature", "samples"), lambda s: 2,
                   "SFT once more, with the agent's own successes"),
-    "dart": Method(rft, (Common, "temperature", "samples", "dart_budget"),
+    "dart": Method(rft, (Common, "temperature", "samples", "dart_budget"), lambda s: 2,
                    "RFT with more rollouts where successes are rare"),
     "ppo": Method(ppo, (Common, Ppo, "temperature", "iterations", "dpo_warmup"),
-                  "PPO on the agent's own episodes"),
+                  lambda s: 1 + s.iterations, "PPO on the agent's own episodes"),
 }
