@@ -1057,8 +1057,10 @@ def agents_of(s: Settings) -> int:
 
 METHODS = {
     "evolve": types.Method(evolve, (Common, Evolution), agents_of,
-                           "GRPO on tasks that grow out of the weaknesses of the agent"),
-    "grpo": types.Method(evolve, (Common, NewTasks), agents_of, "GRPO on the start tasks alone"),
+                           "GRPO on tasks that grow out of the weaknesses of the agent",
+                           beside=True),
+    "grpo": types.Method(evolve, (Common, NewTasks), agents_of, "GRPO on the start tasks alone",
+                         beside=True),
 }
 
 

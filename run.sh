@@ -5,19 +5,16 @@
 #   bash run.sh intercodesql [settings]
 #   bash run.sh bfcl --model FOLDER_OR_HUB_NAME [settings]
 #   bash run.sh appworld --model FOLDER_OR_HUB_NAME [settings]
-#   bash run.sh learn FILE.jsonl --model FOLDER_OR_HUB_NAME [settings]
-#                                      train on trajectories of your own (docs/library.md)
+#   bash run.sh test [pytest options]  run the tests
 #   bash run.sh page RUN               a run as a page, RUN/run.html
 #   bash run.sh play ENV [TASK]        play a task yourself; --agent RUN: with a trained agent
 #   bash run.sh compare RUN RUN ...    one report on several runs: means over seeds, by method, or
 #                                      by names of your own: NAME=RUN NAME=RUN ...
-#   bash run.sh study webshop [...]    methods x seeds and one report; --help lists what it takes
-#   bash run.sh pretrain               make the tiny model again, or one of your own texts
-#   bash run.sh load-intercode DUMP --admin-url URL --mysql-url URL
-#                                      InterCode's databases into a MySQL or MariaDB server
-#   bash run.sh test [pytest options]  run the tests
+#   bash run.sh study ENV [...]        methods x seeds and one report; --help lists what it takes
+#   bash run.sh learn FILE.jsonl --model FOLDER_OR_HUB_NAME [settings]
+#                                      train on trajectories of your own (docs/library.md)
 #   bash run.sh bench [--quick]        what training and rollouts cost, beside other code
-#   bash run.sh first-gpu              ten minutes of checks and figures of one GPU
+#   bash run.sh first-gpu              eight minutes of checks and figures of one GPU
 # An active environment that satisfies requirements.txt is used as it is; otherwise .venv is made
 # beside this file. PYTHON=/path/to/python3 chooses the interpreter. A relative path among the
 # settings is relative to the folder you call this from.
@@ -114,16 +111,12 @@ install_appworld() {
         return 1; }
 }
 
-usage() { sed -n '2,23s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,22s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 command=${1:-}
 case $command in
     -h | --help) usage; exit ;;
-    learn | page | play | compare | study | pretrain | load-intercode | test | bench | first-gpu)
-        env= ;;
-    *)  # an environment has a folder
-        env=$command
-        [ -n "$env" ] && [ -f "$here/worlds/$env/__init__.py" ] || { usage >&2; exit 2; } ;;
+    "") usage >&2; exit 2 ;;
 esac
 shift
 
@@ -135,6 +128,13 @@ for candidate in "${candidates[@]}"; do
 done
 [ -n "$python" ] || fail "${PYTHON:-python3} is missing or not Python 3.10-3.13;" \
     "install one of these, or name it: PYTHON=/path/to/python3.12 bash run.sh $command"
+
+commands="webshop scienceworld intercodesql bfcl appworld test page play compare study learn bench first-gpu"
+case " $commands " in *" $command "*) ;; *)
+    nearest=$("$python" -c 'import difflib, sys
+print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1, 0.4))' "$command" $commands)
+    fail "unknown command '$command'${nearest:+, the nearest is $nearest}; bash run.sh lists all" ;;
+esac
 
 if ! lacks=$(satisfied "$python"); then
     if [ -e "$venv/installing" ] || ! satisfied "$venv/bin/python" >/dev/null; then
@@ -158,20 +158,37 @@ esac
 
 # Runs a program of ours in the folder you call this from; from Python 3.11 on nothing is imported
 # from there.
-program() { PYTHONSAFEPATH=1 exec "$python" -m "$@"; }
+export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}  # threads that spin take others' cores
+program() { exec "$python" -m "$@"; }
 
-export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
+# The same as a process for each GPU that torch sees. Where one ends with an error, all end.
+on_all_gpus() {
+    local count n status=0 of
+    count=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+    if [ "$count" -lt 2 ]; then program "$@"; fi
+    export WORLD_SIZE=$count LOCAL_WORLD_SIZE=$count MASTER_ADDR=127.0.0.1
+    export MASTER_PORT=${MASTER_PORT:-$((20000 + RANDOM % 20000))}
+    trap 'kill $(jobs -p) 2>/dev/null' INT TERM
+    for ((n = 0; n < count; n++)); do RANK=$n LOCAL_RANK=$n "$python" -m "$@" & done
+    for ((n = 0; n < count; n++)); do
+        of=0; wait -n || of=$?
+        if [ $of -ne 0 ] && [ $status -eq 0 ]; then status=$of; sleep 6; kill $(jobs -p) 2>/dev/null || true; fi
+    done
+    exit $status
+}
+
 case $command in
-    page | study | pretrain | bench) program "lab.$command.$command" "$@" ;;
-    learn) program lab.learn "$@" ;;
+    page | study | bench) program "lab.$command.$command" "$@" ;;
+    learn) on_all_gpus lab.learn "$@" ;;
     play) program lab.chat.play "$@" ;;
     compare) program lab.study.compare "$@" ;;
     first-gpu) program lab.bench.first_gpu "$@" ;;
-    load-intercode) program worlds.intercodesql.spider "$@" ;;
     test)
         cd "$here"
+        unset PYTHONSAFEPATH
         export CUDA_VISIBLE_DEVICES=  # the tests compare to the bit, or nearly, on the CPU
         exec "$python" -m pytest -q -rs --durations=10 -o testpaths=tests -n logical --maxprocesses 4 \
             --dist loadfile --no-loadscope-reorder "$@" ;;
-    *) program lab.careful.launch -m lab --env "$command" "$@" ;;
+    *) on_all_gpus lab --env "$command" "$@" ;;
 esac

@@ -113,6 +113,7 @@ class Method(NamedTuple):
     reads: tuple      # the settings that it reads: classes of them, or names
     agents: Callable  # agents(settings) -> how many models, in fp32, its folder has in the end
     about: str        # a line for --help
+    beside: bool = False  # whether pi_ref stays beside the model while that is trained
 
 
 @dataclass(frozen=True)

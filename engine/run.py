@@ -34,14 +34,20 @@ from worlds import make
 
 SMALL = 10_000_000  # parameters; from there on a pass of a few rows takes a CPU long [ours]
 # How a model is asked with which nothing is wrong, see `engine.trial`.
-FASTEST = dict(replies=trial.REPLIES[0], passes=[*trial.PASSES])
+FASTEST = dict(replies="kept", passes=[*trial.PASSES])
 
 
 class Run:
     """A run's folder, machine and models. A run that was stopped goes on after its last phase."""
 
-    def __init__(self, settings, options, agents: int = 0):
-        """agents: how many models, in fp32, the folder has in the end."""
+    def __init__(self, settings, options, agents: int = 0, beside: bool = False):
+        """
+        Args:
+            settings: All of them.
+            options: Those of the environment.
+            agents: How many models, in fp32, the folder has in the end.
+            beside: Whether pi_ref stays beside a model while that is trained.
+        """
         s = settings
         self.settings = s
         self.options = options  # of the environment
@@ -53,6 +59,7 @@ class Run:
         self.main = self.machine.main
         self.open_world()
         self.open_base()
+        self.machine.plan(s, self.config, self.parameters, beside)
         self.open_folder(agents)
 
     def open_world(self) -> None:
@@ -307,8 +314,9 @@ class Run:
         if self.machine.device.type != "cuda":
             return s.slots or (64 if self.parameters < SMALL else 8)
         models.collect()
-        fitting = machine.slots_that_fit(self.config, machine.free_memory(),
-                                         s.max_tokens + s.max_new_tokens, self.machine.bf16)
+        longest = s.max_tokens + s.max_new_tokens
+        fitting = machine.slots_that_fit(self.config, machine.free_memory(), longest,
+                                         self.machine.bf16, self.machine.tokens_per_forward // 2)
         return min(s.slots or fitting, fitting)
 
     def answer(self, model, temperature: float, slots: int) -> Callable:
