@@ -310,11 +310,21 @@ def batches(
 
 
 def micro_batches(groups: list[Group], tokens: int) -> list[list[Group]]:
-    """A batch in parts of at most so many tokens, whose activations are in memory together."""
-    costs = []
-    for group in groups:
-        costs.append(sum(len(t.ids) for t in group.trajectories))
-    return fill(groups, costs, tokens)
+    """A batch in parts of at most so many tokens with padding, whose activations are in memory
+    together. The longest come first, so that those of a part are of like length."""
+    parts = []
+    for group in sorted(groups, key=longest, reverse=True):
+        rows = len(group.trajectories)
+        if parts:
+            rows += len(trajectories_of(parts[-1]))
+        if not parts or rows * longest(parts[-1][0]) > tokens:
+            parts.append([])
+        parts[-1].append(group)
+    return parts
+
+
+def longest(group: Group) -> int:
+    return max(len(t.ids) for t in group.trajectories)
 
 
 def fill(things: list, costs: list[float], size: float) -> list[list]:

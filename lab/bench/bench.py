@@ -1,5 +1,5 @@
-"""What training and rollouts cost by the plain core, by lab's fast run and by others' code: the
-textbook's loop, TRL (where it is installed), and transformers' `generate`.
+"""What training and rollouts cost, beside others' code: the textbook's loop, TRL (where it is
+installed), and transformers' `generate`.
 
     bash run.sh bench [--quick] [train | rollout]
 
@@ -9,7 +9,6 @@ in CPU seconds of one thread, and how many times as fast ours is: median and ran
 
 import argparse
 import importlib.util
-import itertools
 import random
 import statistics
 import sys
@@ -27,17 +26,14 @@ from transformers.utils.logging import disable_progress_bar
 
 import coevolve
 import dpo
-import envs
-from coevolve import pair_count
 from dpo import Group, Pair, Trajectory
-from lab.careful.run import Run
+from engine.chat import Encoder
+from engine.playing import play
+from engine.run import Run
 from lab.pretrain.pretrain import make_tokenizer
-from lab.settings import Settings
-from worlds import Step, World
+from worlds import Step, World, environment
 
-RUNS = {"core": (coevolve.Run, coevolve.Settings), "lab": (Run, Settings)}  # what is ours
-SLOTS = {"core": 8, "lab": 64}  # of rollouts
-SETTINGS = coevolve.Settings()  # of the preference loss
+BETA = 0.1
 WORDS = 1748  # of the tokenizer's 2,048 tokens
 # 2.16 M parameters.
 MODEL = Qwen3Config(
@@ -58,10 +54,6 @@ def make_model(config=MODEL, dtype=torch.float32, device="cpu"):
     return model.eval()
 
 
-def word_tokenizer():
-    return make_tokenizer([" ".join(f"w{i}" for i in range(WORDS))])
-
-
 def make_groups(tasks: int, length: int, actions: int, common: float = 1 / 7) -> list[Group]:
     """Tasks with an expert and a failure of each of two agents, in five turns, in 3 pairs.
     `length` and `actions` are mean tokens of a trajectory, of which the share `common` is alike."""
@@ -80,8 +72,10 @@ def make_groups(tasks: int, length: int, actions: int, common: float = 1 / 7) ->
                 ids = trajectories[0].ids[:alike] + ids[alike:]
                 mask = trajectories[0].action_mask[:alike] + mask[alike:]
             trajectories.append(Trajectory(str(task), ids=ids, action_mask=mask))
-        pairs = [Pair("expert", 0, 1), Pair("expert", 0, 2), Pair("failures", 1, 2)]
-        groups.append(Group(trajectories, pairs))
+        e, a, b = trajectories
+        groups.append(Group([e, a, b], [Pair("expert", e, a, sft_weight=0.5),
+                                        Pair("expert", e, b, sft_weight=0.5),
+                                        Pair("failures", a, b)]))
     return groups
 
 
@@ -91,22 +85,23 @@ def check(what: str, difference: float, bound: float) -> None:
                          "two do not do the same work")
 
 
-def compare(what: str, unit: str, repeats: int, ours: dict, others: dict) -> None:
-    """Runs {name: (work, how many of the unit it does)} in turn, after a round that warms up (of 0
-    repeats: in it), and prints a line for each of ours beside each of the others, and ours."""
-    works, rounds = ours | others, []
+def compare(what: str, unit: str, repeats: int, ours: tuple, others: dict) -> None:
+    """Runs works, (work, how many of the unit it does), in turn, after a round that warms up, or,
+    of 0 repeats, in it; and prints a line for ours beside each of the others."""
+    rounds = []
     for _ in range(repeats + 1):
-        rounds.append({})
-        for name, (work, amount) in works.items():
+        speeds = {}
+        for name, (work, amount) in {"ours": ours, **others}.items():
             started = time.process_time()
             work()
-            rounds[-1][name] = amount / (time.process_time() - started)
+            speeds[name] = amount / (time.process_time() - started)
+        rounds.append(speeds)
     rounds = rounds[-max(repeats, 1):]
-    for a, b in [*itertools.product(ours, others), *itertools.combinations([*ours][::-1], 2)]:
-        ratios = sorted(r[a] / r[b] for r in rounds)
-        speeds = [f"{name:4} {statistics.median(r[name] for r in rounds):8,.4g}" for name in (a, b)]
-        print(f"{what}, {unit}: {speeds[0]}   {speeds[1]}   ratio {statistics.median(ratios):.2f} "
-              f"({ratios[0]:.2f}-{ratios[-1]:.2f})")
+    for name in others:
+        ratios = sorted(speeds["ours"] / speeds[name] for speeds in rounds)
+        both = [statistics.median(speeds[one] for speeds in rounds) for one in ("ours", name)]
+        print(f"{what}, {unit}: ours {both[0]:8,.4g}   {name} {both[1]:8,.4g}   ratio "
+              f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})")
 
 
 # ------------------------------------------------------------------------------------- training
@@ -121,23 +116,23 @@ def textbook_backward(model, batches: list[dict]) -> float:
         each = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
         pi_w, pi_l = (each.double() * mask[:, 1:]).sum(1)
         gain = (pi_w - b["ref_chosen_logps"]) - (pi_l - b["ref_rejected_logps"])
-        loss = -F.logsigmoid(SETTINGS.beta * gain).mean() / len(batches)
+        loss = -F.logsigmoid(BETA * gain).mean() / len(batches)
         loss.backward()
         total += loss.item()
     return total
 
 
-def batch_of_pair(group: Group, pair: Pair) -> dict:
+def batch_of_pair(pair: Pair) -> dict:
     """The tensors of a pair as TRL's collator names them, chosen before rejected."""
     def padded(rows):
         return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
-    sides = [group.trajectories[i] for i in (pair.chosen, pair.rejected)]
-    return dict(input_ids=padded(s.ids for s in sides),
-                attention_mask=padded([1] * len(s.ids) for s in sides),
-                completion_mask=padded(s.action_mask for s in sides),
-                ref_chosen_logps=torch.tensor([group.reference[pair.chosen]]),
-                ref_rejected_logps=torch.tensor([group.reference[pair.rejected]]))
+    sides = [pair.chosen, pair.rejected]
+    return dict(input_ids=padded(t.ids for t in sides),
+                attention_mask=padded([1] * len(t.ids) for t in sides),
+                completion_mask=padded(t.action_mask for t in sides),
+                ref_chosen_logps=torch.tensor([pair.chosen.reference]),
+                ref_rejected_logps=torch.tensor([pair.rejected.reference]))
 
 
 def step(model, optimizer, backward) -> float:
@@ -148,9 +143,10 @@ def step(model, optimizer, backward) -> float:
     return loss
 
 
-def our_step(run, model, groups: list[Group], objective: dpo.Objective) -> None:
-    optimizer = dpo.adamw(model, objective)
-    for _ in dpo.training(model, optimizer, [groups], objective, run.log_probs):
+def our_step(run: Run, model, groups: list[Group]) -> None:
+    loss = partial(dpo.preference_loss, beta=BETA, lambda_sft=0.0)
+    for _ in dpo.train(model, dpo.adamw(model), [groups], [1e-6], loss, dpo.pair_count,
+                       run.log_probs, tokens=run.tokens_at_once):
         pass
 
 
@@ -163,10 +159,10 @@ def trl_step(batches: list[dict]):
         _prepare_dataset = _precompute_ref_logps = lambda self, dataset, *_, **__: dataset
 
     settings = DPOConfig(
-        output_dir=tempfile.gettempdir(), per_device_train_batch_size=1, beta=SETTINGS.beta,
+        output_dir=tempfile.gettempdir(), per_device_train_batch_size=1, beta=BETA,
         bf16=False, learning_rate=1e-6, lr_scheduler_type="constant", precompute_ref_log_probs=True,
         gradient_checkpointing=False, use_cpu=True, report_to="none", disable_tqdm=True)
-    trainer = Trainer(make_model(), args=settings, processing_class=word_tokenizer(),
+    trainer = Trainer(make_model(), args=settings, processing_class=make_tokenizer(["w"]),
                       train_dataset=Dataset.from_list([dict(unused=0)]))
     optimizer = trainer.create_optimizer()
     trainer.current_gradient_accumulation_steps = len(batches)
@@ -174,39 +170,42 @@ def trl_step(batches: list[dict]):
         trainer.training_step(trainer.model, dict(batch)).item() for batch in batches))
 
 
-def train(runs: dict, folder: Path, quick: bool) -> None:
+def train(run: Run, folder: Path, quick: bool) -> None:
     """Steps with the prompt alone in common, and with half of a trajectory, as in real runs."""
-    for share in "1/7", "1/2":
-        tasks, length, actions, repeats = (2, 200, 32, 0) if quick else (4, 698, 112, 5)
-        groups, other = make_groups(tasks, length, actions, 1 / int(share[-1])), make_model()
-        pairs, trajectories = 3 * len(groups), dpo.trajectories_of(groups)
-        with torch.no_grad():  # one by one; margins other than 0
-            found = [dpo.token_log_probs(other, [t]).double().sum().item() for t in trajectories]
-        for n, g in enumerate(groups):
-            g.reference = [x + k for k, x in enumerate(found[3 * n:3 * n + 3])]
-        batches = [batch_of_pair(g, p) for g in groups for p in g.pairs]
-        expected, works = textbook_backward(other, batches), {}
-        gradients = [p.grad.clone() for p in other.parameters()]
-        for name, run in runs.items():
-            model = run.load(folder / "model")
-            policy = run.log_probs(model, trajectories)
-            loss = dpo.preference_loss(policy, groups, SETTINGS)[0] / pairs
-            loss.backward()
-            check(f"losses of {name} and the textbook", abs(loss.item() - expected), 1e-5)
-            check(f"gradients of {name} and the textbook", max((p.grad - g).abs().max().item()
-                  for p, g in zip(model.parameters(), gradients)), 1e-5)
-            model.zero_grad()
-            objective = dpo.Objective(partial(dpo.preference_loss, s=SETTINGS), pair_count,
-                                      lr=1e-6, tokens=run.tokens_per_forward)
-            works[name] = partial(our_step, run, model, groups, objective), pairs
+    tasks, length, actions, repeats = (2, 200, 32, 0) if quick else (4, 698, 112, 5)
+    for share in 1 / 7, 1 / 2:
+        groups = make_groups(tasks, length, actions, share)
+        other = make_model()
+        pairs = dpo.pairs_of(groups)
+        trajectories = dpo.trajectories_of(groups)
+        for n, t in enumerate(trajectories):  # one by one; margins other than 0
+            with torch.no_grad():
+                t.reference = dpo.token_log_probs(other, [t]).double().sum().item() + n % 3
+        batches = [batch_of_pair(pair) for pair in pairs]
+        expected = textbook_backward(other, batches)
+        check_ours(run, run.load(folder / "model"), groups, other, expected)
         other.zero_grad()
         optimizer = torch.optim.AdamW(other.parameters(), lr=1e-6, weight_decay=0.0)
-        others = {"pair by pair, padded, all logits": (partial(
-            step, other, optimizer, partial(textbook_backward, other, batches)), pairs)}
+        backward = partial(textbook_backward, other, batches)
+        others = {"pair by pair, padded, all logits": (
+            partial(step, other, optimizer, backward), len(pairs))}
         if TRL:
-            others[f"TRL, batch 1 x accumulation {pairs}"] = (trl := trl_step(batches)), pairs
-            check("losses of TRL and the textbook", abs(trl() - expected), 1e-4)
-        compare(f"train step, {share} in common", "pairs/s", repeats, works, others)
+            of_trl = trl_step(batches)
+            check("losses of TRL and the textbook", abs(of_trl() - expected), 1e-4)
+            others[f"TRL, batch 1 x accumulation {len(pairs)}"] = of_trl, len(pairs)
+        ours = partial(our_step, run, run.load(folder / "model"), groups), len(pairs)
+        compare(f"train step, {share:.0%} in common", "pairs/s", repeats, ours, others)
+
+
+def check_ours(run: Run, model, groups: list[Group], other, expected: float) -> None:
+    """Our loss and gradient are those of the textbook, whose gradient is in the other model."""
+    policy = run.log_probs(model, dpo.trajectories_of(groups))
+    loss, _ = dpo.preference_loss(policy, groups, BETA, lambda_sft=0.0)
+    loss = loss / dpo.pair_count(groups)
+    loss.backward()
+    check("losses of ours and the textbook", abs(loss.item() - expected), 1e-5)
+    for p, q in zip(model.parameters(), other.parameters()):
+        check("gradients of ours and the textbook", (p.grad - q.grad).abs().max().item(), 1e-5)
 
 
 # ------------------------------------------------------------------------------------- rollouts
@@ -228,14 +227,14 @@ class Pages(World):
         return " ".join(f"w{self.rng.randrange(WORDS)}" for _ in range(self.rng.randint(60, 150)))
 
 
-def played(encoder: dpo.Encoder, begin, count: int, slots: int) -> list[Trajectory]:
+def played(encoder: Encoder, begin, count: int, slots: int) -> list[Trajectory]:
     """Episodes; begin() gives what answers, which knows of no earlier ones."""
     episodes = [Trajectory(str(task)) for task in range(count)]
-    envs.play(Pages, encoder, episodes, begin(), slots, 1280)
+    play(Pages, encoder, episodes, begin(), slots, 1280)
     return episodes
 
 
-def by_generate(model, encoder: dpo.Encoder):
+def by_generate(model, encoder: Encoder):
     """What answers one episode; each turn generates from all that was said before."""
     end, never = encoder.end_of_turn, list(encoder.sampler().never)
 
@@ -250,28 +249,27 @@ def by_generate(model, encoder: dpo.Encoder):
     return answer
 
 
-def rollout(runs: dict, folder: Path, quick: bool) -> None:
+def rollout(run: Run, folder: Path, quick: bool) -> None:
     """All of our episodes beside the first few one by one."""
     many, few, repeats = (2, 1, 0) if quick else (192, 12, 5)
-    encoder, player, works = dpo.Encoder(word_tokenizer(), MODEL.vocab_size), make_model(), {}
+    encoder = run.encoder
+    player = make_model()
     with torch.no_grad():  # so that replies end after some 20 tokens
         player.lm_head.weight[list(encoder.sampler().never)] = 0  # the best is above 0
         player.lm_head.weight[encoder.end_of_turn] *= 1.9
     player.save_pretrained(folder / "player")
+    model = run.replica(folder / "player")
+    slots = 2 if quick else run.slots(model)
     other = partial(played, encoder, partial(by_generate, player, encoder), few, 1)
-    single = other()
-    for name, run in runs.items():
-        begin = partial(run.answer, run.replica(folder / "player"), 0.0)
-        work = partial(played, encoder, begin, many, run.slots)
-        episodes = work()
-        check(f"tokens of {name} and generate",
-              sum(t.ids != s.ids for t, s in zip(episodes, single)), 0)
-        works[name] = work, sum(len(t.ids) for t in episodes)
-    compare("rollout", "tokens/s", repeats, works, {
+    work = partial(played, encoder, partial(run.answer, model, 0.0, slots), many, slots)
+    episodes, single = work(), other()
+    check("tokens of ours and generate",
+          sum(t.ids != s.ids for t, s in zip(episodes, single)), 0)
+    compare("rollout", "tokens/s", repeats, (work, sum(len(t.ids) for t in episodes)), {
         "generate, one episode at a time": (other, sum(len(s.ids) for s in single))})
 
 
-def main(argv: list[str], kinds: dict = RUNS) -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], prog="run.sh bench")
     parser.add_argument("section", nargs="?", choices=("train", "rollout"), help="none: both")
     parser.add_argument("--quick", action="store_true", help="less of everything, no repeats")
@@ -280,16 +278,16 @@ def main(argv: list[str], kinds: dict = RUNS) -> None:
     disable_progress_bar()
     if not TRL:
         print("bench: TRL is not installed, its rows are left out (pip install trl)")
-    with tempfile.TemporaryDirectory() as folder:
-        make_model().save_pretrained(f"{folder}/model")
-        word_tokenizer().save_pretrained(f"{folder}/model")
-        runs = {name: run(settings(
-            model=f"{folder}/model", out=f"{folder}/{name}", max_tokens=1280, max_new_tokens=30,
-            slots=4 if asked.quick else SLOTS[name]), envs.environment("webshop")())
-            for name, (run, settings) in kinds.items()}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model().save_pretrained(folder / "model")
+        make_tokenizer([" ".join(f"w{i}" for i in range(WORDS))]).save_pretrained(folder / "model")
+        settings = coevolve.Settings(model=str(folder / "model"), out=str(folder / "run"),
+                                     max_tokens=1280, max_new_tokens=30)
+        run = Run(settings, environment("webshop")())
         for part in train, rollout:
             if asked.section in (None, part.__name__):
-                part(runs, Path(folder), asked.quick)
+                part(run, folder, asked.quick)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
 import dpo
-from coevolve import action_count
+from dpo import action_count
 from dpo import Group, Trajectory
-from lab.fast import packing
 from lab.pretrain.practice import exchange
 from lab.runfiles import count
 
