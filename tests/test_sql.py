@@ -105,6 +105,13 @@ def small():
     env.close()
 
 
+@pytest.fixture
+def town():
+    """Database d of SCRIPT in sqlite."""
+    with closing(databases.Sqlite("d", SCRIPT)) as db:
+        yield db
+
+
 def test_sqlite_describes_tables_as_mysql():
     with closing(databases.Sqlite("d", (
             "CREATE TABLE town (town_id int PRIMARY KEY, site varchar(20) NOT NULL);"
@@ -113,279 +120,88 @@ def test_sqlite_describes_tables_as_mysql():
         assert db.run("show tables;") == [("Baker",), ("town",)]
         assert db.run("DESC town") == [("town_id", "int", "NO", "PRI", None, ""),
                                        ("site", "varchar(20)", "NO", "", None, "")]
-        assert db.run("SHOW COLUMNS FROM `baker`") == [
-            ("name", "text", "YES", "", "'Bo'", ""), ("town_id", "int", "YES", "MUL", None, ""),
-            ("pay", "decimal(10,2)", "YES", "", None, "")]
-
-
-NEAR = ("Error executing query: You have an error in your SQL syntax; check the manual that "
-        "corresponds to your MySQL server version for the right syntax to use near '{}' at line 1")
-
-
-def test_sqlite_shows_tables_and_columns_by_whatever_name():
-    with closing(databases.Sqlite("d", SCRIPT)) as db:
-        columns = db.run("DESC town")
-        assert [name for name, *_ in columns] == ["town_id", "site", "area"]
-        for sql in ("DESC d.town -- x", "DESC `D` . `Town` ; # x", "SHOW FIELDS IN d.town",
-                    "SHOW COLUMNS FROM town FROM d", "EXPLAIN town"):
-            assert db.run(sql) == columns, sql
-        for sql in ("SHOW TABLES FROM d", "show tables in `D`;", "SHOW TABLES LIKE '%'"):
-            assert db.run(sql) == [("baker",), ("town",)], sql
-        assert db.run("SHOW TABLES FROM d LIKE 'B%'; -- x") == [("baker",)]
-        assert db.run("SHOW TABLES FROM e") == f"{databases.ERROR}Unknown database 'e'"
-        for sql in ("DESC e.town", "SHOW COLUMNS FROM town FROM e"):
-            assert db.run(sql) == f"{databases.ERROR}Table 'e.town' doesn't exist"
-        for sql in ("SHOW FULL TABLES", "SHOW INDEX FROM town", "EXPLAIN SELECT 1"):
+        for sql in ("SHOW COLUMNS FROM `baker`", "describe BAKER ;", "/* all */ DESC Baker -- all"):
+            assert db.run(sql) == [
+                ("name", "text", "YES", "", "'Bo'", ""), ("town_id", "int", "YES", "MUL", None, ""),
+                ("pay", "decimal(10,2)", "YES", "", None, "")], sql
+        for sql in ("SHOW CREATE TABLE town", "EXPLAIN SELECT 1", "DESC town site"):
             assert db.run(sql) == (databases.ERROR + "Only SHOW TABLES, SHOW COLUMNS and DESC of a "
                                    "table are answered here"), sql
 
 
-@pytest.mark.parametrize("sql, text", [
+NEAR = ("You have an error in your SQL syntax; check the manual that corresponds to your MySQL server "
+        "version for the right syntax to use near '{}' at line 1")
+
+
+@pytest.mark.parametrize("sql, text", [  # those that the shipped tiny model learned to read
     ("SELECT site FROM town WHERE x = 1", "Unknown column 'x' in 'where clause'"),
     ("SELECT site FROM town ORDER BY x", "Unknown column 'x' in 'order clause'"),
+    ("SELECT x FROM town", "Unknown column 'x' in 'field list'"),
+    ("SELECT site FROM town GROUP BY x", "Unknown column 'x' in 'group statement'"),
     ("DESC towns", "Table 'd.towns' doesn't exist"),
-    ("SELECT town_id FROM town JOIN baker ON area > 1",
-     "Column 'town_id' in field list is ambiguous"),
-    ("SELECT f(area) FROM town", "FUNCTION d.f does not exist"),
-    ("SELECT site FROM FROM town", "You have an error in your SQL syntax; check the manual that "
-     "corresponds to your MySQL server version for the right syntax to use near 'FROM town' at "
-     "line 1"),
+    ("SELECT site FROM towns", "Table 'd.towns' doesn't exist"),
+    ("SELECT town_id FROM town JOIN baker ON area > 1", "Column 'town_id' in field list is ambiguous"),
+    ("SELECT f ( area ) FROM town", "FUNCTION d.f does not exist"),
+    ("SELECT site FROM FROM town", NEAR.format("FROM town")),
+    ("SELECT * MAX(area) FROM town", NEAR.format("MAX(area) FROM town")),
+    ("SELECT site FROM town WHERE", NEAR.format("")),
+    ("SELECT site FROM town WHERE site = 'a", NEAR.format("'a")),
     ("SELECT site FROM town WHERE MAX(area) > 1", "Invalid use of group function"),
-    # As MariaDB 10.11, but for the names of clauses and the functions that are lacking.
-    ("SELECT NTILE(3) OVER (ORDER BY area) FROM town", "FUNCTION d.NTILE does not exist"),
-    ("SELECT Exp(1)", "FUNCTION d.Exp does not exist"),
-    ("SELECT sqlite_version()", "FUNCTION d.sqlite_version does not exist"),
-    ("SELECT ROUND() FROM town", "Incorrect parameter count in the call to native function 'ROUND'"),
-    ("SELECT length(site, 2) FROM town",
-     "Incorrect parameter count in the call to native function 'length'"),
-    ("SELECT Left(site) FROM town",
-     "Incorrect parameter count in the call to native function 'Left'"),
-    ("SELECT site FROM town ORDER BY 1, 3", "Unknown column '3' in 'order clause'"),
-    ("SELECT site FROM town GROUP BY 2", "Unknown column '2' in 'group statement'"),
-    ("SELECT site FROM town ORDER BY area COLLATE foo", "Unknown collation: 'foo'"),
-    ("SELECT site FROM town WHERE area IN (SELECT area, site FROM town)",
-     "Operand should contain 1 column(s)"),
-    ("SELECT site FROM town UNION SELECT site, area FROM town",
-     "The used SELECT statements have a different number of columns"),
-    ("SELECT site FROM town LIMIT 2 UNION SELECT site FROM town",
-     NEAR[len(databases.ERROR):].format("UNION SELECT site FROM town")),
-    ("SELECT POW(10, area * 99) FROM town", "DOUBLE value is out of range"),
-    ("SELECT POW(0, -area) FROM town", "DOUBLE value is out of range"),
-    ("WITH a(x, y) AS (SELECT 1) SELECT * FROM a", NEAR[len(databases.ERROR):].format("")),
+    ("check the site", "Only SELECT, WITH, SHOW (of tables, columns, indexes), DESC, DESCRIBE and "
+     "EXPLAIN are allowed"),
 ])
-def test_sqlite_tells_errors_as_mysql(small, sql, text):
-    assert small().step(act(sql)).observation == f"Error executing query: {text}"
+def test_sqlite_tells_errors_as_mysql(town, sql, text):
+    assert town.run(sql) == f"Error executing query: {text}"
 
 
+@pytest.mark.parametrize("sql, answer", [
+    ("SELECT name FROM writer WHERE country = 'EGYPT'", [("Carl",), ("Max",)]),  # without case
+    ("SELECT DISTINCT country FROM writer", [("Egypt",), ("Spain",)]),
+    ("SELECT SUM(years) / COUNT(*), 7 / 2, '7/2', 1/0 FROM writer", [(155 / 3, 3.5, "7/2", None)]),
+    ("SELECT 9 / 2 / 3 -- a / b\n", [(1.5,)]),
+    ("SELECT SUM(years), AVG(years) FROM writer WHERE years < 90", [(57, 28.5)]),
+    ('SELECT name FROM writer WHERE country = "Spain"', [("Ann",)]),
+    ("SELECT CONCAT(name, '/', years), IF(years > 30, 'a', 'b'), LEFT(name, 2), right (name, 1) "
+     "FROM writer LIMIT 1", [("Carl/20", "b", "Ca", "l")]),
+    ("SELECT CONCAT('a', NULL), CONCAT_WS('-', 'a', NULL, 1), CHAR_LENGTH('ab'), GREATEST(1, 3), "
+     "LEAST(1, NULL)", [(None, "a-1", 2, 3, None)]),
+    ("SELECT YEAR(d), MONTH(d), DAY(d) FROM (SELECT '2021-03-04 05:06:07' AS d)", [(2021, 3, 4)]),
+    ("WITH a AS (SELECT 1 AS x) SELECT `x` FROM a LEFT JOIN writer ON 0", [(1,)]),
+])
+def test_sqlite_answers(sql, answer):
+    with closing(databases.Sqlite("d", TWO)) as db:
+        assert db.run(sql) == answer
+
+
+TWO = ("CREATE TABLE writer (name varchar(20), country text, years int);"
+       "INSERT INTO writer VALUES ('Carl', 'Egypt', 20), ('Max', 'egypt', 98), ('Ann', 'Spain', 37);")
 ANSWERS = json.loads((DATA / "intercode/mysql_answers.json").read_text())
-# What docs/environments.md says of MySQL that the built-in databases lack.
-LACKING = re.compile(r"REGEXP|RLIKE|XOR|WHERE \w+ = 0$|SQRT|AS FLOAT|OVER \(\) FROM|SHOW COLUMNS")
 
 
 def by_value(answer):
-    """Rows whose numbers are of one type; of errors that they are."""
+    """Rows whose numbers are of one type, of three digits; of errors that they are."""
     if isinstance(answer, str):
         return "error"
     numbers = (int, float, decimal.Decimal)
-    return [tuple(float(value) if isinstance(value, numbers) else value for value in row)
+    return [tuple(round(float(value), 3) if isinstance(value, numbers) else value for value in row)
             for row in answer]
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_built_in_databases_answer_as_mariadb_10_11_did(name):
-    """600 queries of the kinds that models write, on three of the databases."""
-    unlike = []
+    """417 queries of the kinds that models write, on three of the databases."""
     with closing(databases.Sqlite(name, ANSWERS[name]["script"])) as db:
         for sql, answer in ANSWERS[name]["answers"]:
-            if by_value(db.run(sql)) != by_value(rows(answer)):
-                unlike.append(sql)
-    assert unlike == [sql for sql, _ in ANSWERS[name]["answers"] if LACKING.search(sql)]
-
-
-TWO = ("CREATE TABLE writer (name varchar(20), country text, years int);"
-       "INSERT INTO writer VALUES ('Carl', 'Egypt', 20), ('Max', 'egypt', 98), ('Ann', 'Spain', 37);")
-MANY_ROWS = "Error executing query: Subquery returns more than 1 row"
-
-
-@pytest.mark.parametrize("sql, answer", [  # worked out by MySQL's manual
-    ("SELECT name FROM writer WHERE country = 'EGYPT'", [("Carl",), ("Max",)]),
-    ("SELECT DISTINCT country FROM writer", [("Egypt",), ("Spain",)]),
-    ("SELECT name FROM writer WHERE CONCAT(name, country) = 'carlEGYPT'", [("Carl",)]),
-    ("SELECT SUM(years) / COUNT(*) FROM writer", [(decimal.Decimal("51.6667"),)]),
-    ("SELECT AVG(years) FROM writer", [(decimal.Decimal("51.6667"),)]),
-    ("SELECT SUM(1), COUNT(*) FROM writer", [(decimal.Decimal("3"), 3)]),
-    ("SELECT name, MAX(years) FROM writer", [("Carl", 98)]),
-    ("SELECT name, MIN(years) FROM writer WHERE years > 20", [("Max", 37)]),
-    ('SELECT "name" FROM writer LIMIT 1', [("name",)]),
-    ("SELECT name FROM writer WHERE name = 'ann' || years = 20", [("Carl",), ("Ann",)]),
-    ("SELECT name FROM writer WHERE years > 30 UNION SELECT name FROM writer WHERE years < 90",
-     [("Max",), ("Ann",), ("Carl",)]),
-    ("SELECT name FROM writer WHERE years >= ALL (SELECT years FROM writer)", [("Max",)]),
-    ("SELECT name FROM writer WHERE country == 'Egypt'", NEAR.format("= 'Egypt'")),
-    ("SELECT COUNT (*) FROM writer", NEAR.format("*) FROM writer")),
-    ("SELECT MAX (years) FROM writer", "Error executing query: FUNCTION d.MAX does not exist. Check "
-     "the 'Function Name Parsing and Resolution' section in the Reference Manual"),
-    ("SELECT name FROM (SELECT * FROM writer)",
-     "Error executing query: Every derived table must have its own alias"),
-    ("SELECT name FROM writer JOIN (SELECT 1 AS a) ON a = 1",
-     "Error executing query: Every derived table must have its own alias"),
-    ("SELECT name AS who FROM writer WHERE who = 'Max'",
-     "Error executing query: Unknown column 'who' in 'where clause'"),
-    ("SELECT iif(1, 2, 3)", "Error executing query: FUNCTION d.iif does not exist"),
-    ("SELECT name, * FROM writer", NEAR.format("* FROM writer")),
-    ("SELECT name FROM 'writer'", NEAR.format("'writer'")),
-    # Asked of MariaDB 10.11, which calls the clause of the third and fourth 'HAVING'.
-    ("SELECT name FROM writer WHERE years > (SELECT years FROM writer)", MANY_ROWS),
-    ("SELECT (SELECT w.name FROM writer w WHERE w.country = o.country) FROM writer o", MANY_ROWS),
-    ("SELECT name FROM writer HAVING years > 30",
-     "Error executing query: Unknown column 'years' in 'having clause'"),
-    ("SELECT country, COUNT(*) FROM writer GROUP BY country HAVING years > 30",
-     "Error executing query: Unknown column 'years' in 'having clause'"),
-    ("SELECT name FROM writer o WHERE years = (SELECT MAX(years) FROM writer w WHERE "
-     "w.country = o.country)", [("Max",), ("Ann",)]),
-    ("SELECT name FROM writer WHERE country = (SELECT country FROM writer WHERE years = 98)",
-     [("Carl",), ("Max",)]),
-    ("SELECT * FROM writer HAVING years > 90", [("Max", "egypt", 98)]),
-    ("SELECT name, years AS age FROM writer WHERE years > 90 OR name = 'ann' HAVING age < 90",
-     [("Ann", 37)]),
-    ("SELECT name FROM writer HAVING COUNT(*) = 3", [("Carl",)]),
-    ("SELECT name FROM writer WHERE country = 'Egypt  '", [("Carl",), ("Max",)]),
-    ("SELECT name FROM writer WHERE country IN ('spain ')", [("Ann",)]),
-    ("SELECT name FROM writer WHERE country LIKE 'spain '", []),
-    ("SELECT CONCAT('avg ', AVG(years)), CONCAT(SUM(years)), CONCAT(ROUND(AVG(years), 1), '%'), "
-     "CONCAT_WS(' ', ROUND(AVG(years)), 20 / 3) FROM writer",
-     [("avg 51.6667", "155", "51.7%", "52 6.6667")]),
-    ("SELECT years MOD 7, CONVERT(years, CHAR), CAST('2.7' AS SIGNED) FROM writer LIMIT 1",
-     [(6, "20", 2)]),
-    ("SELECT name AS key FROM writer", NEAR.format("key FROM writer")),
-    ("SELECT name desc FROM writer", NEAR.format("desc FROM writer")),
-    ("SELECT name AS `key`, years AS 'index', 1 AS number FROM writer LIMIT 1", [("Carl", 20, 1)]),
-    ("SELECT k.name FROM writer AS key", NEAR.format("key")),
-    ("SELECT name FROM writer WHERE years NOT NULL", NEAR.format("NULL")),
-    ("SELECT name FROM writer LIMIT 1 + 1", NEAR.format("+ 1")),
-    ("SELECT name FROM writer LIMIT 2.0", NEAR.format("2.0")),
-    ("SELECT COUNT() FROM writer", NEAR.format(") FROM writer")),
-    ("SELECT MAX(, years) FROM writer", NEAR.format(" years) FROM writer")),
-    ("SELECT MIN(,) FROM writer", NEAR.format(") FROM writer")),
-    ("SELECT CONCAT(ROUND(years, ), '%') FROM writer", NEAR.format("), '%') FROM writer")),
-    ("SELECT CAST() FROM writer", NEAR.format(") FROM writer")),
-])
-def test_sqlite_answers_as_mysql(sql, answer):
-    with closing(databases.Sqlite("d", TWO)) as db:
-        assert db.run(sql) == answer
-
-
-ALL_THREE = [("Carl",), ("Max",), ("Ann",)]
-ASKED = [  # of MariaDB 10.11, which is asked again where it is installed
-    # A number in quotes, beside what is a number and beside what is a text.
-    ("SELECT country FROM writer GROUP BY country HAVING COUNT(*) >= '2'", [("Egypt",)]),
-    ("SELECT country, COUNT(*) AS c FROM writer GROUP BY country HAVING c >= '2'", [("Egypt", 2)]),
-    ("SELECT country FROM writer GROUP BY country HAVING AVG(years) > '50'", [("Egypt",)]),
-    ("SELECT name FROM writer WHERE NOT years * 2 > '150' AND '7' < LENGTH(name) + 4", [("Carl",)]),
-    ("SELECT name FROM writer WHERE ROUND(years) > '80' AND name <> '5'", [("Max",)]),
-    ("SELECT name FROM writer WHERE LENGTH(name) = '4'", [("Carl",)]),
-    ("SELECT '5' > 10, '10' > '9', 10 > '9', '5' <= 5.0, 5 <=> '5', NULL <=> '5', NULL = '5'",
-     [(0, 0, 1, 1, 1, 0, None)]),
-    ("SELECT name FROM writer WHERE name > '5' AND LEFT(name, 1) > '5'", ALL_THREE),
-    ("SELECT name FROM writer WHERE CAST(years AS CHAR) > '9'", [("Max",)]),
-    ("SELECT name FROM writer WHERE '5' < CASE WHEN years > 50 THEN years ELSE '0' END",
-     [("Max",)]),
-    ("SELECT CASE WHEN years + 0 = '20' THEN 'a' ELSE 'b' END FROM writer", [("a",), ("b",), ("b",)]),
-    ("SELECT name FROM writer WHERE '9' < (SELECT years FROM writer)", MANY_ROWS),
-    ("SELECT t.c FROM (SELECT COUNT(*) AS c FROM writer GROUP BY country) t WHERE t.c > '1'", [(2,)]),
-    ("SELECT name FROM writer WHERE (years) > '9' AND -years < '-30'", [("Max",), ("Ann",)]),
-    ("SELECT name FROM writer WHERE years = '20' + 0", [("Carl",)]),
-    ("SELECT name FROM writer WHERE LENGTH(name) IN ('4') AND years NOT IN ('37')", [("Carl",)]),
-    ("SELECT name FROM writer WHERE NOT years + 1 BETWEEN '9' AND '50'", [("Max",)]),
-    ("SELECT name FROM writer WHERE years + 1 NOT BETWEEN '9' AND '50' AND 1 = 1", [("Max",)]),
-    ("SELECT name FROM writer WHERE 1 = 1 AND years * 2 NOT IN ('40', '74') OR name IN ('5')",
-     [("Max",)]),
-    ("SELECT name FROM writer WHERE LEFT(name, 1) BETWEEN '1' AND '5' OR LEFT(name, 1) IN ('2')", []),
-    # The name of the database, and what stands behind a query.
-    ("SELECT name FROM d.writer", ALL_THREE),
-    ("SELECT d.writer.name FROM `D`.`writer` LIMIT 1", [("Carl",)]),
-    ("SELECT w.name FROM writer w JOIN d.writer USING (name)", ALL_THREE),
-    ("SELECT d.name FROM writer d", ALL_THREE),
-    ("SELECT name FROM writer WHERE years = (SELECT MAX(d.writer.years) FROM d.writer)", [("Max",)]),
-    ("SELECT name FROM e.writer", "Error executing query: Table 'e.writer' doesn't exist"),
-    ("SELECT name FROM writer LIMIT 1; -- done", [("Carl",)]),
-    ("SELECT 'a -- b; # c' ; # d", [("a -- b; # c",)]),
-    ("SELECT 1; SELECT 2", NEAR.format("SELECT 2")),
-    # ANY and ALL of no rows or with NULL, NATURAL and FULL joins.
-    ("SELECT name FROM writer WHERE years > ALL (SELECT years FROM writer WHERE years > 100)",
-     ALL_THREE),
-    ("SELECT name FROM writer WHERE name >= ALL (SELECT name FROM writer WHERE years > 100)",
-     ALL_THREE),
-    ("SELECT name FROM writer WHERE name < ALL (SELECT name FROM writer WHERE years > 100)",
-     ALL_THREE),
-    ("SELECT name FROM writer WHERE years < SOME (SELECT years FROM writer WHERE years > 100)", []),
-    ("SELECT name FROM writer WHERE NOT years > ANY (SELECT years FROM writer WHERE years > 100)",
-     ALL_THREE),
-    ("SELECT name FROM writer WHERE NOT years < ANY (SELECT years FROM writer WHERE years > 100)",
-     ALL_THREE),
-    ("SELECT name FROM writer WHERE years >= ALL (SELECT years FROM writer UNION SELECT NULL)", []),
-    ("SELECT name FROM writer WHERE years > ANY (SELECT years FROM writer UNION SELECT NULL)",
-     [("Max",), ("Ann",)]),
-    ("SELECT name FROM writer WHERE years <> ANY (SELECT years FROM writer)", ALL_THREE),
-    ("SELECT name FROM writer WHERE years != ANY (SELECT 20 UNION SELECT NULL)",
-     [("Max",), ("Ann",)]),
-    ("SELECT name FROM writer WHERE years <> SOME (SELECT years FROM writer WHERE years > 100)",
-     []),
-    ("SELECT name FROM writer WHERE name <> ANY (SELECT name FROM writer WHERE years > 90)",
-     [("Carl",), ("Ann",)]),
-    ("SELECT name FROM writer NATURAL LEFT OUTER JOIN (SELECT 20 AS years, 'x' AS z) t WHERE z IS NULL",
-     [("Max",), ("Ann",)]),
-    ("SELECT name FROM writer NATURAL RIGHT JOIN (SELECT 20 AS years UNION SELECT 21) t",
-     [("Carl",), (None,)]),
-    ("SELECT COUNT(*) FROM writer FULL JOIN (SELECT 20 AS years UNION SELECT 21) t USING (years)",
-     [(1,)]),
-    ("SELECT COUNT(*) FROM writer FULL JOIN (SELECT 20 AS years UNION SELECT 21) t ON full.years = t.years",
-     [(1,)]),
-    ("SELECT COUNT(*) FROM writer w FULL JOIN (SELECT 20 AS years UNION SELECT 21) t ON w.years = t.years",
-     NEAR.format("FULL JOIN (SELECT 20 AS years UNION SELECT 21) t ON w.years = t.years")),
-    # Texts that functions read as numbers.
-    ("SELECT FLOOR(name), CEIL('2.5'), MOD('7', 3), SIGN('-2x'), TRUNCATE('2.789', '1') FROM writer "
-     "LIMIT 1", [(0, 3, 1, -1, 2.7)]),
-    ("SELECT ROUND('-'), ROUND('x'), ROUND(' 2.567', '1'), ROUND(2.5, NULL), SQRT('4x')",
-     [(0, 0, 2.6, None, 2)]),
-    ("SELECT LEFT(name, '2'), RIGHT(name, 'x'), SUBSTRING_INDEX('a5b', 5, '1'), MOD('7', 0) FROM "
-     "writer LIMIT 1", [("Ca", "", "a", None)]),
-    # The size and the digits of a CAST.
-    ("SELECT CAST(AVG(years) AS DECIMAL(10,1)), CAST(AVG(years) AS DECIMAL), CAST(AVG(years) AS "
-     "DECIMAL(10)), CAST(AVG(years) AS CHAR) FROM writer", [(51.7, 52, 52, "51.6667")]),
-    ("SELECT CAST(years / 7 AS DECIMAL(5, 2)), CAST(years AS CHAR(1)), CAST(name AS CHAR(2)) FROM "
-     "writer LIMIT 1", [(2.86, "2", "Ca")]),
-    ("SELECT CAST('2.755x' AS DECIMAL(5, 2)), CAST(NULL AS DECIMAL(5, 2)), CAST(NULL AS CHAR(3)), "
-     "CAST(2.5 AS DECIMAL)", [(2.76, None, None, 3)]),
-    ("SELECT CONCAT(CAST(AVG(years) AS DECIMAL(6,2)), '%'), CONCAT(CAST(MAX(years) AS CHAR(10)), 'x')"
-     " FROM writer", [("51.67%", "98x")]),
-    ("SELECT CONCAT(CAST(years AS DECIMAL(5,)), 'a') FROM writer", NEAR.format("")),
-]
-
-
-@pytest.mark.parametrize("sql, answer", ASKED)
-def test_sqlite_answers_as_mariadb_did(sql, answer):
-    with closing(databases.Sqlite("d", TWO)) as db:
-        assert by_value(db.run(sql)) == by_value(answer)
-
-
-MYSQLS_ERRORS = re.compile(databases.ERROR + "(" + "|".join((
-    "You have an error in your SQL syntax", "Unknown (column|table|collation)", "Table '.*' doesn't",
-    "Column '.*' in .* is ambiguous", "FUNCTION .* does not exist", "Incorrect parameter count",
-    "Invalid use of group function", "Operand should contain", "Subquery returns more than 1 row",
-    "The used SELECT statements", "Every derived table", "Query execution was interrupted",
-    "The result has more", "Only SELECT", "SELECT command denied", "DOUBLE value is out",
-    "This version of MySQL doesn't")) + ")")
+            assert by_value(db.run(sql)) == by_value(rows(answer)), sql
 
 
 def test_whatever_a_model_writes_has_rows_or_an_error_text():
     """4,000 of the recorded queries with tokens removed, added or replaced; seed 0."""
     name, recorded = next(iter(ANSWERS.items()))
     token = re.compile(r"\s+|\w+|'[^']*'|[^\w\s]")
-    called = [sql for sql, _ in recorded["answers"] if re.search(r"\w\(", sql)]
-    queries = [token.findall(sql) for sql in called]
-    some = [",", "(", ")", ".", "ROUND(", "MAX(", "MIN(", "CONCAT(", "CAST(", "IN (", "'5'"]
-    pool = [part for query in queries for part in query] + some * 2000
+    queries = [token.findall(sql) for sql, _ in recorded["answers"] if re.search(r"\w\(", sql)]
+    some = [",", "(", ")", ".", "/", "LEFT(", "MAX(", "CONCAT(", "YEAR(", "IN (", "'5'", "'", "{"]
+    pool = [part for query in queries for part in query] + some * 1000
     rng = random.Random(0)
     with closing(databases.Sqlite(name, recorded["script"])) as db:
         for _ in range(4000):
@@ -394,13 +210,16 @@ def test_whatever_a_model_writes_has_rows_or_an_error_text():
                 at = rng.randrange(len(query) + 1)
                 query[at:at + rng.randint(0, 1)] = rng.choice([[], [rng.choice(pool)]])
             answer = db.run("".join(query))
-            assert isinstance(answer, list) or MYSQLS_ERRORS.match(answer), (query, answer)
+            assert isinstance(answer, list) or answer.startswith(databases.ERROR), query
 
 
-def test_the_short_view_joins_what_the_small_models_tokenizer_parts():
+def test_the_short_view_shows_two_digits_and_names_alone():
     with closing(make("intercodesql", "short")) as env:
-        env.start(dict(query="q", gold="SELECT COUNT(*), MAX(years) FROM writer", db="d"), TWO)
-        assert env.step("SELECT COUNT ( * ) , MAX ( years ) FROM writer").observation == "3 , 98"
+        env.start(dict(query="q", gold="SELECT COUNT(*), AVG(years) FROM writer", db="d"), TWO)
+        assert env.step("DESC writer").observation == "name | country | years"
+        # As the small model's tokenizer writes it.
+        shown = env.step("SELECT COUNT ( * ) , AVG ( years ) FROM writer").observation
+        assert shown == "3 , 51.67"
         assert env.step("submit").reward == 1
 
 
@@ -415,9 +234,6 @@ def test_the_last_result_is_what_is_submitted(small):
     env.step(act("SELECT site FROM town"))
     env.step(act("DESC town"))  # a look after the right query loses
     assert env.step(act("submit")).reward == 0
-    env = small(gold="SELECT nothing FROM town")  # a gold that fails is an empty result
-    env.step(act("SELECT site FROM town WHERE area > 90"))
-    assert env.step(act("submit")).reward == 1
     assert small().step(act("submit")).reward == 0  # nothing was asked
     env = small()
     env.step(act("SELECT site FROM town ORDER BY site DESC"))  # clipped, and kept
@@ -455,6 +271,24 @@ def test_splits_share_no_database_and_unseen_shares_no_noun():
         assert words & held_out == (held_out if split == "unseen" else set())
     assert len({(q["db"], q["query"]) for qs in world.questions.values()
                 for q in qs.values()}) == 1800
+
+
+@pytest.mark.parametrize("gold, told", [
+    ("SELECT nowhere FROM town", None),  # as InterCode scores it, which is said
+    ("SELECT * FROM sqlite_master", "denied"), ("SELECT * FROM town, town t, town u, town v, town w,"
+     "town x, town y, town z, town a, town b", "more than 10,000 rows")])
+def test_a_gold_query_that_fails_is_no_empty_result_without_a_word(small, capsys, gold, told):
+    for _ in range(2):
+        env = small(gold)
+        env.step(act("SELECT site FROM town WHERE area > 90"))
+        if told:
+            with pytest.raises(worlds.EnvError, match=f"the gold query of 'which towns.*{told}"):
+                env.step(act("submit"))
+        else:
+            assert env.step(act("submit")).reward == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == (told is None)
+    assert told or "'which towns?': Error executing query: Unknown column 'nowhere'" in said[0]
 
 
 SECRET = "orchard7"  # in another database; no observation may ever show it
@@ -505,68 +339,87 @@ ATTACKS = [  # one a class
     "WITH RECURSIVE r(x, n) AS (SELECT 'a', 0 UNION ALL SELECT x || 'a', n + 1 FROM r WHERE n < "
     "19000) SELECT COUNT(*) FROM r WHERE x LIKE '%a%a%a%a%a%a%b'",
     "SELECT TRUNCATE(MAX(area), 999999999) FROM town", "SHOW TABLES LIKE '\ud800'",
-    DOUBLED + "SUM(LENGTH(SUBSTRING_INDEX(r.x, 'a', 9000)))" + TIMES_TOWNS,
-    DOUBLED + "MAX(CONCAT(r.x, t0.site))" + TIMES_TOWNS,
+    DOUBLED + "SUM(LENGTH(LOWER(r.x)))" + TIMES_TOWNS,
+    DOUBLED + "SUM(INSTR(r.x, CONCAT(SUBSTR(r.x, 4000), 'b')))" + TIMES_TOWNS,
+    DOUBLED + "SUM(LENGTH(REPLACE(r.x, CONCAT(SUBSTR(r.x, 4000), 'b'), 'c')))" + TIMES_TOWNS,
+    DOUBLED + "SUM(LENGTH(CONCAT(r.x, t0.site)))" + TIMES_TOWNS,
+    DOUBLED + "SUM(r.x LIKE CONCAT(REPLACE(SUBSTR(r.x, 1, 4000), 'a', '%a'), 'b'))" + TIMES_TOWNS,
 ]
 # Of these the database shows nothing but what is the agent's own or harmless.
 HARMLESS = re.compile(r"\[\]|\[\((None|\d{1,7}),\)\]|None")
 
 
-def assert_harmless(db, sql, clock, seconds):
+def assert_harmless(ask, sql, clock, seconds):
     started = clock()
-    text = str(db.run(sql))
+    text = str(ask(sql))
     assert clock() - started < seconds, sql[:80]
     assert SECRET not in text and "root:" not in text
     assert text.startswith("Error") or HARMLESS.fullmatch(text), (sql[:80], text[:200])
 
 
-@pytest.mark.parametrize("first_look", [True, False])
-def test_attacks_on_sqlite_do_nothing(first_look, tmp_path, monkeypatch):
-    """Without the first look too: the allow-list of first words is not what keeps it safe."""
+@pytest.mark.parametrize("asked", ["run", "ask"])
+def test_attacks_on_sqlite_do_nothing(asked, tmp_path, monkeypatch):
+    """Without a look at the first word too: that is not what keeps it safe."""
     monkeypatch.chdir(tmp_path)
-    if not first_look:
-        monkeypatch.setattr(databases, "refusal", lambda sql: None)
     for sql in ATTACKS:
         with closing(databases.Sqlite("d", SCRIPT)) as db:
-            # Seconds of CPU, so that a busy machine does not matter.
-            if first_look or sql not in ("", ";", "\0"):
-                assert_harmless(db, sql, time.process_time, 3)
+            if asked == "run" or sql not in ("", ";", "\0"):
+                # Seconds of CPU, so that a busy machine does not matter.
+                assert_harmless(getattr(db, asked), sql, time.process_time, 3)
             assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
             assert db.run("SHOW TABLES") == [("baker",), ("town",)]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_result_too_large_is_an_error_text_on_sqlite():
-    with closing(databases.Sqlite("d", SCRIPT)) as db:
-        many = "SELECT 1 FROM " + ", ".join(f"town t{i}" for i in range(9))  # 19,683 rows
-        assert db.run(many) == databases.TOO_LARGE
-        assert len(db.run(many + " LIMIT 9999")) == 9999
+def test_a_result_too_large_is_an_error_text_on_sqlite(town):
+    many = "SELECT 1 FROM " + ", ".join(f"town t{i}" for i in range(9))  # 19,683 rows
+    assert town.run(many) == databases.TOO_LARGE
+    assert len(town.run(many + " LIMIT 9999")) == 9999
 
 
-def test_text_handed_to_functions_is_limited_query_by_query(monkeypatch):
-    monkeypatch.setattr(databases, "CHARACTERS", 30)
-    with closing(databases.Sqlite("d", SCRIPT)) as db:
-        for _ in range(3):
-            assert db.run("SELECT MAX(site), COUNT(*) FROM town") == [("Crewe", 3)]  # 14 characters
-            assert db.run("SELECT MAX(REVERSE(site)) FROM town") == [("novA",)]  # 28
-            assert db.run("SELECT MAX(REVERSE(REVERSE(site))) FROM town") == databases.INTERRUPTED
-            assert db.run("SELECT MAX(ROUND(area * 2)) FROM town") == [(60,)]
+def test_steps_are_counted_query_by_query(town, monkeypatch):
+    monkeypatch.setattr(databases, "VM_STEPS", 20 * databases.LOOK)
+    for _ in range(3):
+        for count, answer in ((7, [(3 ** 7,)]), (9, databases.INTERRUPTED)):
+            some = ", ".join(f"town t{i}" for i in range(count))
+            assert town.run(f"SELECT COUNT(t0.site || t1.site) FROM {some}") == answer
 
 
-@pytest.mark.parametrize("gap", ["/**/", "/* a */", " ", "--\n", "-- a\n", "#\n", "/*"])
-def test_the_first_look_ends_whatever_is_hidden_from_it(gap):
-    """A pattern that tries all ways to share out the gaps would not: 2 to the power of 1,000."""
-    for sql in ("select 1 into{}x", "select 1 into{}outfile 'x'", "select sleep{}(1)"):
-        found = databases.refusal(sql.format(gap * (4900 // len(gap))))
-        assert (found is None) == (sql.endswith("x") or gap == "/*")
+LEGAL = [  # of which the words would be none in code
+    "SELECT site FROM town WHERE site <> 'Sleep (Live)'",
+    "SELECT site FROM town WHERE site <> 'Open for Update' AND site <> \"into outfile\"",
+    "SELECT site FROM town WHERE site <> 'it''s /*! @@a */ get_lock(1)'",
+    "SELECT sys.site FROM town AS sys", "SELECT mysql.site FROM town mysql",
+    "/* the sites */ SELECT site FROM town", "-- the sites\nSELECT site FROM town",
+    "SELECT site -- sleep(1) for update\nFROM town /* lock in share mode */",
+    "(SELECT site FROM town)", "WITH a AS (SELECT site FROM town) SELECT site FROM a",
+]
+MARIADBS = ["# the sites\nSELECT site FROM town", "SELECT site FROM town WHERE site <> 'it\\'s sleep(1)'"]
+HIDDEN = [  # code beside texts, names and comments that could be taken for more or less than they are
+    "SELECT '\\'', SLEEP(1)", "SELECT '', sleep(1) -- '", "SELECT `sleep`(1)", "SELECT sleep/*x*/(1)",
+    "SELECT sleep -- \n (1)", "SELECT 1 /*!, sleep(9) */", "SELECT 1 /*M!, sleep(9) */",
+    "SELECT \"'\", sleep(1), \"'\"", "SELECT `'`, sleep(1), `'` FROM t", "SELECT 1 # '\n, sleep(1) # '",
+    "SELECT 1 -- '\n, sleep(1) -- '", "SELECT 1 --\x01'\n, sleep(1) -- '", "SELECT 1--', sleep(1)",
+    "SELECT /* ' */ sleep(1) /* ' */", "SELECT 1 INTO -- x\n OUTFILE 'x'", "SELECT 1 FOR /**/ UPDATE",
+    "SELECT 1 LOCK IN SHARE MODE", "SELECT * FROM `information_schema` . tables", "SELECT @@x",
+    "SELECT /*+ MAX_EXECUTION_TIME(9) */ 1", "SELECT is_free_lock('a')", "SELECT master_pos_wait('a', 1)",
+]
 
 
-def test_attacks_leave_room_for_honest_queries():
-    for sql in ("SELECT title FROM film WHERE title = 'Into the Wild'", "SELECT mysql FROM t",
-                "(SELECT 1) UNION (SELECT 2)", "WITH a AS (SELECT 1) SELECT * FROM a",
-                "SHOW FULL COLUMNS FROM t", "SHOW CREATE TABLE t", "explain select 1",
-                "SELECT sleep, lock FROM t"):
+def test_the_look_at_a_servers_query_does_not_look_into_texts_and_comments():
+    for sql in LEGAL + MARIADBS:
         assert databases.refusal(sql) is None, sql
+    for sql in HIDDEN:
+        assert databases.refusal(sql), sql
+
+
+@pytest.mark.parametrize("part", ["/**/", "/* a */", "--\n", "#\n", "/*", "'", "'\\", "''", "`", "\\'"])
+def test_the_look_at_a_query_takes_linear_time(part):
+    """A pattern that tries all ways to share out the parts would not: 2 to the power of 1,000."""
+    for sql in ("select 1 into{}x", "select sleep{}(1)", "select '{}"):
+        started = time.process_time()
+        databases.refusal(sql.format(part * (4900 // len(part))))
+        assert time.process_time() - started < 0.5
 
 
 def test_questions_of_intercodes_form_are_split_by_database_and_their_experts_replay_to_1(own):
@@ -584,9 +437,7 @@ def test_intercodes_own_questions_are_split_and_their_experts_replay_to_1():
     assert env.test_splits == ("test",) and len(env.world.databases) == 20
     tasks = [task for split in ("train", "validation", "test") for task in env.tasks(split)]
     assert len(tasks) == 1034
-    failed = {env.find(task)["gold"] for task in tasks[::4] if play(env, task) != 1}
-    assert all("COUNT (*)" in gold or "FROM (SELECT" in gold for gold in failed)  # as on MariaDB
-    assert len(failed) <= 3
+    assert all(play(env, task) == 1 for task in tasks[::4])
     names = [{q["db"] for q in asked.values()} for asked in env.splits.values()]
     assert sum(map(len, names)) == 20 == len(set.union(*names))
     env.close()
@@ -604,24 +455,17 @@ def test_iprs_records_are_read(tmp_path):
     assert env.find(published_task(env, "intercode_sql_3")) == dict(query="q", gold="SELECT 1", db="d")
 
 
-@pytest.mark.parametrize("change, told", [
-    ({"query": 3}, "3 is no text"), ({"gold": None}, "null is no text"),
-    ({"db": ["d"]}, r'\["d"\] is no text'), ({"query": "\ud800"}, "half of a surrogate pair")])
-def test_a_record_with_what_is_no_text_is_refused(tmp_path, change, told):
+@pytest.mark.parametrize("change, dump, told", [
+    ({"query": 3}, "", "3 is no text"), ({"gold": None}, "", "null is no text"),
+    ({"db": ["d"]}, "", r'\["d"\] is no text'), ({"query": "\ud800"}, "", "half of a surrogate pair"),
+    ({}, "USE `d`;\nCREATE TABLE `t` (\n  `a` enum('x','y') DEFAULT NULL\n) ENGINE=InnoDB;\n",
+     "sqlite cannot read database d .*--mysql-url$")])
+def test_data_that_cannot_be_read_is_refused(tmp_path, change, dump, told):
     record = dict(query="q", gold="SELECT 1", db="d") | change
     (tmp_path / "ic_spider_dev.json").write_text(json.dumps([record]))
+    (tmp_path / "ic_spider_dbs.sql").write_text(dump)
     with pytest.raises(worlds.Refused, match=f"--intercode-data.*{told}") as error:
-        InterCodeSQL(intercode_data=str(tmp_path), mysql_url="mysql://a@h")
-    assert "\n" not in str(error.value)
-
-
-def test_a_dump_that_sqlite_cannot_read_is_refused(tmp_path):
-    (tmp_path / "ic_spider_dev.json").write_text(
-        json.dumps([dict(query="q", gold="SELECT 1", db="d1")]))
-    (tmp_path / "ic_spider_dbs.sql").write_text(
-        "USE `d1`;\nCREATE TABLE `t` (\n  `a` enum('x','y') DEFAULT NULL\n) ENGINE=InnoDB;\n")
-    env = InterCodeSQL(intercode_data=str(tmp_path))
-    with pytest.raises(worlds.Refused, match="--intercode-data: .* database d1 .*--mysql-url$") as error:
+        env = InterCodeSQL(intercode_data=str(tmp_path))
         env.reset(next(task for split in env.splits for task in env.tasks(split)))
     assert "\n" not in str(error.value)
 
@@ -783,18 +627,20 @@ def test_mariadb_answers_as_recorded(mariadb, name):
         assert by_value(found) == by_value(rows(answer)), sql
 
 
-def test_mariadb_answers_what_was_asked(mariadb):
-    for statement in ("DROP TABLE IF EXISTS writer", *TWO.split(";")[:2]):
-        root_query(mariadb, statement, database="d")
-    try:
-        for sql, answer in ASKED:
-            try:
-                found = root_query(mariadb, sql, database="d")
-            except Exception as error:
-                found = f"Error executing query: {error.args[1]}"
-            assert by_value(found) == by_value(answer), sql
-    finally:
-        root_query(mariadb, "DROP TABLE writer", database="d")
+def test_legal_golds_and_answers_score_1_whatever_their_texts_say(mariadb, own, small):
+    env = InterCodeSQL(intercode_data=str(own), mysql_url=URL.format(mariadb))
+    for gold in [*LEGAL, *MARIADBS, "SELECT site FROM town LIMIT 3 FOR UPDATE"]:
+        env.start(dict(query="q", gold=gold, db="d"))
+        env.step(act("SELECT site FROM town"))
+        assert env.step(act("submit")).reward == 1, gold
+    env.start(dict(query="q", gold="SELECT word FROM other.secret", db="d"))
+    with pytest.raises(worlds.EnvError, match="the gold query of 'q': .*denied"):
+        env.step(act("submit"))
+    env.close()
+    for gold in LEGAL[:-2]:  # sqlite has no SELECT in parentheses
+        env = small(gold)
+        env.step(act("SELECT site FROM town"))
+        assert env.step(act("submit")).reward == 1, gold
 
 
 def test_mariadb_shows_what_sqlite_shows(server):
@@ -819,7 +665,7 @@ def test_attacks_on_mariadb_do_nothing_and_nothing_runs_on(mariadb):
              f"'{databases.database_user(URL, 'd')}'")
     for sql in ATTACKS:
         with closing(databases.MySQL("d", URL.format(mariadb))) as db:
-            assert_harmless(db, sql, time.monotonic, 20)
+            assert_harmless(db.run, sql, time.monotonic, 20)
             assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
             assert db.run("SHOW TABLES") == [("baker",), ("town",)]
         wait_until(lambda: not root_query(mariadb, asked), 20)
