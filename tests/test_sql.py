@@ -85,6 +85,12 @@ def act(sql):
     return f"Thought: t\nAction: {sql}" if sql == "submit" else f"Action:\n```sql\n{sql}\n```"
 
 
+def submitted(env, sql):
+    """The reward for the rows of a query."""
+    env.step(act(sql))
+    return env.step(act("submit")).reward
+
+
 SCRIPT = ("CREATE TABLE town (town_id int PRIMARY KEY, site varchar(20), area int);"
           "INSERT INTO town VALUES (1, 'Avon', 30), (2, 'Brill', 20), (3, 'Crewe', 10);"
           "CREATE TABLE baker (name varchar(20), town_id int);"
@@ -112,23 +118,6 @@ def town():
         yield db
 
 
-def test_sqlite_describes_tables_as_mysql():
-    with closing(databases.Sqlite("d", (
-            "CREATE TABLE town (town_id int PRIMARY KEY, site varchar(20) NOT NULL);"
-            "CREATE TABLE Baker (name text DEFAULT 'Bo', town_id int, pay decimal(10,2),"
-            " FOREIGN KEY (town_id) REFERENCES town (town_id));"))) as db:
-        assert db.run("show tables;") == [("Baker",), ("town",)]
-        assert db.run("DESC town") == [("town_id", "int", "NO", "PRI", None, ""),
-                                       ("site", "varchar(20)", "NO", "", None, "")]
-        for sql in ("SHOW COLUMNS FROM `baker`", "describe BAKER ;", "/* all */ DESC Baker -- all"):
-            assert db.run(sql) == [
-                ("name", "text", "YES", "", "'Bo'", ""), ("town_id", "int", "YES", "MUL", None, ""),
-                ("pay", "decimal(10,2)", "YES", "", None, "")], sql
-        for sql in ("SHOW CREATE TABLE town", "EXPLAIN SELECT 1", "DESC town site"):
-            assert db.run(sql) == (databases.ERROR + "Only SHOW TABLES, SHOW COLUMNS and DESC of a "
-                                   "table are answered here"), sql
-
-
 NEAR = ("You have an error in your SQL syntax; check the manual that corresponds to your MySQL server "
         "version for the right syntax to use near '{}' at line 1")
 
@@ -136,46 +125,56 @@ NEAR = ("You have an error in your SQL syntax; check the manual that corresponds
 @pytest.mark.parametrize("sql, text", [  # those that the shipped tiny model learned to read
     ("SELECT site FROM town WHERE x = 1", "Unknown column 'x' in 'where clause'"),
     ("SELECT site FROM town ORDER BY x", "Unknown column 'x' in 'order clause'"),
-    ("SELECT x FROM town", "Unknown column 'x' in 'field list'"),
     ("SELECT site FROM town GROUP BY x", "Unknown column 'x' in 'group statement'"),
-    ("DESC towns", "Table 'd.towns' doesn't exist"),
-    ("SELECT site FROM towns", "Table 'd.towns' doesn't exist"),
+    ("SELECT x FROM town", "Unknown column 'x' in 'field list'"),
+    ("DESC towns", "Table 'd.towns' doesn't exist"), ("SELECT 1 FROM towns", "Table 'd.towns' doesn't exist"),
     ("SELECT town_id FROM town JOIN baker ON area > 1", "Column 'town_id' in field list is ambiguous"),
     ("SELECT f ( area ) FROM town", "FUNCTION d.f does not exist"),
     ("SELECT site FROM FROM town", NEAR.format("FROM town")),
     ("SELECT * MAX(area) FROM town", NEAR.format("MAX(area) FROM town")),
-    ("SELECT site FROM town WHERE", NEAR.format("")),
-    ("SELECT site FROM town WHERE site = 'a", NEAR.format("'a")),
+    ("SELECT site FROM town WHERE", NEAR.format("")), ("SELECT site FROM town, 'a", NEAR.format("'a")),
     ("SELECT site FROM town WHERE MAX(area) > 1", "Invalid use of group function"),
-    ("check the site", "Only SELECT, WITH, SHOW (of tables, columns, indexes), DESC, DESCRIBE and "
-     "EXPLAIN are allowed"),
+    ("check the site", "Only SELECT, WITH, SHOW (of tables, columns, indexes), DESC, DESCRIBE and EXPLAIN are allowed"),
+    ("SHOW CREATE TABLE town", "Only SHOW TABLES, SHOW COLUMNS and DESC of a table are answered here"),
 ])
 def test_sqlite_tells_errors_as_mysql(town, sql, text):
     assert town.run(sql) == f"Error executing query: {text}"
 
 
+LISTED = ("CREATE TABLE Writer (name text NOT NULL, country varchar(20) DEFAULT 'Bo', years int, id int PRIMARY KEY,"
+          " FOREIGN KEY (years) REFERENCES Writer (id));"
+          "INSERT INTO Writer VALUES ('Carl', 'Egypt', 20, 1), ('Max', 'egypt', 98, 2), ('Ann', 'Spain', 37, 3);")
+COLUMNS = [("name", "text", "NO", "", None, ""), ("country", "varchar(20)", "YES", "", "'Bo'", ""),
+           ("years", "int", "YES", "MUL", None, ""), ("id", "int", "NO", "PRI", None, "")]
+
+
 @pytest.mark.parametrize("sql, answer", [
+    ("show tables;", [("Writer",)]), ("SHOW COLUMNS FROM `writer`", COLUMNS), ("describe WRITER ;", COLUMNS),
+    ("/* all */ DESC Writer -- all", COLUMNS),
     ("SELECT name FROM writer WHERE country = 'EGYPT'", [("Carl",), ("Max",)]),  # without case
     ("SELECT DISTINCT country FROM writer", [("Egypt",), ("Spain",)]),
     ("SELECT SUM(years) / COUNT(*), 7 / 2, '7/2', 1/0 FROM writer", [(155 / 3, 3.5, "7/2", None)]),
-    ("SELECT 9 / 2 / 3 -- a / b\n", [(1.5,)]),
-    ("SELECT SUM(years), AVG(years) FROM writer WHERE years < 90", [(57, 28.5)]),
-    ('SELECT name FROM writer WHERE country = "Spain"', [("Ann",)]),
-    ("SELECT CONCAT(name, '/', years), IF(years > 30, 'a', 'b'), LEFT(name, 2), right (name, 1) "
-     "FROM writer LIMIT 1", [("Carl/20", "b", "Ca", "l")]),
-    ("SELECT CONCAT('a', NULL), CONCAT_WS('-', 'a', NULL, 1), CHAR_LENGTH('ab'), GREATEST(1, 3), "
-     "LEAST(1, NULL)", [(None, "a-1", 2, 3, None)]),
+    ("SELECT 9 / 2 / 3 -- a / b\n", [(1.5,)]), ('SELECT name FROM writer WHERE country = "Spain"', [("Ann",)]),
+    ("SELECT CONCAT(name, '/', years), IF(years > 30, 'a', 'b'), LEFT(name, 2), right (name, 1) FROM writer LIMIT 1",
+     [("Carl/20", "b", "Ca", "l")]),
+    ("SELECT CONCAT('a', NULL), CONCAT_WS('-', 'a', NULL, 1), CHAR_LENGTH('ab'), GREATEST(1, 3), LEAST(1, NULL)",
+     [(None, "a-1", 2, 3, None)]),
     ("SELECT YEAR(d), MONTH(d), DAY(d) FROM (SELECT '2021-03-04 05:06:07' AS d)", [(2021, 3, 4)]),
     ("WITH a AS (SELECT 1 AS x) SELECT `x` FROM a LEFT JOIN writer ON 0", [(1,)]),
 ])
 def test_sqlite_answers(sql, answer):
-    with closing(databases.Sqlite("d", TWO)) as db:
+    with closing(databases.Sqlite("d", LISTED)) as db:
         assert db.run(sql) == answer
 
 
-TWO = ("CREATE TABLE writer (name varchar(20), country text, years int);"
-       "INSERT INTO writer VALUES ('Carl', 'Egypt', 20), ('Max', 'egypt', 98), ('Ann', 'Spain', 37);")
-ANSWERS = json.loads((DATA / "intercode/mysql_answers.json").read_text())
+FARM = json.loads((DATA / "intercode/mysql_answers.json").read_text())["farm_1"]
+
+
+@pytest.fixture
+def farm():
+    """One of the built-in databases, of which MariaDB was asked what models ask."""
+    with closing(databases.Sqlite("farm_1", FARM["script"])) as db:
+        yield db
 
 
 def by_value(answer):
@@ -187,36 +186,30 @@ def by_value(answer):
             for row in answer]
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-def test_built_in_databases_answer_as_mariadb_10_11_did(name):
-    """417 queries of the kinds that models write, on three of the databases."""
-    with closing(databases.Sqlite(name, ANSWERS[name]["script"])) as db:
-        for sql, answer in ANSWERS[name]["answers"]:
-            assert by_value(db.run(sql)) == by_value(rows(answer)), sql
+def test_built_in_databases_answer_as_mariadb_10_11_did(farm):
+    for sql, answer in FARM["answers"]:
+        assert by_value(farm.run(sql)) == by_value(rows(answer)), sql
 
 
-def test_whatever_a_model_writes_has_rows_or_an_error_text():
-    """4,000 of the recorded queries with tokens removed, added or replaced; seed 0."""
-    name, recorded = next(iter(ANSWERS.items()))
-    token = re.compile(r"\s+|\w+|'[^']*'|[^\w\s]")
-    queries = [token.findall(sql) for sql, _ in recorded["answers"] if re.search(r"\w\(", sql)]
+def test_whatever_a_model_writes_has_rows_or_an_error_text(farm):
+    """4,000 of the recorded queries with parts removed, added or replaced; seed 0."""
+    queries = [re.findall(r"\s+|\w+|'[^']*'|[^\w\s]", sql) for sql, _ in FARM["answers"]]
     some = [",", "(", ")", ".", "/", "LEFT(", "MAX(", "CONCAT(", "YEAR(", "IN (", "'5'", "'", "{"]
     pool = [part for query in queries for part in query] + some * 1000
     rng = random.Random(0)
-    with closing(databases.Sqlite(name, recorded["script"])) as db:
-        for _ in range(4000):
-            query = list(rng.choice(queries))
-            for _ in range(rng.randint(1, 4)):
-                at = rng.randrange(len(query) + 1)
-                query[at:at + rng.randint(0, 1)] = rng.choice([[], [rng.choice(pool)]])
-            answer = db.run("".join(query))
-            assert isinstance(answer, list) or answer.startswith(databases.ERROR), query
+    for _ in range(4000):
+        query = list(rng.choice(queries))
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(query) + 1)
+            query[at:at + rng.randint(0, 1)] = rng.choice([[], [rng.choice(pool)]])
+        answer = farm.run("".join(query))
+        assert isinstance(answer, list) or answer.startswith(databases.ERROR), query
 
 
 def test_the_short_view_shows_two_digits_and_names_alone():
     with closing(make("intercodesql", "short")) as env:
-        env.start(dict(query="q", gold="SELECT COUNT(*), AVG(years) FROM writer", db="d"), TWO)
-        assert env.step("DESC writer").observation == "name | country | years"
+        env.start(dict(query="q", gold="SELECT COUNT(*), AVG(years) FROM writer", db="d"), LISTED)
+        assert env.step("DESC writer").observation == "name | country | years | id"
         # As the small model's tokenizer writes it.
         shown = env.step("SELECT COUNT ( * ) , AVG ( years ) FROM writer").observation
         assert shown == "3 , 51.67"
@@ -225,23 +218,40 @@ def test_the_short_view_shows_two_digits_and_names_alone():
 
 def test_the_last_result_is_what_is_submitted(small):
     env = small()
-    assert env.step(act("SELECT site, area FROM town WHERE area > 15")).observation == (
-        "[('Avon', 30), ('Brill', 20)]")
+    shown = env.step(act("SELECT site, area FROM town WHERE area > 15")).observation
+    assert shown == "[('Avon', 30), ('Brill', 20)]"
     env.step(act("SELECT site FROM town"))
     assert env.step("no action").observation == EXPLANATION  # changes nothing
     assert env.step(act("submit")) == worlds.Step("submitted", 1.0, True, 1.0)
     env = small()
     env.step(act("SELECT site FROM town"))
-    env.step(act("DESC town"))  # a look after the right query loses
-    assert env.step(act("submit")).reward == 0
+    assert submitted(env, "DESC town") == 0  # a look after the right query loses
     assert small().step(act("submit")).reward == 0  # nothing was asked
     env = small()
     env.step(act("SELECT site FROM town ORDER BY site DESC"))  # clipped, and kept
     assert env.step(act("submit")) == worlds.Step("submitted", 0.0, True, -1.0)
-    env = small(gold="SELECT a.site, b.site, c.site FROM town a, town b, town c")
-    shown = env.step(act("SELECT a.site, b.site, c.site FROM town a, town b, town c")).observation
+    many = "SELECT a.site, b.site, c.site FROM town a, town b, town c"
+    env = small(gold=many)
+    shown = env.step(act(many)).observation
     assert len(shown) == 353 and shown.endswith("...")  # the result is not cut
     assert env.step(act("submit")).reward == 1
+
+
+@pytest.mark.parametrize("gold, told", [
+    ("SELECT nowhere FROM town", None),  # as InterCode scores it, which is said
+    ("SELECT * FROM sqlite_master", "denied"),
+    ("SELECT 1 FROM " + ", ".join(f"town t{i}" for i in range(9)), "more than 10,000 rows")])
+def test_a_gold_query_that_fails_is_no_empty_result_without_a_word(small, capsys, gold, told):
+    for _ in range(2):
+        env = small(gold)
+        if told:
+            with pytest.raises(worlds.EnvError, match=f"the gold query of 'which towns.*{told}"):
+                submitted(env, "SELECT site FROM town WHERE area > 90")
+        else:
+            assert submitted(env, "SELECT site FROM town WHERE area > 90") == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == (told is None)
+    assert told or "'which towns?': Error executing query: Unknown column 'nowhere'" in said[0]
 
 
 def play(env, task):
@@ -273,24 +283,6 @@ def test_splits_share_no_database_and_unseen_shares_no_noun():
                 for q in qs.values()}) == 1800
 
 
-@pytest.mark.parametrize("gold, told", [
-    ("SELECT nowhere FROM town", None),  # as InterCode scores it, which is said
-    ("SELECT * FROM sqlite_master", "denied"), ("SELECT * FROM town, town t, town u, town v, town w,"
-     "town x, town y, town z, town a, town b", "more than 10,000 rows")])
-def test_a_gold_query_that_fails_is_no_empty_result_without_a_word(small, capsys, gold, told):
-    for _ in range(2):
-        env = small(gold)
-        env.step(act("SELECT site FROM town WHERE area > 90"))
-        if told:
-            with pytest.raises(worlds.EnvError, match=f"the gold query of 'which towns.*{told}"):
-                env.step(act("submit"))
-        else:
-            assert env.step(act("submit")).reward == 1
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == (told is None)
-    assert told or "'which towns?': Error executing query: Unknown column 'nowhere'" in said[0]
-
-
 SECRET = "orchard7"  # in another database; no observation may ever show it
 HOLD = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r) "
 MANY = ", ".join(f"town t{i}" for i in range(30))
@@ -298,52 +290,41 @@ DOUBLED = ("WITH RECURSIVE r(x, n) AS (SELECT 'a', 1 UNION ALL SELECT CONCAT(x, 
            "WHERE n < 14) SELECT ")
 TIMES_TOWNS = " FROM r, " + ", ".join(f"town t{i}" for i in range(12)) + " WHERE n = 14"
 ATTACKS = [  # one a class
-    # writing, openly and inside what reads
-    "INSERT INTO town VALUES (9, 'x', 1)", "CREATE TEMP TABLE z AS SELECT 1",
-    "WITH z AS (SELECT 1) DELETE FROM town", "EXPLAIN ANALYZE DELETE FROM town",
-    "SELECT * INTO z FROM town", "SELECT 1 INTO @a",
-    # several statements
-    "SELECT 1; DROP TABLE town", "SELECT 1 /* */ ; /* */ DELETE FROM town",
-    "SELECT '1'; UPDATE town SET area = 0; --",
+    # writing, openly and inside what reads; several statements
+    "INSERT INTO town VALUES (9, 'x', 1)", "CREATE TEMP TABLE z AS SELECT 1", "EXPLAIN ANALYZE DELETE FROM town",
+    "WITH z AS (SELECT 1) DELETE FROM town", "SELECT * INTO z FROM town", "SELECT 1 INTO @a", "SELECT 1; DROP TABLE town",
+    "SELECT 1 /* */ ; /* */ DELETE FROM town", "SELECT '1'; UPDATE town SET area = 0; --",
     # transactions, sessions, accounts, locks
-    "BEGIN", "SET SESSION max_statement_time = 0", "USE mysql", "GRANT ALL ON *.* TO z", "KILL 1",
-    "SET STATEMENT max_statement_time = 1000 FOR SELECT 1", "CALL z()", "SHUTDOWN",
-    "EXECUTE IMMEDIATE 'DROP TABLE town'", "SELECT 1 FROM town FOR/**/UPDATE",
-    "SELECT GET_LOCK('a', 1000)",
+    "BEGIN", "SET SESSION max_statement_time = 0", "USE mysql", "GRANT ALL ON *.* TO z", "KILL 1", "CALL z()", "SHUTDOWN",
+    "SET STATEMENT max_statement_time = 1000 FOR SELECT 1", "EXECUTE IMMEDIATE 'DROP TABLE town'",
+    "SELECT 1 FROM town FOR/**/UPDATE", "SELECT GET_LOCK('a', 1000)",
     # other databases and what the server knows
-    "SELECT * FROM `other`.`secret`", "SHOW TABLES FROM other", "DESC other.secret",
+    "SELECT * FROM `other`.`secret`", "SHOW TABLES FROM other", "DESC other.secret", "SHOW GRANTS", "SELECT @@datadir",
     "SELECT (SELECT word FROM other . secret LIMIT 1)", "SELECT * FROM `mysql`.`user`",
-    "SELECT * FROM INFORMATION_SCHEMA . PROCESSLIST", "SHOW GRANTS", "SELECT @@datadir",
+    "SELECT * FROM INFORMATION_SCHEMA . PROCESSLIST",
     # sqlite's own
-    "ATTACH DATABASE 'other.db' AS other", "PRAGMA query_only = OFF", "VACUUM INTO 'x.db'",
-    "SELECT * FROM sqlite_master", "SELECT * FROM pragma_table_info('town')",
-    "SELECT * FROM json_each('[1]')", "SELECT load_extension('x')",
+    "ATTACH DATABASE 'other.db' AS other", "PRAGMA query_only = OFF", "VACUUM INTO 'x.db'", "SELECT * FROM sqlite_master",
+    "SELECT * FROM pragma_table_info('town')", "SELECT * FROM json_each('[1]')", "SELECT load_extension('x')",
     # files
-    "SELECT load_file /**/ ('/etc/passwd')", "SELECT 1 INTO --\nOUTFILE '/tmp/x'",
+    "SELECT load_file /**/ ('/etc/passwd')", "SELECT 1 INTO --\nOUTFILE '/tmp/x'", "SELECT readfile('/etc/passwd')",
     "LOAD DATA LOCAL INFILE '/etc/passwd' INTO TABLE town",
     # comments that are code, odd characters
-    "SELECT 1 /*! INTO OUTFILE '/tmp/x' */", "/*M! DROP TABLE town */", "# x\nDROP TABLE town",
-    "SELECT /*+ MAX_EXECUTION_TIME(99999) */ 1", "SELECT 1\0; DROP TABLE town", "SELECT '\ud800'",
-    "\0", "", ";", "SELECT '", "SELECT " + "(" * 3000 + "1" + ")" * 3000,
-    "SELECT " + "1+" * 2400 + "1",
+    "SELECT 1 /*! INTO OUTFILE '/tmp/x' */", "/*M! DROP TABLE town */", "# x\nDROP TABLE town", "SELECT '\ud800'", "SELECT '",
+    "SELECT /*+ MAX_EXECUTION_TIME(99999) */ 1", "SELECT 1\0; DROP TABLE town", "\0", "", ";", "SHOW TABLES LIKE '\ud800'",
+    "SELECT " + "(" * 3000 + "1" + ")" * 3000, "SELECT " + "1+" * 2400 + "1",
     # holding the server: with time, rows, text
-    "SELECT sleep-- a\n(100)", "SELECT BENCHMARK(1000000000, MD5('a'))",
-    HOLD + "SELECT a.x FROM r a, r b, r c, r d", f"SELECT COUNT(*) FROM {MANY}",
-    f"SELECT * FROM {MANY} LIMIT 1000000", f"SELECT t0.site FROM {MANY} ORDER BY t9.site",
+    "SELECT sleep-- a\n(100)", "SELECT BENCHMARK(1000000000, MD5('a'))", HOLD + "SELECT a.x FROM r a, r b, r c, r d",
+    f"SELECT COUNT(*) FROM {MANY}", f"SELECT * FROM {MANY} LIMIT 1000000", f"SELECT t0.site FROM {MANY} ORDER BY t9.site",
     "WITH RECURSIVE r(x) AS (SELECT 'a' UNION ALL SELECT x || x FROM r) SELECT COUNT(*) FROM r",
     "WITH RECURSIVE r(x) AS (SELECT 'a' UNION ALL SELECT CONCAT(x, x) FROM r) SELECT MAX(x) FROM r",
-    "SELECT zeroblob(900000000)", "SELECT printf('%900000000d', 1)",
-    "SELECT RPAD('a', 900000000, 'b')",
+    "SELECT zeroblob(900000000)", "SELECT printf('%900000000d', 1)", "SELECT RPAD('a', 900000000, 'b')",
     "SELECT LENGTH(REGEXP_REPLACE(REPEAT('a', 9999), '(a+)+b', ''))",
     "SELECT LENGTH(GROUP_CONCAT(a.site)) FROM " + ", ".join(f"town {c}" for c in "abcdefghijklmn"),
-    "WITH RECURSIVE r(x, n) AS (SELECT 'a', 0 UNION ALL SELECT x || 'a', n + 1 FROM r WHERE n < "
-    "19000) SELECT COUNT(*) FROM r WHERE x LIKE '%a%a%a%a%a%a%b'",
-    "SELECT TRUNCATE(MAX(area), 999999999) FROM town", "SHOW TABLES LIKE '\ud800'",
-    DOUBLED + "SUM(LENGTH(LOWER(r.x)))" + TIMES_TOWNS,
-    DOUBLED + "SUM(INSTR(r.x, CONCAT(SUBSTR(r.x, 4000), 'b')))" + TIMES_TOWNS,
-    DOUBLED + "SUM(LENGTH(REPLACE(r.x, CONCAT(SUBSTR(r.x, 4000), 'b'), 'c')))" + TIMES_TOWNS,
-    DOUBLED + "SUM(LENGTH(CONCAT(r.x, t0.site)))" + TIMES_TOWNS,
-    DOUBLED + "SUM(r.x LIKE CONCAT(REPLACE(SUBSTR(r.x, 1, 4000), 'a', '%a'), 'b'))" + TIMES_TOWNS,
+    "WITH RECURSIVE r(x, n) AS (SELECT 'a', 0 UNION ALL SELECT x || 'a', n + 1 FROM r WHERE n < 19000) "
+    "SELECT COUNT(*) FROM r WHERE x LIKE '%a%a%a%a%a%a%b'",
+    *(DOUBLED + f"SUM(LENGTH({text}))" + TIMES_TOWNS for text in (
+        "LOWER(r.x)", "CONCAT(r.x, t0.site)", "REPLACE(r.x, CONCAT(SUBSTR(r.x, 4000), 'b'), 'c')",
+        "INSTR(r.x, CONCAT(SUBSTR(r.x, 4000), 'b'))", "r.x LIKE CONCAT(REPLACE(SUBSTR(r.x, 1, 4000), 'a', '%a'), 'b')")),
 ]
 # Of these the database shows nothing but what is the agent's own or harmless.
 HARMLESS = re.compile(r"\[\]|\[\((None|\d{1,7}),\)\]|None")
@@ -361,28 +342,24 @@ def assert_harmless(ask, sql, clock, seconds):
 def test_attacks_on_sqlite_do_nothing(asked, tmp_path, monkeypatch):
     """Without a look at the first word too: that is not what keeps it safe."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(databases, "SECONDS", 0.5)
     for sql in ATTACKS:
         with closing(databases.Sqlite("d", SCRIPT)) as db:
-            if asked == "run" or sql not in ("", ";", "\0"):
-                # Seconds of CPU, so that a busy machine does not matter.
-                assert_harmless(getattr(db, asked), sql, time.process_time, 3)
+            # Seconds of CPU, so that a busy machine does not matter.
+            assert_harmless(getattr(db, asked), sql, time.process_time, 1)
             assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
             assert db.run("SHOW TABLES") == [("baker",), ("town",)]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_result_too_large_is_an_error_text_on_sqlite(town):
-    many = "SELECT 1 FROM " + ", ".join(f"town t{i}" for i in range(9))  # 19,683 rows
-    assert town.run(many) == databases.TOO_LARGE
-    assert len(town.run(many + " LIMIT 9999")) == 9999
-
-
-def test_steps_are_counted_query_by_query(town, monkeypatch):
+def test_rows_and_steps_are_limited_query_by_query(town, monkeypatch):
+    some = [", ".join(f"town t{i}" for i in range(n)) for n in range(10)]  # 3^n rows
+    assert town.run(f"SELECT 1 FROM {some[9]}") == databases.TOO_LARGE
+    assert len(town.run(f"SELECT 1 FROM {some[9]} LIMIT 9999")) == 9999
     monkeypatch.setattr(databases, "VM_STEPS", 20 * databases.LOOK)
     for _ in range(3):
-        for count, answer in ((7, [(3 ** 7,)]), (9, databases.INTERRUPTED)):
-            some = ", ".join(f"town t{i}" for i in range(count))
-            assert town.run(f"SELECT COUNT(t0.site || t1.site) FROM {some}") == answer
+        assert town.run(f"SELECT COUNT(t0.site || t1.site) FROM {some[7]}") == [(3 ** 7,)]
+        assert town.run(f"SELECT COUNT(t0.site || t1.site) FROM {some[9]}") == databases.INTERRUPTED
 
 
 LEGAL = [  # of which the words would be none in code
@@ -392,9 +369,9 @@ LEGAL = [  # of which the words would be none in code
     "SELECT sys.site FROM town AS sys", "SELECT mysql.site FROM town mysql",
     "/* the sites */ SELECT site FROM town", "-- the sites\nSELECT site FROM town",
     "SELECT site -- sleep(1) for update\nFROM town /* lock in share mode */",
-    "(SELECT site FROM town)", "WITH a AS (SELECT site FROM town) SELECT site FROM a",
+    "WITH a AS (SELECT site FROM town) SELECT site FROM a",
 ]
-MARIADBS = ["# the sites\nSELECT site FROM town", "SELECT site FROM town WHERE site <> 'it\\'s sleep(1)'"]
+MARIADBS = ["(SELECT site FROM town)", "# the sites\nSELECT site FROM town", "SELECT site FROM town WHERE site <> 'it\\'s sleep(1)'"]
 HIDDEN = [  # code beside texts, names and comments that could be taken for more or less than they are
     "SELECT '\\'', SLEEP(1)", "SELECT '', sleep(1) -- '", "SELECT `sleep`(1)", "SELECT sleep/*x*/(1)",
     "SELECT sleep -- \n (1)", "SELECT 1 /*!, sleep(9) */", "SELECT 1 /*M!, sleep(9) */",
@@ -422,24 +399,15 @@ def test_the_look_at_a_query_takes_linear_time(part):
         assert time.process_time() - started < 0.5
 
 
-def test_questions_of_intercodes_form_are_split_by_database_and_their_experts_replay_to_1(own):
-    env = make("intercodesql", intercode_data=str(own))
-    assert env.test_splits == ("test",) and len(env.world.databases) == 10
+@pytest.mark.parametrize("whose, count, dealt", [("own", 50, [6, 2, 2]), ("InterCode's", 1034, [12, 4, 4])])
+def test_real_questions_are_split_by_database_and_their_experts_replay_to_1(own, whose, count, dealt):
+    env = make("intercodesql", intercode_data=str(own if whose == "own" else folder_of("INTERCODE_DATA")))
     tasks = [task for split in ("train", "validation", "test") for task in env.tasks(split)]
-    assert len(tasks) == 50 and all(play(env, task) == 1 for task in tasks[::4])
-    names = [{q["db"] for q in asked.values()} for asked in env.splits.values()]
-    assert [len(found) for found in names] == [6, 2, 2] and len(set.union(*names)) == 10
-    env.close()
-
-
-def test_intercodes_own_questions_are_split_and_their_experts_replay_to_1():
-    env = make("intercodesql", intercode_data=str(folder_of("INTERCODE_DATA")))
-    assert env.test_splits == ("test",) and len(env.world.databases) == 20
-    tasks = [task for split in ("train", "validation", "test") for task in env.tasks(split)]
-    assert len(tasks) == 1034
+    assert env.test_splits == ("test",) and len(tasks) == count
     assert all(play(env, task) == 1 for task in tasks[::4])
     names = [{q["db"] for q in asked.values()} for asked in env.splits.values()]
-    assert sum(map(len, names)) == 20 == len(set.union(*names))
+    assert [len(found) for found in names] == dealt
+    assert len(set.union(*names)) == sum(dealt) == len(env.world.databases)
     env.close()
 
 
@@ -509,33 +477,31 @@ def mariadb(tmp_path_factory, own):
     if not server or not install:
         pytest.skip("mariadbd is not installed (Debian: apt-get install mariadb-server)")
     pymysql = pytest.importorskip("pymysql", reason="PyMySQL is not installed")
-    folder, user = tmp_path_factory.mktemp("mariadb"), subprocess.check_output(
-        ["id", "-un"], text=True).strip()
+    folder = tmp_path_factory.mktemp("mariadb")
+    user = subprocess.check_output(["id", "-un"], text=True).strip()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    subprocess.run([install, "--no-defaults", f"--user={user}", f"--datadir={folder}/data",
-                    "--auth-root-authentication-method=normal", "--skip-test-db"],
+    common = ["--no-defaults", f"--user={user}", f"--datadir={folder}/data"]
+    subprocess.run([install, *common, "--auth-root-authentication-method=normal", "--skip-test-db"],
                    check=True, capture_output=True)
 
     def start():
         with open(folder / "log", "a") as log:
             RUNNING[port] = subprocess.Popen(
-                [server, "--no-defaults", f"--user={user}", f"--datadir={folder}/data",
-                 f"--socket={folder}/s", f"--pid-file={folder}/pid", "--bind-address=127.0.0.1",
-                 f"--port={port}", "--lower-case-table-names=1", "--skip-log-bin",
-                 "--max-statement-time=2"], stdout=log, stderr=log)
+                [server, *common, f"--socket={folder}/s", f"--pid-file={folder}/pid",
+                 "--bind-address=127.0.0.1", f"--port={port}", "--lower-case-table-names=1",
+                 "--skip-log-bin", "--max-statement-time=2"], stdout=log, stderr=log)
+
+    def answers():
+        with suppress(pymysql.MySQLError):
+            databases.connect(ROOT_URL.format(port)).close()
+            return True
 
     start()
     START[port] = start
     try:
-        for _ in range(300):
-            with suppress(pymysql.MySQLError):
-                databases.connect(ROOT_URL.format(port)).close()
-                break
-            time.sleep(0.2)
-        else:
-            pytest.fail((folder / "log").read_text()[-2000:])
+        wait_until(answers, 60)
         dump = folder / "more.sql"  # world_1's name has a character that stands for any
         dump.write_text("CREATE DATABASE d;\nUSE `d`;\n" + SCRIPT.replace(";", ";\n") +
                         "CREATE DATABASE other;\nUSE `other`;\nCREATE TABLE secret (word text);\n"
@@ -563,101 +529,49 @@ def server(mariadb):
         yield db
 
 
-def plain(row):
-    """Numbers, dates and text as text without case and trailing zeros."""
-    values = []
-    for value in row:
+def plain(rows):
+    """How often there is which row: numbers, dates and text as text without case and zeros."""
+    def as_text(value):
         try:
-            values.append(f"{float(value):.4g}")
+            return f"{float(value):.4g}"
         except (TypeError, ValueError):
-            values.append(str(value).lower())
-    return tuple(values)
+            return str(value).lower()
+    return Counter(tuple(map(as_text, row)) for row in rows)
 
 
-def test_gold_queries_score_1_on_mariadb_and_are_answered_alike_by_sqlite(mariadb, own):
+@pytest.mark.parametrize("whose, refused, unlike", [("own", [], 0), ("InterCode's", [2, 2, 2], 44)])
+def test_gold_queries_score_1_on_mariadb_and_most_are_answered_alike_by_sqlite(mariadb, own, whose, refused, unlike):
+    if whose != "own":
+        own = folder_of("INTERCODE_DATA")
+        spider.load_intercode(own / "ic_spider_dbs.sql", ROOT_URL.format(mariadb), URL.format(mariadb))
     env = make("intercodesql", intercode_data=str(own), mysql_url=URL.format(mariadb))
+    failed, below, other = Counter(), [], 0
     for task in (task for split in env.splits for task in env.tasks(split)):
         question = env.find(task)
         env.reset(task)
-        env.step(act(question["gold"]))
-        result = env.last_answer
-        assert env.step(act("submit")).reward == 1.0, question["gold"]
-        with closing(databases.Sqlite("d", env.world.databases[question["db"]])) as embedded:
-            other = embedded.run(question["gold"])
-        assert Counter(map(plain, result)) == Counter(map(plain, other))
-    env.close()
-
-
-def test_intercodes_gold_queries_score_1_on_mariadb_and_most_are_answered_alike(mariadb):
-    folder = folder_of("INTERCODE_DATA")
-    spider.load_intercode(folder / "ic_spider_dbs.sql", ROOT_URL.format(mariadb),
-                          URL.format(mariadb))
-    env = make("intercodesql", intercode_data=str(folder), mysql_url=URL.format(mariadb))
-    failed, below, same, ran = Counter(), [], 0, 0
-    for task in (task for split in env.splits for task in env.tasks(split)):
-        question = env.find(task)
-        env.reset(task)
-        shown, result = env.step(act(question["gold"])).observation, env.last_answer
-        if shown.startswith("Error"):  # syntax that MariaDB refuses
-            failed[question["gold"]] += 1
+        if env.step(act(question["gold"])).observation.startswith("Error"):
+            failed[question["gold"]] += 1  # syntax that MariaDB refuses
             continue
+        result = env.last_answer
         if env.step(act("submit")).reward != 1.0:  # its LIMIT chooses among rows of equal order
             below.append((question["db"], question["gold"]))
         with closing(databases.Sqlite("d", env.world.databases[question["db"]])) as embedded:
-            other = embedded.run(question["gold"])
-        ran += 1
-        same += Counter(map(plain, result)) == Counter(map(plain, other))
+            other += plain(result) != plain(embedded.run(question["gold"]))
     env.close()
-    assert [*failed.values()] == [2, 2, 2] and ran == 1028
-    assert len(below) <= 4 and same >= 980
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_mariadb_answers_as_recorded(mariadb, name):
-    """The oracle of what the built-in databases answer, asked again."""
-    database = f"answers_{name}"
-    dump = as_dump(database, ANSWERS[name]["script"])
-    for statement in dump.split(";\n")[:-1]:
-        root_query(mariadb, statement, **{} if "DATABASE" in statement else {"database": database})
-    for sql, answer in ANSWERS[name]["answers"]:
-        try:
-            found = root_query(mariadb, sql, database=database)
-        except Exception as error:
-            found = f"Error executing query: {error.args[1]}"
-        assert by_value(found) == by_value(rows(answer)), sql
+    assert [*failed.values()] == refused and len(below) <= 4 * (whose != "own") and other <= unlike
 
 
 def test_legal_golds_and_answers_score_1_whatever_their_texts_say(mariadb, own, small):
+    for gold in LEGAL:
+        assert submitted(small(gold), "SELECT site FROM town") == 1, gold
     env = InterCodeSQL(intercode_data=str(own), mysql_url=URL.format(mariadb))
     for gold in [*LEGAL, *MARIADBS, "SELECT site FROM town LIMIT 3 FOR UPDATE"]:
         env.start(dict(query="q", gold=gold, db="d"))
-        env.step(act("SELECT site FROM town"))
-        assert env.step(act("submit")).reward == 1, gold
+        assert submitted(env, "SELECT site FROM town") == 1, gold
     env.start(dict(query="q", gold="SELECT word FROM other.secret", db="d"))
     with pytest.raises(worlds.EnvError, match="the gold query of 'q': .*denied"):
         env.step(act("submit"))
     env.close()
-    for gold in LEGAL[:-2]:  # sqlite has no SELECT in parentheses
-        env = small(gold)
-        env.step(act("SELECT site FROM town"))
-        assert env.step(act("submit")).reward == 1, gold
-
-
-def test_mariadb_shows_what_sqlite_shows(server):
-    with closing(databases.Sqlite("d", SCRIPT)) as embedded:
-        for sql in ("SHOW TABLES", "SELECT * FROM town", "SELECT x FROM town", "DESC towns",
-                    "SELECT site FROM town WHERE x = 1", "SELECT site FROM town ORDER BY x",
-                    "SELECT town_id FROM town, baker", "DROP TABLE town",
-                    "SELECT site FROM town WHERE MAX(area) > 1"):
-            result = server.run(sql)
-            if isinstance(result, str):  # newer versions of MariaDB name clauses in their own way
-                for own, mysql in (("'SELECT'", "'field list'"), ("in SELECT", "in field list"),
-                                   ("'WHERE'", "'where clause'"), ("'ORDER BY'", "'order clause'")):
-                    result = result.replace(own, mysql)
-            assert result == embedded.run(sql), sql
-        for db in (server, embedded):
-            assert db.run("SELECT site FROM FROM town").endswith("near 'FROM town' at line 1")
-    assert [row[0] for row in server.run("DESC town")] == ["town_id", "site", "area"]
 
 
 def test_attacks_on_mariadb_do_nothing_and_nothing_runs_on(mariadb):
@@ -671,8 +585,7 @@ def test_attacks_on_mariadb_do_nothing_and_nothing_runs_on(mariadb):
         wait_until(lambda: not root_query(mariadb, asked), 20)
 
 
-def test_without_the_first_look_mariadb_still_refuses(mariadb, monkeypatch):
-    monkeypatch.setattr(databases, "refusal", lambda sql: None)
+def test_without_that_look_mariadb_still_refuses(mariadb):
     count = "SELECT COUNT(*) FROM information_schema.tables"
     before = root_query(mariadb, count)
     for sql in ("UPDATE town SET area = 0", "WITH z AS (SELECT 1) DELETE FROM town",
@@ -682,35 +595,20 @@ def test_without_the_first_look_mariadb_still_refuses(mariadb, monkeypatch):
                 "LOAD DATA LOCAL INFILE '/etc/passwd' INTO TABLE town",
                 "SET GLOBAL max_connections = 1"):
         with closing(databases.MySQL("d", URL.format(mariadb))) as db:
-            assert str(db.run(sql)).startswith("Error"), sql
+            assert str(db.ask(sql)).startswith("Error"), sql
             assert str(db.run("SELECT * FROM town")) == TOWNS
-            assert db.run("SELECT LOAD_FILE('/etc/passwd')") == [(None,)]
+            assert db.ask("SELECT LOAD_FILE('/etc/passwd')") == [(None,)]
     assert root_query(mariadb, count) == before
-
-
-def test_a_grant_covers_its_database_only(mariadb):
-    """In a GRANT an underscore stands for any character."""
-    user = databases.database_user(URL, "world_1")
+    user = databases.database_user(URL, "world_1")  # in a GRANT an underscore stands for any character
     grants = root_query(mariadb, f"SHOW GRANTS FOR {user}@'%'")
-    assert [g for g, in grants if "SELECT" in g] == [
+    assert [grant for grant, in grants if "SELECT" in grant] == [
         f"GRANT SELECT ON `world\\_1`.* TO `{user}`@`%`"]
 
 
-def test_a_server_without_a_time_limit_does_not_hold_the_agent(mariadb, server, monkeypatch):
-    """The second line: the client's read timeout, then KILL from another connection."""
-    monkeypatch.setattr(databases, "refusal", lambda sql: None)
-    server.run("SET SESSION max_statement_time = 0")
-    assert server.run("SELECT SLEEP(60)") == databases.INTERRUPTED
-    time.sleep(0.5)
-    assert not root_query(mariadb, "SELECT 1 FROM information_schema.processlist "
-                          "WHERE info LIKE 'SELECT SLEEP%'")
-    assert server.run("SELECT 1") == [(1,)]
-
-
-def test_the_server_itself_limits_time_and_rows(server, monkeypatch):
-    """Not only the client: what is asked past all looks at the query ends on the server."""
-    monkeypatch.setattr(databases, "refusal", lambda sql: None)
-    assert server.run("SELECT @@max_statement_time, @@sql_select_limit") == [
+def test_the_server_and_then_the_client_limit_time_and_rows(mariadb, server):
+    """What is asked past all looks at the query ends on the server; where the server has no limit,
+    by the client's read timeout and a KILL from another connection."""
+    assert server.ask("SELECT @@max_statement_time, @@sql_select_limit") == [
         (float(databases.SECONDS), databases.MAX_ROWS + 1)]
     million = "SELECT t0.site FROM " + ", ".join(f"town t{i}" for i in range(13))  # 3^13 rows
     with server._connection.cursor() as cursor:  # a cursor that would take all there are
@@ -719,19 +617,22 @@ def test_the_server_itself_limits_time_and_rows(server, monkeypatch):
             cursor.execute(HOLD + "SELECT COUNT(*) FROM r a, r b, r c")
     assert server.run(million) == databases.TOO_LARGE
     assert str(server.run("SELECT * FROM town")) == TOWNS  # and the next query is answered
+    server.ask("SET SESSION max_statement_time = 0")
+    assert server.ask("SELECT SLEEP(60)") == databases.INTERRUPTED
+    wait_until(lambda: not root_query(mariadb, "SELECT 1 FROM information_schema.processlist "
+                                      "WHERE info LIKE 'SELECT SLEEP%'"), 5)
+    assert server.run("SELECT 1") == [(1,)]
 
 
-@pytest.mark.parametrize("where", ["sqlite", "mariadb"])
-def test_no_state_leaks_into_the_next_episode(where, request, own, monkeypatch):
+def test_no_state_leaks_into_the_next_episode(mariadb, own, monkeypatch):
     monkeypatch.setattr(databases, "refusal", lambda sql: None)  # to leave as much as can be left
-    env = InterCodeSQL(**{} if where == "sqlite" else dict(
-        intercode_data=str(own), mysql_url=URL.format(request.getfixturevalue("mariadb"))))
+    env = InterCodeSQL(intercode_data=str(own), mysql_url=URL.format(mariadb))
     question = dict(query="q", gold="SELECT 1", db="d")
-    env.start(question, SCRIPT)
+    env.start(question)
     for sql in ("SELECT @a := 5", "SET @a = 5", "USE world_1", "BEGIN", "SET autocommit = 0",
                 "CREATE TEMPORARY TABLE z (a int)", "SELECT 1"):
         env.step(act(sql))
-    env.start(question, SCRIPT)
+    env.start(question)
     assert env.step(act("SHOW TABLES")).observation == "[('baker',), ('town',)]"
     assert "5" not in env.step(act("SELECT @a")).observation
     assert env.step(act("submit")).reward == 0  # the last episode's result is gone
@@ -795,11 +696,16 @@ def test_what_is_no_database_voids_the_episode(says):
         assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_database_that_is_not_loaded_is_named_with_the_remedy(mariadb):
+def test_who_may_not_is_told_the_remedy(mariadb, tmp_path):
+    """Databases that are not loaded, a wrong password, and who may only read but loads."""
     for name, url in (("elsewhere", URL), ("d", URL.replace("s3cret", "s3cretx"))):
         with pytest.raises(worlds.Refused, match=f"database {name}: .*denied.*load-intercode") as error:
             databases.MySQL(name, url.format(mariadb))
         assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
+    dump, url = tmp_path / "dump.sql", URL.format(mariadb)
+    dump.write_text("USE `d`;\nSELECT 1;\n")
+    with pytest.raises(worlds.EnvError, match="denied.*may create databases and users"):
+        spider.load_intercode(dump, url.replace("agent", databases.database_user(url, "other")), url)
 
 
 def test_a_dump_is_loaded_again_over_what_is_there(mariadb, own, tmp_path):
@@ -819,14 +725,6 @@ def test_a_dump_is_loaded_again_over_what_is_there(mariadb, own, tmp_path):
     assert counts() == before and min(before) > 0
     with closing(databases.MySQL("Farm_1", URL.format(mariadb))) as db:
         assert db.run("SELECT COUNT(*) FROM Farms") == [(before[1],)]
-
-
-def test_who_may_only_read_loads_nothing(mariadb, tmp_path):
-    dump, url = tmp_path / "dump.sql", URL.format(mariadb)
-    dump.write_text("USE `d`;\nSELECT 1;\n")
-    reader = url.replace("agent", databases.database_user(url, "other"))
-    with pytest.raises(worlds.EnvError, match="denied.*may create databases and users"):
-        spider.load_intercode(dump, reader, url)
 
 
 def test_a_run_on_the_server_holds_no_password(mariadb, own, small_model, tmp_path, monkeypatch, capsys):

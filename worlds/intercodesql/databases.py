@@ -230,17 +230,14 @@ def in_sqlite(sql: str) -> str:
     return _SQLITE.sub(written, sql)
 
 
-# A column of text in a CREATE TABLE, unless it says how it compares.
-_TEXT_COLUMN = re.compile(r"([\w`\"]\s+(?:(?:var)?char\s*\(\d+\)|\w*text\b))"
-                          r"(?!\s+(?:character|collate))", re.I)
+_TEXT_COLUMN = re.compile(r"([\w`\"]\s+(?:(?:var)?char\s*\(\d+\)|\w*text\b))", re.I)
 
 
 def _without_case(script: str) -> str:
     """A script whose columns of text compare as MySQL's do, without case."""
-    parts = re.split(r"(CREATE TABLE [^;]*)", script, flags=re.I)
-    for n in range(1, len(parts), 2):  # those that were split at
-        parts[n] = _TEXT_COLUMN.sub(r"\1 COLLATE NOCASE", parts[n])
-    return "".join(parts)
+    def table(found):
+        return _TEXT_COLUMN.sub(r"\1 COLLATE NOCASE", found[0])
+    return re.sub(r"CREATE TABLE [^;]*", table, script, flags=re.I)
 
 
 def _fetch(cursor) -> list[tuple] | str:

@@ -27,12 +27,11 @@ OPERATIONS = ((r"\bcount\b", r"\b(how many|number of|count)\b"),
 
 def _pattern(gold: str) -> re.Pattern:
     """Of the family's queries, their `parts_of` a space apart."""
-    seen, parts = set(), []
-    for hole, text in re.findall(r"\{(\w+)\}|(\w+|[^\w\s])", gold):
-        parts.append(re.escape(text) or (f"(?P={hole})" if hole in seen else
-                                         f"(?P<{hole}>{HOLES[hole]})"))
-        seen.add(hole)
-    return re.compile(" ".join(parts), re.I)
+    pattern = re.escape(" ".join(re.findall(r"\{\w+\}|\w+|[^\w\s]", gold)))
+    for hole, kind in HOLES.items():
+        mark = re.escape(f"{{{hole}}}")
+        pattern = pattern.replace(mark, f"(?P<{hole}>{kind})", 1).replace(mark, f"(?P={hole})")
+    return re.compile(pattern, re.I)
 
 
 FAMILIES = [(words, gold, _pattern(gold)) for _, words, gold in
@@ -56,7 +55,7 @@ class TaskGenerator:
 
     def __init__(self, env):
         self.env = env
-        self.asked = {}      # database -> the questions of all splits about it
+        self.asked = {}         # database -> the questions of all splits about it
         self.evaluated = set()  # what is evaluated, in words: it is asked about no other database
         for split in env.splits:
             for question in env.splits[split].values():
@@ -64,7 +63,7 @@ class TaskGenerator:
                 if split != "train":
                     self.evaluated.add(words_of(question["query"]))
         self.training = {question["db"] for question in env.splits["train"].values()}
-        self._keys = {}      # of the queries so far
+        self._keys = {}         # of the queries so far
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
         """Families of the queries that ran and returned something; of others the skeleton."""
@@ -98,17 +97,19 @@ class TaskGenerator:
             table, place = tables.get(parts["t"]), tables.get(parts.get("p"))
             if not table or "p" in parts and not table != place == self.env.world.tables[db][0]:
                 continue
-            columns = {hole: (place if hole == "e" else table).column(parts[hole])
-                       for hole in "nabce" if hole in parts}
+            columns = {}
+            for hole in parts.keys() & {*"nabce"}:
+                columns[hole] = (place if hole == "e" else table).column(parts[hole])
+            numbers = [columns[hole] for hole in "ab" if hole in columns]
             if None in columns.values() or not all(
-                    isinstance(columns[hole].values[0], int) for hole in "ab" if hole in columns):
+                    isinstance(column.values[0], int) for column in numbers):
                 continue  # the average of names, or names above 20
-            # Two thirds of the time, a question calls a column as the database does.
-            said = {hole: column.name if hole == "n" else
-                    rng.choice((*(column.concept or (column.name,)), *[column.name] * 3))
-                    for hole, column in columns.items()}
-            return (words.format(**{**parts, **said, "t": table.noun,
-                                    "p": place.noun if place else ""}), gold.format(**parts))
+            said = {"t": table.noun, "p": place.noun if place else ""}
+            for hole, column in sorted(columns.items()):
+                # Two thirds of the time, a question calls a column as the database does.
+                names = *(column.concept or [column.name]), *[column.name] * 3
+                said[hole] = column.name if hole == "n" else rng.choice(names)
+            return words.format(**parts | said), gold.format(**parts)
         return None
 
     def written(self, task: str, proposal: dict) -> dict | None:
@@ -127,11 +128,16 @@ class TaskGenerator:
         tables, question = self.env.world.tables[task["db"]], task["query"]
         sql = re.sub(r"\blimit 1$", "", task["gold"], flags=re.I)
         quoted = {*re.findall("'(.*?)'", sql)}
-        said, asked = named(tables, question, quoted), named(tables, sql, quoted) | quoted
-        return (any(table.name in tables_of(sql.lower()) for table in tables)
-                and said <= asked and asked - said <= {table.label.name for table in tables}
-                and all(bool(re.search(does, sql, re.I)) == bool(re.search(says, question, re.I))
-                        for does, says in OPERATIONS))
+        said = named(tables, question, quoted)
+        asked = named(tables, sql, quoted) | quoted
+        reads = {table.name for table in tables} & {*tables_of(sql.lower())}
+        labels = {table.label.name for table in tables}
+        if not reads or not said <= asked or not asked - said <= labels:
+            return False
+        for does, says in OPERATIONS:
+            if bool(re.search(does, sql, re.I)) != bool(re.search(says, question, re.I)):
+                return False
+        return True
 
     def key(self, task: dict) -> str:
         """What makes two questions one: the rows of their queries, on their database and on COPIES
@@ -161,11 +167,11 @@ class TaskGenerator:
         if task["db"] not in self.training:
             return "a database of no training task"
         words, key = words_of(task["query"]), self.key(task)
-        known = words in self.evaluated or any(
-            words == words_of(question["query"]) or key == self.key(question)
-            for question in self.asked[task["db"]])
-        if known:
+        if words in self.evaluated:
             return "a question of a split"
+        for question in self.asked[task["db"]]:
+            if words == words_of(question["query"]) or key == self.key(question):
+                return "a question of a split"
         if {*words.split()} & {*HELD_OUT, *(f"{noun}s" for noun in HELD_OUT)}:
             return "a held-out noun"
         if VARYING & {*re.findall(r"\w+", code_of(task["gold"]).lower())}:
@@ -188,8 +194,10 @@ class TaskGenerator:
             if " " in action and f" {action} " in said:
                 return True
         known = {*_plain(" ".join(actions)).split()}
-        return any("`" in text or _SIGNS.search(sql) or {*_plain(sql).split()} <= known
-                   for sql in _selects(text))
+        for sql in _selects(text):
+            if "`" in text or _SIGNS.search(sql) or {*_plain(sql).split()} <= known:
+                return True
+        return False
 
     def verify(self, proposal: dict) -> str | None:
         """Plays the solution twice; why it does not prove the question, or None."""
