@@ -14,6 +14,8 @@ from worlds.intercodesql.spider import spider_world
 
 SHORT_ROWS = 8
 
+_said = set()  # of gold queries that fail, by this process
+
 EXPLANATION = """\
 Your reply holds no action. Write "Action:" once, then the query on one line in a block of its own:
 Action:
@@ -51,7 +53,6 @@ class InterCodeSQL(World):
     name = "intercodesql"
     max_steps = 10
     error_end = ""  # of most error texts
-    said = set()    # of gold queries that fail, by this process
 
     def __init__(self, view: str = "full", intercode_data: str | None = None,
                  mysql_url: str | None = None):
@@ -92,23 +93,8 @@ class InterCodeSQL(World):
                 answer += self.error_end
             text = in_short(answer, sql) if self.view == "short" else in_full(answer)
             return Step(text, 0.0, False)
-        raw = sql_reward(self.last_answer, self.gold_rows())
+        raw = sql_reward(self.last_answer, gold_rows(self._db, self._question))
         return Step("submitted", min(max(raw, 0.0), 1.0), True, raw)
-
-    def gold_rows(self) -> list[tuple]:
-        """What the gold query finds. One that the database refuses finds nothing, as in InterCode's
-        code, and that is said; one that only we end or refuse is no measure: EnvError."""
-        gold = self._db.ask(self._question["gold"])
-        if isinstance(gold, list):
-            return gold
-        about = f"the gold query of {self._question['query']!r}: {gold}"
-        if gold in (INTERRUPTED, TOO_LARGE) or str(gold).startswith(DENIED):
-            raise EnvError(about)
-        if about not in self.said:
-            self.said.add(about)
-            print(f"{about}; an empty result earns 1 there, as InterCode scores it",
-                  file=sys.stderr)
-        return []
 
     def action(self, reply: str) -> str | None:
         if self.view == "full":
@@ -128,6 +114,21 @@ class InterCodeSQL(World):
     def close(self):
         if self._db is not None:
             self._db.close()
+
+
+def gold_rows(database: MySQL | Sqlite, question: dict) -> list[tuple]:
+    """What the gold query finds. One that the database refuses finds nothing, as in InterCode's
+    code, and that is said; one that only rights or limits end is no measure: EnvError."""
+    gold = database.ask(question["gold"])
+    if isinstance(gold, list):
+        return gold
+    about = f"the gold query of {question['query']!r}: {gold}"
+    if gold in (INTERRUPTED, TOO_LARGE) or str(gold).startswith(DENIED):
+        raise EnvError(about)
+    if about not in _said:
+        _said.add(about)
+        print(f"{about}; an empty result earns 1 there, as InterCode scores it", file=sys.stderr)
+    return []
 
 
 def in_full(answer) -> str:
