@@ -217,7 +217,7 @@ _DESCRIBE = re.compile(
 
 # What sqlite takes for a text, a name or a comment; else a quotient, and functions whose names are
 # words of its joins.
-_SQLITE = re.compile(r"""('(?:[^']|'')*'|"[^"]*"|`[^`]*`|--[^\n]*|/\*.*?\*/)|/|"""
+_SQLITE = re.compile(r"""('[^']*'|"[^"]*"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/)|/|"""
                      r"\b(left|right)(?=\s*\()", re.I | re.S)
 
 
