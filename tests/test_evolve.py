@@ -304,6 +304,7 @@ def test_planted_questions_are_refused(databases):
     assert generator.refusal(new) is None
     for says, field, texts in (
             ("a question of a split", "gold", (gold, gold + "  ", gold.lower(), f"{gold}/* x */",
+                                               re.sub(r"FROM (\w+)", r"FROM (`\1`) AS t", gold),
                                                gold.replace(" FROM ", " -- all\nFROM ") + " ;")),
             ("a question of a split", "query", (train["query"].upper() + " ", *(
                 f"{env.find(env.tasks(split)[0])['query']}?" for split in ("validation", "test")))),
@@ -312,6 +313,73 @@ def test_planted_questions_are_refused(databases):
             ("another time", "gold", ("SELECT datetime('now')", "SELECT random ( )"))):
         for text in texts:
             assert says in generator.refusal({**new, field: text})
+
+
+SAME = [  # (what is rewritten, how) where it does not change what a query finds
+    (r"(FROM|JOIN) (\w+)", r"\1 `\2`"), (r"COUNT\(\*\)", "count ( 1 ) AS n"),
+    (r"WHERE (.*?)( ORDER|$)", r"WHERE (\1)\2"), (r"(\w+) = ('\w+')", r"\2 = \1"),
+    (r"(\w+) > (\d+)", r"\2 < \1"), (r"WHERE ([^O]*) OR ([^O]*)$", r"WHERE \2 OR \1"),
+    (r"^SELECT (\w+) FROM (\w+)\b(?! JOIN)", r"SELECT t.\1 FROM \2 AS t"), (r"$", " ; -- all"),
+    (r"FROM (\w+) JOIN (\w+) USING \((\w+)\)", r"FROM \2 q JOIN \1 w ON w.\3 = q.\3"),
+    (r"WHERE (\w+) < (\d+)$", r"WHERE NOT \1 >= \2"), (r"AVG\((\w+)\)", r"SUM(\1) / COUNT(*)"),
+]
+OTHER = [(r" WHERE [^)]*$", ""), (r"> [2-6]\d", "> 85"), (r"<", ">"), (r" ORDER BY .*", ""), (r"LIMIT \d", "LIMIT 9"),
+         (r" DESC", ""), (r"MAX", "MIN"), (r" OR ", " AND "), (r"^SELECT (\w+) FROM", r"SELECT \1, 1 FROM")]
+
+
+def test_queries_that_find_the_same_are_one_question(databases):
+    env, generator = databases
+    same, other = Counter(), Counter()
+    for task in env.tasks("train")[:150]:
+        question = env.find(task)
+        key = generator.key(question)
+        for rewrites, found, alike in ((SAME, same, True), (OTHER, other, False)):
+            for pattern, by in rewrites:
+                sql = re.sub(pattern, by, question["gold"], count=1)
+                if sql != question["gold"]:
+                    found[pattern] += 1
+                    assert (generator.key(dict(question, gold=sql)) == key) == alike, (sql, question)
+    assert len(same) == len(SAME) and len(other) == len(OTHER)
+    elsewhere = next(q for q in env.splits["train"].values() if q["db"] != question["db"])
+    count = "SELECT 1"
+    assert generator.key(dict(question, gold=count)) != generator.key(dict(elsewhere, gold=count))
+    fails = [generator.key(dict(question, gold=f"SELECT {n} FROM nowhere")) for n in "112"]
+    assert fails[0] == fails[1] != fails[2]
+
+
+GOLD = "SELECT name FROM doctor WHERE age > 30 OR color = 'red'"
+
+
+@pytest.mark.parametrize("text, tells", [
+    *((text, True) for text in (
+        GOLD, GOLD.lower(), f"(Hint: {GOLD.lower()})", f"Run it:\n```sql\n{GOLD}\n```",
+        "they are: select `name`\n from doctor where `age`>30   or color=\"red\";",
+        "desc doctor, then say the names", "Select Name From Doctor", "`select name from people`",
+        "SELECT name FROM people", "select avg(age) from people", "select * from people",
+        "select p.name from people p where p.age > 30", "select/**/a/**/from/**/b where c = 3",
+        "with a as (select b from c order by d) select 1", "select left(a, 1) from b limit 3",
+        "select a from b where c in ('red', 'blue')", "select a from b join c using (d)")),
+    *((text, False) for text in (
+        "list the name of doctors with age above 30 or color 'red'", "", "submit the names",
+        "select the names of doctors from towns where the age is above 30",
+        "Select all doctors from France, where age is high or color 'red'",
+        "which actors from Japan did they select, and where do they live?",
+        "please select actors, writers and singers from France", "select 3 doctors from Spain",
+        "From the list of doctors, select those where age is above 30",
+        "select people from towns (all of them)", "show the tables of doctors"))])
+@pytest.mark.parametrize("view", ["short", "full"])
+def test_a_text_with_sql_tells_its_solution_and_english_does_not(databases, text, tells, view):
+    env, generator = databases
+    if view == "full":
+        env = envs.make("intercodesql")
+        generator = env.task_generator()
+    proposal = generator.proposal(text, GOLD, "d")
+    assert generator.tells(text, proposal["solution"]) == tells
+    question = env.find(env.tasks("train")[0])
+    whole = generator.proposal(question["query"], question["gold"], question["db"])
+    assert generator.verify(whole) is None
+    joined = f"{question['query']}: {question['gold'].lower()}"
+    assert generator.verify(dict(whole, text=joined)) == "its text tells its solution"
 
 
 def test_nobody_makes_questions_about_other_data(monkeypatch):
@@ -415,19 +483,15 @@ def test_patterns_count_what_was_carried_out_alone(shop, databases):
     assert generator.patterns(task, [re.sub(r"([(),*])", r" \1 ", gold)]) == {pattern}
 
 
-@pytest.mark.parametrize("name", ["shop", "databases"])
-def test_a_variation_is_of_the_same_kind_and_its_solution_proves_it(name, request):
-    env, generator = request.getfixturevalue(name)
+def test_a_variation_is_of_the_same_kind_and_its_solution_proves_it(shop):
+    env, generator = shop
     rng, texts = random.Random(0), set()
-    same = ("query",) if name == "shop" else ("db",)
     for task in env.tasks("train")[:25]:
         for _ in range(2):
             proposal, = generator.vary(task, None, rng)
             old, new = env.find(task), proposal["task"]
             assert generator.refusal(new) is None and generator.verify(proposal) is None
-            assert all(new[field] == old[field] for field in same)
-            if name == "databases":
-                assert generator.family(new["gold"]) == generator.family(old["gold"])
+            assert new["query"] == old["query"]
             id = env.add(new)  # somebody who reads the text alone solves it
             messages, reward = converse(env, page := env.reset(id), env.expert())
             assert reward == 1 and proposal["text"] in page
@@ -435,28 +499,22 @@ def test_a_variation_is_of_the_same_kind_and_its_solution_proves_it(name, reques
     assert len(texts) > 45
 
 
-def test_a_rare_pattern_is_asked_for_where_it_can_be(shop, databases):
-    for (env, generator), can, cannot in (
-            (shop, ("< prev, open number 3", "next >", "search for 1 attributes"),
-             ("buy without an option", "choose something else", "open number 1, description",
-              "search for 0 attributes")),
-            (databases, ("how many {t} are there for each {c}",
-                         "list the {n} of {t} in {p} with {e} {u}"),
-             ("SELECT x FROM x", "list the {n}"))):
-        task, found = env.tasks("train")[0], Counter()
-        for pattern in can:
-            assert generator.parses(pattern)
-            for seed in range(5):
-                for proposal in generator.vary(task, pattern, random.Random(seed)):
-                    found[pattern] += 1
-                    id = env.add(proposal["task"])
-                    assert pattern in generator.patterns(id, proposal["solution"])
-                    assert generator.verify(proposal) is None
-        assert set(found) == set(can)
-        assert not any(generator.parses(pattern) for pattern in cannot)
-    question = env.find(env.tasks("train")[0])
-    odd = env.add({**question, "query": "x", "gold": "SELECT 1"})  # of no family
-    assert generator.vary(odd, None, random.Random(0)) == []
+def test_a_rare_pattern_is_asked_for_where_it_can_be(shop):
+    env, generator = shop
+    can = "< prev, open number 3", "next >", "search for 1 attributes"
+    cannot = ("buy without an option", "choose something else", "open number 1, description",
+              "search for 0 attributes")
+    task, found = env.tasks("train")[0], Counter()
+    for pattern in can:
+        assert generator.parses(pattern)
+        for seed in range(5):
+            for proposal in generator.vary(task, pattern, random.Random(seed)):
+                found[pattern] += 1
+                id = env.add(proposal["task"])
+                assert pattern in generator.patterns(id, proposal["solution"])
+                assert generator.verify(proposal) is None
+    assert set(found) == set(can)
+    assert not any(generator.parses(pattern) for pattern in cannot)
 
 
 class Letters(World):

@@ -85,6 +85,12 @@ def act(sql):
     return f"Thought: t\nAction: {sql}" if sql == "submit" else f"Action:\n```sql\n{sql}\n```"
 
 
+def submitted(env, sql):
+    """The reward for the rows of a query."""
+    env.step(act(sql))
+    return env.step(act("submit")).reward
+
+
 SCRIPT = ("CREATE TABLE town (town_id int PRIMARY KEY, site varchar(20), area int);"
           "INSERT INTO town VALUES (1, 'Avon', 30), (2, 'Brill', 20), (3, 'Crewe', 10);"
           "CREATE TABLE baker (name varchar(20), town_id int);"
@@ -105,327 +111,147 @@ def small():
     env.close()
 
 
-def test_sqlite_describes_tables_as_mysql():
-    with closing(databases.Sqlite("d", (
-            "CREATE TABLE town (town_id int PRIMARY KEY, site varchar(20) NOT NULL);"
-            "CREATE TABLE Baker (name text DEFAULT 'Bo', town_id int, pay decimal(10,2),"
-            " FOREIGN KEY (town_id) REFERENCES town (town_id));"))) as db:
-        assert db.run("show tables;") == [("Baker",), ("town",)]
-        assert db.run("DESC town") == [("town_id", "int", "NO", "PRI", None, ""),
-                                       ("site", "varchar(20)", "NO", "", None, "")]
-        assert db.run("SHOW COLUMNS FROM `baker`") == [
-            ("name", "text", "YES", "", "'Bo'", ""), ("town_id", "int", "YES", "MUL", None, ""),
-            ("pay", "decimal(10,2)", "YES", "", None, "")]
-
-
-NEAR = ("Error executing query: You have an error in your SQL syntax; check the manual that "
-        "corresponds to your MySQL server version for the right syntax to use near '{}' at line 1")
-
-
-def test_sqlite_shows_tables_and_columns_by_whatever_name():
+@pytest.fixture
+def town():
+    """Database d of SCRIPT in sqlite."""
     with closing(databases.Sqlite("d", SCRIPT)) as db:
-        columns = db.run("DESC town")
-        assert [name for name, *_ in columns] == ["town_id", "site", "area"]
-        for sql in ("DESC d.town -- x", "DESC `D` . `Town` ; # x", "SHOW FIELDS IN d.town",
-                    "SHOW COLUMNS FROM town FROM d", "EXPLAIN town"):
-            assert db.run(sql) == columns, sql
-        for sql in ("SHOW TABLES FROM d", "show tables in `D`;", "SHOW TABLES LIKE '%'"):
-            assert db.run(sql) == [("baker",), ("town",)], sql
-        assert db.run("SHOW TABLES FROM d LIKE 'B%'; -- x") == [("baker",)]
-        assert db.run("SHOW TABLES FROM e") == f"{databases.ERROR}Unknown database 'e'"
-        for sql in ("DESC e.town", "SHOW COLUMNS FROM town FROM e"):
-            assert db.run(sql) == f"{databases.ERROR}Table 'e.town' doesn't exist"
-        for sql in ("SHOW FULL TABLES", "SHOW INDEX FROM town", "EXPLAIN SELECT 1"):
-            assert db.run(sql) == (databases.ERROR + "Only SHOW TABLES, SHOW COLUMNS and DESC of a "
-                                   "table are answered here"), sql
+        yield db
 
 
-@pytest.mark.parametrize("sql, text", [
+NEAR = ("You have an error in your SQL syntax; check the manual that corresponds to your MySQL server "
+        "version for the right syntax to use near '{}' at line 1")
+
+
+@pytest.mark.parametrize("sql, text", [  # those that the shipped tiny model learned to read
     ("SELECT site FROM town WHERE x = 1", "Unknown column 'x' in 'where clause'"),
     ("SELECT site FROM town ORDER BY x", "Unknown column 'x' in 'order clause'"),
-    ("DESC towns", "Table 'd.towns' doesn't exist"),
-    ("SELECT town_id FROM town JOIN baker ON area > 1",
-     "Column 'town_id' in field list is ambiguous"),
-    ("SELECT f(area) FROM town", "FUNCTION d.f does not exist"),
-    ("SELECT site FROM FROM town", "You have an error in your SQL syntax; check the manual that "
-     "corresponds to your MySQL server version for the right syntax to use near 'FROM town' at "
-     "line 1"),
+    ("SELECT site FROM town GROUP BY x", "Unknown column 'x' in 'group statement'"),
+    ("SELECT x FROM town", "Unknown column 'x' in 'field list'"),
+    ("DESC towns", "Table 'd.towns' doesn't exist"), ("SELECT 1 FROM towns", "Table 'd.towns' doesn't exist"),
+    ("SELECT town_id FROM town JOIN baker ON area > 1", "Column 'town_id' in field list is ambiguous"),
+    ("SELECT f ( area ) FROM town", "FUNCTION d.f does not exist"),
+    ("SELECT site FROM FROM town", NEAR.format("FROM town")),
+    ("SELECT * MAX(area) FROM town", NEAR.format("MAX(area) FROM town")),
+    ("SELECT site FROM town WHERE", NEAR.format("")), ("SELECT site FROM town, 'a", NEAR.format("'a")),
     ("SELECT site FROM town WHERE MAX(area) > 1", "Invalid use of group function"),
-    # As MariaDB 10.11, but for the names of clauses and the functions that are lacking.
-    ("SELECT NTILE(3) OVER (ORDER BY area) FROM town", "FUNCTION d.NTILE does not exist"),
-    ("SELECT Exp(1)", "FUNCTION d.Exp does not exist"),
-    ("SELECT sqlite_version()", "FUNCTION d.sqlite_version does not exist"),
-    ("SELECT ROUND() FROM town", "Incorrect parameter count in the call to native function 'ROUND'"),
-    ("SELECT length(site, 2) FROM town",
-     "Incorrect parameter count in the call to native function 'length'"),
-    ("SELECT Left(site) FROM town",
-     "Incorrect parameter count in the call to native function 'Left'"),
-    ("SELECT site FROM town ORDER BY 1, 3", "Unknown column '3' in 'order clause'"),
-    ("SELECT site FROM town GROUP BY 2", "Unknown column '2' in 'group statement'"),
-    ("SELECT site FROM town ORDER BY area COLLATE foo", "Unknown collation: 'foo'"),
-    ("SELECT site FROM town WHERE area IN (SELECT area, site FROM town)",
-     "Operand should contain 1 column(s)"),
-    ("SELECT site FROM town UNION SELECT site, area FROM town",
-     "The used SELECT statements have a different number of columns"),
-    ("SELECT site FROM town LIMIT 2 UNION SELECT site FROM town",
-     NEAR[len(databases.ERROR):].format("UNION SELECT site FROM town")),
-    ("SELECT POW(10, area * 99) FROM town", "DOUBLE value is out of range"),
-    ("SELECT POW(0, -area) FROM town", "DOUBLE value is out of range"),
-    ("WITH a(x, y) AS (SELECT 1) SELECT * FROM a", NEAR[len(databases.ERROR):].format("")),
+    ("check the site", "Only SELECT, WITH, SHOW (of tables, columns, indexes), DESC, DESCRIBE and EXPLAIN are allowed"),
+    ("SHOW CREATE TABLE town", "Only SHOW TABLES, SHOW COLUMNS and DESC of a table are answered here"),
 ])
-def test_sqlite_tells_errors_as_mysql(small, sql, text):
-    assert small().step(act(sql)).observation == f"Error executing query: {text}"
+def test_sqlite_tells_errors_as_mysql(town, sql, text):
+    assert town.run(sql) == f"Error executing query: {text}"
 
 
-ANSWERS = json.loads((DATA / "intercode/mysql_answers.json").read_text())
-# What docs/environments.md says of MySQL that the built-in databases lack.
-LACKING = re.compile(r"REGEXP|RLIKE|XOR|WHERE \w+ = 0$|SQRT|AS FLOAT|OVER \(\) FROM|SHOW COLUMNS")
+LISTED = ("CREATE TABLE Writer (name text NOT NULL, country varchar(20) DEFAULT 'Bo', years int, id int PRIMARY KEY,"
+          " FOREIGN KEY (years) REFERENCES Writer (id));"
+          "INSERT INTO Writer VALUES ('Carl', 'Egypt', 20, 1), ('Max', 'egypt', 98, 2), ('Ann', 'Spain', 37, 3);")
+COLUMNS = [("name", "text", "NO", "", None, ""), ("country", "varchar(20)", "YES", "", "'Bo'", ""),
+           ("years", "int", "YES", "MUL", None, ""), ("id", "int", "NO", "PRI", None, "")]
 
 
-def by_value(answer):
-    """Rows whose numbers are of one type; of errors that they are."""
-    if isinstance(answer, str):
-        return "error"
-    numbers = (int, float, decimal.Decimal)
-    return [tuple(float(value) if isinstance(value, numbers) else value for value in row)
-            for row in answer]
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_built_in_databases_answer_as_mariadb_10_11_did(name):
-    """600 queries of the kinds that models write, on three of the databases."""
-    unlike = []
-    with closing(databases.Sqlite(name, ANSWERS[name]["script"])) as db:
-        for sql, answer in ANSWERS[name]["answers"]:
-            if by_value(db.run(sql)) != by_value(rows(answer)):
-                unlike.append(sql)
-    assert unlike == [sql for sql, _ in ANSWERS[name]["answers"] if LACKING.search(sql)]
-
-
-TWO = ("CREATE TABLE writer (name varchar(20), country text, years int);"
-       "INSERT INTO writer VALUES ('Carl', 'Egypt', 20), ('Max', 'egypt', 98), ('Ann', 'Spain', 37);")
-MANY_ROWS = "Error executing query: Subquery returns more than 1 row"
-
-
-@pytest.mark.parametrize("sql, answer", [  # worked out by MySQL's manual
-    ("SELECT name FROM writer WHERE country = 'EGYPT'", [("Carl",), ("Max",)]),
+@pytest.mark.parametrize("sql, answer", [
+    ("show tables;", [("Writer",)]), ("SHOW COLUMNS FROM `writer`", COLUMNS), ("describe WRITER ;", COLUMNS),
+    ("/* all */ DESC Writer -- all", COLUMNS),
+    ("SELECT name FROM writer WHERE country = 'EGYPT'", [("Carl",), ("Max",)]),  # without case
     ("SELECT DISTINCT country FROM writer", [("Egypt",), ("Spain",)]),
-    ("SELECT name FROM writer WHERE CONCAT(name, country) = 'carlEGYPT'", [("Carl",)]),
-    ("SELECT SUM(years) / COUNT(*) FROM writer", [(decimal.Decimal("51.6667"),)]),
-    ("SELECT AVG(years) FROM writer", [(decimal.Decimal("51.6667"),)]),
-    ("SELECT SUM(1), COUNT(*) FROM writer", [(decimal.Decimal("3"), 3)]),
-    ("SELECT name, MAX(years) FROM writer", [("Carl", 98)]),
-    ("SELECT name, MIN(years) FROM writer WHERE years > 20", [("Max", 37)]),
-    ('SELECT "name" FROM writer LIMIT 1', [("name",)]),
-    ("SELECT name FROM writer WHERE name = 'ann' || years = 20", [("Carl",), ("Ann",)]),
-    ("SELECT name FROM writer WHERE years > 30 UNION SELECT name FROM writer WHERE years < 90",
-     [("Max",), ("Ann",), ("Carl",)]),
-    ("SELECT name FROM writer WHERE years >= ALL (SELECT years FROM writer)", [("Max",)]),
-    ("SELECT name FROM writer WHERE country == 'Egypt'", NEAR.format("= 'Egypt'")),
-    ("SELECT COUNT (*) FROM writer", NEAR.format("*) FROM writer")),
-    ("SELECT MAX (years) FROM writer", "Error executing query: FUNCTION d.MAX does not exist. Check "
-     "the 'Function Name Parsing and Resolution' section in the Reference Manual"),
-    ("SELECT name FROM (SELECT * FROM writer)",
-     "Error executing query: Every derived table must have its own alias"),
-    ("SELECT name FROM writer JOIN (SELECT 1 AS a) ON a = 1",
-     "Error executing query: Every derived table must have its own alias"),
-    ("SELECT name AS who FROM writer WHERE who = 'Max'",
-     "Error executing query: Unknown column 'who' in 'where clause'"),
-    ("SELECT iif(1, 2, 3)", "Error executing query: FUNCTION d.iif does not exist"),
-    ("SELECT name, * FROM writer", NEAR.format("* FROM writer")),
-    ("SELECT name FROM 'writer'", NEAR.format("'writer'")),
-    # Asked of MariaDB 10.11, which calls the clause of the third and fourth 'HAVING'.
-    ("SELECT name FROM writer WHERE years > (SELECT years FROM writer)", MANY_ROWS),
-    ("SELECT (SELECT w.name FROM writer w WHERE w.country = o.country) FROM writer o", MANY_ROWS),
-    ("SELECT name FROM writer HAVING years > 30",
-     "Error executing query: Unknown column 'years' in 'having clause'"),
-    ("SELECT country, COUNT(*) FROM writer GROUP BY country HAVING years > 30",
-     "Error executing query: Unknown column 'years' in 'having clause'"),
-    ("SELECT name FROM writer o WHERE years = (SELECT MAX(years) FROM writer w WHERE "
-     "w.country = o.country)", [("Max",), ("Ann",)]),
-    ("SELECT name FROM writer WHERE country = (SELECT country FROM writer WHERE years = 98)",
-     [("Carl",), ("Max",)]),
-    ("SELECT * FROM writer HAVING years > 90", [("Max", "egypt", 98)]),
-    ("SELECT name, years AS age FROM writer WHERE years > 90 OR name = 'ann' HAVING age < 90",
-     [("Ann", 37)]),
-    ("SELECT name FROM writer HAVING COUNT(*) = 3", [("Carl",)]),
-    ("SELECT name FROM writer WHERE country = 'Egypt  '", [("Carl",), ("Max",)]),
-    ("SELECT name FROM writer WHERE country IN ('spain ')", [("Ann",)]),
-    ("SELECT name FROM writer WHERE country LIKE 'spain '", []),
-    ("SELECT CONCAT('avg ', AVG(years)), CONCAT(SUM(years)), CONCAT(ROUND(AVG(years), 1), '%'), "
-     "CONCAT_WS(' ', ROUND(AVG(years)), 20 / 3) FROM writer",
-     [("avg 51.6667", "155", "51.7%", "52 6.6667")]),
-    ("SELECT years MOD 7, CONVERT(years, CHAR), CAST('2.7' AS SIGNED) FROM writer LIMIT 1",
-     [(6, "20", 2)]),
-    ("SELECT name AS key FROM writer", NEAR.format("key FROM writer")),
-    ("SELECT name desc FROM writer", NEAR.format("desc FROM writer")),
-    ("SELECT name AS `key`, years AS 'index', 1 AS number FROM writer LIMIT 1", [("Carl", 20, 1)]),
-    ("SELECT k.name FROM writer AS key", NEAR.format("key")),
-    ("SELECT name FROM writer WHERE years NOT NULL", NEAR.format("NULL")),
-    ("SELECT name FROM writer LIMIT 1 + 1", NEAR.format("+ 1")),
-    ("SELECT name FROM writer LIMIT 2.0", NEAR.format("2.0")),
-    ("SELECT COUNT() FROM writer", NEAR.format(") FROM writer")),
-    ("SELECT MAX(, years) FROM writer", NEAR.format(" years) FROM writer")),
-    ("SELECT MIN(,) FROM writer", NEAR.format(") FROM writer")),
-    ("SELECT CONCAT(ROUND(years, ), '%') FROM writer", NEAR.format("), '%') FROM writer")),
-    ("SELECT CAST() FROM writer", NEAR.format(") FROM writer")),
+    ("SELECT SUM(years) / COUNT(*), 7 / 2, '7/2', 1/0 FROM writer", [(155 / 3, 3.5, "7/2", None)]),
+    ("SELECT 9 / 2 / 3 -- a / b\n", [(1.5,)]), ('SELECT name FROM writer WHERE country = "Spain"', [("Ann",)]),
+    ("SELECT CONCAT(name, '/', years), IF(years > 30, 'a', 'b'), LEFT(name, 2), right (name, 1) FROM writer LIMIT 1",
+     [("Carl/20", "b", "Ca", "l")]),
+    ("SELECT CONCAT('a', NULL), CONCAT_WS('-', 'a', NULL, 1), CHAR_LENGTH('ab'), GREATEST(1, 3), LEAST(1, NULL)",
+     [(None, "a-1", 2, 3, None)]),
+    ("SELECT YEAR(d), MONTH(d), DAY(d) FROM (SELECT '2021-03-04 05:06:07' AS d)", [(2021, 3, 4)]),
+    ("WITH a AS (SELECT 1 AS x) SELECT `x` FROM a LEFT JOIN writer ON 0", [(1,)]),
 ])
-def test_sqlite_answers_as_mysql(sql, answer):
-    with closing(databases.Sqlite("d", TWO)) as db:
+def test_sqlite_answers(sql, answer):
+    with closing(databases.Sqlite("d", LISTED)) as db:
         assert db.run(sql) == answer
 
 
-ALL_THREE = [("Carl",), ("Max",), ("Ann",)]
-ASKED = [  # of MariaDB 10.11, which is asked again where it is installed
-    # A number in quotes, beside what is a number and beside what is a text.
-    ("SELECT country FROM writer GROUP BY country HAVING COUNT(*) >= '2'", [("Egypt",)]),
-    ("SELECT country, COUNT(*) AS c FROM writer GROUP BY country HAVING c >= '2'", [("Egypt", 2)]),
-    ("SELECT country FROM writer GROUP BY country HAVING AVG(years) > '50'", [("Egypt",)]),
-    ("SELECT name FROM writer WHERE NOT years * 2 > '150' AND '7' < LENGTH(name) + 4", [("Carl",)]),
-    ("SELECT name FROM writer WHERE ROUND(years) > '80' AND name <> '5'", [("Max",)]),
-    ("SELECT name FROM writer WHERE LENGTH(name) = '4'", [("Carl",)]),
-    ("SELECT '5' > 10, '10' > '9', 10 > '9', '5' <= 5.0, 5 <=> '5', NULL <=> '5', NULL = '5'",
-     [(0, 0, 1, 1, 1, 0, None)]),
-    ("SELECT name FROM writer WHERE name > '5' AND LEFT(name, 1) > '5'", ALL_THREE),
-    ("SELECT name FROM writer WHERE CAST(years AS CHAR) > '9'", [("Max",)]),
-    ("SELECT name FROM writer WHERE '5' < CASE WHEN years > 50 THEN years ELSE '0' END",
-     [("Max",)]),
-    ("SELECT CASE WHEN years + 0 = '20' THEN 'a' ELSE 'b' END FROM writer", [("a",), ("b",), ("b",)]),
-    ("SELECT name FROM writer WHERE '9' < (SELECT years FROM writer)", MANY_ROWS),
-    ("SELECT t.c FROM (SELECT COUNT(*) AS c FROM writer GROUP BY country) t WHERE t.c > '1'", [(2,)]),
-    ("SELECT name FROM writer WHERE (years) > '9' AND -years < '-30'", [("Max",), ("Ann",)]),
-    ("SELECT name FROM writer WHERE years = '20' + 0", [("Carl",)]),
-    ("SELECT name FROM writer WHERE LENGTH(name) IN ('4') AND years NOT IN ('37')", [("Carl",)]),
-    ("SELECT name FROM writer WHERE NOT years + 1 BETWEEN '9' AND '50'", [("Max",)]),
-    ("SELECT name FROM writer WHERE years + 1 NOT BETWEEN '9' AND '50' AND 1 = 1", [("Max",)]),
-    ("SELECT name FROM writer WHERE 1 = 1 AND years * 2 NOT IN ('40', '74') OR name IN ('5')",
-     [("Max",)]),
-    ("SELECT name FROM writer WHERE LEFT(name, 1) BETWEEN '1' AND '5' OR LEFT(name, 1) IN ('2')", []),
-    # The name of the database, and what stands behind a query.
-    ("SELECT name FROM d.writer", ALL_THREE),
-    ("SELECT d.writer.name FROM `D`.`writer` LIMIT 1", [("Carl",)]),
-    ("SELECT w.name FROM writer w JOIN d.writer USING (name)", ALL_THREE),
-    ("SELECT d.name FROM writer d", ALL_THREE),
-    ("SELECT name FROM writer WHERE years = (SELECT MAX(d.writer.years) FROM d.writer)", [("Max",)]),
-    ("SELECT name FROM e.writer", "Error executing query: Table 'e.writer' doesn't exist"),
-    ("SELECT name FROM writer LIMIT 1; -- done", [("Carl",)]),
-    ("SELECT 'a -- b; # c' ; # d", [("a -- b; # c",)]),
-    ("SELECT 1; SELECT 2", NEAR.format("SELECT 2")),
-    # ANY and ALL of no rows or with NULL, NATURAL and FULL joins.
-    ("SELECT name FROM writer WHERE years > ALL (SELECT years FROM writer WHERE years > 100)",
-     ALL_THREE),
-    ("SELECT name FROM writer WHERE name >= ALL (SELECT name FROM writer WHERE years > 100)",
-     ALL_THREE),
-    ("SELECT name FROM writer WHERE name < ALL (SELECT name FROM writer WHERE years > 100)",
-     ALL_THREE),
-    ("SELECT name FROM writer WHERE years < SOME (SELECT years FROM writer WHERE years > 100)", []),
-    ("SELECT name FROM writer WHERE NOT years > ANY (SELECT years FROM writer WHERE years > 100)",
-     ALL_THREE),
-    ("SELECT name FROM writer WHERE NOT years < ANY (SELECT years FROM writer WHERE years > 100)",
-     ALL_THREE),
-    ("SELECT name FROM writer WHERE years >= ALL (SELECT years FROM writer UNION SELECT NULL)", []),
-    ("SELECT name FROM writer WHERE years > ANY (SELECT years FROM writer UNION SELECT NULL)",
-     [("Max",), ("Ann",)]),
-    ("SELECT name FROM writer WHERE years <> ANY (SELECT years FROM writer)", ALL_THREE),
-    ("SELECT name FROM writer WHERE years != ANY (SELECT 20 UNION SELECT NULL)",
-     [("Max",), ("Ann",)]),
-    ("SELECT name FROM writer WHERE years <> SOME (SELECT years FROM writer WHERE years > 100)",
-     []),
-    ("SELECT name FROM writer WHERE name <> ANY (SELECT name FROM writer WHERE years > 90)",
-     [("Carl",), ("Ann",)]),
-    ("SELECT name FROM writer NATURAL LEFT OUTER JOIN (SELECT 20 AS years, 'x' AS z) t WHERE z IS NULL",
-     [("Max",), ("Ann",)]),
-    ("SELECT name FROM writer NATURAL RIGHT JOIN (SELECT 20 AS years UNION SELECT 21) t",
-     [("Carl",), (None,)]),
-    ("SELECT COUNT(*) FROM writer FULL JOIN (SELECT 20 AS years UNION SELECT 21) t USING (years)",
-     [(1,)]),
-    ("SELECT COUNT(*) FROM writer FULL JOIN (SELECT 20 AS years UNION SELECT 21) t ON full.years = t.years",
-     [(1,)]),
-    ("SELECT COUNT(*) FROM writer w FULL JOIN (SELECT 20 AS years UNION SELECT 21) t ON w.years = t.years",
-     NEAR.format("FULL JOIN (SELECT 20 AS years UNION SELECT 21) t ON w.years = t.years")),
-    # Texts that functions read as numbers.
-    ("SELECT FLOOR(name), CEIL('2.5'), MOD('7', 3), SIGN('-2x'), TRUNCATE('2.789', '1') FROM writer "
-     "LIMIT 1", [(0, 3, 1, -1, 2.7)]),
-    ("SELECT ROUND('-'), ROUND('x'), ROUND(' 2.567', '1'), ROUND(2.5, NULL), SQRT('4x')",
-     [(0, 0, 2.6, None, 2)]),
-    ("SELECT LEFT(name, '2'), RIGHT(name, 'x'), SUBSTRING_INDEX('a5b', 5, '1'), MOD('7', 0) FROM "
-     "writer LIMIT 1", [("Ca", "", "a", None)]),
-    # The size and the digits of a CAST.
-    ("SELECT CAST(AVG(years) AS DECIMAL(10,1)), CAST(AVG(years) AS DECIMAL), CAST(AVG(years) AS "
-     "DECIMAL(10)), CAST(AVG(years) AS CHAR) FROM writer", [(51.7, 52, 52, "51.6667")]),
-    ("SELECT CAST(years / 7 AS DECIMAL(5, 2)), CAST(years AS CHAR(1)), CAST(name AS CHAR(2)) FROM "
-     "writer LIMIT 1", [(2.86, "2", "Ca")]),
-    ("SELECT CAST('2.755x' AS DECIMAL(5, 2)), CAST(NULL AS DECIMAL(5, 2)), CAST(NULL AS CHAR(3)), "
-     "CAST(2.5 AS DECIMAL)", [(2.76, None, None, 3)]),
-    ("SELECT CONCAT(CAST(AVG(years) AS DECIMAL(6,2)), '%'), CONCAT(CAST(MAX(years) AS CHAR(10)), 'x')"
-     " FROM writer", [("51.67%", "98x")]),
-    ("SELECT CONCAT(CAST(years AS DECIMAL(5,)), 'a') FROM writer", NEAR.format("")),
-]
+FARM = json.loads((DATA / "intercode/mysql_answers.json").read_text())["farm_1"]
 
 
-@pytest.mark.parametrize("sql, answer", ASKED)
-def test_sqlite_answers_as_mariadb_did(sql, answer):
-    with closing(databases.Sqlite("d", TWO)) as db:
-        assert by_value(db.run(sql)) == by_value(answer)
+@pytest.fixture
+def farm():
+    """One of the built-in databases, of which MariaDB was asked what models ask."""
+    with closing(databases.Sqlite("farm_1", FARM["script"])) as db:
+        yield db
 
 
-MYSQLS_ERRORS = re.compile(databases.ERROR + "(" + "|".join((
-    "You have an error in your SQL syntax", "Unknown (column|table|collation)", "Table '.*' doesn't",
-    "Column '.*' in .* is ambiguous", "FUNCTION .* does not exist", "Incorrect parameter count",
-    "Invalid use of group function", "Operand should contain", "Subquery returns more than 1 row",
-    "The used SELECT statements", "Every derived table", "Query execution was interrupted",
-    "The result has more", "Only SELECT", "SELECT command denied", "DOUBLE value is out",
-    "This version of MySQL doesn't")) + ")")
+def by_value(answer):
+    """Rows whose numbers are of one type, of three digits; of errors that they are."""
+    if isinstance(answer, str):
+        return "error"
+    numbers = (int, float, decimal.Decimal)
+    return [tuple(round(float(value), 3) if isinstance(value, numbers) else value for value in row)
+            for row in answer]
 
 
-def test_whatever_a_model_writes_has_rows_or_an_error_text():
-    """4,000 of the recorded queries with tokens removed, added or replaced; seed 0."""
-    name, recorded = next(iter(ANSWERS.items()))
-    token = re.compile(r"\s+|\w+|'[^']*'|[^\w\s]")
-    called = [sql for sql, _ in recorded["answers"] if re.search(r"\w\(", sql)]
-    queries = [token.findall(sql) for sql in called]
-    some = [",", "(", ")", ".", "ROUND(", "MAX(", "MIN(", "CONCAT(", "CAST(", "IN (", "'5'"]
-    pool = [part for query in queries for part in query] + some * 2000
+def test_built_in_databases_answer_as_mariadb_10_11_did(farm):
+    for sql, answer in FARM["answers"]:
+        assert by_value(farm.run(sql)) == by_value(rows(answer)), sql
+
+
+def test_whatever_a_model_writes_has_rows_or_an_error_text(farm):
+    """4,000 of the recorded queries with parts removed, added or replaced; seed 0."""
+    queries = [re.findall(r"\s+|\w+|'[^']*'|[^\w\s]", sql) for sql, _ in FARM["answers"]]
+    some = [",", "(", ")", ".", "/", "LEFT(", "MAX(", "CONCAT(", "YEAR(", "IN (", "'5'", "'", "{"]
+    pool = [part for query in queries for part in query] + some * 1000
     rng = random.Random(0)
-    with closing(databases.Sqlite(name, recorded["script"])) as db:
-        for _ in range(4000):
-            query = list(rng.choice(queries))
-            for _ in range(rng.randint(1, 4)):
-                at = rng.randrange(len(query) + 1)
-                query[at:at + rng.randint(0, 1)] = rng.choice([[], [rng.choice(pool)]])
-            answer = db.run("".join(query))
-            assert isinstance(answer, list) or MYSQLS_ERRORS.match(answer), (query, answer)
+    for _ in range(4000):
+        query = list(rng.choice(queries))
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(query) + 1)
+            query[at:at + rng.randint(0, 1)] = rng.choice([[], [rng.choice(pool)]])
+        answer = farm.run("".join(query))
+        assert isinstance(answer, list) or answer.startswith(databases.ERROR), query
 
 
-def test_the_short_view_joins_what_the_small_models_tokenizer_parts():
+def test_the_short_view_shows_two_digits_and_names_alone():
     with closing(make("intercodesql", "short")) as env:
-        env.start(dict(query="q", gold="SELECT COUNT(*), MAX(years) FROM writer", db="d"), TWO)
-        assert env.step("SELECT COUNT ( * ) , MAX ( years ) FROM writer").observation == "3 , 98"
+        env.start(dict(query="q", gold="SELECT COUNT(*), AVG(years) FROM writer", db="d"), LISTED)
+        assert env.step("DESC writer").observation == "name | country | years | id"
+        # As the small model's tokenizer writes it.
+        shown = env.step("SELECT COUNT ( * ) , AVG ( years ) FROM writer").observation
+        assert shown == "3 , 51.67"
         assert env.step("submit").reward == 1
 
 
 def test_the_last_result_is_what_is_submitted(small):
     env = small()
-    assert env.step(act("SELECT site, area FROM town WHERE area > 15")).observation == (
-        "[('Avon', 30), ('Brill', 20)]")
+    shown = env.step(act("SELECT site, area FROM town WHERE area > 15")).observation
+    assert shown == "[('Avon', 30), ('Brill', 20)]"
     env.step(act("SELECT site FROM town"))
     assert env.step("no action").observation == EXPLANATION  # changes nothing
     assert env.step(act("submit")) == worlds.Step("submitted", 1.0, True, 1.0)
     env = small()
     env.step(act("SELECT site FROM town"))
-    env.step(act("DESC town"))  # a look after the right query loses
-    assert env.step(act("submit")).reward == 0
-    env = small(gold="SELECT nothing FROM town")  # a gold that fails is an empty result
-    env.step(act("SELECT site FROM town WHERE area > 90"))
-    assert env.step(act("submit")).reward == 1
+    assert submitted(env, "DESC town") == 0  # a look after the right query loses
     assert small().step(act("submit")).reward == 0  # nothing was asked
     env = small()
     env.step(act("SELECT site FROM town ORDER BY site DESC"))  # clipped, and kept
     assert env.step(act("submit")) == worlds.Step("submitted", 0.0, True, -1.0)
-    env = small(gold="SELECT a.site, b.site, c.site FROM town a, town b, town c")
-    shown = env.step(act("SELECT a.site, b.site, c.site FROM town a, town b, town c")).observation
+    many = "SELECT a.site, b.site, c.site FROM town a, town b, town c"
+    env = small(gold=many)
+    shown = env.step(act(many)).observation
     assert len(shown) == 353 and shown.endswith("...")  # the result is not cut
     assert env.step(act("submit")).reward == 1
+
+
+@pytest.mark.parametrize("gold, told", [
+    ("SELECT nowhere FROM town", None),  # as InterCode scores it, which is said
+    ("SELECT * FROM sqlite_master", "denied"),
+    ("SELECT 1 FROM " + ", ".join(f"town t{i}" for i in range(9)), "more than 10,000 rows")])
+def test_a_gold_query_that_fails_is_no_empty_result_without_a_word(small, capsys, gold, told):
+    for _ in range(2):
+        env = small(gold)
+        if told:
+            with pytest.raises(worlds.EnvError, match=f"the gold query of 'which towns.*{told}"):
+                submitted(env, "SELECT site FROM town WHERE area > 90")
+        else:
+            assert submitted(env, "SELECT site FROM town WHERE area > 90") == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == (told is None)
+    assert told or "'which towns?': Error executing query: Unknown column 'nowhere'" in said[0]
 
 
 def play(env, task):
@@ -464,131 +290,124 @@ DOUBLED = ("WITH RECURSIVE r(x, n) AS (SELECT 'a', 1 UNION ALL SELECT CONCAT(x, 
            "WHERE n < 14) SELECT ")
 TIMES_TOWNS = " FROM r, " + ", ".join(f"town t{i}" for i in range(12)) + " WHERE n = 14"
 ATTACKS = [  # one a class
-    # writing, openly and inside what reads
-    "INSERT INTO town VALUES (9, 'x', 1)", "CREATE TEMP TABLE z AS SELECT 1",
-    "WITH z AS (SELECT 1) DELETE FROM town", "EXPLAIN ANALYZE DELETE FROM town",
-    "SELECT * INTO z FROM town", "SELECT 1 INTO @a",
-    # several statements
-    "SELECT 1; DROP TABLE town", "SELECT 1 /* */ ; /* */ DELETE FROM town",
-    "SELECT '1'; UPDATE town SET area = 0; --",
+    # writing, openly and inside what reads; several statements
+    "INSERT INTO town VALUES (9, 'x', 1)", "CREATE TEMP TABLE z AS SELECT 1", "EXPLAIN ANALYZE DELETE FROM town",
+    "WITH z AS (SELECT 1) DELETE FROM town", "SELECT * INTO z FROM town", "SELECT 1 INTO @a", "SELECT 1; DROP TABLE town",
+    "SELECT 1 /* */ ; /* */ DELETE FROM town", "SELECT '1'; UPDATE town SET area = 0; --",
     # transactions, sessions, accounts, locks
-    "BEGIN", "SET SESSION max_statement_time = 0", "USE mysql", "GRANT ALL ON *.* TO z", "KILL 1",
-    "SET STATEMENT max_statement_time = 1000 FOR SELECT 1", "CALL z()", "SHUTDOWN",
-    "EXECUTE IMMEDIATE 'DROP TABLE town'", "SELECT 1 FROM town FOR/**/UPDATE",
-    "SELECT GET_LOCK('a', 1000)",
+    "BEGIN", "SET SESSION max_statement_time = 0", "USE mysql", "GRANT ALL ON *.* TO z", "KILL 1", "CALL z()", "SHUTDOWN",
+    "SET STATEMENT max_statement_time = 1000 FOR SELECT 1", "EXECUTE IMMEDIATE 'DROP TABLE town'",
+    "SELECT 1 FROM town FOR/**/UPDATE", "SELECT GET_LOCK('a', 1000)",
     # other databases and what the server knows
-    "SELECT * FROM `other`.`secret`", "SHOW TABLES FROM other", "DESC other.secret",
+    "SELECT * FROM `other`.`secret`", "SHOW TABLES FROM other", "DESC other.secret", "SHOW GRANTS", "SELECT @@datadir",
     "SELECT (SELECT word FROM other . secret LIMIT 1)", "SELECT * FROM `mysql`.`user`",
-    "SELECT * FROM INFORMATION_SCHEMA . PROCESSLIST", "SHOW GRANTS", "SELECT @@datadir",
+    "SELECT * FROM INFORMATION_SCHEMA . PROCESSLIST",
     # sqlite's own
-    "ATTACH DATABASE 'other.db' AS other", "PRAGMA query_only = OFF", "VACUUM INTO 'x.db'",
-    "SELECT * FROM sqlite_master", "SELECT * FROM pragma_table_info('town')",
-    "SELECT * FROM json_each('[1]')", "SELECT load_extension('x')",
+    "ATTACH DATABASE 'other.db' AS other", "PRAGMA query_only = OFF", "VACUUM INTO 'x.db'", "SELECT * FROM sqlite_master",
+    "SELECT * FROM pragma_table_info('town')", "SELECT * FROM json_each('[1]')", "SELECT load_extension('x')",
     # files
-    "SELECT load_file /**/ ('/etc/passwd')", "SELECT 1 INTO --\nOUTFILE '/tmp/x'",
+    "SELECT load_file /**/ ('/etc/passwd')", "SELECT 1 INTO --\nOUTFILE '/tmp/x'", "SELECT readfile('/etc/passwd')",
     "LOAD DATA LOCAL INFILE '/etc/passwd' INTO TABLE town",
     # comments that are code, odd characters
-    "SELECT 1 /*! INTO OUTFILE '/tmp/x' */", "/*M! DROP TABLE town */", "# x\nDROP TABLE town",
-    "SELECT /*+ MAX_EXECUTION_TIME(99999) */ 1", "SELECT 1\0; DROP TABLE town", "SELECT '\ud800'",
-    "\0", "", ";", "SELECT '", "SELECT " + "(" * 3000 + "1" + ")" * 3000,
-    "SELECT " + "1+" * 2400 + "1",
+    "SELECT 1 /*! INTO OUTFILE '/tmp/x' */", "/*M! DROP TABLE town */", "# x\nDROP TABLE town", "SELECT '\ud800'", "SELECT '",
+    "SELECT /*+ MAX_EXECUTION_TIME(99999) */ 1", "SELECT 1\0; DROP TABLE town", "\0", "", ";", "SHOW TABLES LIKE '\ud800'",
+    "SELECT " + "(" * 3000 + "1" + ")" * 3000, "SELECT " + "1+" * 2400 + "1",
     # holding the server: with time, rows, text
-    "SELECT sleep-- a\n(100)", "SELECT BENCHMARK(1000000000, MD5('a'))",
-    HOLD + "SELECT a.x FROM r a, r b, r c, r d", f"SELECT COUNT(*) FROM {MANY}",
-    f"SELECT * FROM {MANY} LIMIT 1000000", f"SELECT t0.site FROM {MANY} ORDER BY t9.site",
+    "SELECT sleep-- a\n(100)", "SELECT BENCHMARK(1000000000, MD5('a'))", HOLD + "SELECT a.x FROM r a, r b, r c, r d",
+    f"SELECT COUNT(*) FROM {MANY}", f"SELECT * FROM {MANY} LIMIT 1000000", f"SELECT t0.site FROM {MANY} ORDER BY t9.site",
     "WITH RECURSIVE r(x) AS (SELECT 'a' UNION ALL SELECT x || x FROM r) SELECT COUNT(*) FROM r",
     "WITH RECURSIVE r(x) AS (SELECT 'a' UNION ALL SELECT CONCAT(x, x) FROM r) SELECT MAX(x) FROM r",
-    "SELECT zeroblob(900000000)", "SELECT printf('%900000000d', 1)",
-    "SELECT RPAD('a', 900000000, 'b')",
+    "SELECT zeroblob(900000000)", "SELECT printf('%900000000d', 1)", "SELECT RPAD('a', 900000000, 'b')",
     "SELECT LENGTH(REGEXP_REPLACE(REPEAT('a', 9999), '(a+)+b', ''))",
     "SELECT LENGTH(GROUP_CONCAT(a.site)) FROM " + ", ".join(f"town {c}" for c in "abcdefghijklmn"),
-    "WITH RECURSIVE r(x, n) AS (SELECT 'a', 0 UNION ALL SELECT x || 'a', n + 1 FROM r WHERE n < "
-    "19000) SELECT COUNT(*) FROM r WHERE x LIKE '%a%a%a%a%a%a%b'",
-    "SELECT TRUNCATE(MAX(area), 999999999) FROM town", "SHOW TABLES LIKE '\ud800'",
-    DOUBLED + "SUM(LENGTH(SUBSTRING_INDEX(r.x, 'a', 9000)))" + TIMES_TOWNS,
-    DOUBLED + "MAX(CONCAT(r.x, t0.site))" + TIMES_TOWNS,
+    "WITH RECURSIVE r(x, n) AS (SELECT 'a', 0 UNION ALL SELECT x || 'a', n + 1 FROM r WHERE n < 19000) "
+    "SELECT COUNT(*) FROM r WHERE x LIKE '%a%a%a%a%a%a%b'",
+    *(DOUBLED + f"SUM(LENGTH({text}))" + TIMES_TOWNS for text in (
+        "LOWER(r.x)", "CONCAT(r.x, t0.site)", "REPLACE(r.x, CONCAT(SUBSTR(r.x, 4000), 'b'), 'c')",
+        "INSTR(r.x, CONCAT(SUBSTR(r.x, 4000), 'b'))", "r.x LIKE CONCAT(REPLACE(SUBSTR(r.x, 1, 4000), 'a', '%a'), 'b')")),
 ]
 # Of these the database shows nothing but what is the agent's own or harmless.
 HARMLESS = re.compile(r"\[\]|\[\((None|\d{1,7}),\)\]|None")
 
 
-def assert_harmless(db, sql, clock, seconds):
+def assert_harmless(ask, sql, clock, seconds):
     started = clock()
-    text = str(db.run(sql))
+    text = str(ask(sql))
     assert clock() - started < seconds, sql[:80]
     assert SECRET not in text and "root:" not in text
     assert text.startswith("Error") or HARMLESS.fullmatch(text), (sql[:80], text[:200])
 
 
-@pytest.mark.parametrize("first_look", [True, False])
-def test_attacks_on_sqlite_do_nothing(first_look, tmp_path, monkeypatch):
-    """Without the first look too: the allow-list of first words is not what keeps it safe."""
+@pytest.mark.parametrize("asked", ["run", "ask"])
+def test_attacks_on_sqlite_do_nothing(asked, tmp_path, monkeypatch):
+    """Without a look at the first word too: that is not what keeps it safe."""
     monkeypatch.chdir(tmp_path)
-    if not first_look:
-        monkeypatch.setattr(databases, "refusal", lambda sql: None)
+    monkeypatch.setattr(databases, "SECONDS", 0.5)
     for sql in ATTACKS:
         with closing(databases.Sqlite("d", SCRIPT)) as db:
             # Seconds of CPU, so that a busy machine does not matter.
-            if first_look or sql not in ("", ";", "\0"):
-                assert_harmless(db, sql, time.process_time, 3)
+            assert_harmless(getattr(db, asked), sql, time.process_time, 1)
             assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
             assert db.run("SHOW TABLES") == [("baker",), ("town",)]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_result_too_large_is_an_error_text_on_sqlite():
-    with closing(databases.Sqlite("d", SCRIPT)) as db:
-        many = "SELECT 1 FROM " + ", ".join(f"town t{i}" for i in range(9))  # 19,683 rows
-        assert db.run(many) == databases.TOO_LARGE
-        assert len(db.run(many + " LIMIT 9999")) == 9999
+def test_rows_and_steps_are_limited_query_by_query(town, monkeypatch):
+    some = [", ".join(f"town t{i}" for i in range(n)) for n in range(10)]  # 3^n rows
+    assert town.run(f"SELECT 1 FROM {some[9]}") == databases.TOO_LARGE
+    assert len(town.run(f"SELECT 1 FROM {some[9]} LIMIT 9999")) == 9999
+    monkeypatch.setattr(databases, "VM_STEPS", 20 * databases.LOOK)
+    for _ in range(3):
+        assert town.run(f"SELECT COUNT(t0.site || t1.site) FROM {some[7]}") == [(3 ** 7,)]
+        assert town.run(f"SELECT COUNT(t0.site || t1.site) FROM {some[9]}") == databases.INTERRUPTED
 
 
-def test_text_handed_to_functions_is_limited_query_by_query(monkeypatch):
-    monkeypatch.setattr(databases, "CHARACTERS", 30)
-    with closing(databases.Sqlite("d", SCRIPT)) as db:
-        for _ in range(3):
-            assert db.run("SELECT MAX(site), COUNT(*) FROM town") == [("Crewe", 3)]  # 14 characters
-            assert db.run("SELECT MAX(REVERSE(site)) FROM town") == [("novA",)]  # 28
-            assert db.run("SELECT MAX(REVERSE(REVERSE(site))) FROM town") == databases.INTERRUPTED
-            assert db.run("SELECT MAX(ROUND(area * 2)) FROM town") == [(60,)]
+LEGAL = [  # of which the words would be none in code
+    "SELECT site FROM town WHERE site <> 'Sleep (Live)'",
+    "SELECT site FROM town WHERE site <> 'Open for Update' AND site <> \"into outfile\"",
+    "SELECT site FROM town WHERE site <> 'it''s /*! @@a */ get_lock(1)'",
+    "SELECT sys.site FROM town AS sys", "SELECT mysql.site FROM town mysql",
+    "/* the sites */ SELECT site FROM town", "-- the sites\nSELECT site FROM town",
+    "SELECT site -- sleep(1) for update\nFROM town /* lock in share mode */",
+    "WITH a AS (SELECT site FROM town) SELECT site FROM a",
+]
+MARIADBS = ["(SELECT site FROM town)", "# the sites\nSELECT site FROM town", "SELECT site FROM town WHERE site <> 'it\\'s sleep(1)'"]
+HIDDEN = [  # code beside texts, names and comments that could be taken for more or less than they are
+    "SELECT '\\'', SLEEP(1)", "SELECT '', sleep(1) -- '", "SELECT `sleep`(1)", "SELECT sleep/*x*/(1)",
+    "SELECT sleep -- \n (1)", "SELECT 1 /*!, sleep(9) */", "SELECT 1 /*M!, sleep(9) */",
+    "SELECT \"'\", sleep(1), \"'\"", "SELECT `'`, sleep(1), `'` FROM t", "SELECT 1 # '\n, sleep(1) # '",
+    "SELECT 1 -- '\n, sleep(1) -- '", "SELECT 1 --\x01'\n, sleep(1) -- '", "SELECT 1--', sleep(1)",
+    "SELECT /* ' */ sleep(1) /* ' */", "SELECT 1 INTO -- x\n OUTFILE 'x'", "SELECT 1 FOR /**/ UPDATE",
+    "SELECT 1 LOCK IN SHARE MODE", "SELECT * FROM `information_schema` . tables", "SELECT @@x",
+    "SELECT /*+ MAX_EXECUTION_TIME(9) */ 1", "SELECT is_free_lock('a')", "SELECT master_pos_wait('a', 1)",
+]
 
 
-@pytest.mark.parametrize("gap", ["/**/", "/* a */", " ", "--\n", "-- a\n", "#\n", "/*"])
-def test_the_first_look_ends_whatever_is_hidden_from_it(gap):
-    """A pattern that tries all ways to share out the gaps would not: 2 to the power of 1,000."""
-    for sql in ("select 1 into{}x", "select 1 into{}outfile 'x'", "select sleep{}(1)"):
-        found = databases.refusal(sql.format(gap * (4900 // len(gap))))
-        assert (found is None) == (sql.endswith("x") or gap == "/*")
-
-
-def test_attacks_leave_room_for_honest_queries():
-    for sql in ("SELECT title FROM film WHERE title = 'Into the Wild'", "SELECT mysql FROM t",
-                "(SELECT 1) UNION (SELECT 2)", "WITH a AS (SELECT 1) SELECT * FROM a",
-                "SHOW FULL COLUMNS FROM t", "SHOW CREATE TABLE t", "explain select 1",
-                "SELECT sleep, lock FROM t"):
+def test_the_look_at_a_servers_query_does_not_look_into_texts_and_comments():
+    for sql in LEGAL + MARIADBS:
         assert databases.refusal(sql) is None, sql
+    for sql in HIDDEN:
+        assert databases.refusal(sql), sql
 
 
-def test_questions_of_intercodes_form_are_split_by_database_and_their_experts_replay_to_1(own):
-    env = make("intercodesql", intercode_data=str(own))
-    assert env.test_splits == ("test",) and len(env.world.databases) == 10
+@pytest.mark.parametrize("part", ["/**/", "/* a */", "--\n", "#\n", "/*", "'", "'\\", "''", "`", "\\'"])
+def test_the_look_at_a_query_takes_linear_time(part):
+    """A pattern that tries all ways to share out the parts would not: 2 to the power of 1,000."""
+    for sql in ("select 1 into{}x", "select sleep{}(1)", "select '{}"):
+        started = time.process_time()
+        databases.refusal(sql.format(part * (4900 // len(part))))
+        assert time.process_time() - started < 0.5
+
+
+@pytest.mark.parametrize("whose, count, dealt", [("own", 50, [6, 2, 2]), ("InterCode's", 1034, [12, 4, 4])])
+def test_real_questions_are_split_by_database_and_their_experts_replay_to_1(own, whose, count, dealt):
+    env = make("intercodesql", intercode_data=str(own if whose == "own" else folder_of("INTERCODE_DATA")))
     tasks = [task for split in ("train", "validation", "test") for task in env.tasks(split)]
-    assert len(tasks) == 50 and all(play(env, task) == 1 for task in tasks[::4])
+    assert env.test_splits == ("test",) and len(tasks) == count
+    assert all(play(env, task) == 1 for task in tasks[::4])
     names = [{q["db"] for q in asked.values()} for asked in env.splits.values()]
-    assert [len(found) for found in names] == [6, 2, 2] and len(set.union(*names)) == 10
-    env.close()
-
-
-def test_intercodes_own_questions_are_split_and_their_experts_replay_to_1():
-    env = make("intercodesql", intercode_data=str(folder_of("INTERCODE_DATA")))
-    assert env.test_splits == ("test",) and len(env.world.databases) == 20
-    tasks = [task for split in ("train", "validation", "test") for task in env.tasks(split)]
-    assert len(tasks) == 1034
-    failed = {env.find(task)["gold"] for task in tasks[::4] if play(env, task) != 1}
-    assert all("COUNT (*)" in gold or "FROM (SELECT" in gold for gold in failed)  # as on MariaDB
-    assert len(failed) <= 3
-    names = [{q["db"] for q in asked.values()} for asked in env.splits.values()]
-    assert sum(map(len, names)) == 20 == len(set.union(*names))
+    assert [len(found) for found in names] == dealt
+    assert len(set.union(*names)) == sum(dealt) == len(env.world.databases)
     env.close()
 
 
@@ -604,24 +423,17 @@ def test_iprs_records_are_read(tmp_path):
     assert env.find(published_task(env, "intercode_sql_3")) == dict(query="q", gold="SELECT 1", db="d")
 
 
-@pytest.mark.parametrize("change, told", [
-    ({"query": 3}, "3 is no text"), ({"gold": None}, "null is no text"),
-    ({"db": ["d"]}, r'\["d"\] is no text'), ({"query": "\ud800"}, "half of a surrogate pair")])
-def test_a_record_with_what_is_no_text_is_refused(tmp_path, change, told):
+@pytest.mark.parametrize("change, dump, told", [
+    ({"query": 3}, "", "3 is no text"), ({"gold": None}, "", "null is no text"),
+    ({"db": ["d"]}, "", r'\["d"\] is no text'), ({"query": "\ud800"}, "", "half of a surrogate pair"),
+    ({}, "USE `d`;\nCREATE TABLE `t` (\n  `a` enum('x','y') DEFAULT NULL\n) ENGINE=InnoDB;\n",
+     "sqlite cannot read database d .*--mysql-url$")])
+def test_data_that_cannot_be_read_is_refused(tmp_path, change, dump, told):
     record = dict(query="q", gold="SELECT 1", db="d") | change
     (tmp_path / "ic_spider_dev.json").write_text(json.dumps([record]))
+    (tmp_path / "ic_spider_dbs.sql").write_text(dump)
     with pytest.raises(worlds.Refused, match=f"--intercode-data.*{told}") as error:
-        InterCodeSQL(intercode_data=str(tmp_path), mysql_url="mysql://a@h")
-    assert "\n" not in str(error.value)
-
-
-def test_a_dump_that_sqlite_cannot_read_is_refused(tmp_path):
-    (tmp_path / "ic_spider_dev.json").write_text(
-        json.dumps([dict(query="q", gold="SELECT 1", db="d1")]))
-    (tmp_path / "ic_spider_dbs.sql").write_text(
-        "USE `d1`;\nCREATE TABLE `t` (\n  `a` enum('x','y') DEFAULT NULL\n) ENGINE=InnoDB;\n")
-    env = InterCodeSQL(intercode_data=str(tmp_path))
-    with pytest.raises(worlds.Refused, match="--intercode-data: .* database d1 .*--mysql-url$") as error:
+        env = InterCodeSQL(intercode_data=str(tmp_path))
         env.reset(next(task for split in env.splits for task in env.tasks(split)))
     assert "\n" not in str(error.value)
 
@@ -665,33 +477,31 @@ def mariadb(tmp_path_factory, own):
     if not server or not install:
         pytest.skip("mariadbd is not installed (Debian: apt-get install mariadb-server)")
     pymysql = pytest.importorskip("pymysql", reason="PyMySQL is not installed")
-    folder, user = tmp_path_factory.mktemp("mariadb"), subprocess.check_output(
-        ["id", "-un"], text=True).strip()
+    folder = tmp_path_factory.mktemp("mariadb")
+    user = subprocess.check_output(["id", "-un"], text=True).strip()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    subprocess.run([install, "--no-defaults", f"--user={user}", f"--datadir={folder}/data",
-                    "--auth-root-authentication-method=normal", "--skip-test-db"],
+    common = ["--no-defaults", f"--user={user}", f"--datadir={folder}/data"]
+    subprocess.run([install, *common, "--auth-root-authentication-method=normal", "--skip-test-db"],
                    check=True, capture_output=True)
 
     def start():
         with open(folder / "log", "a") as log:
             RUNNING[port] = subprocess.Popen(
-                [server, "--no-defaults", f"--user={user}", f"--datadir={folder}/data",
-                 f"--socket={folder}/s", f"--pid-file={folder}/pid", "--bind-address=127.0.0.1",
-                 f"--port={port}", "--lower-case-table-names=1", "--skip-log-bin",
-                 "--max-statement-time=2"], stdout=log, stderr=log)
+                [server, *common, f"--socket={folder}/s", f"--pid-file={folder}/pid",
+                 "--bind-address=127.0.0.1", f"--port={port}", "--lower-case-table-names=1",
+                 "--skip-log-bin", "--max-statement-time=2"], stdout=log, stderr=log)
+
+    def answers():
+        with suppress(pymysql.MySQLError):
+            databases.connect(ROOT_URL.format(port)).close()
+            return True
 
     start()
     START[port] = start
     try:
-        for _ in range(300):
-            with suppress(pymysql.MySQLError):
-                databases.connect(ROOT_URL.format(port)).close()
-                break
-            time.sleep(0.2)
-        else:
-            pytest.fail((folder / "log").read_text()[-2000:])
+        wait_until(answers, 60)
         dump = folder / "more.sql"  # world_1's name has a character that stands for any
         dump.write_text("CREATE DATABASE d;\nUSE `d`;\n" + SCRIPT.replace(";", ";\n") +
                         "CREATE DATABASE other;\nUSE `other`;\nCREATE TABLE secret (word text);\n"
@@ -719,99 +529,51 @@ def server(mariadb):
         yield db
 
 
-def plain(row):
-    """Numbers, dates and text as text without case and trailing zeros."""
-    values = []
-    for value in row:
+def plain(rows):
+    """How often there is which row: numbers, dates and text as text without case and zeros."""
+    def as_text(value):
         try:
-            values.append(f"{float(value):.4g}")
+            return f"{float(value):.4g}"
         except (TypeError, ValueError):
-            values.append(str(value).lower())
-    return tuple(values)
+            return str(value).lower()
+    return Counter(tuple(map(as_text, row)) for row in rows)
 
 
-def test_gold_queries_score_1_on_mariadb_and_are_answered_alike_by_sqlite(mariadb, own):
+@pytest.mark.parametrize("whose, refused, unlike", [("own", [], 0), ("InterCode's", [2, 2, 2], 41)])
+def test_gold_queries_score_1_on_mariadb_and_most_are_answered_alike_by_sqlite(mariadb, own, whose, refused, unlike):
+    if whose != "own":
+        own = folder_of("INTERCODE_DATA")
+        spider.load_intercode(own / "ic_spider_dbs.sql", ROOT_URL.format(mariadb), URL.format(mariadb))
     env = make("intercodesql", intercode_data=str(own), mysql_url=URL.format(mariadb))
+    failed, below, other = Counter(), [], 0
     for task in (task for split in env.splits for task in env.tasks(split)):
         question = env.find(task)
         env.reset(task)
-        env.step(act(question["gold"]))
-        result = env.last_answer
-        assert env.step(act("submit")).reward == 1.0, question["gold"]
-        with closing(databases.Sqlite("d", env.world.databases[question["db"]])) as embedded:
-            other = embedded.run(question["gold"])
-        assert Counter(map(plain, result)) == Counter(map(plain, other))
-    env.close()
-
-
-def test_intercodes_gold_queries_score_1_on_mariadb_and_most_are_answered_alike(mariadb):
-    folder = folder_of("INTERCODE_DATA")
-    spider.load_intercode(folder / "ic_spider_dbs.sql", ROOT_URL.format(mariadb),
-                          URL.format(mariadb))
-    env = make("intercodesql", intercode_data=str(folder), mysql_url=URL.format(mariadb))
-    failed, below, same, ran = Counter(), [], 0, 0
-    for task in (task for split in env.splits for task in env.tasks(split)):
-        question = env.find(task)
-        env.reset(task)
-        shown, result = env.step(act(question["gold"])).observation, env.last_answer
-        if shown.startswith("Error"):  # syntax that MariaDB refuses
-            failed[question["gold"]] += 1
+        if env.step(act(question["gold"])).observation.startswith("Error"):
+            failed[question["gold"]] += 1  # syntax that MariaDB refuses
             continue
+        result = env.last_answer
         if env.step(act("submit")).reward != 1.0:  # its LIMIT chooses among rows of equal order
             below.append((question["db"], question["gold"]))
         with closing(databases.Sqlite("d", env.world.databases[question["db"]])) as embedded:
-            other = embedded.run(question["gold"])
-        ran += 1
-        same += Counter(map(plain, result)) == Counter(map(plain, other))
+            other += plain(result) != plain(embedded.run(question["gold"]))
     env.close()
-    assert [*failed.values()] == [2, 2, 2] and ran == 1028
-    assert len(below) <= 4 and same >= 980
+    assert [*failed.values()] == refused and len(below) <= 4 * (whose != "own") and other <= unlike
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-def test_mariadb_answers_as_recorded(mariadb, name):
-    """The oracle of what the built-in databases answer, asked again."""
-    database = f"answers_{name}"
-    dump = as_dump(database, ANSWERS[name]["script"])
-    for statement in dump.split(";\n")[:-1]:
-        root_query(mariadb, statement, **{} if "DATABASE" in statement else {"database": database})
-    for sql, answer in ANSWERS[name]["answers"]:
-        try:
-            found = root_query(mariadb, sql, database=database)
-        except Exception as error:
-            found = f"Error executing query: {error.args[1]}"
-        assert by_value(found) == by_value(rows(answer)), sql
-
-
-def test_mariadb_answers_what_was_asked(mariadb):
-    for statement in ("DROP TABLE IF EXISTS writer", *TWO.split(";")[:2]):
-        root_query(mariadb, statement, database="d")
-    try:
-        for sql, answer in ASKED:
-            try:
-                found = root_query(mariadb, sql, database="d")
-            except Exception as error:
-                found = f"Error executing query: {error.args[1]}"
-            assert by_value(found) == by_value(answer), sql
-    finally:
-        root_query(mariadb, "DROP TABLE writer", database="d")
-
-
-def test_mariadb_shows_what_sqlite_shows(server):
-    with closing(databases.Sqlite("d", SCRIPT)) as embedded:
-        for sql in ("SHOW TABLES", "SELECT * FROM town", "SELECT x FROM town", "DESC towns",
-                    "SELECT site FROM town WHERE x = 1", "SELECT site FROM town ORDER BY x",
-                    "SELECT town_id FROM town, baker", "DROP TABLE town",
-                    "SELECT site FROM town WHERE MAX(area) > 1"):
-            result = server.run(sql)
-            if isinstance(result, str):  # newer versions of MariaDB name clauses in their own way
-                for own, mysql in (("'SELECT'", "'field list'"), ("in SELECT", "in field list"),
-                                   ("'WHERE'", "'where clause'"), ("'ORDER BY'", "'order clause'")):
-                    result = result.replace(own, mysql)
-            assert result == embedded.run(sql), sql
-        for db in (server, embedded):
-            assert db.run("SELECT site FROM FROM town").endswith("near 'FROM town' at line 1")
-    assert [row[0] for row in server.run("DESC town")] == ["town_id", "site", "area"]
+def test_legal_golds_and_answers_score_1_whatever_their_texts_say(mariadb, own, small, server):
+    for sql in LEGAL + MARIADBS:
+        assert len(server.run(sql)) == 3, sql
+    for gold in LEGAL:
+        assert submitted(small(gold), "SELECT site FROM town") == 1, gold
+    env = InterCodeSQL(intercode_data=str(own), mysql_url=URL.format(mariadb))
+    for gold in [*LEGAL, *MARIADBS, "SELECT site FROM town LIMIT 3 FOR UPDATE"]:
+        env.start(dict(query="q", gold=gold, db="d"))
+        assert submitted(env, "SELECT site FROM town") == 1, gold
+    env.start(dict(query="q", gold="SELECT word FROM other.secret", db="d"))
+    with pytest.raises(worlds.EnvError, match="the gold query of 'q': .*denied"):
+        env.step(act("submit"))
+    env.close()
 
 
 def test_attacks_on_mariadb_do_nothing_and_nothing_runs_on(mariadb):
@@ -819,14 +581,13 @@ def test_attacks_on_mariadb_do_nothing_and_nothing_runs_on(mariadb):
              f"'{databases.database_user(URL, 'd')}'")
     for sql in ATTACKS:
         with closing(databases.MySQL("d", URL.format(mariadb))) as db:
-            assert_harmless(db, sql, time.monotonic, 20)
+            assert_harmless(db.run, sql, time.monotonic, 20)
             assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
             assert db.run("SHOW TABLES") == [("baker",), ("town",)]
         wait_until(lambda: not root_query(mariadb, asked), 20)
 
 
-def test_without_the_first_look_mariadb_still_refuses(mariadb, monkeypatch):
-    monkeypatch.setattr(databases, "refusal", lambda sql: None)
+def test_without_that_look_mariadb_still_refuses(mariadb):
     count = "SELECT COUNT(*) FROM information_schema.tables"
     before = root_query(mariadb, count)
     for sql in ("UPDATE town SET area = 0", "WITH z AS (SELECT 1) DELETE FROM town",
@@ -836,35 +597,20 @@ def test_without_the_first_look_mariadb_still_refuses(mariadb, monkeypatch):
                 "LOAD DATA LOCAL INFILE '/etc/passwd' INTO TABLE town",
                 "SET GLOBAL max_connections = 1"):
         with closing(databases.MySQL("d", URL.format(mariadb))) as db:
-            assert str(db.run(sql)).startswith("Error"), sql
+            assert str(db.ask(sql)).startswith("Error"), sql
             assert str(db.run("SELECT * FROM town")) == TOWNS
-            assert db.run("SELECT LOAD_FILE('/etc/passwd')") == [(None,)]
+            assert db.ask("SELECT LOAD_FILE('/etc/passwd')") == [(None,)]
     assert root_query(mariadb, count) == before
-
-
-def test_a_grant_covers_its_database_only(mariadb):
-    """In a GRANT an underscore stands for any character."""
-    user = databases.database_user(URL, "world_1")
+    user = databases.database_user(URL, "world_1")  # in a GRANT an underscore stands for any character
     grants = root_query(mariadb, f"SHOW GRANTS FOR {user}@'%'")
-    assert [g for g, in grants if "SELECT" in g] == [
+    assert [grant for grant, in grants if "SELECT" in grant] == [
         f"GRANT SELECT ON `world\\_1`.* TO `{user}`@`%`"]
 
 
-def test_a_server_without_a_time_limit_does_not_hold_the_agent(mariadb, server, monkeypatch):
-    """The second line: the client's read timeout, then KILL from another connection."""
-    monkeypatch.setattr(databases, "refusal", lambda sql: None)
-    server.run("SET SESSION max_statement_time = 0")
-    assert server.run("SELECT SLEEP(60)") == databases.INTERRUPTED
-    time.sleep(0.5)
-    assert not root_query(mariadb, "SELECT 1 FROM information_schema.processlist "
-                          "WHERE info LIKE 'SELECT SLEEP%'")
-    assert server.run("SELECT 1") == [(1,)]
-
-
-def test_the_server_itself_limits_time_and_rows(server, monkeypatch):
-    """Not only the client: what is asked past all looks at the query ends on the server."""
-    monkeypatch.setattr(databases, "refusal", lambda sql: None)
-    assert server.run("SELECT @@max_statement_time, @@sql_select_limit") == [
+def test_the_server_and_then_the_client_limit_time_and_rows(mariadb, server):
+    """What is asked past all looks at the query ends on the server; where the server has no limit,
+    by the client's read timeout and a KILL from another connection."""
+    assert server.ask("SELECT @@max_statement_time, @@sql_select_limit") == [
         (float(databases.SECONDS), databases.MAX_ROWS + 1)]
     million = "SELECT t0.site FROM " + ", ".join(f"town t{i}" for i in range(13))  # 3^13 rows
     with server._connection.cursor() as cursor:  # a cursor that would take all there are
@@ -873,19 +619,22 @@ def test_the_server_itself_limits_time_and_rows(server, monkeypatch):
             cursor.execute(HOLD + "SELECT COUNT(*) FROM r a, r b, r c")
     assert server.run(million) == databases.TOO_LARGE
     assert str(server.run("SELECT * FROM town")) == TOWNS  # and the next query is answered
+    server.ask("SET SESSION max_statement_time = 0")
+    assert server.ask("SELECT SLEEP(60)") == databases.INTERRUPTED
+    wait_until(lambda: not root_query(mariadb, "SELECT 1 FROM information_schema.processlist "
+                                      "WHERE info LIKE 'SELECT SLEEP%'"), 5)
+    assert server.run("SELECT 1") == [(1,)]
 
 
-@pytest.mark.parametrize("where", ["sqlite", "mariadb"])
-def test_no_state_leaks_into_the_next_episode(where, request, own, monkeypatch):
+def test_no_state_leaks_into_the_next_episode(mariadb, own, monkeypatch):
     monkeypatch.setattr(databases, "refusal", lambda sql: None)  # to leave as much as can be left
-    env = InterCodeSQL(**{} if where == "sqlite" else dict(
-        intercode_data=str(own), mysql_url=URL.format(request.getfixturevalue("mariadb"))))
+    env = InterCodeSQL(intercode_data=str(own), mysql_url=URL.format(mariadb))
     question = dict(query="q", gold="SELECT 1", db="d")
-    env.start(question, SCRIPT)
+    env.start(question)
     for sql in ("SELECT @a := 5", "SET @a = 5", "USE world_1", "BEGIN", "SET autocommit = 0",
                 "CREATE TEMPORARY TABLE z (a int)", "SELECT 1"):
         env.step(act(sql))
-    env.start(question, SCRIPT)
+    env.start(question)
     assert env.step(act("SHOW TABLES")).observation == "[('baker',), ('town',)]"
     assert "5" not in env.step(act("SELECT @a")).observation
     assert env.step(act("submit")).reward == 0  # the last episode's result is gone
@@ -949,11 +698,16 @@ def test_what_is_no_database_voids_the_episode(says):
         assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_database_that_is_not_loaded_is_named_with_the_remedy(mariadb):
+def test_who_may_not_is_told_the_remedy(mariadb, tmp_path):
+    """Databases that are not loaded, a wrong password, and who may only read but loads."""
     for name, url in (("elsewhere", URL), ("d", URL.replace("s3cret", "s3cretx"))):
         with pytest.raises(worlds.Refused, match=f"database {name}: .*denied.*load-intercode") as error:
             databases.MySQL(name, url.format(mariadb))
         assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
+    dump, url = tmp_path / "dump.sql", URL.format(mariadb)
+    dump.write_text("USE `d`;\nSELECT 1;\n")
+    with pytest.raises(worlds.EnvError, match="denied.*may create databases and users"):
+        spider.load_intercode(dump, url.replace("agent", databases.database_user(url, "other")), url)
 
 
 def test_a_dump_is_loaded_again_over_what_is_there(mariadb, own, tmp_path):
@@ -973,14 +727,6 @@ def test_a_dump_is_loaded_again_over_what_is_there(mariadb, own, tmp_path):
     assert counts() == before and min(before) > 0
     with closing(databases.MySQL("Farm_1", URL.format(mariadb))) as db:
         assert db.run("SELECT COUNT(*) FROM Farms") == [(before[1],)]
-
-
-def test_who_may_only_read_loads_nothing(mariadb, tmp_path):
-    dump, url = tmp_path / "dump.sql", URL.format(mariadb)
-    dump.write_text("USE `d`;\nSELECT 1;\n")
-    reader = url.replace("agent", databases.database_user(url, "other"))
-    with pytest.raises(worlds.EnvError, match="denied.*may create databases and users"):
-        spider.load_intercode(dump, reader, url)
 
 
 def test_a_run_on_the_server_holds_no_password(mariadb, own, small_model, tmp_path, monkeypatch, capsys):

@@ -1,8 +1,8 @@
 """The databases behind InterCodeSQL, and everything that keeps model-written SQL harmless.
 
-`Sqlite` is embedded, `MySQL` on a MySQL or MariaDB server. `run(sql)` gives a list of row tuples,
-None where there is no result set, or an error text that starts with ERROR; it only reads, one
-statement at a time, within limits of time and size.
+`Sqlite` is embedded, `MySQL` on a MySQL or MariaDB server. `run(sql)` answers an agent, `ask(sql)`
+a gold query: with a list of row tuples, None where there is no result set, or an error text that
+starts with ERROR. Both only read, one statement at a time, within limits of time and size.
 """
 
 import hashlib
@@ -11,62 +11,101 @@ import re
 import sqlite3
 import struct
 import time
-from decimal import Decimal
 from urllib.parse import unquote, urlsplit
 
 from worlds import EnvError, Refused
-from worlds.intercodesql import mysql
 
 ERROR = "Error executing query: "
 MAX_ROWS, MAX_CHARACTERS = 10_000, 4_000_000  # of one result
-SECONDS = 2                                   # a query may run on a server
-VM_STEPS = 10_000_000                         # and in sqlite, where a count is reproducible
-CHARACTERS = 50_000_000  # of text that a query may hand to our functions, whose steps none counts
+SECONDS = 2                                   # a query may run; in sqlite, of the CPU's time
+VM_STEPS = 10_000_000                         # and in sqlite so many, a count that is reproducible
+LOOK = 1_000                                  # steps after which both are looked at
 INTERRUPTED = ERROR + "Query execution was interrupted (max_statement_time exceeded)"
 TOO_LARGE = f"{ERROR}The result has more than {MAX_ROWS:,} rows or too much text; add a LIMIT"
+DENIED = ERROR + "SELECT command denied to user"  # by sqlite's authorizer, or a server's rights
 REMEDY = "bash run.sh load-intercode makes users that may only read"
+SYNTAX = ("You have an error in your SQL syntax; check the manual that corresponds to your MySQL "
+          "server version for the right syntax to use near '{rest}' at line 1")
 INSTALL = "pip install 'PyMySQL[rsa]>=1.1,<2', or activate run.sh's .venv"
 
-# The first look at a query, before it reaches a database. What a query hides from it (in a comment
-# inside a name, say) is left to the database: read-only user or authorizer, limits.
-_READS = re.compile(r"[\s(]*(select|with|show|desc|describe|explain)\b", re.I)
-_SHOWS = re.compile(r"\s*show\s+(?!(full\s+)?(tables|columns|fields|index|indexes|keys|databases|"
-                    r"schemas|create\s+table|table\s+status|warnings)\b)", re.I)
-_GAP = r"(?:\s|/\*(?:[^*]|\*(?!/))*\*/|--(?:(?!\n)[\s\x00-\x1f][^\n]*)?\n|#[^\n]*\n)*"
+# Texts, names in backticks and comments of a query. Comments that a server obeys are none.
+_BESIDE_CODE = re.compile(r"""
+    (?P<text>'(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*")
+  | `(?P<name>[^`]*)`
+  | /\*(?![!+]|M!).*?\*/ | --(?=[\s\x00-\x1f\x7f]|$)[^\n]* | \#[^\n]*
+""", re.X | re.S)
+_READS = re.compile(
+    r"[\s(]*(?:select|with|desc|describe|explain|show\s+(?:full\s+)?(?:tables|columns|fields|index|"
+    r"indexes|keys|databases|create\s+table))\b", re.I)
+# What a server's rights to read alone do not stop: to wait, to lock, to undo the limit of time, and
+# to see what others ask there.
 _REFUSED = re.compile(
-    rf"/\*[!+]|/\*M!|@@|:=|\binto{_GAP}(?:outfile|dumpfile|@)|\bfor{_GAP}(?:update|share)\b|"
-    rf"\block{_GAP}in{_GAP}share\b|"
-    rf"\b(?:information_schema|performance_schema|mysql|sys)[`\"]?{_GAP}\.|"
-    r"\b(?:sleep|benchmark|\w+_lock|\w+_all_locks|is_\w+_lock|load_file|\w+_wait|"
-    rf"wait_for_executed_gtid_set|sys_\w+|lib_mysqludf\w*)`?{_GAP}\(", re.I | re.S)
+    r"/\*|@@|\binto\s+(?:outfile|dumpfile)\b|\bfor\s+(?:update|share)\b|\block\s+in\s+share\b|"
+    r"\b(?:information_schema|performance_schema)\s*\.|"
+    r"\b(?:sleep|benchmark|load_file|(?:get|release|is_free|is_used)_lock|release_all_locks|"
+    r"\w+_wait|wait_\w+)\s*\(", re.I)
 
-_SHOW_TABLES = re.compile(r"show\s+tables(?:\s+(?:from|in)\s+`?(?P<database>\w+)`?)?"
-                          r"(?:\s+like\s+(?P<quote>['\"])(?P<like>.*)(?P=quote))?", re.I)
-_SHOW_COLUMNS = re.compile(
-    r"(?:desc|describe|explain|show\s+(?:columns|fields)\s+(?:from|in))\s+"
-    r"(?:`?(?P<before>\w+)`?\s*\.\s*)?`?(?P<table>\w+)`?"
-    r"(?:\s+(?:from|in)\s+`?(?P<behind>\w+)`?)?", re.I)
+
+def code_of(sql: str) -> str:
+    """A query without its comments, what its texts say, and the quotes of its names."""
+    def code(found):
+        if found["name"] is not None:
+            return found["name"] if found["name"].isidentifier() else "name"
+        return "''" if found["text"] else " "
+    return _BESIDE_CODE.sub(code, sql)
+
+
+def unread(sql: str) -> str | None:
+    """Why a text is no query that reads, as an error text; None if it is one."""
+    if len(sql) > 5000:
+        return ERROR + "The query is longer than 5,000 characters"
+    if _READS.match(code_of(sql)):
+        return None
+    return ERROR + ("Only SELECT, WITH, SHOW (of tables, columns, indexes), DESC, DESCRIBE and "
+                    "EXPLAIN are allowed")
 
 
 def refusal(sql: str) -> str | None:
-    """Why a query is not passed on to a database, as an error text; None if it is."""
-    if len(sql) > 5000:
-        return ERROR + "The query is longer than 5,000 characters"
-    if not _READS.match(sql) or _SHOWS.match(sql):
-        return ERROR + ("Only SELECT, WITH, SHOW (of tables, columns, indexes), DESC, DESCRIBE and "
-                        "EXPLAIN are allowed")
-    found = _REFUSED.search(sql)
-    return f"{ERROR}{found[0]!r} is not allowed" if found else None
+    """Why an agent's query is not passed on to a server, as an error text; None if it is. What it
+    hides from this look is left to the server: rights, limits."""
+    found = _REFUSED.search(code_of(sql))
+    return unread(sql) or found and f"{ERROR}{found[0]!r} is not allowed"
+
+
+def _of_all(function):
+    """The function of values of which none is NULL; else NULL."""
+    return lambda *values: None if None in values else function(*values)
+
+
+def _concat_ws(between, *texts):
+    return str(between).join(str(text) for text in texts if text is not None)
+
+
+# Functions that sqlite lacks: name -> (how many values, -1 for any number; what it does)
+FUNCTIONS = {
+    "concat": (-1, _of_all(lambda *texts: "".join(map(str, texts)))),
+    "concat_ws": (-1, _concat_ws),
+    "if": (3, lambda condition, yes, no: yes if condition else no),
+    "left": (2, _of_all(lambda text, count: str(text)[:max(count, 0)])),
+    "right": (2, _of_all(lambda text, count: str(text)[::-1][:max(count, 0)][::-1])),
+    "char_length": (1, _of_all(lambda text: len(str(text)))),
+    "greatest": (-1, _of_all(max)),
+    "least": (-1, _of_all(min)),
+    "year": (1, _of_all(lambda date: int(date[:4]))),
+    "month": (1, _of_all(lambda date: int(date[5:7]))),
+    "day": (1, _of_all(lambda date: int(date[8:10]))),
+}
+# and of its own those that read no files and make no long texts
+CALLED = FUNCTIONS.keys() | set(
+    "abs avg ceil ceiling coalesce count cume_dist date datetime dense_rank first_value floor "
+    "group_concat ifnull iif instr julianday lag last_value lead length like lower ltrim max min "
+    "mod nth_value ntile nullif percent_rank pow power rank replace round row_number rtrim sign "
+    "sqrt strftime substr substring sum time total trim typeof upper".split())
 
 
 class Sqlite:
-    """A database in memory, made by an SQL script, that answers as MySQL would."""
-
-    # Without any that reads files, makes long texts or draws random numbers.
-    FUNCTIONS = set("abs avg coalesce count date dense_rank first_value group_concat ifnull lag "
-                    "last_value lead length like lower ltrim max min nullif rank replace "
-                    "row_number rtrim substr substring sum time trim upper".split())
-    FUNCTIONS |= {*mysql.FUNCTIONS, *mysql.AGGREGATES}
+    """A database in memory, made by an SQL script. An authorizer lets queries read its own tables
+    and call what CALLED names, and nothing else."""
 
     def __init__(self, name: str, script: str):
         # Without cached statements, whose steps would count on from one time to the next.
@@ -84,87 +123,49 @@ class Sqlite:
             self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 20_000)
         self._tables = sorted(self._db.execute(
             "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'"))
-        self._columns = {t.lower(): self._describe(t) for t, in self._tables}
-        self._names = {row[0].lower() for table in self._columns.values() for row in table}
-        # Sums and quotients are DECIMAL, unless a column may be a number with a floating point.
-        self._decimal = not any(row[1].startswith(("double", "float", "real"))
-                                for table in self._columns.values() for row in table)
-        for name, (counts, function) in mysql.FUNCTIONS.items():
-            for count in counts if isinstance(counts, tuple) else (counts,):
-                self._db.create_function(name, count, self._counted(function), deterministic=True)
-        for name, aggregate in mysql.AGGREGATES.items():
-            step = {"step": self._counted(aggregate.step)}
-            self._db.create_aggregate(name, 1, type(name, (aggregate,), step))
+        self._columns = {table.lower(): self._describe(table) for table, in self._tables}
+        for function, (count, does) in FUNCTIONS.items():
+            self._db.create_function(function, count, does, deterministic=True)
         self._db.set_authorizer(self._authorize)
-        self._db.set_progress_handler(lambda: True, VM_STEPS)
+        self._db.set_progress_handler(self._is_over, LOOK)
 
     def run(self, sql: str):
-        sql = sql.strip()
-        if error := refusal(sql):
-            return error
-        sql, self._characters = mysql.without_end(sql), 0
+        return unread(sql) or self.ask(sql)
+
+    def ask(self, sql: str):
+        self._steps, self._until = 0, time.thread_time() + SECONDS
         try:
-            if re.match(r"(show|desc|describe|explain)\b", sql, re.I):
-                return self._show(sql)
-            translated = mysql.translate(sql, self.name, {*self._columns}, self._names)
-            return self._typed(_fetch(self._db.execute(translated)))
-        except mysql.MySQLError as error:
-            return f"{ERROR}{error}"
+            if _SHOWS.match(code := code_of(sql)):
+                return self._show(code)
+            return _fetch(self._db.execute(in_sqlite(sql)))
         except MemoryError:
             return INTERRUPTED
         # Two statements are an sqlite3.Warning before Python 3.12; a NUL is a ValueError.
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-            if self._characters > CHARACTERS:
-                return INTERRUPTED
-            return ERROR + self._as_mysql(str(error), sql)
+            return self._error(str(error), sql.strip())
 
     def close(self):
         self._db.close()
 
-    def _counted(self, function):
-        """The function, which fails once this query has handed over more than CHARACTERS."""
-        def counted(*values):
-            for value in values:
-                if isinstance(value, str):
-                    self._characters += len(value)
-            if self._characters > CHARACTERS:
-                raise ValueError("too much text")
-            return function(*values)
-        return counted
-
-    def _typed(self, rows: list[tuple] | str) -> list[tuple] | str:
-        """Rows with MySQL's types of numbers."""
-        if not self._decimal or isinstance(rows, str):
-            return rows
-        typed = []
-        for row in rows:
-            values = [_as_decimal(v) if isinstance(v, float) else v for v in row]
-            typed.append(tuple(values))
-        return typed
+    def _is_over(self) -> bool:
+        self._steps += LOOK
+        return self._steps >= VM_STEPS or time.thread_time() > self._until
 
     def _authorize(self, action, first, second, *_):
         allowed = (action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_RECURSIVE)
                    or action == sqlite3.SQLITE_READ and first.lower() in self._columns
-                   or action == sqlite3.SQLITE_FUNCTION and second.lower() in self.FUNCTIONS)
+                   or action == sqlite3.SQLITE_FUNCTION and second.lower() in CALLED)
         return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
 
-    def _show(self, sql):
-        tables, columns = _SHOW_TABLES.fullmatch(sql), _SHOW_COLUMNS.fullmatch(sql)
-        if not tables and not columns:
+    def _show(self, code: str) -> list[tuple] | str:
+        if _SHOW_TABLES.fullmatch(code):
+            return self._tables
+        if not (asked := _DESCRIBE.fullmatch(code)):
             return ERROR + "Only SHOW TABLES, SHOW COLUMNS and DESC of a table are answered here"
-        database = tables["database"] if tables else columns["before"] or columns["behind"]
-        own = not database or database.lower() == self.name.lower()
-        if tables and not own:
-            return f"{ERROR}Unknown database '{database}'"
-        if tables:
-            like = "SELECT ? LIKE ? ESCAPE '\\'"
-            return [(name,) for name, in self._tables if self._db.execute(
-                like, (name, tables["like"] or "%")).fetchone()[0]]
-        if not own or columns["table"].lower() not in self._columns:
-            return f"{ERROR}Table '{database or self.name}.{columns['table']}' doesn't exist"
-        return self._columns[columns["table"].lower()]
+        unknown = f"{ERROR}Table '{self.name}.{asked[1]}' doesn't exist"
+        return self._columns.get(asked[1].lower(), unknown)
 
-    def _describe(self, table):
+    def _describe(self, table: str) -> list[tuple]:
         """MySQL's six columns: Field, Type, Null, Key, Default, Extra."""
         foreign = {row[3].lower() for row in
                    self._db.execute(f'PRAGMA foreign_key_list("{table}")')}
@@ -173,82 +174,70 @@ class Sqlite:
                 for _, name, kind, required, default, key in
                 self._db.execute(f'PRAGMA table_info("{table}")')]
 
-    def _as_mysql(self, error, sql):
-        """MySQL's text for sqlite's."""
-        for pattern, text in _SAID_BY_SQLITE:
-            if match := re.match(pattern, error):
-                return _named_as_in(sql, match.expand(text.format(self.name)))
-        match = re.match(r"(no such table|no such column|ambiguous column name|near|"
-                         r"unrecognized token|access to|misuse of aggregate)"
-                         r'(?:: |:? ?)"?(.*?)(?:" ?:? ?syntax error|"| is prohibited)?$', error)
-        kind, name = match.groups() if match else ("", "")
-        if kind == "access to" or error.startswith(("not authorized", "unsafe use")):
-            return f"SELECT command denied to user for '{name or sql[:40]}'"
-        if error == "interrupted":
-            return INTERRUPTED[len(ERROR):]
-        if match := re.match(r"\d+.. (ORDER|GROUP) BY term out of range .* (\d+)$", error):
-            kind, last = "no such column", int(match[2])
-            behind = re.split(rf"{match[1]}\s+by", sql, flags=re.I)[-1]
-            name = next((n for n in re.findall(r"\d+", behind) if not 0 < int(n) <= last), "")
-        if match := re.match(r"(ORDER BY|LIMIT) clause should come after (\w+)", error):
-            name = re.search(match[2] + "|$", sql, re.I)[0]
-        if kind in ("near", "unrecognized token", ""):  # whatever else sqlite or Python may say
-            return mysql.SYNTAX.format(sql[sql.rfind(name) if name else len(sql):])
-        clause = "field list"  # in which the name comes first
-        for word in re.finditer(r"\b(from|on|where|group|having|order)\b|(?<![\w.])"
-                                + re.escape(name) + r"(?!\w)", sql, re.I):
-            if not word[1]:
-                break
-            clause = word[1].lower() + (" statement" if word[1].lower() == "group" else " clause")
-        table = name if "." in name else f"{self.name}.{name}"
-        return {"no such table": f"Table '{table}' doesn't exist",
-                "no such column": f"Unknown column '{name}' in '{clause}'",
-                "ambiguous column name": f"Column '{name}' in {clause} is ambiguous",
-                "misuse of aggregate": "Invalid use of group function"}[kind]
+    def _error(self, said: str, sql: str) -> str:
+        """MySQL's text for sqlite's, as the tiny model learned to read it, or sqlite's own."""
+        for pattern, text in _AS_MYSQL:
+            if found := re.fullmatch(pattern, said, re.S):
+                name = "".join(filter(None, found.groups()))
+                rest = sql[max(sql.rfind(name), 0):] if name else ""
+                return ERROR + text.format(name=name, database=self.name, rest=rest,
+                                           clause=_clause_of(name, sql))
+        return ERROR + said
 
 
-# How sqlite's texts begin, and MySQL's; {} is the database. Functions raise where a number is too
-# large, and mysql_only where a subquery has many rows.
-_SAID_BY_SQLITE = [
-    (r"(?:no such function|not authorized to use function): (?:mysql_)?(\w+)",
-     r"FUNCTION {}.\1 does not exist"),
-    (r"wrong number of arguments to function (?:mysql_)?(\w+)",
-     r"Incorrect parameter count in the call to native function '\1'"),
-    (r"no such collation sequence: (\w+)", r"Unknown collation: '\1'"),
-    (r"sub-select returns \d+ columns - expected (\d+)", r"Operand should contain \1 column(s)"),
-    (r"row value misused", r"Operand should contain 1 column(s)"),
-    (r"SELECTs to the left and right", mysql.OTHER_COLUMNS),
-    (r".* 'finalize' method raised error", mysql.MANY_ROWS),
-    (r"user-defined ", r"DOUBLE value is out of range"),
-    (r"integer overflow", r"BIGINT value is out of range"),
+def _clause_of(name: str, sql: str) -> str:
+    """The clause of a query in which a column's name comes first."""
+    clause = "field list"
+    for word in re.finditer(r"\b(from|on|where|group|having|order)\b|(?<![\w.])"
+                            + re.escape(name) + r"(?!\w)", sql, re.I):
+        if not word[1]:
+            break
+        clause = word[1].lower() + (" statement" if word[1].lower() == "group" else " clause")
+    return clause
+
+
+# What sqlite says, and what MySQL says of it.
+_AS_MYSQL = [
+    (r"no such table: (.*)", "Table '{database}.{name}' doesn't exist"),
+    (r"no such column: (.*)", "Unknown column '{name}' in '{clause}'"),
+    (r"ambiguous column name: (.*)", "Column '{name}' in {clause} is ambiguous"),
+    (r"(?:no such function|not authorized to use function): (.*)",
+     "FUNCTION {database}.{name} does not exist"),
+    (r"misuse of aggregate.*", "Invalid use of group function"),
+    (r'near "(.*)": syntax error|unrecognized token: "(.*)"|incomplete input', SYNTAX),
+    (r"not authorized|access to .* is prohibited", DENIED[len(ERROR):]),
+    (r"interrupted", INTERRUPTED[len(ERROR):]),
     (r"string or blob too big", TOO_LARGE[len(ERROR):]),
 ]
 
+_SHOWS = re.compile(r"\s*(?:show|desc|describe|explain)\b", re.I)
+_SHOW_TABLES = re.compile(r"\s*show\s+tables[\s;]*", re.I)
+_DESCRIBE = re.compile(
+    r"\s*(?:desc|describe|explain|show\s+columns\s+(?:from|in))\s+(\w+)[\s;]*", re.I)
 
-def _named_as_in(sql: str, text: str) -> str:
-    """The text, with a function's name as the query writes it; sqlite is told it in lower case."""
-    def as_written(name):
-        found = re.search(rf"\b{name[0]}\b(?=\s*\()", sql, re.I)
-        return found[0] if found else name[0]
-    return re.sub(r"\w+(?= does not exist)|(?<=native function ')\w+", as_written, text)
+# What sqlite takes for a text, a name or a comment; else a quotient, and functions whose names are
+# words of its joins.
+_SQLITE = re.compile(r"""('[^']*'|"[^"]*"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/)|/|"""
+                     r"\b(left|right)(?=\s*\()", re.I | re.S)
 
 
-# A column of text in a CREATE TABLE, unless it says how it compares.
-_TEXT_COLUMN = re.compile(r"([\w`\"]\s+(?:(?:var)?char\s*\(\d+\)|\w*text\b))"
-                          r"(?!\s+(?:character|collate))", re.I)
+def in_sqlite(sql: str) -> str:
+    """A query as sqlite is asked it, so that / gives a fraction of whole numbers too."""
+    def written(found):
+        if found[2]:
+            return f'"{found[2]}"'
+        return found[1] or "* 1.0 /"
+    return _SQLITE.sub(written, sql)
+
+
+_TEXT_COLUMN = re.compile(r"([\w`\"]\s+(?:(?:var)?char\s*\(\d+\)|\w*text\b))", re.I)
 
 
 def _without_case(script: str) -> str:
     """A script whose columns of text compare as MySQL's do, without case."""
-    parts = re.split(r"(CREATE TABLE [^;]*)", script, flags=re.I)
-    for n in range(1, len(parts), 2):  # those that were split at
-        parts[n] = _TEXT_COLUMN.sub(r"\1 COLLATE NOCASE", parts[n])
-    return "".join(parts)
-
-
-def _as_decimal(value: float) -> Decimal:
-    """A number as DECIMAL, without what binary fractions add to it."""
-    return Decimal(int(value)) if value.is_integer() else Decimal(repr(round(value, 8)))
+    def table(found):
+        return _TEXT_COLUMN.sub(r"\1 COLLATE NOCASE", found[0])
+    return re.sub(r"CREATE TABLE [^;]*", table, script, flags=re.I)
 
 
 def _fetch(cursor) -> list[tuple] | str:
@@ -276,8 +265,9 @@ class MySQL:
         self._ask(self._connect)
 
     def run(self, sql: str):
-        if error := refusal(sql):
-            return error
+        return refusal(sql) or self.ask(sql)
+
+    def ask(self, sql: str):
         return self._ask(lambda: self._run(sql))
 
     def close(self):

@@ -3,7 +3,7 @@
 import random
 import re
 import sqlite3
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 WORLD_SEED = 20251123  # ours; the world does not depend on a run's seed
@@ -99,6 +99,23 @@ def draw_database(rng: random.Random, nouns: set) -> list[Table]:
     return tables
 
 
+def redraw(rng: random.Random, tables: list[Table]) -> list[Table]:
+    """The same tables with other rows: many, so that queries which differ find different ones, and
+    of no two tables as many."""
+    counts = rng.sample(range(60, 91), len(tables))
+    redrawn = []
+    for table, rows in zip(tables, counts):
+        numbers = [replace(column, values=rng.sample(range(10, 100), rows))
+                   for column in table.numbers]
+        texts = []
+        for column in table.texts:
+            pool = VALUES[column.concept[0]] if column.concept else range(1, counts[0] + 1)
+            texts.append(replace(column, values=rng.choices(pool, k=rows)))
+        label = replace(table.label, values=rng.choices(table.label.values, k=rows))
+        redrawn.append(replace(table, label=label, numbers=numbers, texts=texts))
+    return redrawn
+
+
 def database_script(tables: list[Table]) -> str:
     script = []
     for i, table in enumerate(tables):
@@ -175,11 +192,6 @@ def draw_question(rng: random.Random, tables: list[Table], compound: float,
     drawn = rng.random()
     families = COMPOUND if drawn < compound else LONG if drawn < compound + long else SIMPLE
     _, query, gold = rng.choices(families, [family[0] for family in families])[0]
-    return fill(rng, tables, query, gold)
-
-
-def fill(rng: random.Random, tables: list[Table], query: str, gold: str) -> dict:
-    """The same of the family with these words."""
     table = rng.choice(tables[1:] if "{p}" in gold else tables)
     a, b = rng.sample(table.numbers, 2)
     c, place = rng.choice([c for c in table.texts if c.concept]), tables[0]

@@ -47,8 +47,12 @@ def _records(path: Path) -> list[dict]:
     return records
 
 
+# In a line of a CREATE TABLE; also how much of a text a key holds.
+_MYSQLS_OWN = re.compile(r" AUTO_INCREMENT| (?:CHARACTER SET|COLLATE) \w+|(?<=`)\(\d+\)")
+
+
 def sqlite_scripts(dump: str) -> dict[str, str]:
-    """A MySQL dump as one sqlite script per database; text compares without case."""
+    """A MySQL dump as one sqlite script per database."""
     scripts, name = {}, None
     for statement in re.findall(r"^(?:USE|CREATE TABLE|INSERT INTO) (?:'(?:\\.|[^'\\])*'|[^;'])*;",
                                 dump, re.M):
@@ -57,11 +61,10 @@ def sqlite_scripts(dump: str) -> dict[str, str]:
             scripts[name] = "PRAGMA foreign_keys = OFF; BEGIN;\n"
             continue
         if statement.startswith("CREATE"):
-            lines = [re.sub(r" COLLATE \w+", " COLLATE NOCASE", line.rstrip(","))
-                     for line in statement.split("\n")[1:-1]]
-            lines = [re.sub(r" AUTO_INCREMENT| CHARACTER SET \w+|(?<=`)\(\d+\)", "", line)
+            head, *lines, _ = statement.split("\n")
+            lines = [_MYSQLS_OWN.sub("", line).rstrip(",")
                      for line in lines if not re.match(r"\s*(UNIQUE |FULLTEXT )?KEY ", line)]
-            statement = statement.split("\n")[0] + "\n" + ",\n".join(lines) + "\n);"
+            statement = head + "\n" + ",\n".join(lines) + "\n);"
         else:  # 'it\'s' is 'it''s' in sqlite
             escapes = {"n": "\n", "r": "\r", "t": "\t", "0": "", "'": "''"}
             statement = re.sub(r"\\(.)", lambda m: escapes.get(m[1], m[1]), statement, flags=re.S)

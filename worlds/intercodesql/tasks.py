@@ -3,14 +3,16 @@ of such a query in `questions` is read back, and the family's words say what it 
 
 import random
 import re
+import sqlite3
 from contextlib import closing
+from hashlib import sha256
 
 from worlds import replay, words_of
 from worlds.intercodesql import questions
-from worlds.intercodesql.databases import ERROR
+from worlds.intercodesql.databases import ERROR, code_of, in_sqlite
 from worlds.intercodesql.questions import HELD_OUT, tables_of, worth_asking
 
-DRAWS = 20  # of a variation, until one is new and worth asking [ours]
+COPIES = 4  # of a database with other rows, on which queries are told apart [ours]
 # Words of a query that returns something else another time.
 VARYING = set("now date time datetime julianday strftime unixepoch timediff current_date "
               "current_time current_timestamp random randomblob".split())
@@ -25,12 +27,11 @@ OPERATIONS = ((r"\bcount\b", r"\b(how many|number of|count)\b"),
 
 def _pattern(gold: str) -> re.Pattern:
     """Of the family's queries, their `parts_of` a space apart."""
-    seen, parts = set(), []
-    for hole, text in re.findall(r"\{(\w+)\}|(\w+|[^\w\s])", gold):
-        parts.append(re.escape(text) or (f"(?P={hole})" if hole in seen else
-                                         f"(?P<{hole}>{HOLES[hole]})"))
-        seen.add(hole)
-    return re.compile(" ".join(parts), re.I)
+    pattern = re.escape(" ".join(re.findall(r"\{\w+\}|\w+|[^\w\s]", gold)))
+    for hole, kind in HOLES.items():
+        mark = re.escape(f"{{{hole}}}")
+        pattern = pattern.replace(mark, f"(?P<{hole}>{kind})", 1).replace(mark, f"(?P={hole})")
+    return re.compile(pattern, re.I)
 
 
 FAMILIES = [(words, gold, _pattern(gold)) for _, words, gold in
@@ -54,12 +55,15 @@ class TaskGenerator:
 
     def __init__(self, env):
         self.env = env
-        asked = [(split, q) for split in env.splits for q in env.splits[split].values()]
-        self.training = {q["db"] for split, q in asked if split == "train"}
-        self.known = {(q["db"], text) for _, q in asked
-                      for text in (words_of(q["query"]), alike(q["gold"]))}
-        # What is evaluated is asked about no other database either.
-        self.evaluated = {words_of(q["query"]) for split, q in asked if split != "train"}
+        self.asked = {}         # database -> the questions of all splits about it
+        self.evaluated = set()  # what is evaluated, in words: it is asked about no other database
+        for split in env.splits:
+            for question in env.splits[split].values():
+                self.asked.setdefault(question["db"], []).append(question)
+                if split != "train":
+                    self.evaluated.add(words_of(question["query"]))
+        self.training = {question["db"] for question in env.splits["train"].values()}
+        self._keys = {}         # of the queries so far
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
         """Families of the queries that ran and returned something; of others the skeleton."""
@@ -80,23 +84,6 @@ class TaskGenerator:
         asked = [self.question(db, sql, rng) for sql in self._ran(db, replies)]
         return [self.proposal(*found, db) for found in asked if found]
 
-    def parses(self, pattern: str) -> bool:
-        """Whether questions of this pattern can be drawn."""
-        return any(pattern == words for words, _, _ in FAMILIES)
-
-    def vary(self, task: str, pattern: str | None, rng: random.Random) -> list[dict]:
-        """A proposal of the same database and the same family, or that of a rare pattern; none
-        where the query is of no family or nothing new is drawn."""
-        question = self.env.find(task)
-        tables = self.env.world.tables[db := question["db"]]
-        known = families(question["gold"]) if pattern is None else FAMILIES
-        of = [(words, gold) for words, gold, _ in known if pattern in (None, words)]
-        for _ in range(DRAWS * bool(of)):
-            drawn = questions.fill(rng, tables, *of[0])
-            if not self.refusal(dict(drawn, db=db)):
-                return [self.proposal(drawn["query"], drawn["gold"], db)]
-        return []
-
     def proposal(self, text: str, sql: str, db: str) -> dict:
         actions = ["SHOW TABLES", *(f"DESC {table}" for table in tables_of(sql)), sql, "submit"]
         return dict(text=text, task=dict(query=text, gold=sql, db=db),
@@ -110,17 +97,19 @@ class TaskGenerator:
             table, place = tables.get(parts["t"]), tables.get(parts.get("p"))
             if not table or "p" in parts and not table != place == self.env.world.tables[db][0]:
                 continue
-            columns = {hole: (place if hole == "e" else table).column(parts[hole])
-                       for hole in "nabce" if hole in parts}
+            columns = {}
+            for hole in parts.keys() & {*"nabce"}:
+                columns[hole] = (place if hole == "e" else table).column(parts[hole])
+            numbers = [columns[hole] for hole in "ab" if hole in columns]
             if None in columns.values() or not all(
-                    isinstance(columns[hole].values[0], int) for hole in "ab" if hole in columns):
+                    isinstance(column.values[0], int) for column in numbers):
                 continue  # the average of names, or names above 20
-            # Two thirds of the time, a question calls a column as the database does.
-            said = {hole: column.name if hole == "n" else
-                    rng.choice((*(column.concept or (column.name,)), *[column.name] * 3))
-                    for hole, column in columns.items()}
-            return (words.format(**{**parts, **said, "t": table.noun,
-                                    "p": place.noun if place else ""}), gold.format(**parts))
+            said = {"t": table.noun, "p": place.noun if place else ""}
+            for hole, column in sorted(columns.items()):
+                # Two thirds of the time, a question calls a column as the database does.
+                names = *(column.concept or [column.name]), *[column.name] * 3
+                said[hole] = column.name if hole == "n" else rng.choice(names)
+            return words.format(**parts | said), gold.format(**parts)
         return None
 
     def written(self, task: str, proposal: dict) -> dict | None:
@@ -139,27 +128,53 @@ class TaskGenerator:
         tables, question = self.env.world.tables[task["db"]], task["query"]
         sql = re.sub(r"\blimit 1$", "", task["gold"], flags=re.I)
         quoted = {*re.findall("'(.*?)'", sql)}
-        said, asked = named(tables, question, quoted), named(tables, sql, quoted) | quoted
-        return (any(table.name in tables_of(sql.lower()) for table in tables)
-                and said <= asked and asked - said <= {table.label.name for table in tables}
-                and all(bool(re.search(does, sql, re.I)) == bool(re.search(says, question, re.I))
-                        for does, says in OPERATIONS))
+        said = named(tables, question, quoted)
+        asked = named(tables, sql, quoted) | quoted
+        reads = {table.name for table in tables} & {*tables_of(sql.lower())}
+        labels = {table.label.name for table in tables}
+        if not reads or not said <= asked or not asked - said <= labels:
+            return False
+        for does, says in OPERATIONS:
+            if bool(re.search(does, sql, re.I)) != bool(re.search(says, question, re.I)):
+                return False
+        return True
 
     def key(self, task: dict) -> str:
-        """What makes two questions one: the query on its database."""
-        return f"{task['db']}/{alike(task['gold'])}"
+        """What makes two questions one: the rows of their queries, on their database and on COPIES
+        of it with other rows; of a query that fails there its text."""
+        db, gold = task["db"], task["gold"]
+        if (db, gold) not in self._keys:
+            self._keys[db, gold] = f"{db}/{self._effect(db, gold)}"
+        return self._keys[db, gold]
+
+    def _effect(self, db: str, gold: str) -> str:
+        rng, tables = random.Random(db), self.env.world.tables[db]
+        scripts = [self.env.world.databases[db]]
+        for _ in range(COPIES):
+            scripts.append(questions.database_script(questions.redraw(rng, tables)))
+        ordered = re.search(r"\border\s+by\b", code_of(gold), re.I)
+        answers = []
+        for script in scripts:
+            with closing(self.env.database(db, script)) as database:
+                rows = database.ask(gold)
+            if not isinstance(rows, list):
+                return " ".join(parts_of(gold)).lower()
+            answers.append(rows if ordered else sorted(rows, key=str))
+        return sha256(str(answers).encode()).hexdigest()
 
     def refusal(self, task: dict) -> str | None:
         """Why no run may have this question; None if one may."""
         if task["db"] not in self.training:
             return "a database of no training task"
-        words = words_of(task["query"])
-        if ({(task["db"], words), (task["db"], alike(task["gold"]))} & self.known
-                or words in self.evaluated):
+        words, key = words_of(task["query"]), self.key(task)
+        if words in self.evaluated:
             return "a question of a split"
+        for question in self.asked[task["db"]]:
+            if words == words_of(question["query"]) or key == self.key(question):
+                return "a question of a split"
         if {*words.split()} & {*HELD_OUT, *(f"{noun}s" for noun in HELD_OUT)}:
             return "a held-out noun"
-        if VARYING & {*re.findall(r"\w+", task["gold"].lower())}:
+        if VARYING & {*re.findall(r"\w+", code_of(task["gold"]).lower())}:
             return "a query that returns something else another time"
         values = re.findall(r"'\w+'", task["gold"])
         if len(values) != len(set(values)):
@@ -169,9 +184,26 @@ class TaskGenerator:
         return None if worth else ("its query cannot be asked, has no rows or too many, or a "
                                    "condition that changes little")
 
+    def tells(self, text: str, solution: list[str]) -> bool:
+        """Whether a task's text holds what solves it: an action of its solution, of more than one
+        word, or any SELECT that reads a table. English that sqlite could read as one is none, if
+        it has no signs and no words of SQL but `select`, `from` and `where`."""
+        actions = [self.env.action(reply) or reply for reply in solution]
+        said = f" {_plain(text)} "
+        for action in map(_plain, actions):
+            if " " in action and f" {action} " in said:
+                return True
+        known = {*_plain(" ".join(actions)).split()}
+        for sql in _selects(text):
+            if "`" in text or _SIGNS.search(sql) or {*_plain(sql).split()} <= known:
+                return True
+        return False
+
     def verify(self, proposal: dict) -> str | None:
         """Plays the solution twice; why it does not prove the question, or None."""
         task = proposal["task"]
+        if self.tells(proposal["text"], proposal["solution"]):
+            return "its text tells its solution"
         if not self.agree(task):
             return "its text does not ask for what its query reads"
         if len(proposal["solution"]) > self.env.max_steps:
@@ -214,6 +246,26 @@ def parts_of(sql: str) -> list[str]:
     return [part for part in parts if not part.startswith(("--", "/*")) and part != ";"]
 
 
-def alike(sql: str) -> str:
-    """The same text for queries that differ in spaces, comments or the case of their words."""
-    return " ".join(part if part[0] in "'\"" else part.lower() for part in parts_of(sql))
+# What tells SQL from English that could be read as such.
+_SIGNS = re.compile(r"[*=<>]|\(.*\bfrom\b|\bwhere\b.*[('\"]|\b(?:order|group)\s+by\b|\blimit\s+\d|"
+                    r"\bjoin\b|(?-i:SELECT\b.*\bFROM\b)", re.I | re.S)
+
+
+def _plain(text: str) -> str:
+    """Words and signs a space apart, in lower case, without quotes and semicolons."""
+    return " ".join(re.findall(r"\w+|[^\w\s'\"`;]", text.lower()))
+
+
+def _selects(text: str):
+    """Of each "select" in a text the longest piece that is SQL and reads a table."""
+    with closing(sqlite3.connect(":memory:")) as empty:
+        for select in re.finditer(r"\bselect\b", text, re.I):
+            rest = text[select.start():]
+            for part in reversed([*re.finditer(r"\w+|[^\w\s]", rest)]):
+                piece = rest[:part.end()]
+                try:
+                    empty.execute(f"EXPLAIN {in_sqlite(piece)}")
+                except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+                    if str(error).startswith("no such table"):  # all else of it could be read
+                        yield piece
+                        break

@@ -1,20 +1,20 @@
 """InterCodeSQL: an agent answers a question by exploring a database with SQL."""
 
 import re
+import sys
 from collections import Counter
 from decimal import Decimal
 
 import numpy as np
 
 from worlds import EnvError, Refused, Step, World
-from worlds.intercodesql.databases import INTERRUPTED, TOO_LARGE, MySQL, Sqlite
-from worlds.intercodesql.mysql import GLUED
+from worlds.intercodesql.databases import DENIED, INTERRUPTED, TOO_LARGE, MySQL, Sqlite
 from worlds.intercodesql.questions import sql_expert, sql_world
 from worlds.intercodesql.spider import spider_world
 
 SHORT_ROWS = 8
-# The small model's tokenizer writes COUNT ( * ), which MySQL refuses.
-_GLUED = re.compile(rf"\b({'|'.join(GLUED)})\s+\(", re.I)
+
+_said = set()  # of gold queries that fail, by this process
 
 EXPLANATION = """\
 Your reply holds no action. Write "Action:" once, then the query on one line in a block of its own:
@@ -25,8 +25,9 @@ SELECT ...
 or, once the last result is the answer: Action: submit"""
 
 PROMPT = """\
-You answer a question with a MySQL database. You do not see the database: find out which tables it \
-has (SHOW TABLES), what their columns are (DESC table), and query them. Queries can only read.
+You answer a question with a database in {dialect}. You do not see the database: find out which \
+tables it has (SHOW TABLES), what their columns are (DESC table), and query them. Queries can only \
+read.
 
 Each turn answer with a thought and one action. An action is one query, on one line:
 Thought: why you do it
@@ -50,12 +51,12 @@ class InterCodeSQL(World):
     without brackets, DESC as names alone, at most SHORT_ROWS rows.
     """
     name = "intercodesql"
-    rules = PROMPT
     max_steps = 10
     error_end = ""  # of most error texts
 
     def __init__(self, view: str = "full", intercode_data: str | None = None,
                  mysql_url: str | None = None):
+        self.rules = PROMPT.format(dialect="MySQL" if mysql_url else "sqlite")
         super().__init__(view)
         self.mysql_url = mysql_url
         self.world = spider_world(intercode_data) if intercode_data else sql_world()
@@ -92,16 +93,13 @@ class InterCodeSQL(World):
                 answer += self.error_end
             text = in_short(answer, sql) if self.view == "short" else in_full(answer)
             return Step(text, 0.0, False)
-        gold = self._db.run(self._question["gold"])
-        if gold in (INTERRUPTED, TOO_LARGE):
-            raise EnvError(f"gold query of {self._question['query']!r}: {gold}")
-        raw = sql_reward(self.last_answer, gold if isinstance(gold, list) else [])
+        raw = sql_reward(self.last_answer, gold_rows(self._db, self._question))
         return Step("submitted", min(max(raw, 0.0), 1.0), True, raw)
 
     def action(self, reply: str) -> str | None:
         if self.view == "full":
             return parse_sql_reply(reply)
-        return _GLUED.sub(r"\1(", reply.strip()) or None
+        return reply.strip() or None
 
     def possible(self) -> tuple[list[str], str]:
         return [], "SHOW TABLES; DESC table; SELECT ...; submit"
@@ -116,6 +114,21 @@ class InterCodeSQL(World):
     def close(self):
         if self._db is not None:
             self._db.close()
+
+
+def gold_rows(database: MySQL | Sqlite, question: dict) -> list[tuple]:
+    """What the gold query finds. One that the database refuses finds nothing, as in InterCode's
+    code, and that is said; one that only rights or limits end is no measure: EnvError."""
+    gold = database.ask(question["gold"])
+    if isinstance(gold, list):
+        return gold
+    about = f"the gold query of {question['query']!r}: {gold}"
+    if gold in (INTERRUPTED, TOO_LARGE) or str(gold).startswith(DENIED):
+        raise EnvError(about)
+    if about not in _said:
+        _said.add(about)
+        print(f"{about}; an empty result earns 1 there, as InterCode scores it", file=sys.stderr)
+    return []
 
 
 def in_full(answer) -> str:
@@ -142,7 +155,7 @@ def in_short(answer, sql: str) -> str:
 
 def _brief(value) -> str:
     """A value as the short view shows it."""
-    return repr(round(float(value), 2) if isinstance(value, Decimal) else value)
+    return repr(round(float(value), 2) if isinstance(value, (float, Decimal)) else value)
 
 
 def parse_sql_reply(reply: str) -> str | None:
