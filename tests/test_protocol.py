@@ -91,7 +91,8 @@ def test_a_reply_acts_in_the_shop_as_in_theirs(prompts, reply, action):
     env.reset("webshop-test-0"), ours.reset("webshop-test-0")
     expected = ("Observation: Invalid format. The input must contains 'Action: '" if action is None
                 else f"Observation:\n{ours.step(action).observation}")
-    assert env.step(reply) == worlds.Step(expected, 0.0, False)
+    step = env.step(reply)
+    assert step == worlds.Step(expected, 0.0, False) and step.idle == (not action)
 
 
 def test_the_examples_are_as_many_as_asked_for(prompts):

@@ -129,6 +129,9 @@ def test_a_wrong_focus_ends_the_episode_with_what_was_reached(env):
     seen = play(env, "scienceworld-train-boil-0", ["dance", "", "Action: fly\nto the moon", "☃\0"])
     assert set(seen[1::2]) == {"No known action matches that input."} and set(seen[2::2]) == {0.0}
     assert env.max_steps == 100  # the caps are of the types of tasks
+    for action, idle in (("look around", False), ("go to moon", True), ("pick up door", False),  # which?
+                         ("7", True), ("open door to kitchen", False)):  # it is: time goes by
+        assert env.step(action).idle == idle, action
     seen = play(env, "scienceworld-train-find-animal-0",
                 ["go to kitchen", "go to outside", "focus on axe", "wait"])
     assert seen[1:] == ["You move to the kitchen.", pytest.approx(0.25),

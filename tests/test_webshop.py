@@ -124,6 +124,13 @@ def test_text_of_every_kind_of_page(actions, text):
     assert small_shop(*actions)[1] == text
 
 
+def test_an_action_that_is_carried_out_is_not_idle():
+    """Even where nothing of it is to be seen, as of a chosen option."""
+    shop, _ = small_shop()
+    actions = *OPEN, "click[navy]", "click[sand]", "click[Reviews]", "click[< Prev]", "click[Buy Now]"
+    assert not any(shop.step(action).idle for action in actions)
+
+
 def test_of_options_that_share_a_value_the_last_is_chosen():
     """By the official rule: a dictionary of values, in which later options replace earlier ones."""
     options = {"color": ["natural", "black"], "shade color": ["natural", "white"],
@@ -148,10 +155,12 @@ def test_of_options_that_share_a_value_the_last_is_chosen():
     (("search[kettle]",), "click[B0BBBBBBBB]"),       # on the next page
     (OPEN, "click[black]"),                           # no such option
     (OPEN, "click[color]"),                           # an option's name
+    ((*OPEN, "click[navy]"), "click[navy]"),          # again
 ])
 def test_an_invalid_action_keeps_the_page_and_the_reward(before, action):
     shop, page = small_shop(*before)
-    assert shop.step(action) == worlds.Step(page, 0.0, False)
+    step = shop.step(action)
+    assert step == worlds.Step(page, 0.0, False) and step.idle
 
 
 @pytest.mark.parametrize("reply", [

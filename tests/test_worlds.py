@@ -82,6 +82,31 @@ def test_environments_repair_nothing_of_world_away(name, options):
     assert {*env.test_splits} < env.splits.keys()
 
 
+@pytest.mark.parametrize("reply, action", [
+    ("look around", "look around"), (" look around", " look around"), ("", ""), ("Action:", ""),
+    ("Thought: I look.\nAction: look around", "look around"),
+    ("Thought: so\nAction:\n  look around\n", "look around"),
+    ("I plan. Action: look around", "look around"), ("Thought: Action: none\nAction: look around", "look around"),
+    # As chat models write them.
+    *((text, "look around") for text in (
+        "**Action:** look around", "**Action**: look around", "**Action: look around**",
+        "### Action\nlook around", "Action 2: look around", "action: look around", "- Action: look around",
+        "Action: `look around`", "Action: **look around**", 'Action: "look around"',
+        "Action: `look around` to see", "Action:\n```\nlook around\n```", "```text\nAction: look around\n```",
+        "`look around`", "**look around**", "```\nlook around\n```", "Action：look around")),
+    # Two rounds: the second was written without the page that the first one leads to.
+    ("Action: look around\nAction: wait", "look around"),
+    ("Thought: a\nAction: look around\nThought: b\nAction: wait", "look around"),
+    ("Thought: a Action: look around Thought: b Action: wait", "look around"),
+    ("Action: look around\nObservation: a room\nAction: wait", "look around"),
+    ("Action: look around\nThat should help.", "look around"),
+    ("Action: 0\nso", "0"), ("Action: a *b* `c` d", "a *b* `c` d"),
+    ("```python\na\nb\n```", "a\nb"), ("a\nb", "a\nb"),
+])
+def test_an_action_is_found_in_every_form_of_reply(reply, action):
+    assert Echo().action(reply) == action
+
+
 # ------------------------------------------------------------------------- experts that are stuck
 
 

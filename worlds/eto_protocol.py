@@ -9,7 +9,7 @@ own, examples come before the task, observations have a heading, an action is wh
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -102,11 +102,11 @@ class EtoWorld(World):
         if self.action(reply) is None:
             return self.without_action()
         step = self.inner.step(reply)
-        return Step(self.heading + step.observation, step.reward, step.done, step.raw)
+        return replace(step, observation=self.heading + step.observation)
 
     def without_action(self) -> Step:
         """What follows a reply in which there is no action."""
-        return Step(f"Observation: {self.no_action}", 0.0, False)
+        return Step(f"Observation: {self.no_action}", 0.0, False, idle=True)
 
     def expert(self):
         """The world's own, who reads observations without their heading."""
@@ -159,7 +159,7 @@ class EtoInterCodeSQL(EtoWorld):
     def step(self, reply: str) -> Step:
         step = super().step(reply)
         if step.done:
-            return Step("submitted", step.raw, True, step.raw)
+            return replace(step, observation="submitted", reward=step.raw)
         return step
 
 

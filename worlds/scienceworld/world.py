@@ -57,6 +57,8 @@ SCIENCE_TASKS = {
 }
 # An episode ends behind so many moves of the simulator's, of which `wait` makes 11 [ETO].
 MOST_MOVES = 200
+# What the simulator answers to an action that it does not know.
+UNKNOWN = ("No known action", "Unknown action")
 SHORT_TYPES = sorted(kind for kind in SCIENCE_TASKS
                      if re.fullmatch("find-.*|lifespan-.*|power-component", kind))
 
@@ -106,7 +108,7 @@ class ScienceWorld(World):
         action = self.action(reply)
         observation, score, done = safely(self, lambda simulator: simulator.act(action))
         self.reached = max(self.reached, score)
-        return Step(observation, min(self.reached, 1.0), done)
+        return Step(observation, min(self.reached, 1.0), done, idle=observation.startswith(UNKNOWN))
 
     def possible(self) -> tuple[list[str], str]:
         forms, objects = safely(self, lambda simulator: (

@@ -80,7 +80,8 @@ class Shop(World):
             page = self.follow(None, argument)
         elif name == "click" and argument in page.links:
             page = self.follow(page.links[argument])
-        return Step(show(self, page), page.reward, page.kind == "done")
+        idle = page == self.page
+        return Step(show(self, page), page.reward, page.kind == "done", idle=idle)
 
     def possible(self) -> tuple[list[str], str]:
         clicks = [f"click[{text}]" for text in self.page.links]
