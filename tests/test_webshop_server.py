@@ -74,13 +74,6 @@ def test_recorded_episode_gives_the_official_text_and_reward(recorded):
     assert recorded.texts["10"].startswith(step.observation)
 
 
-def test_a_page_the_server_does_not_have_keeps_the_page(recorded):
-    shop = client(recorded)
-    first = shop.reset("webshop-test-11")
-    assert shop.step("search[24 inch/carry]") == worlds.Step(first, 0.0, False)
-    assert shop.step("search[oat granola non gmo]").observation == recorded.texts["02"]
-
-
 def test_a_goal_out_of_range_is_named_with_the_remedy(recorded):
     with pytest.raises(worlds.EnvError, match="goal 9999 at http://127.0.0.1.* catalogue does not "
                                             "have; start it with all products"):
@@ -115,6 +108,70 @@ def test_of_options_that_share_a_value_the_last_is_chosen(shop_server, order, ch
     shop.reset("webshop-test-1")
     shop.step("search[kettle]")
     assert shop.step("click[natural]").observation.endswith(chosen.replace(" ", "%20"))
+
+
+def small_site(prefix="", lacks=None):
+    """path -> page of a shop of three pages, whose links have a prefix, but those of the kind that lacks it."""
+    to = {kind: "" if kind == lacks else prefix for kind in ("search", "product", "button", "option")}
+    item = official_page(
+        f'<a class="product-link" href="{to["product"]}/p">B0</a>'
+        f'<input type="radio" value="24 inch/carry" data-url="{to["option"]}/o/24%20inch%2Fcarry">'
+        f'<input type="radio" name="in/cm" value="9" data-url="{to["option"]}/o/%7Bin%2Fcm">'
+        f'<input type="radio" name="size" value="10" data-url="{to["option"]}/o/10">',
+        {"Buy Now": f'{to["button"]}/b'})
+    search = official_page(f'<form action="{to["search"]}/s"><input name="search_query"></form>')
+    return {f"{prefix}/coevolve_fixed_1": search, f"{prefix}/s": item, f"{prefix}/p": item,
+            f"{prefix}/b": "<html><h3 id='reward'><pre>1.0</pre></h3></html>"}
+
+
+ACTIONS = {"search": "search[kettle]", "product": "click[B0]", "button": "click[Buy Now]", "option": "click[9]"}
+
+
+def after(shop, kind):
+    """The step of an action of this kind in the small site."""
+    shop.reset("webshop-test-1")
+    first = shop.step("search[kettle]")
+    return first if kind == "search" else shop.step(ACTIONS[kind])
+
+
+def test_an_option_that_the_server_cannot_route_changes_nothing(shop_server):
+    """Its name or value holds a slash, which ends in 404 on the official server. No other page may be missing."""
+    pages = small_site()
+    shop = client(shop_server(lambda method, path, form: (
+        (200, pages[path], None) if path in pages else (404, "", None))))
+    page = after(shop, "search").observation
+    for option in ("24 inch/carry", "9"):
+        step = shop.step(f"click[{option}]")
+        assert step == worlds.Step(page, 0.0, False) and step.idle
+    with pytest.raises(worlds.EnvError, match="HTTP 404"):
+        shop.step("click[10]")
+    assert after(shop, "button").reward == 1.0
+
+
+@pytest.mark.parametrize("kind", ACTIONS)
+@pytest.mark.parametrize("answer", [(404, "", None), (500, "", None), (200, "<html>Not here</html>", None), None])
+def test_a_shop_whose_own_links_lack_its_prefix_is_broken(shop_server, kind, answer):
+    """Whatever is there without it, be it another shop (None)."""
+    pages = small_site("/shop", kind)
+    server = shop_server(lambda method, path, form: (
+        (200, pages[path], None) if path in pages else answer or (200, pages[f"/shop{path}"], None)))
+    server.url += "/shop"
+    with pytest.raises(worlds.EnvError, match="goal 1 at .*/shop: .*outside .*/shop/") as error:
+        after(client(server), kind)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["search", "product", "button"])
+@pytest.mark.parametrize("answer, says", [
+    ((404, "", None), "HTTP 404 at .*own links"), ((503, "", None), "HTTP 503"), ((302, "", "/nowhere"), "HTTP 404"),
+    ((200, official_page("Nothing"), None), "no page of a WebShop server")])
+def test_a_missing_page_is_no_fault_of_the_agents(shop_server, kind, answer, says):
+    pages = small_site()
+    pages.pop({"search": "/s", "product": "/p", "button": "/b"}[kind])
+    shop = client(shop_server(lambda method, path, form: (
+        (404, "", None) if path == "/nowhere" else (200, pages[path], None) if path in pages else answer)))
+    with pytest.raises(worlds.EnvError, match=says):
+        after(shop, kind)
 
 
 def test_an_official_page_of_attributes_is_read(shop_server):
