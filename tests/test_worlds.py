@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import re
 from collections import Counter
 from contextlib import suppress
@@ -13,6 +14,7 @@ import envs
 import worlds
 from common.files import write_jsonl
 from dpo import Encoder, Trajectory
+from evolve import Explored
 from worlds import expert_files, make
 from worlds.webshop.shop import WebShop
 
@@ -191,8 +193,14 @@ def heard(n, **changed):
     (row(messages=[]), "there is no reply in it"),
     (row(messages=row()["messages"][:1]), "there is no reply in it"),
     (row(messages=[], ended="context", steps=2), "there is no reply in it"),
-    (row(messages=[], ended="done", steps=0), "there is no reply in it"), (row(messages="x"), "must be"), (row(reward=None), "must be"),
-    (row(reward=2), r"reward 2 is not in \[0, 1\]"), (row(task=7), "must be"),
+    (row(messages=[], ended="done", steps=0), "there is no reply in it"),
+    (row(messages="x"), "must be"), (row(task=7), "must be"),
+    *((row(reward=reward), f"reward {reward!r} is not in .0, 1")
+      for reward in (2, -0.1, None, True, False, "1", math.nan, {})),
+    *((row(**{name: value}), f"it has '{name}', which nothing here reads; take it out") for name, value in (
+        ("system", "You shop."), ("system", None), ("tools", []), ("weight", 0.5), ("rejected", []))),
+    (turn(0, role="system"), "turn 1: its 'role' is 'system', and only user, assistant, human, gpt are read"),
+    (turn(2, role="tool"), "turn 3: its 'role' is 'tool'"),
     ([1], "it is no JSON object"),
 ])
 def test_what_is_wrong_with_an_expert_is_said_with_line_and_turn(tmp_path, entry, told):
@@ -203,16 +211,20 @@ def test_what_is_wrong_with_an_expert_is_said_with_line_and_turn(tmp_path, entry
 
 
 @pytest.mark.parametrize("entry, told", [
-    ({"item_id": "webshop_0", "conversations": listed()["conversations"]},
-     "it has 'item_id', where ETO's have 'id', as webshop_17"),
+    ({"item_id": "webshop_0", "conversations": listed()["conversations"]}, "it has no 'id'"),
     (listed(id="webshop_-5"), "id 'webshop_-5' is below 0"), (listed(id=-5), "id '-5' is below 0"),
     (listed(id="webshop"), "id 'webshop' has no number of a task"),
     (listed(id=None), "id 'None' has no number"),
     (heard(3, value=None), "turn 4: null is no text"),
     (heard(2, value="\ud800"), "turn 3: character 1 is half of a surrogate pair"),
     (heard(3, tool_calls=[]), "turn 4: it has 'tool_calls'"),
-    (heard(3, loss=False), "turn 4: its 'loss' is false, but all replies are trained on"),
-    (heard(3, **{"from": "tool"}), "tool"),
+    *((heard(n, loss=loss), f"turn {n + 1}: its 'loss' is {said}, but all replies are trained on")
+      for n, loss, said in ((3, False, "false"), (3, 0, "0"), (3, 0.5, "0.5"), (2, True, "true"))),
+    *((heard(n, **{"from": who}), f"turn {n + 1}: its 'from' is '{who}', and only ")
+      for n, who in ((3, "tool"), (0, "system"), (2, "observation"))),
+    *((listed(**{name: "x"}), f"it has '{name}', which nothing here reads") for name in (
+        "system", "tools", "weight", "messages")),
+    (listed(reward=True), "reward True is not in"), (listed(reward=None), "reward None is not in"),
     *((listed(conversations=listed()["conversations"][:n]), "there is no reply in it")
       for n in range(4)),
 ])
@@ -243,6 +255,10 @@ def test_a_rollout_whose_context_was_full_before_its_first_reply_is_left_out(tmp
     assert [(task, messages) for task, messages, _ in found] == [
         ("webshop-train-0", row()["messages"])]
     assert dropped == {"too long": 2} and [*expert_files.experts(env, str(file), 0)] == found
+
+
+def test_all_that_a_run_writes_of_an_episode_is_known():
+    assert vars(Explored()).keys() <= {"task", "messages", "reward", *expert_files.PLAYED}
 
 
 def test_a_published_turn_may_say_that_it_is_trained_on(tmp_path):
