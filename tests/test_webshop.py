@@ -318,6 +318,49 @@ def test_a_generated_world_is_the_same_in_every_process(module, world, parts):
     assert len(seen) == 1
 
 
+@pytest.fixture(scope="module")
+def generator():
+    return make("webshop").task_generator()
+
+
+@pytest.mark.parametrize("spelt", [
+    "search[desk lamp super soft]", "Search [Desk lamp, super-soft]", "s e a r c h desk lamp super soft",
+    "ｓｅａｒｃｈ［lamp］", "search (lamp)", "search: lamp", "SEARCH<lamp>", "click[navy]", "Click on navy",
+    "c-l-i-c-k (navy)", "B09PO8ANXU", "number b09po8anxu", "B09P O8AN-XU", "Buy Now", "BUY-NOW", "buynow",
+    "buy\u200b now", "ｂｕｙ ｎｏｗ"])
+def test_a_text_that_tells_its_solution_is_known_in_any_spelling(generator, spelt):
+    text = f"i need a super soft desk lamp in navy, {spelt}, and price lower than 50.00 dollars"
+    solution = ["Thought: so.\nAction: search[desk lamp super soft]", "click[B09PO8ANXU]", "click[navy]", "click[Buy Now]"]
+    assert generator.tells(text, solution)
+    assert not generator.tells(text.replace(spelt, "searching now"), solution)
+
+
+def test_no_goal_of_the_splits_tells_its_solution(generator):
+    shop = generator.shop
+    for task in shop.tasks("train")[::5] + shop.tasks("unseen"):
+        messages, _ = worlds.converse(shop, shop.reset(task), shop.expert())
+        solution = [turn["content"] for turn in messages if turn["role"] == "assistant"]
+        assert not generator.tells(shop.find(task)["instruction"], solution)
+
+
+def test_goals_of_one_key_pay_alike_for_every_purchase_and_others_do_not(generator):
+    """Whatever their words, the order of what they ask for, or a limit that no price lies between."""
+    shop = generator.shop
+    for task in shop.tasks("train")[::60]:
+        goal = shop.find(task)
+        kind = [p for p in generator.products if p["query"] == goal["query"]]
+        others = [goal | change for change in (
+            dict(instruction="in other words"), dict(attributes=goal["attributes"][::-1]),
+            dict(goal_options=goal["goal_options"][::-1]), dict(goal_options=goal["goal_options"][:1]),
+            dict(attributes=[*goal["attributes"], "nothing has this"]), *(
+                dict(price_upper=goal["price_upper"] + more) for more in (0.5, -0.5, 1, 3, 10, 40)))]
+        for other in others:
+            same = all(best_purchase(p, other) == best_purchase(p, goal) for p in kind)
+            assert (generator.key(other) == generator.key(goal)) == same
+            if same:
+                assert generator.refusal(other) == "a goal of a split"
+
+
 @pytest.mark.parametrize("view", ["full", "short"])
 def test_expert_replays_to_its_reward(view):
     shop = WebShop(view)
