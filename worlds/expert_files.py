@@ -93,7 +93,7 @@ def read_entry(entry: dict, env: World) -> tuple[str, list[dict], float]:
         check_fields(entry, ("task", "messages", "reward"), PLAYED)
         task = entry["task"]
         reward = entry["reward"]
-        messages = read_turns(entry["messages"], ("role", "content"))
+        messages = read_turns(entry["messages"], "role", "content")
         messages = without_examples(messages, entry.get("steps", 0), len(env.opening("")))
 
     while messages and messages[-1]["role"] == "user":  # what followed the last action
@@ -128,19 +128,19 @@ def check_fields(row: dict, needed: tuple[str, ...], more: tuple[str, ...] = ())
             raise ValueError(f"it has {name!r}, which nothing here reads; take it out")
 
 
-def read_turns(turns: list[dict], fields: tuple[str, str], more: tuple[str, ...] = ()) -> list[dict]:
+def read_turns(turns: list[dict], who: str, text: str, *more: str) -> list[dict]:
     """The messages of a conversation; ValueError where a turn is of another form.
 
     Args:
         turns: Its turns.
-        fields: Which of a turn's say who speaks, and what.
-        more: Others that may be there.
+        who: The field that says who speaks.
+        text: The field that has what is said.
+        more: Fields that may be there beside.
     """
-    who, text = fields
     messages = []
     for n, turn in enumerate(turns, 1):
         try:
-            check_fields(turn, fields, more)
+            check_fields(turn, (who, text), more)
             if turn[who] not in ROLES:
                 raise ValueError(f"its {who!r} is {turn[who]!r}, and only {', '.join(ROLES)} are "
                                  "read")
@@ -171,7 +171,7 @@ def published(entry: dict, env: World) -> tuple[str, list[dict], float]:
     opens as rollouts do: by our own protocol the environment's prompt replaces its rules."""
     check_fields(entry, ("id", "conversations"), ("reward",))
     turns = entry["conversations"]
-    messages = read_turns(turns, ("from", "value"), ("loss",))
+    messages = read_turns(turns, "from", "value", "loss")
     has_rules = len(messages) > 1 and "Action:" not in messages[1]["content"]
     opening = 2 if has_rules else 0
     for n, turn in enumerate(turns):
