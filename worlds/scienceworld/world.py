@@ -136,22 +136,31 @@ class ScienceWorld(World):
 def safely(world: ScienceWorld, work):
     """work(simulator) in the world's, which is ended if it dies or is interrupted."""
     try:
-        with suppress(IndexError):  # none is idle
-            while world._simulator is None:
-                idle = world._idle.pop()
-                world._simulator = idle if idle.process.poll() is None else idle.stop()
-        world._simulator = world._simulator or _Simulator()
+        if world._simulator is None:
+            world._simulator = _idle_or_new(world._idle)
         return work(world._simulator)
     except BaseException as error:
         problem = type(error).__name__
         with suppress(Py4JError):  # to be told an error of Java's, it asks Java once more
             problem = ": ".join([problem, *str(error).split("\n")[:2]])
-        world._simulator = world._simulator and world._simulator.stop()
+        if world._simulator:
+            world._simulator = world._simulator.stop()
         if not isinstance(error, Py4JError):
             raise
         kind, number = world._task
         raise EnvError(f"scienceworld {kind} {number}: the simulator died ({problem[:200]}); "
                        "see that there is memory for its Java process") from None
+
+
+def _idle_or_new(idle: list) -> "_Simulator":
+    """One of the idle simulators that lives still, else a new one."""
+    with suppress(IndexError):  # another thread took the last one
+        while idle:
+            simulator = idle.pop()
+            if simulator.process.poll() is None:
+                return simulator
+            simulator.stop()
+    return _Simulator()
 
 
 class _Simulator:
@@ -208,17 +217,19 @@ def _stop(gateway, process) -> None:
 def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str, int]]]:
     """split -> tasks: a type's first 120 training variations, its first 10 of development, of which
     the next 10 validate, and its first 10 of test."""
-    types = SHORT_TYPES if task_types == "short" else [
-        kind for kind, (_, cap) in SCIENCE_TASKS.items() if cap]
+    types = [kind for kind, (_, cap) in SCIENCE_TASKS.items() if cap]
+    if task_types == "short":
+        types = SHORT_TYPES
     splits = {"train": [], "validation": [], "seen": [], "unseen": []}
     for i in range(120):  # type by type in turn, so that the first n tasks are of all types
         for kind in types:
-            numbers = range(SCIENCE_TASKS[kind][0])
-            n = len(numbers) // 4  # the simulator's own split: a half, a quarter, the rest
-            for split, part in (("train", numbers[:2 * n]), ("seen", numbers[2 * n:3 * n][:10]),
-                                ("validation", numbers[2 * n:3 * n][10:20]),
-                                ("unseen", numbers[3 * n:][:10])):
-                splits[split] += [(kind, number) for number in part[i:i + 1]]
+            count = SCIENCE_TASKS[kind][0]
+            n = count // 4  # the simulator's own split: a half, a quarter, the rest
+            for split, first, end, most in (("train", 0, 2 * n, 120), ("seen", 2 * n, 3 * n, 10),
+                                            ("validation", 2 * n + 10, 3 * n, 10),
+                                            ("unseen", 3 * n, count, 10)):
+                if i < min(most, end - first):
+                    splits[split].append((kind, first + i))
 
     def read(entry):
         """A published [task name, variation]; a name may have ETO's prefix and parentheses."""

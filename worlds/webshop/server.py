@@ -4,6 +4,7 @@ import os
 import re
 import tempfile
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,6 +19,9 @@ from worlds.task_lists import read_lists
 from worlds.webshop.shop import DONE, Page, Shop, show
 
 RULE = {"train": range(1500, 1500 + 1624), "validation": range(500, 1500), "test": range(500)}
+CHECK = ("see that the address is right, and that the shop's own links have all of it, where a "
+         "proxy stands before it")
+NO_SHOP = f"this is no page of a WebShop server; {CHECK}"
 
 
 class WebShopServer(Shop):
@@ -52,10 +56,6 @@ class WebShopServer(Shop):
 
     def start(self, goal: int) -> str:
         return show(self, self._client.begin(goal), first=True)
-
-    def expert(self):
-        raise Refused("the scripted expert knows the embedded shop's instructions only; for a "
-                      "WebShop server give expert trajectories with --experts FILE")
 
     def close(self):
         self._client.close()
@@ -127,14 +127,20 @@ class Client:
         Raises:
             EnvError: The answer is no page of the shop.
         """
-        answer = self._load(link, data)
+        answer = self._ask(link, data)
         if answer.status_code == 404 and link.has_slash:
             return before
-        page = self._page_of(answer, opening=before is None)
+        if answer.status_code == 500 and before is None:
+            self._fail("HTTP 500, its answer to a goal that its catalogue does not have; start it "
+                       "with all products, or play fewer or other tasks")
+        page = self._read_html(answer)
+        self.answered[self.url].add(self)
         if page.reward is not None:
             self._read(self._goal)
             return Page("done", DONE, {}, reward=page.reward)
 
+        if before is None and page.form is None:
+            self._fail(NO_SHOP)
         if before and page.instruction != self._instruction:
             self._fail("the instruction has changed, as when the server was restarted")
         self._instruction = page.instruction
@@ -145,56 +151,43 @@ class Client:
             return Page("results", page.pieces, page.links)
         return Page("item", page.pieces, page.links, link.product or before.item)
 
-    def _page_of(self, answer: requests.Response, opening: bool) -> "_Html":
-        """Reads an answer; EnvError where it is no page of the shop. opening: of an episode."""
-        status = answer.status_code
+    def _read_html(self, answer: requests.Response) -> "_Html":
+        """Reads an answer; EnvError where it is no page of a shop."""
         html = answer.content.decode("utf-8", "replace")
-        if status == 404:
-            self._fail(f"HTTP 404 at {answer.url[-200:]}; see that the address is right, and that "
-                       "the shop's own links are, where a proxy is before it")
-        if status == 500 and opening:
-            self._fail("HTTP 500, its answer to a goal that its catalogue does not have; start it "
-                       "with all products, or play fewer or other tasks")
-        if status != 200:
-            self._fail(f"HTTP {status}")
+        if answer.status_code != 200:
+            self._fail(f"HTTP {answer.status_code} at {answer.url[-200:]}; {CHECK}")
         if "</html>" not in html:
             self._fail("a page that ends early")
         try:
             page = _Html(html, answer.url)
         except (ValueError, IndexError, AssertionError) as error:  # an address, a reward, a mark
             self._fail(f"a page that cannot be read ({error})")
-
-        self.answered[self.url].add(self)
-        if page.reward is not None:
-            if not 0 <= page.reward <= 1:
-                self._fail("the reward of the purchase is not a number in [0, 1]")
-        elif not page.instruction or not (page.form or page.links and not opening):
-            self._fail("this is no page of a WebShop server; see that the address is right")
+        if page.reward is None and not (page.instruction and (page.form or page.links)):
+            self._fail(NO_SHOP)
+        if page.reward is not None and not 0 <= page.reward <= 1:
+            self._fail("the reward of the purchase is not a number in [0, 1]")
         return page
 
-    def _load(self, link: Link, data: dict | None) -> requests.Response:
-        """The answer to a request after redirects."""
-        if self in self.answered[self.url]:
-            return self._ask(link, data, self._timeout)
-        with self._in_turn():
-            if self.url in self.loading:  # it would load its catalogue once more
-                self._fail(f"no answer to the first request in {self._load_timeout:,.0f} s, in "
-                           "which it loads its catalogue; start again when it has")
-            return self._ask(link, data, self._load_timeout)
-
-    def _ask(self, link: Link, data: dict | None, timeout: float) -> requests.Response:
+    def _ask(self, link: Link, data: dict | None) -> requests.Response:
+        """The answer to a request, after redirects."""
         answered = self.answered[self.url]
-        try:
-            return self._http.request(link.method, link.address, data=data,
-                                      timeout=(min(10.0, timeout), timeout))
-        except requests.exceptions.InvalidSchema as error:  # no adapter, see __init__
-            self._fail(f"a link to another host, or outside {self.url}/, is not followed; the "
-                       f"shop's own links have to begin so ({str(error)[-200:]})")
-        except (requests.RequestException, ValueError) as error:
-            if isinstance(error, requests.ReadTimeout) and self not in answered:
-                self.loading.add(self.url)
-            answered.clear()  # started again, it loads its catalogue again
-            self._fail(f"{type(error).__name__}; see that the server runs")
+        first = self not in answered
+        timeout = self._load_timeout if first else self._timeout
+        with self._in_turn() if first else nullcontext():
+            if first and self.url in self.loading:  # it would load its catalogue once more
+                self._fail(f"no answer to the first request in {timeout:,.0f} s, in which it "
+                           "loads its catalogue; start again when it has")
+            try:
+                return self._http.request(link.method, link.address, data=data,
+                                          timeout=(min(10.0, timeout), timeout))
+            except requests.exceptions.InvalidSchema as error:  # no adapter, see __init__
+                self._fail(f"a link to another host, or outside {self.url}/, is not followed "
+                           f"({str(error)[-200:]}); {CHECK}")
+            except (requests.RequestException, ValueError) as error:
+                if first and isinstance(error, requests.ReadTimeout):
+                    self.loading.add(self.url)
+                answered.clear()  # started again, it loads its catalogue again
+                self._fail(f"{type(error).__name__}; see that the server runs")
 
     def _in_turn(self):
         """One at a time of all processes of a user on this machine that ask this server."""

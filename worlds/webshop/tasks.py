@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from worlds import words_of
 from worlds.webshop.catalogue import goal_for, goal_key, instruction_of, meets
-from worlds.webshop.shop import Page
+from worlds.webshop.shop import Page, name_and_argument
 
 FITS_MOST = 4  # products that may meet a goal, else it asks for nothing in particular [ours]
 
@@ -114,9 +114,9 @@ class TaskGenerator:
         plain = unicodedata.normalize("NFKC", text).lower()
         told = {"click", "buynow", *(product["asin"].lower() for product in self.products)}
         for reply in solution:
-            searched = re.match(r"search\[(.+)\]", self.shop.action(reply))
-            if searched:
-                told.add(squeezed(searched[0].lower()))
+            name, argument = name_and_argument(self.shop.action(reply))
+            if name == "search":
+                told.add(squeezed(name + argument))
         said = squeezed(plain)
         as_action = re.search(r"search\s*[^\w\s,.;!?'-]", plain)
         return bool(as_action) or any(word in said for word in told)
@@ -162,7 +162,7 @@ class TaskGenerator:
             self.shop.step(reply)
             after = self.shop.page
             if after is not before:
-                argument = re.match(r".+\[(.+)\]", self.shop.action(reply))[1].lower()
+                _, argument = name_and_argument(self.shop.action(reply))
                 done.append(Done(reply, kind_of(argument, goal, before, after), after))
         return done
 
