@@ -85,8 +85,7 @@ class ScienceWorld(World):
     max_steps = 100
     published_types = tuple(SCIENCE_TASKS)
     task_of = staticmethod(_task)
-    _idle = []   # simulators that no object uses
-    _golds = {}  # (task type, variation) -> the simulator's solution
+    _idle = []  # simulators that no object uses
 
     def __init__(self, view: str = "full", task_types: str = "all", split_file: str | None = None):
         super().__init__(view)
@@ -119,9 +118,7 @@ class ScienceWorld(World):
 
     def gold(self) -> list[str]:
         """The simulator's own solution of the episode just reset, as actions."""
-        if self._task not in self._golds:
-            self._golds[self._task] = safely(self, lambda simulator: simulator.solve(*self._task))
-        return self._golds[self._task]
+        return safely(self, lambda simulator: simulator.solve(*self._task))
 
     def expert(self):
         return science_expert(self.gold(), thoughts=self.view == "full",
@@ -144,7 +141,8 @@ def safely(world: ScienceWorld, work):
         with suppress(Py4JError):  # to be told an error of Java's, it asks Java once more
             problem = ": ".join([problem, *str(error).split("\n")[:2]])
         if world._simulator:
-            world._simulator = world._simulator.stop()
+            world._simulator.stop()
+            world._simulator = None
         if not isinstance(error, Py4JError):
             raise
         kind, number = world._task
@@ -154,13 +152,13 @@ def safely(world: ScienceWorld, work):
 
 def _idle_or_new(idle: list) -> "_Simulator":
     """One of the idle simulators that lives still, else a new one."""
-    with suppress(IndexError):  # another thread took the last one
-        while idle:
+    while True:
+        try:
             simulator = idle.pop()
-            if simulator.process.poll() is None:
-                return simulator
-            simulator.stop()
-    return _Simulator()
+        except IndexError:
+            return _Simulator()
+        if simulator.process.poll() is None:
+            return simulator
 
 
 class _Simulator:
@@ -282,11 +280,13 @@ def as_shown(action: str, shown: list[str]) -> str:
     match = re.fullmatch(r"(focus on|pick up|move) (.+?)(?: in inventory)?( to .+)?", action)
     if not match:
         return action
-    words = set(re.sub(" containing .*", "", match[2]).split())
-    same = [name for name in shown if set(name.split()) == words]
-    more = {name for name in shown if set(name.split()) > words}
-    name = same[0] if same else more.pop() if len(more) == 1 else None
-    return f"{match[1]} {name}{match[3] or ''}" if name else action
+    words = {*re.sub(" containing .*", "", match[2]).split()}
+    fits = [name for name in shown if words == {*name.split()}][:1]
+    fits = fits or {name for name in shown if words < {*name.split()}}
+    if len(fits) != 1:
+        return action
+    name, = fits
+    return f"{match[1]} {name}{match[3] or ''}"
 
 
 def _science_thought(action: str) -> str:
