@@ -155,7 +155,7 @@ WRONG = {
         (turn(3, content="a \ud83d"), "4: character 3"), (heard(2, value="\udc00"), "3: character 1")],
     "turn 1: it has no 'content'": [(row(messages=[{"role": "user"}]), "")],
     "it has no 'NAME'": [
-        ({"item_id": "echo_0", "conversations": []}, "id"), ({"task": "echo-train-0", "messages": []}, "reward"), ({}, "task")],
+        ({"item_id": "echo_0", "conversations": []}, "id"), ({"task": "echo-train-0", "messages": []}, "reward"), ({}, "task"), ([1], "task")],
     "there is no reply in it": [
         *((row(messages=row()["messages"][:n], **more), "") for n in (0, 1) for more in (
             {}, dict(ended="context", steps=2), dict(ended="done", steps=0))),
@@ -168,7 +168,6 @@ WRONG = {
     "id 'NAME' has no number of a task": [(listed(id="echo"), "echo"), (listed(id=None), "None")],
     "unknown task": [(row(task="echo-train-7"), ""), (row(task="sql-train-0"), ""), (listed(id="echo_7"), "")],
     ".*; it must be ETO's JSON list": [(row(messages="x"), ""), (row(task=7), ""), (listed(conversations=3), "")],
-    "it is no JSON object": [([1], "")],
 }
 
 

@@ -85,8 +85,6 @@ def read_experts(path: str, env: World) -> list[tuple[str, list[dict], float]]:
 
 def read_entry(entry: dict, env: World) -> tuple[str, list[dict], float]:
     """Task, messages and reward of an entry; ValueError and others where it is no expert's."""
-    if not isinstance(entry, dict):
-        raise ValueError("it is no JSON object")
     if "conversations" in entry:
         task, messages, reward = published(entry, env)
     else:
@@ -170,15 +168,15 @@ def published(entry: dict, env: World) -> tuple[str, list[dict], float]:
     """Task, messages and reward (1 where it is not known) of an entry of ETO's or IPR's list. It
     opens as rollouts do: by our own protocol the environment's prompt replaces its rules."""
     check_fields(entry, ("id", "conversations"), ("reward",))
-    turns = entry["conversations"]
-    messages = read_turns(turns, "from", "value", "loss")
+    messages = read_turns(entry["conversations"], "from", "value", "loss")
     has_rules = len(messages) > 1 and "Action:" not in messages[1]["content"]
     opening = 2 if has_rules else 0
-    for n, turn in enumerate(turns):
-        trained = n >= opening and turn["from"] == "gpt"
-        if turn.get("loss") not in (None, trained):
-            raise ValueError(f"turn {n + 1}: its 'loss' is {json.dumps(turn['loss'])}, but all "
-                             "replies are trained on, and nothing else")
+    for n, turn in enumerate(messages):
+        loss = entry["conversations"][n].get("loss")
+        trained = n >= opening and turn["role"] == "assistant"
+        if loss not in (None, trained):
+            raise ValueError(f"turn {n + 1}: its 'loss' is {json.dumps(loss)}, but all replies are "
+                             "trained on, and nothing else")
 
     if len(messages) <= opening:
         raise ValueError("there is no reply in it")
