@@ -67,12 +67,12 @@ def test_an_added_task_has_one_id_which_no_other_object_knows():
     ("look around", [
         "look around", "Thought: I look.\nAction: look around", "Thought: so\nAction:\n  look around\n",
         "I plan. Action: look around", "Thought: Action: none\nAction: look around",
-        "Action: look around\nThat should help."]),
+        "Action: look around\nThat should help.", "Thought: so.\r\nAction:\r\n\tlook around\r\n", "Action:\u00a0look around"]),
     ("look around", [  # as chat models write it
         "**Action:** look around", "**Action**: look around", "**Action: look around**", "- Action: look around",
         "### Action\nlook around", "Action 2: look around", "action: look around", "Action：look around",
         "Action: `look around`", "Action: **look around**", 'Action: "look around"', "`look around`",
-        "Action: `look around` to see", "Action:\n```\nlook around\n```", "```text\nAction: look around\n```",
+        "Action: `look around` to see", "So. **Action:** `look around`.", "__Action:__ look around", "Action:\n```\nlook around\n```", "```text\nAction: look around\n```",
         "**look around**", "```\nlook around\n```"]),
     ("look around", [  # two rounds: the second was written without the page that the first one leads to
         "Action: look around\nAction: wait", "Thought: a\nAction: look around\nThought: b\nAction: wait",

@@ -236,7 +236,8 @@ def first_reply(messages: list[dict], steps: int) -> int:
 def unmarked(text: str) -> str:
     """What stands inside the code marks that a text begins with, and in emphasis or quotes."""
     code = re.match(rf"[\s{MARKS}]*?(`+)(?:\w*\n)?(.*?)(?:\1|$)", text, re.S)
-    return (code[2] if code else text).strip(f"{MARKS} \n")
+    inside = code[2] if code else text
+    return re.sub(rf"^[\s{MARKS}]+|[\s{MARKS}]+$", "", inside)
 
 
 def words_of(text: str) -> str:
