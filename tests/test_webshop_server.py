@@ -156,6 +156,15 @@ def test_a_missing_page_is_no_fault_of_the_agents(site, kind, path):
             after(client(site(pages, missing)), kind)
 
 
+def test_a_search_whose_words_get_lost_is_no_fault_of_the_agents(shop_server):
+    """A proxy adds a slash by a redirect, after which the form is asked for again by GET, without its fields."""
+    pages = small_site()
+    shop = client(shop_server(lambda method, path, form: (
+        (301, "", "/coevolve_fixed_1") if path == "/s" else (200, pages[path], None))))
+    with pytest.raises(worlds.EnvError, match="search page again"):
+        after(shop, "search")
+
+
 @pytest.mark.parametrize("order, chosen", [
     (["color", "shade", "size"], "size"), (["size", "color"], "color"),
     (["color", "button", "size"], "button"), (["button", "color", "size"], "button")])

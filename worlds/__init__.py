@@ -237,7 +237,8 @@ def unmarked(text: str) -> str:
     """What stands inside the code marks that a text begins with, and in emphasis or quotes."""
     code = re.match(rf"[\s{MARKS}]*?(`+)(?:\w*\n)?(.*?)(?:\1|$)", text, re.S)
     inside = code[2] if code else text
-    return re.sub(rf"^[\s{MARKS}]+|[\s{MARKS}]+$", "", inside)
+    spaces = "".join(filter(str.isspace, {*inside}))  # of any kind
+    return inside.strip(MARKS + spaces)
 
 
 def words_of(text: str) -> str:

@@ -144,6 +144,8 @@ class Client:
         if before and page.instruction != self._instruction:
             self._fail("the instruction has changed, as when the server was restarted")
         self._instruction = page.instruction
+        if page.form and data:  # a redirect that makes a GET of a POST, for one, loses its fields
+            self._fail(f"a search leads to the search page again; {CHECK}")
         if page.form:
             self.form = page.form
             return Page("search", page.pieces, {})
