@@ -57,49 +57,31 @@ def conversation(env, task, replies):
     return messages, reward
 
 
+NO_ACTION = "Observation: Invalid format. The input must contains 'Action: '"
+
+
 def test_an_episode_in_the_shop_turn_by_turn(prompts):
+    """Their shop is given what follows the first "Action: ", and stays on its page where it is no action of its own."""
     env, ours = make("webshop", prompts), worlds.make("webshop")
-    task, replies = "webshop-test-0", [
-        "I just say it: search[lamp]", "Thought: t\nAction: search[desk lamp]\nAction: search[rug]",
-        "Thought: t\nAction:click[x]", "Action: search[wall clock]", "Action: click[nothing]"]
-    page = ours.reset(task)
-    results = ours.step("Action: search[desk lamp]").observation
-    ours.reset(task)
-    clocks = ours.step("Action: search[wall clock]").observation
-    no = "Observation: Invalid format. The input must contains 'Action: '"
-    assert conversation(env, task, replies) == (said(
-        [("user", RULES["webshop"]), ("assistant", "OK"), *CHAT, ("user", page),
-         ("assistant", replies[0]), ("user", no),
-         ("assistant", replies[1]), ("user", f"Observation:\n{results}"),
-         ("assistant", replies[2]), ("user", no),
-         ("assistant", replies[3]), ("user", f"Observation:\n{clocks}"),  # off the search page
-         ("assistant", replies[4]), ("user", f"Observation:\n{clocks}")]), 0.0)
-
-
-@pytest.mark.parametrize("reply, action", [
-    ("Action:", None), ("Action:click[x]", None), ("search[rug]", None), ("action: search[rug]", None),
-    ("Thought: a\nAction: search[rug]\nAction: search[lamp]", "search[rug]"),
-    (" Action: search[dog harness] ", "search[dog harness]"),
-    ("Action: search[wall clock] now", "search[wall clock]"),
-    ("Thought: Action: search[rug]\nObservation: x", "search[rug]"),
-    # their shop is given these, and stays on its page
-    ("Action:  search[lamp]", ""), ("Action: \nsearch[lamp]", ""), ("Action: click[Search]", ""),
-    ("Action: search[a] and click[b]", ""),
-])
-def test_a_reply_acts_in_the_shop_as_in_theirs(prompts, reply, action):
-    env, ours = make("webshop", prompts), worlds.make("webshop")
-    env.reset("webshop-test-0"), ours.reset("webshop-test-0")
-    expected = ("Observation: Invalid format. The input must contains 'Action: '" if action is None
-                else f"Observation:\n{ours.step(action).observation}")
-    assert env.step(reply) == worlds.Step(expected, 0.0, False)
-
-
-def test_the_examples_are_as_many_as_asked_for(prompts):
-    counts = [len(make("webshop", prompts, examples=n).opening("page", True)) for n in range(3)]
-    assert counts == [3, 7, 9]
-    env = make("webshop", prompts, examples=0)
-    assert env.opening("page", True) == said(
-        [("user", RULES["webshop"]), ("assistant", "OK"), ("user", "page")])
+    task, turns = "webshop-test-0", [(reply, None) for reply in (
+        "I just say it: search[lamp]", "Thought: t\nAction:click[x]", "Action:", "search[rug]", "action: search[rug]",
+        "**Action:** search[rug]")] + [
+        ("Thought: t\nAction: search[desk lamp]\nAction: search[rug]", "search[desk lamp]"),
+        (" Action: search[dog harness] ", "search[dog harness]"), ("Action: search[wall clock] now", "search[wall clock]"),
+        ("Thought: Action: search[rug]\nObservation: x", "search[rug]"), *((reply, "") for reply in (
+            "Action:  search[lamp]", "Action: \nsearch[lamp]", "Action: `search[lamp]`", "Action: click[Search]",
+            "Action: search[a] and click[b]", "Action: click[nothing]"))]
+    page = before = ours.reset(task)
+    expected = [("user", RULES["webshop"]), ("assistant", "OK"), *CHAT, ("user", page)]
+    for reply, action in turns:
+        if action:
+            ours.reset(task)  # one searches there on every page
+            page = ours.step(action).observation
+        expected += [("assistant", reply), ("user", NO_ACTION if action is None else f"Observation:\n{page}")]
+    messages, reward = conversation(env, task, [reply for reply, _ in turns])
+    assert (messages, reward) == (said(expected), 0.0) and before != page
+    env.reset(task)
+    assert [env.step(reply).idle for reply, _ in turns] == [not action for _, action in turns]
 
 
 def test_experts_open_without_the_example_and_say_what_ours_say(prompts):
@@ -112,6 +94,8 @@ def test_experts_open_without_the_example_and_say_what_ours_say(prompts):
         assert (bare, reward) == ([m["content"] for m in own[1:]], own_reward)
         assert messages[:3] == said([("user", RULES["webshop"]), ("assistant", "OK"),
                                      ("user", own[0]["content"].removeprefix(f"{ours.prompt}\n\n"))])
+    counts = [len(make("webshop", prompts, examples=n).opening("page", True)) for n in range(3)]
+    assert counts == [3, 7, 9]  # as many examples as asked for
 
 
 def test_what_the_databases_say(prompts):
@@ -127,12 +111,8 @@ def test_what_the_databases_say(prompts):
     assert read[1].startswith("Observation: [(") and not read[1].endswith("\n")
     assert read[2].startswith("Observation: Error executing query: You have an error")
     assert read[2].endswith("\n")
-
-
-def test_a_wrong_answer_may_earn_less_than_0(prompts):
-    env = make("intercodesql", prompts)
     turned = "Action: \n```sql\nSELECT * FROM ({}) AS t ORDER BY 1 DESC\n```"
-    assert {-1.0, 1.0} < {conversation(env, task, [
+    assert {-1.0, 1.0} < {conversation(env, task, [  # a wrong answer may earn less than 0
         turned.format(env.find(task)["gold"]), "Action: submit"])[1] for task in env.tasks("test")[:60]}
 
 
@@ -158,9 +138,7 @@ def test_science_opens_with_its_heading_and_a_wrong_first_focus_is_minus_1(scien
     reached = ["Action: teleport to kitchen"] * 2
     assert conversation(science, task, reached)[1] > 0
     assert conversation(science, task, reached + ["wait", "wait1"])[1] == 0.0
-
-
-def test_science_ends_behind_200_moves(science):
+    # 200 moves of the simulator end an episode.
     messages, reward = conversation(science, "scienceworld-train-boil-0", ["Action: wait"] * 30)
     assert len(messages) == 7 + 2 * 19 and reward == 0.0
 

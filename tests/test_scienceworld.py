@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,28 +84,22 @@ def test_the_rule_gives_the_simulators_own_splits(official):
 
 
 @pytest.mark.parametrize("options, sizes", [
-    ({}, (1408, 199, 211)), ({"task_types": "short"}, (676, 75, 75)),
-    ({"split_file": "ETO_SCIENCEWORLD"}, (1483, 194, 211))], ids=["all", "short", "published"])
-def test_sizes_of_the_splits(options, sizes):
+    ({}, [1408, 199, 211]), ({"task_types": "short"}, [676, 75, 75]),
+    ({"split_file": "ETO_SCIENCEWORLD"}, [1483, 194, 211])], ids=["all", "short", "published"])
+def test_sizes_of_the_splits_and_names_of_tasks(options, sizes):
     if "split_file" in options:
         options = dict(split_file=str(folder_of(options["split_file"])))
     env = make("scienceworld", **options)
-    taken = [task.split("-", 2)[2] for s in ("train", "seen", "unseen") for task in env.tasks(s)]
-    assert tuple(len(env.tasks(s)) for s in ("train", "seen", "unseen")) == sizes
-    assert not {*taken} & {task.split("-", 2)[2] for task in env.tasks("validation")}
-
-
-def test_what_does_not_exist_is_refused(env):
+    taken = [env.splits[split].keys() for split in ("train", "seen", "unseen")]
+    assert [*map(len, taken)] == sizes
+    assert not set().union(*taken) & env.splits["validation"].keys()
+    for id, task in (("sciworld_0_12", "boil-12"), ("22_7", "lifespan-shortest-lived-7"),
+                     ("6_100", "use-thermometer-100")):  # ETO's ids
+        assert published_task(env, id) == f"scienceworld-train-{task}"
+        assert "{}-{}".format(*env.find(published_task(env, id))) == task
     for task in ("scienceworld-seen-boil-30", "scienceworld-dev-boil-3", "boil"):
         with pytest.raises(ValueError, match="tasks.split. lists"):
             env.reset(task)
-
-
-def test_published_ids_name_their_tasks(env):
-    for id, task in (("sciworld_0_12", "boil-12"), ("22_7", "lifespan-shortest-lived-7"),
-                     ("6_100", "use-thermometer-100")):
-        assert published_task(env, id) == f"scienceworld-train-{task}" and env.find(
-            published_task(env, id))
 
 
 def test_the_direct_call_sees_what_the_package_shows(env, official):
@@ -129,6 +124,9 @@ def test_a_wrong_focus_ends_the_episode_with_what_was_reached(env):
     seen = play(env, "scienceworld-train-boil-0", ["dance", "", "Action: fly\nto the moon", "☃\0"])
     assert set(seen[1::2]) == {"No known action matches that input."} and set(seen[2::2]) == {0.0}
     assert env.max_steps == 100  # the caps are of the types of tasks
+    for action, idle in (("look around", False), ("go to moon", True), ("pick up door", False),  # which?
+                         ("7", True), ("open door to kitchen", False)):  # it is: time goes by
+        assert env.step(action).idle == idle, action
     seen = play(env, "scienceworld-train-find-animal-0",
                 ["go to kitchen", "go to outside", "focus on axe", "wait"])
     assert seen[1:] == ["You move to the kitchen.", pytest.approx(0.25),
@@ -139,33 +137,25 @@ def test_a_wrong_focus_ends_the_episode_with_what_was_reached(env):
 def test_an_episode_ends_behind_200_moves(env):
     """ETO builds its environment with this limit; a `wait` is 11 moves, so 18 are 198 and one that
     looked around before."""
-    solution = make("scienceworld", "short")
-    solution.reset("scienceworld-train-boil-0")
-    solved = solution.gold()
-    solution.close()
-    seen = play(env, "scienceworld-train-boil-0", ["wait"] * 20 + solved)
+    env.reset("scienceworld-train-boil-0")
+    seen = play(env, "scienceworld-train-boil-0", ["wait"] * 20 + env.gold())
     assert len(seen) == 1 + 2 * 19 and seen[-1] == 0.0
-    seen = play(env, "scienceworld-train-boil-0", ["wait1"] * 20)
-    assert len(seen) == 1 + 2 * 20
+    assert len(play(env, "scienceworld-train-boil-0", ["wait1"] * 20)) == 1 + 2 * 20
 
 
-def test_experts_reach_the_full_score_within_the_steps():
-    full = make("scienceworld", "full")
-    for split, kind in ("train", "find-plant"), ("seen", "life-stages-2"):
-        task = next(task for task in full.tasks(split) if kind in task)
-        messages, reward = worlds.converse(full, full.reset(task), full.expert())
-        assert reward == 1.0, (task, messages)
-        assert all(m["content"].startswith("Thought: ") and "\nAction: " in m["content"]
-                   for m in messages if m["role"] == "assistant")
-    full.close()
-
-
-def test_an_expert_looks_around_before_it_acts():
+def test_experts_look_around_before_they_act_and_reach_the_full_score():
     gold = ["open door to hall", "go to hall", "go to den", "focus on cat", "look around",
             "pick up cat", "go to hall", "look around", "move cat to box"]
     assert science.science_actions(gold) == [
         "look around", "go to hall", "go to den", "look around", "focus on cat", "pick up cat",
         "go to hall", "look around", "move cat to box"]
+    full = make("scienceworld", "full")
+    for split, kind in ("train", "find-plant"), ("seen", "life-stages-2"):
+        task = next(task for task in full.tasks(split) if kind in task)
+        messages, reward = worlds.converse(full, full.reset(task), full.expert())
+        assert reward == 1.0, (task, messages)
+        assert all(re.match("Thought: .*\nAction: ", turn["content"]) for turn in messages[1::2])
+    full.close()
 
 
 def test_an_expert_is_the_same_whatever_its_simulator_has_played(monkeypatch):

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import random
 import re
 import subprocess
 import sys
@@ -148,34 +147,25 @@ def test_of_options_that_share_a_value_the_last_is_chosen():
     (("search[kettle]",), "click[B0BBBBBBBB]"),       # on the next page
     (OPEN, "click[black]"),                           # no such option
     (OPEN, "click[color]"),                           # an option's name
+    ((*OPEN, "click[navy]"), "click[navy]"),          # again
 ])
 def test_an_invalid_action_keeps_the_page_and_the_reward(before, action):
     shop, page = small_shop(*before)
-    assert shop.step(action) == worlds.Step(page, 0.0, False)
+    step = shop.step(action)
+    assert step == worlds.Step(page, 0.0, False) and step.idle
 
 
-@pytest.mark.parametrize("reply", [
-    "search[kettle]", "search[kettle] please", "Thought: go\nAction: search[kettle]",
-    "Thought: Action: none\nAction:\n search[kettle]\n", "Action: search[kettle]\nObservation: x",
-])
-def test_an_action_is_read_from_every_form_of_reply(reply):
-    assert small_shop(reply)[1] == PAGE_1
-
-
-def test_purchase_ends_the_episode_with_the_reward_of_the_chosen_options():
+@pytest.mark.parametrize("clicks, reward", [
     # 2 attributes, price 36 > 30: navy and large are 2 of 5 points, attributes 2 more.
-    for actions, reward in [((), 2 / 5), (("click[navy]",), 3 / 5),
-                            (("click[navy]", "click[large]"), 4 / 5),
-                            (("click[navy]", "click[sand]", "click[large]"), 3 / 5)]:
-        shop, _ = small_shop(*OPEN, *actions)
-        assert shop.step("click[Buy Now]") == worlds.Step(DONE, pytest.approx(reward), True)
-
-
-def test_options_survive_a_sub_page_and_are_lost_on_the_way_to_the_results():
-    kept = [*OPEN, "click[navy]", "click[Description]", "click[< Prev]"]
-    assert small_shop(*kept)[0].step("click[Buy Now]").reward == pytest.approx(3 / 5)
-    lost = [*OPEN, "click[navy]", "click[< Prev]", "click[B0AAAAAAAA]"]
-    assert small_shop(*lost)[0].step("click[Buy Now]").reward == pytest.approx(2 / 5)
+    ("", 2 / 5), ("navy", 3 / 5), ("navy large", 4 / 5), ("navy sand large", 3 / 5),
+    ("navy Description < Prev", 3 / 5),        # options survive a sub-page
+    ("navy < Prev B0AAAAAAAA", 2 / 5)])        # and are lost on the way to the results
+def test_a_purchase_ends_the_episode_with_the_reward_of_the_chosen_options(clicks, reward):
+    """Each click changes something, be it to be seen or not."""
+    shop, _ = small_shop(*OPEN)
+    steps = [shop.step(f"click[{text}]") for text in [*re.findall("< Prev|[^ ]+", clicks), "Buy Now"]]
+    assert steps[-1] == worlds.Step(DONE, pytest.approx(reward), True)
+    assert not any(step.idle for step in steps)
 
 
 def test_a_search_gives_at_most_fifty_results():
@@ -279,44 +269,61 @@ def test_splits_share_no_goal_and_unseen_shares_no_product():
                        if p["asin"] in meeting)
 
 
-def test_an_added_task_has_one_id_which_no_other_object_knows():
-    env, other, rng = make("webshop"), make("webshop"), random.Random(0)
-    tasks = [catalogue.draw_goal(rng, family, set(), env.world.products)
-             for family in env.world.families[:4]]
-    before, ids = {split: env.tasks(split) for split in env.splits}, [
-        f"webshop-added-{n}" for n in range(4)]
-    assert env.tasks("added") == []
-    assert [env.add(task) for task in tasks] == ids == env.tasks("added")
-    assert [env.add(dict(task)) for task in reversed(tasks)] == ids[::-1]  # the same again
-    assert [env.find(id) for id in ids] == tasks
-    assert {split: env.tasks(split) for split in env.splits} == before
-    for unknown in (ids[0], "webshop-added-", "webshop-added-x", "train-0", "shop-train-0"):
-        with pytest.raises(ValueError, match=f"unknown task '{unknown}'"):
-            other.find(unknown)
-    env.close()
-    assert env.tasks("added") == ids  # they are the object's, not an episode's
-
-
-@pytest.mark.parametrize("module, world, parts", [
-    ("webshop.catalogue", "shop_world", "w.products, w.goals"),
-    ("intercodesql.questions", "sql_world", "w.databases, w.questions")])
-def test_a_generated_world_is_the_same_in_every_process(module, world, parts):
-    code = (f"import hashlib, json; from worlds.{module} import {world}; w = {world}();"
-            f"print(hashlib.sha256(json.dumps([{parts}]).encode()).hexdigest())")
-    seen = {subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, check=True,
-                           capture_output=True, env={"PYTHONHASHSEED": seed}).stdout
-            for seed in ("0", "1")}
+def test_a_generated_world_is_the_same_in_every_process():
+    code = ("import hashlib, json; from worlds.webshop.catalogue import shop_world; "
+            "from worlds.intercodesql.questions import sql_world; a, b = shop_world(), sql_world(); "
+            "made = json.dumps([a.products, a.goals, b.databases, b.questions]); "
+            "print(hashlib.sha256(made.encode()).hexdigest())")
+    seen = {subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, check=True, capture_output=True,
+                           env={"PYTHONHASHSEED": seed}).stdout for seed in ("0", "1")}
     assert len(seen) == 1
 
 
+@pytest.fixture(scope="module")
+def generator():
+    return make("webshop").task_generator()
+
+
+@pytest.mark.parametrize("spelt", [
+    "search[desk lamp super soft]", "Search [Desk lamp, super-soft]", "s e a r c h desk lamp super soft",
+    "ｓｅａｒｃｈ［lamp］", "search (lamp)", "search: lamp", "SEARCH<lamp>", "click[navy]", "Click on navy",
+    "c-l-i-c-k (navy)", "B09PO8ANXU", "number b09po8anxu", "B09P O8AN-XU", "Buy Now", "BUY-NOW", "buynow",
+    "buy\u200b now", "ｂｕｙ ｎｏｗ"])
+def test_a_text_that_tells_its_solution_is_known_in_any_spelling(generator, spelt):
+    text = f"i need a super soft desk lamp in navy, {spelt}, and price lower than 50.00 dollars"
+    solution = ["Thought: so.\nAction: search[desk lamp super soft]", "click[B09PO8ANXU]", "click[navy]", "click[Buy Now]"]
+    assert generator.tells(text, solution)
+    assert not generator.tells(text.replace(spelt, "searching now"), solution)
+
+
+def test_goals_of_one_key_pay_alike_for_every_purchase_and_others_do_not(generator):
+    """Whatever their words, the order of what they ask for, or a limit that no price lies between."""
+    shop = generator.shop
+    for task in shop.tasks("train")[::60]:
+        goal = shop.find(task)
+        kind = [p for p in generator.products if p["query"] == goal["query"]]
+        others = [goal | change for change in (
+            dict(instruction="in other words"), dict(attributes=goal["attributes"][::-1]),
+            dict(goal_options=goal["goal_options"][::-1]), dict(goal_options=goal["goal_options"][:1]),
+            dict(attributes=[*goal["attributes"], "nothing has this"]), *(
+                dict(price_upper=goal["price_upper"] + more) for more in (0.5, -0.5, 1, 3, 10, 40)))]
+        for other in others:
+            same = all(best_purchase(p, other) == best_purchase(p, goal) for p in kind)
+            assert (generator.key(other) == generator.key(goal)) == same
+            if same:
+                assert generator.refusal(other) == "a goal of a split"
+
+
 @pytest.mark.parametrize("view", ["full", "short"])
-def test_expert_replays_to_its_reward(view):
+def test_the_expert_replays_to_its_reward_and_no_goal_tells_what_it_does(view, generator):
     shop = WebShop(view)
     for split in shop.splits:
-        talks = [worlds.converse(shop, shop.reset(task), shop.expert())
-                 for task in shop.tasks(split)[::3]]
-        assert mean(reward for _, reward in talks) > 0.98
-        assert mean(reward == shop.success for _, reward in talks) > 0.95
-    reply = talks[0][0][1]["content"]
-    assert re.fullmatch(r"(Thought: I should search for a .*\nAction: )?search\[.*]", reply)
-    assert ("Thought" in reply) == (view == "full")
+        rewards = []
+        for task in shop.tasks(split)[::3]:
+            messages, reward = worlds.converse(shop, shop.reset(task), shop.expert())
+            replies = [turn["content"] for turn in messages[1::2]]
+            assert not generator.tells(shop.find(task)["instruction"], replies)
+            assert re.fullmatch(r"(Thought: I should search for a .*\nAction: )?search\[.*]", replies[0])
+            assert ("Thought" in replies[0]) == (view == "full")
+            rewards.append(reward)
+        assert mean(rewards) > 0.98 and rewards.count(1) > 0.95 * len(rewards)

@@ -40,17 +40,18 @@ def client(server, view="full", **changed):
     return WebShopServer(server.url, view, **{**quick, **changed})
 
 
+# ------------------------------------------------------------------------- recorded exchanges
+
+
 @pytest.fixture
 def recorded(shop_server):
     text = (DATA / "webshop/recorded_exchanges.json").read_text(encoding="utf-8")
-    text = re.sub(r"rec\d_fixed", "coevolve_fixed", text)
-    exchanges = json.loads(text)
+    exchanges = json.loads(re.sub(r"rec\d_fixed", "coevolve_fixed", text))
     answers = {(x["method"], x["url"], json.dumps(x["form"] or {})):
                (x["status"], x["html"], x["location"]) for x in exchanges}
     assert len(answers) == len(exchanges) == 14
-    missing = (404, "<h1>Not Found</h1>", None)
-    server = shop_server(lambda method, path, form: answers.get((method, path, json.dumps(form)),
-                                                                missing))
+    server = shop_server(lambda method, path, form: answers.get(
+        (method, path, json.dumps(form)), (404, "<h1>Not Found</h1>", None)))
     server.texts = {x["label"][:2]: x["text"] for x in exchanges if x["text"]}
     return server
 
@@ -62,7 +63,8 @@ def test_recorded_episode_gives_the_official_text_and_reward(recorded):
                           ("click[< Prev]", "04"), ("click[B0HVDGAJ09]", "05"),
                           ("click[baker's choice]", "06"), ("click[12 ounce (pack of 2)]", "07"),
                           ("click[Description]", "08"), ("click[< Prev]", "09")]:
-        assert shop.step(action) == worlds.Step(recorded.texts[label], 0.0, False)
+        step = shop.step(action)
+        assert step == worlds.Step(recorded.texts[label], 0.0, False) and not step.idle
         if label == "02":
             assert [*shop.page.links][:3] == ["back to search", "next >", "b0hvdgaj09"]
             assert len(shop.page.links) == 2 + 9
@@ -72,84 +74,138 @@ def test_recorded_episode_gives_the_official_text_and_reward(recorded):
     step = shop.step("click[Buy Now]")
     assert step == worlds.Step("Thank you for shopping with us! [SEP] Your code:", 0.8, True)
     assert recorded.texts["10"].startswith(step.observation)
-
-
-def test_a_page_the_server_does_not_have_keeps_the_page(recorded):
-    shop = client(recorded)
-    first = shop.reset("webshop-test-11")
-    assert shop.step("search[24 inch/carry]") == worlds.Step(first, 0.0, False)
-    assert shop.step("search[oat granola non gmo]").observation == recorded.texts["02"]
-
-
-def test_a_goal_out_of_range_is_named_with_the_remedy(recorded):
     with pytest.raises(worlds.EnvError, match="goal 9999 at http://127.0.0.1.* catalogue does not "
-                                            "have; start it with all products"):
-        client(recorded).reset("webshop-train-9999")
+                                              "have; start it with all products"):
+        shop.reset("webshop-train-9999")
 
 
-def official_page(text, buttons=()):
+# ------------------------------------------------------------------ a site of a few pages
+
+
+def page_of(text, buttons=()):
     """A page of an official server's shape; buttons: text -> address."""
     forms = "".join(f'<form method="post" action="{address}"><button class="btn">{name}</button>'
                     "</form>" for name, address in dict(buttons).items())
     return f"<html><body><h4>Instruction:<br>i need a kettle</h4>\n{forms}\n{text}</body></html>"
 
 
+def option(name, value, address):
+    return f'<input type="radio" name="{name}" value="{value}" data-url="{address}">'
+
+
+def small_site(prefix="", lacks=None):
+    """path -> page of a shop of three pages, whose links have a prefix, but for a kind that lacks it."""
+    to = {kind: "" if kind == lacks else prefix for kind in ("search", "product", "button", "option")}
+    item = page_of(f'<a class="product-link" href="{to["product"]}/p">B0</a>'
+                   + option("size", "24 inch/carry", to["option"] + "/o/24%20inch%2Fcarry")
+                   + option("in/cm", "9", to["option"] + "/o/in%2Fcm")
+                   + option("size", "10", to["option"] + "/o/10"), {"Buy Now": to["button"] + "/b"})
+    search = page_of(f'<form action="{to["search"]}/s"><input name="search_query"></form>')
+    return {f"{prefix}/coevolve_fixed_1": search, f"{prefix}/s": item, f"{prefix}/p": item,
+            f"{prefix}/b": "<html><h3 id='reward'><pre>1.0</pre></h3></html>"}
+
+
+@pytest.fixture
+def site(shop_server):
+    """site(pages, missing) -> its server, which answers so where it has no page."""
+    return lambda pages, missing=(404, "", None): shop_server(lambda method, path, form: (
+        (200, pages[path], None) if path in pages else missing))
+
+
+ACTIONS = {"search": "search[kettle]", "product": "click[B0]", "button": "click[Buy Now]", "option": "click[9]"}
+
+
+def after(shop, kind):
+    """The step of an action of this kind."""
+    shop.reset("webshop-test-1")
+    first = shop.step("search[kettle]")
+    return first if kind == "search" else shop.step(ACTIONS[kind])
+
+
+def test_an_option_that_the_server_cannot_route_changes_nothing(site):
+    """Its name or value holds a slash, which ends in 404 on the official server. No other page may be missing."""
+    shop = client(site(small_site()))
+    page = after(shop, "search").observation
+    for text in ("24 inch/carry", "9"):
+        step = shop.step(f"click[{text}]")
+        assert step == worlds.Step(page, 0.0, False) and step.idle
+    with pytest.raises(worlds.EnvError, match="HTTP 404"):
+        shop.step("click[10]")
+    assert after(shop, "button").reward == 1.0
+
+
+@pytest.mark.parametrize("kind", ACTIONS)
+def test_a_shop_whose_own_links_lack_its_prefix_is_broken(site, kind):
+    """Whatever is there without it, be it another shop."""
+    pages = small_site("/shop", kind)
+    for missing in ((404, "", None), (500, "", None), (200, "<html>Not here</html>", None), pages["/shop/s"]):
+        server = site({**pages, **({"/s": missing, "/p": missing} if isinstance(missing, str) else {})},
+                      (200, missing, None) if isinstance(missing, str) else missing)
+        server.url += "/shop"
+        with pytest.raises(worlds.EnvError, match="goal 1 at .*/shop: .*outside .*/shop/[^\n]*$"):
+            after(client(server), kind)
+
+
+@pytest.mark.parametrize("kind, path", [("search", "/s"), ("product", "/p"), ("button", "/b")])
+def test_a_missing_page_is_no_fault_of_the_agents(site, kind, path):
+    for missing, says in (((404, "", None), "HTTP 404 at .*own links"), ((503, "", None), "HTTP 503"),
+                          ((200, page_of("Nothing"), None), "no page of a WebShop server")):
+        pages = small_site()
+        pages.pop(path)
+        with pytest.raises(worlds.EnvError, match=says):
+            after(client(site(pages, missing)), kind)
+
+
+def test_a_search_whose_words_get_lost_is_no_fault_of_the_agents(shop_server):
+    """A proxy adds a slash by a redirect, after which the form is asked for again by GET, without its fields."""
+    pages = small_site()
+    shop = client(shop_server(lambda method, path, form: (
+        (301, "", "/coevolve_fixed_1") if path == "/s" else (200, pages[path], None))))
+    with pytest.raises(worlds.EnvError, match="search page again"):
+        after(shop, "search")
+
+
 @pytest.mark.parametrize("order, chosen", [
-    (["color", "shade color", "size"], "size"), (["size", "color"], "color"),
+    (["color", "shade", "size"], "size"), (["size", "color"], "color"),
     (["color", "button", "size"], "button"), (["button", "color", "size"], "button")])
-def test_of_options_that_share_a_value_the_last_is_chosen(shop_server, order, chosen):
+def test_of_options_that_share_a_value_the_last_is_chosen(site, order, chosen):
     """As both official environments do, which read a page into a dictionary of values. A button of
     this name is pressed instead."""
-    def answer(method, path, form):
-        if path == "/coevolve_fixed_1":
-            search = '<form action="/s" method="post"><input name="search_query"></form>'
-            return 200, official_page(search), None
-        text = "".join(
-            '<form method="post" action="/button"><button class="btn">natural</button></form>'
-            if name == "button" else
-            f'<input type="radio" name="{name}" value="natural" data-url="/{name}">'
-            for name in order)
-        return 200, official_page(text + f"<p>{path}</p>"), None
-
-    shop = client(shop_server(answer))
-    shop.reset("webshop-test-1")
-    shop.step("search[kettle]")
-    assert shop.step("click[natural]").observation.endswith(chosen.replace(" ", "%20"))
+    button = '<form action="/button"><button class="btn">natural</button></form>'
+    item = "".join(button if name == "button" else option(name, "natural", f"/{name}") for name in order)
+    chosen_page = page_of(item + "<p>chosen</p>")
+    shop = client(site({**small_site(), "/s": page_of(item), f"/{chosen}": chosen_page}))
+    after(shop, "search")
+    assert shop.step("click[natural]").observation.endswith("chosen")
 
 
-def test_an_official_page_of_attributes_is_read(shop_server):
+def test_an_official_page_of_attributes_is_read(site):
     """Of the pages only attributes_page.html has the instruction in one line with its title."""
     page = ("<html><body><h4>Instruction: i need a kettle</h4><h4>Current Query: ['kettle']</h4>"
-            '<form method="post" action="/i"><button class="btn">&lt; Back to Item Page</button>'
+            '<form method="post" action="/p"><button class="btn">&lt; Back to Item Page</button>'
             "</form><ul><li><p> easy clean</p></li></ul><h5>garden</h5><h5>kettle</h5>"
             "<h5>Home › Kettles</h5></body></html>")
-
-    def answer(method, path, form):
-        search = '<form action="/s" method="post"><input name="search_query"></form>'
-        return 200, {"/coevolve_fixed_1": official_page(search), "/a": page}.get(
-            path, official_page("<p>item</p>", {"Attributes": "/a"})), None
-
-    shop = client(shop_server(answer))
-    shop.reset("webshop-test-1")
-    shop.step("search[kettle]")
+    shop = client(site({**small_site(), "/s": page_of("", {"Attributes": "/a"}), "/a": page}))
+    after(shop, "search")
     shown = shop.step("click[Attributes]").observation
     assert shown.endswith("easy clean [SEP] garden [SEP] kettle [SEP] Home › Kettles")
-    assert shop.step("click[< back to item page]").observation.endswith("item")
+    assert shop.step("click[< back to item page]").observation.endswith("B0")
+
+
+# ------------------------------------------------------------------- the embedded shop, served
 
 
 def as_html(shop, place, address):
     """A page of the embedded shop with the controls of an official one."""
     page = shop.follow(place)
-    pieces, links = page.pieces, page.links
     values = {v for p in shop.world.products for pool in p["options"].values() for v in pool}
     if page.kind == "done":
-        score = page.reward
-        return (f"<html><body><h1>{pieces[0]}</h1><h3>{pieces[1]} </h3><p><pre>5954286D85</pre> "
+        return (f"<html><body><h1>{page.pieces[0]}</h1><h3>{page.pieces[1]} </h3><p><pre>5954286D85</pre> "
                 f'(Paste it)</p><div style="display:none"><pre>{escape(str(shop.goal))}</pre>'
-                f'</div><h3 id="reward">Your score<pre>{score}</pre></h3></body></html>')
+                f'</div><h3 id="reward">Your score<pre>{page.reward}</pre></h3></body></html>')
     html = "<!DOCTYPE html>\n<html>\n<head><title>Shop</title>\n<script>1 < 2</script></head><body>"
-    for piece in pieces:
-        to = address(links[piece.lower()]) if piece.lower() in links else ""
+    for piece in page.pieces:
+        to = address(page.links[piece.lower()]) if piece.lower() in page.links else ""
         text = escape(piece)
         if piece == "Search":
             html += (f'<form method="post" action="{address(place)}"><input id="search_input" '
@@ -158,8 +214,7 @@ def as_html(shop, place, address):
         elif not to:
             html += f"\n  <h4>{text}</h4><!-- <h5>hidden</h5> -->"
         elif piece in values:
-            html += (f'\n<input type="radio" name="o" value="{text}" data-url="{to}">\n'
-                     f"<label>{text}</label>")
+            html += f"\n{option('o', text, to)}\n<label>{text}</label>"
         elif piece.startswith("B0"):
             html += f'<h4><a class="product-link" href="{to}">{text}</a></h5>'
         else:
@@ -172,7 +227,6 @@ def as_html(shop, place, address):
 def official(shop_server):
     """The embedded shop's test goals behind the routes of a server. warm: it has its catalogue."""
     shop, places = WebShop(), [Place()]
-    goals = shop.world.goals["test"]
 
     def answer(method, path, form):
         if not server.warm:  # it loads its catalogue once for each who asks meanwhile
@@ -180,9 +234,7 @@ def official(shop_server):
             time.sleep(0.3)
             server.warm = True
         match = re.fullmatch(r"/coevolve_fixed_(\d+)(?:/(\d+))?", path)
-        if not match or int(match[1]) >= len(goals):
-            return 500, "<h1>Internal Server Error</h1>", None
-        shop.goal, place = goals[int(match[1])], places[int(match[2] or 0)]
+        shop.goal, place = server.goals[int(match[1])], places[int(match[2] or 0)]
 
         def address(place):
             if place not in places:
@@ -194,7 +246,7 @@ def official(shop_server):
         return 200, as_html(shop, place, address), None
 
     server = shop_server(answer)
-    server.warm, server.loads = True, 0
+    server.warm, server.loads, server.goals = True, 0, shop.world.goals["test"]
     return server
 
 
@@ -210,14 +262,17 @@ def any_policy(shop, seed):
     return act
 
 
-def episode(shop, task, act):
-    """Everything the agent sees of one episode."""
-    page, seen = shop.reset(task), []
-    seen.append((page, sorted(shop.page.links)))
+TASK, SEARCH = "webshop-test-1", "search[desk lamp]"
+
+
+def episode(shop, task=TASK, act=None):
+    """Everything the agent sees of one episode, of the expert if it isn't said whose."""
+    page, act = shop.reset(task), act or catalogue.shop_expert(True)
+    seen = [(page, sorted(shop.page.links))]
     for _ in range(10):
         step = shop.step(act(page))
         page = step.observation
-        seen.append((step, sorted(shop.page.links)))
+        seen.append((step, step.idle, sorted(shop.page.links)))
         if step.done:
             break
     return seen
@@ -234,10 +289,16 @@ def test_whole_episodes_equal_the_embedded_shops(official, view):
     assert shop.prompt == embedded.prompt
 
 
-def test_episodes_on_a_goal_share_a_session_and_a_client_its_connection(official):
+def test_what_is_asked_of_a_server(official):
+    """Episodes on a goal share a session and a client its connection; an invalid action asks nothing, since the
+    page is as it was; the page after a purchase, which would show the goal, is cut."""
     shop = client(official)
-    first, second = (episode(shop, "webshop-test-3", catalogue.shop_expert(True)) for _ in range(2))
-    assert first == second and first[-1][0].done  # the page after a purchase would show the goal
+    page = shop.reset("webshop-test-3")
+    for action in ["click[Search]", "click[Buy Now]", " search[lamp]", ""]:
+        assert shop.step(action) == worlds.Step(page, 0.0, False)
+    assert len(official.seen) == 1
+    first, second = episode(shop, "webshop-test-3"), episode(shop, "webshop-test-3")
+    assert first == second and first[-1][0].done
     assert first[-1][0].observation == "Thank you for shopping with us! [SEP] Your code:"
     assert {path.split("/")[1] for _, path, _ in official.seen} == {"coevolve_fixed_3"}
     assert official.connections == 1
@@ -245,6 +306,11 @@ def test_episodes_on_a_goal_share_a_session_and_a_client_its_connection(official
 
 def test_tasks_name_goals_by_rule_or_by_lists_without_a_request(official, tmp_path):
     (tmp_path / "train_indices.json").write_text("[501, 3]")
+    for wrong in (None, "{", "[]"):
+        if wrong:
+            (tmp_path / "test_indices.json").write_text(wrong)
+        with pytest.raises(worlds.Refused, match=f"^--split-file {tmp_path}/test_indices.json: .*$"):
+            WebShopServer(official.url, "full", str(tmp_path))
     (tmp_path / "test_indices.json").write_text("[500, 2]")
     rule, listed = (make("webshop", webshop_url=f"{official.url}/", split_file=file)
                     for file in (None, str(tmp_path)))
@@ -262,41 +328,28 @@ def test_tasks_name_goals_by_rule_or_by_lists_without_a_request(official, tmp_pa
     assert official.seen == []
 
 
-def talk(text):
-    return [dict(role="user", content=text), dict(role="assistant", content="Action: search[x]")]
-
-
 def test_what_is_set_aside_where_experts_and_the_environment_are_compared():
+    """White space and case, and the price limit of a server, which draws it anew."""
+    def opens(env, text):
+        return opens_otherwise(env, env.opening(text) + [dict(role="assistant", content="x")], page)
+
     env = make("webshop", webshop_url="http://127.0.0.1:9")
     page = "WebShop [SEP] Instruction: [SEP] a hat, and price lower than 30.00 dollars [SEP] Search"
     for same in (page, page.replace("30.00", "120.00"), f"{page} \n",
                  page.upper(), page.replace(", and price lower than 30.00 dollars", "")):
-        assert opens_otherwise(env, env.opening(same) + talk("x")[1:], page) is None
+        assert opens(env, same) is None
     for other in ("a hat", page.replace("hat", "cap"), f"{page} and more", f"A {page}", ""):
-        assert opens_otherwise(env, env.opening(other) + talk("x")[1:], page)
-    # Another view's experts, and those of another prompt.
-    assert opens_otherwise(env, talk(page), page)
-    assert opens_otherwise(env, talk(f"rules of\n\nanother version\n\n{page}"), page)
-    assert opens_otherwise(make("webshop", "short"), env.opening(page) + talk("x")[1:], page)
-    embedded = make("webshop")  # its limits stay, so another limit is another goal
-    assert opens_otherwise(embedded, embedded.opening(page.replace("30", "40")) + talk("x")[1:],
-                           page)
-    science = worlds.World("short")
-    assert opens_otherwise(science, talk("Task Description:\nBoil."), "Boil.") is None
+        assert opens(env, other)
+    assert opens(make("webshop"), page.replace("30", "40"))
+    assert opens(worlds.World("short"), f"Task Description:\n{page}") is None
 
 
-@pytest.mark.parametrize("text", ["{", "[]", None])
-def test_lists_of_goals_that_cannot_be_are_named(tmp_path, text):
-    (tmp_path / "train_indices.json").write_text("[1]")
-    if text is not None:
-        (tmp_path / "test_indices.json").write_text(text)
-    with pytest.raises(worlds.Refused, match=f"^--split-file {tmp_path}/test_indices.json: .*$"):
-        WebShopServer("http://127.0.0.1:9", "full", str(tmp_path))
+# -------------------------------------------------------------------------------------- faults
 
-
-TASK = "webshop-test-1"
 PAGE = ("<html><h4>Instruction:<br>{}</h4><form action='{}'><input name='search_query'></form>"
         "</html>")
+
+
 @pytest.mark.parametrize("fault, says", [
     ((500, "", None), "HTTP 500"), (None, "see that the server runs"), ("cut", "runs|early"),
     ((200, "<html>", None), "ends early"), (0.8, "see that the server runs"),
@@ -310,15 +363,15 @@ PAGE = ("<html><h4>Instruction:<br>{}</h4><form action='{}'><input name='search_
 ])
 def test_a_fault_voids_the_episode_in_one_line_and_changes_nothing_after_it(official, fault, says):
     shop = client(official)
-    expected = episode(shop, TASK, catalogue.shop_expert(True))
+    expected = episode(shop)
     shop.reset(TASK)
     official.faults = [fault] * 20
     with pytest.raises(worlds.EnvError, match=says) as error:
-        shop.step("search[desk lamp]")
+        shop.step(SEARCH)
     assert f"goal 1 at {official.url}" in str(error.value) and "\n" not in str(error.value)
     assert len(official.faults) >= 20 - 6  # redirects are bounded
     official.faults = [] if "instruction" in says else [fault]
-    assert episode(Again(shop), TASK, catalogue.shop_expert(True)) == expected
+    assert episode(Again(shop)) == expected
 
 
 def test_the_first_request_has_time_and_is_not_repeated_while_the_catalogue_loads(official):
@@ -345,11 +398,11 @@ def test_one_asks_a_cold_server_and_the_others_wait(official):
     with ThreadPoolExecutor(4) as threads:
         official.faults, official.warm = [None], False
         with pytest.raises(worlds.EnvError):
-            shops[0].env.step("search[desk lamp]")
-        expected = list(threads.map(lambda shop: shop.step("search[desk lamp]"), shops))
+            shops[0].env.step(SEARCH)
+        expected = list(threads.map(lambda shop: shop.step(SEARCH), shops))
         assert official.loads == 1 and "Page 1" in expected[0].observation
         official.warm = False
-        assert [shop.step("search[desk lamp]") for shop in threads.map(begin, range(4))] == expected
+        assert [shop.step(SEARCH) for shop in threads.map(begin, range(4))] == expected
     assert official.loads == 2
     official.warm, code = False, (
         "from worlds.webshop.server import WebShopServer;"
@@ -359,28 +412,20 @@ def test_one_asks_a_cold_server_and_the_others_wait(official):
     assert official.loads == 3
 
 
-@pytest.fixture
 def replace_server(official):
-    """replace_server(): it is another one from now on, with other price limits for half of the goals,
-    those of even numbers. No request is lost meanwhile."""
-    goals = WebShop().world.goals["test"]  # those behind the server's routes
-    before = list(goals)
-
-    def replace():
-        goals[:] = [g if n % 2 else dict(g, instruction=g["instruction"].replace("than ", "than 1"))
-                    for n, g in enumerate(before)]
-
-    yield replace
-    goals[:] = before
+    """It is another one from now on, with other price limits for half of the goals, those of even
+    numbers. No request is lost meanwhile."""
+    official.goals = [g if n % 2 else dict(g, instruction=g["instruction"].replace("than ", "than 1"))
+                      for n, g in enumerate(official.goals)]
 
 
-def test_a_replaced_server_ends_the_run_whoever_notices(official, replace_server):
+def test_a_replaced_server_ends_the_run_whoever_notices(official):
     """A goal that was seen reads otherwise, or another one does before a goal that is new; nobody
     tries again until one agrees by chance."""
     shops = [Again(client(official)) for _ in range(2)]
     for n in range(6):
         shops[0].reset(f"webshop-test-{n}")
-    replace_server()
+    replace_server(official)
     shops[1].reset("webshop-test-3")  # whose limit is the same
     asked = len(official.seen)
     with pytest.raises(worlds.Refused, match="http.* replaced. Goal 4 was .*--out"):
@@ -392,14 +437,14 @@ def test_a_replaced_server_ends_the_run_whoever_notices(official, replace_server
 
 
 @pytest.mark.parametrize("last", ["click[< Prev]", "click[Buy Now]"])
-def test_an_episode_ends_on_the_server_that_it_began_on(official, replace_server, last):
+def test_an_episode_ends_on_the_server_that_it_began_on(official, last):
     """Also where nothing on the last page says whose it is; a goal that is the same on both may."""
     shops = [Again(client(official)) for _ in range(3)]
     for n, shop in zip((1, 2, 2), shops):
         found = shop.step(catalogue.shop_expert(False)(shop.reset(f"webshop-test-{n}")))
         shop.step(f"click[{catalogue.read_results(found.observation)[0][0]}]")
     shops[2].step("click[Buy Now]")
-    replace_server()
+    replace_server(official)
     assert shops[0].step(last).done == ("Buy" in last)
     with pytest.raises(worlds.Refused, match="Goal 2 was "):
         shops[1].step(last)
@@ -432,23 +477,13 @@ def test_no_proxy_comes_between(shop_server, official, monkeypatch):
     assert client(official).reset(TASK).startswith("WebShop") and proxy.seen == []
 
 
-@pytest.mark.parametrize("query, sent", [
-    ("<r> lamp", "r lamp"), ("a <r> b", "a <r> b"),
-    ("http://other:80/x?y#z", "http:  other:80 x?y#z"), ("../../etc", ".. .. etc"),
-    ("&search_query=x", "&search_query=x"), ("x" * 5000, "x" * 1000), ("Größe é", "größe é"),
-])
-def test_a_query_leaves_as_the_forms_field_without_what_the_server_trips_over(official, query,
-                                                                              sent):
+def test_a_query_leaves_as_the_forms_field_without_what_the_server_trips_over(official):
     shop = client(official)
-    shop.reset(TASK)
-    shop.step(f"search[{query}]")
-    assert [(m, f) for m, _, f in official.seen] == [("GET", {}), ("POST", {"search_query": sent}),
-                                                    ("GET", {})]
-
-
-def test_an_invalid_action_asks_the_server_nothing(official):
-    shop = client(official)
-    page = shop.reset(TASK)
-    for action in ["click[Search]", "click[Buy Now]", " search[lamp]", ""]:
-        assert shop.step(action) == worlds.Step(page, 0.0, False)
-    assert len(official.seen) == 1
+    for query, sent in (
+            ("<r> lamp", "r lamp"), ("a <r> b", "a <r> b"), ("../../etc", ".. .. etc"), ("Größe é", "größe é"),
+            ("http://other:80/x?y#z", "http:  other:80 x?y#z"), ("&search_query=x", "&search_query=x"),
+            ("x" * 5000, "x" * 1000)):
+        shop.reset(TASK)
+        official.seen.clear()
+        shop.step(f"search[{query}]")
+        assert [(m, f) for m, _, f in official.seen] == [("POST", {"search_query": sent}), ("GET", {})]

@@ -1,20 +1,20 @@
-"""What every environment states, experts that cannot go on, files of experts."""
+"""What every environment states, how replies are read, experts that cannot go on, files of experts."""
 
-import ast
 import json
-import re
+import math
 from collections import Counter
 from contextlib import suppress
 
 import pytest
-from conftest import ROOT, make_tokenizer
+from conftest import make_tokenizer
 
 import envs
 import worlds
 from common.files import write_jsonl
 from dpo import Encoder, Trajectory
-from worlds import expert_files, make
-from worlds.webshop.shop import WebShop
+from evolve import Explored
+from worlds import expert_files
+from worlds.webshop import shop
 
 
 class Echo(worlds.World):
@@ -35,176 +35,166 @@ class Echo(worlds.World):
         return worlds.Step("again", float(reply == self.word), reply == self.word)
 
 
-def names_used_of(name):
-    """X of each name.X in the core, evolve.py, lab/ and worlds/, but for files about one
-    environment, which import it."""
-    found = set()
-    for file in [*ROOT.glob("*.py"), *ROOT.glob("lab/**/*.py"), *ROOT.glob("worlds/*.py")]:
-        text = file.read_text(encoding="utf-8")
-        if re.search(r"^(from|import) worlds\.(\w+)\.", text, re.M):
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Attribute) and name in (
-                    getattr(node.value, "id", None), getattr(node.value, "attr", None)):
-                found.add(node.attr)
-    return found - {"get_template"}  # of pages, whose environment is jinja's
-
-
-def test_a_world_states_all_that_is_asked_of_an_environment():
-    used = names_used_of("env")
-    assert {"stops", "success", "opening", "max_steps", "step", "reset"} <= used
-    assert not [name for name in used if not hasattr(Echo(), name)]
-
-
 def test_an_environment_of_ones_own_has_the_rest_from_world():
     env = Echo()
-    assert (env.success, env.stops, env.prompt) == (1.0, ("Observation:",), "")
+    assert (env.stops, env.prompt) == (("Observation:",), "")
     assert env.tasks("train") == ["echo-train-0", "echo-train-1"]
     page = env.reset("echo-train-1")
     assert env.opening(page) == [dict(role="user", content="say blue")] == env.opening(page, True)
     assert env.step("red") == worlds.Step("again", 0.0, False)
     assert env.step("blue").done
-    assert env.find(env.add("green")) == "green" and env.tasks("added") == ["echo-added-0"]
     assert env.possible() == ([], "") and env.reply("blue") == "Action: blue"
     assert worlds.replay(env, "red", ["blue", "red", "red"])[-1].reward == 1.0
     for missing in (env.expert, env.task_generator, lambda: env.tasks("dev")):
         with pytest.raises(worlds.Refused, match="^echo: [^\n]*$"):
             missing()
-    with pytest.raises(ValueError, match="tasks.split. lists them"):
-        env.find("echo-train-9")
 
 
-@pytest.mark.parametrize("options", [dict(), dict(view="short")])
-@pytest.mark.parametrize("name", ["webshop", "scienceworld", "intercodesql"])
-def test_environments_repair_nothing_of_world_away(name, options):
-    env = make(name, **options)
-    assert env.name == name and env.stops and 0 < env.success <= 1 and env.max_steps > 0
-    assert {*env.test_splits} < env.splits.keys()
+def test_an_added_task_has_one_id_which_no_other_object_knows():
+    env, other = Echo(), Echo()
+    assert env.tasks("added") == []
+    assert [env.add(word) for word in ("green", "pink", "green")] == [
+        "echo-added-0", "echo-added-1", "echo-added-0"]
+    env.close()  # they are the object's, not an episode's
+    assert [env.find(task) for task in env.tasks("added")] == ["green", "pink"]
+    assert env.tasks("train") == other.tasks("train")
+    for unknown in ("echo-added-0", "echo-added-", "echo-train-9", "train-0", "shop-train-0"):
+        with pytest.raises(ValueError, match=f"unknown task '{unknown}'; tasks.split. lists them"):
+            other.find(unknown)
+
+
+@pytest.mark.parametrize("action, replies", [
+    ("look around", [
+        "look around", "Thought: I look.\nAction: look around", "Thought: so\nAction:\n  look around\n",
+        "I plan. Action: look around", "Thought: Action: none\nAction: look around",
+        "Action: look around\nThat should help.", "Thought: so.\r\nAction:\r\n\tlook around\r\n", "Action:\u00a0look around"]),
+    ("look around", [  # as chat models write it
+        "**Action:** look around", "**Action**: look around", "**Action: look around**", "- Action: look around",
+        "### Action\nlook around", "Action 2: look around", "action: look around", "Action：look around",
+        "Action: `look around`", "Action: **look around**", 'Action: "look around"', "`look around`",
+        "Action: `look around` to see", "So. **Action:** `look around`.", "__Action:__ look around", "Action:\n```\nlook around\n```", "```text\nAction: look around\n```",
+        "**look around**", "```\nlook around\n```"]),
+    ("look around", [  # two rounds: the second was written without the page that the first one leads to
+        "Action: look around\nAction: wait", "Thought: a\nAction: look around\nThought: b\nAction: wait",
+        "Thought: a Action: look around Thought: b Action: wait",
+        "Action: look around\nObservation: a room\nAction: wait"]),
+    (" look around", [" look around"]), ("", ["", "Action:"]), ("0", ["Action: 0\nso"]),
+    ("a *b* `c` d", ["Action: a *b* `c` d"]), ("a\nb", ["a\nb", "```python\na\nb\n```"])])
+def test_an_action_is_found_in_every_form_of_reply(action, replies):
+    for reply in replies:
+        assert Echo().action(reply) == action, reply
 
 
 # ------------------------------------------------------------------------- experts that are stuck
 
 
 def test_an_expert_that_ends_before_the_episode_has_failed():
-    replies = iter(["red"])
-    env = Echo()
-    messages, reward = worlds.converse(env, env.reset("echo-train-1"), lambda page: next(replies))
-    assert reward == 0.0 and [turn["content"] for turn in messages] == ["say blue", "red"]
-    messages, reward = worlds.converse(env, env.reset("echo-train-1"), lambda page: next(replies))
-    assert reward == 0.0 and messages == [dict(role="user", content="say blue")]
-
-
-class Changed(WebShop):
-    """The shop, whose pages somebody has changed."""
-
-    def __init__(self, change, **more):
-        super().__init__(**more)
-        self.change = change
-
-    def show(self, page):
-        return self.change(super().show(page))
+    """And one that has not succeeded where the episode ends."""
+    env, replies = Echo(), iter(["red", "red", "pink", "red"])
+    for said in (["say blue", "red", "again", "red"], ["say blue", "pink", "again", "red"], ["say blue"]):
+        messages, reward = worlds.converse(env, env.reset("echo-train-1"), lambda page: next(replies))
+        assert reward == 0.0 and [turn["content"] for turn in messages] == said
 
 
 @pytest.mark.parametrize("change", [
     str.upper, lambda page: "", lambda page: page.replace("$", "USD "),
     lambda page: page.replace("price lower than", "for"), lambda page: page[::2],
-    lambda page: page.replace("[SEP]", "/"), lambda page: page.replace("0", "."),
-    lambda page: page.replace("Buy Now", "Buy")])
-def test_the_shops_expert_on_changed_pages_fails_and_nothing_breaks(change):
-    env = Changed(change, view="short")
-    found = [*expert_files.experts(env, None, 5)]
-    assert [task for task, *_ in found] == env.tasks("train")[:5]
-    assert all(0 <= reward <= 1 and messages[-1]["role"] in ("assistant", "user")
-               for _, messages, reward in found)
-
-
-def test_experts_with_fewer_turns_fail_and_nothing_breaks(monkeypatch):
-    monkeypatch.setattr(WebShop, "max_steps", 2)
-    monkeypatch.setattr("worlds.intercodesql.world.InterCodeSQL.max_steps", 1)
-    for name in ("webshop", "intercodesql"):
-        assert [reward for *_, reward in expert_files.experts(make(name), None, 3)] == [0.0] * 3
+    lambda page: page.replace("[SEP]", "/"), lambda page: page.replace("0", ".")])
+def test_the_shops_expert_on_changed_pages_fails_and_nothing_breaks(change, monkeypatch):
+    show = shop.show
+    monkeypatch.setattr(shop, "show", lambda *page, **first: change(show(*page, **first)))
+    found = [*expert_files.experts(shop.WebShop(), None, 5)]
+    assert [task for task, *_ in found] == shop.WebShop().tasks("train")[:5]
+    assert all(0 <= reward < 1 for *_, reward in found)
 
 
 # ----------------------------------------------------------------------------- files of experts
 
 
 def row(**changed):
-    """A line of a run's experts.jsonl for the first training task of the shop."""
-    env = make("webshop")
-    messages, reward = worlds.converse(env, env.reset("webshop-train-0"), env.expert())
-    return {"task": "webshop-train-0", "messages": messages, "reward": reward, **changed}
+    """A line of a run's experts.jsonl."""
+    messages = [dict(role=role, content=text) for role, text in (
+        ("user", "say red"), ("assistant", "blue"), ("user", "again"), ("assistant", "red"))]
+    return {"task": "echo-train-0", "messages": messages, "reward": 1.0, **changed}
 
 
 def turn(n, **changed):
-    messages = row()["messages"]
-    messages[n] = {**messages[n], **changed}
-    return row(messages=messages)
+    found = row()
+    found["messages"][n] |= changed
+    return found
 
 
 def listed(**changed):
-    turns = [("human", "rules"), ("gpt", "OK"), ("human", "WebShop [SEP] x"),
-             ("gpt", "Action: search[x]")]
-    return {"id": "webshop_0", "conversations": [
-        {"from": who, "value": text} for who, text in turns], **changed}
+    """An entry of a list of ETO's."""
+    turns = [dict([("from", who), ("value", text)]) for who, text in (
+        ("human", "rules"), ("gpt", "OK"), ("human", "say red"), ("gpt", "Action: red"))]
+    return {"id": "echo_0", "conversations": turns, **changed}
 
 
 def heard(n, **changed):
-    entry = listed()
-    entry["conversations"][n] |= changed
-    return entry
+    found = listed()
+    found["conversations"][n] |= changed
+    return found
 
 
-@pytest.mark.parametrize("entry, told", [
-    (turn(1, tool_calls=[{"name": "ls"}]), "turn 2: it has 'tool_calls', which nothing here reads"),
-    (turn(1, weight=0), "turn 2: it has 'weight'"),
-    (turn(3, train=False), "turn 4: it has 'train'"),
-    (turn(1, content=None), "turn 2: null is no text"),
-    (turn(1, content=["a"]), r'turn 2: \["a"\] is no text'),
-    (turn(3, content="a \ud83d"), "turn 4: character 3 is half of a surrogate pair"),
-    (turn(0, content="\udc00"), "turn 1: character 1 is half"),
-    (row(messages=[{"role": "user"}]), "turn 1: it has no 'content'"),
-    (row(messages=[]), "there is no reply in it"),
-    (row(messages=row()["messages"][:1]), "there is no reply in it"),
-    (row(messages=[], ended="context", steps=2), "there is no reply in it"),
-    (row(messages=[], ended="done", steps=0), "there is no reply in it"), (row(messages="x"), "must be"), (row(reward=None), "must be"),
-    (row(reward=2), r"reward 2 is not in \[0, 1\]"), (row(task=7), "must be"),
-    ([1], "it is no JSON object"),
-])
-def test_what_is_wrong_with_an_expert_is_said_with_line_and_turn(tmp_path, entry, told):
-    file = tmp_path / "experts.jsonl"
-    file.write_text(json.dumps(row(task="webshop-train-1")) + "\n" + json.dumps(entry) + "\n")
-    with pytest.raises(worlds.Refused, match=rf"^--experts {file}, line 2: .*{told}[^\n]*$"):
-        expert_files.read_experts(str(file), make("webshop"))
+WRONG = {
+    "it has 'NAME', which nothing here reads; take it out": [
+        (maker(**{name: value}), name) for maker in (row, listed) for name, value in (
+            ("system", "You say."), ("system", None), ("tools", []), ("weight", 0.5), ("rejected", []))],
+    "turn [14]: it has 'NAME', which nothing here reads": [
+        (maker(3, **{name: 0}), name) for maker in (turn, heard) for name in ("tool_calls", "weight", "train")],
+    "turn [1-4]: its '(role|from)' is 'NAME', and only user, assistant, human, gpt are read": [
+        (turn(0, role="system"), "system"), (turn(2, role="tool"), "tool"),
+        (heard(0, **{"from": "system"}), "system"), (heard(2, **{"from": "tool"}), "tool")],
+    "turn 4: its 'loss' is NAME, but all replies are trained on": [
+        (heard(3, loss=False), "false"), (heard(3, loss=0), "0"), (heard(3, loss=0.5), "0.5")],
+    "turn 3: its 'loss' is true": [(heard(2, loss=True), "")],
+    "turn [1-4]: (null|.\"a\".) is no text": [
+        (turn(1, content=None), ""), (turn(1, content=["a"]), ""), (heard(3, value=None), "")],
+    "turn NAME is half of a surrogate pair": [
+        (turn(3, content="a \ud83d"), "4: character 3"), (heard(2, value="\udc00"), "3: character 1")],
+    "turn 1: it has no 'content'": [(row(messages=[{"role": "user"}]), "")],
+    "it has no 'NAME'": [
+        ({"item_id": "echo_0", "conversations": []}, "id"), ({"task": "echo-train-0", "messages": []}, "reward"), ({}, "task"), ([1], "task")],
+    "there is no reply in it": [
+        *((row(messages=row()["messages"][:n], **more), "") for n in (0, 1) for more in (
+            {}, dict(ended="context", steps=2), dict(ended="done", steps=0))),
+        *((listed(conversations=listed()["conversations"][:n]), "") for n in range(4))],
+    "its turns are not user and assistant in turn": [(turn(2, role="assistant"), "")],
+    "reward NAME is not in .0, 1.": [
+        (maker(reward=reward), repr(reward)) for maker in (row, listed)
+        for reward in (2, -0.1, None, True, False, "1", math.nan, {})],
+    "id '-5' is below 0": [(listed(id=-5), "")], "id 'echo_-5' is below 0": [(listed(id="echo_-5"), "")],
+    "id 'NAME' has no number of a task": [(listed(id="echo"), "echo"), (listed(id=None), "None")],
+    "unknown task": [(row(task="echo-train-7"), ""), (row(task="sql-train-0"), ""), (listed(id="echo_7"), "")],
+    ".*; it must be ETO's JSON list": [(row(messages="x"), ""), (row(task=7), ""), (listed(conversations=3), "")],
+}
 
 
-@pytest.mark.parametrize("entry, told", [
-    ({"item_id": "webshop_0", "conversations": listed()["conversations"]},
-     "it has 'item_id', where ETO's have 'id', as webshop_17"),
-    (listed(id="webshop_-5"), "id 'webshop_-5' is below 0"), (listed(id=-5), "id '-5' is below 0"),
-    (listed(id="webshop"), "id 'webshop' has no number of a task"),
-    (listed(id=None), "id 'None' has no number"),
-    (heard(3, value=None), "turn 4: null is no text"),
-    (heard(2, value="\ud800"), "turn 3: character 1 is half of a surrogate pair"),
-    (heard(3, tool_calls=[]), "turn 4: it has 'tool_calls'"),
-    (heard(3, loss=False), "turn 4: its 'loss' is false, but all replies are trained on"),
-    (heard(3, **{"from": "tool"}), "tool"),
-    *((listed(conversations=listed()["conversations"][:n]), "there is no reply in it")
-      for n in range(4)),
-])
-def test_what_is_wrong_with_a_published_expert_is_said_with_entry_and_turn(tmp_path, entry, told):
-    file = tmp_path / "list.json"
-    file.write_text(json.dumps([listed(id="webshop_1"), entry]))
-    with pytest.raises(worlds.Refused, match=rf"^--experts {file}, entry 1: .*{told}[^\n]*$"):
-        expert_files.read_experts(str(file), make("webshop"))
+@pytest.mark.parametrize("says", WRONG)
+def test_what_is_wrong_with_an_expert_is_said_with_its_place(tmp_path, says):
+    """It is the second of a list, or of lines."""
+    file = tmp_path / "experts"
+    for entry, name in WRONG[says]:
+        if "conversations" in entry:
+            place = "entry 1"
+            file.write_text(json.dumps([listed(), entry]))
+        else:
+            place = "line 2"
+            file.write_text(json.dumps(row()) + "\n" + json.dumps(entry) + "\n")
+        with pytest.raises(worlds.Refused, match=rf"^--experts {file}, {place}: {says.replace('NAME', name)}[^\n]*$"):
+            expert_files.read_experts(str(file), Echo())
+
+
+def test_all_that_a_run_writes_of_an_episode_is_known():
+    assert vars(Explored()).keys() <= {"task", "messages", "reward", *expert_files.PLAYED}
 
 
 def test_a_rollout_whose_context_was_full_before_its_first_reply_is_left_out(tmp_path):
     """As episodes write it: the task does not fit, or there is no room for what is said."""
-    env = make("webshop")
-    encoder = Encoder(make_tokenizer("chatml"))
-    rows = [row(task="webshop-train-0")]
+    env, encoder, rows = Echo(), Encoder(make_tokenizer("chatml")), [row()]
     for most in 9, 99_999:
-        t = Trajectory("webshop-train-0")
+        t = Trajectory("echo-train-0")
         running = envs.episode(env, encoder, t, most)
         with suppress(StopIteration):
             running.send(None)
@@ -215,8 +205,7 @@ def test_a_rollout_whose_context_was_full_before_its_first_reply_is_left_out(tmp
     write_jsonl(file, rows)
     dropped = Counter()
     found = [*expert_files.experts(env, str(file), 0, dropped)]
-    assert [(task, messages) for task, messages, _ in found] == [
-        ("webshop-train-0", row()["messages"])]
+    assert found == [("echo-train-0", row()["messages"], 1.0)]
     assert dropped == {"too long": 2} and [*expert_files.experts(env, str(file), 0)] == found
 
 
@@ -226,21 +215,25 @@ def test_a_published_turn_may_say_that_it_is_trained_on(tmp_path):
     for said, loss in zip(entry["conversations"], (None, False, None, True)):
         said["loss"] = loss
     (tmp_path / "f").write_text(json.dumps([entry]))
-    ((_, messages, _),) = expert_files.read_experts(str(tmp_path / "f"), make("webshop"))
-    assert messages[-1] == dict(role="assistant", content="Action: search[x]")
+    assert expert_files.read_experts(str(tmp_path / "f"), Echo()) == [(
+        "echo-train-0", [dict(role="user", content="say red"), dict(role="assistant", content="Action: red")], 1.0)]
 
 
-def test_experts_of_another_prompt_or_view_are_refused(tmp_path, monkeypatch):
-    rows = {}
-    for view in ("full", "short"):
-        env = make("webshop", view)
-        messages, reward = worlds.converse(env, env.reset("webshop-train-0"), env.expert())
-        rows[view] = dict(task="webshop-train-0", messages=messages, reward=reward)
-    for made, played in (("full", "short"), ("short", "full")):
-        (tmp_path / made).write_text(json.dumps(rows[made]))
-        with pytest.raises(worlds.Refused, match="is another task here.*--view"):
-            next(expert_files.experts(make("webshop", played), str(tmp_path / made), 0))
-        assert [*expert_files.experts(make("webshop", made), str(tmp_path / made), 0)]
-    monkeypatch.setattr(WebShop, "rules", "You shop.")
-    with pytest.raises(worlds.Refused, match="is another task here"):
-        next(expert_files.experts(make("webshop"), str(tmp_path / "full"), 0))
+def test_experts_of_another_prompt_view_or_page_are_refused(tmp_path):
+    class Told(Echo):
+        rules = "Say it."
+
+    class Other(Echo):
+        rules = "Tell it."
+
+    class Louder(Echo):
+        def start(self, what):
+            return super().start(what) + "!"
+
+    file = tmp_path / "experts"
+    for made, played in ((Told(), Told("short")), (Told("short"), Told()), (Told(), Other()), (Echo(), Louder())):
+        messages, reward = worlds.converse(made, made.reset("echo-train-0"), lambda page: "red")
+        file.write_text(json.dumps(dict(task="echo-train-0", messages=messages, reward=reward)))
+        assert [*expert_files.experts(made, str(file), 0)] == [("echo-train-0", messages, 1.0)]
+        with pytest.raises(worlds.Refused, match="echo-train-0 is another task here.*--view"):
+            next(expert_files.experts(played, str(file), 0))

@@ -6,12 +6,17 @@ standard library alone; what the environment needs is imported where it is made.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 
 from common.settings import Refused, Stated
 
 ENVIRONMENTS = ("webshop", "scienceworld", "intercodesql", "bfcl", "appworld")  # the folders
+
+MARKS = "*_`\"'"  # that chat models write around an action
+# How they label one, with marks and a number or not; and what ends it.
+LABEL = re.compile(r"^[^a-z\n]*action[^a-z\n:：]*[:：\n]", re.I | re.M)
+NEXT = re.compile(r"\n|(?:Thought|Action|Observation):")
 
 
 class EnvError(Exception):
@@ -29,6 +34,9 @@ class Step:
     reward: float     # the episode's reward so far, in [0, 1]; by ETO's protocol from -1
     done: bool
     raw: float | None = None  # the reward before it was clipped to [0, 1], where that can differ
+    # The reply changed nothing: it has no action, none that is known or offered there, or one after
+    # which all is as before. It is there to be counted, and equal steps may differ in it.
+    idle: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -91,9 +99,13 @@ class World:
         return [{"role": "user", "content": content}]
 
     def action(self, reply: str) -> str | None:
-        """The action in a reply, what follows the last "Action:", else all; None: there is none."""
-        _, marker, action = reply.rpartition("Action:")
-        return action.strip() if marker else reply
+        """The action in a reply: the line behind the first "Action:", else all of it; None: there
+        is none. What follows that line was written before its answer was read. Emphasis, quotes
+        and code marks around an action are no part of it."""
+        label = LABEL.search(reply) or re.search("Action:", reply)
+        if label:
+            return unmarked(NEXT.split(unmarked(reply[label.end():]))[0])
+        return unmarked(reply) if reply.lstrip()[:1] in {*MARKS} else reply
 
     def step(self, reply: str) -> Step:
         """Does what a reply says. It is called `max_steps` times at most."""
@@ -219,6 +231,14 @@ def first_reply(messages: list[dict], steps: int) -> int:
     """How many turns come before the first of so many replies; "OK" and examples are none."""
     acted = [n for n, turn in enumerate(messages) if turn["role"] == "assistant"]
     return acted[-steps] if 0 < steps <= len(acted) else len(messages)
+
+
+def unmarked(text: str) -> str:
+    """What stands inside the code marks that a text begins with, and in emphasis or quotes."""
+    code = re.match(rf"[\s{MARKS}]*?(`+)(?:\w*\n)?(.*?)(?:\1|$)", text, re.S)
+    inside = code[2] if code else text
+    spaces = "".join(filter(str.isspace, {*inside}))  # of any kind
+    return inside.strip(MARKS + spaces)
 
 
 def words_of(text: str) -> str:

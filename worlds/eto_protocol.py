@@ -9,7 +9,7 @@ own, examples come before the task, observations have a heading, an action is wh
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -48,8 +48,8 @@ NO_SQL_ACTION = (
     "submit. Remember your output should contain only one \"Action:\" part.")
 
 
-class EtoWorld(World):
-    """A world whose episodes are told as ETO's code tells them."""
+class EtoWorld:
+    """A world whose episodes are told as ETO's code tells them; the rest is the world's own."""
     stops = ("\nObservation:", "\nTask:", "\n---")
     heading = "Observation: "
     no_action = NO_ACTION
@@ -61,27 +61,19 @@ class EtoWorld(World):
             instruction: What an agent is told first.
             examples: Conversations that an agent is shown which plays.
         """
-        super().__init__(inner.view)
         self.inner = inner
         self.inner.action = self.action  # it reads replies as this one does
         self.instruction = instruction
         self.examples = examples
-        # What the world states; its own tasks are this one's.
-        self.name = inner.name
-        self.rules = inner.rules
-        self.splits = inner.splits
-        self.test_splits = inner.test_splits
-        self.max_steps = inner.max_steps
-        self.success = inner.success
-        self.drawn_anew = inner.drawn_anew
-        self.makes_tasks = inner.makes_tasks
-        self.published_types = inner.published_types
-        self.task_of = inner.task_of
+
+    def __getattr__(self, name: str):
+        return getattr(self.inner, name)
+
+    def reset(self, task: str) -> str:
+        return self.start(self.find(task))
 
     def start(self, what) -> str:
-        observation = self.inner.start(what)
-        self.max_steps = self.inner.max_steps
-        return observation
+        return self.inner.start(what)
 
     def opening(self, observation: str, playing: bool = False) -> list[dict]:
         """The instruction and "OK", the examples (which nobody is trained on), then the task."""
@@ -102,25 +94,16 @@ class EtoWorld(World):
         if self.action(reply) is None:
             return self.without_action()
         step = self.inner.step(reply)
-        return Step(self.heading + step.observation, step.reward, step.done, step.raw)
+        return replace(step, observation=self.heading + step.observation)
 
     def without_action(self) -> Step:
         """What follows a reply in which there is no action."""
-        return Step(f"Observation: {self.no_action}", 0.0, False)
+        return Step(f"Observation: {self.no_action}", 0.0, False, idle=True)
 
     def expert(self):
         """The world's own, who reads observations without their heading."""
         act = self.inner.expert()
         return lambda observation: act(bare(observation))
-
-    def possible(self) -> tuple[list[str], str]:
-        return self.inner.possible()
-
-    def reply(self, action: str) -> str:
-        return self.inner.reply(action)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class EtoShop(EtoWorld):
@@ -159,7 +142,7 @@ class EtoInterCodeSQL(EtoWorld):
     def step(self, reply: str) -> Step:
         step = super().step(reply)
         if step.done:
-            return Step("submitted", step.raw, True, step.raw)
+            return replace(step, observation="submitted", reward=step.raw)
         return step
 
 

@@ -15,6 +15,10 @@ from worlds.user_files import reading, text_in
 MUST = ("ETO's JSON list (id, conversations of from and value) or a run's trajectories (task, "
         "messages of role and content, reward; experts.jsonl, for example), of this environment's "
         "tasks")
+# What a run writes of an episode beside what is trained on.
+PLAYED = ("agent", "iteration", "rollout", "seed", "ids", "action_mask", "log_probs", "raw_reward",
+          "steps", "ended", "signal")
+ROLES = {"user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
 
 
 def experts(env: World, file: str | None, count: int,
@@ -81,13 +85,13 @@ def read_experts(path: str, env: World) -> list[tuple[str, list[dict], float]]:
 
 def read_entry(entry: dict, env: World) -> tuple[str, list[dict], float]:
     """Task, messages and reward of an entry; ValueError and others where it is no expert's."""
-    if not isinstance(entry, dict):
-        raise ValueError("it is no JSON object")
     if "conversations" in entry:
         task, messages, reward = published(entry, env)
     else:
-        task, messages, reward = entry["task"], entry["messages"], entry["reward"]
-        check_turns(messages, {"role", "content"}, "content")
+        check_fields(entry, ("task", "messages", "reward"), PLAYED)
+        task = entry["task"]
+        reward = entry["reward"]
+        messages = read_turns(entry["messages"], "role", "content")
         messages = without_examples(messages, entry.get("steps", 0), len(env.opening("")))
 
     while messages and messages[-1]["role"] == "user":  # what followed the last action
@@ -100,8 +104,8 @@ def read_entry(entry: dict, env: World) -> tuple[str, list[dict], float]:
     if roles != ["user", "assistant"] * (len(messages) // 2):
         raise ValueError("its turns are not user and assistant in turn")
     least = -1 if isinstance(env, EtoWorld) else 0  # its rewards begin there
-    if not least <= reward <= 1:
-        raise ValueError(f"reward {reward} is not in [{least}, 1]")
+    if type(reward) not in (int, float) or not least <= reward <= 1:
+        raise ValueError(f"reward {reward!r} is not in [{least}, 1]")
     env.find(task)
     return task, messages, float(reward)
 
@@ -109,6 +113,39 @@ def read_entry(entry: dict, env: World) -> tuple[str, list[dict], float]:
 def never_replied(row: dict) -> bool:
     """Whether a trajectory's context was full before its first reply."""
     return row.get("ended") == "context" and row.get("steps") == 0
+
+
+def check_fields(row: dict, needed: tuple[str, ...], more: tuple[str, ...] = ()) -> None:
+    """ValueError where a field is missing, or one is there beside these. What is not read would be
+    left out in silence, and the expert would be another one than the file's."""
+    for name in needed:
+        if name not in row:
+            raise ValueError(f"it has no {name!r}")
+    for name in row:
+        if name not in needed + more:
+            raise ValueError(f"it has {name!r}, which nothing here reads; take it out")
+
+
+def read_turns(turns: list[dict], who: str, text: str, *more: str) -> list[dict]:
+    """The messages of a conversation; ValueError where a turn is of another form.
+
+    Args:
+        turns: Its turns.
+        who: The field that says who speaks.
+        text: The field that has what is said.
+        more: Fields that may be there beside.
+    """
+    messages = []
+    for n, turn in enumerate(turns, 1):
+        try:
+            check_fields(turn, (who, text), more)
+            if turn[who] not in ROLES:
+                raise ValueError(f"its {who!r} is {turn[who]!r}, and only {', '.join(ROLES)} are "
+                                 "read")
+            messages.append({"role": ROLES[turn[who]], "content": text_in(turn[text])})
+        except ValueError as error:
+            raise ValueError(f"turn {n}: {error}") from None
+    return messages
 
 
 def without_examples(messages: list[dict], steps: int, opening: int) -> list[dict]:
@@ -127,62 +164,42 @@ def without_examples(messages: list[dict], steps: int, opening: int) -> list[dic
     return [*messages[:opening - 1], task, *messages[first:]]
 
 
-def check_turns(turns: list[dict], keys: set[str], text: str) -> None:
-    """ValueError where a turn has something else than `keys`, or no text in turn[text]. What is not
-    read would be ignored, and the expert would be another one than the file's."""
-    for n, turn in enumerate(turns, 1):
-        other = turn.keys() - keys
-        if other:
-            raise ValueError(f"turn {n}: it has {min(other)!r}, which nothing here reads; take it "
-                             "out")
-        try:
-            text_in(turn[text])
-        except KeyError:
-            raise ValueError(f"turn {n}: it has no {text!r}") from None
-        except ValueError as error:
-            raise ValueError(f"turn {n}: {error}") from None
-
-
 def published(entry: dict, env: World) -> tuple[str, list[dict], float]:
     """Task, messages and reward (1 where it is not known) of an entry of ETO's or IPR's list. It
     opens as rollouts do: by our own protocol the environment's prompt replaces its rules."""
-    if "id" not in entry:
-        has = "'item_id'" if "item_id" in entry else "no 'id'"
-        raise ValueError(f"it has {has}, where ETO's have 'id', as webshop_17 or sciworld_0_12")
-    turns = entry["conversations"]
-    check_turns(turns, {"from", "value", "loss"}, "value")
-    roles = {"human": "user", "gpt": "assistant"}
-    messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in turns]
+    check_fields(entry, ("id", "conversations"), ("reward",))
+    messages = read_turns(entry["conversations"], "from", "value", "loss")
     has_rules = len(messages) > 1 and "Action:" not in messages[1]["content"]
-    for n, turn in enumerate(turns):
-        trained = turn["from"] == "gpt" and not (has_rules and n == 1)
-        if trained and turn.get("loss") is False:
-            raise ValueError(f"turn {n + 1}: its 'loss' is false, but all replies are trained on")
+    opening = 2 if has_rules else 0
+    for n, turn in enumerate(messages):
+        loss = entry["conversations"][n].get("loss")
+        trained = n >= opening and turn["role"] == "assistant"
+        if loss not in (None, trained):
+            raise ValueError(f"turn {n + 1}: its 'loss' is {json.dumps(loss)}, but all replies are "
+                             "trained on, and nothing else")
 
-    if len(messages) <= 2 * has_rules:
+    if len(messages) <= opening:
         raise ValueError("there is no reply in it")
-    rules = messages[:2 * has_rules]
-    first, *rest = messages[2 * has_rules:]
+    first, *rest = messages[opening:]
     begins = env.opening(bare(first["content"]))
-    if isinstance(env, EtoWorld):
-        if rules:
-            begins = [*rules, begins[-1]]
-    else:
+    if not isinstance(env, EtoWorld):
         for turn in rest:
             if turn["role"] == "user":
                 turn["content"] = bare(turn["content"])
+    elif has_rules:
+        begins[:2] = messages[:2]
     task = published_task(env, str(entry["id"]))
     return task, [*begins, *rest], entry.get("reward", 1.0)
 
 
 def published_task(env: World, name: str) -> str:
     """The training task that an id ends in: its number, or those of its type and variation."""
+    form = "ETO's are as webshop_17 or sciworld_0_12"
     if re.search(r"(^|[\W_])-\d", name):
-        raise ValueError(f"id {name!r} is below 0; ETO's are as webshop_17 or sciworld_0_12")
+        raise ValueError(f"id {name!r} is below 0; {form}")
     numbers = [int(number) for number in re.findall("[0-9]+", name)]
     if len(numbers) < 1 + bool(env.published_types):
-        raise ValueError(f"id {name!r} has no number of a task; ETO's are as webshop_17 or "
-                         "sciworld_0_12")
+        raise ValueError(f"id {name!r} has no number of a task; {form}")
     if env.published_types:
         return f"{env.name}-train-{env.published_types[numbers[-2]]}-{numbers[-1]}"
     return f"{env.name}-train-{numbers[-1]}"

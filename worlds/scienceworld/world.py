@@ -57,6 +57,8 @@ SCIENCE_TASKS = {
 }
 # An episode ends behind so many moves of the simulator's, of which `wait` makes 11 [ETO].
 MOST_MOVES = 200
+# What the simulator answers to an action that it does not know.
+UNKNOWN = ("No known action", "Unknown action")
 SHORT_TYPES = sorted(kind for kind in SCIENCE_TASKS
                      if re.fullmatch("find-.*|lifespan-.*|power-component", kind))
 
@@ -83,8 +85,7 @@ class ScienceWorld(World):
     max_steps = 100
     published_types = tuple(SCIENCE_TASKS)
     task_of = staticmethod(_task)
-    _idle = []   # simulators that no object uses
-    _golds = {}  # (task type, variation) -> the simulator's solution
+    _idle = []  # simulators that no object uses
 
     def __init__(self, view: str = "full", task_types: str = "all", split_file: str | None = None):
         super().__init__(view)
@@ -106,7 +107,7 @@ class ScienceWorld(World):
         action = self.action(reply)
         observation, score, done = safely(self, lambda simulator: simulator.act(action))
         self.reached = max(self.reached, score)
-        return Step(observation, min(self.reached, 1.0), done)
+        return Step(observation, min(self.reached, 1.0), done, idle=observation.startswith(UNKNOWN))
 
     def possible(self) -> tuple[list[str], str]:
         forms, objects = safely(self, lambda simulator: (
@@ -117,9 +118,7 @@ class ScienceWorld(World):
 
     def gold(self) -> list[str]:
         """The simulator's own solution of the episode just reset, as actions."""
-        if self._task not in self._golds:
-            self._golds[self._task] = safely(self, lambda simulator: simulator.solve(*self._task))
-        return self._golds[self._task]
+        return safely(self, lambda simulator: simulator.solve(*self._task))
 
     def expert(self):
         return science_expert(self.gold(), thoughts=self.view == "full",
@@ -134,22 +133,32 @@ class ScienceWorld(World):
 def safely(world: ScienceWorld, work):
     """work(simulator) in the world's, which is ended if it dies or is interrupted."""
     try:
-        with suppress(IndexError):  # none is idle
-            while world._simulator is None:
-                idle = world._idle.pop()
-                world._simulator = idle if idle.process.poll() is None else idle.stop()
-        world._simulator = world._simulator or _Simulator()
+        if world._simulator is None:
+            world._simulator = _idle_or_new(world._idle)
         return work(world._simulator)
     except BaseException as error:
         problem = type(error).__name__
         with suppress(Py4JError):  # to be told an error of Java's, it asks Java once more
             problem = ": ".join([problem, *str(error).split("\n")[:2]])
-        world._simulator = world._simulator and world._simulator.stop()
+        if world._simulator:
+            world._simulator.stop()
+            world._simulator = None
         if not isinstance(error, Py4JError):
             raise
         kind, number = world._task
         raise EnvError(f"scienceworld {kind} {number}: the simulator died ({problem[:200]}); "
                        "see that there is memory for its Java process") from None
+
+
+def _idle_or_new(idle: list) -> "_Simulator":
+    """One of the idle simulators that lives still, else a new one."""
+    while True:
+        try:
+            simulator = idle.pop()
+        except IndexError:
+            return _Simulator()
+        if simulator.process.poll() is None:
+            return simulator
 
 
 class _Simulator:
@@ -206,17 +215,19 @@ def _stop(gateway, process) -> None:
 def _splits(task_types: str, split_file: str | None) -> dict[str, list[tuple[str, int]]]:
     """split -> tasks: a type's first 120 training variations, its first 10 of development, of which
     the next 10 validate, and its first 10 of test."""
-    types = SHORT_TYPES if task_types == "short" else [
-        kind for kind, (_, cap) in SCIENCE_TASKS.items() if cap]
+    types = [kind for kind, (_, cap) in SCIENCE_TASKS.items() if cap]
+    if task_types == "short":
+        types = SHORT_TYPES
     splits = {"train": [], "validation": [], "seen": [], "unseen": []}
     for i in range(120):  # type by type in turn, so that the first n tasks are of all types
         for kind in types:
-            numbers = range(SCIENCE_TASKS[kind][0])
-            n = len(numbers) // 4  # the simulator's own split: a half, a quarter, the rest
-            for split, part in (("train", numbers[:2 * n]), ("seen", numbers[2 * n:3 * n][:10]),
-                                ("validation", numbers[2 * n:3 * n][10:20]),
-                                ("unseen", numbers[3 * n:][:10])):
-                splits[split] += [(kind, number) for number in part[i:i + 1]]
+            count = SCIENCE_TASKS[kind][0]
+            n = count // 4  # the simulator's own split: a half, a quarter, the rest
+            for split, first, end, most in (("train", 0, 2 * n, 120), ("seen", 2 * n, 3 * n, 10),
+                                            ("validation", 2 * n + 10, 3 * n, 10),
+                                            ("unseen", 3 * n, count, 10)):
+                if i < min(most, end - first):
+                    splits[split].append((kind, first + i))
 
     def read(entry):
         """A published [task name, variation]; a name may have ETO's prefix and parentheses."""
@@ -269,11 +280,13 @@ def as_shown(action: str, shown: list[str]) -> str:
     match = re.fullmatch(r"(focus on|pick up|move) (.+?)(?: in inventory)?( to .+)?", action)
     if not match:
         return action
-    words = set(re.sub(" containing .*", "", match[2]).split())
-    same = [name for name in shown if set(name.split()) == words]
-    more = {name for name in shown if set(name.split()) > words}
-    name = same[0] if same else more.pop() if len(more) == 1 else None
-    return f"{match[1]} {name}{match[3] or ''}" if name else action
+    words = {*re.sub(" containing .*", "", match[2]).split()}
+    fits = [name for name in shown if words == {*name.split()}][:1]
+    fits = fits or {name for name in shown if words < {*name.split()}}
+    if len(fits) != 1:
+        return action
+    name, = fits
+    return f"{match[1]} {name}{match[3] or ''}"
 
 
 def _science_thought(action: str) -> str:

@@ -22,8 +22,8 @@ SIZES = {"worn": ["small", "medium", "large"], "beds": ["twin", "queen", "king"]
          "windows": ["short", "regular", "tall"], "-": []}
 # type -> (department, sizes, attributes). The types' words are disjoint: sharing one would give
 # a product of the wrong type a share of the reward.
-TYPES = {name: (department, SIZES[sizes], attributes.split(", "))
-         for name, department, sizes, attributes in (line.split("; ") for line in """\
+TYPES = {}
+for line in """\
 rain jacket; Clothing; worn; quick dry, light weight, machine washable, slim fit, wind proof
 yoga pants; Clothing; worn; high waist, quick dry, machine washable, slim fit, moisture wicking
 winter gloves; Clothing; worn; touch screen, wind proof, light weight, non slip, fleece lined
@@ -36,7 +36,9 @@ wall clock; Home; -; battery powered, hand made, night safe, space saving, noise
 coffee mug; Kitchen; -; dishwasher safe, leak proof, hand made, lead free, eco friendly
 travel bag; Luggage; -; water repellent, light weight, heavy duty, carry on, space saving
 office chair; Furniture; -; height adjustable, heavy duty, easy assemble, super soft, space saving
-""".splitlines())}
+""".splitlines():
+    name, department, sizes, attributes = line.split("; ")
+    TYPES[name] = department, SIZES[sizes], attributes.split(", ")
 COLOUR_POOL = ("beige black blue brown gold green navy orange pink purple red silver white "
                "yellow").split()
 PLACES = ["at home", "on the road", "in the city", "for a gift", "for daily use", "in small rooms",
@@ -72,9 +74,10 @@ def shop_world() -> ShopWorld:
     """384 products and 1,152 goals; the products of 12 families (one a type) are held out, for the
     split "unseen". Goals that differ in their price limit only are in one split."""
     rng = random.Random(WORLD_SEED)
-    families, products = [], []
-    for name in TYPES:
-        pairs = rng.sample(list(combinations(TYPES[name][2], 2)), 8)
+    families = []
+    products = []
+    for name, (_, _, attributes) in TYPES.items():
+        pairs = rng.sample(list(combinations(attributes, 2)), 8)
         held_out = rng.randrange(8)
         colours = rng.sample(COLOUR_POOL, 8)
         for i, pair in enumerate(pairs):
@@ -85,11 +88,15 @@ def shop_world() -> ShopWorld:
     for made in products:  # as it happens, no two are alike
         made["asin"] = "B0" + "".join(rng.choices(string.ascii_uppercase + string.digits, k=8))
 
-    goals, alike, keys = {"unseen": []}, defaultdict(list), set()
-    for family in [family for family in families for _ in range(12)]:
-        goal = draw_goal(rng, family, keys, products)
-        keys.add(goal_key(goal))
-        (goals["unseen"] if family["held_out"] else alike[goal_key(goal)[:-1]]).append(goal)
+    goals = {"unseen": []}
+    alike = defaultdict(list)  # what is asked for, whatever the limit -> the goals
+    taken = set()
+    for family in families:
+        for _ in range(12):
+            goal = draw_goal(rng, family, taken, products)
+            taken.add(goal_key(goal))
+            same = goals["unseen"] if family["held_out"] else alike[goal_key(goal)[:-1]]
+            same.append(goal)
     groups = list(alike.values())
     rng.shuffle(groups)
     for split, size in (("train", 600), ("validation", 158), ("test", 250)):
@@ -132,13 +139,13 @@ def _twins(rng, family):
 def listed_as_fitting(product: dict, goal: dict) -> bool:
     """Whether the results page says that the product fits: its kind, attributes and price."""
     return (product["query"] == goal["query"] and product["price"] <= goal["price_upper"]
-            and set(goal["attributes"]) <= set(product["Attributes"]))
+            and {*goal["attributes"]} <= {*product["Attributes"]})
 
 
 def meets(product: dict, goal: dict) -> bool:
     """Whether the product, with the right options, earns the whole reward."""
-    return listed_as_fitting(product, goal) and set(goal["goal_options"]) <= {
-        value for values in product["options"].values() for value in values}
+    offered = sum(product["options"].values(), [])
+    return listed_as_fitting(product, goal) and {*goal["goal_options"]} <= {*offered}
 
 
 def goal_key(goal: dict) -> tuple:
@@ -156,9 +163,8 @@ def draw_goal(rng: random.Random, family: dict, taken: set, products: list[dict]
         if family["sizes"] and rng.random() < 0.5:
             options.append(rng.choice(family["sizes"]))
         goal = goal_for(rng, family, attributes, options)
-        if goal_key(goal) not in taken and not any(
-                p["held_out"] != family["held_out"] and listed_as_fitting(p, goal)
-                for p in products):
+        sides = {p["held_out"] for p in products if listed_as_fitting(p, goal)}
+        if goal_key(goal) not in taken and sides == {family["held_out"]}:
             return goal | {"instruction": instruction_of(rng, goal)}
 
 
@@ -204,11 +210,12 @@ def read_results(observation: str) -> list[tuple[str, str, float]]:
 
 def fitting(results, want):
     """The results within the limit that name the most wanted attributes, in order."""
-    def matches(title):
-        return sum(attribute in title.lower() for attribute in want["attributes"])
-    affordable = [r for r in results if r[2] <= want["limit"]]
-    most = max((matches(title) for _, title, _ in affordable), default=0)
-    return [r for r in affordable if matches(r[1]) == most]
+    by_matches = defaultdict(list)
+    for asin, title, price in results:
+        if price <= want["limit"]:
+            matches = sum(attribute in title.lower() for attribute in want["attributes"])
+            by_matches[matches].append((asin, title, price))
+    return by_matches[max(by_matches, default=0)]
 
 
 def shop_expert(thoughts: bool):

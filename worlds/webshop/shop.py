@@ -69,23 +69,25 @@ class Shop(World):
 
     def step(self, reply: str) -> Step:
         """Searches or clicks; an action that the page does not offer leaves it as it is."""
-        name, argument = "", ""
-        match = re.match(r"(.+)\[(.+)\]", self.action(reply))
-        if match:
-            name = match[1]
-            argument = match[2].lower()
-
+        name, argument = name_and_argument(self.action(reply))
         page = self.page
         if name == "search" and (page.kind == "search" or self.searches_everywhere):
             page = self.follow(None, argument)
         elif name == "click" and argument in page.links:
             page = self.follow(page.links[argument])
-        return Step(show(self, page), page.reward, page.kind == "done")
+        idle = page == self.page
+        return Step(show(self, page), page.reward, page.kind == "done", idle=idle)
 
     def possible(self) -> tuple[list[str], str]:
         clicks = [f"click[{text}]" for text in self.page.links]
         forms = "search[words]" if self.page.kind == "search" else ""
         return clicks, forms
+
+
+def name_and_argument(action: str) -> tuple[str, str]:
+    """("search", "red mug") of search[Red mug], whatever follows it; else no name."""
+    match = re.match(r"(.+)\[(.+)\]", action)
+    return (match[1], match[2].lower()) if match else ("", "")
 
 
 def show(shop: Shop, page: Page, first: bool = False) -> str:
@@ -208,14 +210,13 @@ def add_item(product: dict, place: Place, pieces: list[str], links: dict[str, Pl
 
 def sub_pages(product: dict) -> dict[str, list[str]]:
     """Name -> text of the pages that tell more about a product."""
-    department = product["product_category"].partition(" › ")[0]
-    category = product.get("category", department)
-    kinds = [category, product["query"], product["product_category"]]
+    category = product["product_category"]
+    department = category.partition(" › ")[0]
     return {
         "Description": [product["Description"]],
         "Features": product["BulletPoints"],
         "Reviews": [],
-        "Attributes": [*product["Attributes"], *kinds],
+        "Attributes": [*product["Attributes"], department, product["query"], category],
     }
 
 
