@@ -23,10 +23,7 @@ from dpo import Ids
 from engine.passes import fill_passes
 from engine.sampling import CHUNK, Draw, Reply, Sampled
 
-# Rows and columns are rounded up to multiples: kernels like round sizes, and graphs are few [ours].
-STEP = 16      # columns
-ROWS = 8       # of a graph
-COLUMNS = 256  # of a graph
+STEP = 16  # columns are seen in multiples of it, since kernels like round sizes [ours]
 
 
 @dataclass
@@ -46,11 +43,10 @@ class Kept:
         max_tokens: Of a conversation, at most.
         max_new_tokens: Of a reply, at most.
         tokens: Of a pass that reads, at most, with padding.
-        captured: Whether passes of one token are CUDA graphs.
     """
 
     def __init__(self, model, draw: Draw, slots: int, max_tokens: int, max_new_tokens: int,
-                 tokens: int, captured: bool = False):
+                 tokens: int):
         if model.config._attn_implementation == "sdpa":
             model.set_attn_implementation("grouped")
         self.model = model
@@ -62,7 +58,6 @@ class Kept:
         self.rows = []                                 # in use, from the cache's first one on
         self.cache = Cache(layer_class_to_replicate=partial(Layer, self))
         self.windows = windows_of(model.config)
-        self.graphs = Graphs(self) if captured else None
 
     @torch.inference_mode()
     def __call__(self, asked: list) -> list[Sampled]:
@@ -83,7 +78,8 @@ class Kept:
 
         # Then a token at a time. Rows that are over stand behind the others, and cost nothing.
         while count := self.to_front(lambda row: not row.reply.over):
-            self.write(self.go_on(count))
+            last = [row.reply.ids[-1:] for row in self.rows[:count]]
+            self.write(self.run([*range(count)], last))
         replies = {row.reply.rng: row.reply for row in self.rows}
         return [(replies[rng].ids, replies[rng].log_probs) for rng in told]
 
@@ -124,17 +120,6 @@ class Kept:
             full = len(row.held) + 1 >= self.max_tokens or written == self.max_new_tokens
             row.reply.over = row.reply.over or full
 
-    def go_on(self, count: int) -> Tensor:
-        """Runs the last token that each of the first rows has written; the logits after it, (B, V).
-        """
-        last = [row.reply.ids[-1:] for row in self.rows[:count]]
-        if not self.graphs:
-            return self.run([*range(count)], last)
-        columns = [[len(row.held)] for row in self.rows[:count]]
-        for row, ids in zip(self.rows, last):
-            row.held = row.held + ids
-        return self.graphs.replay(last, columns)
-
     def run(self, places: list[int], new: list[Ids]) -> Tensor:
         """Runs the new tokens of the rows at these places; the logits after them, (B, V)."""
         n = max(map(len, new))
@@ -149,14 +134,11 @@ class Kept:
         self.width = rounded(max(len(self.rows[place].held) for place in places))      # C
         self.places = self.tensor(places)                                              # (B,)
         self.columns = self.tensor(columns)                                            # (B, n)
-        return self.logits(self.tensor(ids))
-
-    def logits(self, ids: Tensor) -> Tensor:
-        """The logits, (B, V), after new tokens, (B, n), which stand in `columns` of `places`."""
         positions = self.columns.clamp(min=0)                                          # (B, n)
         return self.model(
-            input_ids=ids, position_ids=positions, attention_mask=self.masks(positions),
-            past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            input_ids=self.tensor(ids), position_ids=positions,
+            attention_mask=self.masks(positions), past_key_values=self.cache, use_cache=True,
+            logits_to_keep=1).logits[:, -1]
 
     def masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """What is added to the scores of tokens at these positions, (B, 1, n, C): nothing where
@@ -171,57 +153,6 @@ class Kept:
 
     def tensor(self, values: list) -> Tensor:
         return torch.tensor(values).to(self.model.device, non_blocking=True)
-
-
-class Graphs:
-    """The passes of one token as CUDA graphs, one for each number of rows and of columns, which are
-    rounded up. Starting a pass's kernels one by one takes the host longer than the card runs them.
-
-    Args:
-        kept: What they are passes of.
-    """
-
-    def __init__(self, kept: Kept):
-        self.kept = kept
-        self.known = {}   # (rows, columns) -> a graph, and the tensors that it reads and writes
-        self.pool = None  # of the memory that all graphs use
-
-    def replay(self, ids: list[Ids], columns: list[list[int]]) -> Tensor:
-        """The logits, (B, V), after a new token of each of the first rows, (B, 1), which stands in
-        a column, (B, 1)."""
-        count = len(ids)
-        rows, room = self.kept.shape
-        size = (min(rows, rounded(count, ROWS)), min(room, rounded(max(columns)[0] + 1, COLUMNS)))
-        if size not in self.known:
-            self.known[size] = self.capture(*size)
-        graph, of_ids, of_columns, logits = self.known[size]
-        more = size[0] - count  # rows that are run for nothing
-        of_ids.copy_(torch.tensor(ids + [[0]] * more), non_blocking=True)
-        of_columns.copy_(torch.tensor(columns + [[-1]] * more), non_blocking=True)
-        graph.replay()
-        return logits[:count]
-
-    def capture(self, rows: int, width: int) -> tuple:
-        """Captures a pass of so many rows, which see so many columns."""
-        kept = self.kept
-        ids = kept.tensor([[0]] * rows)                                                # (B, 1)
-        kept.are_first = True
-        kept.width = width
-        kept.places = kept.tensor([*range(rows)])                                      # (B,)
-        kept.columns = kept.tensor([[-1]] * rows)                                      # (B, 1)
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):  # what is made on first use is no part of a graph
-            kept.logits(ids)
-        torch.cuda.current_stream().wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self.pool):
-                logits = kept.logits(ids)                                              # (B, V)
-        except torch.AcceleratorError as error:  # of code that waits for the card
-            raise RuntimeError(str(error)) from None
-        self.pool = graph.pool()
-        return graph, ids, kept.columns, logits
 
 
 class Layer(CacheLayerMixin):
@@ -279,8 +210,8 @@ AttentionInterface.register("grouped", attend)
 AttentionMaskInterface.register("grouped", AttentionMaskInterface._global_mapping["sdpa"])
 
 
-def rounded(count: int, step: int = STEP) -> int:
-    return -(-count // step) * step
+def rounded(columns: int) -> int:
+    return -(-columns // STEP) * STEP
 
 
 def windows_of(config) -> dict[str, float]:

@@ -22,10 +22,9 @@ from engine.sampling import Draw, Sampler, replies
 RIGHT = 1e-3  # nats a token that rounding explains in fp32: it makes 4e-5, faults 0.012 and more
 SHORT = 24    # tokens of the shortest text
 NEW = 6       # tokens of a reply
-# Ways of replying, the fastest first: rows of a cache that is kept over turns, on a GPU by graphs,
-# or pass by pass; else `generate`, side by side with a cache of one turn, or one at a time, or
-# without a cache.
-REPLIES = ("captured", "kept", "side by side", "alone", "without a cache")
+# Ways of replying, the fastest first: rows of a cache that is kept over turns; else `generate`,
+# side by side with a cache of one turn, or one at a time, or without a cache.
+REPLIES = ("kept", "side by side", "alone", "without a cache")
 # Ways of passes: with beginnings that are shared, or rows that are padded; else one at a time.
 PASSES = ("shared", "padded")
 # What a model's code raises where it lacks a way of being run. Disk and driver are not among them.
@@ -57,7 +56,7 @@ def trial(model, encoder: Encoder, longest: int = 64) -> dict:
     attention = model.config._attn_implementation
     texts = texts_of(encoder, longest)
     why = ""
-    for way in REPLIES[model.device.type != "cuda":]:
+    for way in REPLIES:
         error, why = error_of(lambda: error_of_replies(model, encoder, texts, longest, way))
         model.set_attn_implementation(attention)
         if error < RIGHT:
@@ -128,8 +127,8 @@ def error_of_replies(model, encoder: Encoder, texts: list[Ids], longest: int, wa
 def answer_of(way: str, model, draw: Draw, slots: int, max_tokens: int, max_new_tokens: int,
               tokens: int) -> Callable:
     """What replies to conversations in one of the REPLIES, see `engine.kept.Kept`."""
-    if way in ("captured", "kept"):
-        return Kept(model, draw, slots, max_tokens, max_new_tokens, tokens, way == "captured")
+    if way == "kept":
+        return Kept(model, draw, slots, max_tokens, max_new_tokens, tokens)
 
     def reply(asked):
         conversations = [(t.ids, rng) for t, rng in asked]
