@@ -398,7 +398,9 @@ def against_expert(
     more is chosen, also over the expert, and equals make no pair; Eq. (8) has no condition."""
     pairs = []
     for t in trajectories:
-        if better(expert.reward, t.reward):
+        if same_text(expert, t):
+            dropped["the same text"] += 1
+        elif better(expert.reward, t.reward):
             pairs.append(Pair(f"expert>{t.agent}", expert, t))
         elif not better(t.reward, expert.reward):
             dropped["as good as the expert"] += 1
@@ -432,12 +434,19 @@ def ordered_failures(candidates: Iterable[tuple], dropped: Counter) -> Iterator[
     for a, b in candidates:
         if not a.is_failure or not b.is_failure:
             dropped["not both failures"] += 1
+        elif same_text(a, b):
+            dropped["the same text"] += 1
         elif better(a.reward, b.reward):
             yield Pair("failure>failure", a, b)
         elif better(b.reward, a.reward):
             yield Pair("failure>failure", b, a)
         else:
             dropped["equal failures"] += 1
+
+
+def same_text(a: Trajectory, b: Trajectory) -> bool:
+    """Whether nothing tells one from the other but what they earned, as where goals are drawn."""
+    return a.ids == b.ids != []
 
 
 # ------------------------------------------------------------------------------------ settings

@@ -46,6 +46,7 @@ from common import settings as types
 from common.files import read_jsonl, seed_of
 from common.settings import Refused
 from dpo import Group, Trajectory, action_count, better
+from engine.chat import first_line
 from engine.command import main
 from engine.experts import collect_experts, evaluated_tasks
 from engine.models import save
@@ -337,7 +338,10 @@ def save_moments(run: Run, model, optimizer, file: Path) -> None:
     if optimizer.state:  # asked before the first update, torch would count one
         moments = states.get_optimizer_state_dict(model, optimizer, options=WHOLE)
         if run.main:
-            torch.save(moments, file)
+            try:
+                torch.save(moments, file)
+            except RuntimeError as error:  # as torch says it of a full disk
+                raise OSError(f"{file}: {first_line(error)}; make room on its disk") from None
 
 
 def play_step(run: Run, model, row: dict, make_env: Callable) -> list[Trajectory]:

@@ -68,8 +68,8 @@ def whole_lines(file: Path) -> list[dict]:
 
 
 def remove(path: Path) -> None:
-    """Deletes a file or a folder, if it is there."""
-    if path.is_dir():
+    """Deletes a file, a folder or a link, if it is there."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -122,10 +122,10 @@ def known_by(given, agents: dict[Path, str]):
         given = list(given.values())
     if isinstance(given, (list, tuple)):
         return [known_by(part, agents) for part in given]
-    if given in agents:
-        return agents[given]
     if given.is_file():
         return bytes_of(given)
+    if given in agents:
+        return agents[given]
     found = []
     for file in sorted(given.glob("*.*")):
         if file.is_file():

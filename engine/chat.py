@@ -33,12 +33,8 @@ class Encoder:
         tokens = tokenizer.get_vocab().values()  # there may be gaps between them
         self.rows = rows or max(tokens) + 1
         self.known = {i for i in tokens if i < self.rows}
-        control_tokens = set(tokenizer.all_special_tokens)
-        for token in tokenizer.added_tokens_decoder.values():
-            if token.special:
-                control_tokens.add(str(token))
-        self.control_tokens = sorted(control_tokens - {""})
-        self.template = Template(tokenizer, self.control_tokens)
+        self.template = Template(tokenizer)
+        self.control_tokens = self.template.control_tokens
         self.end_of_turn = tokenizer.convert_tokens_to_ids(self.template.end)
         messages = conversation_that_templates_change()
         for turns in range(len(messages)):
@@ -52,7 +48,8 @@ class Encoder:
 
     def reply(self, text: str) -> Ids:
         """The ids of a reply in words and of its end of turn."""
-        piece = self.template.before_reply + self.plain(text) + self.template.after_reply
+        said = self.plain(text, is_reply=True)
+        piece = self.template.before_reply + said + self.template.after_reply
         return self.ids_after(self.template.asked, piece)
 
     def observation(self, text: str) -> Ids:
@@ -60,24 +57,29 @@ class Encoder:
         before, after = self.template.before_observation, self.template.after_observation
         return self.ids_after(self.template.end, before + self.plain(text) + after)
 
-    def plain(self, text: str) -> str:
-        """The text without control tokens, with which its author could open or end a turn."""
+    def plain(self, text: str, is_reply: bool = False) -> str:
+        """The text without control tokens, with which its author could open or end a turn, and
+        without blanks around it; those around a reply stay, if the template keeps them."""
         if not isinstance(text, str):
             raise Refused(f"a turn says {text!r:.60}, which is no text; mend who says it")
         if text != text.encode(errors="replace").decode():
             raise Refused(f"a turn says {text!r:.60}, with half a character (a surrogate without "
                            "the other); mend who says it")
+        normal = self.template.normalised(text)
+        if any(token in normal and token not in text for token in self.control_tokens):
+            text = normal  # in which the tokenizer would find it
         for token in self.control_tokens:
             if len(token) == 1:
                 text = text.replace(token, f"U+{ord(token):04X}")
             else:
                 text = text.replace(token, f"{token[0]} {token[1:]}")
-        return text.strip()
+        return text if is_reply and self.template.keeps_blanks else text.strip()
 
     def all_plain(self, messages: list[dict]) -> list[dict]:
         plain = []
         for message in messages:
-            plain.append({**message, "content": self.plain(message["content"])})
+            content = self.plain(message["content"], message["role"] == "assistant")
+            plain.append({**message, "content": content})
         return plain
 
     def ids_after(self, context: str, text: str) -> Ids:
@@ -212,14 +214,14 @@ class Encoder:
         control = self.tokenizer.convert_tokens_to_ids(self.control_tokens)
         drawn = self.known - set(control) | {self.end_of_turn}
         never = set(range(self.rows)) - drawn
-        return Sampler(temperature, tuple(sorted(never)))
+        return Sampler(temperature, tuple(sorted(never)), self.rows)
 
     def fingerprint(self) -> str:
-        """What tells ids of this encoder from another's: template, control tokens, words."""
+        """What tells ids of this encoder from another's: template, control tokens, tokenizer."""
         words = sorted(self.tokenizer.get_vocab().items())
         if self.tokenizer.is_fast:
             words = self.tokenizer.backend_tokenizer.to_str()
-        known = repr([self.template.text, self.control_tokens, self.rows, words])
+        known = repr([self.template.text, self.control_tokens, words])
         return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 
@@ -235,8 +237,9 @@ def conversation_that_templates_change() -> list[dict]:
     return messages
 
 
-# Some templates write today's date. What an agent reads must not change at midnight, so that all
-# runs read the date that Llama 3 falls back on. It stands in front of the template.
+# Some templates write today's date. What an agent reads must not change at midnight, and a saved
+# agent reads in anybody's tools what it was trained on: the date that Llama 3 falls back on. It
+# stands in front of such a template.
 FIXED_DATE = """{%- macro strftime_now(form) -%}
     {{- form | replace("%d", "26") | replace("%m", "07") | replace("%Y", "2024")
         | replace("%y", "24") | replace("%b", "Jul") | replace("%B", "July")
@@ -256,7 +259,6 @@ class Template:
 
     Args:
         tokenizer: Any tokenizer of transformers.
-        control_tokens: Its tokens that are no text.
 
     Raises:
         Refused: There is no template, or none that can be taken apart like this.
@@ -269,12 +271,17 @@ class Template:
     after_observation: str   # <|im_end|>\n<|im_start|>assistant\n
     end: str                 # <|im_end|>, the control token that ends a reply
     asked: str               # an opening, up to where the agent replies
+    keeps_blanks: bool       # whether blanks around a reply stay
+    control_tokens: list[str]  # tokens that are no text: special ones, and others that mark turns
 
-    def __init__(self, tokenizer, control_tokens: list[str]):
+    def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        if not tokenizer.chat_template:
-            self.refuse("it has no chat template; use a chat model")
-        self.text = FIXED_DATE + tokenizer.get_chat_template()
+        try:
+            self.text = tokenizer.get_chat_template()
+        except ValueError as error:  # there is none, or several and none of them is the default
+            self.refuse(f"{first_line(error)}; use a chat model")
+        if "strftime_now" in self.text and FIXED_DATE not in self.text:
+            self.text = FIXED_DATE + self.text
 
         # A conversation whose contents are marks shows what stands between contents.
         mark = "CONTENT"
@@ -288,6 +295,10 @@ class Template:
                    "does not think")
         if len(pieces) != 4:  # what stands before, between and behind three contents
             self.refuse(changes)
+        control_tokens = self.markers_in("".join([*pieces, closing]))
+        self.control_tokens = sorted(control_tokens)
+        blank = dict(role="assistant", content=f"  {mark}  ")
+        self.keeps_blanks = f"  {mark}  " in self.render([user, blank], go_on=False)
         opening, to_reply, to_observation, self.after_observation = pieces
         if not to_reply.startswith(self.after_observation):
             self.refuse(changes)
@@ -309,6 +320,23 @@ class Template:
         self.after_reply = closing[:size]
         self.before_observation = to_observation[size:]
 
+    def markers_in(self, text: str) -> set[str]:
+        """The tokenizer's special tokens, and other tokens that were added to it and that the
+        template writes, but for words and blanks."""
+        found = {token for token in self.tokenizer.all_special_tokens if token}
+        for token in self.tokenizer.added_tokens_decoder.values():
+            marks = str(token) in text and not str(token).isalnum() and str(token).strip()
+            if token.special or marks:
+                found.add(str(token))
+        return found
+
+    def normalised(self, text: str) -> str:
+        """The text as the tokenizer reads it."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None or backend.normalizer is None:
+            return text
+        return backend.normalizer.normalize_str(text)
+
     def render(self, messages: list[dict], go_on: bool) -> str:
         """The text of a conversation; go_on: up to where the next reply begins."""
         try:
@@ -322,6 +350,6 @@ class Template:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in a line."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """What an error says, in a line; with its kind where that is a word alone."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0] if " " in lines[0] else f"{type(error).__name__} {lines[0]}".strip()

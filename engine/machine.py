@@ -102,6 +102,8 @@ def accelerator_of(gpu: bool, bf16: bool) -> Accelerator:
     torch.backends.cuda.enable_cudnn_sdp(False)
     # What is to be fp32 is not TF32, which containers of NVIDIA's switch on.
     torch.backends.cuda.matmul.allow_tf32 = False
+    for plugin in "DEEPSPEED", "FSDP", "MEGATRON_LM":  # of a default_config.yaml of accelerate
+        os.environ.pop(f"ACCELERATE_USE_{plugin}", None)
     timeout = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
     return Accelerator(cpu=not gpu, kwargs_handlers=[timeout],
                        mixed_precision="bf16" if bf16 else "no")
@@ -224,8 +226,8 @@ def fits_in_fp32(config, parameters: int, free: float, tokens: int) -> bool:
 
 
 def check_torch() -> None:
-    """Refused where this torch cannot use the machine's GPUs, so that a run would take weeks on the
-    CPU without a word. An empty CUDA_VISIBLE_DEVICES asks for the CPU."""
+    """Refused where this torch cannot use the machine's GPUs: a run would take weeks on the CPU
+    without a word. An empty CUDA_VISIBLE_DEVICES asks for the CPU."""
     there = Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()
     if there and not torch.cuda.is_available() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         raise Refused(f"torch {torch.__version__} cannot use this machine's GPUs; install torch for "

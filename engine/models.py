@@ -40,12 +40,31 @@ def read(kind, folder, **options):
                        "folder with config, weights and tokenizer of a causal LM") from None
 
 
+def read_tokenizer(folder):
+    """The tokenizer in a folder, as its tokenizer.json says; transformers would make it anew by its
+    class's name. Control tokens are found in a text, whatever the folder says."""
+    file = transformers.utils.cached_file(
+        str(folder), "tokenizer.json", _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False)
+    kind = transformers.PreTrainedTokenizerFast if file else transformers.AutoTokenizer
+    tokenizer = read(kind, folder)
+    tokenizer.split_special_tokens = False
+    tokenizer.init_kwargs.pop("split_special_tokens", None)
+    return tokenizer
+
+
+def read_encoder(folder) -> Encoder:
+    """What writes the ids of the model in a folder."""
+    return Encoder(read_tokenizer(folder), read_config(folder).get_text_config().vocab_size)
+
+
 def is_causal_lm(config) -> bool:
     return type(config) in transformers.AutoModelForCausalLM._model_mapping
 
 
 def read_config(folder):
     """The config in a folder; of a model that also reads pictures that of the causal LM in it."""
+    check_folder(Path(folder))
     config = read(transformers.AutoConfig, folder)
     text = config.get_text_config(decoder=True)  # of BART, say, a copy that names sizes otherwise
     if type(text) is not type(config) and is_causal_lm(text):
@@ -55,6 +74,19 @@ def read_config(folder):
         raise Refused(f"--model {folder}: {config.model_type} is no causal language model of "
                        "transformers; give one, such as a Llama or a Qwen")
     return config
+
+
+def check_folder(folder: Path) -> None:
+    """Refused where a folder is a run's, or holds an adapter, which would be left out silently."""
+    if (folder / "phases.json").exists():
+        agents = [str(file.parent.relative_to(folder)) for file in folder.glob("**/config.json")
+                  if file.parent != folder]
+        raise Refused(f"--model {folder}: this is a run; give one of its agents: "
+                      f"{', '.join(sorted(agents)) or 'it has none yet'}")
+    adapters = sorted(file.name for file in folder.glob("adapter_*"))
+    if adapters:
+        raise Refused(f"--model {folder}: {adapters[0]} is not read; merge the adapter into its "
+                      "base (peft's merge_and_unload), and give the folder of that")
 
 
 def positions_of(config) -> float:
@@ -87,6 +119,9 @@ def read_model(folder, dtype=torch.float32, device="cpu"):
         model = text.eval()
     if not is_causal_lm(model.config):
         raise Refused(f"--model {folder}: what is saved of it cannot be read; use a text model")
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
+        model.config.tie_word_embeddings = False  # as transformers has read it, whatever it says
 
     # Of the base's ways of generating only what ends a text stays: a penalty would change draws.
     own = model.generation_config
@@ -168,7 +203,14 @@ def load_in_parts(accelerator, folder, recompute: bool):
     """Reads a model over the ranks: one of them reads the file, each gets its parts from it."""
     collect()
     whole = read_model(folder) if accelerator.is_main_process else None
-    model = empty_model(read_config(folder), torch.float32)
+    facts = [None, None]
+    if whole is not None:
+        facts = [whole.generation_config, whole.config.tie_word_embeddings]
+    torch.distributed.broadcast_object_list(facts)
+    config = read_config(folder)
+    config.tie_word_embeddings = facts[1]
+    model = empty_model(config, torch.float32)
+    model.generation_config = facts[0]
     model.tie_weights()
     prepare(model, recompute)
 
@@ -179,13 +221,7 @@ def load_in_parts(accelerator, folder, recompute: bool):
     for part in [*layers_of_their_own(model), model]:
         fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
 
-    weights = {}
-    generation = [None]
-    if whole is not None:
-        weights = whole.state_dict()
-        generation = [whole.generation_config]
-    torch.distributed.broadcast_object_list(generation)
-    model.generation_config = generation[0]
+    weights = {} if whole is None else whole.state_dict()
     options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     states.set_model_state_dict(model, weights, options=options)
     model.tie_weights()  # which makes two of one again
@@ -220,22 +256,28 @@ def save(accelerator, model, encoder: Encoder, folder) -> None:
     for name in model.all_tied_weights_keys or {}:  # which would stand in the file twice
         weights.pop(name, None)
     model.generation_config = stopping(model.generation_config, encoder)
+    model.config.pad_token_id = model.generation_config.pad_token_id
     model.save_pretrained(folder, state_dict=weights)
-    encoder.tokenizer.save_pretrained(folder)
+    tokenizer = encoder.tokenizer
+    tokenizer.pad_token_id = model.generation_config.pad_token_id
+    if encoder.template.text != tokenizer.get_chat_template():  # by its fixed date
+        tokenizer.chat_template = encoder.template.text
+    tokenizer.save_pretrained(folder)
 
 
 def stopping(base, encoder: Encoder) -> transformers.GenerationConfig:
-    """What ends and what pads a text: as the base has it, and the end of a turn."""
+    """What ends and what pads a text: as the base has it, if the embedding has a row for it, and
+    the end of a turn."""
     ends = base.eos_token_id
-    if ends is None:
-        ends = []
-    elif isinstance(ends, int):
+    if not isinstance(ends, list):
         ends = [ends]
-    ends = list(dict.fromkeys([*ends, encoder.end_of_turn]))
-    pad = base.pad_token_id
-    if pad is None:
-        pad = encoder.tokenizer.pad_token_id
-    if pad is None:
-        pad = encoder.end_of_turn
+    ends = [token for token in [*ends, encoder.end_of_turn] if has_row(token, encoder)]
+    pads = [base.pad_token_id, encoder.tokenizer.pad_token_id, encoder.end_of_turn]
+    pads = [token for token in pads if has_row(token, encoder)]
     return transformers.GenerationConfig(
-        bos_token_id=base.bos_token_id, eos_token_id=ends, pad_token_id=pad)
+        bos_token_id=base.bos_token_id, eos_token_id=list(dict.fromkeys(ends)),
+        pad_token_id=pads[0])
+
+
+def has_row(token: int | None, encoder: Encoder) -> bool:
+    return token is not None and 0 <= token < encoder.rows

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import transformers
 from tqdm import tqdm
 
 import dpo
@@ -22,7 +21,6 @@ from common.files import hashed, known_by, read_json, write_json
 from common.settings import Refused, check_same
 from dpo import Group, Trajectory
 from engine import fork, machine, models, playing, shared, trial
-from engine.chat import Encoder
 from engine.experts import check_not_trained_on
 from engine.machine import Machine
 from engine.passes import log_probs_in_passes
@@ -76,8 +74,7 @@ class Run:
         self.base = models.folder_of(s.model)
         self.config = models.read_config(self.base)
         self.parameters = models.parameter_count(self.config)
-        self.tokenizer = models.read(transformers.AutoTokenizer, self.base)
-        self.encoder = Encoder(self.tokenizer, self.config.get_text_config().vocab_size)
+        self.encoder = models.read_encoder(self.base)
         self.fingerprint = self.encoder.fingerprint()
         if s.failure_from:
             check_reads_alike(self, Path(s.failure_from))
@@ -355,11 +352,10 @@ def check_folder(folder: Path) -> None:
 
 def check_reads_alike(run: Run, agent: Path) -> None:
     """Refused where an agent of a folder has other tokens than the run, which writes its ids."""
-    tokens = models.read(transformers.AutoTokenizer, agent).get_vocab()
-    rows = models.read_config(agent).get_text_config().vocab_size
-    if rows != run.encoder.rows or tokens != run.tokenizer.get_vocab():
-        raise Refused(f"--failure-from {agent}: its tokens are not those of --model {run.base}, in "
-                      "which episodes are written; give an agent of that model")
+    if models.read_encoder(agent).fingerprint() != run.fingerprint:
+        raise Refused(f"--failure-from {agent}: its tokenizer or chat template is not that of "
+                      f"--model {run.base}, by which episodes are written; give an agent of that "
+                      "model")
 
 
 def check_disk(run: Run, agents: int) -> None:

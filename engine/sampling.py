@@ -27,12 +27,15 @@ class Sampler:
     Args:
         temperature: 0: the most probable token, for certain.
         never: Ids that are not drawn.
+        known: Ids from here on are not drawn either; another model may have more of them.
     """
 
-    def __init__(self, temperature: float = 1.0, never: tuple[int, ...] = ()):
+    def __init__(self, temperature: float = 1.0, never: tuple[int, ...] = (),
+                 known: int | None = None):
         self.temperature = temperature
         self.never = never
-        self.index = {}  # device -> `never`, which is copied there once: the host waits for a copy
+        self.known = known
+        self.index = {}  # (device, V) -> what is never drawn: the host waits for each copy
 
     def scores(self, logits: Tensor) -> Tensor:
         """Of a model's logits, (..., V), what has the distribution as its softmax, float32."""
@@ -41,10 +44,12 @@ class Sampler:
             logits = logits / self.temperature
         if not self.never:
             return logits
-        if logits.device not in self.index:
+        key = logits.device, logits.shape[-1]
+        if key not in self.index:
+            more = range(self.known or key[1], key[1])
             with torch.inference_mode(False):  # else what is sampled first could not be trained on
-                self.index[logits.device] = torch.tensor(self.never, device=logits.device)
-        return logits.index_fill(-1, self.index[logits.device], -torch.inf)
+                self.index[key] = torch.tensor([*self.never, *more], device=logits.device)
+        return logits.index_fill(-1, self.index[key], -torch.inf)
 
 
 @dataclass

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 
 import torch
-import transformers
 
 from common.settings import Refused
 from dpo import Ids, Trajectory, token_log_probs
@@ -160,8 +159,7 @@ def show(name: str) -> None:
     """Prints how a model has to be asked, and a conversation, an agent's own tokens in green."""
     folder = models.folder_of(name)
     model = models.read_model(folder).eval()
-    rows = model.config.get_text_config().vocab_size
-    encoder = Encoder(models.read(transformers.AutoTokenizer, folder), rows)
+    encoder = models.read_encoder(folder)
     print(trial(model, encoder, min(4096, models.positions_of(model.config))))
     messages = [dict(role="user", content="Find a red mug."),
                 dict(role="assistant", content="search[red mug]"),
