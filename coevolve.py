@@ -28,7 +28,7 @@ from typing import Literal, Optional
 import dpo
 from common import settings as types
 from common.files import seed_of
-from dpo import Group, Pair, Trajectory, better
+from dpo import Group, Pair, Trajectory, better, equal
 from engine.command import main
 from engine.experts import collect_experts
 from engine.machine import MachineSettings
@@ -398,12 +398,12 @@ def against_expert(
     more is chosen, also over the expert, and equals make no pair; Eq. (8) has no condition."""
     pairs = []
     for t in trajectories:
-        if same_text(expert, t):
+        if equal(expert.reward, t.reward):
+            dropped["as good as the expert"] += 1
+        elif same_text(expert, t):
             dropped["the same text"] += 1
         elif better(expert.reward, t.reward):
             pairs.append(Pair(f"expert>{t.agent}", expert, t))
-        elif not better(t.reward, expert.reward):
-            dropped["as good as the expert"] += 1
         elif s.expert_beaten == "swap":
             pairs.append(Pair(f"{t.agent}>expert", t, expert))
         else:
@@ -434,18 +434,18 @@ def ordered_failures(candidates: Iterable[tuple], dropped: Counter) -> Iterator[
     for a, b in candidates:
         if not a.is_failure or not b.is_failure:
             dropped["not both failures"] += 1
+        elif equal(a.reward, b.reward):
+            dropped["equal failures"] += 1
         elif same_text(a, b):
             dropped["the same text"] += 1
         elif better(a.reward, b.reward):
             yield Pair("failure>failure", a, b)
-        elif better(b.reward, a.reward):
-            yield Pair("failure>failure", b, a)
         else:
-            dropped["equal failures"] += 1
+            yield Pair("failure>failure", b, a)
 
 
 def same_text(a: Trajectory, b: Trajectory) -> bool:
-    """Whether nothing tells one from the other but what they earned, as where goals are drawn."""
+    """Whether nothing tells one from the other but what it earned, which no policy can learn."""
     return a.ids == b.ids != []
 
 

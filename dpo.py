@@ -66,6 +66,11 @@ def better(reward: float, other: float) -> bool:
     return reward - other > ROUNDING
 
 
+def equal(reward: float, other: float) -> bool:
+    """Whether two rewards differ by no more than rounding."""
+    return abs(reward - other) <= ROUNDING
+
+
 @dataclass
 class Pair:
     """A preference between two trajectories of a task."""
