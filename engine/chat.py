@@ -122,8 +122,9 @@ class Encoder:
                                "and nothing else")
         t = Trajectory()
         t.extend(self.start(messages[:opening]), is_action=False)
-        for message in messages[opening:]:
+        for number, message in enumerate(messages[opening:], opening + 1):
             if message["role"] == "assistant":
+                self.check_blanks(message["content"], number)
                 t.extend(self.reply(message["content"]), is_action=True)
             else:
                 t.extend(self.observation(message["content"]), is_action=False)
@@ -140,6 +141,12 @@ class Encoder:
                 "by turn; give user and assistant in turn, and use an Instruct model that does not "
                 "think, number turns or change what they say")
         return t.ids, t.action_mask
+
+    def check_blanks(self, reply: str, turn: int) -> None:
+        """Refused where a reply begins with blanks that the template takes away."""
+        if isinstance(reply, str) and reply[:1].isspace() and not self.template.keeps_blanks:
+            self.template.refuse(f"turn {turn} begins with blanks, which its chat template takes "
+                                 "away; take them out, or use another model")
 
     def decode(self, ids: Ids) -> str:
         """The text of ids, as it is, but for ends of turn."""

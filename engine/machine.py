@@ -229,7 +229,8 @@ def check_torch() -> None:
     """Refused where this torch cannot use the machine's GPUs: a run would take weeks on the CPU
     without a word. An empty CUDA_VISIBLE_DEVICES asks for the CPU."""
     there = Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()
-    if there and not torch.cuda.is_available() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+    asked_for = os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    if there and asked_for and not torch.cuda.is_available():
         raise Refused(f"torch {torch.__version__} cannot use this machine's GPUs; install torch for "
                       "them (pytorch.org/get-started) or mend their driver, or set "
                       "CUDA_VISIBLE_DEVICES= to train on the CPU")
