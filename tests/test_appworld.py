@@ -256,7 +256,7 @@ def test_an_episode_that_somebody_else_kills_is_an_environment_that_broke(served
     inside = processes_of(server)
     server.process.kill()
     wait_until(lambda: gone(inside))
-    with pytest.raises(EnvError, match="has ended"):
+    with pytest.raises(EnvError, match="was killed"):
         episode.run("send(output='')")
     episode.end()
     with pytest.raises(EnvError, match="has ended"):
@@ -339,7 +339,7 @@ def play(task, text, lines, send):
             send(changes={"phone.jsonl": log})
 
 child.play = play
-child.compare = lambda task, ends: dict(answer=True, tables=[] if ends[0] == ends[1] else ["phone"])
+child.compare = lambda task, changes: dict(answer=True, apps=changes[0] == changes[1])
 """
 
 
@@ -556,9 +556,9 @@ def test_the_expert_of_each_family_solves_its_tasks_and_no_part_of_it_does(world
     for split, found in splits.items():
         for task in world.tasks(split):
             found.setdefault(task.split(f"-{split}-")[1], task)
-    assert [len(found) for found in splits.values()] == [12, 7]
+    assert [len(found) for found in splits.values()] == [4, 2]
     messages = {}
-    for task in [*splits["test"].values()][::2] + [*splits["unseen"].values()][::2]:
+    for task in (*splits["test"].values(), *splits["unseen"].values()):
         messages[task], reward = converse(world, world.reset(task), world.expert())
         assert reward == 1, messages[task]
     first = [*messages][0]
@@ -568,7 +568,6 @@ def test_the_expert_of_each_family_solves_its_tasks_and_no_part_of_it_does(world
         for less in ([code[-1]], [*code[:-2], code[-1]], ["apis.supervisor.complete_task()"]):
             step = play(world, task, less)
             assert not step.done or step.reward == 0
-    assert {task.split("-")[2] for task in messages} == {"alarm", "contact", "note", "playlist"}
 
 
 def test_more_than_was_asked_for_is_not_what_was_asked_for(world):
@@ -579,10 +578,10 @@ def test_more_than_was_asked_for_is_not_what_was_asked_for(world):
     assert play(world, task, [*code[:-1], more, *code[-1:]]).reward == 0
     later = re.sub(r'time="\d\d', 'time="23', code[2])
     assert play(world, task, [*code[:2], later, *code[3:]]).reward == 0
-    off = of_family(world, "test", "alarm-off")
+    move = of_family(world, "unseen", "alarm-move")
     renamed = 'apis.phone.update_alarm(access_token=token, alarm_id=alarm["alarm_id"], label="other")'
-    *found, done = world.solution(world.find(off))
-    assert play(world, off, [*found, renamed, done]).reward == 0
+    *found, done = world.solution(world.find(move))
+    assert play(world, move, [*found, renamed, done]).reward == 0
     world.share_of_tests = True
     try:
         assert play(world, task, code[-1:]).reward == pytest.approx(1 / 3)
@@ -679,7 +678,7 @@ def test_what_was_done_becomes_a_task_that_verifies_and_is_judged_exactly(world)
 
 def test_a_find_with_a_long_argument_can_be_played_and_does_not_join(world):
     generator = world.task_generator()
-    task = of_family(world, "train", "note-new")
+    task = of_family(world, "train", "note-more")
     code = world.solution(world.find(task))
     long = [re.sub(r'content=".*?"', "content='word ' * 15_000", part) for part in code]
     found, = generator.finds(task, [*map(block, long)], random.Random(0))

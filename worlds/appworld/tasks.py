@@ -133,7 +133,7 @@ class TaskGenerator:
     def _alike(self, task: dict, one: dict, other: dict) -> bool | None:
         """Whether two ends are one; None where they cannot be compared."""
         told = self.env.judge.compare(task["start"], one, other)
-        return None if "error" in told else told["answer"] and not told["tables"]
+        return None if "error" in told else told["answer"] and told["apps"]
 
 
 def codes(replies: list[str]) -> list[str]:
