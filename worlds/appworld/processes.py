@@ -61,8 +61,8 @@ class Server:
             self.end()
             raise Refused(
                 f"appworld: this machine does not shut in the code of a model ({told['error']}), "
-                "so that none is run; Linux has to allow user namespaces, or CAP_SYS_ADMIN to "
-                "root, which root of a container may lack")
+                "so that none is run; it takes Linux, and user namespaces for a user, or for root "
+                "CAP_SYS_ADMIN, which a container's root may lack")
 
     def begin(self, asked: dict, files: list[int]) -> int:
         """A fork that does what is asked, which is short, and keeps these files; as a file."""
