@@ -280,7 +280,7 @@ def test_an_episode_that_does_not_start_leaves_no_process(served):
     for _ in range(2):
         with pytest.raises(EnvError, match="task a does not start: ZeroDivisionError"):
             processes.Episode(server, "a", "x")
-    assert processes_of(server) == []  # nor one that has ended and that nobody has waited for
+    wait_until(lambda: not processes_of(server))  # nor one that nobody has waited for
 
 
 def test_a_judgement_that_does_not_end_is_one_that_failed(served, monkeypatch):
@@ -380,7 +380,7 @@ def test_a_replay_that_is_late_or_not_compared_proves_nothing(judge, monkeypatch
     judge, late = judge
     generator = TaskGenerator.__new__(TaskGenerator)
     generator.env = types.SimpleNamespace(judge=judge)
-    proposal = dict(task=dict(start="a", text="x", code=["one", "two", "done"]))
+    proposal = dict(task=dict(start="a", text="x", code=["one", "two", "done"]), template=True)
     last = "without its last change"
     for replies, reason in ((6, f"{last} it is not played to its end"), (2, "does not complete it")):
         late[:] = [True] + [False] * replies
@@ -691,11 +691,11 @@ def test_planted_proposals_are_refused_or_prove_nothing(world):
     generator = world.task_generator()
     train, test = (of_family(world, split, "alarm-count") for split in ("train", "test"))
     start, code = world.find(train)["start"], world.solution(world.find(train))
-    new = dict(start=start, text="How many alarms have I?", code=code)
+    new = dict(start=start, text="How many alarms have I after or before 8:00, 10:00, 12:00, 15:00, 18:00, 20:00?", code=code)
     assert generator.refusal(new) is None
     for wrong, named in [
             ({"start": world.find(test)["start"]}, "no start state of a training task"),
-            ({"text": data.text(small_world(), world.find(test)["start"])}, "a task of a split"),
+            ({"text": data.specs(small_world(), world.find(test)["start"])["instruction"]}, "a task of a split"),
             ({"code": code[-1:]}, "has 1 parts"), ({"code": code * 8}, "parts, not 2 to 30"),
             ({"code": ["a b", *code[1:]]}, "no Python"), ({"code": code[:-1]}, "does not end by")]:
         assert named in generator.refusal({**new, **wrong})

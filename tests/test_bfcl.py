@@ -455,7 +455,7 @@ def files():
     task = next(task for task in env.tasks("train")
                 if "GorillaFileSystem" in start_state(env.find(task)["start"])["classes"])
     return env, env.task_generator(), task, dict(
-        start=env.find(task)["start"], turns=["What is here?"], calls=[[LS]])
+        start=env.find(task)["start"], turns=["What files are here?"], calls=[[LS]])
 
 
 def explored(rng, env, task):

@@ -157,22 +157,14 @@ def shown(task: str | None, truth: bool) -> list[str]:
     return [*sorted(libraries), f"{data}/base_dbs", f"{data}/api_docs", *known]
 
 
-def keep(*files: int) -> None:
-    """These files from number 3 on, and no others but three that hold nothing."""
-    null = os.open(os.devnull, os.O_RDWR)
-    wanted = [null, null, null, *files]
-    for place, file in enumerate(wanted):
-        os.dup2(file, 100 + place)
-    for place in range(len(wanted)):
-        os.dup2(100 + place, place)
-    os.closerange(len(wanted), 1 << 16)
-
-
 def work(line: int, report: int, do: str, task: str | None) -> None:
     """What a fork does: it keeps two files to the one who asks, is shut in, works."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     jail.die_with_parent()
-    keep(line, report)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for file, place in ((line, 100), (report, 101), (nothing, 0), (100, 3), (101, 4)):
+        os.dup2(file, place)  # 1 and 2 hold nothing
+    os.closerange(5, 1 << 16)
     lines = socket.socket(fileno=3).makefile("rw")
     given = json.loads(lines.readline())  # who still writes it would not read what goes wrong
 
@@ -203,7 +195,6 @@ def serve() -> None:
     warm()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here waits for a fork
     asks = socket.socket(fileno=0)
-    asks.send(b"ready")
     while True:
         asked, files, _, _ = socket.recv_fds(asks, 1 << 16, 2)
         if not asked:  # the one who asks has gone

@@ -131,9 +131,9 @@ def calls_in(tree: ast.AST) -> list[str]:
     return [name for _, name in sorted(found)]
 
 
-def text(root: Path, key: str) -> str:
-    """What a task asks for."""
-    return json.loads((root / "data/tasks" / key / "specs.json").read_text())["instruction"]
+def specs(root: Path, key: str) -> dict:
+    """What a task asks for, `instruction`, and of whom, `supervisor`."""
+    return json.loads((root / "data/tasks" / key / "specs.json").read_text())
 
 
 def start_changes(root: Path, key: str) -> dict[str, str]:

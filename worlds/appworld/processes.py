@@ -50,13 +50,7 @@ class Server:
             self.process = subprocess.Popen(
                 command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 cwd="/", start_new_session=True, env={"TZ": "UTC", "PYTHONHASHSEED": "0"})
-        ready = b""
-        with suppress(OSError):
-            ready = self._asks.recv(100)
-        if not ready:
-            self.end()
-            raise EnvError(f"appworld: {python} does not start with the package")
-        told = self.once("check", None)
+        told = self.once("check", None)  # it waits until the package is imported
         if "error" in told:
             self.end()
             raise Refused(
@@ -71,7 +65,8 @@ class Server:
                 socket.send_fds(self._asks, [json.dumps(asked).encode()], files)
                 _, (process,), _, _ = socket.recv_fds(self._asks, 100, 1)
             except (OSError, ValueError):
-                raise EnvError("appworld: the process that has the package has ended") from None
+                raise EnvError("appworld: the process that has the package does not start, or has "
+                               "ended") from None
         return process
 
     def once(self, do: str, task: str | None, **asked) -> dict:

@@ -156,7 +156,6 @@ def file_task(data: Path, id: str, person: dict, draft: Draft) -> None:
         write(folder / "ground_truth" / f"{name}.json", content)
     write(folder / "ground_truth/evaluation.py", EVALUATION)
     solution = f"def solution(apis, requester):\n    {steps}\n"
-    write(folder / "ground_truth/solution.py", solution)
     write(folder / "ground_truth/compiled_solution.py", solution)
 
 
