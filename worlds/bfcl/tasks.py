@@ -174,17 +174,20 @@ def useful(done: list[tuple]) -> list[tuple]:
 
 
 def says_all(task: dict) -> bool:
-    """Whether the user says each value of the calls, or the world shows it: documents, start state,
-    what calls without arguments return, what the calls before it return."""
+    """Whether the user says each value of the calls, or the world shows it: the document of its
+    argument, start state, what calls without arguments return, what the calls before it return."""
     known = functions(task["start"])
     looked, world = Simulators(task["start"]), Simulators(task["start"])
-    said = tokens(json.dumps(known) + looked.states())
+    said = tokens(looked.states())
     for name in known:
         said |= tokens(looked.run(dict(name=name, arguments={})))
     for text, calls in zip(task["turns"], task["calls"]):
         said |= tokens(text)
         for call in calls:
-            if tokens(" ".join(map(str, leaves(call["arguments"])))) - said:
-                return False
+            arguments = known[call["name"]]["parameters"]["properties"]
+            for name, value in call["arguments"].items():
+                shown = said | tokens(json.dumps(arguments.get(name)))
+                if tokens(" ".join(map(str, leaves(value)))) - shown:
+                    return False
             said |= tokens(world.run(call))
     return True
