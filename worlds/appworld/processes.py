@@ -49,7 +49,8 @@ class Server:
         with theirs:
             self.process = subprocess.Popen(
                 command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                cwd="/", start_new_session=True, env={"TZ": "UTC", "PYTHONHASHSEED": "0"})
+                cwd="/", start_new_session=True,
+                env={"TZ": "UTC", "PYTHONHASHSEED": "0", "HOME": "/"})  # a user may have no home
         told = self.once("check", None)  # it waits until the package is imported
         if "error" in told:
             self.end()

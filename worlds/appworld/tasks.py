@@ -150,31 +150,34 @@ class TaskGenerator:
 
     def _says_all(self, task: dict, trace: Trace) -> bool:
         """Whether the text says each literal of the code that an interface gets or that something
-        is compared with, or the world shows it: documents, the person, what was printed before."""
+        is compared with, or the world shows it: the document of its argument, the person, what was
+        printed before. What ids and secrets are can be looked up."""
         owner = data.specs(self.env.judge.root, task["start"])["supervisor"]
         said = tokens(f"{task['text']} {json.dumps(owner)}")
         for code, output, calls in zip(task["code"], trace.outputs, trace.calls):
             nodes = [*ast.walk(tree_of(code))]
             literals = [node.value for node in nodes if isinstance(node, ast.Constant)]
-            needed = []
-            for name, arguments in calls:
-                said |= tokens(self._document(name))
-                given = {key: value for key, value in arguments.items() if not looked_up(key)}
-                needed += [value for value in leaves(given) if value in literals]
+            needed = set()
             for node in nodes:
                 if isinstance(node, ast.Compare):
-                    sides = (node.left, *node.comparators)
-                    needed += [side.value for side in sides if isinstance(side, ast.Constant)
-                               and isinstance(side.value, str)]
-            if tokens(" ".join(map(str, needed))) - said:
+                    needed |= tokens(" ".join(texts_of(node)))
+            for name, arguments in calls:
+                for argument in self.documents.get(name, {}).get("parameters", ()):
+                    key = argument["name"]
+                    if key in SECRETS or key.endswith("_id") or key.startswith("page_"):
+                        continue
+                    given = [value for value in leaves(arguments.get(key)) if value in literals]
+                    needed |= tokens(" ".join(map(str, given))) - tokens(json.dumps(argument))
+            if needed - said:
                 return False
             said |= tokens(output)
         return True
 
 
-def looked_up(argument: str) -> bool:
-    """Whether nobody is told the values of an argument of this name."""
-    return argument in SECRETS or argument.endswith("_id") or argument.startswith("page_")
+def texts_of(node: ast.Compare) -> list[str]:
+    """The texts between which, and something else, code compares."""
+    sides = [getattr(side, "value", None) for side in (node.left, *node.comparators)]
+    return [side for side in sides if isinstance(side, str)]
 
 
 def codes(replies: list[str]) -> list[str]:
