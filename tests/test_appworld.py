@@ -353,8 +353,7 @@ def test_a_solution_that_does_not_prove_its_task_is_refused(generator):
             (["apis.notes.show_hour()", DONE], "solved without its last change"),
             (["apis.notes.show_hour()", "apis.supervisor.complete_task(answer='Milk')"], None),
             # what the text must say: literals that an interface gets or that something is compared with
-            (["a = 'Bread'\napis.notes.create_note(title=a)", DONE], "does not say every value"),
-            (["apis.notes.create_note(title='Bread')" if True else "", DONE], "does not say every value"),
+            (["a = 'Bread'", "apis.notes.create_note(title=a)", DONE], "does not say every value"),
             ([f"'Bread' == 'x' or {NOTE}", DONE], "does not say every value"),
             (["apis.notes.create_note(title=['Milk', 7])", DONE], "does not say every value"),
             ([hour, DONE], "does not say every value"), (["apis.notes.show_hour()", hour, DONE], None),
@@ -423,7 +422,8 @@ def test_a_text_that_holds_its_code_is_known(generator):
                  "My api's note, created by create or note.", ""):
         assert not generator.tells(text, [block(NOTE), block(DONE)]), text
     for text in (f"Do {NOTE}", "```\nx\n```", "Call apis.notes for me", "use create_note", "Create-Note for Milk",
-                 "createNote: Milk", '{"app": "notes", "api": "create_note"', "notes.create_note(title", "<tool_call>"):
+                 "createNote: Milk", '{"app": "notes", "api": "create_note"', "notes.create_note(title", "<tool_call>",
+                 'the sum of row["hour"]', "print(title)", '{"title": "Milk"}'):
         assert generator.tells(text, [block(NOTE), block(DONE)]), text
 
 

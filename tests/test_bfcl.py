@@ -556,13 +556,16 @@ def test_a_text_that_holds_its_calls_is_known(files):
     new = [call_of("mkdir", dir_name="new"), call_of("sort", file_name="notes.txt"), call_of("pwd"),
            call_of("get_stock_info", symbol="AAPL"), call_of("startEngine", ignitionMode="START")]
     for text in ("Please make a directory that is called new.", "Sort notes.txt", "sort the notes; the sort of notes",
-                 "Which way am I? Start the engine.", "What is the stock info of AAPL?", "mkdirs are new", ""):
+                 "Which way am I? Start the engine.", "What is the stock info of AAPL?", "mkdirs are new", "(id='USR1'), as file: new", ""):
         assert not generator.tells(text, script([new])), text
     for text in ("mkdir new", "Run mkdir('new')", "mkdir --dir_name=new", "pwd, please", "sort(file_name='notes.txt')",
                  "`sort` it", '{"name": "sort", "argu', "sort[notes.txt]", "use get_stock_info", "Get-Stock-Info AAPL",
                  "start_engine", "vehicle.startEngine()", "```\nx\n```", "<tool_call>x", '{"arguments": {}}', "tool: a\narguments: b",
+                 "one with dir_name=new", '{"dir_name": "new"}',
                  '{"name": "mkdir", "arguments": {"dir_name": "new"}}', as_reply(new), *map(as_python, new)):
         assert generator.tells(text, script([new])), text
+    write = call_of("echo", content='print("x")', file_name="a.py"), call_of("edit_ticket", ticket_id=1, updates={"priority": 3})
+    assert not generator.tells(generator.template(write), script([write]))
     assert not generator.tells("x", ["words", json.dumps(dict(name={}, arguments=5)), DEEP, block("none")])
 
 

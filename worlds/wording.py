@@ -1,6 +1,7 @@
 """What the text of a new task must say, and must not hold: an explorer model wrote it, and code
 cannot read. Words are compared, so that these rules err; that costs proposals, no episodes."""
 
+import json
 import re
 
 # Words of any wish, which say nothing of this one.
@@ -42,27 +43,38 @@ def tokens(text: str) -> set[str]:
     return found
 
 
-def holds_code(text: str) -> bool:
-    """Whether a text holds a piece of code or a call, whatever it does."""
-    return bool(re.search(r"```|</?tool_call>|\bapis\s*[.\[]|\barguments\W*:", text))
+# A fence, a tag, an interface, a call's arguments, a pair of JSON, a key of a record, a print.
+CODE = (r"""```|</?tool_call>|\bapis\s*[.\[]|\barguments\W*:|["']\w+["']\s*:\s*["'\[{\d]"""
+        r"""|\w\[["']|\bprint\(""")
 
 
-def holds_call(text: str, name: str, document: str, given: list = ()) -> bool:
+def holds_code(text: str, values: list) -> bool:
+    """Whether a text holds a piece of code or a call, whatever it does. Values that it has to hold
+    may look like one."""
+    for value in values:
+        for written in (str(value), json.dumps(value, ensure_ascii=False)):
+            if re.search(CODE, written):
+                text = text.replace(written, " ")
+    return bool(re.search(CODE, text))
+
+
+def holds_call(text: str, name: str, document: str, arguments: dict) -> bool:
     """Whether a text holds a call, or a part of it that names what is called.
 
     Args:
         text: the text.
         name: of what is called.
         document: what it does, in words; where its name is one of them, people say it, too.
-        given: the names and values of the call's arguments.
+        arguments: those of the call.
     """
     parts = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).split("_")
     name = re.escape(name)
     forms = [rf"[`'\"]{name}[`'\"]", rf"\b{name}[(\[{{<>=|&]"]
+    forms += [rf"\b{re.escape(argument)}=\S" for argument in arguments]
     if len(parts) > 1:  # nobody says it
         forms.append(rf"\b{'[_-]?'.join(map(re.escape, parts))}\b")
     elif not re.search(rf"\b{name}\b", document, re.I):  # as in a shell: the call without its signs
-        first = "|".join(re.escape(str(value)) for value in given)
+        first = "|".join(re.escape(str(value)) for value in (*arguments, *leaves(arguments)))
         forms.append(rf"\b{name}\b\W*(?:{first})(?!\w)")
     return bool(re.search("|".join(forms), text, re.I))
 

@@ -75,9 +75,11 @@ class TaskGenerator:
 
     def tells(self, text: str, solution: list[str]) -> bool:
         """Whether a text holds code of its solution, or a part that names an interface."""
-        names = itertools.chain(*map(calls_of, codes(solution)))
-        return holds_code(text) or any(
-            holds_call(text, name.partition(".")[2], self._document(name)) for name in names)
+        code = "\n".join(codes(solution))
+        literals = [value for value in literals_of(code) if isinstance(value, str)]
+        return holds_code(text, literals) or any(
+            holds_call(text, name.partition(".")[2], self._document(name), {})
+            for name in calls_of(code))
 
     def refusal(self, task: dict) -> str | None:
         """Why no run may have this task; None if one may."""
@@ -154,11 +156,11 @@ class TaskGenerator:
         printed before. What ids and secrets are can be looked up."""
         owner = data.specs(self.env.judge.root, task["start"])["supervisor"]
         said = tokens(f"{task['text']} {json.dumps(owner)}")
+        literals = []
         for code, output, calls in zip(task["code"], trace.outputs, trace.calls):
-            nodes = [*ast.walk(tree_of(code))]
-            literals = [node.value for node in nodes if isinstance(node, ast.Constant)]
+            literals += literals_of(code)
             needed = set()
-            for node in nodes:
+            for node in ast.walk(tree_of(code)):
                 if isinstance(node, ast.Compare):
                     needed |= tokens(" ".join(texts_of(node)))
             for name, arguments in calls:
@@ -172,6 +174,13 @@ class TaskGenerator:
                 return False
             said |= tokens(output)
         return True
+
+
+def literals_of(code: str) -> list:
+    """The values that code writes out; none where it is no Python."""
+    tree = tree_of(code)
+    nodes = ast.walk(tree) if tree else ()
+    return [node.value for node in nodes if isinstance(node, ast.Constant)]
 
 
 def texts_of(node: ast.Compare) -> list[str]:

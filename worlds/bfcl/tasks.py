@@ -69,15 +69,15 @@ class TaskGenerator:
 
     def tells(self, text: str, solution: list[str]) -> bool:
         """Whether a text holds calls of its solution, or a part of one, in whatever form."""
-        if holds_code(text):
-            return True
+        given = []
         for call in (call for reply in solution for call in parse_calls(reply)):
             if isinstance(call, str) or problem(call) or call["name"] not in self.functions:
                 continue
-            given = [*call["arguments"], *leaves(call["arguments"])]
-            if holds_call(text, call["name"], prose(self.functions[call["name"]]), given):
+            given += call["arguments"].values()
+            document = prose(self.functions[call["name"]])
+            if holds_call(text, call["name"], document, call["arguments"]):
                 return True
-        return False
+        return holds_code(text, given)
 
     def refusal(self, task: dict) -> str | None:
         """Why no run may have this task; None if one may."""
