@@ -291,6 +291,7 @@ def play(task, text, lines, send):
     apis = types.SimpleNamespace(
         notes=types.SimpleNamespace(create_note=create_note, show_hour=show_hour),
         supervisor=types.SimpleNamespace(complete_task=lambda answer=None: told.append(answer)))
+    names = dict(apis=apis, os=os)
     for line in lines:
         asked = json.loads(line)
         if "code" not in asked:
@@ -298,7 +299,7 @@ def play(task, text, lines, send):
             continue
         calls.clear(), said.clear()
         try:
-            exec(asked["code"], dict(apis=apis, os=os))
+            exec(asked["code"], names)
         except Exception as error:
             said.append(f"Execution failed: {error}")
         send(output=" ".join(said), done=bool(told), calls=calls)
@@ -438,7 +439,7 @@ def test_the_code_of_a_reply(reply, code):
 
 
 def test_a_solution_becomes_replies_of_one_call_and_loops_stay_whole():
-    source = '''# a comment
+    source = """# a comment
 def solution(apis, requester):
     a = 1
     rows = apis.phone.show_alarms(access_token=a,
@@ -449,11 +450,10 @@ def solution(apis, requester):
         apis.phone.show_alarms()
     b = 2
     apis.supervisor.complete_task(answer=apis.phone.show_alarm(alarm_id=b))
-'''
+"""
     found = parts(source)
     assert found == [
-        "a = 1\nrows = apis.phone.show_alarms(access_token=a,\n"
-        "                              page_limit=5)\nprint(rows)",
+        "a = 1\nrows = apis.phone.show_alarms(access_token=a, page_limit=5)\nprint(rows)",
         "for row in rows:\n    apis.phone.delete_alarm(alarm_id=row)\n    apis.phone.show_alarms()\n"
         "b = 2", "apis.supervisor.complete_task(answer=apis.phone.show_alarm(alarm_id=b))"]
     assert calls_in(ast.parse(found[2])) == ["supervisor.complete_task", "phone.show_alarm"]
@@ -591,7 +591,7 @@ def test_more_than_was_asked_for_is_not_what_was_asked_for(world, monkeypatch):
     reading = "print(apis.phone.show_alarms(access_token=token))"
     assert play(world, task, [*code[:-1], reading, *code[-1:]]).reward == 1
     assert play(world, task, [*code[:-1], more, *code[-1:]]).reward == 0
-    later = re.sub(r'time="\d\d', 'time="23', code[2])
+    later = re.sub(r"time='\d\d", "time='23", code[2])
     move = of_family(world, "unseen", "alarm-move")
     renamed = 'apis.phone.update_alarm(access_token=token, alarm_id=alarm["alarm_id"], label="other")'
     *found, done = world.solution(world.find(move))
@@ -670,7 +670,7 @@ def test_a_new_task_is_judged_exactly(world):
     start = world.find(of_family(world, "train", "alarm-new"))["start"]
     code = world.solution(dict(start=start))
     made = world.add(dict(start=start, text="An alarm, please.", code=code))
-    later = re.sub(r'time="\d\d', 'time="23', code[2])
+    later = re.sub(r"time='\d\d", "time='23", code[2])
     assert play(world, made, code).reward == 1
     assert play(world, made, [*code[:2], later, *code[3:]]).reward == 0  # as many changes, but others
 

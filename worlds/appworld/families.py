@@ -7,8 +7,8 @@ steps with one call each, as an agent would write them, a reply a step.
 import random
 from dataclasses import dataclass, field
 
-LOOK = 'passwords = {row["account_name"]: row["password"]\n' \
-       "             for row in apis.supervisor.show_account_passwords()}\nprint(passwords)"
+LOOK = ('passwords = {row["account_name"]: row["password"]'
+        " for row in apis.supervisor.show_account_passwords()}\nprint(passwords)")
 ALARMS = "alarms = apis.phone.show_alarms(access_token=token, page_limit=20)\nprint(alarms)"
 DONE = "apis.supervisor.complete_task()"
 TELL = "apis.supervisor.complete_task(answer=answer)"
@@ -35,8 +35,8 @@ class Draft:
 
 def login(app: str, person: dict) -> str:
     name = person["phone_number" if app == "phone" else "email"]
-    return (f'token = apis.{app}.login(username="{name}",\n'
-            f'    password=passwords["{app}"])["access_token"]')
+    return (f'token = apis.{app}.login(username="{name}", password=passwords["{app}"])'
+            '["access_token"]')
 
 
 def found_contact(name: str) -> str:
@@ -87,9 +87,8 @@ def note_more(person: dict, rng: random.Random) -> Draft:
         [LOOK, login("simple_note", person),
          f'notes = apis.simple_note.search_notes(access_token=token, query="{title}")\n'
          f'print(notes)\nnote = next(row for row in notes if row["title"] == "{title}")',
-         "print(apis.simple_note.add_content_to_note(\n"
-         '    access_token=token, note_id=note["note_id"], append_or_prepend="append",\n'
-         f'    added_content="{line}"))', DONE],
+         'print(apis.simple_note.add_content_to_note(access_token=token, note_id=note["note_id"], '
+         f'append_or_prepend="append", added_content="{line}"))', DONE],
         {"simple_note.Note": dict(updated={note["note_id"]: dict(content=content)})})
 
 
@@ -101,8 +100,8 @@ def alarm_move(person: dict, rng: random.Random) -> Draft:
         f'Move my phone\'s alarm "{label}" to {time}.', ["phone"],
         [LOOK, login("phone", person),
          f'{ALARMS}\nalarm = next(row for row in alarms if row["label"] == "{label}")',
-         'print(apis.phone.update_alarm(access_token=token, alarm_id=alarm["alarm_id"],\n'
-         f'                              time="{time}"))', DONE],
+         'print(apis.phone.update_alarm(access_token=token, alarm_id=alarm["alarm_id"], '
+         f'time="{time}"))', DONE],
         {"phone.Alarm": dict(updated={id: dict(time=time)})})
 
 
@@ -115,8 +114,8 @@ def number_noted(person: dict, rng: random.Random) -> Draft:
         f"{name} {contact['last_name']}, nothing else; my phone's contacts have it.",
         ["phone", "simple_note"],
         [LOOK, login("phone", person), found_contact(name), login("simple_note", person),
-         f'print(apis.simple_note.create_note(access_token=token, title="{title}",\n'
-         '                                   content=friend["phone_number"]))', DONE],
+         f'print(apis.simple_note.create_note(access_token=token, title="{title}", '
+         'content=friend["phone_number"]))', DONE],
         {"simple_note.Note": dict(added=[dict(title=title, content=contact["phone_number"])])})
 
 
