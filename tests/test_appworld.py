@@ -23,7 +23,6 @@ from worlds.appworld import data, judging, processes
 from worlds.appworld.data import MOST_REPLIES, calls_in, parts, small_world
 from worlds.appworld.tasks import DONE, TaskGenerator
 from worlds.appworld.world import FORM, block, code_of
-from worlds.wording import asks
 
 NOBODY = 1234  # any user but root
 
@@ -309,10 +308,10 @@ child.compare = lambda task, changes: dict(
     apps=changes[0]["notes.jsonl"] == changes[1]["notes.jsonl"],
     answer=changes[0]["answer"] == changes[1]["answer"])
 """
-DOCUMENTS = {"notes.create_note": dict(
+DOCUMENTS = {"supervisor.complete_task": dict(description="Complete the task.", parameters=()), "notes.create_note": dict(
     app_name="notes", api_name="create_note", method="POST", description="Create a note. It stays.",
     parameters=[dict(name="title", description="What the note is called.")]),
-    "notes.show_hour": dict(app_name="notes", api_name="show_hour", method="GET", description="Tell the hour.")}
+    "notes.show_hour": dict(app_name="notes", api_name="show_hour", method="GET", description="Tell the hour.", parameters=())}
 NOTE = 'apis.notes.create_note(title="Milk")'
 
 
@@ -675,17 +674,22 @@ def test_a_new_task_is_judged_exactly(world):
     assert play(world, made, [*code[:2], later, *code[3:]]).reward == 0  # as many changes, but others
 
 
+WISHES = ["Do the things that I need.", "Please help me with this!", "Log in to my account and do it.", "", "Go ahead.",
+          "Use my apps to do what I want.", "Complete my task and answer me.", "Call the necessary functions, please"]
+
+
 def test_what_people_ask_for_says_all_and_tells_nothing(world):
     generator, families = world.task_generator(), set()
     for task in world.tasks("train"):
         start = world.find(task)["start"]
         text, code = data.specs(small_world(), start)["instruction"], world.solution(dict(start=start))
-        about = " ".join(map(generator._document, calls_in(ast.parse("\n".join(code)))))
-        assert asks(text, about) and not generator.tells(text, [*map(block, code)]), text
+        asked = dict(start=start, text=f"So: {text}", code=code)
+        assert generator.refusal(asked) is None and not generator.tells(text, [*map(block, code)]), text
+        for wish in WISHES:
+            assert generator.refusal({**asked, "text": wish}) == "its text asks for nothing", (wish, text)
         family = start.partition("-train-")[0]
         if family not in families:
             families.add(family)
-            asked = dict(start=start, text=text, code=code)
-            assert generator._says_all(asked, world.judge.trace(asked, code)), text
-            asked["text"] = "Do something with my alarms, notes or contacts."
-            assert not generator._says_all(asked, world.judge.trace(asked, code)), text
+            trace = world.judge.trace(asked, code)
+            assert generator._says_all(asked, trace), text
+            assert not generator._says_all({**asked, "text": "Do something with my alarms or notes."}, trace), text

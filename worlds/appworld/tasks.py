@@ -17,6 +17,7 @@ from worlds.wording import asks, holds_call, holds_code, leaves, tokens
 DONE = "apis.supervisor.complete_task()"
 COMPLETES = "supervisor.complete_task"
 SECRETS = ("access_token", "password", "username")
+AROUND = ("login", "show_account_passwords", "complete_task")  # what any solution calls
 FAILED = "Execution failed"  # what the package says first where code raises an error
 
 
@@ -78,7 +79,7 @@ class TaskGenerator:
         code = "\n".join(codes(solution))
         literals = [value for value in literals_of(code) if isinstance(value, str)]
         return holds_code(text, literals) or any(
-            holds_call(text, name.partition(".")[2], self._document(name), {})
+            holds_call(text, name.partition(".")[2], self._prose(name), {})
             for name in calls_of(code))
 
     def refusal(self, task: dict) -> str | None:
@@ -94,9 +95,11 @@ class TaskGenerator:
             return "its solution does not end by completing the task"
         if words_of(task["text"]) in self.said:
             return "a task of a split"
-        names = itertools.chain(*map(calls_of, code))
-        about = " ".join([*code, *map(self._document, names)])
-        return None if asks(task["text"], about) else "its text asks for nothing"
+        about = [str(value) for part in code for value in literals_of(part)]
+        for name in itertools.chain(*map(calls_of, code)):
+            if name.partition(".")[2] not in AROUND:
+                about.append(f"{name} {self._prose(name)}")
+        return None if asks(task["text"], " ".join(about)) else "its text asks for nothing"
 
     def verify(self, proposal: dict) -> str | None:
         """Plays the solution twice, and without its last change; why it proves nothing, or None."""
@@ -147,8 +150,12 @@ class TaskGenerator:
         told = self.env.judge.compare(task["start"], one, other)
         return None if "error" in told else told["answer"] and told["apps"]
 
-    def _document(self, name: str) -> str:
-        return json.dumps(self.documents.get(name, ""))
+    def _prose(self, name: str) -> str:
+        """What the document of an interface says in words."""
+        document = self.documents.get(name, dict(description="", parameters=()))
+        arguments = [f"{row['name']} {row['description']}" for row in document["parameters"]
+                     if row["name"] not in SECRETS]
+        return " ".join([document["description"], *arguments])
 
     def _says_all(self, task: dict, trace: Trace) -> bool:
         """Whether the text says each literal of the code that an interface gets or that something
@@ -164,7 +171,7 @@ class TaskGenerator:
                 if isinstance(node, ast.Compare):
                     needed |= tokens(" ".join(texts_of(node)))
             for name, arguments in calls:
-                for argument in self.documents.get(name, {}).get("parameters", ()):
+                for argument in self.documents[name]["parameters"]:
                     key = argument["name"]
                     if key in SECRETS or key.endswith("_id") or key.startswith("page_"):
                         continue
