@@ -5,15 +5,15 @@ import json
 import re
 
 # Words of any wish, which say nothing of this one.
-EMPTY = """a about account action actions ahead all also an and answer any anything app are as ask
-    asked assist at available be been by call can care carry change code command complete could
-    current do does done each every everything execute existing finish fix for from fulfil function
-    get give given go goal handle has have help here how i if in information is it its job just
-    kindly last like log login make me method my necessary need needed now of on operation or out
-    password perform please process provide provided question request require result return run said
-    same say should so solve some something state step such take task tell thank that the them then
-    these they thing this those to tool use used user using usual want was way we were what whatever
-    when where which will with work would you your"""
+EMPTY = """a about action actions ahead all also an and answer any anything app are as ask asked
+    assist at available be been by call can care carry change code command complete could current do
+    does done each every everything execute existing finish fix for from fulfil function get give
+    given go goal handle has have help here how i if in information is it its job just kindly last
+    like make me method my necessary need needed now of on operation or out perform please process
+    provide provided question request require result return run said same say should so solve some
+    something state step such take task tell thank that the them then these they thing this those to
+    tool use used user using usual want was way we were what whatever when where which will with
+    work would you your"""
 NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
 

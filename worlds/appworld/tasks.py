@@ -95,10 +95,11 @@ class TaskGenerator:
             return "its solution does not end by completing the task"
         if words_of(task["text"]) in self.said:
             return "a task of a split"
-        about = [str(value) for part in code for value in literals_of(part)]
-        for name in itertools.chain(*map(calls_of, code)):
-            if name.partition(".")[2] not in AROUND:
-                about.append(f"{name} {self._prose(name)}")
+        about = []
+        for part in code:
+            names = [name for name in calls_of(part) if name.partition(".")[2] not in AROUND]
+            if names:
+                about += [*names, *map(self._prose, names), *map(str, literals_of(part))]
         return None if asks(task["text"], " ".join(about)) else "its text asks for nothing"
 
     def verify(self, proposal: dict) -> str | None:
