@@ -1,6 +1,7 @@
 """AppWorld: processes that are shut in, with a child that has no package; then the small world,
 where the package is (run.sh puts it into .venv-appworld), by the package's own judgement."""
 
+import ast
 import json
 import os
 import random
@@ -15,13 +16,12 @@ import psutil
 import pytest
 from conftest import ROOT, wait_until
 
-import evolve
 from common.settings import Refused
 from envs import EnvError, environment, make
 from worlds import converse
 from worlds.appworld import data, judging, processes
 from worlds.appworld.data import MOST_REPLIES, calls_in, parts, small_world
-from worlds.appworld.tasks import TaskGenerator
+from worlds.appworld.tasks import DONE, TaskGenerator
 from worlds.appworld.world import FORM, block, code_of
 
 NOBODY = 1234  # any user but root
@@ -39,7 +39,7 @@ TRIES = {
     "to write what it is shown": ("open('/etc/hostname', 'w')", "Read-only|Permission"),
     "to write its own": ("open('/own/a', 'w').write('abc')", "3"),
     "a large file": ("open('/own/b', 'wb').truncate(200 << 20)", "too large"),
-    "memory": ("bytearray(2 << 30)", "MemoryError"),
+    "memory": ("bytearray(4 << 30)", "MemoryError"),
     "a fork": ("os.fork()", "not permitted"),
     "a program": ("os.posix_spawn('/bin/true', ['true'], {})", "not permitted"),
     "a program in its place": ("os.execv('/bin/true', ['true'])", "not permitted"),
@@ -72,13 +72,15 @@ TRIES = {
 }
 
 
-# A process of one thread that is shut in and tries them; a fork of this one could wait for ever for
-# a lock that another thread of it holds.
+# A process of one thread that is shut in, tries them and sleeps, as the one that began it does; a
+# fork of this one could wait for ever for a lock that another thread of it holds.
 TRYING = """
-import ctypes, encodings.idna, json, os, resource, socket, sys, threading
+import ctypes, encodings.idna, json, os, resource, socket, sys, threading, time
 folder, user, tries = json.loads(sys.argv[1])
 sys.path.insert(0, folder)
 import jail
+if os.fork():
+    time.sleep(600)
 found, stop = {}, threading.Event()
 key = 248 if os.uname().machine == "x86_64" else 217
 why = lambda: os.strerror(ctypes.get_errno())
@@ -90,19 +92,21 @@ try:
         jail.call("prctl", 4, 1, 0, 0, 0)  # its /proc/self is its own again
     jail.enter(["/etc/hostname"], ["/own"], 3000)
 except OSError as error:
-    found = str(error)
-for name, source in tries.items() if found == {} else ():
+    found, tries = str(error), {}
+for name, source in tries.items():
     try:
         found[name] = repr(eval(source))
     except BaseException as error:
         found[name] = f"{type(error).__name__}: {error}"
-sys.__stdout__.write(json.dumps(found))
-sys.__stdout__.flush()
+print(json.dumps(found), flush=True)
+time.sleep(600)
 """
 
 
-def shut_in(user: int | None) -> dict[str, str]:
-    """What each of TRIES comes to in a process that is shut in; OSError if none can be."""
+@pytest.mark.parametrize("user", [None, NOBODY], ids=["as we are", "not as root"])
+def test_who_is_shut_in_reaches_nothing_and_ends_with_who_began_it(user):
+    if user is not None and os.geteuid():
+        pytest.skip("only root becomes another user; the other case is not root's")
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as other:
         told = dict(pid=os.getpid(), port=server.getsockname()[1], name=f"appworld-{os.getpid()}")
         other.bind(f"\0{told['name']}")
@@ -113,57 +117,21 @@ def shut_in(user: int | None) -> dict[str, str]:
                 source = source.replace(f"{{{key}}}", str(value))
             tries[name] = source
         given = json.dumps([str(ROOT / "worlds/appworld"), user, tries])
-        done = subprocess.run([sys.executable, "-I", "-c", TRYING, given], capture_output=True,
-                              text=True, timeout=300)
-    said = json.loads(done.stdout)
-    if isinstance(said, str):
-        raise OSError(said)
-    return said
-
-
-@pytest.mark.parametrize("user", [None, NOBODY], ids=["as we are", "not as root"])
-def test_who_is_shut_in_reaches_nothing_with_rights_of_root_and_without(user):
-    if user is not None and os.geteuid():
-        pytest.skip("only root becomes another user; the other case is not root's")
-    try:
-        found = shut_in(user)
-    except OSError as error:
-        pytest.skip(f"this machine does not shut in: {error}")
+        with subprocess.Popen([sys.executable, "-I", "-c", TRYING, given],
+                              stdout=subprocess.PIPE, text=True) as run:
+            found = json.loads(run.stdout.readline())
+            inside = psutil.Process(run.pid).children(recursive=True)
+            run.kill()
+    if isinstance(found, str):
+        pytest.skip(f"this machine does not shut in: {found}")
     for name, (_, wanted) in TRIES.items():
         assert re.search(wanted, found[name]), (name, found[name])
+    assert len(inside) == 2
+    wait_until(lambda: gone(inside))
 
 
-# Begins a process that is shut in and sleeps, and waits.
-WAITING = """
-import os, sys, time
-folder, user = sys.argv[1:]
-sys.path.insert(0, folder)
-import jail
-if not os.fork():
-    if user:
-        os.setgroups([])
-        os.setresgid(int(user), int(user), int(user))
-        os.setresuid(int(user), int(user), int(user))
-        jail.call("prctl", 4, 1, 0, 0, 0)
-    jail.enter([], ["/own"], 3000)
-    print("shut in", flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize("user", [None, NOBODY], ids=["as we are", "not as root"])
-def test_who_waits_for_one_that_is_shut_in_ends_with_its_parent(user):
-    if user is not None and os.geteuid():
-        pytest.skip("only root becomes another user; the other case is not root's")
-    command = [sys.executable, "-I", "-c", WAITING, str(ROOT / "worlds/appworld"), str(user or "")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        said = run.stdout.readline()
-        inside = psutil.Process(run.pid).children(recursive=True)
-        run.kill()
-        if "shut in" not in said:
-            pytest.skip("this machine does not shut in")
-        assert len(inside) == 2
-        wait_until(lambda: gone(inside))
+def gone(found) -> bool:
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in found)
 
 
 # ------------------------------------------------------- this side, with a child without the package
@@ -212,95 +180,76 @@ def processes_of(server) -> list[psutil.Process]:
     return psutil.Process(server.process.pid).children(recursive=True)
 
 
-def gone(found) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in found)
+ENDS = {  # code that ends its process, or does not end -> what is said
+    "os._exit(1)": "process has ended", "import ctypes; ctypes.string_at(0)": "has ended",
+    "os.close(3)": "process has ended", "os.write(3, b'not json\\n')": "process has ended",
+    "os.write(3, b'[' * 100_000 + b'\\n')": "process has ended", "os.write(3, b'5\\n')": "process has ended",
+    "1 / 0": "ZeroDivision", "while True: os.write(3, b'x' * 65536)": "process has ended",
+    "pass": "no answer in",
+    "while True:\n    try:\n        while True: pass\n    except BaseException: pass": "no answer in",
+    "sum(range(10 ** 12))": "no answer in",
+    "import ctypes; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\nwhile True: pass": "no answer in",
+    "import resource; resource.setrlimit(0, (1, 1))\nwhile True: pass": "not allowed",
+    "send(error='\\ud800' * 9999)": r"\?{500}",
+}
 
 
-@pytest.mark.parametrize("code, reason", [
-    ("os._exit(1)", "process has ended"), ("import ctypes; ctypes.string_at(0)", "has ended"),
-    ("os.close(3)", "process has ended"), ("os.write(3, b'not json\\n')", "process has ended"),
-    ("os.write(3, b'[' * 100_000 + b'\\n')", "process has ended"), ("os.write(3, b'5\\n')", "process has ended"),
-    ("1 / 0", "ZeroDivision"),
-    ("while True: os.write(3, b'x' * 65536)", "process has ended"), ("pass", "no answer in"),
-    ("while True:\n    try:\n        while True: pass\n    except BaseException: pass", "no answer in"),
-    ("sum(range(10 ** 12))", "no answer in"),
-    ("import ctypes; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\nwhile True: pass", "no answer in"),
-    ("import resource; resource.setrlimit(0, (1, 1))\nwhile True: pass", "not allowed"),
-    ("send(error='\\ud800' * 9999)", r"\?{500}"),
-])
-def test_code_that_ends_or_blocks_its_process_ends_the_episode_alone(served, code, reason):
+def test_code_that_ends_or_blocks_its_process_ends_the_episode_alone(served):
     server = served()
-    episode = processes.Episode(server, "a", "do it")
-    episode._seconds = 0.3 if "no answer" in reason else 60
-    inside = processes_of(server)
-    with pytest.raises(processes.Gone, match=reason) as caught:
-        episode.run(code)
-    assert len(str(caught.value).encode()) <= 500
-    wait_until(lambda: gone(inside))
-    again = processes.Episode(server, "a", "do it again")
-    assert again.run("send(output='yes', done=True, calls=[])") == processes.Ran("yes", True, [])
-    again.end()
+    other = processes.Episode(server, "a", "x" * 100_000)  # more than a message between two holds
+    outside = processes_of(server)
+    for code, reason in ENDS.items():
+        episode = processes.Episode(server, "a", "\u00e9" * 200_000)  # 1.2 MB in JSON
+        assert episode.text == "\u00e9" * 200_000
+        episode._seconds = 0.3 if "no answer" in reason else 60
+        inside = [process for process in processes_of(server) if process not in outside]
+        with pytest.raises(processes.Gone, match=reason) as caught:
+            episode.run(code)
+        assert len(inside) == 2 and len(str(caught.value).encode()) <= 500
+        wait_until(lambda: gone(inside))
+    assert other.run("send(output='yes', done=True, calls=[])") == processes.Ran("yes", True, [])
+    other.end()
+    wait_until(lambda: not processes_of(server))
 
 
 def test_an_episode_that_somebody_else_kills_is_an_environment_that_broke(served):
     server = served()
-    for which in (0, -1):  # the one that waits, the one that is shut in
+    for which in (0, -1, None):  # the one that waits, the one that is shut in, the server
         episode = processes.Episode(server, "a", "x")
         inside = processes_of(server)
-        inside[which].kill()
+        (server.process if which is None else inside[which]).kill()
         wait_until(lambda: gone(inside))
         with pytest.raises(EnvError, match="was killed"):
             episode.run("send(output='')")
-        episode.end()  # once more; the server goes on, and it can be played again
-    episode = processes.Episode(server, "a", "x")
-    inside = processes_of(server)
-    server.process.kill()
-    wait_until(lambda: gone(inside))
-    with pytest.raises(EnvError, match="has ended"):
-        episode.run("send(output='')")
-    episode.end()
+        episode.end()  # once more
     with pytest.raises(EnvError, match="has ended"):
         processes.Episode(server, "a", "x")
 
 
-@pytest.mark.parametrize("text", ["word " * 15_000, "\u00e9" * 200_000])
-def test_a_task_with_a_long_text_begins_and_other_episodes_go_on(served, text):
-    """Whatever a message between two processes may hold; in JSON the second has 1.2 MB."""
-    server = served()
-    other = processes.Episode(server, "a", "do it")
-    episode = processes.Episode(server, "a", text)
-    assert episode.text == text
-    for each in (episode, other):
-        assert each.run("send(output='yes', done=True, calls=[])").done
-        each.end()
-
-
-def test_an_episode_that_does_not_start_leaves_no_process(served):
-    server = served("child.play = lambda *given: 1 / 0")
+def test_what_does_not_start_or_end_is_said_and_leaves_no_process(served, tmp_path, monkeypatch):
+    server = served("child.play = lambda *given: 1 / 0\n"
+                    "child.judge = lambda task, changes: [0 for _ in iter(int, 1)]")
     for _ in range(2):
         with pytest.raises(EnvError, match="task a does not start: ZeroDivisionError"):
             processes.Episode(server, "a", "x")
-    assert processes_of(server) == []  # nor one that has ended and that nobody has waited for
-
-
-def test_a_judgement_that_does_not_end_is_one_that_failed(served, monkeypatch):
-    server = served("child.judge = lambda task, changes: [0 for _ in iter(int, 1)]")
     monkeypatch.setattr(processes, "JUDGING", 0.3)
     assert "no answer in" in server.once("judge", "a", changes={})["error"]
+    wait_until(lambda: not processes_of(server))
+    with pytest.raises(EnvError, match="does not start"):
+        served("child.serve = lambda: None")
 
 
 def test_no_code_is_run_where_the_machine_does_not_isolate(served, tmp_path):
-    mark = tmp_path / "ran"
     more = f"""
 def refused(*given):
     raise OSError("unshare: Operation not permitted")
 
 jail.separate = refused
-child.play = lambda *given: open({str(mark)!r}, "w").close()
+child.play = lambda *given: open({str(tmp_path / "ran")!r}, "w").close()
 """
-    with pytest.raises(Refused, match=r"does not shut in the code of a model \(OSError: unshare"):
+    with pytest.raises(Refused, match=r"does not shut in .*\(OSError: unshare.*container's root may lack"):
         served(more)
-    assert not mark.exists()
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_killed_run_leaves_no_process(served, tmp_path):
@@ -324,34 +273,60 @@ def test_a_killed_run_leaves_no_process(served, tmp_path):
     wait_until(lambda: gone(inside))
 
 
-# A child that changes something, by a line of a log, with each part of a solution but the last.
-LOGS = """
+# ---------------------------------------------------------------- new tasks, without the package
+
+# A child with one interface that changes something, one that shows something, and the answer.
+NOTES = """
+import types
 def play(task, text, lines, send):
     send(text=text, owner={})
-    log = ""
+    kept, told, calls, said = [], [], [], []
+    def create_note(**given):
+        kept.append(given)
+        calls.append(["notes.create_note", given])
+    def show_hour(**given):
+        said.append("it is 17:45")
+        calls.append(["notes.show_hour", given])
+    apis = types.SimpleNamespace(
+        notes=types.SimpleNamespace(create_note=create_note, show_hour=show_hour),
+        supervisor=types.SimpleNamespace(complete_task=lambda answer=None: told.append(answer)))
+    names = dict(apis=apis, os=os)
     for line in lines:
         asked = json.loads(line)
-        if "code" in asked:
-            done = asked["code"] == "done"
-            log += "" if done else asked["code"] + "\\n"
-            send(output="", done=done, calls=[])
-        else:
-            send(changes={"phone.jsonl": log})
+        if "code" not in asked:
+            send(changes={"notes.jsonl": repr(kept), "answer": repr(told)})
+            continue
+        calls.clear(), said.clear()
+        try:
+            exec(asked["code"], names)
+        except Exception as error:
+            said.append(f"Execution failed: {error}")
+        send(output=" ".join(said), done=bool(told), calls=calls)
 
 child.play = play
-child.compare = lambda task, ends: dict(answer=True, tables=[] if ends[0] == ends[1] else ["phone"])
+child.compare = lambda task, changes: dict(
+    apps=changes[0]["notes.jsonl"] == changes[1]["notes.jsonl"],
+    answer=changes[0]["answer"] == changes[1]["answer"])
 """
+DOCUMENTS = {"supervisor.complete_task": dict(description="Complete the task.", parameters=()), "notes.create_note": dict(
+    app_name="notes", api_name="create_note", method="POST", description="Create a note. It stays.",
+    parameters=[dict(name="title", description="What the note is called.")]),
+    "notes.show_hour": dict(app_name="notes", api_name="show_hour", method="GET", description="Tell the hour.", parameters=())}
+NOTE = 'apis.notes.create_note(title="Milk")'
 
 
 @pytest.fixture
-def judge(served, monkeypatch, tmp_path):
-    """A judge of what the child logs; and which of its next replies are late, the next one last."""
-    server = served()
-    server.end()
-    server = served(LOGS)
+def generator(served, monkeypatch, tmp_path):
+    """A generator of tasks in that world, with a training task "a"; `late`: which of the next
+    replies of its episodes are late, the next one last."""
+    served().end()
+    server = served(NOTES)
     monkeypatch.setattr(judging, "server", lambda *made_with: server)
-    late = []
-    run = processes.Episode.run
+    monkeypatch.setattr(data, "documents", lambda root: DOCUMENTS)
+    (tmp_path / "data/tasks/a").mkdir(parents=True)
+    (tmp_path / "data/tasks/a/specs.json").write_text(
+        json.dumps(dict(instruction="Count my notes.", supervisor=dict(first_name="Ada"))))
+    late, run = [], processes.Episode.run
 
     def slow(episode, code):
         if late and late.pop():
@@ -360,36 +335,96 @@ def judge(served, monkeypatch, tmp_path):
         return run(episode, code)
 
     monkeypatch.setattr(processes.Episode, "run", slow)
-    return judging.Judge(sys.executable, tmp_path, 20, 20_000), late
+    judge = judging.Judge(sys.executable, tmp_path, 20, 20_000)
+    found = TaskGenerator(types.SimpleNamespace(
+        judge=judge, splits={"train": {"a": dict(start="a")}, "test": {}}, find=lambda task: dict(start="a")))
+    found.late = late
+    return found
 
 
-def test_an_episode_is_void_where_the_code_of_its_task_is_not_played_to_its_end(judge):
-    judge, late = judge
-    task = dict(start="a", text="x", code=["one", "done"])
-    changes = {"phone.jsonl": "one\n"}
+def test_a_solution_that_does_not_prove_its_task_is_refused(generator):
+    def verdict(code, text="A note called Milk, please."):
+        return generator.verify(dict(task=dict(start="a", text=text, code=code)))
+
+    hour = "apis.notes.show_hour()\napis.notes.create_note(title='17:45')"
+    for code, reason in (
+            ([NOTE, DONE], None), ([NOTE], "does not complete it"), ([NOTE, "1 / 0", DONE], "part of its solution fails"),
+            (["apis.notes.create_note(title=os.urandom(8).hex())", DONE], "its replays differ"),
+            (["apis.notes.show_hour()", DONE], "solved without its last change"),
+            (["apis.notes.show_hour()", "apis.supervisor.complete_task(answer='Milk')"], None),
+            # what the text must say: literals that an interface gets or that something is compared with
+            (["a = 'Bread'", "apis.notes.create_note(title=a)", DONE], "does not say every value"),
+            ([f"'Bread' == 'x' or {NOTE}", DONE], "does not say every value"),
+            (["apis.notes.create_note(title=['Milk', 7])", DONE], "does not say every value"),
+            ([hour, DONE], "does not say every value"), (["apis.notes.show_hour()", hour, DONE], None),
+            (["apis.notes.create_note(title='Ada')", DONE], None),        # the person
+            (["apis.notes.create_note(title='called')", DONE], None),     # a document
+            (["apis.notes.create_note(title='Milk', access_token='x1', note_id=9)", DONE], None)):
+        found = verdict(code)
+        assert found == reason or reason and reason in found, (code, found)
+    assert verdict(["apis.notes.create_note(title='Milk', due='2024-11-05')", DONE],
+                   "A note, Milk, due on the 5th of November 2024.") is None
+
+
+def test_a_replay_that_is_late_or_not_compared_proves_nothing(generator, monkeypatch):
+    judge, late = generator.env.judge, generator.late
+    task = dict(start="a", text="A note called Milk", code=["apis.notes.show_hour()", NOTE, DONE])
+    last = "without its last change"
+    for replies, reason in ((7, f"{last} it is not played to its end"), (2, "does not complete it")):
+        late[:] = [True] + [False] * replies
+        assert reason in generator.verify(dict(task=task))
+    late.clear()
+    left = judge.trace(task, task["code"]).changes
     late[:] = [True, False]
     with pytest.raises(EnvError, match="made on a is not played to its end: no answer in 25 seconds"):
-        judge.share(task, changes)
-    assert judge.share(task, changes) == 1  # the next episode on it
-    assert judge.share(task, {"phone.jsonl": "other"}) == 0.5
-    never = dict(start="a", text="x", code=["one"])  # nobody has verified it
-    assert judge.share(never, changes) == 0
-
-
-def test_a_replay_that_is_late_or_not_compared_proves_nothing(judge, monkeypatch):
-    judge, late = judge
-    generator = TaskGenerator.__new__(TaskGenerator)
-    generator.env = types.SimpleNamespace(judge=judge)
-    proposal = dict(task=dict(start="a", text="x", code=["one", "two", "done"]))
-    last = "without its last change"
-    for replies, reason in ((6, f"{last} it is not played to its end"), (2, "does not complete it")):
-        late[:] = [True] + [False] * replies
-        assert reason in generator.verify(proposal)
-    late.clear()
+        judge.share(task, left)
+    assert judge.share(task, left) == 1  # the next episode on it
+    assert judge.share(task, {**left, "notes.jsonl": "other"}) == 0.5
+    assert judge.share(dict(start="a", text="x", code=[NOTE]), left) == 0  # nobody has verified it
     compare = judge.compare
     monkeypatch.setattr(judge, "compare", lambda start, one, other: compare(
         start, one, other) if one == other else dict(error="no answer in 120 seconds"))
-    assert generator.verify(proposal) == f"its end {last} cannot be compared"
+    assert generator.verify(dict(task=task)) == f"its end {last} cannot be compared"
+
+
+def test_what_was_done_or_written_becomes_a_task_or_is_refused(generator):
+    replies = ["I look.", block("apis.notes.show_hour()"), block("apis.none.nothing()"), block(NOTE)]
+    assert generator.patterns("a", replies) == {
+        "notes.show_hour", "none.nothing", "notes.create_note", "notes.show_hour, none.nothing",
+        "none.nothing, notes.create_note"}
+    found, = generator.finds("a", replies, random.Random(0))
+    assert found["text"] == 'Create a note (notes), title = "Milk".' and found["template"]
+    assert found["solution"] == [*map(block, ["apis.notes.show_hour()", NOTE, DONE])]
+    assert generator.refusal(found["task"]) is None and generator.verify(found) is None
+    assert not generator.tells(found["text"], found["solution"]) and json.loads(json.dumps(found)) == found
+    assert generator.finds("a", replies[:2], random.Random(0)) == []
+
+    written = generator.written("a", dict(query="A note.", action_sequence=[block(NOTE)]))
+    assert written["task"] == dict(start="a", text="A note.", code=[NOTE, DONE])
+    for wrong in ("a b", "-" * 9000 + "1"):
+        assert generator.written("a", dict(query="x", action_sequence=[wrong])) is None
+    new = dict(start="a", text="Make a note that is called Milk.", code=[NOTE, DONE])
+    assert generator.refusal(new) is None
+    for wrong, named in [
+            ({"start": "b"}, "no start state of a training task"), ({"text": "count my notes"}, "a task of a split"),
+            ({"code": [DONE]}, "has 1 parts"), ({"code": [NOTE, DONE] * 16}, "parts, not 2 to 30"),
+            ({"code": ["a b", DONE]}, "no Python"), ({"code": [NOTE, NOTE]}, "does not end by"),
+            ({"text": "Do the things that I need."}, "asks for nothing"), ({"text": "Complete my task, please!"}, "nothing")]:
+        assert named in generator.refusal({**new, **wrong})
+    same = [["t = 'Milk'  # it\napis.notes.create_note(title=(t))", DONE], ['x = "Milk"', "apis.notes.create_note(title=x)", DONE]]
+    one, other = (generator.key({**new, "code": code}) for code in same)
+    assert one == other != generator.key(new) and len({generator.key({**new, "code": [a, DONE]}) for a in (
+        "len('a')", "int('a')", "a = b", "a = a")}) == 4
+
+
+def test_a_text_that_holds_its_code_is_known(generator):
+    for text in ("Make a note that is called Milk.", "Create notes: Milk, and show the hour.",
+                 "My api's note, created by create or note.", ""):
+        assert not generator.tells(text, [block(NOTE), block(DONE)]), text
+    for text in (f"Do {NOTE}", "```\nx\n```", "Call apis.notes for me", "use create_note", "Create-Note for Milk",
+                 "createNote: Milk", '{"app": "notes", "api": "create_note"', "notes.create_note(title", "<tool_call>",
+                 'the sum of row["hour"]', "print(title)", '{"title": "Milk"}'):
+        assert generator.tells(text, [block(NOTE), block(DONE)]), text
 
 
 # ------------------------------------------------------------------------------- texts and solutions
@@ -397,14 +432,13 @@ def test_a_replay_that_is_late_or_not_compared_proves_nothing(judge, monkeypatch
 
 @pytest.mark.parametrize("reply, code", [
     ("```python\nprint(1)\n```", "print(1)"), ("I look.\n```python\na\n```\n```python\nb\n```", "a"),
-    ("```python\nprint(1)", "print(1)"), ("print(1)", None), ("```\nprint(1)\n```", None), ("", None),
-    ("<think>```python\n1\n```</think>", "1")])
+    ("```python\nprint(1)", "print(1)"), ("print(1)", None), ("```\nprint(1)\n```", None), ("", None)])
 def test_the_code_of_a_reply(reply, code):
     assert code_of(reply) == code
 
 
 def test_a_solution_becomes_replies_of_one_call_and_loops_stay_whole():
-    source = '''# a comment
+    source = """# a comment
 def solution(apis, requester):
     a = 1
     rows = apis.phone.show_alarms(access_token=a,
@@ -415,14 +449,12 @@ def solution(apis, requester):
         apis.phone.show_alarms()
     b = 2
     apis.supervisor.complete_task(answer=apis.phone.show_alarm(alarm_id=b))
-'''
+"""
     found = parts(source)
     assert found == [
-        "a = 1\nrows = apis.phone.show_alarms(access_token=a,\n"
-        "                              page_limit=5)\nprint(rows)",
+        "a = 1\nrows = apis.phone.show_alarms(access_token=a, page_limit=5)\nprint(rows)",
         "for row in rows:\n    apis.phone.delete_alarm(alarm_id=row)\n    apis.phone.show_alarms()\n"
         "b = 2", "apis.supervisor.complete_task(answer=apis.phone.show_alarm(alarm_id=b))"]
-    import ast
     assert calls_in(ast.parse(found[2])) == ["supervisor.complete_task", "phone.show_alarm"]
     long = "def solution(apis, requester):\n" + "    apis.a.b()\n" * 70
     assert [part.count("apis") for part in parts(long)] == [3] * 23 + [1] and MOST_REPLIES == 30
@@ -434,13 +466,10 @@ def test_scenarios_are_tasks_without_their_last_number():
     assert scenario("appworld-added-3") is None and environment("webshop").scenario("webshop-test-1") is None
 
 
-def test_a_folder_that_the_package_takes_for_memory_is_refused(monkeypatch, tmp_path):
+def test_what_is_missing_or_would_not_be_read_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(data, "PROJECT", tmp_path / "memory-of-agents")
     with pytest.raises(Refused, match="memory-of-agents.*has 'memory' in its path.*move it"):
         small_world()
-
-
-def test_without_the_package_one_line_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setattr(data, "VENV", tmp_path)
     with pytest.raises(Refused, match=r"appworld==0.1.3.post1 is not in .*; bash run.sh appworld"):
         make("appworld")
@@ -453,7 +482,7 @@ def test_without_the_package_one_line_says_how_to_get_it(monkeypatch, tmp_path):
 def world():
     """The small world's environment; a skip where the package is not, or nothing is shut in."""
     try:
-        env = make("appworld", appworld_seconds=5)
+        env = make("appworld", appworld_seconds=3)
         env.reset(env.tasks("train")[0])
     except Refused as error:
         pytest.skip(str(error))
@@ -489,7 +518,6 @@ GOT = "import os, pathlib; P = pathlib.Path; got = __import__\n"
 PROBES = {
     "P('/etc/passwd').read_text()": "FileNotFoundError",
     "got('_io').FileIO('/etc/passwd').read()": "FileNotFoundError",
-    "got('_io').FileIO('/etc/hostname').read()": "FileNotFoundError",
     "P('/proc/self/environ').read_text()": "FileNotFoundError",
     "P('{root}/data/tasks/{task}/ground_truth/answer.json').read_text()": "FileNotFoundError",
     "P('{root}/data/tasks/{task}/ground_truth/evaluation.py').read_text()": "FileNotFoundError",
@@ -505,27 +533,17 @@ PROBES = {
     "got('_io').FileIO('{root}/data/base_dbs/phone.db', 'r+')": "Read-only|Permission",
     "got('_io').FileIO('{library}/appworld/own.py', 'w')": "Read-only|Permission",
     "os.posix_spawn('/bin/true', ['true'], dict())": "not permitted",
-    "got('_posixsubprocess').fork_exec": "built-in",
-    "got('pty').fork()": "not permitted|None",
-    "got('ctypes').CDLL(None).fork()": "-1",
     "got('ctypes').CDLL(None).system(b'id')": "^(-1|32512)$",
-    "got('ctypes').CDLL(None).setuid(0), os.getuid()": "-1|0, 0",
-    "got('ctypes').CDLL(None).unshare(0x10000000)": "-1",
-    "got('ctypes').CDLL(None).ptrace(16, 1, 0, 0)": "-1",
     "got('socket').create_connection(('127.0.0.1', {port}), 5)": "not permitted",
-    "got('socket').socket(40)": "not permitted",
-    "got('ctypes').CDLL(None).prctl(1, 0, 0, 0, 0)": "^-1$",
     "got('requests').get('http://127.0.0.1:{port}')": "Error",
-    "got('socket').getaddrinfo('example.com', 80)": "gaierror|resolution",
-    "os.getppid()": "^0$",
     "len(bytearray(6 * 10 ** 9))": "MemoryError",
     "get_ipython().getoutput('id')": "not permitted|Error|\\[\\]|None",
     "'a' * 10 ** 7": "^a{{20000}}$",
-    "all(True for _ in iter(int, 1))": "timed out after 5 seconds",
+    "all(True for _ in iter(int, 1))": "timed out after 3 seconds",
 }
 
 
-def test_thirty_probes_reach_no_answer_no_file_no_network_and_no_process(world, monkeypatch):
+def test_probes_reach_no_answer_no_file_no_network_and_no_process(world, monkeypatch):
     monkeypatch.setenv("SECRET_OF_THE_RUN", "a secret")
     task = of_family(world, "test", "contact-number")
     start, root = world.find(task)["start"], small_world()
@@ -544,7 +562,6 @@ def test_thirty_probes_reach_no_answer_no_file_no_network_and_no_process(world, 
             said = step.observation.strip()
             assert not step.done and re.search(wanted.format(**told), said), (probe, said[-500:])
             assert not any(secret in said for secret in secrets), (probe, said[-500:])
-    assert len(PROBES) >= 28
     world.reset(task)
     leaks = "import json\nprint(hasattr(json, 'leak'), 'leak' in globals(), __import__('os').access('/tmp/leak', 0))"
     assert world.step(block(leaks)).observation.strip() == "False False False"
@@ -552,53 +569,43 @@ def test_thirty_probes_reach_no_answer_no_file_no_network_and_no_process(world, 
 
 
 def test_the_expert_of_each_family_solves_its_tasks_and_no_part_of_it_does(world):
-    splits = {"test": {}, "unseen": {}}
-    for split, found in splits.items():
+    firsts = {}
+    for split in ("test", "unseen"):
         for task in world.tasks(split):
-            found.setdefault(task.split(f"-{split}-")[1], task)
-    assert [len(found) for found in splits.values()] == [12, 7]
-    messages = {}
-    for task in [*splits["test"].values()][::2] + [*splits["unseen"].values()][::2]:
-        messages[task], reward = converse(world, world.reset(task), world.expert())
-        assert reward == 1, messages[task]
-    first = [*messages][0]
-    assert converse(world, world.reset(first), world.expert())[0] == messages[first]  # it repeats
-    for task in [*messages][1:3]:
-        code = world.solution(world.find(task))
-        for less in ([code[-1]], [*code[:-2], code[-1]], ["apis.supervisor.complete_task()"]):
-            step = play(world, task, less)
-            assert not step.done or step.reward == 0
-    assert {task.split("-")[2] for task in messages} == {"alarm", "contact", "note", "playlist"}
+            firsts.setdefault(task.removeprefix(f"appworld-{split}-").partition(f"-{split}-")[0], task)
+    assert len(firsts) == 6
+    for task in firsts.values():
+        messages, reward = converse(world, world.reset(task), world.expert())
+        assert reward == 1, messages
+    assert converse(world, world.reset(task), world.expert())[0] == messages  # it repeats
+    code = world.solution(world.find(task))
+    for less in (code[-1:], [*code[:-2], code[-1]], [DONE]):
+        step = play(world, task, less)
+        assert not step.done or step.reward == 0
 
 
-def test_more_than_was_asked_for_is_not_what_was_asked_for(world):
+def test_more_than_was_asked_for_is_not_what_was_asked_for(world, monkeypatch):
     task, code = alarm(world)
     more = 'apis.phone.create_alarm(access_token=token, time="01:01", label="more")'
     reading = "print(apis.phone.show_alarms(access_token=token))"
     assert play(world, task, [*code[:-1], reading, *code[-1:]]).reward == 1
     assert play(world, task, [*code[:-1], more, *code[-1:]]).reward == 0
-    later = re.sub(r'time="\d\d', 'time="23', code[2])
-    assert play(world, task, [*code[:2], later, *code[3:]]).reward == 0
-    off = of_family(world, "test", "alarm-off")
+    later = re.sub(r"time='\d\d", "time='23", code[2])
+    move = of_family(world, "unseen", "alarm-move")
     renamed = 'apis.phone.update_alarm(access_token=token, alarm_id=alarm["alarm_id"], label="other")'
-    *found, done = world.solution(world.find(off))
-    assert play(world, off, [*found, renamed, done]).reward == 0
-    world.share_of_tests = True
-    try:
-        assert play(world, task, code[-1:]).reward == pytest.approx(1 / 3)
-        assert play(world, task, [*code[:2], later, *code[3:]]).reward == pytest.approx(2 / 3)
-    finally:
-        world.share_of_tests = False
+    *found, done = world.solution(world.find(move))
+    assert play(world, move, [*found, renamed, done]).reward == 0
+    assert play(world, task, [*code[:2], later, *code[3:]]).reward == 0
+    monkeypatch.setattr(world, "share_of_tests", True)
+    assert play(world, task, code[-1:]).reward == pytest.approx(1 / 3)
+    assert play(world, task, [*code[:2], later, *code[3:]]).reward == pytest.approx(2 / 3)
 
 
-def test_a_reply_without_code_is_told_so_and_thirty_end_an_episode(world):
+def test_an_episode_ends_after_thirty_replies_or_with_its_process(world):
     world.reset(world.tasks("train")[0])
     steps = [world.step("I think.") for _ in range(MOST_REPLIES)]
     assert [step.done for step in steps] == [False] * 29 + [True]
     assert {step.observation for step in steps} == {FORM} and steps[-1].reward == 0
-
-
-def test_code_that_kills_its_own_process_earns_nothing_and_the_next_episode_plays(world):
     task, code = alarm(world)
     world.reset(task)
     step = world.step(block("__import__('ctypes').CDLL(None)._exit(0)"))
@@ -622,99 +629,67 @@ def test_splits_repeat_nothing_and_the_official_layout_plays(world, tmp_path):
     assert {split: len(tasks) for split, tasks in world.splits.items()} == {
         "train": 72, "validation": 36, "test": 36, "unseen": 42}
     keys = [key for tasks in world.splits.values() for key in tasks]
-    assert len({*keys}) == len(keys) and world.test_splits == ("test", "unseen")
     asked = [(root / "data/tasks" / key / "specs.json").read_text() for key in keys]
-    assert len({*asked}) == len(asked)
+    assert len({*keys}) == len({*asked}) == len(keys) and world.test_splits == ("test", "unseen")
 
-    (tmp_path / "data/datasets").mkdir(parents=True)
-    for name in ("base_dbs", "api_docs", "tasks"):
+    given = tmp_path / "data/datasets"
+    given.mkdir(parents=True)
+    for name in ("base_dbs", "tasks"):
         (tmp_path / "data" / name).symlink_to(root / "data" / name)
-    with pytest.raises(Refused, match="train.txt is not there; appworld download data"):
-        make("appworld", appworld_root=str(tmp_path))
-    for n, name in enumerate(("train", "dev", "test_normal", "test_challenge")):
-        (tmp_path / "data/datasets" / f"{name}.txt").write_text("\n".join(keys[3 * n:3 * n + 3]))
-    (tmp_path / "data/datasets/dev.txt").write_text("none_1")
-    with pytest.raises(Refused, match=r"tasks/none_1/specs.json is not there; appworld download data"):
-        make("appworld", appworld_root=str(tmp_path))
-    (tmp_path / "data/datasets/dev.txt").write_text("\n".join(keys[3:6]))
-    (tmp_path / "data/api_docs").rename(tmp_path / "documents")
-    with pytest.raises(Refused, match=r"api_docs/standard/phone.json is not there; appworld download"):
-        make("appworld", appworld_root=str(tmp_path))
-    (tmp_path / "documents").rename(tmp_path / "data/api_docs")
+    lists = {name: keys[3 * n:3 * n + 3] for n, name in enumerate(("train", "dev", "test_normal", "test_challenge"))}
+    for step, missing in ((None, "train.txt"), (["none_1"], "tasks/none_1/specs.json"), (keys[3:6], "standard/phone.json")):
+        for name, tasks in lists.items() if step else ():
+            (given / f"{name}.txt").write_text("\n".join(step if name == "dev" else tasks))
+        with pytest.raises(Refused, match=f"{missing} is not there; appworld download data"):
+            make("appworld", appworld_root=str(tmp_path))
+    (tmp_path / "data/api_docs").symlink_to(root / "data/api_docs")
     official = make("appworld", appworld_root=str(tmp_path))
     assert official.test_splits == ("test_normal", "test_challenge")
     assert official.tasks("validation") == [f"appworld-validation-{key}" for key in keys[3:6]]
 
 
-def test_what_was_done_becomes_a_task_that_verifies_and_is_judged_exactly(world):
-    generator, rng = world.task_generator(), random.Random(0)
+def test_a_new_task_is_judged_exactly(world):
+    generator = world.task_generator()
     task = of_family(world, "train", "note-more")
     code = world.solution(world.find(task))
-    replies = ["I look.", *map(block, code[:2]), block("apis.none.nothing()"), *map(block, code[2:])]
-    patterns = generator.patterns(task, replies)
-    assert {"simple_note.login", "simple_note.search_notes, simple_note.add_content_to_note"} <= patterns
-    assert "none.nothing" in patterns and "python" not in patterns
-    found, = generator.finds(task, replies, rng)
-    assert found["template"] and found["solution"] == [*map(block, [*code[:-1], "apis.supervisor.complete_task()"])]
+    found, = generator.finds(task, ["I look.", *map(block, code)], random.Random(0))
+    assert found["template"] and found["solution"] == [*map(block, [*code[:-1], DONE])]
     assert 'added_content = "' in found["text"] and "token" not in found["text"]
     assert generator.refusal(found["task"]) is None and generator.verify(found) is None
-    assert json.loads(json.dumps(found)) == found
 
     made = world.add(found["task"])
     page = world.reset(made)
     assert found["text"] in page and converse(world, page, world.expert())[1] == 1
     shown = play(world, made, ["print(apis.supervisor.show_active_task()['instruction'])"])
     assert shown.observation.strip() == found["text"]
-    for wrong in ([*code[:-2], code[-1]], [*code[:-1], code[-2], code[-1]]):
+    for wrong in ([*code[:-2], code[-1]], [*code[:-1], code[-2], code[-1]],
+                  [*code[:-1], "apis.supervisor.complete_task(answer=3)"]):
         assert play(world, made, wrong).reward == 0
-    assert play(world, made, [*code[:-1], "apis.supervisor.complete_task(answer=3)"]).reward == 0
 
     start = world.find(of_family(world, "train", "alarm-new"))["start"]
     code = world.solution(dict(start=start))
     made = world.add(dict(start=start, text="An alarm, please.", code=code))
-    later = re.sub(r'time="\d\d', 'time="23', code[2])
+    later = re.sub(r"time='\d\d", "time='23", code[2])
     assert play(world, made, code).reward == 1
     assert play(world, made, [*code[:2], later, *code[3:]]).reward == 0  # as many changes, but others
 
 
-def test_a_find_with_a_long_argument_can_be_played_and_does_not_join(world):
-    generator = world.task_generator()
-    task = of_family(world, "train", "note-new")
-    code = world.solution(world.find(task))
-    long = [re.sub(r'content=".*?"', "content='word ' * 15_000", part) for part in code]
-    found, = generator.finds(task, [*map(block, long)], random.Random(0))
-    assert len(found["text"]) > 75_000
-    assert found["text"] in world.reset(world.add(found["task"]))
-    assert evolve.refusal(generator, found, set(), [], 1.0) == "its text is too long"
+WISHES = ["Do the things that I need.", "Please help me with this!", "Log in to my account and do it.", "", "Go ahead.",
+          "Use my apps to do what I want.", "Complete my task and answer me.", "Call the necessary functions, please"]
 
 
-def test_planted_proposals_are_refused_or_prove_nothing(world):
-    generator = world.task_generator()
-    train, test = (of_family(world, split, "alarm-count") for split in ("train", "test"))
-    start, code = world.find(train)["start"], world.solution(world.find(train))
-    new = dict(start=start, text="How many alarms have I?", code=code)
-    assert generator.refusal(new) is None
-    for wrong, named in [
-            ({"start": world.find(test)["start"]}, "no start state of a training task"),
-            ({"text": data.text(small_world(), world.find(test)["start"])}, "a task of a split"),
-            ({"code": code[-1:]}, "has 1 parts"), ({"code": code * 8}, "parts, not 2 to 30"),
-            ({"code": ["a b", *code[1:]]}, "no Python"), ({"code": code[:-1]}, "does not end by")]:
-        assert named in generator.refusal({**new, **wrong})
-
-    def verdict(code):
-        return generator.verify(dict(task={**new, "code": code}))
-
-    assert verdict(code) is None  # it asks, and the answer tells
-    done = "apis.supervisor.complete_task()"
-    assert verdict([*code[:-1], done]) == "it is solved without its last change"
-    assert verdict([*code[:2], "1 / 0", *code[2:]]) == "a part of its solution fails"
-    drawn = "import random\nrandom.seed()\nanswer = random.random()"
-    assert verdict([*code[:-1], drawn, code[-1]]) == "its replays differ"
-    later = [code[0], code[1], 'import random\nrandom.seed()\nprint(apis.phone.create_alarm(access_token=token, '
-             'label="one", time=f"{random.randint(10, 23)}:{random.randint(10, 59)}"))', done]
-    assert verdict(later) == "its replays differ"  # in what has changed, not in how much
-    twice = 'apis.phone.update_alarm(access_token=token, alarm_id=alarms[0]["alarm_id"], time="05:05")'
-    assert verdict([*code[:-1], twice, twice, done]) == "it is solved without its last change"
-    written = generator.written(train, dict(query="Count them.", action_sequence=[*map(block, code[:-1])]))
-    assert written["task"] == dict(start=start, text="Count them.", code=[*code[:-1], done])
-    assert generator.written(train, dict(query="x", action_sequence=["a b"])) is None
+def test_what_people_ask_for_says_all_and_tells_nothing(world):
+    generator, families = world.task_generator(), set()
+    for task in world.tasks("train"):
+        start = world.find(task)["start"]
+        text, code = data.specs(small_world(), start)["instruction"], world.solution(dict(start=start))
+        asked = dict(start=start, text=f"So: {text}", code=code)
+        assert generator.refusal(asked) is None and not generator.tells(text, [*map(block, code)]), text
+        for wish in WISHES:
+            assert generator.refusal({**asked, "text": wish}) == "its text asks for nothing", (wish, text)
+        family = start.partition("-train-")[0]
+        if family not in families:
+            families.add(family)
+            trace = world.judge.trace(asked, code)
+            assert generator._says_all(asked, trace), text
+            assert not generator._says_all({**asked, "text": "Do something with my alarms or notes."}, trace), text

@@ -18,7 +18,6 @@ from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import (  # noqa:
     multi_turn_checker,
 )
 
-import evolve  # noqa: E402
 import worlds  # noqa: E402
 from worlds import make  # noqa: E402
 from worlds.bfcl import data  # noqa: E402
@@ -151,25 +150,6 @@ def test_ground_truths_are_right_and_without_their_last_call_wrong():
         assert reward(key, turns) == 0 and not verdict(key, turns), key
 
 
-@pytest.mark.parametrize("call", [
-    {"id": "call_1", "name": "ls", "arguments": {"a": True}},
-    {"arguments": {"a": True}, "type": "function", "name": "ls", "index": 0},
-    {"name": "ls", "arguments": '{"a": true}'}, {"name": "ls", "arguments": ' {"a":true}\n'},
-])
-@pytest.mark.parametrize("form", ["<tool_call>\n{}\n</tool_call>", "```json\n{}\n```", "{}", "[{}]"])
-def test_a_call_with_other_keys_or_with_arguments_as_text_is_the_call(call, form):
-    """As bfcl-eval's handlers take name and arguments of what they find, and read arguments that
-    are text as JSON."""
-    assert parse_calls(form.format(json.dumps(call))) == [dict(name="ls", arguments={"a": True})]
-
-
-@pytest.mark.parametrize("arguments", ["", "a", "[1]", "{", '"{}"', "7", "[" * 9000])
-def test_arguments_that_are_no_object_make_no_call(arguments):
-    world = Simulators(next(iter(ROWS)).replace("multi_turn_base_", "base-"))
-    (call,) = parse_calls(json.dumps(dict(name="ls", arguments=arguments)))
-    assert world.run(call).startswith("Error: a call is")
-
-
 VALUES = ["", " ", "x", 0, 1, -1, 2.5, True, None, [], ["a"], {}, {"a": 1}, "..", "/", "AAPL"]
 
 
@@ -286,23 +266,25 @@ TEXT = json.dumps(LS)
 CD = dict(name="cd", arguments={"folder": "a"})
 
 
-@pytest.mark.parametrize("reply, calls", [
+OTHER = [{"id": "call_1", **LS}, {"arguments": {}, "type": "function", "name": "ls", "index": 0},
+         {"name": "ls", "arguments": "{}"}, {"name": "ls", "arguments": " { }\n"}]  # as bfcl-eval's handlers
+FORMS = [  # reply -> its calls
     (f"I look.\n<tool_call>\n{TEXT}\n</tool_call> So.", [LS]), (as_reply([LS, CD]), [LS, CD]),
     (f"<tool_call>{json.dumps([LS, CD])}</tool_call>", [LS, CD]),
     (f"First\n```json\n{TEXT}\n```\nthen\n```json\n[{TEXT}]```", [LS, LS]), (TEXT, [LS]),
     (f"  [{TEXT}, {TEXT}]\n", [LS, LS]), (f"<think>maybe {as_reply([CD])}</think>\n{as_reply([LS])}", [LS]),
-    (f"```json\n{TEXT}\n``` or <tool_call>{json.dumps(CD)}</tool_call>", [CD]),
+    (f"```json\n{TEXT}\n``` or <tool_call>{json.dumps(CD)}</tool_call>", [CD]), (json.dumps(OTHER), [LS] * 4),
     # no call: words, half a form, another form
-    ("", []), ("ls()", []), ("3", []), ("{}", []), (f"I call {TEXT}", []), (f"<tool_call>{TEXT}", []),
-    (f"<think>{as_reply([LS])}", []), (f"```\n{TEXT}\n```", []), (f"{TEXT} {TEXT}", []),
-    ('{"name": "ls", "arguments": {}, "id": 1}', [LS]), ('{"name": "ls", "parameters": {}}', []), ("<tool_call>ls()</tool_call>", []),
-    ("<tool_call>{'name': 'ls', 'arguments': {}}</tool_call>", []), (f"[[{TEXT}]]", []),
-])
-def test_the_form_of_a_call(reply, calls):
-    assert parse_calls(reply) == calls
+    *[(reply, []) for reply in (
+        "", "ls()", "3", "{}", f"I call {TEXT}", f"<tool_call>{TEXT}", f"<think>{as_reply([LS])}", f"```\n{TEXT}\n```",
+        f"{TEXT} {TEXT}", '{"name": "ls", "parameters": {}}', "<tool_call>ls()</tool_call>",
+        "<tool_call>{'name': 'ls', 'arguments': {}}</tool_call>", f"[[{TEXT}]]")],
+]
 
 
-def test_what_is_no_call_beside_one_is_a_result_in_its_place():
+def test_the_form_of_a_call():
+    for reply, calls in FORMS:
+        assert parse_calls(reply) == calls, reply
     found = parse_calls(f"{as_reply([LS])}<tool_call>cd a</tool_call>{as_reply([CD])}")
     assert found[0] == LS and found[1].startswith("not a call") and found[2] == CD
     found = parse_calls(json.dumps([LS] * 70))
@@ -315,7 +297,8 @@ HOSTILE = {  # one a class: reply -> what its observation says
         "__init__", "_load_scenario", "eval", "__import__('os').getcwd", "GorillaFileSystem.ls", "self", "root",
         "ｌｓ", "ls\u200b", "\ud800", "", "place_order", "x" * 10_000)},
     **{json.dumps(dict(name=name, arguments=arguments)): "a call is <tool_call>" for name, arguments in [
-        ("cd", ["document"]), ("cd", None), (1, {}), ({"cd": 1}, {})]},
+        ("cd", ["document"]), ("cd", None), (1, {}), ({"cd": 1}, {}), *[
+            ("ls", text) for text in ("", "a", "[1]", "{", '"{}"', "7", "[" * 9000)]]},
     **{block("cd", **arguments): found for arguments, found in [
         ({"dir": "document"}, "unexpected keyword"), ({"self": 1, "folder": "document"}, "multiple values"),
         ({}, "missing 1 required"), ({"folder": {"a": 1}}, "Error during"), ({"folder": None}, "Error during"),
@@ -357,18 +340,37 @@ def test_hostile_calls_are_observations_and_nothing_else(monkeypatch):
 MATHS = next(key for key in tasks("base") if "MathAPI" in start_state(key)["classes"])
 
 
-@pytest.mark.parametrize("name, arguments, found", [
-    ("power", dict(base=10, exponent=10 ** 9), "at most 1000"), ("power", dict(base=0, exponent=-1), "Error"),
-    ("logarithm", dict(value=2, base=3, precision="1000000000"), "at most 1000"),
-    ("logarithm", dict(value=8, base=2, precision=5), "{'result': mpf('3.0')}"),
-    ("square_root", dict(number=2, precision=10 ** 9), "at most 1000"),
-    ("square_root", dict(number=2, precision=5), "Decimal('1.4142')"),
-    ("round_number", dict(number=5, decimal_places=-10 ** 9), "at most 1000"),
-    ("mean", dict(numbers=[1e308] * 2), "Infinity")])
-def test_numbers_that_would_take_the_machine_are_refused(name, arguments, found):
+def test_numbers_that_would_take_the_machine_are_refused():
     started = time.process_time()
-    assert found in Simulators(MATHS).run(dict(name=name, arguments=arguments))
+    for name, arguments, found in [
+            ("power", dict(base=10, exponent=10 ** 9), "at most 1000"), ("power", dict(base=0, exponent=-1), "Error"),
+            *[("logarithm", dict(value=2, base=3, precision=n), "at most 1000")
+              for n in (10 ** 9, "1000000000", " 1_000_000_000", "\uff11\uff10\uff10\uff10\uff10", 1e300)],
+            *[("logarithm", dict(value=8, base=2, precision=n), "{'result': mpf('3.0')}") for n in (5, "5", " 5 ", 5.5)],
+            ("square_root", dict(number=2, precision=10 ** 9), "at most 1000"),
+            ("square_root", dict(number=2, precision=5), "Decimal('1.4142')"),
+            ("round_number", dict(number=5, decimal_places=-10 ** 9), "at most 1000"),
+            ("mean", dict(numbers=[1e308] * 2), "Infinity")]:
+        assert found in Simulators(MATHS).run(dict(name=name, arguments=arguments)), (name, arguments)
     assert time.process_time() - started < 5
+
+
+def test_numbers_as_text_are_what_they_are_to_the_package():
+    tried = 0
+    for key, task in all_tasks():
+        calls = [dict(name=call["name"], arguments={
+            name: str(value) if type(value) in (int, float) else value for name, value in call["arguments"].items()})
+            for turn in task["calls"] for call in turn]
+        if calls == sum(task["calls"], []):
+            continue
+        forget()
+        row, ours = ROWS[package_id(key)], Simulators(task["start"])
+        results, _ = package.execute_multi_turn_func_call(
+            [as_python(call) for call in calls], row["initial_config"], row["involved_classes"], "m", row["id"],
+            long_context="long_context" in row["id"])
+        assert [ours.run(call) for call in calls] == results, key
+        tried += 1
+    assert tried == 560
 
 
 def test_a_file_system_that_holds_itself_or_doubles_ends_in_errors():
@@ -448,6 +450,9 @@ def test_splits_are_what_they_were_and_the_published_one_tests_all():
     assert published.tasks("train") == ours.tasks("train") and len(set(published.tasks("test"))) == 200
 
 
+# ------------------------------------------------------------------------------------ new tasks
+
+
 @pytest.fixture(scope="module")
 def files():
     """An environment, its generator, a training task about files, and a new one of its start."""
@@ -455,7 +460,11 @@ def files():
     task = next(task for task in env.tasks("train")
                 if "GorillaFileSystem" in start_state(env.find(task)["start"])["classes"])
     return env, env.task_generator(), task, dict(
-        start=env.find(task)["start"], turns=["What is here?"], calls=[[LS]])
+        start=env.find(task)["start"], turns=["What files are here?"], calls=[[LS]])
+
+
+def call_of(name, /, **arguments):
+    return dict(name=name, arguments=arguments)
 
 
 def explored(rng, env, task):
@@ -481,6 +490,7 @@ def test_what_was_done_becomes_tasks_that_verify_and_are_new():
             *names, *(f"{a}, {b}" for a, b in zip(names, names[1:]))}
         for proposal in generator.finds(task, replies, rng):
             assert proposal["template"] and proposal["text"] and json.dumps(proposal)
+            assert not generator.tells(proposal["text"], proposal["solution"])
             reason = generator.refusal(proposal["task"]) or generator.verify(proposal)
             verdicts[reason] += 1
             kept += [] if reason else [proposal]
@@ -497,27 +507,77 @@ def test_planted_proposals_are_refused(files):
     env, generator, task, new = files
     test, start = env.find(env.tasks("test")[3]), new["start"]
     assert generator.refusal(new) is None and generator.refusal(env.find(task)) == "a task of a split"
-    same = [key for key in tasks("base") if start_state(key)["classes"] == start_state(start)["classes"]]
-    other = next(tasks("base")[key] for key in same if f"bfcl-train-{key}" not in env.tasks("train"))
+    others = [key for key in tasks("base") if start_state(key)["classes"] == start_state(start)["classes"]
+              and f"bfcl-train-{key}" not in env.tasks("train")]
+    for key in others:
+        other = tasks("base")[key]
+        spelled = json.loads(json.dumps(other["calls"]))
+        for call in sum(spelled, []):  # with arguments that say what is so if nothing is said
+            known = generator.functions[call["name"]]["parameters"]["properties"]
+            call["arguments"] |= {name: what["default"] for name, what in known.items()
+                                  if name not in call["arguments"] and "default" in what}
+        if spelled != other["calls"]:
+            break
+    assert spelled != other["calls"]
     for wrong, named in [
             ({"start": test["start"]}, "no start state of a training task"), ({"turns": []}, "lists of calls"),
             ({"calls": [[]]}, "lists of calls"), ({"turns": [test["turns"][0]]}, "a task of a split"),
-            ({"turns": ["x"] * len(other["turns"]), "calls": other["calls"]}, "a task of a split"),
-            ({"calls": [[dict(name="_load_scenario", arguments={})]]}, "no function '_load_scenario'"),
+            *[({"turns": ["x"] * len(calls), "calls": calls}, "a task of a split") for calls in (other["calls"], spelled)],
+            ({"calls": [[call_of("_load_scenario")]]}, "no function '_load_scenario'"),
             ({"calls": [[dict(name="ls", arguments=[])]]}, "a call is")]:
         assert named in generator.refusal({**new, **wrong})
+
+
+WISHES = ["Do the things that I need.", "Please help me with this!", "do it", "Take care of everything for me.", "",
+          "Use the tools to do what I want.", "Perform the required operation.", "Complete my request", "Go ahead",
+          "Execute the functions that are necessary.", "Make the usual changes.", "Get the information I asked for."]
+
+
+def test_a_text_asks_for_something_and_people_s_texts_do(files):
+    _, generator, _, new = files
+    asked, refused = 0, 0
+    for key in files[0].splits["train"]:
+        calls = tasks("base")[key]["calls"][:1]
+        if not calls[0] or calls == tasks("base")[key]["calls"]:
+            continue
+        for wish in WISHES:
+            assert generator.refusal(dict(start=key, turns=[wish], calls=calls)) == "its text asks for nothing", (wish, calls)
+        asked += 1
+        text = f"So: {tasks('base')[key]['turns'][0]}"
+        refused += generator.refusal(dict(start=key, turns=[text], calls=calls)) is not None
+        refused += generator.tells(text, script(calls))
+    assert asked > 70 and refused == 0
+    there = call_of("cd", folder="alpha")
+    assert generator.refusal({**new, "turns": ["Was liegt in 'alpha'?"], "calls": [[there, LS]]}) is None
+
+
+def test_a_text_that_holds_its_calls_is_known(files):
+    generator = files[1]
+    new = [call_of("mkdir", dir_name="new"), call_of("sort", file_name="notes.txt"), call_of("pwd"),
+           call_of("get_stock_info", symbol="AAPL"), call_of("startEngine", ignitionMode="START")]
+    for text in ("Please make a directory that is called new.", "Sort notes.txt", "sort the notes; the sort of notes",
+                 "Which way am I? Start the engine.", "What is the stock info of AAPL?", "mkdirs are new", "(id='USR1'), as file: new", ""):
+        assert not generator.tells(text, script([new])), text
+    for text in ("mkdir new", "Run mkdir('new')", "mkdir --dir_name=new", "pwd, please", "sort(file_name='notes.txt')",
+                 "`sort` it", '{"name": "sort", "argu', "sort[notes.txt]", "use get_stock_info", "Get-Stock-Info AAPL",
+                 "start_engine", "vehicle.startEngine()", "```\nx\n```", "<tool_call>x", '{"arguments": {}}', "tool: a\narguments: b",
+                 "one with dir_name=new", '{"dir_name": "new"}',
+                 '{"name": "mkdir", "arguments": {"dir_name": "new"}}', as_reply(new), *map(as_python, new)):
+        assert generator.tells(text, script([new])), text
+    write = call_of("echo", content='print("x")', file_name="a.py"), call_of("edit_ticket", ticket_id=1, updates={"priority": 3})
+    assert not generator.tells(generator.template(write), script([write]))
+    assert not generator.tells("x", ["words", json.dumps(dict(name={}, arguments=5)), DEEP, block("none")])
 
 
 def test_a_solution_that_does_not_prove_its_task_is_refused(files):
     env, generator, _, new = files
 
-    def verdict(calls, solution=None, start=new["start"]):
-        return generator.verify(dict(text="x", solution=solution or script(calls), task=dict(
-            start=start, turns=["x"] * len(calls), calls=calls)))
+    def verdict(calls, solution=None, start=new["start"], text="A folder, alpha. At none."):
+        return generator.verify(dict(solution=solution or script(calls), task=dict(
+            start=start, turns=[text] * len(calls), calls=calls)))
 
-    folder, none = (dict(name=name, arguments=arguments) for name, arguments in (
-        ("mkdir", dict(dir_name="new")), ("cat", dict(file_name="none"))))
-    here, pwd = dict(name="cd", arguments=dict(folder=".")), dict(name="pwd", arguments={})
+    folder, none, here, pwd = (call_of("mkdir", dir_name="alpha"), call_of("cat", file_name="none"),
+                               call_of("cd", folder="."), call_of("pwd"))
     assert verdict([[folder, LS]]) is None and verdict([[folder]]) is None
     assert verdict([[LS, LS]]) is None  # results are counted
     assert verdict([[folder, none]]) == "a call of its solution fails"
@@ -525,20 +585,31 @@ def test_a_solution_that_does_not_prove_its_task_is_refused(files):
         assert verdict([[folder, LS]], solution) == "its solution earns 0.00"
     assert verdict([[pwd], [here, pwd]]) == "it is solved without its last call"
     cars = next(key for key in env.splits["train"] if "VehicleControlAPI" in start_state(key)["classes"])
-    outside = dict(name="get_outside_temperature_from_google", arguments={})
+    outside = call_of("get_outside_temperature_from_google")
     assert verdict([[outside]], start=cars) is None  # what is drawn is drawn again
+    # What nobody says and nothing shows: other words, parts of words, and numbers that are others.
+    unsaid = "its text does not say every value that its calls need"
+    tank = call_of("fillFuelTank", fuelAmount=7.0)
+    for calls, text, start in (([folder], "A folder.", None), ([folder], "A folder alphabet", None), ([tank], "Some fuel: 7.5", cars)):
+        assert verdict([calls], text=text, start=start or new["start"]) == unsaid
+    for text in ("Add 7 gallons", "seven gallons of fuel", "7.00 gallons"):
+        assert verdict([[tank]], text=text, start=cars) is None
+    shown = next(iter(start_state(new["start"])["config"]["GorillaFileSystem"]["root"]))
+    assert verdict([[call_of("mkdir", dir_name=f"{shown}_new")]]) is None  # its place and the text
 
 
-def test_a_find_with_a_long_argument_does_not_join(files):
-    _, generator, task, _ = files
-    call = dict(name="mkdir", arguments={"dir_name": "w" * 1000})
-    found, = generator.finds(task, [as_reply([call])], random.Random(0))
-    assert evolve.refusal(generator, found, set(), [], 1.0) == "its text is too long"
+def test_tasks_that_do_the_same_have_one_key(files):
+    _, generator, _, new = files
+    a, b = call_of("mkdir", dir_name="a"), call_of("ls", a=False)
+    key = generator.key({**new, "calls": [[a, LS]]})
+    for calls, same in (([[a, b]], True), ([[a], [LS]], False), ([[a]], False), ([[a, LS, LS]], False),
+                        ([[a, call_of("cd", folder="a"), LS]], False)):
+        assert (generator.key({**new, "calls": calls}) == key) == same, calls
 
 
 def test_an_explorers_words_and_calls_become_a_task_or_nothing(files):
     _, generator, task, new = files
-    call = dict(name="mkdir", arguments={"dir_name": "new"})
+    call = call_of("mkdir", dir_name="new")
 
     def written(*actions):
         return generator.written(task, dict(query="A new folder, please.", action_sequence=[*actions]))

@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import sysconfig
-import time
 import warnings
 from collections import Counter
 from datetime import datetime
@@ -86,18 +85,14 @@ def judge(task: str, changes: dict) -> dict:
 
 
 def compare(task: str, changes: list[dict]) -> dict:
-    """The tables in which two episodes on a task end differently; whether their answers are one."""
+    """Whether two episodes on a task leave the same records in the apps, and the same answer."""
     from appworld.apps import get_all_apps
     from appworld.common.utils import do_answers_match
-    apps = []
-    for app in get_all_apps():
-        one, other = (changed.get(f"{app}.jsonl") for changed in changes)
-        if one != other:
-            apps.append(app)
-    one, answer = end_of(task, "end0", changes[0], apps)
-    other, other_answer = end_of(task, "end1", changes[1], apps)
-    tables = sorted(table for table in one if one[table] != other[table])
-    return dict(tables=tables, answer=do_answers_match(answer, other_answer))
+    one, other = changes
+    apps = [app for app in get_all_apps() if one.get(f"{app}.jsonl") != other.get(f"{app}.jsonl")]
+    records, answer = end_of(task, "end0", one, apps)
+    other_records, other_answer = end_of(task, "end1", other, apps)
+    return dict(apps=records == other_records, answer=do_answers_match(answer, other_answer))
 
 
 def end_of(task: str, name: str, changes: dict, apps: list[str]) -> tuple[dict, object]:
@@ -162,82 +157,58 @@ def shown(task: str | None, truth: bool) -> list[str]:
     return [*sorted(libraries), f"{data}/base_dbs", f"{data}/api_docs", *known]
 
 
-def keep(line: int) -> socket.socket:
-    """The line as file 3, with no other file open but three that hold nothing."""
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(line, 100)
-    for place in (0, 1, 2):
-        os.dup2(null, place)
-    os.closerange(3, 100)
-    os.dup2(100, 3)
-    os.closerange(4, 1 << 16)
-    return socket.socket(fileno=3)
-
-
-def work(line: int, do: str, task: str | None = None) -> None:
-    """What a fork does: it keeps one line to the one who asks, is shut in, works."""
+def work(line: int, report: int, do: str, task: str | None) -> None:
+    """What a fork does: it keeps two files to the one who asks, is shut in, works."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     jail.die_with_parent()
-    lines = keep(line).makefile("rw")
-    given = lines.readline()  # now: who still writes it would not read what goes wrong
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for file, place in ((line, 100), (report, 101), (nothing, 0), (100, 3), (101, 4)):
+        os.dup2(file, place)  # 1 and 2 hold nothing
+    os.closerange(5, 1 << 16)
+    lines = socket.socket(fileno=3).makefile("rw")
+    given = json.loads(lines.readline())  # who still writes it would not read what goes wrong
 
     def send(**told) -> None:
         lines.write(json.dumps(told) + "\n")
         lines.flush()
 
     try:
-        jail.enter(shown(task, truth=do != "play"), [f"{ROOT}/experiments", "/tmp"], MEGABYTES)
+        jail.enter(shown(task, truth=do != "play"), [f"{ROOT}/experiments", "/tmp"], MEGABYTES, 4)
         os.environ.clear()
         os.environ["APPWORLD_ROOT"] = ROOT
+        if do == "play":
+            play(task, given["text"], lines, send)
+        if do == "judge":
+            send(**judge(task, **given))
+        if do == "compare":
+            send(**compare(task, **given))
         if do == "check":
             send(ready=True)
-        if do == "play":
-            play(task, json.loads(given)["text"], lines, send)
-        if do == "judge":
-            send(**judge(task, json.loads(given)["changes"]))
-        if do == "compare":
-            send(**compare(task, json.loads(given)["changes"]))
     except BaseException as error:
         send(error=f"{type(error).__name__}: {error}"[:500])
 
 
-def end(process: int, patience: float) -> bool:
-    """Ends a fork, if it does not end by itself; whether somebody else had killed it."""
-    until = time.monotonic() + patience
-    while True:
-        ended, status = os.waitpid(process, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status) in (-signal.SIGKILL, jail.KILLED)
-        if time.monotonic() >= until:
-            os.kill(process, signal.SIGKILL)  # and with it all that it has begun
-            os.waitpid(process, 0)
-            return False
-        time.sleep(0.01)
-
-
 def serve() -> None:
-    """Forks for each thing to do, which comes with the fork's end of a line; ends forks. What is
-    asked here is short, since a longer message than is received would be cut; on a fork's own line
-    comes what may be long."""
+    """Forks for each thing to do, which comes with two files of the fork's. What is asked here is
+    short, since a longer message than is received would be cut; on a fork's own line comes what may
+    be long."""
     warm()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here waits for a fork
     asks = socket.socket(fileno=0)
-    asks.send(b"ready")
     while True:
-        asked, lines, _, _ = socket.recv_fds(asks, 1 << 16, 1)
+        asked, files, _, _ = socket.recv_fds(asks, 1 << 16, 2)
         if not asked:  # the one who asks has gone
             os._exit(0)
-        asked = json.loads(asked)
-        if asked["do"] == "end":
-            killed = end(asked["process"], asked["patience"])
-            asks.send(json.dumps(dict(killed=killed)).encode())
-            continue
         process = os.fork()
         if not process:
             try:
-                work(lines[0], **asked)
+                work(*files, **json.loads(asked))
             finally:
                 os._exit(0)
-        os.close(lines[0])
-        asks.send(json.dumps(dict(process=process)).encode())
+        files.append(os.pidfd_open(process))
+        socket.send_fds(asks, [b"begun"], files[2:])
+        for file in files:
+            os.close(file)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 import ast
 import hashlib
+import itertools
 import json
+import re
 import subprocess
 import tempfile
 from functools import lru_cache
@@ -104,36 +106,32 @@ def parts(source: str) -> list[str]:
     like any statement, stays whole."""
     module = ast.parse(source)
     function = next(node for node in module.body if isinstance(node, ast.FunctionDef))
-    lines, indent = source.splitlines(), function.body[0].col_offset
     found, called = [[]], False
     for statement in function.body:
         calls = bool(calls_in(statement))
         if calls and called:
             found.append([])
         called = calls or called
-        of_it = lines[statement.lineno - 1:statement.end_lineno]
-        found[-1] += [line[indent:] if line[:indent].isspace() else line for line in of_it]
+        found[-1].append(ast.unparse(statement))
     together = -(-len(found) // MOST_REPLIES)
     groups = [found[n:n + together] for n in range(0, len(found), together)]
-    return ["\n".join(line for part in group for line in part) for group in groups]
+    return ["\n".join(itertools.chain(*group)) for group in groups]
 
 
 def calls_in(tree: ast.AST) -> list[str]:
     """The names APP.API of the interfaces that a piece of code calls, in the order of the text."""
     found = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            app = node.func.value
-            if isinstance(app, ast.Attribute) and isinstance(app.value, ast.Name):
-                if app.value.id == "apis":
-                    place = (node.lineno, node.col_offset)
-                    found.append((place, f"{app.attr}.{node.func.attr}"))
-    return [name for _, name in sorted(found)]
+        if isinstance(node, ast.Call):
+            called = re.fullmatch(r"apis\.(\w+\.\w+)", ast.unparse(node.func))
+            if called:
+                found.append((node.lineno, node.col_offset, called[1]))
+    return [name for _, _, name in sorted(found)]
 
 
-def text(root: Path, key: str) -> str:
-    """What a task asks for."""
-    return json.loads((root / "data/tasks" / key / "specs.json").read_text())["instruction"]
+def specs(root: Path, key: str) -> dict:
+    """What a task asks for, `instruction`, and of whom, `supervisor`."""
+    return json.loads((root / "data/tasks" / key / "specs.json").read_text())
 
 
 def start_changes(root: Path, key: str) -> dict[str, str]:

@@ -61,8 +61,8 @@ class Judge:
         return found
 
     def compare(self, start: str, one: dict, other: dict) -> dict:
-        """Of two ends of a start state: `tables` that differ, `answer`, whether the answers are
-        one; `error` where they cannot be compared."""
+        """Of two ends of a start state: whether the `apps` are the same, and the `answer`; `error`
+        where they cannot be compared."""
         return server(*self._made_with).once("compare", start, changes=[one, other])
 
     def share(self, task: dict, changes: dict[str, str]) -> float:
@@ -96,7 +96,7 @@ class Judge:
         told = self.compare(task["start"], self._ends[key].changes, changes)
         if "error" in told:
             return told
-        return dict(passed=told["answer"] + (not told["tables"]), tests=2)
+        return dict(passed=told["answer"] + told["apps"], tests=2)
 
 
 def of_apps(changes: dict[str, str]) -> dict[str, str]:

@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,69 +49,58 @@ class Server:
         with theirs:
             self.process = subprocess.Popen(
                 command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                cwd="/", start_new_session=True, env={"TZ": "UTC", "PYTHONHASHSEED": "0"})
-        try:
-            ready = self._asks.recv(100)
-        except OSError:
-            ready = b""
-        told = self.once("check", None) if ready else {}
-        if "ready" not in told:
-            self.end()
-        if not told:
-            raise EnvError(f"appworld: {python} does not start with the package")
+                cwd="/", start_new_session=True,
+                env={"TZ": "UTC", "PYTHONHASHSEED": "0", "HOME": "/"})  # a user may have no home
+        told = self.once("check", None)  # it waits until the package is imported
         if "error" in told:
+            self.end()
             raise Refused(
                 f"appworld: this machine does not shut in the code of a model ({told['error']}), "
-                "so that none is run; allow user namespaces, or be root, on Linux")
+                "so that none is run; it takes Linux, and user namespaces for a user, or for root "
+                "CAP_SYS_ADMIN, which a container's root may lack")
+
+    def begin(self, asked: dict, files: list[int]) -> int:
+        """A fork that does what is asked, which is short, and keeps these files; as a file."""
+        with self._lock:
+            try:
+                socket.send_fds(self._asks, [json.dumps(asked).encode()], files)
+                _, (process,), _, _ = socket.recv_fds(self._asks, 100, 1)
+            except (OSError, ValueError):
+                raise EnvError("appworld: the process that has the package does not start, or has "
+                               "ended") from None
+        return process
 
     def once(self, do: str, task: str | None, **asked) -> dict:
         """The answer of a process that does one thing; `error` in it says what went wrong."""
-        shut = self.fork(do=do, task=task)
+        shut = Shut(self, do, task)
         try:
-            told = shut.ask(JUDGING, **asked)
+            return shut.ask(JUDGING, **asked)
         except Gone as error:
             return dict(error=str(error))
-        shut.end()
-        return told
-
-    def fork(self, **asked) -> "Shut":
-        """A process that does what is asked, which is short; `ask` takes what may be long."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            told = self._ask(asked, [theirs.fileno()])
-        return Shut(self, told["process"], ours)
-
-    def kill(self, process: int, patience: float) -> bool:
-        """Ends a process, if it doesn't end by itself; whether somebody else had killed it."""
-        return self._ask(dict(do="end", process=process, patience=patience), [])["killed"]
+        finally:
+            shut.end()
 
     def end(self) -> None:
         self._asks.close()
         self.process.kill()
         self.process.wait()
 
-    def _ask(self, asked: dict, lines: list[int]) -> dict:
-        with self._lock:
-            try:
-                socket.send_fds(self._asks, [json.dumps(asked).encode()], lines)
-                return json.loads(self._asks.recv(100))
-            except (OSError, ValueError):
-                raise EnvError("appworld: the process that has the package has ended") from None
-
 
 class Shut:
-    """A process that is shut in."""
+    """A process that is shut in, for one thing to do on a task."""
 
-    def __init__(self, server: Server, process: int, line: socket.socket):
-        self._server = server
-        self._process = process
-        self._line = line
+    def __init__(self, server: Server, do: str, task: str | None):
+        self._line, line = socket.socketpair()
+        self._report, report = socket.socketpair()
+        with line, report:
+            files = [line.fileno(), report.fileno()]
+            self._process = server.begin(dict(do=do, task=task), files)
 
     def ask(self, seconds: float, **asked) -> dict:
         """Its answer. Gone, or EnvError where it was killed by somebody else, if there is none; it
         has ended then."""
         try:
-            told = json.loads(self._line_said(seconds, asked))
+            told = json.loads(self._said(seconds, asked))
             if not isinstance(told, dict):
                 raise ValueError
             # It may say halves of characters, which no file or tokenizer takes.
@@ -119,12 +110,14 @@ class Shut:
             self.end()
             raise Gone(f"no answer in {seconds:.0f} seconds") from None
         except (OSError, ValueError, RecursionError):
-            if self.end(patience=1.0):
+            killed = self._killed()
+            self.end()
+            if killed:
                 raise EnvError("appworld: the process of an episode was killed; give it more "
                                "memory, or fewer --slots") from None
             raise Gone("its process has ended") from None
 
-    def _line_said(self, seconds: float, asked: dict) -> bytes:
+    def _said(self, seconds: float, asked: dict) -> bytes:
         until = time.monotonic() + seconds
         self._line.settimeout(seconds)
         self._line.sendall(json.dumps(asked).encode() + b"\n")
@@ -137,11 +130,22 @@ class Shut:
                 raise OSError
         return said
 
-    def end(self, patience: float = 0.0) -> bool:
+    def _killed(self) -> bool:
+        """Whether it has ended and nobody has reported that, see `jail.enter`."""
+        self._report.settimeout(1.0)
+        try:
+            return not self._report.recv(100)
+        except TimeoutError:
+            return False
+
+    def end(self) -> None:
         if self._line.fileno() < 0:
-            return False  # it has ended before
+            return  # it has ended before
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)  # and with it what it began
+        os.close(self._process)
         self._line.close()
-        return self._server.kill(self._process, patience)
+        self._report.close()
 
 
 @dataclass
@@ -152,13 +156,14 @@ class Ran:
     calls: list  # of interfaces, [APP.API, arguments]
 
 
-class Episode:
+class Episode(Shut):
     """One on a task's start state, with the text of another task or its own."""
 
     def __init__(self, server: Server, start: str, text: str | None):
-        self._shut = server.fork(do="play", task=start)
+        super().__init__(server, "play", start)
+        self._seconds = server.seconds + GRACE
         try:
-            told = self._shut.ask(PATIENCE, text=text)
+            told = self.ask(PATIENCE, text=text)
         except Gone as error:
             told = dict(error=str(error))
         if "error" in told:
@@ -166,31 +171,24 @@ class Episode:
             raise EnvError(f"appworld: task {start} does not start: {told['error']}")
         self.text = told["text"]
         self.owner = told["owner"]
-        self._seconds = server.seconds + GRACE
 
     def run(self, code: str) -> Ran:
         """What code did. Gone where it ended the process, or did not end."""
-        told = self._shut.ask(self._seconds, code=code)
+        told = self.ask(self._seconds, code=code)
         if "output" not in told:  # the package cannot go on after what the code did
-            self._shut.end()
+            self.end()
             raise Gone(str(told.get("error"))[:500])
         # What the process says may be what the code wants it to say: any text, any value.
-        output = str(told["output"])[:LONGEST]
         calls = told.get("calls")
         rows = calls if isinstance(calls, list) else []
-        return Ran(output, told.get("done") is True, [row for row in rows if is_call(row)])
+        return Ran(str(told["output"])[:LONGEST], told.get("done") is True,
+                   [row for row in rows if is_call(row)])
 
     def changes(self) -> dict[str, str]:
         """What the episode has left in the apps, as the package saves it: file -> text."""
-        found = self._shut.ask(self._seconds, save=True).get("changes")
+        found = self.ask(self._seconds, save=True).get("changes")
         kept = found if isinstance(found, dict) else {}
         return {file: str(text) for file, text in kept.items()}
-
-    def end(self) -> None:
-        try:
-            self._shut.end()
-        except EnvError:
-            pass  # the server has ended, and with it this
 
 
 def is_call(row) -> bool:

@@ -108,9 +108,9 @@ def problem(call: dict) -> str | None:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return FORM
     for key in ("exponent", "precision", "decimal_places"):
-        value = arguments.get(key)
-        if isinstance(value, str) or isinstance(value, (int, float)) and abs(value) > PRECISION:
-            return f"{key} must be a number of at most {PRECISION}"
+        with suppress(TypeError, ValueError, OverflowError):  # what is no number the simulator says
+            if abs(int(arguments.get(key))) > PRECISION:
+                return f"{key} must be a number of at most {PRECISION}"
     if _deep(arguments, DEEPEST):
         return TOO_DEEP
     try:

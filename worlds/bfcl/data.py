@@ -62,6 +62,11 @@ def functions(start: str) -> dict[str, dict]:
             for name, row in documents(simulator).items()}
 
 
+def prose(document: dict) -> str:
+    """What a function does, without what its simulator is."""
+    return document["description"].rpartition("Tool description: ")[2].strip()
+
+
 @lru_cache(None)
 def tasks(category: str) -> dict[str, dict]:
     """CATEGORY-NUMBER -> task. start: a key for `start_state`. turns: what the user says. calls:

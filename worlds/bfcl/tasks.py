@@ -3,10 +3,12 @@ explorer model's, or a template, which spells the calls out and is easier than w
 
 import json
 import random
+from hashlib import sha256
 
 from worlds import replay, words_of
 from worlds.bfcl.calls import Simulators, failed, json_of, parse_calls, problem, script
-from worlds.bfcl.data import CATEGORIES, functions, tasks
+from worlds.bfcl.data import CATEGORIES, functions, prose, tasks
+from worlds.wording import asks, holds_call, holds_code, leaves, tokens
 
 MOST_CALLS = 8  # of a new task [ours]
 
@@ -20,22 +22,26 @@ class TaskGenerator:
 
     def __init__(self, env):
         self.env = env
-        known = [task for category in CATEGORIES for task in tasks(category).values()]
-        self.said = {words_of(text) for task in known for text in task["turns"]}
-        # Of every split: nobody's solution is asked for again, from whichever start state.
-        self.solutions = {_flat(task["calls"]) for task in known}
+        self.functions = {}  # of all simulators
+        self.said, self.solutions = set(), []
+        for category in CATEGORIES:
+            for task in tasks(category).values():
+                self.functions |= functions(task["start"])
+                self.said |= {*map(words_of, task["turns"])}
+                # Nobody's solution is asked for again, from whichever start state.
+                self.solutions.append(self._plain(task))
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
         """Names of the functions whose calls returned no error, and of two in a row."""
-        names = [call["name"] for call, _, _ in self._made(self.env.find(task)["start"], replies)]
+        names = [call["name"] for call, _, _ in made(self.env.find(task)["start"], replies)]
         return {*names, *(f"{a}, {b}" for a, b in zip(names, names[1:]))}
 
     def finds(self, task: str, replies: list[str], rng: random.Random) -> list[dict]:
         """Proposals {text, task, solution, template} of an episode: at most two, which ask for what
         was done up to somewhere: in one turn, and in several, which end with changes."""
         start = self.env.find(task)["start"]
-        made = list(self._made(start, replies))
-        rows = [row for n in range(len(made)) if len(row := useful(made[:n + 1])) <= MOST_CALLS]
+        done = list(made(start, replies))
+        rows = [row for n in range(len(done)) if len(row := useful(done[:n + 1])) <= MOST_CALLS]
         if not rows:
             return []
         row = rng.choice(rows)
@@ -44,18 +50,8 @@ class TaskGenerator:
         if ends := [n for n, (_, _, changed) in enumerate(row[:-1], 1) if changed]:
             ends = [0, *sorted(rng.sample(ends, rng.randint(1, min(2, len(ends))))), len(calls)]
             ways.append([calls[a:b] for a, b in zip(ends, ends[1:])])
-        return [self._proposal(start, [self.template(start, turn) for turn in way], way,
-                               template=True) for way in ways]
-
-    def parses(self, pattern: str) -> bool:
-        """Of any function something can be asked."""
-        return True
-
-    def vary(self, task: str, pattern: str | None, rng: random.Random) -> list[dict]:
-        """Proposals that ask for a part of what the task asks for, with the rare pattern if any."""
-        found = self.finds(task, script(self.env.find(task)["calls"]), rng)
-        return [proposal for proposal in found if pattern is None
-                or pattern in self.patterns(task, proposal["solution"])]
+        return [self._proposal(start, list(map(self.template, way)), way, template=True)
+                for way in ways]
 
     def written(self, task: str, proposal: dict) -> dict | None:
         """An explorer model's proposal: its words, and its calls as the solution of one turn."""
@@ -65,8 +61,23 @@ class TaskGenerator:
         return self._proposal(self.env.find(task)["start"], [proposal["query"]], [calls])
 
     def key(self, task: dict) -> str:
-        """What makes two tasks one: the start state and the calls of each turn."""
-        return f"{task['start']} {json.dumps(task['calls'], sort_keys=True)}"
+        """What makes two tasks one: the start state, and of each turn what its calls return and
+        leave, however they are written."""
+        world = Simulators(task["start"])
+        done = [(sorted(map(world.run, calls)), world.states()) for calls in task["calls"]]
+        return f"{task['start']} {sha256(repr(done).encode()).hexdigest()}"
+
+    def tells(self, text: str, solution: list[str]) -> bool:
+        """Whether a text holds calls of its solution, or a part of one, in whatever form."""
+        given = []
+        for call in (call for reply in solution for call in parse_calls(reply)):
+            if isinstance(call, str) or problem(call) or call["name"] not in self.functions:
+                continue
+            given += call["arguments"].values()
+            document = prose(self.functions[call["name"]])
+            if holds_call(text, call["name"], document, call["arguments"]):
+                return True
+        return holds_code(text, given)
 
     def refusal(self, task: dict) -> str | None:
         """Why no run may have this task; None if one may."""
@@ -75,18 +86,23 @@ class TaskGenerator:
         if not any(task["calls"]) or len(task["turns"]) != len(task["calls"]):
             return f"its {len(task['turns'])} turns need as many lists of calls"
         known = functions(task["start"])
-        for call in (call for calls in task["calls"] for call in calls):
+        for call in in_one(task):
             if wrong := problem(call):
                 return f"a call of {str(call['name'])[:60]!r}: {wrong}"
             if call["name"] not in known:
                 return f"its simulators have no function {call['name'][:60]!r}"
-        if _flat(task["calls"]) in self.solutions or self.said & {*map(words_of, task["turns"])}:
+        if self._plain(task) in self.solutions or self.said & {*map(words_of, task["turns"])}:
             return "a task of a split"
+        about = [task["calls"], [known[call["name"]] for call in in_one(task)]]
+        if not asks(" ".join(task["turns"]), json.dumps(about)):
+            return "its text asks for nothing"
         return None
 
     def verify(self, proposal: dict) -> str | None:
         """Plays the solution twice, and without its last call; why it proves nothing, or None."""
         task = proposal["task"]
+        if not (proposal.get("template") or says_all(task)):
+            return "its text does not say every value that its calls need"
         reward, results, states = self._play(task, proposal["solution"])
         if any(map(failed, results)):
             return "a call of its solution fails"
@@ -99,15 +115,25 @@ class TaskGenerator:
         solved = self._play(task, script(calls))[0] == 1
         return "it is solved without its last call" if solved else None
 
-    def template(self, start: str, calls: list[dict]) -> str:
+    def template(self, calls: list[dict]) -> str:
         """What these calls do, by the first sentences of their documents."""
-        known, said = functions(start), []
+        said = []
         for call in calls:
-            text = known[call["name"]]["description"].rpartition("Tool description: ")[2].strip()
-            given = ", ".join(f"{name} = {json.dumps(value)}"
+            given = ", ".join(f"{name} = {json.dumps(value, ensure_ascii=False)}"
                               for name, value in call["arguments"].items())
-            said.append(text.partition(". ")[0].rstrip(".") + (f", with {given}" if given else ""))
+            text = prose(self.functions[call["name"]]).partition(". ")[0].rstrip(".")
+            said.append(text + (f", with {given}" if given else ""))
         return ". Then: ".join(said) + "."
+
+    def _plain(self, task: dict) -> list[dict]:
+        """The calls of all turns, without arguments that are what they are if not given."""
+        found = []
+        for call in in_one(task):
+            known = self.functions[call["name"]]["parameters"]["properties"]
+            given = {name: value for name, value in call["arguments"].items()
+                     if name not in known or known[name].get("default") != value}
+            found.append(dict(name=call["name"], arguments=given))
+        return found
 
     def _proposal(self, start: str, turns: list[str], calls: list[list[dict]], **more) -> dict:
         return dict(text="\n".join(turns), task=dict(start=start, turns=turns, calls=calls),
@@ -118,36 +144,50 @@ class TaskGenerator:
         steps = replay(self.env, task, replies)
         return steps[-1].reward, self.env.results, self.env.world.states()
 
-    def _made(self, start: str, replies: list[str]):
-        """(call, result, whether it changed anything) of the replies' calls that did not fail."""
-        world = Simulators(start)
-        before = world.states()
-        for call in (call for reply in replies for call in parse_calls(reply)):
-            result, after = world.run(call), world.states()
-            if not failed(result):
-                yield call, result, before != after
-            before = after
+
+def in_one(task: dict) -> list[dict]:
+    """The calls of all turns."""
+    return [call for calls in task["calls"] for call in calls]
 
 
-def useful(made: list[tuple]) -> list[tuple]:
+def made(start: str, replies: list[str]):
+    """(call, result, whether it changed anything) of the replies' calls that did not fail."""
+    world = Simulators(start)
+    before = world.states()
+    for call in (call for reply in replies for call in parse_calls(reply)):
+        result, after = world.run(call), world.states()
+        if not failed(result):
+            yield call, result, before != after
+        before = after
+
+
+def useful(done: list[tuple]) -> list[tuple]:
     """The calls that changed something, the last, and those that later arguments come from."""
     kept, later = [], []  # later: values of arguments, as texts
-    for call, result, changed in reversed(made):
-        found = [str(value) for value in _values(json_of(result))]
+    for call, result, changed in reversed(done):
+        found = [str(value) for value in leaves(json_of(result))]
         used = any(a == b or len(a) > 2 and a in b for a in found for b in later)
         if changed or used or not kept:
             kept.append((call, result, changed))
-            later += [str(value) for value in _values(call["arguments"])]
+            later += [str(value) for value in leaves(call["arguments"])]
     return kept[::-1]
 
 
-def _values(value) -> list:
-    """The texts and numbers in a value of JSON."""
-    if isinstance(value, (dict, list)):
-        inside = value.values() if isinstance(value, dict) else value
-        return [found for item in inside for found in _values(item)]
-    return [] if value is None or isinstance(value, bool) else [value]
-
-
-def _flat(calls: list[list[dict]]) -> str:
-    return json.dumps([call for turn in calls for call in turn], sort_keys=True)
+def says_all(task: dict) -> bool:
+    """Whether the user says each value of the calls, or the world shows it: the document of its
+    argument, start state, what calls without arguments return, what the calls before it return."""
+    known = functions(task["start"])
+    looked, world = Simulators(task["start"]), Simulators(task["start"])
+    said = tokens(looked.states())
+    for name in known:
+        said |= tokens(looked.run(dict(name=name, arguments={})))
+    for text, calls in zip(task["turns"], task["calls"]):
+        said |= tokens(text)
+        for call in calls:
+            arguments = known[call["name"]]["parameters"]["properties"]
+            for name, value in call["arguments"].items():
+                shown = said | tokens(json.dumps(arguments.get(name)))
+                if tokens(" ".join(map(str, leaves(value)))) - shown:
+                    return False
+            said |= tokens(world.run(call))
+    return True

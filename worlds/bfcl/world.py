@@ -108,7 +108,6 @@ def in_short(document: dict) -> str:
     required, arguments = parameters.get("required", []), parameters["properties"]
     signature = ", ".join(f"{name}{'' if name in required else '?'}: {what['type']}"
                           for name, what in arguments.items())
-    text = document["description"].rpartition("Tool description: ")[2]
-    return " ".join([f"{document['name']}({signature}):", text.strip(),
+    return " ".join([f"{document['name']}({signature}):", data.prose(document),
                      *(f"{name}: {what.get('description', '').strip()}"
                        for name, what in arguments.items())])
