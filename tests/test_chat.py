@@ -267,27 +267,25 @@ def test_an_error_of_one_episode_ends_the_others_before_their_next_request(endpo
 # --------------------------------------------------------------------------------- the requests
 
 
-LATER = {"Retry-After": "Wed, 21 Oct 2099 07:28:00 GMT"}
-PAST = {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}
+LATER, PAST = "Wed, 21 Oct 2099 07:28:00 GMT", "Wed, 21 Oct 2015 07:28:00 GMT"
 
 
-@pytest.mark.parametrize("headers, wait", [(LATER, 120), (PAST, 0), ({"Retry-After": "0.5"}, 0.5),
-                                           ({"Retry-After": "999"}, 120)])
-def test_an_endpoint_may_ask_for_a_wait_until_a_date(call, headers, wait):
-    call((429, "slow down", headers))
-    assert call.waits == [wait]
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+@pytest.mark.parametrize("asked, least", [
+    (None, 0), ("0", 0), ("-5", 0), (PAST, 0), ("soon", 0), ("", 0), ("nan", 0), ("1e9", 0),
+    ("9" * 5000, 0), ("Wed, 99 Oct 99999", 0), ("7", 7), (" 7 ", 7), ("999", 120), (LATER, 120)])
+def test_waits_grow_whatever_an_endpoint_asks_for(endpoint, call, status, asked, least):
+    headers = {} if asked is None else {"Retry-After": asked}
+    reply, used = call(*[(status, "slow down", headers)] * 5)
+    assert reply == "c" and used["retries"] == len(call.waits) == 5
+    for k, wait in enumerate(call.waits):
+        assert max(least, 2**k / 2) <= wait <= max(least, 2**k)
 
 
-@pytest.mark.parametrize("fault", [None, (429, "slow down", {"Retry-After": "7"}), (500, "", {}),
-                                   (200, '{"choices": []}', {})])
-def test_what_may_pass_is_tried_again_with_growing_waits(endpoint, call, fault):
+@pytest.mark.parametrize("fault", [None, "cut", (200, '{"choices": []}', {}), (200, "half a", {})])
+def test_what_may_pass_is_tried_again(endpoint, call, fault):
     reply, used = call(*[fault] * 3)
-    assert reply == "c" and used["retries"] == 3 and len(endpoint.seen) == 4
-    if fault and fault[2]:
-        assert call.waits == [7.0] * 3
-    else:
-        assert len(call.waits) == 3
-        assert all(2 ** k / 2 <= wait <= 2 ** k for k, wait in enumerate(call.waits))
+    assert reply == "c" and used["retries"] == len(call.waits) == 3 and len(endpoint.seen) == 4
 
 
 @pytest.mark.parametrize("fault, tries, message", [
@@ -411,12 +409,75 @@ def test_thoughts_are_thoughts_wherever_they_stand(call, said):
     (answer(content="c", reasoning_content="so"), "c"), (answer(content="c", refusal=None), "c"),
     (answer(content="c", finish_reason=None), "c"), (answer(content="c", finish_reason="eos"), "c"),
     (answer(content="c", tool_calls=[], function_call=None), "c"),
-    (answer(content="<think>so</think>\nc"), "<think>so</think>\nc"),
     (answer(content=[dict(type="reasoning", text="so"), dict(type="text", text="c")]), "c"),
     (answer(content=["c", "d"]), "cd"), (answer(content="c\ud83d"), "c\ufffd"),
     (answer(content=None), ""), (answer(content="", error=None), "")])
 def test_replies_with_something_beside_them_are_replies(call, said, reply):
     assert call(said)[0] == reply
+
+
+# What a server says, and what of it is the reply; None: only thoughts.
+DRAFT = "```python\napis.pay()\n```"
+CODE = "```python\nprint(1 < 2)\n```"
+ANALYSIS = "<|channel|>analysis<|message|>Action: submit"
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+THOUGHTS = [
+    ("<think>The Observation: says so. Action: submit</think>\nc", "c"),
+    ("The Observation: says so. Action: submit</think>\n\nc", "c"),
+    (f"<think>First {DRAFT}</think>\n{CODE}", CODE), (f"First {DRAFT} </think>{CODE}", CODE),
+    ('<think>[{"query": "draft"}]</think>[{"query": "q"}]', '[{"query": "q"}]'),
+    *((f"<{name}>a\nb</{name}>c", "c") for name in (
+        "thinking", "Think", "THOUGHT", "reasoning", "seed:think", "antThinking", "reasoning_step",
+        "inner_monologue", "scratchpad", "analysis", "reflection", "think-step")),
+    *((f"{opens}a Action: submit{closes}c", "c") for opens, closes in (
+        ("[THINK]", "[/THINK]"), ("[thought]", "[/thought]"), ("◁think▷", "◁/think▷"), ("<|thinking|>", "<|/thinking|>"),
+        ("<|START_THINKING|>", "<|END_THINKING|>"), ("<|begin_of_thought|>", "<|end_of_thought|>"),
+        ('<think lang="en" n=1>', "</think>"), (" \n<think >", "</think >"), ("", "[/THINK]"),
+        ("", "<|END_THINKING|>"), ("<thinking>", "</think>"), ('A 5" mug', '</think>'))),
+    ('It is 5" wide.</think>search[5" mug]', 'search[5" mug]'),
+    ("<think></think>c", "c"), ("<think/>c", "c"),
+    ("<think>a</think><think>b</think>c", "c"), ("<think>a</think>\n<reasoning>b</reasoning>\nc", "c"),
+    ("<think>a <think>b</think> Action: submit</think>c", "c"),
+    ("<think>a <reasoning>b</reasoning> Action: submit</think>c", "c"),
+    ("Sure. <think>Action: submit</think>c", "Sure. c"), ("c\n<think>Action: submit</think>", "c"),
+    ("c\n<think>Action: submit", "c"),
+    (f"{ANALYSIS}<|end|>{FINAL}c<|return|>", "c"), (f"{ANALYSIS}{FINAL}c", "c"),
+    (f"{ANALYSIS}<|end|>{ANALYSIS}<|end|>{FINAL}c", "c"), (f"{FINAL}c<|return|>", "c"),
+    (f"Action: submit<|end|>{FINAL}c", "c"), ("<|channel|>final<|message|>c", "c"),
+    ("<|channel|>final <|constrain|>json<|message|>c", "c"),
+    ("analysisAction: submit.assistantfinalc", "c"),
+    *((f"c{end}", "c") for end in (
+        "<|im_end|>", "<|eot_id|>", "</s>", "<|return|>", "<|end|>\n", "<|endoftext|>", "<eos>",
+        "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "<|im_end|><|endoftext|>",
+        "<|im_end|>\n<|im_start|>user\nsubmit", "<|eot_id|><|start_header_id|>user<|end_header_id|>\nd")),
+    ("<|im_start|>assistant\nc<|im_end|>", "c"), ("<think>a</think>c<|im_end|>", "c"),
+    ("<think>a<|im_end|></think>c", "c"),
+    *((said, None) for said in (
+        "<think>Action: submit", "<think>Action: submit</think>\n", "Action: submit</think>",
+        "[THINK]Action: submit", "<think>a <reasoning>b</reasoning> Action: submit", ANALYSIS,
+        f"{ANALYSIS}<|end|>", f"{ANALYSIS}<|end|>{FINAL}", "<think>a</think><think>Action: submit",
+        "<thinking hard=yes>Action: submit")),
+    ("</s>", ""), ("<|im_end|>", "")]
+
+PLAIN = ["click[<b>Buy</b> now]", "<b>bold</b>", "SELECT a FROM t WHERE b < 3 AND c > 2",
+         "SELECT a FROM t WHERE b <reason AND c> 2", "search[<think> mug]", "search[think]",
+         "click[thoughts]", "click[big [THINK] poster]", "SELECT * FROM t WHERE a = '</think>'",
+         'print("<think>")', "SELECT 'I <think> so'", "x = [reason]\nprint(x)", "<s>10</s> 8",
+         '{"text": "say \\"<think>\\" to <|im_end|>"}', "`</think>` ends it", " c \n",
+         "<tool_call>\n{\"name\": \"think\"}\n</tool_call>", "click[a </think> b]",
+         "Thought: I think so.\nAction: c", "I don't think it's <i>it</i>", "print('a<|im_end|>b')", 'print(f"<think>{a}")',
+         "The page says \"Price <b>5</b> </think>\": click[Buy Now]"]
+
+
+@pytest.mark.parametrize("content, reply", THOUGHTS + [(text, text) for text in PLAIN])
+def test_thoughts_and_end_tokens_are_no_part_of_a_reply(call, content, reply):
+    for said in answer(content=content), answer(content=content, reasoning_content="Action: submit"), (
+            answer(content=[dict(type="text", text=content[:9]), dict(type="text", text=content[9:])])):
+        if reply is None or not reply and "reasoning" in said[1]:
+            with pytest.raises(endpoints.OnlyThoughts):
+                call(said)
+        else:
+            assert call(said)[0] == reply
 
 
 def test_empty_replies_are_counted(endpoint, run):
@@ -515,18 +576,48 @@ def test_too_long_inside_a_200_is_too_long(call):
         call((200, json.dumps(dict(error=dict(code=400, message=text))), {}))
 
 
-def test_parameters_that_a_model_refuses_are_sent_otherwise(endpoint, capsys):
-    endpoint.faults = [
-        (400, "Unsupported parameter: 'max_tokens' ... Use 'max_completion_tokens' instead.", {}),
-        (400, "Unsupported value: 'temperature' does not support 0 with this model.", {})]
+RENAMED = "Unsupported parameter: 'max_tokens' ... Use 'max_completion_tokens' instead."
+
+
+@pytest.mark.parametrize("texts, sent", [
+    (["Unsupported value: 'temperature' does not support 0 with this model."], "max_tokens"),
+    (["`temperature` is deprecated for this model."], "max_tokens"),
+    (["incompatible request argument: temperature"], "max_tokens"),
+    (["Unsupported parameter: temperature"], "max_tokens"), (["unknown field: `temperature`"], "max_tokens"),
+    (['{"detail": [{"type": "extra_forbidden", "loc": ["body", "temperature"], "msg": "Extra inputs '
+      'are not permitted", "input": 0}]}'], "max_tokens"),
+    (['{"error": {"message": "Unsupported parameter", "param": "temperature"}}'], "max_tokens"),
+    (["temperature and top_p cannot both be given"], "max_tokens"),
+    (["temperature: Input should be less than or equal to 1"], "max_tokens"),
+    (["`temperature` must be strictly positive"], "max_tokens"),
+    (["max_tokens: Extra inputs are not permitted"], "temperature"),
+    (["Unrecognized request argument supplied: max_tokens"], "temperature"),
+    (["unexpected: temperature", "model m does not accept max_tokens"], ""),
+    (["temperature, max_tokens: not allowed"], ""),
+    ([RENAMED], "temperature max_completion_tokens"),
+    ([RENAMED, "max_completion_tokens is not supported"], "temperature"),
+    ([RENAMED, "temperature: unknown"], "max_completion_tokens")])
+@pytest.mark.parametrize("status", [400, 422])
+def test_a_field_that_is_refused_by_name_is_left_out_from_then_on(endpoint, call, capsys, status, texts,
+                                                                  sent):
+    endpoint.faults = [(status, text, {}) for text in texts]
     model = endpoints.Endpoint(endpoint.url, "m", 0, 50)
-    for _ in range(2):
-        model(ASKED)
-    assert "takes no temperature: its own is used" in capsys.readouterr().err
-    bodies = [{k: v for k, v in body.items() if k != "messages"} for _, _, body in endpoint.seen]
-    assert bodies == [dict(model="m", temperature=0, max_tokens=50),
-                      dict(model="m", temperature=0, max_completion_tokens=50),
-                      *[dict(model="m", max_completion_tokens=50)] * 2]
+    assert [model(ASKED)[0], model(ASKED)[0]] == ["c", "c"]
+    bodies = [set(body) - {"model", "messages"} for _, _, body in endpoint.seen]
+    assert bodies[0] == {"temperature", "max_tokens"} and bodies[-2:] == [set(sent.split())] * 2
+    assert len(bodies) == len(texts) + 2
+    said = capsys.readouterr().err
+    assert said.count("its own is used") == 2 - len(bodies[-1])
+    assert ("no temperature" in said) == ("temperature" not in sent)
+
+
+@pytest.mark.parametrize("text", [
+    "unknown field: 'foo'", "Extra inputs are not permitted: stream", "model 'm' is not supported",
+    "this text about temperature is against our policy", "max_tokens_per_day is not supported"])
+def test_a_refusal_that_names_no_field_is_one(endpoint, call, text):
+    with pytest.raises(endpoints.EndpointError, match=text[:8]):
+        call((400, text, {}))
+    assert len(endpoint.seen) == 1
 
 
 def test_an_address_may_name_the_whole_path(endpoint, call):
