@@ -480,6 +480,27 @@ def test_thoughts_and_end_tokens_are_no_part_of_a_reply(call, content, reply):
             assert call(said)[0] == reply
 
 
+@pytest.mark.parametrize("read, cut", [
+    ([300, 310, 320], 0), ([300, 300, 300], 2), ([300, 290, 310], 1), ([None] * 3, 0), ([300, 0, 0], 0),
+    ([300, 320, 320], 1)])
+def test_a_prompt_that_the_server_cuts_is_said_once_and_counted(endpoint, run, capsys, read, cut):
+    """As ollama does, silently, with what is longer than its num_ctx. A task has three turns."""
+    endpoint.faults = [answer(content="x", usage=dict(prompt_tokens=n)) for n in read * 4]
+    r = run()
+    assert numbers_of(r)["cut_prompts"] == 4 * cut and [e["steps"] for e in rows_of(r)] == [3] * 4
+    assert capsys.readouterr().err.count("leaves some out") == min(1, cut)
+    assert ("cut prompts" in report.close(r.folder)) == bool(cut)
+
+
+def test_kept_answers_say_what_was_cut(endpoint, run):
+    cut = answer(content="x", usage=dict(prompt_tokens=300))
+    endpoint.faults = [cut, cut, (401, "no", {})]
+    with pytest.raises(envs.EnvError, match="401"):
+        run()
+    endpoint.faults = [cut] * 10
+    assert numbers_of(run())["cut_prompts"] == 4 * 2
+
+
 def test_empty_replies_are_counted(endpoint, run):
     endpoint.faults = [answer(content=None), answer(content=" \n")]
     r = run()

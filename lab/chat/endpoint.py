@@ -21,7 +21,9 @@ TRIES = 8
 SECONDS = 300     # for an answer [ours]
 LONGEST = 120     # seconds between two tries [ours]
 MOST = 1_000_000  # bytes of an answer [ours]
-USAGE = ("requests", "retries", "unreported", "cut_replies", "prompt_tokens", "completion_tokens")
+# What is summed over the answers of a phase; cut_prompts are found by who asks.
+USAGE = ("requests", "retries", "unreported", "cut_replies", "cut_prompts", "prompt_tokens",
+         "completion_tokens")
 NO_REPLY = "(no reply)"  # in place of an empty turn, which some servers refuse
 
 PASSING = {408, 409, 425, 429}  # statuses that may be gone in a moment, as 500 and above
@@ -123,8 +125,8 @@ class Endpoint:
         """Asks, again where a fault may pass.
 
         Returns:
-            The reply, and its usage by the names in USAGE; `unreported` is 1 where the endpoint
-            reports no tokens.
+            The reply, and its usage by the names in USAGE, but for cut_prompts; `unreported` is 1
+            where the endpoint reports no tokens.
 
         Raises:
             ContextFull: The messages are too long for the model.

@@ -171,7 +171,7 @@ def ask_about(run: Run, things: list, work: Callable) -> tuple[list, dict]:
     def one(n):
         def ask(text, rest=()):
             try:
-                return paid.ask([run.name, n], [dict(role="user", content=text), *rest])["reply"]
+                return paid.ask((run.name, n), [dict(role="user", content=text), *rest])["reply"]
             except (ContextFull, NotAnswered):
                 return None
 
