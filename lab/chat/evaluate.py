@@ -79,8 +79,7 @@ class Paid:
 
     def __init__(self, run: Run, endpoint: Endpoint):
         self.endpoint = endpoint
-        self.slots = run.slots
-        self.phase = run.name
+        self.run = run
         self.file = run.folder / "answers.jsonl"
         self.lock = threading.Lock()
         self.rows = {row["asked"]: row for row in whole_lines(self.file)}
@@ -98,7 +97,7 @@ class Paid:
                 self.notice("only_thoughts", f"{error}; such requests are counted")
                 raise
             cut = self.is_cut(what, messages, used["prompt_tokens"])
-            row = dict(asked=asked, phase=self.phase, reply=reply, cut_prompts=int(cut), **used)
+            row = dict(asked=asked, phase=self.run.name, reply=reply, cut_prompts=int(cut), **used)
             with self.lock, open(self.file, "a") as file:
                 file.write(json.dumps(row) + "\n")
                 self.rows[asked] = row
@@ -124,9 +123,21 @@ class Paid:
             if self.noticed[name] == 1:
                 tqdm.write(said, file=sys.stderr)
 
+    def play(self, episodes: list[Trajectory], make_env: Callable, answer: Callable) -> None:
+        """Lets the endpoint play episodes, `slots` at a time, in environments of `make_env`; answer
+        is that of `envs.play`."""
+        most = self.run.settings.max_tokens
+        with bar(self.run, len(episodes)) as progress:
+            works = []
+            for slot in range(self.run.slots):
+                some = episodes[slot::self.run.slots]
+                works.append(partial(envs.play, make_env, Text(), some, answer, 1, most,
+                                     lambda t: progress.update()))
+            self.side_by_side(works)
+
     def side_by_side(self, works: list[Callable]) -> list:
         """What these return, `slots` at a time. After an error nobody asks any more."""
-        threads = ThreadPoolExecutor(self.slots)
+        threads = ThreadPoolExecutor(self.run.slots)
         try:
             results = [threads.submit(work) for work in works]
             for done in as_completed(results):
@@ -139,7 +150,7 @@ class Paid:
     def spent(self) -> dict:
         """What all answers of the phase took, by the names in USAGE; and, where there are any, how
         many requests were answered by thoughts alone, and how many replies were empty."""
-        rows = [row for row in self.rows.values() if row["phase"] == self.phase]
+        rows = [row for row in self.rows.values() if row["phase"] == self.run.name]
         found = {name: sum(row[name] for row in rows) for name in USAGE}
         others = dict(only_thoughts=self.noticed["only_thoughts"],
                       empty_replies=sum(not row["reply"].strip() for row in rows))
@@ -206,15 +217,9 @@ class Player:
 @by_one_rank
 def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Trajectory], dict]:
     """The episodes, played, and what all requests of the phase took."""
-    s = run.settings
     player = Player(run)
-    make_env = partial(run.make_env, examples=s.examples)
-    with bar(run, len(episodes)) as progress:
-        works = []
-        for slot in range(run.slots):
-            works.append(partial(envs.play, make_env, Text(), episodes[slot::run.slots],
-                                 player.answer, 1, s.max_tokens, lambda t: progress.update()))
-        player.paid.side_by_side(works)
+    make_env = partial(run.make_env, examples=run.settings.examples)
+    player.paid.play(episodes, make_env, player.answer)
     numbers = player.paid.spent()
     if player.refusals and not numbers["requests"]:
         raise envs.Refused(f"the endpoint answers no request; {player.refusals[0]}")
