@@ -284,7 +284,7 @@ def status_in(answer: dict) -> int:
     else:
         fault = answer.get("error") or answer
     code = str(fault.get("code")) if isinstance(fault, dict) else ""
-    return int(code) if re.fullmatch("[45]..", code) else 500
+    return int(code) if re.fullmatch(r"[45]\d\d", code) else 500
 
 
 def parts_of(message: dict) -> list[dict]:
@@ -322,11 +322,12 @@ def reply_in(text: str) -> tuple[str, bool]:
             continue
         said += text[at:mark.start()]
         at = mark.end()
-        thought = thought or kind == "thought"
-        if kind == "begins":
-            thought = thought or bool(said.strip())
+        if kind == "thought":
+            thought = True
+        elif kind == "begins":
+            thought = thought or said.strip() != ""
             said = ""
-        if kind == "ends":
+        else:
             at = len(text)
             break
     said += text[at:]

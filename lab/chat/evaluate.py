@@ -151,7 +151,7 @@ class Paid:
         """What all answers of the phase took, by the names in USAGE; and, where there are any, how
         many requests were answered by thoughts alone, and how many replies were empty."""
         rows = [row for row in self.rows.values() if row["phase"] == self.run.name]
-        found = {name: sum(row[name] for row in rows) for name in USAGE}
+        found = {name: sum(row.get(name, 0) for row in rows) for name in USAGE}
         others = dict(only_thoughts=self.noticed["only_thoughts"],
                       empty_replies=sum(not row["reply"].strip() for row in rows))
         return found | {name: n for name, n in others.items() if n}
