@@ -416,7 +416,8 @@ THOUGHTS = [
     *((f"{opens}a Action: submit{closes}c", "c") for opens, closes in (
         ("[THINK]", "[/THINK]"), ("[thought]", "[/thought]"), ("◁think▷", "◁/think▷"),
         ("<|thinking|>", "<|/thinking|>"), ("<|START_THINKING|>", "<|END_THINKING|>"),
-        ("<|begin_of_thought|>", "<|end_of_thought|>"), ('<think lang="en" n=1>', "</think>"),
+        ("<|begin_of_thought|>", "<|end_of_thought|>\n<|begin_of_solution|>"),
+        ("<|channel>thought\n", "<channel|>"), ('<think lang="en" n=1>', "</think>"),
         (" \n<think >", "</think >"), ("", "[/THINK]"), ("", "<|END_THINKING|>"),
         ("<thinking>", "</think>"), ('A 5" mug', "</think>"))),
     ('It is 5" wide.</think>search[5" mug]', 'search[5" mug]'),
@@ -433,7 +434,7 @@ THOUGHTS = [
     ("analysisAction: submit.assistantfinalc", "c"),
     *((f"c{end}", "c") for end in (
         "<|im_end|>", "<|eot_id|>", "</s>", "<|return|>", "<|end|>\n", "<|endoftext|>", "<eos>",
-        "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "<|im_end|><|endoftext|>",
+        "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "<|im_end|><|endoftext|>", "<|END_RESPONSE|>",
         "<|im_end|>\n<|im_start|>user\nd", "<|eot_id|><|start_header_id|>user<|end_header_id|>\nd")),
     ("<|im_start|>assistant\nc<|im_end|>", "c"), ("<think>a</think>c<|im_end|>", "c"),
     ("<think>a<|im_end|></think>c", "c"), ("</s>", ""), ("<|im_end|>", ""),

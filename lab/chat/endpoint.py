@@ -46,7 +46,7 @@ OTHERWISE = re.compile(
 # What may be left out of a request, and how a refusal says of such a field that it has to be.
 FIELDS = ("temperature", "max_tokens", "max_completion_tokens")
 UNWANTED = ("(incompatib|deprecat|extra|unknown|unrecogni|unexpected|invalid|support|permit|allow|"
-            "accept|must|should|between|range|only|cannot)")
+            "accept|availab|must|should|between|range|only|cannot|remov|disabl|forbid|no longer)")
 
 # How an endpoint says in the finish_reason of a choice that it is no reply, or one that was cut.
 FAILED = re.compile("error|fail|abort|cancel|network|resource|overload|timeout|rate.?limit|"
@@ -68,17 +68,19 @@ MARKS = re.compile(rf"""
     (?P<thought>  # up to its end; or without one, up to the text's
         (?:<\|?|◁)(?!end){MORE}(?P<kind>{THINKS}){MORE}{ATTRIBUTES}
         (?: /> | (?:\|?>|▷) (?: .*? {ENDING}{MORE}(?P=kind){MORE}\s*(?:\|?>|▷) | .* ))
-      | \[(?P<name>{NAME})\] .*? \[/(?P=name)\] | \A\s* (?-i:\[THINK\]) .*
-      | <\|channel\|>(?!\s*final) .*? (?: <\|end\|> | (?=<\|(?:start|channel)\|>) | \Z))
+      | \[(?P<name>{NAME})\] .{{0,9999}}? \[/(?P=name)\] | \A\s* (?-i:\[THINK\]) .*
+      | <\|channel\|>(?!\s*final) .*? (?: <\|end\|> | (?=<\|(?:start|channel)\|>) | \Z)
+      | <\|channel> .*? (?: <channel\|> | \Z))
   | (?P<begins>  # a reply: before it are thoughts without a beginning, or it says whose reply it is
         {ENDING}{NAME}\s*(?:\|?>|▷) | \[/{NAME}\] | \Aanalysis .* assistantfinal
+      | <\|(?:begin_of|start)_(?:solution|response|answer)\|>
       | (?:<\|end\|>\s*)? (?:<\|start\|>\s*assistant\s*)? <\|channel\|>\s*final [^<]*
         (?:<\|constrain\|>[^<]*)? <\|message\|>
       | \A\s*<\|(?:im_start|start|start_header_id)\|>\s*assistant\s*(?:<\|end_header_id\|>)?)
   | (?P<ends>  # a reply
-        </s> | <eos> | <(?:end|start)_of_(?:turn|utterance)>
+        </s> | <eos> | <turn\|> | <(?:end|start)_of_(?:turn|utterance)>
       | <[|｜](?:im_(?:end|start)|eot_id|eom_id|end|return|call|start(?:_header_id)?|user
-        |end_?of_?(?:text|turn)(?:_token)?|end▁of▁sentence)[|｜]>)
+        |end[_▁]?(?:of[_▁]?)?(?:text|turn|sentence|solution|response|answer)(?:_token)?)[|｜]>)
   | (?P<quoted>  # in which there are no marks: an action, a string of code, a page
         \[(?:[^\[\]\n]|\[[^\[\]\n]*\])*\] | (?<!\d)"(?:\\.|[^"\\\n])*" | (?<!\w)'[^'\n]*'(?!\w)
       | (?<!`)`[^`\n]+`(?!`) | <s>[^<\n]*</s>)

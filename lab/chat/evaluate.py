@@ -26,9 +26,11 @@ from common.settings import Free, Method, limited
 from dpo import Trajectory
 from evolve import by_one_rank
 from lab.careful.kept import whole_lines
-from lab.careful.overlap import Overlap, marks
+from lab.careful.overlap import Overlap
 from lab.chat.endpoint import USAGE, ContextFull, Endpoint, NotAnswered, OnlyThoughts
 from worlds import is_web_address
+
+SLOTS = 16  # requests at once, if not said otherwise [ours]
 
 
 def evaluations(run: Run) -> None:
@@ -80,6 +82,7 @@ class Paid:
     def __init__(self, run: Run, endpoint: Endpoint):
         self.endpoint = endpoint
         self.run = run
+        self.slots = run.settings.slots or SLOTS
         self.file = run.folder / "answers.jsonl"
         self.lock = threading.Lock()
         self.rows = {row["asked"]: row for row in whole_lines(self.file)}
@@ -127,17 +130,16 @@ class Paid:
         """Lets the endpoint play episodes, `slots` at a time, in environments of `make_env`; answer
         is that of `envs.play`."""
         most = self.run.settings.max_tokens
+        works = []
         with bar(self.run, len(episodes)) as progress:
-            works = []
-            for slot in range(self.run.slots):
-                some = episodes[slot::self.run.slots]
-                works.append(partial(envs.play, make_env, Text(), some, answer, 1, most,
-                                     lambda t: progress.update()))
+            for slot in range(self.slots):
+                works.append(partial(envs.play, make_env, Text(), episodes[slot::self.slots],
+                                     answer, 1, most, lambda t: progress.update()))
             self.side_by_side(works)
 
     def side_by_side(self, works: list[Callable]) -> list:
         """What these return, `slots` at a time. After an error nobody asks any more."""
-        threads = ThreadPoolExecutor(self.run.slots)
+        threads = ThreadPoolExecutor(self.slots)
         try:
             results = [threads.submit(work) for work in works]
             for done in as_completed(results):
@@ -235,14 +237,12 @@ def examples(run: Run) -> list[dict]:
     count = run.settings.examples
     if run.options.protocol == "eto" or count == 0:
         return []
-    evaluated = set()
+    evaluated = set()  # what these tasks are, since one may have several ids
     for split in run.splits:
-        for task in env.tasks(split):
-            evaluated |= marks(env, task)
-
+        evaluated |= {repr(env.find(task)) for task in env.tasks(split)}
     found = []  # conversations
     for task, messages, reward in envs.experts(env, run.settings.experts, 0):
-        if reward >= env.success and not marks(env, task) & evaluated:
+        if reward >= env.success and repr(env.find(task)) not in evaluated:
             found.append(messages)
         if len(found) == count:
             break
