@@ -37,7 +37,8 @@ TOO_LONG = re.compile(
     r"(too (long|large)|exceed|longer|greater than|less than|fewer|over the|at most|maximum|"
     r"should be shorter|<|length is)|only supports (prompt|up to)|"
     r'(too many|number of|reduce|range of)[^.;:"]{0,30}(token|length|prompt)|'
-    r"tokens\W+\d+ > \d|at least 1, got -|content'?: string too long", re.I)
+    r"max\w*tokens\b.{0,60}(too large|at most|less than|maximum|<)|at least 1, got -|"
+    r"content'?: string too long", re.I)
 # What is told in such words and is about something else: rates, other parts of a request.
 OTHERWISE = re.compile(
     r"per (second|min|hour|day)|\b[TR]P[MD]\b|rate.?limit|quota|concurren|queue|took too long|"
@@ -45,7 +46,7 @@ OTHERWISE = re.compile(
     r"(unknown|unsupported) (param|arg|field|request)", re.I)
 # What may be left out of a request, and how a refusal says of such a field that it has to be.
 FIELDS = ("temperature", "max_tokens", "max_completion_tokens")
-UNWANTED = ("(incompatib|deprecat|extra|unknown|unrecogni|unexpected|invalid|support|permit|allow|"
+UNWANTED = ("(incompatib|deprecat|extra|unknown|unrecogni|unexpected|valid|support|permit|allow|"
             "accept|availab|must|should|between|range|only|cannot|remov|disabl|forbid|no longer)")
 
 # How an endpoint says in the finish_reason of a choice that it is no reply, or one that was cut.
