@@ -14,7 +14,8 @@ from tqdm import tqdm
 from urllib3.exceptions import HTTPError
 from urllib3.util import Retry
 
-from envs import EnvError, Refused
+from common.settings import Refused
+from worlds import EnvError
 
 KEY = "OPENAI_API_KEY"  # the environment variable
 TRIES = 8

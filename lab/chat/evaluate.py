@@ -22,13 +22,14 @@ from tqdm import tqdm
 import envs
 from coevolve import Run, bar, scores, write
 from common.files import hashed, seed_of
-from common.settings import Free, Method, limited
+from common.settings import Free, Method, Refused, limited
 from dpo import Trajectory
 from evolve import by_one_rank
 from lab.careful.kept import whole_lines
 from lab.careful.overlap import Overlap
 from lab.chat.endpoint import USAGE, ContextFull, Endpoint, NotAnswered, OnlyThoughts
-from worlds import is_web_address
+from worlds import World, is_web_address
+from worlds.expert_files import experts
 
 SLOTS = 16  # requests at once, if not said otherwise [ours]
 
@@ -199,7 +200,7 @@ class Player:
             return [(self.paid.ask(what, messages)["reply"], [])]
         except ContextFull as error:
             if t.steps == 0:
-                self.refuse(t, envs.Refused, f"its first request can never fit: {error}; lower "
+                self.refuse(t, Refused, f"its first request can never fit: {error}; lower "
                             f"--max-new-tokens {s.max_new_tokens} or --examples {s.examples}, or "
                             "give a model that reads more")
         except NotAnswered as error:
@@ -224,7 +225,7 @@ def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Traject
     player.paid.play(episodes, make_env, player.answer)
     numbers = player.paid.spent()
     if player.refusals and not numbers["requests"]:
-        raise envs.Refused(f"the endpoint answers no request; {player.refusals[0]}")
+        raise Refused(f"the endpoint answers no request; {player.refusals[0]}")
     if player.refusals:
         numbers["refused"] = sum(t.ended == "refused" for t in episodes)
     return episodes, numbers
@@ -241,13 +242,13 @@ def examples(run: Run) -> list[dict]:
     for split in run.splits:
         evaluated |= {repr(env.find(task)) for task in env.tasks(split)}
     found = []  # conversations
-    for task, messages, reward in envs.experts(env, run.settings.experts, 0):
+    for task, messages, reward in experts(env, run.settings.experts, 0):
         if reward >= env.success and repr(env.find(task)) not in evaluated:
             found.append(messages)
         if len(found) == count:
             break
     if len(found) < count:
-        raise envs.Refused(f"--examples {count}: only {len(found)} experts succeed on tasks that "
+        raise Refused(f"--examples {count}: only {len(found)} experts succeed on tasks that "
                            "are not evaluated; give fewer")
     turns = found[0]
     for opening, *rest in found[1:]:
@@ -255,7 +256,7 @@ def examples(run: Run) -> list[dict]:
     return turns
 
 
-def without_rules(message: dict, env: envs.World) -> dict:
+def without_rules(message: dict, env: World) -> dict:
     return message | dict(content=message["content"].removeprefix(env.prompt).strip())
 
 
