@@ -6,14 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import KEY
+from transformers import AutoTokenizer
 
 import coevolve
+import dpo
 import envs
 from common.files import read_jsonl, write_jsonl
 from common.settings import Refused, parse
 from lab.careful import overlap
-from lab.careful.run import Run
 from lab.chat import endpoint as endpoints
+from lab.chat.endpoint import ContextFull, EndpointError, NotAnswered, OnlyThoughts
 from lab.page import report
 from lab.settings import METHODS, Settings
 from worlds import Step
@@ -77,21 +79,29 @@ def numbers_of(run):
 
 @pytest.fixture
 def call(endpoint, monkeypatch):
-    """call(*faults): asks once, after these faults; the reply and what it took."""
-    waits = []
+    """call(*faults): asks once, after these faults; the reply and what it took, or the error.
+    `tries` and `waits` are those of the call."""
+    def ask(*faults, url=endpoint.url):
+        endpoint.faults, before = list(faults), len(endpoint.seen)
+        ask.waits, asked = [], endpoints.Endpoint(url, "m", 0, 256)
+        monkeypatch.setattr(asked.stopped, "wait", ask.waits.append)
+        try:
+            return asked(ASKED)
+        except (EndpointError, ContextFull) as error:
+            return error, {}
+        finally:
+            ask.tries = len(endpoint.seen) - before
 
-    def ask(*faults, url=endpoint.url, max_tokens=256):
-        endpoint.faults, asked = list(faults), endpoints.Endpoint(url, "m", 0, max_tokens)
-        monkeypatch.setattr(asked.stopped, "wait", waits.append)
-        return asked(ASKED)
-
-    ask.waits = waits
     return ask
 
 
 def answer(usage=None, finish_reason="stop", **message):
     return 200, json.dumps(dict(choices=[dict(message=message, finish_reason=finish_reason)],
                                 usage=usage)), {}
+
+
+def choice(**fields):
+    return 200, json.dumps(dict(choices=[fields])), {}
 
 
 # --------------------------------------------------------------------------------- evaluations
@@ -130,13 +140,12 @@ def test_examples_are_expert_conversations_and_the_rules_stand_once(endpoint, ru
     splits = Guess.splits | dict(train=Guess.splits["train"] | {"0": "letter test-3"})  # evaluated
     monkeypatch.setattr(Guess, "splits", splits)
     run("--examples", 2)
-    messages = endpoint.seen[0][2]["messages"]
-    assert [m["role"] for m in messages] == ["user", "assistant"] * 4 + ["user"]
-    assert [m["content"] for m in messages] == [
-        "Guess.\n\nletter train-1", "a", "not a", "c", "letter train-2", "a", "not a", "c",
-        "letter test-0"]
+    assert [(m["role"], m["content"]) for m in endpoint.seen[0][2]["messages"]] == [*zip(
+        ["user", "assistant"] * 4 + ["user"],
+        ["Guess.\n\nletter train-1", "a", "not a", "c", "letter train-2", "a", "not a", "c",
+         "letter test-0"])]
     monkeypatch.setattr(Guess, "splits", splits | dict(train={"1": "letter train-1"}))
-    with pytest.raises(envs.Refused, match="only 1 experts succeed on tasks that are not evaluated"):
+    with pytest.raises(Refused, match="only 1 experts succeed on tasks that are not evaluated"):
         run("--examples", 2, "--out", tmp_path / "again")
 
 
@@ -165,26 +174,37 @@ def test_a_conversation_longer_than_the_endpoint_reads_ends_after_a_whole_turn(e
     assert {(e["ended"], e["steps"], len(e["messages"])) for e in rows_of(r)} == {("context", 1, 3)}
 
 
-@pytest.mark.parametrize("why", [
-    "'max_tokens' or 'max_completion_tokens' is too large: 256. This model's maximum context "
-    "length is 128 tokens",
-    "max_tokens is too large: 256. This model supports at most 128 completion tokens",
-    "max_tokens: 256 > 128, which is the maximum allowed number of output tokens",
-    "the valid range of max_tokens is [1, 128]"])
-def test_a_first_request_that_can_never_fit_is_refused(endpoint, run, why):
-    endpoint.faults = [(400, why, {})] * 9
-    with pytest.raises(Refused, match="^guess-test-0: .*first request.*--max-new-tokens 256"):
-        run()
-    assert len(endpoint.seen) <= 2
-
-
-def test_where_it_fits_for_no_task_nothing_is_scored(endpoint, run):
+def test_a_first_request_that_can_never_fit_is_refused(endpoint, run):
+    for why in (
+            "max_tokens is too large: 256. This model's maximum context length is 128 tokens",
+            "max_tokens is too large: 256. This model supports at most 128 completion tokens",
+            "max_tokens: 256 > 128, which is the maximum allowed number of output tokens",
+            "the valid range of max_tokens is [1, 128]"):
+        endpoint.faults = [(400, why, {})]
+        with pytest.raises(Refused, match="^guess-test-0: .*first request.*--max-new-tokens 256"):
+            run()
     endpoint.faults = [(400, "the prompt is too long: 900 tokens", {})] * 4
-    with pytest.raises(Refused, match="first request"):
+    with pytest.raises(Refused, match="first request"):  # of all tasks: nothing is scored
         run("--refused", "zero")
     endpoint.faults = [(400, "the prompt is too long: 900 tokens", {}), *[False] * 3]
     assert [(e["reward"], e["ended"]) for e in rows_of(run("--refused", "zero"))] == [
         (0.0, "refused"), *[(1.0, "done")] * 3]
+
+
+@pytest.mark.parametrize("read, cut", [
+    ([300, 310, 320], 0), ([300, 300, 300], 2), ([300, 290, 310], 1), ([None] * 3, 0), ([300, 0, 0], 0)])
+def test_a_prompt_that_the_server_cuts_is_said_once_and_counted(endpoint, run, capsys, read, cut):
+    """As ollama does, silently, with what is longer than its num_ctx. A task has three turns. The
+    run is stopped in the third, and goes on."""
+    said = [answer(content="x", usage=dict(prompt_tokens=n)) for n in read * 4]
+    endpoint.faults = [*said[:2], (401, "no", {})]
+    with pytest.raises(envs.EnvError, match="401"):
+        run()
+    endpoint.faults = said[2:]
+    r = run()
+    assert numbers_of(r)["cut_prompts"] == 4 * cut and [e["steps"] for e in rows_of(r)] == [3] * 4
+    assert bool(cut) <= capsys.readouterr().err.count("leaves some out") <= 2 * cut
+    assert ("cut prompts" in report.close(r.folder)) == bool(cut)
 
 
 # -------------------------------------------------------------------- stopped, refused, changed
@@ -228,9 +248,9 @@ def test_kept_answers_are_only_taken_where_the_world_shows_what_it_showed(endpoi
     assert [e["reward"] for e in rows] == [0.0, 1.0, 0.0, 0.0]
 
 
-def test_a_task_that_is_refused_for_good_ends_the_run_or_counts_as_nothing(endpoint, run):
+def test_a_task_that_is_refused_for_good_ends_the_run_or_counts_as_nothing(endpoint, run, monkeypatch,
+                                                                           tmp_path):
     policy = 400, "against our policy", {}
-    endpoint.answer = lambda messages: "c"
     endpoint.faults = [False, policy]
     with pytest.raises(envs.EnvError, match="^guess-test-1: .*against our policy.*--refused zero"):
         run()
@@ -242,313 +262,342 @@ def test_a_task_that_is_refused_for_good_ends_the_run_or_counts_as_nothing(endpo
     found = numbers_of(r)
     assert (found["reward"], found["episodes"], found["refused"]) == (0.75, 4, 1)
     assert "refused 1" in coevolve.table(r)
-
-
-def test_a_refusal_in_a_later_turn_takes_back_what_the_episode_had_earned(endpoint, run, monkeypatch):
     monkeypatch.setattr(Guess, "step", lambda self, reply: Step("half of it", 0.5, False))
-    endpoint.faults = [False, (422, "flagged", {})]
-    assert [e["reward"] for e in rows_of(run("--refused", "zero"))] == [0.0, 0.5, 0.5, 0.5]
+    endpoint.faults = [False, (422, "flagged", {})]  # what was earned before is taken back
+    again = run("--refused", "zero", "--out", tmp_path / "again")
+    assert [e["reward"] for e in rows_of(again)] == [0.0, 0.5, 0.5, 0.5]
 
 
-def test_a_wrong_key_refuses_no_task(endpoint, run):
-    endpoint.faults = [(401, "who are you?", {})]
-    with pytest.raises(envs.EnvError, match="who are you"):
-        run("--refused", "zero")
-    assert len(endpoint.seen) == 1
-
-
-def test_an_error_of_one_episode_ends_the_others_before_their_next_request(endpoint, run):
-    endpoint.faults = [(401, "no", {})] + [0.2] * 99  # the others take a while
-    with pytest.raises(envs.EnvError, match="status 401"):
-        run("--slots", 4)
+def test_a_wrong_key_refuses_no_task_and_ends_all_episodes(endpoint, run):
+    endpoint.faults = [(401, "who are you?", {})] + [0.2] * 99  # the others take a while
+    with pytest.raises(envs.EnvError, match="status 401: who are you"):
+        run("--slots", 4, "--refused", "zero")
     assert len(endpoint.seen) <= 4
 
 
 # --------------------------------------------------------------------------------- the requests
 
 
-LATER = {"Retry-After": "Wed, 21 Oct 2099 07:28:00 GMT"}
-PAST = {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}
+LATER, PAST = "Wed, 21 Oct 2099 07:28:00 GMT", "Wed, 21 Oct 2015 07:28:00 GMT"
 
 
-@pytest.mark.parametrize("headers, wait", [(LATER, 120), (PAST, 0), ({"Retry-After": "0.5"}, 0.5),
-                                           ({"Retry-After": "999"}, 120)])
-def test_an_endpoint_may_ask_for_a_wait_until_a_date(call, headers, wait):
-    call((429, "slow down", headers))
-    assert call.waits == [wait]
+def test_waits_grow_whatever_an_endpoint_asks_for(call):
+    for asked, least in [
+            (None, 0), ("0", 0), ("-5", 0), (PAST, 0), ("soon", 0), ("", 0), ("nan", 0), ("1e9", 0),
+            ("9" * 5000, 0), ("Wed, 99 Oct 99999", 0), ("7", 7), (" 7 ", 7), ("999", 120), (LATER, 120)]:
+        for status in 408, 429, 500, 503:
+            headers = {} if asked is None else {"Retry-After": asked}
+            reply, used = call(*[(status, "slow down", headers)] * 5)
+            assert reply == "c" and used["retries"] == len(call.waits) == 5
+            for k, wait in enumerate(call.waits):
+                assert max(least, 2**k / 2) <= wait <= max(least, 2**k), (asked, status)
 
 
-@pytest.mark.parametrize("fault", [None, (429, "slow down", {"Retry-After": "7"}), (500, "", {}),
-                                   (200, '{"choices": []}', {})])
-def test_what_may_pass_is_tried_again_with_growing_waits(endpoint, call, fault):
-    reply, used = call(*[fault] * 3)
-    assert reply == "c" and used["retries"] == 3 and len(endpoint.seen) == 4
-    if fault and fault[2]:
-        assert call.waits == [7.0] * 3
-    else:
-        assert len(call.waits) == 3
-        assert all(2 ** k / 2 <= wait <= 2 ** k for k, wait in enumerate(call.waits))
+HALF = "half an ans"
+PASSING = [  # what may be gone in a moment, as a fault of the endpoint's or in an answer of its
+    None, "cut", (503, "no", {}), (200, "half a", {}), (200, "[" * 100_000, {}), (200, '{"choices": []}', {}),
+    (200, '{"error": "we are sorry"}', {}), answer(content=HALF, finish_reason="abort"),
+    answer(content=HALF, error=dict(message="late", code=502)), answer(content=dict(text=HALF)),
+    answer(content="", finish_reason="network_error"), answer(content=HALF, finish_reason="failed"),
+    answer(content="", finish_reason="insufficient_system_resource"),
+    (200, json.dumps(dict(error=dict(message="late"), choices=[dict(message=dict(content="x"))])), {}),
+    choice(finish_reason="stop", error="overloaded", message=dict(content=HALF)),
+    choice(finish_reason="stop", message=None), choice(finish_reason="stop", text=HALF)]
 
 
-@pytest.mark.parametrize("fault, tries, message", [
-    ((401, f"Incorrect API key: {KEY}", {}), 1, "status 401: Incorrect API key: ***"),
-    ((302, "", {"Location": "http://elsewhere"}), 1, "status 302"),
-    ((200, '{"error": "we are sorry"}', {}), 8, "we are sorry"),
-    ((200, "[" * 100_000, {}), 8, "(attempt 8)"),
-    ((200, "x" * 1_000_001, {}), 1, "an answer is longer than 1,000,000 bytes"),
-    ((401, "x" * 190 + KEY, {}), 1, "status 401: xxx"),
-    ((503, "no", {}), 8, "status 503: no (attempt 8)"), (None, 8, "(attempt 8)"),
-])
-def test_what_does_not_pass_is_one_line_without_the_key(endpoint, call, fault, tries, message):
-    with pytest.raises(endpoints.EndpointError) as error:
-        call(*[fault] * 8)
-    assert message in str(error.value) and "\n" not in str(error.value)
-    assert KEY[:5] not in str(error.value) and len(endpoint.seen) == tries
+def test_what_may_pass_is_tried_again_and_in_the_end_an_error(call):
+    for fault in PASSING:
+        reply, used = call(*[fault] * 3)
+        assert (reply, used["retries"], call.tries) == ("c", 3, 4), fault
+        error, _ = call(*[fault] * 8)
+        assert type(error) is EndpointError and "(attempt 8)" in str(error) and call.tries == 8, fault
 
 
-@pytest.mark.parametrize("said, reply, tokens", [
-    (answer(content=[dict(type="text", text="c"), dict(type="text", text="d")], usage={}), "cd", 0),
-    (answer(content="c", usage=dict(prompt_tokens=5, completion_tokens=None)), "c", 5),
-    (answer(content="c", usage=dict(prompt_tokens=5, completion_tokens=-3)), "c", 5),
-    (answer(content=f"your key is {KEY}"), "your key is ***", 0),
-    (answer(content=None), "", 0), (answer(content="a b", finish_reason="length"), "a b", 0)])
-def test_odd_answers_are_read(endpoint, call, said, reply, tokens):
-    found, used = call(said)
-    assert found == reply and used["prompt_tokens"] + used["completion_tokens"] == tokens
-    assert used["unreported"] == (tokens == 0) and len(endpoint.seen) == 1
-    assert used["cut_replies"] == ("length" in said[1])
+def test_what_does_not_pass_is_one_line_without_the_key(call):
+    for fault, message in [
+            ((401, f"Incorrect API key: {KEY}", {}), "status 401: Incorrect API key: ***"),
+            ((302, "", {"Location": "http://elsewhere"}), "status 302"),
+            ((200, "x" * 1_000_001, {}), "an answer is longer than 1,000,000 bytes"),
+            ((401, "x" * 190 + KEY, {}), "status 401: xxx"), ((400, "a\nb", {}), "status 400: a b")]:
+        error, _ = call(fault)
+        assert isinstance(error, EndpointError) and message in str(error) and call.tries == 1
+        assert KEY[:5] not in str(error) and "\n" not in str(error)
 
 
-# ------------------------------------------------------- what is no reply although its status is 200
-
-
-@pytest.mark.parametrize("choice", [
-    dict(finish_reason="error", error=dict(code=502, message="upstream"), message=dict(content="")),
-    dict(finish_reason="error", message=dict(content="half an ans")),
-    dict(finish_reason="stop", error="overloaded", message=dict(content="half an ans")),
-    dict(finish_reason="network_error", message=dict(content="")),
-    dict(finish_reason="abort", message=dict(content="half")),
-    dict(finish_reason="failed", message=dict(content="half")),
-    dict(finish_reason="stop", message=dict(content="half", error=dict(message="late", code=502))),
-    dict(finish_reason="stop", message=dict(content=dict(text="half"))),
-    dict(finish_reason="stop", message=None), dict(finish_reason="stop", text="half"),
-    dict(finish_reason="insufficient_system_resource", message=dict(content=""))])
-@pytest.mark.parametrize("times", [3, 8])
-def test_a_choice_that_failed_is_tried_again(endpoint, call, choice, times):
-    fault = 200, json.dumps(dict(choices=[choice])), {}
-    if times < 8:
-        reply, used = call(*[fault] * times)
-        assert (reply, used["retries"], len(endpoint.seen)) == ("c", times, times + 1)
-        return
-    with pytest.raises(endpoints.EndpointError, match=r"\(attempt 8\)") as error:
-        call(*[fault] * times)
-    assert not isinstance(error.value, endpoints.NotAnswered)
-
-
-def test_an_error_beside_a_choice_is_one_too(endpoint, call):
-    fault = 200, json.dumps(dict(error=dict(message="late"), choices=[dict(message=dict(content="x"))])), {}
-    assert call(fault)[0] == "c" and len(endpoint.seen) == 2
-
-
-@pytest.mark.parametrize("said", [
-    answer(content=None, finish_reason="content_filter"),
-    answer(content="half of it", finish_reason="content_filter"),
-    answer(content="", finish_reason="content_filter: PROHIBITED_CONTENT"),
-    answer(content=None, finish_reason="SAFETY"), answer(content=None, refusal="I cannot help with that")])
-def test_what_a_filter_took_is_a_refused_task(endpoint, run, call, said):
-    with pytest.raises(endpoints.NotAnswered):
-        call(said)
-    endpoint.faults = [False, said]
-    with pytest.raises(envs.EnvError, match="^guess-test-1: .*--refused zero"):
-        run()
-    endpoint.faults = [said]
-    assert [e["ended"] for e in rows_of(run("--refused", "zero"))] == ["done", "refused", "done", "done"]
-
-
-@pytest.mark.parametrize("said", [
-    answer(content="", reasoning_content="so click c"), answer(content=None, reasoning="so click c"),
-    answer(content="", finish_reason="length", reasoning_content="so"),
+REFUSED = [
+    answer(content=None, finish_reason="content_filter"), answer(content=HALF, finish_reason="content_filter"),
+    answer(content="", finish_reason="content_filter: PROHIBITED_CONTENT"), answer(content=HALF, finish_reason="SPII"),
+    answer(content=None, finish_reason="SAFETY"), answer(content=None, refusal="I cannot help with that"),
+    answer(content=[dict(type="refusal", refusal="no")]), answer(content=None, finish_reason="OTHER"),
+    answer(content=None, finish_reason="MALFORMED_FUNCTION_CALL"),
+    (200, '{"error": {"code": 403, "message": "flagged"}}', {}), (403, "flagged", {}), (451, "no", {}),
+    answer(content="I look:", tool_calls=[dict(function=dict(name="ls"))], finish_reason="tool_calls"),
+    answer(content=None, function_call=dict(name="ls"))]
+PART = dict(type="reasoning", text="so")
+ONLY_THOUGHTS = [
+    answer(content="", reasoning_content="so click c"), answer(content=None, reasoning="so"), answer(content=[PART]),
     answer(content=[dict(type="thinking", thinking=[dict(type="text", text="so")])]),
     answer(content="", finish_reason="length", usage=dict(
-        prompt_tokens=3, completion_tokens=9, completion_tokens_details=dict(reasoning_tokens=9)))])
-def test_thoughts_alone_are_counted_and_told_and_no_reply(endpoint, run, said, capsys):
-    endpoint.faults = [said]
+        completion_tokens=9, completion_tokens_details=dict(reasoning_tokens=9))),
+    answer(content=" \n", thinking_blocks=[dict(thinking="so")]), answer(content="", thought="so"),
+    answer(content="<think>so click", finish_reason="length"), answer(finish_reason="MAX_TOKENS"),
+    answer(content=[dict(type="text", text="so", thought=True)])]
+
+
+def test_what_is_no_reply_is_a_refused_task_whatever_says_so(call):
+    for said in REFUSED:
+        assert type(call(said)[0]) is NotAnswered and call.tries == 1, said
+    for said in ONLY_THOUGHTS:
+        assert type(call(said)[0]) is OnlyThoughts and call.tries == 1, said
+
+
+def test_thoughts_alone_and_empty_replies_are_counted_and_told(endpoint, run, capsys):
+    endpoint.faults = [ONLY_THOUGHTS[0]]
     with pytest.raises(envs.EnvError, match="^guess-test-0: .*thought.*--max-new-tokens"):
         run()
-    endpoint.faults = [said, False, said]
+    endpoint.faults = [ONLY_THOUGHTS[0], answer(content=None), answer(content=" \n"), False, ONLY_THOUGHTS[0]]
     r = run("--refused", "zero")
     assert [(e["reward"], e["ended"]) for e in rows_of(r)] == [
         (0.0, "refused"), (1.0, "done"), (0.0, "refused"), (1.0, "done")]
-    assert numbers_of(r)["refused"] == numbers_of(r)["only_thoughts"] == 2
-    assert "only thoughts 2" in report.close(r.folder)
-    assert len((r.folder / "answers.jsonl").read_text().splitlines()) == 2
+    found = numbers_of(r)
+    assert found["refused"] == found["only_thoughts"] == found["empty_replies"] == 2
+    assert "only thoughts 2, empty replies 2" in report.close(r.folder)
+    assert capsys.readouterr().err.count("such requests are counted") == 2  # once a process
+    assert len((r.folder / "answers.jsonl").read_text().splitlines()) == 4
 
 
-@pytest.mark.parametrize("said", [
-    answer(content=[dict(type="refusal", refusal="no")]), answer(content="half", finish_reason="SPII"),
-    answer(content=None, finish_reason="OTHER"), answer(content="", finish_reason="who knows"),
-    answer(content=None, finish_reason="MALFORMED_FUNCTION_CALL"),
-    (200, '{"error": {"code": 403, "message": "flagged"}}', {}),
-    answer(content=None, finish_reason="tool_calls", tool_calls=[dict(function=dict(name="ls"))]),
-    answer(content="I look:", tool_calls=[dict(function=dict(name="ls"))]),
-    answer(content=None, function_call=dict(name="ls"))])
-def test_what_is_no_reply_is_refused_whatever_says_so(endpoint, call, said):
-    with pytest.raises(endpoints.NotAnswered):
-        call(said)
-    assert len(endpoint.seen) == 1
+TEXT = dict(type="text", text="c")
+READ = [  # (answer, reply, tokens)
+    (answer(content=[TEXT, dict(type="text", text="d")], usage={}), "cd", 0), (answer(content=["c", TEXT]), "cc", 0),
+    (answer(content="c", usage=dict(prompt_tokens=5, completion_tokens=None)), "c", 5),
+    (answer(content="c", usage=dict(prompt_tokens=5, completion_tokens=-3)), "c", 5),
+    (answer(content=f"your key is {KEY}"), "your key is ***", 0), (answer(content="c\ud83d"), "c\ufffd", 0),
+    (answer(content=None), "", 0), (answer(content="", error=None), "", 0),
+    (answer(content="c", reasoning_content="so", refusal=None), "c", 0), (answer(content=[PART, TEXT]), "c", 0),
+    (answer(content="c", finish_reason=None), "c", 0), (answer(content="c", finish_reason="eos"), "c", 0),
+    (answer(content="c", tool_calls=[], function_call=None), "c", 0)]
 
 
-@pytest.mark.parametrize("said", [
-    answer(content=" \n", thinking_blocks=[dict(thinking="so")]), answer(content="", thought="so"),
-    answer(content=[dict(type="reasoning", text="so")]), answer(finish_reason="MAX_TOKENS"),
-    answer(content="<think>so click", finish_reason="length"), answer(content="<think>so</think>\n")])
-def test_thoughts_are_thoughts_wherever_they_stand(call, said):
-    with pytest.raises(endpoints.OnlyThoughts):
-        call(said)
+def test_replies_with_something_beside_them_are_replies(call):
+    for said, reply, tokens in READ:
+        found, used = call(said)
+        assert (found, call.tries, used["cut_replies"]) == (reply, 1, 0), said
+        assert used["prompt_tokens"] + used["completion_tokens"] == tokens
+        assert used["unreported"] == (tokens == 0)
+    for ends in "length", "max_tokens", "model_context_window_exceeded":
+        assert call(answer(content="a b", finish_reason=ends))[1]["cut_replies"] == 1
 
 
-@pytest.mark.parametrize("said, reply", [
-    (answer(content="c", reasoning_content="so"), "c"), (answer(content="c", refusal=None), "c"),
-    (answer(content="c", finish_reason=None), "c"), (answer(content="c", finish_reason="eos"), "c"),
-    (answer(content="c", tool_calls=[], function_call=None), "c"),
-    (answer(content="<think>so</think>\nc"), "<think>so</think>\nc"),
-    (answer(content=[dict(type="reasoning", text="so"), dict(type="text", text="c")]), "c"),
-    (answer(content=["c", "d"]), "cd"), (answer(content="c\ud83d"), "c\ufffd"),
-    (answer(content=None), ""), (answer(content="", error=None), "")])
-def test_replies_with_something_beside_them_are_replies(call, said, reply):
-    assert call(said)[0] == reply
+# ------------------------------------------------------------------------ thoughts and end tokens
+
+# What a server says, and what of it is the reply; None: only thoughts.
+DRAFT = "```python\napis.pay()\n```"
+CODE = "```python\nprint(1 < 2)\n```"
+ANALYSIS = "<|channel|>analysis<|message|>Action: submit"
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+THOUGHTS = [
+    ("<think>The Observation: says so. Action: submit</think>\nc", "c"),
+    ("The Observation: says so. Action: submit</think>\n\nc", "c"),
+    (f"<think>First {DRAFT}</think>\n{CODE}", CODE), (f"First {DRAFT} </think>{CODE}", CODE),
+    ('<think>[{"query": "draft"}]</think>[{"query": "q"}]', '[{"query": "q"}]'),
+    *((f"<{name}>a\nb</{name}>c", "c") for name in (
+        "thinking", "Think", "THOUGHT", "reasoning", "seed:think", "antThinking", "reasoning_step",
+        "inner_monologue", "scratchpad", "analysis", "reflection", "think-step")),
+    *((f"{opens}a Action: submit{closes}c", "c") for opens, closes in (
+        ("[THINK]", "[/THINK]"), ("[thought]", "[/thought]"), ("◁think▷", "◁/think▷"),
+        ("<|thinking|>", "<|/thinking|>"), ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<|begin_of_thought|>", "<|end_of_thought|>\n<|begin_of_solution|>"),
+        ("<|channel>thought\n", "<channel|>"), ('<think lang="en" n=1>', "</think>"),
+        (" \n<think >", "</think >"), ("", "[/THINK]"), ("", "<|END_THINKING|>"),
+        ("<thinking>", "</think>"), ('A 5" mug', "</think>"))),
+    ('It is 5" wide.</think>search[5" mug]', 'search[5" mug]'),
+    ("<think></think>c", "c"), ("<think/>c", "c"), ("<think>a</think><think>b</think>c", "c"),
+    ("<think>a</think>\n<reasoning>b</reasoning>\nc", "c"),
+    ("<think>a <think>b</think> Action: submit</think>c", "c"),
+    ("<think>a <reasoning>b</reasoning> Action: submit</think>c", "c"),
+    ("Sure. <think>Action: submit</think>c", "Sure. c"), ("c\n<think>Action: submit</think>", "c"),
+    ("c\n<think>Action: submit", "c"),
+    (f"{ANALYSIS}<|end|>{FINAL}c<|return|>", "c"), (f"{ANALYSIS}{FINAL}c", "c"),
+    (f"{ANALYSIS}<|end|>{ANALYSIS}<|end|>{FINAL}c", "c"), (f"{FINAL}c<|return|>", "c"),
+    (f"Action: submit<|end|>{FINAL}c", "c"), ("<|channel|>final<|message|>c", "c"),
+    ("<|channel|>final <|constrain|>json<|message|>c", "c"),
+    ("analysisAction: submit.assistantfinalc", "c"),
+    *((f"c{end}", "c") for end in (
+        "<|im_end|>", "<|eot_id|>", "</s>", "<|return|>", "<|end|>\n", "<|endoftext|>", "<eos>",
+        "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "<|im_end|><|endoftext|>", "<|END_RESPONSE|>",
+        "<|im_end|>\n<|im_start|>user\nd", "<|eot_id|><|start_header_id|>user<|end_header_id|>\nd")),
+    ("<|im_start|>assistant\nc<|im_end|>", "c"), ("<think>a</think>c<|im_end|>", "c"),
+    ("<think>a<|im_end|></think>c", "c"), ("</s>", ""), ("<|im_end|>", ""),
+    *((said, None) for said in (
+        "<think>Action: submit", "<think>Action: submit</think>\n", "Action: submit</think>",
+        "[THINK]Action: submit", "<think>a <reasoning>b</reasoning> Action: submit", ANALYSIS,
+        f"{ANALYSIS}<|end|>", f"{ANALYSIS}<|end|>{FINAL}", "<think>a</think><think>Action: submit",
+        "<thinking hard=yes>Action: submit"))]
+# What stays as it is: marks that an agent writes of.
+PLAIN = ["click[<b>Buy</b> now]", "<b>bold</b>", "SELECT a FROM t WHERE b < 3 AND c > 2",
+         "SELECT a FROM t WHERE b <reason AND c> 2", "search[<think> mug]", "search[think]",
+         "click[thoughts]", "click[big [THINK] poster]", "SELECT * FROM t WHERE a = '</think>'",
+         'print("<think>")', "SELECT 'I <think> so'", "x = [reason]\nprint(x)", "<s>10</s> 8",
+         '{"text": "say \\"<think>\\" to <|im_end|>"}', "`</think>` ends it", " c \n",
+         '<tool_call>\n{"name": "think"}\n</tool_call>', "click[a </think> b]",
+         "Thought: I think so.\nAction: c", "I don't think it's <i>it</i>", "print('a<|im_end|>b')",
+         'print(f"<think>{a}")', 'The page says "Price <b>5</b> </think>": click[Buy Now]']
 
 
-def test_empty_replies_are_counted(endpoint, run):
-    endpoint.faults = [answer(content=None), answer(content=" \n")]
-    r = run()
-    assert numbers_of(r)["empty_replies"] == 2 and "empty replies 2" in report.close(r.folder)
+def test_thoughts_and_end_tokens_are_no_part_of_a_reply(call):
+    for text, reply in THOUGHTS + [(text, text) for text in PLAIN]:
+        parts = [dict(type="text", text=text[:9]), PART, dict(type="text", text=text[9:])]
+        for said in dict(content=text), dict(content=text, reasoning="Action: submit"), dict(content=parts):
+            found, _ = call(answer(**said))
+            if reply or said == dict(content=text) and reply is not None:
+                assert found == reply, said
+            else:
+                assert type(found) is OnlyThoughts, said
 
 
-@pytest.mark.parametrize("ends", ["length", "max_tokens", "model_context_window_exceeded"])
-def test_a_reply_that_was_cut_is_counted(call, ends):
-    assert call(answer(content="c", finish_reason=ends))[1]["cut_replies"] == 1
+# ------------------------------------------------------------------------- lengths and parameters
 
-
-# As providers say it. Several were read in public reports.
+# As providers say it; several were read in public reports.
 TOO_LONG = [
-    (400, "The input token count (1300000) exceeds the maximum number of tokens allowed (1048575)."),
-    (400, "The input token count exceeds the maximum number of tokens allowed 1048576."),
-    (400, "This model's maximum context length is 4096 tokens. However, you requested 5048 tokens"),
-    (400, "Your input exceeds the context window of this model"),
-    (400, '{"error": {"code": "context_length_exceeded"}}'),
-    (400, "prompt is too long: 209303 tokens > 200000 maximum"),
-    (400, "input length and `max_tokens` exceed context limit: 174167 + 64000 > 200000"),
-    (400, "This model's maximum prompt length is 131072 but the request contains 537812 tokens"),
-    (400, "Please reduce the length of the messages or completion. Current length is 9 while limit is 8"),
-    (400, "The input (516368 tokens) is longer than the model's context length (262144 tokens)."),
-    (400, "prompt token count of 200000 exceeds the limit of 128000"),
-    (400, "the request exceeds the available context size, try increasing it"),
-    (500, "the request exceeds the available context size, try increasing it"),
-    (400, "tokens to keep from the initial prompt is greater than the context length"),
-    (400, "invalid params, context window exceeds limit"),
-    (400, "Your request exceeded model token limit: 256000 (requested: 300000)"),
-    (400, "Prompt contains 200000 tokens, too large for model with 131072 maximum context length"),
-    (400, "prompt too long; exceeded max context length by 100918 tokens"),
-    (400, "too many tokens: total number of tokens in the prompt cannot exceed 4081"),
-    (400, "length of prompt_tokens (163280) must be less than max_seq_len (32768)."),
-    (422, "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 4096. Given: 5000"),
-    (400, "Range of input length should be [1, 30720]"), (400, "Prompt exceeds max length"),
-    (400, "Input is too long for requested model."),
-    (413, '{"type": "request_too_large", "message": "Request exceeds the maximum size"}'),
-    (400, "Input length 131393 exceeds the maximum allowed input length of 131040 tokens."),
-    (400, "Input tokens exceed the configured limit of 272000 tokens. Your messages resulted in 5"),
-    (400, "Requested token count exceeds the model's maximum context length of 131072 tokens."),
-    (400, "the input token count is 105 but model only supports up to 100. Reduce the input token count"),
-    (422, "Input validation error: `inputs` must have less than 1024 tokens. Given: 3000"),
-    (400, "Too many input tokens. Max input tokens: 300000, request input token count: 400000"),
-    (400, "max_tokens must be at least 1, got -204."), (400, "prompt length 50 is greater than max_seq_len 40"),
-    (500, "input is too large to process. increase the physical batch size"),
-    (500, "prompt too long; exceeded max context length by 918 tokens"),
-    (400, "The total number of tokens (5000) is greater than the maximum allowed (4096)"),
-    (400, "Conversation is too long for this model"), (400, "exceeds the maximum number of tokens"),
-    (400, "max input limit reached: prompt of 5000 tokens over the limit")]
-
-
-@pytest.mark.parametrize("status, text", TOO_LONG)
-def test_too_long_is_too_long_in_the_words_of_any_provider(endpoint, call, status, text):
-    with pytest.raises(endpoints.ContextFull):
-        call((status, text, {}))
-    assert len(endpoint.seen) == 1
-
-
-@pytest.mark.parametrize("where", ["top", "choice", "message", "alone"])
-def test_too_long_is_too_long_inside_a_200(endpoint, call, where):
-    for status, text in TOO_LONG:
-        fault = dict(message=text, code=status)
-        said = dict(top=dict(error=fault), alone=dict(object="error", **fault),
-                    choice=dict(choices=[dict(error=fault, message=dict(content=""))]),
-                    message=dict(choices=[dict(message=dict(content="", error=fault))]))[where]
-        with pytest.raises(endpoints.ContextFull):
-            call((200, json.dumps(said), {}))
-    assert len(endpoint.seen) == len(TOO_LONG)
-
-
-@pytest.mark.parametrize("status, text, tries", [
+    "The input token count (1300000) exceeds the maximum number of tokens allowed (1048575).",
+    "This model's maximum context length is 4096 tokens. However, you requested 5048 tokens",
+    "Your input exceeds the context window of this model", '{"code": "context_length_exceeded"}',
+    "prompt is too long: 209303 tokens > 200000 maximum",
+    "This model's maximum prompt length is 131072 but the request contains 537812 tokens",
+    "Please reduce the length of the messages or completion. Current length is 9 while limit is 8",
+    "The input (516368 tokens) is longer than the model's context length (262144 tokens).",
+    "the request exceeds the available context size, try increasing it",
+    "Your request exceeded model token limit: 256000 (requested: 300000)",
+    "Prompt contains 200000 tokens, too large for model with 131072 maximum",
+    "too many tokens: total number of tokens in the prompt cannot exceed 4081",
+    "length of prompt_tokens (163280) must be less than max_seq_len (32768).",
+    "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 4096. Given: 5000",
+    "Range of input length should be [1, 30720]", "Input is too long for requested model.",
+    '{"type": "request_too_large", "message": "Request exceeds the maximum size"}',
+    "the input token count is 105 but model only supports up to 100. Reduce the input token count",
+    "Input validation error: `inputs` must have less than 1024 tokens. Given: 3000",
+    "max_tokens must be at least 1, got -204.", "prompt length 50 is greater than max_seq_len 40",
+    "input is too large to process. increase the physical batch size", "Prompt exceeds max length",
+    "Conversation is too long for this model", "exceeds the maximum number of tokens",
+    "max input limit reached: prompt of 5000 tokens over the limit"]
+NOT_LONG = [  # (status, text, tries)
     (413, "Request too large for m on tokens per minute (TPM): Limit 6000, Requested 6627", 1),
     (400, "Request exceeds your rate limit of 10000 tokens per minute", 1),
     (400, "Token quota exceeded", 1), (400, "Request contains an image too large to process", 1),
     (400, "Unknown parameter: 'context_window'.", 1), (400, "request header too long", 1),
     (400, "Unrecognized request argument supplied: context_length", 1),
-    (400, "prompt must be at least 1 token long", 1), (400, "request timed out, it took too long", 1),
-    (400, "'aaaa' is too long - 'messages.1.name'", 1), (503, "The request queue is too long", 8),
-    (400, "metadata.user_id: String should have at most 256 characters", 1),
+    (400, "prompt must be at least 1 token long", 1), (400, "'aa' is too long - 'messages.1.name'", 1),
     (429, "Throttling error: Too many tokens, please wait before trying again.", 8),
-    (429, "Request too large for model: tokens per minute (TPM): Limit 6000, Requested 7000", 8),
-    (500, "the model took too long to answer", 8), (504, "upstream request took too long", 8),
-    (400, "Invalid 'user': string too long", 1), (400, "unknown field context", 1),
-    (401, "your key is too long", 1), (403, "the name of the model is too long", 1)])
-def test_other_refusals_are_not_about_length(endpoint, call, status, text, tries):
-    with pytest.raises(endpoints.EndpointError):
-        call(*[(status, text, {})] * 8)
-    assert len(endpoint.seen) == tries
+    (503, "The request queue is too long", 8), (504, "upstream request took too long", 8),
+    (400, "Invalid 'user': string too long", 1), (401, "your key is too long", 1)]
 
 
-def test_too_long_inside_a_200_is_too_long(call):
-    text = "This model's maximum context length is 4096 tokens"
-    with pytest.raises(endpoints.ContextFull):
-        call((200, json.dumps(dict(error=dict(code=400, message=text))), {}))
+def test_too_long_is_too_long_in_the_words_of_any_provider(call):
+    for text in TOO_LONG:
+        for status in 400, 413, 422, 500:
+            fault = dict(message=text, code=status)
+            for said in (status, text), (200, json.dumps(dict(error=fault))), (
+                    200, json.dumps(dict(object="error", **fault))), (
+                    200, json.dumps(dict(choices=[dict(error=fault, message=dict(content=""))]))), (
+                    200, json.dumps(dict(choices=[dict(message=dict(content="", error=fault))]))):
+                assert type(call((*said, {}))[0]) is ContextFull and call.tries == 1, said
+    for status, text, tries in NOT_LONG:
+        assert isinstance(call(*[(status, text, {})] * 8)[0], EndpointError), text
+        assert call.tries == tries, text
 
 
-def test_parameters_that_a_model_refuses_are_sent_otherwise(endpoint, capsys):
-    endpoint.faults = [
-        (400, "Unsupported parameter: 'max_tokens' ... Use 'max_completion_tokens' instead.", {}),
-        (400, "Unsupported value: 'temperature' does not support 0 with this model.", {})]
-    model = endpoints.Endpoint(endpoint.url, "m", 0, 50)
-    for _ in range(2):
-        model(ASKED)
-    assert "takes no temperature: its own is used" in capsys.readouterr().err
-    bodies = [{k: v for k, v in body.items() if k != "messages"} for _, _, body in endpoint.seen]
-    assert bodies == [dict(model="m", temperature=0, max_tokens=50),
-                      dict(model="m", temperature=0, max_completion_tokens=50),
-                      *[dict(model="m", max_completion_tokens=50)] * 2]
+RENAMED = "Unsupported parameter: 'max_tokens' ... Use 'max_completion_tokens' instead."
+FIELDS = [  # (refusals, the fields that are sent after them)
+    *(([text], "max_tokens") for text in (
+        "Unsupported value: 'temperature' does not support 0 with this model.",
+        "`temperature` is deprecated for this model.", "incompatible request argument: temperature",
+        "Unsupported parameter: temperature", "unknown field: `temperature`",
+        '{"detail": [{"type": "extra_forbidden", "loc": ["body", "temperature"], "msg": "Extra inputs '
+        'are not permitted", "input": 0}]}',
+        '{"error": {"message": "Unsupported parameter", "param": "temperature"}}',
+        "temperature and top_p cannot both be given", "`temperature` must be strictly positive",
+        "temperature: Input should be less than or equal to 1")),
+    (["max_tokens: Extra inputs are not permitted"], "temperature"),
+    (["Unrecognized request argument supplied: max_tokens"], "temperature"),
+    (["unexpected: temperature", "model m does not accept max_tokens"], ""),
+    ([RENAMED], "temperature max_completion_tokens"),
+    ([RENAMED, "max_completion_tokens is not supported"], "temperature"),
+    ([RENAMED, "temperature: unknown"], "max_completion_tokens")]
+
+
+def test_a_field_that_is_refused_by_name_is_left_out_from_then_on(endpoint, call, capsys):
+    for texts, sent in FIELDS:
+        for status in 400, 422:
+            endpoint.seen.clear()
+            endpoint.faults = [(status, text, {}) for text in texts]
+            model = endpoints.Endpoint(endpoint.url, "m", 0, 50)
+            assert [model(ASKED)[0], model(ASKED)[0]] == ["c", "c"]
+            bodies = [set(body) - {"model", "messages"} for _, _, body in endpoint.seen]
+            assert bodies[-2:] == [set(sent.split())] * 2 and len(bodies) == len(texts) + 2, texts
+            said = capsys.readouterr().err
+            assert said.count("its own is used") == 2 - len(bodies[-1]), texts
+            assert ("no temperature" in said) == ("temperature" not in sent), texts
+    for text in ("unknown field: 'foo'", "Extra inputs are not permitted: stream", "m is not supported",
+                 "this text about temperature is against our policy", "max_tokens_a_day is not supported"):
+        assert text in str(call((400, text, {}))[0]) and call.tries == 1
 
 
 def test_an_address_may_name_the_whole_path(endpoint, call):
     for address in (endpoint.url, f"{endpoint.url}/", f"{endpoint.url}/chat/completions"):
         call(url=address)
     assert {path for path, _, _ in endpoint.seen} == {"/v1/chat/completions"}
-    with pytest.raises(endpoints.EndpointError, match="most addresses end in /v1"):
-        call((404, "not here", {}), url=endpoint.url[:-3])
+    assert "most addresses end in /v1" in str(call((404, "not here", {}), url=endpoint.url[:-3])[0])
 
 
 def test_keys(endpoint, call, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY")
-    with pytest.raises(endpoints.EndpointError, match="OPENAI_API_KEY is not set"):
-        call((401, "who are you?", {}))
+    assert "OPENAI_API_KEY is not set" in str(call((401, "who are you?", {}))[0])
     assert endpoint.seen[-1][1] is None
     monkeypatch.setenv("OPENAI_API_KEY", "sk-\nsecret")
-    with pytest.raises(envs.Refused, match="OPENAI_API_KEY") as error:
+    with pytest.raises(Refused, match="OPENAI_API_KEY") as error:
         call()
     assert "secret" not in str(error.value)
     monkeypatch.setenv("OPENAI_API_KEY", "x")  # too short to be a secret that a reply gives away
     endpoint.answer = lambda messages: "search[fox box]"
     assert call()[0] == "search[fox box]"
+
+
+# ------------------------------------------------------------------------ an agent at a server
+
+
+def test_an_agent_that_vllm_serves_plays_as_its_run_evaluated_it(serve, small_run, tmp_path, monkeypatch):
+    """By the interface of `vllm serve AGENT`, and all fields of its answers."""
+    agent = small_run / "iter1/target-agent"
+    tokenizer, model = AutoTokenizer.from_pretrained(agent), dpo.read_model(agent).eval()
+    end = tokenizer.convert_tokens_to_ids(dpo.Encoder(tokenizer).template.end)
+
+    def reply(path, body):
+        assert (path, body["model"], body["temperature"]) == ("/v1/chat/completions", str(agent), 0)
+        ids = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True,
+                                            return_dict=True, return_tensors="pt")["input_ids"]
+        said = model.generate(ids, attention_mask=ids.new_ones(ids.shape), do_sample=False,
+                              max_new_tokens=body["max_tokens"], eos_token_id=end,
+                              pad_token_id=end)[0, ids.shape[1]:]
+        message = dict(role="assistant", content=tokenizer.decode(said, skip_special_tokens=True),
+                       refusal=None, annotations=None, audio=None, function_call=None, tool_calls=[],
+                       reasoning=None, reasoning_content=None)
+        return 200, json.dumps(dict(
+            id="chatcmpl-1", object="chat.completion", created=1, model=body["model"],
+            choices=[dict(index=0, message=message, logprobs=None, stop_reason=None, token_ids=None,
+                          finish_reason="stop" if end in said else "length")],
+            usage=dict(prompt_tokens=ids.shape[1], total_tokens=ids.shape[1] + len(said),
+                       completion_tokens=len(said), prompt_tokens_details=None))), {}
+
+    url = serve(lambda handler, body: (handler.path, json.loads(body)), reply).url + "/v1"
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setitem(coevolve.MODELS, url, coevolve.MODELS["tiny"])
+    coevolve.main(["--env", "webshop", "--method", "chat", "--model", url, "--model-name", str(agent),
+                   "--examples", "0", "--view", "short", "--eval-tasks", "2", "--out", str(tmp_path)],
+                  Settings, coevolve.Run, METHODS)
+    rows, expected = ([[row[key] for key in ("task", "messages", "reward", "steps", "ended")]
+                       for row in read_jsonl(file)] for file in (
+        tmp_path / "eval-0-target-test.jsonl", small_run / "eval-1-target-test.jsonl"))
+    assert rows == expected and len(rows) == 2
 
 
 # ------------------------------------------------------------------------ an agent as it is
@@ -570,33 +619,27 @@ def test_a_checkpoint_is_evaluated_as_in_the_run_that_made_it(start, small, tmp_
     assert not [p.name for p in again.folder.iterdir() if p.is_dir()]
 
 
-@pytest.mark.parametrize("argv, says", [
-    ("--method evaluate --model tiny --sft-lr 1", "--sft-lr is not read by --method evaluate"),
-    ("--method evaluate --model tiny --rollouts 4", "--temperature 0: all rollouts"),
-    ("--method sft --refused zero", "--refused is not read by --method sft"),
-    ("--method rft --temperature 0", "--temperature 0: all rollouts of a task"),
-    ("--method rft --dart-budget 3", "--dart-budget is not read by --method rft"),
-    ("--method dart --rollouts 3", "--rollouts is not read by --method dart"),
-    ("--method ppo --ppo-rollouts 1", "--ppo-rollouts 1: must be at least 2"),
-    ("--method grpo --step-rollouts 1", "--step-rollouts 1: must be at least 2"),
-    ("--method evolve --solve-check 1", "one play is solved never or always"),
-    ("--method evolve --grpo-steps 3 --evolve-every 3", "the tasks would never evolve"),
-    ("--method eto --model http://a/v1", "--method eto: an endpoint, .* needs --method chat"),
-    ("--model ftp://a/v1 --method chat --model-name m", "needs --method chat, and chat an endpoint"),
-    ("--model http://a:b/v1 --model-name m", "needs --method chat, and chat an endpoint"),
-    ("--model http://a/v1", "--model-name: give the model's name"),
-    ("--model http://a/v1 --model-name m --examples 3", "--examples 3: must be 0, 1 or 2")])
-def test_what_does_not_go_together_is_refused(argv, says):
-    with pytest.raises(Refused, match=says):
-        parsed(*argv.split())
-
-
-@pytest.mark.parametrize("argv", [("--method", "evaluate"),
-                                  ("--model", "http://a/v1", "--model-name", "m")])
-def test_evaluation_is_greedy_unless_asked_otherwise(argv):
-    more = "--temperature", 1, "--rollouts", 4
-    assert [(s.temperature, s.rollouts, s.method) for s, _ in (parsed(*argv), parsed(*argv, *more))] == [
-        (0, 1, s := "evaluate" if "evaluate" in argv else "chat"), (1, 4, s)]
+def test_what_does_not_go_together_is_refused():
+    for argv, says in [
+            ("--method evaluate --model tiny --sft-lr 1", "--sft-lr is not read by --method evaluate"),
+            ("--method evaluate --model tiny --rollouts 4", "--temperature 0: all rollouts"),
+            ("--method sft --refused zero", "--refused is not read by --method sft"),
+            ("--method rft --temperature 0", "--temperature 0: all rollouts of a task"),
+            ("--method ppo --ppo-rollouts 1", "--ppo-rollouts 1: must be at least 2"),
+            ("--method grpo --step-rollouts 1", "--step-rollouts 1: must be at least 2"),
+            ("--method evolve --solve-check 1", "one play is solved never or always"),
+            ("--method evolve --grpo-steps 3 --evolve-every 3", "the tasks would never evolve"),
+            ("--method eto --model http://a/v1", "--method eto: an endpoint, .* needs --method chat"),
+            ("--model ftp://a/v1 --method chat --model-name m", "needs --method chat, and chat an endpoint"),
+            ("--model http://a:b/v1 --model-name m", "needs --method chat, and chat an endpoint"),
+            ("--model http://a/v1", "--model-name: give the model's name"),
+            ("--model http://a/v1 --model-name m --examples 3", "--examples 3: must be 0, 1 or 2")]:
+        with pytest.raises(Refused, match=says):
+            parsed(*argv.split())
+    for argv in ("--method", "evaluate"), ("--model", "http://a/v1", "--model-name", "m"):
+        for more, expected in ((), (0, 1)), (("--temperature", 1, "--rollouts", 4), (1, 4)):
+            s, _ = parsed(*argv, *more)
+            assert (s.temperature, s.rollouts) == expected  # greedy unless asked otherwise
 
 
 # ------------------------------------------------------------ what an agent was trained on
@@ -613,34 +656,27 @@ def test_an_agent_is_not_evaluated_on_what_it_was_trained_on(start, small, tmp_p
     r = start("--method", "evaluate", *small)
     first = trained(r, tmp_path / "a/first", ["guess-test-2"])
     second = trained(r, tmp_path / "a/second", ["guess-train-1"], before="first")
-    assert json.loads((second / overlap.FILE).read_text())["tasks"] == ["guess-train-1"]
     moved = first.rename(tmp_path / "moved")
     for agent in (second, moved):
         r.base = agent
-        with pytest.raises(envs.Refused, match="^1 of 4 evaluated .*guess-test-2.*--overlap keep"):
+        with pytest.raises(Refused, match="^1 of 4 evaluated .*guess-test-2.*--overlap keep"):
             overlap.check(r)
     r.base = trained(r, tmp_path / "other", ["guess-train-1"])
     overlap.check(r)
     failure = ("--method", "coevolve", "--failure-from", moved)  # a failure agent's count too
     r.settings = parsed(*failure)[0]
-    with pytest.raises(envs.Refused, match=f"--failure-from {moved}"):
+    with pytest.raises(Refused, match=f"--failure-from {moved}"):
         overlap.check(r)
     r.settings = parsed(*failure, "--overlap", "keep")[0]
     overlap.check(r)
 
 
-def test_an_agent_of_a_run_is_known_by_all_that_came_before_it(small, tmp_path, monkeypatch):
-    """By the careful run: of SFT, and of what learned from pairs after it."""
-    monkeypatch.setattr(envs, "make", lambda name, view, **_: Guess(view))
+def test_an_expert_of_an_evaluated_task_is_left_out(start, small, monkeypatch):
     monkeypatch.setattr(Guess, "splits", Guess.splits | dict(
         train=Guess.splits["train"] | {"9": "letter test-2"}))  # an evaluated task's own
-    r = Run(*parsed("--method", "eto", *small, "--iterations", 1, "--out", tmp_path / "run"))
-    METHODS["eto"][0](r)
+    r = start("--method", "sft", *small)
     assert r.done["experts.jsonl"]["dropped"] == {"evaluated too": 1}
-    known = {name: json.loads((r.folder / name / overlap.FILE).read_text())
-             for name in ("sft-target", "iter1/target-agent")}
-    assert known["sft-target"]["marks"] == known["iter1/target-agent"]["marks"] == sorted(set().union(*(
-        overlap.marks(r.env, f"guess-train-{n}") for n in range(4))))
+    assert r.done["experts.jsonl"]["experts"] == 4
 
 
 def test_a_task_that_was_made_during_a_run_counts_by_what_it_is(tmp_path):
@@ -652,5 +688,5 @@ def test_a_task_that_was_made_during_a_run_counts_by_what_it_is(tmp_path):
     write_jsonl(tmp_path / "tasks.jsonl", [dict(task="webshop-added-0", definition=goal),
                                            dict(task="webshop-train-1")])
     overlap.record(run, tmp_path, tmp_path / "none", tmp_path, tmp_path / "tasks.jsonl")
-    with pytest.raises(envs.Refused, match="^1 of 250 .*such as webshop-test-9;"):
+    with pytest.raises(Refused, match="^1 of 250 .*such as webshop-test-9;"):
         overlap.check(run)

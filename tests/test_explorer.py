@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,12 +18,14 @@ from lab.chat import explorer
 from worlds.intercodesql import questions
 
 WELL = (  # its answers, by what it is asked for: context, action, proposals
-    '```json\n{"where": "here", "try": "more"}\n```', "SHOW TABLES",
-    '```json\n[{"intent": "i", "query": "how many NOUN do we have", '
+    '<think>```json\n{"where": "draft"}\n```</think>```json\n{"where": "here", "try": "more"}\n```',
+    "SHOW TABLES<|im_end|>",
+    '[{"query": "draft"}]</think>```json\n[{"intent": "i", "query": "how many NOUN do we have", '
     '"action_sequence": ["SHOW TABLES", "SELECT COUNT(*) FROM NOUN", "submit"]}]\n```')
 BADLY = ('```json\n["where"]\n```', "DROP TABLE x; --\nObservation: []\nAction: submit",
          '```json\n[{"query": 7}, "x", {"query": "q", "action_sequence": "submit"}, '
          '{"query": "q", "action_sequence": ["DROP TABLE x", "submit"]}]\n```')
+SHORT = (WELL[0], "submit", WELL[2])  # the signal once a pick, two requests an episode
 
 
 @pytest.fixture
@@ -41,11 +44,11 @@ def explore(env, endpoint, tmp_path, monkeypatch):
     The first three are the phases of a run, which goes on when it is called again."""
     monkeypatch.setattr(endpoints.random, "uniform", lambda low, high: 0.0)  # no wait
 
-    def start(answers, n, guided=True, **changed):
-        s = Settings(**dict(
+    def start(answers, n, guided=True):
+        s = Settings(
             env="intercodesql", view="short", method="evolve", explorer=endpoint.url,
             explorer_model="m", slots=1, explorer_episodes=2, guide="signals" if guided else "random",
-            out=str(tmp_path / "run")) | changed)
+            out=str(tmp_path / "run"))
         run = evolve.Run(s, envs.environment("intercodesql")())
         tasks = env.tasks("train")[:n]
         table = env.world.databases[env.find(tasks[0])["db"]].split("CREATE TABLE ")[1].split()[0]
@@ -83,12 +86,11 @@ def test_an_explorer_that_answers_well_proposes_a_task_that_verifies(env, explor
     assert [t.steps for t in episodes] == [10, 10]
     assert taken["requests"] == len(endpoint.seen) == 1 + 2 * 11  # the signal, once
     assert taken["prompt_tokens"] == 23 * 100 and taken["unreadable"] == 0
-    assert "a known text" in json.dumps(endpoint.seen[-1])
+    assert taken["cut_prompts"] == 2 * 9  # an endpoint that always reads 100 tokens
     assert [m["role"] for m in episodes[0].messages] == ["user", "assistant"] * 10
-    acted = [body["messages"][0]["content"] for _, _, body in endpoint.seen[1:]]
-    assert "above all:\n{" in acted[0] and '"try": "more"' in acted[0]
-    asked = endpoint.seen[0][2]["messages"][0]["content"]  # with the last success and the failure
-    assert "no longer does" in asked and "success_then" in asked and "failure" in asked
+    reflection, act, *_, proposal = [body["messages"][0]["content"] for _, _, body in endpoint.seen]
+    assert all(text in reflection for text in ("no longer does", "success_then", "failure"))
+    assert 'above all:\n{"where": "here", "try": "more"}' in act and "a known text" in proposal
 
 
 def test_proposals_of_another_form_are_counted_and_never_mended(explore):
@@ -104,8 +106,7 @@ def test_proposals_of_another_form_are_counted_and_never_mended(explore):
 
 
 def test_what_cannot_be_read_is_none_and_costs_itself_alone():
-    action = "Action:\n```sql\nSHOW TABLES\n```"
-    one = json.dumps(dict(query="q", action_sequence=[action]))
+    one = json.dumps(dict(query="q", action_sequence=["Action:\n```sql\nSHOW TABLES\n```"]))
     assert explorer.objects(f"Two:\n```json\n{one}\n```\nand\n```\n{one}\n```") == [
         json.loads(one)] * 2  # with fences in it
     deep = '{"a": ' + "[" * 5000 + "]" * 5000 + "}"
@@ -119,15 +120,17 @@ def test_what_cannot_be_read_is_none_and_costs_itself_alone():
     a, b, c, d = map(json.dumps, whole)
     reply = "```json\n[" + ",\n".join([a, b.replace('"q1"', '"q1'), c, d[:-20]])
     assert explorer.objects(reply) == [whole[0], None, whole[2], None]
-    echo = type("Echo", (), dict(written=lambda self, task, proposal: dict(task=task, **proposal)))()
+
+
+def test_an_object_is_a_proposal_or_of_no_form():
+    echo = SimpleNamespace(written=lambda task, proposal: dict(task=task, **proposal))
     assert explorer.written(echo, "t", dict(query="q", action_sequence=["a", {"b": 1}])) == dict(
         task="t", query="q", action_sequence=["a", '{"b": 1}'])
-    for length, kept in ((1000, True), (1001, False)):  # the length up to which a text may join
-        value = explorer.written(echo, "t", dict(query="q" * length, action_sequence=["a"]))
-        assert (value["task"] == "t") == kept
     nested = json.loads("[" * 900 + "]" * 900)
-    for value in (dict(query=nested), dict(query=" ", action_sequence=[])):
-        assert explorer.written(echo, "t", value)["task"] is None
+    for query, actions, kept in (("q" * 1000, ["a"], True), ("q" * 1001, ["a"], False),  # too long
+                                 (nested, None, False), (" ", [], False)):
+        found = explorer.written(echo, "t", dict(query=query, action_sequence=actions))
+        assert (found["task"] == "t") == kept
 
 
 def test_a_conversation_is_told_by_its_ends():
@@ -139,21 +142,19 @@ def test_a_conversation_is_told_by_its_ends():
 
 
 def test_a_conversation_that_the_endpoint_refuses_is_lost_and_the_others_are_kept(explore, endpoint):
-    well = (WELL[0], "submit", WELL[2])  # the signal once a pick, two requests an episode
     endpoint.faults = [False] * 5 + [(400, "against our content policy", {})]
-    episodes, finds, taken = explore(well, 4)
+    episodes, finds, taken = explore(SHORT, 4)
     assert len(episodes) == 7 and taken["refused"] == 1 and len(finds) == 7
     assert taken["requests"] == 4 + 7 * 2 == len(endpoint.seen) - 1
 
 
 def test_what_was_paid_for_is_not_asked_again_after_a_stop(explore, endpoint):
     """The key is refused in the second phase: the run ends in a line and goes on from there."""
-    well = (WELL[0], "submit", WELL[2])
     endpoint.faults = [False] * 7 + [(401, "no such key", {})]
     with pytest.raises(envs.EnvError, match="401"):
-        explore(well, 4)
+        explore(SHORT, 4)
     assert len(endpoint.seen) == 8
-    episodes, finds, taken = explore(well, 4)
+    episodes, finds, taken = explore(SHORT, 4)
     assert len(episodes) == len(finds) == 8
     assert taken["requests"] - 4 == 8 * 2  # the first phase's are in its own row
     assert len(endpoint.seen) == 8 + (4 + 8 * 2 - 7)
@@ -161,16 +162,16 @@ def test_what_was_paid_for_is_not_asked_again_after_a_stop(explore, endpoint):
 
 def test_a_signal_too_long_for_the_explorer_is_named_instead(explore, endpoint):
     endpoint.faults = [(400, "maximum context length is 8192 tokens", {})]
-    _, finds, taken = explore(WELL, 1)
+    _, finds, taken = explore(SHORT, 1)
     assert "no longer does" in endpoint.seen[1][2]["messages"][0]["content"]
     assert len(finds) == 2 and taken["unreadable"] == 1
 
 
 def test_an_unguided_explorer_is_told_of_no_signal(explore, endpoint):
-    _, finds, taken = explore(WELL, 2, guided=False)
+    _, finds, taken = explore(SHORT, 2, guided=False)
     asked = [body["messages"][0]["content"] for _, _, body in endpoint.seen]
     assert not any("above all" in text or "it is weak" in text for text in asked)
-    assert taken["requests"] == 4 * 11  # of which none is a reflection
+    assert taken["requests"] == 4 * 2  # of which none is a reflection
     assert len(finds) == 4 and all(row["task"] for row in finds)
 
 
@@ -190,11 +191,11 @@ def new_pairs(env, rng, n):
 
 
 def test_of_wrong_pairs_of_text_and_solution_none_join(env):
-    """60 of 200 proposals are wrong: another's solution, SELECT 1, the text "?"; then, to say what
+    """24 of 80 proposals are wrong: another's solution, SELECT 1, the text "?"; then, to say what
     is not seen, a comparison turned round."""
     generator, joined, of = env.task_generator(), Counter(), Counter()
     before = "how many are there"
-    for n, (task, q, other) in enumerate(new_pairs(env, random.Random(0), 200)):
+    for n, (task, q, other) in enumerate(new_pairs(env, random.Random(0), 80)):
         text, sql, kind = q["query"], q["gold"], "right"
         if n % 10 < 3:
             kind = ("another's, same database", "another's", "SELECT 1", "?")[n % 4]
@@ -208,6 +209,6 @@ def test_of_wrong_pairs_of_text_and_solution_none_join(env):
         joined[kind] += not (evolve.refusal(generator, found, set(), [], 1.0)
                              or generator.verify(found))
         of[kind] += 1
-    assert joined["right"] == of["right"] > 120
-    assert of.total() - of["right"] - of["turned round"] == 60
+    assert joined["right"] == of["right"] > 48
+    assert of.total() - of["right"] - of["turned round"] == 24
     assert {kind for kind, n in joined.items() if n} <= {"right", "turned round"}

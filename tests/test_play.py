@@ -58,28 +58,24 @@ def test_a_person_plays_what_the_agent_reads_to_the_reward(typed, env, view):
     assert " ".join(world.rules.split()) in said  # in any view, by ?
 
 
-def test_a_task_of_a_real_server_can_be_named():
-    """The first one is goal 0."""
+def test_mistakes_are_told(small_run):
     shop = WebShopServer("http://localhost:1")
-    assert shop.find("webshop-test-0") == 0
-    for n in 0, 7:
-        assert chosen(shop, f"webshop-test-{n}") == f"webshop-test-{n}"
+    assert shop.find("webshop-test-0") == 0  # the first task of a real server is goal 0
+    assert [chosen(shop, f"webshop-test-{n}") for n in (0, 7)] == ["webshop-test-0", "webshop-test-7"]
     assert chosen(shop, "test") in shop.tasks("test")
     with pytest.raises(Refused, match="unknown task 'webshop-test-x'.*such as webshop-test-0"):
         chosen(shop, "webshop-test-x")
-
-
-@pytest.mark.parametrize("argv, said", [
-    ([], "name an environment"), (["shop"], "unknown environment 'shop'"),
-    (["webshop", "webshop-test-9999"], "unknown task .*such as webshop-test-0"),
-    (["webshop", "moon"], "unknown split 'moon'"),
-    (["webshop", "--betta", "1"], "unrecognized arguments: --betta 1"),
-    (["webshop", "--mysql-url", "mysql://a@b"], "unrecognized arguments: --mysql-url"),
-    (["webshop", "--agent", "/nowhere"], "--agent /nowhere: neither a run"),
-    (["intercodesql", "--intercode-data", "/nowhere"], "/nowhere")])
-def test_mistakes_are_told(argv, said):
-    with pytest.raises(Refused, match=said):
-        main(argv)
+    for argv, said in [
+            ([], "name an environment"), (["shop"], "unknown environment 'shop'"),
+            (["webshop", "webshop-test-9999"], "unknown task .*such as webshop-test-0"),
+            (["webshop", "moon"], "unknown split 'moon'"),
+            (["webshop", "--betta", "1"], "unrecognized arguments: --betta 1"),
+            (["webshop", "--mysql-url", "mysql://a@b"], "unrecognized arguments: --mysql-url"),
+            (["webshop", "--agent", "/nowhere"], "--agent /nowhere: neither a run"),
+            (["intercodesql", "--agent", str(small_run)], "was trained on webshop, not on intercodesql"),
+            (["intercodesql", "--intercode-data", "/nowhere"], "/nowhere")]:
+        with pytest.raises(Refused, match=said):
+            main(argv)
 
 
 def test_it_works_with_a_pipe(tmp_path):
@@ -134,23 +130,15 @@ def test_the_agent_reads_what_the_person_did(small_run, typed, monkeypatch):
     assert second == encoder.encode(messages, 1)[0]
 
 
-def test_any_agent_of_a_run_can_be_named(small_run):
-    assert agent_of(small_run) == (small_run, small_run / "iter1/target-agent")
-    for name in "iter1/failure-agent", "sft-target":
-        assert agent_of(small_run / name) == (small_run, small_run / name)
-    with pytest.raises(Refused, match="was trained on webshop, not on intercodesql"):
-        main(["intercodesql", "--agent", str(small_run)])
-
-
 @pytest.fixture
 def told(monkeypatch, capsys):
-    """told(work, *argv) -> what `command` says of a fault of the user's: a line, and status 2."""
+    """told(*argv) -> what `command` says of a fault of the user's: a line, and status 2."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
-    def say(work, *argv):
+    def say(*argv):
         monkeypatch.setattr(sys, "argv", ["play", *map(str, argv)])
         with pytest.raises(SystemExit) as end:
-            command("play", work)
+            command("play", main)
         said = capsys.readouterr().err
         assert (end.value.code, said.count("\n")) == (2, 1)
         return said
@@ -158,20 +146,22 @@ def told(monkeypatch, capsys):
     return say
 
 
-def test_an_agent_that_is_gone_or_damaged_is_said_in_a_line(small_run, told, tmp_path):
-    """The run's last agent is the last one that is there."""
+def test_any_agent_of_a_run_that_is_there_can_be_named(small_run, told, tmp_path):
+    """Of a run it is the last one. What is gone or damaged is said in a line."""
+    assert agent_of(small_run) == (small_run, small_run / "iter1/target-agent")
+    for name in "iter1/failure-agent", "sft-target":
+        assert agent_of(small_run / name) == (small_run, small_run / name)
     run = tmp_path / "run"
-    ignored = shutil.ignore_patterns("failure-agent", "sft-failure")
-    shutil.copytree(small_run, run, ignore=ignored)
+    shutil.copytree(small_run, run, ignore=shutil.ignore_patterns("failure-agent", "sft-failure"))
     for name in "iter9/target-agent", "iter1/failure-agent", "iter1":
-        text = told(main, "webshop", "--agent", run / name)
+        text = told("webshop", "--agent", run / name)
         assert text.startswith(f"play: --agent {run / name}: neither a run with")
     (run / "iter1/target-agent/model.safetensors").write_bytes(b"torn")
-    assert str(run / "iter1/target-agent") in told(main, "webshop", "--agent", run)
+    assert str(run / "iter1/target-agent") in told("webshop", "--agent", run)
     shutil.rmtree(run / "iter1/target-agent")
     assert agent_of(run) == (run, run / "sft-target")
     shutil.rmtree(run / "sft-target")
-    assert "neither a run with a target agent" in told(main, "webshop", "--agent", run)
+    assert "neither a run with a target agent" in told("webshop", "--agent", run)
 
 
 def test_a_bug_is_no_fault_of_the_users(monkeypatch):

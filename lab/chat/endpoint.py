@@ -8,49 +8,47 @@ import re
 import sys
 import threading
 import time
-from email.utils import parsedate_to_datetime
 
 import requests
 from tqdm import tqdm
 from urllib3.exceptions import HTTPError
+from urllib3.util import Retry
 
-from envs import EnvError, Refused
+from common.settings import Refused
+from worlds import EnvError
 
 KEY = "OPENAI_API_KEY"  # the environment variable
 TRIES = 8
 SECONDS = 300     # for an answer [ours]
+LONGEST = 120     # seconds between two tries [ours]
 MOST = 1_000_000  # bytes of an answer [ours]
-USAGE = ("requests", "retries", "unreported", "cut_replies", "prompt_tokens", "completion_tokens")
+# What is summed over the answers of a phase; cut_prompts are found by who asks.
+USAGE = ("requests", "retries", "unreported", "cut_replies", "cut_prompts", "prompt_tokens",
+         "completion_tokens")
 NO_REPLY = "(no reply)"  # in place of an empty turn, which some servers refuse
 
 PASSING = {408, 409, 425, 429}  # statuses that may be gone in a moment, as 500 and above
 REFUSING = {400, 403, 413, 422, 451}  # which may be about these messages alone
-OF_LENGTH = {400, 413, 422}  # which may be about their length
+OF_LENGTH = {400, 413, 422}  # which may be about their length, as 500 and above
 
-# How servers and providers say that messages are too long: of a context, whatever the status, ...
-CONTEXT = re.compile("context.?(length|window|size|limit)|prompt (is )?too long|"
-                     "input is too (long|large) to", re.I)
-# ... or of a prompt, by a status that blames the request. A reply that is asked for may be too long
-# as well, and then every request is.
-TOO_LONG = re.compile("|".join([
-    r'(prompt|input|messages?\b|conversation|request|token)\w*[^.;:"]{0,60}'
-    r"(too (long|large)|exceed|longer than|greater than|is over|should be shorter)",
-    r"(prompt|input)\w*.{0,40}must (be|have) (less|fewer|<)",
-    r"(prompt|input)[^.]{0,60}only supports",
-    r"max\w* (prompt|input) (length|limit)",
-    r"maximum number of tokens",
-    r"input length should be",
-    r"too many (\w+ )?tokens",
-    r"content'?: string too long",
-    r"reduce (the length|your prompt)",
-    r"tokens must be at least 1, got -",
-    r"max_?(completion|new|output)?_?tokens\b.{0,60}(too large|at most|<|less than|maximum|range)",
-    r"range of max_tokens"]), re.I | re.S)
+# How servers and providers say that messages, or a reply as long as asked for, are too long.
+TOO_LONG = re.compile(
+    r"context.?(length|window|size|limit|overflow)|exceeds? context|"
+    r'(prompt|input(?! should)|message|conversation|request|token)[^.;:"]{0,70}'
+    r"(too (long|large)|exceed|longer|greater than|less than|fewer|over the|at most|maximum|"
+    r"should be shorter|<|length is)|only supports (prompt|up to)|"
+    r'(too many|number of|reduce|range of)[^.;:"]{0,30}(token|length|prompt)|'
+    r"max\w*tokens\b.{0,60}(too large|at most|less than|maximum|<)|at least 1, got -|"
+    r"content'?: string too long", re.I)
 # What is told in such words and is about something else: rates, other parts of a request.
-OTHERWISE = re.compile(r"per (second|min|hour|day)|\b[TR]P[MD]\b|rate.?limit|quota|concurren|queue|"
-                       r"took too long|timed? ?out|deadline|request (id|header)|"
-                       r"\b(an?|the) image\b|(unknown|unsupported) (param|arg|field|request)|"
-                       r"unrecogni[sz]ed|not permitted", re.I)
+OTHERWISE = re.compile(
+    r"per (second|min|hour|day)|\b[TR]P[MD]\b|rate.?limit|quota|concurren|queue|took too long|"
+    r"timed? ?out|deadline|request (id|header)|\b(an?|the) image\b|unrecogni[sz]ed|not permitted|"
+    r"(unknown|unsupported) (param|arg|field|request)", re.I)
+# What may be left out of a request, and how a refusal says of such a field that it has to be.
+FIELDS = ("temperature", "max_tokens", "max_completion_tokens")
+UNWANTED = ("(incompatib|deprecat|extra|unknown|unrecogni|unexpected|valid|support|permit|allow|"
+            "accept|availab|must|should|between|range|only|cannot|remov|disabl|forbid|no longer)")
 
 # How an endpoint says in the finish_reason of a choice that it is no reply, or one that was cut.
 FAILED = re.compile("error|fail|abort|cancel|network|resource|overload|timeout|rate.?limit|"
@@ -59,8 +57,36 @@ FILTERED = re.compile("filter|safety|sensitive|refus|prohibit|recitation|blockli
                       "language|malformed|unexpected", re.I)
 CUT = re.compile("length|max_?(output_?)?tokens|context", re.I)
 WHOLE = re.compile("|stop.*|eos.*|end.*|complete.*", re.I)
-# Names of what a model thinks, of a field of its message and of a part of that.
-THOUGHTS = re.compile("reason|think|thought", re.I)
+
+# Names of thoughts: in one of a field, or of a tag.
+THINKS = ("think|thought|reason|reflect|analysis|deliberat|rationale|scratchpad|monologue|ponder|"
+          "planning")
+MORE = r"[\w:.-]{0,20}"
+NAME = f"{MORE}(?:{THINKS}){MORE}"
+ATTRIBUTES = r"""(?:\s+[\w:-]+\s*=\s*(?:"[^"]*"|'[^']*'|[^\s"'>]+))*\s*"""
+ENDING = r"(?:<\|?|◁)(?:/|end_(?:of_)?)"  # of what such a mark begins with
+# Marks in a text, of tags and of control tokens. The first one counts, then the next behind it.
+MARKS = re.compile(rf"""
+    (?P<thought>  # up to its end; or without one, up to the text's
+        (?:<\|?|◁)(?!end){MORE}(?P<kind>{THINKS}){MORE}{ATTRIBUTES}
+        (?: /> | (?:\|?>|▷) (?: .*? {ENDING}{MORE}(?P=kind){MORE}\s*(?:\|?>|▷) | .* ))
+      | \[(?P<name>{NAME})\] .{{0,9999}}? \[/(?P=name)\] | \A\s* (?-i:\[THINK\]) .*
+      | <\|channel\|>(?!\s*final) .*? (?: <\|end\|> | (?=<\|(?:start|channel)\|>) | \Z)
+      | <\|channel> .*? (?: <channel\|> | \Z))
+  | (?P<begins>  # a reply: before it are thoughts without a beginning, or it says whose reply it is
+        {ENDING}{NAME}\s*(?:\|?>|▷) | \[/{NAME}\] | \Aanalysis .* assistantfinal
+      | <\|(?:begin_of|start)_(?:solution|response|answer)\|>
+      | (?:<\|end\|>\s*)? (?:<\|start\|>\s*assistant\s*)? <\|channel\|>\s*final [^<]*
+        (?:<\|constrain\|>[^<]*)? <\|message\|>
+      | \A\s*<\|(?:im_start|start|start_header_id)\|>\s*assistant\s*(?:<\|end_header_id\|>)?)
+  | (?P<ends>  # a reply
+        </s> | <eos> | <turn\|> | <(?:end|start)_of_(?:turn|utterance)>
+      | <[|｜](?:im_(?:end|start)|eot_id|eom_id|end|return|call|start(?:_header_id)?|user
+        |end[_▁]?(?:of[_▁]?)?(?:text|turn|sentence|solution|response|answer)(?:_token)?)[|｜]>)
+  | (?P<quoted>  # in which there are no marks: an action, a string of code, a page
+        \[(?:[^\[\]\n]|\[[^\[\]\n]*\])*\] | (?<!\d)"(?:\\.|[^"\\\n])*" | (?<!\w)'[^'\n]*'(?!\w)
+      | (?<!`)`[^`\n]+`(?!`) | <s>[^<\n]*</s>)
+""", re.I | re.S | re.X)
 
 
 class EndpointError(EnvError):
@@ -82,9 +108,9 @@ class ContextFull(Exception):
 class Passing(Exception):
     """A fault that may be gone in a moment."""
 
-    def __init__(self, problem: str, wait: float | None = None):
+    def __init__(self, problem: str, wait: float = 0.0):
         super().__init__(problem)
-        self.wait = wait  # seconds; None: as many as after other faults
+        self.wait = wait  # seconds that the endpoint asks for
 
 
 class Endpoint:
@@ -103,59 +129,59 @@ class Endpoint:
         """Asks, again where a fault may pass.
 
         Returns:
-            The reply, and its usage by the names in USAGE; `unreported` is 1 where the endpoint
-            reports no tokens.
+            The reply, and its usage by the names in USAGE, but for cut_prompts; `unreported` is 1
+            where the endpoint reports no tokens.
 
         Raises:
             ContextFull: The messages are too long for the model.
             NotAnswered: The endpoint refuses these messages alone.
             EndpointError: The last attempt failed, too.
         """
-        problem = "stopped"
-        attempt = 0
-        while attempt < TRIES and not self.stopped.is_set():
-            attempt += 1
-            try:
-                reply, used = self.ask_once(messages)
-                return reply, dict(used, retries=attempt - 1)
-            except Passing as fault:
-                problem = str(fault)
-                wait = fault.wait
-            if wait is None:
-                wait = min(2.0 ** (attempt - 1), 60) * random.uniform(0.5, 1)
-            if attempt < TRIES:
-                self.stopped.wait(wait)
-        raise EndpointError(self.told(f"{problem} (attempt {attempt})"))
-
-    def ask_once(self, messages: list[dict]) -> tuple[str, dict]:
-        """The reply to one request and its usage; else one of the errors above."""
-        sent = []
+        said = []
         for message in messages:
-            sent.append(message if message["content"].strip() else message | {"content": NO_REPLY})
-        body = {**self.body, "messages": sent}
-        try:
-            status, text, asked_to_wait = self.post(body)
-        except (requests.RequestException, HTTPError, ValueError) as error:
-            raise Passing(f"{type(error).__name__}: {error}") from None
-        if status == 200:
-            return self.read(text)
-
-        problem = f"status {status}: {self.without_key(text)[:200]}"
-        of_length = not OTHERWISE.search(text)
-        if of_length and (status in OF_LENGTH or status >= 500) and CONTEXT.search(text):
-            raise ContextFull(self.told(problem))
-        if status in PASSING or status >= 500:
-            raise Passing(problem, seconds_of(asked_to_wait))
-        if status == 400 and self.refuses_parameter(body, text):
-            raise Passing(problem, wait=0)
-        if of_length and status in OF_LENGTH and TOO_LONG.search(text):
-            raise ContextFull(self.told(problem))
-        if status in REFUSING:
-            raise NotAnswered(self.told(problem))
+            said.append(message if message["content"].strip() else message | {"content": NO_REPLY})
+        problem = "stopped"
+        for attempt in range(TRIES):
+            if self.stopped.is_set():
+                break
+            try:
+                reply, used = self.ask_once(said)
+                return reply, dict(used, retries=attempt)
+            except Passing as fault:
+                problem = f"{fault} (attempt {attempt + 1})"
+                wait = max(fault.wait, min(2.0**attempt, 60) * random.uniform(0.5, 1))
+            if attempt + 1 < TRIES:
+                self.stopped.wait(wait)
         raise EndpointError(self.told(problem))
 
-    def post(self, body: dict) -> tuple[int, str, str]:
-        """Status, text and Retry-After. NotAnswered where the text is too long."""
+    def ask_once(self, messages: list[dict]) -> tuple[str, dict]:
+        """The reply to one request and its usage; else one of the errors above. A field that the
+        endpoint doesn't take is left out, and it is asked again."""
+        while True:
+            sent = self.body | dict(messages=messages)
+            try:
+                status, text, wait = self.post(sent)
+                if status == 200:
+                    answer = json.loads(text)
+                    status = status_in(answer)
+                if status == 200:
+                    return self.read(answer, text)
+            except (requests.RequestException, HTTPError, LookupError, TypeError, ValueError,
+                    AttributeError, OverflowError, RecursionError) as error:
+                raise Passing(f"{type(error).__name__}: {error}") from None
+            problem = f"status {status}: {self.without_key(text)[:200]}"
+            long = TOO_LONG.search(text) and not OTHERWISE.search(text)
+            if long and (status in OF_LENGTH or status >= 500):
+                raise ContextFull(self.told(problem))
+            if status in PASSING or status >= 500:
+                raise Passing(problem, wait)
+            if not self.leaves_out(status, text, sent):
+                kind = NotAnswered if status in REFUSING else EndpointError
+                raise kind(self.told(problem))
+
+    def post(self, body: dict) -> tuple[int, str, float]:
+        """Status, text, and the seconds to wait that it asks for. NotAnswered where the text is too
+        long."""
         text = b""
         ends = time.monotonic() + SECONDS
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
@@ -168,86 +194,61 @@ class Endpoint:
                     raise NotAnswered(f"{self.url}: an answer is longer than {MOST:,} bytes")
                 if time.monotonic() > ends:
                     raise requests.Timeout(f"it took more than {SECONDS} seconds")
-            return (answer.status_code, text.decode(errors="replace"),
-                    answer.headers.get("Retry-After", ""))
+            return answer.status_code, text.decode(errors="replace"), wait_of(answer.raw)
 
-    def read(self, text: str) -> tuple[str, dict]:
-        """The reply and the usage in an answer of status 200.
+    def leaves_out(self, status: int, text: str, sent: dict) -> bool:
+        """Whether a refusal is about fields that were sent. From now on they are not, which is
+        said, or they are by the name that the endpoint asks for."""
+        if status not in (400, 422):
+            return False
+        refused = [name for name in FIELDS if name in sent and is_unwanted(name, text)]
+        for name in refused:
+            value = self.body.pop(name, None)  # None: beside others that have done it
+            if value is None:
+                continue
+            if name == "max_tokens" and "max_completion_tokens" in text:
+                self.body["max_completion_tokens"] = value
+            else:
+                tqdm.write(f"{self.url} takes no {name}: its own is used", file=sys.stderr)
+        return bool(refused)
+
+    def read(self, answer: dict, text: str) -> tuple[str, dict]:
+        """The reply and the usage in an answer; an error of any kind where it is none.
 
         Raises:
-            Passing: It is no answer, or one that failed halfway.
+            Passing: It is one that failed halfway.
             ContextFull, NotAnswered, OnlyThoughts: It says so.
         """
         said = self.without_key(text)[:200]
-        try:
-            answer = json.loads(text)
-            fault = fault_in(answer)
-            if fault:
-                self.raise_fault(fault, f"an error in an answer of status 200: {said}")
-            return self.read_choice(answer["choices"][0], answer.get("usage") or {}, said)
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError,
-                RecursionError) as error:
-            raise Passing(f"{type(error).__name__}: {error} {said}") from None
-
-    def raise_fault(self, fault: dict | str, problem: str) -> None:
-        """Raises what an error in an answer of status 200 is; its `code` is a status."""
-        text = str(fault)
-        code = fault.get("code") if isinstance(fault, dict) else None
-        long = CONTEXT.search(text) or code not in PASSING and TOO_LONG.search(text)
-        if long and not OTHERWISE.search(text):
-            raise ContextFull(self.told(problem))
-        if code in (403, 451):
-            raise NotAnswered(self.told(problem))
-        raise Passing(problem)
-
-    def read_choice(self, choice: dict, used: dict, said: str) -> tuple[str, dict]:
-        """`read` of a choice that has no error; an error of any kind where it is none."""
+        choice = answer["choices"][0]
+        used = answer.get("usage") or {}
         message = choice["message"]
         ends = str(choice.get("finish_reason") or "")
         if FAILED.search(ends):
             raise Passing(f"finish_reason {ends}: {said}")
-        if FILTERED.search(ends) or refuses(message):
+        if FILTERED.search(ends) or any(part.get("refusal") for part in parts_of(message)):
             raise NotAnswered(self.told(f"a filter took the reply: {said}"))
         if message.get("tool_calls") or message.get("function_call"):
             raise NotAnswered(self.told(
                 f"it calls functions, where a reply has to be text: {said}; start the server "
                 "without a parser of tool calls"))
 
-        reply = text_of(message.get("content"))
-        if not without_thoughts(reply).strip():
-            self.refuse_empty(message, used, ends, said)
+        reply, thought = reply_in(text_of(message.get("content")))
+        if not reply.strip():
+            if "context" in ends.lower():
+                raise ContextFull(self.told(f"finish_reason {ends}: {said}"))
+            if thought or CUT.search(ends) or thinks(message, used):
+                raise OnlyThoughts(self.told(
+                    f"it thought and said nothing (finish_reason {ends or 'none'}); raise "
+                    "--max-new-tokens, or let it think less"))
+            if not WHOLE.fullmatch(ends):
+                raise NotAnswered(self.told(f"there is no reply: {said}"))
         if len(self.key) >= 16:  # shorter ones, such as EMPTY, are words and no secrets
             reply = self.without_key(reply)
         usage = dict(requests=1, unreported=int(not used), cut_replies=int(bool(CUT.search(ends))))
         for name in "prompt_tokens", "completion_tokens":
             usage[name] = max(0, int(used.get(name) or 0))
         return reply, usage
-
-    def refuse_empty(self, message: dict, used: dict, ends: str, said: str) -> None:
-        """Raises what a message without a text is, if it is not just the reply of one who has
-        nothing to say."""
-        if "context" in ends.lower():
-            raise ContextFull(self.told(f"finish_reason {ends}: {said}"))
-        if CUT.search(ends) or thinks(message) or hidden_thoughts(used):
-            raise OnlyThoughts(self.told(
-                f"it thought and said nothing (finish_reason {ends or 'none'}); raise "
-                "--max-new-tokens, or let it think less"))
-        if not WHOLE.fullmatch(ends):
-            raise NotAnswered(self.told(f"there is no reply: {said}"))
-
-    def refuses_parameter(self, body: dict, text: str) -> bool:
-        """Whether `text` refuses a parameter of `body`; from now on it is sent as asked for."""
-        if "max_completion_tokens" in text and "max_tokens" in body:
-            self.body = {"max_completion_tokens" if name == "max_tokens" else name: value
-                         for name, value in self.body.items()}
-        elif "temperature" in body and re.search(
-                r"temperature\W.{0,40}(support|allow|range|must|between)", text, re.S):
-            if "temperature" in self.body:
-                tqdm.write(f"{self.url} takes no temperature: its own is used", file=sys.stderr)
-            self.body = {name: self.body[name] for name in self.body if name != "temperature"}
-        else:
-            return False
-        return True
 
     def told(self, problem: str) -> str:
         """A problem in one line, without the key, with what often causes it."""
@@ -262,20 +263,39 @@ class Endpoint:
         return text.replace(self.key, "***") if self.key else text
 
 
-def fault_in(answer: dict) -> dict | str | None:
-    """The error in an answer of status 200: at its top, in its choice, in the message of that; or
-    the answer itself, where it has no choice. None: there is none."""
-    if not answer.get("choices"):
-        return answer.get("error") or answer
-    choice = answer["choices"][0]
-    return answer.get("error") or choice.get("error") or choice["message"].get("error")
+def wait_of(answer) -> float:
+    """Seconds that a Retry-After asks for, 0 where there is none or it is nonsense."""
+    try:
+        return min(Retry().get_retry_after(answer) or 0.0, LONGEST)
+    except (HTTPError, ValueError, OverflowError):
+        return 0.0
 
 
-def refuses(message: dict) -> bool:
-    """Whether a message says that it is no answer, in a field or in a part of its content."""
-    parts = message.get("content")
-    found = [message, *parts] if isinstance(parts, list) else [message]
-    return any(isinstance(part, dict) and part.get("refusal") for part in found)
+def is_unwanted(name: str, text: str) -> bool:
+    """Whether a text names a field, and says close by that it is not wanted as it is."""
+    close = rf"\b{name}\b.{{0,100}}{UNWANTED}|{UNWANTED}.{{0,100}}\b{name}\b"
+    return bool(re.search(close, text, re.I | re.S))
+
+
+def status_in(answer: dict) -> int:
+    """The status that an answer of status 200 should have: that of an error at its top, in its
+    choice, or in the message of that; 500, where it has no choice or the error has none."""
+    if answer.get("choices"):
+        choice = answer["choices"][0]
+        fault = answer.get("error") or choice.get("error") or choice["message"].get("error")
+        if not fault:
+            return 200
+    else:
+        fault = answer.get("error") or answer
+    code = str(fault.get("code")) if isinstance(fault, dict) else ""
+    return int(code) if re.fullmatch(r"[45]\d\d", code) else 500
+
+
+def parts_of(message: dict) -> list[dict]:
+    """A message and the parts of its content, where it has some that are more than text."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return [message, *(part for part in parts if isinstance(part, dict))]
 
 
 def text_of(content: str | list | None) -> str:
@@ -286,7 +306,7 @@ def text_of(content: str | list | None) -> str:
         for part in content:
             if isinstance(part, str):
                 texts.append(part)
-            elif part.get("type") in (None, "text", "output_text"):
+            elif part.get("type") in (None, "text", "output_text") and not part.get("thought"):
                 texts.append(part.get("text") or "")
         content = "".join(texts)
     if not isinstance(content, str | None):
@@ -294,36 +314,39 @@ def text_of(content: str | list | None) -> str:
     return (content or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def thinks(message: dict) -> bool:
-    """Whether there are thoughts in a message: a field, a part of its content or tags in it."""
-    if any(value for name, value in message.items() if THOUGHTS.search(name)):
-        return True
-    content = message.get("content")
-    if isinstance(content, list):
-        return any(isinstance(part, dict) and THOUGHTS.search(str(part.get("type")))
-                   for part in content)
-    return "<think>" in (content or "")
+def reply_in(text: str) -> tuple[str, bool]:
+    """What is said in a text, without thoughts and end tokens; whether there are thoughts. A text
+    without either stays as it is."""
+    said = ""
+    thought = False
+    at = 0
+    for mark in MARKS.finditer(text):
+        kind = mark.lastgroup
+        if kind == "quoted":
+            continue
+        said += text[at:mark.start()]
+        at = mark.end()
+        if kind == "thought":
+            thought = True
+        elif kind == "begins":
+            thought = thought or said.strip() != ""
+            said = ""
+        else:
+            at = len(text)
+            break
+    said += text[at:]
+    return (text if said == text else said.strip()), thought
 
 
-def without_thoughts(reply: str) -> str:
-    """A reply without the thoughts in tags that it begins with, closed or not."""
-    if not reply.lstrip().startswith("<think>"):
-        return reply
-    return reply.partition("</think>")[2]
-
-
-def seconds_of(asked_to_wait: str) -> float | None:
-    """Seconds that a Retry-After asks for, by a number or a date, at most 120; None: it doesn't."""
-    if re.fullmatch(r"\d+(\.\d+)?", asked_to_wait):
-        return min(float(asked_to_wait), 120)
-    try:
-        until = parsedate_to_datetime(asked_to_wait).timestamp()
-    except (ValueError, TypeError):
-        return None
-    return min(max(until - time.time(), 0), 120)
-
-
-def hidden_thoughts(used: dict) -> bool:
-    """Whether tokens were spent on thoughts that no message shows."""
+def thinks(message: dict, used: dict) -> bool:
+    """Whether a field of a message, or of a part of its content, holds thoughts, or tokens were
+    spent on some that no message shows."""
     details = used.get("completion_tokens_details") or {}
-    return bool(details.get("reasoning_tokens"))
+    if details.get("reasoning_tokens"):
+        return True
+    for part in parts_of(message):
+        for name, value in part.items():
+            called = value if name == "type" else name
+            if value and re.search(THINKS, str(called), re.I):
+                return True
+    return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -21,13 +22,16 @@ from tqdm import tqdm
 import envs
 from coevolve import Run, bar, scores, write
 from common.files import hashed, seed_of
-from common.settings import Free, Method, limited
+from common.settings import Free, Method, Refused, limited
 from dpo import Trajectory
 from evolve import by_one_rank
 from lab.careful.kept import whole_lines
-from lab.careful.overlap import Overlap, marks
+from lab.careful.overlap import Overlap
 from lab.chat.endpoint import USAGE, ContextFull, Endpoint, NotAnswered, OnlyThoughts
-from worlds import is_web_address
+from worlds import World, is_web_address
+from worlds.expert_files import experts
+
+SLOTS = 16  # requests at once, if not said otherwise [ours]
 
 
 def evaluations(run: Run) -> None:
@@ -78,32 +82,61 @@ class Paid:
 
     def __init__(self, run: Run, endpoint: Endpoint):
         self.endpoint = endpoint
-        self.slots = run.slots
-        self.phase = run.name
+        self.run = run
+        self.slots = run.settings.slots or SLOTS
         self.file = run.folder / "answers.jsonl"
         self.lock = threading.Lock()
         self.rows = {row["asked"]: row for row in whole_lines(self.file)}
-        self.only_thoughts = 0  # requests whose answer has thoughts and no reply
+        self.last = {}  # conversation -> (messages, row) of its last request
+        self.noticed = Counter()
 
-    def ask(self, what: list, messages: list[dict]) -> dict:
-        """The reply to these messages and its usage, the same ones for the same `what`."""
+    def ask(self, what: tuple, messages: list[dict]) -> dict:
+        """The reply to these messages, of the conversation `what`, and its usage."""
         asked = hashed([*what, messages])
-        if asked in self.rows:
-            return self.rows[asked]
-        try:
-            reply, used = self.endpoint(messages)
-        except OnlyThoughts as error:
-            with self.lock:
-                self.only_thoughts += 1
-                first = self.only_thoughts == 1
-            if first:
-                tqdm.write(f"{error}; such requests are counted", file=sys.stderr)
-            raise
-        row = dict(asked=asked, phase=self.phase, reply=reply, **used)
-        with self.lock, open(self.file, "a") as file:
-            file.write(json.dumps(row) + "\n")
-            self.rows[asked] = row
+        row = self.rows.get(asked)
+        if row is None:
+            try:
+                reply, used = self.endpoint(messages)
+            except OnlyThoughts as error:
+                self.notice("only_thoughts", f"{error}; such requests are counted")
+                raise
+            cut = self.is_cut(what, messages, used["prompt_tokens"])
+            row = dict(asked=asked, phase=self.run.name, reply=reply, cut_prompts=int(cut), **used)
+            with self.lock, open(self.file, "a") as file:
+                file.write(json.dumps(row) + "\n")
+                self.rows[asked] = row
+        self.last[what] = len(messages), row
         return row
+
+    def is_cut(self, what: tuple, messages: list[dict], tokens: int) -> bool:
+        """Whether a conversation has grown, and the endpoint has read no more tokens of it."""
+        if what not in self.last:
+            return False
+        count, before = self.last[what]
+        cut = len(messages) > count and 0 < tokens <= before["prompt_tokens"]
+        if cut:
+            self.notice("cut_prompts", f"{self.endpoint.url}: a conversation grew, and {tokens:,} "
+                        "tokens of it were read as before; it leaves some out, unless it can read "
+                        "more (ollama: num_ctx); such requests are counted")
+        return cut
+
+    def notice(self, name: str, said: str) -> None:
+        """Counts what is said once."""
+        with self.lock:
+            self.noticed[name] += 1
+            if self.noticed[name] == 1:
+                tqdm.write(said, file=sys.stderr)
+
+    def play(self, episodes: list[Trajectory], make_env: Callable, answer: Callable) -> None:
+        """Lets the endpoint play episodes, `slots` at a time, in environments of `make_env`; answer
+        is that of `envs.play`."""
+        most = self.run.settings.max_tokens
+        works = []
+        with bar(self.run, len(episodes)) as progress:
+            for slot in range(self.slots):
+                works.append(partial(envs.play, make_env, Text(), episodes[slot::self.slots],
+                                     answer, 1, most, lambda t: progress.update()))
+            self.side_by_side(works)
 
     def side_by_side(self, works: list[Callable]) -> list:
         """What these return, `slots` at a time. After an error nobody asks any more."""
@@ -118,16 +151,13 @@ class Paid:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def spent(self) -> dict:
-        """What all answers of the phase took, by the names in USAGE; how many were none, how many
-        empty."""
-        rows = [row for row in self.rows.values() if row["phase"] == self.phase]
-        found = {name: sum(row[name] for row in rows) for name in USAGE}
-        if self.only_thoughts:
-            found["only_thoughts"] = self.only_thoughts
-        empty = sum(not row["reply"].strip() for row in rows)
-        if empty:
-            found["empty_replies"] = empty
-        return found
+        """What all answers of the phase took, by the names in USAGE; and, where there are any, how
+        many requests were answered by thoughts alone, and how many replies were empty."""
+        rows = [row for row in self.rows.values() if row["phase"] == self.run.name]
+        found = {name: sum(row.get(name, 0) for row in rows) for name in USAGE}
+        others = dict(only_thoughts=self.noticed["only_thoughts"],
+                      empty_replies=sum(not row["reply"].strip() for row in rows))
+        return found | {name: n for name, n in others.items() if n}
 
 
 class Text:
@@ -152,33 +182,30 @@ class Player:
         self.env = run.env
         self.examples = examples(run)
         self.paid = Paid(run, Endpoint(s.model, s.model_name, s.temperature, s.max_new_tokens))
-        self.read = {}  # (task, rollout) -> the tokens of its last request and reply
         self.refusals = []
 
     def answer(self, asked: list) -> list:
         """What the endpoint says to one episode; None where it can read no further."""
         (t, _), = asked
+        s = self.settings
+        what = t.task, t.rollout
+        if t.steps:
+            _, last = self.paid.last[what]
+            if last["prompt_tokens"] + last["completion_tokens"] >= s.max_tokens:
+                return [None]
         messages = t.messages
         if self.examples:  # which open with the rules
-            first = without_rules(messages[0], self.env)
-            messages = [*self.examples, first, *messages[1:]]
-        key = t.task, t.rollout
-        if t.steps and self.read[key] >= self.settings.max_tokens:
-            return [None]
+            messages = [*self.examples, without_rules(messages[0], self.env), *messages[1:]]
         try:
-            row = self.paid.ask([*key], messages)
+            return [(self.paid.ask(what, messages)["reply"], [])]
         except ContextFull as error:
             if t.steps == 0:
-                s = self.settings
-                self.refuse(t, envs.Refused, f"its first request can never fit: {error}; lower "
+                self.refuse(t, Refused, f"its first request can never fit: {error}; lower "
                             f"--max-new-tokens {s.max_new_tokens} or --examples {s.examples}, or "
                             "give a model that reads more")
-            return [None]
         except NotAnswered as error:
             self.refuse(t, NotAnswered, str(error))
-            return [None]
-        self.read[key] = row["prompt_tokens"] + row["completion_tokens"]
-        return [(row["reply"], [])]
+        return [None]
 
     def refuse(self, t: Trajectory, kind: type, why: str) -> None:
         """Ends an episode that the endpoint refuses, or the run, by an error of this kind."""
@@ -193,18 +220,12 @@ class Player:
 @by_one_rank
 def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Trajectory], dict]:
     """The episodes, played, and what all requests of the phase took."""
-    s = run.settings
     player = Player(run)
-    make_env = partial(run.make_env, examples=s.examples)
-    with bar(run, len(episodes)) as progress:
-        works = []
-        for slot in range(run.slots):
-            works.append(partial(envs.play, make_env, Text(), episodes[slot::run.slots],
-                                 player.answer, 1, s.max_tokens, lambda t: progress.update()))
-        player.paid.side_by_side(works)
+    make_env = partial(run.make_env, examples=run.settings.examples)
+    player.paid.play(episodes, make_env, player.answer)
     numbers = player.paid.spent()
     if player.refusals and not numbers["requests"]:
-        raise envs.Refused(f"the endpoint answers no request; {player.refusals[0]}")
+        raise Refused(f"the endpoint answers no request; {player.refusals[0]}")
     if player.refusals:
         numbers["refused"] = sum(t.ended == "refused" for t in episodes)
     return episodes, numbers
@@ -217,27 +238,25 @@ def examples(run: Run) -> list[dict]:
     count = run.settings.examples
     if run.options.protocol == "eto" or count == 0:
         return []
-    evaluated = set()
+    evaluated = set()  # what these tasks are, since one may have several ids
     for split in run.splits:
-        for task in env.tasks(split):
-            evaluated |= marks(env, task)
-
-    found = []  # turns
-    conversations = 0
-    for task, messages, reward in envs.experts(env, run.settings.experts, 0):
-        if reward < env.success or marks(env, task) & evaluated:
-            continue
-        if conversations:
-            messages = [without_rules(messages[0], env), *messages[1:]]
-        found += messages
-        conversations += 1
-        if conversations == count:
-            return found
-    raise envs.Refused(f"--examples {count}: only {conversations} experts succeed on tasks that "
-                       "are not evaluated; give fewer")
+        evaluated |= {repr(env.find(task)) for task in env.tasks(split)}
+    found = []  # conversations
+    for task, messages, reward in experts(env, run.settings.experts, 0):
+        if reward >= env.success and repr(env.find(task)) not in evaluated:
+            found.append(messages)
+        if len(found) == count:
+            break
+    if len(found) < count:
+        raise Refused(f"--examples {count}: only {len(found)} experts succeed on tasks that "
+                           "are not evaluated; give fewer")
+    turns = found[0]
+    for opening, *rest in found[1:]:
+        turns = [*turns, without_rules(opening, env), *rest]
+    return turns
 
 
-def without_rules(message: dict, env: envs.World) -> dict:
+def without_rules(message: dict, env: World) -> dict:
     return message | dict(content=message["content"].removeprefix(env.prompt).strip())
 
 

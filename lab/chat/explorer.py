@@ -8,20 +8,18 @@ that is read strictly and whose solutions are played before they count.
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Optional
 
-import envs
 import evolve
-from coevolve import Run, bar, scores, write
+from coevolve import Run, scores, write
 from common.files import read_jsonl
-from common.settings import Method, Stated, limited
-from evolve import Explored, begin_exploring, by_one_rank, env_with, picks_of, rng_of, rows_of
+from common.settings import Stated, limited
+from evolve import by_one_rank, env_with, rows_of
 from lab.chat.endpoint import ContextFull, Endpoint, NotAnswered
-from lab.chat.evaluate import Paid, Text, is_endpoint
+from lab.chat.evaluate import Paid, is_endpoint
 from worlds import is_web_address
 
 LONGEST = 6000  # characters of a conversation that the endpoint is shown [ours]
@@ -80,18 +78,15 @@ def find_tasks(run: Run, i: int, agent: Path, task_set: list[Path], signals: lis
 @by_one_rank
 def reflect(run: Run, out: Path, signals: Path, i: int) -> dict:
     """What the endpoint makes of each picked signal and its evidence, else the signal's name."""
-    picks = picks_of([signals])
-
-    def one(pick, ask):
-        return ask(REFLECT.format(signal=describe(pick), evidence=evidence(pick)))
-
-    answers, spent = ask_about(run, picks, one)
+    picks = evolve.picks_of([signals])
+    asked = [REFLECT.format(signal=weakness(pick), evidence=evidence(pick)) for pick in picks]
+    answers, spent = ask_all(run, asked)
     rows = []
     unreadable = 0
     for pick, answer in zip(picks, answers):
         contexts = [found for found in objects(answer or "") if found]
         unreadable += not contexts
-        rows.append(dict(task=pick["task"], context=contexts[0] if contexts else describe(pick)))
+        rows.append(dict(task=pick["task"], context=contexts[0] if contexts else weakness(pick)))
     write(run, out, rows)
     return spent | dict(unreadable=unreadable)
 
@@ -100,29 +95,14 @@ def reflect(run: Run, out: Path, signals: Path, i: int) -> dict:
 def explore_there(run: Run, out: Path, task_set: list[Path], signals: list[Path],
                   contexts: list[Path], i: int) -> dict:
     """Lets the endpoint play the episodes of `begin_exploring`; one that it refuses is not kept."""
-    led = {row["task"]: row["context"] for row in rows_of(contexts)}
-    form = ""
-    if not run.env.prompt:
-        actions = run.env.task_generator().actions
-        form = f" Answer with the action and nothing else: {actions}."
+    explorer = Player(run, {row["task"]: row["context"] for row in rows_of(contexts)})
+    begun = evolve.begin_exploring(run, signals, 1, i)
     make_env = partial(env_with, run, rows_of(task_set))
-
-    def play(t, ask):
-        context = f", above all:\n{json.dumps(led[t.task])}" if t.task in led else ""
-
-        def answer(asked):
-            opening, *rest = t.messages
-            reply = ask(ACT.format(context=context, form=form, opening=opening["content"]), rest)
-            return [None if reply is None else (reply, [])]
-
-        envs.play(make_env, Text(), [t], answer, 1, run.settings.max_tokens)
-        return t
-
-    played, spent = ask_about(run, begin_exploring(run, signals, 1, i), play)
-    kept = [t for t in played if t.ended != "context"]
+    explorer.paid.play(begun, make_env, explorer.answer)
+    kept = [t for t in begun if t.ended != "context"]
     write(run, out, kept)
     found = scores(kept, run) if kept else dict(episodes=0)
-    return found | spent | dict(refused=len(played) - len(kept))
+    return found | explorer.paid.spent() | dict(refused=len(begun) - len(kept))
 
 
 @by_one_rank
@@ -130,72 +110,80 @@ def write_tasks(run: Run, out: Path, task_set: list[Path], explored: Path, i: in
     """The tasks that the endpoint proposes after each episode, {signal, source, text, task,
     solution}, in random order. Those of another form have no task: counted, never mended."""
     d = rows_of(task_set)
-    episodes = [Explored(**row) for row in read_jsonl(explored)]
+    episodes = [evolve.Explored(**row) for row in read_jsonl(explored)]
     generator = env_with(run, d).task_generator()
     known = "\n".join(row["text"] for row in d if "text" in row)[-LONGEST:] or "(none yet)"
-
-    def one(t, ask):
-        return ask(ABSTRACT.format(conversation=told(t.messages, LONGEST), form=generator.form,
-                                   known=known))
-
-    answers, spent = ask_about(run, episodes, one)
+    ask = partial(ABSTRACT.format, form=generator.form, known=known)
+    asked = [ask(conversation=told(t.messages, LONGEST)) for t in episodes]
+    answers, spent = ask_all(run, asked)
     rows = []
     unreadable = 0
-    for n in rng_of(run, "propose", i).sample(range(len(episodes)), len(episodes)):
+    for n in evolve.rng_of(run, "propose", i).sample(range(len(episodes)), len(episodes)):
         t = episodes[n]
         for value in objects(answers[n]) if answers[n] else []:
             if value is None:
                 unreadable += 1
             else:
-                rows.append(dict(signal=t.signal, source=t.task,
-                                 **written(generator, t.task, value)))
+                found = written(generator, t.task, value)
+                rows.append(dict(signal=t.signal, source=t.task, **found))
     write(run, out, rows)
     return spent | dict(finds=len(rows), unreadable=unreadable)
 
 
-def ask_about(run: Run, things: list, work: Callable) -> tuple[list, dict]:
-    """Asks the endpoint about some things, side by side.
-
-    Args:
-        run: The run.
-        things: What is asked about.
-        work: work(thing, ask) -> result; ask(text, what was said then) -> the reply, None where the
-            endpoint refuses to answer that.
-
-    Returns:
-        The results, and what all requests of the phase took.
-    """
+def endpoint_of(run: Run) -> Paid:
     s = run.settings
-    paid = Paid(run, Endpoint(s.explorer, s.explorer_model, s.explorer_temperature, REPLY))
+    return Paid(run, Endpoint(s.explorer, s.explorer_model, s.explorer_temperature, REPLY))
 
-    def one(n):
-        def ask(text, rest=()):
-            try:
-                return paid.ask([run.name, n], [dict(role="user", content=text), *rest])["reply"]
-            except (ContextFull, NotAnswered):
-                return None
 
-        found = work(things[n], ask)
-        progress.update()
-        return found
+def reply_to(paid: Paid, what: tuple, text: str, rest: list[dict]) -> str | None:
+    """The reply to a text, and what was said after it; None where it is refused."""
+    try:
+        return paid.ask(what, [dict(role="user", content=text), *rest])["reply"]
+    except (ContextFull, NotAnswered):
+        return None
 
-    with bar(run, len(things)) as progress:
-        found = paid.side_by_side([partial(one, n) for n in range(len(things))])
-    return found, paid.spent()
+
+def ask_all(run: Run, texts: list[str]) -> tuple[list[str | None], dict]:
+    """The replies to some texts, and what all requests took."""
+    paid = endpoint_of(run)
+    works = [partial(reply_to, paid, (run.name, n), text, []) for n, text in enumerate(texts)]
+    return paid.side_by_side(works), paid.spent()
+
+
+class Player:
+    """Plays episodes that are led to something, by context; led: task -> its context."""
+
+    def __init__(self, run: Run, led: dict[str, dict | str]):
+        self.paid = endpoint_of(run)
+        self.led = led
+        self.form = ""
+        if not run.env.prompt:
+            actions = run.env.task_generator().actions
+            self.form = f" Answer with the action and nothing else: {actions}."
+
+    def answer(self, asked: list) -> list:
+        """What the endpoint does next in one episode; None where it refuses to."""
+        (t, _), = asked
+        opening, *rest = t.messages
+        context = f", above all:\n{json.dumps(self.led[t.task])}" if t.task in self.led else ""
+        text = ACT.format(context=context, form=self.form, opening=opening["content"])
+        reply = reply_to(self.paid, (t.agent, t.iteration, t.task, t.rollout), text, rest)
+        return [None if reply is None else (reply, [])]
 
 
 # ----------------------------------------------------------------------------------- its words
 
 
-def describe(pick: dict) -> str:
-    return WEAK.get(pick["signal"]) or (
-        f"it hardly ever does this: {pick['pattern']}" if "pattern" in pick else pick["signal"])
+def weakness(pick: dict) -> str:
+    if "pattern" in pick:
+        return f"it hardly ever does this: {pick['pattern']}"
+    return WEAK.get(pick["signal"], pick["signal"])
 
 
 def evidence(pick: dict) -> str:
-    won = pick.get("success") or pick.get("success_then")
-    return "\n\n".join(f"A {name}:\n{told(messages, LONGEST // 2)}" for name, messages in
-                       (("success", won), ("failure", pick["failure"])) if messages)
+    found = dict(success=pick.get("success") or pick.get("success_then"), failure=pick["failure"])
+    return "\n\n".join(f"A {name}:\n{told(messages, LONGEST // 2)}"
+                       for name, messages in found.items() if messages)
 
 
 def told(messages: list[dict], most: int) -> str:
@@ -209,26 +197,31 @@ def told(messages: list[dict], most: int) -> str:
 def objects(reply: str) -> list[dict | None]:
     """The JSON objects in a reply; None for each that is broken or cut, or where nothing is said.
     After such a one the next begins as a proposal does: what stands in it is not another."""
-    found, at = [], 0
-    while start := (PROPOSAL if found[-1:] == [None] else OBJECT).search(reply, at):
+    found = []
+    at = 0
+    begins = OBJECT
+    while start := begins.search(reply, at):
         try:
             value, at = json.JSONDecoder().raw_decode(reply, start.start())
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # half a surrogate pair
         except (ValueError, RecursionError):
-            value, at = None, max(at, start.end())
+            value = None
+            at = max(at, start.end())
         found.append(value)
+        begins = PROPOSAL if value is None else OBJECT
     return found or [None] * ("[]" not in reply)
 
 
 def written(generator, task: str, value: dict) -> dict:
     """The proposal {text, task, solution} of an object; its task is None if it is of no form."""
-    query, actions = value.get("query"), value.get("action_sequence")
-    if not (isinstance(query, str) and query.strip() and len(query) <= evolve.LONGEST_TEXT
-            and isinstance(actions, list)):
+    query = value.get("query")
+    actions = value.get("action_sequence")
+    is_text = isinstance(query, str) and query.strip() and len(query) <= evolve.LONGEST_TEXT
+    if not is_text or not isinstance(actions, list):
         return dict(text="", task=None, solution=[])
     actions = [action if isinstance(action, str) else json.dumps(action) for action in actions]
-    return generator.written(task, dict(query=query, action_sequence=actions)) or dict(
-        text=query, task=None, solution=[])
+    found = generator.written(task, dict(query=query, action_sequence=actions))
+    return found or dict(text=query, task=None, solution=[])
 
 
 # ------------------------------------------------------------------------------------ settings
@@ -252,13 +245,6 @@ class Explorer(evolve.Evolution, Stated):
                  "give the explorer's name at its endpoint")]
 
 
-def methods() -> dict[str, Method]:
-    """The methods of the second system, whoever explores."""
-    found = {}
-    for name, method in evolve.METHODS.items():
-        found[name] = method._replace(loop=partial(method.loop, find=find_tasks),
-                                      reads=(*method.reads, "explorer_model"))
-    return found
-
-
-METHODS = methods()
+METHODS = {name: method._replace(loop=partial(method.loop, find=find_tasks),
+                                 reads=(*method.reads, "explorer_model"))
+           for name, method in evolve.METHODS.items()}  # of the second system, whoever explores

@@ -22,22 +22,67 @@ from common.settings import Refused, parse, settings_of
 from lab.careful.overlap import flags_of
 from lab.runfiles import command, config_of, phases_of, visible
 
+ENDS = dict(budget="out of turns", context="out of context", done="done")
+
 
 class Encoder(dpo.Encoder):
-    said = ""  # by the person in this turn, if anything; the agent may not have these words
+    """Of a folder's model; the person's words stay as they are, the agent may not have them."""
+
+    def __init__(self, folder: Path):
+        rows = dpo.read_config(folder).get_text_config().vocab_size
+        super().__init__(dpo.read(transformers.AutoTokenizer, folder), rows)
+        self.said = ""  # by the person in this turn, if anything
 
     def close(self, ids, stops):
         return (ids, [], self.said) if self.said else super().close(ids, stops)
+
+
+class Agent:
+    """The agent in a folder, as it plays in its run; config: config.json of that."""
+
+    def __init__(self, folder: Path, config: dict, encoder: Encoder, stops: tuple[str, ...]):
+        s = config["settings"]
+        gpu = torch.cuda.is_available()
+        bf16 = gpu and s["bf16"] != "off" and s["model"] != "tiny"
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        self.model = dpo.read_model(folder, dtype, "cuda" if gpu else "cpu").eval()
+        self.encoder = encoder
+        self.stops = stops
+        self.most = s["max_new_tokens"]
+        self.ways = config["ways"][1:]
+
+    @torch.inference_mode()
+    def propose(self, t: dpo.Trajectory) -> tuple[list[int], str, float]:
+        """The greedy reply to an episode so far: ids, text, probability."""
+        (ids, _), = dpo.replies(self.model, self.encoder, self.encoder.sampler(0.0), self.most,
+                                self.stops, [(t.ids, random.Random())], *self.ways)
+        read = dpo.Trajectory(ids=t.ids + ids, action_mask=[0] * len(t.ids) + [1] * len(ids))
+        log_p = dpo.token_log_probs(self.model, [read], self.encoder.sampler()).sum()
+        self.encoder.said = ""
+        _, _, text = self.encoder.close(ids, self.stops)
+        return ids, text, log_p.exp().item()
 
 
 def say(text: str) -> None:
     print(visible(text), flush=True)
 
 
-def play(env, encoder: Encoder, task: str, most: float, propose=None) -> str:
-    """One episode by the person, or by propose(t) -> (ids, text, probability) where that one says
-    nothing; how it ended. most: tokens of the episode."""
-    t, shown, ids = dpo.Trajectory(task), 0, []
+def play(env: envs.World, encoder: Encoder, task: str, most: float, agent: Agent | None) -> str:
+    """One episode by the person, or by the agent where that one says nothing.
+
+    Args:
+        env: The environment.
+        encoder: The agent's, or any.
+        task: The task's id.
+        most: Tokens of the episode.
+        agent: Who plays beside the person.
+
+    Returns:
+        How it ended.
+    """
+    t = dpo.Trajectory(task)
+    shown = 0
+    ids = []
     running = envs.episode(env, encoder, t, most)
     say(f"{task}; ? explains, q quits")
     try:
@@ -46,22 +91,22 @@ def play(env, encoder: Encoder, task: str, most: float, propose=None) -> str:
             say("\n" + "\n\n".join(m["content"] for m in t.messages[shown:]))
             shown = len(t.messages) + 1  # the reply has been seen
             say(f"\n--- turn {t.steps + 1} of {env.max_steps}")
-            if propose:
-                ids, text, p = propose(t)
+            if agent:
+                ids, text, p = agent.propose(t)
                 say(f"The agent's reply, of probability {p:.1%}; Enter plays it:\n    "
                     + text.replace("\n", "\n    "))
-            encoder.said = typed(env, may_be_empty=bool(propose))
+            encoder.said = typed(env, may_be_empty=agent is not None)
             ids = encoder.reply(encoder.said) if encoder.said else ids
             running.send((ids, [0.0] * len(ids)))
     except StopIteration:
-        how = dict(budget="out of turns", context="out of context", done="done")[t.ended]
+        how = ENDS[t.ended]
     except (EOFError, KeyboardInterrupt):
         how = "left"
     return (f"{how} after {t.steps} turn{'s' * (t.steps != 1)}: reward {t.reward:.3f}, "
             f"{'a' if t.reward >= env.success else 'no'} success")
 
 
-def typed(env, may_be_empty: bool) -> str:
+def typed(env: envs.World, may_be_empty: bool) -> str:
     """The person's reply: an action, the number of one, or nothing; EOFError for q."""
     actions, forms = env.possible()
     numbered = {str(n): action for n, action in enumerate(actions, 1)}
@@ -95,45 +140,7 @@ def agent_of(path: Path) -> tuple[Path, Path]:
                   "folder like runs/webshop-coevolve-s0")
 
 
-def encoder_of(folder: Path) -> Encoder:
-    """The encoder of the model in a folder."""
-    config = dpo.read_config(folder).get_text_config()
-    return Encoder(dpo.read(transformers.AutoTokenizer, folder), config.vocab_size)
-
-
-def proposer(folder: Path, config: dict, encoder: Encoder, stops):
-    """What proposes the greedy replies of an agent.
-
-    Args:
-        folder: The agent's.
-        config: config.json of its run.
-        encoder: The agent's.
-        stops: Texts that end a reply.
-
-    Returns:
-        propose(trajectory so far) -> (ids, text, probability).
-    """
-    s = config["settings"]
-    gpu = torch.cuda.is_available()
-    bf16 = gpu and s["bf16"] != "off" and s["model"] != "tiny"
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    model = dpo.read_model(folder, dtype, "cuda" if gpu else "cpu").eval()
-
-    @torch.inference_mode()
-    def propose(t):
-        conversation = (t.ids, random.Random())
-        (ids, _), = dpo.replies(model, encoder, encoder.sampler(0.0), s["max_new_tokens"], stops,
-                                [conversation], *config["ways"][1:])
-        read = dpo.Trajectory(ids=t.ids + ids, action_mask=[0] * len(t.ids) + [1] * len(ids))
-        log_p = dpo.token_log_probs(model, [read], encoder.sampler()).sum()
-        encoder.said = ""
-        _, _, text = encoder.close(ids, stops)
-        return ids, text, log_p.exp().item()
-
-    return propose
-
-
-def settings_for(env: str, more: list[str], before: dict):
+def settings_for(env: str, more: list[str], before: dict) -> tuple:
     """(settings, the environment's own), of flags, else of an agent's run `before`."""
     if before and before["env"] != env:
         raise Refused(f"--agent: it was trained on {before['env']}, not on {env}")
@@ -143,18 +150,18 @@ def settings_for(env: str, more: list[str], before: dict):
                  coevolve.Settings, coevolve.METHODS, envs.environment)
 
 
-def chosen(env, asked: str) -> str:
+def chosen(env: envs.World, asked: str) -> str:
     """The task asked for, or any of the split asked for; Refused if there is none."""
     try:
-        if "-" not in asked:
-            tasks = env.tasks(asked)
-            if not tasks:
-                raise Refused(f"{env.name}: its split {asked} has no tasks")
-            return random.choice(tasks)
-        env.find(asked)
-        return asked
+        if "-" in asked:
+            env.find(asked)
+            return asked
+        tasks = env.tasks(asked)
     except ValueError as error:
         raise Refused(f"{error} (such as {env.tasks(env.test_splits[0])[0]})") from None
+    if not tasks:
+        raise Refused(f"{env.name}: its split {asked} has no tasks")
+    return random.choice(tasks)
 
 
 def main(argv: list[str]) -> None:
@@ -166,16 +173,16 @@ def main(argv: list[str]) -> None:
     asked, more = parser.parse_known_args(argv[len(words):])
     if not words:
         raise Refused("name an environment: play webshop; --help says more")
-    run, folder = agent_of(asked.agent) if asked.agent else (None, None)
+    run, folder = agent_of(asked.agent) if asked.agent else (None, coevolve.MODELS["tiny"])
     config = config_of(run) if run else dict(settings={})
     s, options = settings_for(words[0], more, config["settings"])
     transformers.utils.logging.disable_progress_bar()
     env = envs.make(s.env, s.view, **asdict(options))
-    encoder = encoder_of(folder or coevolve.MODELS["tiny"])
+    encoder = Encoder(folder)
     try:
         task = chosen(env, words[1] if len(words) > 1 else env.test_splits[0])
-        propose = proposer(folder, config, encoder, env.stops) if run else None
-        say(play(env, encoder, task, s.max_tokens if run else math.inf, propose))
+        agent = Agent(folder, config, encoder, env.stops) if run else None
+        say(play(env, encoder, task, s.max_tokens if run else math.inf, agent))
     finally:
         env.close()
 
