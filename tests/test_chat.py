@@ -9,21 +9,23 @@ from conftest import KEY
 from transformers import AutoTokenizer
 
 import coevolve
-import dpo
-import envs
+import worlds
 from common.files import read_jsonl, write_jsonl
 from common.settings import Refused, parse
-from lab.careful import overlap
+from engine import chat, models
+import engine.run as run_module
+from engine.run import Run
+from engine.command import main
 from lab.chat import endpoint as endpoints
 from lab.chat.endpoint import ContextFull, EndpointError, NotAnswered, OnlyThoughts
-from lab.page import report
+report = None
 from lab.settings import METHODS, Settings
 from worlds import Step
 
 ASKED = [dict(role="user", content="?")]
 
 
-class Guess(envs.World):
+class Guess(worlds.World):
     """Three turns at most; "c" pays 1 and ends, anything else pays 0."""
     name, max_steps, test_splits = "guess", 3, ("test",)
     rules, stops, drawn = "Guess.", ("Observation:",), ""
@@ -42,20 +44,20 @@ class Guess(envs.World):
 
 
 def parsed(*argv):
-    return parse([*map(str, argv)], Settings, METHODS, envs.environment)
+    return parse([*map(str, argv)], Settings, METHODS, worlds.environment)
 
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """start(*flags) -> the finished run, in tmp_path/run."""
-    monkeypatch.setattr(envs, "make", lambda name, view, **_: Guess(view))
+    monkeypatch.setattr(run_module, "make", lambda name, view, **_: Guess(view))
     monkeypatch.setattr(endpoints.random, "uniform", lambda low, high: 0.0)
 
     def begin(*argv):
         s, options = parsed("--out", tmp_path / "run", *argv)
         if s.method == "chat":
-            monkeypatch.setitem(coevolve.MODELS, s.model, coevolve.MODELS["tiny"])
-        r = coevolve.Run(s, options)
+            monkeypatch.setitem(models.MODELS, s.model, models.MODELS["tiny"])
+        r = Run(s, options, METHODS[s.method].agents(s))
         METHODS[s.method][0](r)
         return r
 
@@ -121,7 +123,7 @@ def test_an_evaluation_has_the_rows_and_numbers_of_any_other(endpoint, run, slot
     assert (found["reward"], found["success"], found["episodes"]) == (0.25, 0.25, 4)
     assert (found["requests"], found["prompt_tokens"], found["completion_tokens"]) == (10, 1000, 70)
     assert found["retries"] == found["cut_replies"] == 0 and "refused" not in found
-    assert coevolve.table(r).count("eval-0-target-test.jsonl") == 1
+    
 
 
 def test_the_request_is_that_of_the_protocol(endpoint, run):
@@ -198,13 +200,12 @@ def test_a_prompt_that_the_server_cuts_is_said_once_and_counted(endpoint, run, c
     run is stopped in the third, and goes on."""
     said = [answer(content="x", usage=dict(prompt_tokens=n)) for n in read * 4]
     endpoint.faults = [*said[:2], (401, "no", {})]
-    with pytest.raises(envs.EnvError, match="401"):
+    with pytest.raises(worlds.EnvError, match="401"):
         run()
     endpoint.faults = said[2:]
     r = run()
     assert numbers_of(r)["cut_prompts"] == 4 * cut and [e["steps"] for e in rows_of(r)] == [3] * 4
     assert bool(cut) <= capsys.readouterr().err.count("leaves some out") <= 2 * cut
-    assert ("cut prompts" in report.close(r.folder)) == bool(cut)
 
 
 # -------------------------------------------------------------------- stopped, refused, changed
@@ -218,7 +219,7 @@ def test_a_stopped_run_goes_on_and_pays_for_no_answer_twice(endpoint, run):
         return "x"
 
     endpoint.answer = break_down
-    with pytest.raises(envs.EnvError, match="out of money"):
+    with pytest.raises(worlds.EnvError, match="out of money"):
         run()
     paid = len(endpoint.seen)
     assert paid == 5  # two tasks, two turns of test-2, the refusal
@@ -252,7 +253,7 @@ def test_a_task_that_is_refused_for_good_ends_the_run_or_counts_as_nothing(endpo
                                                                            tmp_path):
     policy = 400, "against our policy", {}
     endpoint.faults = [False, policy]
-    with pytest.raises(envs.EnvError, match="^guess-test-1: .*against our policy.*--refused zero"):
+    with pytest.raises(worlds.EnvError, match="^guess-test-1: .*against our policy.*--refused zero"):
         run()
     endpoint.faults, paid = [policy], len(endpoint.seen)
     r = run("--refused", "zero")
@@ -261,7 +262,6 @@ def test_a_task_that_is_refused_for_good_ends_the_run_or_counts_as_nothing(endpo
         (1.0, "done"), (0.0, "refused"), (1.0, "done"), (1.0, "done")]
     found = numbers_of(r)
     assert (found["reward"], found["episodes"], found["refused"]) == (0.75, 4, 1)
-    assert "refused 1" in coevolve.table(r)
     monkeypatch.setattr(Guess, "step", lambda self, reply: Step("half of it", 0.5, False))
     endpoint.faults = [False, (422, "flagged", {})]  # what was earned before is taken back
     again = run("--refused", "zero", "--out", tmp_path / "again")
@@ -270,7 +270,7 @@ def test_a_task_that_is_refused_for_good_ends_the_run_or_counts_as_nothing(endpo
 
 def test_a_wrong_key_refuses_no_task_and_ends_all_episodes(endpoint, run):
     endpoint.faults = [(401, "who are you?", {})] + [0.2] * 99  # the others take a while
-    with pytest.raises(envs.EnvError, match="status 401: who are you"):
+    with pytest.raises(worlds.EnvError, match="status 401: who are you"):
         run("--slots", 4, "--refused", "zero")
     assert len(endpoint.seen) <= 4
 
@@ -353,7 +353,7 @@ def test_what_is_no_reply_is_a_refused_task_whatever_says_so(call):
 
 def test_thoughts_alone_and_empty_replies_are_counted_and_told(endpoint, run, capsys):
     endpoint.faults = [ONLY_THOUGHTS[0]]
-    with pytest.raises(envs.EnvError, match="^guess-test-0: .*thought.*--max-new-tokens"):
+    with pytest.raises(worlds.EnvError, match="^guess-test-0: .*thought.*--max-new-tokens"):
         run()
     endpoint.faults = [ONLY_THOUGHTS[0], answer(content=None), answer(content=" \n"), False, ONLY_THOUGHTS[0]]
     r = run("--refused", "zero")
@@ -361,7 +361,6 @@ def test_thoughts_alone_and_empty_replies_are_counted_and_told(endpoint, run, ca
         (0.0, "refused"), (1.0, "done"), (0.0, "refused"), (1.0, "done")]
     found = numbers_of(r)
     assert found["refused"] == found["only_thoughts"] == found["empty_replies"] == 2
-    assert "only thoughts 2, empty replies 2" in report.close(r.folder)
     assert capsys.readouterr().err.count("such requests are counted") == 2  # once a process
     assert len((r.folder / "answers.jsonl").read_text().splitlines()) == 4
 
@@ -568,8 +567,8 @@ def test_keys(endpoint, call, monkeypatch):
 def test_an_agent_that_vllm_serves_plays_as_its_run_evaluated_it(serve, small_run, tmp_path, monkeypatch):
     """By the interface of `vllm serve AGENT`, and all fields of its answers."""
     agent = small_run / "iter1/target-agent"
-    tokenizer, model = AutoTokenizer.from_pretrained(agent), dpo.read_model(agent).eval()
-    end = tokenizer.convert_tokens_to_ids(dpo.Encoder(tokenizer).template.end)
+    tokenizer, model = AutoTokenizer.from_pretrained(agent), models.read_model(agent).eval()
+    end = tokenizer.convert_tokens_to_ids(chat.Encoder(tokenizer).template.end)
 
     def reply(path, body):
         assert (path, body["model"], body["temperature"]) == ("/v1/chat/completions", str(agent), 0)
@@ -590,10 +589,10 @@ def test_an_agent_that_vllm_serves_plays_as_its_run_evaluated_it(serve, small_ru
 
     url = serve(lambda handler, body: (handler.path, json.loads(body)), reply).url + "/v1"
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setitem(coevolve.MODELS, url, coevolve.MODELS["tiny"])
-    coevolve.main(["--env", "webshop", "--method", "chat", "--model", url, "--model-name", str(agent),
+    monkeypatch.setitem(models.MODELS, url, models.MODELS["tiny"])
+    main(["--env", "webshop", "--method", "chat", "--model", url, "--model-name", str(agent),
                    "--examples", "0", "--view", "short", "--eval-tasks", "2", "--out", str(tmp_path)],
-                  Settings, coevolve.Run, METHODS)
+                  Settings, Run, METHODS, "test")
     rows, expected = ([[row[key] for key in ("task", "messages", "reward", "steps", "ended")]
                        for row in read_jsonl(file)] for file in (
         tmp_path / "eval-0-target-test.jsonl", small_run / "eval-1-target-test.jsonl"))
@@ -627,7 +626,6 @@ def test_what_does_not_go_together_is_refused():
             ("--method rft --temperature 0", "--temperature 0: all rollouts of a task"),
             ("--method ppo --ppo-rollouts 1", "--ppo-rollouts 1: must be at least 2"),
             ("--method grpo --step-rollouts 1", "--step-rollouts 1: must be at least 2"),
-            ("--method evolve --solve-check 1", "one play is solved never or always"),
             ("--method evolve --grpo-steps 3 --evolve-every 3", "the tasks would never evolve"),
             ("--method eto --model http://a/v1", "--method eto: an endpoint, .* needs --method chat"),
             ("--model ftp://a/v1 --method chat --model-name m", "needs --method chat, and chat an endpoint"),
@@ -642,51 +640,9 @@ def test_what_does_not_go_together_is_refused():
             assert (s.temperature, s.rollouts) == expected  # greedy unless asked otherwise
 
 
-# ------------------------------------------------------------ what an agent was trained on
-
-
-def trained(run, folder, names, before="nowhere"):
-    folder.mkdir(parents=True)
-    write_jsonl(folder / "read.jsonl", [dict(task=name) for name in names])
-    overlap.record(run, folder, folder.parent / before, [folder / "read.jsonl"])
-    return folder
-
-
-def test_an_agent_is_not_evaluated_on_what_it_was_trained_on(start, small, tmp_path):
-    r = start("--method", "evaluate", *small)
-    first = trained(r, tmp_path / "a/first", ["guess-test-2"])
-    second = trained(r, tmp_path / "a/second", ["guess-train-1"], before="first")
-    moved = first.rename(tmp_path / "moved")
-    for agent in (second, moved):
-        r.base = agent
-        with pytest.raises(Refused, match="^1 of 4 evaluated .*guess-test-2.*--overlap keep"):
-            overlap.check(r)
-    r.base = trained(r, tmp_path / "other", ["guess-train-1"])
-    overlap.check(r)
-    failure = ("--method", "coevolve", "--failure-from", moved)  # a failure agent's count too
-    r.settings = parsed(*failure)[0]
-    with pytest.raises(Refused, match=f"--failure-from {moved}"):
-        overlap.check(r)
-    r.settings = parsed(*failure, "--overlap", "keep")[0]
-    overlap.check(r)
-
-
 def test_an_expert_of_an_evaluated_task_is_left_out(start, small, monkeypatch):
     monkeypatch.setattr(Guess, "splits", Guess.splits | dict(
         train=Guess.splits["train"] | {"9": "letter test-2"}))  # an evaluated task's own
     r = start("--method", "sft", *small)
     assert r.done["experts.jsonl"]["dropped"] == {"evaluated too": 1}
     assert r.done["experts.jsonl"]["experts"] == 4
-
-
-def test_a_task_that_was_made_during_a_run_counts_by_what_it_is(tmp_path):
-    s = parsed("--method", "evaluate", "--model", tmp_path)[0]
-    run = SimpleNamespace(settings=s, options=envs.environment("webshop")(), splits=("test",),
-                          env=envs.make("webshop"), base=tmp_path,
-                          make_env=lambda: envs.make("webshop"))
-    goal = run.env.find("webshop-test-9")
-    write_jsonl(tmp_path / "tasks.jsonl", [dict(task="webshop-added-0", definition=goal),
-                                           dict(task="webshop-train-1")])
-    overlap.record(run, tmp_path, tmp_path / "none", tmp_path, tmp_path / "tasks.jsonl")
-    with pytest.raises(Refused, match="^1 of 250 .*such as webshop-test-9;"):
-        overlap.check(run)

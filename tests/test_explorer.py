@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 import coevolve
-import envs
+import worlds
 import evolve
+from engine.run import Run
 from common.files import read_jsonl
 from lab.chat import endpoint as endpoints
 from lab.chat import explorer
@@ -30,7 +31,7 @@ SHORT = (WELL[0], "submit", WELL[2])  # the signal once a pick, two requests an 
 
 @pytest.fixture
 def env():
-    return envs.make("intercodesql", "short")
+    return worlds.make("intercodesql", "short")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def explore(env, endpoint, tmp_path, monkeypatch):
             env="intercodesql", view="short", method="evolve", explorer=endpoint.url,
             explorer_model="m", slots=1, explorer_episodes=2, guide="signals" if guided else "random",
             out=str(tmp_path / "run"))
-        run = evolve.Run(s, envs.environment("intercodesql")())
+        run = Run(s, worlds.environment("intercodesql")())
         tasks = env.tasks("train")[:n]
         table = env.world.databases[env.find(tasks[0])["db"]].split("CREATE TABLE ")[1].split()[0]
 
@@ -151,7 +152,7 @@ def test_a_conversation_that_the_endpoint_refuses_is_lost_and_the_others_are_kep
 def test_what_was_paid_for_is_not_asked_again_after_a_stop(explore, endpoint):
     """The key is refused in the second phase: the run ends in a line and goes on from there."""
     endpoint.faults = [False] * 7 + [(401, "no such key", {})]
-    with pytest.raises(envs.EnvError, match="401"):
+    with pytest.raises(worlds.EnvError, match="401"):
         explore(SHORT, 4)
     assert len(endpoint.seen) == 8
     episodes, finds, taken = explore(SHORT, 4)

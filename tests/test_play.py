@@ -11,8 +11,8 @@ from conftest import ended, fork, plain_log_probs
 
 import coevolve
 import dpo
-import envs
 import worlds
+from engine import chat, models
 from common.files import read_jsonl
 from common.settings import Refused
 from lab.chat.play import agent_of, chosen, main
@@ -47,7 +47,7 @@ def typed(monkeypatch, capsys):
     ("webshop", "short"), ("webshop", "full"), ("intercodesql", "short"), ("intercodesql", "full")])
 def test_a_person_plays_what_the_agent_reads_to_the_reward(typed, env, view):
     """A person who types the expert's replies, queries as they are, comes to the expert's reward."""
-    world = envs.make(env, view)
+    world = worlds.make(env, view)
     messages, reward = worlds.converse(world, world.reset(f"{env}-test-3"), world.expert())
     world.close()
     replies = [m["content"] for m in messages if m["role"] == "assistant"]
@@ -93,8 +93,8 @@ def test_it_works_with_a_pipe(tmp_path):
 
 def test_the_agent_plays_as_in_its_evaluation_and_says_how_sure_it_is(small_run, typed):
     agent = small_run / "iter1/target-agent"
-    model = dpo.read_model(agent).eval()
-    encoder = dpo.Encoder(dpo.read(coevolve.transformers.AutoTokenizer, agent))
+    model = models.read_model(agent).eval()
+    encoder = chat.Encoder(models.read(coevolve.transformers.AutoTokenizer, agent))
     for row in read_jsonl(small_run / "eval-1-target-test.jsonl")[:2]:
         said = typed(*[""] * row["steps"])("webshop", row["task"], "--agent", small_run)
         replies = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
@@ -120,7 +120,7 @@ def test_the_agent_reads_what_the_person_did(small_run, typed, monkeypatch):
     said = typed("search[\xfcmug mug]", "", "q")("webshop", "webshop-test-0", "--agent", small_run)
     turns = said.split("--- turn ")[1:]
     assert len(turns) == 3 and "Page 1 (Total results" in turns[0] and "left after 2" in turns[2]
-    world = envs.make("webshop", "short")
+    world = worlds.make("webshop", "short")
     messages = world.opening(world.reset("webshop-test-0"))
     (encoder, first), (_, second), _ = asked
     assert first == encoder.encode(messages, 1)[0]

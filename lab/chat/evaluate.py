@@ -19,14 +19,15 @@ from typing import Literal, Optional
 
 from tqdm import tqdm
 
-import envs
-from coevolve import Run, bar, scores, write
-from common.files import hashed, seed_of
-from common.settings import Free, Method, Refused, limited
+from coevolve import scores
+from common.files import hashed, seed_of, whole_lines
+from common.settings import Free, Method, Refused, Stated, limited
 from dpo import Trajectory
+from engine import playing
+from engine.experts import evaluated_tasks
+from engine.records import write
+from engine.run import Run
 from evolve import by_one_rank
-from lab.careful.kept import whole_lines
-from lab.careful.overlap import Overlap
 from lab.chat.endpoint import USAGE, ContextFull, Endpoint, NotAnswered, OnlyThoughts
 from worlds import World, is_web_address
 from worlds.expert_files import experts
@@ -59,18 +60,18 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
     else:
         episodes = run.play(agent, episodes, s.temperature)
     write(run, out, episodes)
-    return scores(episodes, run) | spent | best_of(episodes, s.rollouts, run.env.success)
+    return scores(episodes, s.hard_threshold) | spent | best_of(episodes, s.rollouts)
 
 
-def best_of(episodes: list[Trajectory], rollouts: int, success: float) -> dict:
+def best_of(episodes: list[Trajectory], rollouts: int) -> dict:
     """The means over tasks of the best of several rollouts, which stand one after another."""
     if rollouts == 1:
         return {}
     best = []
     for n in range(0, len(episodes), rollouts):
-        best.append(max(t.reward for t in episodes[n:n + rollouts]))
-    solved = sum(reward >= success for reward in best)
-    return dict(best=sum(best) / len(best), best_success=solved / len(best))
+        best.append(max(episodes[n:n + rollouts], key=lambda t: t.reward))
+    return dict(best=sum(t.reward for t in best) / len(best),
+                best_success=sum(not t.is_failure for t in best) / len(best))
 
 
 # --------------------------------------------------------------------------------- an endpoint
@@ -129,12 +130,12 @@ class Paid:
 
     def play(self, episodes: list[Trajectory], make_env: Callable, answer: Callable) -> None:
         """Lets the endpoint play episodes, `slots` at a time, in environments of `make_env`; answer
-        is that of `envs.play`."""
+        is that of `playing.play`."""
         most = self.run.settings.max_tokens
         works = []
-        with bar(self.run, len(episodes)) as progress:
+        with self.run.bar(len(episodes)) as progress:
             for slot in range(self.slots):
-                works.append(partial(envs.play, make_env, Text(), episodes[slot::self.slots],
+                works.append(partial(playing.play, make_env, Text(), episodes[slot::self.slots],
                                      answer, 1, most, lambda t: progress.update()))
             self.side_by_side(works)
 
@@ -238,12 +239,10 @@ def examples(run: Run) -> list[dict]:
     count = run.settings.examples
     if run.options.protocol == "eto" or count == 0:
         return []
-    evaluated = set()  # what these tasks are, since one may have several ids
-    for split in run.splits:
-        evaluated |= {repr(env.find(task)) for task in env.tasks(split)}
+    evaluated = evaluated_tasks(env, run.splits)
     found = []  # conversations
     for task, messages, reward in experts(env, run.settings.experts, 0):
-        if reward >= env.success and repr(env.find(task)) not in evaluated:
+        if reward >= 1 and repr(env.find(task)) not in evaluated:
             found.append(messages)
         if len(found) == count:
             break
@@ -263,12 +262,16 @@ def without_rules(message: dict, env: World) -> dict:
 # ------------------------------------------------------------------------------------ settings
 
 
+def no_agents(s) -> int:
+    return 0
+
+
 def is_endpoint(model: str) -> bool:
     return model.startswith(("http://", "https://"))
 
 
 @dataclass(frozen=True)
-class Chat(Overlap):
+class Chat(Stated):
     """A chat endpoint"""
     # The name of the model at its endpoint [none]
     model_name: Optional[str] = None
@@ -290,10 +293,11 @@ class Chat(Overlap):
 
 
 PLAYED = ("env", "method", "model", "out", "eval_tasks", "eval_splits", "view", "max_tokens",
-          "max_new_tokens", "slots", "temperature", "rollouts")
+          "max_new_tokens", "slots", "temperature", "rollouts", "track")
 METHODS = {
-    "evaluate": Method(evaluations, (*PLAYED, "seed", "bf16", Overlap),
+    "evaluate": Method(evaluations, (*PLAYED, "seed", "bf16", "tokens_per_forward"), no_agents,
                        "nothing is trained: the model, or an agent's folder, plays as it is"),
     "chat": Method(evaluations, (*PLAYED, "experts", "model_name", "examples", "refused"),
+                   no_agents,
                    "nothing is trained: the model at a chat endpoint, --model https://host/v1"),
 }

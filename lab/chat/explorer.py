@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Optional
 
 import evolve
-from coevolve import Run, scores, write
+from coevolve import scores
 from common.files import read_jsonl
 from common.settings import Stated, limited
+from engine.records import write
+from engine.run import Run
 from evolve import by_one_rank, env_with, rows_of
 from lab.chat.endpoint import ContextFull, Endpoint, NotAnswered
 from lab.chat.evaluate import Paid, is_endpoint
@@ -101,7 +103,7 @@ def explore_there(run: Run, out: Path, task_set: list[Path], signals: list[Path]
     explorer.paid.play(begun, make_env, explorer.answer)
     kept = [t for t in begun if t.ended != "context"]
     write(run, out, kept)
-    found = scores(kept, run) if kept else dict(episodes=0)
+    found = scores(kept, run.settings.hard_threshold) if kept else dict(episodes=0)
     return found | explorer.paid.spent() | dict(refused=len(begun) - len(kept))
 
 
@@ -226,15 +228,14 @@ def written(generator, task: str, value: dict) -> dict:
 
 # ------------------------------------------------------------------------------------ settings
 
-Who = limited(str, "must be policy, aimed, http://host:port/v1 or https://host/v1",
-              lambda text: text in ("policy", "aimed") or is_web_address(text))
+Who = limited(str, "must be policy, http://host:port/v1 or https://host/v1",
+              lambda text: text == "policy" or is_web_address(text))
 
 
 @dataclass(frozen=True)
 class Explorer(evolve.Evolution, Stated):
     """An explorer in place of the agent"""
-    # Who explores: policy, the agent itself; aimed, first the agent, later nobody, since what is
-    # picked is varied by script; or https://host/v1, an endpoint [ours; D: Qwen3-Max]
+    # Who explores: policy, the agent itself, or https://host/v1, an endpoint [ours; D: Qwen3-Max]
     explorer: Who = "policy"
     # The name of the explorer's model at its endpoint [none]
     explorer_model: Optional[str] = None
@@ -246,5 +247,5 @@ class Explorer(evolve.Evolution, Stated):
 
 
 METHODS = {name: method._replace(loop=partial(method.loop, find=find_tasks),
-                                 reads=(*method.reads, "explorer_model"))
+                                 reads=(*method.reads, "explorer", "explorer_model"))
            for name, method in evolve.METHODS.items()}  # of the second system, whoever explores

@@ -17,20 +17,22 @@ import transformers
 
 import coevolve
 import dpo
-import envs
-from common.settings import Refused, parse, settings_of
-from lab.careful.overlap import flags_of
+from common.settings import Refused, flag, parse, settings_of
+from engine import chat, models, trial
+from engine.sampling import Draw
+from envs import episode
 from lab.runfiles import command, config_of, phases_of, visible
+from worlds import World, environment, make
 
 ENDS = dict(budget="out of turns", context="out of context", done="done")
 
 
-class Encoder(dpo.Encoder):
+class Encoder(chat.Encoder):
     """Of a folder's model; the person's words stay as they are, the agent may not have them."""
 
     def __init__(self, folder: Path):
-        rows = dpo.read_config(folder).get_text_config().vocab_size
-        super().__init__(dpo.read(transformers.AutoTokenizer, folder), rows)
+        rows = models.read_config(folder).get_text_config().vocab_size
+        super().__init__(models.read(transformers.AutoTokenizer, folder), rows)
         self.said = ""  # by the person in this turn, if anything
 
     def close(self, ids, stops):
@@ -45,19 +47,19 @@ class Agent:
         gpu = torch.cuda.is_available()
         bf16 = gpu and s["bf16"] != "off" and s["model"] != "tiny"
         dtype = torch.bfloat16 if bf16 else torch.float32
-        self.model = dpo.read_model(folder, dtype, "cuda" if gpu else "cpu").eval()
+        self.model = models.read_model(folder, dtype, "cuda" if gpu else "cpu").eval()
         self.encoder = encoder
         self.stops = stops
-        self.most = s["max_new_tokens"]
-        self.ways = config["ways"][1:]
+        draw = Draw(encoder.sampler(0.0), encoder, stops)
+        self.answer = trial.answer_of(config["ways"]["replies"], self.model, draw, 1,
+                                      s["max_tokens"], s["max_new_tokens"], s["max_tokens"])
 
     @torch.inference_mode()
     def propose(self, t: dpo.Trajectory) -> tuple[list[int], str, float]:
         """The greedy reply to an episode so far: ids, text, probability."""
-        (ids, _), = dpo.replies(self.model, self.encoder, self.encoder.sampler(0.0), self.most,
-                                self.stops, [(t.ids, random.Random())], *self.ways)
+        (ids, _), = self.answer([(t, random.Random())])
         read = dpo.Trajectory(ids=t.ids + ids, action_mask=[0] * len(t.ids) + [1] * len(ids))
-        log_p = dpo.token_log_probs(self.model, [read], self.encoder.sampler()).sum()
+        log_p = dpo.token_log_probs(self.model, [read], self.encoder.sampler().scores).sum()
         self.encoder.said = ""
         _, _, text = self.encoder.close(ids, self.stops)
         return ids, text, log_p.exp().item()
@@ -67,7 +69,7 @@ def say(text: str) -> None:
     print(visible(text), flush=True)
 
 
-def play(env: envs.World, encoder: Encoder, task: str, most: float, agent: Agent | None) -> str:
+def play(env: World, encoder: Encoder, task: str, most: float, agent: Agent | None) -> str:
     """One episode by the person, or by the agent where that one says nothing.
 
     Args:
@@ -83,7 +85,7 @@ def play(env: envs.World, encoder: Encoder, task: str, most: float, agent: Agent
     t = dpo.Trajectory(task)
     shown = 0
     ids = []
-    running = envs.episode(env, encoder, t, most)
+    running = episode(env, encoder, t, most)
     say(f"{task}; ? explains, q quits")
     try:
         running.send(None)
@@ -103,10 +105,10 @@ def play(env: envs.World, encoder: Encoder, task: str, most: float, agent: Agent
     except (EOFError, KeyboardInterrupt):
         how = "left"
     return (f"{how} after {t.steps} turn{'s' * (t.steps != 1)}: reward {t.reward:.3f}, "
-            f"{'a' if t.reward >= env.success else 'no'} success")
+            f"{'no' if t.is_failure else 'a'} success")
 
 
-def typed(env: envs.World, may_be_empty: bool) -> str:
+def typed(env: World, may_be_empty: bool) -> str:
     """The person's reply: an action, the number of one, or nothing; EOFError for q."""
     actions, forms = env.possible()
     numbered = {str(n): action for n, action in enumerate(actions, 1)}
@@ -144,13 +146,15 @@ def settings_for(env: str, more: list[str], before: dict) -> tuple:
     """(settings, the environment's own), of flags, else of an agent's run `before`."""
     if before and before["env"] != env:
         raise Refused(f"--agent: it was trained on {before['env']}, not on {env}")
-    names = ("view", "max_tokens", *settings_of(envs.environment(env)))
-    kept = {name: before.get(name) for name in names}
-    return parse(["--env", env, "--method", "sft", "--model", "a person", *flags_of(kept), *more],
-                 coevolve.Settings, coevolve.METHODS, envs.environment)
+    flags = []
+    for name in ("view", "max_tokens", *settings_of(environment(env))):
+        if before.get(name) is not None:
+            flags.append(f"{flag(name)}={before[name]}")
+    return parse(["--env", env, "--method", "sft", "--model", "a person", *flags, *more],
+                 coevolve.Settings, coevolve.METHODS, environment)
 
 
-def chosen(env: envs.World, asked: str) -> str:
+def chosen(env: World, asked: str) -> str:
     """The task asked for, or any of the split asked for; Refused if there is none."""
     try:
         if "-" in asked:
@@ -173,11 +177,11 @@ def main(argv: list[str]) -> None:
     asked, more = parser.parse_known_args(argv[len(words):])
     if not words:
         raise Refused("name an environment: play webshop; --help says more")
-    run, folder = agent_of(asked.agent) if asked.agent else (None, coevolve.MODELS["tiny"])
+    run, folder = agent_of(asked.agent) if asked.agent else (None, models.MODELS["tiny"])
     config = config_of(run) if run else dict(settings={})
     s, options = settings_for(words[0], more, config["settings"])
     transformers.utils.logging.disable_progress_bar()
-    env = envs.make(s.env, s.view, **asdict(options))
+    env = make(s.env, s.view, **asdict(options))
     encoder = Encoder(folder)
     try:
         task = chosen(env, words[1] if len(words) > 1 else env.test_splits[0])
