@@ -122,10 +122,10 @@ def known_by(given, agents: dict[Path, str]):
         given = list(given.values())
     if isinstance(given, (list, tuple)):
         return [known_by(part, agents) for part in given]
-    if given in agents:
-        return agents[given]
     if given.is_file():
         return bytes_of(given)
+    if given in agents:
+        return agents[given]
     found = []
     for file in sorted(given.glob("*.*")):
         if file.is_file():

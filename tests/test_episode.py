@@ -2,15 +2,19 @@
 
 import random
 import threading
+from dataclasses import replace
 
 import pytest
-from conftest import Toy, make_tokenizer
-from test_dpo import hostile, one_token_at_a_time
+from conftest import TEMPLATES, Toy, one_token_at_a_time
+from test_encoder import hostile
 
-import dpo
-import envs
+from common.settings import Refused
 from dpo import Trajectory
-from worlds import Step
+from engine import playing
+from engine.sampling import Draw
+from engine.trial import answer_of
+from envs import episode
+from worlds import EnvError, Step
 
 
 class Echo(Toy):
@@ -34,24 +38,20 @@ def begun():
     return [Trajectory(f"toy-train-{n}", "target", 1, 0, seed=n) for n in range(8)]
 
 
-def answers(agent, temperature, most):
+def answers(agent, temperature=1.0, slots=3, max_tokens=400, most=8):
     """What replies to conversations as a run does."""
     model, encoder = agent
-    sampler = encoder.sampler(temperature)
-
-    def answer(asked):
-        conversations = [(t.ids, rng) for t, rng in asked]
-        return dpo.replies(model, encoder, sampler, most, Echo.stops, conversations)
-
-    return answer
+    draw = Draw(encoder.sampler(temperature), encoder, Echo.stops)
+    return answer_of("kept", model, draw, slots, max_tokens, most, 100)
 
 
 def play(agent, env=Echo, temperature=1.0, slots=3, max_tokens=400, most=8):
     """Plays the eight episodes; each ends once."""
     trajectories = begun()
     ended = []
-    envs.play(env, agent[1], trajectories, answers(agent, temperature, most), slots, max_tokens,
-              lambda t: ended.append(t.task))
+    answer = answers(agent, temperature, slots, max_tokens, most)
+    playing.play(env, agent[1], trajectories, answer, slots, max_tokens,
+                 lambda t: ended.append(t.task))
     assert sorted(ended) == sorted(t.task for t in trajectories)
     return trajectories
 
@@ -65,7 +65,7 @@ def scripted(env, encoder, replies, max_tokens=400):
     """An episode whose agent says these ids, or None, in turn; and the prompts that it was given."""
     t = Trajectory("toy-train-3", "target", 1, 0, seed=3)
     prompts = []
-    running = envs.episode(env, encoder, t, max_tokens)
+    running = episode(env, encoder, t, max_tokens)
     try:
         asked, _ = next(running)
         for ids in replies:
@@ -79,9 +79,9 @@ def scripted(env, encoder, replies, max_tokens=400):
     pytest.fail("the episode is not over")
 
 
-@pytest.fixture(scope="module")
-def encoder():
-    return dpo.Encoder(make_tokenizer("chatml"))
+@pytest.fixture
+def encoder(agent):
+    return agent[1]
 
 
 def texts(t):
@@ -144,7 +144,7 @@ def test_an_episode_whose_context_is_full_ends_there(encoder):
 
     # An opening that fills it is never shown.
     t = Trajectory("toy-train-3", reward=1.0)
-    assert list(envs.episode(Echo(), encoder, t, size)) == []
+    assert list(episode(Echo(), encoder, t, size)) == []
     assert (t.ids, t.messages, t.reward, t.ended) == ([], [], 0.0, "context")
 
 
@@ -161,18 +161,14 @@ def played_alone(agent, task, seed, temperature):
         new, log_probs = one_token_at_a_time(model, encoder, ids, rng, temperature, 8)
         sampled += new
         logs += log_probs
-        ids = ids + new
-        mask = mask + [1] * len(new)
-        if new[-1] != encoder.end_of_turn:
-            ids = ids + [encoder.end_of_turn]
-            mask = mask + [0]
+        added = [] if new[-1] == encoder.end_of_turn else [encoder.end_of_turn]
         step = env.step(encoder.decode(new).strip())
-        if step.done or turn == 3:
-            break
-        page = encoder.observation(step.observation)
-        ids = ids + page
-        mask = mask + [0] * len(page)
-    return ids, mask, logs, step.reward, sampled
+        over = step.done or turn == 3
+        page = [] if over else encoder.observation(step.observation)
+        ids = ids + new + added + page
+        mask = mask + [1] * len(new) + [0] * len(added + page)
+        if over:
+            return ids, mask, logs, step.reward, sampled
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -192,8 +188,7 @@ def test_what_runs_beside_an_episode_changes_nothing(agent, temperature):
 def test_a_forged_page_gives_the_agent_no_turn(agent):
     """The environment gets what was sampled, once a step, and nothing of a page."""
     _, encoder = agent
-    encoder.tokenizer.name = "chatml"
-    forged = hostile(encoder.tokenizer)
+    forged = hostile(encoder.tokenizer, TEMPLATES["chatml"][1])
 
     class Forger(Echo):
         max_steps = 3
@@ -212,7 +207,7 @@ def test_a_forged_page_gives_the_agent_no_turn(agent):
 
 def test_slots_bound_the_environments_and_every_round_asks_all_who_wait(agent):
     made, rounds = [], []
-    answer = answers(agent, 1.0, 8)
+    answer = answers(agent)
 
     def make():
         made.append(Echo())
@@ -223,12 +218,12 @@ def test_slots_bound_the_environments_and_every_round_asks_all_who_wait(agent):
         return answer(asked)
 
     trajectories = begun()
-    envs.play(make, agent[1], trajectories, counted, 3, 400)
+    playing.play(make, agent[1], trajectories, counted, 3, 400)
     assert len(made) == 3
     assert max(rounds) == 3
     assert sum(rounds) == sum(t.steps for t in trajectories)
     assert len(rounds) <= sum(rounds) / 2
-    envs.play(lambda: pytest.fail("nobody plays"), agent[1], [], answer, 3, 400)
+    playing.play(lambda: pytest.fail("nobody plays"), agent[1], [], answer, 3, 400)
 
 
 # ----------------------------------------------------------------------- environments that break
@@ -244,7 +239,7 @@ def breaking(*at, error=None):
             with self.lock:
                 Breaks.calls += 1
                 if Breaks.calls in at:
-                    raise error or envs.EnvError("the shop is gone")
+                    raise error or EnvError("the shop is gone")
 
         def reset(self, task):
             self.call()
@@ -258,7 +253,7 @@ def breaking(*at, error=None):
 
 
 def test_an_environment_that_breaks_and_is_repaired_plays_the_same_episodes(agent, monkeypatch):
-    monkeypatch.setattr(envs, "WAITS", [0.0] * 12)
+    monkeypatch.setattr(playing, "WAITS", [0.0] * 12)
     expected = play(agent)
     closed = []
     env = breaking(*random.Random(0).sample(range(1, 40), 12))
@@ -267,7 +262,9 @@ def test_an_environment_that_breaks_and_is_repaired_plays_the_same_episodes(agen
         closed.append(self)
 
     env.close = close
-    assert play(agent, env) == expected
+    for t, alike in zip(play(agent, env), expected, strict=True):
+        assert t.log_probs == pytest.approx(alike.log_probs, abs=1e-9)
+        assert replace(t, log_probs=[]) == replace(alike, log_probs=[])
     assert env.calls >= 40
     assert len(closed) == 12 + 3  # at each fault, and those of three slots at the end
 
@@ -275,27 +272,27 @@ def test_an_environment_that_breaks_and_is_repaired_plays_the_same_episodes(agen
 def test_an_environment_that_breaks_for_good_ends_the_play(agent, monkeypatch):
     """After the waits; what it was playing is no trajectory, least of all a failure."""
     waits = []
-    monkeypatch.setattr(envs.time, "sleep", waits.append)
+    monkeypatch.setattr(playing.time, "sleep", waits.append)
     env = breaking(*range(9, 999))
-    with pytest.raises(envs.EnvError, match="the shop is gone"):
+    with pytest.raises(EnvError, match="the shop is gone"):
         play(agent, env, slots=1)
     assert waits == [0.5, 5.0, 25.0]
     assert env.calls == 9 + 3
 
 
 def test_a_run_whose_environment_breaks_writes_no_episodes(toy_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(envs, "WAITS", [0.0])
+    monkeypatch.setattr(playing, "WAITS", [0.0])
 
     class Hole(Toy):
         """One task breaks at the second step, unless the expert plays."""
         def step(self, reply):
             if self.task == "toy-train-4" and self.replies and reply != "the word":
-                raise envs.EnvError("toy-train-4: the shop is gone; start it again")
+                raise EnvError("toy-train-4: the shop is gone; start it again")
             return super().step(reply)
 
     with pytest.raises(SystemExit) as refusal:
         toy_run(Hole, "--method", "eto")
-    assert refusal.value.code == "coevolve.py: toy-train-4: the shop is gone; start it again"
+    assert refusal.value.code.startswith("toy-train-4: the shop is gone; start it again. The same")
     run = tmp_path / "run"
     assert (run / "eval-0-target-test.jsonl").exists()
     assert not any((run / "iter1").iterdir())
@@ -305,29 +302,29 @@ def test_a_run_whose_environment_breaks_writes_no_episodes(toy_run, tmp_path, mo
     assert len((run / "iter1/target.jsonl").read_text().splitlines()) == 8
 
 
-@pytest.mark.parametrize("error", [KeyError("a bug"), envs.Refused("flag")])
+@pytest.mark.parametrize("error", [KeyError("a bug"), Refused("flag")])
 def test_a_bug_or_a_wrong_setting_is_no_fault_of_the_world(agent, error, monkeypatch):
-    monkeypatch.setattr(envs.time, "sleep", lambda seconds: pytest.fail("it was repeated"))
+    monkeypatch.setattr(playing.time, "sleep", lambda seconds: pytest.fail("it was repeated"))
     with pytest.raises(type(error)) as raised:
         play(agent, breaking(12, error=error))
     assert raised.value is error
 
 
 def test_the_end_does_not_wait_for_an_environment_that_hangs(agent, monkeypatch):
-    monkeypatch.setattr(envs, "WAITS", [])
+    monkeypatch.setattr(playing, "WAITS", [])
     release = threading.Event()
     went_on = []
 
     class Hangs(Echo):
         def reset(self, task):
             if task == "toy-train-0":
-                raise envs.EnvError("gone")
+                raise EnvError("gone")
             if task == "toy-train-1":
                 release.wait(60)
                 went_on.append(task)
             return super().reset(task)
 
-    with pytest.raises(envs.EnvError, match="gone"):
+    with pytest.raises(EnvError, match="gone"):
         play(agent, Hangs)
     assert not went_on
     release.set()

@@ -1,0 +1,684 @@
+"""A run's folder and command line: what is done once, what is done again, and how a run ends."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+from accelerate.tracking import GeneralTracker
+from conftest import TOY, Toy, ended, fork, program, wait_until
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+import coevolve
+from common import files
+from common.files import read_json, read_jsonl, write_json, write_jsonl
+from common.settings import parse
+from engine import command, models, run, tracking
+from engine.chat import Encoder
+from worlds import EnvError, environment
+
+KILLS = int(os.environ.get("KILLS", 3))
+FF = "failure>failure"
+
+
+def made(folder) -> list[str]:
+    """The outputs that were made in a folder, in order, by all of its processes."""
+    return [row["phase"] for row in read_jsonl(folder / "metrics.jsonl") if row["event"] == "phase"]
+
+
+def contents(folder) -> tuple[dict, dict]:
+    """The files of a run that its phases made, and what is recorded of these, but for the time."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_file() and name not in ("config.json", "phases.json", "metrics.jsonl", "lock"):
+            found[name] = path.read_bytes()
+    phases = read_json(folder / "phases.json")
+    return found, {name: row | dict(seconds=0) for name, row in phases.items()}
+
+
+def refused(*flags) -> str:
+    """The line with which a run ends that starts with these flags."""
+    with pytest.raises(SystemExit) as refusal:
+        program(*flags)
+    return refusal.value.code
+
+
+@pytest.fixture
+def again(toy, small_model, tmp_path, monkeypatch):
+    """again(change, *flags) -> which outputs are made again once change(folder) was done to a copy
+    of the run in the toy, which is in tmp_path/run."""
+    out = tmp_path / "run"
+    shutil.copytree(toy[0], out)
+    monkeypatch.setattr(run, "make", lambda *_, **__: Toy())
+
+    def start(change=lambda out: None, *flags):
+        change(out)
+        before = len(made(out))
+        program(*TOY, "--model", small_model, "--out", out, *flags)
+        return {*made(out)[before:]}
+
+    return start
+
+
+# ----------------------------------------------------------------------------- once, or once more
+
+
+def test_a_phase_is_done_again_exactly_if_what_it_is_made_from_differs(small_model, tmp_path):
+    """Phase, parameters, bytes of files, agents, tokenizer; no times and no names of files."""
+    given = tmp_path / "given"
+    given.write_text("a")
+    s = coevolve.Settings(model=str(small_model), out=str(tmp_path / "run"), max_tokens=99)
+    done = []
+
+    def copy(r, out, *inputs, n=1):
+        done.append(r.name)
+        out.write_text(inputs[0].read_text())
+        return {}
+
+    def other(r, out, *inputs, n=1):
+        return copy(r, out, *inputs)
+
+    def agent(r, out, *inputs, n=1):
+        done.append(r.name)
+        out.mkdir()
+        return {}
+
+    def process(phase=copy, inputs=(given,), fingerprint="", n=1):
+        """What one process does: a file, an agent of it, and a file of both."""
+        r = run.Run(s, environment("webshop")())
+        r.fingerprint += fingerprint
+        done.clear()
+        first = r.once("first.jsonl", phase, *inputs, n=n)
+        trained = r.once("agent", agent, first)
+        r.once("last.jsonl", copy, first, [trained], dict(more=given))
+        r.close()
+        return done.copy()
+
+    everything = ["first.jsonl", "agent", "last.jsonl"]
+    assert process() == everything
+    assert process() == []
+    os.utime(given, (1, 1))
+    assert process() == []
+    assert process(n=3) == ["first.jsonl"]  # whose bytes are the same ones
+    assert process(other, n=3) == ["first.jsonl"]
+    now = dict(phase=other, inputs=(given, given), n=3)
+    assert process(**now) == ["first.jsonl"]
+    given.write_text("b")
+    assert process(**now) == everything
+    now["fingerprint"] = "x"
+    assert process(**now) == everything
+    (tmp_path / "run/agent").rmdir()
+    assert process(**now) == ["agent"]
+    (tmp_path / "run/first.jsonl").write_text("by hand")
+    assert process(**now) == ["agent", "last.jsonl"]
+    assert process(**now) == []
+
+
+def fewer_experts(out):
+    (out / "experts.jsonl").write_text("".join(open(out / "experts.jsonl").readlines()[:5]))
+
+
+def without_failures(out):
+    pairs = out / "iter1/pairs-target.jsonl"
+    write_jsonl(pairs, [row for row in read_jsonl(pairs) if row["kind"] != FF])
+
+
+def test_a_finished_run_does_nothing_again(again, toy):
+    assert again(lambda out: None, "--slots", 2, "--tokens-per-forward", 99) == set()  # are free
+    assert contents(toy[0])[0] | {} == contents(toy[0])[0]
+
+
+FOLLOWS = {"iter1/target-agent", "eval-1-target-test.jsonl"}
+
+
+@pytest.mark.parametrize("change, expected", [
+    (without_failures, FOLLOWS),
+    (lambda out: (out / "iter1/target.jsonl").unlink(), {"iter1/target.jsonl"}),
+    # An agent that is gone comes back as it was, so that what followed from it stands.
+    (lambda out: shutil.rmtree(out / "sft-target"), {"sft-target"}),
+    (lambda out: shutil.rmtree(out / "iter1"), {f"iter1/{name}" for name in (
+        "target.jsonl", "failure.jsonl", "pairs-target.jsonl", "pairs-failure.jsonl",
+        "target-agent", "failure-agent")}),
+    (fewer_experts, None)])
+def test_an_edited_file_makes_what_follows_from_it_anew_and_a_deleted_one_itself(
+        change, expected, again, toy, tmp_path):
+    everything = {*read_json(toy[0] / "phases.json")}
+    assert again(change) == (expected or everything - {"experts.jsonl"})
+    if change is without_failures:
+        line = read_jsonl(tmp_path / "run/iter1/target-agent/train.jsonl")[0]
+        assert {*line["kinds"]} == {"expert>target", "expert>failure"}
+        # The edit undone, all is as it was.
+        name = "iter1/pairs-target.jsonl"
+        assert again(lambda out: shutil.copy(toy[0] / name, out / name)) == FOLLOWS
+    if change is not fewer_experts:
+        assert contents(tmp_path / "run") == contents(toy[0])
+
+
+def another_tensor(base):
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+
+
+def another_template(base):
+    template = base / "chat_template.jinja"
+    template.write_text("<|im_start|>system\nPlay.<|im_end|>\n" + template.read_text())
+
+
+@pytest.mark.parametrize("change, stays", [
+    (another_tensor, {"experts.jsonl"}), (another_template, set())])
+def test_another_base_is_trained_from_anew(change, stays, toy_run, small_model, tmp_path):
+    """Of a folder whose size stays; and the experts, too, whose ids are those of a template."""
+    base = shutil.copytree(small_model, tmp_path / "base")
+    (base / ".cache").mkdir()  # as the hub's client leaves one
+    flags = ("--model", base, "--method", "sft", "--eval-tasks", 1)
+    out = toy_run(Toy, *flags)
+    first = made(out)
+    change(base)
+    toy_run(Toy, *flags)
+    assert {*made(out)[len(first):]} == {*first} - stays
+
+
+def test_what_is_gone_or_not_asked_for_is_not_recorded(again, toy, tmp_path):
+    """A copied folder, of which the first files stay, does not tell the numbers of the others."""
+    def shorter(out):
+        shutil.rmtree(out / "iter1")
+        phases = read_json(out / "phases.json")
+        phases["eval-9-target-test.jsonl"] = phases["eval-0-target-test.jsonl"]  # of a longer run
+        shutil.copy(out / "eval-0-target-test.jsonl", out / "eval-9-target-test.jsonl")
+        write_json(out / "phases.json", phases)
+
+    again(shorter)
+    assert {*read_json(tmp_path / "run/phases.json")} == {*read_json(toy[0] / "phases.json")}
+
+
+class Tracker(GeneralTracker):
+    """Keeps what a tracker gets: {step: numbers}."""
+    name, requires_logging_directory, main_process_only = "ours", False, True
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+        self.settings = None
+
+    @property
+    def tracker(self):
+        return self.seen
+
+    def store_init_configuration(self, values):
+        self.settings = values
+
+    def log(self, values, step, **_):
+        self.seen[step] = values
+
+
+def test_a_run_grows_by_iterations_and_its_log_and_tracker_go_on(toy_run, monkeypatch, capsys):
+    seen = Tracker()
+    monkeypatch.setattr(tracking, "filter_trackers", lambda *_: [seen])
+    flags = ("--method", "eto", "--track", "ours", "--eval-tasks", 2)
+    out = toy_run(Toy, *flags)
+    first = made(out)
+    assert seen.settings["dpo_lr"] == 1e-3
+    toy_run(Toy, *flags, "--iterations", 2)
+    assert made(out)[len(first):] == ["iter2/target.jsonl", "iter2/pairs-target.jsonl",
+                                      "iter2/target-agent", "eval-2-target-test.jsonl"]
+    config = read_json(out / "config.json")["settings"]
+    assert config["iterations"] == 2
+    assert "iterations (2 -> 1)" in refused(*TOY, "--model", config["model"], *flags, "--out", out)
+
+    # metrics.jsonl has a line for each step of training and for each phase, which a tracker gets.
+    lines = read_jsonl(out / "metrics.jsonl")
+    assert [*seen.seen] == [*range(1, len(lines) + 1)]
+    phases = read_json(out / "phases.json")
+    for number, line in enumerate(lines, 1):
+        output, of_tracker = line.pop("phase"), seen.seen[number]
+        if line.pop("event") == "train":
+            assert line in read_jsonl(out / output / "train.jsonl")
+            assert of_tracker[f"{output}/loss"] == line["loss"]
+        else:
+            assert line == phases[output]
+        if "split" in line:
+            assert of_tracker["evaluate/target/test/reward"] == line["reward"]
+
+
+def test_a_tracker_that_is_not_there_is_refused(tmp_path):
+    flags = ("--out", tmp_path / "run", "--method", "sft", "--track")
+    assert "--track abacus: " in refused(*flags, "abacus")
+    assert "--track wandb: it is not installed; pip install wandb" in refused(*flags, "wandb")
+
+
+# --------------------------------------------------------------------------------------- a branch
+
+
+def test_a_branch_takes_what_was_made_before_and_goes_on_with_other_settings(
+        toy_run, toy, small_model, tmp_path, capsys):
+    flags = ("--branch", f"{toy[0]}@iter1/pairs-target.jsonl", "--d-tgt-failures", "none")
+    out = toy_run(Toy, *flags)
+    said = capsys.readouterr().out
+    phases = read_json(toy[0] / "phases.json")
+    taken = [*phases][:[*phases].index("iter1/pairs-target.jsonl")]
+    assert made(out) == [*phases][len(taken):]
+    for name in taken:
+        row = read_json(out / "phases.json")[name]
+        assert row == phases[name] | {"from": str(toy[0])}
+        assert (out / name).is_dir() or (out / name).read_bytes() == (toy[0] / name).read_bytes()
+    weights = "sft-target/model.safetensors"
+    assert (out / weights).samefile(toy[0] / weights)  # which nobody edits
+    assert not (out / "experts.jsonl").samefile(toy[0] / "experts.jsonl")
+    kinds = read_json(out / "phases.json")["iter1/pairs-target.jsonl"]["pairs"]
+    assert FF not in kinds and "from" not in read_json(out / "phases.json")["iter1/target-agent"]
+
+    # What differs is said, and stands in config.json. The same command goes on.
+    assert "other settings: d_tgt_failures (cross -> none)\n" in said
+    assert read_json(out / "config.json")["branch"] == dict(
+        run=str(toy[0]), output="iter1/pairs-target.jsonl",
+        settings=["d_tgt_failures (cross -> none)"])
+    count = len(made(out))
+    toy_run(Toy, *flags)
+    assert len(made(out)) == count
+    # A branch of the branch says whose the files are.
+    other = tmp_path / "other"
+    program(*TOY, "--model", small_model, "--out", other, "--branch", f"{out}@iter1/target-agent",
+            "--d-tgt-failures", "none")
+    rows = read_json(other / "phases.json")
+    assert rows["sft-target"]["from"] == str(toy[0])
+    assert rows["iter1/pairs-target.jsonl"]["from"] == str(out)
+    assert contents(other)[0] == contents(out)[0]
+
+
+@pytest.mark.parametrize("branch, says", [
+    ("runs/nowhere@sft-target", "runs/nowhere is no run; give RUN@OUTPUT"),
+    ("TOY", "is no run; give RUN@OUTPUT"),
+    ("TOY@iter9/target.jsonl", "the run has no 'iter9/target.jsonl'; choose from: experts.jsonl, "),
+    ("GONE@eval-1-target-test.jsonl", "run/iter1/target.jsonl is not there any more")])
+def test_a_branch_of_what_is_not_there_is_refused(branch, says, toy, again, small_model, tmp_path):
+    (tmp_path / "run/iter1/target.jsonl").unlink()
+    branch = branch.replace("TOY", str(toy[0])).replace("GONE", str(tmp_path / "run"))
+    line = refused(*TOY, "--model", small_model, "--out", tmp_path / "new", "--branch", branch)
+    assert says in line
+
+
+# -------------------------------------------------------------------------------------- the folder
+
+
+@pytest.mark.parametrize("name", ["experts.jsonl", "sft-target", None])
+def test_a_folder_of_something_else_stays_as_it_is(name, toy_run, tmp_path):
+    out = tmp_path / "run"
+    mine = out
+    if name:
+        out.mkdir()
+        mine = out / name
+    mine.write_text("mine")
+    says = f"{name} is in it, and no run; give another" if name else "it is a file; give a folder"
+    with pytest.raises(SystemExit, match=f"--out {out}: {says}"):
+        toy_run(Toy)
+    assert mine.read_text() == "mine"
+    assert not name or [*out.iterdir()] == [mine]
+
+
+def test_a_folder_of_other_settings_or_of_a_model_is_refused(toy, small_model, tmp_path):
+    before = {path: path.read_bytes() for path in toy[0].rglob("*") if path.is_file()}
+    flags = (*TOY, "--model", small_model)
+    line = refused(*flags, "--out", toy[0], "--seed", 7, "--beta", 0.2)
+    assert "beta (0.1 -> 0.2), seed (0 -> 7); give another, or these settings again" in line
+    assert "method (coevolve -> positive)" in refused(*flags, "--out", toy[0], "--method",
+                                                      "positive")
+    assert before == {path: path.read_bytes() for path in before}
+    assert "is no run's; give another folder" in refused(*flags, "--out", small_model)
+
+
+def test_two_processes_in_a_folder_are_one_too_many(again, tmp_path):
+    out = tmp_path / "run"
+    ready, go = os.pipe(), os.pipe()
+
+    def hold():
+        held = files.lock(out)
+        os.write(ready[1], b"x")
+        os.read(go[0], 1)
+        held.close()
+
+    holder = fork(hold, tmp_path / "holder")
+    os.read(ready[0], 1)
+    with pytest.raises(SystemExit, match=f"--out {out}: another process is running in this folder"):
+        again()
+    os.write(go[1], b"x")
+    ended(holder)
+    assert again() == set()
+
+
+def test_an_agent_of_the_run_that_is_damaged_has_its_own_remedy(again, tmp_path):
+    """It is read where what follows from it is made again, and comes back once it is deleted."""
+    agent = tmp_path / "run/sft-target"
+
+    def cut(out):
+        weights = agent / "model.safetensors"
+        os.truncate(weights, weights.stat().st_size // 2)
+        (out / "iter1/target.jsonl").unlink()
+
+    with pytest.raises(SystemExit, match=f"{agent}: this agent of the run is damaged; delete the"):
+        again(cut)
+    assert again(lambda out: shutil.rmtree(agent)) == {"sft-target", "iter1/target.jsonl"}
+
+
+def test_a_trajectory_that_somebody_added_to_is_refused_by_line(again):
+    def add(out):
+        rows = read_jsonl(out / "iter1/target.jsonl")
+        rows[2]["note"] = "odd"
+        write_jsonl(out / "iter1/target.jsonl", rows)
+
+    with pytest.raises(SystemExit, match=r"iter1/target.jsonl, line 3: .* no 'note'; take it out"):
+        again(add)
+
+
+def test_a_disk_without_room_for_the_agents_is_refused_before_anything_is_made(
+        toy_run, small_model, tmp_path, monkeypatch):
+    size = (small_model / "model.safetensors").stat().st_size
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3.9 * size))
+    with pytest.raises(SystemExit, match="MB more; give a folder on another disk"):
+        toy_run(Toy)  # four agents
+    assert not list((tmp_path / "run").glob("*.jsonl"))
+
+
+# ----------------------------------------------------------------------------------- how it ends
+
+
+def in_a_process(small_model, out, *flags):
+    """What a fork does: a run in the toy, as `python coevolve.py` does it."""
+    def work():
+        run.make = lambda *_, **__: Toy()
+        argv = [*map(str, (*TOY, "--model", small_model, "--out", out, *flags))]
+        command.main(argv, coevolve.Settings, run.Run, coevolve.METHODS, "python coevolve.py")
+
+    return work
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
+        toy, small_model, tmp_path):
+    """KILLS=n kills so many times."""
+    seconds = sum(row["seconds"] for row in read_json(toy[0] / "phases.json").values())
+    rng = random.Random(KILLS)
+    kills = 0
+    folders = 0
+    while kills < KILLS:
+        out = tmp_path / str(folders)
+        process = fork(in_a_process(small_model, out), tmp_path / "said")
+        time.sleep(rng.uniform(0, seconds))
+        os.kill(process, signal.SIGKILL)
+        killed = ended(process) == -signal.SIGKILL
+        kills += killed
+        if not killed or kills == KILLS:
+            last = fork(in_a_process(small_model, out), tmp_path / "said")
+            assert ended(last) == 0, (tmp_path / "said").read_text()[-3000:]
+            assert contents(out) == contents(toy[0])
+            folders += 1
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_run_that_is_stopped_says_so_in_a_line(number, status, small_model, tmp_path):
+    out, said = tmp_path / "run", tmp_path / "said"
+    process = fork(in_a_process(small_model, out, "--iterations", 99), said)
+    wait_until((out / "experts.jsonl").exists)
+    os.kill(process, number)
+    assert ended(process) == status
+    assert "stopped; the same command goes on from here" in said.read_text().splitlines()
+    assert "Traceback" not in said.read_text()
+
+
+def test_an_error_of_the_users_is_a_line_and_a_bug_a_traceback(small_model, tmp_path, monkeypatch):
+    out, said = tmp_path / "run", tmp_path / "said"
+    assert ended(fork(in_a_process(small_model, out, "--beta", -1), said)) == 2
+    assert said.read_text().strip() == "--beta -1.0: must be above 0"
+
+    def bug(*_):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(models, "save", bug)
+    assert ended(fork(in_a_process(small_model, out), said)) == 1
+    assert "Traceback" in said.read_text() and "KeyError: 'a bug'" in said.read_text()
+
+
+@pytest.mark.parametrize("error, says", [
+    (OSError(28, "No space left on device"), "No space left on device; make room on the disk of"),
+    (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+     "No space left on device (os error 28). The same command goes on from here once that is"),
+    (torch.OutOfMemoryError("CUDA"), "out of memory; lower --tokens-per-forward or --slots"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory; lower"),
+    (RuntimeError("gloo: Connection closed by peer"), "process 0 ends because another one has"),
+    (FloatingPointError("loss nan"), "loss nan. The same command goes on from here once that is"),
+    (EnvError("mysql://me:secret@host is gone"), "mysql://me:***@host is gone. The same command"),
+])
+def test_what_the_machine_lacks_is_said_with_what_to_do(error, says, toy_run, monkeypatch):
+    def lacking(*_):
+        raise error
+
+    monkeypatch.setattr(models, "save", lacking)
+    with pytest.raises(SystemExit, match=re.escape(says)):
+        toy_run(Toy, "--method", "sft", "--eval-tasks", 1)
+
+
+# ------------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("--betta 1", "unrecognized arguments: --betta 1; --help lists the settings"),
+    ("--env mars", "unknown environment 'mars'; choose from: webshop"),
+    ("--method dance", "--method: invalid choice: 'dance'"),
+    ("--beta much", "--beta: invalid float value: 'much'"),
+    ("--beta -1 --sft-warmup 1", "--sft-warmup 1.0: must be at least 0 and below 1; --beta -1.0: "),
+    ("--beta nan", "--beta nan: must be a finite"),
+    ("--iterations 0", "--iterations 0: must be at least 1"),
+    ("--temperature 1e-39", "--temperature 1e-39: must be 0, which is greedy, or at least 0.001"),
+    ("--method sft --beta 0.2", "--beta is not read by --method sft"),
+    ("--method eto --d-fail cross", "--d-fail is not read by --method eto"),
+    ("--rollouts 2 --temperature 0", "--temperature 0: all rollouts of a task"),
+    ("--max-new-tokens 768 --max-tokens 768", "--max-new-tokens 768: must be below --max-tokens"),
+    ("--intercode-data /", "unrecognized arguments: --intercode-data"),  # of another environment
+    ("--experts /nowhere", "--experts /nowhere: is not there; give a file"),
+    ("--model /nowhere", "--model /nowhere: "),
+    ("--model a/b/c/d", "--model a/b/c/d: "),
+    ("--max-tokens 40 --max-new-tokens 8 --train-tasks 5 --method sft",
+     "no expert is left: {'too long': 5}; lower"),
+    ("--failure-from TINY --model SMALL", "tiny: its tokens are not those of --model"),
+])
+def test_a_flag_that_is_wrong_is_named_with_its_remedy(
+        flags, says, small_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    flags = flags.replace("TINY", str(models.MODELS["tiny"])).replace("SMALL", str(small_model))
+    assert says in refused("--out", tmp_path / "run", *flags.split())
+
+
+def settings_of(*argv):
+    return parse([*argv], coevolve.Settings, coevolve.METHODS, environment)[0]
+
+
+def test_presets_replace_defaults_and_what_is_given_replaces_presets():
+    """Of a model, an environment, a protocol, a method, and --quick, in this order."""
+    tiny = settings_of()
+    assert (tiny.view, tiny.lambda_sft, tiny.pair_weights) == ("short", 0.5, "instruction")
+    eto = settings_of("--method", "eto")
+    assert (eto.view, eto.lambda_sft, eto.pair_weights) == ("short", 0.0, "none")
+    assert settings_of("--method", "eto", "--lambda-sft", "0.5").lambda_sft == 0.5
+    assert settings_of("--env", "intercodesql").iterations == 5
+    quick = settings_of("--quick", "--model", "x", "--iterations", "2")
+    assert (quick.train_tasks, quick.eval_tasks, quick.iterations, quick.dpo_epochs) == (
+        120, 40, 2, 1)
+    assert settings_of("--quick").train_tasks == 60  # with tiny
+    assert (tiny.train_tasks, tiny.eval_tasks, tiny.iterations) == (100, 0, 3)
+
+
+def help_of(capsys, *argv):
+    """name of a flag -> its help in one line; and all that is printed."""
+    with pytest.raises(SystemExit) as done:
+        program(*argv)
+    assert not done.value.code
+    said = capsys.readouterr().out
+    flags = re.split(r"\n  (?=--)", said)
+    return {text.split()[0]: " ".join(text.split()) for text in flags}, said
+
+
+def test_help_is_an_interface(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    flags, said = help_of(capsys, "--env", "intercodesql", "--rollouts", 3, "--help", "all")
+    assert said.startswith("usage: python coevolve.py [--env ENV] [--method METHOD]")
+    for method in coevolve.METHODS:  # each with a line
+        assert re.search(rf"\n  {method} +\w", said)
+    # Groups by the classes of settings, with their headings.
+    assert "\nExploration and preference training (Sections 4.2 and 4.3):\n" in said
+    # The choices; a default with its source; what a preset or the user put in its place.
+    assert flags["--reference"].startswith("--reference {phase,sft,none} The reference pi_ref")
+    assert flags["--beta"].endswith("in iteration 1: default 0.1 [App. B; ETO]")
+    assert flags["--iterations"].endswith("5 (preset intercodesql; default 3 [App. B; 5 on "
+                                          "InterCodeSQL])")
+    assert flags["--rollouts"].endswith("3 (given; default 1 [Section 5.2.1])")
+    assert flags["--out"].endswith("default: runs/ENV-METHOD-sSEED")
+    assert max(map(len, said.splitlines())) <= 100
+    # Each says something of itself, and where its default is from.
+    for name, text in flags.items():
+        if name.startswith("--"):
+            assert re.search(r" [A-Z][^:]{10,}.*: .*default", text), text
+
+
+def test_help_lists_what_matters_of_what_the_method_reads(capsys):
+    some, said = help_of(capsys, "--method", "eto", "-h")
+    every, _ = help_of(capsys, "--method", "eto", "--help", "all")
+    assert "--beta" in some and "--d-fail" not in every
+    hidden = {*every} - {*some}
+    assert "--max-grad-norm" in hidden and said.endswith(f"--help all lists {len(hidden)} more\n")
+    assert " 0.0 (preset --method eto; default 0.1 [" in some["--lambda-sft"]
+
+
+def test_a_log_is_for_a_person(toy):
+    run, said = toy
+    assert "\r" not in said and "it/s" not in said  # no bars where the output is no terminal
+    row = read_json(run / "phases.json")["iter1/target.jsonl"]
+    phases, _, end = said.partition("coevolve on webshop")
+    assert f"{row['episodes']} episodes, reward {row['reward']:.3f}, " in phases
+    assert f"{row['success']:.0%} solved, {row['hard']:.0%} hard failures, " in phases
+    assert re.search(r"\n\S+  +\d+ steps?, loss \d\.\d{3} -> \d\.\d{3}, .*  \d:\d\d\n", phases)
+    first, last = [read_json(run / "phases.json")[f"eval-{i}-target-test.jsonl"] for i in (0, 1)]
+    assert f"target, test: reward {first['reward']:.3f} -> {last['reward']:.3f}, solved " in end
+    assert f"iter1/target.jsonl            {row['episodes']} episodes, " in end
+
+
+# ------------------------------------------------------------------------------ what it is given
+
+
+def pruned(folder):
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if "layers.1." not in name}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+def widened(folder):
+    config = read_json(folder / "config.json")
+    write_json(folder / "config.json", config | dict(intermediate_size=64))
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda f: (f / "model.safetensors").unlink(), "give a hub name within reach, or a folder with"),
+    (pruned, "weights are missing, such as model.layers.1."),
+    (widened, "; give a"),
+    (lambda f: (f / "chat_template.jinja").unlink(), "it has no chat template; use a chat model"),
+    (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
+])
+def test_a_model_that_cannot_be_used_is_named(change, says, small_model, tmp_path):
+    folder = shutil.copytree(small_model, tmp_path / "model")
+    change(folder)
+    line = refused("--model", folder, "--out", tmp_path / "run", "--method", "sft")
+    assert says in line and str(folder) in line, line
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_tokens_than_the_model_has_positions_are_said(toy_run, small_model, tmp_path, capsys):
+    base = shutil.copytree(small_model, tmp_path / "base")
+    config = read_json(base / "config.json")
+    write_json(base / "config.json", config | dict(max_position_embeddings=255))
+    toy_run(Toy, "--method", "sft", "--eval-tasks", 1, "--model", base)
+    assert f"{base} has 255 positions: " in capsys.readouterr().out
+
+
+EXPERT = dict(task="webshop-train-17", reward=1.0, messages=[
+    dict(role="user", content="u"), dict(role="assistant", content="a")])
+
+
+@pytest.mark.parametrize("content, where", [
+    ("[]", "no expert is left: {}"), ("# A title", "line 1"), ('{"a": 1}', "line 1"),
+    ('{"a": 1', "line 1"), ("[null]", "entry 0"), (b"\xff", "ETO's JSON list"),
+    (json.dumps(EXPERT | dict(task="webshop-train-99999")), "webshop-train-99999"),
+    (json.dumps(EXPERT | dict(reward=70)), "reward 70"),
+    (json.dumps(EXPERT | dict(messages=EXPERT["messages"][:1])), "line 1"),
+    (json.dumps(EXPERT), "webshop-train-17 is another task here"),
+])
+def test_an_expert_file_that_is_none_is_named(content, where, tmp_path):
+    (tmp_path / "e").write_bytes(content if isinstance(content, bytes) else content.encode())
+    line = refused("--experts", tmp_path / "e", "--out", tmp_path / "run")
+    assert where in line and (f"--experts {tmp_path / 'e'}" in line or content == "[]")
+    assert not list((tmp_path / "run").glob("*.jsonl"))
+
+
+def test_experts_of_a_run_are_experts_again(toy_run, toy, tmp_path):
+    """Kept as they were; those at or below the least reward are left out and counted."""
+    rows = read_jsonl(toy[0] / "experts.jsonl")
+    rows[0]["reward"], rows[1]["reward"] = 0.7, 0.71
+    full = rows[0] | dict(messages=[], ids=[], action_mask=[], ended="context", steps=0)
+    write_jsonl(tmp_path / "e", [full, *rows])
+    out = toy_run(Toy, "--method", "sft", "--experts", tmp_path / "e", "--expert-min-reward", 0.7,
+                  "--eval-tasks", 1)
+    assert read_jsonl(out / "experts.jsonl") == rows[1:]
+    assert read_json(out / "phases.json")["experts.jsonl"]["dropped"] == {
+        "too long": 1, "reward": 1}
+
+
+def test_the_best_of_an_agents_own_trajectories_are_experts(toy_run, toy, tmp_path):
+    """Of several of a task the first with the most reward; the others are counted."""
+    played = []
+    for name in ("target", "failure"):
+        played += read_jsonl(toy[0] / f"iter1/{name}.jsonl")
+    tasks = list(dict.fromkeys(row["task"] for row in played))
+    write_jsonl(tmp_path / "e", played)
+    out = toy_run(Toy, "--method", "sft", "--experts", tmp_path / "e", "--expert-min-reward", -1,
+                  "--train-tasks", 3, "--eval-tasks", 1)
+    found = read_jsonl(out / "experts.jsonl")
+    assert [row["task"] for row in found] == tasks[:3]  # as many tasks, however many entries
+    for row in found:
+        best = max([t for t in played if t["task"] == row["task"]], key=lambda t: t["reward"])
+        assert (row["agent"], row["reward"]) == ("expert", best["reward"])
+        assert row["messages"] == best["messages"] and row["steps"] == best["steps"]
+    phase = read_json(out / "phases.json")["experts.jsonl"]
+    assert phase["dropped"] == {"not the best of its task": 3}
+
+
+class Overlap(Toy):
+    """Three of the eight tasks that are trained on are evaluated, too, by other names."""
+    splits = dict(Toy.splits, test={key: f"toy-train-{key}" for key in ("1", "2", "3")})
+
+
+def test_no_agent_is_trained_on_what_it_is_evaluated_on(toy_run, toy):
+    flags = ("--method", "sft", "--eval-tasks", 1)
+    assert "3 of 3 evaluated tasks are also trained on; give other --eval-splits" in refusal_of(
+        toy_run, Overlap, *flags, "--model", toy[0] / "sft-target")
+    out = toy_run(Overlap, *flags)
+    assert {row["task"] for row in read_jsonl(out / "experts.jsonl")} == {
+        f"toy-train-{n}" for n in (0, 4, 5, 6, 7)}
+    assert read_json(out / "phases.json")["experts.jsonl"]["dropped"] == {"evaluated too": 3}
+
+
+def refusal_of(start, *arguments) -> str:
+    with pytest.raises(SystemExit) as refusal:
+        start(*arguments)
+    return refusal.value.code
+
+
+def test_what_a_tokenizer_cannot_write_is_said(toy_run, monkeypatch, capsys):
+    monkeypatch.setattr(Encoder, "read_back", lambda self, text: text.replace("word", "w ord"))
+    toy_run(Toy, "--method", "sft", "--eval-tasks", 1)
+    said = capsys.readouterr().out
+    assert "changes 16 replies of experts" in said and "'the word', becomes 'the w ord'" in said
