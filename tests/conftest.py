@@ -149,28 +149,18 @@ def plain_log_probs(model, ids, action_mask, never=(), temperature=1.0):
 @torch.no_grad()
 def one_token_at_a_time(model, encoder, ids, rng, temperature, most, stops=()):
     """A reply by a whole forward pass for each token, with its log-probabilities."""
-    never = list(encoder.sampler().never)
     new, logs = [], []
-    while len(new) < most:
+    over = False
+    while not over and len(new) < most:
         logits = model(torch.tensor([ids + new])).logits[0, -1]
-        logits[never] = -torch.inf
+        logits[list(encoder.sampler().never)] = -torch.inf
+        token = int(logits.argmax())
         if temperature:
-            # The first token at which what is left of u is used up
-            p = torch.softmax(logits / temperature, 0)
-            u = rng.random()
-            token = -1
-            for x in p.tolist():
-                token += 1
-                u -= x
-                if u < 0:
-                    break
+            p = (logits / temperature).softmax(0)
+            token = int((p.cumsum(0) <= rng.random()).sum())
             logs.append(p[token].log().item())
-        else:
-            token = int(logits.argmax())
         new.append(token)
-        text = encoder.decode(new)
-        if token == encoder.end_of_turn or any(stop in text for stop in stops):
-            break
+        over = token == encoder.end_of_turn or any(stop in encoder.decode(new) for stop in stops)
     return new, logs
 
 
@@ -275,9 +265,8 @@ class Toy(World):
         return Step(f"you said {len(reply)}", self.reward() if done else 0.0, done)
 
     def reward(self):
-        if self.replies == ["the word"] * 2:
-            return 1.0
-        return sum(map(ord, "".join(self.replies))) % 4 / 4
+        solved = self.replies == ["the word"] * 2
+        return 1.0 if solved else sum(map(ord, "".join(self.replies))) % 4 / 4
 
     def expert(self):
         return lambda observation: "the word"
@@ -321,10 +310,11 @@ def program(*flags):
 
 @pytest.fixture
 def toy_run(small_model, tmp_path, monkeypatch):
-    """toy_run(environment, *flags) runs the core with it in tmp_path/run, here and now."""
-    def start(env=Toy, *flags):
+    """toy_run(*flags, env=environment) runs the core in tmp_path/run, here and now."""
+    def start(*flags, env=Toy):
         monkeypatch.setattr(run, "make", lambda *_, **__: env())
-        own = TOY_SFT if "sft" in flags else TOY
+        given = dict(zip(flags[::2], flags[1::2]))
+        own = TOY_SFT if given.get("--method") == "sft" else TOY
         program(*own, "--model", small_model, "--out", tmp_path / "run", *flags)
         return tmp_path / "run"
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
-from conftest import Toy, make_tokenizer, plain_log_probs
+from conftest import make_tokenizer, plain_log_probs
 
 import coevolve
 from coevolve import Agent, Settings
@@ -17,7 +17,7 @@ from common.files import read_json, read_jsonl, write_jsonl
 from common.settings import Refused
 from dpo import Pair, Trajectory
 from engine.chat import Encoder
-from engine.records import read, read_pairs, write_pairs
+from engine.records import read_pairs, write_pairs
 
 ET = "expert>target"
 EF = "expert>failure"
@@ -26,21 +26,8 @@ FF = "failure>failure"
 # --------------------------------------------------------------------------------- pairs by hand
 
 
-def rollouts_of(agent, rewards):
-    return [Trajectory(agent=agent, iteration=1, rollout=n, reward=reward)
-            for n, reward in enumerate(rewards)]
-
-
-def target(*rewards):
-    return rollouts_of("target", rewards)
-
-
-def failure(*rewards):
-    return rollouts_of("failure", rewards)
-
-
-def expert(reward=1.0):
-    return Trajectory(agent="expert", reward=reward)
+def rollouts(agent, rewards):
+    return [Trajectory(agent=agent, rollout=n, reward=reward) for n, reward in enumerate(rewards)]
 
 
 def side(t):
@@ -54,68 +41,60 @@ def brief(pairs):
             for pair in pairs]
 
 
-@pytest.mark.parametrize("expert_reward, own, others, pairs", [
+@pytest.mark.parametrize("expert, own, others, settings, pairs", [
     # Three pairs; the two with the expert share a weight of 1, that of failures has no SFT term.
-    (1.0, [0.5], [0.75], [(ET, "e0:1.0", "t0:0.5", .5, .5),
-                          (EF, "e0:1.0", "f0:0.75", .5, .5),
-                          (FF, "f0:0.75", "t0:0.5", 1.0, 0.0)]),
+    (1.0, [0.5], [0.75], {}, [(ET, "e0:1.0", "t0:0.5", .5, .5), (EF, "e0:1.0", "f0:0.75", .5, .5),
+                              (FF, "f0:0.75", "t0:0.5", 1., 0.)]),
     # Equal failures make no pair of failures.
-    (1.0, [0.5], [0.5], [(ET, "e0:1.0", "t0:0.5", .5, .5), (EF, "e0:1.0", "f0:0.5", .5, .5)]),
+    (1.0, [0.5], [0.5], {}, [(ET, "e0:1.0", "t0:0.5", .5, .5), (EF, "e0:1.0", "f0:0.5", .5, .5)]),
     # The target succeeds: a tie with the expert, and no failure for the other one to be against.
-    (1.0, [1.0], [0.25], [(EF, "e0:1.0", "f0:0.25", 1.0, 1.0)]),
-    (1.0, [1.0], [1.0], []),
+    (1.0, [1.0], [0.25], {}, [(EF, "e0:1.0", "f0:0.25", 1., 1.)]),
+    (1.0, [1.0], [1.0], {}, []),
     # ETO: nobody else plays.
-    (1.0, [0.5], [], [(ET, "e0:1.0", "t0:0.5", 1.0, 1.0)]),
+    (1.0, [0.5], [], {}, [(ET, "e0:1.0", "t0:0.5", 1., 1.)]),
     # An expert at 0.75 is beaten by a success and by a better failure, which is not imitated. The
     # kind names the chosen.
-    (0.75, [1.0], [0.8], [("target>expert", "t0:1.0", "e0:0.75", .5, .5),
-                          ("failure>expert", "f0:0.8", "e0:0.75", .5, .0)]),
+    (0.75, [1.0], [0.8], {}, [("target>expert", "t0:1.0", "e0:0.75", .5, .5),
+                              ("failure>expert", "f0:0.8", "e0:0.75", .5, .0)]),
     # An expert is imitated, whatever it earned; the failure that beats it is not.
-    (0.5, [0.75], [0.25], [("target>expert", "t0:0.75", "e0:0.5", .5, .0),
-                           (EF, "e0:0.5", "f0:0.25", .5, .5),
-                           (FF, "t0:0.75", "f0:0.25", 1.0, 0.0)]),
+    (0.5, [0.75], [0.25], {}, [("target>expert", "t0:0.75", "e0:0.5", .5, .0),
+                               (EF, "e0:0.5", "f0:0.25", .5, .5),
+                               (FF, "t0:0.75", "f0:0.25", 1., 0.)]),
     # An expert's equal makes no pair with it, but is a failure like any other.
-    (0.75, [0.75], [0.5], [(EF, "e0:0.75", "f0:0.5", 1.0, 1.0),
-                           (FF, "t0:0.75", "f0:0.5", 1.0, 0.0)]),
+    (0.75, [0.75], [0.5], {}, [(EF, "e0:0.75", "f0:0.5", 1., 1.),
+                               (FF, "t0:0.75", "f0:0.5", 1., 0.)]),
     # A missing rollout of the target.
-    (1.0, [], [0.25], [(EF, "e0:1.0", "f0:0.25", 1.0, 1.0)]),
+    (1.0, [], [0.25], {}, [(EF, "e0:1.0", "f0:0.25", 1., 1.)]),
     # Two rollouts each, one a success: three pairs with the expert weigh 1/3 each; failures are
     # paired across agents only.
-    (1.0, [0.5, 0.25], [0.5, 1.0], [
+    (1.0, [0.5, 0.25], [0.5, 1.0], {}, [
         (ET, "e0:1.0", "t0:0.5", 1 / 3, 1 / 3), (ET, "e0:1.0", "t1:0.25", 1 / 3, 1 / 3),
-        (EF, "e0:1.0", "f0:0.5", 1 / 3, 1 / 3), (FF, "f0:0.5", "t1:0.25", 1.0, 0.0)]),
+        (EF, "e0:1.0", "f0:0.5", 1 / 3, 1 / 3), (FF, "f0:0.5", "t1:0.25", 1., 0.)]),
     # Rewards that differ by rounding are equal: 0.1 + 0.2 is no better than 0.3.
-    (0.1 + 0.2, [0.3], [], []),
-    (1.0, [0.1 + 0.2], [0.3], [(ET, "e0:1.0", "t0:0.30000000000000004", .5, .5),
-                               (EF, "e0:1.0", "f0:0.3", .5, .5)]),
+    (0.1 + 0.2, [0.3], [], {}, []),
+    (1.0, [0.1 + 0.2], [0.3], {}, [(ET, "e0:1.0", "t0:0.30000000000000004", .5, .5),
+                                   (EF, "e0:1.0", "f0:0.3", .5, .5)]),
+    # Other settings. As in ETO, each pair weighs 1.
+    (0.75, [1.0], [0.5], dict(expert_beaten="drop"), [(EF, "e0:0.75", "f0:0.5", 1., 1.)]),
+    (0.75, [1.0], [0.5], dict(pair_weights="none"), [
+        ("target>expert", "t0:1.0", "e0:0.75", 1., 1.), (EF, "e0:0.75", "f0:0.5", 1., 1.)]),
+    (0.75, [0.5], [0.25], dict(d_tgt_failures="none"), [
+        (ET, "e0:0.75", "t0:0.5", .5, .5), (EF, "e0:0.75", "f0:0.25", .5, .5)]),
+    (0.75, [0.5], [0.25], dict(d_tgt_failures="hard"), [
+        (ET, "e0:0.75", "t0:0.5", .5, .5), (EF, "e0:0.75", "f0:0.25", .5, .5)]),
+    (0.75, [0.6], [0.25], dict(d_tgt_failures="hard"), [
+        (ET, "e0:0.75", "t0:0.6", .5, .5), (EF, "e0:0.75", "f0:0.25", .5, .5),
+        (FF, "t0:0.6", "f0:0.25", 1., 0.)]),
 ])
-def test_d_tgt_by_hand(expert_reward, own, others, pairs):
+def test_d_tgt_by_hand(expert, own, others, settings, pairs):
     dropped = Counter()
-    found = coevolve.d_tgt(expert(expert_reward), target(*own), failure(*others), Settings(),
-                           dropped)
+    found = coevolve.d_tgt(*rollouts("expert", [expert]), rollouts("target", own),
+                           rollouts("failure", others), replace(Settings(), **settings), dropped)
     assert brief(found) == pairs
     # Every comparison makes a pair, or is counted.
-    comparisons = len(own) + len(others) + len(own) * len(others)
-    assert len(found) + dropped.total() == comparisons
-
-
-@pytest.mark.parametrize("settings, own, others, pairs", [
-    (dict(expert_beaten="drop"), 1.0, 0.5, [(EF, "e0:0.75", "f0:0.5", 1.0, 1.0)]),
-    # As in ETO, each pair weighs 1, and each success that is chosen is imitated with 1.
-    (dict(pair_weights="none"), 1.0, 0.5, [("target>expert", "t0:1.0", "e0:0.75", 1.0, 1.0),
-                                           (EF, "e0:0.75", "f0:0.5", 1.0, 1.0)]),
-    (dict(d_tgt_failures="none"), 0.5, 0.25, [(ET, "e0:0.75", "t0:0.5", .5, .5),
-                                              (EF, "e0:0.75", "f0:0.25", .5, .5)]),
-    (dict(d_tgt_failures="hard"), 0.5, 0.25, [(ET, "e0:0.75", "t0:0.5", .5, .5),
-                                              (EF, "e0:0.75", "f0:0.25", .5, .5)]),
-    (dict(d_tgt_failures="hard"), 0.6, 0.25, [(ET, "e0:0.75", "t0:0.6", .5, .5),
-                                              (EF, "e0:0.75", "f0:0.25", .5, .5),
-                                              (FF, "t0:0.6", "f0:0.25", 1.0, 0.0)]),
-])
-def test_settings_of_d_tgt(settings, own, others, pairs):
-    s = replace(Settings(), **settings)
-    found = coevolve.d_tgt(expert(0.75), target(own), failure(others), s, Counter())
-    assert brief(found) == pairs
+    if settings.get("d_tgt_failures") != "none":
+        comparisons = len(own) + len(others) + len(own) * len(others)
+        assert len(found) + dropped.total() == comparisons
 
 
 @pytest.mark.parametrize("own, others, setting, pairs", [
@@ -131,8 +110,8 @@ def test_settings_of_d_tgt(settings, own, others, pairs):
 ])
 def test_d_fail_by_hand(own, others, setting, pairs):
     dropped = Counter()
-    s = replace(Settings(), d_fail=setting)
-    found = brief(coevolve.d_fail(failure(*own), target(*others), s, dropped))
+    found = brief(coevolve.d_fail(rollouts("failure", own), rollouts("target", others),
+                                  replace(Settings(), d_fail=setting), dropped))
     assert [f"{chosen}>{rejected}" for _, chosen, rejected, _, _ in found] == pairs
     assert {(kind, weight, sft) for kind, _, _, weight, sft in found} <= {(FF, 1.0, 0.0)}
     if setting == "all":
@@ -148,26 +127,23 @@ def test_pairs_are_made_of_what_can_train_and_a_buffer_alone_has_what_was_earlie
     acts = dict(ids=[1, 2], action_mask=[0, 1], ended="done")
     e = Trajectory("a", "expert", reward=1.0, **acts)
     t = Trajectory("a", "target", 2, 0, reward=0.5, **acts)
-    full = replace(t, rollout=1, reward=0.3, ended="context")  # the context was full
+    full = replace(t, rollout=1, reward=0.3, ended="context")
     silent = replace(t, rollout=2, reward=0.2, action_mask=[0, 0])
     f = Trajectory("a", "failure", 2, 0, reward=0.25, **acts)
     experts = written("experts", e)
     played = dict(target=written("target", t, full, silent), failure=written("failure", f))
-    earlier = [written("earlier", replace(f, iteration=1, reward=0.1),
-                       replace(full, iteration=1))]
-    found = {}
-    for trains, role, setting in [("target", "D_tgt", "buffer"), ("failure", "D_fail", "all"),
-                                  ("failure", "D_fail", "buffer"), ("target", "own", "all")]:
+    earlier = [written("earlier", replace(f, iteration=1, reward=0.1), replace(full, iteration=1))]
+    for trains, role, setting, expected in [
+            ("target", "D_tgt", "buffer", [(1.0, 0.5), (1.0, 0.25), (0.5, 0.25)]),
+            ("failure", "D_fail", "all", [(0.5, 0.25)]),
+            ("failure", "D_fail", "buffer", [(0.5, 0.25), (0.5, 0.1), (0.25, 0.1)]),
+            ("target", "own", "all", [(1.0, 0.5)])]:
         run = SimpleNamespace(settings=replace(Settings(), d_fail=setting), main=True, name="")
         numbers = coevolve.make_pairs(run, tmp_path / "out", experts, played, earlier, trains, role)
-        assert numbers["dropped"] == {"too long": 2}
         pairs = read_pairs(tmp_path / "out", [experts, *played.values(), *earlier])
-        assert numbers["pairs"] == Counter(pair.kind for pair in pairs)
-        found[role, setting] = [(pair.chosen.reward, pair.rejected.reward) for pair in pairs]
-    assert found == {("D_tgt", "buffer"): [(1.0, 0.5), (1.0, 0.25), (0.5, 0.25)],
-                     ("D_fail", "all"): [(0.5, 0.25)],
-                     ("D_fail", "buffer"): [(0.5, 0.25), (0.5, 0.1), (0.25, 0.1)],
-                     ("own", "all"): [(1.0, 0.5)]}
+        assert [(pair.chosen.reward, pair.rejected.reward) for pair in pairs] == expected
+        assert numbers == dict(pairs=Counter(pair.kind for pair in pairs),
+                               dropped={"too long": 2})
 
 
 # ---------------------------------------------------------------- from pairs to what is trained on
@@ -191,8 +167,7 @@ def played(encoder, agent, reward, replies, task="a", iteration=1, ended="done")
 
 def replies_in(t):
     """The number of replies in ids, counted by spans of the mask."""
-    starts = [k for k in range(1, len(t.ids)) if t.action_mask[k] and not t.action_mask[k - 1]]
-    return len(starts)
+    return sum(now > before for before, now in zip(t.action_mask, t.action_mask[1:]))
 
 
 def test_groups_have_each_trajectory_once_and_cut_what_is_rejected(encoder):
@@ -209,25 +184,20 @@ def test_groups_have_each_trajectory_once_and_cut_what_is_rejected(encoder):
     own, short, shorter, whole = group.trajectories
     assert group.pairs == [Pair(ET, own, short, .5, .5), Pair(EF, own, shorter, .5, .5),
                            Pair(FF, whole, short, 1., 0.)]
-    for pair in group.pairs:  # which have the references, later
+    for pair in group.pairs:  # which get references
         assert {id(pair.chosen), id(pair.rejected)} <= {id(x) for x in group.trajectories}
-    [group, _] = coevolve.preference_groups(pairs, [e], replace(s, cut_turns=-1), encoder)
+    uncut = replace(s, cut_turns=-1)
+    [group, _] = coevolve.preference_groups(pairs, [e], uncut, encoder)
     assert group.trajectories == [e, t, f]  # f is one, chosen or rejected
-
     # What ended turns and the episode is left out of the rejected ones alone.
-    s = replace(s, cut_turns=-1, rejected_ends="leave out")
-    [group, _] = coevolve.preference_groups(pairs, [e], s, encoder)
-    masks = [sum(x.action_mask) for x in group.trajectories]
-    assert masks[0] == sum(e.action_mask) and masks[3] == sum(f.action_mask)
-    assert masks[1] == sum(encoder.without_ends(t).action_mask) < sum(t.action_mask)
+    left_out = replace(uncut, rejected_ends="leave out")
+    [group, _] = coevolve.preference_groups(pairs, [e], left_out, encoder)
+    assert group.trajectories == [e, encoder.without_ends(t), encoder.without_ends(f), f]
 
-
-def test_the_expert_that_cuts_is_the_one_that_was_imitated(encoder):
-    """Another agent's trajectory may be the expert; it is called as the agent is."""
-    s = replace(Settings(), cut_turns=1)
+    # Another agent's trajectory may be the expert; it is called as the agent is.
     e = played(encoder, "target", 1.0, 3, iteration=4)
-    t = played(encoder, "target", 0.5, 9, iteration=5)
-    [group] = coevolve.preference_groups(coevolve.d_tgt(e, [t], [], s, Counter()), [e], s, encoder)
+    pairs = coevolve.d_tgt(e, [replace(t, iteration=5)], [], s, Counter())
+    [group] = coevolve.preference_groups(pairs, [e], replace(s, cut_turns=1), encoder)
     assert [replies_in(x) for x in group.trajectories] == [3, 4]
 
 
@@ -242,33 +212,30 @@ def test_a_cut_keeps_whole_turns(encoder):
 
 def test_ends_of_turns_and_of_the_episode_can_be_left_out(encoder):
     """What stays is the content of all replies, but of the one that ended the episode."""
-    kept = {}
-    for ended_by in "done", "budget":
+    for ended_by, kept in dict(
+            done="click[target 0]click[target 1]",
+            budget="click[target 0]click[target 1]click[target 2]").items():
         t = played(encoder, "target", 0.5, 3, ended=ended_by)
         mask = encoder.without_ends(t).action_mask
-        kept[ended_by] = encoder.decode([i for i, acts in zip(t.ids, mask) if acts])
-        assert encoder.end_of_turn not in [i for i, acts in zip(t.ids, mask) if acts]
-    assert kept == dict(done="click[target 0]click[target 1]",
-                        budget="click[target 0]click[target 1]click[target 2]")
+        acting = [i for i, acts in zip(t.ids, mask) if acts]
+        assert encoder.decode(acting) == kept and encoder.end_of_turn not in acting
     only = replace(t, ids=[1, encoder.end_of_turn], action_mask=[0, 1], steps=1)
     assert encoder.without_ends(only) == only  # else nothing would be left
     # An end of turn that the agent did not write is no action token already.
     added = replace(t, ids=[1, 7, 8, encoder.end_of_turn], action_mask=[0, 1, 1, 0], steps=1)
-    assert encoder.without_ends(added).action_mask == [0, 1, 1, 0]
+    assert encoder.without_ends(added) == added
 
 
 def test_a_file_of_pairs_names_what_it_compares(encoder, tmp_path):
     """Names that mean nothing, or two things, are refused."""
     e = played(encoder, "expert", 1.0, 1, iteration=0)
     t = played(encoder, "target", 0.5, 2)
-    files = [tmp_path / name for name in ("e", "t")]
+    files = [tmp_path / "e", tmp_path / "t"]
     for file, trajectory in zip(files, [e, t]):
         write_jsonl(file, [trajectory])
     pairs = coevolve.d_tgt(e, [t], [], Settings(), Counter())
     write_pairs(SimpleNamespace(main=True), tmp_path / "pairs", pairs)
     assert read_pairs(tmp_path / "pairs", files) == pairs
-    assert read(*files) == [e, t]
-
     with pytest.raises(Refused, match="'target', 1, 0.*mend the pairs file"):
         read_pairs(tmp_path / "pairs", files[:1])
     write_jsonl(files[0], [e, replace(t, reward=0.25)])
@@ -293,67 +260,63 @@ def test_sft_is_the_mean_over_the_experts_action_tokens(toy, small_model):
     """Of eight experts in one batch, whose agents differ by rounding alone, which is said."""
     run, said = toy
     experts = read_jsonl(run / "experts.jsonl")
-    assert [row["messages"][1]["content"] for row in experts] == ["the word"] * 8
     total = sum(log_p(small_model, row) for row in experts)
     tokens = sum(sum(row["action_mask"][1:]) for row in experts)
     for agent in "sft-target", "sft-failure":
         [line] = read_jsonl(run / f"{agent}/train.jsonl")
         assert line["loss"] == pytest.approx(-total / tokens, rel=1e-5)
-        assert line["lr"] == Settings.sft_lr
+        assert (len(experts), line["lr"]) == (8, Settings.sft_lr)
     assert said.count("failure is the target after SFT, but for rounding: all experts fit") == 1
 
 
-def test_a_run_makes_the_pairs_of_its_trajectories(small_run):
-    rewards = {}  # (task, agent) -> those of its trajectories
-    names = {"experts": "expert", "iter1/target": "target", "iter1/failure": "failure"}
-    for name, agent in names.items():
-        for row in read_jsonl(small_run / f"{name}.jsonl"):
-            assert row["agent"] == agent and len(row["ids"]) == len(row["action_mask"])
-            assert row["steps"] == sum(m["role"] == "assistant" for m in row["messages"])
-            rewards.setdefault((row["task"], agent), []).append(row["reward"])
-    assert sum(len(found) for found in rewards.values()) == 6 * (1 + 2 + 2)
-
-    # The pairs in the files are those of Eq. (6) and (8), counted here from rewards alone.
+def kinds_of(run, agents, agent):
+    """kind -> how many pairs of it Eq. (6) and (8) ask for, counted from rewards alone."""
+    experts = {row["task"]: row["reward"] for row in read_jsonl(run / "experts.jsonl")}
+    played = {}  # (task, name) -> rewards
+    for other in agents:
+        for row in read_jsonl(run / f"iter1/{other.name}.jsonl"):
+            assert row["agent"] == other.name and len(row["ids"]) == len(row["action_mask"])
+            assert len(row["log_probs"]) == sum(row["action_mask"])
+            played.setdefault((row["task"], other.name), []).append(row["reward"])
     expected = Counter()
-    for task in {task for task, _ in rewards}:
-        [e] = rewards[task, "expert"]
-        own = rewards[task, "target"]
-        others = rewards[task, "failure"]
-        expected["target", ET] += sum(t < e for t in own)
-        expected["target", EF] += sum(t < e for t in others)
-        expected["target", FF] += failures(product(own, others))
-        expected["failure", FF] += failures(combinations(own + others, 2))
-    found = Counter()
-    for trains in "target", "failure":
-        for row in read_jsonl(small_run / f"iter1/pairs-{trains}.jsonl"):
-            found[trains, row["kind"]] += 1
-            assert row["chosen"]["reward"] > row["rejected"]["reward"]
-    assert found == expected and all(expected.values()), expected
+    for task, e in experts.items():
+        own = played[task, agent.name]
+        others = []
+        for other in agents:
+            if other != agent:
+                others += played[task, other.name]
+            if agent.role == "D_tgt" or other == agent and agent.role == "own":
+                expected[f"expert>{other.name}"] += sum(r < e for r in played[task, other.name])
+        compared = dict(D_tgt=product(own, others), D_fail=combinations(own + others, 2), own=[])
+        for a, b in compared[agent.role]:
+            expected[FF] += a != b and a < 1 and b < 1
+    return +expected
 
+
+def test_a_run_makes_the_pairs_of_its_trajectories(small_run):
     phases = read_json(small_run / "phases.json")
-    for trains in "target", "failure":
-        counted = phases[f"iter1/pairs-{trains}.jsonl"]["pairs"]
-        assert counted == {kind: n for (name, kind), n in expected.items() if name == trains}
+    for agent in coevolve.AGENTS["coevolve"]:
+        pairs = read_jsonl(small_run / f"iter1/pairs-{agent.name}.jsonl")
+        expected = kinds_of(small_run, coevolve.AGENTS["coevolve"], agent)
+        assert Counter(row["kind"] for row in pairs) == expected
+        assert phases[f"iter1/pairs-{agent.name}.jsonl"]["pairs"] == expected
+        assert len(expected) == dict(D_tgt=3, D_fail=1)[agent.role]
+        assert all(row["chosen"]["reward"] > row["rejected"]["reward"] for row in pairs)
     evaluated = read_jsonl(small_run / "eval-1-target-test.jsonl")
     mean = sum(row["reward"] for row in evaluated) / 2
     assert phases["eval-1-target-test.jsonl"]["reward"] == pytest.approx(mean)
 
 
-def failures(pairs):
-    return sum(a != b and a < 1 and b < 1 for a, b in pairs)
-
-
 def test_what_was_sampled_is_what_plain_passes_give(small_run):
     """Agents play by the temperature and the tokens of their sampler; evaluation is greedy."""
-    encoder = Encoder(transformers.AutoTokenizer.from_pretrained(small_run / "sft-target"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(small_run / "sft-target")
+    never = Encoder(tokenizer).sampler().never
     for name in "target", "failure":
         model = model_in(small_run / f"sft-{name}")
-        never = encoder.sampler().never
         for row in read_jsonl(small_run / f"iter1/{name}.jsonl")[:3]:
             says = plain_log_probs(model, row["ids"], row["action_mask"], never, 0.7)
             assert row["log_probs"] == pytest.approx(says.tolist(), abs=1e-3)
-        row = read_jsonl(small_run / f"eval-0-{name}-test.jsonl")[0]
-        assert not row["log_probs"]
+        assert not read_jsonl(small_run / f"eval-0-{name}-test.jsonl")[0]["log_probs"]
 
 
 # Four agents, whose names say nothing or something wrong of their roles.
@@ -363,36 +326,17 @@ FOUR = [Agent("failure", "D_tgt"), Agent("b", "D_fail"), Agent("target", "own"),
 
 def test_an_agent_learns_what_its_role_says_whatever_it_is_called(toy_run, monkeypatch):
     monkeypatch.setitem(coevolve.AGENTS, "coevolve", FOUR)
-    out = toy_run(Toy, "--temperature", 2, "--dpo-steps", 5, "--dpo-epochs", 3, "--lambda-dpo", 0.5,
+    out = toy_run("--temperature", 2, "--dpo-steps", 5, "--dpo-epochs", 3, "--lambda-dpo", 0.5,
                   "--lambda-sft", 0, "--pair-weights", "none")
-    rewards = {agent.name: {} for agent in FOUR}  # name -> task -> reward
     for agent in FOUR:
-        for row in read_jsonl(out / f"iter1/{agent.name}.jsonl"):
-            rewards[agent.name][row["task"]] = row["reward"]
-
-    for agent in FOUR:
-        expected = Counter()
-        for task, own in rewards[agent.name].items():
-            others = [rewards[name][task] for name in rewards if name != agent.name]
-            for name in rewards:
-                if agent.role == "D_tgt" or name == agent.name and agent.role == "own":
-                    expected[f"expert>{name}"] += rewards[name][task] < 1
-            if agent.role == "D_tgt":
-                expected[FF] += failures(product([own], others))
-            if agent.role == "D_fail":
-                expected[FF] += failures(combinations([own, *others], 2))
         pairs = read_jsonl(out / f"iter1/pairs-{agent.name}.jsonl")
-        assert Counter(row["kind"] for row in pairs) == +expected
-
+        assert Counter(row["kind"] for row in pairs) == kinds_of(out, FOUR, agent)
         # --dpo-steps is for D_tgt. Eq. (7) has no lambdas.
         steps = read_jsonl(out / f"iter1/{agent.name}-agent/train.jsonl")
         trained = sum(kind["count"] for step in steps for kind in step["kinds"].values())
-        ln2 = dict(D_tgt=0.5, D_fail=1.0, own=1.0)[agent.role] * math.log(2)
-        assert steps[0]["loss"] == pytest.approx(ln2, abs=1e-4)
-        if agent.role == "D_tgt":
-            assert len(steps) == 5
-        else:
-            assert trained == 3 * len(pairs)
+        lambda_dpo = dict(D_tgt=0.5, D_fail=1.0, own=1.0)[agent.role]
+        assert steps[0]["loss"] == pytest.approx(lambda_dpo * math.log(2), abs=1e-4)
+        assert len(steps) == 5 if agent.role == "D_tgt" else trained == 3 * len(pairs)
 
 
 def first_loss(out, i, agent, policy, reference, beta, lambda_dpo=1.0, lambda_sft=0.0,
@@ -407,7 +351,7 @@ def first_loss(out, i, agent, policy, reference, beta, lambda_dpo=1.0, lambda_sf
         beta, lambda_dpo, lambda_sft: The paper's.
         by_weights: Whether the sum is divided by the pairs' weights, not by their number.
     """
-    ratios, logs = {}, {}  # of each trajectory
+    logs, ratios = {}, {}  # of each trajectory
     for file in [out / "experts.jsonl", *out.glob("iter*/*.jsonl")]:
         if "pairs" not in file.name:
             for t in read_jsonl(file):
@@ -432,71 +376,64 @@ ALONE = dict(lambda_dpo=1.0, lambda_sft=0.0)  # DPO alone, Eq. (7)
 @pytest.mark.parametrize("flags, lambdas, kinds", [
     # Section 5.1: "a DPO-only baseline".
     ("--method eto", dict(target=ALONE), dict(target={ET})),
-    ("--method eto --lambda-sft 3 --pair-weights instruction",
-     dict(target=dict(lambda_sft=3.0)), dict(target={ET})),
+    ("--method eto --lambda-sft 3 --pair-weights instruction", dict(target=dict(lambda_sft=3.0)),
+     dict(target={ET})),
     # The control learns as ETO does; the target from both.
     ("--method positive --lambda-sft 3", dict(target=dict(lambda_sft=3.0), positive=ALONE),
      dict(target={ET, "expert>positive", FF}, positive={"expert>positive"}))])
 def test_eto_and_the_control_are_dpo_alone(flags, lambdas, kinds, toy_run):
     """The loss of a whole batch; pi_ref is 1, so that margins differ."""
-    out = toy_run(Toy, "--temperature", 2, "--reference", "none", "--dpo-batch", 100,
-                  "--sft-batch", 3, *flags.split())
+    out = toy_run("--temperature", 2, "--reference", "none", "--dpo-batch", 100, *flags.split())
     for agent, wanted in lambdas.items():
         pairs = read_jsonl(out / f"iter1/pairs-{agent}.jsonl")
         assert {row["kind"] for row in pairs} == kinds[agent]
-        if wanted == ALONE:
-            assert {row["weight"] for row in pairs} == {1.0}
+        assert wanted != ALONE or {row["weight"] for row in pairs} == {1.0}
         [line] = read_jsonl(out / f"iter1/{agent}-agent/train.jsonl")
         assert line["loss"] == pytest.approx(
             first_loss(out, 1, agent, f"sft-{agent}", None, 0.1, **wanted), rel=1e-4)
-        # What training saw of each pair is said; how often it was chosen has the names.
+        # What training saw of each pair is in a file, its means in the log.
         margins = read_jsonl(out / f"iter1/{agent}-agent/margins.jsonl")
         for kind, row in line["kinds"].items():
             seen = [m["first"] for m in margins if m["kind"] == kind]
+            means = [sum(column) / len(seen) for column in zip(*seen)]
             assert row["count"] == len(seen)
-            for n, name in enumerate(("chosen", "rejected", "margin")):
-                assert row[name] == pytest.approx(sum(one[n] for one in seen) / len(seen))
+            assert [row[name] for name in ("chosen", "rejected", "margin")] == pytest.approx(means)
 
 
 def test_two_iterations_have_their_own_rates_betas_and_pairs(toy_run):
     """With a buffer the second D_fail has pairs with the first one's failures. An agent goes on
     from its own last one, and pi_ref is what --reference says."""
-    out = toy_run(Toy, *"--iterations 2 --reference sft --d-fail buffer --temperature 2 --dpo-batch "
-                  "100 --beta 0.2 --beta-later 0.7 --dpo-lr-later 3e-4 --lambda-dpo 0.5 "
-                  "--lambda-sft 0.3 --normalise weights".split())
+    out = toy_run(*"--iterations 2 --reference sft --d-fail buffer --temperature 2 --dpo-batch 100 "
+                  "--beta 0.2 --beta-later 0.7 --dpo-lr-later 3e-4 --lambda-dpo 0.5 --lambda-sft "
+                  "0.3 --normalise weights".split())
     for name, iterations in dict(failure={1, 2}, target={0, 2}).items():  # experts are of none
-        seen = set()
-        for row in read_jsonl(out / f"iter2/pairs-{name}.jsonl"):
-            seen |= {row["chosen"]["iteration"], row["rejected"]["iteration"]}
-        assert seen == iterations
+        rows = read_jsonl(out / f"iter2/pairs-{name}.jsonl")
+        assert {row[side]["iteration"] for row in rows for side in ("chosen", "rejected")} == iterations
         lambdas = dict(lambda_dpo=0.5, lambda_sft=0.3) if name == "target" else ALONE
         for i, policy, beta, lr in [(1, f"sft-{name}", 0.2, 1e-3),
                                     (2, f"iter1/{name}-agent", 0.7, 3e-4)]:
             [line] = read_jsonl(out / f"iter{i}/{name}-agent/train.jsonl")
-            assert line["lr"] == lr
-            assert line["loss"] == pytest.approx(
-                first_loss(out, i, name, policy, f"sft-{name}", beta, by_weights=True, **lambdas),
-                rel=1e-4)
+            loss = first_loss(out, i, name, policy, f"sft-{name}", beta, by_weights=True, **lambdas)
+            assert (line["loss"], line["lr"]) == (pytest.approx(loss, rel=1e-4), lr)
 
 
 def test_by_default_preference_training_begins_with_ln_2_in_each_iteration(toy_run, small_run):
     """pi_ref is the agent as the iteration begins."""
-    out = toy_run(Toy, "--method", "eto", "--iterations", 2, "--temperature", 2)
+    out = toy_run("--method", "eto", "--iterations", 2, "--temperature", 2)
     for agent in [out / "iter1/target-agent", out / "iter2/target-agent",
                   small_run / "iter1/failure-agent"]:
         first = read_jsonl(agent / "train.jsonl")[0]
-        assert first["loss"] == pytest.approx(math.log(2), abs=1e-4)
-        assert [abs(kind["margin"]) < 1e-4 for kind in first["kinds"].values()] == [True]
+        [kind] = first["kinds"].values()
+        assert first["loss"] == pytest.approx(math.log(2), abs=1e-4) and abs(kind["margin"]) < 1e-4
 
 
 def test_a_failure_agent_of_a_folder_that_never_learns(toy_run, small_model):
     """It is not trained by SFT, stays as it is, and has no log of what it never learned."""
     (small_model / "train.jsonl").write_text("{}\n")
-    out = toy_run(Toy, "--failure-from", small_model, "--d-fail", "none")
+    out = toy_run("--failure-from", small_model, "--d-fail", "none")
     (small_model / "train.jsonl").unlink()
-    assert read_jsonl(out / "iter1/pairs-failure.jsonl") == []
-    names = {path.name for path in (out / "iter1/failure-agent").iterdir()}
-    assert names == {path.name for path in small_model.iterdir()}
-    for name in names:
-        assert (out / "iter1/failure-agent" / name).read_bytes() == (small_model / name).read_bytes()
-    assert not (out / "sft-failure").exists()
+    assert read_jsonl(out / "iter1/pairs-failure.jsonl") == [] and not (out / "sft-failure").exists()
+    copied = out / "iter1/failure-agent"
+    assert {path.name for path in copied.iterdir()} == {path.name for path in small_model.iterdir()}
+    for path in copied.iterdir():
+        assert path.read_bytes() == (small_model / path.name).read_bytes()

@@ -319,10 +319,12 @@ def test_batches_have_every_group_once_in_each_epoch_and_keep_tasks_whole():
     assert [len(batch) for batch in made] == [3, 3, 2] * 2
 
 
-def test_divisors_are_pairs_or_their_weights_and_parts_are_of_so_many_tokens():
-    groups = [group("a"), group("b", 1)]  # 34 tokens each
-    assert (dpo.pair_count(groups), dpo.pair_weight(groups)) == (6, 4.0)
+def test_a_batch_is_cut_in_parts_of_so_many_tokens_and_divided_by_pairs_or_weights():
+    groups = [group(str(n), n) for n in range(4)]  # of 34 tokens and three pairs each
+    assert (dpo.pair_count(groups), dpo.pair_weight(groups)) == (12, 8.0)
     assert dpo.action_count(groups) == sum(sum(t.action_mask[1:])
                                            for t in dpo.trajectories_of(groups))
-    assert [len(part) for part in dpo.micro_batches(groups * 2, 70)] == [2, 2]
-    assert [len(part) for part in dpo.micro_batches(groups * 2, 67)] == [1] * 4
+    for tokens, most in [(1, 1), (67, 1), (100, 2), (1000, 4)]:
+        parts = dpo.micro_batches(groups, tokens)
+        assert max(map(len, parts)) == most
+        assert sorted(g.trajectories[0].task for part in parts for g in part) == [*"0123"]

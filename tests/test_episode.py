@@ -291,14 +291,14 @@ def test_a_run_whose_environment_breaks_writes_no_episodes(toy_run, tmp_path, mo
             return super().step(reply)
 
     with pytest.raises(SystemExit) as refusal:
-        toy_run(Hole, "--method", "eto")
+        toy_run("--method", "eto", env=Hole)
     assert refusal.value.code.startswith("toy-train-4: the shop is gone; start it again. The same")
     run = tmp_path / "run"
     assert (run / "eval-0-target-test.jsonl").exists()
     assert not any((run / "iter1").iterdir())
 
     # It goes on, once the environment is repaired.
-    toy_run(Toy, "--method", "eto")
+    toy_run("--method", "eto")
     assert len((run / "iter1/target.jsonl").read_text().splitlines()) == 8
 
 
