@@ -44,15 +44,11 @@ def folder_of(variable):
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-# As the models publish them; Qwen3's writes what ChatML does.
-LLAMA2 = ("{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set rules = "
-          "'<<SYS>>\n' + messages[0]['content'].strip() + '\n<</SYS>>\n\n' %}{% else %}"
-          "{% set turns = messages %}{% set rules = '' %}{% endif %}{% for m in turns %}"
-          "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception("
-          "'roles must alternate') }}{% endif %}{% if loop.first %}{% set text = rules + "
-          "m['content'] %}{% else %}{% set text = m['content'] %}{% endif %}{% if m['role'] == 'user' %}"
-          "{{ bos_token + '[INST] ' + text.strip() + ' [/INST]' }}{% else %}"
-          "{{ ' ' + text.strip() + ' ' + eos_token }}{% endif %}{% endfor %}")
+# As the models publish them, but for a system's turn of Llama 2; Qwen3's writes what ChatML does.
+LLAMA2 = ("{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+          "{{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}"
+          "{{ bos_token + '[INST] ' + m['content'].strip() + ' [/INST]' }}{% else %}"
+          "{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}")
 LLAMA3 = ("{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'] + "
           "'<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' %}{% if loop.first %}"
           "{% set text = bos_token + text %}{% endif %}{{ text }}{% endfor %}"

@@ -182,6 +182,8 @@ def test_groups_have_each_trajectory_once_and_cut_what_is_rejected(encoder):
     # Of 9 and 8 replies the first 7 are rejected, the expert's 2 and 5 more; chosen, f is whole.
     assert [replies_in(x) for x in group.trajectories] == [2, 7, 7, 8]
     own, short, shorter, whole = group.trajectories
+    assert short.ids == t.ids[:len(short.ids)] and short.ids[-1] == encoder.end_of_turn
+    assert (short.steps, short.ended, encoder.cut(t, 9)) == (7, "budget", t)
     assert group.pairs == [Pair(ET, own, short, .5, .5), Pair(EF, own, shorter, .5, .5),
                            Pair(FF, whole, short, 1., 0.)]
     for pair in group.pairs:  # which get references
@@ -199,15 +201,6 @@ def test_groups_have_each_trajectory_once_and_cut_what_is_rejected(encoder):
     pairs = coevolve.d_tgt(e, [replace(t, iteration=5)], [], s, Counter())
     [group] = coevolve.preference_groups(pairs, [e], replace(s, cut_turns=1), encoder)
     assert [replies_in(x) for x in group.trajectories] == [3, 4]
-
-
-def test_a_cut_keeps_whole_turns(encoder):
-    whole = played(encoder, "target", 0.5, 3)
-    for replies in (1, 2):
-        part = encoder.cut(whole, replies)
-        assert part.ids == whole.ids[:len(part.ids)] and part.ids[-1] == encoder.end_of_turn
-        assert (replies_in(part), part.steps, part.ended) == (replies, replies, "budget")
-    assert encoder.cut(whole, 3) == encoder.cut(whole, 9) == whole
 
 
 def test_ends_of_turns_and_of_the_episode_can_be_left_out(encoder):
@@ -240,6 +233,9 @@ def test_a_file_of_pairs_names_what_it_compares(encoder, tmp_path):
         read_pairs(tmp_path / "pairs", files[:1])
     write_jsonl(files[0], [e, replace(t, reward=0.25)])
     with pytest.raises(Refused, match="two trajectories are called .*'target', 1, 0"):
+        read_pairs(tmp_path / "pairs", files)
+    write_jsonl(files[0], [vars(e), dict(vars(e), note="odd")])
+    with pytest.raises(Refused, match="e, line 2: a trajectory has no 'note'; take it out"):
         read_pairs(tmp_path / "pairs", files)
 
 

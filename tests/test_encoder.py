@@ -107,8 +107,6 @@ def body(content):
     (body("{{ m.content.split() | join(' ') }}"), "change what they say"),
     (body("{{ m.content.replace('\n\n\n', '\n\n') }}"), "change what they say"),
     (body("{{ m.content | e }}"), "change"),
-    (body("{{ m.content | lower }}"), "change"),
-    (body("{{ m.content | tojson }}"), "its chat template"),
     (body("{{ m.content[:60] }}"), "change what they say"),
     (body("{{ m.content if loop.index0 + 3 > messages | length else m.content[:9] }}"),
      "change what they say"),
@@ -117,11 +115,9 @@ def body(content):
      "number turns"),
     ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
      "{% if add_generation_prompt %}assistant: {% endif %}", "no control token ends a reply"),
-    ("{{ raise_exception('only for tools') }}" + CHATML, "fails: only for tools"),
     ("{% if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}" + CHATML,
      "fails: too long"),
     ("{% for m in", "fails"),
-    ("{{ messages[0].nothing.at_all }}" + CHATML, "fails"),
     (None, "no chat template; use a chat model"),
 ])
 def test_a_template_is_right_as_a_whole_or_refused_in_a_line(template, says):
@@ -208,7 +204,6 @@ def test_a_control_token_of_one_letter_is_broken_up_too():
 @pytest.mark.parametrize("written, stops, kept, reply", [
     (["click[Buy Now", "]\n", "Observation", ":", " won"], ("\nObservation:",), 2,
      "click[Buy Now]"),
-    (["click[Buy Now", "]", "\n", "Observation", ":"], ("\nObservation:",), 2, "click[Buy Now]"),
     (["go", "]\n\n", "Task", ":"], ("\n\nTask:",), 2, "go]"),
     (["go", " xObservation", ":"], ("Observation:",), 1, "go"),  # its x has no ids of its own
     (["Observation", ":", "won"], ("Observation:",), 0, ""),
@@ -262,8 +257,6 @@ def test_the_ends_of_replies_are_found_by_counting_turns(name):
     ([dict(role="user", content="a"), dict(role="tool", content="b")], "role|turn by turn"),
     (CONVERSATION[:2] + [dict(role="tool", content="b")], "turn by turn"),
     (CONVERSATION[:1] * 2, "turn by turn"),
-    (CONVERSATION[:2] + CONVERSATION[1:2], "turn by turn"),
-    (CONVERSATION[:2] + [dict(role="user", content=None)], "no text"),
     (CONVERSATION[:1] + [dict(role="assistant", content=["a"])], "no text"),
     (CONVERSATION[:1] + [dict(role="assistant", content="half \ud83d")], "half a character"),
     (CONVERSATION[:1] + [dict(role="assistant", content="a", tool_calls=[])],
@@ -273,12 +266,9 @@ def test_the_ends_of_replies_are_found_by_counting_turns(name):
 def test_a_conversation_of_another_form_is_refused(messages, says, encoder):
     with pytest.raises(Refused, match=says):
         encoder.encode(messages, 1)
-
-
-@pytest.mark.parametrize("text", ["half \udc00", None, 3.5, b"bytes", ["a"]])
-def test_a_page_that_is_no_text_is_refused(text, encoder):
-    with pytest.raises(Refused, match="no text|half a character"):
-        encoder.observation(text)
+    for page in "half \udc00", None, b"bytes":  # so is a page that is no text
+        with pytest.raises(Refused, match="no text|half a character"):
+            encoder.observation(page)
 
 
 # ------------------------------------------------------------------------------ rows and tokenizer
