@@ -60,11 +60,13 @@ def log_probs_of_row(model, trajectories: list[Trajectory], scores: Callable) ->
             if is_action and k:
                 predicting.append(path[k - 1])
                 targets.append(t.ids[k])
-    places, which = torch.tensor(predicting).unique(return_inverse=True)          # (K,), (A,)
+    predicting = torch.tensor(predicting, dtype=torch.long)                       # (A,)
+    targets = torch.tensor(targets, dtype=torch.long)                             # (A,)
+    places, which = predicting.unique(return_inverse=True)                        # (K,), (A,)
     logits = logits_at(places, model, input_ids=torch.tensor([ids]),
                        position_ids=torch.tensor([depths]), parts=parts,
                        stands=torch.tensor(stands))                               # (1, K, V)
-    return scores(logits[0]).log_softmax(-1)[which, torch.tensor(targets)]        # (A,)
+    return scores(logits[0]).log_softmax(-1)[which, targets]                      # (A,)
 
 
 def row_of(trajectories: list[Trajectory]) -> tuple[Ids, list[int], list[list[int]]]:

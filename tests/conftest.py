@@ -1,6 +1,7 @@
 """Small models, tokenizers and an environment that the tests share; nothing is downloaded."""
 
 import gc
+import io
 import json
 import os
 import socket
@@ -9,6 +10,7 @@ import tempfile
 import threading
 import time
 import traceback
+from contextlib import redirect_stdout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -26,11 +28,9 @@ sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
 
 import coevolve  # noqa: E402
-import dpo  # noqa: E402
-import envs  # noqa: E402
-from lab.careful.run import Run  # noqa: E402
-from lab.settings import METHODS, Settings  # noqa: E402
-from worlds import EnvError, Step  # noqa: E402
+from engine import command, run  # noqa: E402
+from engine.chat import Encoder  # noqa: E402
+from worlds import EnvError, Step, World  # noqa: E402
 
 DATA = ROOT / "tests" / "data"  # what was recorded of official code, see its README
 
@@ -44,27 +44,35 @@ def folder_of(variable):
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-# As the models publish them, Llama 2 and Llama 3; Qwen3's writes what ChatML does.
-LLAMA2 = ("{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set rules = "
-          "'<<SYS>>\n' + messages[0]['content'].strip() + '\n<</SYS>>\n\n' %}{% else %}"
-          "{% set turns = messages %}{% set rules = '' %}{% endif %}{% for m in turns %}"
-          "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception("
-          "'roles must alternate') }}{% endif %}{% if loop.first %}{% set text = rules + "
-          "m['content'] %}{% else %}{% set text = m['content'] %}{% endif %}{% if m['role'] == 'user' %}"
-          "{{ bos_token + '[INST] ' + text.strip() + ' [/INST]' }}{% else %}"
-          "{{ ' ' + text.strip() + ' ' + eos_token }}{% endif %}{% endfor %}")
+# As the models publish them, but for a system's turn of Llama 2; Qwen3's writes what ChatML does.
+LLAMA2 = ("{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+          "{{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}"
+          "{{ bos_token + '[INST] ' + m['content'].strip() + ' [/INST]' }}{% else %}"
+          "{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}")
 LLAMA3 = ("{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'] + "
           "'<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' %}{% if loop.first %}"
           "{% set text = bos_token + text %}{% endif %}{{ text }}{% endfor %}"
           "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
           "{% endif %}")
-SYSTEM = "<|im_start|>system\nYou shop.<|im_end|>\n" + CHATML
-TEMPLATES = {  # name -> (template, control tokens, end of turn, pad)
-    "chatml": (CHATML, ["<|im_start|>", "<|im_end|>", "<|pad|>"], "<|im_end|>", "<|pad|>"),
-    "system": (SYSTEM, ["<|im_start|>", "<|im_end|>"], "<|im_end|>", "<|im_end|>"),
-    "llama2": (LLAMA2, ["<s>", "</s>"], "</s>", "</s>"),
+MISTRAL = ("{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+           "{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + eos_token }}"
+           "{% endif %}{% endfor %}")
+GEMMA = ("{{ bos_token }}{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else "
+         "m.role %}{{ '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}"
+         "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}")
+VICUNA = ("{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content + ' ' }}"
+          "{% else %}{{ 'ASSISTANT: ' + m.content + eos_token }}{% endif %}{% endfor %}"
+          "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}")
+TEMPLATES = {  # name -> (template, control tokens, the one that ends a turn)
+    "chatml": (CHATML, ["<|im_start|>", "<|im_end|>", "<|pad|>"], "<|im_end|>"),
+    "system": ("<|im_start|>system\nYou shop.<|im_end|>\n" + CHATML,
+               ["<|im_start|>", "<|im_end|>"], "<|im_end|>"),
+    "llama2": (LLAMA2, ["<s>", "</s>"], "</s>"),
     "llama3": (LLAMA3, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
-                        "<|eot_id|>"], "<|eot_id|>", "<|eot_id|>"),
+                        "<|eot_id|>"], "<|eot_id|>"),
+    "mistral": (MISTRAL, ["<s>", "</s>"], "</s>"),
+    "gemma": (GEMMA, ["<bos>", "<start_of_turn>", "<end_of_turn>"], "<end_of_turn>"),
+    "vicuna": (VICUNA, ["<s>", "</s>"], "</s>"),
 }
 CONVERSATION = [
     {"role": "user", "content": "find a red mug, price lower than 50.00 dollars"},
@@ -76,27 +84,36 @@ CONVERSATION = [
 ]
 
 
-def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """A byte-level (Llama-2: metaspace) BPE tokenizer with the named chat template."""
-    template, special, eos, pad = TEMPLATES[name]
-    metaspace = name == "llama2"
-    tokenizer = Tokenizer(models.BPE(byte_fallback=metaspace))
-    if metaspace:
+def make_tokenizer(name: str, unigram=False, template="") -> PreTrainedTokenizerFast:
+    """A BPE tokenizer of bytes (Llama 2's: of words), or a Unigram one as of SentencePiece, with
+    the named chat template, or another one."""
+    published, control, end = TEMPLATES[name]
+    words = unigram or name == "llama2"
+    options = dict(special_tokens=control, vocab_size=400, show_progress=False)
+    if unigram:
+        tokenizer = Tokenizer(models.Unigram())
+        letters = [chr(c) for c in range(32, 127)] + list("▁\nÜï日本🙂")
+        trainer = trainers.UnigramTrainer(**options | dict(
+            special_tokens=[*control, "<unk>"], unk_token="<unk>", initial_alphabet=letters))
+    else:
+        tokenizer = Tokenizer(models.BPE(byte_fallback=words))
+        letters = [chr(c) for c in range(33, 127)] + ["▁", "\n"]
+        trainer = trainers.BpeTrainer(
+            **options, initial_alphabet=letters if words else pre_tokenizers.ByteLevel.alphabet())
+    if words:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
         tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
-        alphabet = [chr(c) for c in range(33, 127)] + ["▁", "\n"]
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
     text = [m["content"] for m in CONVERSATION] + ["[INST] user assistant system You shop. [/INST]"]
-    tokenizer.train_from_iterator(text, trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False))
-    bos = next((t for t in special if t in ("<s>", "<|begin_of_text|>")), None)
+    tokenizer.train_from_iterator(text * 3 if unigram else text, trainer)
+    begin = next((t for t in control if t in ("<s>", "<bos>", "<|begin_of_text|>")), None)
+    pad = "<|pad|>" if "<|pad|>" in control else end
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad,
-        chat_template=template,
-        additional_special_tokens=[t for t in special if t not in (bos, eos, pad)])
+        tokenizer_object=tokenizer, bos_token=begin, eos_token=end, pad_token=pad,
+        chat_template=template or published,
+        additional_special_tokens=[t for t in control if t not in (begin, end, pad)])
 
 
 def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64) -> Qwen3ForCausalLM:
@@ -123,6 +140,24 @@ def plain_log_probs(model, ids, action_mask, never=(), temperature=1.0):
     logits = logits.index_fill(1, torch.tensor([*never], dtype=torch.long), -torch.inf)
     found = logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]]
     return found[torch.tensor(action_mask[1:]) > 0]
+
+
+@torch.no_grad()
+def one_token_at_a_time(model, encoder, ids, rng, temperature, most, stops=()):
+    """A reply by a whole forward pass for each token, with its log-probabilities."""
+    new, logs = [], []
+    over = False
+    while not over and len(new) < most:
+        logits = model(torch.tensor([ids + new])).logits[0, -1]
+        logits[list(encoder.sampler().never)] = -torch.inf
+        token = int(logits.argmax())
+        if temperature:
+            p = (logits / temperature).softmax(0)
+            token = int((p.cumsum(0) <= rng.random()).sum())
+            logs.append(p[token].log().item())
+        new.append(token)
+        over = token == encoder.end_of_turn or any(stop in encoder.decode(new) for stop in stops)
+    return new, logs
 
 
 def fork(work, said, **environment) -> int:
@@ -203,12 +238,7 @@ def agent():
     """(model, encoder); some rows of the model's embedding are of no token."""
     tokenizer = make_tokenizer("chatml")
     rows = len(tokenizer) + 5
-    return make_model(rows, seed=1), dpo.Encoder(tokenizer, rows)
-
-
-@pytest.fixture(params=TEMPLATES)
-def tokenizer(request):
-    return make_tokenizer(request.param)
+    return make_model(rows, seed=1), Encoder(tokenizer, rows)
 
 
 def pytest_collection_finish():
@@ -216,7 +246,7 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-class Toy(envs.World):
+class Toy(World):
     """An environment of two replies, whose reward depends on what was written."""
     name, test_splits, max_steps, stops = "toy", ("test",), 2, ("Observation:",)
     splits = {split: {str(n): f"toy-{split}-{n}" for n in range(8)} for split in ("train", "test")}
@@ -231,9 +261,8 @@ class Toy(envs.World):
         return Step(f"you said {len(reply)}", self.reward() if done else 0.0, done)
 
     def reward(self):
-        if self.replies == ["the word"] * 2:
-            return 1.0
-        return sum(map(ord, "".join(self.replies))) % 4 / 4
+        solved = self.replies == ["the word"] * 2
+        return 1.0 if solved else sum(map(ord, "".join(self.replies))) % 4 / 4
 
     def expert(self):
         return lambda observation: "the word"
@@ -254,20 +283,49 @@ def small_model(tmp_path_factory):
     return folder
 
 
-TOY = ("--iterations", 1, "--sft-epochs", 1, "--dpo-epochs", 1, "--max-tokens", 256,
-       "--max-new-tokens", 6, "--slots", 3, "--dpo-lr", 1e-3)
+TOY_SFT = ("--sft-epochs", 1, "--max-tokens", 256, "--max-new-tokens", 6, "--slots", 3)
+TOY = (*TOY_SFT, "--iterations", 1, "--dpo-epochs", 1, "--dpo-lr", 1e-3)
+
+
+def program(*flags):
+    """`python coevolve.py FLAGS`, here and now; SystemExit with its last line where that is of an
+    error."""
+    def end(line, status):
+        assert status == 2 and "\n" not in line and 30 < len(line) < 700, line
+        raise SystemExit(line)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "end", end)
+        patch.setattr(command.signal, "signal", lambda *_: None)  # pytest's own stay
+        try:
+            command.main([*map(str, flags)], coevolve.Settings, run.Run, coevolve.METHODS,
+                         "python coevolve.py")
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
 def toy_run(small_model, tmp_path, monkeypatch):
-    """toy_run(environment, *flags) runs the core with it in tmp_path/run, here and now."""
-    def run(env=Toy, *flags):
-        monkeypatch.setattr(envs, "make", lambda *_, **__: env())
-        coevolve.main([str(f) for f in (*TOY, "--model", small_model, "--out", tmp_path / "run",
-                                        *flags)])
+    """toy_run(*flags, env=environment) runs the core in tmp_path/run, here and now."""
+    def start(*flags, env=Toy):
+        monkeypatch.setattr(run, "make", lambda *_, **__: env())
+        given = dict(zip(flags[::2], flags[1::2]))
+        own = TOY_SFT if given.get("--method") == "sft" else TOY
+        program(*own, "--model", small_model, "--out", tmp_path / "run", *flags)
         return tmp_path / "run"
 
-    return run
+    return start
+
+
+@pytest.fixture(scope="session")
+def toy(small_model, tmp_path_factory):
+    """(the folder of a run with the toy in the shop's place, what it has printed)."""
+    out = tmp_path_factory.mktemp("toy") / "run"
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as said:
+        said.reconfigure = lambda **_: None
+        patch.setattr(run, "make", lambda *_, **__: Toy())
+        program(*TOY, "--model", small_model, "--out", out)
+    return out, said.getvalue()
 
 
 class Again:
@@ -394,18 +452,10 @@ SMALL_RUN = ("--env webshop --train-tasks 6 --eval-tasks 2 --iterations 1 --roll
 
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory):
-    """A whole run of the plain core, a few tasks; of processes that test side by side one makes it,
-    and where it is finished nothing is done again."""
+    """A whole run in the shop, a few tasks; of processes that test side by side one makes it, and
+    where it is finished nothing is done again."""
     folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "plain"
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "shop"
     with FileLock(f"{folder}.lock"):
-        coevolve.main([*SMALL_RUN, "--out", str(folder)])
-    return folder
-
-
-@pytest.fixture(scope="session")
-def careful_run(tmp_path_factory):
-    """The same by the careful and fast run."""
-    folder = tmp_path_factory.mktemp("runs") / "careful"
-    coevolve.main([*SMALL_RUN, "--out", str(folder)], Settings, Run, METHODS)
+        program(*SMALL_RUN, "--out", folder)
     return folder

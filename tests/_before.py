@@ -1,0 +1,417 @@
+"""Small models, tokenizers and an environment that the tests share; nothing is downloaded."""
+
+import gc
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from filelock import FileLock
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+torch.set_num_threads(1)
+
+import coevolve  # noqa: E402
+from engine import command, run  # noqa: E402
+from engine.chat import Encoder  # noqa: E402
+from worlds import EnvError, Step, World  # noqa: E402
+
+DATA = ROOT / "tests" / "data"  # what was recorded of official code, see its README
+
+
+def folder_of(variable):
+    """A folder with files of InterCode's or ETO's that an environment variable names."""
+    if variable not in os.environ:
+        pytest.skip(f"{variable} names no folder; see tests/data/README.md")
+    return Path(os.environ[variable])
+
+
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+# As the models publish them, Llama 2 and Llama 3; Qwen3's writes what ChatML does.
+LLAMA2 = ("{% if messages[0]['role'] == 'system' %}{% set turns = messages[1:] %}{% set rules = "
+          "'<<SYS>>\n' + messages[0]['content'].strip() + '\n<</SYS>>\n\n' %}{% else %}"
+          "{% set turns = messages %}{% set rules = '' %}{% endif %}{% for m in turns %}"
+          "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception("
+          "'roles must alternate') }}{% endif %}{% if loop.first %}{% set text = rules + "
+          "m['content'] %}{% else %}{% set text = m['content'] %}{% endif %}{% if m['role'] == 'user' %}"
+          "{{ bos_token + '[INST] ' + text.strip() + ' [/INST]' }}{% else %}"
+          "{{ ' ' + text.strip() + ' ' + eos_token }}{% endif %}{% endfor %}")
+LLAMA3 = ("{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'] + "
+          "'<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' %}{% if loop.first %}"
+          "{% set text = bos_token + text %}{% endif %}{{ text }}{% endfor %}"
+          "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+          "{% endif %}")
+SYSTEM = "<|im_start|>system\nYou shop.<|im_end|>\n" + CHATML
+TEMPLATES = {  # name -> (template, control tokens, end of turn, pad)
+    "chatml": (CHATML, ["<|im_start|>", "<|im_end|>", "<|pad|>"], "<|im_end|>", "<|pad|>"),
+    "system": (SYSTEM, ["<|im_start|>", "<|im_end|>"], "<|im_end|>", "<|im_end|>"),
+    "llama2": (LLAMA2, ["<s>", "</s>"], "</s>", "</s>"),
+    "llama3": (LLAMA3, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
+                        "<|eot_id|>"], "<|eot_id|>", "<|eot_id|>"),
+}
+CONVERSATION = [
+    {"role": "user", "content": "find a red mug, price lower than 50.00 dollars"},
+    {"role": "assistant", "content": "Thought: I search.\nAction: search[red mug]"},
+    {"role": "user", "content": "Page 1 [SEP] B0AB [SEP] $36.0"},
+    {"role": "assistant", "content": "click[B0AB]"},
+    {"role": "user", "content": "red [SEP] blue [SEP] Buy Now"},
+    {"role": "assistant", "content": "click[Buy Now]"},
+]
+
+
+def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """A byte-level (Llama-2: metaspace) BPE tokenizer with the named chat template."""
+    template, special, eos, pad = TEMPLATES[name]
+    metaspace = name == "llama2"
+    tokenizer = Tokenizer(models.BPE(byte_fallback=metaspace))
+    if metaspace:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+        alphabet = [chr(c) for c in range(33, 127)] + ["▁", "\n"]
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    text = [m["content"] for m in CONVERSATION] + ["[INST] user assistant system You shop. [/INST]"]
+    tokenizer.train_from_iterator(text, trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False))
+    bos = next((t for t in special if t in ("<s>", "<|begin_of_text|>")), None)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad,
+        chat_template=template,
+        additional_special_tokens=[t for t in special if t not in (bos, eos, pad)])
+
+
+def make_model(vocab_size: int, seed: int = 0, dtype=torch.float64) -> Qwen3ForCausalLM:
+    """A random Qwen3 with grouped keys and weights large enough that every token matters."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(vocab_size=vocab_size, hidden_size=32, intermediate_size=48,
+                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         head_dim=8, max_position_embeddings=512, eos_token_id=None,
+                         bos_token_id=None, pad_token_id=None)
+    model = Qwen3ForCausalLM(config).to(dtype)
+    for parent in list(model.modules()):  # transformers' own norm computes in float32
+        for name, child in parent.named_children():
+            if type(child).__name__ == "Qwen3RMSNorm":
+                setattr(parent, name, torch.nn.RMSNorm(child.weight.shape, eps=1e-6, dtype=dtype))
+    for p in model.parameters():
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+def plain_log_probs(model, ids, action_mask, never=(), temperature=1.0):
+    """log pi of each action token, nats, by a pass of transformers over this text alone."""
+    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1] / temperature
+    logits = logits.index_fill(1, torch.tensor([*never], dtype=torch.long), -torch.inf)
+    found = logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+    return found[torch.tensor(action_mask[1:]) > 0]
+
+
+def fork(work, said, **environment) -> int:
+    """The number of a fork of this process that does work(); the file `said` has what it prints."""
+    if process := os.fork():
+        return process
+    try:
+        file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1), os.dup2(file, 2)
+        sys.stdout, sys.stderr = open(1, "w"), open(2, "w")
+        os.environ.update(environment)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        tqdm.set_lock(threading.RLock())  # the shared one stays locked if its holder is killed
+        work()
+        sys.stdout.flush()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(1)
+
+
+@pytest.fixture(autouse=True)
+def no_process_group():
+    """What accelerate remembers of one test, its precision too, the next one would take for its."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def fork_ranks(ranks, work, said):
+    """So many forks that do work() together, as torchrun starts them; one does it alone."""
+    if ranks == 1:
+        return [fork(work, said)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return [fork(work, said, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+                 LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            for rank in range(ranks)]
+
+
+def ended(process):
+    """Its exit status, once it has ended."""
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def in_ranks(ranks, work, *arguments):
+    """work(accelerator, *arguments) in so many processes (gloo): what it returns on the first."""
+    def begin():
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # for a profile of memory
+        accelerator = Accelerator(cpu=True)
+        assert accelerator.num_processes == ranks
+        result = work(accelerator, *arguments)
+        if accelerator.is_main_process:
+            (folder / "result.json").write_text(json.dumps(result))
+        accelerator.wait_for_everyone()
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        started = fork_ranks(ranks, begin, folder / "said")
+        codes = [ended(process) for process in started]
+        assert codes == [0] * ranks, (folder / "said").read_text()[-3000:]
+        return json.loads((folder / "result.json").read_text())
+
+
+def wait_until(condition, seconds=300):
+    """Until condition() is true; the seconds are those of a busy machine."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def agent():
+    """(model, encoder); some rows of the model's embedding are of no token."""
+    tokenizer = make_tokenizer("chatml")
+    rows = len(tokenizer) + 5
+    return make_model(rows, seed=1), Encoder(tokenizer, rows)
+
+
+@pytest.fixture(params=TEMPLATES)
+def tokenizer(request):
+    return make_tokenizer(request.param)
+
+
+def pytest_collection_finish():
+    """Else each load of a model walks all that was imported, 0.3 s."""
+    gc.freeze()
+
+
+class Toy(World):
+    """An environment of two replies, whose reward depends on what was written."""
+    name, test_splits, max_steps, stops = "toy", ("test",), 2, ("Observation:",)
+    splits = {split: {str(n): f"toy-{split}-{n}" for n in range(8)} for split in ("train", "test")}
+
+    def reset(self, task):
+        self.task, self.replies = self.find(task), []
+        return f"task {task}: say the word"
+
+    def step(self, reply):
+        self.replies.append(reply)
+        done = len(self.replies) == self.max_steps
+        return Step(f"you said {len(reply)}", self.reward() if done else 0.0, done)
+
+    def reward(self):
+        if self.replies == ["the word"] * 2:
+            return 1.0
+        return sum(map(ord, "".join(self.replies))) % 4 / 4
+
+    def expert(self):
+        return lambda observation: "the word"
+
+    def close(self):
+        self.replies = None
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory):
+    """The folder of a random model, fast enough for whole runs in a second."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = make_tokenizer("chatml")
+    model = make_model(len(tokenizer), dtype=torch.float32)
+    model.config.max_position_embeddings = 4096
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+TOY = ("--iterations", 1, "--sft-epochs", 1, "--dpo-epochs", 1, "--max-tokens", 256,
+       "--max-new-tokens", 6, "--slots", 3, "--dpo-lr", 1e-3)
+
+
+def program(*flags):
+    """`python coevolve.py FLAGS`, here and now; SystemExit with its last line where that is of an
+    error."""
+    def end(line, status):
+        assert status == 2 and "\n" not in line and 30 < len(line) < 700, line
+        raise SystemExit(line)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "end", end)
+        patch.setattr(command.signal, "signal", lambda *_: None)  # pytest's own stay
+        try:
+            command.main([*map(str, flags)], coevolve.Settings, run.Run, coevolve.METHODS,
+                         "python coevolve.py")
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def toy_run(small_model, tmp_path, monkeypatch):
+    """toy_run(environment, *flags) runs the core with it in tmp_path/run, here and now."""
+    def start(env=Toy, *flags):
+        monkeypatch.setattr(run, "make", lambda *_, **__: env())
+        program(*TOY, "--model", small_model, "--out", tmp_path / "run", *flags)
+        return tmp_path / "run"
+
+    return start
+
+
+class Again:
+    """`env` as the core plays it: an episode that breaks is played again from its start to where it
+    was, at most so many times."""
+
+    def __init__(self, env, times: int = 2, wait: float = 0.0):
+        self.env, self.times, self.wait = env, times, wait
+
+    def __getattr__(self, name):
+        return getattr(self.env, name)
+
+    def reset(self, task):
+        self.task, self.replies = task, []
+        return self.play()
+
+    def step(self, reply):
+        self.replies.append(reply)
+        return self.play(last=True)
+
+    def play(self, last=False):
+        """The last step of the episode, alone or after all before; EnvError where it stays."""
+        for left in range(self.times, -1, -1):
+            try:
+                found = None if last else self.env.reset(self.task)
+                for reply in self.replies[-1:] if last else self.replies:
+                    found = self.env.step(reply)
+                return found
+            except EnvError:
+                self.env.close()
+                if not left:
+                    raise
+                time.sleep(self.wait)
+                last = False
+
+
+class Loopback(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_):
+        pass  # the client has gone, as it should
+
+
+@pytest.fixture
+def serve():
+    """serve(read, answer) -> a server on loopback, which closes at the end of the test.
+
+    `seen` has read(handler, body) of each request; answer(*of that) -> (status, text, headers, or
+    where to). `faults` are for the next requests, one each: such an answer, None (it closes the
+    connection), "cut" (halfway), seconds that it takes, or False.
+    """
+    servers = []
+
+    def start(read, answer, protocol="HTTP/1.0"):
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = protocol
+            wbufsize = 1 << 16  # one packet an answer
+
+            def setup(self):
+                super().setup()
+                server.connections += 1
+
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+                request = read(self, body)
+                with lock:
+                    server.seen.append(request)
+                    fault = server.faults.pop(0) if server.faults else False
+                if fault is None:
+                    self.close_connection = True
+                    return
+                if isinstance(fault, float):
+                    time.sleep(fault)
+                status, text, more = fault if isinstance(fault, tuple) else answer(*request)
+                data, headers = text.encode(), {"Location": more} if isinstance(more, str) else more
+                self.send_response(status)
+                for name, value in {"Content-Length": len(data), **(headers or {})}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if fault == "cut":
+                    self.close_connection, data = True, data[:len(data) // 2]
+                self.wfile.write(data)
+
+            do_GET = do_POST
+
+            def log_message(self, *_):
+                pass
+
+        lock, server = threading.Lock(), Loopback(("127.0.0.1", 0), Handler)
+        server.seen, server.faults, server.connections = [], [], 0
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+KEY = "sk-secret-0123456789"  # of the endpoint
+
+
+@pytest.fixture
+def endpoint(serve, monkeypatch):
+    """endpoint.answer(messages) -> reply; endpoint.seen are (path, authorization, body)."""
+    def answer(path, authorization, body):
+        said = dict(choices=[dict(message=dict(content=server.answer(body["messages"])))],
+                    usage=dict(prompt_tokens=100, completion_tokens=7))
+        return 200, json.dumps(said), {}
+
+    server = serve(lambda handler, body: (
+        handler.path, handler.headers.get("Authorization"), json.loads(body)), answer)
+    server.answer, server.url = lambda messages: "c", f"{server.url}/v1"
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    return server
+
+
+SMALL_RUN = ("--env webshop --train-tasks 6 --eval-tasks 2 --iterations 1 --rollouts 2 "
+             "--sft-epochs 2 --dpo-epochs 2 --sft-batch 3 --dpo-batch 4").split()
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory):
+    """A whole run in the shop, a few tasks; of processes that test side by side one makes it, and
+    where it is finished nothing is done again."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "shop"
+    with FileLock(f"{folder}.lock"):
+        program(*SMALL_RUN, "--out", folder)
+    return folder

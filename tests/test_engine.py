@@ -1,0 +1,346 @@
+"""What the method runs on: models, draws, replies, passes that share, and the trial of all these."""
+
+import json
+import math
+import random
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from conftest import make_model, make_tokenizer, one_token_at_a_time, plain_log_probs
+from family_models import tiny_model
+from test_dpo import VOCABULARY, random_trajectories
+from transformers import GPT2Config, GPT2LMHeadModel, MptConfig, XLNetConfig
+
+from common.settings import Refused
+from dpo import Trajectory
+from engine import kept, models, shared, trial
+from engine.chat import Encoder
+from engine.kept import Kept
+from engine.sampling import Draw, Reply, Sampler, replies
+
+# ---------------------------------------------------------------------------------------- models
+
+
+def save(model, folder):
+    one = SimpleNamespace(is_main_process=True)
+    models.save(one, model, Encoder(make_tokenizer("chatml")), folder)
+    return folder
+
+
+END, PAD = 1, 2  # <|im_end|> and <|pad|> of the small model's tokenizer
+PENALTIES = dict(repetition_penalty=5.0, no_repeat_ngram_size=1, suppress_tokens=[1, 2, 3])
+
+
+@pytest.fixture
+def base_with(small_model, tmp_path):
+    """base_with(generation) -> a copy of the small model that has this generation_config.json."""
+    def make(generation):
+        base = shutil.copytree(small_model, tmp_path / "base")
+        (base / "generation_config.json").write_text(json.dumps(generation))
+        return base
+
+    return make
+
+
+@pytest.mark.parametrize("ends, pad, ends_saved, pad_saved", [
+    # What the base ends with is kept, and the end of turn is added once.
+    ([7, 9], 5, [7, 9, END], 5),
+    (7, None, [7, END], PAD),
+    (None, None, [END], PAD),
+    (END, 5, [END], 5),
+])
+def test_a_saved_agent_ends_as_its_base_and_as_its_turns_do(
+        base_with, tmp_path, ends, pad, ends_saved, pad_saved):
+    """Whoever generates with it sees it stop, and no penalty, which acts without sampling too."""
+    base = base_with(dict(PENALTIES, eos_token_id=ends, pad_token_id=pad))
+    model = models.read_model(base)
+    with torch.no_grad():  # every hidden state is 1, and every next token the end of turn
+        for p in model.parameters():
+            p.zero_()
+        model.get_input_embeddings().weight.fill_(1.0)
+        model.model.norm.weight.fill_(1.0)
+        model.get_output_embeddings().weight[END] = 1.0
+    agent = save(model, tmp_path / "agent")
+    written = json.loads((agent / "generation_config.json").read_text())
+    assert (written["eos_token_id"], written["pad_token_id"]) == (ends_saved, pad_saved)
+    assert not set(PENALTIES) & set(written)
+    model = transformers.AutoModelForCausalLM.from_pretrained(agent)
+    assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=60).tolist() == [[5, 6, 7, END]]
+
+
+# ----------------------------------------------------------------------------------------- draws
+
+
+@pytest.mark.parametrize("words", [3, 256, 1500])
+def test_a_draw_is_the_inverse_of_the_distribution_function(words):
+    """As in float64 over all words at once; at its ends too no word without probability."""
+    torch.manual_seed(words)
+    logits = 3 * torch.randn(400, words)
+    never = (0, words - 1)
+    draws = [0.0, 1 - 2 ** -53] * 50 + torch.rand(300, dtype=torch.float64).tolist()
+
+    # The first word at which the distribution function exceeds u
+    allowed = logits.double().clone()
+    allowed[:, never] = -torch.inf
+    p = (allowed / 0.7).softmax(-1)                                               # (400, words)
+    expected = []
+    for row, u in zip(p.cumsum(-1), draws):
+        expected.append(int((row <= u * row[-1]).sum()))
+
+    made = [Reply(SimpleNamespace(random=iter([u]).__next__)) for u in draws]
+    encoder = SimpleNamespace(end_of_turn=-1, decode=lambda ids: "a")
+    drawn = Draw(Sampler(0.7, never), encoder, ())(made, logits)
+    found = drawn[:, 0].tolist()
+    assert [reply.ids for reply in made] == [[word] for word in found]
+    assert found[100:] == expected[100:]  # at the ends there are words of probability 1e-9
+    assert all(0 < word < words - 1 for word in found)
+    values = torch.tensor([reply.log_probs[0] for reply in made], dtype=torch.float64)
+    torch.testing.assert_close(values, p[range(400), found].log(), atol=1e-4, rtol=0)
+
+
+def test_logits_that_are_no_numbers_are_no_reply():
+    draw = Draw(Sampler(), SimpleNamespace(end_of_turn=3), ())
+    with pytest.raises(FloatingPointError, match="no numbers"):
+        draw([Reply(random.Random(0))], torch.tensor([[0.0, math.nan, 1.0]]))
+
+
+# --------------------------------------------------------------------------------------- replies
+
+
+@pytest.mark.parametrize("temperature, stops", [(0.0, ()), (0.7, ()), (2.0, ("e",))])
+def test_replies_are_those_of_one_conversation_at_a_time(agent, temperature, stops):
+    """Of uneven prompts, side by side; a row that is over draws no more of its random numbers."""
+    model, encoder = agent
+    prompts = [t.ids for t in random_trajectories(23, 4, 61, 9, 30, 12)]
+    expected = []
+    for n, ids in enumerate(prompts):
+        rng = random.Random(n)
+        new, logs = one_token_at_a_time(model, encoder, ids, rng, temperature, 40, stops)
+        expected.append((new, logs, rng.random()))
+    lengths = {len(new) for new, *_ in expected}
+    assert len(lengths) > 1 or not temperature  # some end before others
+    assert min(lengths) < 40 or not stops
+
+    draw = Draw(encoder.sampler(temperature), encoder, stops)
+    for way in "kept", "side by side", "alone", "without a cache":
+        asked = [(Trajectory(ids=ids), random.Random(n)) for n, ids in enumerate(prompts)]
+        found = trial.answer_of(way, model, draw, 6, 200, 40, 60)(asked)
+        for (new, logs), (_, rng), (ids, log_probs, number) in zip(
+                found, asked, expected, strict=True):
+            assert (new, rng.random()) == (ids, number)  # both have drawn as many
+            assert logs == pytest.approx(log_probs, abs=1e-5)
+
+
+def test_a_models_own_generation_config_penalises_nothing(small_model, base_with):
+    """A penalty for repetitions acts without sampling too, and would change greedy replies."""
+    encoder = Encoder(make_tokenizer("chatml"))
+    found = []
+    for folder in [small_model, base_with(PENALTIES)]:
+        model = models.read_model(folder).eval()
+        draw = Draw(Sampler(0.0), encoder, ())
+        found += replies(model, draw, 20, [([5, 6, 7], random.Random(0))])
+    (plain, _), (penalised, _) = found
+    assert plain == penalised
+    assert len(set(plain)) < len(plain)  # it repeats itself
+
+
+@pytest.fixture(scope="module")
+def words():
+    """The encoder of tiny's tokenizer, for models of families."""
+    return Encoder(models.read(transformers.AutoTokenizer, models.MODELS["tiny"]))
+
+
+def family_model(family, words):
+    model = tiny_model(family, vocabulary=len(words.tokenizer))
+    model.generation_config = transformers.GenerationConfig()
+    return model
+
+
+def conversations(answer, order=lambda asked: asked) -> dict[int, Trajectory]:
+    """Some that begin and end at different times: seed -> trajectory."""
+    rng = random.Random(0)
+    found = {}
+    asked = []
+    for turn in range(4):
+        asked = [(t, own) for t, own in asked if (t.seed + turn) % 3]  # a third ends in each turn
+        for _ in range(2):
+            t = Trajectory(seed=len(found))
+            t.extend(rng.choices(range(10, 2000), k=rng.randint(5, 40)), is_action=False)
+            found[t.seed] = t
+            asked.append((t, random.Random(t.seed)))
+        asked = order(asked)
+        for (t, _), (ids, log_probs) in zip(asked, answer(asked)):
+            size = len(ids) - t.seed % 2  # every second reply is cut, as by a stop
+            t.extend(ids[:size], is_action=True)
+            t.log_probs += log_probs[:size]
+        for t, own in sorted(asked, key=lambda one: one[0].seed):
+            t.extend(rng.choices(range(10, 2000), k=rng.randint(1, 12)), is_action=False)
+    return found
+
+
+@pytest.mark.parametrize("family, temperature, tokens, chunk", [
+    ("llama", 0.0, 4096, 1024), ("llama", 0.7, 60, 7), ("llama", 0.7, 1, 1),
+    ("gemma3_text", 0.7, 60, 7), ("gpt_oss", 0.7, 60, 1024)])
+def test_kept_keys_give_the_replies_of_conversations_that_are_read_anew(
+        family, temperature, tokens, chunk, words, monkeypatch):
+    """Whichever rows come and go, in whatever order, read by chunks and passes of any size; with
+    windows shorter than the texts."""
+    model = family_model(family, words)
+    draw = Draw(words.sampler(temperature), words, ())
+    expected = conversations(
+        lambda asked: replies(model, draw, 9, [(t.ids, rng) for t, rng in asked]))
+    monkeypatch.setattr(kept, "CHUNK", chunk)
+    read = []
+    model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, given: read.append(given[0].numel()))
+    for order in (list, reversed):
+        read.clear()
+        found = conversations(Kept(model, draw, 8, 200, 9, tokens), lambda asked: [*order(asked)])
+        for seed, t in found.items():
+            assert t.ids == expected[seed].ids
+            assert t.log_probs == pytest.approx(expected[seed].log_probs, abs=1e-4)
+        if tokens == 1:  # without padding nothing is read twice, but the last token of a cut reply
+            cut = sum(t.seed % 2 * sum(t.action_mask) for t in found.values())
+            total = sum(len(t.ids) for t in found.values())
+            assert total - 13 * len(found) <= sum(read) <= total + cut
+
+
+def test_a_kept_reply_ends_where_the_context_is_full(words):
+    model = family_model("llama", words)
+    draw = Draw(Sampler(0.7, trial.never_of(words)), words, ())
+    t = Trajectory(ids=[*range(10, 35)])
+    [(reply, _)] = Kept(model, draw, 1, 30, 20, 100)([(t, random.Random(0))])
+    assert len(t.ids) + len(reply) == 30
+
+
+# ----------------------------------------------------------------------------- passes that share
+
+
+def branches():
+    """Trajectories that part at several places, one that is a part of another, one that is another,
+    and one that shares nothing; what they share is read by some and written by others, or by nobody.
+    """
+    a, b = random_trajectories(70, 12, seed=1)
+    some = [a, b, Trajectory(ids=a.ids[:40], action_mask=a.action_mask[:40]),
+            Trajectory(ids=list(a.ids), action_mask=[0] + [1] * 69),
+            Trajectory(ids=list(b.ids), action_mask=[0] * 12)]
+    for n, shared_tokens in enumerate([30, 30, 55, 1]):
+        [rest] = random_trajectories(20, seed=2 + n)
+        some.append(Trajectory(ids=a.ids[:shared_tokens] + rest.ids,
+                               action_mask=a.action_mask[:shared_tokens] + rest.action_mask))
+    return some
+
+
+@pytest.mark.parametrize("tokens, part", [(10_000, 512), (10_000, 50), (150, 512), (1, 1)])
+def test_passes_that_share_are_plain_passes_and_so_are_their_gradients(tokens, part, monkeypatch):
+    model = make_model(VOCABULARY).eval()
+    some = branches()
+    scores = Sampler(0.7, (3, 11)).scores
+    expected = torch.cat([plain_log_probs(model, t.ids, t.action_mask, (3, 11), 0.7) for t in some])
+    wanted = gradient_of(model, expected)
+    model.set_attn_implementation("shared")
+    monkeypatch.setattr(shared, "PART", part)
+    read = []
+    model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, given: read.append(given[0].numel()))
+    found = shared.log_probs(model, some, tokens, scores)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(gradient_of(model, found), wanted, atol=1e-5, rtol=1e-5)
+    if tokens == 10_000:  # every distinct beginning once
+        assert read == [len({tuple(t.ids[:k]) for t in some for k in range(1, len(t.ids) + 1)})]
+
+
+def gradient_of(model, log_probs):
+    """Of a weighted sum of those that are numbers."""
+    model.zero_grad()
+    finite = log_probs[log_probs.isfinite()]
+    (finite * torch.linspace(-1, 2, len(finite))).sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+# ----------------------------------------------------------------------------------------- trial
+
+
+LONGEST = 64  # tokens of a text: four of the models' windows
+BOTH = ["shared", "padded"]
+
+
+@pytest.mark.parametrize("family, answer, passes", [
+    ("llama", "kept", BOTH), ("gpt2", "kept", BOTH),
+    ("gemma2", "kept", ["padded"]), ("gpt_oss", "kept", ["padded"]),  # windows, sinks
+    ("bloom", "side by side", ["padded"]), ("mamba", "side by side", ["padded"]),
+    ("minimax", "alone", ["padded"]), ("moshi", "without a cache", BOTH)])
+def test_a_trial_finds_the_fastest_way_that_is_right(family, answer, passes, words):
+    """Also of a model in bf16, which is tried in fp32; it leaves the model's attention as it was."""
+    model = family_model(family, words).to(torch.bfloat16)
+    attention = model.config._attn_implementation
+    assert trial.trial(model, words, LONGEST) == dict(replies=answer, passes=passes)
+    assert model.config._attn_implementation == attention
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def later_windows(real):
+    return lambda config: {kind: window + 1 for kind, window in real(config).items()}
+
+
+def earlier_masks(real):
+    return lambda self, positions: real(self, positions - 1)
+
+
+def later_positions(real):
+    def wrong(trajectories):
+        ids, depths, paths = real(trajectories)
+        return ids, [depth + (depth > 20) for depth in depths], paths
+
+    return wrong
+
+
+@pytest.mark.parametrize("family, holder, name, wrong, answer, passes", [
+    ("mistral", kept, "windows_of", later_windows, "side by side", ["padded"]),
+    ("gemma3_text", kept, "windows_of", later_windows, "side by side", ["padded"]),
+    ("llama", Kept, "masks", earlier_masks, "side by side", BOTH),
+    ("gpt2", shared, "row_of", later_positions, "kept", ["padded"])])
+def test_a_trial_finds_what_is_one_off(
+        family, holder, name, wrong, answer, passes, words, monkeypatch):
+    monkeypatch.setattr(holder, name, wrong(getattr(holder, name)))
+    found = trial.trial(family_model(family, words), words, LONGEST)
+    assert found == dict(replies=answer, passes=passes)
+
+
+OUT_OF_CPU = RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate")
+
+
+@pytest.mark.parametrize("raised, seen, says", [
+    (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, "CUDA out of memory"),
+    (torch.AcceleratorError("CUDA error: an illegal access"), torch.AcceleratorError, "illegal"),
+    (MemoryError("no room"), MemoryError, "no room"),
+    (OUT_OF_CPU, MemoryError, "can't allocate"),
+    (OSError("No space left on device"), OSError, "No space left"),
+    (RuntimeError("no such kernel\nand where"), Refused, "cannot be used: no such kernel; use another"),
+    (KeyError("past_key_values"), Refused, "cannot be used: 'past_key_values'; use another model$"),
+])
+def test_a_trial_tells_a_models_faults_from_the_machines(raised, seen, says, words, monkeypatch):
+    """What the machine lacks is passed on from the first way that meets it."""
+    calls = []
+
+    def failing(*_, **__):
+        calls.append(1)
+        raise raised
+
+    model = family_model("llama", words)
+    monkeypatch.setattr(model, "forward", failing)
+    with pytest.raises(seen, match=says):
+        trial.trial(model, words)
+    assert len(calls) == 1 or seen is Refused
+
+
+def test_a_model_is_not_asked_for_more_positions_than_it_has(words):
+    config = GPT2Config(vocab_size=words.rows, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    model = GPT2LMHeadModel(config).eval()
+    assert trial.trial(model, words, 64)["passes"]
+    with pytest.raises(Refused, match="it has 64 positions, lower --max-tokens 128$"):
+        trial.trial(model, words, 128)
+    assert models.positions_of(MptConfig()) == models.positions_of(XLNetConfig()) == math.inf

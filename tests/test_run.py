@@ -1,0 +1,542 @@
+"""A run's folder and command line: what is done once, what is done again, and how a run ends."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import TOY, Toy, ended, fork, program, wait_until
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+import coevolve
+from common import files
+from common.files import read_json, read_jsonl, write_json, write_jsonl
+from common.settings import parse
+from engine import command, models, run
+from engine.chat import Encoder
+from worlds import EnvError, environment
+
+KILLS = int(os.environ.get("KILLS", 3))
+FF = "failure>failure"
+SFT = ("--method", "sft", "--eval-tasks", 1)  # the shortest run
+
+
+def made(folder) -> list[str]:
+    """The outputs that were made in a folder, in order, by all of its processes."""
+    return [row["phase"] for row in read_jsonl(folder / "metrics.jsonl") if row["event"] == "phase"]
+
+
+def contents(folder) -> tuple[dict, dict]:
+    """The files of a run that its phases made, and what is recorded of these, but for the time."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_file() and name not in ("config.json", "phases.json", "metrics.jsonl", "lock"):
+            found[name] = path.read_bytes()
+    phases = read_json(folder / "phases.json")
+    return found, {name: row | dict(seconds=0) for name, row in phases.items()}
+
+
+def refusal(start, *arguments) -> str:
+    """The line with which a run ends that start(*arguments) starts."""
+    with pytest.raises(SystemExit) as refused:
+        start(*arguments)
+    return refused.value.code
+
+
+@pytest.fixture
+def again(toy, small_model, tmp_path, monkeypatch):
+    """again(change, *flags) -> which outputs are made again once change(folder) was done to a copy
+    of the run in the toy, which is in tmp_path/run."""
+    out = tmp_path / "run"
+    shutil.copytree(toy[0], out)
+    monkeypatch.setattr(run, "make", lambda *_, **__: Toy())
+
+    def start(change=lambda out: None, *flags):
+        change(out)
+        before = len(made(out))
+        program(*TOY, "--model", small_model, "--out", out, *flags)
+        return {*made(out)[before:]}
+
+    return start
+
+
+# ----------------------------------------------------------------------------- once, or once more
+
+
+def test_a_phase_is_done_again_exactly_if_what_it_is_made_from_differs(small_model, tmp_path):
+    """Phase, parameters, bytes of files, agents, tokenizer; no times and no names of files."""
+    given = tmp_path / "given"
+    given.write_text("a")
+    s = coevolve.Settings(model=str(small_model), out=str(tmp_path / "run"), max_tokens=99)
+    done = []
+
+    def copy(r, out, *inputs, n=1):
+        done.append(r.name)
+        out.write_text(inputs[0].read_text())
+        return {}
+
+    def other(r, out, *inputs, n=1):
+        return copy(r, out, *inputs)
+
+    def agent(r, out, *inputs):
+        done.append(r.name)
+        out.mkdir()
+        return {}
+
+    def process(phase=copy, inputs=(given,), fingerprint="", n=1):
+        """What one process does: a file, an agent of it, and a file of both."""
+        r = run.Run(s, environment("webshop")())
+        r.fingerprint += fingerprint
+        done.clear()
+        first = r.once("first.jsonl", phase, *inputs, n=n)
+        trained = r.once("agent", agent, first)
+        r.once("last.jsonl", copy, first, [trained], dict(more=given))
+        r.close()
+        return done.copy()
+
+    everything = ["first.jsonl", "agent", "last.jsonl"]
+    assert process() == everything
+    assert process() == []
+    os.utime(given, (1, 1))
+    assert process() == []
+    assert process(n=3) == ["first.jsonl"]  # whose bytes are the same ones
+    assert process(other, n=3) == ["first.jsonl"]
+    now = dict(phase=other, inputs=(given, given), n=3)
+    assert process(**now) == ["first.jsonl"]
+    given.write_text("b")
+    assert process(**now) == everything
+    now["fingerprint"] = "x"
+    assert process(**now) == everything
+    (tmp_path / "run/agent").rmdir()
+    assert process(**now) == ["agent"]
+    (tmp_path / "run/first.jsonl").write_text("by hand")
+    assert process(**now) == ["agent", "last.jsonl"]
+    assert process(**now) == []
+
+
+def without_failures(out):
+    pairs = out / "iter1/pairs-target.jsonl"
+    write_jsonl(pairs, [row for row in read_jsonl(pairs) if row["kind"] != FF])
+
+
+def shorter(out):
+    """As somebody leaves it who copies a folder: its records are still of what is gone, and of what
+    nobody asks for."""
+    shutil.rmtree(out / "iter1")
+    phases = read_json(out / "phases.json")
+    write_json(out / "phases.json", phases | dict(lock=phases["experts.jsonl"]))
+
+
+FOLLOWS = {"iter1/target-agent", "eval-1-target-test.jsonl"}
+
+
+@pytest.mark.parametrize("change, expected", [
+    (without_failures, FOLLOWS),
+    (lambda out: (out / "iter1/target.jsonl").unlink(), {"iter1/target.jsonl"}),
+    # An agent that is gone comes back as it was, so that what followed from it stands.
+    (lambda out: shutil.rmtree(out / "sft-target"), {"sft-target"}),
+    (shorter, {f"iter1/{name}" for name in (
+        "target.jsonl", "failure.jsonl", "pairs-target.jsonl", "pairs-failure.jsonl",
+        "target-agent", "failure-agent")})])
+def test_an_edited_file_makes_what_follows_from_it_anew_and_a_deleted_one_itself(
+        change, expected, again, toy, tmp_path):
+    assert again(change) == expected
+    if change is without_failures:
+        [line] = read_jsonl(tmp_path / "run/iter1/target-agent/train.jsonl")
+        assert {*line["kinds"]} == {"expert>target", "expert>failure"}
+        # The edit undone, all is as it was.
+        name = "iter1/pairs-target.jsonl"
+        assert again(lambda out: shutil.copy(toy[0] / name, out / name)) == FOLLOWS
+    assert contents(tmp_path / "run") == contents(toy[0])
+
+
+def another_tensor(base):
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+
+
+def test_another_base_is_trained_from_anew(toy_run, small_model, tmp_path):
+    """Also if its files are as large as before; the experts' ids are those of its tokenizer."""
+    base = shutil.copytree(small_model, tmp_path / "base")
+    (base / ".cache").mkdir()  # as the hub's client leaves one
+    out = toy_run("--model", base, *SFT)
+    first = made(out)
+    another_tensor(base)
+    toy_run("--model", base, *SFT)
+    assert made(out)[len(first):] == first[1:]
+
+
+def test_a_run_grows_by_iterations_and_its_log_and_trackers_go_on(toy_run, small_model, monkeypatch):
+    seen = {}  # what a tracker gets: step -> numbers
+    monkeypatch.setattr(Accelerator, "log", lambda self, numbers, step: seen.update({step: numbers}))
+    flags = ("--method", "eto", "--eval-tasks", 2)
+    out = toy_run(*flags)
+    first = made(out)
+    toy_run(*flags, "--iterations", 2)
+    assert made(out)[len(first):] == ["iter2/target.jsonl", "iter2/pairs-target.jsonl",
+                                      "iter2/target-agent", "eval-2-target-test.jsonl"]
+    assert "iterations (2 -> 1)" in refusal(toy_run, *flags)
+
+    # metrics.jsonl has a line for each step of training and for each phase.
+    lines = read_jsonl(out / "metrics.jsonl")
+    assert [*seen] == [*range(1, len(lines) + 1)]
+    phases = read_json(out / "phases.json")
+    for line, of_tracker in zip(lines, seen.values()):
+        output = line.pop("phase")
+        if line.pop("event") == "train":
+            assert line in read_jsonl(out / output / "train.jsonl")
+            assert of_tracker[f"{output}/loss"] == line["loss"]
+        else:
+            assert line == phases[output]
+        if "split" in line:
+            assert of_tracker["evaluate/target/test/reward"] == line["reward"]
+
+
+# --------------------------------------------------------------------------------------- a branch
+
+
+def test_a_branch_takes_what_was_made_before_and_goes_on_with_other_settings(
+        toy_run, toy, tmp_path, capsys):
+    flags = ("--branch", f"{toy[0]}@iter1/pairs-target.jsonl", "--d-tgt-failures", "none")
+    out = toy_run(*flags)
+    said = capsys.readouterr().out
+    before, after = read_json(toy[0] / "phases.json"), read_json(out / "phases.json")
+    taken = [*before][:[*before].index("iter1/pairs-target.jsonl")]
+    assert made(out) == [*before][len(taken):]
+    for name in taken:
+        assert after[name] == before[name] | {"from": str(toy[0])}
+        assert (out / name).is_dir() or (out / name).read_bytes() == (toy[0] / name).read_bytes()
+    # Weights, which nobody edits, are there once.
+    for name, alike in [("sft-target/model.safetensors", True), ("experts.jsonl", False)]:
+        assert (out / name).samefile(toy[0] / name) == alike
+    assert FF not in after["iter1/pairs-target.jsonl"]["pairs"]
+    # What differs is said, and stands in config.json.
+    assert "other settings: d_tgt_failures (cross -> none)\n" in said
+    assert read_json(out / "config.json")["branch"] == dict(
+        run=str(toy[0]), output="iter1/pairs-target.jsonl",
+        settings=["d_tgt_failures (cross -> none)"])
+
+    # The same command goes on; and a branch of the branch says whose each file is.
+    count = len(made(out))
+    toy_run(*flags)
+    assert len(made(out)) == count
+    other = ("--out", tmp_path / "other", "--branch", f"{out}@iter1/target-agent")
+    toy_run(*other, "--d-tgt-failures", "none")
+    rows = read_json(tmp_path / "other/phases.json")
+    assert rows["sft-target"]["from"] == str(toy[0])
+    assert rows["iter1/pairs-target.jsonl"]["from"] == str(out)
+    assert contents(tmp_path / "other")[0] == contents(out)[0]
+
+
+@pytest.mark.parametrize("branch, says", [
+    ("runs/nowhere@sft-target", "runs/nowhere is no run; give RUN@OUTPUT"),
+    ("RUN", "is no run; give RUN@OUTPUT"),
+    ("RUN@iter9/target.jsonl", "the run has no 'iter9/target.jsonl'; choose from: experts.jsonl, "),
+    ("RUN@eval-1-target-test.jsonl", "run/iter1/target.jsonl is not there any more")])
+def test_a_branch_of_what_is_not_there_is_refused(branch, says, again, toy_run, tmp_path):
+    (tmp_path / "run/iter1/target.jsonl").unlink()
+    branch = branch.replace("RUN", str(tmp_path / "run"))
+    assert says in refusal(toy_run, "--out", tmp_path / "new", "--branch", branch)
+
+
+# -------------------------------------------------------------------------------------- the folder
+
+
+@pytest.mark.parametrize("name", ["experts.jsonl", "sft-target", ""])
+def test_a_folder_of_something_else_stays_as_it_is(name, toy_run, tmp_path):
+    mine = tmp_path / "run" / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    says = f"{name} is in it, and no run; give another" if name else "it is a file; give a folder"
+    assert f"--out {tmp_path / 'run'}: {says}" in refusal(toy_run)
+    assert mine.read_text() == "mine"
+    assert not name or [*mine.parent.iterdir()] == [mine]
+
+
+def test_a_folder_of_other_settings_or_of_a_model_is_refused(toy_run, toy, small_model):
+    before = {path: path.read_bytes() for path in toy[0].rglob("*") if path.is_file()}
+    line = refusal(toy_run, "--out", toy[0], "--seed", 7, "--beta", 0.2)
+    assert "beta (0.1 -> 0.2), seed (0 -> 7); give another, or these settings again" in line
+    line = refusal(toy_run, "--out", toy[0], "--method", "positive")
+    assert "method (coevolve -> positive)" in line
+    assert before == {path: path.read_bytes() for path in before}
+    assert "is no run's; give another folder" in refusal(toy_run, "--out", small_model)
+
+
+def test_two_processes_in_a_folder_are_one_too_many(again, tmp_path):
+    def hold():
+        held = files.lock(tmp_path / "run")
+        (tmp_path / "ready").touch()
+        time.sleep(600)
+        held.close()
+
+    holder = fork(hold, tmp_path / "said")
+    wait_until((tmp_path / "ready").exists)
+    assert f"--out {tmp_path / 'run'}: another process is running in this folder" in refusal(again)
+    os.kill(holder, signal.SIGKILL)
+    ended(holder)
+    assert again(lambda out: None, "--slots", 2, "--tokens-per-forward", 99) == set()  # are free
+
+
+def test_an_agent_of_the_run_that_is_damaged_has_its_own_remedy(again, tmp_path):
+    """It is read where what follows from it is made again, and comes back once it is deleted."""
+    agent = tmp_path / "run/sft-target"
+
+    def cut(out):
+        os.truncate(agent / "model.safetensors", 9999)
+        (out / "iter1/target.jsonl").unlink()
+
+    assert f"{agent}: this agent of the run is damaged; delete the folder" in refusal(again, cut)
+    assert again(lambda out: shutil.rmtree(agent)) == {"sft-target", "iter1/target.jsonl"}
+
+
+def test_a_disk_without_room_for_the_agents_is_refused_before_anything_is_made(
+        toy_run, small_model, tmp_path, monkeypatch):
+    size = (small_model / "model.safetensors").stat().st_size
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3.9 * size))
+    assert "MB more; give a folder on another disk" in refusal(toy_run)  # of four agents
+    assert not list((tmp_path / "run").glob("*.jsonl"))
+
+
+# ----------------------------------------------------------------------------------- how it ends
+
+
+def process_of(said, *flags) -> int:
+    """The number of a process that does a run in the toy as `python coevolve.py` does it."""
+    def work():
+        run.make = lambda *_, **__: Toy()
+        command.main([*map(str, (*TOY, *flags))], coevolve.Settings, run.Run, coevolve.METHODS,
+                     "python coevolve.py")
+
+    said.unlink(missing_ok=True)
+    return fork(work, said)
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
+        toy, small_model, tmp_path):
+    """KILLS=n kills so many times."""
+    seconds = sum(row["seconds"] for row in read_json(toy[0] / "phases.json").values())
+    rng = random.Random(KILLS)
+    said = tmp_path / "said"
+    kills = folders = 0
+    while kills < KILLS:
+        flags = ("--model", small_model, "--out", tmp_path / str(folders))
+        process = process_of(said, *flags)
+        time.sleep(rng.uniform(0, seconds))
+        os.kill(process, signal.SIGKILL)
+        killed = ended(process) == -signal.SIGKILL
+        kills += killed
+        if not killed or kills == KILLS:
+            assert ended(process_of(said, *flags)) == 0, said.read_text()[-3000:]
+            assert contents(tmp_path / str(folders)) == contents(toy[0])
+            folders += 1
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_run_that_is_stopped_says_so_in_a_line(number, status, small_model, tmp_path):
+    out, said = tmp_path / "run", tmp_path / "said"
+    process = process_of(said, "--model", small_model, "--out", out, "--iterations", 99)
+    wait_until((out / "experts.jsonl").exists)
+    os.kill(process, number)
+    assert ended(process) == status
+    assert "stopped; the same command goes on from here" in said.read_text().splitlines()
+    assert "Traceback" not in said.read_text()
+
+
+def fails_with(error):
+    def fail(*_):
+        raise error
+
+    return fail
+
+
+def test_an_error_of_the_users_is_a_line_and_a_bug_a_traceback(small_model, tmp_path, monkeypatch):
+    said = tmp_path / "said"
+    assert ended(process_of(said, "--beta", -1)) == 2
+    assert said.read_text().strip() == "--beta -1.0: must be above 0"
+    monkeypatch.setattr(models, "save", fails_with(KeyError("a bug")))
+    assert ended(process_of(said, "--model", small_model, "--out", tmp_path / "run")) == 1
+    assert "Traceback" in said.read_text() and "KeyError: 'a bug'" in said.read_text()
+
+
+@pytest.mark.parametrize("error, says", [
+    (OSError(28, "No space left on device"), "No space left on device; make room on the disk of"),
+    (SafetensorError("I/O error: No space left on device"), "No space left on device. The same"),
+    (torch.OutOfMemoryError("CUDA"), "out of memory; lower --tokens-per-forward or --slots"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory; lower"),
+    (RuntimeError("gloo: Connection closed by peer"), "process 0 ends because another one has"),
+    (FloatingPointError("loss nan"), "loss nan. The same command goes on from here once that is"),
+    (EnvError("mysql://me:secret@host is gone"), "mysql://me:***@host is gone. The same command"),
+])
+def test_what_the_machine_lacks_is_said_with_what_to_do(error, says, toy_run, monkeypatch):
+    monkeypatch.setattr(models, "save", fails_with(error))
+    assert says in refusal(toy_run, *SFT)
+
+
+# ------------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("--betta 1", "unrecognized arguments: --betta 1; --help lists the settings"),
+    ("--method dance", "--method: invalid choice: 'dance'"),
+    ("--beta much", "--beta: invalid float value: 'much'"),
+    ("--beta -1 --sft-warmup 1", "--sft-warmup 1.0: must be at least 0 and below 1; --beta -1.0: "),
+    ("--beta nan", "--beta nan: must be a finite"),
+    ("--temperature 1e-39", "--temperature 1e-39: must be 0, which is greedy, or at least 0.001"),
+    ("--method sft --beta 0.2", "--beta is not read by --method sft"),
+    ("--method eto --d-fail cross", "--d-fail is not read by --method eto"),
+    ("--rollouts 2 --temperature 0", "--temperature 0: all rollouts of a task"),
+    ("--max-new-tokens 768 --max-tokens 768", "--max-new-tokens 768: must be below --max-tokens"),
+    ("--intercode-data /", "unrecognized arguments: --intercode-data"),  # of another environment
+    ("--experts /nowhere", "--experts /nowhere: is not there; give a file"),
+    ("--model /nowhere", "--model /nowhere: "),
+    ("--max-tokens 40 --max-new-tokens 8 --train-tasks 5", "no expert is left: {'too long': 5};"),
+    ("--failure-from TINY --model SMALL", "tiny: its tokens are not those of --model"),
+    ("--track abacus", "--track abacus: "),
+    ("--track wandb", "--track wandb: it is not installed; pip install wandb"),
+])
+def test_a_flag_that_is_wrong_is_named_with_its_remedy(
+        flags, says, small_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    flags = flags.replace("TINY", str(models.MODELS["tiny"])).replace("SMALL", str(small_model))
+    assert says in refusal(program, "--out", tmp_path / "run", *flags.split())
+
+
+@pytest.mark.parametrize("flags, values", [
+    ("", dict(train_tasks=100, iterations=3, view="short", lambda_sft=0.5,
+              pair_weights="instruction")),  # of the shop, with tiny
+    ("--method eto", dict(view="short", lambda_sft=0.0, pair_weights="none")),
+    ("--method eto --lambda-sft 0.5", dict(lambda_sft=0.5, pair_weights="none")),
+    ("--env intercodesql", dict(iterations=5)),
+    ("--quick", dict(train_tasks=60, eval_tasks=60, iterations=2)),
+    ("--quick --model x --iterations 2", dict(train_tasks=120, eval_tasks=40, iterations=2,
+                                              dpo_epochs=1))])
+def test_presets_replace_defaults_and_what_is_given_replaces_presets(flags, values):
+    """Of a model, an environment, a protocol, a method, and --quick."""
+    s, _ = parse(flags.split(), coevolve.Settings, coevolve.METHODS, environment)
+    assert {name: getattr(s, name) for name in values} == values
+
+
+def help_of(capsys, *argv):
+    """name of a flag -> its help in one line; and all that is printed."""
+    assert not refusal(program, *argv)
+    said = capsys.readouterr().out
+    texts = re.split(r"\n  (?=--)", said)
+    return {text.split()[0]: " ".join(text.split()) for text in texts[1:]}, said
+
+
+def test_help_is_an_interface(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    flags, said = help_of(capsys, "--env", "intercodesql", "--rollouts", 3, "--help", "all")
+    assert said.startswith("usage: python coevolve.py [--env ENV] [--method METHOD]")
+    for method in coevolve.METHODS:  # each with a line
+        assert re.search(rf"\n  {method} +\w", said)
+    # Groups by the classes of settings, with their headings.
+    assert "\nExploration and preference training (Sections 4.2 and 4.3):\n" in said
+    # The choices; a default with its source; what a preset or the user put in its place.
+    for name, text in {
+            "--reference": "--reference {phase,sft,none} The reference pi_ref",
+            "--beta": "in iteration 1: default 0.1 [App. B; ETO]",
+            "--iterations": "5 (preset intercodesql; default 3 [App. B; 5 on InterCodeSQL])",
+            "--rollouts": "3 (given; default 1 [Section 5.2.1])",
+            "--out": "default: runs/ENV-METHOD-sSEED"}.items():
+        assert text in flags[name]
+    assert max(map(len, said.splitlines())) <= 100
+    for text in flags.values():  # each says something, and where its default is from
+        assert re.search(r" [A-Z][^:]{10,}.*: .*default", text), text
+
+    # Without "all" it lists what matters of what the method reads.
+    some, said = help_of(capsys, "--method", "eto", "-h")
+    every, _ = help_of(capsys, "--method", "eto", "--help", "all")
+    assert "--beta" in some and "--d-fail" not in every and "--max-grad-norm" not in some
+    assert said.endswith(f"--help all lists {len(every) - len(some)} more\n")
+    assert " 0.0 (preset --method eto; default 0.1 [" in some["--lambda-sft"]
+
+
+# ------------------------------------------------------------------------------ what it is given
+
+
+def pruned(folder):
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if "layers.1." not in name}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+def configured(folder, **values):
+    write_json(folder / "config.json", read_json(folder / "config.json") | values)
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda f: (f / "model.safetensors").unlink(), "give a hub name within reach, or a folder with"),
+    (pruned, "weights are missing, such as model.layers.1."),
+    (lambda f: configured(f, intermediate_size=64), "; give a"),
+    (lambda f: configured(f, model_type="t5"), "t5 is no causal language model of transformers; "),
+    (lambda f: (f / "chat_template.jinja").unlink(), "it has no chat template; use a chat model"),
+    (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
+])
+def test_a_model_that_cannot_be_used_is_named(change, says, small_model, tmp_path):
+    folder = shutil.copytree(small_model, tmp_path / "model")
+    change(folder)
+    line = refusal(program, "--model", folder, "--out", tmp_path / "run", "--method", "sft")
+    assert says in line and str(folder) in line, line
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_tokens_than_the_model_has_positions_are_said(toy_run, small_model, tmp_path, capsys):
+    base = shutil.copytree(small_model, tmp_path / "base")
+    configured(base, max_position_embeddings=255)
+    toy_run(*SFT, "--model", base)
+    assert f"{base} has 255 positions: " in capsys.readouterr().out
+
+
+def test_the_best_of_an_agents_own_trajectories_are_experts(toy_run, toy, tmp_path):
+    """Of several of a task the first with the most reward, kept as it was; those at or below the
+    least reward are left out, and all that are left out are counted."""
+    [e, *_] = read_jsonl(toy[0] / "experts.jsonl")
+    rows = [e | dict(reward=0.7), e | dict(messages=[], ended="context", steps=0)]
+    for name, rewards in dict(target=[0.8, 1.0, 0.9], failure=[1.0, 0.8, 0.9]).items():
+        for row, reward in zip(read_jsonl(toy[0] / f"iter1/{name}.jsonl")[1:], rewards):
+            rows.append(row | dict(reward=reward))
+    write_jsonl(tmp_path / "e", rows)
+    out = toy_run(*SFT, "--experts", tmp_path / "e", "--train-tasks", 4)
+    found = read_jsonl(out / "experts.jsonl")
+    # As many tasks as asked for, however many entries; of the first one no expert is left.
+    assert [row["task"] for row in found] == [row["task"] for row in rows[2:5]]
+    for row in found:
+        own = [t for t in rows if t["task"] == row["task"]]
+        best = max(own, key=lambda t: t["reward"])
+        assert len(own) == 2 and (row["agent"], row["reward"]) == ("expert", best["reward"])
+        assert row["messages"] == best["messages"] and row["steps"] == best["steps"]
+    dropped = read_json(out / "phases.json")["experts.jsonl"]["dropped"]
+    assert dropped == {"too long": 1, "reward": 1, "not the best of its task": 3}
+
+
+class Overlap(Toy):
+    """Three of the eight tasks that are trained on are evaluated, too, by other names."""
+    splits = dict(Toy.splits, test={key: f"toy-train-{key}" for key in ("1", "2", "3")})
+
+
+def test_no_agent_is_trained_on_what_it_is_evaluated_on(toy_run, toy):
+    line = refusal(lambda: toy_run(*SFT, "--model", toy[0] / "sft-target", env=Overlap))
+    assert "3 of 3 evaluated tasks are also trained on; give other --eval-splits" in line
+    out = toy_run(*SFT, env=Overlap)
+    tasks = {row["task"] for row in read_jsonl(out / "experts.jsonl")}
+    assert tasks == {f"toy-train-{n}" for n in (0, 4, 5, 6, 7)}
+    dropped = read_json(out / "phases.json")["experts.jsonl"]["dropped"]
+    assert dropped == {"evaluated too": 3}
+
+
+def test_what_a_tokenizer_cannot_write_is_said(toy_run, monkeypatch, capsys):
+    monkeypatch.setattr(Encoder, "read_back", lambda self, text: text.replace("word", "w ord"))
+    toy_run(*SFT)
+    said = capsys.readouterr().out
+    assert "changes 16 replies of experts" in said and "'the word', becomes 'the w ord'" in said
