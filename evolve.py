@@ -94,7 +94,8 @@ def evolve(run: Run, find: Callable | None = None) -> None:
     played = []  # a file of trajectories for each segment so far
     segments = math.ceil(s.grpo_steps / s.evolve_every)
     for i in range(1, segments + 1):
-        plans = [once(f"iter{i}/batches.jsonl", plan, task_set, plans, i=i)]
+        steps = min(s.evolve_every, s.grpo_steps - (i - 1) * s.evolve_every)
+        plans = [once(f"iter{i}/batches.jsonl", plan, task_set, plans, i=i, steps=steps)]
         agent = once(f"iter{i}/target-agent", train, agent, reference, task_set, plans[0],
                      i=i)
         played.append(agent / "episodes.jsonl")
@@ -468,7 +469,7 @@ def apart(visits: list[Visit], s: Grpo) -> dict:
 # ------------------------------------------------------------------------ the tasks of each step
 
 
-def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int) -> dict:
+def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int, steps: int) -> dict:
     """Plans the tasks of each step of a segment: passes over D, shuffled by the run's seed.
 
     What is left of a pass waits for the next segment; tasks that join enter the next pass. No task
@@ -480,14 +481,14 @@ def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int) -> dict:
         task_set: D.
         plans: The plan of the segment before; none for the first.
         i: The number of the segment.
+        steps: How many it has, which in the last one of a run may be less than E.
     """
     s = run.settings
     d = [row["task"] for row in rows_of(task_set)]
     waiting = rows_of(plans)[-1]["waiting"] if plans else []  # of this pass, the next one last
     rows = []
     first = (i - 1) * s.evolve_every + 1
-    last = min(i * s.evolve_every, s.grpo_steps)
-    for step in range(first, last + 1):
+    for step in range(first, first + steps):
         tasks = []
         while len(tasks) < min(s.step_tasks, len(d)):
             if not waiting:
