@@ -56,8 +56,10 @@ from worlds import World
 from worlds.expert_files import read_experts, tasks_of
 
 # ------------------------------------------------------------------------------------ the loop
-# Phases read and write files, as in coevolve.py. `task_set` is the file of D: none before there is
-# a D. `signals` is the file of the signals: none where nothing leads exploration.
+# Phases read and write files, as in coevolve.py: phase(run, out, files ..., numbers ...) writes
+# `out` and returns numbers that are recorded. `task_set` is the file of D, none before there is a
+# D; `signals` is that of the signals, none where nothing leads exploration. `i` is the number of
+# the segment, or of the evolution.
 Files = list[Path]
 
 
@@ -93,7 +95,8 @@ def evolve(run: Run, find: Callable | None = None) -> None:
     played = []  # a file of trajectories for each segment so far
     segments = math.ceil(s.grpo_steps / s.evolve_every)
     for i in range(1, segments + 1):
-        plans = [once(f"iter{i}/batches.jsonl", plan, task_set, plans, i=i)]
+        steps = min(s.evolve_every, s.grpo_steps - (i - 1) * s.evolve_every)
+        plans = [once(f"iter{i}/batches.jsonl", plan, task_set, plans, i=i, steps=steps)]
         agent = once(f"iter{i}/target-agent", train, agent, reference, task_set, plans[0],
                      i=i)
         played.append(agent / "episodes.jsonl")
@@ -112,37 +115,14 @@ def evolution(
     signals: Files,
     i: int,
 ) -> Path:
-    """Changes D: tasks are found, judged, and join.
-
-    Args:
-        run: The run.
-        find: The explorer, see `find_tasks`.
-        agent: The agent as it is now.
-        task_set: D as it is now.
-        signals: The signals that lead exploration.
-        i: The number of the evolution.
-
-    Returns:
-        The file of the new D.
-    """
+    """Changes D: tasks are found by `find`, judged, and join. The file of the new D."""
     finds = find(run, i, agent, task_set, signals)
     proposals = run.once(f"iter{i}/proposals.jsonl", judge, finds, task_set, i=i)
     return run.once(f"iter{i}/tasks.jsonl", join, task_set, proposals, i=i)
 
 
 def find_tasks(run: Run, i: int, agent: Path, task_set: Files, signals: Files) -> Path:
-    """Explores, and makes tasks of the agent's own episodes.
-
-    Args:
-        run: The run.
-        i: The number of the evolution.
-        agent: The agent as it is now, which is the explorer.
-        task_set: D as it is now.
-        signals: The signals whose picks are explored; none for D_0.
-
-    Returns:
-        A file of finds, see `abstract`.
-    """
+    """Lets the agent itself explore, and makes tasks of its episodes. The file of finds."""
     explored = run.once(f"iter{i}/explored.jsonl", explore, agent, task_set, signals, i=i)
     return run.once(f"iter{i}/finds.jsonl", abstract, task_set, explored, i=i)
 
@@ -307,21 +287,15 @@ def train(
     save_moments(run, model, optimizer, out / "moments.pt")
     write(run, out / "train.jsonl", log)
     write(run, out / "episodes.jsonl", episodes)
-    return what_it_took(run, log, episodes)
-
-
-def what_it_took(run: Run, log: list[dict], episodes: list[Trajectory]) -> dict:
-    """What a segment took, and how it ended."""
     far = sum(line.get("far", 0) for line in log)
     if far:
         run.say(f"{run.name}: {far} times the policy was {FARTHEST:.0f} nats and more from pi_ref "
                 "at a token; k3 is bounded there; lower --grpo-lr or raise --grpo-kl")
-    last = log[-1]
     return dict(
         episodes=len(episodes),
-        reward=last["reward"],
-        kl=last["kl"],
-        D=last["D"],
+        reward=log[-1]["reward"],
+        kl=log[-1]["kl"],
+        D=len(d),
         steps=sum(line["updates"] for line in log),
         tokens=sum(line["tokens"] for line in log))
 
@@ -374,11 +348,11 @@ def learn(
     row: dict,
     trajectories: list[Trajectory],
 ) -> dict:
-    """Trains the policy on the trajectories that it has just played.
+    """Trains the policy, in place, on the trajectories that it has just played.
 
     Args:
         run: The run.
-        model: The policy, which is trained in place.
+        model: The policy.
         pi_ref: The reference.
         optimizer: AdamW of the model.
         row: The plan of the step, {step, tasks}.
@@ -426,15 +400,14 @@ def log_line(
     Returns:
         The line; `far` is in it only if k3 was bounded for some tokens.
     """
-    task_count = len(row["tasks"])
     scored = scores(trajectories, run.settings.hard_threshold)
     kl = 0.0  # log pi_old - log pi_ref of all that trained, which estimates KL(pi_old || pi_ref)
     for visit in visits:
         kl += (visit.old - visit.ref).sum().item()
     line = dict(
         step=row["step"],
-        tasks=task_count,
-        skipped=task_count - len(visits),
+        tasks=len(row["tasks"]),
+        skipped=len(row["tasks"]) - len(visits),
         updates=len(updates),
         reward=scored["reward"],
         too_long=too_long,
@@ -500,7 +473,7 @@ def apart(visits: list[Visit], s: Grpo) -> dict:
 # ------------------------------------------------------------------------ the tasks of each step
 
 
-def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int) -> dict:
+def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int, steps: int) -> dict:
     """Plans the tasks of each step of a segment: passes over D, shuffled by the run's seed.
 
     What is left of a pass waits for the next segment; tasks that join enter the next pass. No task
@@ -510,19 +483,16 @@ def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int) -> dict:
         run: The run.
         out: The file, with a row for each step: its tasks, and what waits after it.
         task_set: D.
-        plans: The file of the segment before, in a list; empty for the first.
+        plans: The plan of the segment before; none for the first.
         i: The number of the segment.
-
-    Returns:
-        The size of D.
+        steps: How many it has, which in the last one of a run may be less than E.
     """
     s = run.settings
     d = [row["task"] for row in rows_of(task_set)]
     waiting = rows_of(plans)[-1]["waiting"] if plans else []  # of this pass, the next one last
     rows = []
     first = (i - 1) * s.evolve_every + 1
-    last = min(i * s.evolve_every, s.grpo_steps)
-    for step in range(first, last + 1):
+    for step in range(first, first + steps):
         tasks = []
         while len(tasks) < min(s.step_tasks, len(d)):
             if not waiting:
@@ -624,18 +594,9 @@ SIGNALS = {"forgetting": forgetting, "boundary": boundary, "rare": rare}
 
 @by_one_rank
 def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) -> dict:
-    """Finds every signal of a segment, with its evidence, and picks those that are explored.
-
-    Args:
-        run: The run.
-        out: The file, with a row for each signal; with --guide random one for each random pick.
-        task_set: D.
-        played: The files of trajectories of all segments so far.
-        i: The number of the segment.
-
-    Returns:
-        How many signals and picks there are of each kind, and how many patterns.
-    """
+    """Finds every signal of a segment, with its evidence, and picks those that are explored. With
+    --guide random each random pick is a row of the file, too. played: the files of trajectories of
+    all segments so far."""
     s = run.settings
     d = rows_of(task_set)
     generator = env_with(run, d).task_generator()
@@ -649,7 +610,7 @@ def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) ->
     for kind in SIGNALS:
         if kind in s.signals.split(","):
             found = [dict(signal=kind, picked=False, **row) for row in SIGNALS[kind](history, s)]
-            found.sort(key=task_and_pattern)
+            found.sort(key=lambda row: (row["task"], row.get("pattern", "")))
             rows += found
             rng = rng_of(run, "picks", i, kind)
             shuffled.append(rng.sample(found, len(found)))
@@ -670,10 +631,6 @@ def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) ->
     return numbers | dict(picked=len(picked), picks=picks, patterns=len(patterns))
 
 
-def task_and_pattern(row: dict) -> tuple[str, str]:
-    return row["task"], row.get("pattern", "")
-
-
 def pick(kinds: list[list[dict]], most: int) -> list[dict]:
     """Picks the first rows of each kind of signal, which take turns, at most so many of a kind. A
     task is picked once."""
@@ -691,6 +648,9 @@ def pick(kinds: list[list[dict]], most: int) -> list[dict]:
 # ----------------------------------------------------------------------- from signals to tasks
 # A row of tasks.jsonl is a task of D, in the order in which they joined. `d` is these rows.
 
+START_EPISODES = 6   # that the agent explores for each task that D_0 asks for [ours]
+LONGEST_TEXT = 1000  # characters of a new task's: a template copies an agent's arguments [ours]
+
 
 @dataclass
 class Explored(Trajectory):
@@ -705,8 +665,7 @@ def env_with(run: Run, d: list[dict]) -> World:
         if "definition" in row:  # it is in no split
             task = env.add(row["definition"])
             if task != row["task"]:
-                raise Refused(f"tasks.jsonl: {row['task']} is {task} here; keep its rows in "
-                                   "order")
+                raise Refused(f"tasks.jsonl: {row['task']} is {task} here; keep its rows in order")
     return env
 
 
@@ -723,9 +682,8 @@ def training_tasks(run: Run) -> list[str]:
         tasks = tasks[:s.train_tasks]
     left = [task for task in tasks if repr(env.find(task)) not in evaluated]
     if not left:
-        raise Refused(f"of {len(tasks)} training tasks none is left to train on, since all "
-                           "are evaluated; give other --experts, more --train-tasks or other "
-                           "--eval-splits")
+        raise Refused(f"of {len(tasks)} training tasks none is left to train on, since all are "
+                      "evaluated; give other --experts, more --train-tasks or other --eval-splits")
     return left
 
 
@@ -738,17 +696,8 @@ def first_tasks(run: Run, out: Path, i: int) -> dict:
 
 
 def begin_exploring(run: Run, signals: Files, each: int, i: int) -> list[Explored]:
-    """Begins the episodes of an explorer.
-
-    Args:
-        run: The run.
-        signals: The signals; each pick is explored --explorer-episodes times.
-        each: How many episodes there are for a task of D_0, where there are no signals.
-        i: The number of the evolution.
-
-    Returns:
-        The trajectories, which have no messages yet.
-    """
+    """Begins the episodes of an explorer: --explorer-episodes for each pick; where there are no
+    signals so many as `each` says for each task of D_0."""
     s = run.settings
     begun = []
     if signals:
@@ -766,20 +715,9 @@ def begin_exploring(run: Run, signals: Files, each: int, i: int) -> list[Explore
 
 def explore(run: Run, out: Path, agent: Path, task_set: Files, signals: Files, i: int) -> dict:
     """Lets the agent explore: it plays what was picked, at a higher temperature than in training.
-
-    Args:
-        run: The run.
-        out: The file of trajectories.
-        agent: The agent.
-        task_set: D.
-        signals: The signals whose picks are explored; for D_0 none, and six episodes a task [ours].
-        i: The number of the evolution.
-
-    Returns:
-        The scores of the episodes.
     """
     s = run.settings
-    begun = begin_exploring(run, signals, 6, i)
+    begun = begin_exploring(run, signals, START_EPISODES, i)
     for t in begun:
         t.seed = seed_of(s.seed, "explore", i, t.task, t.rollout)
     make_env = partial(env_with, run, rows_of(task_set))
@@ -792,20 +730,9 @@ def explore(run: Run, out: Path, agent: Path, task_set: Files, signals: Files, i
 
 @by_one_rank
 def abstract(run: Run, out: Path, task_set: Files, explored: Path, i: int) -> dict:
-    """Makes tasks of what the explorer did.
-
-    Args:
-        run: The run.
-        out: The file of finds, in random order: {signal, source, text, task, solution}. `source` is
-            the id of the task that was explored. `task` is the definition of the new one, from
-            which an environment makes it, and `text` is what it says.
-        task_set: D.
-        explored: The explorer's trajectories.
-        i: The number of the evolution.
-
-    Returns:
-        How many finds there are.
-    """
+    """Makes finds of what the explorer did, in random order: {signal, source, text, task,
+    solution}. `source` is the id of the task that was explored. `task` is the definition of the new
+    one, from which an environment makes it, and `text` is what it says."""
     generator = env_with(run, rows_of(task_set)).task_generator()
     rng = rng_of(run, "propose", i)
     episodes = [Explored(**row) for row in read_jsonl(explored)]
@@ -827,19 +754,9 @@ def replies(t: Trajectory) -> list[str]:
 
 @by_one_rank
 def judge(run: Run, out: Path, finds: Path, task_set: Files, i: int) -> dict:
-    """Judges the finds, in their order, until as many have passed as may join.
-
-    Args:
-        run: The run.
-        out: The file of proposals: the finds with `verdict`, `reason` (null for one that joins) and
-            whether the solution was `replayed`.
-        finds: The file of finds.
-        task_set: D.
-        i: The number of the evolution.
-
-    Returns:
-        Counts, see `counts`.
-    """
+    """Judges the finds, in their order, until as many have passed as may join. They become
+    proposals, with `verdict`, `reason` (null for one that joins) and whether the solution was
+    `replayed`."""
     s = run.settings
     d = rows_of(task_set)
     env = env_with(run, d)
@@ -881,9 +798,6 @@ def counts(proposals: list[dict]) -> dict:
                 refused=refused, kinds=kinds)
 
 
-LONGEST_TEXT = 1000  # characters of a new task's: a template copies an agent's arguments [ours]
-
-
 def refusal(
     generator,
     proposal: dict,
@@ -908,6 +822,9 @@ def refusal(
         return "not of the form that was asked for"
     if len(proposal["text"]) > LONGEST_TEXT:
         return "its text is too long"
+    tells = getattr(generator, "tells", None)  # which not every world's generator has
+    if tells and tells(proposal["text"], proposal["solution"]):
+        return "its text tells the solution"
     reason = generator.refusal(definition)
     if reason:
         return reason
@@ -925,18 +842,7 @@ def words(text: str) -> set[str]:
 
 
 def join(run: Run, out: Path, task_set: Files, proposals: Path, i: int) -> dict:
-    """Makes D after an evolution, which the proposals join that were added.
-
-    Args:
-        run: The run.
-        out: The file of the new D.
-        task_set: D.
-        proposals: The proposals, with verdicts.
-        i: The number of the evolution.
-
-    Returns:
-        How many tasks joined, and the size of D.
-    """
+    """Makes the new D, which the proposals join that were added."""
     d = rows_of(task_set)
     env = env_with(run, d)
     joined = 0
@@ -944,12 +850,8 @@ def join(run: Run, out: Path, task_set: Files, proposals: Path, i: int) -> dict:
         if proposal["reason"] is None:
             definition = proposal["task"]
             joined += 1
-            d.append(dict(
-                task=env.add(definition),
-                joined=i,
-                signal=proposal["signal"],
-                text=proposal["text"],
-                definition=definition))
+            d.append(dict(task=env.add(definition), joined=i, signal=proposal["signal"],
+                          text=proposal["text"], definition=definition))
     if not d:
         raise Refused("no start task came of the unguided exploration; give --start-from train and "
                       "another --out, or a --model that finds something")
@@ -1029,10 +931,11 @@ class Evolution(NewTasks, types.Stated):
     # What the explorer goes back to: picked signals, or as many random tasks [summary; random:
     # notes]
     guide: Literal["signals", "random"] = "signals"
-    # Episodes of the explorer for a pick; of the aimed one, variations [ours]
+    # Episodes of the explorer for a pick [ours]
     explorer_episodes: types.Count = 6
     # Tasks that join in one evolution, at most [ours]
     add_most: types.Whole = 20
+
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         never = s.method == "evolve" and s.grpo_steps <= s.evolve_every
         problem = f"the tasks would never evolve; give more than --evolve-every {s.evolve_every}"

@@ -7,23 +7,29 @@ import os
 import random
 import shutil
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from conftest import in_ranks, make_model
-from device_parts import parts
 from pretend_gpu import compile_guard, on_card
 from transformers import Qwen3Config
 
 import coevolve
 import dpo
+from common.files import read_json
+from dpo import Group, Pair, Trajectory
+from engine import models, trial
+from engine.chat import Encoder
+from engine.machine import accelerator_of
+from engine.passes import deal, fill_passes, log_probs_in_passes
+from engine.run import Run
+from engine.sampling import Draw
+from worlds import environment
 
-TINY = coevolve.MODELS["tiny"]
-SFT = ("--env webshop --view short --train-tasks 2 --eval-splits validation --eval-tasks 1 "
-       "--sft-epochs 1 --max-tokens 420 --max-new-tokens 6").split()
-RUN = [*SFT, "--iterations", "1", "--dpo-epochs", "1"]
+TINY = models.MODELS["tiny"]
+WORDS = range(300, 2000)  # ids of words
 
 
 # ------------------------------------------------------------------------ on a pretended card
@@ -40,7 +46,7 @@ def guard(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory):
-    """A folder with a small Qwen3 of random weights."""
+    """A folder with a small Qwen3 of random weights, whose heads of queries share keys."""
     folder = tmp_path_factory.mktemp("qwen3")
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
     torch.manual_seed(0)
@@ -51,13 +57,95 @@ def qwen3(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["tiny", "qwen3"])
-def model(request):
-    return TINY if request.param == "tiny" else request.getfixturevalue("qwen3")
+def played(model, encoder, sampler, way, new):
+    """Three conversations of two replies, which begin at different lengths."""
+    asked = []
+    for n, length in enumerate((30, 17, 23)):
+        ids = random.Random(n).choices(WORDS, k=length)
+        asked.append((Trajectory(ids=ids, action_mask=[0] * length), random.Random(n)))
+    draw = Draw(sampler, encoder, ("ing",))
+    answer = trial.answer_of(way, model, draw, 3, 100, new, 64)
+    for _ in range(2):
+        for (t, _), (ids, log_probs) in zip(asked, answer(asked)):
+            t.extend(ids, is_action=True)
+            t.log_probs += log_probs
+            t.extend([401, 402, 403], is_action=False)
+    return [t for t, _ in asked]
+
+
+def parts(device: str, folder: str, out: str) -> dict:
+    """What load, replies, passes, training, save and trial make of the model in a folder."""
+    device = torch.device(device)
+    whole, half = (SimpleNamespace(num_processes=1, process_index=0, device=device,
+                                   is_main_process=True, mixed_precision=kind)
+                   for kind in ("no", "bf16"))
+    encoder = Encoder(transformers.AutoTokenizer.from_pretrained(folder))
+    found = dict(ids=[], sampled=[])
+    for way in "kept", "side by side":
+        model = models.read_model(folder, device=device).eval()
+        texts = played(model, encoder, encoder.sampler(0.7), way, 5)
+        found["ids"].append([t.ids for t in texts])
+        found["sampled"].append(sum([t.log_probs for t in texts], []))
+
+    # In bf16 as on a GPU: autocast, and layers that run again in the backward pass.
+    model = models.load(whole, folder, recompute=True, shard=False)
+    found["devices"] = sorted({p.device.type for p in model.parameters()})
+    values = log_probs_in_passes(half, model, texts, 100)
+    values.sum().backward()
+    found["half"] = values.tolist()
+    found["half_gradient"] = sum(p.grad.double().norm().item() for p in model.parameters())
+    model.zero_grad()
+
+    def log_probs(model, some):
+        return log_probs_in_passes(whole, model, some, 100)
+
+    def loss(policy, groups):
+        return dpo.preference_loss(policy, groups, beta=0.1)
+
+    a, b, c = texts
+    groups = [Group(texts, [Pair("a>b", a, b, 1.0, 0.5), Pair("a>b", a, c)])]
+    dpo.add_references(model, groups, log_probs, 200)
+    found["reference"] = [t.reference for t in texts]
+    lines = dpo.train(model, dpo.adamw(model), [groups] * 2, [1e-3] * 2, loss, dpo.pair_count,
+                      log_probs, tokens=200)
+    found["losses"] = [line["loss"] for line in lines]
+    models.save(whole, model, encoder, out)
+    found["after"] = log_probs(models.read_model(out, device=device), texts).tolist()
+    found["ways"] = trial.trial(models.read_model(out, torch.bfloat16, device), encoder)
+    return found
+
+
+PARTS = """
+import json, sys, test_gpu
+for folder, out in zip(sys.argv[1::2], sys.argv[2::2]):
+    print("found", json.dumps(test_gpu.parts("cuda:0", folder, out)))
+"""
+
+
+def test_a_card_gives_what_the_cpu_gives(guard, qwen3, tmp_path):
+    """Replies in both ways, passes in fp32 and bf16, two steps, save, trial."""
+    said = on_card(guard, PARTS, TINY, tmp_path / "tiny", qwen3, tmp_path / "qwen3")
+    on = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("found ")]
+    for n, (model, found) in enumerate(zip((TINY, qwen3), on, strict=True)):
+        wanted = parts("cpu", model, tmp_path / f"cpu{n}")
+        assert (found.pop("devices"), wanted.pop("devices")) == (["cuda"], ["cpu"])
+        assert wanted.pop("ways") == dict(replies="kept", passes=["shared", "padded"])
+        assert found.pop("ways") == dict(replies="kept", passes=["padded"])
+        assert found.pop("ids") == wanted.pop("ids")
+        for name, tolerance in (("half", 0.1), ("half_gradient", 0.05 * wanted["half_gradient"])):
+            assert found.pop(name) == pytest.approx(wanted.pop(name), abs=tolerance)
+        for values, expected in zip(found.pop("sampled"), wanted.pop("sampled"), strict=True):
+            assert values == pytest.approx(expected, abs=1e-3)
+        for name, values in wanted.items():
+            assert found[name] == pytest.approx(values, abs=1e-3), name
 
 
 MIXED = """
-import torch
+import sys, pretend_gpu, test_gpu, torch, transformers
+from engine import models
+from engine.chat import Encoder
+from engine.sampling import Sampler
+
 on_card = torch.ones(3, device="cuda")
 print((on_card + on_card).sum().item(), (on_card + torch.tensor(2.0)).tolist())
 for mix in (lambda: on_card + torch.ones(3), lambda: torch.nn.functional.linear(
@@ -66,163 +154,97 @@ for mix in (lambda: on_card + torch.ones(3), lambda: torch.nn.functional.linear(
         mix()
     except RuntimeError as error:
         print("same device" in str(error))
+
+encoder = Encoder(transformers.AutoTokenizer.from_pretrained(sys.argv[1]))
+sampler = Sampler(0.7, (*encoder.sampler().never, encoder.end_of_turn))  # replies go on
+for folder in sys.argv[1:]:
+    model = models.read_model(folder, torch.bfloat16, torch.device("cuda", 0)).eval()
+    found = []
+    for tokens in 3, 2, 3:  # the first time something may be made
+        pretend_gpu.waits.clear()
+        test_gpu.played(model, encoder, sampler, "kept", tokens)
+        found.append(sum(pretend_gpu.waits.values()))
+    print((found[2] - found[1]) / 2)  # for one more token in each of two turns
 """
 
 
-def test_the_pretended_card_refuses_what_mixes_devices(guard):
-    assert on_card(guard, MIXED).split("\n")[:4] == ["6.0 [3.0, 3.0, 3.0]", "True", "True", "True"]
+def test_no_operation_mixes_devices_and_the_host_waits_once_a_token(guard, qwen3):
+    said = on_card(guard, MIXED, TINY, qwen3).splitlines()
+    assert said[:4] == ["6.0 [3.0, 3.0, 3.0]", "True", "True", "True"]
+    assert list(map(float, said[4:])) == [1, 1]  # for the token itself
 
 
-def test_a_card_gives_what_the_cpu_gives(guard, model, tmp_path):
-    """Load, replies with a static cache, passes in fp32 and bf16, two steps, save, trial."""
-    said = on_card(guard, "import device_parts, json, sys\n"
-                   "print(json.dumps(device_parts.parts(*sys.argv[1:])))",
-                   "cuda:0", model, tmp_path / "card")
-    found = json.loads(said.splitlines()[-1])
-    wanted = json.loads(json.dumps(parts("cpu", str(model), str(tmp_path / "cpu"))))
-    assert found.pop("devices") == ["cuda"] and wanted.pop("devices") == ["cpu"]
-    assert found.pop("ways") == [False, False, "static"] and wanted.pop("ways") == [False, False, True]
-    assert found.pop("ids") == wanted.pop("ids")
-    for name, tolerance in (("half", 0.1), ("half_gradient", 0.05 * wanted["half_gradient"])):
-        assert found.pop(name) == pytest.approx(wanted.pop(name), abs=tolerance)
-    for name, values in wanted.items():
-        for row, expected in zip(found[name], values, strict=True):
-            assert row == pytest.approx(expected, abs=1e-3), name
-
-
-LOOP = """
-import sys
-import torch
-import coevolve, dpo, evolve
-seen = set()
-plain = dpo.token_log_probs
-def noting(model, *more):
-    seen.add((str(next(model.parameters()).dtype), torch.is_autocast_enabled("cuda")))
-    return plain(model, *more)
-dpo.token_log_probs = noting
-program, *argv = sys.argv[1:]
-class Run(evolve.Run):
-    def play_share(self, *more):
-        played = super().play_share(*more)
+RUN = """
+import sys, evolve, torch
+from engine import command, passes
+from engine.run import Run
+class Paid(Run):
+    def play(self, *what):
+        played = super().play(*what)
         for n, t in enumerate(played):  # else a model of random weights would learn nothing
             t.reward = float(n % 2)
         return played
-if program == "evolve":
-    coevolve.main(argv, evolve.Settings, Run, evolve.METHODS)
-else:
-    coevolve.main(argv)
+seen = set()
+plain = passes.token_log_probs
+def noting(model, *more):
+    seen.add((str(next(model.parameters()).dtype), torch.is_autocast_enabled("cuda")))
+    return plain(model, *more)
+passes.token_log_probs = noting
+command.main(sys.argv[1:], evolve.Settings, Paid, evolve.METHODS, "a run")
 print(sorted(seen))
 """
 
 
-def test_the_method_runs_on_a_card(guard, qwen3, tmp_path):
-    """In bf16 with recomputed layers, as any model but tiny does there. The first loss of SFT, of
-    the same experts, is the CPU's in fp32."""
-    said = on_card(guard, LOOP, "coevolve", *RUN, "--method", "eto", "--model", qwen3,
-                   "--out", tmp_path / "card")
-    # Passes that train are fp32 weights under autocast; the trial's are fp32 without.
-    assert said.splitlines()[-1] == "[('torch.float32', False), ('torch.float32', True)]"
-    phases = json.loads((tmp_path / "card/phases.json").read_text())
-    assert "iter1/target-agent" in phases and "eval-1-target-validation.jsonl" in phases
-    assert json.loads((tmp_path / "card/config.json").read_text())["ways"] == [
-        False, False, "static"]
-    coevolve.main([*SFT, "--method", "sft", "--model", str(qwen3), "--out", str(tmp_path / "cpu")])
-    on_cpu = json.loads((tmp_path / "cpu/phases.json").read_text())
+def test_a_run_on_a_card(guard, qwen3, tmp_path):
+    """SFT and GRPO in bf16 with recomputed layers, as any model but tiny does there: passes that
+    train are of fp32 weights under autocast, and a copy of the model plays. The first loss of SFT,
+    of the same experts, is the CPU's."""
+    flags = dict(view="short", train_tasks=2, eval_splits="validation", eval_tasks=1, sft_epochs=1,
+                 max_tokens=420, max_new_tokens=6, model=str(qwen3))
+    more = dict(start_from="train", grpo_steps=1, step_tasks=2, step_rollouts=2)
+    argv = ["--method", "grpo", "--out", tmp_path / "card"]
+    for name, value in (flags | more).items():
+        argv += [f"--{name.replace('_', '-')}", value]
+    said = on_card(guard, RUN, *argv)
+    assert said.splitlines()[-1] == "[('torch.float32', True)]"
+    phases = read_json(tmp_path / "card/phases.json")
+    assert phases["iter1/target-agent"]["steps"] > 0 and "eval-1-target-validation.jsonl" in phases
+    assert read_json(tmp_path / "card/config.json")["ways"] == dict(
+        replies="kept", passes=["padded"])
+    run = Run(coevolve.Settings(method="sft", out=str(tmp_path / "cpu"), **flags),
+              environment("webshop")())
+    coevolve.coevolve(run)
     assert phases["sft-target"]["first_loss"] == pytest.approx(
-        on_cpu["sft-target"]["first_loss"], rel=0.01)
-
-
-def test_grpo_steps_on_a_card(guard, qwen3, tmp_path):
-    """There the model that trains plays as well."""
-    on_card(guard, LOOP, "evolve", *"--env webshop --view short --method grpo --start-from train "
-            "--train-tasks 2 "
-            "--eval-splits validation --eval-tasks 1 --max-tokens 420 --max-new-tokens 6 "
-            "--grpo-steps 1 --step-tasks 2 --step-rollouts 2".split(),
-            "--model", qwen3, "--out", tmp_path / "run")
-    phases = json.loads((tmp_path / "run/phases.json").read_text())
-    assert phases["iter1/target-agent"]["steps"] > 0
-
-
-WAITS = """
-import sys
-import pretend_gpu, torch, transformers, random
-import dpo
-from device_parts import WORD
-folder = sys.argv[1]
-encoder = dpo.Encoder(dpo.read(transformers.AutoTokenizer, folder))
-model = dpo.read_model(folder, torch.bfloat16, torch.device("cuda", 0)).eval()
-never = (*encoder.sampler().never, encoder.end_of_turn)
-def waits(tokens, way):
-    pretend_gpu.waits.clear()
-    asked = [(random.Random(n).choices(WORD, k=20 + n), random.Random(n)) for n in range(4)]
-    dpo.replies(model, encoder, dpo.Sampler(0.7, never), tokens, ("Observation:",), asked, False, way)
-    return sum(pretend_gpu.waits.values())
-for way in (True, "static"):
-    waits(9, way)
-    print(waits(9, way) - waits(8, way))
-"""
-
-
-def test_the_host_waits_three_times_a_token_at_most(guard, model):
-    """For the token, for whether all rows are over, and, with a cache that grows, for whether any
-    row is padded."""
-    dynamic, static = map(int, on_card(guard, WAITS, model).split())
-    assert dynamic <= 3 and static <= 2
+        run.done["sft-target"]["first_loss"], rel=0.01)
 
 
 # ------------------------------------------------------------------------- without any card
-
-
-def test_attention_meets_new_shapes_so_cudnn_does_not_plan_it(monkeypatch, tmp_path):
-    """cuDNN makes a plan for each shape that it has not met. In a small run a third and more of all
-    passes have one, so plans would be made all the time, and the run switches them off."""
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    met, plain = [], F.scaled_dot_product_attention
-
-    def noting(query, key, *more, **options):
-        met.append((tuple(query.shape), tuple(key.shape)))
-        return plain(query, key, *more, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
-    coevolve.main([*RUN, "--method", "eto", "--out", str(tmp_path / "run")])
-    layers = dpo.read_config(TINY).num_hidden_layers
-    passes = met[::layers]
-    assert len(passes) > 50 and len(set(passes)) > 0.3 * len(passes)
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize("given, expected", [
     ({}, "expandable_segments:True"),
     (dict(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64"), "max_split_size_mb:64"),
     (dict(PYTORCH_ALLOC_CONF="max_split_size_mb:64"), None)])
-def test_memory_is_taken_in_segments_that_grow(given, expected, monkeypatch, tmp_path):
-    """Also without run.sh, which says it to its processes, as by `accelerate launch coevolve.py`;
-    and not where the user has said something else."""
+def test_how_a_card_is_used(given, expected, monkeypatch):
+    """Memory is taken in segments that grow, unless the user has said otherwise; cuDNN plans no
+    attention, since most passes have a new shape; and fp32 is fp32."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.setenv(name, "")  # which is put back afterwards
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    coevolve.Run(*coevolve.parse([*RUN, "--out", str(tmp_path)], coevolve.Settings,
-                                 coevolve.METHODS, coevolve.envs.environment, "test"))
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    accelerator_of(gpu=False, bf16=False)
     assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == expected
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
-                                   MemoryError()])
-def test_memory_that_lacks_is_said_in_a_line(error, monkeypatch, tmp_path):
-    def lacking(*_):
-        raise error
-
-    monkeypatch.setattr(dpo, "token_log_probs", lacking)
-    with pytest.raises(SystemExit, match=r"^coevolve.py: out of memory; lower --tokens-per-forward"):
-        coevolve.main([*RUN, "--out", str(tmp_path)])
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert not torch.backends.cuda.matmul.allow_tf32
 
 
 def busy(lengths: list[int], tokens: int, ranks: int) -> float:
     """The share of the ranks' time that goes into the trajectories' own tokens, if a round lasts as
     long as its most costly pass, and a pass costs what its longest trajectory does, times all."""
-    rounds = dpo.deal(lengths, tokens, ranks)
+    rounds = deal(lengths, tokens, ranks)
     dealt = [place for passes in rounds for places in passes for place in places]
     assert sorted(dealt) == list(range(len(lengths)))
     time = 0
@@ -240,27 +262,19 @@ def test_ranks_hardly_idle(trajectories, least):
     padded passes keeps eight ranks busier on the average."""
     rng = random.Random(3)
     shares = []
-    for _ in range(30):
-        lengths = []
-        for _ in range(trajectories):
-            lengths.append(int(min(4096, max(700, rng.lognormvariate(math.log(1850), 0.35)))))
-        shares.append(busy(lengths, 8192, 8))
+    for _ in range(20):
+        drawn = [rng.lognormvariate(math.log(1850), 0.35) for _ in range(trajectories)]
+        shares.append(busy([int(min(4096, max(700, n))) for n in drawn], 8192, 8))
     assert sum(shares) / len(shares) > least
     assert busy([1000] * 16, 8192, 8) == 1.0
 
 
-def test_one_rank_fills_its_passes_with_the_longest_first():
-    rng = random.Random(0)
-    for _ in range(100):
-        lengths = [rng.randint(1, 900) for _ in range(rng.randint(1, 40))]
-        tokens = rng.choice([0, 1, 500, 1024, 4096])
-        expected = []
-        for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-            longest = lengths[expected[-1][0]] if expected else math.inf
-            if (len(expected[-1]) + 1 if expected else 1) * longest > tokens:
-                expected.append([])
-            expected[-1].append(place)
-        assert dpo.deal(lengths, tokens, 1) == [[places] for places in expected]
+def test_passes_are_filled_with_the_longest_first():
+    """By hand: two of 5 and 4 cost 10; a third one would make it 15."""
+    assert fill_passes([2, 5, 1, 4], 10) == [[1, 3], [0, 2]]
+    assert fill_passes([2, 5, 1, 4], 3) == [[1], [3], [0], [2]]  # none is too long to be read
+    assert deal([2, 5, 1, 4], 10, 1) == [[[1, 3]], [[0, 2]]]
+    assert deal([2, 5], 0, 1) == [[[1]], [[0]]]
 
 
 # What trained is gone before a model is read to play.
@@ -269,7 +283,7 @@ def test_one_rank_fills_its_passes_with_the_longest_first():
 def held_when_a_model_is_read(accelerator, folder, shard):
     """Trains a model as a phase does, and reads one that plays: whether weights and layers of the
     first are still held when the second is read."""
-    held, plain = [], dpo.read
+    held, plain = [], models.read
 
     def reading(kind, *more, **options):
         if kind is transformers.AutoModelForCausalLM:
@@ -277,19 +291,18 @@ def held_when_a_model_is_read(accelerator, folder, shard):
         return plain(kind, *more, **options)
 
     def phase():
-        model = dpo.load(accelerator, folder, recompute=True, shard=shard)
-        t = dpo.Trajectory(ids=list(range(5, 25)), action_mask=[0] * 10 + [1] * 10)
-        objective = dpo.Objective(dpo.sft_loss, lambda group: 10, 1e-5)
-        steps = dpo.training(model, dpo.adamw(model, objective), [[dpo.Group([t])]], objective,
-                             lambda model, some: dpo.token_log_probs(model, some))
-        assert len(list(steps)) == 1
-        return [weakref.ref(model), weakref.ref(next(dpo.layers(model)[0].parameters()))]
+        model = models.load(accelerator, folder, recompute=True, shard=shard)
+        batch = [Group([Trajectory(ids=list(range(5, 25)), action_mask=[0] * 10 + [1] * 10)])]
+        for _ in dpo.train(model, dpo.adamw(model), [batch], [1e-5], dpo.sft_loss,
+                           dpo.action_count):
+            pass
+        return [weakref.ref(model), weakref.ref(next(models.layers(model)[0].parameters()))]
 
     gc.disable()  # so that it is not freed by chance
     things = phase()
-    dpo.read = reading
-    dpo.read_model(folder)
-    dpo.read = plain
+    models.read = reading
+    models.read_model(folder)
+    models.read = plain
     gc.enable()
     return held
 
@@ -303,10 +316,7 @@ def sharded_among_pretended_ranks(accelerator, folder):
     return held_when_a_model_is_read(accelerator, folder, True)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_what_trained_is_gone_before_a_model_that_plays_is_read(sharded, tmp_path):
+def test_what_trained_is_gone_before_a_model_that_plays_is_read(tmp_path):
     make_model(50, seed=0, dtype=torch.float32).save_pretrained(tmp_path)
-    if sharded:
-        assert in_ranks(1, sharded_among_pretended_ranks, tmp_path) == [[False, False]]
-    else:
-        assert in_ranks(1, held_when_a_model_is_read, tmp_path, False) == [[False, False]]
+    assert in_ranks(1, held_when_a_model_is_read, tmp_path, False) == [[False, False]]
+    assert in_ranks(1, sharded_among_pretended_ranks, tmp_path) == [[False, False]]
