@@ -231,6 +231,6 @@ def check_torch() -> None:
     there = Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()
     asked_for = os.environ.get("CUDA_VISIBLE_DEVICES") != ""
     if there and asked_for and not torch.cuda.is_available():
-        raise Refused(f"torch {torch.__version__} cannot use this machine's GPUs; install torch for "
-                      "them (pytorch.org/get-started) or mend their driver, or set "
+        raise Refused(f"torch {torch.__version__} cannot use this machine's GPUs; install torch "
+                      "for them (pytorch.org/get-started) or mend their driver, or set "
                       "CUDA_VISIBLE_DEVICES= to train on the CPU")

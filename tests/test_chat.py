@@ -2,22 +2,21 @@
 agent's folder that is evaluated as it is."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from conftest import KEY
 from transformers import AutoTokenizer
 
-import coevolve
+import engine.run as run_module
 import worlds
-from common.files import read_jsonl, write_jsonl
+from common.files import read_jsonl
 from common.settings import Refused, parse
 from engine import chat, models
-import engine.run as run_module
-from engine.run import Run
 from engine.command import main
+from engine.run import Run
 from lab.chat import endpoint as endpoints
 from lab.chat.endpoint import ContextFull, EndpointError, NotAnswered, OnlyThoughts
+
 report = None
 from lab.settings import METHODS, Settings
 from worlds import Step

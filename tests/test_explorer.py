@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 import coevolve
-import worlds
 import evolve
-from engine.run import Run
+import worlds
 from common.files import read_jsonl
+from engine.run import Run
 from lab.chat import endpoint as endpoints
 from lab.chat import explorer
 from worlds.intercodesql import questions

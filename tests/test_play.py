@@ -12,9 +12,9 @@ from conftest import ended, fork, plain_log_probs
 import coevolve
 import dpo
 import worlds
-from engine import chat, models
 from common.files import read_jsonl
 from common.settings import Refused
+from engine import chat, models
 from lab.chat.play import agent_of, chosen, main
 from lab.runfiles import command, visible
 from worlds.webshop.server import WebShopServer

@@ -27,8 +27,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
 import dpo
-from dpo import action_count
-from dpo import Group, Trajectory
+from dpo import Group, Trajectory, action_count
 from lab.pretrain.practice import exchange
 from lab.runfiles import count
 
