@@ -162,10 +162,17 @@ export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}  # threads that spin take others' cores
 program() { exec "$python" -m "$@"; }
 
-# The same as a process for each GPU that torch sees. Where one ends with an error, all end.
+# How many GPUs there are, or are asked for by CUDA_VISIBLE_DEVICES.
+gpus() {
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
+    elif command -v nvidia-smi >/dev/null; then nvidia-smi -L | grep -c ^GPU || true
+    else find /dev/dri -name 'renderD*' 2>/dev/null | grep -c . || true; fi
+}
+
+# The same as a process for each GPU. Where one ends with an error, all end.
 on_all_gpus() {
     local count n status=0 of
-    count=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+    count=$(gpus)
     if [ "$count" -lt 2 ]; then program "$@"; fi
     export WORLD_SIZE=$count LOCAL_WORLD_SIZE=$count MASTER_ADDR=127.0.0.1
     export MASTER_PORT=${MASTER_PORT:-$((20000 + RANDOM % 20000))}

@@ -17,8 +17,7 @@ import pytest
 from conftest import ROOT, wait_until
 
 from common.settings import Refused
-from envs import EnvError, environment, make
-from worlds import converse
+from worlds import EnvError, converse, environment, make
 from worlds.appworld import data, judging, processes
 from worlds.appworld.data import MOST_REPLIES, calls_in, parts, small_world
 from worlds.appworld.tasks import DONE, TaskGenerator

@@ -10,12 +10,13 @@ import pytest
 from conftest import make_tokenizer
 
 import coevolve
-import envs
 import worlds
 from common import settings
 from common.files import write_jsonl
-from dpo import Encoder, Trajectory
-from worlds import expert_files
+from dpo import Trajectory
+from engine.chat import Encoder
+from engine.playing import play
+from worlds import environment, expert_files
 
 CHAT = [("user", "Observation:\nWebShop [SEP] Instruction: [SEP] a hat [SEP] Search"),
         ("assistant", "Thought: I search.\nAction: search[hat]"),
@@ -190,7 +191,7 @@ def play_scripted(encoder, env, tasks, replies):
                 for t, _ in asked]
 
     rows, read = [Trajectory(task, "target") for task in tasks], []
-    envs.play(lambda: env, encoder, rows, answer, slots=1, max_tokens=8000)
+    play(lambda: env, encoder, rows, answer, slots=1, max_tokens=8000)
     return rows, read
 
 
@@ -241,7 +242,7 @@ def test_one_setting_brings_their_numbers(prompts):
     given = ["--env", "scienceworld", "--model", "m", "--protocol", "eto", "--prompts", prompts]
 
     def parse(*more):
-        return settings.parse([*given, *more], coevolve.Settings, coevolve.METHODS, envs.environment)
+        return settings.parse([*given, *more], coevolve.Settings, coevolve.METHODS, environment)
 
     s, own = parse()
     assert (s.max_new_tokens, s.temperature, s.sft_lr) == (512, 0.0, 2e-5)

@@ -135,7 +135,7 @@ def test_bfcl_gets_its_one_package_without_its_dependencies(machine, tmp_path, s
     if status:
         assert "bfcl needs one more package: " in one_line(done) and "--no-deps" in one_line(done)
     else:
-        assert "-m lab.careful.launch -m lab --env bfcl --model m" in done.stdout
+        assert "-m lab --env bfcl --model m" in done.stdout
         assert "installing bfcl-eval==2026.3.23" in done.stderr
     assert run("test").stdout.startswith("ran -m pytest")  # with or without it
     assert run("webshop").stdout.startswith("ran ") and len(log.read_text().splitlines()) == 2
@@ -173,7 +173,7 @@ def test_appworld_gets_an_environment_of_its_own_once(machine, tmp_path, status,
         assert said in one_line(done) and done.stdout == ""
         assert run("test").stdout.startswith("ran -m pytest")  # with or without it
     else:
-        assert done.stdout == "ran -m lab.careful.launch -m lab --env appworld --model m\n"
+        assert done.stdout == "ran -m lab --env appworld --model m\n"
         assert run("test").returncode == 0
         assert log.read_text() == (f"{apps}/bin/python -m pip install appworld==0.1.3.post1\n"
                                    f"{apps}/bin/appworld install\n")
@@ -187,10 +187,9 @@ def test_active_environment_that_satisfies_the_requirements_is_used(machine):
     done = run("test", "-k", "a name")
     assert done.stdout == ("ran -m pytest -q -rs --durations=10 -o testpaths=tests -n logical --maxprocesses 4 "
                            "--dist loadfile --no-loadscope-reorder -k a name\n") and done.returncode == 0
-    assert "-m lab.careful.launch -m lab --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
-    assert run("load-intercode", "a").stdout == "ran -m worlds.intercodesql.spider a\n"
+    assert "-m lab --env webshop --seed 3" in run("webshop", "--seed", "3").stdout
     assert run("first-gpu").stdout == "ran -m lab.bench.first_gpu\n"
-    for command in "study", "compare", "page", "play", "pretrain", "bench":
+    for command in "study", "compare", "page", "play", "bench":
         module = {"compare": "study.compare", "play": "chat.play"}.get(command, f"{command}.{command}")
         assert run(command, "a").stdout == f"ran -m lab.{module} a\n"
         assert (ROOT / "lab" / f"{module.replace('.', '/')}.py").exists()

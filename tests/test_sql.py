@@ -19,6 +19,8 @@ from conftest import DATA, ROOT, Again, folder_of, wait_until
 
 import coevolve
 import worlds
+from engine import command
+from engine.run import Run
 from worlds import make
 from worlds.expert_files import published_task
 from worlds.intercodesql import databases, questions, spider
@@ -734,7 +736,8 @@ def test_a_run_on_the_server_holds_no_password(mariadb, own, small_model, tmp_pa
     flags = ["--env", "intercodesql", "--model", small_model, "--intercode-data", own, "--view", "short",
              "--method", "eto", "--train-tasks", 3, "--eval-tasks", 2, "--iterations", 1,
              "--max-tokens", 512, "--max-new-tokens", 8, "--out", tmp_path / "run"]
-    coevolve.main([*map(str, flags), "--mysql-url", URL.format(mariadb)])
+    command.main([*map(str, flags), "--mysql-url", URL.format(mariadb)], coevolve.Settings, Run,
+                 coevolve.METHODS, "python coevolve.py")
     files = [p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()]
     said = capsys.readouterr()
     assert "target" in said.out and len(files) > 10

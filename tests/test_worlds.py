@@ -11,7 +11,8 @@ from conftest import make_tokenizer
 import envs
 import worlds
 from common.files import write_jsonl
-from dpo import Encoder, Trajectory
+from dpo import Trajectory
+from engine.chat import Encoder
 from evolve import Explored
 from worlds import expert_files
 from worlds.webshop import shop
