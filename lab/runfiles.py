@@ -97,11 +97,3 @@ def pairs_in(phases: dict) -> list[dict]:
 def agents_of(phases: dict) -> list[str]:
     """The names of a run's agents, in the order in which it made them."""
     return list(dict.fromkeys(row["name"] for row in that_found(phases, "name")))
-
-
-def kinds_of(phases: dict) -> list[str]:
-    """The kinds of pairs in a run, those with an expert first."""
-    kinds = set()
-    for row in pairs_in(phases):
-        kinds |= row["pairs"].keys()
-    return sorted(kinds)

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from common.files import read_jsonl
 from lab.page.report import evaluations
-from lab.runfiles import agents_of, kinds_of, phases_of, visible
+from lab.runfiles import agents_of, phases_of, visible
 
 # Text stays text in an SVG, and is no formula; equal runs give equal bytes. Okabe and Ito's
 # colours, told apart by colour-blind readers too, the target's and the failure agent's first, as in
@@ -90,16 +90,15 @@ def run_figure(run: Path) -> Figure | None:
 
 def training_figures(run: Path) -> list[tuple[str, Figure]]:
     """For each finished training phase its curves over steps."""
-    phases = phases_of(run)
     found = []
-    for phase in phases:
+    for phase in phases_of(run):
         log = run / phase / "train.jsonl"
-        panels = panels_of(read_jsonl(log), kinds_of(phases)) if log.is_file() else {}
+        panels = panels_of(read_jsonl(log)) if log.is_file() else {}
         if not panels:
             continue
         made, axes = figure(len(panels), width=3.6, height=2.6)
         for ax, (title, curves) in zip(axes, panels.items()):
-            for name, points in curves.items():
+            for name, points in sorted(curves.items()):
                 curve(ax, points, label=visible(name))
             label(ax, title, "step")
         if "" not in curves:  # the last panel's have names, of kinds of pairs
@@ -108,20 +107,15 @@ def training_figures(run: Path) -> list[tuple[str, Figure]]:
     return found
 
 
-def panels_of(steps: list[dict], kinds: list[str]) -> dict[str, dict[str, list]]:
+def panels_of(steps: list[dict]) -> dict[str, dict[str, list]]:
     """title -> name of a curve -> its points (step, y), of what a log of training has."""
-    panels = defaultdict(dict)
-    for name, title in OF_STEPS.items():
-        points = [(step["step"], step[name]) for step in steps if name in step]
-        if points:
-            panels[title][""] = points
-    for name, title in OF_PAIRS.items():
-        for kind in kinds:
-            points = []
-            for step in steps:
-                numbers = step.get("kinds", {}).get(kind, {})
+    panels = defaultdict(lambda: defaultdict(list))
+    for step in steps:
+        for name, title in OF_STEPS.items():
+            if name in step:
+                panels[title][""].append((step["step"], step[name]))
+        for kind, numbers in step.get("kinds", {}).items():
+            for name, title in OF_PAIRS.items():
                 if name in numbers:
-                    points.append((step["step"], numbers[name]))
-            if points:
-                panels[title][kind] = points
+                    panels[title][kind].append((step["step"], numbers[name]))
     return panels

@@ -41,15 +41,7 @@ def page(run: Path, megabytes: float = MEGABYTES) -> str:
     s = config_of(run)["settings"]
     curves = figures.run_figure(run)
     data = conversations(run, megabytes)
-    lacking = 0
-    for task in data["tasks"]:
-        lacking += not all(one["messages"] for one in task["runs"])
-    left_out = ""
-    if lacking:
-        left_out = (f"The page has no room for the conversations of {lacking} of "
-                    f"{len(data['tasks'])} tasks, the least telling ones; page --megabytes makes "
-                    "more.")
-
+    lacking = sum(task["runs"][0]["messages"] is None for task in data["tasks"])
     style = (FILES / "page.css").read_text(encoding="ascii")
     script = (FILES / "page.js").read_text(encoding="ascii")
     policy = ["default-src 'none'", f"style-src {allowed(style)}", f"script-src {allowed(script)}",
@@ -61,8 +53,8 @@ def page(run: Path, megabytes: float = MEGABYTES) -> str:
     html = env.get_template("page.html.j2").render(
         heading=headline(s), name=run.name, status=status_of(run), policy="; ".join(policy),
         style=Markup(style), script=Markup(script), data=base64.b64encode(deflated).decode(),
-        curves=curves and figures.address(curves), settings=list(s.items()), left_out=left_out,
-        tables=report.tables(run),
+        curves=curves and figures.address(curves), settings=list(s.items()),
+        lacking=lacking, count=len(data["tasks"]), tables=report.tables(run),
         training=[(phase, figures.address(made)) for phase, made in figures.training_figures(run)])
     return html.encode("ascii", "xmlcharrefreplace").decode()
 

@@ -30,7 +30,6 @@ from lab.study.numbers import interval, of_seeds, paired
 
 MEASURES = ("reward", "success")
 THRESHOLDS = (0.6, 0.7, 0.8)  # of Table 2
-Compared = list[tuple[str, str]]  # (a, b) where the report says by how much a is ahead of b
 HOW = ("Mean over seeds ± half of its 95% t interval; of a difference also on how many seeds the "
        "first is ahead, and * where on three seeds or more the interval excludes 0. Intervals are "
        "not corrected for their number: of differences that are none, one in 20 has a *.")
@@ -51,23 +50,23 @@ def write_report(title: str, runs: Runs, out: Path, by_name: bool = False) -> st
     if not runs:
         raise Refused(f"{out.parent}: no finished run in it (METHOD-sSEED with result.json)")
     out.mkdir(parents=True, exist_ok=True)
-    found = numbers.evaluations(runs)
     made = []
     compared = COMPARED
     of_shares = [("coevolve", "eto")]
     if by_name:
         compared = [(later, first) for first, later in itertools.combinations(runs, 2)]
         of_shares = compared
-        made.append(("Settings in which they differ", ["<setting", "<name", "<value"],
+        made.append(("Settings in which they differ", ["<setting", "<method", "<value"],
                      differences(runs)))
+    compared = [(a, b) for a, b in dict.fromkeys(compared) if a != b and {a, b} <= runs.keys()]
+    found = numbers.evaluations(runs)
     for when, some in (("after its last iteration", numbers.after_the_last(found)),
                        ("after the iteration that validation chooses",
                         numbers.after_the_best(found))):
         made.append(of_target(f"Greedy evaluation of the target {when}", runs, some))
-        made.append(of_differences(f"Differences on the same seeds, {when}",
-                                   there(compared, runs), some))
-    made += [of_costs(runs), table_2(runs, there(of_shares, runs)), figure_3(runs, out),
-             over_iterations(runs, found, out)]
+        made.append(of_differences(f"Differences on the same seeds, {when}", compared, some))
+    made += [of_costs(runs), table_2(runs, of_shares), figure_3(runs, out),
+             over_iterations(found, out)]
 
     texts = [title]
     read_by_programs = {}
@@ -82,11 +81,6 @@ def write_report(title: str, runs: Runs, out: Path, by_name: bool = False) -> st
     (out / "report.txt").write_text(text, encoding="utf-8")
     (out / "report.json").write_text(json.dumps(read_by_programs, indent=1))
     return text
-
-
-def there(compared: Compared, runs: Runs) -> Compared:
-    """Those that are of two arms of these runs, each once."""
-    return [(a, b) for a, b in dict.fromkeys(compared) if a != b and {a, b} <= runs.keys()]
 
 
 # ------------------------------------------------------------------------------------ as text
@@ -128,26 +122,29 @@ def cell(x) -> str:
 
 def of_target(title: str, runs: Runs, found: list[dict]) -> Table:
     """What the target earns in some evaluations, of which each run has one for a split."""
-    splits = list(dict.fromkeys(e["split"] for e in found))
-    wanted = [*itertools.product(splits, MEASURES)]
     rows = []
-    for arm in runs if found else []:
+    for arm in dict.fromkeys(e["arm"] for e in found):
         iterations = of_seeds(found, "i", arm=arm)
-        rows.append((arm, " ".join(map(str, runs[arm])),
-                     " ".join(str(iterations.get(seed, "-")) for seed in runs[arm]),
-                     *(interval(of_seeds(found, key, arm=arm, split=split).values())
-                       for split, key in wanted)))
-    return title, ["<method", "<seeds", "<iterations", *(f"<{s} {key}" for s, key in wanted)], rows
+        seeds = " ".join(map(str, iterations))
+        rows += measured(found, (arm, seeds, " ".join(map(str, iterations.values()))), arm=arm)
+    return title, ["<method", "<seeds", "<iterations", "<split", "<reward", "<success"], rows
 
 
-def of_differences(title: str, compared: Compared, found: list[dict]) -> Table:
-    splits = dict.fromkeys(e["split"] for e in found)
+def measured(found: list[dict], names: tuple, **where) -> list[tuple]:
+    """A row for each split of the evaluations where all of this is so; it begins with names."""
     rows = []
+    for split in dict.fromkeys(e["split"] for e in found):
+        of_split = [of_seeds(found, key, split=split, **where) for key in MEASURES]
+        rows.append((*names, split, *(interval(values.values()) for values in of_split)))
+    return [row for row in rows if row[-1]]
+
+
+def of_differences(title: str, compared: list[tuple[str, str]], found: list[dict]) -> Table:
+    rows = []
+    splits = dict.fromkeys(e["split"] for e in found)
     for (a, b), split in itertools.product(compared, splits):
-        ahead = []
-        for key in MEASURES:
-            ahead.append(paired(of_seeds(found, key, arm=a, split=split),
-                                of_seeds(found, key, arm=b, split=split)))
+        ahead = [paired(of_seeds(found, key, arm=a, split=split),
+                        of_seeds(found, key, arm=b, split=split)) for key in MEASURES]
         if ahead[0]:
             rows.append((f"{a} - {b}", split, *ahead))
     return title, ["<difference", "<split", "<reward", "<success"], rows
@@ -161,7 +158,7 @@ def of_costs(runs: Runs) -> Table:
     return "What it took after the first SFT, means over seeds", ["<method", *costs[0]], rows
 
 
-def table_2(runs: Runs, compared: Compared) -> Table:
+def table_2(runs: Runs, compared: list[tuple[str, str]]) -> Table:
     """The paper's Table 2: shares of what was explored."""
     rewards = defaultdict(dict)  # arm -> seed -> rewards
     for arm, by_seed in runs.items():
@@ -209,26 +206,24 @@ def figure_3(runs: Runs, out: Path) -> Table:
             "SFT agent", ["<agent", "<mean of seeds", "instructions"], rows)
 
 
-def over_iterations(runs: Runs, found: list[dict], out: Path) -> Table:
+def over_iterations(found: list[dict], out: Path) -> Table:
     """The target's reward and success by iteration, which are drawn, too."""
-    splits = list(dict.fromkeys(e["split"] for e in found))
     rows = []
-    made, axes = figures.figure(max(1, len(splits)), height=5)
-    for (split, ax), (n, arm) in itertools.product(zip(splits, axes), enumerate(runs)):
-        some = [e for e in found if e["arm"] == arm and e["split"] == split]
-        points = []
-        for i in dict.fromkeys(e["i"] for e in some):
-            means = [interval(of_seeds(some, key, i=i).values()) for key in MEASURES]
-            rows.append((split, arm, i, *means))
-            points.append((i, means[0]["mean"], means[0]["half"] or 0))
-        if points:
-            ax.errorbar(*zip(*points), marker="o", color=f"C{n % 10}", capsize=3, label=arm,
-                        linestyle=figures.LINES[n // 10 % 3])
-        figures.label(ax, split, "iteration (0: the start)", "reward, 95% over seeds")
+    for arm, i in dict.fromkeys((e["arm"], e["i"]) for e in found):
+        rows += measured(found, (arm, i), arm=arm, i=i)
+    curves = defaultdict(lambda: defaultdict(list))  # split -> arm -> (i, mean, half)
+    for arm, i, split, reward, _ in rows:
+        curves[split][arm].append((i, reward["mean"], reward["half"] or 0))
     if rows:
+        made, axes = figures.figure(len(curves), height=5)
+        for ax, (split, of_split) in zip(axes, curves.items()):
+            for n, (arm, points) in enumerate(of_split.items()):
+                ax.errorbar(*zip(*points), marker="o", color=f"C{n % 10}", capsize=3, label=arm,
+                            linestyle=figures.LINES[n // 10 % 3])
+            figures.label(ax, split, "iteration (0: the start)", "reward, 95% over seeds")
         figures.legend(axes[0])
         figures.write(made, out / "curves.svg")
-    return "Over iterations", ["<split", "<method", "iteration", "<reward", "<success"], rows
+    return "Over iterations", ["<method", "iteration", "<split", "<reward", "<success"], rows
 
 
 # ------------------------------------------------------------------------------------ command

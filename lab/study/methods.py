@@ -48,8 +48,6 @@ COMPARED = [
     ("positive", "eto-sft"), ("frozen", "eto-sft"),
     *itertools.product(["evolve"], [*SECOND, "sft"])]
 METHODS = coevolve.METHODS | evolve.METHODS | baselines.METHODS
-# Between the seeds of an arm: what another run says.
-FROM_OTHERS = {"dpo_steps", "start_tasks"}
 
 
 @dataclass(frozen=True)
@@ -112,24 +110,17 @@ Runs = dict[str, dict[int, Path]]
 
 
 def finished(folder: Path) -> Runs:
-    """The finished runs of a study, whose arms may differ in their own settings alone."""
+    """The finished runs of a study."""
     paths = []
     for path in folder.glob("*-s[0-9]*"):
         if path.name.rpartition("-s")[0] in ARMS and (path / "result.json").exists():
             paths.append(path)
-    runs = chosen(paths)
-    own = {}
-    for arm in runs:
-        given = re.findall(r"--(\S+)", ARMS[arm])
-        preset = Settings.presets.get(f"--method {method_of(arm)}", {})
-        own[arm] = {name.replace("-", "_") for name in given} | preset.keys()
-    check_alike(runs, own)
-    return runs
+    return chosen(paths)
 
 
 def chosen(paths: list[Path]) -> Runs:
     """Finished runs by arm: that of the folder's name where a study made it, else their method.
-    Refused if those of an arm differ in more than the seed."""
+    Refused if they differ in more than seed and method."""
     given = []
     for path in paths:
         method = config_of(path)["settings"]["method"]
@@ -141,8 +132,7 @@ def chosen(paths: list[Path]) -> Runs:
             arm = method
         given.append((arm, path))
     runs = named(given)
-    for arm, by_seed in runs.items():
-        check_alike({arm: by_seed}, {arm: FROM_OTHERS})
+    check_alike(runs)
     order = [*ARMS, *sorted(runs)]
     return dict(sorted(runs.items(), key=lambda item: order.index(item[0])))
 
@@ -162,13 +152,15 @@ def named(given: list[tuple[str, Path]]) -> Runs:
     return {name: dict(sorted(by_seed.items())) for name, by_seed in runs.items()}
 
 
-def check_alike(runs: Runs, own: dict[str, set[str]]) -> None:
+def check_alike(runs: Runs) -> None:
     """Refused where runs differ in a setting that both read, but for what is an arm's own."""
     first = {}  # setting -> the first run that reads it, and its value
     for arm, by_seed in runs.items():
+        own = {name.replace("-", "_") for name in re.findall(r"--(\S+)", ARMS.get(arm, ""))}
         for path in by_seed.values():
             made = config_of(path)["settings"]
-            for name in sorted(counting(made) - own[arm] - unread(made["method"]) - {"method"}):
+            own |= Settings.presets.get(f"--method {made['method']}", {}).keys()
+            for name in sorted(counting(made) - own - unread(made["method"]) - {"method"}):
                 other, before = first.setdefault(name, (path, made[name]))
                 if made[name] != before:
                     raise Refused(f"{path} and {other} differ in {name} ({made[name]}, {before}); "
@@ -190,24 +182,18 @@ def unread(method: str) -> set[str]:
 
 def differences(runs: Runs) -> list[tuple[str, str, str]]:
     """(setting, name, its values over the seeds) where runs differ in a setting that changes more
-    than rounding. A run that lacks a setting goes by the default."""
+    than rounding."""
     made = {}  # name -> the settings of its runs
-    every = {}
     for name, by_seed in runs.items():
         made[name] = [config_of(path)["settings"] for path in by_seed.values()]
-        for settings in made[name]:
-            every |= settings
-    stated = settings_of(Settings)
-
+    every = {}
+    for settings in itertools.chain(*made.values()):
+        every |= settings
     found = []
     for key in every:
-        default = stated[key].default if key in stated else "-"
-        rows = []
-        values = set()
+        values = {}
         for name, of_name in made.items():
-            given = dict.fromkeys(str(settings.get(key, default)) for settings in of_name)
-            rows.append((key, name, ", ".join(given)))
-            values |= given.keys()
-        if len(values) > 1 and key in counting(every):
-            found += rows
+            values[name] = ", ".join(dict.fromkeys(str(s.get(key, "-")) for s in of_name))
+        if len({*values.values()}) > 1 and key in counting(every):
+            found += [(key, name, value) for name, value in values.items()]
     return found
