@@ -77,12 +77,6 @@ def that_found(phases: dict, *names: str) -> list[dict]:
     return [row for row in phases.values() if {*names} <= row.keys()]
 
 
-def evaluations_in(run: Path, phases: dict) -> list[dict]:
-    """What is recorded of the evaluations whose files are there."""
-    found = that_found(phases, "split", "name", "episodes", "reward", "success", "turns")
-    return [row for row in found if (run / row["output"]).is_file()]
-
-
 def explorations_in(phases: dict) -> list[dict]:
     """What is recorded of the agents' explorations; an explorer of `evolve.py` is no agent."""
     found = that_found(phases, "name", "episodes", "reward", "success", "hard")

@@ -119,16 +119,15 @@ def test_trajectories_keep_what_they_are_and_the_most_telling_tasks_come_first(r
     assert task["runs"][2]["opening"] == 1 and not {"ids", "action_mask"} & {*task["runs"][2]}
 
 
-def test_where_there_is_no_room_the_least_telling_conversations_are_left_out(run):
+def test_a_run_can_be_looked_at_whenever_one_likes(run, tmp_path, capsys):
+    """Where there is no room, the least telling conversations are left out. A file that is gone,
+    or of no finished phase, is being made; a run that has only begun has no phases.json."""
     main([str(run), "--megabytes", "0.0005"])
     made = (run / "run.html").read_text()
     there = [all(r["messages"] for r in t["runs"]) for t in data_of(made)["tasks"]]
     assert there == sorted(there, reverse=True) and {*there} == {True, False}
     assert re.search(r"no room for the conversations of \d of 5 tasks", made)
 
-
-def test_a_run_that_goes_on_can_be_looked_at(run):
-    """A file is of no finished phase, and one whose file is gone is being made again."""
     (run / "result.json").unlink()
     phases = json.loads((run / "phases.json").read_text())
     del phases["iter2/failure.jsonl"]
@@ -140,17 +139,10 @@ def test_a_run_that_goes_on_can_be_looked_at(run):
     assert all(r["agent"] != "failure" or r["iteration"] == 1 for t in data_of(made)["tasks"]
                for r in t["runs"])
 
-
-def test_a_run_that_has_only_begun_can_be_looked_at(tmp_path):
-    """Its phases.json is there, and empty; or it is not there yet."""
-    for phases in ["{}", None]:
-        run = write_run(tmp_path / str(phases), {})
-        if phases is None:
-            (run / "phases.json").unlink()
-        main([str(run)])
-        made = (run / "run.html").read_text()
-        assert "0 phases so far" in made and "the last" not in made.split("</header>")[0]
-        assert data_of(made)["tasks"] == []
+    begun = write_run(tmp_path / "begun", {})
+    (begun / "phases.json").unlink()
+    made = page(begun)
+    assert "0 phases so far" in made and data_of(made)["tasks"] == []
 
 
 def test_the_page_of_a_run_of_the_core(small_run):
@@ -159,13 +151,14 @@ def test_the_page_of_a_run_of_the_core(small_run):
     data = conversations(small_run, 9.0)
     for name in "target", "failure":
         rows = read_jsonl(small_run / f"iter1/pairs-{name}.jsonl")
-        made = [(t["id"], p["kind"], t["runs"][p["rejected"]]["reward"]) for t in data["tasks"]
-                for p in t["pairs"] if p["trains"] == name]
-        assert sorted(made) == sorted((r["task"], r["kind"], r["rejected"]["reward"]) for r in rows)
-        seen = [(t["id"], p["first"], p["last"]) for t in data["tasks"] for p in t["pairs"]
-                if p["trains"] == name]
         measured = read_jsonl(small_run / f"iter1/{name}-agent/margins.jsonl")
-        assert sorted(seen) == sorted((r["task"], r["first"], r["last"]) for r in measured)
+        for t in data["tasks"]:
+            made = [p for p in t["pairs"] if p["trains"] == name]
+            assert [(p["kind"], *(t["runs"][p[side]]["reward"] for side in ("chosen", "rejected")))
+                    for p in made] == [(r["kind"], r["chosen"]["reward"], r["rejected"]["reward"])
+                                       for r in rows if r["task"] == t["id"]]
+            assert [(p["first"], p["last"]) for p in made] == [
+                (r["first"], r["last"]) for r in measured if r["task"] == t["id"]]
     played = [r["messages"] for t in data["tasks"] for r in t["runs"] if r["from"] == "iter1/target"]
     assert sorted(map(str, played)) == sorted(str(r["messages"])
                                               for r in read_jsonl(small_run / "iter1/target.jsonl"))

@@ -8,7 +8,7 @@ import numpy as np
 
 from common.files import read_jsonl, write_json
 from engine.words import SHARES
-from lab.runfiles import SOLVED, config_of, evaluations_in, phases_of
+from lab.runfiles import SOLVED, config_of, phases_of, that_found
 from worlds import ENVIRONMENTS, environment
 
 # A table: its title, the names of its columns, and rows. A column whose name begins with < is
@@ -26,29 +26,39 @@ def bootstrap_interval(values) -> tuple[float, float]:
 
 
 def evaluations(run: Path, phases: dict) -> list[dict]:
-    """What is recorded of the evaluations; the interval `low`, `high` of the mean reward; how many
-    episodes filled the context; and the share of scenarios of which all tasks are solved (SGC),
-    where tasks have scenarios."""
+    """What is recorded of the evaluations whose files are there, and what the files say: reward
+    and success, the interval `low`, `high` of the mean reward, how many episodes filled the
+    context, and the share of scenarios of which all tasks are solved, where tasks have scenarios.
+    """
     env = config_of(run)["settings"]["env"]
     found = []
-    for row in evaluations_in(run, phases):
-        of_task = defaultdict(list)
-        of_scenario = defaultdict(list)
-        full = 0
-        for episode in read_jsonl(run / row["output"]):
-            task, reward = episode["task"], episode["reward"]
-            of_task[task].append(reward)
-            full += episode["ended"] == "context"
-            if env in ENVIRONMENTS and environment(env).scenario(task):
-                of_scenario[environment(env).scenario(task)].append(reward)
-        if not of_task:  # nothing was played, or somebody has emptied the file
+    for row in that_found(phases, "split", "name", "episodes", "reward", "success"):
+        file = run / row["output"]
+        episodes = read_jsonl(file) if file.is_file() else []
+        if not episodes:  # nothing was played, or somebody has emptied the file
             continue
+        of_task = defaultdict(list)
+        for episode in episodes:
+            of_task[episode["task"]].append(episode["reward"])
         low, high = bootstrap_interval([np.mean(rewards) for rewards in of_task.values()])
-        found.append(row | dict(low=low, high=high, tasks=len(of_task), out_of_context=full))
-        if of_scenario:
-            solved = sum(min(rewards) >= SOLVED for rewards in of_scenario.values())
-            found[-1] |= dict(scenarios=len(of_scenario), sgc=solved / len(of_scenario))
+        rewards = np.array([episode["reward"] for episode in episodes])
+        found.append(row | dict(
+            reward=float(rewards.mean()), success=float((rewards >= SOLVED).mean()), low=low,
+            high=high, tasks=len(of_task),
+            out_of_context=sum(episode["ended"] == "context" for episode in episodes)))
+        if env in ENVIRONMENTS:
+            found[-1] |= scenarios(environment(env), of_task)
     return found
+
+
+def scenarios(env, of_task: dict[str, list[float]]) -> dict:
+    """How many scenarios some tasks are of, and the share of which all are solved (SGC)."""
+    solved = {}
+    for task, rewards in of_task.items():
+        scenario = env.scenario(task)
+        if scenario:
+            solved[scenario] = solved.get(scenario, True) and min(rewards) >= SOLVED
+    return dict(scenarios=len(solved), sgc=float(np.mean([*solved.values()]))) if solved else {}
 
 
 def close(run: Path) -> None:
@@ -96,7 +106,7 @@ def cells_of(name: str, value) -> dict[str, str]:
     if name == "pairs" and isinstance(value, dict):
         return {kind: f"{count:,}" for kind, count in value.items()}
     if isinstance(value, dict):
-        return {f"<{title}": ", ".join(f"{count} {reason}" for reason, count in value.items())}
+        return {f"<{title}": ", ".join(f"{count} {why}" for why, count in value.items()) or "-"}
     if not isinstance(value, int | float):
         return {f"<{title}": str(value)}
     if name == "seconds":

@@ -10,7 +10,8 @@ import transformers
 
 from common.files import read_jsonl
 from engine.models import read_model
-from lab.runfiles import SOLVED, evaluations_in, explorations_in, phases_of
+from lab.page import report
+from lab.runfiles import SOLVED, explorations_in, phases_of
 from lab.study.methods import Runs, task_counts, trained
 
 # The 97.5% quantiles of Student's t distribution with 1, 2, ... degrees of freedom.
@@ -47,16 +48,13 @@ def paired(a: dict[int, float], b: dict[int, float]) -> dict | None:
 
 
 def evaluations(runs: Runs) -> list[dict]:
-    """The target's evaluations: arm, seed, iteration, split, and reward and success of the file."""
+    """What there is to say of the target's evaluations, with arm and seed."""
     found = []
     for arm, by_seed in runs.items():
         for seed, run in by_seed.items():
-            for e in evaluations_in(run, phases_of(run)):
-                rewards = np.array([t["reward"] for t in read_jsonl(run / e["output"])])
-                if e["name"] == "target" and rewards.size:  # else somebody has emptied it
-                    found.append(dict(arm=arm, seed=seed, i=e["i"], split=e["split"],
-                                      reward=float(rewards.mean()),
-                                      success=float((rewards >= SOLVED).mean())))
+            for e in report.evaluations(run, phases_of(run)):
+                if e["name"] == "target":
+                    found.append(e | dict(arm=arm, seed=seed))
     return found
 
 
