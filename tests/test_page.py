@@ -68,10 +68,12 @@ def run(tmp_path):
         pair(TASKS[0], "expert>failure", ("expert", 1.0), ("failure", 0.9)),
         pair(TASKS[0], "failure>failure", ("failure", 0.9), ("target", 0.2), weight=1.0),
         pair(TASKS[1], "expert>target", ("expert", 1.0), ("target", 0.5))])
-    before, after = ([[-10.0, -20.0 - x, x], [-10.0, -30.0, 2 * x], [-30.0, -20.0, -x]]
-                     for x in (0.0, 0.25))
+    first, last = ([[-110.0, -120.0 - x, x], [-10.0, -30.0, 2 * x], [-30.0, -20.0, -x]]
+                   for x in (0.0, 0.25))
+    kinds = ("expert>target", "expert>failure", "failure>failure")
     write_lines(folder / "iter1/target-agent/margins.jsonl", [
-        dict(task=TASKS[0], before=before, after=after)])
+        dict(task=TASKS[0], kind=kind, chosen=0, rejected=0, first=a, last=b)
+        for kind, a, b in zip(kinds, first, last)])
     write_lines(folder / "iter1/target-agent/train.jsonl", [dict(
         step=n, loss=0.7, kinds={"expert>target": dict(
             count=2, chosen=-1.0, rejected=-2.0, margin=n / 10, accuracy=0.5)})
@@ -117,16 +119,15 @@ def test_trajectories_keep_what_they_are_and_the_most_telling_tasks_come_first(r
     assert task["runs"][2]["opening"] == 1 and not {"ids", "action_mask"} & {*task["runs"][2]}
 
 
-def test_where_there_is_no_room_the_least_telling_conversations_are_left_out(run):
+def test_a_run_can_be_looked_at_whenever_one_likes(run, tmp_path, capsys):
+    """Where there is no room, the least telling conversations are left out. A file that is gone,
+    or of no finished phase, is being made; a run that has only begun has no phases.json."""
     main([str(run), "--megabytes", "0.0005"])
     made = (run / "run.html").read_text()
     there = [all(r["messages"] for r in t["runs"]) for t in data_of(made)["tasks"]]
     assert there == sorted(there, reverse=True) and {*there} == {True, False}
     assert re.search(r"no room for the conversations of \d of 5 tasks", made)
 
-
-def test_a_run_that_goes_on_can_be_looked_at(run):
-    """A file is of no finished phase, and one whose file is gone is being made again."""
     (run / "result.json").unlink()
     phases = json.loads((run / "phases.json").read_text())
     del phases["iter2/failure.jsonl"]
@@ -138,27 +139,26 @@ def test_a_run_that_goes_on_can_be_looked_at(run):
     assert all(r["agent"] != "failure" or r["iteration"] == 1 for t in data_of(made)["tasks"]
                for r in t["runs"])
 
-
-def test_a_run_that_has_only_begun_can_be_looked_at(tmp_path):
-    """Its phases.json is there, and empty; or it is not there yet."""
-    for phases in ["{}", None]:
-        run = write_run(tmp_path / str(phases), {})
-        if phases is None:
-            (run / "phases.json").unlink()
-        main([str(run)])
-        made = (run / "run.html").read_text()
-        assert "0 phases so far" in made and "the last" not in made.split("</header>")[0]
-        assert data_of(made)["tasks"] == []
+    begun = write_run(tmp_path / "begun", {})
+    (begun / "phases.json").unlink()
+    made = page(begun)
+    assert "0 phases so far" in made and data_of(made)["tasks"] == []
 
 
 def test_the_page_of_a_run_of_the_core(small_run):
-    """Every pair of its files is on the page, and every trajectory with its messages."""
+    """Every pair of its files is on the page, with what training saw of it, and every trajectory
+    with its messages."""
     data = conversations(small_run, 9.0)
     for name in "target", "failure":
         rows = read_jsonl(small_run / f"iter1/pairs-{name}.jsonl")
-        made = [(t["id"], p["kind"], t["runs"][p["rejected"]]["reward"]) for t in data["tasks"]
-                for p in t["pairs"] if p["trains"] == name]
-        assert sorted(made) == sorted((r["task"], r["kind"], r["rejected"]["reward"]) for r in rows)
+        measured = read_jsonl(small_run / f"iter1/{name}-agent/margins.jsonl")
+        for t in data["tasks"]:
+            made = [p for p in t["pairs"] if p["trains"] == name]
+            assert [(p["kind"], *(t["runs"][p[side]]["reward"] for side in ("chosen", "rejected")))
+                    for p in made] == [(r["kind"], r["chosen"]["reward"], r["rejected"]["reward"])
+                                       for r in rows if r["task"] == t["id"]]
+            assert [(p["first"], p["last"]) for p in made] == [
+                (r["first"], r["last"]) for r in measured if r["task"] == t["id"]]
     played = [r["messages"] for t in data["tasks"] for r in t["runs"] if r["from"] == "iter1/target"]
     assert sorted(map(str, played)) == sorted(str(r["messages"])
                                               for r in read_jsonl(small_run / "iter1/target.jsonl"))
@@ -184,7 +184,8 @@ def in_browser(tmp_path, made: str, script: str = "", fragment: str = ""):
     path.write_text(made)
     done = subprocess.run(
         [CHROMIUM, "--headless", "--disable-gpu", "--no-sandbox", "--virtual-time-budget=5000",
-         f"--user-data-dir={tmp_path}/profile", "--dump-dom", f"{path.as_uri()}#{fragment}"],
+         "--window-size=1400,1000", f"--user-data-dir={tmp_path}/profile", "--dump-dom",
+         f"{path.as_uri()}#{fragment}"],
         capture_output=True, text=True, errors="surrogatepass", timeout=120)
     if not script:
         return done.stdout
@@ -222,6 +223,14 @@ def test_the_tasks_are_filtered_sorted_and_shown_side_by_side(run, tmp_path):
         told.heads = all(".talk .who").map(e => e.textContent);
         told.parts = all(".turn.parts .action").map(e => e.textContent.slice(0, 8));
         told.rows = all(".pairs tbody tr").map(e => [...e.cells].map(c => c.textContent));
+        told.cut = all(".pairs .scroll, body").map(e => e.scrollWidth - e.clientWidth);
+        for (const drawn of all("img")) { // texts of a figure, that are not inside it
+          drawn.outerHTML = `<div>${atob(drawn.src.split(",")[1])}</div>`; }
+        told.outside = all("svg text").filter(e => {
+          const a = e.getBoundingClientRect(), b = e.ownerSVGElement.getBoundingClientRect();
+          return a.left < b.left || a.top < b.top || a.right > b.right || a.bottom > b.bottom;
+        }).map(e => e.textContent);
+        told.texts = all("svg text").length;
         told.pwned = document.title === "pwned" || all("#detail script, #detail img").length;
         told.said = all(".talk .page, .talk .action").map(e => e.textContent);
         told.named = all(".talk .control").map(e => e.dataset.name);
@@ -250,6 +259,7 @@ def test_the_tasks_are_filtered_sorted_and_shown_side_by_side(run, tmp_path):
     assert [row[0] for row in told["rows"]] == [
         "expert 1>target 0.20", "expert 1>failure 0.90", "failure 0.90>target 0.20"]
     assert told["rows"][0][3:6] == ["0.50", "0.50", "0.00 \u2192 0.25"]
+    assert (told["cut"], told["outside"]) == ([0, 0], []) and told["texts"] > 40
     assert told["whole"] == 1  # of eight pages one is cut off and has a button
     assert told["sides"] == ["who chosen", "who rejected"]
     assert (told["next"], told["first"]) == ("webshop-train-2", "webshop-train-3")

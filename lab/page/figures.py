@@ -9,39 +9,42 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from common.files import headline, read_jsonl
+from common.files import read_jsonl
 from lab.page.report import evaluations
-from lab.runfiles import agents_of, config_of, kinds_of, phases_of, success_of, visible
+from lab.runfiles import agents_of, phases_of, visible
 
-# Text stays text in an SVG, and equal runs give equal bytes. Okabe and Ito's colours, told apart by
-# colour-blind readers too, the target's and the failure agent's first, as in page.css.
+# Text stays text in an SVG, and is no formula; equal runs give equal bytes. Okabe and Ito's
+# colours, told apart by colour-blind readers too, the target's and the failure agent's first, as in
+# page.css.
+COLOURS = ("#0072B2", "#D55E00", "#CC79A7", "#009E73", "#56B4E9", "#E69F00", "#8B5A2B", "#999999")
 matplotlib.rcParams.update({
-    "svg.fonttype": "none", "svg.hashsalt": "", "axes.grid": True, "axes.axisbelow": True,
-    "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.titlesize": "medium", "legend.frameon": False, "legend.fontsize": "small",
-    "axes.prop_cycle": matplotlib.cycler(color=(
-        "#0072B2", "#D55E00", "#CC79A7", "#009E73", "#56B4E9", "#E69F00", "#8B5A2B", "#999999"))})
+    "svg.fonttype": "none", "svg.hashsalt": "", "text.parse_math": False,
+    "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3, "axes.titlesize": "medium",
+    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+    "legend.fontsize": "small", "axes.prop_cycle": matplotlib.cycler(color=COLOURS)})
 LINES = ("-", "--", ":")
 # Of a step of training, what is drawn over steps, and its title; all but the loss are GRPO's.
-STEP_NUMBERS = dict(loss="Loss", reward="Reward of its episodes", success="Success", kl="KL",
-                    D="Tasks in D")
+OF_STEPS = dict(loss="Loss", reward="Reward of its episodes", success="Success", kl="KL",
+                D="Tasks in D")
+# The same of a step's pairs, a curve for each kind.
+OF_PAIRS = dict(margin="Margin, nats", accuracy="Chosen above rejected")
 
 
-def figure(panels: int, title: str = "", width: float = 4.0, height: float = 3.8):
+def figure(panels: int, width: float = 4.0, height: float = 3.6):
     """A figure and its panels, side by side; sizes of one in inches."""
     made = Figure((width * panels, height), layout="constrained")
-    if title:
-        made.suptitle(visible(title), parse_math=False)  # what a run's files say is no formula
     return made, made.subplots(1, panels, squeeze=False)[0]
 
 
 def write(made: Figure, file) -> None:
+    made.draw_without_rendering()  # the layout finds room for ticks as the drawing before had them
     made.savefig(file, format="svg", metadata={"Date": None})
 
 
 def address(made: Figure) -> str:
     """A figure as an address that stands in a page."""
-    write(made, drawn := io.BytesIO())
+    drawn = io.BytesIO()
+    write(made, drawn)
     return "data:image/svg+xml;base64," + base64.b64encode(drawn.getvalue()).decode()
 
 
@@ -61,24 +64,25 @@ def legend(ax) -> None:
 
 def run_figure(run: Path) -> Figure | None:
     """Reward and success by iteration; None where nothing was evaluated yet."""
-    phases, curves = phases_of(run), defaultdict(list)
+    phases = phases_of(run)
+    curves = defaultdict(list)  # (agent, split) -> evaluations, in order
     for e in evaluations(run, phases):
         curves[e["name"], e["split"]].append(e)
     if not curves:
         return None
-    agents, splits = agents_of(phases), list(dict.fromkeys(split for _, split in curves))
-    made, (reward, success) = figure(2, headline(config_of(run)["settings"]))
+    agents = agents_of(phases)
+    splits = list(dict.fromkeys(split for _, split in curves))
+    made, (reward, success) = figure(2)
     for (agent, split), found in curves.items():
         colour = f"C{agents.index(agent)}"
-        for ax, key in (reward, "reward"), (success, "success"):
-            curve(ax, [(e["i"], e[key]) for e in found], color=colour,
-                  label=f"{agent} agent, {split}", linestyle=LINES[splits.index(split) % 3])
-        reward.fill_between(*zip(*((e["i"], e["low"], e["high"]) for e in found)), color=colour,
-                            alpha=0.12)
+        style = dict(color=colour, label=visible(f"{agent} agent, {split}"),
+                     linestyle=LINES[splits.index(split) % len(LINES)])
+        curve(reward, [(e["i"], e["reward"]) for e in found], **style)
+        curve(success, [(e["i"], e["success"]) for e in found], **style)
+        reward.fill_between([e["i"] for e in found], [e["low"] for e in found],
+                            [e["high"] for e in found], color=colour, alpha=0.12)
     label(reward, "Reward, 95% interval over tasks", "iteration (0: the start)", "mean reward")
-    least = success_of(run)
-    solved = f"share of tasks with reward {least:g}" + " or more" * (least < 1)
-    label(success, "Success rate", "iteration (0: the start)", solved)
+    label(success, "Success rate", "iteration (0: the start)", "share of tasks with reward 1")
     legend(reward)
     legend(success)
     return made
@@ -86,22 +90,32 @@ def run_figure(run: Path) -> Figure | None:
 
 def training_figures(run: Path) -> list[tuple[str, Figure]]:
     """For each finished training phase its curves over steps."""
-    phases, found = phases_of(run), []
-    for phase in (name for name in phases if (run / name / "train.jsonl").is_file()):
-        steps = read_jsonl(run / phase / "train.jsonl")
-        panels = {title: {"": [(e["step"], e[name]) for e in steps if name in e]}
-                  for name, title in STEP_NUMBERS.items()}
-        for title, key in (("Margin, nats", "margin"), ("Chosen above rejected", "accuracy")):
-            panels[title] = {kind: [(e["step"], e["kinds"][kind][key]) for e in steps
-                                    if key in e.get("kinds", {}).get(kind, {})]
-                             for kind in kinds_of(phases)}
-        panels = {title: named for title, named in panels.items() if any(named.values())}
+    found = []
+    for phase in phases_of(run):
+        log = run / phase / "train.jsonl"
+        panels = panels_of(read_jsonl(log)) if log.is_file() else {}
+        if not panels:
+            continue
         made, axes = figure(len(panels), width=3.6, height=2.6)
-        for ax, (title, named) in zip(axes, panels.items()):
-            for name, points in ((name, points) for name, points in named.items() if points):
-                curve(ax, points, label=name)
+        for ax, (title, curves) in zip(axes, panels.items()):
+            for name, points in sorted(curves.items()):
+                curve(ax, points, label=visible(name))
             label(ax, title, "step")
-        if any(axes[-1].get_legend_handles_labels()[1]):
+        if "" not in curves:  # the last panel's have names, of kinds of pairs
             axes[-1].legend()
         found.append((phase, made))
     return found
+
+
+def panels_of(steps: list[dict]) -> dict[str, dict[str, list]]:
+    """title -> name of a curve -> its points (step, y), of what a log of training has."""
+    panels = defaultdict(lambda: defaultdict(list))
+    for step in steps:
+        for name, title in OF_STEPS.items():
+            if name in step:
+                panels[title][""].append((step["step"], step[name]))
+        for kind, numbers in step.get("kinds", {}).items():
+            for name, title in OF_PAIRS.items():
+                if name in numbers:
+                    panels[title][kind].append((step["step"], numbers[name]))
+    return panels

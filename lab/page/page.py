@@ -10,64 +10,62 @@ import hashlib
 import json
 import re
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from common.files import headline, read_jsonl
-from lab.page import figures
-from lab.page.report import columns, sections
-from lab.runfiles import agents_of, command, config_of, phases_of, success_of
+from common.files import read_jsonl
+from engine.words import headline
+from lab.page import figures, report
+from lab.runfiles import SOLVED, agents_of, command, config_of, pairs_in, phases_of
 from worlds import first_reply
 
 FILES = Path(__file__).parent / "files"
 MEGABYTES = 4.5  # of conversations in a page, if not said otherwise
 # Of a trajectory, what the page has: token ids stay behind.
 KEPT = ("agent", "iteration", "rollout", "reward", "raw_reward", "steps", "ended", "messages")
+EPISODE = {"task", *KEPT} - {"raw_reward"}  # what tells a trajectory from other rows
 
 
 def make_page(run: Path, megabytes: float = MEGABYTES) -> str:
     """Writes RUN/run.html, also of a run that is going on; says so."""
     path = run / "run.html"
-    path.write_text(page(run, megabytes))
+    path.write_text(page(run, megabytes), encoding="ascii")
     return f"{path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser"
 
 
 def page(run: Path, megabytes: float = MEGABYTES) -> str:
-    s, phases, curves = config_of(run)["settings"], phases_of(run), figures.run_figure(run)
+    s = config_of(run)["settings"]
+    curves = figures.run_figure(run)
     data = conversations(run, megabytes)
-    lacking = sum(not all(one["messages"] for one in task["runs"]) for task in data["tasks"])
-    style, script = ((FILES / name).read_text(encoding="utf-8")
-                     for name in ("page.css", "page.js"))
+    lacking = sum(task["runs"][0]["messages"] is None for task in data["tasks"])
+    style = (FILES / "page.css").read_text(encoding="ascii")
+    script = (FILES / "page.js").read_text(encoding="ascii")
+    policy = ["default-src 'none'", f"style-src {allowed(style)}", f"script-src {allowed(script)}",
+              "img-src data:", "base-uri 'none'", "form-action 'none'"]
     # Deflated and in base64 a page of conversations takes a fifth of its text.
     deflated = zlib.compress(json.dumps(data, allow_nan=False).encode())
     env = Environment(loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined,
                       trim_blocks=True, lstrip_blocks=True)
     html = env.get_template("page.html.j2").render(
-        title=f"{run.name}: {headline(s)}", heading=headline(s), name=run.name,
-        status=status_of(run, phases),
-        policy="; ".join(["default-src 'none'", f"style-src {allowed(style)}",
-                          f"script-src {allowed(script)}", "img-src data:", "base-uri 'none'",
-                          "form-action 'none'"]),
+        heading=headline(s), name=run.name, status=status_of(run), policy="; ".join(policy),
         style=Markup(style), script=Markup(script), data=base64.b64encode(deflated).decode(),
         curves=curves and figures.address(curves), settings=list(s.items()),
-        tables=[(title, columns(header), rows) for title, header, rows in sections(run)],
-        training=[(phase, figures.address(made)) for phase, made in figures.training_figures(run)],
-        left_out=f"The page has no room for the conversations of {lacking} of {len(data['tasks'])} "
-                 "tasks, the least telling ones; page --megabytes makes more." * bool(lacking))
+        lacking=lacking, count=len(data["tasks"]), tables=report.tables(run),
+        training=[(phase, figures.address(made)) for phase, made in figures.training_figures(run)])
     return html.encode("ascii", "xmlcharrefreplace").decode()
 
 
-def status_of(run: Path, phases: dict) -> str:
+def status_of(run: Path) -> str:
     """How far the run has come."""
     if (run / "result.json").exists():
         return "finished"
-    said = f"{len(phases)} phases so far"
-    if phases:
-        said += f", the last {[*phases][-1]}"
-    return said
+    phases = phases_of(run)
+    last = f", the last {[*phases][-1]}" if phases else ""
+    return f"{len(phases)} phases so far{last}"
 
 
 def allowed(source: str) -> str:
@@ -82,75 +80,111 @@ def allowed(source: str) -> str:
 def conversations(run: Path, megabytes: float) -> dict:
     """All that the task browser shows, the most telling tasks first. megabytes: about how much it
     may be once it is deflated, a fifth; later tasks come without conversations."""
-    settings, phases, found = config_of(run)["settings"], phases_of(run), {}
-    for name, row in episodes_of(run, phases):  # task -> its trajectories and pairs
-        task = found.setdefault(row["task"], dict(runs={}, pairs=[]))
-        task["runs"].setdefault((row["agent"], row["iteration"], row["rollout"]), {
-            **{field: row[field] for field in KEPT if field in row},
-            "from": name.removesuffix(".jsonl"),
-            "opening": first_reply(row["messages"], row["steps"])})
-    for name, row in phases.items():
-        if "pairs" in row and (run / name).is_file():
-            add_pairs(found, run, name, row)
-    says, tasks, room = instructions(found), [], 5e6 * megabytes
-    success = success_of(run)
-    for task in sorted(found, key=lambda task: interest(found[task]["runs"].values(), success)):
-        runs = [{**one, "messages": one["messages"] if room > 0 else None}
-                for one in found[task]["runs"].values()]
-        tasks.append(dict(id=task, split=task.removeprefix(f"{settings['env']}-").split("-")[0],
-                          say=says[task], runs=runs, pairs=found[task]["pairs"]))
-        room -= len(json.dumps(runs))
-    return dict(tasks=tasks, success=success, agents=agents_of(phases),
-                hard=settings["hard_threshold"], cut_turns=settings["cut_turns"])
+    s = config_of(run)["settings"]
+    phases = phases_of(run)
+    runs = defaultdict(dict)  # task -> what pairs call a trajectory -> the trajectory
+    for file, row in episodes_of(run, phases):
+        kept = {name: row[name] for name in KEPT if name in row}
+        kept["from"] = file.removesuffix(".jsonl")
+        kept["opening"] = first_reply(row["messages"], row["steps"])
+        runs[row["task"]].setdefault(name_of(row), kept)
+    pairs = defaultdict(list)  # task -> its pairs
+    for row in pairs_in(phases):
+        if (run / row["output"]).is_file():
+            add_pairs(pairs, runs, run, row)
+
+    says = instructions(runs)
+    tasks = []
+    room = 5e6 * megabytes
+    for task in sorted(runs, key=lambda task: interest(runs[task].values())):
+        shown = list(runs[task].values())
+        size = len(json.dumps(shown))
+        if room <= 0:
+            shown = [one | dict(messages=None) for one in shown]
+        room -= size
+        tasks.append(dict(id=task, split=split_of(task, s["env"]), say=says[task], runs=shown,
+                          pairs=pairs[task]))
+    return dict(tasks=tasks, success=SOLVED, agents=agents_of(phases), hard=s["hard_threshold"],
+                cut_turns=s["cut_turns"])
 
 
-def episodes_of(run: Path, phases: dict):
-    """(name, trajectory) of the files of finished phases, in order."""
-    names = [name for phase in phases for name in (phase, f"{phase}/episodes.jsonl")]  # GRPO's
-    for name in names:
-        if name.endswith(".jsonl") and (run / name).is_file():
-            yield from ((name, row) for row in read_jsonl(run / name) if "messages" in row)
+def episodes_of(run: Path, phases: dict) -> Iterator[tuple[str, dict]]:
+    """(file, trajectory) of the files of finished phases, in order."""
+    for output in phases:
+        file = output if output.endswith(".jsonl") else f"{output}/episodes.jsonl"  # GRPO's
+        if (run / file).is_file():
+            for row in read_jsonl(run / file):
+                if EPISODE <= row.keys():
+                    yield file, row
 
 
-def add_pairs(found: dict, run: Path, name: str, recorded: dict) -> None:
+def name_of(row: dict) -> tuple:
+    """What a file of pairs calls a trajectory of a task."""
+    return row["agent"], row["iteration"], row["rollout"]
+
+
+def add_pairs(pairs: dict[str, list], runs: dict[str, dict], run: Path, recorded: dict) -> None:
     """Adds the rows of a file of pairs to their tasks. Chosen and rejected become numbers of the
-    task's trajectories; before and after are rows of margins.jsonl, None where there is none."""
-    margins = run / name.split("/")[0] / f"{recorded['trains']}-agent/margins.jsonl"
-    measured = {row["task"]: row for row in read_jsonl(margins)} if margins.is_file() else {}
-    counts = Counter()  # task -> how many of its pairs came before
-    for row in read_jsonl(run / name):
-        task, n, of = row["task"], counts[row["task"]], measured.get(row["task"], {})
-        counts[task] += 1
-        places = [*found[task]["runs"]]
-        sides = {side: places.index(tuple(row[side][part] for part in (
-            "agent", "iteration", "rollout"))) for side in ("chosen", "rejected")}
-        found[task]["pairs"].append({
-            **row, **sides, "trains": recorded["trains"], "iteration": recorded["i"],
-            **{when: of[when][n] if of else None for when in ("before", "after")}})
+    task's trajectories; first and last are what training saw of a pair, None where it saw none."""
+    folder = (run / recorded["output"]).parent
+    seen = margins_in(folder / f"{recorded['trains']}-agent/margins.jsonl")
+    for row in read_jsonl(run / recorded["output"]):
+        places = [*runs.get(row["task"], {})]
+        sides = {side: name_of(row[side]) for side in ("chosen", "rejected")}
+        if not {*sides.values()} <= {*places}:
+            continue  # a file of trajectories is being made again
+        known = seen[row["task"], row["kind"], row["chosen"]["rollout"], row["rejected"]["rollout"]]
+        row |= {side: places.index(name) for side, name in sides.items()}
+        row |= known.pop(0) if known else dict(first=None, last=None)
+        pairs[row["task"]].append(row | dict(trains=recorded["trains"], iteration=recorded["i"]))
 
 
-def interest(runs, success: float) -> tuple:
+def margins_in(file: Path) -> dict[tuple, list[dict]]:
+    """What margins.jsonl calls a pair -> what training saw of it; of those that it calls alike, in
+    the order of the file of pairs."""
+    found = defaultdict(list)
+    for row in read_jsonl(file) if file.is_file() else []:
+        if "first" in row:
+            name = row["task"], row["kind"], row["chosen"], row["rejected"]
+            found[name].append(dict(first=row["first"], last=row["last"]))
+    return found
+
+
+def split_of(task: str, env: str) -> str:
+    """The split in a task's id; trajectories of one's own have tasks of any name."""
+    if task.startswith(f"{env}-"):
+        return task.removeprefix(f"{env}-").split("-")[0]
+    return "own"
+
+
+def interest(runs) -> tuple:
     """Sort key, most telling first: explored tasks by the target's best reward in the last
     iteration, of equal ones those with the hardest failure; then the evaluated ones."""
     explored = [r for r in runs if r["agent"] != "expert" and not r["from"].startswith("eval")]
-    last = [r for r in explored if r["iteration"] == max(r["iteration"] for r in explored)]
-    return (not explored,
-            max((r["reward"] for r in last if r["agent"] == "target"), default=0.0),
-            -max((r["reward"] for r in last if r["reward"] < success), default=0.0))
+    if not explored:
+        return True, 0.0, 0.0
+    iteration = max(r["iteration"] for r in explored)
+    last = [r for r in explored if r["iteration"] == iteration]
+    of_target = [r["reward"] for r in last if r["agent"] == "target"]
+    failures = [r["reward"] for r in last if r["reward"] < SOLVED]
+    return False, max(of_target, default=0.0), -max(failures, default=0.0)
 
 
-def instructions(found: dict[str, dict]) -> dict[str, str]:
+def instructions(runs: dict[str, dict]) -> dict[str, str]:
     """task -> what its opening says that most others do not."""
-    openings = {}
-    for task in found:
-        run = next(iter(found[task]["runs"].values()))
-        openings[task] = list(dict.fromkeys(
-            piece.strip() for message in run["messages"][:run["opening"]]
-            for piece in re.split(r" \[SEP\] | \| |\n+", message["content"]) if piece.strip()))
-    counts = Counter(piece for pieces in openings.values() for piece in pieces)
-    common = {piece for piece, n in counts.items() if len(found) > 2 and n > len(found) / 2}
-    return {task: " ".join(piece for piece in pieces if piece not in common)[:400]
-            or " ".join(pieces)[-400:] for task, pieces in openings.items()}
+    openings = {}  # task -> pieces of its opening
+    counts = Counter()
+    for task, of_task in runs.items():
+        one = next(iter(of_task.values()))
+        text = "\n".join(turn["content"] for turn in one["messages"][:one["opening"]])
+        pieces = [piece.strip() for piece in re.split(r" \[SEP\] | \| |\n", text)]
+        openings[task] = [piece for piece in dict.fromkeys(pieces) if piece]
+        counts.update(openings[task])
+    says = {}
+    for task, pieces in openings.items():
+        own = [piece for piece in pieces if len(runs) <= 2 or counts[piece] <= len(runs) / 2]
+        says[task] = " ".join(own)[:400] or " ".join(pieces)[-400:]
+    return says
 
 
 def main(argv: list[str]) -> None:

@@ -15,25 +15,18 @@ import json
 import math
 import os
 import textwrap
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 
 from common.settings import Refused
 from lab.page import figures
-from lab.page.report import columns, section
-from lab.runfiles import command, success_of
+from lab.page.report import Table
+from lab.runfiles import SOLVED, command
 from lab.study import numbers
-from lab.study.methods import (
-    COMPARED,
-    chosen,
-    differences,
-    differences_of_code,
-    name_of,
-    named,
-    split_name,
-)
-from lab.study.numbers import explored, interval, last, paired
+from lab.study.methods import COMPARED, Runs, chosen, differences, named
+from lab.study.numbers import interval, of_seeds, paired
 
 MEASURES = ("reward", "success")
 THRESHOLDS = (0.6, 0.7, 0.8)  # of Table 2
@@ -42,28 +35,14 @@ HOW = ("Mean over seeds ± half of its 95% t interval; of a difference also on h
        "not corrected for their number: of differences that are none, one in 20 has a *.")
 
 
-def cell(x) -> str:
-    """A text, a number, an `interval` or a `paired` difference as text; - for None."""
-    if not isinstance(x, dict):
-        return (x or "-" if x is None or isinstance(x, str) else
-                f"{x:,.4g}" if isinstance(x, float) and abs(x) < 1000 else f"{x:,.0f}")
-    half = "?" if x["half"] is None else f"{x['half']:.3f}"
-    ahead = f" ({x['ahead']} of {x['n']})" + " *" * x["sure"] if "ahead" in x else ""
-    return f"{x['mean']:.3f} ± {half}{ahead}"
-
-
-def header(*names) -> str:
-    return " ".join(str(name).replace(" ", "_") for name in names)
-
-
-def write_report(title: str, runs: dict, out: Path, by_name: bool = False) -> str:
+def write_report(title: str, runs: Runs, out: Path, by_name: bool = False) -> str:
     """Writes the report on runs into a folder.
 
     Args:
         title: Its first line.
-        runs: method -> seed -> folder; or a name of the user's in place of the method.
+        runs: arm, or a name of the user's -> seed -> folder.
         out: The folder.
-        by_name: Whether the names are the user's.
+        by_name: Whether the names are the user's. Then all are compared with each other.
 
     Returns:
         The report as text.
@@ -71,157 +50,191 @@ def write_report(title: str, runs: dict, out: Path, by_name: bool = False) -> st
     if not runs:
         raise Refused(f"{out.parent}: no finished run in it (METHOD-sSEED with result.json)")
     out.mkdir(parents=True, exist_ok=True)
-    target = numbers.evaluations(runs)
-    splits = list(dict.fromkeys(e["split"] for e in target))
+    made = []
+    compared = COMPARED
+    of_shares = [("coevolve", "eto")]
     if by_name:
-        names = dict(zip(runs, runs))
         compared = [(later, first) for first, later in itertools.combinations(runs, 2)]
-        made = [of_settings(runs), of_code(runs), *tables(runs, names, compared, target, splits),
-                table_2(runs, names, compared)]
-    else:
-        names = {m: name_of(m) for m in runs}
-        made = [*tables(runs, names, COMPARED, target, splits),
-                *paper_figures(runs, target, splits, out)]
-    if splits:
-        made.append(over_iterations(target, names, splits, out))
-    made = [part for part in made if part[2]]
-    text = "\n\n".join([title, *(section(name, heads, [map(cell, row) for row in rows])
-                                 for name, heads, rows in made), textwrap.fill(HOW, 100)]) + "\n"
-    (out / "report.txt").write_text(text)
-    (out / "report.json").write_text(json.dumps({name: [
-        dict(zip((column for column, _ in columns(heads)), row)) for row in rows]
-        for name, heads, rows in made}, indent=1))
+        of_shares = compared
+        made.append(("Settings in which they differ", ["<setting", "<method", "<value"],
+                     differences(runs)))
+    compared = [(a, b) for a, b in dict.fromkeys(compared) if a != b and {a, b} <= runs.keys()]
+    found = numbers.evaluations(runs)
+    for when, some in (("after its last iteration", numbers.after_the_last(found)),
+                       ("after the iteration that validation chooses",
+                        numbers.after_the_best(found))):
+        made.append(of_target(f"Greedy evaluation of the target {when}", runs, some))
+        made.append(of_differences(f"Differences on the same seeds, {when}", compared, some))
+    made += [of_costs(runs), table_2(runs, of_shares), figure_3(runs, out),
+             over_iterations(found, out)]
+
+    texts = [title]
+    read_by_programs = {}
+    for name, columns, rows in made:
+        if rows:
+            texts.append(as_text(name, columns, rows))
+            keys = [column.lstrip("<") for column in columns]
+            read_by_programs[name] = [dict(zip(keys, row)) for row in rows]
+    if any(len(by_seed) > 1 for by_seed in runs.values()):
+        texts.append(textwrap.fill(HOW, 100))
+    text = "\n\n".join(texts) + "\n"
+    (out / "report.txt").write_text(text, encoding="utf-8")
+    (out / "report.json").write_text(json.dumps(read_by_programs, indent=1))
     return text
 
 
-def of_settings(runs: dict) -> tuple[str, str, list]:
-    return "Settings in which they differ", "<setting <name <value", differences(runs)
+# ------------------------------------------------------------------------------------ as text
 
 
-def of_code(runs: dict) -> tuple[str, str, list]:
-    return "Phases that different code made", "<phase <name <code", differences_of_code(runs)
+def as_text(title: str, columns: list[str], rows: list[tuple]) -> str:
+    cells = [[column.lstrip("<") for column in columns]]
+    for row in rows:
+        cells.append([cell(x) for x in row])
+    lines = [title]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    for row in cells:
+        parts = []
+        for text, width, column in zip(row, widths, columns):
+            parts.append(text.ljust(width) if column.startswith("<") else text.rjust(width))
+        lines.append("  ".join(parts).rstrip())
+    return "\n".join(lines)
 
 
-def tables(
-    runs: dict,
-    names: dict[str, str],
-    compared: list[tuple[str, str]],
-    target: list[dict],
-    splits: list[str],
-):
-    """Makes the tables on the runs themselves.
-
-    Args:
-        runs: method -> seed -> folder.
-        names: method -> what the report calls it.
-        compared: (a, b) where the report says by how much a is ahead of b.
-        target: The evaluations of the target.
-        splits: Those that it was evaluated on.
-
-    Returns:
-        (title, header, rows) of each.
-    """
-    wanted = [*itertools.product(splits, MEASURES)]
-    yield ("Greedy evaluation of the target after its last iteration",
-           header("<method", "<seeds", "<iterations", *(f"<{s} {key}" for s, key in wanted)),
-           [(names[m], " ".join(map(str, runs[m])),
-             " ".join(map(str, last(target, "i", method=m).values())), *(
-               interval(last(target, key, method=m, split=s).values()) for s, key in wanted))
-            for m in runs])
-    costs = {m: [numbers.cost(path) for path in runs[m].values()] for m in runs}
-    counts = [*next(iter(costs.values()))[0]]
-    yield ("What it took after the first SFT, means over seeds", header("<method", *counts),
-           [(names[m], *(mean_of([row[count] for row in rows]) for count in counts))
-            for m, rows in costs.items()])
-    both = [(a, b) for a, b in dict.fromkeys(compared) if a != b and {a, b} <= runs.keys()]
-    pairs = [(f"{names[a]} - {names[b]}", split, *(paired(
-        *(last(target, key, method=m, split=split) for m in (a, b))) for key in MEASURES))
-        for (a, b), split in itertools.product(both, splits)]
-    yield ("Differences on the same seeds", header("<difference", "<split", "<reward", "<success"),
-           [row for row in pairs if row[2]])
+def cell(x) -> str:
+    """A text, a number, an `interval` or a `paired` difference as text; - for None."""
+    if x is None or x == "":
+        return "-"
+    if isinstance(x, str):
+        return x
+    if not isinstance(x, dict):
+        return f"{x:,.4g}" if isinstance(x, float) and abs(x) < 1000 else f"{x:,.0f}"
+    text = f"{x['mean']:+.3f}" if "ahead" in x else f"{x['mean']:.3f}"
+    if x["half"] is None:  # one seed has no interval
+        return text
+    text += f" ± {x['half']:.3f}"
+    if "ahead" in x:
+        text += f" ({x['ahead']} of {x['n']})" + " *" * x["sure"]
+    return text
 
 
-def mean_of(values: list) -> float | None:
-    """The mean; None where one of them is not known."""
-    return None if None in values else float(np.mean(values))
+# ------------------------------------------------------------------------------------- tables
 
 
-def paper_figures(runs: dict, target: list[dict], splits: list[str], out: Path):
-    """The same of the paper's Table 2 and Figure 3; drawn."""
-    names = {m: name_of(m) for m in ("eto", "positive", "coevolve") if m in runs}
-    yield table_2(runs, names, [("coevolve", "eto")])
-    yield figure3(numbers.distances_of(runs), out)
-
-
-def table_2(
-    runs: dict,
-    names: dict[str, str],
-    compared: list[tuple[str, str]],
-) -> tuple[str, str, list]:
-    """The shares of what those in `names` explored, and the differences of those compared."""
-    rewards = {}
-    for m in names:
-        found = {seed: [t["reward"] for t in explored(path)] for seed, path in runs[m].items()}
-        found = {seed: of_seed for seed, of_seed in found.items() if of_seed}
-        if found:
-            rewards[m] = found
-
-    success = success_of(next(iter(next(iter(runs.values())).values())))
-    bands = {t: ((success, math.inf), (-math.inf, min(t, success)), (t, success))
-             for t in THRESHOLDS}
+def of_target(title: str, runs: Runs, found: list[dict]) -> Table:
+    """What the target earns in some evaluations, of which each run has one for a split."""
     rows = []
-    for m, t in itertools.product(rewards, THRESHOLDS):
-        shares = [numbers.share(rewards[m], *band) for band in bands[t]]
-        rows.append((names[m], t, *(interval(share.values()) for share in shares)))
-    for (a, b), t in itertools.product(compared, THRESHOLDS):
-        if {a, b} <= rewards.keys():
-            shares = [[numbers.share(rewards[m], *band) for m in (a, b)] for band in bands[t]]
-            rows.append((f"{names[a]} - {names[b]}", t, *(paired(*both) for both in shares)))
+    for arm in dict.fromkeys(e["arm"] for e in found):
+        iterations = of_seeds(found, "i", arm=arm)
+        seeds = " ".join(map(str, iterations))
+        rows += measured(found, (arm, seeds, " ".join(map(str, iterations.values()))), arm=arm)
+    return title, ["<method", "<seeds", "<iterations", "<split", "<reward", "<success"], rows
+
+
+def measured(found: list[dict], names: tuple, **where) -> list[tuple]:
+    """A row for each split of the evaluations where all of this is so; it begins with names."""
+    rows = []
+    for split in dict.fromkeys(e["split"] for e in found):
+        of_split = [of_seeds(found, key, split=split, **where) for key in MEASURES]
+        rows.append((*names, split, *(interval(values.values()) for values in of_split)))
+    return [row for row in rows if row[-1]]
+
+
+def of_differences(title: str, compared: list[tuple[str, str]], found: list[dict]) -> Table:
+    rows = []
+    splits = dict.fromkeys(e["split"] for e in found)
+    for (a, b), split in itertools.product(compared, splits):
+        ahead = [paired(of_seeds(found, key, arm=a, split=split),
+                        of_seeds(found, key, arm=b, split=split)) for key in MEASURES]
+        if ahead[0]:
+            rows.append((f"{a} - {b}", split, *ahead))
+    return title, ["<difference", "<split", "<reward", "<success"], rows
+
+
+def of_costs(runs: Runs) -> Table:
+    rows = []
+    for arm, by_seed in runs.items():
+        costs = [numbers.cost(run) for run in by_seed.values()]
+        rows.append((arm, *(float(np.mean([cost[name] for cost in costs])) for name in costs[0])))
+    return "What it took after the first SFT, means over seeds", ["<method", *costs[0]], rows
+
+
+def table_2(runs: Runs, compared: list[tuple[str, str]]) -> Table:
+    """The paper's Table 2: shares of what was explored."""
+    rewards = defaultdict(dict)  # arm -> seed -> rewards
+    for arm, by_seed in runs.items():
+        for seed, run in by_seed.items():
+            found = [t["reward"] for t in numbers.explored(run)]
+            if found:
+                rewards[arm][seed] = found
+
+    rows = []
+    for t in THRESHOLDS:
+        shares = {}  # arm -> of success, negative, hard negative: seed -> share
+        for arm, of_arm in rewards.items():
+            shares[arm] = [numbers.share(of_arm, *band)
+                           for band in ((SOLVED, math.inf), (-math.inf, t), (t, SOLVED))]
+            rows.append((arm, t, *(interval(of_band.values()) for of_band in shares[arm])))
+        for a, b in compared:
+            if {a, b} <= shares.keys():
+                rows.append((f"{a} - {b}", t, *map(paired, shares[a], shares[b])))
     return ("Table 2: explored trajectories, all agents and iterations of a method",
-            "<method threshold <success <negative <hard_negative", rows)
+            ["<method", "threshold", "<success", "<negative", "<hard negative"], rows)
 
 
-def figure3(found: dict, out: Path) -> tuple[str, str, list]:
-    every = {name: [x for d in by_seed.values() for x in d.values()]
-             for name, by_seed in found.items()}
-    rows = [(name, interval(np.mean([*d.values()]) for d in by_seed.values() if d),
-             len(every[name])) for name, by_seed in found.items()]
+def figure_3(runs: Runs, out: Path) -> Table:
+    """The paper's Figure 3, which is drawn, too."""
+    found = numbers.distances_of(runs)
+    rows = []
+    every = {}  # agent -> the distances of all seeds' tasks
+    for name, by_seed in found.items():
+        every[name] = [x for of_seed in by_seed.values() for x in of_seed.values()]
+        means = [np.mean([*of_seed.values()]) for of_seed in by_seed.values() if of_seed]
+        rows.append((name, interval(means), len(every[name])))
     if rows:
-        eto, failure = found["ETO"], found["co-evolution: failure agent"]
-        both = {seed: [failure[seed][task] - eto[seed][task]
-                       for task in eto[seed].keys() & failure[seed].keys()] for seed in eto}
-        rows.append(("failure agent - ETO, where both failed at least twice",
-                     interval(np.mean(each) for each in both.values() if each), None))
+        apart = []
+        for eto, failure in zip(found["eto"].values(), found["coevolve: failure"].values()):
+            both = [failure[task] - eto[task] for task in eto.keys() & failure.keys()]
+            if both:
+                apart.append(np.mean(both))
+        rows.append(("coevolve: failure - eto, where both failed at least twice", interval(apart),
+                     None))
         made, (ax,) = figures.figure(1, width=6.0)
         ax.boxplot([*every.values()], showmeans=True)
         ax.set_xticks(range(1, len(every) + 1), [name.replace(": ", ":\n") for name in every])
         figures.write(made, out / "figure3.svg")
     return ("Figure 3: distance between the failures of an instruction, 1 - cos, embedded by the "
-            "SFT agent", "<agent <mean_of_seeds instructions", rows)
+            "SFT agent", ["<agent", "<mean of seeds", "instructions"], rows)
 
 
-def over_iterations(
-    target: list[dict],
-    names: dict[str, str],
-    splits: list[str],
-    out: Path,
-) -> tuple[str, str, list]:
-    """The target's reward and success by iteration; drawn."""
-    points = dict.fromkeys((e["split"], e["method"], e["i"]) for e in target)
-    rows = [(split, names[m], i, *(interval(last(
-        target, key, split=split, method=m, i=i).values()) for key in MEASURES))
-        for split, m, i in sorted(points, key=lambda point: splits.index(point[0]))]
-    made, axes = figures.figure(len(splits), height=5)
-    for ax, split in zip(axes, splits):
-        for k, name in enumerate(dict.fromkeys(row[1] for row in rows if row[0] == split)):
-            i, found = zip(*((row[2], row[3]) for row in rows if row[:2] == (split, name)))
-            ax.errorbar(i, [x["mean"] for x in found], [x["half"] or 0 for x in found], marker="o",
-                        color=f"C{k % 10}", capsize=3, label=name,
-                        linestyle=figures.LINES[k // 10 % 3])
-        figures.label(ax, split, "iteration (0: the start)", "reward, 95% over seeds")
-    figures.legend(axes[0])
-    figures.write(made, out / "curves.svg")
-    return "Over iterations", "<split <method iteration <reward <success", rows
+def over_iterations(found: list[dict], out: Path) -> Table:
+    """The target's reward and success by iteration, which are drawn, too."""
+    rows = []
+    for arm, i in dict.fromkeys((e["arm"], e["i"]) for e in found):
+        rows += measured(found, (arm, i), arm=arm, i=i)
+    curves = defaultdict(lambda: defaultdict(list))  # split -> arm -> (i, mean, half)
+    for arm, i, split, reward, _ in rows:
+        curves[split][arm].append((i, reward["mean"], reward["half"] or 0))
+    if rows:
+        made, axes = figures.figure(len(curves), height=5)
+        for ax, (split, of_split) in zip(axes, curves.items()):
+            for n, (arm, points) in enumerate(of_split.items()):
+                ax.errorbar(*zip(*points), marker="o", color=f"C{n % 10}", capsize=3, label=arm,
+                            linestyle=figures.LINES[n // 10 % 3])
+            figures.label(ax, split, "iteration (0: the start)", "reward, 95% over seeds")
+        figures.legend(axes[0])
+        figures.write(made, out / "curves.svg")
+    return "Over iterations", ["<method", "iteration", "<split", "<reward", "<success"], rows
+
+
+# ------------------------------------------------------------------------------------ command
+
+
+def split_name(word: str) -> tuple[str, Path]:
+    """(NAME, RUN) of NAME=RUN. A path may have a = in it too; without a name it is empty."""
+    name, sign, path = word.partition("=")
+    if not sign or not name or not path or "/" in name or Path(word).exists():
+        return "", Path(word)
+    return name, Path(path)
 
 
 def main(argv: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The numbers of a report, on `runs`: method -> seed -> folder."""
+"""The numbers of a report, on `runs`: arm -> seed -> folder."""
 
 import math
 from collections import defaultdict
@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 
-import dpo
 from common.files import read_jsonl
-from lab.runfiles import explorations, kept_of, of, phases_of, success_of
-from lab.study.methods import task_counts, trained
+from engine.models import read_model
+from lab.page import report
+from lab.runfiles import SOLVED, explorations_in, phases_of
+from lab.study.methods import Runs, task_counts, trained
 
 # The 97.5% quantiles of Student's t distribution with 1, 2, ... degrees of freedom.
 T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010,
@@ -21,9 +23,12 @@ def interval(values) -> dict | None:
     """Mean and half the width of its 95% t interval over seeds (None for one; from 20 on that of
     20); None without values."""
     values = np.asarray(list(values), dtype=float)
-    if not (n := len(values)):
+    n = len(values)
+    if n == 0:
         return None
-    half = float(T[min(n, 20) - 2] * values.std(ddof=1) / math.sqrt(n)) if n > 1 else None
+    half = None
+    if n > 1:
+        half = float(T[min(n, 20) - 2] * values.std(ddof=1) / math.sqrt(n))
     return dict(n=n, mean=float(values.mean()), half=half)
 
 
@@ -31,75 +36,92 @@ def paired(a: dict[int, float], b: dict[int, float]) -> dict | None:
     """a - b on the seeds that both have: interval, on how many a is ahead, and whether it is sure
     who is: on three or more, and the interval excludes 0."""
     seeds = sorted(a.keys() & b.keys())
-    if not (found := interval([a[s] - b[s] for s in seeds])):
+    found = interval([a[seed] - b[seed] for seed in seeds])
+    if found is None:
         return None
-    return dict(found, ahead=sum(a[s] > b[s] for s in seeds),
-                sure=found["n"] > 2 and abs(found["mean"]) > found["half"])
+    ahead = sum(a[seed] > b[seed] for seed in seeds)
+    sure = found["n"] > 2 and abs(found["mean"]) > found["half"]
+    return found | dict(ahead=ahead, sure=sure)
 
 
-def evaluations(runs: dict) -> list[dict]:
-    """The target's evaluations whose files are there, with method and seed; of a run in its order.
-    Reward and success are those of the file."""
+# --------------------------------------------------------------------------- evaluations
+
+
+def evaluations(runs: Runs) -> list[dict]:
+    """What there is to say of the target's evaluations, with arm and seed."""
     found = []
-    for method, by_seed in runs.items():
-        for seed, path in by_seed.items():
-            success = success_of(path)
-            for e in of(kept_of(path), "evaluate"):
+    for arm, by_seed in runs.items():
+        for seed, run in by_seed.items():
+            for e in report.evaluations(run, phases_of(run)):
                 if e["name"] == "target":
-                    rewards = np.array([t["reward"] for t in read_jsonl(path / e["output"])])
-                    if not rewards.size:  # nothing was played, or somebody has emptied it
-                        continue
-                    found.append(dict(method=method, seed=seed, i=e["i"], split=e["split"],
-                                      reward=float(rewards.mean()),
-                                      success=float((rewards >= success).mean())))
+                    found.append(e | dict(arm=arm, seed=seed))
     return found
 
 
-def last(rows: list[dict], key: str, **where) -> dict[int, float]:
-    """seed -> the last of some evaluations."""
-    return {e["seed"]: e[key] for e in rows if where.items() <= e.items()}
+def after_the_last(found: list[dict]) -> list[dict]:
+    """Of each run the evaluations after its last iteration."""
+    last = {(e["arm"], e["seed"]): e["i"] for e in sorted(found, key=lambda e: e["i"])}
+    return [e for e in found if e["i"] == last[e["arm"], e["seed"]]]
+
+
+def after_the_best(found: list[dict]) -> list[dict]:
+    """Of each run the evaluations after the iteration with the most reward on validation, of equal
+    ones the first. Where there are iterations, what SFT made is no choice."""
+    best = {}  # (arm, seed) -> its best evaluation on validation
+    for e in sorted(found, key=lambda e: e["i"]):
+        run = e["arm"], e["seed"]
+        if e["split"] != "validation":
+            continue
+        if run not in best or best[run]["i"] == 0 or e["reward"] > best[run]["reward"] + 1e-9:
+            best[run] = e
+    chosen = {run: e["i"] for run, e in best.items()}
+    return [e for e in found
+            if e["split"] != "validation" and e["i"] == chosen.get((e["arm"], e["seed"]))]
+
+
+def of_seeds(found: list[dict], key: str, **where) -> dict[int, float]:
+    """seed -> a number of those evaluations where all of this is so."""
+    return {e["seed"]: e[key] for e in found if where.items() <= e.items()}
+
+
+# --------------------------------------------------------------------- costs and explorations
 
 
 def cost(run: Path) -> dict:
-    """What a run took after the first SFT, and the tasks that evolution ended with. The tokens are
-    None where they were not counted, as in the plain core."""
-    phases = kept_of(run)
+    """What a run took after the first SFT, and the tasks that evolution ended with."""
+    phases = phases_of(run)
     target = trained(phases, "target")
-    tokens = None
-    if all("tokens" in e for e in target if e["steps"]):
-        tokens = sum(e.get("tokens", 0) for e in target)
-    return dict(steps_of_the_target=sum(e["steps"] for e in target),
-                steps_of_all_agents=sum(e["steps"] for e in trained(phases)),
-                tokens_of_the_target=tokens,
-                rollouts=sum(e["episodes"] for e in explorations(phases))
-                + sum(e.get("episodes", 0) for e in target),  # of `evolve.py`
-                tasks=(task_counts(phases) or [0])[-1])
-
-
-def hard_negatives(run: Path) -> float:
-    """The share of hard negatives in what the failure agent explored once it had been trained."""
-    return float(np.mean([e["hard"] for e in explorations(phases_of(run))
-                          if e["name"] == "failure" and e["i"] > 1]))
+    played = [*explorations_in(phases), *target]  # by `evolve.py` while it trains
+    return {"steps of the target": sum(row["steps"] for row in target),
+            "steps of all agents": sum(row["steps"] for row in trained(phases)),
+            "tokens of the target": sum(row.get("tokens", 0) for row in target),
+            "rollouts": sum(row.get("episodes", 0) for row in played),
+            "tasks": [0, *task_counts(phases)][-1]}
 
 
 def explored(run: Path, agent: str | None = None) -> list[dict]:
-    """All explored trajectories of a run, or one agent's."""
-    return [row for e in explorations(kept_of(run)) if agent in (None, e["name"])
-            for row in read_jsonl(run / e["output"])]
+    """All explored trajectories of a run, or one agent's, as far as the files are there."""
+    rows = []
+    for e in explorations_in(phases_of(run)):
+        if agent in (None, e["name"]) and (run / e["output"]).is_file():
+            rows += read_jsonl(run / e["output"])
+    return rows
 
 
 def share(rewards: dict[int, list[float]], low: float, high: float) -> dict[int, float]:
     """seed -> the share of rewards from `low` to below `high`."""
-    return {seed: float(np.mean([low <= r < high for r in found]))
-            for seed, found in rewards.items()}
+    found = {}
+    for seed, of_seed in rewards.items():
+        found[seed] = float(np.mean([low <= reward < high for reward in of_seed]))
+    return found
 
 
 # Figure 3: how much the failures of an instruction differ, 1 - cos of their embeddings.
-FIGURE_3 = {"ETO": ("eto", "target"), "co-evolution: target": ("coevolve", "target"),
-            "co-evolution: failure agent": ("coevolve", "failure")}
+FIGURE_3 = {"eto": ("eto", "target"), "coevolve: target": ("coevolve", "target"),
+            "coevolve: failure": ("coevolve", "failure")}
 
 
-def distances_of(runs: dict) -> dict[str, dict[int, dict[str, float]]]:
+def distances_of(runs: Runs) -> dict[str, dict[int, dict[str, float]]]:
     """agent -> seed -> task -> distance of its failures, over the seeds that ETO and co-evolution
     both have; embedded by the SFT agent that both start from."""
     found = defaultdict(dict)
@@ -107,20 +129,22 @@ def distances_of(runs: dict) -> dict[str, dict[int, dict[str, float]]]:
         folder = runs["coevolve"][seed] / "sft-target"
         if folder.is_dir():  # else its checkpoints were deleted
             embed = embedder(folder)
-            for name, (method, agent) in FIGURE_3.items():
-                found[name][seed] = distances(
-                    explored(runs[method][seed], agent), embed, success_of(runs[method][seed]))
+            for name, (arm, agent) in FIGURE_3.items():
+                found[name][seed] = distances(explored(runs[arm][seed], agent), embed)
     return found
 
 
-def distances(rows: list[dict], embed, success: float) -> dict[str, float]:
+def distances(rows: list[dict], embed) -> dict[str, float]:
     """The mean pairwise distance of each instruction's failures, where it has two at least."""
     vectors = defaultdict(list)
     for row in rows:
-        if row["reward"] < success and any(row["action_mask"]):
+        if row["reward"] < SOLVED and any(row["action_mask"]):
             vectors[row["task"]].append(embed(row))
-    return {task: mean_distance(np.stack(found)) for task, found in vectors.items()
-            if len(found) > 1}
+    found = {}
+    for task, of_task in vectors.items():
+        if len(of_task) > 1:
+            found[task] = mean_distance(np.stack(of_task))
+    return found
 
 
 def mean_distance(vectors: np.ndarray) -> float:
@@ -133,8 +157,9 @@ def mean_distance(vectors: np.ndarray) -> float:
 def embedder(folder: Path):
     """embed(row of a trajectory) -> (d,), the mean of the last layer's hidden states, of the agent
     in a folder, over the action tokens."""
+    transformers.utils.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = dpo.read_model(folder, device=device).base_model.eval()
+    model = read_model(folder, device=device).base_model.eval()
 
     @torch.inference_mode()
     def embed(row: dict) -> np.ndarray:

@@ -300,22 +300,22 @@ function pairs() { // those made in the chosen iteration, or all
   const shown = typeof iteration === "number" ? all.filter(p => p.iteration === iteration) : all;
   if (!shown.length)
     return say("p", "note", "No pair was made of these trajectories.");
-  const measured = shown.some(p => p.before && p.after);
+  const measured = shown.some(p => p.first);
   return say("div", "pairs", region("scroll", "Pairs made of these trajectories", table(
     HEADS.map(([name, side]) => make("th", {scope: "col", className: side || ""}, name)),
     shown.map(pairRow))),
     say("p", "note", (measured
-      ? "Margin and log-probabilities in nats, before \u2192 after this training. "
-      : "The margins of these pairs were not measured. ") + "Choose a pair to see its two sides."));
+      ? "Margin and log-probabilities in nats, as training saw them first \u2192 last. "
+      : "") + "Choose a pair to see its two sides."));
 }
 
 function pairRow(made) {
-  const {n, iteration: i, trains, kind, chosen, rejected, weight, before, after} = made;
+  const {n, iteration: i, trains, kind, chosen, rejected, weight, first, last} = made;
   const a = runs[chosen], b = runs[rejected], parted = partingTurn(a, b);
   const side = run => [named(run.agent), // a buffer has those of earlier iterations
     run.iteration && run.iteration !== i ? ` (${run.iteration})` : "", ` ${show(run.reward)}`];
-  const moved = (what, digits) => make("td", {}, before && after
-    ? `${fixed(before[what], digits)} \u2192 ${fixed(after[what], digits)}` : "\u2013");
+  const moved = (what, digits) => make("td", {}, first
+    ? `${fixed(first[what], digits)} \u2192 ${fixed(last[what], digits)}` : "\u2013");
   const toggle = () => {
     pair = pair === n ? null : n;
     columns = pair === null ? ofIteration(i) : [chosen, rejected];
