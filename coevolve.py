@@ -164,13 +164,16 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
 
 
 def scores(trajectories: list[Trajectory], hard: float) -> dict:
-    """Means over trajectories; `success` and `hard` are the shares in Table 2."""
+    """Means over trajectories; `success` and `hard` are the shares in Table 2, `idle` is that of
+    replies that changed nothing, `budget` that of episodes that ran out of turns."""
     n = len(trajectories)
+    replies = sum(t.steps for t in trajectories)
     return dict(episodes=n,
                 reward=sum(t.reward for t in trajectories) / n,
                 success=sum(not t.is_failure for t in trajectories) / n,
                 hard=sum(t.is_failure and t.reward >= hard for t in trajectories) / n,
-                turns=sum(t.steps for t in trajectories) / n,
+                turns=replies / n,
+                idle=sum(t.idle for t in trajectories) / max(1, replies),
                 budget=sum(t.ended == "budget" for t in trajectories) / n)
 
 

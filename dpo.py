@@ -43,8 +43,10 @@ class Trajectory:
     reward: float = 0.0              # in [0, 1]; by ETO's protocol from -1
     raw_reward: float | None = None  # before clipping, where the environment clips
     steps: int = 0                   # how many replies it has
+    idle: int = 0                    # how many of them changed nothing
     ended: str = ""                  # done, budget (of replies) or context (of tokens)
-    reference: float | None = None   # log pi_ref(e|u), once it has been computed; in no file
+
+    reference = None  # log pi_ref(e|u), once it has been computed; in no file, and in no copy
 
     def extend(self, ids: Ids, is_action: bool) -> None:
         self.ids += ids

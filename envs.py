@@ -54,6 +54,7 @@ def episode(env: World, encoder, t, max_tokens: int):
         t.reward = step.reward
         t.raw_reward = step.raw
         t.steps += 1
+        t.idle += step.idle
         if step.done:
             t.ended = "done"
             break
@@ -75,6 +76,7 @@ def begin(t) -> None:
     t.log_probs = []
     t.reward = 0.0
     t.steps = 0
+    t.idle = 0
     t.ended = ""
 
 

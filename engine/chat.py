@@ -283,10 +283,13 @@ class Template:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
+        if not tokenizer.chat_template:
+            self.refuse("it has no chat template; use a chat model")
         try:
             self.text = tokenizer.get_chat_template()
-        except ValueError as error:  # there is none, or several and none of them is the default
-            self.refuse(f"{first_line(error)}; use a chat model")
+        except ValueError:
+            self.refuse(f"of its chat templates, {', '.join(tokenizer.chat_template)}, none is "
+                        "called default; save it with one alone")
         if "strftime_now" in self.text and FIXED_DATE not in self.text:
             self.text = FIXED_DATE + self.text
 

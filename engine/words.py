@@ -3,7 +3,8 @@
 from collections import defaultdict
 
 # What shares of episodes are called for a person.
-SHARES = {"success": "solved", "hard": "hard failures", "budget": "out of turns"}
+SHARES = {"success": "solved", "hard": "hard failures", "idle": "idle replies",
+          "budget": "out of turns"}
 # What is recorded of a phase beside what it found.
 RECORDS = {"i", "seconds", "first_loss"}
 

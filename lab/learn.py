@@ -13,8 +13,7 @@ import itertools
 import json
 import signal
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Optional
@@ -35,7 +34,7 @@ from engine.words import phrase
 from lab import runfiles
 from lab.page import page, report
 from worlds import Options
-from worlds.expert_files import check_turns, never_replied
+from worlds.expert_files import PLAYED, check_fields, never_replied, read_turns
 from worlds.user_files import reading
 
 MUST = "task, messages of role and content, reward from 0 to 1, and agent if there are two"
@@ -118,23 +117,13 @@ def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trai
     pairs = []
     for expert in read(experts):
         own, more = target[expert.task], rest[expert.task]
-        apart = of_two_texts([(expert, t) for t in own + more], dropped)
-        pairs += coevolve.d_tgt(expert, [t for _, t in apart], [], s, dropped)
+        pairs += coevolve.d_tgt(expert, own + more, [], s, dropped)
         candidates = itertools.product(own, more)
         if len(agents) < 2:
             candidates = itertools.combinations(more + own, 2)
-        pairs += coevolve.ordered_failures(of_two_texts(candidates, dropped), dropped)
+        pairs += coevolve.ordered_failures(candidates, dropped)
     write_pairs(run, out, pairs)
     return dict(pairs=Counter(pair.kind for pair in pairs), dropped=dropped)
-
-
-def of_two_texts(candidates: Iterable[tuple], dropped: Counter) -> Iterator[tuple]:
-    """Those candidates that say different things, whatever they earned."""
-    for a, b in candidates:
-        if a.ids == b.ids:
-            dropped["the same text"] += 1
-        else:
-            yield a, b
 
 
 # ------------------------------------------------------------------------------ the trajectories
@@ -183,29 +172,20 @@ def trajectories_in(file: Path, run: Run) -> list[Trajectory]:
 
 def trajectory_of(row: dict, encoder) -> Trajectory:
     """The trajectory of a line; ValueError, if it is none. Its first reply is the first action."""
-    unread = row.keys() - {field.name for field in fields(Trajectory)}  # which a run's file has
-    if unread:
-        raise ValueError(f"it has {', '.join(sorted(unread))}, which nothing here reads; say it in "
-                         "messages, or take it out")
-    task, agent, reward = row.get("task"), row.get("agent", "target"), row.get("reward")
+    check_fields(row, ("task", "messages", "reward"), PLAYED)
+    task, agent, reward = row["task"], row.get("agent", "target"), row["reward"]
     if not isinstance(task, str) or not isinstance(agent, str) or agent == "pairs-target":
         raise ValueError(f"task {task!r} and agent {agent!r} have to be names")
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not 0 <= reward <= 1:
         raise ValueError(f"reward {reward!r} is no number from 0 to 1")
 
-    messages = row.get("messages") or []
-    check_turns(messages, {"role", "content"}, "content")
-    roles = [turn.get("role") for turn in messages]
-    if ("assistant" not in roles or roles[0] == "assistant"
-            or not {*roles} <= {"system", "user", "assistant"}):
+    messages = read_turns(row["messages"], "role", "content")
+    roles = [turn["role"] for turn in messages]
+    if "assistant" not in roles or roles[0] == "assistant":
         raise ValueError(f"its turns are of {roles}, not of user and assistant in turn")
     while roles[-1] != "assistant":  # what followed the last reply
         roles.pop()
     opening = roles.index("assistant")
-    for turn in messages[opening:len(roles):2]:
-        if turn["content"][:1].isspace():
-            raise ValueError(f"a reply, {turn['content']!r:.40}, begins with blanks, which would "
-                             "not be trained; take them out")
     t = Trajectory(task, agent, iteration=1, messages=messages[:len(roles)], reward=float(reward),
                    steps=roles.count("assistant"), ended="done")
     t.ids, t.action_mask = encoder.encode(t.messages, opening)

@@ -124,15 +124,15 @@ def test_pairs_are_made_of_what_can_train_and_a_buffer_alone_has_what_was_earlie
         write_jsonl(tmp_path / name, [*trajectories])
         return tmp_path / name
 
-    acts = dict(ids=[1, 2], action_mask=[0, 1], ended="done")
-    e = Trajectory("a", "expert", reward=1.0, **acts)
-    t = Trajectory("a", "target", 2, 0, reward=0.5, **acts)
+    acts = dict(action_mask=[0, 1], ended="done")
+    e = Trajectory("a", "expert", reward=1.0, ids=[1, 2], **acts)
+    t = Trajectory("a", "target", 2, 0, reward=0.5, ids=[1, 3], **acts)
     full = replace(t, rollout=1, reward=0.3, ended="context")
     silent = replace(t, rollout=2, reward=0.2, action_mask=[0, 0])
-    f = Trajectory("a", "failure", 2, 0, reward=0.25, **acts)
+    f = Trajectory("a", "failure", 2, 0, reward=0.25, ids=[1, 4], **acts)
     experts = written("experts", e)
     played = dict(target=written("target", t, full, silent), failure=written("failure", f))
-    earlier = [written("earlier", replace(f, iteration=1, reward=0.1), replace(full, iteration=1))]
+    earlier = [written("earlier", replace(f, iteration=1, reward=0.1, ids=[1, 5]), replace(full, iteration=1))]
     for trains, role, setting, expected in [
             ("target", "D_tgt", "buffer", [(1.0, 0.5), (1.0, 0.25), (0.5, 0.25)]),
             ("failure", "D_fail", "all", [(0.5, 0.25)]),
@@ -144,6 +144,21 @@ def test_pairs_are_made_of_what_can_train_and_a_buffer_alone_has_what_was_earlie
         assert [(pair.chosen.reward, pair.rejected.reward) for pair in pairs] == expected
         assert numbers == dict(pairs=Counter(pair.kind for pair in pairs),
                                dropped={"too long": 2})
+
+
+def test_one_text_with_two_rewards_makes_no_pair():
+    """As where a goal's price limit is drawn anew. What shares the expert's weight is without it."""
+    e, same, other, copy = (Trajectory(agent=agent, reward=reward, ids=ids) for agent, reward, ids in (
+        ("expert", 1.0, [1, 2]), ("target", 0.5, [1, 2]), ("target", 0.25, [1, 3]),
+        ("failure", 0.75, [1, 3])))
+    dropped = Counter()
+    found = coevolve.d_tgt(e, [same, other], [copy], Settings(), dropped)
+    assert [(pair.chosen, pair.rejected, pair.weight) for pair in found] == [
+        (e, other, 0.5), (e, copy, 0.5), (copy, same, 1.0)]
+    assert dropped == {"the same text": 2}
+    assert [pair.rejected for pair in coevolve.d_fail([copy], [same, other], Settings(), dropped)] == [
+        other, same]
+    assert dropped == {"the same text": 3}
 
 
 # ---------------------------------------------------------------- from pairs to what is trained on

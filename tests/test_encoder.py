@@ -314,5 +314,5 @@ def test_a_fingerprint_tells_templates_and_tokenizers_apart():
     def of(*how, **other):
         return Encoder(make_tokenizer("chatml", **other), *how).fingerprint()
 
-    assert of() == of()
-    assert len({of(), of(1000), of(unigram=True), of(template="You shop.\n" + CHATML)}) == 4
+    assert of() == of() == of(1000)  # an embedding with more rows reads the same ids
+    assert len({of(), of(unigram=True), of(template="You shop.\n" + CHATML)}) == 3

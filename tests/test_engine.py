@@ -320,7 +320,7 @@ OUT_OF_CPU = RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: 
     (OUT_OF_CPU, MemoryError, "can't allocate"),
     (OSError("No space left on device"), OSError, "No space left"),
     (RuntimeError("no such kernel\nand where"), Refused, "cannot be used: no such kernel; use another"),
-    (KeyError("past_key_values"), Refused, "cannot be used: 'past_key_values'; use another model$"),
+    (KeyError("past_key_values"), Refused, "cannot be used: KeyError 'past_key_values'; use another model$"),
 ])
 def test_a_trial_tells_a_models_faults_from_the_machines(raised, seen, says, words, monkeypatch):
     """What the machine lacks is passed on from the first way that meets it."""

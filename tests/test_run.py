@@ -400,7 +400,7 @@ def test_what_the_machine_lacks_is_said_with_what_to_do(error, says, toy_run, mo
     ("--experts /nowhere", "--experts /nowhere: is not there; give a file"),
     ("--model /nowhere", "--model /nowhere: "),
     ("--max-tokens 40 --max-new-tokens 8 --train-tasks 5", "no expert is left: {'too long': 5};"),
-    ("--failure-from TINY --model SMALL", "tiny: its tokens are not those of --model"),
+    ("--failure-from TINY --model SMALL", "tiny: its tokenizer or chat template is not that of --model"),
     ("--track abacus", "--track abacus: "),
     ("--track wandb", "--track wandb: it is not installed; pip install wandb"),
 ])

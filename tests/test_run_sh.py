@@ -59,9 +59,9 @@ def one_line(done):
 
 def test_without_a_command_usage_is_printed(machine):
     run = machine(python3=BARE)
-    for arguments in ((), ("shop",)):
-        assert "bash run.sh webshop" in run(*arguments).stderr
-        assert run(*arguments).returncode == 2
+    assert "bash run.sh webshop" in run().stderr and run().returncode == 2
+    assert one_line(run("webshp")).endswith("'webshp', the nearest is webshop; bash run.sh lists all")
+    assert one_line(run("xyz")).endswith("unknown command 'xyz'; bash run.sh lists all")
     for asked in "--help", "-h":
         done = run(asked)
         assert (done.returncode, done.stderr) == (0, "") and "bash run.sh webshop" in done.stdout

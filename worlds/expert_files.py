@@ -17,8 +17,9 @@ MUST = ("ETO's JSON list (id, conversations of from and value) or a run's trajec
         "tasks")
 # What a run writes of an episode beside what is trained on.
 PLAYED = ("agent", "iteration", "rollout", "seed", "ids", "action_mask", "log_probs", "raw_reward",
-          "steps", "ended", "signal")
-ROLES = {"user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
+          "steps", "idle", "ended", "signal")
+ROLES = {"system": "system", "user": "user", "assistant": "assistant",
+         "human": "user", "gpt": "assistant"}
 
 
 def experts(env: World, file: str | None, count: int,

@@ -71,7 +71,7 @@ class AppWorld(World):
             if code is not None:
                 told = self._episode.run(code)
             if not told.done and not last:
-                return Step(told.output, 0.0, False)
+                return Step(told.output, 0.0, False, idle=code is None)
             self.changes = self._episode.changes()
         except Gone as error:
             self._episode = None

@@ -144,6 +144,10 @@ class Simulators:
                           for simulator, instance in self.instances.items()
                           for name in documents(simulator)}
 
+    def knows(self, call: dict | str) -> bool:
+        """Whether a call of `parse_calls` is one of a function that is there."""
+        return not isinstance(call, str) and not problem(call) and call["name"] in self.functions
+
     def run(self, call: dict | str) -> str:
         """What a call of `parse_calls` returns, as the package writes it."""
         wrong = call if isinstance(call, str) else problem(call)

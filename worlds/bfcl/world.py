@@ -56,8 +56,9 @@ class Bfcl(World):
             self._replies += 1
             self.results += (results := [self.world.run(call) for call in calls])
             if self._replies <= MOST_REPLIES:
+                known = [call for call in calls if self.world.knows(call)]
                 return Step("\n".join(f"<tool_response>\n{result}\n</tool_response>"
-                                      for result in results), 0.0, False)
+                                      for result in results), 0.0, False, idle=not known)
             end = f"More than {MOST_REPLIES} replies with calls: the episode ends."
         else:
             self._check_turn()

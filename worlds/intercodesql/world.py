@@ -86,7 +86,7 @@ class InterCodeSQL(World):
     def step(self, reply: str) -> Step:
         sql = self.action(reply)
         if sql is None:  # the last answer stays the one to submit
-            return Step(EXPLANATION, 0.0, False)
+            return Step(EXPLANATION, 0.0, False, idle=True)
         if sql != "submit":
             self.last_answer = answer = self._db.run(sql)
             if isinstance(answer, str) and "Unknown" not in answer:
