@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -272,17 +273,21 @@ def test_a_folder_of_other_settings_or_of_a_model_is_refused(toy_run, toy, small
 
 
 def test_two_processes_in_a_folder_are_one_too_many(again, tmp_path):
+    ready, go = os.pipe(), os.pipe()
+
     def hold():
         held = files.lock(tmp_path / "run")
-        (tmp_path / "ready").touch()
-        time.sleep(600)
+        os.write(ready[1], b"x")
+        os.close(go[1])
+        os.read(go[0], 1)  # nothing, once the other one has closed it or has ended
         held.close()
 
     holder = fork(hold, tmp_path / "said")
-    wait_until((tmp_path / "ready").exists)
-    assert f"--out {tmp_path / 'run'}: another process is running in this folder" in refusal(again)
-    os.kill(holder, signal.SIGKILL)
-    ended(holder)
+    os.read(ready[0], 1)
+    with closing(os.fdopen(go[1], "w")):
+        line = refusal(again)
+    assert ended(holder) == 0
+    assert f"--out {tmp_path / 'run'}: another process is running in this folder" in line
     assert again(lambda out: None, "--slots", 2, "--tokens-per-forward", 99) == set()  # are free
 
 
