@@ -11,8 +11,8 @@ import pytest
 from conftest import CONVERSATION
 from transformers import AutoTokenizer
 
-import dpo
 from common.settings import Refused
+from engine.chat import Encoder
 from lab.pretrain import smollm2
 
 ABSENT = "SmolLM2 is not here; `bash run.sh webshop --model smollm2 --quick` makes its folder"
@@ -28,7 +28,7 @@ def folder():
 
 @pytest.fixture(scope="module")
 def encoder(folder):
-    return dpo.Encoder(AutoTokenizer.from_pretrained(folder))
+    return Encoder(AutoTokenizer.from_pretrained(folder))
 
 
 def test_the_folder_is_made_of_the_packages(folder, tmp_path):

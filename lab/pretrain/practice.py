@@ -3,55 +3,78 @@ exchanged at random in each conversation: so a reader learns to copy them from w
 
 import random
 import re
-from collections.abc import Generator
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from worlds import Stuck, World
+
+SKILLS = (0.95, 0.8, 0.6)  # of players: how often one does what it means to
+ANYTHING = 0.3  # of exchanges, the share in which words become any words
 
 
 @dataclass(frozen=True)
 class Words:
     """Words that are exchanged in each conversation, in a share of the conversations."""
-
     words: tuple[str, ...]  # of the practice text, in the singular
     pool: tuple[str, ...]   # what they become
-    fresh: tuple[str, ...]  # what they become in the held-out table; in no practice text
     share: float = 1.0
-    any: float = 0.0        # of these: the share in which they become any words
 
 
-def play(env, page: str, actions: Generator[str, str, None]) -> list[dict]:
-    """The conversation of a noisy player with `env`, which has just shown `page`. actions: yields a
-    reply and is sent what it led to."""
-    messages = [{"role": "user", "content": page}]
-    reply = next(actions)
+def play(env: World, page: str, means: Callable, slips: Callable, rng: random.Random) -> list[dict]:
+    """The conversation of a noisy player, who may slip before each action: it does something else
+    then, and goes on as if it had not.
+
+    Args:
+        env: The environment, in which an episode has just begun.
+        page: Its first observation.
+        means: means(observation) -> the reply that it means, given what the one before led to.
+        slips: slips(observation) -> replies that leave it where it is.
+        rng: Random numbers.
+    """
+    skill = rng.choice(SKILLS)
+    messages = [dict(role="user", content=page)]
+    slipped = []
     for _ in range(env.max_steps):
-        messages.append({"role": "assistant", "content": reply})
-        step = env.step(reply)
-        if step.done:
-            return messages
+        if not slipped and rng.random() > skill:
+            slipped = list(slips(messages[-1]["content"]))
+        is_meant = not slipped
         try:
-            reply = actions.send(step.observation)
-        except StopIteration:
-            return messages
-        messages.append({"role": "user", "content": step.observation})
+            reply = means(page) if is_meant else slipped.pop(0)
+        except (Stuck, StopIteration):
+            break
+        step = env.step(reply)
+        messages.append(dict(role="assistant", content=reply))
+        messages.append(dict(role="user", content=step.observation))
+        if step.done:
+            break
+        if is_meant:
+            page = step.observation
     return messages[:-1]
 
 
-def exchange(rng: random.Random, conversation: list[dict], kinds: list[Words],
-             anything: tuple[str, ...] = (), fresh: bool = False) -> list[dict]:
-    """The conversation with its words of each kind exchanged for others of the kind's pool; any
-    words are drawn from `anything`. fresh: all kinds become fresh words, while they last."""
+def exchange(
+    rng: random.Random,
+    conversation: list[dict],
+    kinds: list[Words],
+    anything: list[str],
+) -> list[dict]:
+    """The conversation with its words of each kind exchanged for others of the kind's pool, or at
+    times for any words, which are drawn from `anything`."""
     text = "\n".join(m["content"] for m in conversation)
     new = {}
     for kind in kinds:
-        if fresh or rng.random() < kind.share:
+        if rng.random() < kind.share:
             found = sorted(set(pattern(kind.words).findall(text)))
-            pool = kind.fresh if fresh else anything if rng.random() < kind.any else kind.pool
+            pool = anything if rng.random() < ANYTHING else kind.pool
             new |= dict(zip(found, rng.sample(pool, min(len(pool), len(found)))))
     if not new:
         return conversation
     words = pattern(tuple(new))
-    return [dict(m, content=words.sub(lambda match: new[match[0]], m["content"]))
-            for m in conversation]
+    exchanged = []
+    for m in conversation:
+        content = words.sub(lambda match: new[match[0]], m["content"])
+        exchanged.append(dict(role=m["role"], content=content))
+    return exchanged
 
 
 def pattern(words: tuple[str, ...]) -> re.Pattern:
