@@ -38,13 +38,15 @@ FASTEST = dict(replies="kept", passes=[*trial.PASSES])
 class Run:
     """A run's folder, machine and models. A run that was stopped goes on after its last phase."""
 
-    def __init__(self, settings, options, agents: int = 0, beside: bool = False):
+    def __init__(self, settings, options, agents: int = 0, beside: bool = False,
+                 make_env: Callable | None = None):
         """
         Args:
             settings: All of them.
             options: Those of the environment.
             agents: How many models, in fp32, the folder has in the end.
             beside: Whether pi_ref stays beside a model while that is trained.
+            make_env: What makes environments, if not the settings do.
         """
         s = settings
         self.settings = s
@@ -55,18 +57,13 @@ class Run:
         self.recorded = {}      # the same by an earlier process, until the output is asked for
         self.machine = Machine(s)
         self.main = self.machine.main
-        self.open_world()
-        self.open_base()
-        self.machine.plan(s, self.config, self.parameters, beside)
-        self.open_folder(agents)
-
-    def open_world(self) -> None:
-        """Makes an environment, and what makes more of them."""
-        s = self.settings
-        self.make_env = partial(make, s.env, s.view, **vars(self.options))
+        self.make_env = make_env or partial(make, s.env, s.view, **vars(options))
         self.env = self.make_env()
         self.splits = {"test": self.env.test_splits, "validation": ("validation",),
                        "all": ("validation", *self.env.test_splits)}[s.eval_splits]
+        self.open_base()
+        self.machine.plan(s, self.config, self.parameters, beside)
+        self.open_folder(agents)
 
     def open_base(self) -> None:
         """Reads what is to be known of the model that training starts from, but its weights."""

@@ -15,25 +15,24 @@ import signal
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Optional
 from urllib.parse import quote
 
 import transformers
 
 import coevolve
-import engine.run
 from common import files
 from common.settings import Free, Method, OldFile, Refused, names_in, parse
 from dpo import Trajectory, better
-from engine import command, fork
+from engine import command, fork, models
 from engine.experts import best_of_tasks, say_what_cannot_be_written
 from engine.machine import MachineSettings
 from engine.records import read, write, write_pairs
+from engine.run import Run
 from engine.words import phrase
 from lab import runfiles
 from lab.page import page, report
-from worlds import Options
+from worlds import Options, World
 from worlds.expert_files import PLAYED, check_fields, never_replied, read_turns
 from worlds.user_files import reading
 
@@ -129,45 +128,42 @@ def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trai
 # ------------------------------------------------------------------------------ the trajectories
 
 
-class Run(engine.run.Run):
-    """A run on trajectories that are there already, in place of an environment's tasks."""
+class Recorded(World):
+    """In place of an environment: of its tasks there are trajectories, and nothing is played."""
+    name = "learn"
+    splits = {}
+    test_splits = ()
 
-    def open_world(self) -> None:
-        self.env = SimpleNamespace(name="", find=str)
-        self.splits = ()
-
-    def open_base(self) -> None:
-        """Reads the trajectories, too: what is wrong with them costs no load of a model."""
-        super().open_base()
-        self.dropped = Counter()
-        self.trajectories = trajectories_in(Path(self.settings.file), self)
+    def find(self, task: str) -> str:
+        return task
 
 
-def trajectories_in(file: Path, run: Run) -> list[Trajectory]:
-    """The trajectories in a file, a line each; a line's number is the rollout's. What is longer
-    than --max-tokens is counted. Refused, naming the line, if one cannot be used as it is."""
+def trajectories_in(file: Path, encoder, most: int) -> tuple[list[Trajectory], Counter]:
+    """The trajectories in a file, a line each; a line's number is the rollout's. What has more than
+    `most` tokens is counted. Refused, naming the line, if one cannot be used as it is."""
     found = []
+    dropped = Counter()
     for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         with reading(f"{file}, line {number}", MUST):
             row = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a mark
-            t = None if never_replied(row) else trajectory_of(row, run.encoder)
-        if t is None or len(t.ids) > run.settings.max_tokens:
-            run.dropped["too long"] += 1
+            t = None if never_replied(row) else trajectory_of(row, encoder)
+        if t is None or len(t.ids) > most:
+            dropped["too long"] += 1
         else:
             t.rollout = number
             found.append(t)
     if not found:
-        raise Refused(f"{file}: no trajectory is left: {dict(run.dropped)}; give one in each line, "
-                      f"or raise --max-tokens {run.settings.max_tokens}")
+        raise Refused(f"{file}: no trajectory is left: {dict(dropped)}; give one in each line, "
+                      f"or raise --max-tokens {most}")
 
     agents = dict.fromkeys(t.agent for t in found if t.agent != "expert")
     if len(agents) > 2:
         raise Refused(f"{file}: it has {len(agents)} agents: {', '.join(agents):.80}; failures are "
                       "paired of one or two, leave out the others; a line without agent is "
                       "target's, and expert is the name for demonstrations")
-    return found
+    return found, dropped
 
 
 def trajectory_of(row: dict, encoder) -> Trajectory:
@@ -232,7 +228,12 @@ def main(argv: list[str]) -> None:
     out = Path(s.out or f"runs/learn-{Path(s.file).stem}")
     if out.is_dir() and any(out.iterdir()) and not (out / "run").is_dir():
         raise Refused(f"--out {out}: it is not empty; give another folder, or delete it")
-    run = Run(replace(s, out=str(out / "run")), options, agents=2)
+    # What is wrong with the trajectories is said before a model is loaded.
+    encoder = models.read_encoder(models.folder_of(s.model))
+    trajectories, dropped = trajectories_in(Path(s.file), encoder, s.max_tokens)
+    run = Run(replace(s, out=str(out / "run")), options, agents=2, make_env=Recorded)
+    run.trajectories = trajectories
+    run.dropped = dropped
     learn(run)
     run.close()
     run.machine.accelerator.end_training()

@@ -16,8 +16,6 @@ from engine.command import main
 from engine.run import Run
 from lab.chat import endpoint as endpoints
 from lab.chat.endpoint import ContextFull, EndpointError, NotAnswered, OnlyThoughts
-
-report = None
 from lab.settings import METHODS, Settings
 from worlds import Step
 

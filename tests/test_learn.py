@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -44,10 +43,11 @@ def file(tmp_path):
 
 def read(path, **settings):
     """A run as its phases before training see it, and what it has read."""
-    run = SimpleNamespace(settings=learn.Settings(**settings), encoder=Encoder(make_tokenizer("chatml")),
-                          dropped=Counter(), main=True, name="", say=print)
-    run.trajectories = learn.trajectories_in(path, run)
-    return run
+    s = learn.Settings(**settings)
+    encoder = Encoder(make_tokenizer("chatml"))
+    trajectories, dropped = learn.trajectories_in(path, encoder, s.max_tokens)
+    return SimpleNamespace(settings=s, encoder=encoder, trajectories=trajectories, dropped=dropped,
+                           main=True, name="", say=print)
 
 
 def made_of(path, tmp_path, **settings):

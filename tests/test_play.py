@@ -9,13 +9,11 @@ import sys
 import pytest
 from conftest import ended, fork, plain_log_probs
 
-import coevolve
-import dpo
 import worlds
 from common.files import read_jsonl
 from common.settings import Refused
-from engine import chat, models
-from lab.chat.play import agent_of, chosen, main
+from engine import models
+from lab.chat.play import Agent, agent_of, chosen, main
 from lab.runfiles import command, visible
 from worlds.webshop.server import WebShopServer
 
@@ -94,7 +92,7 @@ def test_it_works_with_a_pipe(tmp_path):
 def test_the_agent_plays_as_in_its_evaluation_and_says_how_sure_it_is(small_run, typed):
     agent = small_run / "iter1/target-agent"
     model = models.read_model(agent).eval()
-    encoder = chat.Encoder(models.read(coevolve.transformers.AutoTokenizer, agent))
+    encoder = models.read_encoder(agent)
     for row in read_jsonl(small_run / "eval-1-target-test.jsonl")[:2]:
         said = typed(*[""] * row["steps"])("webshop", row["task"], "--agent", small_run)
         replies = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
@@ -114,9 +112,9 @@ def test_the_agent_plays_as_in_its_evaluation_and_says_how_sure_it_is(small_run,
 def test_the_agent_reads_what_the_person_did(small_run, typed, monkeypatch):
     """After a person's turn, in words that the agent cannot write, its context is what
     `Encoder.encode` makes of the messages, and its world has done what the person said."""
-    asked, replies = [], dpo.replies
-    monkeypatch.setattr(dpo, "replies", lambda model, encoder, *more: asked.append(
-        (encoder, [*more[3][0][0]])) or replies(model, encoder, *more))
+    asked, propose = [], Agent.propose
+    monkeypatch.setattr(Agent, "propose", lambda agent, t: asked.append(
+        (agent.encoder, [*t.ids])) or propose(agent, t))
     said = typed("search[\xfcmug mug]", "", "q")("webshop", "webshop-test-0", "--agent", small_run)
     turns = said.split("--- turn ")[1:]
     assert len(turns) == 3 and "Page 1 (Total results" in turns[0] and "left after 2" in turns[2]

@@ -1,5 +1,6 @@
 """What large models need, by arithmetic of their configs: episodes that fit a card, and disk."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import coevolve
 import evolve
 from common.settings import Refused
 from engine import run as engine_run
-from engine.machine import SLOTS, fits_in_fp32, slots_that_fit
+from engine.machine import SLOTS, check_memory, fits_in_fp32, slots_that_fit, training_bytes
 from lab import baselines
 
 H100 = 84.8e9  # bytes
@@ -22,41 +23,65 @@ QWEN3_4B = Qwen3Config(num_hidden_layers=36, hidden_size=2560, intermediate_size
                        num_key_value_heads=8, tie_word_embeddings=True)
 
 
-@pytest.mark.parametrize("config, weights, card, tokens, slots", [
-    # By hand: keys and values of 32 layers, 2 x 32 x 4096 x 2 bytes a token; the inside of a layer,
-    # 2 x (6 x 4096 + 3 x 11008).
-    (LLAMA2_7B, 13.5e9, H100, 4096, int(0.92 * (H100 - 13.5e9) / (
-        (2 * 32 * 4096 * 2 + 2 * (6 * 4096 + 3 * 11008)) * 4096))),
-    (LLAMA2_7B, 13.5e9, H100, 4352, 23), (LLAMA2_13B, 26.0e9, H100, 4352, 12),
-    (LLAMA2_7B, 13.5e9, 15e9, 4352, 1),
-    (QWEN3_4B, 8.0e9, H100, 4352, 68), (QWEN3_4B, 8.0e9, 24e9, 4352, 14),
-    (QWEN3_4B, 8.0e9, 8 * H100, 4352, SLOTS)])
-def test_slots_fill_what_is_free(config, weights, card, tokens, slots):
-    assert slots_that_fit(config, card - weights, tokens) == slots
-    # Rows that are all as long as the longest can be fit beside the weights.
-    heads = config.num_key_value_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    filled = weights + slots * tokens * 4 * config.num_hidden_layers * heads * size
-    assert slots == 1 or filled < 0.95 * card
+QWEN3_06B, QWEN3_17B = (
+    Qwen3Config(num_hidden_layers=28, hidden_size=hidden, intermediate_size=3 * hidden,
+                num_attention_heads=16, vocab_size=151936, head_dim=128, num_key_value_heads=8,
+                tie_word_embeddings=True) for hidden in (1024, 2048))
 
 
-def test_in_fp32_an_episode_takes_twice_the_room():
-    """By hand: keys and values of 32 layers, and the inside of one, with 4 bytes a number."""
-    each = 4 * (2 * 32 * 4096 + 6 * 4096 + 3 * 11008) * 4096
-    assert slots_that_fit(LLAMA2_7B, 57e9, 4096, bf16=False) == int(0.92 * 57e9 / each) == 10
+@pytest.mark.parametrize("config, free, tokens, bf16, slots", [
+    # By hand: what reads, the inside of a layer and a mask; a row's keys and values of 32 layers,
+    # 2 x 32 x 4096 x 2 bytes a token, and what is drawn from.
+    (LLAMA2_7B, H100 - 13.5e9, 4096, True, int(
+        (0.92 * (H100 - 13.5e9) - 4096 * (2 * (6 * 4096 + 3 * 11008) + 12 * 4096))
+        / (2 * 32 * 4096 * 2 * 4096 + 32 * 32000))),
+    (LLAMA2_7B, 57e9, 4096, False, int(
+        (0.92 * 57e9 - 4096 * (4 * (6 * 4096 + 3 * 11008) + 12 * 4096))
+        / (2 * 32 * 4096 * 4 * 4096 + 32 * 32000))),
+    (LLAMA2_13B, H100 - 26e9, 4352, True, 14), (LLAMA2_7B, 1.5e9, 4352, True, 1),
+    (QWEN3_4B, H100 - 8e9, 4352, True, 108), (QWEN3_4B, 24e9 - 8e9, 4352, True, 21),
+    (QWEN3_4B, 8 * H100, 4352, True, SLOTS), (MambaConfig(), 8e9, 4352, True, SLOTS),
+    (RwkvConfig(), 8e9, 1024, True, SLOTS)])
+def test_slots_fill_what_is_free(config, free, tokens, bf16, slots):
+    assert slots_that_fit(config, free, tokens, bf16) == slots
 
 
-@pytest.mark.parametrize("config", [MambaConfig(), RwkvConfig()])
-def test_a_model_without_heads_needs_room_for_the_inside_of_a_layer(config):
-    free = 10 * 100 * 2 * (6 * config.hidden_size + 3 * config.intermediate_size)
-    assert slots_that_fit(config, free / 0.92 + 1, 100) == 10
+@pytest.mark.parametrize("config, parameters, recompute, peaks", [
+    (QWEN3_06B, 596e6, True, (11.58, 12.89)), (QWEN3_06B, 596e6, False, (24.18, 27.93)),
+    (QWEN3_17B, 1.72e9, True, (30.81, 33.91)), (QWEN3_17B, 1.72e9, False, (50.14, 55.29))])
+def test_the_plan_of_training_covers_what_an_h100_took(config, parameters, recompute, peaks):
+    """The least and the most that steps with passes of 8,192 tokens took, in GB."""
+    planned = sum(training_bytes(config, parameters, 1, 8192, recompute)) / 1e9
+    assert max(peaks) < planned < 1.6 * min(peaks)
+
+
+def test_states_over_ranks_by_hand():
+    """16 bytes a parameter, and 4 of pi_ref; on one rank autocast's copy beside."""
+    states = [training_bytes(LLAMA2_7B, 6_738_000_000, ranks, 8192, True, beside)[0]
+              for ranks, beside in ((1, False), (8, False), (8, True))]
+    assert states == [18 * 6.738e9, 16 * 6.738e9 / 8, 20 * 6.738e9 / 8]
+
+
+@pytest.mark.parametrize("card, ranks, parameters, says", [
+    (H100, 8, 6.74e9, None), (H100, 1, 1.72e9, None),
+    (H100, 1, 6.74e9, "6.74 B parameters on 1 x 85 GB: states take 121 GB on each, .*; give more or"),
+    (24e9, 8, 13e9, "the copy that plays takes 26 GB on each; give larger cards"),
+    (24e9, 8, 6.74e9, None), (16e9, 8, 6.74e9, r"lower --tokens-per-forward to \d+$")])
+def test_a_model_that_no_card_holds_is_refused_before_it_is_read(card, ranks, parameters, says,
+                                                                 monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=card))
+    said = check_memory(LLAMA2_7B, parameters, ranks, 8192, False)
+    assert re.search(says, said) if says else said is None
+    if said and "lower" in said:
+        tokens = int(said.split()[-1])
+        assert check_memory(LLAMA2_7B, parameters, ranks, tokens, False) is None
+        assert check_memory(LLAMA2_7B, parameters, ranks, tokens + 512, False)
 
 
 def test_a_trial_needs_room_for_fp32():
-    """Weights of 4 bytes, and three times the scores of all heads of two texts."""
+    """Weights of 4 bytes, and three times the scores of all heads of three texts."""
     assert fits_in_fp32(MambaConfig(), 10, 44, 4096) and not fits_in_fp32(MambaConfig(), 10, 43, 4096)
-    scores = 3 * 2 * 32 * 4096 ** 2 * 4
-    needed = (4 * 6.738e9 + scores) / 0.92
+    needed = (4 * 6.738e9 + 3 * 3 * 32 * 4096 ** 2 * 4) / 0.92
     assert fits_in_fp32(LLAMA2_7B, 6_738_000_000, needed + 1e3, 4096)
     assert not fits_in_fp32(LLAMA2_7B, 6_738_000_000, needed - 1e3, 4096)
 

@@ -32,7 +32,7 @@ class Encoder(chat.Encoder):
 
     def __init__(self, folder: Path):
         rows = models.read_config(folder).get_text_config().vocab_size
-        super().__init__(models.read(transformers.AutoTokenizer, folder), rows)
+        super().__init__(models.read_tokenizer(folder), rows)
         self.said = ""  # by the person in this turn, if anything
 
     def close(self, ids, stops):
