@@ -99,7 +99,7 @@ def stop(number: int, _) -> None:
 
 def end(line: str, status: int) -> None:
     """Ends this process at once, with a line; it waits for no environment that hangs."""
-    os.write(2, f"\r{line}\n".encode(errors="replace"))
     with suppress(Exception):
-        sys.stdout.flush()
+        sys.stdout.flush()  # what was said before stands before it
+    os.write(2, f"\r{line}\n".encode(errors="replace"))
     os._exit(status)

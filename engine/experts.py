@@ -61,7 +61,7 @@ def check_not_trained_on(run) -> None:
     for model in run.given_models():
         both = {repr(run.env.find(task)) for task in trained_on(model, run.env.name)} & evaluated
         if both:
-            raise Refused(f"--model {model}: {len(both)} of {len(evaluated)} evaluated tasks are "
+            raise Refused(f"{model}: {len(both)} of {len(evaluated)} evaluated tasks are "
                           "also trained on; give other --eval-splits")
 
 

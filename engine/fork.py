@@ -5,7 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
-from common.files import read_json, write_json
+from common.files import read_json, remove
 from common.settings import Refused
 
 
@@ -40,14 +40,14 @@ def take(run, branch: str, now: dict) -> dict:
             raise Refused(f"--branch {branch}: {source / done} is not there any more")
         copy(source / done, run.folder / done)
         taken[done] = row | {"from": row.get("from", str(source))}
-    write_json(run.folder / "phases.json", taken)
     run.say(f"{len(taken)} outputs are taken from {source}, up to {output}; other settings: "
             f"{', '.join(others) or 'none'}")
-    return {"branch": dict(run=str(source), output=output, settings=others)}
+    return dict(branch=dict(run=str(source), output=output, settings=others), taken=taken)
 
 
 def copy(source: Path, target: Path) -> None:
     """Copies a file or an agent's folder."""
+    remove(target)  # where the run was stopped as it took
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         shutil.copytree(source, target, copy_function=link)

@@ -31,16 +31,17 @@ def write(run, file: Path, rows: list) -> None:
 
 
 def write_pairs(run, file: Path, pairs: list[Pair]) -> None:
-    rows = []
-    for pair in pairs:
-        rows.append(dict(task=pair.chosen.task, kind=pair.kind, chosen=name_in_file(pair.chosen),
-                         rejected=name_in_file(pair.rejected), weight=pair.weight,
-                         sft_weight=pair.sft_weight))
-    write(run, file, rows)
+    write(run, file, [named(pair) | dict(weight=pair.weight, sft_weight=pair.sft_weight)
+                      for pair in pairs])
 
 
-def name_in_file(t: Trajectory) -> dict:
-    return dict(agent=t.agent, iteration=t.iteration, rollout=t.rollout, reward=t.reward)
+def named(pair: Pair) -> dict:
+    """What a pair is called in files."""
+    sides = {}
+    for side, t in dict(chosen=pair.chosen, rejected=pair.rejected).items():
+        sides[side] = dict(agent=t.agent, iteration=t.iteration, rollout=t.rollout,
+                           reward=t.reward)
+    return dict(task=pair.chosen.task, kind=pair.kind, **sides)
 
 
 def read_pairs(file: Path, trajectories: list[Path]) -> list[Pair]:

@@ -24,7 +24,7 @@ from engine import fork, machine, models, playing, shared, trial
 from engine.experts import check_not_trained_on
 from engine.machine import Machine
 from engine.passes import log_probs_in_passes
-from engine.records import write
+from engine.records import named, write
 from engine.sampling import Draw
 from engine.tracking import Tracking
 from engine.words import sentence
@@ -88,12 +88,15 @@ class Run:
         config = self.folder / "config.json"
         phases = self.folder / "phases.json"
         now = vars(s) | vars(self.options)
-        if self.main and not config.exists():
+        if self.main:
             check_folder(self.folder)
-            ways = self.ways_of_models()  # which stay the same when the run goes on
+            # Which stay the same when the run goes on.
+            ways = None if config.exists() else self.ways_of_models()
             self.folder.mkdir(parents=True, exist_ok=True)
-            taken = fork.take(self, s.branch, now) if s.branch else {}
-            write_json(config, dict(settings=now, ways=ways, **taken))
+            self.lock = files.lock(self.folder)
+            if ways and not config.exists():
+                taken = fork.take(self, s.branch, now) if s.branch else {}
+                write_json(config, dict(settings=now, ways=ways, **taken))
         self.machine.gather([])  # the first may fetch a model for longer than others' patience
         begun = read_json(config)
         if "settings" not in begun:
@@ -107,13 +110,11 @@ class Run:
             self.say(f"{self.base}: {self.ways}")
 
         # What is gone is not recorded any more.
-        if phases.exists():
-            for output, row in read_json(phases).items():
-                if (self.folder / output).exists():
-                    self.recorded[output] = row
+        rows = read_json(phases) if phases.exists() else begun.get("taken", {})
+        self.recorded = {output: row for output, row in rows.items()
+                         if (self.folder / output).exists()}
         self.machine.wait()
         if self.main:
-            self.lock = files.lock(self.folder)
             check_disk(self, agents)
             write_json(config, begun | dict(settings=begun["settings"] | now))
             write_json(phases, self.recorded)
@@ -249,7 +250,9 @@ class Run:
                 progress.update()
         models.save(self.machine.accelerator, model, self.encoder, out)
         write(self, out / "train.jsonl", lines)
-        write(self, out / "margins.jsonl", margins_of(steps))
+        margins = margins_of(steps)
+        if margins:
+            write(self, out / "margins.jsonl", margins)
         tokens = sum(len(t.ids) for batch in steps for t in dpo.trajectories_of(batch))
         return dict(steps=len(lines), first_loss=lines[0]["loss"], loss=lines[-1]["loss"],
                     tokens=tokens)
@@ -326,9 +329,7 @@ def margins_of(steps: list[list[Group]]) -> list[dict]:
     rows = []
     for pair in {id(pair): pair for batch in steps for pair in dpo.pairs_of(batch)}.values():
         if pair.seen:
-            rows.append(dict(task=pair.chosen.task, kind=pair.kind,
-                             chosen=pair.chosen.rollout, rejected=pair.rejected.rollout,
-                             first=pair.seen[0], last=pair.seen[-1]))
+            rows.append(named(pair) | dict(first=pair.seen[0], last=pair.seen[-1]))
     return rows
 
 
@@ -337,14 +338,13 @@ def margins_of(steps: list[list[Group]]) -> list[dict]:
 
 def check_folder(folder: Path) -> None:
     """Refused where a folder has something else than a run, whose outputs would replace it."""
-    if not folder.exists() or (folder / "phases.json").exists():
-        return
-    if not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         raise Refused(f"--out {folder}: it is a file; give a folder")
-    others = {path.name for path in folder.iterdir()}
-    others -= {"lock", "config.json.tmp"}  # of a run that was stopped before it had a config
-    if others:
-        raise Refused(f"--out {folder}: {min(others)} is in it, and no run; give another folder")
+    names = {path.name for path in folder.glob("*")}
+    stopped = "lock" in names and "phases.json" not in names  # before it had a config
+    if names and "config.json" not in names and not stopped:
+        raise Refused(f"--out {folder}: {min(names)} is in it, and no config.json of a run; give "
+                      "another folder")
 
 
 def check_reads_alike(run: Run, agent: Path) -> None:

@@ -33,7 +33,7 @@ from engine.words import phrase
 from lab import runfiles
 from lab.page import page, report
 from worlds import Options, World
-from worlds.expert_files import PLAYED, check_fields, never_replied, read_turns
+from worlds.expert_files import PLAYED, ROLES, check_fields, never_replied, read_turns
 from worlds.user_files import reading
 
 MUST = "task, messages of role and content, reward from 0 to 1, and agent if there are two"
@@ -175,7 +175,7 @@ def trajectory_of(row: dict, encoder) -> Trajectory:
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not 0 <= reward <= 1:
         raise ValueError(f"reward {reward!r} is no number from 0 to 1")
 
-    messages = read_turns(row["messages"], "role", "content")
+    messages = read_turns(row["messages"], "role", "content", roles=ROLES | {"system": "system"})
     roles = [turn["role"] for turn in messages]
     if "assistant" not in roles or roles[0] == "assistant":
         raise ValueError(f"its turns are of {roles}, not of user and assistant in turn")

@@ -63,17 +63,16 @@ def run(tmp_path):
                 rows[0]["messages"][4]["content"] = HOSTILE
                 rows[0]["messages"][3]["content"] = HOSTILE  # its second reply
             write_lines(folder / f"iter{i}/{agent}.jsonl", rows)
-    write_lines(folder / "iter1/pairs-target.jsonl", [
+    pairs = [
         pair(TASKS[0], "expert>target", ("expert", 1.0), ("target", 0.2)),
         pair(TASKS[0], "expert>failure", ("expert", 1.0), ("failure", 0.9)),
         pair(TASKS[0], "failure>failure", ("failure", 0.9), ("target", 0.2), weight=1.0),
-        pair(TASKS[1], "expert>target", ("expert", 1.0), ("target", 0.5))])
+        pair(TASKS[1], "expert>target", ("expert", 1.0), ("target", 0.5))]
+    write_lines(folder / "iter1/pairs-target.jsonl", pairs)
     first, last = ([[-110.0, -120.0 - x, x], [-10.0, -30.0, 2 * x], [-30.0, -20.0, -x]]
                    for x in (0.0, 0.25))
-    kinds = ("expert>target", "expert>failure", "failure>failure")
     write_lines(folder / "iter1/target-agent/margins.jsonl", [
-        dict(task=TASKS[0], kind=kind, chosen=0, rejected=0, first=a, last=b)
-        for kind, a, b in zip(kinds, first, last)])
+        row | dict(first=a, last=b) for row, a, b in zip(pairs, first, last)])
     write_lines(folder / "iter1/target-agent/train.jsonl", [dict(
         step=n, loss=0.7, kinds={"expert>target": dict(
             count=2, chosen=-1.0, rejected=-2.0, margin=n / 10, accuracy=0.5)})

@@ -20,6 +20,7 @@ from common import files
 from common.files import read_json, read_jsonl, write_json, write_jsonl
 from common.settings import parse
 from engine import command, models, run
+from engine import fork as fork_of_run
 from engine.chat import Encoder
 from worlds import EnvError, environment
 
@@ -256,7 +257,7 @@ def test_a_folder_of_something_else_stays_as_it_is(name, toy_run, tmp_path):
     mine = tmp_path / "run" / name
     mine.parent.mkdir(exist_ok=True)
     mine.write_text("mine")
-    says = f"{name} is in it, and no run; give another" if name else "it is a file; give a folder"
+    says = f"{name} is in it, and no config.json of a run; give another" if name else "it is a file;"
     assert f"--out {tmp_path / 'run'}: {says}" in refusal(toy_run)
     assert mine.read_text() == "mine"
     assert not name or [*mine.parent.iterdir()] == [mine]
@@ -270,6 +271,28 @@ def test_a_folder_of_other_settings_or_of_a_model_is_refused(toy_run, toy, small
     assert "method (coevolve -> positive)" in line
     assert before == {path: path.read_bytes() for path in before}
     assert "is no run's; give another folder" in refusal(toy_run, "--out", small_model)
+
+
+def test_a_branch_that_was_stopped_while_it_took_takes_again(toy_run, toy, monkeypatch):
+    copy = fork_of_run.copy
+
+    def stopped(source, target):
+        if source.name == "sft-failure":
+            raise KeyboardInterrupt
+        copy(source, target)
+
+    flags = ("--branch", f"{toy[0]}@iter1/pairs-target.jsonl")
+    monkeypatch.setattr(fork_of_run, "copy", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        toy_run(*flags)
+    monkeypatch.setattr(fork_of_run, "copy", copy)
+    assert contents(toy_run(*flags))[0] == contents(toy[0])[0]
+
+
+def test_a_run_whose_config_is_gone_is_none(again):
+    """Else what other settings have made would pass for what these make."""
+    line = refusal(again, lambda out: (out / "config.json").unlink(), "--dpo-lr", 0.5)
+    assert "and no config.json of a run; give another folder" in line
 
 
 def test_two_processes_in_a_folder_are_one_too_many(again, tmp_path):
@@ -353,7 +376,7 @@ def test_a_run_that_is_stopped_says_so_in_a_line(number, status, small_model, tm
     wait_until((out / "experts.jsonl").exists)
     os.kill(process, number)
     assert ended(process) == status
-    assert "stopped; the same command goes on from here" in said.read_text().splitlines()
+    assert said.read_text().splitlines()[-1] == "stopped; the same command goes on from here"
     assert "Traceback" not in said.read_text()
 
 

@@ -144,8 +144,9 @@ WRONG = {
             ("system", "You say."), ("system", None), ("tools", []), ("weight", 0.5), ("rejected", []))],
     "turn [14]: it has 'NAME', which nothing here reads": [
         (maker(3, **{name: 0}), name) for maker in (turn, heard) for name in ("tool_calls", "weight", "train")],
-    "turn [1-4]: its '(role|from)' is 'NAME', and only system, user, assistant, human, gpt are read": [
-        (turn(2, role="tool"), "tool"), (heard(2, **{"from": "tool"}), "tool")],
+    "turn [1-4]: its '(role|from)' is 'NAME', and only user, assistant, human, gpt are read": [
+        (turn(0, role="system"), "system"), (turn(2, role="tool"), "tool"),
+        (heard(0, **{"from": "system"}), "system"), (heard(2, **{"from": "tool"}), "tool")],
     "turn 4: its 'loss' is NAME, but all replies are trained on": [
         (heard(3, loss=False), "false"), (heard(3, loss=0), "0"), (heard(3, loss=0.5), "0.5")],
     "turn 3: its 'loss' is true": [(heard(2, loss=True), "")],
@@ -160,8 +161,7 @@ WRONG = {
         *((row(messages=row()["messages"][:n], **more), "") for n in (0, 1) for more in (
             {}, dict(ended="context", steps=2), dict(ended="done", steps=0))),
         *((listed(conversations=listed()["conversations"][:n]), "") for n in range(4))],
-    "its turns are not user and assistant in turn": [
-        (turn(2, role="assistant"), ""), (turn(0, role="system"), ""), (heard(0, **{"from": "system"}), "")],
+    "its turns are not user and assistant in turn": [(turn(2, role="assistant"), "")],
     "reward NAME is not in .0, 1.": [
         (maker(reward=reward), repr(reward)) for maker in (row, listed)
         for reward in (2, -0.1, None, True, False, "1", math.nan, {})],

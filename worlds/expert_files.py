@@ -18,8 +18,7 @@ MUST = ("ETO's JSON list (id, conversations of from and value) or a run's trajec
 # What a run writes of an episode beside what is trained on.
 PLAYED = ("agent", "iteration", "rollout", "seed", "ids", "action_mask", "log_probs", "raw_reward",
           "steps", "idle", "ended", "signal")
-ROLES = {"system": "system", "user": "user", "assistant": "assistant",
-         "human": "user", "gpt": "assistant"}
+ROLES = {"user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
 
 
 def experts(env: World, file: str | None, count: int,
@@ -127,7 +126,7 @@ def check_fields(row: dict, needed: tuple[str, ...], more: tuple[str, ...] = ())
             raise ValueError(f"it has {name!r}, which nothing here reads; take it out")
 
 
-def read_turns(turns: list[dict], who: str, text: str, *more: str) -> list[dict]:
+def read_turns(turns: list[dict], who: str, text: str, *more: str, roles=ROLES) -> list[dict]:
     """The messages of a conversation; ValueError where a turn is of another form.
 
     Args:
@@ -135,15 +134,16 @@ def read_turns(turns: list[dict], who: str, text: str, *more: str) -> list[dict]
         who: The field that says who speaks.
         text: The field that has what is said.
         more: Fields that may be there beside.
+        roles: who may speak -> how a chat template calls them.
     """
     messages = []
     for n, turn in enumerate(turns, 1):
         try:
             check_fields(turn, (who, text), more)
-            if turn[who] not in ROLES:
-                raise ValueError(f"its {who!r} is {turn[who]!r}, and only {', '.join(ROLES)} are "
+            if turn[who] not in roles:
+                raise ValueError(f"its {who!r} is {turn[who]!r}, and only {', '.join(roles)} are "
                                  "read")
-            messages.append({"role": ROLES[turn[who]], "content": text_in(turn[text])})
+            messages.append({"role": roles[turn[who]], "content": text_in(turn[text])})
         except ValueError as error:
             raise ValueError(f"turn {n}: {error}") from None
     return messages

@@ -133,21 +133,21 @@ def add_pairs(pairs: dict[str, list], runs: dict[str, dict], run: Path, recorded
         sides = {side: name_of(row[side]) for side in ("chosen", "rejected")}
         if not {*sides.values()} <= {*places}:
             continue  # a file of trajectories is being made again
-        known = seen[row["task"], row["kind"], row["chosen"]["rollout"], row["rejected"]["rollout"]]
+        known = seen.get(name_of_pair(row), dict(first=None, last=None))
         row |= {side: places.index(name) for side, name in sides.items()}
-        row |= known.pop(0) if known else dict(first=None, last=None)
-        pairs[row["task"]].append(row | dict(trains=recorded["trains"], iteration=recorded["i"]))
+        pairs[row["task"]].append(row | known | dict(trains=recorded["trains"],
+                                                     iteration=recorded["i"]))
 
 
-def margins_in(file: Path) -> dict[tuple, list[dict]]:
-    """What margins.jsonl calls a pair -> what training saw of it; of those that it calls alike, in
-    the order of the file of pairs."""
-    found = defaultdict(list)
-    for row in read_jsonl(file) if file.is_file() else []:
-        if "first" in row:
-            name = row["task"], row["kind"], row["chosen"], row["rejected"]
-            found[name].append(dict(first=row["first"], last=row["last"]))
-    return found
+def margins_in(file: Path) -> dict[tuple, dict]:
+    """Pair -> what training saw of it, by margins.jsonl."""
+    rows = read_jsonl(file) if file.is_file() else []
+    return {name_of_pair(row): dict(first=row["first"], last=row["last"])
+            for row in rows if "first" in row}
+
+
+def name_of_pair(row: dict) -> tuple:
+    return row["task"], row["kind"], name_of(row["chosen"]), name_of(row["rejected"])
 
 
 def split_of(task: str, env: str) -> str:
