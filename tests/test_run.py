@@ -568,3 +568,19 @@ def test_what_a_tokenizer_cannot_write_is_said(toy_run, monkeypatch, capsys):
     toy_run(*SFT)
     said = capsys.readouterr().out
     assert "changes 16 replies of experts" in said and "'the word', becomes 'the w ord'" in said
+
+
+def test_an_agent_that_was_trained_on_evaluated_tasks_is_refused(toy, toy_run, tmp_path):
+    """As the run says that it lies in: experts of a file, and tasks that a run has grown from."""
+    mine = tmp_path / "mine"
+    shutil.copytree(toy[0], mine)
+    agent = mine / "iter1/target-agent"
+    toy_run(*SFT, "--model", agent)
+    rows = [row | dict(task=f"toy-test-{n}") for n, row in enumerate(read_jsonl(mine / "experts.jsonl"))]
+    for file, of_test in {"experts.jsonl": rows[:3], "iter2/tasks.jsonl": rows[3:5]}.items():
+        (mine / "iter2").mkdir(exist_ok=True)
+        write_jsonl(mine / file, of_test)
+        for flag in ("--model", "--failure-from"):
+            line = refusal(toy_run, "--out", tmp_path / "other", flag, agent)
+            assert f"{agent}: {len(of_test)} of 8 evaluated tasks are also trained on" in line
+        write_jsonl(mine / file, [])
