@@ -314,7 +314,7 @@ def test_a_phase_of_ones_own_passes_through_the_table_and_the_page(base, fork, c
 def test_grpo(changed):
     changed("GRPO without the standard deviation")
     evolve = importlib.import_module("evolve")
-    assert evolve.advantages([0.0, 0.0, 0.0, 1.0]) == [-0.25, -0.25, -0.25, 0.75]
+    assert evolve.advantages_of([0.0, 0.0, 0.0, 1.0]) == [-0.25, -0.25, -0.25, 0.75]
 
 
 def test_an_environment_of_ones_own(changed, tmp_path, capsys):
