@@ -278,8 +278,8 @@ def test_two_failure_agents(base, fork):
     experts = {e["task"]: e["reward"] for e in rows(run / "experts.jsonl")}
     worse = [e for e in played if e["reward"] < experts[e["task"]]]
     assert kinds["expert>failure2"] == len(worse) > 5
-    for name in ("failure", "failure2"):
-        pairs = pairs_by(core, run, name)
+    for agent in core.AGENTS["coevolve"][1:]:
+        pairs = pairs_by(core, run, agent.name, agent.role)
         sides = {row[side]["agent"] for row in pairs for side in ("chosen", "rejected")}
         assert sides == {"target", "failure", "failure2"}
 
