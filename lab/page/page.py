@@ -142,8 +142,7 @@ def add_pairs(pairs: dict[str, list], runs: dict[str, dict], run: Path, recorded
 def margins_in(file: Path) -> dict[tuple, dict]:
     """Pair -> what training saw of it, by margins.jsonl."""
     rows = read_jsonl(file) if file.is_file() else []
-    return {name_of_pair(row): dict(first=row["first"], last=row["last"])
-            for row in rows if "first" in row}
+    return {name_of_pair(row): dict(first=row["first"], last=row["last"]) for row in rows}
 
 
 def name_of_pair(row: dict) -> tuple:
