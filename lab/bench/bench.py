@@ -1,11 +1,11 @@
-"""What training and rollouts cost, beside other ways: passes that are padded, a step of TRL's
-DPOTrainer (where it is installed), and transformers' `generate`.
+"""What training and rollouts cost, beside other ways.
 
     bash run.sh bench [--quick]
 
-All must first give the same losses, gradient norms and tokens; then they run in turn. Printed are
-speeds in CPU seconds of one thread, and how many times as fast ours is: median and range of the
-repeats.
+Training stands beside passes that are padded, and beside a step of TRL's DPOTrainer, where TRL is
+installed; rollouts beside transformers' `generate`. All must first give the same losses, gradient
+norms and tokens; then they run in turn. Printed are speeds in CPU seconds of one thread, and how
+many times as fast ours is: median and range of the repeats.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def check(what: str, same: bool) -> None:
 # ------------------------------------------------------------------------------------- training
 
 
-def train(run: Run, folder: Path, quick: bool) -> None:
+def train(run: Run, quick: bool) -> None:
     """Steps with the prompt alone in common, and with half of a trajectory, as in real runs."""
     tasks, length, actions, repeats = (2, 200, 32, 0) if quick else (4, 698, 112, 5)
     padded = partial(log_probs_in_passes, run.machine.accelerator,
@@ -122,7 +122,7 @@ def train(run: Run, folder: Path, quick: bool) -> None:
         dpo.add_references(make_model(), groups, padded, run.tokens_at_once)
         for n, t in enumerate(dpo.trajectories_of(groups)):
             t.reference += n % 3  # so that margins are other than 0
-        steps = {"ours": our_step(run.load(folder), groups, run.log_probs, run.tokens_at_once),
+        steps = {"ours": our_step(run.load(run.base), groups, run.log_probs, run.tokens_at_once),
                  "padded": our_step(make_model(), groups, padded, run.machine.tokens_per_forward)}
         if importlib.util.find_spec("trl"):
             steps["TRL"] = trl_step(groups)
@@ -208,7 +208,7 @@ class Pages(World):
         return " ".join(f"w{self.rng.randrange(WORDS)}" for _ in range(self.rng.randint(60, 150)))
 
 
-def rollout(run: Run, folder: Path, quick: bool) -> None:
+def rollout(run: Run, quick: bool) -> None:
     """Greedy episodes; by `generate` one at a time the first few alone."""
     many, few, repeats = (4, 1, 0) if quick else (192, 12, 5)
     encoder = run.encoder
@@ -220,7 +220,7 @@ def rollout(run: Run, folder: Path, quick: bool) -> None:
 
     def play(way: str, count: int, slots: int) -> list[Trajectory]:
         episodes = [Trajectory(str(task)) for task in range(count)]
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation("sdpa")  # which "kept" replaces
         draw = Draw(encoder.sampler(0.0), encoder, ())
         answer = trial.answer_of(way, model, draw, slots, 1280, 30, 1024)
         playing.play(Pages, encoder, episodes, answer, slots, 1280)
@@ -251,8 +251,8 @@ def main() -> None:
         settings = coevolve.Settings(model=str(folder), out=str(Path(name, "run")),
                                      max_tokens=1280, max_new_tokens=30)
         run = Run(settings, environment("webshop")())
-        train(run, folder, quick)
-        rollout(run, folder, quick)
+        train(run, quick)
+        rollout(run, quick)
 
 
 if __name__ == "__main__":
