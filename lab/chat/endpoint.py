@@ -41,8 +41,10 @@ OTHERWISE = re.compile(
     r"per (second|min|hour|day)|\b[TR]P[MD]\b|rate.?limit|quota|concurren|queue|took too long|"
     r"timed? ?out|deadline|request (id|header)|\b(an?|the) image\b|unrecogni[sz]ed|not permitted|"
     r"(unknown|unsupported) (param|arg|field|request)", re.I)
-# What may be left out of a request, where a refusal names it.
+# What may be left out of a request, and how a refusal says of such a field that it has to be.
 FIELDS = ("temperature", "max_tokens", "max_completion_tokens")
+UNWANTED = ("(incompatib|deprecat|extra|unknown|unrecogni|unexpected|valid|support|permit|allow|"
+            "accept|availab|must|should|between|range|only|cannot|remov|disabl|forbid|no longer)")
 
 # What an endpoint calls the end of a choice, its finish_reason: of a whole reply, of one that was
 # cut, and of a fault that may be gone in a moment. All else is no reply, as what a filter took.
@@ -132,7 +134,7 @@ class Endpoint:
                 answer = requests.post(self.url, json=sent, headers=headers, timeout=(10, SECONDS),
                                        auth=lambda request: request,  # no .netrc takes its place
                                        allow_redirects=False)
-                text = answer.content.decode(errors="replace")
+                text = self.without_key(answer.content.decode(errors="replace"))
                 status = answer.status_code
                 if status == 200:
                     status = status_in(answer.json())
@@ -152,9 +154,9 @@ class Endpoint:
                 raise kind(self.told(problem))
 
     def leaves_out(self, text: str, sent: dict) -> bool:
-        """Whether a refusal names fields that were sent. From now on they are not, which is said,
-        or they are by the name that the endpoint asks for."""
-        refused = [name for name in FIELDS if name in sent and re.search(rf"\b{name}\b", text)]
+        """Whether a refusal is about fields that were sent. From now on they are not, which is
+        said, or they are by the name that the endpoint asks for."""
+        refused = [name for name in FIELDS if name in sent and is_unwanted(name, text)]
         for name in refused:
             value = self.body.pop(name, None)  # None: beside others that have done it
             if value is None:
@@ -188,6 +190,8 @@ class Endpoint:
             kind = ContextFull if "context" in ends.lower() else NotAnswered
             raise kind(self.told(f"nothing was said before the end, {said}; raise "
                                  "--max-new-tokens, or let it think less"))
+        if len(self.key) >= 16:  # shorter ones, such as EMPTY, are words and no secrets
+            reply = self.without_key(reply)
         usage = dict(requests=1, cut_replies=int(is_cut))
         for name in "prompt_tokens", "completion_tokens":
             usage[name] = int(used.get(name) or 0)
@@ -195,12 +199,15 @@ class Endpoint:
 
     def told(self, problem: str) -> str:
         """A problem in one line, without the key, with what often causes it."""
-        line = " ".join(f"{self.url}: {problem}".split())
+        line = f"{self.url}: {self.without_key(' '.join(problem.split()))}"
         if problem.startswith("status 404") and "/v1/" not in self.url:
             line += " (most addresses end in /v1)"
         if not self.key:
-            return f"{line} (without a key: {KEY} is not set)"
-        return line.replace(self.key, "***")
+            line += f" (without a key: {KEY} is not set)"
+        return line
+
+    def without_key(self, text: str) -> str:
+        return text.replace(self.key, "***") if self.key else text
 
 
 def wait_of(answer) -> float:
@@ -209,6 +216,13 @@ def wait_of(answer) -> float:
         return min(Retry().get_retry_after(answer) or 0.0, LONGEST)
     except (HTTPError, ValueError, OverflowError):
         return 0.0
+
+
+def is_unwanted(name: str, text: str) -> bool:
+    """Whether a text names a field, and says close by that it is not wanted as it is. A refusal
+    may name it otherwise, where it repeats the messages."""
+    close = rf"\b{name}\b.{{0,100}}{UNWANTED}|{UNWANTED}.{{0,100}}\b{name}\b"
+    return bool(re.search(close, text, re.I | re.S))
 
 
 def status_in(answer: dict) -> int:
