@@ -1,5 +1,6 @@
 """Words: what is said of a finished phase, and of a run when it ends. `Run` and `main` say it."""
 
+import re
 from collections import defaultdict
 
 # What shares of episodes are called for a person.
@@ -25,7 +26,7 @@ def phrase(name: str, value, row: dict) -> str:
     """A number in words, or some numbers by name with their sum; row: what stands beside it."""
     if isinstance(value, dict):
         each = ", ".join(f"{count:,} {kind}" for kind, count in value.items())
-        total = f"{sum(value.values()):,} {name}"
+        total = counted(sum(value.values()), name)
         return f"{total} ({each})" if each else total
     if name in SHARES:
         return f"{value:.0%} {SHARES[name]}"
@@ -35,9 +36,14 @@ def phrase(name: str, value, row: dict) -> str:
         return f"loss {row['first_loss']:.3f} -> {value:.3f}"
     if isinstance(value, float):
         return f"{name} {value:.3f}"
-    if value == 1:
-        name = name.removesuffix("s")
-    return f"{value:,} {name}"
+    return counted(value, name)
+
+
+def counted(n: int, name: str) -> str:
+    """Such as "2 cut replies", and "1 cut reply" for one."""
+    if n == 1:
+        name = re.sub("(ss)es$|s$", r"\1", re.sub("ies$", "y", name))
+    return f"{n:,} {name.replace('_', ' ')}"
 
 
 def headline(s: dict) -> str:

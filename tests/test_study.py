@@ -335,7 +335,7 @@ def test_a_study_begins_each_arm_on_each_seed_with_what_it_takes(begun, tmp_path
         ("coevolve", "--method coevolve"),
         ("eto-sft-steps", "--method eto --lambda-sft 0.2 --pair-weights instruction --dpo-steps "
                           f"{steps}"), ("frozen", "--method coevolve --d-fail none"))]
-    write_run(tmp_path / "evolve-s3", {f"iter{i}/tasks.jsonl": dict(D=d, tasks=d)
+    write_run(tmp_path / "evolve-s3", {f"iter{i}/tasks.jsonl": dict(tasks=d)
                                        for i, d in enumerate((7, 31))}, method="evolve")
     assert methods.flags("grpo-tasks", tmp_path, 3) == "--method grpo --start-tasks 31".split()
     order = [*methods.ARMS]  # a run comes after those it takes from, else one job waits

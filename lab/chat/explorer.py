@@ -233,7 +233,7 @@ def written(generator, task: str, value: dict) -> dict:
 class Explorer(evolve.Evolution, Stated):
     """An explorer in place of the agent"""
     # The endpoint of a model that explores in the agent's place, https://host/v1 [the agent
-    # itself; D: Qwen3-Max]
+    # itself; notes: Qwen3-Max]
     explorer: limited(Optional[str], "must be http://host:port/v1 or https://host/v1",
                       is_web_address) = None
     # The name of the explorer's model at its endpoint [none]

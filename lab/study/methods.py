@@ -85,7 +85,7 @@ def taken_from(run: Path) -> dict:
 def task_counts(phases: dict) -> list[int]:
     """How many tasks GRPO trained on, by evolution: those at the start, and so on."""
     found = that_found(phases, "tasks")
-    return [row.get("D", row["tasks"]) for row in found if row["output"].endswith("tasks.jsonl")]
+    return [row["tasks"] for row in found if row["output"].endswith("tasks.jsonl")]
 
 
 def trained(phases: dict, agent: str = "") -> list[dict]:
