@@ -4,7 +4,7 @@ A line of the file is a trajectory: {"task", "messages": [{"role", "content"}, .
 "agent", where two agents played. There is no environment. The best trajectory of each task is its
 expert: SFT imitates the experts, Eq. (3)-(5), then a phase of preferences, Eq. (9), learns from
 pairs by reward, Eq. (8), with the agent after SFT as the reference. Both are the core's phases in a
-run, OUT/run, which goes on where it was stopped; the agent stands in OUT.
+run, which goes on where it was stopped; the agent is OUT/iter1/target-agent.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from urllib.parse import quote
 import transformers
 
 import coevolve
-from common import files
 from common.settings import Free, Method, OldFile, Refused, names_in, parse
 from dpo import Trajectory, better
-from engine import command, fork, models
+from engine import command, models
 from engine.experts import best_of_tasks, say_what_cannot_be_written
 from engine.machine import MachineSettings
 from engine.records import read, write, write_pairs
 from engine.run import Run
-from engine.words import phrase
 from lab import runfiles
 from lab.page import page, report
 from worlds import Options, World
@@ -49,29 +47,9 @@ def learn(run: Run) -> None:
         output = f"iter1/{quote(name, safe=' ')}.jsonl"
         played[name] = once(output, others, file, experts, name=name)
     pairs = once("iter1/pairs-target.jsonl", make_pairs, experts, played, trains="target")
-    kept, made = run.done["experts.jsonl"], run.done["iter1/pairs-target.jsonl"]
-    dropped = Counter(kept["dropped"]) + Counter(made["dropped"])
-    run.say(f"{kept['experts']:,} experts, {phrase('pairs', made['pairs'], {})}, "
-            f"{phrase('not used', dropped, {})}")
-
     after_sft = once("sft-target", coevolve.train_sft, run.base, experts, name="target")
-    agent = once("iter1/target-agent", coevolve.train_preferences, after_sft, after_sft, pairs,
-                 [experts, *played.values()], name="target", role="D_tgt", i=1)
-    if run.main:
-        lay_out(run.folder.parent, [after_sft, agent])
-
-
-def lay_out(out: Path, agents: list[Path]) -> None:
-    """Puts the last of some agents into a folder, with what all of them logged as they trained."""
-    for file in agents[-1].iterdir():
-        if file.suffix != ".jsonl":
-            files.remove(out / file.name)
-            fork.link(str(file), str(out / file.name))
-    lines = []
-    for agent in agents:
-        if (agent / "train.jsonl").exists():  # else there was nothing to learn from
-            lines += files.read_jsonl(agent / "train.jsonl")
-    files.write_jsonl(out / "train.jsonl", lines)
+    once("iter1/target-agent", coevolve.train_preferences, after_sft, after_sft, pairs,
+         [experts, *played.values()], name="target", role="D_tgt", i=1)
 
 
 # ---------------------------------------------------------------------------------- the phases
@@ -202,7 +180,7 @@ class Settings(coevolve.Settings):
     """Learning from trajectories of one's own"""
     # The trajectories, one a line; it stands first, without this flag [none]
     file: Free[OldFile] = None
-    # The folder that gets the agent, and the run that made it, in `run` [runs/learn-FILE]
+    # The folder that gets all that a run makes [runs/learn-FILE]
     out: Free[Optional[str]] = None
     # What the best trajectory of a task has to exceed to be its expert, unless it solves it [ours]
     expert_min_reward: float = 0.0
@@ -225,13 +203,11 @@ def main(argv: list[str]) -> None:
     if argv and not argv[0].startswith("-"):
         argv = ["--file", *argv]
     s, options = parse(argv, Settings, METHODS, lambda env: Options, "bash run.sh learn FILE")
-    out = Path(s.out or f"runs/learn-{Path(s.file).stem}")
-    if out.is_dir() and any(out.iterdir()) and not (out / "run").is_dir():
-        raise Refused(f"--out {out}: it is not empty; give another folder, or delete it")
+    s = replace(s, out=s.out or f"runs/learn-{Path(s.file).stem}")
     # What is wrong with the trajectories is said before a model is loaded.
     encoder = models.read_encoder(models.folder_of(s.model))
     trajectories, dropped = trajectories_in(Path(s.file), encoder, s.max_tokens)
-    run = Run(replace(s, out=str(out / "run")), options, agents=2, make_env=Recorded)
+    run = Run(s, options, agents=2, make_env=Recorded)
     run.trajectories = trajectories
     run.dropped = dropped
     learn(run)
@@ -239,7 +215,7 @@ def main(argv: list[str]) -> None:
     run.machine.accelerator.end_training()
     if run.main:
         report.close(run.folder)
-        print(f"the agent is in {out}; {page.make_page(run.folder)}")
+        print(f"the agent is in {run.folder}/iter1/target-agent; {page.make_page(run.folder)}")
 
 
 if __name__ == "__main__":
