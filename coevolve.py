@@ -542,9 +542,9 @@ class Preferences:
     """Exploration and preference training (Sections 4.2 and 4.3)"""
     # The number K of iterations of exploration and preference training [App. B; 5 on InterCodeSQL]
     iterations: types.Growing[types.Count] = 3
-    # Rollouts of a task by each agent in an iteration [Section 5.2.1]
+    # How often an agent plays a task, in each iteration if there are some [Section 5.2.1]
     rollouts: types.Count = 1
-    # The temperature of exploration; evaluation is greedy [ours; ETO explores greedily]
+    # The temperature of rollouts; what a run trains is evaluated greedily [ours; ETO: 0]
     temperature: types.Temperature = 0.7
     # Passes over the pairs of an iteration [App. B]
     dpo_epochs: types.Count = 3
@@ -578,7 +578,8 @@ class Preferences:
     # Whether the pairs of a task with the expert weigh 1 together, or each, as in ETO [Section 4.3;
     # ETO: Section 5.1]
     pair_weights: Literal["instruction", "none"] = "instruction"
-    # The pairs of failures in D_tgt: all, those whose chosen one is hard, or none [Eq. 8]
+    # Which pairs of two failures D_tgt has: cross, all of one by the target and one by another
+    # agent; hard, those of them whose better one has --hard-threshold at least; or none [Eq. 8]
     d_tgt_failures: Literal["cross", "hard", "none"] = "cross"
     # The reward from which on a failure is hard [Section 5.2.1]
     hard_threshold: types.Weight = 0.6
@@ -596,7 +597,7 @@ class FailureAgent:
     # the failure agent; buffer, of all iterations so far; none, so that it never learns
     # [Section 4.2]
     d_fail: Literal["all", "cross", "buffer", "none"] = "all"
-    # The folder of a model from which the failure agent starts, in place of SFT [after SFT]
+    # The folder of a model from which the failure agent starts, in place of SFT [its own SFT]
     failure_from: types.OldFile = None
 
 

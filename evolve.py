@@ -300,7 +300,7 @@ def train(
         episodes=len(episodes),
         reward=log[-1]["reward"],
         kl=log[-1]["kl"],
-        D=len(d),
+        tasks=len(d),
         steps=sum(line["updates"] for line in log),
         tokens=sum(line["tokens"] for line in log))
 
@@ -509,7 +509,7 @@ def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int, steps: int)
             tasks.append(waiting.pop())
         rows.append(dict(step=step, tasks=tasks, waiting=list(waiting)))
     write(run, out, rows)
-    return dict(D=len(d))
+    return dict(tasks=len(d))
 
 
 # ----------------------------------------------------------------------------------- the signals
@@ -633,10 +633,10 @@ def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) ->
     picks = Counter()
     for row in picked:
         row["picked"] = True
-        picks[f"picked {row['signal']}"] += 1
+        picks[row["signal"]] += 1
     write(run, out, rows)
     patterns = set().union(*history.patterns)
-    return numbers | dict(picked=len(picked), picks=picks, patterns=len(patterns))
+    return numbers | dict(picks=picks, patterns=len(patterns))
 
 
 def pick(kinds: list[list[dict]], most: int) -> list[dict]:
@@ -792,18 +792,17 @@ def judge(run: Run, out: Path, finds: Path, task_set: Files, i: int) -> dict:
 
 
 def counts(proposals: list[dict]) -> dict:
-    """How many proposals there are, were replayed and join, by signal; and why others do not."""
+    """How many proposals there are, and were replayed; those that join by signal, others by why."""
     replayed = 0
     refused = Counter()
-    kinds = Counter()
+    added = Counter()
     for row in proposals:
         replayed += row["replayed"]
         if row["reason"] is None:
-            kinds[f"added {row['signal']}"] += 1
+            added[row["signal"]] += 1
         else:
             refused[row["reason"]] += 1
-    return dict(proposals=len(proposals), replayed=replayed, added=kinds.total(),
-                refused=refused, kinds=kinds)
+    return dict(proposals=len(proposals), replayed=replayed, added=added, refused=refused)
 
 
 def refusal(
@@ -864,7 +863,7 @@ def join(run: Run, out: Path, task_set: Files, proposals: Path, i: int) -> dict:
         raise Refused("no start task came of the unguided exploration; give --start-from train and "
                       "another --out, or a --model that finds something")
     write(run, out, d)
-    return dict(tasks=joined, D=len(d))
+    return dict(tasks=len(d), joined=joined)
 
 
 # ------------------------------------------------------------------------------------ settings

@@ -64,8 +64,9 @@ def say_the_end(run) -> None:
     lines = [f"\n{run.folder}: {words.headline(vars(run.settings))}", *words.closing(run.done), "",
              *words.table(run.done), "",
              f"bash run.sh page {run.folder}",
-             f"bash run.sh play {run.settings.env} --agent {run.folder}",
              f"bash run.sh compare {run.folder} OTHER_RUN"]
+    if any(output.endswith(("sft-target", "/target-agent")) for output in run.done):
+        lines.append(f"bash run.sh play {run.settings.env} --agent {run.folder}")
     run.say("\n".join(lines))
 
 

@@ -22,7 +22,7 @@ AUTO = Literal["auto", "on", "off"]
 class MachineSettings:
     """How the work is laid out on the machine"""
     # Episodes that are played side by side, at most; 0 is what fits a GPU's memory, on a CPU 64 of
-    # a small model, else 8 [ours]
+    # a small model, else 8; at an endpoint 16 [ours]
     slots: Free[Whole] = 0
     # Tokens of a pass on one rank; 0 is 8,192 on a GPU, else 1,024 [ours]
     tokens_per_forward: Free[Whole] = 0

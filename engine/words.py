@@ -25,7 +25,7 @@ def phrase(name: str, value, row: dict) -> str:
     """A number in words, or some numbers by name with their sum; row: what stands beside it."""
     if isinstance(value, dict):
         each = ", ".join(f"{count:,} {kind}" for kind, count in value.items())
-        total = f"{sum(value.values()):,} {name}"
+        total = counted(sum(value.values()), name)
         return f"{total} ({each})" if each else total
     if name in SHARES:
         return f"{value:.0%} {SHARES[name]}"
@@ -35,9 +35,14 @@ def phrase(name: str, value, row: dict) -> str:
         return f"loss {row['first_loss']:.3f} -> {value:.3f}"
     if isinstance(value, float):
         return f"{name} {value:.3f}"
-    if value == 1:
+    return counted(value, name)
+
+
+def counted(n: int, name: str) -> str:
+    """Such as "2 pairs", and "1 pair"."""
+    if n == 1:
         name = name.removesuffix("s")
-    return f"{value:,} {name}"
+    return f"{n:,} {name.replace('_', ' ')}"
 
 
 def headline(s: dict) -> str:

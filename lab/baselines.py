@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import dpo
-from coevolve import Common, by_task, evaluations, given_experts, outcomes, train_sft
+from coevolve import Common, by_task, evaluations, explore, given_experts, outcomes, train_sft
 from common.files import seed_of
-from common.settings import Count, Method, Rate, Stated, Weight, Whole, limited
+from common.settings import Count, Method, Rate, Stated, Weight, Whole
 from dpo import Trajectory, action_count
 from engine.experts import collect_experts
 from engine.records import read, write
@@ -32,16 +32,14 @@ from worlds import World, first_reply
 def rft(run: Run) -> None:
     """RFT: the agent's own successes join the experts, and the base model is fine-tuned once more
     (Section 5.1). With --method dart, DART samples more where successes are rare (Section 5.3)."""
-    s = run.settings
     once = run.once
     experts, agent = begin(run)
-    played = [once("iter1/target.jsonl", explore, agent, experts, name="target", i=1,
-                   rollouts=s.samples)]
-    if s.method == "dart":
-        played.append(once("iter1/target-more.jsonl", explore, agent, experts, *played,
-                           name="target", i=1, rollouts=s.samples))
+    played = [once("iter1/target.jsonl", explore, agent, experts, name="target", i=1)]
+    if run.settings.method == "dart":
+        played.append(once("iter1/target-more.jsonl", explore_more, agent, *played, name="target",
+                           i=1))
     joined = once("iter1/experts.jsonl", join_successes, experts, played)
-    agent = once("iter1/target-agent", train_again, run.base, joined, name="target", i=1)
+    agent = once("iter1/target-agent", train_sft, run.base, joined, name="target")
     evaluations(run, {"target": agent}, 1)
 
 
@@ -53,22 +51,17 @@ def begin(run: Run) -> tuple[Path, Path]:
     return experts, agent
 
 
-def explore(run: Run, out: Path, agent: Path, experts: Path, *first: Path, name: str, i: int,
-            rollouts: int) -> dict:
-    """Lets an agent play every expert's task, so many rollouts each, by sampling; after the `first`
-    ones DART's, which are more where those failed."""
+def explore_more(run: Run, out: Path, agent: Path, played: Path, name: str, i: int) -> dict:
+    """DART: lets an agent play tasks again, the more often the more of its rollouts failed."""
     s = run.settings
-    won = defaultdict(list)  # task -> whether each of its first rollouts succeeded
-    for t in read(*first):
+    won = defaultdict(list)  # task -> whether each of its rollouts succeeded
+    for t in read(played):
         won[t.task].append(not t.is_failure)
 
     begun = []
-    for expert in read(experts):
-        task = expert.task
-        numbers = range(rollouts)
-        if first:
-            numbers = range(rollouts, rollouts + dart_rollouts(won[task], s.dart_budget))
-        for n in numbers:
+    for task, successes in won.items():
+        first = len(successes)
+        for n in range(first, first + dart_rollouts(successes, s.dart_budget)):
             begun.append(Trajectory(task, name, i, n, seed_of(s.seed, name, i, task, n)))
     episodes = run.play(agent, begun, s.temperature)
     write(run, out, episodes)
@@ -136,11 +129,6 @@ def actions(t: Trajectory, env: World) -> tuple[str, ...]:
     return tuple(found)
 
 
-def train_again(run: Run, out: Path, base: Path, experts: Path, name: str, i: int) -> dict:
-    """`train_sft` with batches in another order."""
-    return train_sft(run, out, base, experts, name=f"{name}/{i}")
-
-
 # ----------------------------------------------------------------------------------------- PPO
 
 
@@ -152,8 +140,7 @@ def ppo(run: Run) -> None:
     experts, first = begin(run)
     agent = first
     for i in range(1, s.iterations + 1):
-        played = run.once(f"iter{i}/target.jsonl", explore, agent, experts, name="target", i=i,
-                          rollouts=s.ppo_rollouts)
+        played = run.once(f"iter{i}/target.jsonl", explore, agent, experts, name="target", i=i)
         agent = run.once(f"iter{i}/target-agent", train_ppo, agent, first, played, name="target",
                          i=i)
         evaluations(run, {"target": agent}, i)
@@ -239,41 +226,33 @@ def ppo_loss(policy: Tensor, visits: list[Visit], clip: float, kl: float) -> tup
 
 
 @dataclass(frozen=True)
-class Ppo:
-    """PPO"""
-    # Rollouts of a task in an iteration [ours]
-    ppo_rollouts: limited(int, "must be at least 2", lambda n: n >= 2) = 4
-    # Passes over the episodes of an iteration [ours]
+class Baselines(Stated):
+    """DART and PPO"""
+    # DART's N: a task gets N times its share of failures more rollouts [Section 5.3]
+    dart_budget: Whole = 10
+    # Passes of PPO over the episodes of an iteration [ours]
     ppo_epochs: Count = 2
-    # Tasks in a step, with all their rollouts [ours]
+    # Tasks in a step of PPO, with all their rollouts [ours]
     ppo_batch: Count = 16
-    # The learning rate, constant after --dpo-warmup [ours]
+    # The learning rate of PPO, constant after --dpo-warmup [ours]
     ppo_lr: Rate = 1e-6
     # A ratio is clipped to 1 plus or minus this [Schulman et al. 2017]
     ppo_clip: Rate = 0.2
     # The weight of the KL from the agent after SFT [ours]
     ppo_kl: Weight = 0.05
 
-
-@dataclass(frozen=True)
-class Baselines(Ppo, Stated):
-    """RFT and DART"""
-    # Rollouts of a task, DART's n [Section 5.3; ours]
-    samples: Count = 5
-    # DART's N: a task gets N times its share of failures more rollouts [Section 5.3]
-    dart_budget: Whole = 10
-
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         return [*super().conflicts(s),
-                (s.method in METHODS and s.temperature == 0, "--temperature 0",
-                 "all rollouts of a task would be the same; raise it")]
+                (s.method == "ppo" and s.rollouts < 2, f"--rollouts {s.rollouts}",
+                 "PPO compares the rollouts of a task; give 2 at least")]
 
 
 METHODS = {
-    "rft": Method(rft, (Common, "temperature", "samples"), lambda s: 2,
+    "rft": Method(rft, (Common, "temperature", "rollouts"), lambda s: 2,
                   "SFT once more, with the agent's own successes"),
-    "dart": Method(rft, (Common, "temperature", "samples", "dart_budget"), lambda s: 2,
+    "dart": Method(rft, (Common, "temperature", "rollouts", "dart_budget"), lambda s: 2,
                    "RFT with more rollouts where successes are rare"),
-    "ppo": Method(ppo, (Common, Ppo, "temperature", "iterations", "dpo_warmup"),
+    "ppo": Method(ppo, (Common, "temperature", "rollouts", "iterations", "dpo_warmup",
+                        "ppo_epochs", "ppo_batch", "ppo_lr", "ppo_clip", "ppo_kl"),
                   lambda s: 1 + s.iterations, "PPO on the agent's own episodes"),
 }

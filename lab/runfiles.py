@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.files import read_json
-from common.settings import Refused
+from common.settings import Refused, flag, settings_of
+from worlds import environment
 
 SOLVED = 1 - 1e-9  # a reward from here on is no failure, as in dpo.Trajectory
 
@@ -59,6 +60,24 @@ def config_of(run: Path) -> dict:
         raise Refused(f"{run}: not a run, it has no config.json with settings; name a folder like "
                       "runs/webshop-coevolve-s0")
     return config
+
+
+def run_with(agent: Path) -> Path | None:
+    """The run that an agent's folder lies in, if it lies in one."""
+    for folder in agent.resolve().parents[:2]:
+        if (folder / "phases.json").exists():
+            return folder
+    return None
+
+
+def way_of(run: Path, env: str) -> list[str]:
+    """The flags with which an agent of a run plays as it was trained to; none in another
+    environment."""
+    settings = config_of(run)["settings"]
+    if settings["env"] != env:
+        return []
+    names = ("view", "max_tokens", "max_new_tokens", *settings_of(environment(env)))
+    return [f"{flag(name)}={settings[name]}" for name in names if settings.get(name) is not None]
 
 
 def phases_of(run: Path) -> dict[str, dict]:

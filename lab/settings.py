@@ -11,7 +11,7 @@ from lab.chat import evaluate, explorer
 @dataclass(frozen=True)
 class Settings(evaluate.Chat, baselines.Baselines, explorer.Explorer, coevolve.Settings):
     """Every setting of a run"""
-    essential = (*evolve.Settings.essential, "explorer", "samples", "ppo_lr", "examples")
+    essential = (*evolve.Settings.essential, "explorer", "ppo_lr", "examples")
     presets = evolve.Settings.presets | {
         # Tuned on the validation splits; it starts from nothing and so needs larger steps.
         "tiny": evolve.Settings.presets["tiny"] | dict(ppo_lr=1e-4),
@@ -23,19 +23,14 @@ class Settings(evaluate.Chat, baselines.Baselines, explorer.Explorer, coevolve.S
                         step_rollouts=4, grpo_steps=20, grpo_lr=5e-6, start_tasks=25,
                         evolve_every=5, near_text=1.0),
         "quick smollm2": dict(train_tasks=8, eval_tasks=4, sft_batch=4),
-        "evaluate": dict(temperature=0.0, rollouts=1),
+        # Rollouts of a task: DART's n is 5, RFT's and PPO's are ours.
+        "--method rft": dict(rollouts=5),
+        "--method dart": dict(rollouts=5),
+        "--method ppo": dict(rollouts=4),
+        "--method evaluate": dict(temperature=0.0, rollouts=1),
         # With the examples; the endpoint knows better what it can read.
-        "chat": dict(method="chat", temperature=0.0, rollouts=1, max_tokens=100_000),
+        "--method chat": dict(temperature=0.0, rollouts=1, max_tokens=100_000),
     }
-
-    @staticmethod
-    def preset_names(values: dict) -> list[str]:
-        names = coevolve.Settings.preset_names(values)
-        if evaluate.is_endpoint(values["model"]):
-            names.append("chat")
-        elif values["method"] == "evaluate":  # "eto", another method, is a protocol's name too
-            names.append("evaluate")
-        return names
 
 
 METHODS = coevolve.METHODS | explorer.METHODS | baselines.METHODS | evaluate.METHODS

@@ -101,7 +101,7 @@ def successes(episodes):
 
 
 def test_rft_adds_each_success_once(run):
-    r = run("rft", samples=6)
+    r = run("rft", rollouts=6)
     sampled = rows(r, "iter1/target.jsonl")
     assert Counter(e["task"] for e in sampled) == {f"toy-train-{i}": 6 for i in range(TASKS)}
     new, joined = successes(sampled), rows(r, "iter1/experts.jsonl")
@@ -123,7 +123,7 @@ def test_dart_gives_what_the_paper_gives(successes, extra):
 
 
 def test_dart_samples_more_where_the_first_samples_failed(run):
-    r = run("dart", samples=4, dart_budget=8)
+    r = run("dart", rollouts=4, dart_budget=8)
     first, more = (rows(r, f"iter1/{name}.jsonl") for name in ("target", "target-more"))
     failures, extra = Counter(), Counter(e["task"] for e in more)
     for e in first:
@@ -216,7 +216,7 @@ def test_ppo_starts_at_the_sft_policy_and_moves(run, monkeypatch):
     seen, loss = [], baselines.ppo_loss
     monkeypatch.setattr(baselines, "ppo_loss", lambda policy, visits, **how: seen.append(
         (policy.detach(), visits, how)) or loss(policy, visits, **how))
-    r = run("ppo", iterations=2, ppo_rollouts=4, ppo_lr=1e-2, ppo_clip=0.3, ppo_kl=0.01,
+    r = run("ppo", iterations=2, rollouts=4, ppo_lr=1e-2, ppo_clip=0.3, ppo_kl=0.01,
             ppo_epochs=3, ppo_batch=2)
     kl = [r.done[f"iter{i}/target-agent"]["kl"] for i in (1, 2)]
     assert kl[0] == pytest.approx(0, abs=1e-5) and kl[1] > 0.01
@@ -247,7 +247,7 @@ def test_ppo_without_two_rollouts_to_compare_leaves_the_agent_as_it_is(run, caps
 
 @pytest.mark.parametrize("argv, wrong", [
     ("--method rft --temperature 0", "all rollouts of a task would be the same"),
-    ("--method ppo --ppo-rollouts 1", "must be at least 2"),
+    ("--method ppo --rollouts 1", "give 2 at least"),
     ("--method rft --ppo-clip 0.1", "is not read by --method rft")])
 def test_settings_that_make_no_sense_are_refused(argv, wrong):
     with pytest.raises(Refused, match=wrong):

@@ -703,7 +703,7 @@ def test_what_is_no_database_voids_the_episode(says):
 def test_who_may_not_is_told_the_remedy(mariadb, tmp_path):
     """Databases that are not loaded, a wrong password, and who may only read but loads."""
     for name, url in (("elsewhere", URL), ("d", URL.replace("s3cret", "s3cretx"))):
-        with pytest.raises(worlds.Refused, match=f"database {name}: .*denied.*load-intercode") as error:
+        with pytest.raises(worlds.Refused, match=f"database {name}: .*denied.*intercodesql.spider") as error:
             databases.MySQL(name, url.format(mariadb))
         assert "s3cret" not in str(error.value) and "\n" not in str(error.value)
     dump, url = tmp_path / "dump.sql", URL.format(mariadb)

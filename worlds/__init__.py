@@ -64,7 +64,6 @@ class World:
     splits: dict[str, dict]       # split -> key -> what the task is, all the same in every process
     test_splits: tuple[str, ...]  # the splits that a run evaluates
     max_steps: int                # replies in an episode, of the task just reset; others count them
-    success = 1.0                 # the reward from which an episode is solved; less is a failure
     stops = ("Observation:",)     # a reply ends before one of these texts [ours]
     rules = ""                    # said once at the start of an episode, by the full view
     drawn_anew = "(?!)"           # what of a page each start of a server draws anew, a pattern

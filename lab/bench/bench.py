@@ -1,17 +1,17 @@
-"""What training and rollouts cost, beside others' code: the textbook's loop, TRL (where it is
-installed), and transformers' `generate`.
+"""What training and rollouts cost, beside other ways.
 
-    bash run.sh bench [--quick] [train | rollout]
+    bash run.sh bench [--quick]
 
-All must first give the same losses, gradients and tokens; then they run in turn. Printed are speeds
-in CPU seconds of one thread, and how many times as fast ours is: median and range of the repeats.
+Training stands beside passes that are padded, and beside a step of TRL's DPOTrainer, where TRL is
+installed; rollouts beside transformers' `generate`. All must first give the same losses, gradient
+norms and tokens; then they run in turn. Printed are speeds in CPU seconds of one thread, and how
+many times as fast ours is: median and range of the repeats.
 """
 
 import argparse
 import importlib.util
 import random
 import statistics
-import sys
 import tempfile
 import time
 from copy import deepcopy
@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
@@ -27,9 +26,10 @@ from transformers.utils.logging import disable_progress_bar
 import coevolve
 import dpo
 from dpo import Group, Pair, Trajectory
-from engine.chat import Encoder
-from engine.playing import play
+from engine import playing, trial
+from engine.passes import log_probs_in_passes
 from engine.run import Run
+from engine.sampling import Draw
 from lab.pretrain.pretrain import make_tokenizer
 from worlds import Step, World, environment
 
@@ -40,7 +40,6 @@ MODEL = Qwen3Config(
     vocab_size=2048, hidden_size=192, intermediate_size=512, num_hidden_layers=4,
     num_attention_heads=6, num_key_value_heads=6, head_dim=32, max_position_embeddings=4096,
     tie_word_embeddings=True, eos_token_id=None, bos_token_id=None, pad_token_id=None)
-TRL = importlib.util.find_spec("trl")
 
 
 def make_model(config=MODEL, dtype=torch.float32, device="cpu"):
@@ -79,79 +78,76 @@ def make_groups(tasks: int, length: int, actions: int, common: float = 1 / 7) ->
     return groups
 
 
-def check(what: str, difference: float, bound: float) -> None:
-    if not difference <= bound:
-        raise SystemExit(f"bench: {what} differ by {difference:.1e}, more than {bound:.0e}; the "
-                         "two do not do the same work")
+def compare(what: str, unit: str, repeats: int, works: dict) -> None:
+    """Runs works, which have run before, in turn; a line for the first beside each of the others.
 
-
-def compare(what: str, unit: str, repeats: int, ours: tuple, others: dict) -> None:
-    """Runs works, (work, how many of the unit it does), in turn, after a round that warms up, or,
-    of 0 repeats, in it; and prints a line for ours beside each of the others."""
+    Args:
+        what: What they do.
+        unit: Of what they do.
+        repeats: How often each runs.
+        works: name -> (what works, how much of the unit it does).
+    """
     rounds = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         speeds = {}
-        for name, (work, amount) in {"ours": ours, **others}.items():
+        for name, (work, amount) in works.items():
             started = time.process_time()
             work()
             speeds[name] = amount / (time.process_time() - started)
         rounds.append(speeds)
-    rounds = rounds[-max(repeats, 1):]
+    first, *others = works
     for name in others:
-        ratios = sorted(speeds["ours"] / speeds[name] for speeds in rounds)
-        both = [statistics.median(speeds[one] for speeds in rounds) for one in ("ours", name)]
-        print(f"{what}, {unit}: ours {both[0]:8,.4g}   {name} {both[1]:8,.4g}   ratio "
+        ratios = sorted(speeds[first] / speeds[name] for speeds in rounds)
+        both = [statistics.median(speeds[one] for speeds in rounds) for one in (first, name)]
+        print(f"{what}, {unit}: {first} {both[0]:8,.4g}   {name} {both[1]:8,.4g}   ratio "
               f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})")
+
+
+def check(what: str, same: bool) -> None:
+    if not same:
+        raise SystemExit(f"bench: {what} differ; the two do not do the same work")
 
 
 # ------------------------------------------------------------------------------------- training
 
 
-def textbook_backward(model, batches: list[dict]) -> float:
-    """Loss and gradient pair by pair, all logits, as most DPO code: both sides in one pass."""
-    total = 0.0
-    for b in batches:
-        ids, mask = b["input_ids"], b["completion_mask"]
-        logits = model(input_ids=ids, attention_mask=b["attention_mask"], use_cache=False).logits
-        each = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-        pi_w, pi_l = (each.double() * mask[:, 1:]).sum(1)
-        gain = (pi_w - b["ref_chosen_logps"]) - (pi_l - b["ref_rejected_logps"])
-        loss = -F.logsigmoid(BETA * gain).mean() / len(batches)
-        loss.backward()
-        total += loss.item()
-    return total
+def train(run: Run, quick: bool) -> None:
+    """Steps with the prompt alone in common, and with half of a trajectory, as in real runs."""
+    tasks, length, actions, repeats = (2, 200, 32, 1) if quick else (4, 698, 112, 5)
+    padded = partial(log_probs_in_passes, run.machine.accelerator,
+                     tokens=run.machine.tokens_per_forward)
+    for share in 1 / 7, 1 / 2:
+        groups = make_groups(tasks, length, actions, share)
+        dpo.add_references(make_model(), groups, padded, run.tokens_at_once)
+        for n, t in enumerate(dpo.trajectories_of(groups)):
+            t.reference += n % 3  # so that margins are other than 0
+        steps = {"ours": our_step(run.load(run.base), groups, run.log_probs, run.tokens_at_once),
+                 "padded": our_step(make_model(), groups, padded, run.machine.tokens_per_forward)}
+        if importlib.util.find_spec("trl"):
+            steps["TRL"] = trl_step(groups)
+        found = torch.tensor([step() for step in steps.values()])
+        check(f"losses and gradients of {', '.join(steps)}: {found.tolist()}",
+              torch.allclose(found, found[0], rtol=1e-4))
+        amount = len(dpo.pairs_of(groups))
+        compare(f"train step, {share:.0%} in common", "pairs/s", repeats,
+                {name: (step, amount) for name, step in steps.items()})
 
 
-def batch_of_pair(pair: Pair) -> dict:
-    """The tensors of a pair as TRL's collator names them, chosen before rejected."""
-    def padded(rows):
-        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-
-    sides = [pair.chosen, pair.rejected]
-    return dict(input_ids=padded(t.ids for t in sides),
-                attention_mask=padded([1] * len(t.ids) for t in sides),
-                completion_mask=padded(t.action_mask for t in sides),
-                ref_chosen_logps=torch.tensor([pair.chosen.reference]),
-                ref_rejected_logps=torch.tensor([pair.rejected.reference]))
-
-
-def step(model, optimizer, backward) -> float:
-    loss = backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
-def our_step(run: Run, model, groups: list[Group]) -> None:
+def our_step(model, groups: list[Group], log_probs, tokens: int):
+    """What takes a step of our training, and gives the loss and the gradient's norm."""
+    optimizer = dpo.adamw(model)
     loss = partial(dpo.preference_loss, beta=BETA, lambda_sft=0.0)
-    for _ in dpo.train(model, dpo.adamw(model), [groups], [1e-6], loss, dpo.pair_count,
-                       run.log_probs, tokens=run.tokens_at_once):
-        pass
+
+    def step():
+        line, = dpo.train(model, optimizer, [groups], [1e-6], loss, dpo.pair_count, log_probs,
+                          tokens=tokens)
+        return line["loss"], line["norm"]
+
+    return step
 
 
-def trl_step(batches: list[dict]):
-    """What takes a step of TRL's DPOTrainer, as its own loop does, and gives the loss."""
+def trl_step(groups: list[Group]):
+    """The same of TRL's DPOTrainer, as its own loop does: a pair a batch, accumulated."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
@@ -164,48 +160,32 @@ def trl_step(batches: list[dict]):
         gradient_checkpointing=False, use_cpu=True, report_to="none", disable_tqdm=True)
     trainer = Trainer(make_model(), args=settings, processing_class=make_tokenizer(["w"]),
                       train_dataset=Dataset.from_list([dict(unused=0)]))
+    model = trainer.model
     optimizer = trainer.create_optimizer()
+    batches = [batch_of(pair) for pair in dpo.pairs_of(groups)]
     trainer.current_gradient_accumulation_steps = len(batches)
-    return lambda: step(trainer.model, optimizer, lambda: sum(
-        trainer.training_step(trainer.model, dict(batch)).item() for batch in batches))
+
+    def step():
+        losses = [trainer.training_step(model, dict(batch)).item() for batch in batches]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum(losses), norm
+
+    return step
 
 
-def train(run: Run, folder: Path, quick: bool) -> None:
-    """Steps with the prompt alone in common, and with half of a trajectory, as in real runs."""
-    tasks, length, actions, repeats = (2, 200, 32, 0) if quick else (4, 698, 112, 5)
-    for share in 1 / 7, 1 / 2:
-        groups = make_groups(tasks, length, actions, share)
-        other = make_model()
-        pairs = dpo.pairs_of(groups)
-        trajectories = dpo.trajectories_of(groups)
-        for n, t in enumerate(trajectories):  # one by one; margins other than 0
-            with torch.no_grad():
-                t.reference = dpo.token_log_probs(other, [t]).double().sum().item() + n % 3
-        batches = [batch_of_pair(pair) for pair in pairs]
-        expected = textbook_backward(other, batches)
-        check_ours(run, run.load(folder / "model"), groups, other, expected)
-        other.zero_grad()
-        optimizer = torch.optim.AdamW(other.parameters(), lr=1e-6, weight_decay=0.0)
-        backward = partial(textbook_backward, other, batches)
-        others = {"pair by pair, padded, all logits": (
-            partial(step, other, optimizer, backward), len(pairs))}
-        if TRL:
-            of_trl = trl_step(batches)
-            check("losses of TRL and the textbook", abs(of_trl() - expected), 1e-4)
-            others[f"TRL, batch 1 x accumulation {len(pairs)}"] = of_trl, len(pairs)
-        ours = partial(our_step, run, run.load(folder / "model"), groups), len(pairs)
-        compare(f"train step, {share:.0%} in common", "pairs/s", repeats, ours, others)
+def batch_of(pair: Pair) -> dict:
+    """The tensors of a pair as TRL's collator names them, chosen before rejected."""
+    def padded(rows):
+        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
-
-def check_ours(run: Run, model, groups: list[Group], other, expected: float) -> None:
-    """Our loss and gradient are those of the textbook, whose gradient is in the other model."""
-    policy = run.log_probs(model, dpo.trajectories_of(groups))
-    loss, _ = dpo.preference_loss(policy, groups, BETA, lambda_sft=0.0)
-    loss = loss / dpo.pair_count(groups)
-    loss.backward()
-    check("losses of ours and the textbook", abs(loss.item() - expected), 1e-5)
-    for p, q in zip(model.parameters(), other.parameters()):
-        check("gradients of ours and the textbook", (p.grad - q.grad).abs().max().item(), 1e-5)
+    sides = [pair.chosen, pair.rejected]
+    return dict(input_ids=padded(t.ids for t in sides),
+                attention_mask=padded([1] * len(t.ids) for t in sides),
+                completion_mask=padded(t.action_mask for t in sides),
+                ref_chosen_logps=torch.tensor([pair.chosen.reference]),
+                ref_rejected_logps=torch.tensor([pair.rejected.reference]))
 
 
 # ------------------------------------------------------------------------------------- rollouts
@@ -227,68 +207,52 @@ class Pages(World):
         return " ".join(f"w{self.rng.randrange(WORDS)}" for _ in range(self.rng.randint(60, 150)))
 
 
-def played(encoder: Encoder, begin, count: int, slots: int) -> list[Trajectory]:
-    """Episodes; begin() gives what answers, which knows of no earlier ones."""
-    episodes = [Trajectory(str(task)) for task in range(count)]
-    play(Pages, encoder, episodes, begin(), slots, 1280)
-    return episodes
-
-
-def by_generate(model, encoder: Encoder):
-    """What answers one episode; each turn generates from all that was said before."""
-    end, never = encoder.end_of_turn, list(encoder.sampler().never)
-
-    def answer(asked):
-        (t, _), = asked
-        ids = model.generate(
-            input_ids=torch.tensor([t.ids]), attention_mask=torch.ones(1, len(t.ids)).long(),
-            do_sample=False, max_new_tokens=30, eos_token_id=end, pad_token_id=end,
-            suppress_tokens=never)
-        return [(ids[0, len(t.ids):].tolist(), [])]
-
-    return answer
-
-
-def rollout(run: Run, folder: Path, quick: bool) -> None:
-    """All of our episodes beside the first few one by one."""
-    many, few, repeats = (2, 1, 0) if quick else (192, 12, 5)
+def rollout(run: Run, quick: bool) -> None:
+    """Greedy episodes; by `generate` one at a time the first few alone."""
+    many, few, repeats = (4, 1, 1) if quick else (64, 8, 3)
     encoder = run.encoder
-    player = make_model()
+    model = make_model()
     with torch.no_grad():  # so that replies end after some 20 tokens
-        player.lm_head.weight[list(encoder.sampler().never)] = 0  # the best is above 0
-        player.lm_head.weight[encoder.end_of_turn] *= 1.9
-    player.save_pretrained(folder / "player")
-    model = run.replica(folder / "player")
-    slots = 2 if quick else run.slots(model)
-    other = partial(played, encoder, partial(by_generate, player, encoder), few, 1)
-    work = partial(played, encoder, partial(run.answer, model, 0.0, slots), many, slots)
-    episodes, single = work(), other()
-    check("tokens of ours and generate",
-          sum(t.ids != s.ids for t, s in zip(episodes, single)), 0)
-    compare("rollout", "tokens/s", repeats, (work, sum(len(t.ids) for t in episodes)), {
-        "generate, one episode at a time": (other, sum(len(s.ids) for s in single))})
+        model.lm_head.weight[list(encoder.sampler().never)] = 0  # the best is above 0
+        model.lm_head.weight[encoder.end_of_turn] *= 1.9
+    slots = min(many, run.slots(model))
+
+    def play(way: str, count: int, slots: int) -> list[Trajectory]:
+        episodes = [Trajectory(str(task)) for task in range(count)]
+        model.set_attn_implementation("sdpa")  # which "kept" replaces
+        draw = Draw(encoder.sampler(0.0), encoder, ())
+        answer = trial.answer_of(way, model, draw, slots, 1280, 30, 1024)
+        playing.play(Pages, encoder, episodes, answer, slots, 1280)
+        return episodes
+
+    works = {"ours": partial(play, "kept", many, slots),
+             "generate, side by side": partial(play, "side by side", many, slots),
+             "generate, one at a time": partial(play, "alone", few, 1)}
+    found = {name: [t.ids for t in work()] for name, work in works.items()}
+    for name, episodes in found.items():
+        check(f"tokens of ours and {name}", episodes == found["ours"][:len(episodes)])
+    compare("rollout", "tokens/s", repeats,
+            {name: (work, sum(map(len, found[name]))) for name, work in works.items()})
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], prog="run.sh bench")
-    parser.add_argument("section", nargs="?", choices=("train", "rollout"), help="none: both")
-    parser.add_argument("--quick", action="store_true", help="less of everything, no repeats")
-    asked = parser.parse_args(argv)
+    parser.add_argument("--quick", action="store_true", help="less of everything, once")
+    quick = parser.parse_args().quick
     torch.set_num_threads(1)
     disable_progress_bar()
-    if not TRL:
+    if not importlib.util.find_spec("trl"):
         print("bench: TRL is not installed, its rows are left out (pip install trl)")
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_model().save_pretrained(folder / "model")
-        make_tokenizer([" ".join(f"w{i}" for i in range(WORDS))]).save_pretrained(folder / "model")
-        settings = coevolve.Settings(model=str(folder / "model"), out=str(folder / "run"),
+        folder = Path(name, "model")
+        make_model().save_pretrained(folder)
+        make_tokenizer([" ".join(f"w{i}" for i in range(WORDS))]).save_pretrained(folder)
+        settings = coevolve.Settings(model=str(folder), out=str(Path(name, "run")),
                                      max_tokens=1280, max_new_tokens=30)
         run = Run(settings, environment("webshop")())
-        for part in train, rollout:
-            if asked.section in (None, part.__name__):
-                part(run, folder, asked.quick)
+        train(run, quick)
+        rollout(run, quick)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

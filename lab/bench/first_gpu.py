@@ -366,7 +366,8 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="run.sh first-gpu", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="small models, on the CPU")
-    parser.add_argument("--steps", nargs="+", default=[step.__name__ for step in STEPS])
+    names = [step.__name__ for step in STEPS]
+    parser.add_argument("--steps", nargs="+", default=names, help=f"some of {', '.join(names)}")
     parser.add_argument("--out", type=Path, default=Path("first-gpu"), help="[first-gpu]")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)

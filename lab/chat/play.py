@@ -11,17 +11,19 @@ import random
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import transformers
 
 import coevolve
 import dpo
-from common.settings import Refused, flag, parse, settings_of
+from common.settings import Refused, parse
 from engine import chat, models, trial
+from engine.machine import Machine
 from engine.sampling import Draw
 from envs import episode
-from lab.runfiles import command, config_of, phases_of, visible
+from lab.runfiles import command, config_of, phases_of, run_with, visible, way_of
 from worlds import World, environment, make
 
 ENDS = dict(budget="out of turns", context="out of context", done="done")
@@ -43,16 +45,15 @@ class Agent:
     """The agent in a folder, as it plays in its run; config: config.json of that."""
 
     def __init__(self, folder: Path, config: dict, encoder: Encoder, stops: tuple[str, ...]):
-        s = config["settings"]
-        gpu = torch.cuda.is_available()
-        bf16 = gpu and s["bf16"] != "off" and s["model"] != "tiny"
-        dtype = torch.bfloat16 if bf16 else torch.float32
-        self.model = models.read_model(folder, dtype, "cuda" if gpu else "cpu").eval()
+        s = SimpleNamespace(**config["settings"])
+        machine = Machine(s)
+        dtype = torch.bfloat16 if machine.bf16 else torch.float32
+        self.model = models.read_model(folder, dtype, machine.device).eval()
         self.encoder = encoder
         self.stops = stops
         draw = Draw(encoder.sampler(0.0), encoder, stops)
         self.answer = trial.answer_of(config["ways"]["replies"], self.model, draw, 1,
-                                      s["max_tokens"], s["max_new_tokens"], s["max_tokens"])
+                                      s.max_tokens, s.max_new_tokens, s.max_tokens)
 
     @torch.inference_mode()
     def propose(self, t: dpo.Trajectory) -> tuple[list[int], str, float]:
@@ -104,8 +105,9 @@ def play(env: World, encoder: Encoder, task: str, most: float, agent: Agent | No
         how = ENDS[t.ended]
     except (EOFError, KeyboardInterrupt):
         how = "left"
-    return (f"{how} after {t.steps} turn{'s' * (t.steps != 1)}: reward {t.reward:.3f}, "
-            f"{'no' if t.is_failure else 'a'} success")
+    solved = "no" if t.is_failure else "a"
+    turns = "1 turn" if t.steps == 1 else f"{t.steps} turns"
+    return f"{how} after {turns}: reward {t.reward:.3f}, {solved} success"
 
 
 def typed(env: World, may_be_empty: bool) -> str:
@@ -129,29 +131,17 @@ def typed(env: World, may_be_empty: bool) -> str:
 def agent_of(path: Path) -> tuple[Path, Path]:
     """(run, an agent's folder in it) of that folder, or of the run: its last target agent that is
     there."""
-    for run in path, *path.resolve().parents[:2]:
-        phases = phases_of(run)
-        agents = [path]
-        if run == path:
-            agents = [run / output for output in phases
-                      if output == "sft-target" or output.endswith("/target-agent")]
-        there = [agent for agent in agents if (agent / "config.json").is_file()]
-        if phases and there:
-            return run, there[-1]
+    run = run_with(path)
+    agents = [path]
+    if (path / "phases.json").exists():
+        run = path
+        agents = [path / output for output in phases_of(path)
+                  if output == "sft-target" or output.endswith("/target-agent")]
+    there = [agent for agent in agents if (agent / "config.json").is_file()]
+    if run and there:
+        return run, there[-1]
     raise Refused(f"--agent {path}: neither a run with a target agent nor an agent in one; name a "
                   "folder like runs/webshop-coevolve-s0")
-
-
-def settings_for(env: str, more: list[str], before: dict) -> tuple:
-    """(settings, the environment's own), of flags, else of an agent's run `before`."""
-    if before and before["env"] != env:
-        raise Refused(f"--agent: it was trained on {before['env']}, not on {env}")
-    flags = []
-    for name in ("view", "max_tokens", *settings_of(environment(env))):
-        if before.get(name) is not None:
-            flags.append(f"{flag(name)}={before[name]}")
-    return parse(["--env", env, "--method", "sft", "--model", "a person", *flags, *more],
-                 coevolve.Settings, coevolve.METHODS, environment)
 
 
 def chosen(env: World, asked: str) -> str:
@@ -160,12 +150,9 @@ def chosen(env: World, asked: str) -> str:
         if "-" in asked:
             env.find(asked)
             return asked
-        tasks = env.tasks(asked)
+        return random.choice(env.tasks(asked))
     except ValueError as error:
         raise Refused(f"{error} (such as {env.tasks(env.test_splits[0])[0]})") from None
-    if not tasks:
-        raise Refused(f"{env.name}: its split {asked} has no tasks")
-    return random.choice(tasks)
 
 
 def main(argv: list[str]) -> None:
@@ -174,18 +161,24 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--agent", type=Path, help="a run, whose last target agent plays, or an "
                         "agent's folder in it, such as RUN/iter1/failure-agent")
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv[:2]))
-    asked, more = parser.parse_known_args(argv[len(words):])
+    asked, flags = parser.parse_known_args(argv[len(words):])
     if not words:
         raise Refused("name an environment: play webshop; --help says more")
-    run, folder = agent_of(asked.agent) if asked.agent else (None, models.MODELS["tiny"])
-    config = config_of(run) if run else dict(settings={})
-    s, options = settings_for(words[0], more, config["settings"])
+    run, folder = None, models.MODELS["tiny"]
+    if asked.agent:
+        run, folder = agent_of(asked.agent)
+        trained_on = config_of(run)["settings"]["env"]
+        if trained_on != words[0]:
+            raise Refused(f"--agent: it was trained on {trained_on}, not on {words[0]}")
+        flags = [*way_of(run, trained_on), *flags]
+    s, options = parse(["--env", words[0], "--method", "sft", "--model", "a person", *flags],
+                       coevolve.Settings, coevolve.METHODS, environment)
     transformers.utils.logging.disable_progress_bar()
     env = make(s.env, s.view, **asdict(options))
     encoder = Encoder(folder)
     try:
         task = chosen(env, words[1] if len(words) > 1 else env.test_splits[0])
-        agent = Agent(folder, config, encoder, env.stops) if run else None
+        agent = Agent(folder, config_of(run), encoder, env.stops) if run else None
         say(play(env, encoder, task, s.max_tokens if run else math.inf, agent))
     finally:
         env.close()

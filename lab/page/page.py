@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+# In no line of requirements.txt: torch brings it, and chat templates need it.
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -142,8 +143,7 @@ def add_pairs(pairs: dict[str, list], runs: dict[str, dict], run: Path, recorded
 def margins_in(file: Path) -> dict[tuple, dict]:
     """Pair -> what training saw of it, by margins.jsonl."""
     rows = read_jsonl(file) if file.is_file() else []
-    return {name_of_pair(row): dict(first=row["first"], last=row["last"])
-            for row in rows if "first" in row}
+    return {name_of_pair(row): dict(first=row["first"], last=row["last"]) for row in rows}
 
 
 def name_of_pair(row: dict) -> tuple:
@@ -188,7 +188,8 @@ def instructions(runs: dict[str, dict]) -> dict[str, str]:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="run.sh page", description=make_page.__doc__)
+    parser = argparse.ArgumentParser(prog="run.sh page",
+                                     description="Writes RUN/run.html, also of a run that goes on.")
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("--megabytes", type=float, default=MEGABYTES,
                         help="of conversations; those of the least telling tasks are left out "

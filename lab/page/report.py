@@ -9,7 +9,7 @@ import numpy as np
 from common.files import read_jsonl, write_json
 from engine.words import SHARES
 from lab.runfiles import SOLVED, config_of, phases_of, that_found
-from worlds import ENVIRONMENTS, environment
+from worlds import environment
 
 # A table: its title, the names of its columns, and rows. A column whose name begins with < is
 # aligned to the left.
@@ -26,10 +26,9 @@ def bootstrap_interval(values) -> tuple[float, float]:
 
 
 def evaluations(run: Path, phases: dict) -> list[dict]:
-    """What is recorded of the evaluations whose files are there, and what the files say: reward
-    and success, the interval `low`, `high` of the mean reward, how many episodes filled the
-    context, and the share of scenarios of which all tasks are solved, where tasks have scenarios.
-    """
+    """What is recorded of the evaluations whose files are there, and what the files say: the mean
+    reward and its interval `low`, `high`, how many episodes filled the context, and the share of
+    scenarios of which all tasks are solved, where tasks have scenarios."""
     env = config_of(run)["settings"]["env"]
     found = []
     for row in that_found(phases, "split", "name", "episodes", "reward", "success"):
@@ -40,14 +39,11 @@ def evaluations(run: Path, phases: dict) -> list[dict]:
         of_task = defaultdict(list)
         for episode in episodes:
             of_task[episode["task"]].append(episode["reward"])
+        reward = float(np.mean([episode["reward"] for episode in episodes]))
         low, high = bootstrap_interval([np.mean(rewards) for rewards in of_task.values()])
-        rewards = np.array([episode["reward"] for episode in episodes])
-        found.append(row | dict(
-            reward=float(rewards.mean()), success=float((rewards >= SOLVED).mean()), low=low,
-            high=high, tasks=len(of_task),
-            out_of_context=sum(episode["ended"] == "context" for episode in episodes)))
-        if env in ENVIRONMENTS:
-            found[-1] |= scenarios(environment(env), of_task)
+        full = sum(episode["ended"] == "context" for episode in episodes)
+        said = dict(reward=reward, low=low, high=high, tasks=len(of_task), out_of_context=full)
+        found.append(row | said | scenarios(environment(env), of_task))
     return found
 
 

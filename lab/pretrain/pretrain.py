@@ -5,7 +5,7 @@ said twice, which forms the heads that copy (a norm on queries and keys, as in Q
 from forming), and then on practice texts, with copying kept in each batch. It never sees an expert
 of a task or an evaluated task, nor anybody who asks for what is held out for the split "unseen".
 
-    bash run.sh pretrain [--env NAME ...] [--width N] [--out FOLDER]
+    python -m lab.pretrain.pretrain [--env NAME ...] [--width N] [--out FOLDER]
 
 An environment's texts are of a recipe, lab/pretrain/recipes/NAME.py, with `conversations` and
 `exchanged`. The shipped tiny/ was made by longer recipes, which are in commit 81b13cf.
@@ -146,7 +146,7 @@ def card(model, texts: dict) -> str:
 ---
 license: mit
 ---
-`bash run.sh pretrain` made this Llama of {model.num_parameters():,} parameters, with torch
+`lab/pretrain/` made this Llama of {model.num_parameters():,} parameters, with torch
 {torch.__version__}. It has read random tokens said twice, and conversations of noisy players, who
 make mistakes, recover and often fail: {read}.
 Names, numbers and values are exchanged at random in each conversation. It has never read an expert
@@ -183,7 +183,7 @@ def make_tokenizer(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
 
 
 def main(flags: list[str]) -> None:
-    parser = argparse.ArgumentParser("run.sh pretrain", description="Makes a tiny model.")
+    parser = argparse.ArgumentParser("pretrain", description="Makes a tiny model.")
     parser.add_argument("--env", nargs="+", default=list(TEXTS), choices=sorted(TEXTS),
                         help="whose texts it reads [all]")
     parser.add_argument("--width", type=count, default=128,

@@ -1,9 +1,8 @@
 """The report on several runs: tables in the terminal, and a folder with them and its figures.
 
-    bash run.sh compare RUN RUN ...       finished runs that differ in method and seed alone
-    bash run.sh compare NAME=RUN ...      any runs, finished or not, under names of your own; those
-                                          of one name are its seeds:
-                                          base=A0 base=A1 ipo=B0 ipo=B1
+    bash run.sh compare RUN RUN ...       any runs, finished or not; those of a method, or an arm
+                                          of a study, are its seeds
+    bash run.sh compare NAME=RUN ...      under names of your own: base=A0 base=A1 ipo=B0 ipo=B1
     bash run.sh study webshop --report    those of a study
 
 The folder holds report.txt, report.json and the figures.
@@ -12,7 +11,6 @@ The folder holds report.txt, report.json and the figures.
 import argparse
 import itertools
 import json
-import math
 import os
 import textwrap
 from collections import defaultdict
@@ -20,40 +18,36 @@ from pathlib import Path
 
 import numpy as np
 
-from common.settings import Refused
 from lab.page import figures
 from lab.page.report import Table
-from lab.runfiles import SOLVED, command
+from lab.runfiles import command
 from lab.study import numbers
-from lab.study.methods import COMPARED, Runs, chosen, differences, named
+from lab.study.methods import Runs, arm_of, differences, named
 from lab.study.numbers import interval, of_seeds, paired
 
 MEASURES = ("reward", "success")
-THRESHOLDS = (0.6, 0.7, 0.8)  # of Table 2
 HOW = ("Mean over seeds ± half of its 95% t interval; of a difference also on how many seeds the "
        "first is ahead, and * where on three seeds or more the interval excludes 0. Intervals are "
        "not corrected for their number: of differences that are none, one in 20 has a *.")
 
 
-def write_report(title: str, runs: Runs, out: Path, by_name: bool = False) -> str:
+def write_report(title: str, runs: Runs, out: Path, compared: list | None = None) -> str:
     """Writes the report on runs into a folder.
 
     Args:
         title: Its first line.
         runs: arm, or a name of the user's -> seed -> folder.
         out: The folder.
-        by_name: Whether the names are the user's. Then all are compared with each other.
+        compared: (a, b): how far a is ahead of b; if not given all with each other, and the report
+            says in which settings they differ.
 
     Returns:
         The report as text.
     """
-    if not runs:
-        raise Refused(f"{out.parent}: no finished run in it (METHOD-sSEED with result.json)")
     out.mkdir(parents=True, exist_ok=True)
     made = []
-    compared = COMPARED
     of_shares = [("coevolve", "eto")]
-    if by_name:
+    if compared is None:
         compared = [(later, first) for first, later in itertools.combinations(runs, 2)]
         of_shares = compared
         made.append(("Settings in which they differ", ["<setting", "<method", "<value"],
@@ -63,8 +57,10 @@ def write_report(title: str, runs: Runs, out: Path, by_name: bool = False) -> st
     for when, some in (("after its last iteration", numbers.after_the_last(found)),
                        ("after the iteration that validation chooses",
                         numbers.after_the_best(found))):
-        made.append(of_target(f"Greedy evaluation of the target {when}", runs, some))
-        made.append(of_differences(f"Differences on the same seeds, {when}", compared, some))
+        made.append(of_target(f"Greedy evaluation of the target {when}", some))
+        made.append((f"Differences on the same seeds, {when}",
+                     ["<difference", "<split", "<reward", "<success"],
+                     leads(some, compared, "split", MEASURES)))
     made += [of_costs(runs), table_2(runs, of_shares), figure_3(runs, out),
              over_iterations(found, out)]
 
@@ -102,7 +98,7 @@ def as_text(title: str, columns: list[str], rows: list[tuple]) -> str:
 
 def cell(x) -> str:
     """A text, a number, an `interval` or a `paired` difference as text; - for None."""
-    if x is None or x == "":
+    if x is None:
         return "-"
     if isinstance(x, str):
         return x
@@ -120,34 +116,44 @@ def cell(x) -> str:
 # ------------------------------------------------------------------------------------- tables
 
 
-def of_target(title: str, runs: Runs, found: list[dict]) -> Table:
+def means(found: list[dict], by: tuple[str, ...], measures: tuple[str, ...]) -> list[tuple]:
+    """A row for each group of those that agree in the names `by`: these, and the interval over
+    seeds of each measure."""
+    rows = []
+    for group in dict.fromkeys(tuple(e[name] for name in by) for e in found):
+        where = dict(zip(by, group))
+        values = [of_seeds(found, measure, **where).values() for measure in measures]
+        rows.append((*group, *map(interval, values)))
+    return rows
+
+
+def leads(
+    found: list[dict],
+    compared: list[tuple[str, str]],
+    by: str,
+    measures: tuple[str, ...],
+) -> list[tuple]:
+    """A row for each of those compared and each group: by how much the first is ahead on the seeds
+    that both have."""
+    rows = []
+    for (a, b), group in itertools.product(compared, dict.fromkeys(e[by] for e in found)):
+        ahead = []
+        for measure in measures:
+            first, other = (of_seeds(found, measure, arm=arm, **{by: group}) for arm in (a, b))
+            ahead.append(paired(first, other))
+        if ahead[0]:
+            rows.append((f"{a} - {b}", group, *ahead))
+    return rows
+
+
+def of_target(title: str, found: list[dict]) -> Table:
     """What the target earns in some evaluations, of which each run has one for a split."""
     rows = []
-    for arm in dict.fromkeys(e["arm"] for e in found):
+    for arm, split, *earned in means(found, ("arm", "split"), MEASURES):
         iterations = of_seeds(found, "i", arm=arm)
         seeds = " ".join(map(str, iterations))
-        rows += measured(found, (arm, seeds, " ".join(map(str, iterations.values()))), arm=arm)
+        rows.append((arm, seeds, " ".join(map(str, iterations.values())), split, *earned))
     return title, ["<method", "<seeds", "<iterations", "<split", "<reward", "<success"], rows
-
-
-def measured(found: list[dict], names: tuple, **where) -> list[tuple]:
-    """A row for each split of the evaluations where all of this is so; it begins with names."""
-    rows = []
-    for split in dict.fromkeys(e["split"] for e in found):
-        of_split = [of_seeds(found, key, split=split, **where) for key in MEASURES]
-        rows.append((*names, split, *(interval(values.values()) for values in of_split)))
-    return [row for row in rows if row[-1]]
-
-
-def of_differences(title: str, compared: list[tuple[str, str]], found: list[dict]) -> Table:
-    rows = []
-    splits = dict.fromkeys(e["split"] for e in found)
-    for (a, b), split in itertools.product(compared, splits):
-        ahead = [paired(of_seeds(found, key, arm=a, split=split),
-                        of_seeds(found, key, arm=b, split=split)) for key in MEASURES]
-        if ahead[0]:
-            rows.append((f"{a} - {b}", split, *ahead))
-    return title, ["<difference", "<split", "<reward", "<success"], rows
 
 
 def of_costs(runs: Runs) -> Table:
@@ -160,25 +166,14 @@ def of_costs(runs: Runs) -> Table:
 
 def table_2(runs: Runs, compared: list[tuple[str, str]]) -> Table:
     """The paper's Table 2: shares of what was explored."""
-    rewards = defaultdict(dict)  # arm -> seed -> rewards
-    for arm, by_seed in runs.items():
-        for seed, run in by_seed.items():
-            found = [t["reward"] for t in numbers.explored(run)]
-            if found:
-                rewards[arm][seed] = found
-
+    measures = ("success", "negative", "hard negative")
     rows = []
-    for t in THRESHOLDS:
-        shares = {}  # arm -> of success, negative, hard negative: seed -> share
-        for arm, of_arm in rewards.items():
-            shares[arm] = [numbers.share(of_arm, *band)
-                           for band in ((SOLVED, math.inf), (-math.inf, t), (t, SOLVED))]
-            rows.append((arm, t, *(interval(of_band.values()) for of_band in shares[arm])))
-        for a, b in compared:
-            if {a, b} <= shares.keys():
-                rows.append((f"{a} - {b}", t, *map(paired, shares[a], shares[b])))
+    for threshold in (0.6, 0.7, 0.8):
+        found = numbers.shares(runs, threshold)
+        rows += means(found, ("arm", "threshold"), measures)
+        rows += leads(found, compared, "threshold", measures)
     return ("Table 2: explored trajectories, all agents and iterations of a method",
-            ["<method", "threshold", "<success", "<negative", "<hard negative"], rows)
+            ["<method", "threshold", *(f"<{measure}" for measure in measures)], rows)
 
 
 def figure_3(runs: Runs, out: Path) -> Table:
@@ -208,9 +203,7 @@ def figure_3(runs: Runs, out: Path) -> Table:
 
 def over_iterations(found: list[dict], out: Path) -> Table:
     """The target's reward and success by iteration, which are drawn, too."""
-    rows = []
-    for arm, i in dict.fromkeys((e["arm"], e["i"]) for e in found):
-        rows += measured(found, (arm, i), arm=arm, i=i)
+    rows = means(found, ("arm", "i", "split"), MEASURES)
     curves = defaultdict(lambda: defaultdict(list))  # split -> arm -> (i, mean, half)
     for arm, i, split, reward, _ in rows:
         curves[split][arm].append((i, reward["mean"], reward["half"] or 0))
@@ -230,10 +223,10 @@ def over_iterations(found: list[dict], out: Path) -> Table:
 
 
 def split_name(word: str) -> tuple[str, Path]:
-    """(NAME, RUN) of NAME=RUN. A path may have a = in it too; without a name it is empty."""
+    """(name, run) of NAME=RUN, or of RUN, in whose path a = may stand, too."""
     name, sign, path = word.partition("=")
     if not sign or not name or not path or "/" in name or Path(word).exists():
-        return "", Path(word)
+        return arm_of(Path(word)), Path(word)
     return name, Path(path)
 
 
@@ -244,11 +237,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, help="folder of the report [`report`, beside the runs]")
     asked = parser.parse_args(argv)
     given = [split_name(word) for word in asked.runs]
-    paths = [path for _, path in given]
-    by_name = any(name for name, _ in given)
-    runs = named(given) if by_name else chosen(paths)
-    out = asked.out or Path(os.path.commonpath([p.resolve().parent for p in paths]), "report")
-    print(write_report("Comparison of runs", runs, out, by_name))
+    beside = os.path.commonpath([path.resolve().parent for _, path in given])
+    out = asked.out or Path(beside, "report")
+    print(write_report("Comparison of runs", named(given), out))
     print(f"compare: {out} holds this, the numbers and the figures")
 
 

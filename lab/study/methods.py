@@ -3,16 +3,12 @@
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
-import coevolve
-import evolve
 from common.settings import FREE, Refused, has_mark, names_in, settings_of
 from evolve import SIGNALS
-from lab import baselines
 from lab.runfiles import config_of, phases_of, that_found
+from lab.settings import METHODS, Settings
 
 # arm -> its settings. In braces stands what another run of the seed says (`taken_from`): `steps`,
 # as many optimiser steps of the target as co-evolution took; `lambda_sft`, its own; `tasks`, as
@@ -47,12 +43,6 @@ COMPARED = [
     ("eto-sft", "eto"), ("eto-sft-steps", "eto-steps"), ("frozen", "eto-sft-steps"),
     ("positive", "eto-sft"), ("frozen", "eto-sft"),
     *itertools.product(["evolve"], [*SECOND, "sft"])]
-METHODS = coevolve.METHODS | evolve.METHODS | baselines.METHODS
-
-
-@dataclass(frozen=True)
-class Settings(baselines.Baselines, evolve.Settings):
-    """Every setting of these methods"""
 
 
 def method_of(arm: str) -> str:
@@ -95,7 +85,7 @@ def taken_from(run: Path) -> dict:
 def task_counts(phases: dict) -> list[int]:
     """How many tasks GRPO trained on, by evolution: those at the start, and so on."""
     found = that_found(phases, "tasks")
-    return [row.get("D", row["tasks"]) for row in found if row["output"].endswith("tasks.jsonl")]
+    return [row["tasks"] for row in found if row["output"].endswith("tasks.jsonl")]
 
 
 def trained(phases: dict, agent: str = "") -> list[dict]:
@@ -109,75 +99,50 @@ def trained(phases: dict, agent: str = "") -> list[dict]:
 Runs = dict[str, dict[int, Path]]
 
 
-def finished(folder: Path) -> Runs:
-    """The finished runs of a study."""
-    paths = []
-    for path in folder.glob("*-s[0-9]*"):
-        if path.name.rpartition("-s")[0] in ARMS and (path / "result.json").exists():
-            paths.append(path)
-    return chosen(paths)
-
-
-def chosen(paths: list[Path]) -> Runs:
-    """Finished runs by arm: that of the folder's name where a study made it, else their method.
-    Refused if they differ in more than seed and method."""
-    given = []
-    for path in paths:
-        method = config_of(path)["settings"]["method"]
-        if not (path / "result.json").exists():
-            raise Refused(f"{path} has not finished; the command that began it goes on from "
-                          "there, and NAME=RUN compares what is there")
-        arm = path.resolve().name.rpartition("-s")[0]
-        if arm not in ARMS or method_of(arm) != method:
-            arm = method
-        given.append((arm, path))
-    runs = named(given)
-    check_alike(runs)
-    order = [*ARMS, *sorted(runs)]
-    return dict(sorted(runs.items(), key=lambda item: order.index(item[0])))
+def arm_of(run: Path) -> str:
+    """The arm of a run that a study made, by the name of its folder; else its method."""
+    arm = run.resolve().name.rpartition("-s")[0]
+    return arm if arm in ARMS else config_of(run)["settings"]["method"]
 
 
 def named(given: list[tuple[str, Path]]) -> Runs:
-    """Runs under names, or else of their methods; whatever their settings are, and whether or not
-    they have finished."""
+    """Runs under names; whatever their settings are, and whether or not they have finished."""
     runs = defaultdict(dict)
     for name, path in given:
-        settings = config_of(path)["settings"]
-        by_seed = runs[name or settings["method"]]
-        other = by_seed.setdefault(settings["seed"], path)
+        seed = config_of(path)["settings"]["seed"]
+        other = runs[name].setdefault(seed, path)
         if other is not path:
-            raise Refused(f"{path} and {other} are both {name or settings['method']} with seed "
-                          f"{settings['seed']}; leave one out, or give each a name of its own: "
-                          "NAME=RUN NAME=RUN")
+            raise Refused(f"{path} and {other} are both {name} with seed {seed}; leave one out, or "
+                          "give each a name of its own: NAME=RUN NAME=RUN")
     return {name: dict(sorted(by_seed.items())) for name, by_seed in runs.items()}
 
 
-def check_alike(runs: Runs) -> None:
-    """Refused where runs differ in a setting that both read, but for what is an arm's own."""
+def finished(folder: Path) -> Runs:
+    """The finished runs of a study, in the order of ARMS. Refused where two differ in a setting
+    that both read, but for what is an arm's own."""
+    runs = {}
     first = {}  # setting -> the first run that reads it, and its value
-    for arm, by_seed in runs.items():
-        own = {name.replace("-", "_") for name in re.findall(r"--(\S+)", ARMS.get(arm, ""))}
-        for path in by_seed.values():
+    for arm in ARMS:
+        done = [file.parent for file in folder.glob(f"{arm}-s[0-9]*/result.json")]
+        # What an arm sets, or does not read.
+        own = {name.replace("-", "_") for name in re.findall(r"--(\S+)", ARMS[arm])}
+        own |= Settings.presets.get(f"--method {method_of(arm)}", {}).keys()
+        own |= settings_of(Settings).keys() - names_in(METHODS[method_of(arm)].reads)
+        for path in done:
             made = config_of(path)["settings"]
-            own |= Settings.presets.get(f"--method {made['method']}", {}).keys()
-            for name in sorted(counting(made) - own - unread(made["method"]) - {"method"}):
+            for name in sorted(counting({*made}) - own):
                 other, before = first.setdefault(name, (path, made[name]))
                 if made[name] != before:
                     raise Refused(f"{path} and {other} differ in {name} ({made[name]}, {before}); "
-                                  "a report is on runs that differ in method and seed; of others "
-                                  "give compare the names, NAME=RUN NAME=RUN")
+                                  "a study's runs differ in method and seed alone; compare "
+                                  "reports on any")
+        runs |= named([(arm, path) for path in done])
+    return runs
 
 
-def counting(names: Iterable[str]) -> set[str]:
+def counting(names: set[str]) -> set[str]:
     """Those settings that change more than rounding, but for the seed."""
     return {name for name in names if not has_mark(Settings, name, FREE)} - {"seed"}
-
-
-def unread(method: str) -> set[str]:
-    """The settings that a --method does not read; none, as far as is known, of a fork's own."""
-    if method not in METHODS:
-        return set()
-    return settings_of(Settings).keys() - names_in(METHODS[method].reads)
 
 
 def differences(runs: Runs) -> list[tuple[str, str, str]]:
@@ -194,6 +159,6 @@ def differences(runs: Runs) -> list[tuple[str, str, str]]:
         values = {}
         for name, of_name in made.items():
             values[name] = ", ".join(dict.fromkeys(str(s.get(key, "-")) for s in of_name))
-        if len({*values.values()}) > 1 and key in counting(every):
+        if len({*values.values()}) > 1 and key in counting({*every}):
             found += [(key, name, value) for name, value in values.items()]
     return found

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from common.files import read_jsonl
+from dpo import better
 from engine.models import read_model
 from lab.page import report
 from lab.runfiles import SOLVED, explorations_in, phases_of
@@ -69,11 +70,10 @@ def after_the_best(found: list[dict]) -> list[dict]:
     ones the first. Where there are iterations, what SFT made is no choice."""
     best = {}  # (arm, seed) -> its best evaluation on validation
     for e in sorted(found, key=lambda e: e["i"]):
-        run = e["arm"], e["seed"]
-        if e["split"] != "validation":
-            continue
-        if run not in best or best[run]["i"] == 0 or e["reward"] > best[run]["reward"] + 1e-9:
-            best[run] = e
+        if e["split"] == "validation":
+            before = best.setdefault((e["arm"], e["seed"]), e)
+            if before["i"] == 0 or better(e["reward"], before["reward"]):
+                best[e["arm"], e["seed"]] = e
     chosen = {run: e["i"] for run, e in best.items()}
     return [e for e in found
             if e["split"] != "validation" and e["i"] == chosen.get((e["arm"], e["seed"]))]
@@ -108,11 +108,20 @@ def explored(run: Path, agent: str | None = None) -> list[dict]:
     return rows
 
 
-def share(rewards: dict[int, list[float]], low: float, high: float) -> dict[int, float]:
-    """seed -> the share of rewards from `low` to below `high`."""
-    found = {}
-    for seed, of_seed in rewards.items():
-        found[seed] = float(np.mean([low <= reward < high for reward in of_seed]))
+def shares(runs: Runs, threshold: float) -> list[dict]:
+    """Of what each run has explored, if anything, the shares of successes, of rewards below the
+    threshold, and of failures from there on."""
+    found = []
+    for arm, by_seed in runs.items():
+        for seed, run in by_seed.items():
+            rewards = np.array([row["reward"] for row in explored(run)])
+            if not len(rewards):
+                continue
+            solved = rewards >= SOLVED
+            below = rewards < threshold
+            of_run = {"success": solved, "negative": below, "hard negative": ~solved & ~below}
+            found.append(dict(arm=arm, seed=seed, threshold=threshold))
+            found[-1] |= {name: float(np.mean(each)) for name, each in of_run.items()}
     return found
 
 

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from common.settings import Refused, flag, names_in, parse
 from lab.runfiles import command, count
+from lab.settings import METHODS, Settings
 from lab.study.compare import write_report
-from lab.study.methods import ARMS, FIRST, finished, flags, method_of, needed_by
+from lab.study.methods import ARMS, COMPARED, FIRST, finished, flags, method_of, needed_by
 from worlds import environment, without_passwords
 
 ROOT = Path(__file__).parents[2]
@@ -47,9 +48,7 @@ def make_runs(
         more: Settings for all runs that read them.
         jobs: How many runs go side by side.
     """
-    from lab.settings import METHODS, Settings  # only here: a report needs no endpoint
-    reads = {arm: {flag(name) for name in names_in(METHODS[method_of(arm)].reads)} for arm in arms}
-    given = {arm: read_by(arm, reads, more) for arm in arms}
+    given = {arm: read_by(arm, arms, more) for arm in arms}
     for arm in arms:  # what one of them refuses is said before all
         parse(["--env", env, *given[arm], "--method", method_of(arm)], Settings, METHODS,
               environment)
@@ -75,14 +74,12 @@ def make_runs(
         run.result()
 
 
-def read_by(arm: str, reads: dict[str, set[str]], more: list[str]) -> list[str]:
-    """Of some settings those that an arm reads, and those that no arm reads, to be refused.
-
-    Args:
-        arm: The arm.
-        reads: The flags that each arm reads.
-        more: Flags and values.
-    """
+def read_by(arm: str, arms: list[str], more: list[str]) -> list[str]:
+    """Of some flags and values those that an arm reads, and those that none of the arms reads, to
+    be refused."""
+    reads = {}  # arm -> its flags
+    for other in arms:
+        reads[other] = {flag(name) for name in names_in(METHODS[method_of(other)].reads)}
     others = set.union(*reads.values()) - reads[arm]
     kept = []
     mine = True
@@ -143,7 +140,10 @@ def main(argv: list[str]) -> None:
         make_runs(asked.env, [arm for arm in ARMS if arm in wanted],
                   list(dict.fromkeys(asked.seeds)), folder, more,
                   asked.jobs or (min(os.cpu_count(), 8) if small else 1))
-    print(write_report(f"Study on {asked.env}", finished(folder), folder / "report"))
+    runs = finished(folder)
+    if not runs:
+        raise Refused(f"{folder}: no finished run in it (METHOD-sSEED with result.json)")
+    print(write_report(f"Study on {asked.env}", runs, folder / "report", COMPARED))
     print(f"study: {folder / 'report'} holds this, the numbers and the figures")
 
 

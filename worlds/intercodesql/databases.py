@@ -23,7 +23,7 @@ LOOK = 1_000                                  # steps after which both are looke
 INTERRUPTED = ERROR + "Query execution was interrupted (max_statement_time exceeded)"
 TOO_LARGE = f"{ERROR}The result has more than {MAX_ROWS:,} rows or too much text; add a LIMIT"
 DENIED = ERROR + "SELECT command denied to user"  # by sqlite's authorizer, or a server's rights
-REMEDY = "bash run.sh load-intercode makes users that may only read"
+REMEDY = "python -m worlds.intercodesql.spider makes users that may only read"
 SYNTAX = ("You have an error in your SQL syntax; check the manual that corresponds to your MySQL "
           "server version for the right syntax to use near '{rest}' at line 1")
 INSTALL = "pip install 'PyMySQL[rsa]>=1.1,<2', or activate run.sh's .venv"

@@ -1,6 +1,6 @@
 """InterCode's own questions and databases (Spider's): into sqlite, or from its dump into a server.
 
-    bash run.sh load-intercode DUMP --admin-url URL --mysql-url URL
+    python -m worlds.intercodesql.spider DUMP --admin-url URL --mysql-url URL
 """
 
 import argparse
@@ -108,7 +108,7 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser("run.sh load-intercode", description=__doc__)
+    parser = argparse.ArgumentParser("spider", description=__doc__.splitlines()[0])
     parser.add_argument("dump", type=Path, help="ic_spider_dbs.sql")
     parser.add_argument("--admin-url", required=True, help="mysql://user:password@host:port")
     parser.add_argument("--mysql-url", required=True, help="as later given for training")
@@ -123,5 +123,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except (Refused, EnvError, OSError) as error:
-        print(f"run.sh: {error}", file=sys.stderr)
+        print(f"spider: {error}", file=sys.stderr)
         sys.exit(2)
