@@ -54,21 +54,24 @@ trading_bot.datetime = travel_booking.datetime = Clock
 def parse_calls(reply: str) -> list[dict | str]:
     """The calls in a reply, in order; a text in place of one that cannot be made says why. They
     stand in blocks <tool_call>...</tool_call>, else ```json ... ```, else the reply is nothing
-    else; each holds one call or a list. What a model thought, up to </think>, does not count."""
-    said = reply.rpartition("</think>")[2].partition("<think>")[0]
-    if OPEN in said:
-        blocks = [block.partition(CLOSE)[0] for block in said.split(OPEN)[1:] if CLOSE in block]
-    elif "```json" in said:
-        blocks = [block.partition("```")[0] for block in said.split("```json")[1:]]
+    else; each holds one call or a list."""
+    if OPEN in reply:
+        blocks = [block.partition(CLOSE)[0] for block in reply.split(OPEN)[1:] if CLOSE in block]
+    elif "```json" in reply:
+        blocks = [block.partition("```")[0] for block in reply.split("```json")[1:]]
     else:
-        blocks = [said]
-    found = [call for block in blocks[:MOST_CALLS + 1] for call in _calls_in(block)]
+        blocks = [reply]
+    found = []
+    for block in blocks[:MOST_CALLS + 1]:
+        found += _calls_in(block)
     if all(call is None for call in found):
         return []
     if len(reply) > LONGEST:
         return [f"the reply has {len(reply)} characters; at most {LONGEST} are read"]
-    return ([f"not a call; {FORM}" if call is None else call for call in found[:MOST_CALLS]]
-            + [f"not made; a reply has at most {MOST_CALLS} calls"] * (len(found) > MOST_CALLS))
+    calls = [f"not a call; {FORM}" if call is None else call for call in found[:MOST_CALLS]]
+    if len(found) > MOST_CALLS:
+        calls.append(f"not made; a reply has at most {MOST_CALLS} calls")
+    return calls
 
 
 def _calls_in(block: str) -> list[dict | str | None]:

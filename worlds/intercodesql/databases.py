@@ -11,7 +11,7 @@ import re
 import sqlite3
 import struct
 import time
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from worlds import EnvError, Refused
 
@@ -23,10 +23,9 @@ LOOK = 1_000                                  # steps after which both are looke
 INTERRUPTED = ERROR + "Query execution was interrupted (max_statement_time exceeded)"
 TOO_LARGE = f"{ERROR}The result has more than {MAX_ROWS:,} rows or too much text; add a LIMIT"
 DENIED = ERROR + "SELECT command denied to user"  # by sqlite's authorizer, or a server's rights
-REMEDY = "bash run.sh load-intercode makes users that may only read"
+REMEDY = "worlds/intercodesql/README.md says how users are made that may only read"
 SYNTAX = ("You have an error in your SQL syntax; check the manual that corresponds to your MySQL "
           "server version for the right syntax to use near '{rest}' at line 1")
-INSTALL = "pip install 'PyMySQL[rsa]>=1.1,<2', or activate run.sh's .venv"
 
 # Texts, names in backticks and comments of a query. Comments that a server obeys are none.
 _BESIDE_CODE = re.compile(r"""
@@ -254,10 +253,10 @@ def _fetch(cursor) -> list[tuple] | str:
 class MySQL:
     """A database of a MySQL or MariaDB server, with a connection of its own, as the user that
     `load_intercode` made for it. The server ends a query after SECONDS; should it not, the client
-    stops listening soon after and kills the query from another connection."""
+    stops listening soon after."""
     TIMED_OUT = {1969, 3024}  # MariaDB's and MySQL's limit
     DENIED = {1044, 1045, 1049, 1698}
-    # What the server says when it is full, ends, or lost the client, or on a KILL not ours.
+    # What the server says when it is full, ends, or lost the client, or on a KILL.
     LOST = {1040, 1053, 1158, 1159, 1160, 1161, 1203, 1317, 1927}
 
     def __init__(self, name: str, url: str):
@@ -276,8 +275,8 @@ class MySQL:
         self._connection = None
 
     def _connect(self):
-        self._connection = connect(self._url, user=database_user(self._url, self.name),
-                                   database=self.name)
+        user = database_user(self._url, self.name)
+        self._connection = connect(self._url, agents_password(), user=user, database=self.name)
         limit = (f"max_statement_time = {SECONDS}"
                  if "MariaDB" in self._connection.get_server_info() else
                  f"max_execution_time = {1000 * SECONDS}")
@@ -288,36 +287,25 @@ class MySQL:
         cursor = self._connection.cursor(pymysql.cursors.SSCursor)  # rows stay on the server
         try:
             cursor.execute(sql)
-            if cursor.description is None:
-                return None
-            answer = _fetch(cursor)
+            answer = None if cursor.description is None else _fetch(cursor)
+            if not isinstance(answer, str):
+                return answer
         except pymysql.MySQLError as error:
-            (code, text), took = (*error.args, "", "")[:2], time.monotonic() - started
+            code, text = (*error.args, "", "")[:2]
+            took = time.monotonic() - started
             if code in self.TIMED_OUT or code == 1317 and took > 0.9 * SECONDS:
                 return INTERRUPTED
-            if code == 2013 and took > SECONDS + 2.5:  # the client's own limit, see `connect`
-                answer = INTERRUPTED
-            elif (isinstance(code, int) and (1000 <= code < 2000 or code >= 3000)
-                    and code not in self.LOST):  # else it is the connection's
+            is_querys = isinstance(code, int) and (1000 <= code < 2000 or code >= 3000)
+            if is_querys and code not in self.LOST:
                 return f"{ERROR}{text}"
-            else:
+            if code != 2013 or took < SECONDS + 2.5:  # else it is the client's limit, see `connect`
                 raise
+            answer = INTERRUPTED
         except ValueError as error:  # text that is no UTF-8, in the query or in the result
             answer = f"{ERROR}{error}"
-        if not isinstance(answer, list):
-            self._kill()
-        return answer
-
-    def _kill(self):
-        """Ends what runs on this connection, from another one, which takes its place."""
-        thread = self._connection.thread_id()
-        self._abandon()
+        self._abandon()  # what the server goes on sending is nobody's
         self._connect()
-        try:
-            self._connection.query(f"KILL {thread}")
-        except driver().MySQLError as error:
-            if error.args[:1] != (1094,):  # it has ended by itself
-                raise
+        return answer
 
     def _abandon(self):
         """Closes the socket without a word to the server."""
@@ -346,38 +334,40 @@ def driver():
     try:
         import pymysql
     except ImportError as error:
-        raise Refused(f"--mysql-url: {error}; {INSTALL}") from None
+        raise Refused(f"--mysql-url: {error}; pip install 'PyMySQL[rsa]>=1.1,<2', or activate "
+                      "run.sh's .venv") from None
     return pymysql
 
 
-def connect(url: str, **options):
-    """A connection to mysql://user:password@host:port; the password may be in MYSQL_PWD instead."""
-    parts, pymysql = urlsplit(url), driver()
+def connect(url: str, password: str, **options):
+    """A connection to mysql://user@host:port; options are PyMySQL's, which replace ours."""
+    parts = urlsplit(url)
+    # Silent for longer than a query may run, the server is taken for lost. TLS would cost an
+    # episode 20 ms; within one machine it protects nothing.
+    ours = dict(
+        host=parts.hostname, port=parts.port or 3306, user=parts.username, charset="utf8mb4",
+        autocommit=True, local_infile=False, connect_timeout=5, read_timeout=SECONDS + 3,
+        write_timeout=SECONDS + 3,
+        ssl_disabled=parts.hostname in ("localhost", "127.0.0.1", "::1"))
+    pymysql = driver()
     try:
-        # Silent for longer than a query may run, the server is taken for lost. TLS would cost an
-        # episode 20 ms; within one machine it protects nothing.
-        return pymysql.connect(**{**dict(
-            host=parts.hostname, port=parts.port or 3306, user=unquote(parts.username),
-            password=password_of(parts), charset="utf8mb4", autocommit=True, local_infile=False,
-            connect_timeout=5, read_timeout=SECONDS + 3, write_timeout=SECONDS + 3,
-            ssl_disabled=parts.hostname in ("localhost", "127.0.0.1", "::1")), **options})
+        return pymysql.connect(password=password, **ours | options)
     except (IndexError, AssertionError, struct.error):  # PyMySQL on what is no handshake
         raise pymysql.err.OperationalError(2013, "something else than MySQL answers") from None
-    except RuntimeError as error:  # a PyMySQL that cannot take MySQL 8's passwords
-        raise Refused(f"--mysql-url: {error}; {INSTALL}") from None
 
 
-def password_of(parts) -> str:
-    return os.environ.get("MYSQL_PWD", "") if parts.password is None else unquote(parts.password)
+def agents_password() -> str:
+    """Of the users that may only read."""
+    return os.environ.get("MYSQL_PWD", "")
 
 
 def server_of(url: str) -> str:
-    """The server's address without user and password, for messages."""
+    """The server's address without the user, for messages."""
     parts = urlsplit(url)
     return f"mysql://{parts.hostname}:{parts.port or 3306}"
 
 
 def database_user(url: str, database: str) -> str:
     """The user that may read `database` and nothing else; MySQL allows 32 characters."""
-    name = unquote(urlsplit(url).username)[:21]
+    name = urlsplit(url).username[:21]
     return f"{name}_{hashlib.sha256(database.lower().encode()).hexdigest()[:10]}"

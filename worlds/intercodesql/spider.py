@@ -1,17 +1,20 @@
 """InterCode's own questions and databases (Spider's): into sqlite, or from its dump into a server.
 
-    bash run.sh load-intercode DUMP --admin-url URL --mysql-url URL
+    python -m worlds.intercodesql.spider DUMP --admin-url URL --mysql-url URL
+
+The addresses are as mysql://user@host:port. The password of the administrator is in MYSQL_ADMIN_PWD,
+that of the users which it makes in MYSQL_PWD.
 """
 
 import argparse
+import os
 import re
 import sys
 from functools import lru_cache
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from worlds import EnvError, Refused
-from worlds.intercodesql import MYSQL_ADDRESS, databases, is_mysql_address
+from worlds.intercodesql import databases, is_mysql_address
 from worlds.intercodesql.questions import SQLWorld, numbered
 from worlds.user_files import read_json, reading, text_in
 
@@ -74,8 +77,8 @@ def sqlite_scripts(dump: str) -> dict[str, str]:
 
 def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
     """Loads InterCode's dump and makes, per database, the user that may read it and nothing else,
-    by the name and password of mysql_url; returns the databases. The dump's own CREATE USER (an
-    all-powerful admin/admin) is left out; its tables replace those of the same names."""
+    by the name in mysql_url; returns the databases. The dump's own CREATE USER (an all-powerful
+    admin/admin) is left out; its tables replace those of the same names."""
     text = re.sub(r"^(CREATE USER|GRANT|FLUSH)\b.*?;", "", dump.read_text(encoding="utf-8"),
                   flags=re.M)
     names = re.findall(r"^USE `(\w+)`;", text, re.M)
@@ -83,7 +86,8 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
         raise Refused(f"{dump}: no database in it; give InterCode's ic_spider_dbs.sql")
     where = databases.server_of(admin_url)
     try:
-        with databases.connect(admin_url, client_flag=1 << 16, read_timeout=600) as server, \
+        with databases.connect(admin_url, os.environ.get("MYSQL_ADMIN_PWD", ""), read_timeout=600,
+                               client_flag=1 << 16) as server, \
                 server.cursor() as cursor:  # the flag is MULTI_STATEMENTS
             cursor.execute("SELECT @@lower_case_table_names")
             if cursor.fetchone() == (0,):
@@ -94,7 +98,7 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
             cursor.execute(f"SET foreign_key_checks = 0;\n{text}")
             while cursor.nextset():
                 pass
-            secret = server.escape(databases.password_of(urlsplit(mysql_url)))
+            secret = server.escape(databases.agents_password())
             for name in names:
                 user = server.escape(databases.database_user(mysql_url, name))
                 pattern = name.replace("_", r"\_")  # in a GRANT _ stands for any character
@@ -108,13 +112,14 @@ def load_intercode(dump: Path, admin_url: str, mysql_url: str) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser("run.sh load-intercode", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("dump", type=Path, help="ic_spider_dbs.sql")
-    parser.add_argument("--admin-url", required=True, help="mysql://user:password@host:port")
+    parser.add_argument("--admin-url", required=True, help="of who may create databases and users")
     parser.add_argument("--mysql-url", required=True, help="as later given for training")
     asked = parser.parse_args(argv)
     if not (is_mysql_address(asked.admin_url) and is_mysql_address(asked.mysql_url)):
-        raise Refused(f"--admin-url and --mysql-url must be {MYSQL_ADDRESS}")
+        raise Refused("--admin-url and --mysql-url must be mysql://user@host:port, with passwords "
+                      "in MYSQL_ADMIN_PWD and MYSQL_PWD")
     names = load_intercode(asked.dump, asked.admin_url, asked.mysql_url)
     print(f"{len(names)} databases, each with a user that may only read it")
 
@@ -123,5 +128,4 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except (Refused, EnvError, OSError) as error:
-        print(f"run.sh: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(str(error))

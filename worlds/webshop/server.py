@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
-from weakref import WeakSet
 
 import requests
 from filelock import FileLock
 
 from worlds import EnvError, Refused
-from worlds.task_lists import read_lists
+from worlds.user_files import read_lists
 from worlds.webshop.shop import DONE, Page, Shop, show
 
 RULE = {"train": range(1500, 1500 + 1624), "validation": range(500, 1500), "test": range(500)}
@@ -29,12 +28,12 @@ class WebShopServer(Shop):
     is the number of a goal; `reset` takes any. By rule splits are those of WebShop's baselines.
 
     Price limits are drawn when a server starts. Refused where it was replaced: a goal that this
-    process has met before reads otherwise now. Before one that is met for the first time another
-    one is read again, and after a purchase, whose page does not show it, the episode's own.
+    process has met before reads otherwise now, when an episode begins or after its purchase, whose
+    page does not show it.
 
     A server loads its catalogue at its first request, and once more for each that comes meanwhile.
-    So those that it has not answered since it last failed ask one at a time, on all of a machine.
-    It slows down with each session, so every episode on a goal uses the same one.
+    So first requests are made one at a time, on all of a machine. It slows down with each session,
+    so every episode on a goal uses the same one.
 
     An answer is a page of the shop, or EnvError: there is none, an error, another site's page, a
     link or redirect away from the address that was given. One answer counts as an action that
@@ -80,14 +79,13 @@ class Link:
 
 class Client:
     """One that asks a server for pages; `WebShopServer` says how."""
-    known = defaultdict(dict)        # server -> goal -> the instruction this process has read
-    answered = defaultdict(WeakSet)  # server -> the clients it has answered since it last failed
-    loading = set()                  # servers that did not answer a first request in time
+    known = defaultdict(dict)  # server -> goal -> the instruction this process has read
 
     def __init__(self, url: str, timeout: float, load_timeout: float):
         self.url = url
         self._timeout = timeout
         self._load_timeout = load_timeout
+        self._was_answered = False
         self._http = requests.Session()  # keeps its connection
         self._http.trust_env = False     # no proxy may come between, and no saved password
         self._http.max_redirects = 5
@@ -95,16 +93,9 @@ class Client:
         self._http.mount(f"{url}/", requests.adapters.HTTPAdapter())
 
     def begin(self, goal: int) -> Page:
-        """The first page of an episode on a goal."""
+        """The first page of an episode on a goal; Refused if its instruction is not what this
+        process has read."""
         self._goal = goal
-        known = self.known[self.url]
-        if known and goal not in known:  # one that is says whether it is the same server
-            first = [*known][:8]
-            self._read(first[len(known) % len(first)])
-        return self._read(goal)
-
-    def _read(self, goal: int) -> Page:
-        """A goal's first page; Refused if its instruction is not what this process has read."""
         page = self.open(Link("GET", f"{self.url}/coevolve_fixed_{goal}"))
         before = self.known[self.url].setdefault(goal, self._instruction)
         if before != self._instruction:
@@ -134,9 +125,9 @@ class Client:
             self._fail("HTTP 500, its answer to a goal that its catalogue does not have; start it "
                        "with all products, or play fewer or other tasks")
         page = self._read_html(answer)
-        self.answered[self.url].add(self)
+        self._was_answered = True
         if page.reward is not None:
-            self._read(self._goal)
+            self.begin(self._goal)
             return Page("done", DONE, {}, reward=page.reward)
 
         if before is None and page.form is None:
@@ -172,13 +163,8 @@ class Client:
 
     def _ask(self, link: Link, data: dict | None) -> requests.Response:
         """The answer to a request, after redirects."""
-        answered = self.answered[self.url]
-        first = self not in answered
-        timeout = self._load_timeout if first else self._timeout
-        with self._in_turn() if first else nullcontext():
-            if first and self.url in self.loading:  # it would load its catalogue once more
-                self._fail(f"no answer to the first request in {timeout:,.0f} s, in which it "
-                           "loads its catalogue; start again when it has")
+        timeout = self._timeout if self._was_answered else self._load_timeout
+        with nullcontext() if self._was_answered else self._in_turn():
             try:
                 return self._http.request(link.method, link.address, data=data,
                                           timeout=(min(10.0, timeout), timeout))
@@ -186,10 +172,8 @@ class Client:
                 self._fail(f"a link to another host, or outside {self.url}/, is not followed "
                            f"({str(error)[-200:]}); {CHECK}")
             except (requests.RequestException, ValueError) as error:
-                if first and isinstance(error, requests.ReadTimeout):
-                    self.loading.add(self.url)
-                answered.clear()  # started again, it loads its catalogue again
-                self._fail(f"{type(error).__name__}; see that the server runs")
+                self._fail(f"{type(error).__name__}; see that the server runs, and has loaded its "
+                           "catalogue")
 
     def _in_turn(self):
         """One at a time of all processes of a user on this machine that ask this server."""
@@ -201,7 +185,7 @@ class Client:
 
     def close(self):
         self._http.close()
-        self.answered[self.url].discard(self)
+        self._was_answered = False
 
 
 class _Html(HTMLParser):
