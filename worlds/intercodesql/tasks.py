@@ -13,6 +13,9 @@ from worlds.intercodesql.databases import ERROR, Sqlite, code_of
 from worlds.intercodesql.questions import HELD_OUT, tables_of, worth_asking
 
 COPIES = 4  # of a database with other rows, on which queries are told apart [ours]
+# Words of a query that returns something else another time.
+VARYING = set("now date time datetime julianday strftime unixepoch timediff current_date "
+              "current_time current_timestamp random randomblob".split())
 # What a placeholder of a gold query stands for; one that comes twice is the same both times.
 HOLES = {**dict.fromkeys("tnabceksp", r"\w+"), **dict.fromkeys(("v", "v2", "u"), r"'\w+'"),
          **dict.fromkeys("xyz", r"\d+")}
@@ -152,6 +155,8 @@ class TaskGenerator:
                 return "a question of a split"
         if {*words.split()} & {*HELD_OUT, *(f"{noun}s" for noun in HELD_OUT)}:
             return "a held-out noun"
+        if VARYING & {*re.findall(r"\w+", code_of(task["gold"]).lower())}:
+            return "a query that returns something else another time"
         values = re.findall(r"'\w+'", task["gold"])
         if len(values) != len(set(values)):
             return "one value twice"
@@ -184,8 +189,8 @@ class TaskGenerator:
         messages, reward = first
         if any(turn["content"].startswith(ERROR) for turn in messages):
             return "an action of its solution fails"
-        if len(messages) < 2 * len(solution):
-            return "its solution goes on after its submission"
+        if len(messages) != 2 * len(solution):
+            return "its solution does not end with a submission"
         return None if reward == 1.0 else f"its solution earns {reward:.2f}"
 
     def _ran(self, db: str, replies: list[str]):

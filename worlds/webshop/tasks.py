@@ -3,7 +3,6 @@ mistake is right for the new goal, and the episode's own actions are its solutio
 
 import random
 import re
-import unicodedata
 from dataclasses import dataclass
 
 from worlds import words_of
@@ -109,17 +108,11 @@ class TaskGenerator:
         return *goal_key(goal)[:-1], allowed
 
     def tells(self, text: str, solution: list[str]) -> bool:
-        """Whether a text says what to do, in whatever spelling: search[...] or click[...], a
-        product's number, Buy Now. A customer knows none of these."""
-        plain = unicodedata.normalize("NFKC", text).lower()
-        told = {"click", "buynow", *(product["asin"].lower() for product in self.products)}
-        for reply in solution:
-            name, argument = name_and_argument(self.shop.action(reply))
-            if name == "search":
-                told.add(squeezed(name + argument))
-        said = squeezed(plain)
-        as_action = re.search(r"search\s*[^\w\s,.;!?'-]", plain)
-        return bool(as_action) or any(word in said for word in told)
+        """Whether a text says what to do: search[...] or click[...], a product's number, Buy Now. A
+        customer knows none of these."""
+        numbers = "|".join(product["asin"] for product in self.products)
+        told = rf"search\s*[^\w\s,.;!?'-]|\bclick|\bbuy.?now|{numbers}"
+        return bool(re.search(told, text, re.I))
 
     def refusal(self, goal: dict) -> str | None:
         """Why no run may have this goal; None if one may."""
@@ -202,8 +195,3 @@ def named(text: str, phrases) -> tuple[list[str], str]:
             found.append(phrase)
             text = text.replace(words, " | ")
     return found, text
-
-
-def squeezed(text: str) -> str:
-    """A text's letters and digits alone."""
-    return re.sub(r"[\W_]+", "", text)
