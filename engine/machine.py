@@ -60,8 +60,10 @@ class Machine:
             self.patient = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=7))
 
     def plan(self, s: MachineSettings, config, parameters: int, beside: bool) -> None:
-        """Decides whether layers are recomputed; Refused where no card holds the model's training.
-        The arguments are those of `training_bytes`."""
+        """Decides whether layers are recomputed, and how many cores work; Refused where no card
+        holds the model's training. The arguments are those of `training_bytes`."""
+        if self.device.type == "cpu" and parameters < SMALL:
+            torch.set_num_threads(1)  # threads would wait for each other: 3.6 s against 1.6 s
         if self.device.type != "cuda" or s.model == "tiny":
             return
         parts = self.ranks if self.shard else 1
@@ -112,6 +114,7 @@ def accelerator_of(gpu: bool, bf16: bool) -> Accelerator:
 # ------------------------------------------------------------------------- what fits a card
 # Counted, and compared with an H100's peaks in docs/large_models.md.
 
+SMALL = 10_000_000  # parameters; from there on a pass of a few rows takes a CPU long [ours]
 FREE = 0.92  # of a card's memory: contexts, NCCL's buffers and the allocator's gaps take the rest
 SLOTS = 128  # at most; up to there a pass that decodes hardly takes longer with more rows [ours]
 ACTING = 0.5  # of a pass's tokens, those whose next token is an action of some row [ours]

@@ -30,7 +30,6 @@ from engine.tracking import Tracking
 from engine.words import sentence
 from worlds import make
 
-SMALL = 10_000_000  # parameters; from there on a pass of a few rows takes a CPU long [ours]
 # How a model is asked with which nothing is wrong, see `engine.trial`.
 FASTEST = dict(replies="kept", passes=[*trial.PASSES])
 
@@ -309,7 +308,7 @@ class Run:
         """How many episodes are played side by side on a rank: on a GPU those that fit it."""
         s = self.settings
         if self.machine.device.type != "cuda":
-            return s.slots or (64 if self.parameters < SMALL else 8)
+            return s.slots or (64 if self.parameters < machine.SMALL else 8)
         models.collect()
         longest = s.max_tokens + s.max_new_tokens
         fitting = machine.slots_that_fit(self.config, machine.free_memory(), longest,

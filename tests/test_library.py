@@ -85,9 +85,9 @@ def test_its_training_is_plain_adamw_on_the_equations(script, small_model):
     names, saved = script
     tokenizer = AutoTokenizer.from_pretrained(small_model)
     model = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32)
-    log, steps = names["log"], names["steps"]
+    log, sft = names["log"], names["sft"]
     assert len(log) == 6 + 1
-    assert {number(g) for g in steps[0] + steps[1]} == {0, 1, 2, 3}
+    assert {number(g) for g in sft[0] + sft[1]} == {0, 1, 2, 3}
 
     def log_prob(n, who):
         return plain_log_probs(model, *said(tokenizer, n, who)).double().sum()
@@ -95,7 +95,7 @@ def test_its_training_is_plain_adamw_on_the_equations(script, small_model):
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     for k, line in enumerate(log[:6]):
         # Eq. (5), as a mean over the batch's action tokens
-        tasks = [number(g) for g in steps[k]]
+        tasks = [number(g) for g in sft[k]]
         tokens = sum(sum(said(tokenizer, n, EXPERT)[1]) for n in tasks)
         loss = -sum(log_prob(n, EXPERT) for n in tasks) / tokens
         assert line["loss"] == pytest.approx(loss.item(), abs=1e-4)
