@@ -283,13 +283,16 @@ def generator():
     return make("webshop").task_generator()
 
 
-def test_a_text_that_says_what_to_do_is_known(generator):
+def test_a_text_that_tells_its_solution_is_known_in_any_spelling(generator):
     text = "i need a super soft desk lamp in navy, {}, and price lower than 50.00 dollars"
-    for told in ("search[desk lamp super soft]", "Search [Desk lamp]", "search (lamp)", "search: lamp", "SEARCH<lamp>",
-                 "click[navy]", "Click on navy", "B09PO8ANXU", "number b09po8anxu", "Buy Now", "BUY-NOW", "buynow"):
-        assert generator.tells(text.format(told), []), told
+    solution = ["Thought: so.\nAction: search[desk lamp super soft]", "click[B09PO8ANXU]", "click[navy]", "click[Buy Now]"]
+    for told in ("search[desk lamp super soft]", "Search [Desk lamp, super-soft]", "s e a r c h desk lamp super soft",
+                 "ｓｅａｒｃｈ［lamp］", "search (lamp)", "search: lamp", "SEARCH<lamp>", "click[navy]", "Click on navy",
+                 "c-l-i-c-k (navy)", "B09PO8ANXU", "number b09po8anxu", "B09P O8AN-XU", "Buy Now", "BUY-NOW", "buynow",
+                 "buy\u200b now", "ｂｕｙ ｎｏｗ"):
+        assert generator.tells(text.format(told), solution), told
     for said in ("searching now", "search, and buy it", "i search; now"):
-        assert not generator.tells(text.format(said), []), said
+        assert not generator.tells(text.format(said), solution), said
 
 
 def test_goals_of_one_key_pay_alike_for_every_purchase_and_others_do_not(generator):

@@ -69,11 +69,14 @@ def holds_call(text: str, name: str, document: str, arguments: dict) -> bool:
         arguments: those of the call.
     """
     parts = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).split("_")
-    said = "[_-]?".join(map(re.escape, parts))
-    forms = [rf"[`'\"]{said}[`'\"]", rf"\b{said}[(\[{{<>=|&]"]
+    name = re.escape(name)
+    forms = [rf"[`'\"]{name}[`'\"]", rf"\b{name}[(\[{{<>=|&]"]
     forms += [rf"\b{re.escape(argument)}=\S" for argument in arguments]
-    if len(parts) > 1 or not re.search(rf"\b{said}\b", document, re.I):  # nobody says it
-        forms.append(rf"\b{said}\b")
+    if len(parts) > 1:  # nobody says it
+        forms.append(rf"\b{'[_-]?'.join(map(re.escape, parts))}\b")
+    elif not re.search(rf"\b{name}\b", document, re.I):  # as in a shell: the call without its signs
+        first = "|".join(re.escape(str(value)) for value in (*arguments, *leaves(arguments)))
+        forms.append(rf"\b{name}\b\W*(?:{first})(?!\w)")
     return bool(re.search("|".join(forms), text, re.I))
 
 

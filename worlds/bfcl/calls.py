@@ -54,13 +54,14 @@ trading_bot.datetime = travel_booking.datetime = Clock
 def parse_calls(reply: str) -> list[dict | str]:
     """The calls in a reply, in order; a text in place of one that cannot be made says why. They
     stand in blocks <tool_call>...</tool_call>, else ```json ... ```, else the reply is nothing
-    else; each holds one call or a list."""
-    if OPEN in reply:
-        blocks = [block.partition(CLOSE)[0] for block in reply.split(OPEN)[1:] if CLOSE in block]
-    elif "```json" in reply:
-        blocks = [block.partition("```")[0] for block in reply.split("```json")[1:]]
+    else; each holds one call or a list. What a model thought, up to </think>, does not count."""
+    said = reply.rpartition("</think>")[2].partition("<think>")[0]
+    if OPEN in said:
+        blocks = [block.partition(CLOSE)[0] for block in said.split(OPEN)[1:] if CLOSE in block]
+    elif "```json" in said:
+        blocks = [block.partition("```")[0] for block in said.split("```json")[1:]]
     else:
-        blocks = [reply]
+        blocks = [said]
     found = []
     for block in blocks[:MOST_CALLS + 1]:
         found += _calls_in(block)

@@ -2,8 +2,8 @@
 
     python -m worlds.intercodesql.spider DUMP --admin-url URL --mysql-url URL
 
-The addresses are as mysql://user@host:port. The password of the administrator is in MYSQL_ADMIN_PWD,
-that of the users which it makes in MYSQL_PWD.
+The addresses are as mysql://user@host:port. The password of the administrator is in
+MYSQL_ADMIN_PWD, that of the users which it makes in MYSQL_PWD.
 """
 
 import argparse

@@ -24,6 +24,11 @@ HOLES = {**dict.fromkeys("tnabceksp", r"\w+"), **dict.fromkeys(("v", "v2", "u"),
 OPERATIONS = ((r"\bcount\b", r"\b(how many|number of|count)\b"),
               (r"\bavg\b", r"\b(average|mean)\b"), (r"\b(or|in)\b", r"\bor\b"))
 
+# What tells SQL from English that selects something from somewhere.
+SIGNS = re.compile(r"[`*=<>]|\(.*\bfrom\b|\bfrom\s*\(|\bwhere\b.*(?:[(\"]|\s')"
+                   r"|\b(?:order|group)\s+by\b|\blimit\s+\d|\bjoin\b|(?-i:SELECT\b.*\bFROM\b)",
+                   re.I | re.S)
+
 
 def _pattern(gold: str) -> re.Pattern:
     """Of the family's queries, their `parts_of` a space apart."""
@@ -167,13 +172,19 @@ class TaskGenerator:
 
     def tells(self, text: str, solution: list[str]) -> bool:
         """Whether a task's text holds what solves it: an action of its solution, of more than one
-        word, or what could be a SELECT that reads a table."""
+        word, or a SELECT that reads a table: one of the solution's, or with signs of SQL."""
         said = f" {_plain(text)} "
+        tables = []
         for reply in solution:
             action = _plain(self.env.action(reply) or reply)
             if " " in action and f" {action} " in said:
                 return True
-        return bool(re.search(r"\bselect\b.*\bfrom\b", said))
+            tables += tables_of(action)
+        select = re.search(r"\bselect\b.*\bfrom\b.*", text, re.I | re.S)
+        if select is None:
+            return False
+        known = any(f" from {table} " in said for table in tables)
+        return known or bool(SIGNS.search(select[0]))
 
     def verify(self, proposal: dict) -> str | None:
         """Plays the solution twice; why it does not prove the question, or None."""

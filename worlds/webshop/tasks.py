@@ -3,6 +3,7 @@ mistake is right for the new goal, and the episode's own actions are its solutio
 
 import random
 import re
+import unicodedata
 from dataclasses import dataclass
 
 from worlds import words_of
@@ -108,11 +109,15 @@ class TaskGenerator:
         return *goal_key(goal)[:-1], allowed
 
     def tells(self, text: str, solution: list[str]) -> bool:
-        """Whether a text says what to do: search[...] or click[...], a product's number, Buy Now. A
-        customer knows none of these."""
-        numbers = "|".join(product["asin"] for product in self.products)
-        told = rf"search\s*[^\w\s,.;!?'-]|\bclick|\bbuy.?now|{numbers}"
-        return bool(re.search(told, text, re.I))
+        """Whether a text says what to do, in whatever spelling: search[...] or click[...], a
+        product's number, Buy Now. A customer knows none of these."""
+        plain = unicodedata.normalize("NFKC", text).lower()
+        if re.search(r"search\s*[^\w\s,.;!?'-]", plain):
+            return True
+        told = ["click", "buy now", *map(self.shop.action, solution)]
+        told += [product["asin"] for product in self.products]
+        said = squeezed(plain)
+        return any(squeezed(words.lower()) in said for words in told)
 
     def refusal(self, goal: dict) -> str | None:
         """Why no run may have this goal; None if one may."""
@@ -195,3 +200,8 @@ def named(text: str, phrases) -> tuple[list[str], str]:
             found.append(phrase)
             text = text.replace(words, " | ")
     return found, text
+
+
+def squeezed(text: str) -> str:
+    """A text's letters and digits alone."""
+    return re.sub(r"[\W_]+", "", text)
