@@ -28,8 +28,8 @@ class WebShopServer(Shop):
     is the number of a goal; `reset` takes any. By rule splits are those of WebShop's baselines.
 
     Price limits are drawn when a server starts. Refused where it was replaced: a goal that this
-    process has met before reads otherwise now, when an episode begins or after its purchase, whose
-    page does not show it.
+    process has met before reads otherwise now. Before one that is met for the first time another
+    one is read again, and after a purchase, whose page does not show it, the episode's own.
 
     A server loads its catalogue at its first request, and once more for each that comes meanwhile.
     So first requests are made one at a time, on all of a machine. It slows down with each session,
@@ -93,9 +93,15 @@ class Client:
         self._http.mount(f"{url}/", requests.adapters.HTTPAdapter())
 
     def begin(self, goal: int) -> Page:
-        """The first page of an episode on a goal; Refused if its instruction is not what this
-        process has read."""
+        """The first page of an episode on a goal."""
         self._goal = goal
+        known = self.known[self.url]
+        if known and goal not in known:  # one that is says whether it is the same server
+            self._read([*known][goal % len(known)])
+        return self._read(goal)
+
+    def _read(self, goal: int) -> Page:
+        """A goal's first page; Refused if its instruction is not what this process has read."""
         page = self.open(Link("GET", f"{self.url}/coevolve_fixed_{goal}"))
         before = self.known[self.url].setdefault(goal, self._instruction)
         if before != self._instruction:
@@ -127,7 +133,7 @@ class Client:
         page = self._read_html(answer)
         self._was_answered = True
         if page.reward is not None:
-            self.begin(self._goal)
+            self._read(self._goal)
             return Page("done", DONE, {}, reward=page.reward)
 
         if before is None and page.form is None:
