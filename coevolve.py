@@ -1,14 +1,17 @@
 """Co-Evolving Agents: Learning from Failures as Hard Negatives (arXiv 2511.22254), in raw PyTorch.
 
 Read this file from the top, then `dpo.py` (tokens in, gradients out) and `envs.py` (text in, text
-out: the episode). They are the method; what they run on is in `engine/`, and need not be read.
+out: the episode). They are the method; what they run on is in `engine/`, and need not be read. From
+there comes a run: `run.load` reads a model in fp32, `run.fit` trains it by `dpo.train` with a fresh
+AdamW and saves it, `run.log_probs` is `dpo.token_log_probs` shared by all ranks, `run.play` lets a
+copy of a model play, in bf16 on a GPU, and `run.once` does a phase.
 
     task        the paper's instruction u
     episode     one play of a task; its record is a trajectory e
     expert      the trajectory of a task that agents imitate
-    rollout     the number of an episode among those of one agent, task and iteration
+    rollout     one of the episodes that an agent plays of a task in an iteration; its number
     agent       a model that plays and learns; its role says from which pairs
-    phase       a function that reads files of a run and writes one, to be looked at, or edited
+    phase       a function of the loop: it reads files of a run and writes one, which you may edit
 
     python coevolve.py --env webshop            # --help lists the settings
 """
@@ -41,29 +44,33 @@ from worlds import ENVIRONMENTS
 
 @dataclass(frozen=True)
 class Agent:
-    """One of the agents of a method. What it learns is up to its role, whatever its name."""
+    """One of the agents of a method; phases get the folder of its model. What it learns is up to
+    its role, whatever its name."""
     name: str  # in files and tables
     # What it learns from: D_tgt of Eq. (8), by Eq. (9); D_fail of Eq. (6), by Eq. (7); or its own
     # trajectories against the expert's, by Eq. (7), as in ETO.
     role: Literal["D_tgt", "D_fail", "own"]
 
 
+# A new method is a line here and one in METHODS below; a new role also a branch in make_pairs.
 TARGET = Agent("target", "D_tgt")
 AGENTS = {"sft": [TARGET],
-          # "a DPO-only baseline" [Section 5.1]: where nobody else plays, D_tgt is ETO's pairs, and
-          # the method's preset takes Section 4.3's weights and SFT term away.
+          # "a DPO-only baseline" [Section 5.1]: with no other agent, D_tgt is ETO's pairs. The
+          # preset "--method eto" takes Section 4.3's weights and SFT term away.
           "eto": [TARGET],
           "coevolve": [TARGET, Agent("failure", "D_fail")],
-          # The control, "trained in the same manner as ETO" [Section 5.4].
+          # The control, "trained in the same manner as ETO" [Section 5.4]. The target pairs its
+          # failures with the positive agent's, as it does with a failure agent's [ours].
           "positive": [TARGET, Agent("positive", "own")]}
 
 
 def coevolve(run: Run) -> None:
     """The method, Sections 4.1 to 4.3. ETO is this loop with the target alone, SFT its beginning.
 
-    Each line `once(output, phase, ...)` does a phase, unless its output is there already. What
-    follows the phase in order are the files that it reads: where one of them has changed, its
-    output is made again. What follows by name are numbers and names. It returns the output's path.
+    `once(output, phase, *files, **values)` does a phase, unless its output is there and was made
+    from the same files, which follow in order, and the same values, which follow by name. It
+    returns the output's path. It does not see that code has changed: give another --out, or
+    --branch RUN@OUTPUT. A phase that was stopped begins anew.
     """
     s = run.settings
     once = run.once
@@ -91,19 +98,21 @@ def coevolve(run: Run) -> None:
             played[agent.name] = once(f"iter{i}/{agent.name}.jsonl", explore,
                                       models[agent.name], experts, name=agent.name, i=i)
 
-        # Each learns from its pairs, Eq. (6) and (7), or (8) and (9). Their order makes no
-        # difference, since all have played before.
+        # Each learns from its pairs, Eq. (6) and (7), or (8) and (9). Section 4 trains them "in
+        # alternating phases"; whether the failure agent plays again once it has learned, it does
+        # not say. Here it does not [ours]: so the order makes no difference, what an agent learns
+        # shows in the next iteration's play, and the first failure agent is one after SFT.
         for agent in agents:
             name = agent.name
             pairs = once(f"iter{i}/pairs-{name}.jsonl", make_pairs, experts, played, earlier,
                          trains=name, role=agent.role)
             reference = after_sft[name] if s.reference == "sft" else models[name]
             models[name] = once(f"iter{i}/{name}-agent", train_preferences, models[name],
-                                reference, pairs, [experts, *played.values(), *earlier],
+                                reference, pairs, experts, [*played.values(), *earlier],
                                 name=name, role=agent.role, i=i)
 
         evaluations(run, models, i)
-        if s.d_fail == "buffer":
+        if s.d_fail == "buffer":  # else D_fail forgets them
             earlier += played.values()
 
 
@@ -121,21 +130,23 @@ def evaluations(run: Run, models: dict[str, Path], i: int) -> None:
 
 
 # ---------------------------------------------------------------------------------- the phases
-# phase(run, out, files ..., names and numbers ...) writes `out`, a temporary path, and returns
-# numbers that are recorded. Every rank runs it, and one of them writes.
+# phase(run, out, *files, **values) writes `out`, a temporary path, and returns numbers, which stand
+# in phases.json then. Every rank runs it, and one of them writes. The first, `collect_experts` of
+# engine/experts.py, encodes experts, and drops those of low reward and of evaluated tasks.
 
 
 def train_sft(run: Run, out: Path, base: Path, experts: Path, name: str) -> dict:
-    """Trains a model on the experts' action tokens, Eq. (3)-(5). name: whose order they have."""
+    """Trains a model on the experts' action tokens, Eq. (3)-(5). name: the agent's; it draws the
+    order of the experts, which is all in which agents differ then."""
     s = run.settings
     rng = random.Random(seed_of(s.seed, "sft", name))
     groups = [Group([expert]) for expert in read(experts)]
     if len(groups) <= s.sft_batch and name != TARGET.name:
         run.say(f"{name} is the target after SFT, but for rounding: all experts fit one batch, so "
                 f"that their order changes nothing; lower --sft-batch {s.sft_batch}")
-    steps = dpo.batches(groups, s.sft_batch, "tasks", rng, s.sft_epochs)
+    steps = dpo.batches(groups, s.sft_batch, rng, s.sft_epochs)
     rates = dpo.learning_rates(len(steps), s.sft_lr, s.sft_warmup, cosine=True)
-    # The loss of a batch is its mean over action tokens, as in ETO's trainer.
+    # Eq. (5) does not say over what a batch is averaged: here over its action tokens [ours].
     return run.fit(run.load(base), out, steps, rates, dpo.sft_loss, dpo.action_count)
 
 
@@ -149,7 +160,7 @@ def explore(run: Run, out: Path, agent: Path, experts: Path, name: str, i: int) 
             begun.append(Trajectory(expert.task, name, i, rollout, seed))
     trajectories = run.play(agent, begun, s.temperature)
     write(run, out, trajectories)
-    return scores(trajectories, s.hard_threshold)
+    return outcomes(trajectories, s.hard_threshold)
 
 
 def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) -> dict:
@@ -160,12 +171,12 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
         tasks = tasks[:s.eval_tasks]
     trajectories = run.play(agent, [Trajectory(task, name, i) for task in tasks], 0.0)
     write(run, out, trajectories)
-    return scores(trajectories, s.hard_threshold)
+    return outcomes(trajectories, s.hard_threshold)
 
 
-def scores(trajectories: list[Trajectory], hard: float) -> dict:
-    """Means over trajectories; `success` and `hard` are the shares in Table 2, `idle` is that of
-    replies that changed nothing, `budget` that of episodes that ran out of turns."""
+def outcomes(trajectories: list[Trajectory], hard: float) -> dict:
+    """Means over trajectories. Table 2 has the shares `success`, `hard`, and of other failures the
+    rest; `idle` is that of replies that changed nothing, `budget` of episodes out of turns."""
     n = len(trajectories)
     replies = sum(t.steps for t in trajectories)
     return dict(episodes=n,
@@ -205,8 +216,9 @@ def make_pairs(
     own = by_task(read(played[trains]), dropped)
     others = by_task(read(*[played[name] for name in played if name != trains]), dropped)
     if role == "D_fail" and s.d_fail == "buffer":
+        # Of all agents. What cannot train was counted in its own iteration.
         for task, trajectories in by_task(read(*earlier), Counter()).items():
-            own[task] += trajectories  # those that were dropped were counted then
+            own[task] += trajectories
 
     pairs = []
     for expert in read(experts):
@@ -220,12 +232,14 @@ def make_pairs(
 
     write_pairs(run, out, pairs)
     if dropped and not pairs:
-        run.say(f"{run.name}: no pairs, since {dict(dropped)}; raise --temperature or --rollouts")
+        run.say(f"{run.name}: no pairs, since {dict(dropped)}; give more --rollouts, another "
+                "--temperature or more --max-tokens")
     return dict(pairs=Counter(pair.kind for pair in pairs), dropped=dropped)
 
 
-def by_task(trajectories: list[Trajectory], dropped: Counter) -> dict[str, list[Trajectory]]:
-    """task -> its trajectories that can train; the others are counted in `dropped`."""
+def by_task(trajectories: list[Trajectory], dropped: Counter) -> defaultdict:
+    """task -> its trajectories that can train; the others are counted in `dropped`. One that filled
+    the context has no last reward: it makes no pair, not as the rejected side either [ours]."""
     found = defaultdict(list)
     for t in trajectories:
         if t.ended == "context" or not any(t.action_mask):
@@ -241,7 +255,8 @@ def train_preferences(
     agent: Path,
     reference: Path,
     pairs: Path,
-    trajectories: list[Path],
+    experts: Path,
+    others: list[Path],
     name: str,
     role: str,
     i: int,
@@ -255,7 +270,8 @@ def train_preferences(
         agent: The folder of the agent as the iteration begins.
         reference: The folder of pi_ref.
         pairs: A file of `make_pairs`.
-        trajectories: The files of the trajectories that pairs name, experts first.
+        experts: The file of experts.
+        others: The files of the other trajectories that pairs name.
         name: What the agent is called.
         role: Its role, see `Agent`.
         i: The iteration.
@@ -264,7 +280,7 @@ def train_preferences(
         The number of steps, and the losses of the first and the last.
     """
     s = run.settings
-    groups = preference_groups(read_pairs(pairs, trajectories), read(trajectories[0]), s,
+    groups = preference_groups(read_pairs(pairs, [experts, *others]), read(experts), s,
                                run.encoder)
     if not groups:
         return run.keep(agent, out)
@@ -280,14 +296,15 @@ def train_preferences(
         del model
         model = run.load(agent)
 
-    # The first iteration has a rate and a beta of its own. Eq. (7) has no lambdas.
+    # App. B gives ranges of both. ETO's scripts take the first value in iteration 1. Eq. (7) has no
+    # lambdas.
     lr = s.dpo_lr if i == 1 else s.dpo_lr_later
     beta = s.beta if i == 1 else s.beta_later
     lambda_dpo, lambda_sft = s.lambda_dpo, s.lambda_sft
     if role != "D_tgt":
         lambda_dpo, lambda_sft = 1.0, 0.0
     loss = partial(dpo.preference_loss, beta=beta, lambda_dpo=lambda_dpo, lambda_sft=lambda_sft,
-                   log_prob=s.log_prob, sft_term=s.sft_term)
+                   log_prob=s.log_prob)
     size = dpo.pair_count if s.normalise == "pairs" else dpo.pair_weight
     steps = preference_steps(groups, name, role, i, s)
     rates = dpo.learning_rates(len(steps), lr, s.dpo_warmup)
@@ -317,8 +334,9 @@ def preference_groups(
     for pair in pairs:
         task = pair.chosen.task
         rejected = pair.rejected
-        # A rejected trajectory that wanders on long after the expert was done teaches little.
-        if s.cut_turns >= 0 and task in replies:
+        # As in ETO, not in the paper: of a rejected trajectory that wanders on long after the
+        # expert was done, its first replies stand for the whole.
+        if s.cut_turns >= 0:
             rejected = encoder.cut(rejected, replies[task] + s.cut_turns)
         if s.rejected_ends == "leave out":
             rejected = encoder.without_ends(rejected)
@@ -336,16 +354,12 @@ def preference_steps(
     i: int,
     s: Settings,
 ) -> list[list[Group]]:
-    """The batches of a phase, one a step: as many as some passes over the pairs make, or, of an
-    agent with D_tgt, so many steps."""
+    """The batches of a phase, one a step: as many as some passes over the pairs make, or, for a
+    comparison of targets at equal steps, so many."""
     rng = random.Random(seed_of(s.seed, "dpo", name, i))
-    epochs = s.dpo_epochs
-    if role == "D_tgt" and s.dpo_steps:
-        epochs = s.dpo_steps  # each has one step at least
-    steps = dpo.batches(groups, s.dpo_batch, s.batch_unit, rng, epochs)
-    if role == "D_tgt" and s.dpo_steps:
-        steps = steps[:s.dpo_steps]
-    return steps
+    if role != "D_tgt" or s.dpo_steps == 0:
+        return dpo.batches(groups, s.dpo_batch, rng, s.dpo_epochs)
+    return dpo.batches(groups, s.dpo_batch, rng, epochs=s.dpo_steps)[:s.dpo_steps]
 
 
 # ----------------------------------------------------------------------------------- the pairs
@@ -371,8 +385,9 @@ def d_tgt(
     pairs = against_expert(expert, own + others, s, dropped)
 
     # Section 4.3: "the total weight of all expert-prediction pairs generated for a given
-    # instruction sums to 1.0"; in the SFT term, too [ours]. A failure is not imitated, "to avoid
-    # introducing misleading supervision from incorrect trajectories", also if it beat its expert.
+    # instruction sums to 1.0"; in the SFT term, too [ours]. A failure that an agent played is never
+    # imitated, "to avoid introducing misleading supervision from incorrect trajectories", not where
+    # it earned more than its expert either.
     for pair in pairs:
         if s.pair_weights == "instruction":
             pair.weight = 1.0 / len(pairs)
@@ -380,7 +395,7 @@ def d_tgt(
             pair.sft_weight = pair.weight
 
     # "For failure-failure pairs, we apply DPO exclusively by setting lambda_SFT = 0": they weigh 1
-    # each. Who is chosen goes by reward, as in Eq. (6) [ours]; in Eq. (8) it is the target's.
+    # each. Eq. (8) always chooses the target's; we choose by reward, as Eq. (6) does [ours].
     if s.d_tgt_failures == "none":
         return pairs
     for pair in ordered_failures(itertools.product(own, others), dropped):
@@ -426,6 +441,7 @@ def d_fail(
         return []
     # Eq. (6): D_fail = {e_w > e_l in F_tgt x F_fail}. By default it also has the pairs within one
     # agent, since it is to learn from failures "from both the target and itself" (Section 4.2).
+    # With one rollout of a task, as in the paper, there are none.
     candidates = itertools.combinations(others + own, 2)
     if s.d_fail == "cross":
         candidates = itertools.product(others, own)
@@ -449,13 +465,14 @@ def ordered_failures(candidates: Iterable[tuple], dropped: Counter) -> Iterator[
 
 def same_text(a: Trajectory, b: Trajectory) -> bool:
     """Whether nothing tells one from the other but what it earned, which no policy can learn."""
-    return a.ids == b.ids != []
+    return a.ids == b.ids
 
 
 # ------------------------------------------------------------------------------------ settings
 # The comment above a setting is its help; in brackets is the source of its default: the paper; ETO,
-# the scripts of Song et al.; or ours. Its type says which values it may have, and whether it may
-# change when a run goes on: what is Free changes nothing but rounding, what is Growing adds to it.
+# the scripts of Song et al.; or ours. Its type says which values it may have. A run goes on with
+# another value of a Free setting, on which nothing but rounding depends, and with a larger one of a
+# Growing one; another value of any other setting is refused.
 
 
 @dataclass(frozen=True)
@@ -463,7 +480,7 @@ class Data:
     """What is trained, on which tasks, and how long an episode may be"""
     # The environment in which agents play [ours]
     env: Literal[ENVIRONMENTS] = "webshop"
-    # Which agents are trained, and how; the list above says it of each method [the paper]
+    # Which agents are trained, and how [the paper]
     method: str = "coevolve"
     # The model that training starts from: tiny, which is shipped, or a causal language model with a
     # chat template, by its folder or its name on the hub [ours]
@@ -472,7 +489,7 @@ class Data:
     seed: types.Whole = 0
     # The folder that gets all that a run makes [runs/ENV-METHOD-sSEED]
     out: types.Free[Optional[str]] = None
-    # RUN@OUTPUT: what that run made before this output of it is taken over [none]
+    # RUN@OUTPUT: begin with what that run made before this output, under today's settings [none]
     branch: types.Free[Optional[str]] = None
     # The same path, cut to about a minute with tiny [ours]
     quick: bool = False
@@ -533,10 +550,8 @@ class Preferences:
     dpo_epochs: types.Count = 3
     # Steps of the target in an iteration; 0 is as many as --dpo-epochs make [ours]
     dpo_steps: types.Whole = 0
-    # Pairs in a step; or tasks, see --batch-unit [App. B]
+    # Pairs in a step; those of a task stay together, so that each trajectory is read once [App. B]
     dpo_batch: types.Count = 32
-    # What --dpo-batch counts; the pairs of a task stay together in either case [ETO]
-    batch_unit: Literal["pairs", "instructions"] = "pairs"
     # The learning rate of preference training in iteration 1 [App. B; ETO]
     dpo_lr: types.Rate = 1e-6
     # The learning rate of preference training in later iterations [App. B; ETO]
@@ -551,14 +566,12 @@ class Preferences:
     lambda_dpo: types.Weight = 1.0
     # The weight of the SFT term of Eq. (9); ETO has none [Section 4.3; ETO: Section 5.1]
     lambda_sft: types.Weight = 0.1
-    # How the DPO term makes log pi of a trajectory from those of its action tokens [Eq. 2, 5, 7]
+    # How the DPO term makes log pi of a trajectory of those of its action tokens [Eq. 2, 5, 7]
     log_prob: Literal["sum", "mean"] = "sum"
-    # How the SFT term of Eq. (9) makes log pi of a trajectory from those of its action tokens [as
-    # written]
-    sft_term: Literal["sum", "mean"] = "sum"
     # The reference pi_ref: the agent as the iteration begins, the agent after SFT, or none [ETO]
     reference: Literal["phase", "sft", "none"] = "phase"
-    # What the sum of a batch's losses is divided by: its pairs, or their weights [ours]
+    # What the sum of a batch's losses, the SFT term's too, is divided by: all its pairs, those of
+    # failures among them, or their weights [ours]
     normalise: Literal["pairs", "weights"] = "pairs"
     # What becomes of a pair whose expert has the lower reward: it is swapped, or dropped [ETO]
     expert_beaten: Literal["swap", "drop"] = "swap"
@@ -567,7 +580,7 @@ class Preferences:
     pair_weights: Literal["instruction", "none"] = "instruction"
     # The pairs of failures in D_tgt: all, those whose chosen one is hard, or none [Eq. 8]
     d_tgt_failures: Literal["cross", "hard", "none"] = "cross"
-    # The reward from which on a failure is hard [Table 2]
+    # The reward from which on a failure is hard [Section 5.2.1]
     hard_threshold: types.Weight = 0.6
     # The replies that a rejected trajectory may have beyond the expert's number, before it is cut;
     # below 0 it never is [ETO]
@@ -590,11 +603,13 @@ class FailureAgent:
 @dataclass(frozen=True)
 class Settings(FailureAgent, Preferences, Common, types.Stated):
     """Every setting of a run"""
+    # What --help lists; --help all lists the rest.
     essential = ("env", "method", "model", "seed", "out", "branch", "quick", "experts",
                  "train_tasks", "eval_tasks", "eval_splits", "max_tokens", "max_new_tokens",
                  "sft_epochs", "sft_lr", "iterations", "rollouts", "temperature", "dpo_epochs",
                  "dpo_lr", "beta", "lambda_sft", "pair_weights", "d_tgt_failures", "d_fail")
-    # What replaces defaults, by the name of a model, protocol or method; environments have more.
+    # What replaces defaults, by the name of a model, a protocol ("eto") or "--method NAME"; the
+    # last that applies wins. Environments have more.
     presets = {"tiny": dict(view="short", sft_batch=16, dpo_batch=16, beta_later=0.1,
                             lambda_sft=0.5),
                "eto": dict(max_new_tokens=512, temperature=0.0, sft_lr=2e-5),
@@ -612,7 +627,8 @@ class Settings(FailureAgent, Preferences, Common, types.Stated):
 
 
 def agents_of(s: Settings) -> int:
-    """How many agents the folder of a run has in the end: each after SFT and each iteration."""
+    """How many agents the folder of a run has in the end, for which the disk needs room: each after
+    SFT and after each iteration."""
     return len(AGENTS[s.method]) * (1 if s.method == "sft" else 1 + s.iterations)
 
 

@@ -4,8 +4,12 @@ Raw PyTorch, and nothing else. Equations are those of arXiv 2511.22254: a task u
 it with its action tokens t_k, the policy pi that is trained, and the reference pi_ref, from which
 DPO measures how far pi has moved.
 
-Shapes: a pass is one forward of the model; it reads B trajectories of L tokens, of V words. Some
-groups have T trajectories in all, with A action tokens, and P pairs. Log-probabilities are in nats.
+Precision: weights, gradients and AdamW are in fp32. On a GPU a forward is in bf16 (`engine.passes`,
+`engine.models`); its logits become fp32, sums over tokens and losses are in fp64.
+
+Shapes: a pass is one forward of the model; it reads B trajectories of L tokens, and makes logits
+over V words at K places. Some groups have T trajectories in all, with A action tokens, and P pairs.
+Log-probabilities are in nats.
 """
 
 import inspect
@@ -38,15 +42,17 @@ class Trajectory:
     seed: int = 0                    # of its own random numbers
     messages: list[dict] = field(default_factory=list)    # the conversation, {role, content}
     ids: Ids = field(default_factory=list)          # (l,) read and written, in order
-    action_mask: Ids = field(default_factory=list)  # (l,) 1: an action token
-    log_probs: list[float] = field(default_factory=list)  # of action tokens, as they were sampled
+    # (l,) 1: the agent wrote it; an expert's reply is all its own, with its end of turn
+    action_mask: Ids = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)  # of what was sampled; for logs
     reward: float = 0.0              # in [0, 1]; by ETO's protocol from -1
     raw_reward: float | None = None  # before clipping, where the environment clips
     steps: int = 0                   # how many replies it has
     idle: int = 0                    # how many of them changed nothing
     ended: str = ""                  # done, budget (of replies) or context (of tokens)
 
-    reference = None  # log pi_ref(e|u), once it has been computed; in no file, and in no copy
+    # log pi_ref(e|u), once it has been computed. It is no field: in no file, and in no copy.
+    reference = None
 
     def extend(self, ids: Ids, is_action: bool) -> None:
         self.ids += ids
@@ -92,10 +98,12 @@ class Group:
     pairs: list[Pair] = field(default_factory=list)
 
     def add(self, t: Trajectory) -> Trajectory:
-        """Adds a trajectory, unless an equal one is there; the one that is there now."""
-        if t not in self.trajectories:
-            self.trajectories.append(t)
-        return self.trajectories[self.trajectories.index(t)]
+        """Adds a trajectory, unless an equal one is there; returns the one that is kept."""
+        for known in self.trajectories:
+            if known == t:
+                return known
+        self.trajectories.append(t)
+        return t
 
 
 def trajectories_of(groups: list[Group]) -> list[Trajectory]:
@@ -131,8 +139,8 @@ def token_log_probs(
     Args:
         model: A causal LM.
         trajectories: Those that are run side by side.
-        scores: What makes of logits, (A, V), the scores whose softmax is pi. By default pi is the
-            softmax of the logits; an agent that samples otherwise is `engine.sampling.Sampler`.
+        scores: What pi is: logits, (A, V) -> those whose softmax is pi. DPO takes the model's own,
+            in fp32; GRPO its sampler's, with a temperature and without some tokens.
 
     Returns:
         (A,) nats, of the trajectories laid end to end.
@@ -146,7 +154,7 @@ def token_log_probs(
     targets = ids[:, 1:]                                                          # (B, L-1)
     is_action = mask[:, 1:].bool()                                                # (B, L-1)
 
-    # Logits are made only where the next token of some row is an action: most of it is read.
+    # Logits are made only where the next token of some row is an action; most tokens are read.
     places = is_action.any(0).nonzero()[:, 0]                                     # (K,)
     logits = logits_at(places, model, input_ids=ids)                              # (B, K, V)
     logits = logits[is_action[:, places]]                                         # (A, V)
@@ -162,7 +170,8 @@ def padded(rows: list[Ids]) -> Tensor:
 
 
 def logits_at(places: Tensor, model, **inputs) -> Tensor:
-    """A model's logits at some places of each row, (B, K, V). It makes no others, if it can."""
+    """A model's logits at some places of each row, (B, K, V). It makes no others, if it can; one
+    inside a wrapper that hides how, such as peft's, takes the memory of all of them."""
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         return model(**inputs, use_cache=False, logits_to_keep=places).logits
     return model(**inputs, use_cache=False).logits[:, places]
@@ -174,15 +183,16 @@ def action_log_probs(per_token: Tensor, trajectories: list[Trajectory]) -> Tenso
     counts = torch.tensor([t.action_count for t in trajectories], dtype=torch.long)
     owners = torch.arange(len(counts)).repeat_interleave(counts).to(per_token.device)  # (A,)
     # Eq. (2), (5): log pi(e|u) = sum_k log pi(t_k | t_<k) over action tokens t_k. What the agent
-    # reads only conditions. In float32 hundreds of nats would lose more than a late step changes.
+    # reads only conditions. In fp32 a sum of hundreds of nats is rounded by more than a late step
+    # changes it.
     zeros = per_token.new_zeros(len(trajectories), dtype=torch.float64)
     return zeros.index_add(0, owners, per_token.double())
 
 
 # -------------------------------------------------------------------------------------- losses
-# loss(policy, groups) -> the sum over the groups, (), and what the log says of pairs: sums by kind
-# and name. policy: log pi of all action tokens of the groups, (A,). `train` divides the sum over a
-# batch by size(batch), which makes it a mean: `action_count` for SFT, `pair_count` for Eq. (9).
+# loss(policy, groups) -> the sum over the groups, (), and statistics: kind of pair -> {name: sum}.
+# policy: log pi of all action tokens of the groups, (A,). `train` divides the sum over a batch by
+# size(batch), which makes it a mean: `action_count` for SFT, `pair_count` for Eq. (9).
 
 
 def sft_loss(policy: Tensor, groups: list[Group]) -> tuple[Tensor, dict]:
@@ -216,7 +226,6 @@ def preference_loss(
     lambda_dpo: float = 1.0,
     lambda_sft: float = 0.1,
     log_prob: str = "sum",
-    sft_term: str = "sum",
 ) -> tuple[Tensor, dict]:
     """Eq. (9), summed over the groups' pairs: weighted DPO plus SFT on the chosen trajectory.
 
@@ -228,7 +237,6 @@ def preference_loss(
         beta: Of Eq. (7).
         lambda_dpo, lambda_sft: The weights of the two terms.
         log_prob: How the DPO term makes log pi of a trajectory of its tokens': sum, or mean.
-        sft_term: How the SFT term does.
     """
     trajectories = trajectories_of(groups)
     pi = action_log_probs(policy, trajectories)                                   # (T,)
@@ -250,12 +258,8 @@ def preference_loss(
     preference, margin = dpo_loss(pi_scored[chosen], pi_scored[rejected],
                                   ref_scored[chosen], ref_scored[rejected], beta)  # (P,) each
 
-    # The imitation of the chosen trajectory, -log pi(e_w|u), or its mean over action tokens.
-    imitation = -pi[chosen]                                                       # (P,)
-    if sft_term == "mean":
-        imitation = imitation / counts[chosen]
-
     # Eq. (9): L = lambda_DPO L_DPO + lambda_SFT E[-log pi(e_w|u)]
+    imitation = -pi[chosen]                                                       # (P,)
     weight = pi.new_tensor([pair.weight for pair in pairs])                       # (P,)
     sft_weight = pi.new_tensor([pair.sft_weight for pair in pairs])               # (P,)
     loss = lambda_dpo * weight * preference + lambda_sft * sft_weight * imitation  # (P,)
@@ -267,10 +271,7 @@ def pair_count(groups: list[Group]) -> int:
 
 
 def pair_weight(groups: list[Group]) -> float:
-    weights = []
-    for group in groups:
-        weights.append(sum(pair.weight for pair in group.pairs))
-    return sum(weights)
+    return sum(pair.weight for pair in pairs_of(groups))
 
 
 def references_of(trajectories: list[Trajectory]) -> list[float]:
@@ -300,25 +301,24 @@ def pair_statistics(pairs: list[Pair], chosen: Tensor, rejected: Tensor, margin:
 def batches(
     groups: list[Group],
     size: int,
-    unit: str,
     rng: random.Random,
     epochs: int = 1,
 ) -> list[list[Group]]:
-    """The groups, shuffled in each epoch, in batches of at most `size` pairs (unit "pairs") or
-    tasks. A group stays whole."""
+    """The groups, shuffled in each epoch, in batches of at most `size` pairs, or tasks without
+    pairs. A group stays whole: one with more pairs is a batch by itself. The last batch of an epoch
+    may be small, and is divided by its own size."""
     found = []
     for _ in range(epochs):
         shuffled = rng.sample(groups, len(groups))
-        costs = [1] * len(shuffled)
-        if unit == "pairs":
-            costs = [max(1, len(group.pairs)) for group in shuffled]
+        costs = [max(1, len(group.pairs)) for group in shuffled]
         found += fill(shuffled, costs, size)
     return found
 
 
 def micro_batches(groups: list[Group], tokens: int) -> list[list[Group]]:
     """A batch in parts of at most so many tokens with padding, whose activations are in memory
-    together. The longest come first, so that those of a part are of like length."""
+    together; a group that has more is a part by itself, and needs that memory. The longest come
+    first, so that those of a part are of like length."""
     parts = []
     for group in sorted(groups, key=longest, reverse=True):
         rows = len(group.trajectories)
@@ -354,8 +354,8 @@ def learning_rates(
     warmup: float = 0.0,
     cosine: bool = False,
 ) -> list[float]:
-    """The learning rate of each step: it rises in the first share of steps, `warmup`; then it is
-    constant, or falls as a cosine."""
+    """The learning rate of each step: it rises in the first share of steps, `warmup`, from 0 as in
+    transformers; then it is constant, or falls as a cosine."""
     rising = int(warmup * steps)  # none in a phase of one step
     rates = []
     for step in range(steps):
@@ -392,8 +392,8 @@ def train(
         steps: The batch of each step.
         rates: The learning rate of each step.
         loss: loss(policy, groups), as above.
-        size: size(batch) -> what the sum of the batch's losses is divided by. A mean of its parts'
-            means would weigh a pair by the part that it is in.
+        size: size(batch) -> what the sum of the batch's losses is divided by. Means of its parts
+            would weigh pairs unequally.
         log_probs: log_probs(model, trajectories) -> (A,).
         max_grad_norm: What gradients are clipped to.
         tokens: Whose activations are in memory at once, on all ranks together.
@@ -418,6 +418,8 @@ def train(
             total += part.item() / divisor
             for kind, row in statistics.items():
                 sums[kind].update(row)
+        # Each rank has the loss of the whole batch, and the gradient of its own passes, times the
+        # number of ranks: see `engine.passes`.
         average_gradients(model)
         norm = clip_gradients(model, max_grad_norm)
         if not math.isfinite(total + norm):
@@ -433,7 +435,7 @@ def train(
 
 
 def check_trainable(model, steps: list[list[Group]]) -> None:
-    """Refuses what would train to no effect or to a wrong one, without a word."""
+    """Refuses what would silently train to no effect, or to a wrong one."""
     if model.training:
         raise ValueError("the model is in training mode, in which dropout makes each pass another, "
                          "so that the first DPO loss is not ln 2; use model.eval()")
@@ -455,8 +457,9 @@ def adamw(model, weight_decay: float = 0.0) -> torch.optim.AdamW:
 
 
 def average_gradients(model) -> None:
-    """Averages gradients over ranks that have the whole model each; FSDP does so by itself. What no
-    text uses, such as a part for pictures, gets the gradient 0 everywhere."""
+    """Averages gradients over ranks that have the whole model each; FSDP does so by itself. Weights
+    that no text uses, such as those for pictures, get the gradient 0, as all ranks have to reduce
+    the same ones."""
     whole = torch.distributed.is_initialized() and not isinstance(model, FSDPModule)
     for p in model.parameters():
         if not p.requires_grad:
@@ -487,7 +490,8 @@ def means(sums: dict[str, Counter]) -> dict:
 
 @torch.no_grad()
 def add_references(model, groups: list[Group], log_probs: Callable, tokens: int) -> None:
-    """Notes log pi_ref(e|u) of each trajectory of the groups; pi_ref is the model as it is now.
+    """Notes log pi_ref(e|u) of each trajectory of the groups; pi_ref is the model as it is now. In
+    bf16 the policy differs from it by rounding before the first step, too.
 
     Args:
         model: pi_ref.

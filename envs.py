@@ -1,8 +1,9 @@
 """Acting: the episode, in which an agent and an environment meet. Text in, text out.
 
-An environment is a folder of `worlds/`. `worlds.World` says what one is, `worlds/webshop/shop.py`
-is the one to read first. Whoever answers, a model, an endpoint or a person, plays `episode`; there
-are no tensors here. `engine.playing` plays many of them side by side.
+An environment is a folder of `worlds/`. `worlds.World` says what one is, and with which turns, the
+prompt in the first of them, an episode opens; `worlds/webshop/shop.py` is the one to read first.
+Whoever answers, a model, an endpoint or a person, plays `episode`; there are no tensors here.
+`engine.playing` plays many of them side by side.
 """
 
 import random
@@ -11,7 +12,7 @@ from worlds import World
 
 
 def episode(env: World, encoder, t, max_tokens: int):
-    """Lets an agent play the task t.task; what happens is written into trajectory t.
+    """Lets an agent play the task t.task, and fills the trajectory t.
 
     A generator, which yields where it is the agent's turn.
 
@@ -22,9 +23,9 @@ def episode(env: World, encoder, t, max_tokens: int):
         max_tokens: Where the context of the agent is full.
 
     Yields:
-        t as far as it has come, and the episode's own random numbers. It is sent what the agent
-        sampled, which is token ids and the log-probability of each; or None where the agent can
-        read no further.
+        t as far as it has come, and the episode's own random numbers. Send back what the agent
+        sampled, (ids, the log-probability of each); or None where it can read no further, which an
+        endpoint alone says.
     """
     begin(t)
     rng = random.Random(t.seed)
@@ -40,9 +41,10 @@ def episode(env: World, encoder, t, max_tokens: int):
         if sampled is None:
             break
         ids, log_probs = sampled
+        # What it wrote up to a text that stops it, and the end of turn, where it wrote none.
         written, missing, reply = encoder.close(ids, env.stops)
         if len(t.ids) + len(written) + len(missing) >= max_tokens:
-            break  # a reply that fills the context is taken back
+            break  # a reply that fills the context is taken back; nobody trains on the episode
 
         # ... and what it wrote is trained on, but no end of turn that it did not write.
         t.extend(written, is_action=True)
@@ -75,6 +77,7 @@ def begin(t) -> None:
     t.action_mask = []
     t.log_probs = []
     t.reward = 0.0
+    t.raw_reward = None
     t.steps = 0
     t.idle = 0
     t.ended = ""
@@ -82,7 +85,7 @@ def begin(t) -> None:
 
 def open_as(t, encoder, shown: list[dict], trained: list[dict]) -> None:
     """Replaces the ids of a trajectory's opening. By ETO's protocol an agent that plays is shown
-    examples, and is trained without them."""
+    examples, which its messages keep, and is trained without them."""
     if shown == trained:
         return
     size = len(encoder.start(shown))

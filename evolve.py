@@ -17,7 +17,9 @@ an environment: `tasks.py` in its folder of `worlds/`.
     segment    E steps; its files are in iter<i>/
     evolution  what stands between two segments; `i` is that of the segment before it
 
-No code of the paper could be had: what the notes on it leave open is a setting, marked so.
+We had public notes on the paper, neither its code nor its full text: what they leave open is a
+setting, marked so. Two departures: the explorer is the agent itself, where the paper has Qwen3-Max
+(`lab/chat/explorer.py`), and D evolves after every E steps.
 
     python evolve.py --env webshop              # --method grpo trains on the start tasks alone
 """
@@ -41,7 +43,7 @@ from torch.distributed.checkpoint import state_dict as states
 
 import coevolve
 import dpo
-from coevolve import Common, by_task, evaluations, given_experts, scores, train_sft
+from coevolve import Common, by_task, evaluations, given_experts, outcomes, train_sft
 from common import settings as types
 from common.files import read_jsonl, seed_of
 from common.settings import Refused
@@ -56,10 +58,10 @@ from worlds import World
 from worlds.expert_files import read_experts, tasks_of
 
 # ------------------------------------------------------------------------------------ the loop
-# Phases read and write files, as in coevolve.py: phase(run, out, files ..., numbers ...) writes
-# `out` and returns numbers that are recorded. `task_set` is the file of D, none before there is a
-# D; `signals` is that of the signals, none where nothing leads exploration. `i` is the number of
-# the segment, or of the evolution.
+# Phases read and write files, as in coevolve.py: phase(run, out, *files, **values) writes `out`
+# and returns numbers that are recorded. `task_set` is the file of D, and `signals` that of the
+# signals, a list of one; or an empty list before there is a D, or where no signal leads. `i` is the
+# number of the segment, or of the evolution; evolution 0 makes D_0.
 Files = list[Path]
 
 
@@ -115,7 +117,8 @@ def evolution(
     signals: Files,
     i: int,
 ) -> Path:
-    """Changes D: tasks are found by `find`, judged, and join. The file of the new D."""
+    """Changes D: tasks are found by `find`, which does phases, judged, and join. The file of the
+    new D."""
     finds = find(run, i, agent, task_set, signals)
     proposals = run.once(f"iter{i}/proposals.jsonl", judge, finds, task_set, i=i)
     return run.once(f"iter{i}/tasks.jsonl", join, task_set, proposals, i=i)
@@ -170,10 +173,10 @@ class Visit(Group):
     advantages: list[float] = field(default_factory=list)  # (K,); empty: the visit teaches nothing
     old: Tensor | None = None    # (a,) pi_old, the policy that played them, in a training pass
     ref: Tensor | None = None    # (a,) pi_ref, the policy before the first step
-    drawn: Tensor | None = None  # (a,) pi_old again, as its sampler computed it
+    drawn: Tensor | None = None  # (a,) pi_old again, as its sampler computed it; for the log alone
 
 
-def advantages(rewards: list[float]) -> list[float]:
+def advantages_of(rewards: list[float]) -> list[float]:
     """Computes the advantage A_k of each of K episodes; there are none if all rewards are equal."""
     if not better(max(rewards), min(rewards)):  # they are equal, but for rounding
         return []
@@ -204,7 +207,7 @@ def grpo_loss(
 
     Returns:
         The loss, (), and sums of statistics: `action` counts the tokens and those whose ratio was
-        clipped; `far`, where there are any, counts those that k3 is bounded for.
+        out of its range; `far`, where there are any, counts those that k3 is bounded for.
     """
     old = torch.cat([visit.old for visit in visits]).to(policy)                   # (A,)
     ref = torch.cat([visit.ref for visit in visits]).to(policy)                   # (A,)
@@ -268,14 +271,16 @@ def train(
     model = run.load(agent)
     pi_ref = run.load(reference)
     optimizer = dpo.adamw(model, s.weight_decay)
-    load_moments(model, optimizer, agent / "moments.pt")
+    if i > 1:
+        load_moments(model, optimizer, agent / "moments.pt")
     d = rows_of(task_set)
     make_env = partial(env_with, run, d)
 
     log = []
     episodes = []
-    with run.bar(s.evolve_every) as progress:
-        for row in read_jsonl(planned):
+    rows = read_jsonl(planned)
+    with run.bar(len(rows)) as progress:
+        for row in rows:
             trajectories = play_step(run, model, row, make_env)
             line = learn(run, model, pi_ref, optimizer, row, trajectories)
             log.append(line | dict(D=len(d)))
@@ -301,21 +306,22 @@ def train(
 
 
 def load_moments(model, optimizer, file: Path) -> None:
-    """Gives AdamW the moments of the segment before, if there is one."""
-    if file.exists():
-        moments = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    """Gives AdamW the moments of the segment before, if it has made an update by then."""
+    moments = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    if moments:
         states.set_optimizer_state_dict(model, optimizer, moments, options=WHOLE)
 
 
 def save_moments(run: Run, model, optimizer, file: Path) -> None:
     """Writes AdamW's moments. Every rank has to call it."""
-    if optimizer.state:  # asked before the first update, torch would count one
+    moments = {}
+    if optimizer.state:  # asked before the first update, torch would make one
         moments = states.get_optimizer_state_dict(model, optimizer, options=WHOLE)
-        if run.main:
-            try:
-                torch.save(moments, file)
-            except RuntimeError as error:  # as torch says it of a full disk
-                raise OSError(f"{file}: {first_line(error)}; make room on its disk") from None
+    if run.main:
+        try:
+            torch.save(moments, file)
+        except RuntimeError as error:  # as torch says it of a full disk
+            raise OSError(f"{file}: {first_line(error)}; make room on its disk") from None
 
 
 def play_step(run: Run, model, row: dict, make_env: Callable) -> list[Trajectory]:
@@ -362,7 +368,8 @@ def learn(
         The step's line of the log.
     """
     s = run.settings
-    dropped = Counter()  # what is too long to train
+    # What filled the context is left out [ours]: fewer than K episodes are compared then.
+    dropped = Counter()
     played = [visit_of(episodes) for episodes in by_task(trajectories, dropped).values()]
     batches = teaching_batches(played, s.grpo_batch, rng_of(run, "grpo", row["step"]))
     visits = list(itertools.chain(*batches))  # those that teach
@@ -400,7 +407,7 @@ def log_line(
     Returns:
         The line; `far` is in it only if k3 was bounded for some tokens.
     """
-    scored = scores(trajectories, run.settings.hard_threshold)
+    scored = outcomes(trajectories, run.settings.hard_threshold)
     kl = 0.0  # log pi_old - log pi_ref of all that trained, which estimates KL(pi_old || pi_ref)
     for visit in visits:
         kl += (visit.old - visit.ref).sum().item()
@@ -415,7 +422,7 @@ def log_line(
         tokens=sum(len(t.ids) for t in trajectories),
         loss=mean([update["loss"] for update in updates]),
         norm=mean([update["norm"] for update in updates]),
-        sampler=apart(visits, run.settings),
+        sampler=sampler_gap(visits, run.settings),
         clipped=mean([update["kinds"]["action"]["clipped"] for update in updates]),
         kl=kl / max(1, len(dpo.trajectories_of(visits))))  # nats an episode
     far = [update["kinds"]["far"]["count"] for update in updates if "far" in update["kinds"]]
@@ -431,14 +438,14 @@ def visit_of(episodes: list[Trajectory]) -> Visit:
     for t in episodes:
         rewards.append(t.reward)
         drawn += t.log_probs
-    return Visit(episodes, advantages=advantages(rewards), drawn=torch.tensor(drawn))
+    return Visit(episodes, advantages=advantages_of(rewards), drawn=torch.tensor(drawn))
 
 
 def teaching_batches(visits: list[Visit], size: int, rng: random.Random) -> list[list[Visit]]:
-    """Shuffles visits into minibatches of so many. Then those without advantages leave the
-    minibatch that they are in; the others stay together."""
+    """Shuffles visits into minibatches of so many. Then those without advantages are taken out, so
+    that a minibatch may be smaller."""
     batches = []
-    for batch in dpo.batches(visits, size, "tasks", rng):
+    for batch in dpo.batches(visits, size, rng):
         teaching = [visit for visit in batch if visit.advantages]
         if teaching:
             batches.append(teaching)
@@ -455,7 +462,7 @@ def note_log_probs(visits: list[Visit], name: str, policy, log_probs: Callable) 
         setattr(visit, name, part)
 
 
-def apart(visits: list[Visit], s: Grpo) -> dict:
+def sampler_gap(visits: list[Visit], s: Grpo) -> dict:
     """How far the training pass is from the sampler, in nats a token: the mean, the root of the
     mean square, and the share of tokens whose ratio is beyond the clip by that alone."""
     if not visits:
@@ -489,7 +496,7 @@ def plan(run: Run, out: Path, task_set: Files, plans: Files, i: int, steps: int)
     """
     s = run.settings
     d = [row["task"] for row in rows_of(task_set)]
-    waiting = rows_of(plans)[-1]["waiting"] if plans else []  # of this pass, the next one last
+    waiting = rows_of(plans)[-1]["waiting"] if plans else []  # the rest of a pass, reversed
     rows = []
     first = (i - 1) * s.evolve_every + 1
     for step in range(first, first + steps):
@@ -542,15 +549,16 @@ def look_back(segments: Iterable[list[Trajectory]], window: int) -> History:
         The history of the last segment's tasks.
     """
     visits = defaultdict(dict)  # task -> step -> its trajectories
-    for segment in segments:
-        for t in segment:
+    last = []
+    for last in segments:
+        for t in last:
             visits[t.task].setdefault(t.iteration, []).append(t)
             if len(visits[t.task]) > window + 1:
                 del visits[t.task][min(visits[t.task])]
     visited = {}
-    for t in segment:  # the last one
+    for t in last:
         visited[t.task] = list(visits[t.task].values())
-    return History(visited, segment)
+    return History(visited, last)
 
 
 def forgetting(history: History, s: Evolution) -> Iterator[dict]:
@@ -567,7 +575,7 @@ def forgetting(history: History, s: Evolution) -> Iterator[dict]:
 
 
 def boundary(history: History, s: Evolution) -> Iterator[dict]:
-    """B: tasks with 0 < sum of y < K at their last visit, one step and one policy; the sum."""
+    """B: tasks with 0 < sum of y < K at their last visit, which one policy played; the sum."""
     for task, (*_, now) in history.visits.items():
         if 0 < score(now) < 1:
             successes = sum(not t.is_failure for t in now)
@@ -617,7 +625,7 @@ def find_signals(run: Run, out: Path, task_set: Files, played: Files, i: int) ->
             numbers[kind] = len(found)
 
     picked = pick(shuffled, s.picks)
-    if s.guide == "random":  # as many tasks that no signal names
+    if s.guide == "random":  # the control: as many tasks of D, drawn without the signals
         pool = [row["task"] for row in d]
         tasks = rng_of(run, "random", i).sample(pool, len(picked))
         picked = [dict(signal="random", task=task) for task in tasks]
@@ -725,7 +733,7 @@ def explore(run: Run, out: Path, agent: Path, task_set: Files, signals: Files, i
     write(run, out, explored)
     if not explored:
         return dict(episodes=0)
-    return scores(explored, s.hard_threshold)
+    return outcomes(explored, s.hard_threshold)
 
 
 @by_one_rank

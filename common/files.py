@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -18,13 +19,11 @@ def read_json(file: Path) -> dict:
     return whole_object(file.read_bytes(), file)
 
 
-def read_jsonl(file: Path, growing: bool = False) -> list[dict]:
-    """The objects in a file, one a line; Refused, naming the line, where one is not whole.
-    growing: somebody may be writing the last line, which is left out unless it has its end."""
+def read_jsonl(file: Path) -> list[dict]:
+    """The objects in a file, one a line; Refused, naming the line, where one is not whole."""
     lines = file.read_bytes().split(b"\n")
-    last = lines.pop()  # what follows the last line's end: nothing, if the file is whole
-    if last and not growing:
-        lines.append(last)
+    if not lines[-1]:  # what follows the last line's end
+        lines.pop()
     return [whole_object(line, f"{file}, line {n}") for n, line in enumerate(lines, 1)]
 
 
@@ -53,7 +52,8 @@ def write_jsonl(file: Path, rows: list) -> None:
     with open(file, "w") as lines:
         for row in rows:
             if not isinstance(row, dict):
-                row = {name: value for name, value in vars(row).items() if value is not None}
+                values = {field.name: getattr(row, field.name) for field in fields(row)}
+                row = {name: value for name, value in values.items() if value is not None}
             lines.write(json.dumps(row) + "\n")
 
 

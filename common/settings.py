@@ -90,7 +90,7 @@ class Stated:
     """What a class of settings may state beside its fields."""
     essential = ()  # the names of the settings that --help lists; --help all lists all
     # name -> values that replace defaults, if `preset_names` has the name; a model's, a protocol's,
-    # or a method's, as "--method NAME", which beats all others.
+    # or a method's, as "--method NAME".
     presets = {}
 
     @staticmethod

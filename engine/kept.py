@@ -226,11 +226,7 @@ def windows_of(config) -> dict[str, float]:
 
 def shared_beginning(a: Ids, b: Ids) -> int:
     """How many tokens both begin with."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:  # so many are equal at least, and at most
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    for n, (token, other) in enumerate(zip(a, b)):
+        if token != other:
+            return n
+    return min(len(a), len(b))

@@ -67,11 +67,11 @@ class Machine:
         if self.device.type != "cuda" or s.model == "tiny":
             return
         parts = self.ranks if self.shard else 1
-        wrong = check_memory(config, parameters, parts, self.tokens_per_forward, beside)
+        tokens = max(self.tokens_per_forward, s.max_tokens)  # of a pass: a long text is one alone
+        wrong = check_memory(config, parameters, parts, tokens, beside)
         if wrong:
             raise Refused(f"--model {s.model}: {wrong}")
-        takes = sum(training_bytes(config, parameters, parts, self.tokens_per_forward, False,
-                                   beside))
+        takes = sum(training_bytes(config, parameters, parts, tokens, False, beside))
         self.recompute = is_on(s.gradient_checkpointing, auto=takes > FREE * free_memory())
 
     def wait(self) -> None:
@@ -192,7 +192,8 @@ def check_memory(config, parameters: int, ranks: int, tokens: int, beside: bool)
         return None
     takes = f"{said}states take {states / 1e9:.0f} GB on each, a pass {a_pass / 1e9:.0f}; "
     if longest >= 1024:
-        return f"{takes}lower --tokens-per-forward to {longest // 512 * 512}"
+        return (f"{takes}lower --tokens-per-forward, and --max-tokens where it is more, to "
+                f"{longest // 512 * 512}")
     return f"{takes}give more or larger cards, or a smaller model"
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import dpo
-from coevolve import Common, by_task, evaluations, given_experts, scores, train_sft
+from coevolve import Common, by_task, evaluations, given_experts, outcomes, train_sft
 from common.files import seed_of
 from common.settings import Count, Method, Rate, Stated, Weight, Whole, limited
 from dpo import Trajectory, action_count
@@ -72,7 +72,7 @@ def explore(run: Run, out: Path, agent: Path, experts: Path, *first: Path, name:
             begun.append(Trajectory(task, name, i, n, seed_of(s.seed, name, i, task, n)))
     episodes = run.play(agent, begun, s.temperature)
     write(run, out, episodes)
-    return scores(episodes, s.hard_threshold) if episodes else dict(episodes=0)
+    return outcomes(episodes, s.hard_threshold) if episodes else dict(episodes=0)
 
 
 def dart_rollouts(won: list[bool], budget: int) -> int:
@@ -191,7 +191,7 @@ def train_ppo(run: Run, out: Path, agent: Path, first: Path, played: Path, name:
     kl = sum((visit.old - visit.ref).sum().item() for visit in visits)
 
     rng = random.Random(seed_of(s.seed, "ppo", i))
-    steps = dpo.batches(visits, s.ppo_batch, "tasks", rng, s.ppo_epochs)
+    steps = dpo.batches(visits, s.ppo_batch, rng, s.ppo_epochs)
     rates = dpo.learning_rates(len(steps), s.ppo_lr, s.dpo_warmup)
     loss = partial(ppo_loss, clip=s.ppo_clip, kl=s.ppo_kl)
     numbers = run.fit(model, out, steps, rates, loss, action_count, log_probs)

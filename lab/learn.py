@@ -56,7 +56,7 @@ def learn(run: Run) -> None:
 
     after_sft = once("sft-target", coevolve.train_sft, run.base, experts, name="target")
     agent = once("iter1/target-agent", coevolve.train_preferences, after_sft, after_sft, pairs,
-                 [experts, *played.values()], name="target", role="D_tgt", i=1)
+                 experts, [*played.values()], name="target", role="D_tgt", i=1)
     if run.main:
         lay_out(run.folder.parent, [after_sft, agent])
 
@@ -100,7 +100,7 @@ def others(run: Run, out: Path, file: Path, experts: Path, name: str) -> dict:
     found = [t for t in run.trajectories
              if t.agent == name and lines.get(t.task, t.rollout) != t.rollout]
     write(run, out, found)
-    return coevolve.scores(found, run.settings.hard_threshold) if found else dict(episodes=0)
+    return coevolve.outcomes(found, run.settings.hard_threshold) if found else dict(episodes=0)
 
 
 def make_pairs(run: Run, out: Path, experts: Path, played: dict[str, Path], trains: str) -> dict:
@@ -192,8 +192,8 @@ def trajectory_of(row: dict, encoder) -> Trajectory:
 
 READS = ("file", "out", "model", "seed", "track", "expert_min_reward", "max_tokens", "sft_epochs",
          "sft_batch", "sft_lr", "sft_warmup", "weight_decay", "max_grad_norm", "dpo_epochs",
-         "dpo_steps", "dpo_batch", "batch_unit", "dpo_lr", "dpo_warmup", "beta", "lambda_dpo",
-         "lambda_sft", "log_prob", "sft_term", "reference", "normalise", "expert_beaten",
+         "dpo_steps", "dpo_batch", "dpo_lr", "dpo_warmup", "beta", "lambda_dpo",
+         "lambda_sft", "log_prob", "reference", "normalise", "expert_beaten",
          "pair_weights", "cut_turns", "rejected_ends", MachineSettings)
 
 

@@ -201,7 +201,7 @@ def test_a_bandit_is_solved():
         visits = baselines.with_advantages(rollouts, Counter())
         baselines.note_log_probs(visits, "old", policy, dpo.token_log_probs)
         baselines.note_log_probs(visits, "ref", sft, dpo.token_log_probs)
-        steps = dpo.batches(visits, 1, "tasks", random.Random(i), 4)
+        steps = dpo.batches(visits, 1, random.Random(i), 4)
         for _ in dpo.train(policy, dpo.adamw(policy), steps, [0.05] * len(steps), loss,
                            dpo.action_count):
             pass

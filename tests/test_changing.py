@@ -252,10 +252,10 @@ def test_a_curriculum(base, changed, i):
     settings = core.Settings(iterations=2, reference="none", cut_turns=-1)
     run = SimpleNamespace(settings=settings, encoder=None, load=lambda agent: None,
                           fit=lambda model, out, steps, *_: steps)
-    names = ("experts", "iter1/target", "iter1/failure")
+    played = [base / f"iter1/{name}.jsonl" for name in ("target", "failure")]
     steps = core.train_preferences(
         run, None, "agent", "agent", base / "iter1/pairs-target.jsonl",
-        [base / f"{name}.jsonl" for name in names], "target", "D_tgt", i)
+        base / "experts.jsonl", played, "target", "D_tgt", i)
     nearest = defaultdict(float)  # task -> the best reward of a rejected trajectory
     for row in rows(base / "iter1/pairs-target.jsonl"):
         nearest[row["task"]] = max(nearest[row["task"]], row["rejected"]["reward"])
@@ -305,7 +305,7 @@ def test_a_phase_of_ones_own_passes_through_the_table_and_the_page(base, fork, c
 def test_grpo(changed):
     changed("GRPO without the standard deviation")
     evolve = importlib.import_module("evolve")
-    assert evolve.advantages([0.0, 0.0, 0.0, 1.0]) == [-0.25, -0.25, -0.25, 0.75]
+    assert evolve.advantages_of([0.0, 0.0, 0.0, 1.0]) == [-0.25, -0.25, -0.25, 0.75]
 
 
 def test_an_environment_of_ones_own(changed, tmp_path, capsys):
@@ -327,4 +327,4 @@ def test_an_environment_of_ones_own(changed, tmp_path, capsys):
     stub = SimpleNamespace(settings=core.Settings(), main=True, name="x", say=print)
     played = dict(target=run / "experts.jsonl", failure=run / "experts.jsonl")
     core.make_pairs(stub, run / "none", played["target"], played, [], "failure", "D_fail")
-    assert "x: no pairs, since {'not both failures': 12}; raise" in capsys.readouterr().out
+    assert "x: no pairs, since {'not both failures': 12}; give more" in capsys.readouterr().out

@@ -27,7 +27,8 @@ FF = "failure>failure"
 
 
 def rollouts(agent, rewards):
-    return [Trajectory(agent=agent, rollout=n, reward=reward) for n, reward in enumerate(rewards)]
+    return [Trajectory(agent=agent, rollout=n, reward=reward, ids=[ord(agent[0]), n])
+            for n, reward in enumerate(rewards)]
 
 
 def side(t):
@@ -190,9 +191,10 @@ def test_groups_have_each_trajectory_once_and_cut_what_is_rejected(encoder):
     e = played(encoder, "expert", 1.0, 2, iteration=0)
     t = played(encoder, "target", 0.5, 9)
     f = played(encoder, "failure", 0.7, 8)
-    other = played(encoder, "target", 0.5, 3, task="b")  # whose expert is not among these
+    other = played(encoder, "target", 0.5, 3, task="b")
+    of_other = played(encoder, "expert", 1.0, 2, task="b")
     pairs = coevolve.d_tgt(e, [t], [f], s, Counter()) + [Pair(FF, other, other)]
-    group, alone = coevolve.preference_groups(pairs, [e], s, encoder)
+    group, alone = coevolve.preference_groups(pairs, [e, of_other], s, encoder)
     assert alone.trajectories == [other]
     # Of 9 and 8 replies the first 7 are rejected, the expert's 2 and 5 more; chosen, f is whole.
     assert [replies_in(x) for x in group.trajectories] == [2, 7, 7, 8]
@@ -204,11 +206,11 @@ def test_groups_have_each_trajectory_once_and_cut_what_is_rejected(encoder):
     for pair in group.pairs:  # which get references
         assert {id(pair.chosen), id(pair.rejected)} <= {id(x) for x in group.trajectories}
     uncut = replace(s, cut_turns=-1)
-    [group, _] = coevolve.preference_groups(pairs, [e], uncut, encoder)
+    [group, _] = coevolve.preference_groups(pairs, [e, of_other], uncut, encoder)
     assert group.trajectories == [e, t, f]  # f is one, chosen or rejected
     # What ended turns and the episode is left out of the rejected ones alone.
     left_out = replace(uncut, rejected_ends="leave out")
-    [group, _] = coevolve.preference_groups(pairs, [e], left_out, encoder)
+    [group, _] = coevolve.preference_groups(pairs, [e, of_other], left_out, encoder)
     assert group.trajectories == [e, encoder.without_ends(t), encoder.without_ends(f), f]
 
     # Another agent's trajectory may be the expert; it is called as the agent is.

@@ -130,9 +130,9 @@ def test_identical_policy_and_reference_give_ln2(model):
     assert statistics["failure>failure"]["margin"] == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.parametrize("log_prob, sft_term, without", [
-    ("sum", "sum", False), ("mean", "sum", False), ("sum", "mean", True), ("mean", "mean", True)])
-def test_equation_9_and_its_gradient_equal_brute_force(log_prob, sft_term, without):
+@pytest.mark.parametrize("log_prob, without", [
+    ("sum", False), ("mean", False), ("sum", True), ("mean", True)])
+def test_equation_9_and_its_gradient_equal_brute_force(log_prob, without):
     model = make_model(VOCABULARY)
     groups = [group("a", 1), group("b", 2)]
     if without:  # pi_ref is 1
@@ -140,7 +140,7 @@ def test_equation_9_and_its_gradient_equal_brute_force(log_prob, sft_term, witho
             t.reference = 0.0
     beta, lambda_dpo, lambda_sft = 0.3, 0.7, 0.2
     ours, statistics = loss_of(model, groups, beta=beta, lambda_dpo=lambda_dpo,
-                               lambda_sft=lambda_sft, log_prob=log_prob, sft_term=sft_term)
+                               lambda_sft=lambda_sft, log_prob=log_prob)
 
     expected = 0.0
     seen = []  # of the failures' pairs
@@ -154,8 +154,7 @@ def test_equation_9_and_its_gradient_equal_brute_force(log_prob, sft_term, witho
         z = beta * (ratio_w - ratio_l)
         expected = expected + lambda_dpo * pair.weight * torch.log(1 + torch.exp(-z))
         # Eq. (9): + lambda_SFT times -log pi(e_w|u)
-        imitation = -w / count_w if sft_term == "mean" else -w
-        expected = expected + lambda_sft * pair.sft_weight * imitation
+        expected = expected - lambda_sft * pair.sft_weight * w
         assert pair.seen == [pytest.approx((w.item(), l.item(), z.item()), abs=1e-9)]
         if pair.kind == "failure>failure":
             seen.append((w.item(), l.item(), z.item()))
@@ -287,7 +286,7 @@ def test_batches_have_every_group_once_in_each_epoch_and_keep_tasks_whole():
     for i, pairs in enumerate(pairs_of_groups):
         [t] = random_trajectories(4, task=str(i))
         groups.append(Group([t], [Pair("k", t, t)] * pairs))
-    made = dpo.batches(groups, 4, "pairs", random.Random(0), epochs=5)
+    made = dpo.batches(groups, 4, random.Random(0), epochs=5)
     order = []
     for batch in made:
         assert dpo.pair_count(batch) <= 4 or len(batch) == 1
@@ -295,8 +294,8 @@ def test_batches_have_every_group_once_in_each_epoch_and_keep_tasks_whole():
     epochs = [order[8 * n:8 * n + 8] for n in range(5)]
     assert all(sorted(epoch) == [str(i) for i in range(8)] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 5
-    # An epoch ends its last batch; by tasks, whatever pairs they have.
-    made = dpo.batches(groups, 3, "instructions", random.Random(0), epochs=2)
+    # An epoch ends its last batch; tasks without pairs count one each, as in SFT.
+    made = dpo.batches([Group(group.trajectories) for group in groups], 3, random.Random(0), epochs=2)
     assert [len(batch) for batch in made] == [3, 3, 2] * 2
 
 

@@ -37,7 +37,7 @@ from worlds import Step, World, converse, environment, make
     ([0.5, 0.5, 0.5], []), ([0.7], []),  # equals teach nothing, also but for rounding
     ([0.1 + 0.2, 0.3], []), ([1.0, 1.0 - 2e-16, 1.0], []), ([sum([0.1] * 10), 1.0, 1.0], [])])
 def test_advantages_by_hand(rewards, expected):
-    assert evolve.advantages(rewards) == pytest.approx(expected, abs=2e-6)
+    assert evolve.advantages_of(rewards) == pytest.approx(expected, abs=2e-6)
 
 
 def visit(counts, advantages, old, ref):
@@ -98,9 +98,9 @@ def test_how_far_sampler_and_training_are_apart_is_measured():
     """Of four tokens one is 0.5 nats off (its ratio 1.65 is beyond 1.28), one -0.1."""
     one = evolve.Visit([], old=torch.tensor([-1.0, -2.0, -3.0, -1.1]),
                        drawn=torch.tensor([-1.0, -2.0, -3.5, -1.0]))
-    assert evolve.apart([one], evolve.Settings()) == pytest.approx(dict(
+    assert evolve.sampler_gap([one], evolve.Settings()) == pytest.approx(dict(
         mean=0.1, rms=math.sqrt((0.25 + 0.01) / 4), beyond=0.25), rel=1e-5)
-    assert evolve.apart([], evolve.Settings()) == {}
+    assert evolve.sampler_gap([], evolve.Settings()) == {}
 
 
 def test_moments_are_read_again_also_where_no_text_uses_a_parameter(small_model, tmp_path):
@@ -557,7 +557,7 @@ def test_training_sees_the_distribution_that_episodes_are_drawn_from(run, small_
     total = tokens = 0
     for task in {t.task for t in episodes}:
         visit = [t for t in episodes if t.task == task]
-        for t, advantage in zip(visit, evolve.advantages([t.reward for t in visit])):
+        for t, advantage in zip(visit, evolve.advantages_of([t.reward for t in visit])):
             total += advantage * t.action_count
             tokens += t.action_count
     assert first["loss"] == pytest.approx(-total / tokens, abs=1e-5)
@@ -570,7 +570,7 @@ def test_training_sees_the_distribution_that_episodes_are_drawn_from(run, small_
     kl = 0.0
     for task in {t.task for t in played}:
         visit = [t for t in played if t.task == task]
-        if evolve.advantages([t.reward for t in visit]):
+        if evolve.advantages_of([t.reward for t in visit]):
             kl += sum(apart(r.folder / "iter1/target-agent", small_model, t, never) for t in visit)
     taught = 4 * (second["tasks"] - second["skipped"])
     assert second["kl"] == pytest.approx(kl / taught, abs=1e-3)

@@ -31,8 +31,7 @@ from engine.sampling import Draw, Sampler
 from engine.trial import answer_of, trial
 from worlds import environment
 
-DOCS = (Path(__file__).parent.parent / "docs" / "large_models.md").read_text(
-    encoding="utf-8").partition("## Which models")[2]
+LISTS = (Path(__file__).parent / "data" / "families.md").read_text(encoding="utf-8")
 ALL = os.environ.get("FAMILIES") == "all"
 LONGEST = 100  # tokens of a text: six of the models' windows
 RUNS = ("deepseek_v3 falcon_h1 gpt_oss gemma3_text gemma4_text granitemoehybrid lfm2 llama mamba "
@@ -66,10 +65,10 @@ def tried(family: str, folder, encoder) -> tuple[dict, torch.nn.Module | None]:
 
 
 def listed() -> dict[str, str]:
-    """family -> how it is asked, or "refused", where docs/large_models.md lists it; else it is of
+    """family -> how it is asked, or "refused", where data/families.md lists it; else it is of
     the first kind."""
     return {family: heading for heading, families in
-            re.findall(r"^- \*\*(.+?)[*:].*?: (.+)$", DOCS, re.MULTILINE)
+            re.findall(r"^- \*\*(.+?)[*:].*?: (.+)$", LISTS, re.MULTILINE)
             for family in re.findall("`(.+?)`", families)}
 
 
@@ -78,7 +77,7 @@ def listed() -> dict[str, str]:
 def test_a_family_trains_and_plays_as_it_reads_a_text_alone_or_is_refused(
         family, encoder, tmp_path):
     ways, model = tried(family, tmp_path, encoder)
-    if f"transformers {transformers.__version__}" in DOCS:
+    if f"transformers {transformers.__version__}" in LISTS:
         assert listed().get(family, "kept") == ways["replies"], "this file prints the lists"
     if model:
         assert ways["passes"]
@@ -154,12 +153,12 @@ def assert_passes_are_right(model, encoder, passes):
 
 
 def test_the_document_counts_what_it_lists():
-    for heading, count, families in re.findall(r"^- \*\*(.+?)\*\* \((\d+).*?\): (.+)$", DOCS,
+    for heading, count, families in re.findall(r"^- \*\*(.+?)\*\* \((\d+).*?\): (.+)$", LISTS,
                                                re.MULTILINE):
         assert len(re.findall("`(.+?)`", families)) == int(count), heading
-    if f"transformers {transformers.__version__}" in DOCS:
-        assert f"all {len(every())} families" in DOCS
-        assert f"{len(every()) - len(listed())} families are kept" in DOCS
+    if f"transformers {transformers.__version__}" in LISTS:
+        assert f"all {len(every())} families" in LISTS
+        assert f"{len(every()) - len(listed())} families are kept" in LISTS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

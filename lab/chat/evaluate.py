@@ -19,7 +19,7 @@ from typing import Literal, Optional
 
 from tqdm import tqdm
 
-from coevolve import scores
+from coevolve import outcomes
 from common.files import hashed, seed_of, whole_lines
 from common.settings import Free, Method, Refused, Stated, limited
 from dpo import Trajectory
@@ -60,7 +60,7 @@ def evaluate(run: Run, out: Path, agent: Path, name: str, i: int, split: str) ->
     else:
         episodes = run.play(agent, episodes, s.temperature)
     write(run, out, episodes)
-    return scores(episodes, s.hard_threshold) | spent | best_of(episodes, s.rollouts)
+    return outcomes(episodes, s.hard_threshold) | spent | best_of(episodes, s.rollouts)
 
 
 def best_of(episodes: list[Trajectory], rollouts: int) -> dict:

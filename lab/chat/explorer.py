@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Optional
 
 import evolve
-from coevolve import scores
+from coevolve import outcomes
 from common.files import read_jsonl
 from common.settings import Stated, limited
 from engine.records import write
@@ -103,7 +103,7 @@ def explore_there(run: Run, out: Path, task_set: list[Path], signals: list[Path]
     explorer.paid.play(begun, make_env, explorer.answer)
     kept = [t for t in begun if t.ended != "context"]
     write(run, out, kept)
-    found = scores(kept, run.settings.hard_threshold) if kept else dict(episodes=0)
+    found = outcomes(kept, run.settings.hard_threshold) if kept else dict(episodes=0)
     return found | explorer.paid.spent() | dict(refused=len(begun) - len(kept))
 
 

@@ -85,7 +85,7 @@ def make(out: Path, texts: dict[str, tuple[int, int]], width: int = 128) -> None
     for conversations, passes, kinds in read:
         for conversation in passes * conversations:
             groups.append(text(rng, exchange(rng, conversation, kinds, anything), tokenizer))
-    batches = dpo.batches(groups, BATCH, "tasks", rng)
+    batches = dpo.batches(groups, BATCH, rng)
     for batch in batches:
         batch += copies(rng, len(tokenizer), BESIDE)
     train(accelerator, model, batches, RATE)

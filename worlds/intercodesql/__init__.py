@@ -38,7 +38,7 @@ class Options(ProtocolOptions):
                      grpo_kl=0.2, start_from="train", rejected_ends="leave out", lambda_sft=2.0),
         "smollm2": dict(start_from="train", start_tasks=40, iterations=3, train_tasks=120,
                         eval_tasks=100, dpo_epochs=2, rollouts=2, view="short", max_tokens=768,
-                        rejected_ends="leave out", tokens_per_forward=1024,
+                        rejected_ends="leave out",
                         max_new_tokens=144),  # a gold query of InterCode's has up to 132
         "smollm2 eto": dict(view="full", rollouts=1, max_tokens=3072, gradient_checkpointing="on"),
     }
