@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
+from weakref import WeakSet
 
 import requests
 from filelock import FileLock
@@ -32,8 +33,8 @@ class WebShopServer(Shop):
     one is read again, and after a purchase, whose page does not show it, the episode's own.
 
     A server loads its catalogue at its first request, and once more for each that comes meanwhile.
-    So first requests are made one at a time, on all of a machine. It slows down with each session,
-    so every episode on a goal uses the same one.
+    So those that it has not answered since it last failed ask one at a time, on all of a machine.
+    It slows down with each session, so every episode on a goal uses the same one.
 
     An answer is a page of the shop, or EnvError: there is none, an error, another site's page, a
     link or redirect away from the address that was given. One answer counts as an action that
@@ -79,13 +80,13 @@ class Link:
 
 class Client:
     """One that asks a server for pages; `WebShopServer` says how."""
-    known = defaultdict(dict)  # server -> goal -> the instruction this process has read
+    known = defaultdict(dict)        # server -> goal -> the instruction this process has read
+    answered = defaultdict(WeakSet)  # server -> the clients it has answered since it last failed
 
     def __init__(self, url: str, timeout: float, load_timeout: float):
         self.url = url
         self._timeout = timeout
         self._load_timeout = load_timeout
-        self._was_answered = False
         self._http = requests.Session()  # keeps its connection
         self._http.trust_env = False     # no proxy may come between, and no saved password
         self._http.max_redirects = 5
@@ -131,7 +132,7 @@ class Client:
             self._fail("HTTP 500, its answer to a goal that its catalogue does not have; start it "
                        "with all products, or play fewer or other tasks")
         page = self._read_html(answer)
-        self._was_answered = True
+        self.answered[self.url].add(self)
         if page.reward is not None:
             self._read(self._goal)
             return Page("done", DONE, {}, reward=page.reward)
@@ -169,8 +170,9 @@ class Client:
 
     def _ask(self, link: Link, data: dict | None) -> requests.Response:
         """The answer to a request, after redirects."""
-        timeout = self._timeout if self._was_answered else self._load_timeout
-        with nullcontext() if self._was_answered else self._in_turn():
+        answered = self.answered[self.url]
+        timeout = self._timeout if self in answered else self._load_timeout
+        with nullcontext() if self in answered else self._in_turn():
             try:
                 return self._http.request(link.method, link.address, data=data,
                                           timeout=(min(10.0, timeout), timeout))
@@ -178,6 +180,7 @@ class Client:
                 self._fail(f"a link to another host, or outside {self.url}/, is not followed "
                            f"({str(error)[-200:]}); {CHECK}")
             except (requests.RequestException, ValueError) as error:
+                answered.clear()  # started again, it loads its catalogue again
                 self._fail(f"{type(error).__name__}; see that the server runs, and has loaded its "
                            "catalogue")
 
@@ -191,7 +194,7 @@ class Client:
 
     def close(self):
         self._http.close()
-        self._was_answered = False
+        self.answered[self.url].discard(self)
 
 
 class _Html(HTMLParser):
