@@ -5,7 +5,7 @@
 
 Their texts stay in the user's copy. An `EtoWorld` wraps a world of ours: rules are a turn of their
 own, examples come before the task, observations have a heading, an action is what follows the first
-"Action: ". The table in docs/environments.md has all.
+"Action: ". The table in worlds/README.md has all.
 """
 
 import re
