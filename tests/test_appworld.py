@@ -163,7 +163,7 @@ def served(tmp_path, monkeypatch):
         (tmp_path / "child.py").write_text(source)
         monkeypatch.setattr(processes, "__file__", str(tmp_path / "processes.py"))
         try:
-            servers.append(processes.Server(sys.executable, tmp_path, 20, 20_000))
+            servers.append(processes.Server(sys.executable, tmp_path))
         except Refused as error:
             if more:
                 raise
@@ -200,7 +200,7 @@ def test_code_that_ends_or_blocks_its_process_ends_the_episode_alone(served):
     for code, reason in ENDS.items():
         episode = processes.Episode(server, "a", "\u00e9" * 200_000)  # 1.2 MB in JSON
         assert episode.text == "\u00e9" * 200_000
-        episode._seconds = 0.3 if "no answer" in reason else 60
+        episode.seconds = 0.3 if "no answer" in reason else 60
         inside = [process for process in processes_of(server) if process not in outside]
         with pytest.raises(processes.Gone, match=reason) as caught:
             episode.run(code)
@@ -258,7 +258,7 @@ def test_a_killed_run_leaves_no_process(served, tmp_path):
         sys.path.insert(0, {str(ROOT)!r})
         from worlds.appworld import processes
         processes.__file__ = {str(tmp_path / "processes.py")!r}
-        server = processes.Server(sys.executable, {str(tmp_path)!r}, 20, 20_000)
+        server = processes.Server(sys.executable, {str(tmp_path)!r})
         episodes = [processes.Episode(server, "a", "x") for _ in range(2)]
         print(server.process.pid, flush=True)
         episodes[0].run("while True: pass")"""
@@ -334,7 +334,7 @@ def generator(served, monkeypatch, tmp_path):
         return run(episode, code)
 
     monkeypatch.setattr(processes.Episode, "run", slow)
-    judge = judging.Judge(sys.executable, tmp_path, 20, 20_000)
+    judge = judging.Judge(sys.executable, tmp_path)
     found = TaskGenerator(types.SimpleNamespace(
         judge=judge, splits={"train": {"a": dict(start="a")}, "test": {}}, find=lambda task: dict(start="a")))
     found.late = late
@@ -407,10 +407,10 @@ def test_what_was_done_or_written_becomes_a_task_or_is_refused(generator):
     for wrong, named in [
             ({"start": "b"}, "no start state of a training task"), ({"text": "count my notes"}, "a task of a split"),
             ({"code": [DONE]}, "has 1 parts"), ({"code": [NOTE, DONE] * 16}, "parts, not 2 to 30"),
-            ({"code": ["a b", DONE]}, "no Python"), ({"code": [NOTE, NOTE]}, "does not end by"),
+            ({"code": ["a b", DONE]}, "no Python"),
             ({"text": "Do the things that I need."}, "asks for nothing"), ({"text": "Complete my task, please!"}, "nothing")]:
         assert named in generator.refusal({**new, **wrong})
-    same = [["t = 'Milk'  # it\napis.notes.create_note(title=(t))", DONE], ['x = "Milk"', "apis.notes.create_note(title=x)", DONE]]
+    same = [["t = 'Milk'  # it\napis.notes.create_note(title=(t))", DONE], ['t = "Milk"', "apis.notes.create_note(title=t)", DONE]]
     one, other = (generator.key({**new, "code": code}) for code in same)
     assert one == other != generator.key(new) and len({generator.key({**new, "code": [a, DONE]}) for a in (
         "len('a')", "int('a')", "a = b", "a = a")}) == 4
@@ -480,16 +480,18 @@ def test_what_is_missing_or_would_not_be_read_is_refused(monkeypatch, tmp_path):
 @pytest.fixture(scope="module")
 def world():
     """The small world's environment; a skip where the package is not, or nothing is shut in."""
-    try:
-        env = make("appworld", appworld_seconds=3)
-        env.reset(env.tasks("train")[0])
-    except Refused as error:
-        pytest.skip(str(error))
-    yield env
-    env.close()
-    for server in processes._servers.values():
-        server.end()
-    processes._servers.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "SECONDS", 3)
+        try:
+            env = make("appworld")
+            env.reset(env.tasks("train")[0])
+        except Refused as error:
+            pytest.skip(str(error))
+        yield env
+        env.close()
+        for server in processes._servers.values():
+            server.end()
+        processes._servers.clear()
 
 
 def of_family(env, split: str, family: str) -> str:

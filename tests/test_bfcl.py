@@ -520,8 +520,8 @@ def test_planted_proposals_are_refused(files):
             break
     assert spelled != other["calls"]
     for wrong, named in [
-            ({"start": test["start"]}, "no start state of a training task"), ({"turns": []}, "lists of calls"),
-            ({"calls": [[]]}, "lists of calls"), ({"turns": [test["turns"][0]]}, "a task of a split"),
+            ({"start": test["start"]}, "no start state of a training task"), ({"turns": []}, "asks for nothing"),
+            ({"calls": [[]]}, "asks for nothing"), ({"turns": [test["turns"][0]]}, "a task of a split"),
             *[({"turns": ["x"] * len(calls), "calls": calls}, "a task of a split") for calls in (other["calls"], spelled)],
             ({"calls": [[call_of("_load_scenario")]]}, "no function '_load_scenario'"),
             ({"calls": [[dict(name="ls", arguments=[])]]}, "a call is")]:

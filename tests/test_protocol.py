@@ -17,6 +17,7 @@ from dpo import Trajectory
 from engine.chat import Encoder
 from engine.playing import play
 from worlds import environment, expert_files
+from worlds.scienceworld import world
 
 CHAT = [("user", "Observation:\nWebShop [SEP] Instruction: [SEP] a hat [SEP] Search"),
         ("assistant", "Thought: I search.\nAction: search[hat]"),
@@ -87,8 +88,7 @@ def test_an_episode_in_the_shop_turn_by_turn(prompts):
 
 def test_experts_open_without_the_example_and_say_what_ours_say(prompts):
     env, ours = make("webshop", prompts), worlds.make("webshop")
-    for n in range(6):
-        task = f"webshop-train-{n}"
+    for task in env.tasks("train")[:3]:
         messages, reward = worlds.converse(env, env.reset(task), env.expert())
         own, own_reward = worlds.converse(ours, ours.reset(task), ours.expert())
         bare = [m["content"].removeprefix("Observation:\n") for m in messages[3:]]
@@ -117,21 +117,14 @@ def test_what_the_databases_say(prompts):
         turned.format(env.find(task)["gold"]), "Action: submit"])[1] for task in env.tasks("test")[:60]}
 
 
-@pytest.fixture(scope="module")
-def science(prompts):
-    env = make("scienceworld", prompts)
-    yield env
-    env.close()
-
-
-def test_science_opens_with_its_heading_and_a_wrong_first_focus_is_minus_1(science):
-    task = "scienceworld-train-find-animal-0"
+def test_science_opens_with_its_heading_and_a_wrong_first_focus_is_minus_1(prompts, monkeypatch):
+    monkeypatch.setattr(world._Simulator, "options", [*world._Simulator.options, "-XX:TieredStopAtLevel=1"])
+    science, task = make("scienceworld", prompts), "scienceworld-train-find-animal-0"
     messages, reward = conversation(science, task, ["Action: focus on air"])
     assert messages[:2] == said([("user", RULES["sciworld"]), ("assistant", "OK")])
     assert messages[6]["content"].startswith("Task Description:\nYour task is to find a(n) animal.")
     assert messages[-1]["content"].startswith("Observation: ") and reward == -1.0
-    expert = science.opening(messages[6]["content"])
-    assert expert[2]["content"].startswith("Your task is to find")
+    assert science.opening(messages[6]["content"])[2]["content"].startswith("Your task is to find")
     science.reset(task)
     assert conversation(science, task, [f"Action: {a}" for a in science.inner.gold()])[1] == 1.0
     # Not the first: what had been reached before. One without an action forgets it.
@@ -139,12 +132,10 @@ def test_science_opens_with_its_heading_and_a_wrong_first_focus_is_minus_1(scien
     reached = ["Action: teleport to kitchen"] * 2
     assert conversation(science, task, reached)[1] > 0
     assert conversation(science, task, reached + ["wait", "wait1"])[1] == 0.0
-    # 200 moves of the simulator end an episode.
-    messages, reward = conversation(science, "scienceworld-train-boil-0", ["Action: wait"] * 30)
-    assert len(messages) == 7 + 2 * 19 and reward == 0.0
+    science.close()
 
 
-def entry(turns, id="webshop_17", **more):
+def entry(turns, id, **more):
     roles = {"user": "human", "assistant": "gpt"}
     return {"id": id, "conversations": [{"from": roles[r], "value": v} for r, v in turns], **more}
 
@@ -155,7 +146,8 @@ PUBLISHED = [("user", "their rules"), ("assistant", "OK"), ("user", "WebShop [SE
 
 
 def test_published_experts_stay_as_their_file_has_them_or_open_like_our_rollouts(prompts, tmp_path):
-    (tmp_path / "f").write_text(json.dumps([entry(PUBLISHED, reward=0.8),
+    """ETO's list of WebShop has a reward and a source beside."""
+    (tmp_path / "f").write_text(json.dumps([entry(PUBLISHED, 17, reward=0.8, source="gpt"),
                                             entry(PUBLISHED[2:], "webshop_18")]))
     (_, whole, _), (_, without, _) = expert_files.read_experts(
         tmp_path / "f", make("webshop", prompts))
@@ -164,17 +156,8 @@ def test_published_experts_stay_as_their_file_has_them_or_open_like_our_rollouts
     env = worlds.make("webshop")
     turns = said([("user", f"{env.prompt}\n\n{PUBLISHED[2][1]}"), PUBLISHED[3], ("user", "[SEP] B0"),
                   PUBLISHED[5]])
-    assert expert_files.read_experts(tmp_path / "f", env)[0] == ("webshop-train-17", turns, 0.8)
-
-
-def test_experts_of_a_run_are_read_as_they_are_by_its_protocol(prompts, tmp_path):
-    task = "webshop-train-3"
-    for env in (make("webshop", prompts), worlds.make("webshop")):
-        row = (task, *worlds.converse(env, env.reset(task), env.expert()))
-        (tmp_path / "f").write_text(json.dumps(dict(zip(("task", "messages", "reward"), row))))
-        assert [*expert_files.experts(env, str(tmp_path / "f"), 0)] == [row]
-    with pytest.raises(worlds.Refused, match=f"{task} is another task here"):
-        next(expert_files.experts(make("webshop", prompts), str(tmp_path / "f"), 0))
+    assert expert_files.read_experts(tmp_path / "f", env) == [
+        ("webshop-train-17", turns, 0.8), ("webshop-train-18", turns, 1.0)]
 
 
 @pytest.fixture(scope="module")
@@ -211,31 +194,29 @@ def test_an_agent_reads_what_theirs_reads_and_is_trained_without_the_example(enc
             assert read[10 * n + turn] == shown
 
 
-@pytest.mark.parametrize("protocol", ["eto", "ours"])
-def test_what_an_agent_played_is_an_expert_as_it_is_trained_on(protocol, encoder, prompts, tmp_path):
-    env = worlds.make("webshop", protocol=protocol, prompts=prompts)
-    rows, _ = play_scripted(encoder, env, ["webshop-train-0", "webshop-train-1"],
-                            ["Action: search[desk lamp]"] + ["Action: click[next >]"] * 9)
-    write_jsonl(tmp_path / "played.jsonl", [vars(row) for row in rows])
-    found = [*expert_files.experts(env, str(tmp_path / "played.jsonl"), 0)]
-    assert [task for task, _, _ in found] == ["webshop-train-0", "webshop-train-1"]
-    opening = len(env.opening(""))
-    for row, (_, messages, _) in zip(rows, found):
-        assert [row.ids, row.action_mask] == list(encoder.encode(messages, opening))
+def test_what_an_agent_played_is_an_expert_as_it_is_trained_on_by_its_protocol_alone(encoder, prompts, tmp_path):
+    both = make("webshop", prompts), worlds.make("webshop")
+    for env, other in (both, both[::-1]):
+        tasks, file = ["webshop-train-0", "webshop-train-1"], tmp_path / "played.jsonl"
+        rows, _ = play_scripted(encoder, env, tasks, ["Action: search[desk lamp]"] + ["Action: click[next >]"] * 9)
+        write_jsonl(file, [vars(row) for row in rows])
+        found = [*expert_files.experts(env, str(file), 0)]
+        assert [task for task, _, _ in found] == tasks
+        for row, (_, messages, _) in zip(rows, found):
+            assert [row.ids, row.action_mask] == list(encoder.encode(messages, len(env.opening(""))))
+        with pytest.raises(worlds.Refused, match="webshop-train-0 is another task here"):
+            next(expert_files.experts(other, str(file), 0))
 
 
-@pytest.mark.parametrize("reply, kept, ours", [
-    ("Action: a\nObservation: b", "Action: a", "Action: a"),
-    ("Action: a\nTask: b", "Action: a", "Action: a\nTask: b"),
-    ("Action: a\n--- b", "Action: a", "Action: a\n--- b"),
-    ("Observation: b", "Observation: b", ""),
-    ("x Observation: b", "x Observation: b", "x"),
-    ("a: b-c --- d", "a: b-c --- d", "a: b-c --- d"),
-])
-def test_a_reply_ends_where_theirs_ends(encoder, prompts, reply, kept, ours):
-    for env, text in ((make("webshop", prompts), kept), (worlds.make("webshop"), ours)):
-        (row,), _ = play_scripted(encoder, env, ["webshop-train-0"], [reply] * 11)
-        assert [m["content"] for m in row.messages if m["role"] == "assistant"][-10:] == [text] * 10
+def test_a_reply_ends_where_theirs_ends(encoder, prompts):
+    replies = {  # what is written -> what stays by their protocol, and by ours
+        "Action: a\nObservation: b": ("Action: a", "Action: a"), "Action: a\nTask: b": ("Action: a", "Action: a\nTask: b"),
+        "Action: a\n--- b": ("Action: a", "Action: a\n--- b"), "Observation: b": ("Observation: b", ""),
+        "x Observation: b": ("x Observation: b", "x"), "a: b-c --- d": ("a: b-c --- d", "a: b-c --- d")}
+    for n, env in enumerate((make("webshop", prompts), worlds.make("webshop"))):
+        (row,), _ = play_scripted(encoder, env, ["webshop-train-0"], [*replies, *["x"] * 4])
+        said = [m["content"] for m in row.messages if m["role"] == "assistant"][-10:]
+        assert said[:6] == [kept[n] for kept in replies.values()]
 
 
 def test_one_setting_brings_their_numbers(prompts):
@@ -250,14 +231,13 @@ def test_one_setting_brings_their_numbers(prompts):
     assert parse("--temperature", "0.5")[0].temperature == 0.5
 
 
-@pytest.mark.parametrize("file, text", [
-    ("instructions/webshop_inst.txt", None), ("icl_examples/webshop_icl.json", None),
-    *(("icl_examples/webshop_icl.json", text) for text in ("{", "[]", '[[{"role": "user"}]]'))])
-def test_a_folder_without_prompts_is_named(tmp_path, file, text):
-    for kind, name in (("instructions", "webshop_inst.txt"), ("icl_examples", "webshop_icl.json")):
-        (tmp_path / kind).mkdir()
-        (tmp_path / kind / name).write_text(json.dumps([said(CHAT)]))
-    path = tmp_path / file
-    path.unlink() if text is None else path.write_text(text)
-    with pytest.raises(worlds.Refused, match=rf"^--prompts {tmp_path}.*{path.name}.*$"):
-        make("webshop", str(tmp_path))
+def test_a_folder_without_prompts_is_named(tmp_path):
+    instruction, examples = "instructions/webshop_inst.txt", "icl_examples/webshop_icl.json"
+    for file, text in ((instruction, None), (examples, None), (examples, "{"), (examples, "[]"), (examples, '[[{"role": "user"}]]')):
+        for name in (instruction, examples):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(json.dumps([said(CHAT)]))
+        path = tmp_path / file
+        path.unlink() if text is None else path.write_text(text)
+        with pytest.raises(worlds.Refused, match=rf"^--prompts {tmp_path}.*{path.name}.*$"):
+            make("webshop", str(tmp_path))

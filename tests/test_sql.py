@@ -15,12 +15,9 @@ from collections import Counter
 from contextlib import closing, suppress
 
 import pytest
-from conftest import DATA, ROOT, Again, folder_of, wait_until
+from conftest import DATA, ROOT, Again, folder_of, program, wait_until
 
-import coevolve
 import worlds
-from engine import command
-from engine.run import Run
 from worlds import make
 from worlds.expert_files import published_task
 from worlds.intercodesql import databases, questions, spider
@@ -49,38 +46,33 @@ def test_reward_agrees_with_the_official_reward_on_all_vectors():
         assert sql_reward(rows(v["agent"]), rows(v["gold"])) == v["reward"], v
 
 
-@pytest.mark.parametrize("agent, gold, reward", [
-    ([], [], 1.0),
-    ("Error executing query: x", [], 0.0),           # a text is never an answer
-    ([(1,)], [(1,), (2,), (3,)], 1 / 3),              # one common row has no order: not rounded
-    ([(2,), (1,)], [(1,), (2,)], -1.0),               # the order counts, whatever was asked
-    ([(1,), (2,), (3,)], [(1,), (3,), (2,)], 0.33),   # tau = (2 - 1) / 3
-    ([(9,), (10,)], [(10,), (9,)], -1.0),             # as text '(10,' is before '(9,'
-    ([(1,), (1,)], [(1,)], 1 / 2),                    # multisets
-    ([(1.0,)], [(1,)], 0.0),                          # 1.0 and 1 are different texts
-    ([(1, "a")], [("a", 1)], 0.0),                    # columns in order
-    ([(1,), (2,), (3,), (4,)], [(1,), (2,)], 0.5),    # tau 1 over the two common rows, 2/4
-    ([(1,), (1,), (2,)], [(1,), (2,), (1,)], -0.5),   # -1 of 3 pairs, two untied on either side
-])
-def test_reward_on_hand_worked_cases(agent, gold, reward):
-    assert sql_reward(agent, gold) == pytest.approx(reward, abs=1e-12)
+def test_reward_on_hand_worked_cases():
+    for agent, gold, reward in (
+            ([], [], 1.0),
+            ("Error executing query: x", [], 0.0),           # a text is never an answer
+            ([(1,)], [(1,), (2,), (3,)], 1 / 3),              # one common row has no order: not rounded
+            ([(2,), (1,)], [(1,), (2,)], -1.0),               # the order counts, whatever was asked
+            ([(1,), (2,), (3,)], [(1,), (3,), (2,)], 0.33),   # tau = (2 - 1) / 3
+            ([(9,), (10,)], [(10,), (9,)], -1.0),             # as text '(10,' is before '(9,'
+            ([(1,), (1,)], [(1,)], 1 / 2),                    # multisets
+            ([(1.0,)], [(1,)], 0.0),                          # 1.0 and 1 are different texts
+            ([(1, "a")], [("a", 1)], 0.0),                    # columns in order
+            ([(1,), (2,), (3,), (4,)], [(1,), (2,)], 0.5),    # tau 1 over the two common rows, 2/4
+            ([(1,), (1,), (2,)], [(1,), (2,), (1,)], -0.5)):  # -1 of 3 pairs, two untied on either side
+        assert sql_reward(agent, gold) == pytest.approx(reward, abs=1e-12), (agent, gold)
 
 
-@pytest.mark.parametrize("reply, sql", [
-    ("Thought: x\nAction: \n```sql\nSELECT 1\nFROM t\n```", "SELECT 1"),  # the first line alone
-    ("Action:\n```sql\nSELECT 1\n```\nAction:\n```sql\nSELECT 2\n```", "SELECT 1"),
-    ("```sql\nSELECT 2\n```\nAction:\n```sql\nSELECT 1\n```", "SELECT 1"),  # before Action: nothing
-    ("Action:submit.", "submit"),
-    ("Thought: I submit.\nAction:\n```sql\nSELECT 1\n```", "SELECT 1"),
-    ("Action:\n```sql\nSELECT submit_date FROM t\n```", "submit"),    # as officially
-    ("Action: Submit", None),                                          # and so is this
-    ("Action:\n```SQL\nSELECT 1\n```", None),
-    ("Action:\n```sql\nSELECT 1", None),                               # not closed
-    ("Action:\n```sql\n```", None),
-    ("```sql\nSELECT 1\n```", None), ("submit", None), ("", None),
-])
-def test_replies_are_read_as_the_official_agents_read_them(reply, sql):
-    assert parse_sql_reply(reply) == sql
+def test_replies_are_read_as_the_official_agents_read_them():
+    for reply, sql in (
+            ("Thought: x\nAction: \n```sql\nSELECT 1\nFROM t\n```", "SELECT 1"),  # the first line alone
+            ("Action:\n```sql\nSELECT 1\n```\nAction:\n```sql\nSELECT 2\n```", "SELECT 1"),
+            ("```sql\nSELECT 2\n```\nAction:\n```sql\nSELECT 1\n```", "SELECT 1"),  # before Action: nothing
+            ("Action:submit.", "submit"), ("Thought: I submit.\nAction:\n```sql\nSELECT 1\n```", "SELECT 1"),
+            ("Action:\n```sql\nSELECT submit_date FROM t\n```", "submit"),           # as officially
+            ("Action: Submit", None), ("Action:\n```SQL\nSELECT 1\n```", None),        # and so are these
+            ("Action:\n```sql\nSELECT 1", None), ("Action:\n```sql\n```", None),       # not closed, empty
+            ("```sql\nSELECT 1\n```", None), ("submit", None), ("", None)):
+        assert parse_sql_reply(reply) == sql, reply
 
 
 def act(sql):
@@ -104,9 +96,10 @@ TOWNS = "[(1, 'Avon', 30), (2, 'Brill', 20), (3, 'Crewe', 10)]"
 def small():
     """start(gold) -> an environment over the two small tables of SCRIPT."""
     env = make("intercodesql")
+    env.database = lambda name: databases.Sqlite(name, SCRIPT)
 
     def start(gold="SELECT site FROM town"):
-        env.start(dict(query="which towns?", gold=gold, db="d"), SCRIPT)
+        env.start(dict(query="which towns?", gold=gold, db="d"))
         return env
 
     yield start
@@ -124,23 +117,22 @@ NEAR = ("You have an error in your SQL syntax; check the manual that corresponds
         "version for the right syntax to use near '{}' at line 1")
 
 
-@pytest.mark.parametrize("sql, text", [  # those that the shipped tiny model learned to read
-    ("SELECT site FROM town WHERE x = 1", "Unknown column 'x' in 'where clause'"),
-    ("SELECT site FROM town ORDER BY x", "Unknown column 'x' in 'order clause'"),
-    ("SELECT site FROM town GROUP BY x", "Unknown column 'x' in 'group statement'"),
-    ("SELECT x FROM town", "Unknown column 'x' in 'field list'"),
-    ("DESC towns", "Table 'd.towns' doesn't exist"), ("SELECT 1 FROM towns", "Table 'd.towns' doesn't exist"),
-    ("SELECT town_id FROM town JOIN baker ON area > 1", "Column 'town_id' in field list is ambiguous"),
-    ("SELECT f ( area ) FROM town", "FUNCTION d.f does not exist"),
-    ("SELECT site FROM FROM town", NEAR.format("FROM town")),
-    ("SELECT * MAX(area) FROM town", NEAR.format("MAX(area) FROM town")),
-    ("SELECT site FROM town WHERE", NEAR.format("")), ("SELECT site FROM town, 'a", NEAR.format("'a")),
-    ("SELECT site FROM town WHERE MAX(area) > 1", "Invalid use of group function"),
-    ("check the site", "Only SELECT, WITH, SHOW (of tables, columns, indexes), DESC, DESCRIBE and EXPLAIN are allowed"),
-    ("SHOW CREATE TABLE town", "Only SHOW TABLES, SHOW COLUMNS and DESC of a table are answered here"),
-])
-def test_sqlite_tells_errors_as_mysql(town, sql, text):
-    assert town.run(sql) == f"Error executing query: {text}"
+def test_sqlite_tells_errors_as_mysql(town):
+    for sql, text in (  # those that the shipped tiny model learned to read
+            ("SELECT site FROM town WHERE x = 1", "Unknown column 'x' in 'where clause'"),
+            ("SELECT site FROM town ORDER BY x", "Unknown column 'x' in 'order clause'"),
+            ("SELECT site FROM town GROUP BY x", "Unknown column 'x' in 'group statement'"),
+            ("SELECT x FROM town", "Unknown column 'x' in 'field list'"),
+            ("DESC towns", "Table 'd.towns' doesn't exist"), ("SELECT 1 FROM towns", "Table 'd.towns' doesn't exist"),
+            ("SELECT town_id FROM town JOIN baker ON area > 1", "Column 'town_id' in field list is ambiguous"),
+            ("SELECT f ( area ) FROM town", "FUNCTION d.f does not exist"),
+            ("SELECT site FROM FROM town", NEAR.format("FROM town")),
+            ("SELECT * MAX(area) FROM town", NEAR.format("MAX(area) FROM town")),
+            ("SELECT site FROM town WHERE", NEAR.format("")), ("SELECT site FROM town, 'a", NEAR.format("'a")),
+            ("SELECT site FROM town WHERE MAX(area) > 1", "Invalid use of group function"),
+            ("check the site", "Only SELECT, WITH, SHOW (of tables, columns, indexes), DESC, DESCRIBE and EXPLAIN are allowed"),
+            ("SHOW CREATE TABLE town", "Only SHOW TABLES, SHOW COLUMNS and DESC of a table are answered here")):
+        assert town.run(sql) == f"Error executing query: {text}", sql
 
 
 LISTED = ("CREATE TABLE Writer (name text NOT NULL, country varchar(20) DEFAULT 'Bo', years int, id int PRIMARY KEY,"
@@ -150,23 +142,22 @@ COLUMNS = [("name", "text", "NO", "", None, ""), ("country", "varchar(20)", "YES
            ("years", "int", "YES", "MUL", None, ""), ("id", "int", "NO", "PRI", None, "")]
 
 
-@pytest.mark.parametrize("sql, answer", [
-    ("show tables;", [("Writer",)]), ("SHOW COLUMNS FROM `writer`", COLUMNS), ("describe WRITER ;", COLUMNS),
-    ("/* all */ DESC Writer -- all", COLUMNS),
-    ("SELECT name FROM writer WHERE country = 'EGYPT'", [("Carl",), ("Max",)]),  # without case
-    ("SELECT DISTINCT country FROM writer", [("Egypt",), ("Spain",)]),
-    ("SELECT SUM(years) / COUNT(*), 7 / 2, '7/2', 1/0 FROM writer", [(155 / 3, 3.5, "7/2", None)]),
-    ("SELECT 9 / 2 / 3 -- a / b\n", [(1.5,)]), ('SELECT name FROM writer WHERE country = "Spain"', [("Ann",)]),
-    ("SELECT CONCAT(name, '/', years), IF(years > 30, 'a', 'b'), LEFT(name, 2), right (name, 1) FROM writer LIMIT 1",
-     [("Carl/20", "b", "Ca", "l")]),
-    ("SELECT CONCAT('a', NULL), CONCAT_WS('-', 'a', NULL, 1), CHAR_LENGTH('ab'), GREATEST(1, 3), LEAST(1, NULL)",
-     [(None, "a-1", 2, 3, None)]),
-    ("SELECT YEAR(d), MONTH(d), DAY(d) FROM (SELECT '2021-03-04 05:06:07' AS d)", [(2021, 3, 4)]),
-    ("WITH a AS (SELECT 1 AS x) SELECT `x` FROM a LEFT JOIN writer ON 0", [(1,)]),
-])
-def test_sqlite_answers(sql, answer):
+def test_sqlite_answers():
     with closing(databases.Sqlite("d", LISTED)) as db:
-        assert db.run(sql) == answer
+        for sql, answer in (
+                ("show tables;", [("Writer",)]), ("SHOW COLUMNS FROM `writer`", COLUMNS), ("describe WRITER ;", COLUMNS),
+                ("/* all */ DESC Writer -- all", COLUMNS),
+                ("SELECT name FROM writer WHERE country = 'EGYPT'", [("Carl",), ("Max",)]),  # without case
+                ("SELECT DISTINCT country FROM writer", [("Egypt",), ("Spain",)]),
+                ("SELECT SUM(years) / COUNT(*), 7 / 2, '7/2', 1/0 FROM writer", [(155 / 3, 3.5, "7/2", None)]),
+                ("SELECT 9 / 2 / 3 -- a / b\n", [(1.5,)]), ('SELECT name FROM writer WHERE country = "Spain"', [("Ann",)]),
+                ("SELECT CONCAT(name, '/', years), IF(years > 30, 'a', 'b'), LEFT(name, 2), right (name, 1) FROM writer "
+                 "LIMIT 1", [("Carl/20", "b", "Ca", "l")]),
+                ("SELECT CONCAT('a', NULL), CONCAT_WS('-', 'a', NULL, 1), CHAR_LENGTH('ab'), GREATEST(1, 3), LEAST(1, NULL)",
+                 [(None, "a-1", 2, 3, None)]),
+                ("SELECT YEAR(d), MONTH(d), DAY(d) FROM (SELECT '2021-03-04 05:06:07' AS d)", [(2021, 3, 4)]),
+                ("WITH a AS (SELECT 1 AS x) SELECT `x` FROM a LEFT JOIN writer ON 0", [(1,)])):
+            assert db.run(sql) == answer, sql
 
 
 FARM = json.loads((DATA / "intercode/mysql_answers.json").read_text())["farm_1"]
@@ -194,12 +185,12 @@ def test_built_in_databases_answer_as_mariadb_10_11_did(farm):
 
 
 def test_whatever_a_model_writes_has_rows_or_an_error_text(farm):
-    """4,000 of the recorded queries with parts removed, added or replaced; seed 0."""
+    """2,000 of the recorded queries with parts removed, added or replaced; seed 0."""
     queries = [re.findall(r"\s+|\w+|'[^']*'|[^\w\s]", sql) for sql, _ in FARM["answers"]]
     some = [",", "(", ")", ".", "/", "LEFT(", "MAX(", "CONCAT(", "YEAR(", "IN (", "'5'", "'", "{"]
     pool = [part for query in queries for part in query] + some * 1000
     rng = random.Random(0)
-    for _ in range(4000):
+    for _ in range(2000):
         query = list(rng.choice(queries))
         for _ in range(rng.randint(1, 4)):
             at = rng.randrange(len(query) + 1)
@@ -210,7 +201,8 @@ def test_whatever_a_model_writes_has_rows_or_an_error_text(farm):
 
 def test_the_short_view_shows_two_digits_and_names_alone():
     with closing(make("intercodesql", "short")) as env:
-        env.start(dict(query="q", gold="SELECT COUNT(*), AVG(years) FROM writer", db="d"), LISTED)
+        env.database = lambda name: databases.Sqlite(name, LISTED)
+        env.start(dict(query="q", gold="SELECT COUNT(*), AVG(years) FROM writer", db="d"))
         assert env.step("DESC writer").observation == "name | country | years | id"
         # As the small model's tokenizer writes it.
         shown = env.step("SELECT COUNT ( * ) , AVG ( years ) FROM writer").observation
@@ -239,21 +231,16 @@ def test_the_last_result_is_what_is_submitted(small):
     assert env.step(act("submit")).reward == 1
 
 
-@pytest.mark.parametrize("gold, told", [
-    ("SELECT nowhere FROM town", None),  # as InterCode scores it, which is said
-    ("SELECT * FROM sqlite_master", "denied"),
-    ("SELECT 1 FROM " + ", ".join(f"town t{i}" for i in range(9)), "more than 10,000 rows")])
-def test_a_gold_query_that_fails_is_no_empty_result_without_a_word(small, capsys, gold, told):
-    for _ in range(2):
-        env = small(gold)
-        if told:
-            with pytest.raises(worlds.EnvError, match=f"the gold query of 'which towns.*{told}"):
-                submitted(env, "SELECT site FROM town WHERE area > 90")
-        else:
-            assert submitted(env, "SELECT site FROM town WHERE area > 90") == 1
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == (told is None)
-    assert told or "'which towns?': Error executing query: Unknown column 'nowhere'" in said[0]
+def test_a_gold_query_that_fails_is_no_empty_result_without_a_word(small, capsys):
+    answer = "SELECT site FROM town WHERE area > 90"
+    for _ in range(2):  # as InterCode scores it, which is said once
+        assert submitted(small("SELECT nowhere FROM town"), answer) == 1
+    said, = capsys.readouterr().err.splitlines()
+    assert "'which towns?': Error executing query: Unknown column 'nowhere'" in said
+    for gold, told in (("SELECT * FROM sqlite_master", "denied"),
+                       ("SELECT 1 FROM " + ", ".join(f"town t{i}" for i in range(9)), "more than 10,000 rows")):
+        with pytest.raises(worlds.EnvError, match=f"the gold query of 'which towns.*{told}"):
+            submitted(small(gold), answer)
 
 
 def play(env, task):
@@ -265,7 +252,25 @@ def play(env, task):
 def test_expert_replays_to_1(view):
     with closing(make("intercodesql", view)) as env:
         for split in ("train", "validation", "test", "unseen"):
-            assert all(play(env, task) == 1 for task in env.tasks(split)[::4])
+            assert all(play(env, task) == 1 for task in env.tasks(split)[::6])
+
+
+def test_a_text_that_holds_a_query_is_known():
+    env = make("intercodesql")
+    generator, gold = env.task_generator(), "SELECT name FROM singer WHERE land = 'Spain'"
+    solution = [act("DESC singer"), act(gold), "Action: submit"]
+    for text in ("Select the names of all singers from Spain.", "Select them from where it isn't cold, and submit",
+                 "Describe a singer.", "Which of the selected ones are from (or near) Spain?", ""):
+        assert not generator.tells(text, solution), text
+    for task in env.tasks("train"):
+        question = env.find(task)
+        assert not generator.tells(question["query"], [act(question["gold"])]), question
+    for text in (gold, gold.lower(), "Who? " + gold.replace("'", "").replace(" ", "\n"), "desc `singer`;", "select age from singer",
+                 "SELECT age FROM town", *(f"select age from {sql}" for sql in (
+                     "`town`", "(town)", "town where age in (1)", "town where land like 'a%'", 'town where land like "a"',
+                     "town where age > 3", "town order by age", "town group by age", "town limit 3", "town join land")),
+                 "select * from town", "select max(age) from town", "select a from\nx where b=1"):
+        assert generator.tells(text, solution), text
 
 
 def test_splits_share_no_database_and_unseen_shares_no_noun():
@@ -340,17 +345,17 @@ def assert_harmless(ask, sql, clock, seconds):
     assert text.startswith("Error") or HARMLESS.fullmatch(text), (sql[:80], text[:200])
 
 
-@pytest.mark.parametrize("asked", ["run", "ask"])
-def test_attacks_on_sqlite_do_nothing(asked, tmp_path, monkeypatch):
-    """Without a look at the first word too: that is not what keeps it safe."""
+def test_attacks_on_sqlite_do_nothing(tmp_path, monkeypatch):
+    """Without a look at the first word, `ask`, too: that is not what keeps it safe."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(databases, "SECONDS", 0.5)
+    monkeypatch.setattr(databases, "SECONDS", 0.3)
     for sql in ATTACKS:
-        with closing(databases.Sqlite("d", SCRIPT)) as db:
-            # Seconds of CPU, so that a busy machine does not matter.
-            assert_harmless(getattr(db, asked), sql, time.process_time, 1)
-            assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
-            assert db.run("SHOW TABLES") == [("baker",), ("town",)]
+        for asked in ("run", "ask")[not databases.unread(sql):]:  # else they are one
+            with closing(databases.Sqlite("d", SCRIPT)) as db:
+                # Seconds of CPU, so that a busy machine does not matter.
+                assert_harmless(getattr(db, asked), sql, time.process_time, 0.8)
+                assert str(db.run("SELECT * FROM town")) == TOWNS, sql[:80]
+                assert db.run("SHOW TABLES") == [("baker",), ("town",)]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -392,13 +397,13 @@ def test_the_look_at_a_servers_query_does_not_look_into_texts_and_comments():
         assert databases.refusal(sql), sql
 
 
-@pytest.mark.parametrize("part", ["/**/", "/* a */", "--\n", "#\n", "/*", "'", "'\\", "''", "`", "\\'"])
-def test_the_look_at_a_query_takes_linear_time(part):
+def test_the_look_at_a_query_takes_linear_time():
     """A pattern that tries all ways to share out the parts would not: 2 to the power of 1,000."""
-    for sql in ("select 1 into{}x", "select sleep{}(1)", "select '{}"):
-        started = time.process_time()
-        databases.refusal(sql.format(part * (4900 // len(part))))
-        assert time.process_time() - started < 0.5
+    for part in ("/**/", "/* a */", "--\n", "#\n", "/*", "'", "'\\", "''", "`", "\\'"):
+        for sql in ("select 1 into{}x", "select sleep{}(1)", "select '{}"):
+            started = time.process_time()
+            databases.refusal(sql.format(part * (4900 // len(part))))
+            assert time.process_time() - started < 0.5, part
 
 
 @pytest.mark.parametrize("whose, count, dealt", [("own", 50, [6, 2, 2]), ("InterCode's", 1034, [12, 4, 4])])
@@ -425,19 +430,20 @@ def test_iprs_records_are_read(tmp_path):
     assert env.find(published_task(env, "intercode_sql_3")) == dict(query="q", gold="SELECT 1", db="d")
 
 
-@pytest.mark.parametrize("change, dump, told", [
-    ({"query": 3}, "", "3 is no text"), ({"gold": None}, "", "null is no text"),
-    ({"db": ["d"]}, "", r'\["d"\] is no text'), ({"query": "\ud800"}, "", "half of a surrogate pair"),
-    ({}, "USE `d`;\nCREATE TABLE `t` (\n  `a` enum('x','y') DEFAULT NULL\n) ENGINE=InnoDB;\n",
-     "sqlite cannot read database d .*--mysql-url$")])
-def test_data_that_cannot_be_read_is_refused(tmp_path, change, dump, told):
-    record = dict(query="q", gold="SELECT 1", db="d") | change
-    (tmp_path / "ic_spider_dev.json").write_text(json.dumps([record]))
-    (tmp_path / "ic_spider_dbs.sql").write_text(dump)
-    with pytest.raises(worlds.Refused, match=f"--intercode-data.*{told}") as error:
-        env = InterCodeSQL(intercode_data=str(tmp_path))
-        env.reset(next(task for split in env.splits for task in env.tasks(split)))
-    assert "\n" not in str(error.value)
+def test_data_that_cannot_be_read_is_refused(tmp_path):
+    for change, dump, told in (
+            ({"query": 3}, "", "3 is no text"), ({"gold": None}, "", "null is no text"),
+            ({"db": ["d"]}, "", r'\["d"\] is no text'),
+            ({}, "USE `d`;\nCREATE TABLE `t` (\n  `a` enum('x','y') DEFAULT NULL\n) ENGINE=InnoDB;\n",
+             "sqlite cannot read database d .*--mysql-url$")):
+        record = dict(query="q", gold="SELECT 1", db="d") | change
+        (tmp_path / "ic_spider_dev.json").write_text(json.dumps([record]))
+        (tmp_path / "ic_spider_dbs.sql").write_text(dump)
+        spider.spider_world.cache_clear()
+        with pytest.raises(worlds.Refused, match=f"--intercode-data.*{told}") as error:
+            env = InterCodeSQL(intercode_data=str(tmp_path))
+            env.reset(next(task for split in env.splits for task in env.tasks(split)))
+        assert "\n" not in str(error.value)
 
 
 ROOT_URL, URL = "mysql://root:@127.0.0.1:{}", "mysql://agent:s3cret@127.0.0.1:{}"
@@ -736,8 +742,7 @@ def test_a_run_on_the_server_holds_no_password(mariadb, own, small_model, tmp_pa
     flags = ["--env", "intercodesql", "--model", small_model, "--intercode-data", own, "--view", "short",
              "--method", "eto", "--train-tasks", 3, "--eval-tasks", 2, "--iterations", 1,
              "--max-tokens", 512, "--max-new-tokens", 8, "--out", tmp_path / "run"]
-    command.main([*map(str, flags), "--mysql-url", URL.format(mariadb)], coevolve.Settings, Run,
-                 coevolve.METHODS, "python coevolve.py")
+    program(*flags, "--mysql-url", URL.format(mariadb))
     files = [p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()]
     said = capsys.readouterr()
     assert "target" in said.out and len(files) > 10

@@ -25,17 +25,16 @@ def test_reward_agrees_with_the_official_reward_on_all_vectors():
         assert got == pytest.approx(v["reward"], abs=1e-12), v
 
 
-@pytest.mark.parametrize("a, b, score", [
-    ("Large", "x-large", 100),                # the shared words alone are one whole side
-    ("pack of 2", "pack of 6", 89),           # "of pack 2" : "of pack 6" = 16/18
-    ("quick dry", "quick release", 71),       # "quick" : "quick dry" = 10/14
-    ("drip-free", "free drip", 100),          # non-word characters split, order is ignored
-    ("red", "blue", 29),                      # one shared letter: 2/7
-    ("caf\u00e9", "caf", 100),                # characters 128-255 are dropped
-    ("!!", "!!", 0), ("black", "", 0),
-])
-def test_token_set_ratio_on_hand_worked_cases(a, b, score):
-    assert webshop.token_set_ratio(a, b) == score
+def test_token_set_ratio_on_hand_worked_cases():
+    for a, b, score in (
+            ("Large", "x-large", 100),           # the shared words alone are one whole side
+            ("pack of 2", "pack of 6", 89),      # "of pack 2" : "of pack 6" = 16/18
+            ("quick dry", "quick release", 71),  # "quick" : "quick dry" = 10/14
+            ("drip-free", "free drip", 100),     # non-word characters split, order is ignored
+            ("red", "blue", 29),                 # one shared letter: 2/7
+            ("caf\u00e9", "caf", 100),           # characters 128-255 are dropped
+            ("!!", "!!", 0), ("black", "", 0)):
+        assert webshop.token_set_ratio(a, b) == score, (a, b)
 
 
 KETTLE = {"name": "Enamel Kettle", "Title": "Enamel Kettle", "query": "kettle",
@@ -284,16 +283,16 @@ def generator():
     return make("webshop").task_generator()
 
 
-@pytest.mark.parametrize("spelt", [
-    "search[desk lamp super soft]", "Search [Desk lamp, super-soft]", "s e a r c h desk lamp super soft",
-    "ｓｅａｒｃｈ［lamp］", "search (lamp)", "search: lamp", "SEARCH<lamp>", "click[navy]", "Click on navy",
-    "c-l-i-c-k (navy)", "B09PO8ANXU", "number b09po8anxu", "B09P O8AN-XU", "Buy Now", "BUY-NOW", "buynow",
-    "buy\u200b now", "ｂｕｙ ｎｏｗ"])
-def test_a_text_that_tells_its_solution_is_known_in_any_spelling(generator, spelt):
-    text = f"i need a super soft desk lamp in navy, {spelt}, and price lower than 50.00 dollars"
+def test_a_text_that_tells_its_solution_is_known_in_any_spelling(generator):
+    text = "i need a super soft desk lamp in navy, {}, and price lower than 50.00 dollars"
     solution = ["Thought: so.\nAction: search[desk lamp super soft]", "click[B09PO8ANXU]", "click[navy]", "click[Buy Now]"]
-    assert generator.tells(text, solution)
-    assert not generator.tells(text.replace(spelt, "searching now"), solution)
+    for told in ("search[desk lamp super soft]", "Search [Desk lamp, super-soft]", "s e a r c h desk lamp super soft",
+                 "ｓｅａｒｃｈ［lamp］", "search (lamp)", "search: lamp", "SEARCH<lamp>", "click[navy]", "Click on navy",
+                 "c-l-i-c-k (navy)", "B09PO8ANXU", "number b09po8anxu", "B09P O8AN-XU", "Buy Now", "BUY-NOW", "buynow",
+                 "buy\u200b now", "ｂｕｙ ｎｏｗ"):
+        assert generator.tells(text.format(told), solution), told
+    for said in ("searching now", "search, and buy it", "i search; now"):
+        assert not generator.tells(text.format(said), solution), said
 
 
 def test_goals_of_one_key_pay_alike_for_every_purchase_and_others_do_not(generator):

@@ -45,7 +45,6 @@ def test_an_environment_of_ones_own_has_the_rest_from_world():
     assert env.step("red") == worlds.Step("again", 0.0, False)
     assert env.step("blue").done
     assert env.possible() == ([], "") and env.reply("blue") == "Action: blue"
-    assert worlds.replay(env, "red", ["blue", "red", "red"])[-1].reward == 1.0
     for missing in (env.expert, env.task_generator, lambda: env.tasks("dev")):
         with pytest.raises(worlds.Refused, match="^echo: [^\n]*$"):
             missing()
@@ -67,17 +66,15 @@ def test_an_added_task_has_one_id_which_no_other_object_knows():
 @pytest.mark.parametrize("action, replies", [
     ("look around", [
         "look around", "Thought: I look.\nAction: look around", "Thought: so\nAction:\n  look around\n",
-        "I plan. Action: look around", "Thought: Action: none\nAction: look around",
-        "Action: look around\nThat should help.", "Thought: so.\r\nAction:\r\n\tlook around\r\n", "Action:\u00a0look around"]),
+        "Thought: Action: none\nAction: look around", "Action: look around\nThat should help.",
+        "Thought: so.\r\nAction:\r\n\tlook around\r\n", "Action:\u00a0look around"]),
     ("look around", [  # as chat models write it
-        "**Action:** look around", "**Action**: look around", "**Action: look around**", "- Action: look around",
-        "### Action\nlook around", "Action 2: look around", "action: look around", "Action：look around",
-        "Action: `look around`", "Action: **look around**", 'Action: "look around"', "`look around`",
-        "Action: `look around` to see", "So. **Action:** `look around`.", "__Action:__ look around", "Action:\n```\nlook around\n```", "```text\nAction: look around\n```",
-        "**look around**", "```\nlook around\n```"]),
+        "**Action:** look around", "**Action: look around**", "- Action: look around", "### Action\nlook around",
+        "Action 2: look around", "action: look around", "Action：look around", "Action: `look around` to see",
+        'Action: "look around"', "`look around`", "So. **Action:** `look around`.", "__Action:__ look around",
+        "Action:\n```\nlook around\n```", "```text\nAction: look around\n```", "**look around**"]),
     ("look around", [  # two rounds: the second was written without the page that the first one leads to
-        "Action: look around\nAction: wait", "Thought: a\nAction: look around\nThought: b\nAction: wait",
-        "Thought: a Action: look around Thought: b Action: wait",
+        "Action: look around\nAction: wait", "Thought: a Action: look around Thought: b Action: wait",
         "Action: look around\nObservation: a room\nAction: wait"]),
     (" look around", [" look around"]), ("", ["", "Action:"]), ("0", ["Action: 0\nso"]),
     ("a *b* `c` d", ["Action: a *b* `c` d"]), ("a\nb", ["a\nb", "```python\na\nb\n```"])])
@@ -90,23 +87,23 @@ def test_an_action_is_found_in_every_form_of_reply(action, replies):
 
 
 def test_an_expert_that_ends_before_the_episode_has_failed():
-    """And one that has not succeeded where the episode ends."""
-    env, replies = Echo(), iter(["red", "red", "pink", "red"])
-    for said in (["say blue", "red", "again", "red"], ["say blue", "pink", "again", "red"], ["say blue"]):
-        messages, reward = worlds.converse(env, env.reset("echo-train-1"), lambda page: next(replies))
-        assert reward == 0.0 and [turn["content"] for turn in messages] == said
+    """And one that has not succeeded where the episode ends; what comes after its end is not said."""
+    env = Echo()
+    for replies, said, earned in (
+            (["red", "red", "blue"], ["red", "again", "red"], 0.0), (["pink", "blue"], ["pink", "again", "blue"], 1.0),
+            (["blue", "red"], ["blue"], 1.0), (["pink"], ["pink", "again"], 0.0), ([], [], 0.0)):
+        messages, reward = worlds.converse(env, env.reset("echo-train-1"), worlds.saying(replies))
+        assert (reward, [turn["content"] for turn in messages]) == (earned, ["say blue", *said])
 
 
-@pytest.mark.parametrize("change", [
-    str.upper, lambda page: "", lambda page: page.replace("$", "USD "),
-    lambda page: page.replace("price lower than", "for"), lambda page: page[::2],
-    lambda page: page.replace("[SEP]", "/"), lambda page: page.replace("0", ".")])
-def test_the_shops_expert_on_changed_pages_fails_and_nothing_breaks(change, monkeypatch):
+def test_the_shops_expert_on_changed_pages_fails_and_nothing_breaks(monkeypatch):
     show = shop.show
-    monkeypatch.setattr(shop, "show", lambda *page, **first: change(show(*page, **first)))
-    found = [*expert_files.experts(shop.WebShop(), None, 5)]
-    assert [task for task, *_ in found] == shop.WebShop().tasks("train")[:5]
-    assert all(0 <= reward < 1 for *_, reward in found)
+    for change in (str.upper, lambda page: "", lambda page: page.replace("$", "USD "), lambda page: page[::2],
+                   lambda page: page.replace("price lower than", "for"), lambda page: page.replace("[SEP]", "/")):
+        monkeypatch.setattr(shop, "show", lambda *page, **first: change(show(*page, **first)))
+        found = [*expert_files.experts(shop.WebShop(), None, 5)]
+        assert [task for task, *_ in found] == shop.WebShop().tasks("train")[:5]
+        assert all(0 <= reward < 1 for *_, reward in found)
 
 
 # ----------------------------------------------------------------------------- files of experts
@@ -140,20 +137,13 @@ def heard(n, **changed):
 
 WRONG = {
     "it has 'NAME', which nothing here reads; take it out": [
-        (maker(**{name: value}), name) for maker in (row, listed) for name, value in (
-            ("system", "You say."), ("system", None), ("tools", []), ("weight", 0.5), ("rejected", []))],
+        (maker(**{name: None}), name) for maker in (row, listed) for name in ("system", "tools", "weight")],
     "turn [14]: it has 'NAME', which nothing here reads": [
-        (maker(3, **{name: 0}), name) for maker in (turn, heard) for name in ("tool_calls", "weight", "train")],
+        (maker(3, **{name: 0}), name) for maker in (turn, heard) for name in ("tool_calls", "loss")],
     "turn [1-4]: its '(role|from)' is 'NAME', and only user, assistant, human, gpt are read": [
-        (turn(0, role="system"), "system"), (turn(2, role="tool"), "tool"),
-        (heard(0, **{"from": "system"}), "system"), (heard(2, **{"from": "tool"}), "tool")],
-    "turn 4: its 'loss' is NAME, but all replies are trained on": [
-        (heard(3, loss=False), "false"), (heard(3, loss=0), "0"), (heard(3, loss=0.5), "0.5")],
-    "turn 3: its 'loss' is true": [(heard(2, loss=True), "")],
+        (turn(2, role="tool"), "tool"), (heard(0, **{"from": "system"}), "system")],
     "turn [1-4]: (null|.\"a\".) is no text": [
         (turn(1, content=None), ""), (turn(1, content=["a"]), ""), (heard(3, value=None), "")],
-    "turn NAME is half of a surrogate pair": [
-        (turn(3, content="a \ud83d"), "4: character 3"), (heard(2, value="\udc00"), "3: character 1")],
     "turn 1: it has no 'content'": [(row(messages=[{"role": "user"}]), "")],
     "it has no 'NAME'": [
         ({"item_id": "echo_0", "conversations": []}, "id"), ({"task": "echo-train-0", "messages": []}, "reward"), ({}, "task"), ([1], "task")],
@@ -163,20 +153,17 @@ WRONG = {
         *((listed(conversations=listed()["conversations"][:n]), "") for n in range(4))],
     "its turns are not user and assistant in turn": [(turn(2, role="assistant"), "")],
     "reward NAME is not in .0, 1.": [
-        (maker(reward=reward), repr(reward)) for maker in (row, listed)
-        for reward in (2, -0.1, None, True, False, "1", math.nan, {})],
-    "id '-5' is below 0": [(listed(id=-5), "")], "id 'echo_-5' is below 0": [(listed(id="echo_-5"), "")],
-    "id 'NAME' has no number of a task": [(listed(id="echo"), "echo"), (listed(id=None), "None")],
+        (maker(reward=reward), repr(reward)) for maker in (row, listed) for reward in (2, -0.1, None, True, "1", math.nan)],
+    "id 'NAME' has no number of a task": [(listed(id="echo"), "echo")],
     "unknown task": [(row(task="echo-train-7"), ""), (row(task="sql-train-0"), ""), (listed(id="echo_7"), "")],
     ".*; it must be ETO's JSON list": [(row(messages="x"), ""), (row(task=7), ""), (listed(conversations=3), "")],
 }
 
 
-@pytest.mark.parametrize("says", WRONG)
-def test_what_is_wrong_with_an_expert_is_said_with_its_place(tmp_path, says):
+def test_what_is_wrong_with_an_expert_is_said_with_its_place(tmp_path):
     """It is the second of a list, or of lines."""
     file = tmp_path / "experts"
-    for entry, name in WRONG[says]:
+    for says, entry, name in [(says, *wrong) for says, found in WRONG.items() for wrong in found]:
         if "conversations" in entry:
             place = "entry 1"
             file.write_text(json.dumps([listed(), entry]))
@@ -210,16 +197,6 @@ def test_a_rollout_whose_context_was_full_before_its_first_reply_is_left_out(tmp
     assert dropped == {"too long": 2} and [*expert_files.experts(env, str(file), 0)] == found
 
 
-def test_a_published_turn_may_say_that_it_is_trained_on(tmp_path):
-    """As in AgentLM's form of the lists: loss is null, true, or false of the OK."""
-    entry = listed()
-    for said, loss in zip(entry["conversations"], (None, False, None, True)):
-        said["loss"] = loss
-    (tmp_path / "f").write_text(json.dumps([entry]))
-    assert expert_files.read_experts(str(tmp_path / "f"), Echo()) == [(
-        "echo-train-0", [dict(role="user", content="say red"), dict(role="assistant", content="Action: red")], 1.0)]
-
-
 def test_experts_of_another_prompt_view_or_page_are_refused(tmp_path):
     class Told(Echo):
         rules = "Say it."
@@ -233,7 +210,7 @@ def test_experts_of_another_prompt_view_or_page_are_refused(tmp_path):
 
     file = tmp_path / "experts"
     for made, played in ((Told(), Told("short")), (Told("short"), Told()), (Told(), Other()), (Echo(), Louder())):
-        messages, reward = worlds.converse(made, made.reset("echo-train-0"), lambda page: "red")
+        messages, reward = worlds.converse(made, made.reset("echo-train-0"), worlds.saying(["red"]))
         file.write_text(json.dumps(dict(task="echo-train-0", messages=messages, reward=reward)))
         assert [*expert_files.experts(made, str(file), 0)] == [("echo-train-0", messages, 1.0)]
         with pytest.raises(worlds.Refused, match="echo-train-0 is another task here.*--view"):

@@ -5,7 +5,7 @@ standard library alone; what the environment needs is imported where it is made.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 
@@ -204,26 +204,20 @@ def converse(env: World, observation: str, act: Callable[[str], str]) -> tuple[l
         try:
             reply = act(observation)
         except (Stuck, StopIteration):
-            break
+            return messages, 0.0
         messages.append({"role": "assistant", "content": reply})
         step = env.step(reply)
         if step.done or turn == env.max_steps:
-            return messages, step.reward
+            break
         observation = step.observation
         messages.append({"role": "user", "content": observation})
-    return messages[:-1] if turn > 1 else messages, 0.0
+    return messages, step.reward
 
 
-def replay(env: World, task, replies: list[str]) -> list[Step]:
-    """The steps of these replies, to the end of the episode, on what a task is."""
-    env.start(task)
-    steps = []
-    for reply in replies:
-        steps.append(env.step(reply))
-        if steps[-1].done:
-            break
-    env.close()
-    return steps
+def saying(replies: Iterable[str]) -> Callable[[str], str]:
+    """Somebody who says these replies one after the other, whatever is observed."""
+    left = iter(replies)
+    return lambda observation: next(left)
 
 
 def first_reply(messages: list[dict], steps: int) -> int:

@@ -146,8 +146,9 @@ class EtoInterCodeSQL(EtoWorld):
         return step
 
 
-WRAPPERS = {"webshop": EtoShop, "scienceworld": EtoScienceWorld, "intercodesql": EtoInterCodeSQL}
-STEMS = {"webshop": "webshop", "scienceworld": "sciworld", "intercodesql": "intercode_sql"}
+# name of a world -> what wraps it, and how the folder's files call it
+TOLD = {"webshop": (EtoShop, "webshop"), "scienceworld": (EtoScienceWorld, "sciworld"),
+        "intercodesql": (EtoInterCodeSQL, "intercode_sql")}
 
 
 def told_as_eto(world: World, folder: str, examples: int) -> EtoWorld:
@@ -161,7 +162,7 @@ def told_as_eto(world: World, folder: str, examples: int) -> EtoWorld:
     Raises:
         Refused: The folder lacks something.
     """
-    stem = STEMS[world.name]
+    wrapper, stem = TOLD[world.name]
     instruction_file = f"instructions/{stem}_inst.txt"
     examples_file = f"icl_examples/{stem}_icl.json"
     must = (f"ETO's or IPR's eval_agent/prompt, with a text in {instruction_file} and a JSON list "
@@ -172,10 +173,9 @@ def told_as_eto(world: World, folder: str, examples: int) -> EtoWorld:
         if len(kept) < examples:
             raise ValueError(f"{examples_file} has {len(kept)} conversations")
         for conversation in kept:
-            text_in(conversation[0]["content"])
             for turn in conversation:
                 text_in(turn["content"])
-    return WRAPPERS[world.name](world, instruction, kept)
+    return wrapper(world, instruction, kept)
 
 
 def bare(observation: str) -> str:

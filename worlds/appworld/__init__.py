@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 import worlds
-from common.settings import Count, OldFile
+from common.settings import OldFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,8 +14,6 @@ class Options(worlds.Options):
     # all: 1 where all of a task's tests pass (TGC), else 0; tests: the share that passes
     # [AppWorld; AgentEvolver has both]
     appworld_reward: Literal["all", "tests"] = "all"
-    appworld_seconds: Count = 20       # of one reply's code [ours]
-    appworld_megabytes: Count = 3000   # of address space of an episode's process [ours]
 
     presets = {
         # AgentEvolver: 4,000 tokens of prompt and 21,580 of response.
@@ -36,5 +34,4 @@ class Options(worlds.Options):
 
     def make(self, view):
         from worlds.appworld.world import AppWorld
-        return AppWorld(view, self.appworld_root, self.appworld_reward, self.appworld_seconds,
-                        self.appworld_megabytes)
+        return AppWorld(view, self.appworld_root, self.appworld_reward)

@@ -26,17 +26,15 @@ class Judge:
     Args:
         python: the interpreter that has the package.
         root: the folder of AppWorld's `data`.
-        seconds: of one reply's code.
-        megabytes: of an episode's process.
     """
 
-    def __init__(self, python: str, root: Path, seconds: int, megabytes: int):
+    def __init__(self, python: str, root: Path):
+        self.python = python
         self.root = root
-        self._made_with = python, root, seconds, megabytes
         self._ends = {}  # a task made in training -> the trace of its own code
 
     def begin(self, task: dict) -> Episode:
-        return Episode(server(*self._made_with), task["start"], task.get("text"))
+        return Episode(server(self.python, self.root), task["start"], task.get("text"))
 
     def trace(self, task: dict, code: list[str]) -> Trace:
         """What code does in an episode of its own, part after part, to the end of the task."""
@@ -63,7 +61,7 @@ class Judge:
     def compare(self, start: str, one: dict, other: dict) -> dict:
         """Of two ends of a start state: whether the `apps` are the same, and the `answer`; `error`
         where they cannot be compared."""
-        return server(*self._made_with).once("compare", start, changes=[one, other])
+        return server(self.python, self.root).once("compare", start, changes=[one, other])
 
     def share(self, task: dict, changes: dict[str, str]) -> float:
         """The share of a task's tests that pass on what an episode has left. Of a task made in
@@ -80,7 +78,7 @@ class Judge:
         return 0.0
 
     def _tests(self, task: dict, changes: dict[str, str]) -> dict:
-        return server(*self._made_with).once("judge", task["start"], changes=changes)
+        return server(self.python, self.root).once("judge", task["start"], changes=changes)
 
     def _alike(self, task: dict, changes: dict[str, str]) -> dict:
         key = repr(task)

@@ -14,6 +14,8 @@ from pathlib import Path
 from common.settings import Refused
 from worlds import EnvError
 
+SECONDS = 20      # of one reply's code [ours]
+MEGABYTES = 3000  # of address space of an episode's process [ours]
 GRACE = 5         # seconds beyond those of a reply's code, then its process is killed [ours]
 PATIENCE = 900    # seconds for what has nothing of a model in it [ours]
 JUDGING = 120     # seconds for a judgement, which runs the SQL that an episode has saved [ours]
@@ -31,21 +33,18 @@ class Server:
     Args:
         python: the interpreter that has the package.
         root: the folder of AppWorld's `data`.
-        seconds: of one reply's code.
-        megabytes: of an episode's process.
 
     Raises:
         Refused: the machine does not isolate processes.
         EnvError: it did not start.
     """
 
-    def __init__(self, python: str, root: Path, seconds: int, megabytes: int):
-        self.seconds = seconds
+    def __init__(self, python: str, root: Path):
         self._lock = threading.Lock()
         self._asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._asks.settimeout(PATIENCE)
         command = [python, "-I", str(Path(__file__).with_name("child.py")), str(root),
-                   str(seconds), str(megabytes), str(LONGEST)]
+                   str(SECONDS), str(MEGABYTES), str(LONGEST)]
         with theirs:
             self.process = subprocess.Popen(
                 command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -158,10 +157,10 @@ class Ran:
 
 class Episode(Shut):
     """One on a task's start state, with the text of another task or its own."""
+    seconds = SECONDS + GRACE
 
     def __init__(self, server: Server, start: str, text: str | None):
         super().__init__(server, "play", start)
-        self._seconds = server.seconds + GRACE
         try:
             told = self.ask(PATIENCE, text=text)
         except Gone as error:
@@ -174,7 +173,7 @@ class Episode(Shut):
 
     def run(self, code: str) -> Ran:
         """What code did. Gone where it ended the process, or did not end."""
-        told = self.ask(self._seconds, code=code)
+        told = self.ask(self.seconds, code=code)
         if "output" not in told:  # the package cannot go on after what the code did
             self.end()
             raise Gone(str(told.get("error"))[:500])
@@ -186,7 +185,7 @@ class Episode(Shut):
 
     def changes(self) -> dict[str, str]:
         """What the episode has left in the apps, as the package saves it: file -> text."""
-        found = self.ask(self._seconds, save=True).get("changes")
+        found = self.ask(self.seconds, save=True).get("changes")
         kept = found if isinstance(found, dict) else {}
         return {file: str(text) for file, text in kept.items()}
 
@@ -198,14 +197,14 @@ def is_call(row) -> bool:
     return isinstance(row[0], str) and isinstance(row[1], dict)
 
 
-_servers = {}  # what one was made with, and for which process -> the server
+_servers = {}  # for which process, python, root -> the server
 _lock = threading.Lock()
 
 
-def server(*made_with) -> Server:
-    """The server of this process for these arguments of `Server`, begun on first use."""
-    key = (os.getpid(), *made_with)
+def server(python: str, root: Path) -> Server:
+    """The server of this process for a folder of data, begun on first use."""
+    key = os.getpid(), python, root
     with _lock:
         if key not in _servers or _servers[key].process.poll() is not None:
-            _servers[key] = Server(*made_with)
+            _servers[key] = Server(python, root)
         return _servers[key]

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from worlds import Step, World
+from worlds import Step, World, saying
 from worlds.appworld import data
 from worlds.appworld.judging import Judge
 from worlds.appworld.processes import Gone, Ran
@@ -38,8 +38,7 @@ class AppWorld(World):
     max_steps = data.MOST_REPLIES
 
     def __init__(self, view: str = "full", appworld_root: str | None = None,
-                 appworld_reward: str = "all", appworld_seconds: int = 20,
-                 appworld_megabytes: int = 3000):
+                 appworld_reward: str = "all"):
         super().__init__(view)
         self.prompt = PROMPT  # in either view: no model is made for these tasks
         python = data.interpreter()
@@ -48,7 +47,7 @@ class AppWorld(World):
         self.splits = data.splits(root, official=bool(appworld_root))
         self.test_splits = tuple(self.splits)[2:]
         self.share_of_tests = appworld_reward == "tests"
-        self.judge = Judge(python, root, appworld_seconds, appworld_megabytes)
+        self.judge = Judge(python, root)
         self._episode = None
 
     def start(self, task: dict) -> str:
@@ -89,8 +88,7 @@ class AppWorld(World):
         return action if "```" in action else block(action)
 
     def expert(self):
-        replies = iter([block(code) for code in self.solution(self._task)])
-        return lambda page: next(replies)
+        return saying(map(block, self.solution(self._task)))
 
     def close(self) -> None:
         if self._episode:

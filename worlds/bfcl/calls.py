@@ -62,13 +62,17 @@ def parse_calls(reply: str) -> list[dict | str]:
         blocks = [block.partition("```")[0] for block in said.split("```json")[1:]]
     else:
         blocks = [said]
-    found = [call for block in blocks[:MOST_CALLS + 1] for call in _calls_in(block)]
+    found = []
+    for block in blocks[:MOST_CALLS + 1]:
+        found += _calls_in(block)
     if all(call is None for call in found):
         return []
     if len(reply) > LONGEST:
         return [f"the reply has {len(reply)} characters; at most {LONGEST} are read"]
-    return ([f"not a call; {FORM}" if call is None else call for call in found[:MOST_CALLS]]
-            + [f"not made; a reply has at most {MOST_CALLS} calls"] * (len(found) > MOST_CALLS))
+    calls = [f"not a call; {FORM}" if call is None else call for call in found[:MOST_CALLS]]
+    if len(found) > MOST_CALLS:
+        calls.append(f"not made; a reply has at most {MOST_CALLS} calls")
+    return calls
 
 
 def _calls_in(block: str) -> list[dict | str | None]:

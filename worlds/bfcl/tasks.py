@@ -5,7 +5,7 @@ import json
 import random
 from hashlib import sha256
 
-from worlds import replay, words_of
+from worlds import converse, saying, words_of
 from worlds.bfcl.calls import Simulators, failed, json_of, parse_calls, problem, script
 from worlds.bfcl.data import CATEGORIES, functions, prose, tasks
 from worlds.wording import asks, holds_call, holds_code, leaves, tokens
@@ -83,8 +83,6 @@ class TaskGenerator:
         """Why no run may have this task; None if one may."""
         if task["start"] not in {t["start"] for t in self.env.splits["train"].values()}:
             return f"{task['start']!r} is no start state of a training task"
-        if not any(task["calls"]) or len(task["turns"]) != len(task["calls"]):
-            return f"its {len(task['turns'])} turns need as many lists of calls"
         known = functions(task["start"])
         for call in in_one(task):
             if wrong := problem(call):
@@ -141,8 +139,8 @@ class TaskGenerator:
 
     def _play(self, task: dict, replies: list[str]) -> tuple[float, list[str], str]:
         """The reward of these replies, the results of their calls, and the states at the end."""
-        steps = replay(self.env, task, replies)
-        return steps[-1].reward, self.env.results, self.env.world.states()
+        _, reward = converse(self.env, self.env.start(task), saying(replies))
+        return reward, self.env.results, self.env.world.states()
 
 
 def in_one(task: dict) -> list[dict]:

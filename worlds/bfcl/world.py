@@ -2,7 +2,7 @@
 
 import json
 
-from worlds import Step, World
+from worlds import Step, World, saying
 from worlds.bfcl import data
 from worlds.bfcl.calls import CLOSE, MOST_REPLIES, OPEN, Simulators, parse_calls, script
 
@@ -52,13 +52,15 @@ class Bfcl(World):
         return what_is_said(self, [name for name in known if name not in later])
 
     def step(self, reply: str) -> Step:
-        if calls := parse_calls(reply):
+        calls = parse_calls(reply)
+        if calls:
             self._replies += 1
-            self.results += (results := [self.world.run(call) for call in calls])
+            results = [self.world.run(call) for call in calls]
+            self.results += results
             if self._replies <= MOST_REPLIES:
-                known = [call for call in calls if self.world.knows(call)]
-                return Step("\n".join(f"<tool_response>\n{result}\n</tool_response>"
-                                      for result in results), 0.0, False, idle=not known)
+                told = [f"<tool_response>\n{result}\n</tool_response>" for result in results]
+                idle = not any(map(self.world.knows, calls))
+                return Step("\n".join(told), 0.0, False, idle=idle)
             end = f"More than {MOST_REPLIES} replies with calls: the episode ends."
         else:
             self._check_turn()
@@ -77,19 +79,21 @@ class Bfcl(World):
         return f"{OPEN}\n{action}\n{CLOSE}" if action.startswith("{") else action
 
     def expert(self):
-        replies = iter(script(self._task["calls"]))
-        return lambda observation: next(replies)
+        return saying(script(self._task["calls"]))
 
     def _check_turn(self) -> None:
         """Makes the turn's calls of the ground truth and compares, as `multi_turn_checker` does."""
-        if not (results := [self._truth.run(call) for call in self._task["calls"][self._turn]]):
+        results = [self._truth.run(call) for call in self._task["calls"][self._turn]]
+        if not results:
             return
+        check = data.multi_turn_checker
         try:
-            self._passed.append(self._replies > 0 and all(found["valid"] for found in (
-                data.multi_turn_checker.state_checker(self.world.instances, self._truth.instances),
-                data.multi_turn_checker.response_checker(self.results, results, self._turn))))
+            state = check.state_checker(self.world.instances, self._truth.instances)
+            response = check.response_checker(self.results, results, self._turn)
+            passed = self._replies > 0 and state["valid"] and response["valid"]
         except RecursionError:  # a directory inside itself is in no ground truth
-            self._passed.append(False)
+            passed = False
+        self._passed.append(passed)
 
 
 def what_is_said(world: Bfcl, shown) -> str:

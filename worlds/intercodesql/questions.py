@@ -6,6 +6,8 @@ import sqlite3
 from dataclasses import dataclass, replace
 from functools import cache
 
+from worlds import saying
+
 WORLD_SEED = 20251123  # ours; the world does not depend on a run's seed
 
 # A database has a table of places and one or two of people or things, each row at a place. Names
@@ -269,11 +271,15 @@ def tables_of(gold: str) -> list[str]:
 def sql_expert(gold: str, thoughts: bool):
     """An expert that knows the gold query and describes the tables in it before."""
     needed = tables_of(gold)[:7]  # so that query and submission fit into 10 turns
-    turns = [("I should see which tables there are.", "SHOW TABLES"),
-             *((f"I need to know the columns of {table}.", f"DESC {table}") for table in needed),
-             (f"I can answer from {' and '.join(needed)}.", gold),
-             ("The result answers the question.", "submit")]
-    replies = iter([f"Thought: {thought}\nAction: "
-                    + (action if action == "submit" else f"\n```sql\n{action}\n```")
-                    if thoughts else action for thought, action in turns])
-    return lambda observation: next(replies)
+    turns = [("I should see which tables there are.", "SHOW TABLES")]
+    for table in needed:
+        turns.append((f"I need to know the columns of {table}.", f"DESC {table}"))
+    turns.append((f"I can answer from {' and '.join(needed)}.", gold))
+    turns.append(("The result answers the question.", "submit"))
+    replies = []
+    for thought, action in turns:
+        if thoughts:
+            block = action if action == "submit" else f"\n```sql\n{action}\n```"
+            action = f"Thought: {thought}\nAction: {block}"
+        replies.append(action)
+    return saying(replies)

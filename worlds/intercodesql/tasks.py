@@ -3,13 +3,13 @@ of such a query in `questions` is read back, and the family's words say what it 
 
 import random
 import re
-import sqlite3
 from contextlib import closing
+from functools import cache
 from hashlib import sha256
 
-from worlds import replay, words_of
+from worlds import converse, saying, words_of
 from worlds.intercodesql import questions
-from worlds.intercodesql.databases import ERROR, code_of, in_sqlite
+from worlds.intercodesql.databases import ERROR, Sqlite, code_of
 from worlds.intercodesql.questions import HELD_OUT, tables_of, worth_asking
 
 COPIES = 4  # of a database with other rows, on which queries are told apart [ours]
@@ -23,6 +23,11 @@ HOLES = {**dict.fromkeys("tnabceksp", r"\w+"), **dict.fromkeys(("v", "v2", "u"),
 # What a query does, and how a question says so.
 OPERATIONS = ((r"\bcount\b", r"\b(how many|number of|count)\b"),
               (r"\bavg\b", r"\b(average|mean)\b"), (r"\b(or|in)\b", r"\bor\b"))
+
+# What tells SQL from English that selects something from somewhere.
+SIGNS = re.compile(r"[`*=<>]|\(.*\bfrom\b|\bfrom\s*\(|\bwhere\b.*(?:[(\"]|\s')"
+                   r"|\b(?:order|group)\s+by\b|\blimit\s+\d|\bjoin\b|(?-i:SELECT\b.*\bFROM\b)",
+                   re.I | re.S)
 
 
 def _pattern(gold: str) -> re.Pattern:
@@ -63,7 +68,6 @@ class TaskGenerator:
                 if split != "train":
                     self.evaluated.add(words_of(question["query"]))
         self.training = {question["db"] for question in env.splits["train"].values()}
-        self._keys = {}         # of the queries so far
 
     def patterns(self, task: str, replies: list[str]) -> set[str]:
         """Families of the queries that ran and returned something; of others the skeleton."""
@@ -92,10 +96,11 @@ class TaskGenerator:
     def question(self, db: str, sql: str, rng: random.Random) -> tuple[str, str] | None:
         """What the query asks for, in words, and the query as the generator writes it; None if it
         is of no family over this database. Spaces do not matter: tokenizers write MAX ( age )."""
+        first, *_ = self.env.world.tables[db]  # the place of the others
         tables = {table.name: table for table in self.env.world.tables[db]}
         for words, gold, parts in families(sql):
             table, place = tables.get(parts["t"]), tables.get(parts.get("p"))
-            if not table or "p" in parts and not table != place == self.env.world.tables[db][0]:
+            if table is None or "p" in parts and (place is not first or table is first):
                 continue
             columns = {}
             for hole in parts.keys() & {*"nabce"}:
@@ -140,27 +145,8 @@ class TaskGenerator:
         return True
 
     def key(self, task: dict) -> str:
-        """What makes two questions one: the rows of their queries, on their database and on COPIES
-        of it with other rows; of a query that fails there its text."""
-        db, gold = task["db"], task["gold"]
-        if (db, gold) not in self._keys:
-            self._keys[db, gold] = f"{db}/{self._effect(db, gold)}"
-        return self._keys[db, gold]
-
-    def _effect(self, db: str, gold: str) -> str:
-        rng, tables = random.Random(db), self.env.world.tables[db]
-        scripts = [self.env.world.databases[db]]
-        for _ in range(COPIES):
-            scripts.append(questions.database_script(questions.redraw(rng, tables)))
-        ordered = re.search(r"\border\s+by\b", code_of(gold), re.I)
-        answers = []
-        for script in scripts:
-            with closing(self.env.database(db, script)) as database:
-                rows = database.ask(gold)
-            if not isinstance(rows, list):
-                return " ".join(parts_of(gold)).lower()
-            answers.append(rows if ordered else sorted(rows, key=str))
-        return sha256(str(answers).encode()).hexdigest()
+        """What makes two questions one: the effect of their queries."""
+        return f"{task['db']}/{effect(self.env.world, task['db'], task['gold'])}"
 
     def refusal(self, task: dict) -> str | None:
         """Why no run may have this question; None if one may."""
@@ -186,36 +172,37 @@ class TaskGenerator:
 
     def tells(self, text: str, solution: list[str]) -> bool:
         """Whether a task's text holds what solves it: an action of its solution, of more than one
-        word, or any SELECT that reads a table. English that sqlite could read as one is none, if
-        it has no signs and no words of SQL but `select`, `from` and `where`."""
-        actions = [self.env.action(reply) or reply for reply in solution]
+        word, or a SELECT that reads a table: one of the solution's, or with signs of SQL."""
         said = f" {_plain(text)} "
-        for action in map(_plain, actions):
+        tables = []
+        for reply in solution:
+            action = _plain(self.env.action(reply) or reply)
             if " " in action and f" {action} " in said:
                 return True
-        known = {*_plain(" ".join(actions)).split()}
-        for sql in _selects(text):
-            if "`" in text or _SIGNS.search(sql) or {*_plain(sql).split()} <= known:
-                return True
-        return False
+            tables += tables_of(action)
+        select = re.search(r"\bselect\b.*\bfrom\b.*", text, re.I | re.S)
+        if select is None:
+            return False
+        known = any(f" from {table} " in said for table in tables)
+        return known or bool(SIGNS.search(select[0]))
 
     def verify(self, proposal: dict) -> str | None:
         """Plays the solution twice; why it does not prove the question, or None."""
-        task = proposal["task"]
-        if self.tells(proposal["text"], proposal["solution"]):
-            return "its text tells its solution"
+        task, solution = proposal["task"], proposal["solution"]
         if not self.agree(task):
             return "its text does not ask for what its query reads"
-        if len(proposal["solution"]) > self.env.max_steps:
+        if len(solution) > self.env.max_steps:
             return "its solution is longer than an episode"
-        first, second = (replay(self.env, task, proposal["solution"]) for _ in range(2))
-        if any(step.observation.startswith(ERROR) for step in first):
-            return "an action of its solution fails"
+        first, second = (converse(self.env, self.env.start(task), saying(solution))
+                         for _ in range(2))
         if first != second:
             return "its replays differ"
-        if len(first) < len(proposal["solution"]) or not first[-1].done:
+        messages, reward = first
+        if any(turn["content"].startswith(ERROR) for turn in messages):
+            return "an action of its solution fails"
+        if len(messages) != 2 * len(solution):
             return "its solution does not end with a submission"
-        return None if first[-1].reward == 1.0 else f"its solution earns {first[-1].reward:.2f}"
+        return None if reward == 1.0 else f"its solution earns {reward:.2f}"
 
     def _ran(self, db: str, replies: list[str]):
         """The replies' queries that ran and returned something."""
@@ -226,18 +213,43 @@ class TaskGenerator:
                     yield sql
 
 
+@cache
+def effect(world: questions.SQLWorld, db: str, gold: str) -> str:
+    """What tells a query from others: the rows that it finds in its database, and in COPIES of that
+    with other rows; of a query that fails there its text."""
+    rng, tables = random.Random(db), world.tables[db]
+    scripts = [world.databases[db]]
+    for _ in range(COPIES):
+        scripts.append(questions.database_script(questions.redraw(rng, tables)))
+    ordered = re.search(r"\border\s+by\b", code_of(gold), re.I)
+    answers = []
+    for script in scripts:
+        with closing(Sqlite(db, script)) as database:
+            rows = database.ask(gold)
+        if not isinstance(rows, list):
+            return " ".join(parts_of(gold)).lower()
+        answers.append(rows if ordered else sorted(rows, key=str))
+    return sha256(str(answers).encode()).hexdigest()
+
+
 def named(tables: list, text: str, values: set[str]) -> set[str]:
     """What a question or a query names of a database, by its own names: and which of `values`."""
-    names = {}
+    names = {}  # a word -> the database's own name for it
     for table in tables:
-        names |= dict.fromkeys((table.name, table.noun, table.noun[:-1]), table.name)
+        for word in (table.name, table.noun, table.noun[:-1]):
+            names[word] = table.name
         for column in table.columns:
             if column.concept or column is table.label:
-                names |= {word + end: column.name for word in (column.name, *column.concept)
-                          for end in ("", "s")}
+                for word in (column.name, *column.concept):
+                    names[word] = names[f"{word}s"] = column.name
                 values = values | {*map(str, column.values)}
-    return {names.get(word.lower(), word) for word in re.findall(r"\w+", text)
-            if word.lower() in names or word in values or word.isdigit()}
+    found = set()
+    for word in re.findall(r"\w+", text):
+        if word.lower() in names:
+            found.add(names[word.lower()])
+        elif word in values or word.isdigit():
+            found.add(word)
+    return found
 
 
 def parts_of(sql: str) -> list[str]:
@@ -246,26 +258,6 @@ def parts_of(sql: str) -> list[str]:
     return [part for part in parts if not part.startswith(("--", "/*")) and part != ";"]
 
 
-# What tells SQL from English that could be read as such.
-_SIGNS = re.compile(r"[*=<>]|\(.*\bfrom\b|\bwhere\b.*[('\"]|\b(?:order|group)\s+by\b|\blimit\s+\d|"
-                    r"\bjoin\b|(?-i:SELECT\b.*\bFROM\b)", re.I | re.S)
-
-
 def _plain(text: str) -> str:
     """Words and signs a space apart, in lower case, without quotes and semicolons."""
     return " ".join(re.findall(r"\w+|[^\w\s'\"`;]", text.lower()))
-
-
-def _selects(text: str):
-    """Of each "select" in a text the longest piece that is SQL and reads a table."""
-    with closing(sqlite3.connect(":memory:")) as empty:
-        for select in re.finditer(r"\bselect\b", text, re.I):
-            rest = text[select.start():]
-            for part in reversed([*re.finditer(r"\w+|[^\w\s]", rest)]):
-                piece = rest[:part.end()]
-                try:
-                    empty.execute(f"EXPLAIN {in_sqlite(piece)}")
-                except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-                    if str(error).startswith("no such table"):  # all else of it could be read
-                        yield piece
-                        break

@@ -4,6 +4,7 @@ import re
 import sys
 from collections import Counter
 from decimal import Decimal
+from functools import cache
 
 import numpy as np
 
@@ -13,8 +14,6 @@ from worlds.intercodesql.questions import sql_expert, sql_world
 from worlds.intercodesql.spider import spider_world
 
 SHORT_ROWS = 8
-
-_said = set()  # of gold queries that fail, by this process
 
 EXPLANATION = """\
 Your reply holds no action. Write "Action:" once, then the query on one line in a block of its own:
@@ -69,19 +68,18 @@ class InterCodeSQL(World):
         self.makes_tasks = bool(self.world.tables)  # of the databases that are generated
         self._db = None
 
-    def start(self, question: dict, script: str | None = None) -> str:
-        """Also on a question of no split, over the database that `script` makes."""
+    def start(self, question: dict) -> str:
         self.close()
-        self._db = self.database(question["db"], script)
+        self._db = self.database(question["db"])
         self._question = question
         self.last_answer = None  # what `submit` hands in
         return question["query"]
 
-    def database(self, name: str, script: str | None = None) -> MySQL | Sqlite:
+    def database(self, name: str) -> MySQL | Sqlite:
         """One of the databases, opened anew."""
         if self.mysql_url:
             return MySQL(name, self.mysql_url)
-        return Sqlite(name, script or self.world.databases[name])
+        return Sqlite(name, self.world.databases[name])
 
     def step(self, reply: str) -> Step:
         sql = self.action(reply)
@@ -125,10 +123,13 @@ def gold_rows(database: MySQL | Sqlite, question: dict) -> list[tuple]:
     about = f"the gold query of {question['query']!r}: {gold}"
     if gold in (INTERRUPTED, TOO_LARGE) or str(gold).startswith(DENIED):
         raise EnvError(about)
-    if about not in _said:
-        _said.add(about)
-        print(f"{about}; an empty result earns 1 there, as InterCode scores it", file=sys.stderr)
+    say_once(f"{about}; an empty result earns 1 there, as InterCode scores it")
     return []
+
+
+@cache
+def say_once(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def in_full(answer) -> str:

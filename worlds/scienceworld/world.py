@@ -12,7 +12,7 @@ from py4j.protocol import Py4JError
 from scienceworld.constants import JAR_PATH
 
 from worlds import EnvError, Step, World
-from worlds.task_lists import read_lists
+from worlds.user_files import read_lists
 
 logging.getLogger("py4j").setLevel(logging.CRITICAL)  # what it reports is caught and told here
 

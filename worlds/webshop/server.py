@@ -15,7 +15,7 @@ import requests
 from filelock import FileLock
 
 from worlds import EnvError, Refused
-from worlds.task_lists import read_lists
+from worlds.user_files import read_lists
 from worlds.webshop.shop import DONE, Page, Shop, show
 
 RULE = {"train": range(1500, 1500 + 1624), "validation": range(500, 1500), "test": range(500)}
@@ -82,7 +82,6 @@ class Client:
     """One that asks a server for pages; `WebShopServer` says how."""
     known = defaultdict(dict)        # server -> goal -> the instruction this process has read
     answered = defaultdict(WeakSet)  # server -> the clients it has answered since it last failed
-    loading = set()                  # servers that did not answer a first request in time
 
     def __init__(self, url: str, timeout: float, load_timeout: float):
         self.url = url
@@ -99,8 +98,7 @@ class Client:
         self._goal = goal
         known = self.known[self.url]
         if known and goal not in known:  # one that is says whether it is the same server
-            first = [*known][:8]
-            self._read(first[len(known) % len(first)])
+            self._read([*known][goal % len(known)])
         return self._read(goal)
 
     def _read(self, goal: int) -> Page:
@@ -173,12 +171,8 @@ class Client:
     def _ask(self, link: Link, data: dict | None) -> requests.Response:
         """The answer to a request, after redirects."""
         answered = self.answered[self.url]
-        first = self not in answered
-        timeout = self._load_timeout if first else self._timeout
-        with self._in_turn() if first else nullcontext():
-            if first and self.url in self.loading:  # it would load its catalogue once more
-                self._fail(f"no answer to the first request in {timeout:,.0f} s, in which it "
-                           "loads its catalogue; start again when it has")
+        timeout = self._timeout if self in answered else self._load_timeout
+        with nullcontext() if self in answered else self._in_turn():
             try:
                 return self._http.request(link.method, link.address, data=data,
                                           timeout=(min(10.0, timeout), timeout))
@@ -186,10 +180,9 @@ class Client:
                 self._fail(f"a link to another host, or outside {self.url}/, is not followed "
                            f"({str(error)[-200:]}); {CHECK}")
             except (requests.RequestException, ValueError) as error:
-                if first and isinstance(error, requests.ReadTimeout):
-                    self.loading.add(self.url)
                 answered.clear()  # started again, it loads its catalogue again
-                self._fail(f"{type(error).__name__}; see that the server runs")
+                self._fail(f"{type(error).__name__}; see that the server runs, and has loaded its "
+                           "catalogue")
 
     def _in_turn(self):
         """One at a time of all processes of a user on this machine that ask this server."""

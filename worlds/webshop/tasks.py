@@ -112,14 +112,12 @@ class TaskGenerator:
         """Whether a text says what to do, in whatever spelling: search[...] or click[...], a
         product's number, Buy Now. A customer knows none of these."""
         plain = unicodedata.normalize("NFKC", text).lower()
-        told = {"click", "buynow", *(product["asin"].lower() for product in self.products)}
-        for reply in solution:
-            name, argument = name_and_argument(self.shop.action(reply))
-            if name == "search":
-                told.add(squeezed(name + argument))
+        if re.search(r"search\s*[^\w\s,.;!?'-]", plain):
+            return True
+        told = ["click", "buy now", *map(self.shop.action, solution)]
+        told += [product["asin"] for product in self.products]
         said = squeezed(plain)
-        as_action = re.search(r"search\s*[^\w\s,.;!?'-]", plain)
-        return bool(as_action) or any(word in said for word in told)
+        return any(squeezed(words.lower()) in said for words in told)
 
     def refusal(self, goal: dict) -> str | None:
         """Why no run may have this goal; None if one may."""
