@@ -9,6 +9,7 @@ from pathlib import Path
 from common.settings import Parser, flag
 from engine import command, models
 from engine.run import Run
+from lab.chat.evaluate import is_endpoint
 from lab.page import page, report
 from lab.pretrain import smollm2
 from lab.runfiles import run_with, way_of
@@ -21,7 +22,7 @@ def main(argv: list[str]) -> None:
         first.add_argument(flag(name), default=getattr(Settings, name))
     asked, _ = first.parse_known_args(argv)
     models.MODELS["smollm2"] = smollm2.base
-    if asked.method == "chat":  # whose model is in no folder; its run has a tokenizer nobody uses
+    if is_endpoint(asked.model):  # in no folder; its run has this tokenizer, and no use for it
         models.MODELS[asked.model] = models.MODELS["tiny"]
     trained_in = run_with(Path(asked.model))
     if asked.method == "evaluate" and trained_in:

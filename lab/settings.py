@@ -29,8 +29,13 @@ class Settings(evaluate.Chat, baselines.Baselines, explorer.Explorer, coevolve.S
         "--method ppo": dict(rollouts=4),
         "--method evaluate": dict(temperature=0.0, rollouts=1),
         # With the examples; the endpoint knows better what it can read.
-        "--method chat": dict(temperature=0.0, rollouts=1, max_tokens=100_000),
+        "chat": dict(method="chat", temperature=0.0, rollouts=1, max_tokens=100_000),
     }
+
+    @staticmethod
+    def preset_names(values: dict) -> list[str]:
+        names = coevolve.Settings.preset_names(values)
+        return [*names, "chat"] if evaluate.is_endpoint(values["model"]) else names
 
 
 METHODS = coevolve.METHODS | explorer.METHODS | baselines.METHODS | evaluate.METHODS

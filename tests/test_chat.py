@@ -15,7 +15,7 @@ from engine import chat, models
 from engine.command import main
 from engine.run import Run
 from lab.chat import endpoint as endpoints
-from lab.chat.endpoint import ContextFull, EndpointError, NotAnswered
+from lab.chat.endpoint import ContextFull, EndpointError, NotAnswered, OnlyThoughts
 from lab.settings import METHODS, Settings
 from worlds import Step
 
@@ -64,7 +64,7 @@ def start(tmp_path, monkeypatch):
 @pytest.fixture
 def run(start, endpoint):
     """run(*flags) -> the finished run at the endpoint."""
-    return lambda *argv: start("--method", "chat", "--model", endpoint.url, "--model-name", "m", "--slots", 1,
+    return lambda *argv: start("--model", endpoint.url, "--model-name", "m", "--slots", 1,
                                "--examples", 0, *argv)
 
 
@@ -86,7 +86,7 @@ def call(endpoint, monkeypatch):
         monkeypatch.setattr(asked.stopped, "wait", ask.waits.append)
         try:
             return asked(ASKED)
-        except EndpointError as error:
+        except (EndpointError, ContextFull) as error:
             return error, {}
         finally:
             ask.tries = len(endpoint.seen) - before
@@ -119,7 +119,8 @@ def test_an_evaluation_has_the_rows_and_numbers_of_any_other(endpoint, run, slot
     found = numbers_of(r)
     assert (found["reward"], found["success"], found["episodes"]) == (0.25, 0.25, 4)
     assert (found["requests"], found["prompt_tokens"], found["completion_tokens"]) == (10, 1000, 70)
-    assert found["cut_replies"] == found["empty_replies"] == found["refused"] == 0
+    assert found["retries"] == found["cut_replies"] == 0 and "refused" not in found
+    
 
 
 def test_the_request_is_that_of_the_protocol(endpoint, run):
@@ -179,10 +180,10 @@ def test_a_first_request_that_can_never_fit_is_refused(endpoint, run):
             "max_tokens: 256 > 128, which is the maximum allowed number of output tokens",
             "the valid range of max_tokens is [1, 128]"):
         endpoint.faults = [(400, why, {})]
-        with pytest.raises(worlds.EnvError, match="^guess-test-0: .*may fit with a lower --max-new"):
+        with pytest.raises(Refused, match="^guess-test-0: .*first request.*--max-new-tokens 256"):
             run()
     endpoint.faults = [(400, "the prompt is too long: 900 tokens", {})] * 4
-    with pytest.raises(Refused, match="answers no request"):  # of no task: nothing is scored
+    with pytest.raises(Refused, match="first request"):  # of all tasks: nothing is scored
         run("--refused", "zero")
     endpoint.faults = [(400, "the prompt is too long: 900 tokens", {}), *[False] * 3]
     assert [(e["reward"], e["ended"]) for e in rows_of(run("--refused", "zero"))] == [
@@ -283,17 +284,17 @@ def test_waits_grow_whatever_an_endpoint_asks_for(call):
             ("9" * 5000, 0), ("Wed, 99 Oct 99999", 0), ("7", 7), (" 7 ", 7), ("999", 120), (LATER, 120)]:
         for status in 408, 429, 500, 503:
             headers = {} if asked is None else {"Retry-After": asked}
-            reply, _ = call(*[(status, "slow down", headers)] * 5)
-            assert reply == "c" and len(call.waits) == 5
+            reply, used = call(*[(status, "slow down", headers)] * 5)
+            assert reply == "c" and used["retries"] == len(call.waits) == 5
             for k, wait in enumerate(call.waits):
                 assert max(least, 2**k / 2) <= wait <= max(least, 2**k), (asked, status)
 
 
 HALF = "half an ans"
 PASSING = [  # what may be gone in a moment, as a fault of the endpoint's or in an answer of its
-    None, "cut", (503, "no", {}), (200, "half a", {}), (200, '{"choices": []}', {}),
+    None, "cut", (503, "no", {}), (200, "half a", {}), (200, "[" * 100_000, {}), (200, '{"choices": []}', {}),
     (200, '{"error": "we are sorry"}', {}), answer(content=HALF, finish_reason="abort"),
-    answer(content=dict(text=HALF)),
+    answer(content=HALF, error=dict(message="late", code=502)), answer(content=dict(text=HALF)),
     answer(content="", finish_reason="network_error"), answer(content=HALF, finish_reason="failed"),
     answer(content="", finish_reason="insufficient_system_resource"),
     (200, json.dumps(dict(error=dict(message="late"), choices=[dict(message=dict(content="x"))])), {}),
@@ -303,8 +304,8 @@ PASSING = [  # what may be gone in a moment, as a fault of the endpoint's or in 
 
 def test_what_may_pass_is_tried_again_and_in_the_end_an_error(call):
     for fault in PASSING:
-        reply, _ = call(*[fault] * 3)
-        assert (reply, call.tries) == ("c", 4), fault
+        reply, used = call(*[fault] * 3)
+        assert (reply, used["retries"], call.tries) == ("c", 3, 4), fault
         error, _ = call(*[fault] * 8)
         assert type(error) is EndpointError and "(attempt 8)" in str(error) and call.tries == 8, fault
 
@@ -313,6 +314,7 @@ def test_what_does_not_pass_is_one_line_without_the_key(call):
     for fault, message in [
             ((401, f"Incorrect API key: {KEY}", {}), "status 401: Incorrect API key: ***"),
             ((302, "", {"Location": "http://elsewhere"}), "status 302"),
+            ((200, "x" * 1_000_001, {}), "an answer is longer than 1,000,000 bytes"),
             ((401, "x" * 190 + KEY, {}), "status 401: xxx"), ((400, "a\nb", {}), "status 400: a b")]:
         error, _ = call(fault)
         assert isinstance(error, EndpointError) and message in str(error) and call.tries == 1
@@ -323,46 +325,48 @@ REFUSED = [
     answer(content=None, finish_reason="content_filter"), answer(content=HALF, finish_reason="content_filter"),
     answer(content="", finish_reason="content_filter: PROHIBITED_CONTENT"), answer(content=HALF, finish_reason="SPII"),
     answer(content=None, finish_reason="SAFETY"), answer(content=None, refusal="I cannot help with that"),
-    answer(content=None, finish_reason="OTHER"),
+    answer(content=[dict(type="refusal", refusal="no")]), answer(content=None, finish_reason="OTHER"),
     answer(content=None, finish_reason="MALFORMED_FUNCTION_CALL"),
     (200, '{"error": {"code": 403, "message": "flagged"}}', {}), (403, "flagged", {}), (451, "no", {}),
     answer(content="I look:", tool_calls=[dict(function=dict(name="ls"))], finish_reason="tool_calls"),
-    # It thought, and was cut before it said anything.
-    answer(content="", finish_reason="length"), answer(content="<think>so click", finish_reason="length"),
-    answer(finish_reason="MAX_TOKENS")]
+    answer(content=None, function_call=dict(name="ls"))]
 PART = dict(type="reasoning", text="so")
-# It said nothing, of its own accord.
-EMPTY = [
+ONLY_THOUGHTS = [
     answer(content="", reasoning_content="so click c"), answer(content=None, reasoning="so"), answer(content=[PART]),
     answer(content=[dict(type="thinking", thinking=[dict(type="text", text="so")])]),
-    answer(content="<think>so click</think>"), answer(content=" \n")]
+    answer(content="", finish_reason="length", usage=dict(
+        completion_tokens=9, completion_tokens_details=dict(reasoning_tokens=9))),
+    answer(content=" \n", thinking_blocks=[dict(thinking="so")]), answer(content="", thought="so"),
+    answer(content="<think>so click", finish_reason="length"), answer(finish_reason="MAX_TOKENS"),
+    answer(content=[dict(type="text", text="so", thought=True)])]
 
 
 def test_what_is_no_reply_is_a_refused_task_whatever_says_so(call):
     for said in REFUSED:
         assert type(call(said)[0]) is NotAnswered and call.tries == 1, said
-    for said in EMPTY:
-        assert call(said)[0].strip() == "" and call.tries == 1, said
+    for said in ONLY_THOUGHTS:
+        assert type(call(said)[0]) is OnlyThoughts and call.tries == 1, said
 
 
-def test_empty_replies_are_played_and_counted(endpoint, run):
-    cut = answer(content="", finish_reason="length")
-    endpoint.faults = [cut]
-    with pytest.raises(worlds.EnvError, match="^guess-test-0: .*nothing was said.*--max-new-tokens"):
+def test_thoughts_alone_and_empty_replies_are_counted_and_told(endpoint, run, capsys):
+    endpoint.faults = [ONLY_THOUGHTS[0]]
+    with pytest.raises(worlds.EnvError, match="^guess-test-0: .*thought.*--max-new-tokens"):
         run()
-    endpoint.faults = [cut, answer(content=None), answer(content=" \n"), False, cut]
+    endpoint.faults = [ONLY_THOUGHTS[0], answer(content=None), answer(content=" \n"), False, ONLY_THOUGHTS[0]]
     r = run("--refused", "zero")
     assert [(e["reward"], e["ended"]) for e in rows_of(r)] == [
         (0.0, "refused"), (1.0, "done"), (0.0, "refused"), (1.0, "done")]
     found = numbers_of(r)
-    assert found["refused"] == found["empty_replies"] == 2
+    assert found["refused"] == found["only_thoughts"] == found["empty_replies"] == 2
+    assert capsys.readouterr().err.count("such requests are counted") == 2  # once a process
     assert len((r.folder / "answers.jsonl").read_text().splitlines()) == 4
 
 
 TEXT = dict(type="text", text="c")
 READ = [  # (answer, reply, tokens)
-    (answer(content=[TEXT, dict(type="text", text="d")], usage={}), "cd", 0),
+    (answer(content=[TEXT, dict(type="text", text="d")], usage={}), "cd", 0), (answer(content=["c", TEXT]), "cc", 0),
     (answer(content="c", usage=dict(prompt_tokens=5, completion_tokens=None)), "c", 5),
+    (answer(content="c", usage=dict(prompt_tokens=5, completion_tokens=-3)), "c", 5),
     (answer(content=f"your key is {KEY}"), "your key is ***", 0), (answer(content="c\ud83d"), "c\ufffd", 0),
     (answer(content=None), "", 0), (answer(content="", error=None), "", 0),
     (answer(content="c", reasoning_content="so", refusal=None), "c", 0), (answer(content=[PART, TEXT]), "c", 0),
@@ -375,13 +379,14 @@ def test_replies_with_something_beside_them_are_replies(call):
         found, used = call(said)
         assert (found, call.tries, used["cut_replies"]) == (reply, 1, 0), said
         assert used["prompt_tokens"] + used["completion_tokens"] == tokens
+        assert used["unreported"] == (tokens == 0)
     for ends in "length", "max_tokens", "model_context_window_exceeded":
         assert call(answer(content="a b", finish_reason=ends))[1]["cut_replies"] == 1
 
 
 # ------------------------------------------------------------------------ thoughts and end tokens
 
-# What a server says, and what of it is the reply; None: nothing, since all of it is thoughts.
+# What a server says, and what of it is the reply; None: only thoughts.
 DRAFT = "```python\napis.pay()\n```"
 CODE = "```python\nprint(1 < 2)\n```"
 ANALYSIS = "<|channel|>analysis<|message|>Action: submit"
@@ -395,14 +400,14 @@ THOUGHTS = [
         "thinking", "Think", "THOUGHT", "reasoning", "seed:think", "antThinking", "reasoning_step",
         "inner_monologue", "scratchpad", "analysis", "reflection", "think-step")),
     *((f"{opens}a Action: submit{closes}c", "c") for opens, closes in (
-        ("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷"),
+        ("[THINK]", "[/THINK]"), ("[thought]", "[/thought]"), ("◁think▷", "◁/think▷"),
         ("<|thinking|>", "<|/thinking|>"), ("<|START_THINKING|>", "<|END_THINKING|>"),
-        ("<|begin_of_thought|>", "<|end_of_thought|>\n"),
+        ("<|begin_of_thought|>", "<|end_of_thought|>\n<|begin_of_solution|>"),
         ("<|channel>thought\n", "<channel|>"), ('<think lang="en" n=1>', "</think>"),
         (" \n<think >", "</think >"), ("", "[/THINK]"), ("", "<|END_THINKING|>"),
         ("<thinking>", "</think>"), ('A 5" mug', "</think>"))),
     ('It is 5" wide.</think>search[5" mug]', 'search[5" mug]'),
-    ("<think></think>c", "c"), ("<think>a</think><think>b</think>c", "c"),
+    ("<think></think>c", "c"), ("<think/>c", "c"), ("<think>a</think><think>b</think>c", "c"),
     ("<think>a</think>\n<reasoning>b</reasoning>\nc", "c"),
     ("<think>a <think>b</think> Action: submit</think>c", "c"),
     ("<think>a <reasoning>b</reasoning> Action: submit</think>c", "c"),
@@ -415,19 +420,24 @@ THOUGHTS = [
     ("analysisAction: submit.assistantfinalc", "c"),
     *((f"c{end}", "c") for end in (
         "<|im_end|>", "<|eot_id|>", "</s>", "<|return|>", "<|end|>\n", "<|endoftext|>", "<eos>",
-        "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "<|im_end|><|endoftext|>",
+        "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<｜end▁of▁sentence｜>", "<|im_end|><|endoftext|>", "<|END_RESPONSE|>",
         "<|im_end|>\n<|im_start|>user\nd", "<|eot_id|><|start_header_id|>user<|end_header_id|>\nd")),
-    ("<think>a</think>c<|im_end|>", "c"),
+    ("<|im_start|>assistant\nc<|im_end|>", "c"), ("<think>a</think>c<|im_end|>", "c"),
     ("<think>a<|im_end|></think>c", "c"), ("</s>", ""), ("<|im_end|>", ""),
     *((said, None) for said in (
         "<think>Action: submit", "<think>Action: submit</think>\n", "Action: submit</think>",
-        "[THINK]Action: submit", ANALYSIS,
-        f"{ANALYSIS}<|end|>", f"{ANALYSIS}<|end|>{FINAL}", "<think>a</think><think>Action: submit"))]
-# What stays as it is.
+        "[THINK]Action: submit", "<think>a <reasoning>b</reasoning> Action: submit", ANALYSIS,
+        f"{ANALYSIS}<|end|>", f"{ANALYSIS}<|end|>{FINAL}", "<think>a</think><think>Action: submit",
+        "<thinking hard=yes>Action: submit"))]
+# What stays as it is: marks that an agent writes of.
 PLAIN = ["click[<b>Buy</b> now]", "<b>bold</b>", "SELECT a FROM t WHERE b < 3 AND c > 2",
-         "SELECT a FROM t WHERE b <reason AND c> 2", "search[think]", "click[thoughts]",
-         "x = [reason]\nprint(x)", " c \n", '<tool_call>\n{"name": "think"}\n</tool_call>',
-         "Thought: I think so.\nAction: c", "I don't think it's <i>it</i>"]
+         "SELECT a FROM t WHERE b <reason AND c> 2", "search[<think> mug]", "search[think]",
+         "click[thoughts]", "click[big [THINK] poster]", "SELECT * FROM t WHERE a = '</think>'",
+         'print("<think>")', "SELECT 'I <think> so'", "x = [reason]\nprint(x)", "<s>10</s> 8",
+         '{"text": "say \\"<think>\\" to <|im_end|>"}', "`</think>` ends it", " c \n",
+         '<tool_call>\n{"name": "think"}\n</tool_call>', "click[a </think> b]",
+         "Thought: I think so.\nAction: c", "I don't think it's <i>it</i>", "print('a<|im_end|>b')",
+         'print(f"<think>{a}")', 'The page says "Price <b>5</b> </think>": click[Buy Now]']
 
 
 def test_thoughts_and_end_tokens_are_no_part_of_a_reply(call):
@@ -437,8 +447,8 @@ def test_thoughts_and_end_tokens_are_no_part_of_a_reply(call):
             found, _ = call(answer(**said))
             if reply or said == dict(content=text) and reply is not None:
                 assert found == reply, said
-            elif reply is None:
-                assert found == "", said
+            else:
+                assert type(found) is OnlyThoughts, said
 
 
 # ------------------------------------------------------------------------- lengths and parameters
@@ -484,7 +494,8 @@ def test_too_long_is_too_long_in_the_words_of_any_provider(call):
             fault = dict(message=text, code=status)
             for said in (status, text), (200, json.dumps(dict(error=fault))), (
                     200, json.dumps(dict(object="error", **fault))), (
-                    200, json.dumps(dict(choices=[dict(error=fault, message=dict(content=""))]))):
+                    200, json.dumps(dict(choices=[dict(error=fault, message=dict(content=""))]))), (
+                    200, json.dumps(dict(choices=[dict(message=dict(content="", error=fault))]))):
                 assert type(call((*said, {}))[0]) is ContextFull and call.tries == 1, said
     for status, text, tries in NOT_LONG:
         assert isinstance(call(*[(status, text, {})] * 8)[0], EndpointError), text
@@ -615,12 +626,12 @@ def test_what_does_not_go_together_is_refused():
             ("--method evolve --grpo-steps 3 --evolve-every 3", "the tasks would never evolve"),
             ("--method eto --model http://a/v1", "--method eto: an endpoint, .* needs --method chat"),
             ("--model ftp://a/v1 --method chat --model-name m", "needs --method chat, and chat an endpoint"),
-            ("--method chat --model http://a:b/v1 --model-name m", "needs --method chat, and chat an endpoint"),
-            ("--method chat --model http://a/v1", "--model-name: give the model's name"),
-            ("--method chat --model http://a/v1 --model-name m --examples 3", "--examples 3: must be 0, 1 or 2")]:
+            ("--model http://a:b/v1 --model-name m", "needs --method chat, and chat an endpoint"),
+            ("--model http://a/v1", "--model-name: give the model's name"),
+            ("--model http://a/v1 --model-name m --examples 3", "--examples 3: must be 0, 1 or 2")]:
         with pytest.raises(Refused, match=says):
             parsed(*argv.split())
-    for argv in ("--method", "evaluate"), ("--method", "chat", "--model", "http://a/v1", "--model-name", "m"):
+    for argv in ("--method", "evaluate"), ("--model", "http://a/v1", "--model-name", "m"):
         for more, expected in ((), (0, 1)), (("--temperature", 1, "--rollouts", 4), (1, 4)):
             s, _ = parsed(*argv, *more)
             assert (s.temperature, s.rollouts) == expected  # greedy unless asked otherwise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from engine.experts import evaluated_tasks
 from engine.records import write
 from engine.run import Run
 from evolve import by_one_rank
-from lab.chat.endpoint import USAGE, ContextFull, Endpoint, NotAnswered
+from lab.chat.endpoint import USAGE, ContextFull, Endpoint, NotAnswered, OnlyThoughts
 from worlds import World, is_web_address
 from worlds.expert_files import experts
 
@@ -87,15 +88,19 @@ class Paid:
         self.file = run.folder / "answers.jsonl"
         self.lock = threading.Lock()
         self.rows = {row["asked"]: row for row in whole_lines(self.file)}
-        self.last = {}  # conversation -> (how many messages, row) of its last request
-        self.has_said = False
+        self.last = {}  # conversation -> (messages, row) of its last request
+        self.noticed = Counter()
 
     def ask(self, what: tuple, messages: list[dict]) -> dict:
         """The reply to these messages, of the conversation `what`, and its usage."""
         asked = hashed([*what, messages])
         row = self.rows.get(asked)
         if row is None:
-            reply, used = self.endpoint(messages)
+            try:
+                reply, used = self.endpoint(messages)
+            except OnlyThoughts as error:
+                self.notice("only_thoughts", f"{error}; such requests are counted")
+                raise
             cut = self.is_cut(what, messages, used["prompt_tokens"])
             row = dict(asked=asked, phase=self.run.name, reply=reply, cut_prompts=int(cut), **used)
             with self.lock, open(self.file, "a") as file:
@@ -106,14 +111,22 @@ class Paid:
 
     def is_cut(self, what: tuple, messages: list[dict], tokens: int) -> bool:
         """Whether a conversation has grown, and the endpoint has read no more tokens of it."""
-        count, before = self.last.get(what, (len(messages), None))
+        if what not in self.last:
+            return False
+        count, before = self.last[what]
         cut = len(messages) > count and 0 < tokens <= before["prompt_tokens"]
-        if cut and not self.has_said:
-            self.has_said = True
-            tqdm.write(f"{self.endpoint.url}: a conversation grew, and {tokens:,} tokens of it "
-                       "were read as before; it leaves some out, unless it can read more (ollama: "
-                       "num_ctx); such requests are counted", file=sys.stderr)
+        if cut:
+            self.notice("cut_prompts", f"{self.endpoint.url}: a conversation grew, and {tokens:,} "
+                        "tokens of it were read as before; it leaves some out, unless it can read "
+                        "more (ollama: num_ctx); such requests are counted")
         return cut
+
+    def notice(self, name: str, said: str) -> None:
+        """Counts what is said once."""
+        with self.lock:
+            self.noticed[name] += 1
+            if self.noticed[name] == 1:
+                tqdm.write(said, file=sys.stderr)
 
     def play(self, episodes: list[Trajectory], make_env: Callable, answer: Callable) -> None:
         """Lets the endpoint play episodes, `slots` at a time, in environments of `make_env`; answer
@@ -139,10 +152,13 @@ class Paid:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def spent(self) -> dict:
-        """What all answers of the phase took, by the names in USAGE, and how many were empty."""
+        """What all answers of the phase took, by the names in USAGE; and, where there are any, how
+        many requests were answered by thoughts alone, and how many replies were empty."""
         rows = [row for row in self.rows.values() if row["phase"] == self.run.name]
-        found = {name: sum(row[name] for row in rows) for name in USAGE}
-        return found | dict(empty_replies=sum(not row["reply"].strip() for row in rows))
+        found = {name: sum(row.get(name, 0) for row in rows) for name in USAGE}
+        others = dict(only_thoughts=self.noticed["only_thoughts"],
+                      empty_replies=sum(not row["reply"].strip() for row in rows))
+        return found | {name: n for name, n in others.items() if n}
 
 
 class Text:
@@ -183,18 +199,21 @@ class Player:
             messages = [*self.examples, without_rules(messages[0], self.env), *messages[1:]]
         try:
             return [(self.paid.ask(what, messages)["reply"], [])]
+        except ContextFull as error:
+            if t.steps == 0:
+                self.refuse(t, Refused, f"its first request can never fit: {error}; lower "
+                            f"--max-new-tokens {s.max_new_tokens} or --examples {s.examples}, or "
+                            "give a model that reads more")
         except NotAnswered as error:
-            if t.steps == 0 or not isinstance(error, ContextFull):
-                self.refuse(t, error)
+            self.refuse(t, NotAnswered, str(error))
         return [None]
 
-    def refuse(self, t: Trajectory, error: NotAnswered) -> None:
-        """Ends an episode that the endpoint refuses, or the run."""
-        self.refusals.append(f"{t.task}: {error}")
+    def refuse(self, t: Trajectory, kind: type, why: str) -> None:
+        """Ends an episode that the endpoint refuses, or the run, by an error of this kind."""
+        self.refusals.append(f"{t.task}: {why}")
         if self.settings.refused == "stop":
-            raise NotAnswered(f"{self.refusals[-1]}; --refused zero goes on, and counts such tasks "
-                              "as reward 0; what is too long may fit with a lower --max-new-tokens "
-                              "or --examples")
+            raise kind(f"{self.refusals[-1]}; --refused zero goes on, and counts such tasks as "
+                       "reward 0")
         t.ended = "refused"
         t.reward = 0.0
 
@@ -208,7 +227,9 @@ def play_at_endpoint(run: Run, episodes: list[Trajectory]) -> tuple[list[Traject
     numbers = player.paid.spent()
     if player.refusals and not numbers["requests"]:
         raise Refused(f"the endpoint answers no request; {player.refusals[0]}")
-    return episodes, numbers | dict(refused=sum(t.ended == "refused" for t in episodes))
+    if player.refusals:
+        numbers["refused"] = sum(t.ended == "refused" for t in episodes)
+    return episodes, numbers
 
 
 def examples(run: Run) -> list[dict]:
@@ -226,8 +247,8 @@ def examples(run: Run) -> list[dict]:
         if len(found) == count:
             break
     if len(found) < count:
-        raise Refused(f"--examples {count}: only {len(found)} experts succeed on tasks that are "
-                      "not evaluated; give fewer")
+        raise Refused(f"--examples {count}: only {len(found)} experts succeed on tasks that "
+                           "are not evaluated; give fewer")
     turns = found[0]
     for opening, *rest in found[1:]:
         turns = [*turns, without_rules(opening, env), *rest]
@@ -239,6 +260,14 @@ def without_rules(message: dict, env: World) -> dict:
 
 
 # ------------------------------------------------------------------------------------ settings
+
+
+def no_agents(s) -> int:
+    return 0
+
+
+def is_endpoint(model: str) -> bool:
+    return model.startswith(("http://", "https://"))
 
 
 @dataclass(frozen=True)
@@ -266,9 +295,9 @@ class Chat(Stated):
 PLAYED = ("env", "method", "model", "out", "eval_tasks", "eval_splits", "view", "max_tokens",
           "max_new_tokens", "slots", "temperature", "rollouts", "track")
 METHODS = {
-    "evaluate": Method(evaluations, (*PLAYED, "seed", "bf16", "tokens_per_forward"), lambda s: 0,
+    "evaluate": Method(evaluations, (*PLAYED, "seed", "bf16", "tokens_per_forward"), no_agents,
                        "nothing is trained: the model, or an agent's folder, plays as it is"),
     "chat": Method(evaluations, (*PLAYED, "experts", "model_name", "examples", "refused"),
-                   lambda s: 0,
+                   no_agents,
                    "nothing is trained: the model at a chat endpoint, --model https://host/v1"),
 }

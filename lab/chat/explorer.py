@@ -20,8 +20,8 @@ from common.settings import Stated, limited
 from engine.records import write
 from engine.run import Run
 from evolve import by_one_rank, env_with, rows_of
-from lab.chat.endpoint import Endpoint, NotAnswered
-from lab.chat.evaluate import Paid
+from lab.chat.endpoint import ContextFull, Endpoint, NotAnswered
+from lab.chat.evaluate import Paid, is_endpoint
 from worlds import is_web_address
 
 LONGEST = 6000  # characters of a conversation that the endpoint is shown [ours]
@@ -65,7 +65,7 @@ PROPOSAL = re.compile(r'\{\s*"(intent|query|action_sequence)"')
 
 def find_tasks(run: Run, i: int, agent: Path, task_set: list[Path], signals: list[Path]) -> Path:
     """Proposals without verdicts, as `evolve.find_tasks`, whoever explores."""
-    if not run.settings.explorer:
+    if not is_endpoint(run.settings.explorer):
         return evolve.find_tasks(run, i, agent, task_set, signals)
     contexts = []
     if signals and run.settings.guide == "signals":
@@ -141,7 +141,7 @@ def reply_to(paid: Paid, what: tuple, text: str, rest: list[dict]) -> str | None
     """The reply to a text, and what was said after it; None where it is refused."""
     try:
         return paid.ask(what, [dict(role="user", content=text), *rest])["reply"]
-    except NotAnswered:
+    except (ContextFull, NotAnswered):
         return None
 
 
@@ -228,20 +228,21 @@ def written(generator, task: str, value: dict) -> dict:
 
 # ------------------------------------------------------------------------------------ settings
 
+Who = limited(str, "must be policy, http://host:port/v1 or https://host/v1",
+              lambda text: text == "policy" or is_web_address(text))
+
 
 @dataclass(frozen=True)
 class Explorer(evolve.Evolution, Stated):
     """An explorer in place of the agent"""
-    # The endpoint of a model that explores in the agent's place, https://host/v1 [the agent
-    # itself; notes: Qwen3-Max]
-    explorer: limited(Optional[str], "must be http://host:port/v1 or https://host/v1",
-                      is_web_address) = None
+    # Who explores: policy, the agent itself, or https://host/v1, an endpoint [ours; D: Qwen3-Max]
+    explorer: Who = "policy"
     # The name of the explorer's model at its endpoint [none]
     explorer_model: Optional[str] = None
 
     def conflicts(self, s) -> list[tuple[bool, str, str]]:
         return [*super().conflicts(s),
-                (s.explorer and not s.explorer_model, "--explorer-model",
+                (is_endpoint(s.explorer) and not s.explorer_model, "--explorer-model",
                  "give the explorer's name at its endpoint")]
 
 
